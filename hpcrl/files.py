@@ -9,6 +9,7 @@ import io
 import os
 import random
 import re
+import resource
 import shutil
 import sys
 import tempfile
@@ -100,6 +101,14 @@ def rename_durably(source: Path, target: Path) -> None:
     fsync_path(target.parent)
     if source.parent != target.parent:
         fsync_path(source.parent)
+
+
+def allow_files() -> int:
+    """Let this process and its children open as many files and sockets as the system allows, and return the number; the
+    usual limit of 1,024 is less than rank 0 of a large world needs."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard if hard != resource.RLIM_INFINITY else sys.maxsize
 
 
 def is_storage_error(error: BaseException) -> bool:

@@ -24,7 +24,7 @@ from hpcrl.cluster.placement import Placement
 from hpcrl.config import Config
 from hpcrl.control.bootstrap import Place, find_place
 from hpcrl.exitcodes import ASKED, SIGNAL_CODES, ExitCode
-from hpcrl.files import is_storage_error, shield_output, write_durably
+from hpcrl.files import allow_files, is_storage_error, shield_output, write_durably
 from hpcrl.node.agent import Agent, Verdict
 from hpcrl.node.devices import HIDDEN, VISIBLE, bind_gpus, visible_gpus
 from hpcrl.node.forks import FORKS, Parent
@@ -163,6 +163,7 @@ def run_rank(run_dir: Path, place: Place) -> int:
     with contextlib.suppress(OSError):
         # The name in ps and top. Slurm's proctrack/linuxproc takes what follows a blank for something else.
         Path("/proc/self/comm").write_text(f"hpcrl-rank-{place.index}")
+    allow_files()  # an agent has, a launcher may not have
     config = stored_config(run_dir)
     layout = RoleLayout.from_config(config)
     import_for(config, layout, [place.index])

@@ -72,6 +72,7 @@ class Controller:
         self._answers: dict[tuple[int, int], Done] = {}
         self._answered: dict[int, float] = {}  # rank -> time of its last answer: its present command began then
         self._hosts: dict[int, str] = {}
+        self._unreached: dict[int, tuple[float, str]] = {}  # rank -> since when, and why
         self.lost: set[int] = set()
         self.built = False  # before that no rank may be lost: others may wait for it to join a group
 
@@ -101,8 +102,9 @@ class Controller:
             return -1
         try:
             seq = self._world.sender.send(rank_queue(rank), command)
-        except ReaderLost as lost:  # the rank's agent reports it, or else the deadline of this command
+        except ReaderLost as lost:
             seq = lost.seq
+            self._unreached.setdefault(rank, (self._clock.now(), str(lost)))
         if not isinstance(command, ONE_WAY):
             name = type(command).__name__
             self._outstanding[rank, seq] = _Outstanding(name, self._clock.now(), allowed_s, awaited)
@@ -255,11 +257,16 @@ class Controller:
         return True
 
     def _check_deadlines(self) -> None:
-        """Once per check_s: RankSilent if an answer that the run needs is overdue."""
+        """Once per check_s: RankSilent if an answer that the run needs is overdue, or a rank that it needs cannot be
+        reached and no agent says why."""
         now = self._clock.now()
-        if not self._outstanding or now < self._next_check:
+        if not (self._outstanding or self._unreached) or now < self._next_check:
             return
         self._next_check = now + self.check_s
+        for rank, (since, why) in list(self._unreached.items()):
+            if now - since > min(CAUSE_S, self.command_s):
+                del self._unreached[rank]
+                self._lose(Lost(rank, why, silent=True))
         self._world.trace.go_on()
         begun = {
             (rank, seq): max(o.since, self._answered.get(rank, 0.0)) for (rank, seq), o in self._outstanding.items()

@@ -1,34 +1,48 @@
 """Where a process receives its messages: one port, one thread, a queue in memory for each name.
 
-A sender opens a connection for each queue. What it sends are strings of bytes, each behind its length; the first is the
-name of the queue. What stands in them is the matter of hpcrl.control.queues. Nothing can be read from outside.
+A sender opens a connection for each queue, and first shows that it knows the run's key: the intake sends bytes that it
+has drawn, the sender answers with an HMAC-SHA256 over them and the queue's name, then the name. Without that it can add
+nothing to a queue. What follows are entries, each behind its length, whose meaning is the matter of
+hpcrl.control.queues. Nothing can be read from an intake.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hmac
+import os
+import secrets
 import selectors
 import socket
 import struct
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from queue import SimpleQueue
 
-from torch.distributed import DistError, TCPStore
+from torch.distributed import TCPStore
 
 from hpcrl.control import network
+from hpcrl.exitcodes import ExitCode
 
 MAX_ENTRY_BYTES = (64 << 20) + 1024
 """A connection with a longer one is closed."""
-MAX_NAME_BYTES = 64
+MAC_BYTES, DRAWN_BYTES = 32, 16
+MAX_HELLO_BYTES = MAC_BYTES + 64
 RECEIVE_BYTES = 1 << 18
 RETRY_S = 0.1
 _LENGTH = struct.Struct("<I")
 
 Push = Callable[[bytes], None]
-"""Sends an entry; OSError if the intake is gone or does not take it in time."""
+"""Sends an entry; OSError if the intake is gone or does not take it in time. What is sent right after its end may still
+go without an error."""
+
+
+def mac(key: bytes, text: bytes) -> bytes:
+    """HMAC-SHA256, MAC_BYTES long."""
+    return hmac.digest(key, text, "sha256")
 
 
 def owner(queue: str) -> int:
@@ -39,13 +53,14 @@ def owner(queue: str) -> int:
 class Intake:
     """Receives on a free port of `address`. news: set after every entry, for a reader that waits for several queues."""
 
-    def __init__(self, address: str):
+    def __init__(self, address: str, key: bytes):
+        """OSError if nothing can listen there."""
         self._server = network.listen(address)
         self._server.setblocking(False)
         self.address, self.port = address, int(self._server.getsockname()[1])
         self.news = threading.Event()
         self._queues: dict[str, SimpleQueue[bytes]] = {}
-        arguments = (self._server, selectors.DefaultSelector(), self._queues, self.news)
+        arguments = (self._server, selectors.DefaultSelector(), key, self._queues, self.news)
         threading.Thread(target=_receive, args=arguments, name="intake", daemon=True).start()
 
     def queue(self, name: str) -> SimpleQueue[bytes]:
@@ -70,30 +85,37 @@ def _key(rank: int) -> str:
 class Dialer:
     """Connects to the queues of a world's ranks, whose addresses are in the store."""
 
-    def __init__(self, store: TCPStore, connect_s: float, push_s: float):
+    def __init__(self, store: TCPStore, key: bytes, connect_s: float, push_s: float):
         """Timeouts, for a connection and for an entry. A process receives nothing while native code in it holds the
         interpreter lock."""
-        self._store, self._connect_s, self._push_s = store, connect_s, push_s
+        self._store, self._key, self._connect_s, self._push_s = store, key, connect_s, push_s
 
     def __call__(self, queue: str) -> Push:
         """A new connection to a queue. OSError if its rank has no intake or is gone."""
         try:
             host, port = self._store.get(_key(owner(queue))).decode().rsplit(":", 1)
-        except (DistError, RuntimeError) as error:
+            return connect(host, int(port), queue, self._key, self._connect_s, self._push_s)
+        except ValueError as error:
+            raise OSError(f"the store has a wrong address of rank {owner(queue)}: {error}") from error
+        except RuntimeError as error:  # all errors of the store
             raise OSError(f"the store has no address of rank {owner(queue)}") from error
-        return connect(host, int(port), queue, self._connect_s, self._push_s)
 
 
-def connect(host: str, port: int, queue: str, connect_s: float, push_s: float) -> Push:
+def connect(host: str, port: int, queue: str, key: bytes, connect_s: float, push_s: float) -> Push:
     """A connection to a queue of the intake at host:port; OSError if nothing listens there."""
     connection = socket.create_connection((host, port), connect_s)
-    connection.settimeout(push_s)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.settimeout(push_s)
 
     def push(entry: bytes) -> None:
         connection.sendall(_LENGTH.pack(len(entry)) + entry)
 
-    push(queue.encode())
+    drawn = b""
+    while len(drawn) < DRAWN_BYTES:
+        if not (arrived := connection.recv(DRAWN_BYTES - len(drawn))):
+            raise ConnectionResetError(f"what listens at {host}:{port} is no intake")
+        drawn += arrived
+    push(mac(key, drawn + queue.encode()) + queue.encode())
     return push
 
 
@@ -103,10 +125,13 @@ def connect(host: str, port: int, queue: str, connect_s: float, push_s: float) -
 class _Sender:
     """One connection to the intake."""
 
-    def __init__(self, connection: socket.socket):
-        self.connection = connection
-        self._queue: SimpleQueue[bytes] | None = None  # until its name has arrived
+    def __init__(self, connection: socket.socket, key: bytes):
+        """OSError if the connection has ended."""
+        self.connection, self._key, self._drawn = connection, key, secrets.token_bytes(DRAWN_BYTES)
+        self._queue: SimpleQueue[bytes] | None = None  # until it is known who sends to which
         self._arrived = bytearray()
+        connection.setblocking(False)
+        connection.send(self._drawn)  # the first bytes of a connection find room
 
     def take(self, queues: Mapping[str, SimpleQueue[bytes]]) -> bool:
         """Pass on what has arrived; whether a whole entry has. OSError if the connection has ended or is to end."""
@@ -116,68 +141,91 @@ class _Sender:
         self._arrived += received
         passed_on = False
         while (entry := self._next()) is not None:
-            if self._queue is not None:
+            if self._queue is None:
+                self._queue = self._asked(entry, queues)
+            else:
                 self._queue.put(entry)
                 passed_on = True
-            else:
-                self._queue = queues.get(entry.decode(errors="replace"))
-                if self._queue is None:
-                    raise ConnectionAbortedError(f"no queue is called {entry!r}")
         return passed_on
 
     def _next(self) -> bytes | None:
         """The first entry, if it has arrived as a whole."""
         if len(self._arrived) < _LENGTH.size:
             return None
-        end = _LENGTH.size + _LENGTH.unpack_from(self._arrived)[0]
-        if end > (MAX_ENTRY_BYTES if self._queue is not None else MAX_NAME_BYTES):
-            raise ConnectionAbortedError(f"an entry of {end} bytes")
+        length = _LENGTH.unpack_from(self._arrived)[0]
+        if length > (MAX_ENTRY_BYTES if self._queue is not None else MAX_HELLO_BYTES):
+            raise ConnectionAbortedError(f"an entry of {length} bytes")
+        end = _LENGTH.size + length
         if len(self._arrived) < end:
             return None
         entry = bytes(self._arrived[_LENGTH.size : end])
         del self._arrived[:end]
         return entry
 
+    def _asked(self, hello: bytes, queues: Mapping[str, SimpleQueue[bytes]]) -> SimpleQueue[bytes]:
+        shown, name = hello[:MAC_BYTES], hello[MAC_BYTES:]
+        queue = queues.get(name.decode(errors="replace"))
+        if queue is None or not hmac.compare_digest(shown, mac(self._key, self._drawn + name)):
+            raise ConnectionAbortedError("it does not know the key, or the queue")
+        return queue
+
 
 def _receive(
     server: socket.socket,
     selector: selectors.BaseSelector,
+    key: bytes,
     queues: Mapping[str, SimpleQueue[bytes]],
     news: threading.Event,
 ) -> None:
-    with selector, server:
-        selector.register(server, selectors.EVENT_READ)
+    """Until the server is shut down. A process that could no longer hear ends."""
+    try:
+        with selector, server:
+            selector.register(server, selectors.EVENT_READ)
+            while _receive_once(server, selector, key, queues, news):
+                pass
+            for sender in list(selector.get_map().values()):
+                sender.fileobj.close()  # type: ignore[union-attr]
+    except BaseException:
+        traceback.print_exc()
+        os._exit(ExitCode.STORE_LOST)
+
+
+def _receive_once(
+    server: socket.socket,
+    selector: selectors.BaseSelector,
+    key: bytes,
+    queues: Mapping[str, SimpleQueue[bytes]],
+    news: threading.Event,
+) -> bool:
+    """Whether to go on."""
+    for ready, _ in selector.select():
+        if ready.fileobj is server:
+            if not _accept(server, selector, key):
+                return False
+            continue
         try:
-            while True:
-                for key, _ in selector.select():
-                    if key.data is None:
-                        if not _accept(server, selector):
-                            return
-                        continue
-                    try:
-                        if key.data.take(queues):
-                            news.set()
-                    except BlockingIOError:
-                        continue
-                    except OSError:
-                        selector.unregister(key.fileobj)
-                        key.data.connection.close()
-        finally:
-            for key in list(selector.get_map().values()):
-                if key.data is not None:
-                    key.data.connection.close()
+            if ready.data.take(queues):
+                news.set()
+        except BlockingIOError:
+            continue
+        except OSError:
+            selector.unregister(ready.fileobj)
+            ready.data.connection.close()
+    return True
 
 
-def _accept(server: socket.socket, selector: selectors.BaseSelector) -> bool:
-    """Take a connection; False if the intake was closed."""
+def _accept(server: socket.socket, selector: selectors.BaseSelector, key: bytes) -> bool:
+    """Take a connection; False if the server was shut down."""
     try:
         connection, _ = server.accept()
     except OSError as error:
-        if error.errno == errno.EINVAL:  # shut down
+        if error.errno == errno.EINVAL:
             return False
         if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
             time.sleep(RETRY_S)  # the connection waits
         return True
-    connection.setblocking(False)
-    selector.register(connection, selectors.EVENT_READ, _Sender(connection))
+    try:
+        selector.register(connection, selectors.EVENT_READ, _Sender(connection, key))
+    except OSError:
+        connection.close()
     return True

@@ -1,4 +1,4 @@
-"""The address of this node for other nodes, used by everything that listens: stores, mailboxes, gloo."""
+"""The address of this node for other nodes, used by everything that listens: stores, intakes, gloo."""
 
 from __future__ import annotations
 

@@ -25,10 +25,9 @@ import msgspec
 from torch.distributed import DistError, TCPStore
 
 from hpcrl.control import network
-from hpcrl.control.intake import Push
+from hpcrl.control.intake import MAC_BYTES, Push, mac
 
 MAX_MESSAGE_BYTES = 64 << 20
-MAC_BYTES = 32
 NAMED_REFUSALS = 100  # a flood must not fill the memory or the disk
 
 
@@ -79,8 +78,9 @@ def serve(address: str, timeout_s: float) -> TCPStore:
     )
 
 
-def _mac(key: bytes, name: str, frame: bytes) -> bytes:
-    return hmac.digest(key, name.encode() + b"\0" + frame, "sha256")
+def sign(key: bytes, name: str, frame: bytes) -> bytes:
+    """The entry of queue `name` for a frame."""
+    return mac(key, name.encode() + b"\0" + frame) + frame
 
 
 @dataclass
@@ -121,9 +121,9 @@ class Sender:
                 frame = msgspec.msgpack.encode(Frame(self.sender, line.seq, body))
                 try:
                     line.push = line.push or self._dial(name)
-                    line.push(_mac(self._key, name, frame) + frame)
+                    line.push(sign(self._key, name, frame))
                 except OSError as error:
-                    line.lost = str(error)
+                    line.lost, line.push = str(error), None
             if line.lost:
                 text = f"{type(message).__name__} to {name} was not sent, its reader is gone: {line.lost}"
                 raise ReaderLost(text, line.seq)
@@ -146,6 +146,7 @@ class Inbox:
         """The next valid message as (sender, seq, message), None if there is none within timeout_s. ControlError on a
         gap in a sender's sequence."""
         deadline = time.monotonic() + timeout_s
+        waiting = self._entries.qsize()
         while True:
             wait_s = deadline - time.monotonic()
             try:
@@ -156,13 +157,14 @@ class Inbox:
             if not isinstance(opened, str):
                 return opened
             self._refuse(opened)
-            if time.monotonic() > deadline:  # refused messages may never stop
+            waiting -= 1
+            if waiting <= 0 and time.monotonic() > deadline:  # refused messages may never stop
                 return None
 
     def _open(self, raw: bytes) -> tuple[int, int, Any] | str:
         """The message, or why it is refused."""
-        mac, frame = raw[:MAC_BYTES], raw[MAC_BYTES:]
-        if not hmac.compare_digest(mac, _mac(self._key, self.name, frame)):
+        frame = raw[MAC_BYTES:]
+        if not hmac.compare_digest(raw, sign(self._key, self.name, frame)):
             return f"a message of {len(raw)} bytes with a wrong signature"
         try:
             opened = self._frames.decode(frame)

@@ -33,6 +33,9 @@ from hpcrl.control.watch import StoreWatch
 CONTROLLER_QUEUE = "controller"
 LOST_KEY = "lost"
 """Key of the store with the ranks that the controller has given up, separated by commas."""
+PUSH_SHARE = 1 / 8
+"""Share of a command's time in which a rank must take a message from its full connection. A sender may meet several
+that do not, and meanwhile does nothing else."""
 PEER_SHARE = 0.8
 """Share of a command's time that a rank waits for another rank; the rest is time to report that rank."""
 UNCOUNTED = timedelta(days=30)
@@ -156,13 +159,13 @@ def join(
     address, host = own.address, socket.gethostname()
     server = None
     endpoint: dict[str, Any] | None = None
-    intake = Intake(address)
     if rank == 0:
         server, name = queues.serve(address, store_s), secrets.token_hex(8)
         server.set(WORLD_KEY, name)
         endpoint = {"host": address, "port": server.port, "key_file": str(make_key_file(folder, name)), "world": name}
     endpoint = share_endpoint(place, folder, endpoint, start_s)
     key = Path(endpoint["key_file"]).read_bytes()
+    intake = Intake(address, key)
     at = (endpoint["host"], int(endpoint["port"]))
     store = server if server is not None else queues.connect(*at, start_s)
     store.set_timeout(timedelta(seconds=store_s))
@@ -172,8 +175,11 @@ def join(
 
     commands, mail = inbox(rank_queue(rank), Command), inbox(mail_queue(rank), Post)
     events = inbox(CONTROLLER_QUEUE, Event) if rank == 0 else None
-    intake.publish(store, rank)
-    sender = queues.Sender(Dialer(store, store_s, PEER_SHARE * command_s), key, rank)
+    try:
+        intake.publish(store, rank)
+    except RuntimeError as error:
+        raise queues.StoreLost("the control store is gone") from error
+    sender = queues.Sender(Dialer(store, key, store_s, max(store_s, PUSH_SHARE * command_s)), key, rank)
     watch = None
     if rank != 0:
         where = f"rank {rank} on {host}"

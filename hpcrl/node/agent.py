@@ -264,7 +264,7 @@ class Agent:
                 key = Path(where["key_file"]).read_bytes()
                 number = -1 - int(self._environ.get("HPCRL_NODE", "0"))
                 store = connect(where["host"], where["port"], self._grace_s)
-                self._sender = Sender(Dialer(store, self._grace_s, self._grace_s), key, number)
+                self._sender = Sender(Dialer(store, key, self._grace_s, self._grace_s), key, number)
             self._sender.send("controller", Lost(rank, cause, silent))
         except (ControlError, FileNotFoundError) as error:
             if 0 not in self._ranks:

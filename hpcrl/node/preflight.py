@@ -15,7 +15,6 @@ import contextlib
 import hashlib
 import os
 import platform
-import resource
 import secrets
 import shutil
 import signal
@@ -39,7 +38,7 @@ from hpcrl.config.abilities import chosen
 from hpcrl.control.bootstrap import find_place
 from hpcrl.control.network import NoInterfaceError, is_loopback, listen, own_network, unreachable
 from hpcrl.exitcodes import SIGNAL_CODES, ExitCode
-from hpcrl.files import backed_off_s, find_room, write_durably
+from hpcrl.files import allow_files, backed_off_s, find_room, write_durably
 from hpcrl.node.devices import visible_gpus
 from hpcrl.node.memory import memory_limit
 from hpcrl.planner.host import host_bytes, planned_kinds
@@ -54,9 +53,9 @@ FOLDER = "preflight"
 CANARY, VERDICT = "canary.json", "verdict.json"
 PACKAGES = ("hpcrl", "torch", "transformers")
 FILES_OF_A_PROCESS, FILES_OF_A_PEER = 64, 8
-"""Open files of a rank that communicates with N others: in worlds of 8 and of 66 ranks the controller, with two or
-three sockets per rank, has 17 + 3 N, and a generator among 8 has 34. The rest is room for groups between more roles.
-Pairs connect at their first communication."""
+"""Open files of a rank that communicates with N others: in worlds of 5 and of 9 ranks the controller, with four sockets
+per rank, has 17 + 4 N, and a trainer beside 2 and 6 generators has 31 and 55. The rest is room for groups between more
+roles. Pairs connect at their first communication."""
 RUN_FREE_BYTES, SCRATCH_FREE_BYTES = 1 << 30, 64 << 20
 """Minimum free space of the run folder, for checkpoints, and of the node's scratch folder, for files of sandboxes."""
 
@@ -263,8 +262,6 @@ def _peers(layout: RoleLayout, roles: Sequence[RoleName]) -> int:
 
 def examine(node: int, needs: Needs, run_dir: Path, said: Meeting = ALONE) -> Report:
     """The report of this machine; raises this process's limit on open files, which its ranks inherit."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     gpus = len(visible_gpus(os.environ))
     if needs.gpu_files:
         gpus = min(gpus, len(visible_gpus({})))
@@ -283,7 +280,7 @@ def examine(node: int, needs: Needs, run_dir: Path, said: Meeting = ALONE) -> Re
         versions={"python": platform.python_version()}
         | {name: version_of(name) for name in (*PACKAGES, *needs.modules, *needs.gpu_modules)},
         gpus=gpus,
-        open_files=hard if hard != resource.RLIM_INFINITY else sys.maxsize,
+        open_files=allow_files(),
         run_free_bytes=run_free,
         scratch=scratch,
         scratch_free_bytes=shutil.disk_usage(scratch).free if os.access(scratch, os.W_OK) else -1,

@@ -158,10 +158,10 @@ def connected(num_ranks: int, in_flight: int, steps: int) -> dict[str, Any]:
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         store = queues.serve("127.0.0.1", 60.0)
-        intake = Intake("127.0.0.1")
+        intake = Intake("127.0.0.1", KEY)
         inbox = queues.Inbox(intake.queue(CONTROLLER_QUEUE), CONTROLLER_QUEUE, KEY, m.Event)
         intake.publish(store, 0)
-        sender = queues.Sender(Dialer(store, 60.0, 60.0), KEY, 0)
+        sender = queues.Sender(Dialer(store, KEY, 60.0, 60.0), KEY, 0)
         controller = make_controller(folder, sender, inbox, num_ranks + 1)
         controller._hosts[0] = "here"
         ranks = [list(capacities)[client::CLIENTS] for client in range(CLIENTS)]

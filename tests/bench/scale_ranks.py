@@ -125,6 +125,9 @@ class Cluster:
         self._go_on(rank)
         self.begin()
 
+    def qsize(self) -> int:
+        return len(self._queue)
+
     def get(self, block: bool = True, timeout: float | None = None) -> bytes:
         """The next event; with `block`, time passes until there is one."""
         self._pause()
@@ -194,7 +197,7 @@ def serve_ranks(port: int, ranks: list[int], mean_bursts: int) -> None:
     """Play these ranks until they are told to leave: a thread each; they share an intake, and have connections of
     their own to the controller."""
     threading.stack_size(1 << 18)
-    store, intake = queues.connect("127.0.0.1", port, 60.0), Intake("127.0.0.1")
+    store, intake = queues.connect("127.0.0.1", port, 60.0), Intake("127.0.0.1", KEY)
     threads = [threading.Thread(target=_serve, args=(store, intake, rank, mean_bursts)) for rank in ranks]
     for thread in threads:
         thread.start()
@@ -206,7 +209,7 @@ def _serve(store: TCPStore, intake: Intake, rank: int, mean_bursts: int) -> None
     queue = rank_queue(rank)
     inbox = queues.Inbox(intake.queue(queue), queue, KEY, m.Command)
     intake.publish(store, rank)
-    sender, script = queues.Sender(Dialer(store, 60.0, 60.0), KEY, rank), Script(rank, mean_bursts)
+    sender, script = queues.Sender(Dialer(store, KEY, 60.0, 60.0), KEY, rank), Script(rank, mean_bursts)
     sender.send(CONTROLLER_QUEUE, m.Joined("here", rank))
     while (message := inbox.get(60.0)) is not None:
         _, seq, command = message

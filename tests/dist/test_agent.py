@@ -330,7 +330,7 @@ def test_a_loss_is_told_to_the_controller_even_if_it_comes_up_later(node: Node) 
     endpoint = {"host": "127.0.0.1", "port": store.port, "key_file": str(key), "world": "name"}
     (world / "endpoint.tmp").write_text(json.dumps(endpoint))
     (world / "endpoint.tmp").rename(world / "endpoint.json")
-    intake = Intake("127.0.0.1")
+    intake = Intake("127.0.0.1", key.read_bytes())
     inbox = queues.Inbox(intake.queue(CONTROLLER_QUEUE), CONTROLLER_QUEUE, key.read_bytes(), Event)
     intake.publish(store, 0)
     message = inbox.get(40)

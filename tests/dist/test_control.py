@@ -106,7 +106,7 @@ POSTS: list[Any] = [
 
 @pytest.fixture
 def intake() -> Iterator[Intake]:
-    intake = Intake("127.0.0.1")
+    intake = Intake("127.0.0.1", KEY)
     intake.queue(QUEUE)
     yield intake
     intake.close()
@@ -115,7 +115,7 @@ def intake() -> Iterator[Intake]:
 @pytest.fixture
 def push(intake: Intake) -> Push:
     """A connection of somebody who knows the port."""
-    return connect("127.0.0.1", intake.port, QUEUE, 30, 30)
+    return connect("127.0.0.1", intake.port, QUEUE, KEY, 30, 30)
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def inbox(intake: Intake) -> Inbox:
 
 
 def sender_to(intake: Intake, number: int = 0, key: bytes = KEY) -> Sender:
-    return Sender(lambda queue: connect("127.0.0.1", intake.port, queue, 30, 30), key, number)
+    return Sender(lambda queue: connect("127.0.0.1", intake.port, queue, KEY, 30, 30), key, number)
 
 
 class Recorded(Sender):
@@ -142,10 +142,6 @@ class Recorded(Sender):
 
 def raw_of(message: Any, *, key: bytes = KEY, queue: str = QUEUE) -> bytes:
     return Recorded(key=key).raw(message, queue)
-
-
-def sign(frame: bytes) -> bytes:
-    return queues._mac(KEY, QUEUE, frame) + frame
 
 
 def test_samples_cover_every_message() -> None:
@@ -240,7 +236,7 @@ def test_lost(push: Push, inbox: Inbox) -> None:
 
 
 def test_signed_but_no_frame(push: Push, inbox: Inbox, capfd: pytest.CaptureFixture[str]) -> None:
-    refuse(push, inbox, sign(b"\x93\x01\x02"), "a signed message that is not a frame", capfd)
+    refuse(push, inbox, queues.sign(KEY, QUEUE, b"\x93\x01\x02"), "a signed message that is not a frame", capfd)
 
 
 @pytest.mark.parametrize(
@@ -284,8 +280,7 @@ def test_a_flood_is_counted_and_holds_nobody_up(push: Push, intake: Intake, inbo
         push(b"flood")
     push(raw_of(m.Leave()))
     wait_for(lambda: intake.queue(QUEUE).qsize() == queues.NAMED_REFUSALS + 51)
-    assert inbox.get(0.0) is None  # its time was over with the first of them
-    assert inbox.get(10) == (0, 1, m.Leave())
+    assert inbox.get(0.0) == (0, 1, m.Leave()), "a reader who does not wait passes over all that is there"
     assert inbox.num_refused == queues.NAMED_REFUSALS + 50
     assert len(inbox.refused) == queues.NAMED_REFUSALS
 
@@ -372,7 +367,7 @@ def test_a_blocked_get_wakes_up(inbox: Inbox, push: Push) -> None:
 def test_news_tell_of_every_queue(intake: Intake, push: Push) -> None:
     assert not intake.news.is_set()
     intake.queue("mail/1")
-    for there in (push, connect("127.0.0.1", intake.port, "mail/1", 30, 30)):
+    for there in (push, connect("127.0.0.1", intake.port, "mail/1", KEY, 30, 30)):
         there(b"entry")
         assert intake.news.wait(5)
         intake.news.clear()
@@ -402,10 +397,18 @@ def test_a_lost_reader_is_named_and_not_tried_again(intake: Intake, inbox: Inbox
     assert last.value.seq > first.value.seq, "each has its own number"
 
 
-def test_a_reader_that_takes_nothing_costs_the_timeout_once() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        port = silent.getsockname()[1]
-        sender = Sender(lambda queue: connect("127.0.0.1", port, queue, 20, 0.3), KEY, 0)
+@pytest.mark.parametrize("greets", [False, True], ids=["says nothing", "reads nothing"])
+def test_a_reader_that_hangs_costs_the_timeout_once(greets: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, contextlib.ExitStack() as held:
+        port = server.getsockname()[1]
+
+        def greet() -> None:
+            connection, _ = server.accept()
+            held.enter_context(connection).sendall(bytes(intakes.DRAWN_BYTES))
+
+        if greets:
+            threading.Thread(target=greet).start()
+        sender = Sender(lambda queue: connect("127.0.0.1", port, queue, KEY, 20, 0.3), KEY, 0)
         start = time.monotonic()
         for _ in range(5):
             with pytest.raises(ReaderLost, match="timed out"):
@@ -413,23 +416,43 @@ def test_a_reader_that_takes_nothing_costs_the_timeout_once() -> None:
         assert time.monotonic() - start < 5
 
 
+def test_what_is_no_intake_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+        def hang_up() -> None:
+            server.accept()[0].close()
+
+        threading.Thread(target=hang_up).start()
+        with pytest.raises(OSError, match=f"what listens at 127.0.0.1:{port} is no intake"):
+            connect("127.0.0.1", port, QUEUE, KEY, 20, 5)
+
+
+@pytest.mark.parametrize("address", ["nonsense", "127.0.0.1:port", b"\xff:1"])
+def test_a_wrong_address_in_the_store_is_named(address: str) -> None:
+    store = queues.serve("127.0.0.1", 5)
+    store.set("intake/7", address)
+    with pytest.raises(ReaderLost, match=r"Leave to rank/7 was not sent, .* the store has a wrong address of rank 7"):
+        Sender(intakes.Dialer(store, KEY, 5, 5), KEY, 0).send("rank/7", m.Leave())
+
+
 def test_a_rank_without_an_intake_is_named() -> None:
     store = queues.serve("127.0.0.1", 0.3)
-    sender = Sender(intakes.Dialer(store, 0.3, 0.3), KEY, 0)
+    sender = Sender(intakes.Dialer(store, KEY, 0.3, 0.3), KEY, 0)
     with pytest.raises(ReaderLost, match=r"Leave to mail/99 was not sent, .*: the store has no address of rank 99"):
         sender.send("mail/99", m.Leave())
 
 
 def test_a_closed_intake_leaves_no_thread() -> None:
     before = set(threading.enumerate())
-    intake = Intake("127.0.0.1")
+    intake = Intake("127.0.0.1", KEY)
     (own,) = set(threading.enumerate()) - before
     intake.close()
     intake.close()  # harmless
     own.join(5)
     assert not own.is_alive()
     with pytest.raises(ConnectionRefusedError):
-        connect("127.0.0.1", intake.port, QUEUE, 5, 5)
+        connect("127.0.0.1", intake.port, QUEUE, KEY, 5, 5)
 
 
 def start_host() -> tuple[subprocess.Popen[str], int]:
@@ -489,69 +512,109 @@ def test_a_lost_store_is_noticed_by_everyone(host: tuple[subprocess.Popen[str], 
 # -- what protects a queue and what does not, as docs/control_plane.md says --------------------------------------
 
 
+def hello(connection: socket.socket, queue: str = QUEUE, key: bytes = KEY, drawn: bytes | None = None) -> bytes:
+    """What a sender says first; drawn: in answer to another number than the connection's own."""
+    own = connection.recv(intakes.DRAWN_BYTES, socket.MSG_WAITALL)
+    return long(intakes.mac(key, (drawn or own) + queue.encode()) + queue.encode())
+
+
+def long(entry: bytes) -> bytes:
+    """An entry behind its length."""
+    return len(entry).to_bytes(4, "little") + entry
+
+
+@pytest.fixture
+def stranger(intake: Intake) -> Iterator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", intake.port), 5) as connection:
+        yield connection
+
+
 @pytest.mark.parametrize(
     "noise",
-    [b"", b"\0", os.urandom(1000), b"\xff" * 100, bytes(100), b"GET / HTTP/1.1\r\n\r\n", b"\6\0\0\0rank/2\1\0\0\0x"],
-    ids=["nothing", "a byte", "random", "ones", "zeros", "http", "another queue"],
+    [
+        b"",
+        b"\0",
+        os.urandom(1000),
+        b"\xff" * 100,
+        bytes(100),
+        b"GET / HTTP/1.1\r\n\r\n",
+        long(QUEUE.encode()) + long(b"x"),
+    ],
+    ids=["nothing", "a byte", "random", "ones", "zeros", "http", "a queue's name"],
 )
-def test_noise_at_the_port_has_no_effect(intake: Intake, push: Push, inbox: Inbox, noise: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", intake.port)) as stays:
-        stays.sendall(noise)
-        with socket.create_connection(("127.0.0.1", intake.port)) as ends:
-            ends.sendall(noise)
-        push(raw_of(m.Leave()))
-        assert inbox.get(5) == (0, 1, m.Leave())
+def test_noise_at_the_port_has_no_effect(
+    intake: Intake, push: Push, inbox: Inbox, stranger: socket.socket, noise: bytes
+) -> None:
+    stranger.sendall(noise)
+    with socket.create_connection(("127.0.0.1", intake.port)) as ends:
+        ends.sendall(noise)
+    push(raw_of(m.Leave()))
+    assert inbox.get(5) == (0, 1, m.Leave())
     assert inbox.num_refused == 0
 
 
-@pytest.mark.parametrize("num_bytes", [intakes.MAX_ENTRY_BYTES, (1 << 32) - 1])
+@pytest.mark.parametrize(
+    ("queue", "key", "drawn"),
+    [(QUEUE, b"j" * 32, None), ("rank/2", KEY, None), (QUEUE, KEY, bytes(intakes.DRAWN_BYTES))],
+    ids=["another key", "a queue of nobody", "an old answer"],
+)
+def test_without_the_key_nothing_is_added(
+    push: Push, inbox: Inbox, stranger: socket.socket, queue: str, key: bytes, drawn: bytes | None
+) -> None:
+    with contextlib.suppress(ConnectionError):
+        stranger.sendall(hello(stranger, queue, key, drawn) + long(raw_of(m.Leave())))
+        assert stranger.recv(1) == b"", "the connection ends"
+    push(Recorded(5).raw(m.Leave()))
+    assert inbox.get(5) == (5, 1, m.Leave())
+    assert inbox.get(0.1) is None and inbox.num_refused == 0
+
+
+@pytest.mark.parametrize("knows_the_key", [False, True])
 def test_an_entry_that_is_too_long_ends_its_connection_at_once(
-    intake: Intake, push: Push, inbox: Inbox, num_bytes: int
+    push: Push, inbox: Inbox, stranger: socket.socket, knows_the_key: bool
 ) -> None:
     """Its memory is not even asked for."""
-    with socket.create_connection(("127.0.0.1", intake.port)) as greedy:
-        greedy.sendall(b"\6\0\0\0" + QUEUE.encode() + num_bytes.to_bytes(4, "little"))
-        greedy.settimeout(5)
-        assert greedy.recv(1) == b""
+    said, most = hello(stranger), intakes.MAX_ENTRY_BYTES if knows_the_key else intakes.MAX_HELLO_BYTES
+    stranger.sendall((said if knows_the_key else b"") + (most + 1).to_bytes(4, "little"))
+    assert stranger.recv(1) == b""
     push(raw_of(m.Leave()))
     assert inbox.get(5) == (0, 1, m.Leave())
 
 
-def test_one_who_stops_in_the_middle_holds_nobody_up(intake: Intake, push: Push, inbox: Inbox) -> None:
-    entry = raw_of(m.Export("x" * 1000))
-    with socket.create_connection(("127.0.0.1", intake.port)) as slow:
-        for piece in (b"\6\0\0", b"\0ra", b"nk/1", len(entry).to_bytes(4, "little") + entry[:500]):
-            slow.sendall(piece)
-            time.sleep(0.02)
-        push(Recorded(5).raw(m.Leave()))
-        assert inbox.get(5) == (5, 1, m.Leave())
-        slow.sendall(entry[500:])
-        assert inbox.get(5) == (0, 1, m.Export("x" * 1000))
+def test_one_who_stops_in_the_middle_holds_nobody_up(push: Push, inbox: Inbox, stranger: socket.socket) -> None:
+    said, entry = hello(stranger), long(raw_of(m.Export("x" * 1000)))
+    for piece in (said[:3], said[3:40], said[40:], entry[:2], entry[2:500]):
+        stranger.sendall(piece)
+        time.sleep(0.02)
+    push(Recorded(5).raw(m.Leave()))
+    assert inbox.get(5) == (5, 1, m.Leave())
+    stranger.sendall(entry[500:])
+    assert inbox.get(5) == (0, 1, m.Export("x" * 1000))
 
 
 def test_too_many_connections_are_a_delay(intake: Intake, inbox: Inbox) -> None:
     """As long as no file can be opened, the intake waits; then it takes what has come."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.ExitStack() as held:
-        late = socket.socket()
+    late = socket.socket()
+    with contextlib.ExitStack() as held, late:
         resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 3, hard))
         try:
             with contextlib.suppress(OSError):
                 while True:
                     held.enter_context(open(os.devnull))
-            late.settimeout(5)
+            late.settimeout(0.3)
             late.connect(("127.0.0.1", intake.port))
-            entry = raw_of(m.Leave())
-            late.sendall(b"\6\0\0\0" + QUEUE.encode() + len(entry).to_bytes(4, "little") + entry)
-            assert inbox.get(0.3) is None
+            with pytest.raises(TimeoutError):
+                late.recv(1)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         held.close()
+        late.settimeout(5)
+        late.sendall(hello(late) + long(raw_of(m.Leave())))
         assert inbox.get(5) == (0, 1, m.Leave())
-        late.close()
 
 
 def test_the_key_is_in_no_message() -> None:
     raw = raw_of(m.Export("hf"))
     assert KEY not in raw
-    assert msgspec.msgpack.decode(raw[queues.MAC_BYTES :]) == [0, 1, msgspec.msgpack.encode(["Export", "hf"])]
+    assert msgspec.msgpack.decode(raw[intakes.MAC_BYTES :]) == [0, 1, msgspec.msgpack.encode(["Export", "hf"])]

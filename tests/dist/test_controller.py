@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -12,7 +13,9 @@ import pytest
 from hpcrl.clock import AwakeClock
 from hpcrl.control.background import Background
 from hpcrl.control.controller import MAX_TAKEN, Controller, RankSilent
-from hpcrl.control.messages import Advantages, Burst, Done, Joined, Scored, ScoredSample
+from hpcrl.control.intake import Push
+from hpcrl.control.messages import Advantages, Burst, Done, Forget, Joined, Lost, Scored, ScoredSample
+from hpcrl.control.queues import Sender
 from hpcrl.control.world import CONTROLLER_QUEUE
 
 
@@ -43,6 +46,8 @@ def say(threads: Any, *events: Any) -> None:
 def test_events_are_handed_out_though_more_keep_coming(threads: Any, controller: Controller) -> None:
     sent = [Scored([ScoredSample(sample, 1.0, 1.0)]) for sample in range(MAX_TAKEN + 100)]
     say(threads, *sent)
+    while threads.worlds[0].intake.queue(CONTROLLER_QUEUE).qsize() < len(sent):
+        time.sleep(0.005)
     first = controller.events()
     assert MAX_TAKEN <= len(first) < len(sent)
     assert [event for _, event in first + controller.events()] == sent
@@ -201,3 +206,24 @@ def test_every_rank_can_know_which_ranks_are_given_up(threads: Any) -> None:
     for rank in (2, 1):
         controller.give_up(rank, "it hangs", 3.0)
     assert threads.worlds[1].lost_ranks() == {1, 2}
+
+
+@pytest.mark.parametrize("needed", [True, False])
+def test_a_rank_that_cannot_be_reached_is_given_up_with_the_reason(
+    threads: Any, monkeypatch: pytest.MonkeyPatch, needed: bool
+) -> None:
+    def dial(queue: str) -> Push:
+        raise OSError("no route to host")
+
+    monkeypatch.setattr("hpcrl.control.controller.CAUSE_S", 0.2)
+    world = replace(threads.worlds[0], sender=Sender(dial, b"k" * 32, 0))
+    controller = Controller(world, lambda rank: (), command_s=4.0, start_s=20.0, survivable=lambda *_: not needed)
+    controller.built = True
+    controller.send(2, Forget([5]))  # one that nobody answers
+    why = "Forget to rank/2 was not sent, its reader is gone: no route to host"
+    if needed:
+        with pytest.raises(RankSilent, match=f"rank 2 .*is lost: {why}"):
+            controller.events()
+        return
+    assert controller.events() == [(2, Lost(2, why, silent=True))] and controller.lost == {2}
+    assert controller.send(2, Forget([5])) == -1

@@ -189,20 +189,26 @@ def test_a_lost_reward_rank_bad_rewards_and_forged_messages_are_survived(runs: R
 
 
 def intrude(run_dir: Path, queue: str) -> None:
-    """What a process that knows host and port can send, and a message as it was sent before."""
+    """What a process with and without the key can send, and a message as it was sent before."""
     folder = run_dir / "world" / "attempt_0001"
     endpoint = json.loads((folder / "endpoint.json").read_text())
-    push = Dialer(queues.connect(endpoint["host"], endpoint["port"], 10), 10, 10)(queue)
+    key = Path(endpoint["key_file"]).read_bytes()
+    store = queues.connect(endpoint["host"], endpoint["port"], 10)
+    with pytest.raises(OSError):  # it ends the connection of one who does not know the key
+        for _ in range(100):
+            Dialer(store, os.urandom(32), 10, 10)(queue)(forged(key, queue, messages.Leave(), sender=0))
+            time.sleep(0.01)
+    push = Dialer(store, key, 10, 10)(queue)
     push(b"no message at all, but longer than a signature is")
     push(forged(os.urandom(32), queue, messages.Leave(), sender=0))
     push(b"")
-    push(forged(Path(endpoint["key_file"]).read_bytes(), queue, messages.Leave(), sender=0))
+    push(forged(key, queue, messages.Leave(), sender=0))
 
 
 def forged(key: bytes, queue: str, message: messages.Message, sender: int) -> bytes:
     """The first message of a sender. It was sent long ago: with the right key it is a replay."""
     frame = msgspec.msgpack.encode(queues.Frame(sender, 1, msgspec.msgpack.encode(message)))
-    return queues._mac(key, queue, frame) + frame
+    return queues.sign(key, queue, frame)
 
 
 def test_an_environment_that_sleeps_costs_its_sample_a_rank_that_does_is_done_without(runs: Runs) -> None:
