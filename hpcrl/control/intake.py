@@ -70,7 +70,7 @@ class Intake:
 
     def publish(self, store: TCPStore, rank: int) -> None:
         """Let the senders of the world find this intake; call it when all of its queues are there."""
-        store.set(_key(rank), f"{self.address}:{self.port}")
+        store.set(_address_key(rank), f"{self.address}:{self.port}")
 
     def close(self) -> None:
         """Receive no more; connections end."""
@@ -78,7 +78,7 @@ class Intake:
             self._server.shutdown(socket.SHUT_RDWR)
 
 
-def _key(rank: int) -> str:
+def _address_key(rank: int) -> str:
     return f"intake/{rank}"
 
 
@@ -93,7 +93,7 @@ class Dialer:
     def __call__(self, queue: str) -> Push:
         """A new connection to a queue. OSError if its rank has no intake or is gone."""
         try:
-            host, port = self._store.get(_key(owner(queue))).decode().rsplit(":", 1)
+            host, port = self._store.get(_address_key(owner(queue))).decode().rsplit(":", 1)
             return connect(host, int(port), queue, self._key, self._connect_s, self._push_s)
         except ValueError as error:
             raise OSError(f"the store has a wrong address of rank {owner(queue)}: {error}") from error

@@ -194,10 +194,11 @@ def intrude(run_dir: Path, queue: str) -> None:
     endpoint = json.loads((folder / "endpoint.json").read_text())
     key = Path(endpoint["key_file"]).read_bytes()
     store = queues.connect(endpoint["host"], endpoint["port"], 10)
-    with pytest.raises(OSError):  # it ends the connection of one who does not know the key
+    push = Dialer(store, os.urandom(32), 10, 10)(queue)
+    with pytest.raises(OSError):  # the connection of one who does not know the key ends
         for _ in range(100):
-            Dialer(store, os.urandom(32), 10, 10)(queue)(forged(key, queue, messages.Leave(), sender=0))
-            time.sleep(0.01)
+            push(forged(key, queue, messages.Leave(), sender=0))
+            time.sleep(0.05)
     push = Dialer(store, key, 10, 10)(queue)
     push(b"no message at all, but longer than a signature is")
     push(forged(os.urandom(32), queue, messages.Leave(), sender=0))
