@@ -61,7 +61,7 @@ def encode(tokenizer: Any, text: str, begins: bool = True) -> list[int]:
     text."""
     templated = bool(getattr(tokenizer, "chat_template", None))
     if not templated or MARK not in text or (special := _special(tokenizer)) is None:
-        return tokenizer.encode(text, add_special_tokens=begins and not templated) if text else []
+        return list(tokenizer(text, add_special_tokens=begins and not templated)["input_ids"]) if text else []
     marked = "|".join(re.escape(token[0] + MARK + token[1:]) for token in _special_tokens(tokenizer))
     ids: list[int] = []
     for piece in re.split(f"({marked})", text):

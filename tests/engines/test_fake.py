@@ -40,5 +40,5 @@ def test_a_generator_sleeps_for_slots_given_decode_steps_done_and_weights_taken(
     engine.step(1)
     engine.step(3)
     engine.step(8)  # the last response ends after three of them
-    engine.step(8)
-    assert slept == [7.0, 200.0 + 1, 100.0 + 3, 3.0, 0.0]
+    engine.step(8)  # nothing is left
+    assert slept == [7.0, 200.0 + 1, 100.0 + 3, 3.0]
