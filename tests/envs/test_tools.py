@@ -227,7 +227,7 @@ def test_the_calculator_computes_and_evaluates_nothing_else(expression: str, val
 
 
 def test_python_runs_in_the_sandbox() -> None:
-    made = env("python", tool_timeout_s=2.0)
+    made = env("python")
     made.reset(0)
     assert heard(made, hermes("python", code="x = 6\nprint(x * 7)")) == ["42"]
     assert "NameError: name 'x' is not defined" in heard(made, hermes("python", code="x"))[0], "nothing is kept"

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -181,6 +182,28 @@ def test_a_sandbox_whose_server_was_killed_is_made_anew(level: int, folder: Path
     for left in folder.iterdir():  # of the killed server; the next one removes it, after a minute
         os.utime(left, (1, 1))
     Sandbox(level, max_level=level).close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_program_that_ended_in_time_is_no_timeout_where_the_server_was_late(level: int, folder: Path) -> None:
+    sandbox = Sandbox(level, max_level=level)
+    server = psutil.Process(sandbox._process.pid)
+    if level >= 2:  # the one that was started waits outside the namespaces
+        [server] = server.children()
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(sandbox.run, program("import time; time.sleep(0.5); print(42)"), 2.0)
+        while not (started := server.children()):
+            assert not late.done()
+        server.suspend()
+        while started[0].status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
+        time.sleep(2.5)  # past the limit, at which the client asks for the end
+        server.resume()
+        outcome = late.result(20)
+    assert (outcome.code, outcome.stopped, outcome.stdout) == (0, "", b"42\n")
+    assert sandbox.run(program("while True: pass"), 0.3).stopped == "time"
+    sandbox.close()
 
 
 def test_one_process_only_has_threads(folder: Path) -> None:

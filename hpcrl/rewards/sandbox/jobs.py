@@ -119,6 +119,8 @@ class SandboxJob:
             raise SandboxError(answer["reason"])
         if answer["reason"] not in ("", "ended"):
             stopped = answer["reason"]
+        elif not answer["reason"] and stopped == "time":
+            stopped = ""  # it had ended by itself: this process or the server was late, not the task
         outputs = {name: bytes(data[: self._most]) for name, data in self._outputs.items()}
         return JobOutcome(os.waitstatus_to_exitcode(answer["status"]), stopped, seconds=clock.now(), **outputs)
 

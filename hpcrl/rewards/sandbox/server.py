@@ -139,6 +139,8 @@ class SandboxServer:
                 tick = min(2 * tick, TICK_S)
                 reason = reason or self._exceeded(request)
                 checked = time.monotonic()
+        if reason == "ended" and children[-1] in self._statuses:
+            reason = ""  # by itself, before the client's word was read
         self._end_tree()
         return {"status": self._statuses.get(children[-1], 0), "reason": reason}
 
