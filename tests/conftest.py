@@ -77,9 +77,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not torch.cuda.is_available():
             for item in gpu:
                 item.add_marker(pytest.mark.skip(reason="needs CUDA"))
-    # A worker takes the next file when it has done one: at the end there are only short ones to share out.
-    long = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in long)
+    # A worker takes the next file when it has done one: at the end there are only short ones to share out. Tests with
+    # Slurm, which wait more than they compute, come between the others, so that not all workers wait at once.
+    long = {item.path: None for item in items if item.get_closest_marker("slow")}
+    waiting = [path for path in long if path.parent.name == "slurm"]
+    computing = [path for path in long if path.parent.name != "slurm"]
+    place = {path: (i + 0.5) / len(files) for files in (waiting, computing) for i, path in enumerate(files)}
+    items.sort(key=lambda item: place.get(item.path, 1.0))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # outside the time limit of the test
