@@ -33,6 +33,7 @@ from pathlib import Path
 START_S = 60.0
 STOP_S = 20.0
 SETTLE_S = 2.0  # from a daemon's start to its pid file
+PORT_TRIES = 3
 DEFAULT_FOLDER = Path("runs") / "one_machine_slurm"
 
 CONF = """\
@@ -118,6 +119,10 @@ class Nodes:
         return f"{self.prefix}[1-{self.count}]"
 
 
+class PortTaken(RuntimeError):
+    """Another process has got a port before the daemon that it was chosen for."""
+
+
 class Cluster:
     """A cluster that lives in `folder`; a context manager starts and stops it.
 
@@ -132,6 +137,7 @@ class Cluster:
         self.accounting, self.min_job_age_s = accounting, min_job_age_s
         self.conf = self.folder / "slurm.conf"
         self._database: subprocess.Popen[bytes] | None = None
+        self._logged: dict[Path, int] = {}
 
     def __enter__(self) -> Cluster:
         self.start()
@@ -163,24 +169,26 @@ class Cluster:
             raise RuntimeError(f"{', '.join(missing)} not found: apt-get install {packages}")
         if self._pids():
             raise RuntimeError(f"a cluster runs in {self.folder}; stop it first (make slurm-down)")
-        try:
-            self._start()
-        except BaseException:
-            self.stop()
-            raise
+        for left in reversed(range(PORT_TRIES)):
+            try:
+                self._start()
+                return
+            except BaseException as error:
+                self.stop()
+                if not (isinstance(error, PortTaken) and left):
+                    raise
 
     def _start(self) -> None:
         for name in ("run", "state", "spool", "log", *(f"tmp/{node}" for node in self.names)):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
         self._configure()
+        self._logged = self._seen()
         if self.accounting:
             self._start_accounts()
         self._daemon("slurmctld", "-f", str(self.conf))
         for name in self.names:
             self.start_node(name)
-        _until(
-            lambda: self._states() == {"idle"}, START_S, lambda: f"nodes are {self._states()}, see {self.folder}/log"
-        )
+        self._await(lambda: self._states() == {"idle"}, lambda: f"nodes are {self._states()}, see {self.folder}/log")
 
     def start_node(self, name: str) -> None:
         """Start one node's slurmd."""
@@ -298,7 +306,7 @@ class Cluster:
         if ended() is not None:
             raise RuntimeError(f"mariadbd ended with code {ended()}, see {out.name}")
         self._daemon("slurmdbd", MYSQL_UNIX_PORT=str(at))
-        _until(self._accounts_answer, START_S, lambda: f"no accounts, see {log}/slurmdbd.log")
+        self._await(self._accounts_answer, lambda: f"no accounts, see {log}/slurmdbd.log")
         for entity in (
             ["cluster", "one_machine"],
             ["qos", QOS],
@@ -322,16 +330,28 @@ class Cluster:
         try:
             done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=30, check=False)
             if done.returncode == 0:
-                self._await_pid(name, START_S)
+                self._await(lambda: name in self._pids(), lambda: f"{name} is gone, see {self.folder}/log")
         except BaseException:
-            with suppress(RuntimeError):
-                self._await_pid(name, SETTLE_S)  # it may have left already
+            with suppress(RuntimeError):  # it may have left already
+                _until(lambda: name in self._pids(), SETTLE_S, lambda: "")
             raise
         if done.returncode != 0:
             raise RuntimeError(f"{name} did not start: {done.stderr.strip()}")
 
-    def _await_pid(self, name: str, seconds: float) -> None:
-        _until(lambda: name in self._pids(), seconds, lambda: f"{name} is gone, see {self.folder}/log")
+    def _await(self, condition: Callable[[], bool], problem: Callable[[], str]) -> None:
+        """Wait as long as a start may take; PortTaken as soon as a daemon's log tells of it."""
+
+        def reached() -> bool:
+            for path, seen in self._seen().items():
+                if b"Address already in use" in path.read_bytes()[self._logged.get(path, 0) : seen]:
+                    raise PortTaken(f"{path.stem} found its port taken, see {path}")
+            return condition()
+
+        _until(reached, START_S, problem)
+
+    def _seen(self) -> dict[Path, int]:
+        """Log of a daemon -> its bytes by now."""
+        return {path: path.stat().st_size for path in (self.folder / "log").glob("slurm*.log")}
 
     def _states(self) -> set[str]:
         # Without a controller a client tries for minutes.
