@@ -15,11 +15,15 @@ from hpcrl.convert.__main__ import main as convert
 from hpcrl.metrics.log import read_metrics
 from hpcrl.rollout.store import RolloutReader
 from tests.e2e.program import Start
-from tests.e2e.test_parity import GRADIENTS, LOGPROBS, WORDS, reference_logprobs
+from tests.e2e.test_parity import WORDS, reference_logprobs
 
 pytestmark = [pytest.mark.slow, pytest.mark.numerics, pytest.mark.timeout(400)]
 
 STEPS = (1, 2, 3)
+# Nats per token. In float32 transformers itself is up to 2.1e-5 from float64 at an unlikely token of this model, and
+# vLLM 3.8e-5 from transformers, with Intel's kernels for AVX-512; with those for AVX2 both stay below 1e-5. One matrix
+# that is rounded to bfloat16, the smallest mistake to be found here, changes at least 2.9e-4, whichever it is.
+LOGPROBS = 1e-4
 EQUAL = ("critic/score/mean", "token/response_length/mean", "actor/lr", "actor/skipped_update")
 CLOSE = ("actor/grad_norm", "actor/pg_loss", "actor/kl_loss", "actor/clipfrac", "actor/ratio_mean")
 # Without the KL term in rewards: in the first step it is rounding, and whether a token's advantage is zero decides
@@ -58,20 +62,25 @@ def metrics(run_dir: Path) -> dict[int, dict[str, Any]]:
     return {row["step"]: row for row in read_metrics(run_dir)}
 
 
+def check_close(got: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
+    """Log-probs that differ by rounding."""
+    torch.testing.assert_close(got, wanted, rtol=0, atol=LOGPROBS, msg=lambda text: f"{what}: {text}")
+
+
 def check_same(runs: Runs, name: str) -> None:
-    """The same responses, log-probs within the contract's tolerance, and losses, clip fractions and norms within
-    rounding, which grows with the steps: Adam multiplies it."""
+    """The same responses, and log-probs, losses, clip fractions and norms within rounding, which grows with the steps:
+    Adam multiplies it."""
     ours, theirs = metrics(runs.folder / name), metrics(runs.folder / "fsdp2")
     stored, wanted = (RolloutReader(runs.folder / run) for run in (name, "fsdp2"))
     for step in STEPS:
         one, other = stored.batch(step), wanted.batch(step)
         assert torch.equal(one.token_ids, other.token_ids) and torch.equal(one.rewards, other.rewards), step
         for field in ("old_logprobs", "ref_logprobs"):
-            assert torch.allclose(getattr(one, field), getattr(other, field), rtol=0, atol=LOGPROBS), (step, field)
+            check_close(getattr(one, field), getattr(other, field), f"step {step}: {field}")
         for metric in EQUAL:
             assert ours[step][metric] == theirs[step][metric], (step, metric)
         for metric in CLOSE:
-            tolerance = GRADIENTS if step == 1 else 1e-3
+            tolerance = LOGPROBS if step == 1 else 10 * LOGPROBS
             assert ours[step][metric] == pytest.approx(theirs[step][metric], rel=tolerance, abs=1e-6), (step, metric)
 
 
@@ -121,7 +130,6 @@ def test_a_converted_checkpoint_goes_on_with_another_engine(
     batch = RolloutReader(runs.folder / further).batch(1)
     wanted, before = (reference_logprobs(model, batch) for model in (origin / "hf", wide_digit_model))
     for field in ("gen_logprobs", "old_logprobs", "ref_logprobs"):
-        got = getattr(batch, field)[batch.loss_mask]
-        assert torch.allclose(got, wanted[batch.loss_mask], rtol=0, atol=LOGPROBS), field
-    assert not torch.allclose(wanted, before, rtol=0, atol=100 * LOGPROBS), "training has changed the model"
+        check_close(getattr(batch, field)[batch.loss_mask], wanted[batch.loss_mask], field)
+    assert not torch.allclose(wanted, before, rtol=0, atol=10 * LOGPROBS), "training has changed the model"
     assert metrics(runs.folder / further)[1]["actor/grad_norm"] > 0
