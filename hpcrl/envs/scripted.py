@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from hpcrl.envs.specs import ScriptedOptions
+
 
 class ScriptedEnv:
-    """Turn 1 gets `feedback`, turn 2 ends the episode; reward 1 if the last answer equals `answer`, else 0."""
+    """Turn 1 gets the feedback, turn 2 ends the episode; reward 1 if the last answer equals `answer`, else 0."""
 
-    def __init__(self, answer: Any = "", feedback: str = "check it and answer again"):
-        self._answer, self._feedback, self._turn = str(answer).strip(), feedback, 0
+    def __init__(self, options: ScriptedOptions, answer: Any = ""):
+        self._answer, self._feedback, self._turn = str(answer).strip(), options.feedback, 0
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
         self._turn = 0

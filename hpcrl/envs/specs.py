@@ -380,9 +380,17 @@ class RemoteOptions(Section):
     """Time for which a request is repeated after broken connections, seconds."""
 
 
+class ScriptedOptions(Section):
+    """Options of the environment scripted."""
+
+    feedback: str = "check it and answer again"
+    """Text after the first answer."""
+
+
 SCRIPTED = EnvSpec(
     about="Asks for a second answer and compares it with the gold answer; for tests and as an example.",
     make="hpcrl.envs.scripted:ScriptedEnv",
+    section=ScriptedOptions,
 )
 FROZEN_LAKE = EnvSpec(
     about="FrozenLake: find a way over the ice to the goal.",

@@ -208,8 +208,11 @@ SEEN_LATER: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
     ),
     "an option the environment has not": (
         lambda folder: None,
-        ["env=scripted", "+env.default.options.colour=red"],
-        "env.default.options: ScriptedEnv .*'colour'",
+        [
+            *("env=scripted", "env.default.name=class", "env.default.class_path=tests.e2e.user_code:FallingEnv"),
+            "+env.default.options.colour=red",
+        ],
+        "env.default.options: FallingEnv .*'colour'",
     ),
 }
 

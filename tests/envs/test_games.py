@@ -197,6 +197,7 @@ def test_a_cell_that_is_taken_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "problem"),
     [
+        ("scripted", {"size": 3}, "there is no option 'size' (there are: feedback)"),
         ("frozen_lake", {"sise": 3}, "there is no option 'sise' (there are: prompt, turn, invalid, tag"),
         ("frozen_lake", {"size": 1}, "size: Input should be greater than or equal to 2"),
         ("frozen_lake", {"frozen": 1.5}, "frozen: Input should be less than or equal to 1"),
