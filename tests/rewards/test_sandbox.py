@@ -192,7 +192,7 @@ def test_a_program_that_ended_in_time_is_no_timeout_where_the_server_was_late(le
     if level >= 2:  # the one that was started waits outside the namespaces
         [server] = server.children()
     with ThreadPoolExecutor(1) as pool:
-        late = pool.submit(sandbox.run, program("import time; time.sleep(0.5); print(42)"), 2.0)
+        late = pool.submit(sandbox.run, program("import time; time.sleep(1.0); print(42)"), 3.0)
         while not (started := server.children()):
             assert not late.done()
         server.suspend()
