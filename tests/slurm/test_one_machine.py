@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -30,5 +29,5 @@ def test_a_port_that_is_taken_meanwhile_is_replaced(
         cluster = one_machine.Cluster(tmp_path_factory.mktemp("slurm"), [one_machine.Nodes("n", 2)])
         with cluster:
             assert len(chosen) == 2 and cluster._states() == {"idle"}
-            assert f"Port={taken.getsockname()[1]}" not in Path(cluster.conf).read_text()
+            assert f"Port={taken.getsockname()[1]}" not in cluster.conf.read_text()
         assert not cluster._pids()
