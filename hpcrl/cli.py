@@ -6,6 +6,8 @@ Imports no module of a command before it is called.
 from __future__ import annotations
 
 import argparse
+import io
+import locale
 import os
 import re
 import shlex
@@ -72,10 +74,23 @@ def in_shell(text: str) -> str:
     """The text with each `python -m hpcrl.NAME` and `python launch/NAME.py` as it works in the user's shell and current
     folder.
 
-    That is `hpcrl NAME` where PATH leads to the command of this installation, else the interpreter that runs now, by
-    its path. The script that runs now is named by the path it was started with.
+    That is `hpcrl NAME`, or the script's path, if the command was called so or PATH leads to the command of this
+    installation; else the interpreter that runs now, by its path. The script that runs now is named by the path it was
+    started with.
     """
     return SCRIPT.sub(lambda found: _script(found[1]), MODULE.sub(lambda found: _command(found[1]), text))
+
+
+def use_utf8() -> None:
+    """Let this program read and write text as UTF-8, whatever the locale, and print what a stream cannot encode as
+    escapes. A program under another locale is replaced by itself in Python's UTF-8 mode (PEP 540), with the same
+    process id; its children inherit the mode."""
+    if not sys.flags.utf8_mode and locale.getencoding().lower() not in ("utf-8", "utf8"):
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def show(text: str) -> bool:
@@ -90,6 +105,10 @@ def show(text: str) -> bool:
 
 def _command(name: str) -> str:
     script = shutil.which("hpcrl")
+    called = Path(sys.argv[0])
+    if name in COMMANDS and called.name == "hpcrl" and called.is_file():  # the script, maybe by its path
+        by_path = script is None or not called.samefile(script)
+        return f"{_short(called) if by_path else 'hpcrl'} {name}"
     if name in COMMANDS and script is not None and Path(script).parent == Path(sys.executable).parent:
         return f"hpcrl {name}"
     return f"{_python()} -m hpcrl.{name}"
@@ -101,12 +120,17 @@ def _script(name: str) -> str:
 
 
 def _python() -> str:
-    python = Path(sys.executable)
-    return shlex.quote(str(python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python))
+    return _short(Path(sys.executable))
+
+
+def _short(path: Path) -> str:
+    """The path for the shell, from the current folder if it is below."""
+    return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Call a command with the words after its name; returns its exit code."""
+    use_utf8()
     words = sys.argv[1:] if argv is None else list(argv)
     width = max(map(len, COMMANDS))
     commands = "\n".join(f"  {name:<{width}}  {what}" for name, (_, what) in COMMANDS.items())

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpcrl.cli import in_shell
+from hpcrl.cli import in_shell, use_utf8
 from hpcrl.exitcodes import ExitCode
 from hpcrl.files import write_durably
 from hpcrl.metrics.log import read_metrics
@@ -97,4 +97,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    use_utf8()
     sys.exit(main(sys.argv[1:]))

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcrl.cli import ArgumentParser
+from hpcrl.cli import ArgumentParser, use_utf8
 from hpcrl.exitcodes import ExitCode
 from hpcrl.launch.hub import FILES, NOT_FILES
 from hpcrl.launch.model_folder import inspect_model
@@ -134,4 +134,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    use_utf8()
     sys.exit(main(sys.argv[1:]))

@@ -21,7 +21,7 @@ from hpcrl.files import is_storage_error, write_durably
 from hpcrl.roles.worker import Worker
 from hpcrl.rollout.loop import BackgroundError
 from hpcrl.rollout.scheduling.scheduler import RolloutExhausted
-from hpcrl.rundir import VERDICT, SupersededError, finish_run
+from hpcrl.rundir import OWNERS, VERDICT, SupersededError, finish_run
 from hpcrl.runtime.alone import Alone
 from hpcrl.runtime.building import build
 from hpcrl.runtime.context import Run
@@ -77,8 +77,9 @@ def control(
         stopped = None
         try:
             pipeline.load()(run)
-            print(run.finish(), flush=True)
+            run.finish()
             finish_run(run_dir, run.last_step, config.max_steps, run.reason)
+            print(run.report(), flush=True)
         except Stopped as error:
             stopped = error
         print(run.close(), end="", flush=True)
@@ -92,6 +93,8 @@ def control(
         if run is not None:
             print(run.close(within_s=LAST_WORDS_S), end="", flush=True)
         code, message = _explain(error, built=isinstance(run, Run))
+        if not (run_dir / OWNERS).is_dir():
+            code, message = ExitCode.NOT_SAVED, f"{run_dir} was removed or moved while the run used it: {message}"
         if code is ExitCode.NOT_SAVED and isinstance(run, Run):
             run.checkpoint.discard()
         return _tell(world, code, message)

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcrl.cli import in_shell
+from hpcrl.cli import in_shell, use_utf8
 from hpcrl.cluster import slurm
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.cluster.placement import Placement
@@ -36,9 +36,10 @@ UNWRITTEN = frozenset(code for code in ExitCode if code > ExitCode.BAD_INPUT and
 """Codes with which rank 0 ends only after writing a verdict, unless that fails."""
 
 
-def launch_local(config: Config, plan: str) -> int:
-    """Open the run folder and run all ranks on this machine; returns the exit code. plan: its text, for plan.txt."""
-    opened = open_run(config.model_dump(mode="json"), config.run_dir, config.resume, plan)
+def launch_local(config: Config, plan: str, words: Sequence[str] | None) -> int:
+    """Open the run folder and run all ranks on this machine; returns the exit code. plan: its text, for plan.txt.
+    words: the arguments that made the configuration, if they are known."""
+    opened = open_run(config.model_dump(mode="json"), config.run_dir, config.resume, plan, words)
     try:
         with noted() as signals:
             return run_node(opened.run_dir, opened.attempt, node=0, num_nodes=1, signals=signals)
@@ -288,6 +289,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    use_utf8()
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -22,7 +22,7 @@ from typing import Any, TextIO
 
 from pydantic import ValidationError
 
-from hpcrl.cli import ArgumentParser
+from hpcrl.cli import ArgumentParser, use_utf8
 from hpcrl.config import RewardConfig
 from hpcrl.exitcodes import ExitCode
 from hpcrl.rewards.base import ModelTurn, Reward, RewardItem, Score, make_reward
@@ -247,4 +247,5 @@ def _short(text: str) -> str:
 
 
 if __name__ == "__main__":
+    use_utf8()
     sys.exit(main())

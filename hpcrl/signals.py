@@ -16,14 +16,15 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 @contextlib.contextmanager
 def noted() -> Iterator[list[int]]:
-    """Record the signals received inside, in order, without other effect. Called on the main thread."""
+    """Record the signals received inside, in order, without other effect; those that came are ignored afterwards, when
+    the run has ended. Called on the main thread."""
     came: list[int] = []
     before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in STOPPING}
     try:
         yield came
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if number in came else handler)
 
 
 @contextlib.contextmanager

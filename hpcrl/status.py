@@ -17,10 +17,11 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from hpcrl.cli import in_shell, show
+from hpcrl.cli import in_shell, show, use_utf8
 from hpcrl.cluster import slurm
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.cluster.placement import Placement
@@ -42,13 +43,15 @@ from hpcrl.rundir import (
     read_finished,
     read_owner,
     read_record,
+    read_refusal,
     stored_config,
     submitted_jobs,
     world_folder,
 )
+from hpcrl.rundir.user_errors import ERRORS, read_errors
 
 RUNS = Path("runs")
-SHOWN_NODES, SHOWN_RESTARTS = 8, 5
+SHOWN_NODES, SHOWN_RESTARTS, SHOWN_ERRORS = 8, 5, 3
 STALLED = 10  # usual step times without a new step
 STALLED_S = 60.0  # at least
 
@@ -132,6 +135,7 @@ def describe(run_dir: Path, job: slurm.Job | None, now: float) -> str:
             rows += [("time", text) for text in _time(run, config, job if runs else None, now)]
         rows.append(("saved", _checkpoint(run, now)))
     rows += _restarts(run)
+    rows += [("samples", text) for text in _sample_errors(run)]
     if error := last_error(run):
         rows.append(("error", error))
     return "\n".join(f"{name:<9}{text}" for name, text in rows)
@@ -146,12 +150,15 @@ def line(run_dir: Path, job: slurm.Job | None, now: float) -> str:
     reward = [f"{name} {form.format(found[1])}" for metric, name, form in SHOWN[:2] if (found := run.newest(metric))]
     left = run.seconds_left()
     eta = [f"ETA {duration(left)}"] if _runs(run, job) and left is not None else []
-    return "  ".join((f"{run_dir.name:<24}{word:<12}step {run.step}/{run.config.max_steps}", *reward, *eta))
+    finished = run.finished
+    why = finished["reason"].partition(": ")[2] if finished and finished["step"] < finished["max_steps"] else ""
+    early = [f"ended early: {why}"] if why else []
+    return "  ".join((f"{run_dir.name:<24}{word:<12}step {run.step}/{run.config.max_steps}", *reward, *eta, *early))
 
 
 def state(run: RunFolder, job: slurm.Job | None) -> str:
-    """One of queued, requeued, held, starting, running, ending, finished, stopped, lost, never started, unknown; then
-    maybe a colon and details."""
+    """One of queued, requeued, held, starting, running, ending, finished, stopped, refused, lost, never started,
+    unknown; then maybe a colon and details."""
     owner, attempt = run.owner, run.attempt
     mine = job is not None and owner.get("job") == job.id and owner.get("restarts") == job.restarts
     if job is not None and job.lives:
@@ -177,10 +184,15 @@ def state(run: RunFolder, job: slurm.Job | None) -> str:
     says = f"job {job.id} is {job.state.lower()}" if job is not None else "Slurm knows no job of it"
     if job is not None and job.state == "OUT_OF_MEMORY":
         says = f"job {job.id} was killed for lack of memory (OUT_OF_MEMORY): raise the memory of its components"
+    if refused := read_refusal(run.folder):
+        problems = "; ".join(refused["problems"])
+        return f"refused: job {refused['job']} could not start an attempt at {refused['at']}: {problems}"
     if not attempt:
         return f"never started: {says}" if (run.folder / SUBMITTED).exists() else "never started"
     if "ended" in owner:
-        how = f" ({owner['how']}): {owner['why']}" if "how" in owner else ""
+        # What was to happen next has not: no job of the run is queued.
+        why = "no job of it is queued" if owner.get("goes_on") else owner.get("why")
+        how = f" ({owner['how']}): {why}" if "how" in owner else ""
         return f"stopped: attempt {attempt} ended {owner['ended']}{how}; the same command resumes it"
     holder = says if lives_as_job(owner) else f"pid {owner.get('pid')} on {owner.get('host')} is gone"
     return f"lost: attempt {attempt} ended without a report, {holder}; the same command resumes it"
@@ -205,6 +217,16 @@ def last_error(run: RunFolder) -> str:
         lines = [text.strip() for text in logs[-1].read_text(errors="replace").splitlines() if text.strip()]
         return f"{logs[-1]} ends with: {lines[-1]}" if lines else ""
     return ""
+
+
+def _sample_errors(run: RunFolder) -> Iterable[str]:
+    """The most frequent errors of rewards and environments, each of which cost a sample."""
+    known = sorted(read_errors(run.folder), key=lambda kind: -kind["count"])
+    for kind in known[:SHOWN_ERRORS]:
+        whose = f"{kind['source']} of domain {kind['domain']}: " if kind["source"] else ""
+        yield f"{kind['count']} with an error, the last {kind['last']}: {whose}{kind['error']}"
+    if left := known[SHOWN_ERRORS:]:
+        yield f"{sum(kind['count'] for kind in left)} with {len(left)} other kinds of errors: {run.folder / ERRORS}"
 
 
 def find_run(name: str) -> Path:
@@ -330,10 +352,12 @@ def _checkpoint(run: RunFolder, now: float) -> str:
 
 
 def _restarts(run: RunFolder) -> Iterable[tuple[str, str]]:
-    """Earlier attempts, newest first."""
+    """Earlier attempts, newest first; another job, such as the link of a chain before this one, is no restart."""
     earlier = [attempt for attempt in sorted(run.owners, reverse=True) if attempt != run.attempt]
     if earlier:
-        yield "restarts", str(len(earlier))
+        jobs = [run.owners[attempt].get("job") for attempt in sorted(run.owners)]
+        others = sum(None not in pair and len(set(pair)) > 1 for pair in pairwise(jobs))
+        yield "restarts", f"{len(earlier) - others}{f', after {others} earlier job(s)' if others else ''}"
     for attempt in earlier[:SHOWN_RESTARTS]:
         owner = run.owners[attempt]
         where = f"job {owner['job']}" if "job" in owner else f"pid {owner.get('pid')}"
@@ -371,4 +395,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    use_utf8()
     sys.exit(main(sys.argv[1:]))

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpcrl.cli import ArgumentParser
+from hpcrl.cli import ArgumentParser, use_utf8
 from hpcrl.config import Config, ConfigError, parse
 from hpcrl.config.names import section_name
 from hpcrl.exitcodes import ExitCode
@@ -88,4 +88,5 @@ def _config(run_dir: Path, name: str, uri: str | None) -> Config:
 
 
 if __name__ == "__main__":
+    use_utf8()
     sys.exit(main())

@@ -151,6 +151,15 @@ declare(
         optional=True,
     ),
     Field(
+        "failed",
+        "bool",
+        Level.ROW,
+        Origin.SCORER,
+        "true: the environment of the episode has failed, so nothing is learned from the row; only if one has in the "
+        "step",
+        optional=True,
+    ),
+    Field(
         "turn_rewards",
         "float32",
         Level.TURN,
@@ -184,8 +193,30 @@ declare(
         "true: written by the weights that are trained, on a cache of theirs alone; only of this run's own rollouts",
     ),
     Field("old_logprobs", "float32", Level.TOKEN, Origin.TRAINING, "the trainer's log-probs before the step"),
+    Field(
+        "old_entropies",
+        "float32",
+        Level.TOKEN,
+        Origin.TRAINING,
+        "the trainer's entropies before the step, nats; only with `algorithm.entropy_share`",
+    ),
     Field("ref_logprobs", "float32", Level.TOKEN, Origin.TRAINING, "the reference's log-probs"),
     Field("values", "float32", Level.TOKEN, Origin.TRAINING, "the critic's values"),
     Field("advantages", "float32", Level.TOKEN, Origin.TRAINING, "credit of each token"),
     Field("returns", "float32", Level.TOKEN, Origin.TRAINING, "returns of each token"),
+    Field("marked", "bool", Level.TOKEN, Origin.TRAINING, "tokens that the surrogate treats apart (Clip-Cov, KL-Cov)"),
+    Field(
+        "high_entropy",
+        "bool",
+        Level.TOKEN,
+        Origin.TRAINING,
+        "true: in the policy loss; only with `algorithm.entropy_share`",
+    ),
+    Field(
+        "correction_scale",
+        "float32",
+        Level.ROW,
+        Origin.TRAINING,
+        "1 over the step's mean importance weight; only with `algorithm.correction_normalize`",
+    ),
 )

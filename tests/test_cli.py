@@ -176,3 +176,14 @@ def test_make_setup_installs_what_a_sweep_needs() -> None:
     makefile = (ROOT / "Makefile").read_text()
     core = makefile[makefile.index("$(CORE): pyproject.toml") : makefile.index("$(DEV): $(CORE)")]
     assert "'.[slurm]'" in core
+
+
+def test_help_names_the_command_as_it_was_called(tmp_path: Path) -> None:
+    """By the script's path, where PATH leads to no such command."""
+    script = tmp_path / "bin" / "hpcrl"
+    script.parent.mkdir()
+    script.write_text(f"#!{sys.executable}\nimport sys\nfrom hpcrl.cli import main\nsys.exit(main())\n")
+    script.chmod(0o755)
+    for cwd, path, name in ((tmp_path, "/usr/bin:/bin", "bin/hpcrl"), (ROOT, f"{script.parent}:/usr/bin", "hpcrl")):
+        done = run(str(script), "launch", "--help", path=path, cwd=cwd)
+        assert done.stdout.startswith(f"usage: {name} launch [+cluster="), done.stdout[:200] + done.stderr

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 
 from hpcrl.algorithms.specs import GRPO, Reinforce
 from hpcrl.config import Config, ConfigError, RolloutConfig, load, parse
-from hpcrl.config.abilities import check_family
-from hpcrl.config.compose import conf_dir, groups
+from hpcrl.config.abilities import check_family, check_length
+from hpcrl.config.folders import conf_dir, groups
 from hpcrl.config.reading import known_keys
 from hpcrl.launch.meanings import meaning
+from hpcrl.launch.presets import preset_of
 from hpcrl.rollout.scheduling.policies import SchedulerConfig
 from hpcrl.rollout.scheduling.scheduler import RolloutScheduler
 from hpcrl.rollout.scheduling.selection import PATIENCE
@@ -116,11 +117,9 @@ def test_all_problems_come_at_once_with_place_and_suggestion() -> None:
         "--dry-run",
         "run_name=a/b",
     )
+    recipes = ", ".join(sorted(path.stem for path in (Path(__file__).parents[1] / "conf" / "algorithm").glob("*.yaml")))
     expected = [
-        "algorithm=grop: no such algorithm; there are: cispo, dapo, dr_grpo, gigpo, grpo, gspo, kimi, lite_ppo, "
-        "ppo, raft_plus_plus, reinforce, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, rloo, sapo, starpo, "
-        "step_reinforce, topr, turn_ppo, turn_reinforce; did you "
-        "mean grpo?",
+        f"algorithm=grop: no such algorithm; there are: {recipes}; did you mean grpo?",
         "a=1,2: several values; write a list as key=[a,b], or give -m to run each value",
         "what: expected key=value",
         "--dry-run: unknown option; settings are written key=value, --help shows them",
@@ -306,6 +305,19 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
             ["env=scripted", "data.max_prompt_tokens=2000"],
             "data.max_prompt_tokens: 2 turns of 2000 + 256 = 4512 tokens",
         ),
+        (
+            ["env=scripted", "data.max_prompt_tokens=300", "env.default.max_turns=50"],
+            "data.max_prompt_tokens: 50 turns of 300 + 256 = 27800 tokens exceed "
+            "model.tiny.max_position_embeddings = 4096; env.NAME.max_sequence_tokens=4096 ends episodes that reach it",
+        ),
+        (
+            ["env=scripted", "env.default.max_sequence_tokens=100"],
+            "env.default.max_sequence_tokens: 100 leaves no room for one turn",
+        ),
+        (
+            ["env=scripted", "env.default.max_sequence_tokens=4000", "env.default.episode=steps"],
+            "env.default.max_sequence_tokens: 4000, but by steps every turn is a sequence of its own",
+        ),
         (["reward.default.name=function"], "reward.default.function: name=function needs"),
         (["reward.a.function=m:f"], "reward.a.function: read with name=function only"),
         (["env.default.name=class"], "env.default.class_path: name=class needs"),
@@ -430,6 +442,18 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
             "algorithm.correction_high: 1 drops responses of the weights that are trained, whose ratio is 1; use more",
         ),
         (
+            ["algorithm.correction=truncate", "algorithm.rejection_level=token", "algorithm.rejection_high=1"],
+            "algorithm.rejection_high: 1 drops responses of the weights that are trained, whose ratio is 1; use more",
+        ),
+        (
+            ["algorithm.correction=truncate", "algorithm.rejection_level=token", "algorithm.rejection_low=2"],
+            "algorithm.rejection_low: 2 must be below algorithm.rejection_high, which is 2",
+        ),
+        (
+            ["algorithm.correction=truncate", "algorithm.rejection_level=sequence", "rollout.top_p=.99"],
+            "algorithm.rejection_level: sequence multiplies the shares of probability that rollout.top_p=0.99 keeps",
+        ),
+        (
             ["algorithm.value_clip=.5"],
             "algorithm.value_clip: unknown key; did you mean critic.value_clip?",
         ),
@@ -453,14 +477,31 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
             "token, turn or geometric, or rollout.top_k=0 rollout.min_p=0",
         ),
         (
+            ["algorithm.ratio_to=generator", "algorithm.correction=truncate"],
+            "algorithm.correction: truncate weights the loss by the ratio to the generator, which algorithm.ratio_to",
+        ),
+        (
+            ["algorithm.ratio_to=generator", "rollout.top_p=.7"],
+            "rollout.top_p: 0.7 lets ratios to the generator's log-probs, which are normalised over the tokens that "
+            "sampling keeps, begin at 0.7, below the clip's 1 - algorithm.pg_clip_low = 0.8",
+        ),
+        (
+            ["algorithm.ratio_to=generator", "algorithm.ratio_level=sequence", "rollout.top_k=50"],
+            "algorithm.ratio_level: sequence multiplies the shares of probability that rollout.top_k=50 keeps",
+        ),
+        (
+            ["algorithm.ratio_to=generator", "algorithm.ppo_epochs=2", "trainer.max_mismatch=.1"],
+            "trainer.max_mismatch: with 2 optimizer steps a step, algorithm.ratio_to=generator computes no log-probs",
+        ),
+        (
             ["algorithm.kl_estimator=k3"],
             "algorithm.kl_estimator: there are two keys: algorithm.kl_reward_estimator (default k1) for the KL in the "
             "reward, algorithm.kl_loss_estimator (default k2) for the KL in the loss",
         ),
         (
             ["algorithm.kl_loss_coef=.1", "algorithm.kl_loss_estimator=k1"],
-            "algorithm.kl_loss_estimator: expected abs, k2 or k3 (in the loss, the expected gradient of k1 is zero, "
-            "so it would have no effect), got 'k1'",
+            "algorithm.kl_loss_estimator: expected abs, k2, k3 or k3_weighted (in the loss, the expected gradient of "
+            "k1 is zero, so it would have no effect), got 'k1'",
         ),
         (["debug=train_only"], "rollouts: debug=train_only needs the run folder with the rollouts"),
         (["debug=fake", "pipeline=sft"], "debug: fake is for pipelines that generate and train; the sft pipeline does"),
@@ -478,7 +519,7 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
         (["seed.x=1"], "seed: expected an integer"),
         (["+experiment=dmo"], "+experiment=dmo: no such experiment"),
         (["data.train=a=b"], "data.train=a=b: cannot be read"),
-        (["run_name=${nope}"], "Interpolation key 'nope' not found"),
+        (["run_name=${nope}"], "run_name: Interpolation key 'nope' not found"),
     ],
 )
 def test_impossible_values_and_combinations_are_refused(words: list[str], line: str) -> None:
@@ -520,10 +561,35 @@ def test_recomputing_with_an_engine_that_cannot_is_refused(monkeypatch: pytest.M
         ["algorithm.correction=truncate", "rollout.top_k=50"],
         ["algorithm.correction=reject", "algorithm.correction_level=turn", "algorithm.correction_low=.9"],
         ["algorithm.correction=truncate", "algorithm.correction_level=sequence"],
+        ["algorithm.ratio_to=generator", "rollout.top_p=.8", "rollout.top_k=50", "trainer.max_mismatch=.1"],
+        ["algorithm.ratio_to=generator", "algorithm=cispo", "rollout.top_p=.1"],
+        ["algorithm.ratio_to=generator", "algorithm.ratio_level=sequence", "algorithm.num_mini_batches=2"],
+        ["algorithm.correction=mask", "algorithm.rejection_level=geometric", "algorithm.rejection_low=.99"],
     ],
 )
 def test_what_is_just_possible_is_allowed(words: list[str]) -> None:
     assert load(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "correction"),
+    [
+        ([], "none"),
+        (["rollout.max_lag=4"], "truncate"),
+        (["rollout.max_lag=.5", "algorithm=gspo"], "truncate"),
+        (["rollout.max_lag=1", "algorithm=kimi", "algorithm.correction_high=3"], "truncate"),
+        (["rollout.max_lag=1", "algorithm.correction=none"], "none"),
+        (["rollout.max_lag=1", "algorithm.correction=mask"], "mask"),
+        (["rollout.max_lag=1", "algorithm.ratio_to=generator"], "none"),
+        (["+experiment=rlvr_async", "~algorithm.correction", "~algorithm.correction_level"], "truncate"),
+        (["+experiment=rlvr_7b_async", "~algorithm.correction"], "truncate"),
+    ],
+)
+def test_what_is_generated_ahead_is_corrected_by_default(words: list[str], correction: str) -> None:
+    config = load(words)
+    assert config.algorithm.correction == correction
+    stored = config.model_dump(mode="json")
+    assert stored["algorithm"]["correction"] == correction and parse(stored) == config, "a run's folder says it"
 
 
 def test_the_limit_of_a_step_without_one_is_the_schedulers() -> None:
@@ -584,8 +650,25 @@ def test_the_limit_of_a_step_without_one_is_the_schedulers() -> None:
         ),
         (["algorithm.correction_high=3"], "algorithm.correction_high: not read here, correction is none"),
         (
+            ["algorithm.ratio_to=generator", "rollout.max_lag=1", "algorithm.correction_high=3"],
+            "algorithm.correction_high: not read here, correction is none",
+        ),
+        (
+            ["algorithm.ratio_to=generator", "algorithm.surrogate=vanilla"],
+            "algorithm.ratio_to: not read here, surrogate is vanilla",
+        ),
+        (
             ["algorithm.correction=truncate", "algorithm.correction_low=.1"],
             "algorithm.correction_low: not read here, correction is truncate",
+        ),
+        (["algorithm.rejection_level=token"], "algorithm.rejection_level: not read here, correction is none"),
+        (
+            ["algorithm.correction=reject", "algorithm.rejection_level=token"],
+            "algorithm.rejection_level: not read here, correction is reject",
+        ),
+        (
+            ["algorithm.correction=mask", "algorithm.rejection_high=3"],
+            "algorithm.rejection_high: not read here, rejection_level is null",
         ),
         (["model.path=m", "model.tiny.seed=1"], "model.tiny.seed: not read here, model.path is given"),
         (["eval.temperature=1"], "eval.temperature: not read here, data.val is null"),
@@ -820,7 +903,70 @@ def test_a_file_of_conf_that_was_edited_is_read_again(tmp_path: Path, monkeypatc
     """A sweep, or a script of one's own, may compose more than once in a process."""
     folder = tmp_path / "conf"
     shutil.copytree(conf_dir(), folder)
-    monkeypatch.setattr("hpcrl.config.compose.conf_dir", lambda: folder)
+    monkeypatch.setattr("hpcrl.config.folders.conf_dir", lambda: folder)
     for steps in (5, 77):
         (folder / "experiment/mine.yaml").write_text(f"# @package _global_\nmax_steps: {steps}\n")
         assert load(["+experiment=mine"]).max_steps == steps
+
+
+def test_one_limit_of_a_sequence_takes_the_place_of_many_full_turns() -> None:
+    data = {"data": {"max_prompt_tokens": 8000}, "rollout": {"max_new_tokens": 2000}}
+    data |= {"model": {"tiny": {"max_position_embeddings": 500_000}}}
+    plain = parse(data | {"env": {"default": {"max_turns": 50}}})
+    limited = parse(data | {"env": {"default": {"max_turns": 50, "max_sequence_tokens": 32000}}})
+    short = parse(data | {"env": {"default": {"max_turns": 2, "max_sequence_tokens": 32000}}})
+    assert [plain.max_sequence_tokens, plain.max_row_tokens] == [500_000, 500_000]
+    assert [limited.max_sequence_tokens, limited.max_row_tokens] == [32000, 32000]
+    assert short.max_sequence_tokens == 20_000
+    env = {"a": {"max_turns": 50, "max_sequence_tokens": 32000}, "b": {"max_turns": 3, "episode": "steps"}}
+    both = parse(data | {"env": env})
+    assert (both.max_sequence_tokens, both.max_row_tokens) == (32000, 32000)
+    assert list(check_length(limited, 32000, "limit")) == [] and list(check_length(plain, 32000, "limit")) != []
+
+
+@pytest.mark.parametrize("kind", ["algorithm.name", "pipeline", "trainer.engine", "generator.engine", "trackers"])
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("leaves:SPEC", "leaves:SPEC cannot be loaded: SystemExit: 5"),
+        ("nowhere:SPEC", "nowhere:SPEC cannot be loaded: ModuleNotFoundError: No module named 'nowhere'"),
+        ("json:dumps", "json:dumps is not a"),
+    ],
+)
+def test_a_part_that_cannot_be_loaded_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, path: str, why: str
+) -> None:
+    (tmp_path / "leaves.py").write_text("raise SystemExit(5)")
+    monkeypatch.syspath_prepend(tmp_path)
+    (line,) = problems(f"{kind}=[{path}]" if kind == "trackers" else f"{kind}={path}")
+    assert line.startswith(kind) and why in line and "(override '" in line
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["run_name=x${y}"], ["run_name: Interpolation key 'y' not found"]),
+        (["trainer={lr: ${zz}}", "seed=${trainer.lr}"], ["trainer.lr: Interpolation key 'zz'", "seed: Interpolation"]),
+        (["rollout.stop=[a,'${y}']"], ["rollout.stop: Interpolation key 'y' not found"]),
+        (["trainer.lr=${foo:1}"], ["trainer.lr: Unsupported interpolation type foo"]),
+    ],
+)
+def test_an_interpolation_that_fails_names_its_word(words: list[str], said: list[str]) -> None:
+    found = problems(*words)
+    assert len(found) == len(said)
+    for line in found:
+        assert any(line.startswith(start) for start in said) and "; as text, ${ is written \\${ (override " in line
+    assert load(["run_name=x${seed}", "seed=3"]).run_name == "x3"
+    assert load(["data.system_prompt='\\${y}'"]).data.system_prompt == "${y}"
+
+
+def test_the_name_of_a_preset_is_no_name_of_an_algorithm() -> None:
+    (line,) = problems("algorithm.name=ppo")
+    assert line.endswith("got 'ppo'; ppo is a preset: algorithm=ppo (override 'algorithm.name=ppo')")
+
+
+@pytest.mark.parametrize("name", groups()["algorithm"])
+def test_the_plan_names_the_preset(name: str) -> None:
+    config = load([f"algorithm={name}", "rollout.max_new_tokens=256"])
+    assert preset_of(config) == name
+    assert preset_of(load(["algorithm=dapo", "algorithm.pg_clip_high=.5"])) == "grpo", "negative control"

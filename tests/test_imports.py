@@ -173,12 +173,20 @@ def test_the_wheel_brings_conf_along_and_launches_without_the_checkout(tmp_path:
     (entries,) = installed.glob("*.dist-info/entry_points.txt")
     assert "hpcrl = hpcrl.cli:main" in entries.read_text()
     code = (
-        "import hpcrl.config.compose as c; from hpcrl.config import load;"
-        "print(c.conf_dir()); print(load(['+experiment=demo', 'layout=disaggregated']).layout.name)"
+        "import hpcrl.config.folders as c; from hpcrl.config import load;"
+        "print(c.conf_dir()); print(load(['+experiment=demo', 'layout=disaggregated']).layout.name);"
+        "config = load(['+experiment=mine', '+cluster=mine']); print(config.max_steps, config.cluster.partition)"
     )
-    environment = os.environ | {"PYTHONPATH": str(installed)}
+    environment = os.environ | {"PYTHONPATH": str(installed), "HPCRL_CONF": "shared"}
+    files = {
+        "conf/cluster": "name: slurm\npartition: debug\n",
+        "shared/experiment": "# @package _global_\ndefaults:\n- demo\nmax_steps: 7\n",
+    }
+    for group, text in files.items():
+        (installed / group).mkdir(parents=True)
+        (installed / group / "mine.yaml").write_text(text)
     command = [sys.executable, "-c", code]
     done = subprocess.run(
         command, cwd=installed, env=environment, capture_output=True, text=True, timeout=60, check=True
     )
-    assert done.stdout.split() == [str(installed / "hpcrl" / "conf"), "disaggregated"]
+    assert done.stdout.split() == [str(installed / "hpcrl" / "conf"), "disaggregated", "7", "debug"]

@@ -39,8 +39,13 @@ SHAPES = {
     "model.layers.0.self_attn.q_proj.weight": [8, 8],
     "model.layers.0.self_attn.k_proj.weight": [4, 8],
     "model.layers.0.self_attn.v_proj.weight": [4, 8],
+    "model.layers.0.self_attn.q_proj.bias": [8],
+    "model.layers.0.self_attn.k_proj.bias": [4],
+    "model.layers.0.self_attn.v_proj.bias": [4],
     "model.layers.0.self_attn.o_proj.weight": [8, 8],
+    "model.layers.0.post_attention_layernorm.weight": [8],
     "model.layers.0.mlp.gate_proj.weight": [12, 8],
+    "model.layers.0.mlp.up_proj.weight": [12, 8],
     "model.layers.0.mlp.down_proj.weight": [8, 12],
 }
 SHORT = ("data.max_prompt_tokens=64", "rollout.max_new_tokens=32")
@@ -108,6 +113,12 @@ def test_the_plan_of_an_asynchronous_run_says_what_its_log_probs_are(tmp_path: P
     words = ["+experiment=rlvr_async", "cluster=local", f"model.path={write_model(tmp_path / 'model')}", "dry_run=true"]
     plan = launch(*words, "rollout.max_lag=1.5", at=tmp_path).stdout
     assert "async   up to 1.5 steps behind, on_stale=wait; correction: truncate weights of each sequence" in plan
+    ahead = launch(*words, "~algorithm.correction", "~algorithm.correction_level", at=tmp_path).stdout
+    assert "correction: truncate weights of each token" in ahead and "note: without correction" not in ahead
+    alone = launch(*words, "algorithm.correction=none", at=tmp_path).stdout
+    assert "correction: none" in alone and "note: without correction (algorithm.correction=none)" in alone
+    bypass = launch(*words, "~algorithm.correction", "algorithm.ratio_to=generator", at=tmp_path).stdout
+    assert "correction: none, the loss has the ratio of each token to the generator's log-probs" in bypass
     assert "log-probs belong to no single policy: token/mixed_weights_ratio" in plan
     assert "no single policy" not in launch(*words, "rollout.on_new_weights=recompute", at=tmp_path).stdout
     assert "async " not in launch(*words, "rollout.max_lag=0", at=tmp_path).stdout
@@ -134,9 +145,9 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
         "rollout.gruop_size: unknown key; did you mean rollout.group_size? (override 'rollout.gruop_size=4')",
         "trainer.lr: expected a number, got 'quick' (override 'trainer.lr=quick')",
         "layout.generator.num_ranks: 5 ranks of trainer requested, which has 2 (override ",
+        f"model.path: no weights in {model} (*.safetensors)",
         "bad.jsonl:2: ",
         "missing.jsonl",
-        f"model.path: no weights in {model} (*.safetensors)",
         f"run folder {tmp_path}/file/run cannot be made: {tmp_path}/file is not a folder",
     ]
     assert len(lines) == len(expected), lines
@@ -183,6 +194,9 @@ def test_help_teaches_and_imports_no_torch(tmp_path: Path) -> None:
     text = overview()
     for word in ("usage:", "examples", "disaggregated", "rlvr_gsm8k", "exit codes", *IMPORTANT):
         assert word in text
+    for line in text.partition("\nimportant keys")[0].partition("groups (")[2].splitlines():
+        if line.startswith("  ") and len(line.split()) > 2:
+            assert line.endswith((".", ":")), "a description cut in mid-sentence"
     assert "GRPO on digit sorting" in text  # from the experiment's first comment
     assert set(EXIT_CODES) <= set(ExitCode)
 
@@ -217,7 +231,7 @@ def test_a_reader_that_has_had_enough_ends_it_without_a_word(words: list[str], t
         (["env=null"], r"env:default gives starts of an environment; set env\.default\.name\n"),
         (
             ["env.default.name=class", "env.default.class_path=nope"],
-            r"expected an import path, package\.module:NAME, got 'nope'",
+            r"expected an import path, package\.module:NAME or file\.py:NAME, got 'nope'",
         ),
         (["env.default.runs_in=task"], r"runs_in=task: neither reset\(\) nor step\(\) is a coroutine; use thread"),
     ],
@@ -246,6 +260,37 @@ def test_a_sound_model_folder_has_no_problems(tmp_path: Path) -> None:
     found = inspect_model(write_model(tmp_path / "model"))
     assert (found.problems, found.model_type, found.max_positions) == ([], "qwen2", 256)
     assert found.shapes == {name: tuple(shape) for name, shape in SHAPES.items()}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": "qwen3_next", "num_key_value_heads": 2},  # layers without attention of Llama's form
+        {"model_type": "falcon_mamba", "num_attention_heads": None},
+        {"model_type": "gemma3n_text", "intermediate_size": [12]},
+        {"model_type": "glm4_moe", "num_nextn_predict_layers": 1},
+    ],
+    ids=lambda changes: str(changes["model_type"]),
+)
+def test_a_folder_of_a_family_whose_tensors_are_not_known_is_left_to_the_engine(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    assert inspect_model(write_model(tmp_path / "model", CONFIG | changes)).problems == []
+
+
+@pytest.mark.parametrize(("ahead", "accepted"), [(1, True), (0, False), (None, False)])
+def test_layers_that_predict_further_tokens_are_not_too_many(ahead: int | None, accepted: bool, tmp_path: Path) -> None:
+    """DeepSeek-V3 as published has num_hidden_layers=61 and the weights of layer 61."""
+    from hpcrl.planner.shapes import read_shape
+
+    latent = {"kv_lora_rank": 4, "qk_nope_head_dim": 2, "qk_rope_head_dim": 2, "v_head_dim": 2, "q_lora_rank": 4}
+    config = (
+        CONFIG | latent | {"model_type": "deepseek_v3", "num_nextn_predict_layers": ahead, "num_key_value_heads": 2}
+    )
+    published = read_shape(config | {"num_hidden_layers": 2}).parameters
+    shapes = {p.name: list(p.shape) for p in published if p.split != "expert"}
+    problems = inspect_model(write_model(tmp_path / "model", config, shapes)).problems
+    assert problems == [] if accepted else "more layers than num_hidden_layers = 1" in problems[0]
 
 
 @pytest.mark.slow

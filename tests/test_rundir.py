@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -120,6 +121,14 @@ def test_another_configuration_is_refused_with_the_difference(tmp_path: Path) ->
     state = open_run(changed(max_steps=99, timeouts={"start_s": 5.0}), run, "auto")
     assert state.changes == ["max_steps: 10 -> 99", "timeouts.start_s: 300.0 -> 5.0"]
     assert yaml.safe_load((run / "config.yaml").read_text())["max_steps"] == 99
+
+
+def test_other_variables_of_the_chat_template_are_refused(tmp_path: Path) -> None:
+    run = tmp_path / "demo"
+    close_run(run, open_run(changed(data={"chat_template_kwargs": {"enable_thinking": False}}), run, "auto").attempt)
+    with pytest.raises(ConfigError) as refused:
+        open_run(changed(data={"chat_template_kwargs": {"enable_thinking": True}}), run, "auto")
+    assert refused.value.problems[1:] == ["  data.chat_template_kwargs.enable_thinking: false -> true"]
 
 
 def test_another_model_in_the_same_folder_is_refused(tmp_path: Path) -> None:
@@ -264,6 +273,14 @@ def test_a_live_owner_is_named_and_a_dead_one_taken_over(tmp_path: Path) -> None
     check_owner(run, 2)
     with pytest.raises(SupersededError, match=r"attempt 1 .* may not commit: attempt 2 has taken the run over"):
         check_owner(run, 1)
+
+
+def test_a_folder_that_is_gone_is_no_takeover(tmp_path: Path) -> None:
+    opened = open_run(CONFIG, tmp_path / "run", "auto")
+    check_owner(opened.run_dir, opened.attempt)
+    shutil.rmtree(opened.run_dir)
+    with pytest.raises(FileNotFoundError, match="the run folder was removed or moved while the run used it"):
+        check_owner(opened.run_dir, opened.attempt)
 
 
 def test_a_pid_given_out_again_is_no_owner(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_folders_are_looked_into(folder: Path, tmp_path: Path) -> None:
 
 def test_the_plan_counts_the_judge(folder: Path) -> None:
     words = [DATA, JUDGED, f"judge.path={folder}", "judge.max_prompt_tokens=400", "judge.max_new_tokens=100"]
-    config, layout, model, run, _ = prepare([*words, "dry_run=true", "layout.judge.num_ranks=2"])
+    config, layout, model, run, shown = prepare([*words, "dry_run=true", "layout.judge.num_ranks=2"])
     assert layout.ranks["judge"] == (3, 4)
     shape = read_shape(tiny_config(config.model.tiny))
     (judges,) = (kind for kind in memory(config, layout, shape) if kind.roles == ("judge",))
@@ -102,5 +102,5 @@ def test_the_plan_counts_the_judge(folder: Path) -> None:
     tokens = config.judge.max_slots * 512  # 16 blocks of 32 tokens for 500
     token = 2 * judge.num_layers * judge.num_kv_heads * judge.head_dim * 4
     assert sizes["KV cache"] == tokens * token * (judge.num_layers + 1) // judge.num_layers
-    text = describe(config, layout, model, run)
+    text = describe(config, layout, model, run, shown)
     assert "3-4     judge" in text and "rank 3-4 (judge): " in text and f"judge   {folder} (qwen2, " in text

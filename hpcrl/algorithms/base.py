@@ -84,8 +84,8 @@ class Outputs:
     """Model outputs for the T tokens of a micro-batch. A field that the objective did not request is None.
 
     logprobs: float32 [T], log-softmax(logits / temperature) of the tokens, 0 outside loss_mask; always present, with
-    gradients. entropy: float32 [T], nats, of the distribution from which each token was drawn. values: float32 [T],
-    from a critic. chosen_logprobs: float32 [T, K], of K tokens at each position, for distillation."""
+    gradients. entropy: float32 [T], nats, of softmax(logits / temperature), without top-p, top-k and min-p. values:
+    float32 [T], from a critic. chosen_logprobs: float32 [T, K], of K tokens at each position, for distillation."""
 
     logprobs: Tensor
     entropy: Tensor | None = None
@@ -139,6 +139,11 @@ class Objective(Adaptive, ABC):
     def optimizer_steps(self) -> int:
         """Optimizer steps per step."""
         return self.num_epochs * self.num_mini_batches
+
+    def prepare(self, batch: Batch, all_sum: AllSum) -> Stats:
+        """Fill fields of the batch that the loss reads and that depend on the whole step, after the credit. Returns
+        statistics to log. Collective over the ranks of all_sum, which may hold no rows."""
+        return {}
 
     @abstractmethod
     def loss(self, outputs: Outputs, batch: Batch, norms: Norms) -> tuple[Tensor, Stats]:

@@ -16,10 +16,9 @@ from hpcrl.rollout.batch import Norms
 Over = Literal["all", "batch", "group", "running"] | None
 Estimator = Literal["k1", "abs", "k2", "k3"]
 RatioLevel = Literal["token", "turn", "geometric", "sequence"]
-Correction = Literal["truncate", "mask", "reject"]
+CorrectionKind = Literal["truncate", "mask", "reject"]
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
-KL_LIMIT = 10.0
 LOG_RATIO_LIMIT = 20.0  # e^20 is far beyond every clip and still finite in float32
 DEGENERATE_STD = 1e-6
 
@@ -99,23 +98,23 @@ def whiten(values: Tensor, all_sum: AllSum) -> Tensor:
 
 
 def kl_divergence(logprobs: Tensor, ref_logprobs: Tensor, estimator: Estimator) -> Tensor:
-    """float32 [M]: estimate of KL(policy || reference) per token, clamped to +-10.
+    """float32 [M]: estimate of KL(policy || reference) per token (joschu.net/blog/kl-approx.html).
 
-    k1: log-ratio; abs: its absolute value; k2: half its square; k3: e^-x + x - 1, unbiased and never negative
-    (joschu.net/blog/kl-approx.html).
+    k1: log-ratio x; abs: its absolute value; k2: half its square; k3: e^-x + x - 1, unbiased and never negative. No
+    value is clamped, since a clamped penalty has no gradient: the policy would be held least where it drifted most. The
+    exponential goes on as its tangent below x = -20, where it would overflow.
     """
     log_ratio = logprobs - ref_logprobs
     match estimator:
         case "k1":
-            kl = log_ratio
+            return log_ratio
         case "abs":
-            kl = log_ratio.abs()
+            return log_ratio.abs()
         case "k2":
-            kl = 0.5 * log_ratio.square()
+            return 0.5 * log_ratio.square()
         case "k3":
-            inverse = (-log_ratio).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-            kl = inverse.exp() - inverse - 1.0
-    return kl.clamp(-KL_LIMIT, KL_LIMIT)
+            near = (-log_ratio).clamp(max=LOG_RATIO_LIMIT)
+            return near.expm1() + near.exp() * (-log_ratio - near) + log_ratio
 
 
 def importance_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
@@ -145,7 +144,7 @@ def behaviour_weights(
     rows: Tensor,
     turns: Tensor,
     level: RatioLevel,
-    correction: Correction,
+    correction: CorrectionKind,
     low: float,
     high: float,
 ) -> tuple[Tensor, Tensor]:

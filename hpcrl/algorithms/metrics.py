@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.algorithms.base import RewardTable, model_tokens
+from hpcrl.algorithms.correction import Correction
 from hpcrl.algorithms.functional import LOG_RATIO_LIMIT, Aggregation, kl_divergence, row_sums
 from hpcrl.metrics.stats import Stat, Stats, stat
 from hpcrl.rollout.batch import STATUS, Batch, oldest_versions
@@ -113,16 +114,24 @@ class LossSums:
         self.add_tokens("actor/ratio_mean", ratio)
         self.add_tokens("actor/clipfrac", clipped)
 
+    def add_correction(self, correction: Correction) -> None:
+        """What the off-policy correction did to the token losses."""
+        self.add_tokens("actor/correction_mean", correction.weights)
+        self.add_tokens("actor/correction_cut", correction.cut)
+        if correction.rejected is not None:
+            self.add_tokens("actor/rejected_ratio", correction.rejected)
+
     def add_train_infer(self, old: Tensor, gen: Tensor) -> None:
-        """Probability ratios and absolute differences between trainer and generator on the same tokens: per token, per
-        sequence as the geometric mean of its tokens, and per whole sequence."""
-        old_sums, gen_sums = (row_sums(values, self._rows, self._num_rows) for values in (old, gen))
+        """Ratios of the trainer's probabilities to the generator's, and their differences, of the same tokens, as ROLL
+        names them: per token; per sequence the geometric mean of the ratios and the mean of the differences; and per
+        whole sequence the product and the sum."""
+        diff = old.exp() - gen.exp()
+        ratios, diffs = (row_sums(values, self._rows, self._num_rows) for values in (old - gen, diff))
         self.add_tokens("actor/train_infer_ratio_token_mean", _exp(old - gen))
-        self.add_tokens("actor/train_infer_diff_token_mean", (old.exp() - gen.exp()).abs())
+        self.add_tokens("actor/train_infer_diff_token_mean", diff)
         for level, lengths in (("geometric", self._row_counts), ("sequence", 1)):
-            train, infer = old_sums / lengths, gen_sums / lengths
-            self.add_sequences(f"actor/train_infer_ratio_{level}_mean", _exp(train - infer))
-            self.add_sequences(f"actor/train_infer_diff_{level}_mean", (train.exp() - infer.exp()).abs())
+            self.add_sequences(f"actor/train_infer_ratio_{level}_mean", _exp(ratios / lengths))
+            self.add_sequences(f"actor/train_infer_diff_{level}_mean", diffs / lengths)
 
     def add_mismatch(self, old: Tensor, gen: Tensor, on_policy: Tensor) -> None:
         """Absolute differences of probabilities, and estimates of KL(generator || trainer) from the tokens that the

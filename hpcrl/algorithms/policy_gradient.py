@@ -3,24 +3,32 @@
     loss = weight x surrogate + kl_loss_coef KL(policy, reference) - entropy_loss_coef entropy
 
 The weight is 1, or with `correction` the importance weight of responses from older weights
-(functional.behaviour_weights). Rows of weight 0 are ignored. A batch trained once on its own rollouts needs no
-old_logprobs: the ratio has value 1 and the gradient of the current log-probs.
+(hpcrl.algorithms.correction). Rows of weight 0 are ignored. A batch trained once on its own rollouts needs no
+old_logprobs: the ratio has value 1 and the gradient of the current log-probs. With `ratio_to=generator` the ratio is
+that to the generator's log-probs, after truncation if there is any, and no old_logprobs are needed. Unless the credit
+reads them, metrics of the policy before the step are then those of the current one, and of several optimizer steps
+there is no mismatch of trainer and generator: they move apart within the step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from hpcrl.algorithms import functional as F
 from hpcrl.algorithms.adaptive import ENTROPY_COEF, KL_SCALE, adapted
-from hpcrl.algorithms.base import Numbers, Objective, Outputs, model_tokens, required
+from hpcrl.algorithms.base import AllSum, Numbers, Objective, Outputs, model_tokens, required
+from hpcrl.algorithms.correction import behaviour_logprobs, corrected, far_off, mean_weight
+from hpcrl.algorithms.covariance import mark
+from hpcrl.algorithms.high_entropy import choose_high_entropy
 from hpcrl.algorithms.metrics import LossSums
-from hpcrl.algorithms.surrogates import SURROGATES, PolicyTokens
-from hpcrl.metrics.stats import Stat, Stats
+from hpcrl.algorithms.policy_tokens import PolicyTokens
+from hpcrl.algorithms.surrogates import SURROGATES
+from hpcrl.metrics.stats import Stat, Stats, scalar
 from hpcrl.rollout.batch import Batch, Norms
-from hpcrl.spec.policy_loss import PolicyLoss
+from hpcrl.spec.policy_loss import MARKS_TOKENS, PolicyLoss
 
 
 class PolicyGradient(Objective):
@@ -32,38 +40,60 @@ class PolicyGradient(Objective):
         rewarded = config.entropy_loss_coef != 0 or config.entropy_target is not None
         self.outputs = config.outputs if rewarded else frozenset()
         self.logged = config.outputs - self.outputs
+        self._normalizes = config.correction_normalize and config.correction != "none"
         reads = {"advantages"}
-        if self.optimizer_steps > 1:
+        self._marks = config.surrogate in MARKS_TOKENS
+        if self._normalizes or self._marks or (self.optimizer_steps > 1 and not config.compares_with_generator):
             reads.add("old_logprobs")
+        if config.entropy_share < 1:
+            reads.add("old_entropies")
         if config.kl_loss_coef > 0:
             reads.add("ref_logprobs")
         self.reads = frozenset(reads)
+
+    def prepare(self, batch: Batch, all_sum: AllSum) -> Stats:
+        """See Objective."""
+        stats = mark(self.config, batch, all_sum) if self._marks else {}
+        if self.config.entropy_share < 1:
+            stats |= choose_high_entropy(self.config.entropy_share, batch, all_sum)
+        if self._normalizes:
+            mean = mean_weight(self.config, batch, all_sum)
+            batch.correction_scale = torch.full_like(batch.weights, 1.0 / mean)
+            stats["actor/correction_norm"] = scalar(mean)
+        return stats
 
     def loss(self, outputs: Outputs, batch: Batch, norms: Norms) -> tuple[Tensor, Stats]:
         """See Objective."""
         config, index = self.config, model_tokens(batch)
         rows, turns, logprobs = batch.row_ids[index], batch.turn_ids[index], outputs.logprobs[index]
         sequences = batch.segment_ids[index]
-        if self.optimizer_steps > 1:
-            required(batch, "old_logprobs", "more than one optimizer step per batch")
+        if "old_logprobs" in self.reads:
+            steps = self.optimizer_steps > 1
+            required(batch, "old_logprobs", "more than one optimizer step per batch" if steps else "sums over the step")
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs[index]
+        base = behaviour_logprobs(batch)[index] if config.compares_with_generator else old
         advantages = required(batch, "advantages", "the policy loss")[index]
-        tokens = PolicyTokens(logprobs, old, advantages, sequences, turns)
+        marked = None if batch.marked is None else batch.marked[index]
+        tokens = PolicyTokens(logprobs, base, advantages, sequences, turns, marked)
         token_losses, clipped = SURROGATES[config.surrogate](config, tokens)
-        behaviour = batch.gen_logprobs if batch.gen_logprobs_behaviour is None else batch.gen_logprobs_behaviour
         if config.correction != "none":
-            weights, cut = F.behaviour_weights(
-                old, behaviour[index], sequences, turns, config.correction_level, config.correction,
-                config.correction_low, config.correction_high,
-            )  # fmt: skip
-            token_losses = weights * token_losses
+            correction = corrected(config, old, behaviour_logprobs(batch)[index], sequences, turns)
+            token_losses = correction.weights * token_losses
+            if self._normalizes:
+                token_losses = token_losses * required(batch, "correction_scale", "correction_normalize")[rows]
+        if config.off_policy_mask is not None:
+            masked = far_off(tokens, batch.gen_logprobs[index], config.off_policy_mask)
+            token_losses = torch.where(masked, 0.0, token_losses)
+        if config.entropy_share < 1:
+            chosen = required(batch, "high_entropy", "entropy_share below 1")[index]
+            token_losses = torch.where(chosen, token_losses, 0.0)
         coefficients = F.token_coefficients(rows, batch.weights, config.loss_aggregation, config.loss_norm_tokens)
         total = pg_loss = (coefficients * token_losses).sum()
         sums = LossSums(batch, rows, coefficients, config.loss_aggregation)
         sums.add_loss("actor/pg_loss", pg_loss)
         if config.kl_loss_coef > 0:
             ref = required(batch, "ref_logprobs", "kl_loss_coef > 0")[index]
-            kl_loss = (coefficients * F.kl_divergence(logprobs, ref, config.kl_loss_estimator)).sum()
+            kl_loss = (coefficients * _divergence(config, tokens, ref)).sum()
             total = total + config.kl_loss_coef * self.numbers.get(KL_SCALE, 1.0) * kl_loss
             sums.add_loss("actor/kl_loss", kl_loss)
         if self.outputs:
@@ -71,13 +101,14 @@ class PolicyGradient(Objective):
             bonus = self.numbers.get(ENTROPY_COEF, config.entropy_loss_coef)
             total = total - bonus * (coefficients * outputs.entropy[index]).sum()
         sums.add_loss("actor/total_loss", total)
-        sums.add_policy(F.importance_ratio(logprobs, old), logprobs - old, clipped)
+        sums.add_policy(F.importance_ratio(logprobs, base), logprobs - base, clipped)
         sums.add_train_infer(old, batch.gen_logprobs[index])
-        if batch.on_policy is not None:
+        if batch.on_policy is not None and (batch.old_logprobs is not None or self.optimizer_steps == 1):
             sums.add_mismatch(old, batch.gen_logprobs[index], batch.on_policy[index])
         if config.correction != "none":
-            sums.add_tokens("actor/correction_mean", weights)
-            sums.add_tokens("actor/correction_cut", cut)
+            sums.add_correction(correction)
+        if config.off_policy_mask is not None:
+            sums.add_tokens("actor/off_policy_masked", masked)
         if outputs.entropy is not None:
             sums.add_tokens("critic/entropy/mean", outputs.entropy[index])
         if batch.ref_logprobs is not None:
@@ -87,3 +118,11 @@ class PolicyGradient(Objective):
     def adapt(self, stats: Mapping[str, Stat]) -> Numbers:
         """See Adaptive: the coefficients of the KL terms and of the entropy bonus."""
         return adapted(self.config, self.numbers, stats)
+
+
+def _divergence(config: PolicyLoss, tokens: PolicyTokens, reference: Tensor) -> Tensor:
+    """float32 [M]: the KL term of the loss. k3_weighted is k3 times the ratio to the policy that drew the tokens, with
+    the gradient of both: in expectation that of the exact KL (DeepSeek-V3.2, arXiv 2512.02556)."""
+    if config.kl_loss_estimator == "k3_weighted":
+        return tokens.ratio("token") * F.kl_divergence(tokens.logprobs, reference, "k3")
+    return F.kl_divergence(tokens.logprobs, reference, config.kl_loss_estimator)

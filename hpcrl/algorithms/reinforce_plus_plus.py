@@ -1,4 +1,4 @@
-"""The credit of REINFORCE++ (arXiv 2501.03262): rewards are normalised by mean and std of the batch; returns are
+"""The credit of REINFORCE++ (arXiv 2501.03262): the KL is subtracted from the rewards as they are, and the returns are
 whitened over the tokens of the batch unless whiten_advantages=false."""
 
 from __future__ import annotations
@@ -7,7 +7,6 @@ from torch import Tensor
 
 from hpcrl.algorithms.base import RewardTable
 from hpcrl.algorithms.credit import ReturnsCredit
-from hpcrl.algorithms.functional import normalize_rewards
 from hpcrl.algorithms.specs import ReinforcePlusPlus
 
 
@@ -19,6 +18,5 @@ class ReinforcePlusPlusCredit(ReturnsCredit[ReinforcePlusPlus]):
         self.gamma = config.gamma
 
     def normalize(self, table: RewardTable) -> Tensor:
-        """See ReturnsCredit."""
-        _, domains = table.domain_ids()
-        return normalize_rewards(table.rewards, table.group_ids, "batch", "batch", self.config.std_eps, domains)
+        """See ReturnsCredit: a division of the reward alone would change the weight of the KL beside it."""
+        return table.rewards

@@ -25,17 +25,14 @@ class GRPO(PolicyLoss):
 
 
 class ReinforcePlusPlus(PolicyLoss):
-    """REINFORCE++ (arXiv 2501.03262): rewards normalised over the batch, PPO clip."""
+    """REINFORCE++ (arXiv 2501.03262): returns of rewards minus the KL, whitened over the batch, PPO clip."""
 
     name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
     """The algorithm."""
     whiten_advantages: bool = True
     """Subtract the mean of the batch's token advantages and divide by their standard deviation."""
     gamma: Share = 1.0
-    """Discount per model token. Tokens of observations between two turns are skipped without a discount; in verl,
-    returns end at such tokens."""
-    std_eps: NonNegative = 1e-6
-    """Added to the standard deviation."""
+    """Discount per model token; tokens of observations between two turns are skipped without a discount."""
 
 
 class Reinforce(PolicyLoss):
@@ -149,7 +146,7 @@ GRPO_SPEC = AlgorithmSpec(
 )
 
 REINFORCE_PLUS_PLUS_SPEC = AlgorithmSpec(
-    about="REINFORCE++: rewards normalised over the batch.",
+    about="REINFORCE++: returns of rewards minus the KL, whitened over the batch.",
     section=ReinforcePlusPlus,
     make="hpcrl.algorithms.reinforce_plus_plus:ReinforcePlusPlusCredit",
     objective=POLICY_GRADIENT,

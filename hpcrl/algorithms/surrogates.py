@@ -1,41 +1,25 @@
 """The surrogates of the policy gradient: a loss of each token whose gradient is that of the expected reward.
 
-lp, old: log-probs of a token under the policy and the policy before the step; A: its advantage; sg: no gradient.
+lp, old: log-probs of a token under the policy, and under the policy before the step or (`ratio_to=generator`) the one
+that drew it; A: its advantage; sg: no gradient.
 rho = exp(lp - old) at `ratio_level` token; else the geometric mean of these ratios over the turn or the response, or
 their product over the response. Each token then has the gradient of its own log-prob, as in GSPO-token (arXiv
-2507.18071).
+2507.18071). Longer ones have files of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hpcrl.algorithms import functional as F
+from hpcrl.algorithms.covariance import clip_cov, kl_cov
+from hpcrl.algorithms.dppo import dppo
+from hpcrl.algorithms.gmpo import gmpo
+from hpcrl.algorithms.policy_tokens import PolicyTokens
 from hpcrl.spec.policy_loss import PolicyLoss
-
-
-@dataclass(frozen=True)
-class PolicyTokens:
-    """The model tokens [M] of a micro-batch, and the sequences and turns [M] that they belong to (a step of an
-    episode by steps is a sequence of its own)."""
-
-    logprobs: Tensor
-    old_logprobs: Tensor
-    advantages: Tensor
-    sequences: Tensor
-    turns: Tensor
-
-    def ratio(self, level: F.RatioLevel) -> Tensor:
-        """float32 [M]: rho, see the module's docstring."""
-        if level == "token":
-            return F.importance_ratio(self.logprobs, self.old_logprobs)
-        whole = F.at_level((self.logprobs - self.old_logprobs).detach(), self.sequences, self.turns, level)
-        return F.importance_ratio(whole + self.logprobs, self.logprobs.detach())
-
 
 Surrogate = Callable[[PolicyLoss, PolicyTokens], tuple[Tensor, Tensor]]
 """(loss, clipped), [M] each: `clipped` is 1 where a bound changed or removed the gradient, else 0."""
@@ -87,5 +71,9 @@ SURROGATES: dict[str, Surrogate] = {
     "topr": topr,
     "sapo": sapo,
     "kimi": kimi,
+    "gmpo": gmpo,
+    "dppo": dppo,
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
     "vanilla": vanilla,
 }

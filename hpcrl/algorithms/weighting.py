@@ -16,7 +16,8 @@ from hpcrl.spec.policy_loss import PolicyLoss
 
 def weigh(config: PolicyLoss, table: RewardTable) -> tuple[Tensor, Stats]:
     """(float32 [N], statistics): the weight of each response of the table, 0 where a mask drops it. The weights by
-    difficulty and by length have mean 1 over what remains."""
+    difficulty and by length have mean 1 over what remains. The statistics give the share that each active mask keeps,
+    as those of the same name in ROLL."""
     scores, mean_scores = table.scores, _group_means(table)
     kept = torch.ones_like(scores, dtype=torch.bool)
     stats: Stats = {}
@@ -34,9 +35,9 @@ def weigh(config: PolicyLoss, table: RewardTable) -> tuple[Tensor, Stats]:
     for name, (active, keeps) in masks.items():
         if active:
             kept &= keeps
-            stats[f"actor/{name}_mask_ratio"] = stat(~keeps)
+            stats[f"actor/{name}_mask_ratio"] = stat(keeps)
     if stats:
-        stats["actor/final_mask_ratio"] = stat(~kept)
+        stats["actor/final_mask_ratio"] = stat(kept)
     weights = kept.float()
     if config.difficulty_loss_weight:
         weights *= _rescaled(0.5 + 1.5 * (1.0 - mean_scores).clamp(0, 1), kept)

@@ -73,6 +73,8 @@ class _Answer(msgspec.Struct):
     entry: FileEntry | None = None
     seconds: float = 0.0
     error: str = ""
+    number: int | None = None
+    """errno of the error."""
 
 
 class Written(NamedTuple):
@@ -162,7 +164,9 @@ class Writer:
             *lines, self._received = (self._received + news).split(b"\n")
             for answer in (msgspec.json.decode(line, type=_Answer) for line in lines):
                 if answer.error:
-                    raise OSError(answer.error)
+                    error = OSError(answer.error)
+                    error.errno = answer.number
+                    raise error
                 if answer.entry is not None:
                     self._entries.append(answer.entry)
                 else:
@@ -260,7 +264,7 @@ def _serve(channel: socket.socket, folder: Path, files: Mapping[str, Iterable[me
             fsync_path(path)
         answer = _Answer(seconds=time.perf_counter() - start)
     except OSError as error:  # an error of write() names no file
-        answer = _Answer(error=f"{path} cannot be written: {error.strerror}")
+        answer = _Answer(error=f"{path} cannot be written: {error.strerror}", number=error.errno)
     channel.sendall(_line(answer))
 
 

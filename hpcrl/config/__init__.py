@@ -13,7 +13,7 @@ from hpcrl.config.domains import EnvConfig, RewardConfig
 from hpcrl.config.engines import GeneratorConfig, JudgeConfig, LoRAConfig, TrainerConfig
 from hpcrl.config.fake import FakeConfig
 from hpcrl.config.model import ModelConfig, TinyModel
-from hpcrl.config.reading import Reading, load, parse, read
+from hpcrl.config.reading import Reading, load, parse, read, read_data
 from hpcrl.config.rollout import DomainRolloutConfig, EvalConfig, RolloutConfig
 from hpcrl.config.schema import Timeouts
 from hpcrl.spec.fields import Natural, NonNegative, Positive, PositiveFloat, Section, Share
@@ -58,6 +58,7 @@ __all__ = [
     "load",
     "parse",
     "read",
+    "read_data",
 ]
 
 

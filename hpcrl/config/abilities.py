@@ -185,7 +185,10 @@ def check_length(config: Config, limit: int, name: str) -> Iterator[Problem]:
     total = config.max_sequence_tokens
     if total > limit:
         sum_of = f"prompt {prompt} + response {response}" if turns == 1 else f"{turns} turns of {prompt} + {response}"
+        sum_of = sum_of if total == turns * config.max_turn_tokens else "env.NAME.max_sequence_tokens"
         text = f"data.max_prompt_tokens: {sum_of} = {total} tokens exceed {name} = {limit}"
+        if turns > 1 and config.max_turn_tokens <= limit:
+            text += f"; env.NAME.max_sequence_tokens={limit} ends episodes that reach it"
         involved = (("rollout", "max_new_tokens"), ("eval", "max_new_tokens"), ("model",), ("env",))
         yield Problem(("data", "max_prompt_tokens"), text, involved)
 

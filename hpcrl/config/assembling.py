@@ -59,8 +59,11 @@ def unloadable(data: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
     for keys, path, table, base in named:
         if path:
             try:
-                if base is not None and (text := _clash(base, path, table[path])):
+                spec = table[path]
+                if base is not None and (text := _clash(base, path, spec)):
                     yield keys, text
+                elif table is ALGORITHMS and spec.section is None:
+                    yield keys, f"{path} has no section of keys, which an algorithm needs"
             except SpecError as error:
                 yield keys, str(error)
 

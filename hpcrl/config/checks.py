@@ -10,6 +10,7 @@ from hpcrl.config.abilities import CRITIC_ENGINE, check_abilities, check_family,
 from hpcrl.config.cluster import SET_FOR_SBATCH, SET_FOR_SRUN
 from hpcrl.config.domains import EnvConfig, RewardConfig
 from hpcrl.config.judging import JUDGE_ENGINE, as_judges, check_judge, check_reward_model
+from hpcrl.config.off_policy import check_off_policy
 from hpcrl.config.rollout import MOST_MEMBERS, RolloutConfig
 from hpcrl.config.schema import Config
 from hpcrl.spec.kinds import Spec
@@ -17,13 +18,10 @@ from hpcrl.spec.problems import PLACEHOLDER, Path, Problem, dotted
 from hpcrl.spec.table import SpecTable
 from hpcrl.spec.tables import ENVS, REWARDS
 
-KEEPS_ALL = {"top_p": 1, "top_k": 0, "min_p": 0}
-"""Sampling settings that keep every token."""
-
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 100.0
 
 
-FREE_TEXT = frozenset(("system_prompt", "stop", "options"))
+FREE_TEXT = frozenset(("system_prompt", "stop", "options", "chat_template_kwargs"))
 """Keys with text for the model, in which <answer> is not a placeholder."""
 
 
@@ -34,8 +32,7 @@ def check(config: Config) -> list[Problem]:
         *_reinforcement(config),
         *_sampling(config),
         *_policy_loss(config),
-        *_correction(config),
-        *_whole_responses(config),
+        *check_off_policy(config),
         *_filters(config),
         *_fake(config),
         *_redundancy(config),
@@ -143,59 +140,19 @@ def _policy_loss(config: Config) -> Iterator[Problem]:
     if algorithm.loss_aggregation == "seq-mean-token-sum-norm" and algorithm.loss_norm_tokens is None:
         text = "seq-mean-token-sum-norm divides by algorithm.loss_norm_tokens; give it, such as rollout.max_new_tokens"
         yield Problem((section, "loss_aggregation"), f"algorithm.loss_aggregation: {text}")
+    if algorithm.surrogate == "kl_cov" and algorithm.optimizer_steps == 1 and algorithm.ratio_to == "trainer":
+        text = (
+            "kl_cov penalises how far tokens moved from the policy before the step, which is 0 in the only optimizer "
+            "step; use algorithm.num_mini_batches or algorithm.ppo_epochs above 1"
+        )
+        yield Problem((section, "surrogate"), f"algorithm.surrogate: {text}", ((section, "num_mini_batches"),))
+    if algorithm.surrogate == "clip_cov" and algorithm.cov_low >= algorithm.cov_high:
+        text = f"algorithm.cov_low: {algorithm.cov_low:g} must be below algorithm.cov_high, which is "
+        yield Problem((section, "cov_low"), f"{text}{algorithm.cov_high:g}", ((section, "cov_high"),))
     low, high = algorithm.difficulty_low_threshold, algorithm.difficulty_high_threshold
     if algorithm.difficulty_mask and low >= high:
         text = f"algorithm.difficulty_low_threshold: {low:g} must be below difficulty_high_threshold, which is {high:g}"
         yield Problem((section, "difficulty_low_threshold"), text, ((section, "difficulty_high_threshold"),))
-
-
-def _correction(config: Config) -> Iterator[Problem]:
-    """Bounds that correct responses of the trained weights themselves: their ratio is 1 up to rounding, so a mask or a
-    rejection with bound 1 would drop them at random."""
-    algorithm, section = config.algorithm, "algorithm"
-    if not (config.reinforces and config.learns) or algorithm.correction == "none":
-        return
-    low, high, masks = algorithm.correction_low, algorithm.correction_high, algorithm.correction in ("mask", "reject")
-    fresh = "responses of the weights that are trained, whose ratio is 1"
-    if masks and low >= high:
-        text = f"algorithm.correction_low: {low:g} must be below algorithm.correction_high, which is {high:g}"
-        yield Problem((section, "correction_low"), text, ((section, "correction_high"),))
-    elif masks and low >= 1:
-        text = f"algorithm.correction_low: {low:g} drops {fresh}; use less than 1"
-        yield Problem((section, "correction_low"), text, ((section, "correction"),))
-    elif high < 1 or (masks and high == 1):
-        what, way_out = ("drops", "more than") if masks else ("cuts", "at least")
-        text = f"algorithm.correction_high: {high:g} {what} {fresh}; use {way_out} 1"
-        yield Problem((section, "correction_high"), text, ((section, "correction"),))
-
-
-def weighed_shares(config: Config, rollout: RolloutConfig) -> str:
-    """The settings, as text, under which a correction of whole responses weights them by the probability that sampling
-    kept; empty if there are none. `rollout`: the section of the run that generates the responses.
-
-    The generator's log-probs are normalised over the tokens that sampling keeps, the trainer's over all tokens. So the
-    ratio of a token is the kept share of probability, and a product of hundreds of such ratios is nearly 0."""
-    algorithm, learns = config.algorithm, config.reinforces and config.learns
-    if not learns or algorithm.correction == "none" or algorithm.correction_level != "sequence":
-        return ""
-    return ", ".join(f"rollout.{key}={getattr(rollout, key):g}" for key in KEEPS_ALL if _cuts(rollout, key))
-
-
-def _whole_responses(config: Config) -> Iterator[Problem]:
-    rollout = config.rollout
-    if config.generates and (given := weighed_shares(config, rollout)):
-        cut = [key for key in KEEPS_ALL if _cuts(rollout, key)]
-        text = (
-            f"algorithm.correction_level: sequence multiplies the shares of probability that {given} keeps at each "
-            "token, so that long responses get almost no weight even without lag; use token, turn or geometric, or "
-            + " ".join(f"rollout.{key}={KEEPS_ALL[key]}" for key in cut)
-        )
-        involved = (("algorithm", "correction"), *(("rollout", key) for key in cut))
-        yield Problem(("algorithm", "correction_level"), text, involved)
-
-
-def _cuts(rollout: RolloutConfig, key: str) -> bool:
-    return bool(getattr(rollout, key) != KEEPS_ALL[key])
 
 
 def _thresholds(config: Config, rollout: RolloutConfig, at: Path) -> Iterator[Problem]:
@@ -447,6 +404,20 @@ def _dialogues(config: Config) -> Iterator[Problem]:
         if env.thinking == "cut" and not env.by_steps:
             text = f"{name}.thinking: cut, but an episode by trajectory keeps every token; use {name}.episode=steps"
             yield Problem((*at, "thinking"), text, ((*at, "episode"),))
+        if env.max_sequence_tokens is not None:
+            yield from _sequence_limit(config, domain, env.max_sequence_tokens)
+
+
+def _sequence_limit(config: Config, domain: str, limit: int) -> Iterator[Problem]:
+    at, key = ("env", domain), f"env.{domain}.max_sequence_tokens"
+    if config.envs[domain].by_steps:
+        text = f"{key}: {limit}, but by steps every turn is a sequence of its own; use env.{domain}.episode=trajectory"
+        yield Problem((*at, "max_sequence_tokens"), text, ((*at, "episode"),))
+    elif limit < config.max_turn_tokens:
+        prompt, response = config.data.max_prompt_tokens, config.max_response_tokens
+        text = f"{key}: {limit} leaves no room for one turn: prompt {prompt} + response {response} tokens"
+        involved = (("data", "max_prompt_tokens"), ("rollout", "max_new_tokens"), ("eval", "max_new_tokens"))
+        yield Problem((*at, "max_sequence_tokens"), text, involved)
 
 
 def _imported_code(at: Path, section: RewardConfig | EnvConfig, table: SpecTable[Any]) -> Iterator[Problem]:

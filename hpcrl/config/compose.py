@@ -12,11 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path as FilePath
-from typing import Any
+from typing import Any, ClassVar
 
-from hpcrl.spec.problems import PLACEHOLDER, Path, Problem, dotted
+from hpcrl.config.config_file import ConfigFile, as_text, read_config_file
+from hpcrl.config.folders import FOLDERS, check_folders, conf_dirs, conf_file, groups, read_yaml, shown, stamp
+from hpcrl.spec.problems import PLACEHOLDER, ConfigError, Path, Problem, dotted, shortened
 
-PRIMARY = "config"
+PRIMARY = "hpcrl"
 AS_TYPED = re.compile(
     r"\+{0,2}(run_name|cluster\.(?:components\.\w+\.)?"
     r"(?:account|constraint|exclude|partition|qos|reservation|switches|time))=(?!null$)([^'\"$].*)"
@@ -25,16 +27,12 @@ AS_TYPED = re.compile(
 Hydra's grammar."""
 
 
-def conf_dir() -> FilePath:
-    """The folder of the Hydra groups: beside the package in a checkout, inside an installed package."""
-    package = FilePath(__file__).resolve().parents[1]
-    return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
-
-
-def groups() -> dict[str, list[str]]:
-    """Every group of conf/ and its options."""
-    root = conf_dir()
-    return {d.name: sorted(f.stem for f in d.glob("*.yaml")) for d in sorted(root.iterdir()) if d.is_dir()}
+UNKNOWN_OPTION = "unknown option; settings are written key=value, --help shows them"
+OPTIONS = {
+    **dict.fromkeys(("--config-dir", "-cd", "--config-path", "-cp"), "no such option; name the folder in HPCRL_CONF"),
+    **dict.fromkeys(("--config-name", "-cn"), "no such option; --config FILE takes a file of yours"),
+}
+"""Options of Hydra's own command line -> what to do here."""
 
 
 @dataclass(frozen=True)
@@ -57,22 +55,32 @@ class Composition:
     """The groups whose option is from the command line."""
     overrides: list[Override] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    experiment: str = ""
+    """The name after experiment=, also if there is no such experiment."""
+    file: ConfigFile | None = None
+    """The file of --config."""
 
     def source(self, path: Path) -> str:
-        """The source of the value at `path`: the override as typed or the conf file; empty for a default."""
+        """The source of the value at `path`: the override as typed, the line of a file of --config, or the conf file;
+        empty for a default."""
         for override in reversed(self.overrides):
             shared = min(len(override.path), len(path))
             if shared and override.path[:shared] == path[:shared]:
                 return f"override {override.text!r}"
+        if self.file is not None and path[:1] not in [(group,) for group in self.chosen]:
+            return self.file.source(path)
         names = [(f"experiment/{name}.yaml", path) for name in _with_bases(self.choices.get("experiment"))]
         names += [
             (f"{group}/{option}.yaml", path[1:]) for group, option in self.choices.items() if path[:1] == (group,)
         ]
-        return next((f"conf/{name}" for name, inner in names if _holds(read_yaml(name), inner)), "")
+        return next((shown(conf_file(name)) for name, inner in names if _holds(read_yaml(name), inner)), "")
 
     def given(self) -> dict[Path, bool]:
-        """Explicitly set keys: path -> whether on the command line (else in the experiment's file)."""
+        """Explicitly set keys: path -> whether on the command line (else in the file of --config or the experiment's).
+        What a run stored has every key, and sets none."""
         keys: dict[Path, bool] = {}
+        if self.file is not None and not self.file.of_run:
+            keys |= dict.fromkeys(leaves(self.file.data), False)
         if name := self.choices.get("experiment"):
             keys |= dict.fromkeys(leaves(read_yaml(f"experiment/{name}.yaml")), False)
         for override in self.overrides:
@@ -82,11 +90,15 @@ class Composition:
 
 
 def compose(words: Sequence[str]) -> Composition:
-    """Compose the arguments of a command line (`group=option`, `a.b=c`, `+a.b=c`, `++a.b=c`, `~a.b`)."""
+    """Compose the arguments of a command line (`--config FILE`, `group=option`, `a.b=c`, `+a.b=c`, `++a.b=c`, `~a.b`).
+    ConfigError if the file cannot be read."""
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    result = Composition()
+    path, words = split_file(words)
+    result = Composition(file=read_config_file(path) if path is not None else None)
+    if result.file is None or not result.file.of_run:  # a job on another machine needs none of these folders
+        check_folders()
     _parse(words, result)
     config: DictConfig = _compose_groups(result)
     for override in result.overrides:
@@ -99,36 +111,48 @@ def compose(words: Sequence[str]) -> Composition:
             result.problems.append(Problem(override.path, f"{dotted(override.path)}: {_first_line(error)}"))
     try:
         result.data = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
-    except OmegaConfBaseException as error:
-        result.problems.append(Problem((), _first_line(error)))
-        result.data = OmegaConf.to_container(config, resolve=False)  # type: ignore[assignment]
+    except OmegaConfBaseException:
+        result.data = _resolve(config, (), result.problems)
     return result
 
 
-def read_yaml(name: str) -> dict[str, Any]:
-    """Content of a file of conf/, empty if it is missing or unreadable (which Hydra has reported); to be read only."""
-    path = conf_dir() / name
-    return _read_yaml(path, _stamp(path))
-
-
-def _stamp(path: FilePath) -> tuple[int, int]:
-    """Changes when the file does; a process may read it again after an edit."""
-    try:
-        status = path.stat()
-    except OSError:
-        return 0, -1
-    return status.st_mtime_ns, status.st_size
-
-
-@functools.lru_cache(maxsize=256)
-def _read_yaml(path: FilePath, stamp: tuple[int, int]) -> dict[str, Any]:
+def _resolve(config: Any, at: Path, problems: list[Problem]) -> dict[str, Any]:
+    """The values, without those whose interpolations fail, which become problems."""
     from omegaconf import OmegaConf
-    from yaml import YAMLError
+    from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-    try:
-        return OmegaConf.to_container(OmegaConf.load(path), resolve=False) or {}  # type: ignore[return-value]
-    except (OSError, YAMLError):
-        return {}
+    data: dict[str, Any] = {}
+    for key in config:
+        path = (*at, key)
+        try:
+            value = config[key]
+            whole = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_list(value) else value
+            data[key] = _resolve(value, path, problems) if OmegaConf.is_dict(value) else whole
+        except MissingMandatoryValue:
+            data[key] = "???"
+        except OmegaConfBaseException as error:
+            why = _first_line(error).partition(" full_key")[0]
+            problems.append(Problem(path, f"{dotted(path)}: {why}; as text, ${{ is written \\${{"))
+    return data
+
+
+def split_file(words: Sequence[str]) -> tuple[FilePath | None, list[str]]:
+    """The FILE of `--config FILE` or `--config=FILE`, and the other arguments. ConfigError if there are two, or none
+    after --config."""
+    files, rest, left = [], [], iter(words)
+    for word in left:
+        name, given, path = word.partition("=")
+        if name != "--config":
+            rest.append(word)
+        elif path := path if given else next(left, ""):
+            files.append(FilePath(path).expanduser())
+        else:
+            raise ConfigError(["--config: no file is named; write --config FILE"])
+    if len(files) > 1:
+        raise ConfigError(
+            [f"--config: {' and '.join(map(str, files))}; give one file, and further values as key=value"]
+        )
+    return (files[0] if files else None), rest
 
 
 def _with_bases(experiment: str | None) -> Iterator[str]:
@@ -148,7 +172,7 @@ def _parse(words: Sequence[str], result: Composition) -> None:
     known, parser = groups(), OverridesParser.create()
     for word in words:
         if word.startswith("-"):
-            _refuse(result, word, "unknown option; settings are written key=value, --help shows them")
+            _refuse(result, word, OPTIONS.get(word.partition("=")[0], UNKNOWN_OPTION))
             continue
         if "=" not in word and not word.startswith("~"):
             _refuse(
@@ -171,11 +195,16 @@ def _parse(words: Sequence[str], result: Composition) -> None:
         if override.is_sweep_override():
             _refuse(result, word, "several values; write a list as key=[a,b], or give -m to run each value")
         elif key in known and not override.is_delete() and isinstance(value, str | int):
-            if str(value) in known[key]:
+            if key == "experiment" and re.fullmatch(r"[\w.-]+", str(value)):
+                result.experiment = str(value)
+            if key == "experiment" and result.file is not None:
+                _refuse(result, word, f"--config {result.file.path} takes the place of an experiment; give one of them")
+            elif str(value) in known[key]:
                 result.choices[key] = str(value)
+            elif key == "experiment" and re.search(r"/|\.ya?ml$", str(value)):
+                _refuse(result, word, f"an experiment is chosen by name; a file is given as --config {value}", (key,))
             else:
-                options = ", ".join(known[key])
-                _refuse(result, word, f"no such {key}; there are: {options}{_suggest(str(value), known[key])}", (key,))
+                _refuse(result, word, f"no such {key}; there are: {_options(key, str(value))}", (key,))
         elif key in known and isinstance(value, Mapping) and not override.is_delete() and key == "experiment":
             _refuse(result, word, "an experiment is chosen by name", (key,))
         else:
@@ -184,7 +213,8 @@ def _parse(words: Sequence[str], result: Composition) -> None:
 
 
 def _compose_groups(result: Composition) -> Any:
-    """Hydra's composition of the chosen groups. A conf file that cannot be composed is a problem."""
+    """Hydra's composition of the chosen groups. With a file of --config: the values of the file, of which those of
+    groups chosen by hand are replaced. A conf file that cannot be composed is a problem."""
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -193,34 +223,98 @@ def _compose_groups(result: Composition) -> Any:
     listed = {key for entry in read_yaml(f"{PRIMARY}.yaml")["defaults"] if isinstance(entry, dict) for key in entry}
     result.chosen = tuple(result.choices)
     words = [("" if group in listed else "+") + f"{group}={option}" for group, option in result.choices.items()]
+    if result.file is not None:
+        words += [f"~{group}" for group in sorted(listed - result.choices.keys())]
     try:
-        folder = conf_dir()
-        stamps = tuple((path, _stamp(path)) for path in sorted(folder.rglob("*.yaml")))
-        data, choices = _of_hydra(folder, tuple(words), stamps)
+        folders = conf_dirs()
+        files = [path for folder in folders for group in sorted(groups()) for path in (folder / group).rglob("*.yaml")]
+        stamps = tuple((path, stamp(path)) for path in files)
+        data, choices = _of_hydra(tuple(folders), tuple(words), stamps)
+        composed: Any = OmegaConf.create(data)
+        if result.file is not None:
+            composed = OmegaConf.merge(as_text(_of_file(result.file, result)), composed)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
-        result.problems.append(Problem((), f"conf/: {_first_line(error)}"))
+        result.problems.append(Problem((), _of_conf(error, result.choices.get("experiment"))))
         return OmegaConf.create({})
     result.choices = dict(choices)
-    return OmegaConf.create(data)
+    return composed
+
+
+def _of_conf(error: Exception, experiment: str | None) -> str:
+    """An error of Hydra's, with the file and what to write."""
+    text, known = _first_line(error), groups()
+    missing = re.search(r"Could not find '(\w+)/([^']+)'", text)
+    if missing is not None and missing[1] in known and experiment is not None:
+        said = f"{missing[1]}: {missing[2]}: no such {missing[1]}; there are: {_options(missing[1], missing[2])}"
+        return f"{shown(conf_file(f'experiment/{experiment}.yaml'))}, or what it builds on: {said}"
+    place = re.match(r"In '([^']+)': ", text)
+    hint = ""
+    if "Could not override" in text and "@experiment." in text:
+        hint = " The file must begin with the line # @package _global_"
+    elif wrong := re.search(r"Could not override 'experiment/(\w+)[@']", text):
+        hint = f" Write override /{wrong[1]}, with the slash"
+    return f"{shown(conf_file(f'{place[1]}.yaml')) if place else 'conf/'}: {text}{hint}"
+
+
+def _of_file(file: ConfigFile, result: Composition) -> dict[str, Any]:
+    """The values of a file of --config, without sections of groups chosen by hand. A configuration that a run stored
+    starts another run if the command line names one; then place and way of the first are left out too."""
+    left_out = set(result.chosen)
+    if file.of_run:
+        left_out.add("dry_run")
+        if file.data.get("resume") == "fresh":  # has taken effect
+            left_out.add("resume")
+        if any(override.path in (("run_name",), ("run_dir",)) for override in result.overrides):
+            left_out |= {"run_dir", "resume"}
+    for group in groups().keys() & file.data.keys() - left_out:
+        if isinstance(option := file.data[group], str):
+            text = f"{group}: a section of keys, not the name of an option; on the command line give {group}={option}"
+            result.problems.append(Problem((group,), text))
+            left_out.add(group)
+    return {key: value for key, value in file.data.items() if key not in left_out}
 
 
 @functools.lru_cache  # takes a tenth of a second, and the points of a sweep differ in values more than in groups
 def _of_hydra(
-    folder: FilePath, words: tuple[str, ...], stamps: tuple[Any, ...]
+    folders: tuple[FilePath, ...], words: tuple[str, ...], stamps: tuple[Any, ...]
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The values, with interpolations as they are written, and the option of each group; neither is to be changed."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from omegaconf import OmegaConf
 
-    with initialize_config_dir(str(folder), version_base="1.3"):
-        config = hydra_compose(PRIMARY, overrides=list(words), return_hydra_config=True)
+    built_in, *_further_folders().folders = folders
+    try:
+        with initialize_config_dir(str(built_in), version_base="1.3"):
+            config = hydra_compose(PRIMARY, overrides=list(words), return_hydra_config=True)
+    finally:
+        _further_folders().folders = []
     runtime = config.hydra.runtime.choices
     choices = {group: runtime[group] for group in runtime if "/" not in group and runtime[group] is not None}
     OmegaConf.set_struct(config, False)
     OmegaConf.set_readonly(config, False)
     del config["hydra"]
     return OmegaConf.to_container(config, resolve=False), choices  # type: ignore[return-value]
+
+
+@functools.cache
+def _further_folders() -> Any:
+    """Hydra's plug-in that searches `folders`, the last one first, before the folder that it is given."""
+    from hydra.core.config_search_path import ConfigSearchPath
+    from hydra.core.plugins import Plugins
+    from hydra.plugins.search_path_plugin import SearchPathPlugin
+
+    class FurtherFolders(SearchPathPlugin):
+        folders: ClassVar[list[FilePath]] = []
+
+        def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+            before = "main"  # Hydra's name of the folder that it is given
+            for folder in self.folders:
+                search_path.prepend(str(folder), f"file://{folder}", before)
+                before = str(folder)
+
+    Plugins.instance().register(FurtherFolders)
+    return FurtherFolders
 
 
 def _delete(config: Any, path: Path) -> None:
@@ -232,7 +326,17 @@ def _delete(config: Any, path: Path) -> None:
 
 
 def _refuse(result: Composition, word: str, text: str, path: Path = ()) -> None:
-    result.problems.append(Problem((), f"{word}: {text}", (path,)))
+    result.problems.append(Problem((), f"{shortened(word)}: {text}", (path,)))
+
+
+def _options(group: str, wrong: str) -> str:
+    """The options of a group, where they were searched, and the one that may be meant by a wrong name."""
+    options, places = groups()[group], [shown(folder / group) for folder in conf_dirs()]
+    hint = _suggest(wrong, options)
+    searched = f" (in {', '.join(places)})" if len(places) > 1 else ""
+    if not searched and not hint:
+        searched = f" ({FOLDERS} and ./conf have no folders of groups)"
+    return ", ".join(options) + searched + hint
 
 
 def _suggest(word: str, options: Sequence[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import AfterValidator, Discriminator, Field, Tag
 
 from hpcrl.spec.fields import NUMBER, Positive, Section, Share
 
@@ -13,11 +13,13 @@ MOST_ROWS = 1 << 24
 
 
 class DataSource(Section):
-    """One source of prompts: a jsonl or parquet file, or generated: `task:NAME` (built in), `reasoning_gym:NAME`,
-    `env:DOMAIN` (starts of episodes) or `expert:NAME` (episodes of a built-in environment's expert)."""
+    """One source of prompts: files (jsonl, json, csv, tsv, parquet, arrow), or generated: `task:NAME` (built in),
+    `reasoning_gym:NAME`, `env:DOMAIN` (starts of episodes) or `expert:NAME` (episodes of a built-in environment's
+    expert)."""
 
     path: str
-    """File, task:NAME, reasoning_gym:NAME, env:DOMAIN or expert:NAME."""
+    """File, pattern, folder, name of a data set in the local Hugging Face cache, task:NAME, reasoning_gym:NAME,
+    env:DOMAIN or expert:NAME."""
     tag: str | None = None
     """Domain of all rows of this source; null: each row's own tag."""
     size: Annotated[int, Field(ge=1, lt=MOST_ROWS), NUMBER] | None = None
@@ -45,22 +47,58 @@ Sources = Annotated[
 ]
 
 
+NOT_VARIABLES = {
+    **dict.fromkeys(("messages", "conversation"), "a row has its messages itself"),
+    "tools": "a row has them in its column tools",
+    "chat_template": "put the template into the model folder (chat_template.jinja)",
+    **dict.fromkeys(
+        (
+            "add_generation_prompt",
+            "continue_final_message",
+            "tokenize",
+            "tokenizer_kwargs",
+            "padding",
+            "truncation",
+            "max_length",
+            "return_tensors",
+            "return_dict",
+            "return_assistant_tokens_mask",
+        ),
+        "hpcrl sets how a prompt is rendered",
+    ),
+}
+"""Arguments of transformers' apply_chat_template() that are no variables of a template -> what is meant instead."""
+
+
+def _variables(given: dict[str, Any]) -> dict[str, Any]:
+    """ValueError names an argument that is no variable."""
+    for name in given:
+        if name in NOT_VARIABLES:
+            raise ValueError(f"variables of a chat template, and {name} is none ({NOT_VARIABLES[name]})")
+    return given
+
+
 class DataConfig(Section):
     """Where prompts come from and how a row is read."""
 
     train: Sources = "task:sort_digits"
-    """jsonl or parquet file, task:NAME, reasoning_gym:NAME, env:DOMAIN, expert:NAME, or a list of these or of
-    {path, tag, size, options}."""
+    """File (jsonl, json, csv, tsv, parquet, arrow), pattern, folder, name of a cached data set of the hub, task:NAME,
+    reasoning_gym:NAME, env:DOMAIN, expert:NAME, or a list of these or of {path, tag, size, options}."""
     val: Sources | None = None
     """Held-out prompts, in the same forms; null: no evaluation."""
     prompt_key: str | None = None
-    """Column of the prompt; null: prompt, messages, question or problem, whichever exists."""
+    """Column of the prompt; null: prompt, messages, conversations, question, problem or instruction, whichever
+    exists."""
     answer_key: str | None = None
     """Column of the answer; null: answer, ground_truth, label, solution, reward_model.ground_truth (verl)."""
     tag_key: str = "tag"
     """Column of the domain."""
     system_prompt: str | None = None
-    """System message before every prompt."""
+    """System message before every prompt that has none; an empty text is an empty system message, which replaces the
+    chat template's own; null: none."""
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_variables)] = {}
+    """Variables of the policy's chat template wherever it is rendered, such as enable_thinking=false; a row's column of
+    this name wins."""
     max_prompt_tokens: Positive = 1024
     """Maximum prompt length, tokens."""
     overlong_prompts: Literal["drop", "truncate", "error"] = "drop"

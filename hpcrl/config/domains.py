@@ -41,11 +41,15 @@ class EnvConfig(Section):
     name: Annotated[str, AfterValidator(functools.partial(listed, ENVS))] = "scripted"
     """Built-in environment, class, or module:SPEC."""
     class_path: ImportPath | None = None
-    """package.module:Class, used with name=class."""
+    """package.module:Class or file.py:Class, used with name=class."""
     max_turns: Positive = 2
     """Maximum model turns per episode."""
     max_tokens: Positive | None = None
     """Maximum tokens that the model writes in an episode, over all turns; the turn that reaches it is the last."""
+    max_sequence_tokens: Positive | None = None
+    """Maximum tokens of an episode in one sequence: prompt, turns and observations (ROLL's sequence_length, verl's
+    max_model_len). An observation after which a full response (rollout.max_new_tokens) would exceed it ends the episode
+    as truncated. null: max_turns x (data.max_prompt_tokens + rollout.max_new_tokens)."""
     max_seconds: Seconds | None = None
     """Maximum seconds of an episode, with those in which the model generates; the turn that ends after it is the
     last."""
@@ -72,15 +76,16 @@ class EnvConfig(Section):
     """thread: each turn is played in a thread of the env rank. task: reset() and step() are coroutines, and all turns
     are tasks of one event loop. process: each episode has a process of its own, which is killed with all that it has
     started when a turn exceeds timeout_s. null: what the environment's class declares as `runs_in`, else thread."""
-    num_threads: Count = 1
-    """Turns that are played concurrently on an env rank; with runs_in=task there is no limit. More than 1 helps
-    environments that wait (for a network or a process); with runs_in=thread their code must be thread-safe."""
+    num_threads: Count | None = None
+    """Turns that are played concurrently on an env rank; with runs_in=task there is no limit. null: up to 32 as long as
+    they wait (for a network or a process), and of those that compute one in threads, one per core in processes; with
+    deterministic 1. In threads their code must be thread-safe: use 1 if it is not."""
     memory_mib: Annotated[int, Field(ge=64), NUMBER] | None = None
     """With runs_in=process: most private memory of each process of an episode, MiB, with that of the imported modules;
     null: no limit."""
     timeout_s: Seconds | None = None
-    """Timeout for one turn, seconds; null: half of timeouts.command_s. A sample whose turn exceeds it ends with reward
-    0; the turn's thread is abandoned, its task cancelled or its process killed."""
+    """Timeout for one turn, seconds; null: half of timeouts.command_s. An episode whose turn exceeds it has failed; the
+    turn's thread is abandoned, its task cancelled or its process killed."""
     options: dict[str, Any] = {}
     """Arguments of the environment."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -16,10 +17,11 @@ from hpcrl.config.checks import check, check_placeholders
 from hpcrl.config.cluster import COMPONENT, IMAGE, MEMORY, OPTION, WALL_TIME, WORD
 from hpcrl.config.compose import Composition, compose, leaves
 from hpcrl.config.domains import EnvConfig, RewardConfig
+from hpcrl.config.folders import groups
 from hpcrl.config.foreign import FOREIGN
 from hpcrl.config.schema import Config
 from hpcrl.config.unread import check_unread
-from hpcrl.spec.problems import ConfigError, Path, Problem, dotted
+from hpcrl.spec.problems import ConfigError, Path, Problem, dotted, shortened
 from hpcrl.spec.table import SpecError, SpecTable
 from hpcrl.spec.tables import ENVS, PIPELINES, REWARDS
 
@@ -75,14 +77,14 @@ class Reading:
         lines = []
         for problem in self.problems:
             source = self.composition.source(problem.path) if problem.path else ""
-            lines.append(" ".join(problem.text.split()) + (f" ({source})" if source else ""))
+            lines.append(" ".join(problem.text.split()) + (f" ({shortened(source)})" if source else ""))
         return list(dict.fromkeys(lines))
 
 
 def load(argv: Sequence[str]) -> Config:
     """The configuration of these command-line arguments. ConfigError lists every problem, one line each.
 
-    Reads only files of conf/; hpcrl.launch checks data, model and run folder.
+    Reads only files of conf/ and that of --config; hpcrl.launch checks data, model and run folder.
     """
     reading = read(argv)
     if reading.problems or reading.config is None:
@@ -92,30 +94,48 @@ def load(argv: Sequence[str]) -> Config:
 
 def parse(data: Mapping[str, Any]) -> Config:
     """The configuration of this plain data (config.yaml of a run, for example). ConfigError as in load()."""
-    reading = _validate(data, Composition())
-    if reading.config is not None:
-        reading.add(check(reading.config))
+    reading = read_data(data, Composition())
     if reading.problems or reading.config is None:
         raise ConfigError(reading.lines())
     return reading.config
 
 
+def read_data(data: Mapping[str, Any], composition: Composition) -> Reading:
+    """Like parse(), but collects the problems, whose places are told as of this composition."""
+    reading = _validate(data, composition)
+    if reading.config is not None:
+        reading.add(check(reading.config))
+    return reading
+
+
 def read(argv: Sequence[str]) -> Reading:
-    """Like load(), but collects the problems, so that the caller can check for more."""
+    """Like load(), but collects the problems, so that the caller can check for more. ConfigError if a file of --config
+    cannot be read."""
     composition = compose(argv)
     pipeline = composition.data.get("pipeline")
     pipeline = pipeline if pipeline in list(PIPELINES) else Config.model_fields["pipeline"].default
     mode = composition.data.get("debug")
     modes = get_args(Config.model_fields["debug"].annotation)
     ending = f"_{mode}" if mode in modes and mode != "none" else ""  # separate from the run folder of the whole run
-    composition.data.setdefault("run_name", composition.choices.get("experiment", pipeline) + ending)
+    file, experiment = composition.file, composition.choices.get("experiment", composition.experiment)
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", file.path.stem) if file is not None else experiment or pipeline
+    composition.data.setdefault("run_name", name + ending)
     reading = _validate(composition.data, composition)
     reading.problems[:0] = composition.problems
     reading.unread += [path for p in composition.problems for path in (p.path, *p.involves) if path]
     if reading.config is not None:
         reading.add(check(reading.config))
-        reading.add(check_unread(reading.config, composition.given(), composition.chosen))
+        reading.add(check_unread(reading.config, _given(reading.config, composition), composition.chosen))
     return reading
+
+
+def _given(config: Config, composition: Composition) -> dict[Path, bool]:
+    """Composition.given(), without what a file of --config states though it is the default."""
+    given = composition.given()
+    if composition.file is None:
+        return given
+    other = leaves(config.model_dump(mode="json", exclude_defaults=True))
+    return {path: by_hand for path, by_hand in given.items() if by_hand or Problem(path, "").touches(other)}
 
 
 def _validate(given: Mapping[str, Any], composition: Composition) -> Reading:
@@ -123,6 +143,8 @@ def _validate(given: Mapping[str, Any], composition: Composition) -> Reading:
     data: dict[str, Any] = copy.deepcopy(dict(given))
     if not data.get("run_dir"):
         data["run_dir"] = f"runs/{data.get('run_name', Config.model_fields['run_name'].default)}"
+    if isinstance(data.get("algorithm"), dict):
+        data["algorithm"].setdefault("name", config_class().model_fields["algorithm"].default.name)
     reading = Reading(None, composition)
     for problem in check_placeholders(data):
         reading.problems.append(problem)
@@ -176,6 +198,8 @@ def _hint(path: Path, data: Mapping[str, Any]) -> str:
     """What to write in place of an unknown key; empty if that is not known."""
     if path in SPLIT:
         return SPLIT[path]
+    if path == ("experiment",):
+        return "unknown key; the file of an experiment must begin with the line # @package _global_"
     of_algorithm = path[1] if len(path) > 1 and path[0] == "algorithm" else None
     if readers := [name for name, model in _algorithms().items() if of_algorithm in model.model_fields]:
         return f"read by {' and '.join('algorithm=' + r for r in readers)} only"
@@ -213,6 +237,8 @@ def _wrong(path: Path, detail: Any) -> str:
         expected = context.get("expected_tags", context.get("expected", ""))
         options = [word.strip(" '") for word in expected.replace(" or ", ",").split(",")]
         hint = f"; did you mean {close[0]}?" if (close := get_close_matches(got, options, n=1)) else ""
+        if path == ("algorithm",) and got in groups()["algorithm"]:
+            hint = f"; {got} is a preset: algorithm={got}"
         return f"{name}: expected {expected}, got {got!r}{hint}"
     if kind == "string_pattern_mismatch":
         expected = PATTERNS.get(detail["ctx"]["pattern"], "letters, digits, '.', '_' and '-' only")

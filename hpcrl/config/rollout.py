@@ -73,8 +73,8 @@ class RolloutConfig(Section):
     max_attempts: Annotated[int, Field(ge=1, le=200), NUMBER] = 3
     """Attempts after which a prompt counts as failed."""
     restart_failed_episodes: bool = False
-    """Begin an episode anew whose environment raised or exceeded its timeout, up to max_attempts times; false: the
-    episode counts with reward 0 (scheduler/score_errors), as it does after the last attempt."""
+    """Begin an episode anew whose environment raised or exceeded its timeout, up to max_attempts times; false: nothing
+    is learned from the episode (scheduler/score_errors), as after the last attempt."""
     filter_mean_low: Float | None = None
     """Keep only groups with a mean score above this value."""
     filter_mean_high: Float | None = None

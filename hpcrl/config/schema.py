@@ -23,7 +23,7 @@ from hpcrl.config.reward_model import RewardModelConfig
 from hpcrl.config.rollout import EvalConfig, RolloutConfig
 from hpcrl.spec.fields import NUMBER, Natural, Positive, Seconds, Section, Seed
 from hpcrl.spec.kinds import AlgorithmSpec, PipelineSpec
-from hpcrl.spec.policy_loss import PolicyLoss
+from hpcrl.spec.policy_loss import SURROGATE_KEYS, PolicyLoss
 from hpcrl.spec.tables import ALGORITHMS, PIPELINES, REWARDS, TRACKERS
 
 S = TypeVar("S", bound=Section)
@@ -145,6 +145,21 @@ class Config(Section):
             if isinstance(given, dict):
                 data = data | {section: {key: "bfloat16"} | given}
         return data
+
+    @model_validator(mode="before")
+    @classmethod
+    def _corrected_when_ahead(cls, data: Any) -> Any:
+        """Without a correction, training on responses of older weights learns far less (docs/measured.md)."""
+        if not isinstance(data, dict) or not _generates_ahead(data.get("rollout")):
+            return data
+        default = cls.model_fields["algorithm"].get_default(call_default_factory=True)
+        given = data.get("algorithm", {"name": default.name} if hasattr(default, "name") else {})
+        if not isinstance(given, dict):
+            return data
+        surrogate = str(given.get("surrogate", "ppo"))
+        if given.get("ratio_to") == "generator" and "ratio_to" in SURROGATE_KEYS.get(surrogate, ()):
+            return data  # the ratio of the loss corrects
+        return data | {"algorithm": {"correction": "truncate"} | given}
 
     @property
     def pipeline_spec(self) -> PipelineSpec:
@@ -282,14 +297,29 @@ class Config(Section):
         return max((1 if env.by_steps else env.max_turns for env in self.envs.values()), default=1)
 
     @property
+    def max_turn_tokens(self) -> int:
+        """Maximum tokens of a full prompt and a full response."""
+        return self.data.max_prompt_tokens + self.max_response_tokens
+
+    @property
     def max_sequence_tokens(self) -> int:
-        """Maximum sequence length in tokens: every turn may have a full prompt and a full response."""
-        return self.max_sequence_turns * (self.data.max_prompt_tokens + self.max_response_tokens)
+        """Maximum sequence length in tokens."""
+        return max((self.sequence_tokens(env) for env in self.envs.values()), default=self.max_turn_tokens)
+
+    def sequence_tokens(self, env: EnvConfig) -> int:
+        """Maximum sequence length in an environment, tokens: every turn may have a full prompt and a full response, up
+        to the environment's own limit of all of them."""
+        full = (1 if env.by_steps else env.max_turns) * self.max_turn_tokens
+        return min(full, env.max_sequence_tokens or full)
 
     @property
     def max_row_tokens(self) -> int:
         """Maximum tokens of a rollout, which may consist of several sequences."""
-        return self.max_turns * (self.data.max_prompt_tokens + self.max_response_tokens)
+        rows = (
+            env.max_turns * self.max_turn_tokens if env.by_steps else self.sequence_tokens(env)
+            for env in self.envs.values()
+        )
+        return max(rows, default=self.max_turn_tokens)
 
     @property
     def max_response_tokens(self) -> int:
@@ -298,6 +328,14 @@ class Config(Section):
         if self.evaluates and self.eval.max_new_tokens is not None:
             lengths.append(self.eval.max_new_tokens)
         return max(lengths)
+
+
+def _generates_ahead(rollout: Any) -> bool:
+    """Whether a section `rollout`, not yet checked, has a max_lag above 0."""
+    try:
+        return isinstance(rollout, dict) and float(rollout.get("max_lag", 0)) > 0
+    except (TypeError, ValueError):  # which the type of the key refuses
+        return False
 
 
 def _asks_for_gpus(cluster: Any) -> bool:

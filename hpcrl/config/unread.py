@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from hpcrl.config.rollout import DomainRolloutConfig
 from hpcrl.config.schema import Config
 from hpcrl.spec.kinds import Spec
-from hpcrl.spec.policy_loss import SURROGATE_KEYS
+from hpcrl.spec.policy_loss import CORRECTION_KEYS, SURROGATE_KEYS
 from hpcrl.spec.problems import Path, Problem, dotted
 from hpcrl.spec.tables import GEN_ENGINES, PIPELINES, ROLES, TRACKERS, TRAIN_ENGINES
 
@@ -163,7 +163,7 @@ def _unread_policies(config: Config) -> Iterator[tuple[Path, Path, str]]:
         for path in (*unread, *(("rollout", "domains", name, key) for name in rollout.domains for key in filters)):
             yield path, ("debug",), "debug=train_only generates nothing to train on"
     if config.debug == "rollout_only":
-        for key in ("correction", "correction_level", "correction_low", "correction_high"):
+        for key in ("correction", *CORRECTION_KEYS):
             yield ("algorithm", key), ("debug",), "debug=rollout_only does not train"
     if rollout.max_lag == 0:
         for key in ("on_stale", "on_new_weights"):
@@ -171,8 +171,9 @@ def _unread_policies(config: Config) -> Iterator[tuple[Path, Path, str]]:
     if config.deterministic:
         for key in ("siblings_together", "prompt_affinity", "routing", "spare_slow_replicas"):
             yield ("rollout", key), ("deterministic",), "deterministic=true distributes responses by their ids"
-    if correction == "none":
-        for key in ("correction_level", "correction_high"):
-            yield ("algorithm", key), ("algorithm", "correction"), "correction is none"
-    if correction in ("none", "truncate"):
-        yield ("algorithm", "correction_low"), ("algorithm", "correction"), f"correction is {correction}"
+    for key, readers in CORRECTION_KEYS.items():
+        if correction not in readers:
+            yield ("algorithm", key), ("algorithm", "correction"), f"correction is {correction}"
+    if config.algorithm.rejection_level is None:
+        for key in ("rejection_low", "rejection_high"):
+            yield ("algorithm", key), ("algorithm", "rejection_level"), "rejection_level is null"

@@ -214,7 +214,8 @@ class LoadRollouts(Message):
 
 
 class Logprobs(Message):
-    """Fill `into` (old_logprobs or ref_logprobs) of the batch with the log-probs of `role`'s policy."""
+    """Fill `into` of the batch with the log-probs (old_logprobs, ref_logprobs) or entropies (old_entropies) of `role`'s
+    policy."""
 
     batch: int
     role: str
@@ -532,8 +533,8 @@ class Turn(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknow
     """Request to the environment of a sample: answer a turn of the model or, with `begins`, start the episode.
 
     meta: the prompt's JSON. reply_to: the generator rank. last_token: of the turn. room: maximum tokens of the
-    observation, so that another turn fits. written: tokens of all turns until now. Reason "abort": the sample was
-    dropped, no answer is needed.
+    observation, so that another turn fits. written: tokens of all turns until now. marked: the text with its special
+    tokens except the last token, if it has others. Reason "abort": the sample was dropped, no answer is needed.
     """
 
     sample: int
@@ -546,6 +547,7 @@ class Turn(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknow
     room: int = 0
     begins: bool = False
     written: int = 0
+    marked: str = ""
 
 
 class TurnDelta(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):

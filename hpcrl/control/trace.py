@@ -14,8 +14,8 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
-_LAYOUT = struct.Struct("=ddq64s")  # beat, since, seq, activity
-_BEAT, _SINCE, _SEQ, _ACTIVITY = 0, 1, 2, slice(24, 88)  # numbers in units of eight bytes
+_LAYOUT = struct.Struct("=ddq64s64s")  # beat, since, seq, activity, beside
+_BEAT, _SINCE, _SEQ, _ACTIVITY, _BESIDE = 0, 1, 2, slice(24, 88), slice(88, 152)  # numbers in units of eight bytes
 BEAT_EVERY_S = 1.0
 DESCRIPTOR = "HPCRL_TRACE"
 """Environment variable of a rank that has an agent: the open file of the page."""
@@ -25,12 +25,13 @@ LEAVING = "leave"
 
 class Activity(NamedTuple):
     """Times of a rank's last heartbeat and of the start of its activity, on the host's monotonic clock; the activity's
-    number and name."""
+    number and name; beside: whose code another thread executes, empty if none does."""
 
     beat: float
     since: float
     seq: int
     name: str
+    beside: str = ""
 
 
 def new_page() -> int:
@@ -65,6 +66,10 @@ class Trace:
         self._floats[_SINCE], self._ints[_SEQ] = time.monotonic(), seq
         self._map[_ACTIVITY] = activity.encode()[:64].ljust(64, b"\0")
 
+    def beside(self, section: str) -> None:
+        """Record the section of the configuration whose code a thread executes from now on; empty: none does."""
+        self._map[_BESIDE] = section.encode()[:64].ljust(64, b"\0")
+
     def go_on(self) -> None:
         """Record that the main thread makes progress in a long activity."""
         self._floats[_SINCE] = time.monotonic()
@@ -88,5 +93,7 @@ def read_trace(descriptor: int) -> Activity | None:
 
 
 def _unpack(raw: bytes) -> Activity | None:
-    beat, since, seq, name = _LAYOUT.unpack(raw)
-    return Activity(beat, since, seq, name.rstrip(b"\0").decode(errors="replace")) if beat else None
+    beat, since, seq, *texts = _LAYOUT.unpack(raw)
+    return (
+        Activity(beat, since, seq, *(text.rstrip(b"\0").decode(errors="replace") for text in texts)) if beat else None
+    )

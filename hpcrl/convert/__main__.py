@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcrl.cli import ArgumentParser
+from hpcrl.cli import ArgumentParser, use_utf8
 from hpcrl.exitcodes import ExitCode
 from hpcrl.files import is_storage_error
 from hpcrl.metrics.duration import duration
@@ -42,13 +42,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> ArgumentParser:
     parser = ArgumentParser("convert", __doc__)
     parser.add_argument("--checkpoint", required=True, type=Path, metavar="DIR", help="what is converted")
-    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="a new folder")
+    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="a new or empty folder")
     parser.add_argument("--to", choices=("hf", "megatron"), default="hf", help="default: hf")
     parser.add_argument(
         "--model", type=Path, metavar="DIR", help="folder with config.json and tokenizer, where the checkpoint has none"
     )
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: as in the checkpoint")
-    parser.add_argument("--verify", action="store_true", help="read the output back and compare it with the checkpoint")
+    parser.add_argument(
+        "--verify", action="store_true", help="compare the checkpoint's checksums; read the output back and compare it"
+    )
     parser.add_argument(
         "--skip-hashes", action="store_true", help="compare a checkpoint of hpcrl with its manifest by file sizes only"
     )
@@ -81,4 +83,5 @@ def _convert(words: argparse.Namespace) -> str:
 
 
 if __name__ == "__main__":
+    use_utf8()
     sys.exit(main())

@@ -18,6 +18,8 @@ METADATA = ".metadata"
 """The index of a checkpoint of torch.distributed.checkpoint."""
 CHECKPOINTS = "checkpoints"
 ITERATION = "latest_checkpointed_iteration.txt"
+DEPTH, MAX_SHOWN = 4, 3
+"""Levels of folders below the given one in which a checkpoint is looked for, and how many of several are named."""
 TOLD_BYTES = 10_000_000_000
 OTHER_FORMATS = {
     "mp_rank_*": "Megatron's old format; save it as torch_dist (--ckpt-format torch_dist)",
@@ -25,6 +27,7 @@ OTHER_FORMATS = {
     ".zarray": "Megatron's zarr format; save it as torch_dist (--ckpt-format torch_dist)",
     "*/.zarray": "Megatron's zarr format; save it as torch_dist (--ckpt-format torch_dist)",
     "zero_pp_rank_*": "a checkpoint of DeepSpeed, which is not read; use the model that the run exports, its folder hf",
+    "model_world_size_*_rank_*.pt": "a checkpoint of verl's FSDP trainer, which python -m verl.model_merger converts",
     "*.safetensors": "a model in HF layout already; --to megatron converts it to Megatron's",
 }
 
@@ -77,7 +80,8 @@ def find(
     elif (path / ITERATION).is_file():
         folder = _iteration(path)
     if not (folder / METADATA).is_file():
-        raise ValueError(f"--checkpoint {folder} {_other_format(folder)}")
+        folder = _inside(folder)
+        tell(f"reading {folder}")
     return Found(folder, model or _model_of(folder, run))
 
 
@@ -101,16 +105,27 @@ def _iteration(path: Path) -> Path:
     return folder
 
 
-def _other_format(folder: Path) -> str:
+def _inside(folder: Path) -> Path:
+    """The only checkpoint below a folder, as verl and ROLL nest theirs. ValueError if there are none or several."""
+    levels = ["/".join("*" * depth) for depth in range(1, DEPTH + 1)]
+    found = sorted(path.parent for level in levels for path in folder.glob(f"{level}/{METADATA}"))
+    if len(found) == 1:
+        return found[0]
+    if found:
+        some = ", ".join(map(str, found[:MAX_SHOWN])) + (", ..." if len(found) > MAX_SHOWN else "")
+        raise ValueError(f"--checkpoint {folder} has {len(found)} checkpoints below it: name one of {some}")
     for pattern, text in OTHER_FORMATS.items():
-        if next(folder.glob(pattern), None) is not None:
-            return f"is {text}"
-    return f"is not a checkpoint: it has no {METADATA} (torch_dist of Megatron, or a checkpoint of hpcrl)"
+        places = (path for level in (".", *levels) for path in folder.glob(f"{level}/{pattern}"))
+        if path := next(places, None):
+            raise ValueError(f"--checkpoint {folder} is {text} ({path.relative_to(folder)})")
+    text = f"no {METADATA} in it or below it (torch_dist of Megatron, or a checkpoint of hpcrl)"
+    raise ValueError(f"--checkpoint {folder} is not a checkpoint: {text}")
 
 
 def _model_of(folder: Path, run: Path | None) -> Path:
-    if (folder / "config.json").is_file():
-        return folder
+    beside = (folder / at / name for at in ("", "..", "../..") for name in ("", "huggingface", "hf_model"))
+    if near := next((path for path in beside if (path / "config.json").is_file()), None):
+        return near.resolve()
     if run is not None and (run / CONFIG).is_file():
         stored = stored_config(run)
         path = (stored.critic.path if folder.name == "critic" else None) or stored.model.path

@@ -68,6 +68,8 @@ def to_hf(checkpoint: Path, output: Path, options: ConvertOptions) -> Converted:
     source = opened(found.folder, config)
     try:
         dtypes = output_dtypes(source, options.dtype)
+        if options.verify:
+            source.check_sums(options.go_on)
         files = hf_files(source, dtypes, options.most_bytes)
         config |= _critic(config) if source.values else {}
         small = hf_small_files(files, dtypes, config, found.model)

@@ -11,6 +11,7 @@ import pickle
 import struct
 import threading
 import zipfile
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
@@ -75,6 +76,7 @@ STORAGES = {
     "HalfStorage": torch.float16,
     "DoubleStorage": torch.float64,
 }
+BLOCK_BYTES = 1 << 20
 MAX_PICKLE_BYTES = 1 << 20
 """Of the description of one tensor."""
 
@@ -123,6 +125,25 @@ class ShardedCheckpoint:
         if found < result.numel():
             raise ValueError(f"{self.folder}: no shard has part {_text(box)} of {name} {list(shape)}")
         return result
+
+    def check_sums(self, names: Collection[str], go_on: Callable[[], None]) -> None:
+        """Read these tensors' shards and compare them with the CRC-32 that torch.save stored; hpcrl stores none, but a
+        manifest with hashes. ValueError names the file of a shard that is damaged. go_on: called before each shard; its
+        exception ends the check."""
+        for name in sorted(names):
+            for chunk in self.tensors[name].chunks:
+                go_on()
+                try:
+                    with zipfile.ZipFile(self._view(chunk)) as archive:
+                        wrong = next(
+                            (e.filename for e in archive.infolist() if e.CRC and not _is_right(archive, e)), None
+                        )
+                except Exception as error:  # a damaged archive may raise anything
+                    wrong = f"{type(error).__name__}: {error}"
+                if wrong is not None:
+                    last = chunk.offset + chunk.length
+                    where = f"{self.folder / chunk.file} is damaged between byte {chunk.offset} and {last}"
+                    raise ValueError(f"{where} ({name} {_text(chunk.box)}): its checksum is wrong ({wrong})")
 
     def _near(self, name: str, box: Box) -> list[Chunk]:
         """The chunks of a tensor that may have something of a box, found by its first entry of the leading dimensions:
@@ -208,6 +229,17 @@ class ShardedCheckpoint:
             for descriptor in self._files.values():
                 os.close(descriptor)
             self._files.clear()
+
+
+def _is_right(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bool:
+    """Whether an entry has its checksum."""
+    try:
+        with archive.open(entry) as file:
+            while file.read(BLOCK_BYTES):
+                pass
+    except zipfile.BadZipFile:
+        return False
+    return True
 
 
 class _Head(NamedTuple):

@@ -6,7 +6,7 @@ Each is read by rows, so that memory holds a block of rows and never a tensor.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,16 +14,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hpcrl.convert.shards import ShardedCheckpoint, Stored
+from hpcrl.convert.file_names import FileNames
+from hpcrl.convert.shards import ShardedCheckpoint
 from hpcrl.convert.weight_files import WeightFiles
 from hpcrl.engines.train.megatron.names import EMBEDDING, FAMILIES, HEAD, VALUE_HEAD, Entry, NameTable, table
 from hpcrl.spec.lora import is_adapter
 from hpcrl.spec.weights import Box
 
 MAX_SHOWN = 3
-SAME_NAMES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "phi3", "gemma2", "gemma3_text")
-"""Families whose tensors have the same names in memory and in files, experts aside."""
-STACKED = re.compile(r"(.*\.mlp\.experts\.)(gate_up_proj|down_proj)")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.\d+\.(.*)")
 _NO_WEIGHT = re.compile(r"optimizer\.|chained_\d|rng_state|.*_extra_state|.*rerun_state|mtp\.")
@@ -46,6 +44,10 @@ class TensorSource(Protocol):
 
     def read(self, name: str, first: int, last: int) -> Tensor:
         """Rows of a tensor. Threads may call it at the same time."""
+
+    def check_sums(self, go_on: Callable[[], None]) -> None:
+        """Compare what is read with the checksums that are stored beside it. ValueError names the file that is damaged.
+        go_on: called between two blocks; its exception ends the check."""
 
     def close(self) -> None:
         """Close the files."""
@@ -100,6 +102,10 @@ class MegatronWeights:
                 result[low - first : high - first] = part
         assert result is not None, "a tensor of the table has all its rows"
         return result
+
+    def check_sums(self, go_on: Callable[[], None]) -> None:
+        """See TensorSource."""
+        self._checkpoint.check_sums({name for where in self._where.values() for name in where.names}, go_on)
 
     def close(self) -> None:
         """Close the files."""
@@ -202,16 +208,17 @@ def _stored_by_own_layers(entry: Entry, config: Mapping[str, Any]) -> str:
 
 class TrainerWeights:
     """HF tensors out of a checkpoint of an engine that keeps transformers' names (fsdp2). ValueError for a family whose
-    names in files are not known, or if the checkpoint has no weights or those of adapters."""
+    names in files transformers makes in a way that is not known, or if the checkpoint has adapters only."""
 
     PREFIX = "model.hf."
 
     def __init__(self, checkpoint: ShardedCheckpoint, config: Mapping[str, Any]):
-        if (family := config.get("model_type")) not in SAME_NAMES:
+        try:
+            names = FileNames(config.get("model_type"))
+        except ValueError as error:
             raise ValueError(
-                f"{checkpoint.folder}: the names in files of model_type {family!r} are not known "
-                f"({', '.join(SAME_NAMES)} are); use the model that the run exports, in its folder hf"
-            )
+                f"{checkpoint.folder}: {error}; use the model that the run exports, in its folder hf"
+            ) from error
         if any(is_adapter(name) for name in checkpoint.tensors):
             raise ValueError(
                 f"{checkpoint.folder} has adapters alone (trainer.lora); use the model that the run exports, in its "
@@ -224,7 +231,7 @@ class TrainerWeights:
         self._where: dict[str, tuple[str, Box, int]] = {}  # tensor, leading box, first row
         for name, stored in checkpoint.tensors.items():
             if name.startswith(self.PREFIX):
-                for hf, shape, leading, first in _in_files(name.removeprefix(self.PREFIX), stored):
+                for hf, shape, leading, first in names.of(name.removeprefix(self.PREFIX), stored.shape):
                     self.shapes[hf], self.dtypes[hf] = shape, stored.dtype
                     self._where[hf] = (name, leading, first)
         self._check(config)
@@ -249,24 +256,13 @@ class TrainerWeights:
         box = (*leading, (start + first, start + last), *((0, size) for size in shape[1:]))
         return self._checkpoint.read(stored, box).view(last - first, *shape[1:])
 
+    def check_sums(self, go_on: Callable[[], None]) -> None:
+        """See TensorSource."""
+        self._checkpoint.check_sums({self._where[name][0] for name in self.shapes}, go_on)
+
     def close(self) -> None:
         """Close the files."""
         self._checkpoint.close()
-
-
-def _in_files(name: str, stored: Stored) -> Iterator[tuple[str, tuple[int, ...], Box, int]]:
-    """(name, shape, leading box, first row) of the tensors of a file that a tensor in memory becomes: one for each
-    expert, with gate and up apart."""
-    match = STACKED.fullmatch(name)
-    if not match:
-        yield name, stored.shape, (), 0
-        return
-    count, rows, columns = stored.shape
-    parts = ("gate_proj", "up_proj") if match[2] == "gate_up_proj" else ("down_proj",)
-    size = rows // len(parts)
-    for expert in range(count):
-        for number, part in enumerate(parts):
-            yield f"{match[1]}{expert}.{part}.weight", (size, columns), ((expert, expert + 1),), number * size
 
 
 class ModelWeights:
@@ -320,6 +316,9 @@ class ModelWeights:
                     result = torch.zeros((last - first, *entry.shape[1:]), dtype=part.dtype)
                 result[low - first : high - first] = part
         return torch.zeros((last - first, *entry.shape[1:]), dtype=self.dtypes[name]) if result is None else result
+
+    def check_sums(self, go_on: Callable[[], None]) -> None:
+        """Nothing: files of safetensors have no checksums."""
 
     def close(self) -> None:
         """Close the files."""

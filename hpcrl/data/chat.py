@@ -10,24 +10,57 @@ import functools
 import re
 from typing import Any
 
-from hpcrl.data.rows import Messages
+from hpcrl.data.messages import Messages
+from hpcrl.data.template_forms import VARIABLES, TemplateRefusal, apply_template, as_taken
 
+CONTENT = "0CONTENT0"
+"""Placeholder for the model's text; letters and digits, which no template trims or escapes."""
 MARK = "\ue000"  # private use area; inserted after the first character of text that looks like a special token
 
 
 def render(
     tokenizer: Any, messages: Messages, tools: list[dict[str, Any]] | None, ask: bool = True, **variables: Any
 ) -> str:
-    """The text of messages, for encode(); with `ask` it ends where the model's answer starts.
+    """The text of messages, for encode(); with `ask` it ends where the model's answer starts. What the template would
+    leave out without a word is written in another form (as_taken).
 
     Special tokens in messages and tools contain a MARK, which plain() removes. Without a chat template: the contents,
-    one paragraph each. variables: what else the template reads, such as enable_thinking.
+    one paragraph each. variables: what else the template reads, such as enable_thinking; they win over those of
+    bind(). TemplateRefusal if the template raises an error, of whatever kind, or would leave calls of tools out.
     """
     if getattr(tokenizer, "chat_template", None):
-        messages, tools = marked(tokenizer, messages), marked(tokenizer, tools)
-        how = {"tools": tools, "tokenize": False, "add_generation_prompt": ask}
-        return tokenizer.apply_chat_template(messages, **(variables | how))
+        messages, tools = as_taken(tokenizer, messages, tools)
+        return apply_template(tokenizer, marked(tokenizer, messages), marked(tokenizer, tools), ask, **variables)
     return "\n\n".join(message["content"] or "" for message in messages)
+
+
+def bind(tokenizer: Any, variables: dict[str, Any]) -> Any:
+    """The tokenizer, with variables that render() gives to its chat template everywhere (data.chat_template_kwargs)."""
+    setattr(tokenizer, VARIABLES, variables)
+    return tokenizer
+
+
+@functools.lru_cache(maxsize=8)
+def end_of_turn(tokenizer: Any) -> str | None:
+    """The added token with which the chat template ends a turn of the model; None if it writes none there, and without
+    a template."""
+    turn = [{"role": "user", "content": "0"}, {"role": "assistant", "content": CONTENT}]
+    try:
+        after = render(tokenizer, turn, None, ask=False).partition(CONTENT)[2].lstrip()
+    except TemplateRefusal:  # no row can be rendered then
+        return None
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    ends = (token.content for token in added if token.content.strip() and after.startswith(token.content))
+    return max(ends, key=len, default=None)
+
+
+def end_ids(tokenizer: Any) -> tuple[int, ...]:
+    """The tokens that end a response by tokenizer and chat template, which the model folder's generation config may
+    lack: a base model's tokenizer and config end with <|endoftext|> where the template ends turns with <|im_end|>."""
+    text = end_of_turn(tokenizer)
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    ids = [tokenizer.eos_token_id, *(number for number, token in added.items() if token.content == text)]
+    return tuple(dict.fromkeys(number for number in ids if number is not None))
 
 
 def marked(tokenizer: Any, value: Any) -> Any:
@@ -62,7 +95,7 @@ def encode(tokenizer: Any, text: str, begins: bool = True) -> list[int]:
     templated = bool(getattr(tokenizer, "chat_template", None))
     if not templated or MARK not in text or (special := _special(tokenizer)) is None:
         return list(tokenizer(text, add_special_tokens=begins and not templated)["input_ids"]) if text else []
-    marked = "|".join(re.escape(token[0] + MARK + token[1:]) for token in _special_tokens(tokenizer))
+    marked = "|".join(re.escape(token[0] + MARK + token[1:]) for token in special_tokens(tokenizer))
     ids: list[int] = []
     for piece in re.split(f"({marked})", text):
         words = plain(piece)
@@ -72,8 +105,8 @@ def encode(tokenizer: Any, text: str, begins: bool = True) -> list[int]:
 
 
 @functools.lru_cache(maxsize=8)
-def _special_tokens(tokenizer: Any) -> list[str]:
-    """Longest first."""
+def special_tokens(tokenizer: Any) -> list[str]:
+    """The texts of the control tokens, longest first."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     return sorted((token.content for token in added if token.special), key=len, reverse=True)
 
@@ -81,12 +114,12 @@ def _special_tokens(tokenizer: Any) -> list[str]:
 @functools.lru_cache(maxsize=8)
 def _special(tokenizer: Any) -> re.Pattern[str] | None:
     """A pattern that matches special tokens; None if there are none."""
-    tokens = _special_tokens(tokenizer)
+    tokens = special_tokens(tokenizer)
     return re.compile("|".join(map(re.escape, tokens))) if tokens else None
 
 
 def cut_to_fit(
-    tokenizer: Any, messages: Messages, tools: list[dict[str, Any]] | None, max_tokens: int
+    tokenizer: Any, messages: Messages, tools: list[dict[str, Any]] | None, max_tokens: int, **variables: Any
 ) -> tuple[str, list[int]] | None:
     """(text, token ids) with the start of the last message cut so that at most `max_tokens` remain.
 
@@ -97,7 +130,7 @@ def cut_to_fit(
 
     def attempt(kept: int) -> tuple[str, list[int]]:
         last = {**messages[-1], "content": content[len(content) - kept :]}
-        text = render(tokenizer, [*messages[:-1], last], tools)
+        text = render(tokenizer, [*messages[:-1], last], tools, **variables)
         return text, encode(tokenizer, text)
 
     low, high, best = 1, len(content), None

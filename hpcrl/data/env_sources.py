@@ -85,6 +85,7 @@ class ExpertTask:
     def row(self, index: int) -> dict[str, Any]:
         start = episode_start(self.name, self._seed, self._split, index)
         env, rng = self._make(self._env_options), random.Random(f"{start}/expert")
+        env.max_turns = self._options.max_turns  # as make_env() does it
         observation, info = env.reset(start)
         messages: list[dict[str, Any]] = []
         for _ in range(self._options.max_turns):

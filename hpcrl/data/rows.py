@@ -2,60 +2,66 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
+import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 
 from hpcrl.config import DataConfig, DataSource
+from hpcrl.config.data import NOT_VARIABLES
 from hpcrl.data.env_sources import STARTS, given_start
-from hpcrl.data.files import NO_IMAGES, BadRow, Table, open_table
+from hpcrl.data.files import NO_IMAGES, BadRow, Table
+from hpcrl.data.messages import Messages, one_turn, read_messages, read_tools
+from hpcrl.data.places import open_table
 from hpcrl.data.tasks import Split
 
-PROMPT_KEYS = ("prompt", "messages", "question", "problem")
+PROMPT_KEYS = ("prompt", "messages", "conversations", "question", "problem", "instruction")
 ANSWER_KEYS = ("answer", "ground_truth", "label", "solution")
-RESPONSE_KEYS = ("response", "completion")
+RESPONSE_KEYS = ("response", "completion", "output")
 PICTURE_NAMES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
-ROLES = ("system", "user", "assistant", "tool")
+VARIABLES_KEY = "chat_template_kwargs"
 DEFAULT_DOMAIN = "default"
+PROGRESS_ROWS = 100_000  # between lines of progress: these rows take half a minute
 MAX_PROBLEMS = 10  # lines shown; the others are counted
 MAX_ROW_BYTES = 16 << 20
 """Limit for the JSON of a row's answer and other columns, which go to the reward or environment with each response: a
 message between ranks holds 64 MiB, including the prompt, and has the answer twice."""
 
-Messages = list[dict[str, Any]]
-
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`messages` end with the turn to answer; `response` is a reference answer for the SFT pipeline; `extra` holds all
-    columns except the prompt, that of the answer included."""
+    """`messages` end with the turn to answer; `turn` is a reference answer for the SFT pipeline, an assistant turn with
+    what it has besides `content`; `extra` holds all columns except the prompt, that of the answer included;
+    `variables` are the row's own for the chat template."""
 
     messages: Messages
     answer: Any
-    response: str | None
+    turn: dict[str, Any] | None
     tools: list[dict[str, Any]] | None
     domain: str
     extra: dict[str, Any]
+    variables: dict[str, Any] = field(default_factory=dict)
 
 
-def parse_row(raw: dict[str, Any], config: DataConfig, fixed_domain: str | None, where: str) -> Row:
-    """Read a raw row; `fixed_domain` replaces its tag. BadRow describes the error."""
+def parse_row(
+    raw: dict[str, Any], config: DataConfig, fixed_domain: str | None, where: str, padded: bool = False
+) -> Row:
+    """Read a raw row; `fixed_domain` replaces its tag. padded: absent keys of nested values are null. BadRow describes
+    the error."""
     key = _first(raw, config.prompt_key, PROMPT_KEYS)
     if place := _image_in(raw, key):
         raise BadRow(f"{where}: {place}: {NO_IMAGES}")
     if key is None:
         looked = config.prompt_key or ", ".join(PROMPT_KEYS)
         raise BadRow(f"{where}: no prompt: looked for {looked} (data.prompt_key); the row has {_columns(raw)}")
-    messages = _messages(raw[key], where, key)
-    written = None
-    response = next((raw[k] for k in RESPONSE_KEYS if isinstance(raw.get(k), str)), None)
-    if messages[-1]["role"] == "assistant" and response is None:
-        response = written = messages[-1]["content"]
-        messages = messages[:-1]
+    messages = _with_context(read_messages(raw[key], where, key, padded), raw, key, where)
+    messages, turn = _split_turn(messages, raw, where, padded)
     if not messages or messages[-1]["role"] not in ("user", "tool"):
         raise BadRow(f"{where}: {key} has no user turn to answer")
     answer = _answer(raw, config, where)
@@ -64,34 +70,84 @@ def parse_row(raw: dict[str, Any], config: DataConfig, fixed_domain: str | None,
         given_start(extra)
     except ValueError as error:
         raise BadRow(f"{where}: {error}") from None
-    _check_size(written if answer is None else None, extra, where)
-    tools = raw.get("tools")
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise BadRow(f"{where}: tools must be a list of objects")
-    if config.system_prompt and messages[0]["role"] != "system":
+    response = turn["content"] if turn is not None else None
+    _check_size(response if answer is None else None, extra, where)
+    if config.system_prompt is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": config.system_prompt}, *messages]
     return Row(
         messages=messages,
         answer=response if answer is None else answer,
-        response=response if response is not None or not isinstance(answer, str) else answer,
-        tools=tools or None,
+        turn=turn if turn is not None or not isinstance(answer, str) else one_turn(answer),
+        tools=read_tools(raw.get("tools"), where, padded),
         domain=fixed_domain or _domain(raw, config, where),
         extra=extra,
+        variables=_variables(raw.get(VARIABLES_KEY), where, padded),
     )
+
+
+def _with_context(messages: Messages, raw: dict[str, Any], key: str, where: str) -> Messages:
+    """The messages with what the columns `system`, `input` and `history` of ShareGPT and Alpaca files add."""
+    if key not in ("conversations", "instruction"):
+        return messages
+    if key == "instruction" and isinstance(given := raw.get("input"), str) and given.strip():
+        messages = [{**messages[0], "content": f"{messages[0]['content']}\n{given}"}, *messages[1:]]
+    if past := raw.get("history"):
+        try:
+            turns = [text for said, answered in past for text in (("user", said), ("assistant", answered))]
+        except (TypeError, ValueError):
+            raise BadRow(f"{where}: history must be a list of [instruction, output]") from None
+        past = [{"role": role, "content": text} for role, text in turns]
+        messages = [*read_messages(past, where, "history"), *messages]
+    if isinstance(system := raw.get("system"), str) and system and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
+    return messages
+
+
+def _split_turn(
+    messages: Messages, raw: dict[str, Any], where: str, padded: bool
+) -> tuple[Messages, dict[str, Any] | None]:
+    """The messages up to the turn to answer, and the answer that is written in a column or as the last message."""
+    for name in RESPONSE_KEYS:
+        written = raw.get(name)
+        if isinstance(written, str):
+            return messages, one_turn(written)
+        if isinstance(written, list) and written and isinstance(written[0], dict):  # TRL's conversational completion
+            messages = [*messages, *read_messages(written, where, name, padded)]
+            break
+    if messages[-1]["role"] == "assistant":
+        return messages[:-1], messages[-1]
+    return messages, None
+
+
+def _variables(given: Any, where: str, padded: bool) -> dict[str, Any]:
+    """The variables of a row for the chat template (TRL's column)."""
+    if isinstance(given, str):
+        with contextlib.suppress(msgspec.DecodeError):
+            given = msgspec.json.decode(given) if given.strip() else None
+    if given is None:
+        return {}
+    if not isinstance(given, dict):
+        raise BadRow(f"{where}: {VARIABLES_KEY} must be an object, or the JSON text of one")
+    if taken := next((name for name in given if name in NOT_VARIABLES), None):
+        raise BadRow(f"{where}: {VARIABLES_KEY}.{taken} is no variable of a chat template; {NOT_VARIABLES[taken]}")
+    return {name: value for name, value in given.items() if value is not None or not padded}
 
 
 def learning_obstacle(row: Row) -> str:
     """Why a supervised pipeline cannot learn from a row; empty if it can, as far as is known without a tokenizer."""
-    if row.response is None:
+    if row.turn is None:
         return (
             f"no answer to learn from: there is no text in {', '.join(RESPONSE_KEYS)} or the answer (data.answer_key), "
             "and the last message is not an assistant turn with text"
         )
-    if not row.response.strip():
+    if not (row.turn.get("tool_calls") or row.turn["content"].strip()):
         return "the answer to learn from is empty"
     for message in row.messages:
         if message["role"] == "assistant" and not (message.get("tool_calls") or message["content"].strip()):
             return "an assistant turn is empty, and all of them are learned from"
+    turns = [message for message in (*row.messages, row.turn) if message["role"] == "assistant"]
+    if all(turn.get("weight") == 0 for turn in turns):
+        return "all assistant turns have weight 0"
     return ""
 
 
@@ -120,7 +176,10 @@ def _image_in(raw: dict[str, Any], key: str | None) -> str | None:
 def _check_size(written: str | None, extra: dict[str, Any], where: str) -> None:
     """BadRow if the row is too large to send: it would end the run at the step that draws it. `written`: an answer that
     is not a column."""
-    num_bytes = len(msgspec.json.encode((written, extra)))
+    try:
+        num_bytes = len(msgspec.json.encode((written, extra)))
+    except TypeError as error:  # a number of numpy, from a generated source
+        raise BadRow(f"{where}: a column cannot be sent: {error}") from error
     if num_bytes > MAX_ROW_BYTES:
         sizes = {name: len(msgspec.json.encode(value)) for name, value in {"the answer": written, **extra}.items()}
         largest = max(sizes, key=sizes.__getitem__)
@@ -135,42 +194,30 @@ def _first(raw: dict[str, Any], chosen: str | None, known: tuple[str, ...]) -> s
     return next((key for key in keys if raw.get(key) is not None), None)
 
 
-def _messages(value: Any, where: str, key: str) -> Messages:
-    if isinstance(value, str):
-        if not value.strip():
-            raise BadRow(f"{where}: {key} is empty")
-        return [{"role": "user", "content": value}]
-    if value == []:
-        raise BadRow(f"{where}: {key} is empty")
-    if not isinstance(value, list):
-        raise BadRow(f"{where}: {key} must be text or a list of messages, it is {type(value).__name__}")
-    for n, message in enumerate(value):
-        if not isinstance(message, dict) or message.get("role") not in ROLES:
-            role = message.get("role") if isinstance(message, dict) else message
-            raise BadRow(f"{where}: {key}[{n}].role must be one of {', '.join(ROLES)}, not {str(role)[:40]!r}")
-        if not isinstance(message.get("content"), str) and not (
-            message["role"] == "assistant" and message.get("content") is None and message.get("tool_calls")
-        ):
-            raise BadRow(f"{where}: {key}[{n}].content must be text")
-        if message["role"] == "user" and not message["content"].strip():
-            raise BadRow(f"{where}: {key}[{n}].content is empty")
-    # Parquet gives every struct of a list all keys, with null for keys that the message did not have.
-    return [{k: v for k, v in message.items() if v is not None or k == "content"} for message in value]
-
-
 def _answer(raw: dict[str, Any], config: DataConfig, where: str) -> Any:
     key = _first(raw, config.answer_key, ANSWER_KEYS)
-    if key is not None:
-        return raw[key]
-    if config.answer_key:
+    if key is None and config.answer_key:
         raise BadRow(f"{where}: no {config.answer_key} (data.answer_key); the row has {_columns(raw)}")
     model = raw.get("reward_model")
-    return model.get("ground_truth") if isinstance(model, dict) else None
+    answer = raw[key] if key is not None else model.get("ground_truth") if isinstance(model, dict) else None
+    if number := _no_number(answer):
+        raise BadRow(f"{where}: the answer {key or 'reward_model.ground_truth'} is {number}; leave it null if unknown")
+    return answer
+
+
+def _no_number(value: Any) -> str:
+    """What of an answer is no number that could be compared, such as inf; empty if nothing."""
+    if isinstance(value, float):
+        return "" if math.isfinite(value) else str(value)
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return next(filter(None, map(_no_number, inner)), "")
 
 
 def _domain(raw: dict[str, Any], config: DataConfig, where: str) -> str:
     for key in (config.tag_key, "data_source"):
         tag = raw.get(key)
+        if isinstance(tag, list) and len(tag) == 1:  # open-instruct's list of verifiers
+            tag = tag[0]
         if tag is None:
             continue
         if not isinstance(tag, str) or not tag:
@@ -198,22 +245,30 @@ def start_domains(config: DataConfig, split: Split) -> dict[str, str]:
     return {source.tag or source.path.removeprefix(STARTS): source.path for source in given}
 
 
+class ChecksRows(Protocol):
+    """A check of rows that needs more than the row, such as the chat template."""
+
+    def problem_of(self, row: Row, where: str) -> str:
+        """A line; empty without a problem."""
+
+
 class RowSet:
-    """All rows of a split, checked, source after source. ValueError lists all problems.
+    """All rows of a split, checked, source after source. ValueError lists all problems. check: of rows that were read,
+    and of the first row of a generated source.
 
     `domain_names`: in order of appearance; `domains`: int32 [rows], each row's index into domain_names; `unanswered`:
     domain -> number of rows without an answer, and `file:line` of the first; `unlearnable`: learning_obstacle() -> the
-    same two of the rows that have it.
+    same two of the rows that have it; `own_variables`: domain -> the same two of rows with variables for the template.
     """
 
-    def __init__(self, config: DataConfig, split: Split, seed: int):
-        self._config = config
-        self._sources = sources(config, split)
-        if not self._sources:
+    def __init__(self, config: DataConfig, split: Split, seed: int, check: ChecksRows | None = None):
+        self._config, self._check = config, check
+        self.sources = sources(config, split)
+        if not self.sources:
             raise ValueError(f"data.{split} is not set")
         problems: list[str] = []
         self.tables: list[Table] = []
-        for source in self._sources:
+        for source in self.sources:
             try:
                 self.tables.append(open_table(source, seed, split))
             except ValueError as error:
@@ -223,9 +278,10 @@ class RowSet:
         self.domains = np.zeros(self._starts[-1], dtype=np.int32)
         self.unanswered: dict[str, tuple[int, str]] = {}
         self.unlearnable: dict[str, tuple[int, str]] = {}
+        self.own_variables: dict[str, tuple[int, str]] = {}
         what, more = "sources", len(problems) - MAX_PROBLEMS
         if not problems:
-            found = self._scan()
+            found = filter(None, self._scan(split))
             problems = list(itertools.islice(found, MAX_PROBLEMS))
             what, more = "rows", sum(1 for _ in found)
         if more > 0:
@@ -233,14 +289,18 @@ class RowSet:
         if problems:
             raise ValueError("\n".join(problems))
 
-    def _scan(self) -> Iterator[str]:
-        """Find the domain of every row; yields one problem per unusable row."""
+    def _scan(self, split: Split) -> Iterator[str]:
+        """Find the domain of every row; yields one problem per unusable row, or an empty text."""
         for number, table in enumerate(self.tables):
             start, end = self._starts[number : number + 2]
             if table.fixed_domain is not None:  # generated rows are correct by construction
-                self.domains[start:end] = self._domain_index(self._sources[number].tag or table.fixed_domain)
+                self.domains[start:end] = self._domain_index(self.sources[number].tag or table.fixed_domain)
+                if self._check is not None:
+                    yield self._check.problem_of(self._parse(number, 0), table.where(0))
                 continue
             for index in range(len(table)):
+                if self._check is not None and (done := int(start) + index) % PROGRESS_ROWS == 0 and done:
+                    print(f"hpcrl: {done} of {len(self)} rows of data.{split} are checked", file=sys.stderr, flush=True)
                 try:
                     row = self._parse(number, index)
                     self.domains[start + index] = self._domain_index(row.domain)
@@ -250,6 +310,11 @@ class RowSet:
                     if obstacle := learning_obstacle(row):
                         count, first = self.unlearnable.get(obstacle, (0, table.where(index)))
                         self.unlearnable[obstacle] = count + 1, first
+                    if row.variables:
+                        count, first = self.own_variables.get(row.domain, (0, table.where(index)))
+                        self.own_variables[row.domain] = count + 1, first
+                    if self._check is not None:
+                        yield self._check.problem_of(row, table.where(index))
                 except BadRow as error:
                     yield str(error)
 
@@ -277,9 +342,9 @@ class RowSet:
         return self.tables[number].where(index)
 
     def _parse(self, number: int, index: int) -> Row:
-        table, source = self.tables[number], self._sources[number]
+        table, source = self.tables[number], self.sources[number]
         fixed = source.tag or table.fixed_domain
-        return parse_row(table.row(index), self._config, fixed, table.where(index))
+        return parse_row(table.row(index), self._config, fixed, table.where(index), table.padded)
 
     def rows_of(self, domain: str) -> tuple[int, str]:
         """The number of rows of a domain, and `file:line` of the first."""
@@ -306,7 +371,7 @@ class RowSet:
         """Source -> what its rows and their domains depend on, to check a cursor."""
         return {
             f"{number} {source.path}": f"{len(table)} rows {table.digest} tag {source.tag or self._config.tag_key}"
-            for number, (source, table) in enumerate(zip(self._sources, self.tables, strict=True))
+            for number, (source, table) in enumerate(zip(self.sources, self.tables, strict=True))
         }
 
 
@@ -339,16 +404,18 @@ def domain_shares(names: list[str], probs: dict[str, float], batch_size: int) ->
     return counts
 
 
-def read_splits(config: DataConfig, seed: int) -> tuple[dict[Split, RowSet], list[str]]:
+def read_splits(
+    config: DataConfig, seed: int, checks: Mapping[Split, ChecksRows] | None = None
+) -> tuple[dict[Split, RowSet], list[str]]:
     """The valid rows of data.train and data.val, and all errors of the others that can be found without a tokenizer,
-    one line each."""
+    one line each. checks: what else to check of the rows of a split."""
     found: dict[Split, RowSet] = {}
     problems: list[str] = []
     splits: tuple[Split, ...] = ("train", "val")
     for split in splits:
         if sources(config, split):
             try:
-                found[split] = RowSet(config, split, seed)
+                found[split] = RowSet(config, split, seed, (checks or {}).get(split))
             except ValueError as error:
                 problems += str(error).splitlines()
     return found, list(dict.fromkeys(problems))

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from hpcrl.config import DataConfig
-from hpcrl.data.chat import encode, marked, render
+from hpcrl.data.chat import encode, end_of_turn, marked, plain, render
 from hpcrl.data.files import BadRow
-from hpcrl.data.rows import Messages, RowSet, check_answers, learning_obstacle, require_same
+from hpcrl.data.messages import THOUGHTS
+from hpcrl.data.rows import Row, RowSet, check_answers, learning_obstacle, require_same
 from hpcrl.data.tasks import Split
+from hpcrl.data.template_forms import TemplateRefusal
+
+REWRITES = (
+    "the chat template rewrites earlier turns, so that their answers cannot be marked; split the row into one row per "
+    "answer"
+)
 
 
 class SFTRows:
-    """Random access to (token_ids, loss_mask). Every assistant turn is marked, including its end token."""
+    """Random access to (token_ids, loss_mask). Every assistant turn is marked, including its end token, unless the
+    message has `weight: 0`."""
 
     def __init__(self, config: DataConfig, split: Split, tokenizer: Any, seed: int):
         if tokenizer.eos_token_id is None:
@@ -35,45 +44,93 @@ class SFTRows:
         return len(self._rows)
 
     def row(self, index: int) -> tuple[list[int], list[bool]]:
-        """Token ids and loss mask of a row, of equal length. BadRow if the chat template rewrites earlier turns, or if
-        a generated row has no answer.
+        """Token ids and loss mask of a row, of equal length. BadRow if the chat template refuses the row or rewrites
+        earlier turns, or if a generated row has no answer.
 
         The prompt has the tokens that PromptSource gives; the answer is tokenised separately, as in generation.
         """
         row = self._rows.row(index)
         if obstacle := learning_obstacle(row):
             raise BadRow(f"{self._rows.where(index)}: {obstacle}")
-        assert row.response is not None, "a row without a response has an obstacle"
         ids: list[int] = []
         mask: list[bool] = []
+        try:
+            for text, learned in turns_of(self._tokenizer, row):
+                # Only the first piece may get the special tokens that a tokenizer without a chat template adds.
+                new = encode(self._tokenizer, text, begins=not ids)
+                ids.extend(new)
+                mask.extend([learned] * len(new))
+        except LeftOut as error:
+            raise BadRow(f"{self._rows.where(index)}: {error}") from error
+        except TemplateRefusal as error:
+            raise BadRow(f"{self._rows.where(index)}: the chat template refuses the row: {error.reason}") from error
+        return ids, mask
 
-        def extend(text: str, learned: bool) -> None:
-            # Only the first piece may get the special tokens that a tokenizer without a chat template adds.
-            new = encode(self._tokenizer, text, begins=not ids)
-            ids.extend(new)
-            mask.extend([learned] * len(new))
 
-        done = ""
-        for turn in [n for n, message in enumerate(row.messages) if message["role"] == "assistant"]:
-            prompt = self._text_after(done, row.messages[:turn], row.tools, index, ask=True)
-            answer = self._text_after(done + prompt, row.messages[: turn + 1], row.tools, index, ask=False)
-            written, end, rest = answer.partition(self._tokenizer.eos_token)
-            extend(prompt, False)
-            extend(written + end, True)
-            extend(rest, False)
-            done += prompt + answer
-        extend(self._text_after(done, row.messages, row.tools, index, ask=True), False)
-        extend(marked(self._tokenizer, row.response), True)
-        return [*ids, self._tokenizer.eos_token_id], [*mask, True]
+class LeftOut(ValueError):
+    """The chat template would not show what is to be learned."""
 
-    def _text_after(self, done: str, messages: Messages, tools: Any, index: int, ask: bool) -> str:
-        text = render(self._tokenizer, messages, tools, ask)
+
+class Rewritten(LeftOut):
+    """The chat template shows an earlier turn otherwise than where it was the last."""
+
+
+def turns_of(tokenizer: Any, row: Row) -> Iterator[tuple[str, bool]]:
+    """The pieces of a row as (rendered text, whether it is learned). Raises what the chat template raises, and
+    LeftOut."""
+    assert row.turn is not None, "a row without an answer has an obstacle"
+    end = end_of_turn(tokenizer) or tokenizer.eos_token
+    done = ""
+
+    def after(messages: list[dict[str, Any]], ask: bool) -> str:
+        text = render(tokenizer, messages, row.tools, ask, **row.variables)
         if not text.startswith(done):
-            raise BadRow(
-                f"{self._rows.where(index)}: the chat template rewrites earlier turns, so that their answers cannot be "
-                "marked; split the row into one row per answer"
-            )
+            raise Rewritten(REWRITES)
         return text[len(done) :]
+
+    for turn in [n for n, message in enumerate(row.messages) if message["role"] == "assistant"]:
+        prompt = after(row.messages[:turn], ask=True)
+        yield prompt, False
+        done += prompt
+        answer = after(row.messages[: turn + 1], ask=False)
+        done += answer
+        written, found, rest = answer.partition(end)
+        yield written + found, row.messages[turn].get("weight") != 0
+        yield rest, False
+    prompt = after(row.messages, ask=True)
+    yield prompt, False
+    yield _last(tokenizer, row, done + prompt, end), row.turn.get("weight") != 0
+
+
+def _last(tokenizer: Any, row: Row, done: str, end: str) -> str:
+    """The last turn with its end, as the template shows it after its prompt `done`; its text alone where the template
+    has no place for it, or would cut it."""
+    turn = row.turn
+    assert turn is not None
+    text = ""
+    if getattr(tokenizer, "chat_template", None):
+        whole = render(tokenizer, [*row.messages, turn], row.tools, ask=False, **row.variables)
+        text = whole.removeprefix(done) if whole.startswith(done) else ""
+    lacking = _lacking(turn, plain(text))
+    if not lacking:
+        written, found, _ = text.partition(end)
+        return (written if found else written.rstrip()) + end
+    if (key := next((key for key in lacking if key != "content"), None)) is not None:
+        raise LeftOut(
+            f"the chat template does not show {key} of the last turn, so it would not be learned; leave it out, or "
+            "write it into content as the model should"
+        )
+    return str(marked(tokenizer, turn["content"])) + end
+
+
+def _lacking(turn: dict[str, Any], shown: str) -> list[str]:
+    """Keys of a turn that a rendered text does not show, whatever the spaces."""
+    text = "".join(shown.split())
+    parts = {key: [turn[key]] for key in ("content", *THOUGHTS) if turn.get(key)}
+    calls = [call["function"] for call in turn.get("tool_calls", [])]
+    if calls:
+        parts["tool_calls"] = [name for call in calls for name in (call["name"], *call["arguments"])]
+    return [key for key, wanted in parts.items() if not all("".join(word.split()) in text for word in wanted)]
 
 
 def sft_rows(config: DataConfig, split: Split, tokenizer: Any, seed: int = 0) -> SFTRows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections import Counter
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from hpcrl.data.chat import cut_to_fit, encode, plain, render
 from hpcrl.data.files import BadRow
 from hpcrl.data.rows import Row, RowSet, domain_shares, require_same
 from hpcrl.data.tasks import Split
+from hpcrl.data.template_forms import TemplateRefusal
 from hpcrl.rollout.dispositions import Dispositions, Settled
 from hpcrl.rollout.types import Disposition, Prompt
 
@@ -81,7 +83,11 @@ class PromptSource:
                 raise ValueError(self._all_too_long(stream))
 
     def _fits(self, row: int) -> bool:
-        return len(self._tokens(self._rows.row(row), row)[1]) <= self._config.max_prompt_tokens
+        """Whether a row can be drawn; a row that is unusable for another reason than its length may pass."""
+        try:
+            return len(self._tokens(self._rows.row(row), row)[1]) <= self._config.max_prompt_tokens
+        except BadRow:
+            return True
 
     def _all_too_long(self, stream: _Stream) -> str:
         return (
@@ -101,23 +107,24 @@ class PromptSource:
 
     def next(self) -> Prompt:
         """Draw the next prompt. Over-long prompts on the way are settled as too_long (data.overlong_prompts=drop),
-        unusable rows of generated sources as failed.
+        rows that the chat template refuses and unusable rows of generated sources as failed.
 
         ValueError if a whole epoch has no usable prompt, or if a prompt is over the limit
         (data.overlong_prompts=error).
         """
         owed = bool(self._owed)
         stream = self._streams[self._owed[0] if owed else self._pattern[self._num_given % len(self._pattern)]]
+        unusable = ""
         for _ in range(len(stream.rows)):
             epoch, row = self._advance(stream)
             try:
                 parsed = self._rows.row(row)
+                text, token_ids = self._tokens(parsed, row)
             except BadRow as error:
-                uid = self.dispositions.open(epoch, row, self._rows.domain_of(row))
-                self._dropped.append(self.dispositions.settle(uid, Disposition.FAILED, str(error)))
+                uid, unusable = self.dispositions.open(epoch, row, self._rows.domain_of(row)), str(error)
+                self._dropped.append(self.dispositions.settle(uid, Disposition.FAILED, unusable))
                 continue
             uid = self.dispositions.open(epoch, row, parsed.domain)
-            text, token_ids = self._tokens(parsed, row)
             if len(token_ids) <= self._config.max_prompt_tokens:
                 if owed:
                     self._owed.pop(0)
@@ -126,7 +133,7 @@ class PromptSource:
                 return _prompt(uid, epoch, row, parsed, text, token_ids)
             reason = f"{len(token_ids)} tokens"
             self._dropped.append(self.dispositions.settle(uid, Disposition.TOO_LONG, reason))
-        raise ValueError(self._all_too_long(stream))
+        raise ValueError(unusable or self._all_too_long(stream))
 
     def replace(self, domain: str) -> None:
         """A prompt of this domain was filtered or has failed: draw another of the domain next. Without a mix of
@@ -163,8 +170,12 @@ class PromptSource:
         for row in self._rows.domains_in_turn().tolist():
             if len(found) == count:
                 break
-            parsed = self._rows.row(row)
-            text, token_ids = self._tokens(parsed, row)
+            try:
+                parsed = self._rows.row(row)
+                text, token_ids = self._tokens(parsed, row)
+            except BadRow as error:  # of a generated source; others are refused before the start
+                print(f"hpcrl: {error}; the row is not evaluated", file=sys.stderr, flush=True)
+                continue
             if len(token_ids) <= self._config.max_prompt_tokens:
                 found.append(_prompt(row, 0, row, parsed, text, token_ids))
         return found
@@ -178,9 +189,13 @@ class PromptSource:
         return epoch, int(stream.rows[stream.order[1][position]])
 
     def _tokens(self, parsed: Row, row: int) -> tuple[str, list[int]]:
-        """Text and token ids, truncated if so configured; still too long if the prompt is to be dropped."""
-        text = render(self._tokenizer, parsed.messages, parsed.tools)
-        token_ids = encode(self._tokenizer, text)
+        """Text and token ids, truncated if so configured; still too long if the prompt is to be dropped. BadRow if the
+        chat template refuses the row."""
+        try:
+            text = render(self._tokenizer, parsed.messages, parsed.tools, **parsed.variables)
+            token_ids = encode(self._tokenizer, text)
+        except TemplateRefusal as error:
+            raise BadRow(f"{self._rows.where(row)}: the chat template refuses the row: {error.reason}") from error
         limit = self._config.max_prompt_tokens
         if len(token_ids) <= limit or self._config.overlong_prompts == "drop":
             return plain(text), token_ids
@@ -189,7 +204,8 @@ class PromptSource:
                 f"{self._rows.where(row)}: the prompt has {len(token_ids)} tokens, data.max_prompt_tokens={limit} "
                 "(data.overlong_prompts=drop or truncate accepts it)"
             )
-        text, token_ids = cut_to_fit(self._tokenizer, parsed.messages, parsed.tools, limit) or (text, token_ids)
+        fitting = cut_to_fit(self._tokenizer, parsed.messages, parsed.tools, limit, **parsed.variables)
+        text, token_ids = fitting or (text, token_ids)
         return plain(text), token_ids
 
     def state_dict(self) -> dict[str, Any]:

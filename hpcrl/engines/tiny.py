@@ -26,10 +26,11 @@ from transformers import (
 
 from hpcrl.config import TinyModel
 from hpcrl.config.model import LEAST_VOCABULARY
+from hpcrl.data.templates import CHATML, END, PAD, START
 from hpcrl.engines.hf_folder import save_model
 from hpcrl.files import give_usual_modes
 
-PAD, START, END = SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+SPECIAL_TOKENS = (PAD, START, END)
 assert 256 + len(SPECIAL_TOKENS) == LEAST_VOCABULARY  # every byte has a token, so any text can be encoded
 
 # Digits one by one, as Qwen2 splits them; a word takes the space before it.
@@ -50,26 +51,6 @@ CORPUS = ("user\nassistant\nsystem\nsort: 3 1 2\nadd: 12 + 7\n",) * OFTEN + (
     "Write a function that returns the sorted list of the numbers. def solve(values): return sorted(values)\n",
     "What is the capital of this country, and what was the name of the person who would have been there with them?",
 )
-
-CHAT_TEMPLATE = """\
-{%- if tools %}
-{{- '<|im_start|>system\n' }}
-{%- if messages[0]['role'] == 'system' %}{{- messages[0]['content'] + '\n\n' }}{%- endif %}
-{{- '# Tools\n\nCall a function with <tool_call>{"name": ..., "arguments": {...}}</tool_call>.\n<tools>' }}
-{%- for tool in tools %}{{- '\n' + (tool | tojson) }}{%- endfor %}
-{{- '\n</tools><|im_end|>\n' }}
-{%- endif %}
-{%- for message in messages %}
-{%- if not (tools and loop.first and message['role'] == 'system') %}
-{{- '<|im_start|>' + message['role'] + '\n' + (message['content'] or '') }}
-{%- for call in message['tool_calls'] or [] %}
-{{- '<tool_call>' + ((call['function'] or call) | tojson) + '</tool_call>' }}
-{%- endfor %}
-{{- '<|im_end|>\n' }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
-"""
 
 
 def make_tiny_model(spec: TinyModel, folder: Path) -> None:
@@ -141,7 +122,7 @@ def _write_tokenizer(tokenizer: Tokenizer, spec: TinyModel, folder: Path) -> Non
         "additional_special_tokens": [START],
         "clean_up_tokenization_spaces": False,
         "model_max_length": spec.max_position_embeddings,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": CHATML,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 

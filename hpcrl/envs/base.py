@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 Observation = str | list[dict[str, Any]]
@@ -11,13 +12,16 @@ to images: {"role": "user", "content": "...", "images": ["file.png"]}."""
 
 
 class Env(Protocol):
-    """One episode. `info["metrics"]` (name -> float) is logged under env/<domain>/.
+    """One episode. `info["metrics"]` (name -> float) is logged under env/<domain>/. The texts `info["prefix"]` and
+    `info["suffix"]` are shown before and after the observation, as in GEM. Nobody sees other keys of info.
 
     The constructor gets env.<domain>.options, and the columns of the prompt's row (answer, prompt, messages and the
     columns of the data) that it names; with **columns it gets all of them. An environment that holds a resource (a
     process, a file) also has close(), called once after its last step, even if the episode has not ended.
 
-    A class may declare `runs_in` (env.<domain>.runs_in): "thread", "task" if its methods are coroutines, "process".
+    A class may declare `runs_in` (env.<domain>.runs_in): "thread", "task" if its methods are coroutines, "process"; and
+    `max_turns = None`, which is env.<domain>.max_turns in its objects. An environment whose attribute `special_tokens`
+    is true gets actions with their special tokens, without the last token.
     """
 
     def reset(self, seed: int) -> tuple[Observation, dict[str, Any]]:
@@ -25,24 +29,87 @@ class Env(Protocol):
 
         The observation is the first prompt: a text replaces the last message of the row's prompt, a list of messages
         replaces all messages, and an empty text keeps the row's prompt. `info["tools"]` are tools in OpenAI form that
-        the chat template shows the model, beside those of the row.
+        the chat template shows the model, beside those of the row. If `info["terminated"]` or `info["truncated"]` is
+        true, the episode ends before its first turn.
         """
 
     def step(self, action: str) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         """(observation, reward of this turn, terminated, truncated, info)."""
 
 
+KEPT = ("metrics", "tools", "terminated", "truncated")
+"""Keys of info that are read."""
+UNREAD_KEYS = "hpcrl_unread"
+"""Key of info under which the names of keys stand that are not read."""
+
+
+def begin(env: Any, seed: int) -> Any:
+    """What reset() of an environment returns, which may take the seed by its name only (gymnasium)."""
+    return env.reset(seed=seed) if _names_seed(env.reset) else env.reset(seed)
+
+
+def reset_problem(made: type) -> str:
+    """Why reset() of a class cannot be called with a seed; empty if it can, or if its parameters are unknown."""
+    function = inspect.getattr_static(made, "reset")
+    if not callable(made.reset):  # type: ignore[attr-defined]
+        return "reset is no method"
+    own = () if isinstance(function, staticmethod | classmethod) else (None,)
+    try:
+        signature = inspect.signature(made.reset)  # type: ignore[attr-defined]
+        signature.bind(*own, seed=0) if _names_seed(made.reset) else signature.bind(*own, 0)  # type: ignore[attr-defined]
+    except TypeError as error:
+        return f"reset() must take a seed, as in reset(self, seed): {error}"
+    except ValueError:  # of a function in C
+        return ""
+    return ""
+
+
+def _names_seed(reset: Callable[..., Any]) -> bool:
+    try:
+        parameter = inspect.signature(reset).parameters.get("seed")
+    except (TypeError, ValueError):
+        return False
+    return parameter is not None and parameter.kind is not parameter.POSITIONAL_ONLY
+
+
 def checked_reset(returned: Any) -> tuple[Observation, dict[str, Any]]:
-    """What reset() returned. TypeError unless it is (observation, info)."""
+    """What reset() returned: the observation with prefix and suffix, and what is read of info. TypeError unless it is
+    (observation, info)."""
     observation, info = _values(returned, "reset()", "observation", "info")
-    return observation, info
+    return _whole(observation, info), _kept(info)
 
 
 def checked_step(returned: Any) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
-    """What step() returned. TypeError unless it is (observation, reward, terminated, truncated, info)."""
+    """What step() returned, as from checked_reset(). TypeError unless it is (observation, reward, terminated,
+    truncated, info)."""
     values = _values(returned, "step()", "observation", "reward", "terminated", "truncated", "info")
     observation, reward, terminated, truncated, info = values
-    return observation, reward, terminated, truncated, info
+    return _whole(observation, info), reward, terminated, truncated, _kept(info)
+
+
+def _whole(observation: Observation, info: Mapping[str, Any]) -> Observation:
+    """The observation with the texts prefix and suffix of info around it."""
+    prefix, suffix = (text if isinstance(text := info.get(key), str) else "" for key in ("prefix", "suffix"))
+    if isinstance(observation, str):
+        return _after(prefix + observation, suffix)
+    if not (prefix or suffix) or not isinstance(observation, list):
+        return observation
+    messages = [dict(message) for message in observation] or [{"role": "user", "content": ""}]
+    messages[0]["content"] = f"{prefix}{messages[0]['content']}"
+    messages[-1]["content"] = _after(messages[-1]["content"], suffix)
+    return messages
+
+
+def _after(text: str, suffix: str) -> str:
+    """The text with a suffix, which begins on a line of its own."""
+    return f"{text}\n{suffix}" if text and suffix and not text.endswith("\n") else f"{text}{suffix}"
+
+
+def _kept(info: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: info[key] for key in KEPT if key in info}
+    known = (*KEPT, "prefix", "suffix", UNREAD_KEYS)
+    unread = [*map(str, info.get(UNREAD_KEYS, ())), *sorted(str(key) for key in info if key not in known)]
+    return kept | ({UNREAD_KEYS: unread[:20]} if unread else {})
 
 
 def _values(returned: Any, call: str, *names: str) -> list[Any]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from hpcrl.config import DataConfig, DataSource, EnvConfig
 from hpcrl.data.env_sources import ExpertTask
-from hpcrl.data.files import open_table
-from hpcrl.data.rows import Messages, parse_row
+from hpcrl.data.messages import Messages
+from hpcrl.data.places import open_table
+from hpcrl.data.rows import parse_row
 
 
 def example_messages(config: EnvConfig, section: str, seed: int) -> Messages:
@@ -30,10 +31,11 @@ def _of_file(path: str, count: int) -> Messages:
         raise ValueError(f"{path}: has {len(table)} dialogues, and examples={count} are to be shown")
     messages: Messages = []
     for number in range(count):
-        where, row = table.where(number), parse_row(table.row(number), DataConfig(), None, table.where(number))
+        where = table.where(number)
+        row = parse_row(table.row(number), DataConfig(), None, where, table.padded)
         if row.messages[0]["role"] == "system":
             raise ValueError(f"{where}: an example has no system message; the row's own stands before all examples")
-        if row.response is None:
+        if row.turn is None or not row.turn["content"]:
             raise ValueError(f"{where}: an example ends with a message of the assistant")
-        messages += [*row.messages, {"role": "assistant", "content": row.response}]
+        messages += [*row.messages, row.turn]
     return messages

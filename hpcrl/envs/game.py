@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 from hpcrl.envs.specs import GameOptions
+from hpcrl.rewards.extract import after_thinking
 
 Options = TypeVar("Options", bound=GameOptions)
+EXAMPLE = "..."
+"""Stands for an action in the field {answer}, and is none: a model that quotes its prompt plays nothing."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +37,9 @@ class NotAnAction(Exception):
 class Game(ABC, Generic[Options]):
     """A game that is an Env (hpcrl.envs.base). The episode is a function of the seed and the actions alone.
 
-    The action is the text between the first <tag> and </tag> of the response. One that the game does not know changes
-    nothing and earns options.invalid_reward. Metrics, all of the episode so far: success, and the shares of valid and
-    of effective actions (action_is_valid, action_is_effective).
+    The action is the text in the last <tag> and </tag> of the response, after its thinking. One that the game does not
+    know changes nothing and earns options.invalid_reward. Metrics, all of the episode so far: success, and the shares
+    of valid and of effective actions (action_is_valid, action_is_effective).
     """
 
     actions: Sequence[str]
@@ -45,6 +48,8 @@ class Game(ABC, Generic[Options]):
     """What each character of options.symbols means, for the field {symbols}."""
     task = ""
     """What the episode asks for, for the field {task} of games that have it."""
+    max_turns: int | None = None
+    """Turns of an episode, for the field {turns_left}; make_env() sets it. None: no limit is known."""
 
     def __init__(self, options: Options):
         self.options = options
@@ -106,16 +111,20 @@ class Game(ABC, Generic[Options]):
         return None if given is None else self._by_name.get(given.lower())
 
     def _given(self, response: str) -> str | None:
-        """What a response gives in the tag, without blanks around it; None if there is no tag."""
-        if self.options.tag:
-            _, _, after = response.partition(f"<{self.options.tag}>")
-            response, end, _ = after.partition(f"</{self.options.tag}>")
-            if not end:
-                return None
-        return response.strip()
+        """What a response gives in its last tag after the thinking, without blanks around it; None if there is no tag,
+        or only one that repeats the example of the prompt."""
+        said, tag = after_thinking(response), self.options.tag
+        if not tag:
+            return said.strip()
+        start = said.rfind(f"</{tag}>")
+        while (start := said.rfind(f"<{tag}>", 0, max(0, start))) >= 0:
+            given = said[start + len(tag) + 2 : said.index(f"</{tag}>", start)].strip()
+            if given != EXAMPLE:
+                return given
+        return None
 
     def _written(self, action: str) -> str:
-        """The response that names this action."""
+        """The response that gives this action."""
         return f"<{self.options.tag}>{action}</{self.options.tag}>" if self.options.tag else action
 
     def _fill(self, template: str) -> str:
@@ -129,9 +138,11 @@ class Game(ABC, Generic[Options]):
         return {
             "observation": self.show(),
             "actions": self.described_actions,
-            "answer": self._written(self.actions[0]),
+            "answer": self._written(EXAMPLE) if self.options.tag else self.actions[0],
             "symbols": ", ".join(f"{symbol} {meaning}" for symbol, meaning in said),
             "task": self.task,
+            "turn": str(self._turns + 1),
+            "turns_left": "unlimited" if self.max_turns is None else str(max(0, self.max_turns - self._turns)),
         }
 
 

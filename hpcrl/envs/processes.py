@@ -15,6 +15,7 @@ import struct
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -65,8 +66,9 @@ class EnvProcesses:
     """The processes of a section's environments. Create it on the main thread: Linux kills them when the thread that
     started them ends. Other methods may be called in any thread."""
 
-    def __init__(self, config: EnvConfig):
-        """ValueError if the environment cannot be loaded in a process."""
+    def __init__(self, config: EnvConfig, section: str = "default"):
+        """section: its name in the configuration, for errors. ValueError if the environment cannot be loaded in a
+        process."""
         self._lock, self._name = threading.Lock(), config.name
         self._control, theirs = socket.socketpair()
         self._control.settimeout(START_TIMEOUT_S)
@@ -79,13 +81,14 @@ class EnvProcesses:
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
         write(self._control, config.model_dump_json().encode())
+        write(self._control, section.encode())
         try:
             if problem := read(self._control).decode():
                 self.close()
                 raise ValueError(problem)
         except (OSError, EOFError) as error:
             self.close()
-            raise ValueError(f"the process that loads environment {config.name} does not start: {error}") from error
+            raise ValueError(f"env.{section}: the process that loads it ends or does not answer: {error}") from error
         self._control.settimeout(None)  # an answer that comes late must not be taken for the next one
 
     def check(self) -> None:
@@ -126,15 +129,20 @@ class EnvProcess:
     def __init__(self, connection: socket.socket, pid: int, make: MakeEnv):
         self._connection, self._pid, self._make = connection, pid, make
         self._at_work, self._closed = False, False
+        self.special_tokens = False  # of the environment, once it is made
 
     def reset(self, seed: int) -> Any:
         """See Env."""
-        self._call(self._make)
+        self.special_tokens = bool(self._call(self._make))
         return self._call(ResetEnv(seed))
 
     def step(self, action: str) -> Any:
         """See Env."""
         return self._call(StepEnv(action))
+
+    def busy_s(self) -> float:
+        """See busy_s() of its process."""
+        return busy_s(str(self._pid))
 
     def close(self) -> None:
         """Let the environment close itself, and end its process with all that it started (idempotent); at once if it is
@@ -163,6 +171,24 @@ class EnvProcess:
         if returned.error:
             raise EnvProcessError(returned.error)
         return returned.value
+
+
+def computed_s(task: str) -> float:
+    """Seconds for which a process or thread has computed, by its folder in /proc; 0 if it is gone."""
+    try:
+        user, system = Path(f"/proc/{task}/stat").read_text().rpartition(")")[2].split()[11:13]
+    except OSError:
+        return 0.0
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def busy_s(task: str) -> float:
+    """Seconds for which a process or thread has computed or waited for a core; 0 if it is gone."""
+    try:
+        computed, delayed, *_ = Path(f"/proc/{task}/schedstat").read_text().split()
+    except (OSError, ValueError):  # a kernel without these statistics
+        return computed_s(task)
+    return (int(computed) + int(delayed)) / 1e9
 
 
 def write(connection: socket.socket, body: bytes) -> None:

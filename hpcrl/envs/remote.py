@@ -34,18 +34,21 @@ class RemoteEnv:
     """One episode of the environment of a section of the server. All columns of the row go there."""
 
     runs_in = "task"
+    max_turns: int | None = None
 
     def __init__(self, options: RemoteOptions, /, chat_template: str = "", **columns: Any):
         self._options, self._template, self._columns = options, chat_template, columns
         self._session = ""
         self._numbers = itertools.count()
+        self.special_tokens = False  # of the server's environment, once it is made
 
     async def reset(self, seed: int) -> tuple[Any, dict[str, Any]]:
         """RemoteEnvError as for step()."""
         await self.close()
-        asked = {"seed": seed, "row": self._columns, "chat_template": self._template}
+        asked = {"seed": seed, "row": self._columns, "chat_template": self._template, "max_turns": self.max_turns}
         given = await ask(self._options, "reset", asked | {"section": self._options.section})
         self._session, self._numbers = given["session"], itertools.count()
+        self.special_tokens = bool(given.get("special_tokens"))
         return given["observation"], given["info"]
 
     async def step(self, action: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from hpcrl.envs.tool_formats.table import FormatName
 from hpcrl.spec.fields import NUMBER, ImportPath, Natural, Positive, SandboxLevel, Seconds, Section, Share
 from hpcrl.spec.kinds import EnvSpec
 
@@ -56,18 +57,23 @@ Penalty = Annotated[float, Field(le=0), NUMBER]
 
 class GameOptions(Section):
     """Options of every game of one action per turn. Texts may contain the fields {observation}, {actions} (their
-    names), {answer} (an example of an action in its tag) and {symbols} (their meanings)."""
+    names), {answer} (the tag of an action), {symbols} (their meanings), {turn} (the number of the next turn, from 1)
+    and {turns_left} (up to max_turns)."""
 
-    fields: ClassVar[tuple[str, ...]] = ("observation", "actions", "answer", "symbols")
+    fields: ClassVar[tuple[str, ...]] = ("observation", "actions", "answer", "symbols", "turn", "turns_left")
     """The fields of the texts."""
     prompt: str = "{observation}"
     """First prompt; system_prompt of the data stays before it."""
-    turn: str = "{observation}"
+    turn: str = "Turn {turn}, {turns_left} left:\n{observation}"
     """Text after a valid action."""
-    invalid: str = "That is not a valid action. Choose from {actions}, for example {answer}.\n{observation}"
+    invalid: str = (
+        "Turn {turn}, {turns_left} left:\n{observation}\n"
+        "That was not a valid action. Choose from {actions}, as in {answer}."
+    )
     """Text after a response without a valid action."""
     tag: Annotated[str, AfterValidator(_tag)] = "answer"
-    """The action stands between the first `<tag>` and `</tag>` of the response; empty: it is the whole response."""
+    """The action stands in the last `<tag>` and `</tag>` of the response after its thinking; empty: it is all of
+    that."""
     invalid_reward: Penalty = -0.05
     """Reward of a response without a valid action, which changes nothing."""
 
@@ -97,7 +103,7 @@ class FrozenLakeOptions(GridOptions):
 
     prompt: str = (
         "You are on a frozen lake. Go to the goal, and not into a hole. The lake, row by row, with {symbols}:\n"
-        "{observation}\nYour actions are {actions}. Give one in each answer, as in {answer}."
+        "{observation}\nYour actions are {actions}. Give one in each answer, as in {answer}. Turns left: {turns_left}."
     )
     """First prompt."""
     size: Annotated[int, Field(ge=2, le=32), NUMBER] = 4
@@ -116,7 +122,7 @@ class SokobanOptions(GridOptions):
 
     prompt: str = (
         "You are in a room. Push every box onto a target; you cannot pull. The room, row by row, with {symbols}:\n"
-        "{observation}\nYour actions are {actions}. Give one in each answer, as in {answer}."
+        "{observation}\nYour actions are {actions}. Give one in each answer, as in {answer}. Turns left: {turns_left}."
     )
     """First prompt."""
     size: Annotated[int, Field(ge=5, le=16), NUMBER] = 6
@@ -146,11 +152,17 @@ class SokobanOptions(GridOptions):
 class GuessOptions(GameOptions):
     """Options of the environment guess."""
 
-    prompt: str = "Find the number, which is {observation}. Give {actions} in each answer, as in {answer}."
+    prompt: str = (
+        "Find the number, which is {observation}. Give {actions} in each answer, as in {answer}. "
+        "Turns left: {turns_left}."
+    )
     """First prompt."""
-    turn: str = "The number is {observation}."
+    turn: str = "The number is {observation}. Turns left: {turns_left}."
     """Text after a valid action."""
-    invalid: str = "That is not a valid guess. Give {actions}, for example {answer}. The number is {observation}."
+    invalid: str = (
+        "That is not a valid guess. Give {actions}, as in {answer}. The number is {observation}. "
+        "Turns left: {turns_left}."
+    )
     """Text after a response without a valid action."""
     low: Natural = 1
     """Smallest number."""
@@ -183,7 +195,9 @@ class TicTacToeOptions(GameOptions):
 class GymnasiumOptions(GameOptions):
     """Options of the environment gymnasium."""
 
-    prompt: str = "{observation}\nYour actions are {actions}. Give one in each answer, as in {answer}."
+    prompt: str = (
+        "{observation}\nYour actions are {actions}. Give one in each answer, as in {answer}. Turns left: {turns_left}."
+    )
     """First prompt; it should say what the game is about."""
     id: str = ""
     """The environment's name in gymnasium's registry, such as FrozenLake-v1; package:NAME imports the package first."""
@@ -225,8 +239,8 @@ class VerifiersOptions(Section):
     task: Literal["dataset", "row"] = "dataset"
     """What an episode starts with: dataset: the row of the environment's own data set that the seed chooses, of the one
     for evaluation in data.val; row: the messages, `answer` and `info` of the prompt's row."""
-    format: Literal["auto", "hermes", "llama3_json", "mistral"] = "auto"
-    """How the model writes calls of the environment's tools; auto: what its chat template asks for."""
+    format: FormatName = "auto"
+    """How the model writes calls of the environment's tools; auto: as its chat template renders them."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -238,9 +252,12 @@ class VerifiersOptions(Section):
 class OpenEnvOptions(GameOptions):
     """Options of the environment openenv. {actions} says that actions are texts."""
 
-    prompt: str = "{observation}\nGive one action in each answer, as in {answer}."
+    prompt: str = "{observation}\nGive one action in each answer, as in {answer}. Turns left: {turns_left}."
     """First prompt; it should say what the environment is about and what its actions are."""
-    invalid: str = "That is not a valid action.\n{observation}\nGive one action in each answer, as in {answer}."
+    invalid: str = (
+        "That is not a valid action.\nTurn {turn}, {turns_left} left:\n{observation}\n"
+        "Give one action in each answer, as in {answer}."
+    )
     """Text after a response without a valid action."""
     url: Annotated[str, Field(pattern=r"^(https?|wss?)://[^\s/]+(/[^\s]*)?$")]
     """Address of the environment's server, such as http://node7:8000."""
@@ -265,7 +282,7 @@ class OpenEnvOptions(GameOptions):
 class TaskOptions(GameOptions):
     """Options of an environment whose texts have the field {task}, what it asks for, instead of {symbols}."""
 
-    fields: ClassVar[tuple[str, ...]] = ("observation", "actions", "answer", "task")
+    fields: ClassVar[tuple[str, ...]] = ("observation", "actions", "answer", "task", "turn", "turns_left")
 
 
 class WebShopOptions(TaskOptions):
@@ -273,12 +290,15 @@ class WebShopOptions(TaskOptions):
 
     prompt: str = (
         "You are in a web shop. Your task: {task}\nSearch for products, open one, choose its options, and buy it.\n"
-        "{observation}\nYour actions are {actions}. Give one in each answer, as in {answer}."
+        "{observation}\nYour actions are {actions}. Give one in each answer, as in {answer}. Turns left: {turns_left}."
     )
     """First prompt."""
-    turn: str = "{observation}\nYour actions are {actions}."
-    """Text after a valid action."""
-    invalid: str = "That is not a valid action.\n{observation}\nChoose from {actions}, as in {answer}."
+    turn: str = "Turn {turn}, {turns_left} left. Your task: {task}\n{observation}\nYour actions are {actions}."
+    """Text after a valid action. As in the original, every page repeats the task."""
+    invalid: str = (
+        "That is not a valid action.\nTurn {turn}, {turns_left} left. Your task: {task}\n{observation}\n"
+        "Choose from {actions}, as in {answer}."
+    )
     """Text after a response without a valid action."""
     items: str = ""
     """The original's products (items_shuffle.json); empty: a generated catalogue."""
@@ -309,11 +329,17 @@ class WebShopOptions(TaskOptions):
 class TextWorldOptions(TaskOptions):
     """Options of the environment textworld. {task} is what the game asks for."""
 
-    prompt: str = "You play a text adventure.\n{observation}\nActions: {actions}. Give one per answer, as in {answer}."
+    prompt: str = (
+        "You play a text adventure.\n{observation}\nActions: {actions}. Give one per answer, as in {answer}. "
+        "Turns left: {turns_left}."
+    )
     """First prompt. The game's first text contains the task."""
-    turn: str = "{observation}\nYour actions are {actions}."
+    turn: str = "Turn {turn}, {turns_left} left:\n{observation}\nYour actions are {actions}."
     """Text after a valid action; without {actions} the model has to find the commands."""
-    invalid: str = "That is not a valid action.\n{observation}\nChoose from {actions}, as in {answer}."
+    invalid: str = (
+        "That is not a valid action.\nTurn {turn}, {turns_left} left:\n{observation}\n"
+        "Choose from {actions}, as in {answer}."
+    )
     """Text after a response without a valid action."""
     games: list[str] = []
     """Games of TextWorld (.z8 or .ulx, with their .json) and of ALFWorld (.tw-pddl), and folders that are searched for
@@ -336,15 +362,18 @@ class SWEOptions(TaskOptions):
 
     prompt: str = (
         "You are in a shell in the folder of a repository, with these files:\n{observation}\nTask: {task}\n"
-        "Give one command in each answer, as in {answer}; the command submit ends the task."
+        "Give one command in each answer, as in {answer}; the command submit ends the task. Turns left: {turns_left}."
     )
     """First prompt."""
-    turn: str = "{observation}"
+    turn: str = "Turn {turn}, {turns_left} left:\n{observation}"
     """Text after a command."""
-    invalid: str = "{observation}\nThat was no command. Give one, as in {answer}, or submit."
+    invalid: str = (
+        "Turn {turn}, {turns_left} left:\n{observation}\nThat was no command. Give one, as in {answer}, or submit."
+    )
     """Text after a response without a command."""
     tag: Annotated[str, AfterValidator(_tag)] = "bash"
-    """The command stands between the first `<tag>` and `</tag>` of the response; empty: it is the whole response."""
+    """The command stands in the last `<tag>` and `</tag>` of the response after its thinking; empty: it is all of
+    that."""
     partial: bool = False
     """The reward is the share of hidden tests that pass; false: 1 if all pass, else 0."""
     output_chars: Annotated[int, Field(ge=100), NUMBER] = 2000
@@ -459,6 +488,7 @@ SWE = EnvSpec(
     section=SWEOptions,
     has_expert=True,
     probe="hpcrl.envs.swe.task:probe",
+    problem_of_row="hpcrl.envs.swe.rows:problem_of_row",
 )
 REMOTE = EnvSpec(
     about="An environment on another machine, which a server plays (python -m hpcrl.launch.env_server).",

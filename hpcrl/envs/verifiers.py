@@ -16,7 +16,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import verifiers as vf
@@ -25,9 +25,9 @@ from verifiers.types import Response, ResponseMessage, ToolCall
 
 from hpcrl.data.env_sources import HALF
 from hpcrl.envs.specs import VerifiersOptions
-from hpcrl.envs.tools.calls import FORMATS, format_of
-from hpcrl.envs.tools.calls import ToolCall as Call
-from hpcrl.rewards.extract import after_thinking
+from hpcrl.envs.tool_formats.base import Parsed, ToolFormat
+from hpcrl.envs.tool_formats.deriving import derive
+from hpcrl.envs.tool_formats.table import FORMATS
 
 
 class VerifiersError(RuntimeError):
@@ -95,7 +95,8 @@ class Verifiers:
         self._messages, self._task = list(messages), {"answer": answer or "", "info": info or {}}
         self._rollout: asyncio.Task[Any] | None = None
         if self._env.tool_defs:
-            self._reader()
+            self._format()
+            self.special_tokens = True  # which are the marks of some formats
 
     async def reset(self, seed: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """The first request of a new rollout. VerifiersError if there is none."""
@@ -168,22 +169,24 @@ class Verifiers:
             messages = [{"role": "system", "content": system}, *messages]
         return {"prompt": messages, "example_id": seed, **self._task}
 
-    def _reader(self) -> Callable[[str], Iterator[Call]]:
-        """What reads the calls in a response. ValueError if the chat template asks for none of the known formats."""
-        name = self._options.format
-        return FORMATS[format_of(self._template) if name == "auto" else name]
+    def _format(self) -> ToolFormat:
+        """The format of the model's calls. ValueError if none reads those of its chat template."""
+        return FORMATS[derive(self._template, self._options.format)]
 
     def _response(self, action: str) -> ResponseMessage:
-        """The model's text, with the calls in it if the environment has tools. What is wrong with a call takes the
-        place of its arguments, which are then no JSON: the environment answers that."""
+        """The model's text; if the environment has tools, that after its reasoning, and the calls. What is wrong with a
+        call takes the place of its arguments, which are then no JSON: the environment answers that."""
         text = action.encode(errors="replace").decode()  # pydantic takes no lone surrogates
+        parsed = self._format().parse(text, self._tools) if self._tools else Parsed(text)
         calls = []
-        for number, call in enumerate(self._reader()(after_thinking(text)) if self._tools else ()):
+        for number, call in enumerate(parsed.calls):
             arguments = call.problem or json.dumps(dict(call.arguments))
             name = f"call{self._turn % 1000:03d}{number % 100:02d}"
             calls.append(ToolCall(id=name, name=call.name or "unknown", arguments=arguments))
         reason = "tool_calls" if calls else "stop"
-        return ResponseMessage(content=text, tool_calls=calls or None, finish_reason=reason, is_truncated=False)
+        return ResponseMessage(
+            content=parsed.content, tool_calls=calls or None, finish_reason=reason, is_truncated=False
+        )
 
 
 def environment(options: VerifiersOptions) -> Any:

@@ -26,15 +26,12 @@ from typing import Any
 import msgspec
 
 from hpcrl.config import EnvConfig
-from hpcrl.envs.base import checked_reset, checked_step, cut
+from hpcrl.envs.base import begin, checked_reset, checked_step, cut
 from hpcrl.envs.making import env_class, make_env
 from hpcrl.envs.processes import CLOSE_S, MOST_BYTES, PID, EnvCall, EnvReturned, MakeEnv, ResetEnv, read, write
 from hpcrl.rewards.guarded import describe
 from hpcrl.scratch import own_folder, remove_tree
 from hpcrl.signals import adopt_orphans, die_with, let_signals_pass
-
-KEPT = ("metrics", "tools")
-"""Keys of `info` that the role reads."""
 
 
 def main() -> None:
@@ -44,9 +41,9 @@ def main() -> None:
     let_signals_pass()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children that end are reaped by the kernel
     control = socket.socket(fileno=int(sys.argv[2]))
-    config = EnvConfig.model_validate_json(read(control))
+    config, section = EnvConfig.model_validate_json(read(control)), read(control).decode()
     try:
-        env_class(config)
+        env_class(config, section)
     except ValueError as error:
         write(control, str(error).encode())
         return
@@ -130,7 +127,7 @@ def _settled(config: EnvConfig, folder: Path) -> Iterator[None]:
 def _serve(config: EnvConfig, connection: socket.socket) -> None:
     """Answer calls until the other side closes, then close the environment."""
     env: Any = None
-    value: list[Any] | None
+    value: list[Any] | bool
     runner = asyncio.Runner()
 
     def returned(value: Any) -> Any:
@@ -143,15 +140,15 @@ def _serve(config: EnvConfig, connection: socket.socket) -> None:
             break
         try:
             if isinstance(call, MakeEnv):
-                env, value = make_env(config, call.row, call.chat_template), None
+                env = make_env(config, call.row, call.chat_template)
+                value = bool(getattr(env, "special_tokens", False))
             elif isinstance(call, ResetEnv):
-                observation, info = checked_reset(returned(env.reset(call.seed)))
-                value = [observation, _kept(info)]
+                value = [*checked_reset(returned(begin(env, call.seed)))]
             else:
                 observation, reward, terminated, truncated, info = checked_step(returned(env.step(call.action)))
-                value = [observation, float(reward), bool(terminated), bool(truncated), _kept(info)]
+                value = [observation, float(reward), bool(terminated), bool(truncated), info]
             body = msgspec.msgpack.encode(EnvReturned(value), enc_hook=_plain)
-            if len(body) > MOST_BYTES and value and config.long_observation == "shorten":
+            if len(body) > MOST_BYTES and isinstance(value, list) and config.long_observation == "shorten":
                 value[0] = cut(value[0], MOST_BYTES // 16)
                 body = msgspec.msgpack.encode(EnvReturned(value), enc_hook=_plain)
         except BaseException as error:  # user code may call sys.exit
@@ -164,10 +161,6 @@ def _serve(config: EnvConfig, connection: socket.socket) -> None:
     signal.alarm(CLOSE_S)
     if hasattr(env, "close"):
         returned(env.close())
-
-
-def _kept(info: dict[str, Any]) -> dict[str, Any]:
-    return {key: info[key] for key in KEPT if key in info}
 
 
 def _plain(value: Any) -> Any:

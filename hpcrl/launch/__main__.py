@@ -6,7 +6,7 @@ import errno
 import sys
 from collections.abc import Sequence
 
-from hpcrl.cli import in_shell, show
+from hpcrl.cli import in_shell, show, use_utf8
 from hpcrl.cluster import slurm
 from hpcrl.config import ConfigError
 from hpcrl.exitcodes import ExitCode
@@ -40,4 +40,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    use_utf8()
     sys.exit(main(sys.argv[1:]))

@@ -31,7 +31,7 @@ import msgspec
 
 from hpcrl.config import Config, load
 from hpcrl.config.reading import ConfigError
-from hpcrl.envs.base import Env
+from hpcrl.envs.base import UNREAD_KEYS, Env, begin, checked_reset, checked_step
 from hpcrl.envs.making import check_env, make_env
 from hpcrl.envs.remote import MOST_BYTES
 from hpcrl.exitcodes import ExitCode
@@ -47,12 +47,14 @@ UNREAD = (401, 413)
 
 
 class EnvReset(msgspec.Struct, forbid_unknown_fields=True):
-    """Starts a session. row: the columns of the prompt's row, with prompt, answer and messages."""
+    """Starts a session. row: the columns of the prompt's row, with prompt, answer and messages. max_turns: of the run,
+    if it has told."""
 
     section: str
     seed: int
     row: dict[str, Any]
     chat_template: str = ""
+    max_turns: int | None = None
 
 
 class EnvStep(msgspec.Struct, forbid_unknown_fields=True):
@@ -164,17 +166,20 @@ class EnvServer(http.server.ThreadingHTTPServer):
         if len(self._sessions) >= self._max_sessions:
             raise EnvRefused(503, f"the server has {self._max_sessions} sessions, as many as --max-sessions allows")
         named = {name: asked.row.pop(name, None) for name in ("prompt", "answer", "messages")}
-        env = make_env(self._envs[asked.section], named | {"extra": asked.row}, asked.chat_template)
+        config = self._envs[asked.section]
+        config = config.model_copy(update={"max_turns": asked.max_turns or config.max_turns})
+        env = make_env(config, named | {"extra": asked.row}, asked.chat_template)
         session = _Session(env, self._returned)
         try:
-            observation, info = self._returned(env.reset(asked.seed))
+            observation, info = checked_reset(self._returned(begin(env, asked.seed)))
         except BaseException:
             session.close()
             raise
         session.used, name = time.monotonic(), secrets.token_hex(16)
         with self._lock:
             self._sessions[name] = session
-        return {"session": name, "observation": observation, "info": _told(info)}
+        special = bool(getattr(env, "special_tokens", False))
+        return {"session": name, "observation": observation, "info": _told(info), "special_tokens": special}
 
     def _step(self, asked: EnvStep) -> dict[str, Any]:
         with self._lock:
@@ -188,7 +193,8 @@ class EnvServer(http.server.ThreadingHTTPServer):
             if asked.number != session.steps:
                 raise EnvRefused(409, f"step {asked.number} of the session after {session.steps} steps")
             try:
-                observation, reward, terminated, truncated, info = self._returned(session.env.step(asked.action))
+                played = checked_step(self._returned(session.env.step(asked.action)))
+                observation, reward, terminated, truncated, info = played
             except BaseException:  # a repeated request must not play the step again
                 self._close(EnvClose(asked.session))
                 raise
@@ -221,6 +227,7 @@ _ANSWERS: dict[str, tuple[type[msgspec.Struct], Any]] = {
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
+    server_version, sys_version = "hpcrl", ""  # no versions for strangers
     timeout = READ_S
     server: EnvServer
 
@@ -260,7 +267,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 def _told(info: dict[str, Any]) -> dict[str, Any]:
     """What an env rank reads of it, in Python's own types."""
     metrics = {str(name): float(value) for name, value in info.get("metrics", {}).items()}
-    return {"metrics": metrics} | ({"tools": info["tools"]} if info.get("tools") else {})
+    ends = {key: bool(info[key]) for key in ("terminated", "truncated") if key in info}
+    return {key: info[key] for key in ("tools", UNREAD_KEYS) if info.get(key)} | ends | {"metrics": metrics}
 
 
 def main(argv: Sequence[str]) -> int:

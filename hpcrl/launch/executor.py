@@ -247,12 +247,12 @@ def submit_all(runs: Sequence[Sequence[str]]) -> list[RunJob]:
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     jobs: list[RunJob] = []
-    for words, (config, layout, _, state, _) in zip(runs, prepared, strict=True):
+    for config, layout, _, state, _ in prepared:
         if state.kind == "finished":
             jobs.append(RunJob.of_run(state.run_dir))
             continue
         try:
-            jobs.append(RunJob(state.run_dir, str(submit(config, layout, words)[0][0])))
+            jobs.append(RunJob(state.run_dir, str(submit(config, layout, state.words)[0][0])))
         except (ConfigError, slurm.SlurmError, OSError):
             for job in jobs:
                 job.cancel(check=False)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from itertools import takewhile
+from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from hpcrl.config import Config, ConfigError
-from hpcrl.config.compose import conf_dir, groups
+from hpcrl.config.folders import FOLDERS, conf_dir, conf_dirs, groups, options_of, shown
 from hpcrl.exitcodes import ExitCode
 from hpcrl.launch.meanings import meaning
 from hpcrl.spec.table import SpecTable
 from hpcrl.spec.tables import ALGORITHMS, ENVS, GEN_ENGINES, PIPELINES, REWARDS, TRACKERS, TRAIN_ENGINES
 
 USAGE = """\
-usage: python -m hpcrl.launch [+cluster=local|slurm] [+experiment=NAME] [key=value ...]
+usage: python -m hpcrl.launch [+cluster=local|slurm] [+experiment=NAME | --config FILE] [key=value ...]
        python -m hpcrl.launch -m ... key=a,b         a sweep: a run with each value
        python -m hpcrl.launch --help [SECTION[.KEY]]
 
@@ -32,6 +36,8 @@ examples
       check everything and print the plan, start nothing
   python -m hpcrl.launch +experiment=demo
       the same command again resumes a run that was stopped
+  python -m hpcrl.launch --config runs/demo/config.yaml run_name=again
+      the same run again; FILE may also be one of your own, with any of the keys
   python -m hpcrl.launch -m +cluster=slurm +experiment=rlvr_7b trainer.lr=1e-6,5e-6 seed=0,1
       four jobs in the queue, each with its own run folder; waits for the jobs and prints a table
 """
@@ -71,11 +77,12 @@ EXIT_CODES = {
 def overview() -> str:
     """The text of --help."""
     parts = [USAGE, "groups (group=option)"]
-    for group, options in groups().items():
+    for group in groups():
         if group != "experiment":
-            parts += [f"  {group}", *(f"    {name:<20} {_first_comment(group, name)}" for name in options)]
-    parts += ["", "experiments (+experiment=NAME)"]
-    parts += [f"  {name:<22} {_first_comment('experiment', name)}" for name in groups()["experiment"]]
+            parts += [f"  {group}", *(f"  {line}" for line in _options_in(group))]
+    parts += ["", "experiments (+experiment=NAME)", *_options_in("experiment")]
+    parts += ["", f"folders of groups, a later one wins: {', '.join(map(str, conf_dirs()))}"]
+    parts += [f"(built-in, those of {FOLDERS} with `:` between them, ./conf)"]
     parts += ["", "important keys and their defaults"]
     parts += [_line(key, *_lookup(key)) for key in IMPORTANT]
     parts += ["", "all keys of a section, or one: --help SECTION[.KEY]; sections: " + ", ".join(_sections())]
@@ -220,9 +227,18 @@ def _show(default: Any) -> str:
     return text.replace("\n", "\\n")  # a row of a table is one line
 
 
-def _first_comment(group: str, option: str) -> str:
-    """The first comment of a conf file that is not Hydra's package line."""
-    for line in (conf_dir() / group / f"{option}.yaml").read_text().splitlines():
-        if line.startswith("#") and not line.startswith("# @"):
-            return line.lstrip("# ")
-    return ""
+def _options_in(group: str) -> Iterator[str]:
+    """The options of a group with their first comments; those of further folders below the folder's name."""
+    for folder in conf_dirs():
+        options = options_of(folder, group)
+        if options and folder != conf_dir():
+            yield f"  in {shown(folder / group)}:"
+        yield from (f"  {name:<22} {_first_comment(folder / group / f'{name}.yaml')}".rstrip() for name in options)
+
+
+def _first_comment(file: Path) -> str:
+    """The first sentence of a conf file's comment, without Hydra's package line."""
+    lines = file.read_text(errors="replace").splitlines()
+    comments = [line for line in lines if not line.startswith("# @")]
+    text = " ".join(line.lstrip("# ") for line in takewhile(lambda line: line.startswith("#"), comments))
+    return re.split(r"(?<=[.!?])\s+(?=[A-Z(])", text, maxsplit=1)[0]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from hpcrl.config.compose import conf_dir
+from hpcrl.config.folders import conf_dir
 
 FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
 """Files used from a model on the hub: configuration, tokenizer, and weights in one format."""

@@ -1,6 +1,8 @@
 """The parts of a batch script before and after the step that trains.
 
-python -m hpcrl.launch.job begin WORDS...              checks, creates the run folder, prints values for the script
+python -m hpcrl.launch.job begin WORDS...              checks, creates the run folder, prints values for the script;
+                                                       from --config FILE in jobs of hpcrl.launch, else composed at the
+                                                       first start, from then on as stored in the run folder
 python -m hpcrl.launch.job end RUN_DIR ATTEMPT CODE    closes the attempt, requeues the job if the run continues
 
 A chain continues with its next link, which is already queued; if the run does not continue, the links are cancelled.
@@ -17,25 +19,28 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from hpcrl.cli import in_shell
+from hpcrl.cli import in_shell, use_utf8
 from hpcrl.cluster import slurm
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.cluster.placement import Placement
-from hpcrl.config import Config, ConfigError
+from hpcrl.config import Config, ConfigError, read
 from hpcrl.exitcodes import SIGNAL_CODES, ExitCode
 from hpcrl.files import committed_step, is_storage_error, step_name, write_durably
+from hpcrl.launch.frozen import described, run_folder
 from hpcrl.launch.plan import describe
 from hpcrl.launch.prepare import prepare
 from hpcrl.launch.render import NOTHING_TO_DO
 from hpcrl.rundir import (
     FINISHED,
     OUTCOME,
+    SLURM,
     SupersededError,
     check_owner,
     close_run,
     last_end,
     open_run,
     read_record,
+    record_refusal,
     stored_config,
     submitted_jobs,
     world_folder,
@@ -72,9 +77,20 @@ limit, cancelled it, or nothing."""
 
 
 def begin(words: Sequence[str]) -> int:
-    """Open the next attempt of the run described by the arguments."""
+    """Open the next attempt of the run described by the arguments; a refusal is recorded in its folder."""
+    try:
+        return _begin(words)
+    except ConfigError as error:
+        own, folder = slurm.own_job(os.environ), run_folder(read(words))
+        if own is not None and (folder / SLURM).is_dir():
+            with contextlib.suppress(OSError):
+                record_refusal(folder, own[0], error.problems)
+        raise
+
+
+def _begin(words: Sequence[str]) -> int:
     with contextlib.redirect_stdout(sys.stderr):  # the script reads our output, and a library may print too
-        config, layout, model, run, notes = prepare(words)
+        config, layout, model, run, shown = prepare(words)
     own = slurm.own_job(os.environ)
     if own is not None and config.resume == "fresh":
         raise ConfigError(["resume: fresh would start over at every requeue of the job; give another run_dir instead"])
@@ -87,8 +103,11 @@ def begin(words: Sequence[str]) -> int:
         print(f"hpcrl: {why}", file=sys.stderr)
         _end_chain(run.run_dir)
         return NOTHING_TO_DO
-    plan = describe(config, layout, model, run, notes)
-    opened = open_run(config.model_dump(mode="json"), config.run_dir, config.resume, plan)
+    plan = describe(config, layout, model, run, shown)
+    said = [f"changed: {', '.join(run.changes)}"] if run.changes else []
+    for line in (*said, *described(run.ignored, config.model_dump(mode="json"))):
+        print(f"hpcrl: {line}", file=sys.stderr)
+    opened = open_run(config.model_dump(mode="json"), config.run_dir, config.resume, plan, run.words)
     job = None
     if own is not None:
         print(OPENED.format(opened.attempt, *own), file=sys.stderr)
@@ -241,4 +260,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    use_utf8()
     sys.exit(main(sys.argv[1:]))

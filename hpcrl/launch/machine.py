@@ -55,7 +55,7 @@ def _excess(config: Config, layout: RoleLayout) -> str:
         parts[f"{ranks} reward ranks x {reward.num_processes} processes of {domain}"] = ranks * reward.num_processes
     for domain, env in config.envs.items():
         ranks = len(layout.ranks["env"])
-        parts[f"{ranks} env ranks x {env.num_threads} threads of {domain}"] = ranks * env.num_threads
+        parts[f"{ranks} env ranks x {env.num_threads or 1} threads of {domain}"] = ranks * (env.num_threads or 1)
     count, limit = sum(parts.values()), MOST_PER_CPU * cpus
     if count <= limit:
         return ""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpcrl.planner.shapes import GEMMA, wrong_size
+from hpcrl.planner.shapes import FAMILIES, CannotPlanError, read_shape, wrong_size
 from hpcrl.spec.families import SCALAR_HEADS
 
 MAX_SHOWN = 4
@@ -20,6 +20,8 @@ HEAD = "score.weight"
 """The head of an exported critic, which has no vocabulary projection."""
 NO_TOKENIZER = "no tokenizer in"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+RENAMED = ("qwen2_5_vl",)
+"""Families that files have under other names than transformers."""
 SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 OPTIONAL_SIZES = ("head_dim", "num_key_value_heads", "intermediate_size", "max_position_embeddings")
 
@@ -167,48 +169,44 @@ def _read_header(file: Path, found: ModelFolder) -> dict[str, tuple[int, ...]]:
 
 
 def _wrong_sizes(found: ModelFolder) -> Iterator[str]:
-    """Sizes that no model has; with too many layers, checks and plan would take hours."""
+    """Sizes that no model has; with too many layers, checks and plan would take hours. Families whose parameters are
+    not known may lack a size, or have one for each layer."""
     text = found.config.get("text_config")
     config = {**found.config, **(text if isinstance(text, Mapping) else {})}
+    known = found.model_type in FAMILIES
     for name in (*SIZES, *OPTIONAL_SIZES):
         if config.get(name) is None:
-            if name in SIZES and EMBEDDING in found.shapes:
+            if known and name in SIZES:
                 yield f"{name} in config.json is not set"
-        elif wrong := wrong_size(name, config[name]):
+        elif (known or name in SIZES[-2:]) and (wrong := wrong_size(name, config[name])):
             yield f"{name} in config.json is {wrong}"
 
 
 def _wrong_shapes(found: ModelFolder) -> Iterator[str]:
-    """Tensors of a decoder with Llama names that are missing or have a shape different from config.json."""
+    """Tensors that are missing or have a shape different from config.json, for families whose parameters are known and
+    have their names in files, too. Of others the engine that loads the model finds what is missing."""
     config, shapes = found.config, found.shapes
-    if EMBEDDING not in shapes:
-        return  # other names: checked by the engine that loads the model
-    hidden, heads, layers, vocab = (config[name] for name in SIZES)
-    head = config.get("head_dim") or hidden // heads
-    keys = config.get("num_key_value_heads") or heads
-    expected = {EMBEDDING: (vocab, hidden), "model.norm.weight": (hidden,)}
+    try:
+        shape = read_shape(config) if EMBEDDING in shapes and found.model_type not in RENAMED else None
+    except CannotPlanError as error:
+        if found.model_type in FAMILIES:
+            yield str(error)
+        return
+    if shape is None:
+        return
+    # Files have each expert of a layer apart.
+    expected = {p.name: p.shape for p in shape.parameters if p.split != "expert"}
     if HEAD in shapes:
-        expected[HEAD] = (1, hidden)
-    elif not config.get("tie_word_embeddings", config.get("model_type") in GEMMA):
-        expected["lm_head.weight"] = (vocab, hidden)
-    for layer in range(layers):
-        at = f"model.layers.{layer}."
-        expected[at + "self_attn.o_proj.weight"] = (hidden, heads * head)
-        if at + "self_attn.qkv_proj.weight" in shapes:
-            expected[at + "self_attn.qkv_proj.weight"] = ((heads + 2 * keys) * head, hidden)
-        else:
-            rows = {"q": heads * head, "k": keys * head, "v": keys * head}
-            expected |= {f"{at}self_attn.{which}_proj.weight": (size, hidden) for which, size in rows.items()}
-        if at + "mlp.gate_proj.weight" in shapes and "intermediate_size" in config:
-            expected[at + "mlp.gate_proj.weight"] = (config["intermediate_size"], hidden)
-            expected[at + "mlp.down_proj.weight"] = (hidden, config["intermediate_size"])
-    for name, shape in expected.items():
+        expected.pop("lm_head.weight", None)
+        expected[HEAD] = (1, shape.hidden_size)
+    for name, wanted in expected.items():
         if name not in shapes:
             yield f"{name} is missing from the weights"
-        elif shapes[name] != shape:
-            yield f"{name} has shape {list(shapes[name])}, config.json requires {list(shape)}"
-    if f"model.layers.{layers}.input_layernorm.weight" in shapes:
-        yield f"the weights have more layers than num_hidden_layers = {layers}"
+        elif shapes[name] != wanted:
+            yield f"{name} has shape {list(shapes[name])}, config.json requires {list(wanted)}"
+    ahead = config.get("num_nextn_predict_layers") or 0
+    if f"model.layers.{shape.num_layers + (ahead if isinstance(ahead, int) else 0)}.input_layernorm.weight" in shapes:
+        yield f"the weights have more layers than num_hidden_layers = {shape.num_layers}"
 
 
 def _more(names: list[str]) -> str:

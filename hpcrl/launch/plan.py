@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
 
 from hpcrl.cluster.layout import RoleLayout
-from hpcrl.config import Config, DataSource
+from hpcrl.config import Config, DataConfig
 from hpcrl.config.abilities import chosen
+from hpcrl.launch.frozen import described
 from hpcrl.launch.machine import device_row, machine_notes
 from hpcrl.launch.model_folder import ModelFolder
+from hpcrl.launch.presets import preset_of
 from hpcrl.launch.resources import memory_rows, node_rows, step_rows, storage_rows, trainer_rows, update_rows
 from hpcrl.planner.lora import trained
 from hpcrl.planner.shapes import CannotPlanError, ModelShape, read_shape, shape_of, tiny_config
@@ -20,10 +23,18 @@ NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 """Folders that are usually local to each machine."""
 
 
-def describe(
-    config: Config, layout: RoleLayout, model: ModelFolder | None, run: RunState, notes: Sequence[str] = ()
-) -> str:
-    """The plan as lines of `label  text`. notes: on the rows of the data."""
+@dataclass
+class ShownRows:
+    """What is known of the rows. counts: (split, path of a source) -> the number of its rows; examples: (label, text);
+    notes: what may be meant."""
+
+    counts: dict[tuple[str, str], str] = field(default_factory=dict)
+    examples: list[tuple[str, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def describe(config: Config, layout: RoleLayout, model: ModelFolder | None, run: RunState, shown: ShownRows) -> str:
+    """The plan as lines of `label  text`."""
     trains = config.pipeline_spec.learns
     try:
         shape, unknown = plan_shape(config, model), ""
@@ -32,10 +43,11 @@ def describe(
     rows = [
         ("run", f"{config.run_name}, {_kind(run)}, folder {run.run_dir}"),
         *(("", note) for note in _place_notes(config, run)),
+        *(("", note) for note in described(run.ignored, config.model_dump(mode="json"))),
         ("work", _work(config)),
         *((("debug", _debug(config)),) if config.debug != "none" else ()),
-        *(_inputs(config, layout, model, shape) if trains else ()),
-        *(("", f"note: {note}") for note in notes),
+        *(_inputs(config, layout, model, shape, shown) if trains else ()),
+        *(("", f"note: {note}") for note in shown.notes),
         ("ranks", f"{layout.world_size} ({config.layout.name}), {config.cluster.threads_per_rank} thread(s) each"),
         *(("", f"{ranks:<8}{', '.join(roles)}") for ranks, roles in _rank_table(layout)),
         *(("", note) for note in machine_notes(config, layout)),
@@ -56,21 +68,27 @@ def describe(
 
 
 def _inputs(
-    config: Config, layout: RoleLayout, model: ModelFolder | None, shape: ModelShape | None
+    config: Config, layout: RoleLayout, model: ModelFolder | None, shape: ModelShape | None, shown: ShownRows
 ) -> Iterator[tuple[str, str]]:
     yield "model", _model(config, model, shape)
     yield from (("", f"note: {note}") for note in (model.notes if model is not None else ()))
+    held = model.config.get("dtype", model.config.get("torch_dtype")) if model is not None else None
+    if held == "bfloat16" != config.model.dtype:
+        text = f"the files of the model are in {held}; it is kept, and exported to hf/, in {config.model.dtype}"
+        yield "", f"note: {text} (model.dtype)"
     yield from _engines(config)
     if not config.generates and config.reinforces:
         yield "data", f"train rollouts of {config.rollouts}"
     else:
-        yield "data", f"train {_sources(config.data.train)}"
+        yield "data", f"train {_sources(config.data, 'train', shown)}"
         if config.envs:
             names = ", ".join(dict.fromkeys(env.name for env in config.envs.values()))
             yield "", f"environment {names}, episodes of up to {config.max_turns} turns"
     if config.data.val is not None:
-        yield "", f"held-out {_sources(config.data.val)}"
-    yield from (("", f"note: {path} does not exist; a start needs it") for path in _missing_files(config))
+        yield "", f"held-out {_sources(config.data, 'val', shown)}"
+    yield from shown.examples
+    for path in _missing_files(config):
+        yield "", f"note: {path} does not exist: this run cannot start, and its rows are not checked"
     yield "batch", _batch(config, layout)
     if layout.replicas:
         yield "", _generation(config, layout)
@@ -123,10 +141,16 @@ def _kind(run: RunState) -> str:
 def _work(config: Config) -> str:
     if config.pipeline_spec.work is not None:
         return config.pipeline_spec.work(config)
-    what = f"{config.pipeline}, {getattr(config.algorithm, 'name', '')}" if config.reinforces else config.pipeline
+    what = f"{config.pipeline}, {_algorithm(config)}" if config.reinforces else config.pipeline
     save = f"checkpoint every {config.save_every}" if config.save_every else "checkpoint at the end"
     evaluate = f"evaluation every {config.eval_every}" if config.evaluates else "no evaluation"
     return f"{what}, {config.max_steps} steps, {evaluate}, {save}{', deterministic' if config.deterministic else ''}"
+
+
+def _algorithm(config: Config) -> str:
+    """The algorithm, with the preset that the configuration has if it is named otherwise."""
+    name, preset = getattr(config.algorithm, "name", ""), preset_of(config)
+    return name if preset in ("", name) else f"algorithm={preset} ({name})"
 
 
 def _engines(config: Config) -> Iterator[tuple[str, str]]:
@@ -179,16 +203,22 @@ def _missing_files(config: Config) -> list[str]:
     """Missing prompt files, which a dry run does not need."""
     if not config.dry_run or (config.debug == "train_only" and not config.evaluates):
         return []
+    from hpcrl.data.places import is_missing
     from hpcrl.data.rows import sources
     from hpcrl.data.tasks import is_generated
 
     paths = [source.path for split in ("train", "val") for source in sources(config.data, split)]
-    return [path for path in paths if not is_generated(path) and not Path(path).expanduser().exists()]
+    return [path for path in paths if not is_generated(path) and is_missing(path)]
 
 
-def _sources(sources: str | list[str | DataSource]) -> str:
-    entries: Iterable[str | DataSource] = [sources] if isinstance(sources, str) else sources
-    return ", ".join(entry if isinstance(entry, str) else entry.path for entry in entries)
+def _sources(data: DataConfig, split: Literal["train", "val"], shown: ShownRows) -> str:
+    """The sources of a split with the numbers of their rows, as far as they were read."""
+    from hpcrl.data.rows import sources
+
+    paths = [source.path for source in sources(data, split)]
+    return ", ".join(
+        f"{path} ({shown.counts[split, path]})" if (split, path) in shown.counts else path for path in paths
+    )
 
 
 def _batch(config: Config, layout: RoleLayout) -> str:
@@ -222,13 +252,16 @@ def _generation(config: Config, layout: RoleLayout) -> str:
 
 def _asynchrony(config: Config) -> Iterator[tuple[str, str]]:
     rollout, algorithm = config.rollout, config.algorithm
-    behind, corrected = (
-        f"up to {rollout.max_lag:g} steps behind, on_stale={rollout.on_stale}",
-        str(algorithm.correction),
-    )
-    if corrected != "none":
-        corrected += f" weights of each {algorithm.correction_level.replace('geometric', 'geometric mean')}"
+    behind = f"up to {rollout.max_lag:g} steps behind, on_stale={rollout.on_stale}"
+    corrected = str(algorithm.correction)
+    for key, what in (("correction_level", " weights"), ("rejection_level", ", rejection by the ratio")):
+        if level := algorithm.correction_levels.get(key):
+            corrected += f"{what} of each {level.replace('geometric', 'geometric mean')}"
+    if algorithm.compares_with_generator:
+        corrected += f", the loss has the ratio of each {algorithm.ratio_level} to the generator's log-probs"
     yield "async", f"{behind}; correction: {corrected}" if config.learns else behind
+    if config.learns and corrected == "none":
+        yield "", "note: without correction (algorithm.correction=none) the loss does not see how old a response is"
     if rollout.on_new_weights == "continue":
         yield (
             "",

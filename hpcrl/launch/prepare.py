@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hpcrl.cluster.container import check_container
 from hpcrl.cluster.layout import RoleLayout, check_layout
 from hpcrl.cluster.placement import check_placement
-from hpcrl.config import Config, ConfigError, Problem, Reading, read
+from hpcrl.config import Config, ConfigError, Problem, Reading
 from hpcrl.config.abilities import check_built, check_family, check_length, check_trainable
+from hpcrl.config.folders import conf_dir, conf_file, shown
 from hpcrl.config.judging import as_judges
+from hpcrl.launch.frozen import settle
 from hpcrl.launch.hub import find_model
 from hpcrl.launch.machine import check_machine
 from hpcrl.launch.model_folder import NO_TOKENIZER, ModelFolder, check_chat_template, check_scalar_head, inspect_model
-from hpcrl.launch.plan import plan_shape
+from hpcrl.launch.plan import ShownRows, plan_shape
 from hpcrl.launch.render import check_prologue, check_words
 from hpcrl.launch.resources import check_host_memory
 from hpcrl.launch.stored import check_rollouts
@@ -24,14 +28,21 @@ from hpcrl.planner.memory import check_sizes
 from hpcrl.planner.shapes import CannotPlanError
 from hpcrl.rundir import CONFIG, RunState, check_run
 
+if TYPE_CHECKING:
+    from hpcrl.data.templates import FolderTemplate
 
-def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None, RunState, list[str]]:
-    """A checked run, and notes on its rows; its config.run_dir is the folder that it will use. Writes nothing.
-    ConfigError lists all problems of configuration, layout, data, rewards, model and run folder."""
-    reading = read(argv)
+
+def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None, RunState, ShownRows]:
+    """A checked run, and what its plan shows of its rows; its config.run_dir is the folder that it will use. Writes
+    nothing. ConfigError lists all problems of configuration, layout, data, rewards, model and run folder."""
+    settled = settle(argv)
+    reading = settled.reading
     config = reading.config
     model = run = None
-    notes: list[str] = []
+    seen = ShownRows()
+    choices = reading.composition.choices.items()
+    files = [(f"{group}={option}", conf_file(f"{group}/{option}.yaml")) for group, option in choices]
+    of_folders = [f"{choice} is from {shown(file)}" for choice, file in files if not file.is_relative_to(conf_dir())]
     if config is not None:
         reading.add([] if config.dry_run else check_built(config))
         layout_problems = check_layout(config)
@@ -43,9 +54,9 @@ def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None
         reading.add(check_container(config.cluster))
         reading.add(check_prologue(config.cluster))
         if not config.pipeline_spec.alone:
-            notes = _check_inputs(reading, config, None if layout_problems else layout)
             config = _find_model(reading, config)
             model = _check_model(reading, config)
+            seen = _check_inputs(reading, config, None if layout_problems else layout)
             config = _check_critic(reading, config)
             config = _check_judge(reading, config)
             config = _check_reward_model(reading, config)
@@ -60,19 +71,24 @@ def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None
     if reading.problems or config is None or run is None:
         raise ConfigError(reading.lines())
     config = config.model_copy(update={"run_dir": str(run.run_dir)})
-    return config, RoleLayout.from_config(config), model, run, notes
+    run = replace(run, words=settled.words, ignored=settled.ignored)
+    return config, RoleLayout.from_config(config), model, run, replace(seen, notes=[*of_folders, *seen.notes])
 
 
-def _check_inputs(reading: Reading, config: Config, layout: RoleLayout | None) -> list[str]:
-    """Checks prompt files, rewards and stored rollouts; returns what may be meant so. layout: None if it is
+def _check_inputs(reading: Reading, config: Config, layout: RoleLayout | None) -> ShownRows:
+    """Checks prompt files, rewards and stored rollouts; returns what the plan shows of them. layout: None if it is
     impossible."""
     from hpcrl.data import check_answers, check_shares, read_splits
     from hpcrl.envs.making import validate_envs
+    from hpcrl.launch.rows import check_own_variables, row_checks, show_rows
     from hpcrl.rewards.router import check_reward_ranks, reward_notes, validate_rewards
 
-    notes = []
+    shown = ShownRows()
     if config.debug != "train_only" or config.evaluates:
-        rows, wrong = read_splits(config.data, config.seed)
+        template = _check_template(reading, config)
+        checks = row_checks(config, template)
+        rows, wrong = read_splits(config.data, config.seed, checks)
+        wrong += check_own_variables(config, rows)
         if config.reinforces:
             wrong += check_shares(config.data, rows, config.rollout.num_prompts)
         elif config.learns:
@@ -84,9 +100,23 @@ def _check_inputs(reading: Reading, config: Config, layout: RoleLayout | None) -
         reading.add([Problem((), line, (("env",), ("data",))) for line in validate_envs(config, rows)])
         ranks = [] if layout is None else check_reward_ranks(config, layout, rows)
         reading.add([Problem((), line, (("layout", "reward"), ("data",))) for line in ranks])
-        notes = reward_notes(config, rows) if config.reinforces else []
+        shown = show_rows(config, template, rows, checks)
+        shown.notes += reward_notes(config, rows) if config.reinforces else []
     reading.add(check_rollouts(config))
-    return notes
+    return shown
+
+
+def _check_template(reading: Reading, config: Config) -> FolderTemplate | None:
+    """The policy's chat template; None if it is not known."""
+    from hpcrl.launch.rows import check_variables, find_template
+
+    try:
+        template = find_template(config)
+    except ValueError as error:
+        reading.add([Problem((), str(error), (("model", "path"),))])
+        return None
+    reading.add(list(check_variables(config, template)) if template is not None else [])
+    return template
 
 
 def _still_to_give(reading: Reading, config: Config) -> list[str]:

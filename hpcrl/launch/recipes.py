@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 
+from hpcrl.cli import use_utf8
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.cluster.placement import Placement
 from hpcrl.config import load
-from hpcrl.config.compose import conf_dir, groups
+from hpcrl.config.folders import conf_dir, options_of
 from hpcrl.launch.render import render
 
 HEADER = """\
@@ -30,7 +31,7 @@ HEADER = """\
 def recipes() -> dict[str, str]:
     """File name -> script, for all recipes. Raises ConfigError like hpcrl.config.load."""
     found = {}
-    for name in groups()["experiment"]:
+    for name in options_of(conf_dir(), "experiment"):
         words = ["+cluster=slurm", f"+experiment={name}"]
         config = load(words)
         if config.cluster.components:
@@ -64,4 +65,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    use_utf8()
     sys.exit(main(sys.argv[1:]))

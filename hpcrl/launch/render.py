@@ -1,6 +1,7 @@
 """The batch script of a run, as `python -m hpcrl.launch +cluster=slurm` submits it and slurm/*.sbatch contain it.
-Inside the job, the script composes the configuration again from the same arguments, so that it can be read, kept and
-submitted by hand."""
+
+It can be read, kept and submitted by hand: its arguments name the configuration that was submitted, or in
+slurm/*.sbatch the experiment, which is composed when the run starts for the first time."""
 
 from __future__ import annotations
 
@@ -117,7 +118,7 @@ def render(config: Config, placement: Placement, words: Sequence[str], python: s
 
 
 def check_words(words: Sequence[str], run_dir: Path) -> Iterator[str]:
-    """What a script cannot contain: the job parses the arguments again, and sbatch expands the log's path."""
+    """What a script or the stored arguments cannot contain; sbatch expands the log's path."""
     if not RUN_DIR.fullmatch(str(run_dir)):
         text = "a batch script takes letters, digits, spaces and . _ + @ - in a path; choose another run_dir"
         yield f"run folder {str(run_dir)!r}: {text}"

@@ -17,20 +17,20 @@ from hpcrl.rundir import SLURM
 
 def start(argv: Sequence[str]) -> int:
     """Check the run, print its plan and, unless it is finished, run it to its end; returns the exit code."""
-    config, layout, model, run, notes = prepare(argv)
-    plan = describe(config, layout, model, run, notes)
-    shown = "".join([plan, "\n", *environment_notes(config, layout)])
+    config, layout, model, run, shown = prepare(argv)
+    plan = describe(config, layout, model, run, shown)
+    text = "".join([plan, "\n", *environment_notes(config, layout)])
     if config.dry_run:
         lacking = [f"this version cannot run it: {problem.text}" for problem in check_built(config)]
-        show("\n".join([shown, "dry_run: nothing was started or written", *lacking]))
+        show("\n".join([text, "dry_run: nothing was started or written", *lacking]))
         return ExitCode.DONE
-    print(shown, end="", flush=True)
+    print(text, end="", flush=True)
     if run.kind == "finished":
         further = "" if config.pipeline_spec.alone else "raise max_steps, or "
         print(f"\nfinished: {run.finished['reason']}; {further}choose another run_name or resume=fresh")
         return ExitCode.DONE
     if config.cluster.name == "slurm":
-        (job, *links), cluster = submit(config, layout, argv)
+        (job, *links), cluster = submit(config, layout, run.words)
         log = Path(config.run_dir) / SLURM / f"job-{job}.log"
         print(f"\njob {job} is submitted\n  follow  tail -F {shlex.quote(str(log))}")
         print(in_shell(f"  status  python -m hpcrl.status {shlex.quote(config.run_dir)}"))
@@ -41,4 +41,4 @@ def start(argv: Sequence[str]) -> int:
         return ExitCode.DONE
     from hpcrl.run import launch_local  # not needed for a dry run
 
-    return launch_local(config, plan)
+    return launch_local(config, plan, run.words)

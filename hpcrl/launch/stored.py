@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hpcrl.config import Config, ConfigError, Problem
-from hpcrl.config.checks import weighed_shares
+from hpcrl.config.off_policy import starts_clipped, weighed_shares
 from hpcrl.files import steps_in
 from hpcrl.rundir import CONFIG, stored_config
 
@@ -50,12 +50,16 @@ def _check_sampling(config: Config, run_dir: Path) -> list[Problem]:
             "were drawn without; use those of a run with the same algorithm"
         )
         problems.append(Problem(("algorithm", "name"), text, (("rollouts",),)))
-    if given := weighed_shares(config, drawn):
+    key, given = weighed_shares(config, drawn)
+    if key:
         text = (
-            "algorithm.correction_level: sequence multiplies the shares of probability that sampling kept at each "
+            f"algorithm.{key}: sequence multiplies the shares of probability that sampling kept at each "
             f"token, and the rollouts of {run_dir} were drawn with {given}; use token, turn or geometric"
         )
-        problems.append(Problem(("algorithm", "correction_level"), text, (("rollouts",),)))
+        problems.append(Problem(("algorithm", key), text, (("rollouts",),)))
+    if text := starts_clipped(config, drawn):
+        text = f"algorithm.ratio_to: the rollouts of {run_dir} were drawn with rollout.top_p={text}"
+        problems.append(Problem(("algorithm", "ratio_to"), text, (("rollouts",),)))
     if drawn.temperature != asked:
         text = f"rollout.temperature: {asked:g}, and the rollouts of {run_dir} were drawn at {drawn.temperature:g}"
         problems.append(Problem(("rollout", "temperature"), f"{text}; use that", (("rollouts",),)))

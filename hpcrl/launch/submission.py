@@ -18,7 +18,9 @@ from hpcrl.cluster import slurm
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.cluster.placement import Placement
 from hpcrl.config import Config, ConfigError
+from hpcrl.config.config_file import write_config
 from hpcrl.files import write_durably
+from hpcrl.launch.frozen import SUBMITTED_CONFIG
 from hpcrl.launch.render import render
 from hpcrl.rundir import SLURM, check_run, process_lives, read_record, record_submission
 from hpcrl.signals import held_back
@@ -29,9 +31,9 @@ WRITTEN_S = 1.0
 """How long a record may be empty while its launch is alive."""
 
 
-def submit(config: Config, layout: RoleLayout, argv: Sequence[str]) -> tuple[list[int], str]:
-    """Write the batch script into the run folder and submit it; returns the job id (for a chain, those of all links)
-    and the cluster.
+def submit(config: Config, layout: RoleLayout, words: Sequence[str] | None) -> tuple[list[int], str]:
+    """Write the configuration, with the arguments that made it, and the batch script that starts from it into the run
+    folder, and submit the script; returns the job id (for a chain, those of all links) and the cluster.
 
     SlurmError with Slurm's reason; ConfigError if the script cannot be written, or if another launch submits or has
     submitted this run. After an error, this launch has left nothing in the queue.
@@ -41,17 +43,18 @@ def submit(config: Config, layout: RoleLayout, argv: Sequence[str]) -> tuple[lis
     try:
         with _alone(run_dir):
             check_run(config.model_dump(mode="json"), run_dir, "auto")  # earlier findings may be outdated
-            write_durably(script, script_of(config, layout, argv).encode())
+            # fresh has already taken effect
+            frozen = config.model_dump(mode="json") | {"resume": "auto"}
+            write_durably(run_dir / SUBMITTED_CONFIG, write_config(frozen, words))
+            write_durably(script, script_of(config, layout).encode())
             return _submit(config, script)
     except OSError as error:
         raise ConfigError([f"run folder {run_dir} cannot be written: {error}"]) from error
 
 
-def script_of(config: Config, layout: RoleLayout, argv: Sequence[str]) -> str:
-    """The batch script of a run with these arguments."""
-    words = [word for word in argv if not word.startswith(("run_dir=", "resume="))]
-    # fresh has already taken effect
-    words += [f"run_dir={config.run_dir}", *(["resume=auto"] if config.resume == "fresh" else [])]
+def script_of(config: Config, layout: RoleLayout) -> str:
+    """The batch script of a run, which starts from the configuration that was submitted."""
+    words = ["--config", str(Path(config.run_dir) / SUBMITTED_CONFIG)]
     return render(config, Placement.from_config(config, layout), words, shlex.quote(sys.executable))
 
 
@@ -123,7 +126,7 @@ def environment_notes(config: Config, layout: RoleLayout) -> list[str]:
     """A line of the plan for each variable of sbatch and srun in this shell: whether it affects the job."""
     if config.cluster.name != "slurm":
         return []
-    left_out, held = slurm.colliding(script_of(config, layout, []), os.environ)
+    left_out, held = slurm.colliding(script_of(config, layout), os.environ)
     return [
         *(f"shell   note: {name}={os.environ[name]} is not passed on: the run sets it itself\n" for name in left_out),
         *(f"shell   note: {name}={os.environ[name]} affects all nodes of the job\n" for name in held),

@@ -173,13 +173,17 @@ class Agent:
                     verdict.controller_code = code
                 elif rank in verdict.lost:
                     unreported[rank] = verdict.lost[rank]
-            # The same signal a second time ends everything in a local run. A batch system sends SIGUSR1, then SIGTERM
+            # SIGINT or SIGTERM a second time ends everything in a local run. A batch system sends SIGUSR1, then SIGTERM
             # two or three times, while a save may still succeed.
-            if self._impatient and len(self._signals) > len(set(self._signals)):
+            asked = [number for number in self._signals if number != signal.SIGUSR1]
+            if self._impatient and len(asked) > len(set(asked)):
                 return
             if self._signals and forwarded is None and 0 in alive:
                 forwarded = self._signals[0]
                 alive[0].send_signal(forwarded)
+                again = "; again: stop now, without the current step" if self._impatient else ""
+                name = signal.Signals(forwarded).name
+                print(f"hpcrl: {name}: stopping after the current step{again}", file=sys.stderr, flush=True)
             # Ranks on other nodes end at Leave or once the store is gone; the ranks of this node get grace_s to end.
             if verdict.controller_code is not None:
                 unreported.clear()
@@ -242,6 +246,11 @@ class Agent:
             self._kills = OutOfMemoryKills(self._kills.in_cgroup + 1, self._kills.on_machine + 1)  # this one
         activity = read_trace(self._pages[rank])
         doing = f" in {activity.name}" + f" #{activity.seq}" * bool(activity.seq) if activity is not None else ""
+        if activity is not None and activity.beside and not silent:
+            name = activity.beside
+            doing += (
+                f", while a thread played {name}, whose code may have ended it ({name}.runs_in=process confines it)"
+            )
         where = f"process {self._processes[rank].pid} on {socket.gethostname()}"
         said = f"{where} {silent}{doing} and was ended" if silent else f"{where} {how}{doing}"
         return said + _last_words(self._logs / f"rank_{rank:04d}.log", self._log_starts[rank])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 HIDDEN = ""
+DEVICE = re.compile(r"\d+|GPU-[0-9A-Fa-f-]+|MIG-\S+")
+"""A number, the UUID of a GPU or of a part of one, or a beginning of a UUID."""
 
 
 def check_device(gpus: str, found: bool, torch_version: str) -> None:
@@ -24,8 +27,8 @@ def visible_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> li
     """The GPUs this process may use, from CUDA_VISIBLE_DEVICES; without this variable, all GPUs of the node."""
     if VISIBLE in environ:
         names = [name.strip() for name in environ[VISIBLE].split(",")]
-        # CUDA stops at the first entry that is not a device.
-        return names[: next((i for i, name in enumerate(names) if name in ("", "-1")), len(names))]
+        # CUDA stops at the first entry that is not a device, such as NoDevFiles, which Slurm gives a job without GPUs.
+        return names[: next((i for i, name in enumerate(names) if not DEVICE.fullmatch(name)), len(names))]
     return [str(number) for number in range(sum(path.name[6:].isdigit() for path in devices.glob("nvidia*")))]
 
 

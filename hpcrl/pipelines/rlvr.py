@@ -27,6 +27,7 @@ def rlvr(run: Run) -> None:
         stats = [
             run.rollouts.stats,
             run.trainer.logprobs(batch, into="old_logprobs"),
+            run.trainer.entropies(batch),
             run.reference.logprobs(batch, into="ref_logprobs"),
             run.critic.values(batch),
             run.trainer.advantages(batch),

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from hpcrl.rewards.extract import CLOSED_BLOCK, json_of
+from hpcrl.rewards.sandbox.names import defined_names, free_names, judged_by_code, of_library
 
 Style = Literal["assert", "check", "pytest"]
 
@@ -152,6 +153,13 @@ def _asserted(source: str, setup: str, where: str, entry_point: Any) -> Case:
     tree = ast.parse(source)
     if not any(isinstance(node, ast.Assert) for node in ast.walk(tree)):
         raise ValueError(f"{where} has no assert statement: {source[:40]!r}")
+    free = free_names(tree, defined_names(ast.parse(setup)))
+    library = of_library(tree, free, str(entry_point or ""))
+    if judged := judged_by_code(tree, free, library):
+        raise ValueError(
+            f"{where} asks {judged[0]} whether the result of {judged[1]} is right, and the response would define both: "
+            f"define {judged[0]} in the setup, or compare with ==: {source[:60]!r}"
+        )
     if entry_point is not None:
         return Suite("assert", source, setup, _name(entry_point, f"{where}: entry_point"))
     names = _tested_built_ins(tree, ast.parse(setup))
@@ -166,14 +174,10 @@ def _asserted(source: str, setup: str, where: str, entry_point: Any) -> Case:
 def _tested_built_ins(test: ast.Module, setup: ast.Module) -> list[str]:
     """The built-in functions that a test calls, if it uses no other name: one of them is then what the response
     defines. All other tests have Python's own, which the code of a response must not replace."""
-    nodes, known = list(ast.walk(test)), [*ast.walk(test), *ast.walk(setup)]
+    nodes = list(ast.walk(test))
     if any(isinstance(node, ast.Import | ast.ImportFrom) for node in nodes):
         return []
-    given = {node.id for node in known if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    given |= {node.name for node in known if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    given |= {argument.arg for node in nodes if isinstance(node, ast.arguments) for argument in node.args}
-    imports = [alias for node in known if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
-    given |= {(alias.asname or alias.name).split(".")[0] for alias in imports}
+    given = defined_names(test) | defined_names(setup)
     used = [node.id for node in nodes if isinstance(node, ast.Name) and node.id not in given]
     if not all(hasattr(builtins, name) for name in used):
         return []

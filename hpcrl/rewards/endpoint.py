@@ -11,12 +11,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import http.client
+import ipaddress
 import json
 import os
 import random
 import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -47,8 +49,8 @@ class NoRedirects(urllib.request.HTTPRedirectHandler):
 class Endpoint:
     """One model behind one or several URLs. Every method may be called by many threads at once.
 
-    key: the environment variable with the bearer's token; token: this itself, of the run, for its own ranks, which are
-    asked without a proxy.
+    key: the environment variable with the bearer's token; token: this itself, of the run, for its own ranks. Servers of
+    the cluster, and with a token all servers, are asked without a proxy.
     """
 
     def __init__(
@@ -65,8 +67,8 @@ class Endpoint:
         self._several = len(urls) > 1
         self._key_env, self._token, self._timeout_s, self._backoff_s = key_env, token, timeout_s, backoff_s
         self._interval_s = 1.0 / max_requests_per_s if max_requests_per_s else 0.0
-        proxies = [urllib.request.ProxyHandler({})] if token else []
-        self._opener = urllib.request.build_opener(NoRedirects, *proxies)
+        self._direct = urllib.request.build_opener(NoRedirects, urllib.request.ProxyHandler({}))
+        self._proxied = urllib.request.build_opener(NoRedirects)
         self._lock = threading.Lock()
         self._free_at = 0.0  # monotonic time from which the next request may start
 
@@ -82,13 +84,13 @@ class Endpoint:
                 answer, told = self._post(url, data, deadline)
                 return answer
             except urllib.error.HTTPError as error:
-                problem = f"status {error.code}: {_excerpt(error)}"
+                problem = f"status {error.code}: {_excerpt(error)}{self._way(url)}"
                 if error.code not in TRANSIENT:
                     raise EndpointError(f"{url}: {problem}") from None
                 wait_s, told = _retry_after_s(error), _load(error.headers)
                 down_s = wait_s or pause_s
             except (OSError, http.client.HTTPException) as error:
-                problem, wait_s, down_s = f"{type(error).__name__}: {error}", 0.0, DOWN_S
+                problem, wait_s, down_s = f"{type(error).__name__}: {error}{self._way(url)}", 0.0, DOWN_S
             finally:
                 self._addresses.done(url, told, down_s)
             counts["retries"] += 1
@@ -113,6 +115,16 @@ class Endpoint:
         time.sleep(start - now)
         return True
 
+    def _proxy(self, url: str) -> str:
+        """The proxy of the environment (http_proxy, https_proxy) on the way to a URL; empty without one."""
+        parts = urllib.parse.urlsplit(url)
+        if self._token or in_cluster(parts.hostname or "") or urllib.request.proxy_bypass(parts.netloc):
+            return ""
+        return urllib.request.getproxies().get(parts.scheme, "")
+
+    def _way(self, url: str) -> str:
+        return f" (through the proxy {proxy}, unless no_proxy names the host)" if (proxy := self._proxy(url)) else ""
+
     def _post(self, url: str, data: bytes, deadline: float) -> tuple[bytes, int | None]:
         """(body, open requests of a rank of the run) of the answer."""
         headers, key = {"Content-Type": "application/json"}, self._token
@@ -122,7 +134,8 @@ class Endpoint:
             headers["Authorization"] = f"Bearer {key}"
         request = urllib.request.Request(url, data, headers)
         end = min(deadline, time.monotonic() + self._timeout_s)
-        with self._opener.open(request, timeout=max(0.01, end - time.monotonic())) as response:
+        opener = self._proxied if self._proxy(url) else self._direct
+        with opener.open(request, timeout=max(0.01, end - time.monotonic())) as response:
             body = bytearray()
             while block := response.read1(1 << 16):
                 body += block
@@ -133,6 +146,16 @@ class Endpoint:
             if response.length:  # of what the headers promised
                 raise http.client.IncompleteRead(bytes(body), response.length)
         return bytes(body), _load(response.headers)
+
+
+def in_cluster(host: str) -> bool:
+    """Whether a host is this machine or one of its cluster: a loopback or private address, or a name without a domain
+    or with one that is not public."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return "." not in host or host.endswith((".local", ".localdomain", ".internal", ".cluster", ".lan"))
+    return address.is_loopback or address.is_private or address.is_link_local
 
 
 class Cache:

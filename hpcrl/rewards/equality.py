@@ -9,38 +9,39 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any, TypeVar
 
+from hpcrl.rewards.evaluated import is_evaluated
 from hpcrl.rewards.notation import (
     UNIT_MARK,
     close,
     has_other_words,
     has_variable,
     is_surely_unit,
+    measures_differ,
     names,
     normalise,
     plain,
     quantity,
     unit_apart,
 )
+from hpcrl.rewards.parts import APPROXIMATELY, RELATION, AnswerParts, depths, is_label, outside, split
 
 T = TypeVar("T")
 LIMIT_S = 2.0  # CPU time of one comparison; the pool's timeout ends code that no signal interrupts
 MAX_DEPTH = 20
 MAX_ELEMENTS = 20  # of lists compared element by element
-_EXPLOSIVE = re.compile(r"\^\{?\s*-?\d{5}|\d\s*\}?\s*\^\s*\{*\s*\d+\s*\}*\^|\d{4,}\s*\)*!|!\s*\)*!")
-_OPEN, _CLOSE = "([{", ")]}"
+_EXPLOSIVE = re.compile(
+    r"\^\{?\s*-?\d{5}|\d\s*\}?\s*\^\s*\{*\s*\d+\s*\}*\^|\d{4,}\s*\)*!|!\s*\)*!"
+    r"|[A-Za-z][^()]*\)\s*\^\s*\{?\s*\d{3}"  # a sum to a power of hundreds, which sympy expands
+)
 _CHOICE = re.compile(r"\(?([A-Z])[).:]?")
-_CHOICE_WITH_TEXT = re.compile(r"(?:\(([A-Z])\)|([A-Z])[).:])\s*\S.*")
-_NOT_IN_LABELS = re.compile(r"[\d+^!]|-|\\(?:sqrt|sin|cos|tan|log|ln|exp|int|sum|prod|lim|pi|infty)(?![A-Za-z])")
-_INDEX = re.compile(r"_(?:\{[^{}]*\}|\w)|\^\{-1\}|(?<=[A-Za-z])\s*\([^()]*\)")
-_RELATION = re.compile(r"\\(?:le|ge|ne|in|notin|subset|equiv)(?![A-Za-z])|[<>]")
+_CHOICE_WITH_TEXT = re.compile(r"(?:\(([A-Z])\)|([A-Z])[).:])\s*(\S.*)")
+_NEXT_CHOICE = re.compile(r"\([A-Z]\)|(?<![A-Za-z\d(])[A-Z]\)|(?:or|and|,|;|/|&)\s*\(?[A-Z](?![A-Za-z])")
 _EXCLUSION = re.compile(r"\\(?:ne|notin|to|rightarrow|Rightarrow|implies|iff|mapsto)(?![A-Za-z])|->|=>")
-_APPROXIMATELY = re.compile(r"\\(?:approx|simeq|sim)(?![A-Za-z])")
-_AND = re.compile(r"(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])")
 _MALFORMED = re.compile(
     r"(?<![_^\d.])[\d.]+\s+[\d.]"  # two numbers
     r"|(?<![A-Za-z\d}_])\d+\s*_"  # a number in some base
@@ -50,11 +51,12 @@ _TUPLE = re.compile(r"(?<![A-Za-z])[(\[][^()\[\]]*,[^()\[\]]*[)\]]")
 _DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+")
 
 
-def equivalent(gold: str, given: str) -> bool:
-    """Whether two answers are equal. TimeoutError after LIMIT_S of CPU time. Main thread only, since the limit uses a
-    signal."""
+def equivalent(gold: str, given: str, unevaluated: bool = False) -> bool:
+    """Whether two answers are equal. unevaluated: an answer that still has to be computed may equal its value.
+    TimeoutError after LIMIT_S of CPU time. Main thread only, since the limit uses a signal."""
+    other_measure = measures_differ(gold, given)
     gold, given = _normalise_gold(gold), normalise(given)
-    if not given or not gold:
+    if not given or not gold or other_measure or not (unevaluated or is_evaluated(gold, given)):
         return False
     at_sight = _equal_at_sight(gold, given)
     if at_sight is not None:
@@ -66,16 +68,7 @@ def equivalent(gold: str, given: str) -> bool:
 def is_explosive(text: str) -> bool:
     """Whether evaluating `text` could take unlimited time: towers of powers, huge factorials and exponents, deep
     nesting."""
-    return _depths(text)[0] > MAX_DEPTH or bool(_EXPLOSIVE.search(text))
-
-
-def _depths(text: str) -> tuple[int, int]:
-    """The greatest depth of brackets, and the depth at the end, -1 if a closing bracket was never opened."""
-    depth = deepest = lowest = 0
-    for char in text:
-        depth += (char in _OPEN) - (char in _CLOSE)
-        deepest, lowest = max(deepest, depth), min(lowest, depth)
-    return deepest, depth if lowest == 0 else -1
+    return depths(text)[0] > MAX_DEPTH or bool(_EXPLOSIVE.search(text))
 
 
 def _equal(gold: str, given: str) -> bool:
@@ -87,9 +80,9 @@ def _equal(gold: str, given: str) -> bool:
         return False
     if _is_malformed(gold) or _is_malformed(given):
         return plain(gold).casefold() == plain(given).casefold()
-    if _APPROXIMATELY.search(given) and not _APPROXIMATELY.search(gold):
-        left, right = (part.strip() for part in _APPROXIMATELY.split(given, maxsplit=1))
-        return bool(right) and _equal(gold, right if not left or _is_label(left) else left)
+    if APPROXIMATELY.search(given) and not APPROXIMATELY.search(gold):
+        left, right = (part.strip() for part in APPROXIMATELY.split(given, maxsplit=1))
+        return bool(right) and _equal(gold, right if not left or is_label(left) else left)
     if _with_decimal_point(gold, given) or _with_decimal_point(given, gold):
         return True
     for decide in (_parts_equal, _sides_equal, _units_equal, _words_equal):
@@ -109,7 +102,7 @@ def _equal_at_sight(gold: str, given: str) -> bool | None:
 
 def _is_malformed(text: str) -> bool:
     """Whether math-verify would parse a part of `text` and ignore the rest."""
-    if not text.isascii() or _depths(text)[1] != 0 or _MALFORMED.search(text):
+    if not text.isascii() or depths(text)[1] != 0 or _MALFORMED.search(text):
         return True
     return "\\\\" in text and "\\begin" not in text
 
@@ -119,7 +112,8 @@ def _choices_equal(gold: str, given: str) -> bool | None:
     for one, other in ((gold, given), (given, gold)):
         letter, choice = _CHOICE.fullmatch(one), _CHOICE.fullmatch(other) or _CHOICE_WITH_TEXT.fullmatch(other)
         if letter and choice:
-            return letter[1] in choice.groups()
+            several = choice.re is _CHOICE_WITH_TEXT and _NEXT_CHOICE.search(choice[3])
+            return not several and letter[1] in choice.groups()[:2]
     return None
 
 
@@ -132,21 +126,9 @@ def _with_decimal_point(text: str, other: str) -> bool:
 # -- lists, sets, tuples, intervals
 
 
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """The elements between the outer brackets of an answer; one element and no brackets if it is not a list."""
-
-    brackets: str
-    elements: tuple[str, ...]
-
-    @property
-    def ordered(self) -> bool:
-        return self.brackets not in ("", "{}")
-
-
 def _parts_equal(gold: str, given: str) -> bool | None:
     """Equality element by element; None if neither is a list, or if math-verify decides better."""
-    a, b = _split(gold), _split(given)
+    a, b = split(gold), split(given)
     counts = len(a.elements), len(b.elements)
     if max(counts) == 1 or max(counts) > MAX_ELEMENTS:
         return None
@@ -176,46 +158,9 @@ def _matched(golds: list[str], givens: list[str]) -> bool:
     return True
 
 
-def _assigned(parts: _Parts) -> set[str]:
+def _assigned(parts: AnswerParts) -> set[str]:
     """The names to which elements assign values."""
     return {plain(element.partition("=")[0]) for element in parts.elements if "=" in element}
-
-
-def _split(text: str) -> _Parts:
-    elements = _elements(text)
-    if len(elements) == 1:
-        start, end = (2, -2) if text.startswith(r"\{") and text.endswith(r"\}") else (1, -1)
-        inner, brackets = text[start:end], text[start - 1 : start] + text[-1:]
-        if len(inner) > 2 and brackets[0] in _OPEN and brackets[1] in _CLOSE and len(_outside(inner)) > 1:
-            elements = _elements(inner)
-            return _Parts(brackets, elements if brackets != "{}" else _once(elements))
-    return _Parts("", _once(elements))
-
-
-def _elements(text: str) -> tuple[str, ...]:
-    """The parts between commas, semicolons, "and" and "or" outside brackets; a part with one "\\pm" is two."""
-    found: list[str] = []
-    for part in _outside(_AND.sub(" , ", text)):
-        signed = [part.replace(r"\pm", sign) for sign in "+-"] if part.count(r"\pm") == 1 else [part]
-        found += [element.strip() for element in signed if element.strip()]
-    return tuple(found)
-
-
-def _once(elements: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple({plain(element): element for element in elements}.values())
-
-
-def _outside(text: str, separators: str = ",;") -> list[str]:
-    """The parts of `text` between separators outside all brackets; `text` alone if brackets do not match."""
-    parts, depth, start = [], 0, 0
-    for place, char in enumerate(text):
-        depth += (char in _OPEN) - (char in _CLOSE)
-        if depth < 0:
-            return [text]
-        if depth == 0 and char in separators:
-            parts.append(text[start:place])
-            start = place + 1
-    return [*parts, text[start:]]
 
 
 # -- equations, words
@@ -224,8 +169,8 @@ def _outside(text: str, separators: str = ",;") -> list[str]:
 def _sides_equal(gold: str, given: str) -> bool | None:
     """Equality if one answer is an equation, "x = 5" or "6*7 = 42": every side that is not a name must be equal. None
     without an equation, and for two equations that are not assignments."""
-    a, b = _outside(gold, "="), _outside(given, "=")
-    if max(len(a), len(b)) == 1 or _RELATION.search(gold) or _RELATION.search(given):
+    a, b = outside(gold, "="), outside(given, "=")
+    if max(len(a), len(b)) == 1 or RELATION.search(gold) or RELATION.search(given):
         return None
     (name, golds), (given_name, givens) = _assignment(a), _assignment(b)
     if len(a) > 1 and len(b) > 1:
@@ -243,18 +188,11 @@ def _assignment(sides: list[str]) -> tuple[str, list[str]]:
     """(label, values) of the sides of an equation; no label, and all sides, if neither the first nor the last is a
     label."""
     sides = [side.strip() for side in sides if side.strip()]
-    if len(sides) > 1 and _is_label(sides[0]):
-        return sides[0], [side for side in sides[1:-1] if not _is_label(side)] + sides[-1:]
-    if len(sides) == 2 and _is_label(sides[1]):
+    if len(sides) > 1 and is_label(sides[0]):
+        return sides[0], [side for side in sides[1:-1] if not is_label(side)] + sides[-1:]
+    if len(sides) == 2 and is_label(sides[1]):
         return sides[1], sides[:1]
     return "", sides
-
-
-def _is_label(text: str) -> bool:
-    """Whether a side of an equation is the name that gets a value: x, x_1, f(2), \\angle ABC, (p, q), total cost."""
-    if text in ("e", "i") or not re.search("[A-Za-z]", text):
-        return False
-    return not _NOT_IN_LABELS.search(_INDEX.sub("", text))
 
 
 def _units_equal(gold: str, given: str) -> bool | None:
@@ -281,7 +219,7 @@ def _misread(gold: str, given: str) -> bool:
         return True
     for text, other in ((gold, given), (given, gold)):
         number = quantity(text)
-        if _RELATION.match(text) or (number is not None and _TUPLE.search(other)):
+        if RELATION.match(text) or (number is not None and _TUPLE.search(other)):
             return True
         if number is not None and not number.unit and has_variable(other):
             return True

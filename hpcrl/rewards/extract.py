@@ -24,20 +24,29 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _BARE_BOX = re.compile(r"[^\s$.,;]+")
 _AND = r"(?:and|or)"
 _BETWEEN_BOXES = re.compile(
-    rf"(?:[\s,;$&]|\\[()\[\],;:! ]|\\q?quad\b|\\text(?:rm|bf|it)?\s*\{{[\s,;]*{_AND}?[\s,;]*\}}|\b{_AND}\b)*"
+    rf"(?:[\s,;$&]|\(?(?:[a-h]|i{{1,3}}|iv|v)\)"  # labels of parts
+    rf"|\\[()\[\],;:! ]|\\q?quad\b|\\text(?:rm|bf|it)?\s*\{{[\s,;]*{_AND}?[\s,;]*\}}|\b{_AND}\b)*"
 )
-_ANSWER_IS = re.compile(r"answer(?:\*\*|__)?\s{0,9}(?:is|[:=])(?:\s{0,9}[:=])?(?:\*\*|__)?\s{0,99}", re.IGNORECASE)
+_ANSWER_IS = re.compile(
+    r"(?:answer|答案|答え)(?:\*\*|__)?\s{0,9}(?:is|是|为|為|は|[:：=＝])(?:\s{0,9}[:：=＝])?(?:\*\*|__)?\s{0,99}",
+    re.IGNORECASE,
+)
 _BOLD = re.compile(r"(?<![\w)*])(\*\*|__|\*|`)(?=[^\s*`])([^*`]+)(?<=\S)\1(?!\w)")
 _WRAPPED = re.compile(r"(?<!\\)(\$\$|\$|\\\(|\\\[)(.*?)(?<!\\)(\$\$|\$|\\\)|\\\])", re.DOTALL)
-_SENTENCE_END = re.compile(r"[.!?](?=\s+[A-Z*\"(\[]|\s*$)")
+_SENTENCE_END = re.compile(r"[.!?](?=\s+[A-Z*\"(\[]|\s*$)|[。！？]")
 _CONNECTIVE = re.compile(
     r"(?:thus|so|hence|therefore|then|finally|we (?:get|have|find)|that is)\b[\s,:]*", re.IGNORECASE
 )
-_VERB = re.compile(r"(?:\b(?:is|are|equals?|be|to|at|gives?|becomes?)|:)\s+", re.IGNORECASE)
+_VERB = re.compile(
+    r"(?:\b(?:is|are|equals?|be|to|at|gives?|becomes?"
+    r"|(?:increas|decreas|reduc|chang|grow|ris|fall|drop|go)\w{0,4}(?: up| down)? by)|:)\s+"
+    r"|(?:是|为|為|等于|得到|共有|还有|有|は|：)\s*",
+    re.IGNORECASE,
+)
 _OPENING = re.compile(r"(?<![\w*_])(?:\*{1,3}|_{1,3})(?=[^\s*_]|$)")
 _QUOTED = re.compile(r"[\"“]([^\"“”]+)[\"”]?\.?")
 _HOPE = re.compile(r"I hope (?:it|this|that) is correct\W*$", re.IGNORECASE)
-_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}|[\u3040-\u30ff\u4e00-\u9fff]")  # Chinese and Japanese without spaces
 
 
 def json_of(answer: Any) -> Any:

@@ -224,13 +224,7 @@ def load_function(path: str) -> Callable[..., Any]:
     module_name, _, name = path.rpartition(":")
     if not module_name or not name:
         raise ValueError(f"{path}: an import path is package.module:callable or file.py:callable")
-    if module_name.endswith(".py"):
-        module = _load_file(module_name, path)
-    else:
-        try:
-            module = importlib.import_module(module_name)
-        except RAISED as error:
-            raise ValueError(f"{path}: importing {module_name} failed: {type(error).__name__}: {error}") from error
+    module = load_module(module_name, path)
     function = getattr(module, name, None)
     if function is None:
         raise ValueError(f"{path}: {module_name} has no {name}")
@@ -243,6 +237,17 @@ def load_function(path: str) -> Callable[..., Any]:
     if not callable(function):
         raise ValueError(f"{path}: {name} is not callable, it is {type(function).__name__}")
     return function
+
+
+def load_module(name: str, path: str) -> Any:
+    """The module of this name, or that of a file.py, which is executed. ValueError begins with `path`, the import path
+    that names it."""
+    if name.endswith(".py"):
+        return _load_file(name, path)
+    try:
+        return importlib.import_module(name)
+    except RAISED as error:
+        raise ValueError(f"{path}: importing {name} failed: {type(error).__name__}: {error}") from error
 
 
 def _load_file(name: str, path: str) -> Any:

@@ -50,7 +50,7 @@ class MathReward(PerResponse):
         if not given or len(given) > self.options.max_answer_chars:
             return Score(0.0, 0.0, metrics={"no_answer": 1.0}, given=given, gold=gold)
         try:
-            right = float(equivalent(gold, given))
+            right = float(equivalent(gold, given, self.options.unevaluated))
         except TimeoutError as error:
             return Score(0.0, 0.0, f"TimeoutError: {error}", given=given, gold=gold)
         return Score(right, right, given=given, gold=gold)

@@ -68,6 +68,23 @@ _SPACED_THOUSANDS = re.compile(r"([+-]?[1-9]\d{0,2}(?: \d{3})+)((?:\.\d+)?(?:[^\
 _REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar)\s*\{?(\d+)\}?")
 _APPROXIMATELY = re.compile(r"(?:\\approx|\\sim|approximately|about|exactly)(?![A-Za-z])\s*", re.IGNORECASE)
 
+_MEASURES = {
+    name: re.compile(pattern, re.IGNORECASE)
+    for name, pattern in {
+        "degrees": r"\^\s*\{?\s*\\circ|°|\\degree\b|\bdeg(?:rees?)?\b",
+        "radians": r"\brad(?:ians?)?\b",
+        "celsius": r"(?:\\circ\s*\}?|°)\s*(?:\\\w+\s*\{?)?\s*C\b|\bcelsius\b",
+        "fahrenheit": r"(?:\\circ\s*\}?|°)\s*(?:\\\w+\s*\{?)?\s*F\b|\bfahrenheit\b",
+        "dollars": r"(?<!\\)\\\$|\bUS\$|^\$(?=\s*[\d.])(?!.*\$)|\b(?:dollars?|usd)\b",
+        "cents": r"¢|\bcents?\b",
+        "euros": r"€|\beuros?\b",
+        "pounds": r"[£￡]|\bgbp\b",
+        "yen": r"[¥￥]|\b(?:yen|yuan|jpy|cny)\b",
+        "rupees": r"[₹]|\b(?:rupees?|inr)\b",
+    }.items()
+}
+"""Signs and words of measures that normalise() removes, or that count as any unit."""
+
 _DECIMAL = r"(?:\d+\.?\d*|\.\d+)"
 _LITERAL = re.compile(
     rf"(?P<sign>[+-]?)\s*(?:"
@@ -91,6 +108,10 @@ _ONE_UNIT = rf"\s*{UNIT_MARK}([A-Za-z]+(?:\s?\^\{{?\d\}}?)?)\s?"
 _UNIT_FRACTION = re.compile(rf"\\[dtc]?frac\s?\{{{_ONE_UNIT}\}}\s?\{{{_ONE_UNIT}\}}")
 _CONSTANT = re.compile(r"(?:\\(?:pi|sqrt|frac|cdot|times|pm|log|ln|sin|cos|tan)(?![A-Za-z])|[^A-Za-z\\])*")
 _RATE = re.compile(r"(?:/\s*|\s(?:an?|per)\s+)(day|min|[A-Za-z]{4,})")
+_COUNTED = re.compile(
+    r"\s*(?![^\s]*[十百千万萬亿億兆倍分半折或和不约約余餘多几幾负負])[\u3040-\u30ff\u4e00-\u9fff]{1,12}"
+)
+"""Chinese or Japanese words after a number, without those that change it."""
 _SHORT_UNITS = """
     mm cm dm km mg kg lb lbs oz ft in yd mi qt pt ml cl dl ms hr hrs mph kph kmh rpm fps hz khz mhz ghz kw kwh mw wh kj
     mj ev kv db pa kpa mol sq cu st pm am min mins gms
@@ -176,7 +197,7 @@ def normalise(text: str) -> str:
         text = _ascii(text)
     if "\\\\" in text and "\\begin" not in text:
         text = _ESCAPED_TWICE.sub("\\\\", text)
-    if "\\" in text or "$" in text:
+    if "\\" in text or "$" in text or "{" in text:
         text = _LATEX_THOUSANDS.sub(lambda match: re.sub(r"\D", "", match[0]), text)
         text = _DELIMITER.sub(" ", text)
         text = _TEXT.sub(_marked, _TEXT.sub(_marked, text.replace(UNIT_MARK, " ")))
@@ -192,7 +213,7 @@ def normalise(text: str) -> str:
             for pattern, replacement in _RENAMED_NAMES:
                 text = pattern.sub(replacement, text)
         text = _join_thousands(_APPROXIMATELY.sub("", text, count=1) if _APPROXIMATELY.match(text) else text)
-    text = text.strip()
+    text = text.strip().removesuffix("。").strip()
     return text if text.endswith("..") else text.removesuffix(".").strip()
 
 
@@ -243,11 +264,37 @@ def quantity(text: str, letter_after_number: bool = False) -> Quantity | None:
     rest = text[match.end() :]
     percent = re.match(r"\s*(?:\\?%|percent(?:age)?\b|per cent\b)", rest, re.IGNORECASE)
     rest = rest[percent.end() :] if percent else rest
+    if _COUNTED.fullmatch(rest):
+        rest = ""
     if rest and (rest[0].isdigit() or rest[0] in ".,_^"):
         return None
     value = _value(match)
     unit = _unit(rest, letter_after_number)
     return None if value is None or unit is None else Quantity(value, percent is not None, unit)
+
+
+def is_division(text: str) -> bool:
+    """Whether an answer in normal form begins with a fraction that still has to be divided: of decimals, or a whole
+    number such as 10/2."""
+    match = _LITERAL.match(text)
+    top = match and (match["top"] or match["short_top"] or match["over"])
+    if not match or not top:
+        return False
+    bottom = match["bottom"] or match["short_bottom"] or match["under"]
+    return not (top + bottom).isdigit() or (int(bottom) != 0 and int(top) % int(bottom) == 0)
+
+
+def measures_differ(text: str, other: str) -> bool:
+    """Whether two answers as written are in different currencies, angles or temperatures: degrees against radians."""
+    own, others = _measures(text), _measures(other)
+    return bool(own - others) and bool(others - own)
+
+
+@lru_cache(maxsize=4096)
+def _measures(text: str) -> frozenset[str]:
+    if text.isascii() and text.isdigit():
+        return frozenset()
+    return frozenset(name for name, pattern in _MEASURES.items() if pattern.search(text))
 
 
 def unit_apart(text: str) -> tuple[str, str]:

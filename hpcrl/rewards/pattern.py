@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
+
+import regex
 
 from hpcrl.config import RewardConfig
 from hpcrl.rewards.base import PerResponse, RewardItem, Score
@@ -14,9 +15,13 @@ from hpcrl.rewards.extract import CLOSED_BLOCK, after_thinking
 from hpcrl.rewards.specs import JsonSchemaOptions, RegexOptions
 from hpcrl.spec.options import read_options
 
+LIMIT_S = 2.0
+"""Of one search; an expression such as (x+x+)+y may need exponential time."""
+
 
 class RegexReward(PerResponse):
-    """1 if the regular expression of the options, or of the row's answer, is found in the response, else 0."""
+    """1 if the regular expression of the options, or of the row's answer, is found in the response, else 0. A search
+    over the time limit is an error."""
 
     def __init__(self, config: RewardConfig):
         self.options = read_options(RegexOptions, config.options)
@@ -28,8 +33,8 @@ class RegexReward(PerResponse):
         if not isinstance(answer, str):
             return "no answer, which is the regular expression if reward.*.options.pattern is null"
         try:
-            re.compile(answer)
-        except re.error as error:
+            regex.compile(answer)
+        except regex.error as error:
             return f"the answer {answer[:40]!r} is not a regular expression: {error}"
         return ""
 
@@ -38,8 +43,11 @@ class RegexReward(PerResponse):
         if not isinstance(pattern, str):
             raise ValueError("the row's answer is not a regular expression (data.answer_key)")
         text = item.response if self.options.with_thinking else after_thinking(item.response).strip()
-        find = re.fullmatch if self.options.whole else re.search
-        right = float(find(pattern, text, re.DOTALL) is not None)
+        find = regex.fullmatch if self.options.whole else regex.search
+        try:
+            right = float(find(pattern, text, regex.DOTALL, timeout=LIMIT_S) is not None)
+        except TimeoutError:
+            return Score(0.0, 0.0, f"TimeoutError: the search took more than {LIMIT_S:g} s", gold=pattern)
         return Score(right, right, gold=pattern)
 
 

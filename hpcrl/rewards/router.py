@@ -11,7 +11,7 @@ from difflib import get_close_matches
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, RewardConfig
-from hpcrl.data.files import open_table
+from hpcrl.data.places import open_table
 from hpcrl.data.rows import ANSWER_KEYS, RowSet, parse_row, sources, start_domains
 from hpcrl.data.tasks import Split, built_in_reward, is_generated
 from hpcrl.rewards.base import Reward, make_reward
@@ -75,7 +75,7 @@ def built_in_rewards(config: Config) -> dict[str, RewardConfig]:
                 continue
             try:
                 table = open_table(source, config.seed, split)
-                row = parse_row(table.row(0), config.data, source.tag, table.where(0))
+                row = parse_row(table.row(0), config.data, source.tag, table.where(0), table.padded)
             except ValueError:  # read_splits tells the user
                 continue
             answer = row.answer

@@ -66,7 +66,8 @@ class TagsReward(PerResponse):
 
 
 class LanguageReward(PerResponse):
-    """1 if the response is in the language of the options, or in that of the prompt, else 0."""
+    """1 if the response is in the language of the options, or in that of the prompt, else 0. A response without words
+    is in no language; where the prompt has none either, every response is right."""
 
     def __init__(self, config: RewardConfig):
         self.options = read_options(LanguageOptions, config.options)
@@ -75,5 +76,5 @@ class LanguageReward(PerResponse):
         wanted = self.options.language or language_of(item.prompt)
         text = item.response if self.options.with_thinking else after_thinking(item.response)
         given = language_of(re.sub(r"\$[^$]*\$|```.*?```", " ", text, flags=re.DOTALL))
-        right = float(None in (wanted, given) or wanted == given)
+        right = float(wanted is None or wanted == given)
         return Score(right, right, given=given, gold=wanted)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
@@ -28,9 +27,11 @@ from hpcrl.spec.tables import REWARDS
 
 def _compiled(pattern: str | None) -> str | None:
     """The pattern. ValueError if it is not a regular expression."""
+    import regex
+
     try:
-        re.compile(pattern or "")
-    except re.error as error:
+        regex.compile(pattern or "")
+    except regex.error as error:
         raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
     return pattern
 
@@ -55,6 +56,8 @@ class MathOptions(Section):
 
     require_boxed: bool = False
     """Accept only a box as the answer."""
+    unevaluated: bool = False
+    """Accept an answer that still has to be computed, such as 20 + 35 for 55."""
     max_answer_chars: Annotated[int, Field(ge=1, le=4000), NUMBER] = 300
     """Maximum answer length, characters; a longer answer is wrong, a longer gold answer an error."""
 

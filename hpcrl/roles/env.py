@@ -6,7 +6,7 @@ import contextlib
 import functools
 import json
 import math
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
@@ -20,8 +20,9 @@ from hpcrl.config import EnvConfig
 from hpcrl.control.messages import Done, EndEpisodes, Observed, PeekEnd, ScoredSample, Turn, TurnDelta
 from hpcrl.control.queues import ReaderLost
 from hpcrl.data.env_sources import given_start
-from hpcrl.data.rows import Messages
-from hpcrl.envs.base import Env, checked_reset, checked_step, cut, num_chars
+from hpcrl.data.messages import Messages
+from hpcrl.data.template_forms import chat_template
+from hpcrl.envs.base import UNREAD_KEYS, Env, begin, checked_reset, checked_step, cut, num_chars
 from hpcrl.envs.examples import example_messages
 from hpcrl.envs.processes import EnvProcess, EnvProcessError
 from hpcrl.rewards.extract import after_thinking
@@ -29,16 +30,14 @@ from hpcrl.rewards.guarded import RAISED, describe, sendable
 from hpcrl.roles.base import Rank
 from hpcrl.roles.dialogue import (
     as_messages,
-    chat_template,
     first_prompt,
     fitting,
-    heard,
-    observation_ids,
     prompt_ids,
     window,
     with_tools,
 )
-from hpcrl.roles.hosts import Hosts
+from hpcrl.roles.hosts import Hosts, StartedTurn
+from hpcrl.roles.observations import check_continues, observation_ids
 from hpcrl.rollout.types import FinishReason, episode_seed, is_held_out, split_sample_id
 from hpcrl.trajectory import MAX_REWARD
 
@@ -87,13 +86,13 @@ class _NoRoom(Exception):
 
 
 class _Playing:
-    """A turn that an environment plays. stop: ends it, as far as that is possible."""
+    """A turn that an environment plays."""
 
     def __init__(self, turn: Turn, episode: _Episode, section: str, timeout_s: float):
         self.turn, self.episode, self.section = turn, episode, section
         self._timeout_s, self._clock = timeout_s, AwakeClock(timeout_s)
         self.played: Future[_Played] = Future()
-        self.stop: Callable[[], object] = lambda: None
+        self.started: StartedTurn
 
     def is_over(self) -> bool:
         """Whether the turn has ended; ends it with _TooLate after its timeout. Called at every look of the role, as
@@ -129,7 +128,10 @@ class EnvRole:
     """
 
     def __init__(self, worker: Rank):
-        """ValueError if a section names no valid environment, or examples that leave no room for a prompt."""
+        """ValueError if a section names no valid environment, or examples that leave no room for a prompt, or if the
+        chat template cannot continue a dialogue."""
+        if worker.config.envs:
+            check_continues(worker.tokenizer)
         self._examples = {name: _examples(worker, name, env) for name, env in worker.config.envs.items()}
         self._config, self._hosts = worker.config, Hosts(worker.config, chat_template(worker.tokenizer))
         self._worker = worker
@@ -138,6 +140,7 @@ class EnvRole:
         self._clock, self._now = AwakeClock(min(limits, default=math.inf)), 0.0
         self._episodes: dict[int, _Episode] = {}  # by sample, without those that were given up and still run
         self._ends: dict[int, str] = {}  # what held-out episodes of the newest evaluation showed last, by sample
+        self._unread: dict[str, frozenset[str]] = defaultdict(frozenset)  # keys of info, by section
         self._waiting: deque[Turn] = deque()  # without a thread, in order
         self._playing: list[_Playing] = []
         self._lost: set[int] = set()  # generator ranks
@@ -163,8 +166,7 @@ class EnvRole:
             self._playing.remove(playing)
             self._answer(playing)
         self._begin_waiting()
-        if over and not self._playing:
-            self._worker.world.trace.enter("idle")
+        self._worker.world.trace.beside(next(map(self._in_thread, self._playing), ""))
         return bool(arrived or over)
 
     def close(self) -> None:
@@ -182,22 +184,29 @@ class EnvRole:
 
     def _begin_waiting(self) -> None:
         """Start waiting turns in order, as far as their environments may play."""
-        at_once = Counter(playing.section for playing in self._playing)
+        started: dict[str, list[StartedTurn]] = defaultdict(list)
+        for playing in self._playing:
+            started[playing.section].append(playing.started)
         later: deque[Turn] = deque()
         for turn in self._waiting:
             config = self._env(turn)
             section = self._section(turn)
-            if at_once[section] == self._hosts.at_once(section, config):
+            if not self._hosts.has_room(section, config, started[section]):
                 later.append(turn)
                 continue
-            at_once[section] += 1
-            self._worker.world.trace.enter(f"environment {config.name}")
             playing = _Playing(turn, self._episodes[turn.sample], section, self._config.turn_timeout_s(config))
             self._playing.append(playing)
             playing.played.add_done_callback(lambda _: self._worker.world.intake.news.set())
             ended = functools.partial(self._ended, playing)
-            playing.stop = self._hosts.start(section, self._play(turn, playing.episode), ended)
+            self._worker.world.trace.beside(self._in_thread(playing))
+            work, env = self._play(turn, playing.episode), playing.episode.env
+            playing.started = self._hosts.start(section, work, ended, env)
+            started[section].append(playing.started)
         self._waiting = later
+
+    def _in_thread(self, playing: _Playing) -> str:
+        """The name of the section that a turn plays in a thread of this process; empty if it plays elsewhere."""
+        return f"env.{playing.section}" if self._hosts.plays_here(playing.section) else ""
 
     def _ended(self, playing: _Playing, result: _Played | BaseException) -> None:
         """In the turn's thread or event loop: what it has returned or raised."""
@@ -219,7 +228,11 @@ class EnvRole:
             elif not ended:
                 reply = self._reply(turn, episode, played.observation)
         except _NoRoom as problem:
-            result, ended = msgspec.structs.replace(result, error=_text(config.name, str(problem))), True
+            ended, error = True, _text(config.name, str(problem))
+            if config.max_sequence_tokens is not None and not turn.begins:  # a limit of the episode, no error
+                full = {**result.metrics, "truncated": 1.0, "sequence_full": 1.0}
+                result, error = msgspec.structs.replace(result, metrics=full), ""
+            result = msgspec.structs.replace(result, error=error)
         except RAISED as failure:  # one bad environment is data, not a crash
             told = isinstance(failure, (EnvProcessError, _TooLate))  # in words of hpcrl
             error = _text(config.name, str(failure) if told else describe(failure))
@@ -228,7 +241,7 @@ class EnvRole:
         episode.at_work = False
         if isinstance(playing.played.exception(), _TooLate):
             del self._episodes[turn.sample]  # its thread closes the environment if the call ever returns
-            playing.stop()
+            playing.started.stop()
             if isinstance(episode.env, EnvProcess):
                 self._close(episode)
         elif ended or episode.dropped:
@@ -259,7 +272,7 @@ class EnvRole:
             if config.examples and (turn.begins or config.by_steps):
                 what = f"a prompt with {config.examples} examples (env.{self._section(turn)}.examples)"
             raise _NoRoom(f"{what} of {count} tokens is too long, there is room for {turn.room}")
-        episode.shown.append(heard(self._worker.tokenizer, messages, episode.row["tools"]))
+        episode.shown.append(messages)
         if not turn.begins:
             episode.said.append(self._remembered(turn))
         return TurnDelta(turn.sample, token_ids.tobytes(), json.dumps(messages).encode())
@@ -272,7 +285,7 @@ class EnvRole:
         messages = as_messages(observation)
         if not config.by_steps:
             return messages, observation_ids(tokenizer, messages, turn.last_token, tools)
-        shown, said = [*episode.shown, heard(tokenizer, messages, tools)], [*episode.said, self._remembered(turn)]
+        shown, said = [*episode.shown, messages], [*episode.said, self._remembered(turn)]
         return messages, prompt_ids(tokenizer, window(shown, said, config.history), tools)
 
     def _remembered(self, turn: Turn) -> str:
@@ -285,30 +298,40 @@ class EnvRole:
         if turn.begins:
             episode.row = json.loads(turn.meta)
             episode.env = self._hosts.make(section, config, episode.row)
-            began = await self._hosts.returned(section, episode.env.reset(self._seed(turn, episode.row)))
+            began = await self._hosts.returned(section, begin(episode.env, self._seed(turn, episode.row)))
             observation, info = checked_reset(began)
+            self._mention(section, info)
             if tools := info.get("tools"):
                 episode.row["tools"], episode.adds_tools = with_tools(episode.row["tools"], tools), True
-            return _Played(observation, ScoredSample(turn.sample, 0.0, 0.0, "", dict(NOTHING_PLAYED)), ended=False)
+            ended, metrics = bool(info.get("terminated") or info.get("truncated")), dict(NOTHING_PLAYED)
+            if ended:
+                metrics |= {"truncated": float(not info.get("terminated")), **_metrics(info, "reset()")}
+            score = metrics["success"]
+            return _Played(observation, ScoredSample(turn.sample, 0.0, score, "", metrics), ended)
         assert episode.env is not None, "an episode begins with its first turn"
-        played = await self._hosts.returned(section, episode.env.step(turn.text))
+        action = turn.marked if turn.marked and getattr(episode.env, "special_tokens", False) else turn.text
+        played = await self._hosts.returned(section, episode.env.step(action))
         observation, gained, terminated, truncated, info = checked_step(played)
-        # float and str, since msgpack has no numbers of numpy and torch
-        told = info.get("metrics", {})
-        reward, metrics = float(gained), {sendable(str(name)): float(value) for name, value in told.items()}
+        self._mention(section, info)
+        reward, metrics = float(gained), _metrics(info, "step()")
         total = sum(episode.rewards) + reward
-        for name, value in {"reward": reward, "return": total, **metrics}.items():
-            if not math.isfinite(value):
-                raise ValueError(f"step() returned {name}={value}, which is not a number")
-            if abs(value) > MAX_REWARD:
-                raise ValueError(f"after step() {name}={value:g}; at most {MAX_REWARD:g} is possible")
+        _check_numbers({"reward": reward, "return": total}, "step()")
         episode.rewards.append(reward)
         score = metrics.get("success", total)
         metrics = {"return": total, "turns": float(len(episode.rewards))} | metrics | {"failed": 0.0}
         over = bool(terminated or truncated) or turn.reason == FinishReason.LENGTH or self._is_spent(turn, episode)
         if over:
-            metrics = {"truncated": float(not terminated)} | metrics
+            full = {} if config.max_sequence_tokens is None else {"sequence_full": 0.0}
+            metrics = {"truncated": float(not terminated)} | full | metrics
         return _Played(observation, ScoredSample(turn.sample, total, score, "", metrics, list(episode.rewards)), over)
+
+    def _mention(self, section: str, info: dict[str, Any]) -> None:
+        """Print once which keys of info nobody sees."""
+        if (unread := frozenset(info.get(UNREAD_KEYS, ()))) - self._unread[section]:
+            self._unread[section] |= unread
+            names = ", ".join(sorted(unread))
+            line = f"hpcrl: env.{section}: nobody sees {names} of info; what the model needs belongs to the observation"
+            print(" ".join(line.split()), flush=True)
 
     def _is_spent(self, turn: Turn, episode: _Episode) -> bool:
         """Whether the episode has no turns, tokens or seconds left."""
@@ -359,6 +382,23 @@ def _examples(worker: Rank, section: str, config: EnvConfig) -> Messages:
             f"data.max_prompt_tokens={most} for the prompt; show fewer or allow more"
         )
     return messages
+
+
+def _metrics(info: dict[str, Any], call: str) -> dict[str, float]:
+    """The metrics in info: float and str, since msgpack has no numbers of numpy and torch. ValueError as from
+    _check_numbers()."""
+    metrics = {sendable(str(name)): float(value) for name, value in info.get("metrics", {}).items()}
+    _check_numbers(metrics, call)
+    return metrics
+
+
+def _check_numbers(numbers: dict[str, float], call: str) -> None:
+    """ValueError names one of the call that is not finite or too large."""
+    for name, value in numbers.items():
+        if not math.isfinite(value):
+            raise ValueError(f"{call} returned {name}={value}, which is not a number")
+        if abs(value) > MAX_REWARD:
+            raise ValueError(f"after {call} {name}={value:g}; at most {MAX_REWARD:g} is possible")
 
 
 def _text(name: str, problem: str) -> str:

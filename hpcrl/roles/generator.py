@@ -37,6 +37,8 @@ from hpcrl.control.messages import (
     TurnDelta,
 )
 from hpcrl.control.queues import ReaderLost
+from hpcrl.data.chat import end_ids
+from hpcrl.data.reasoning import TAIL_TOKENS, TurnTexts
 from hpcrl.engines.gen.base import GenEngine, PromptRefused, ReplicaRanks, Request, SamplingParams
 from hpcrl.roles.base import Rank
 from hpcrl.roles.holding import HeldPrompt, HeldSample
@@ -60,11 +62,15 @@ class GeneratorRole:
     def __init__(self, worker: Rank):
         self._worker = worker
         replica = worker.layout.replica_of(worker.world.rank)
+        self._texts = TurnTexts(worker.tokenizer)
+        added = worker.tokenizer.added_tokens_decoder.items()
+        self._special = frozenset(token_id for token_id, token in added if token.special)
         self._speaks, self._others = replica[0] == worker.world.rank, replica[1:]
         group = worker.world.group(f"replica/{replica[0]}", replica, 0, of_engine=True) if self._others else None
         ranks = ReplicaRanks(replica, replica.index(worker.world.rank), group)
         make = GEN_ENGINES[worker.config.gen_engine].load()
         self.engine: GenEngine = make(worker.config, worker.model_path, worker.tokenizer, ranks)
+        self._end_ids = end_ids(worker.tokenizer)
         self.trainer = OneProcess.of(worker, self.engine)
         self.samples: dict[int, HeldSample] = {}
         self._prompts: WeakValueDictionary[int, HeldPrompt] = WeakValueDictionary()  # alive with any of its samples
@@ -100,7 +106,8 @@ class GeneratorRole:
     def _admit(self, command: Admit, seq: int) -> None:
         prompts = {payload.uid: self._prompt(payload) for payload in command.prompts}
         s = command.sampling
-        params = SamplingParams(s.max_new_tokens, s.temperature, s.top_p, s.top_k, s.min_p, tuple(s.stop))
+        limits = s.top_p, s.top_k, s.min_p, tuple(s.stop)
+        params = SamplingParams(s.max_new_tokens, s.temperature, *limits, stop_token_ids=self._end_ids)
         rollout = self._worker.config.rollout
         known = [self.samples[sample] for sample, _ in command.samples if sample in self.samples]
         if going_on := [sample for sample in known if sample.rollout is not None]:
@@ -186,9 +193,9 @@ class GeneratorRole:
             outputs = self.engine.step(command.num_tokens)
         progress = self.engine.progress()
         decoded = sum(progress.values()) + sum(len(o.token_ids) for o in outputs) - before
-        decode = self._worker.tokenizer.batch_decode  # returns one text for zero sequences
-        texts = decode([o.token_ids for o in outputs], skip_special_tokens=True) if outputs else []
         samples = [self.samples[output.id] for output in outputs]
+        written = [output.token_ids.tolist() for output in outputs]
+        texts = self._texts.of(written, [sample.context[-TAIL_TOKENS:].tolist() for sample in samples])
         for sample, output, text in zip(samples, outputs, texts, strict=True):
             sample.end_turn(output, text)
         turns = [sample for sample in samples if sample.env is not None]
@@ -220,7 +227,7 @@ class GeneratorRole:
                 room = self._worker.config.data.max_prompt_tokens
             else:
                 filled = 0 if begins else len(held.token_ids)
-                room = self._worker.config.max_sequence_tokens - filled - sample.max_new_tokens
+                room = prompt.max_sequence_tokens - filled - sample.max_new_tokens
             assert sample.env is not None, "environments are told of their own samples"
             posts[sample.env].append(
                 Turn(
@@ -234,9 +241,16 @@ class GeneratorRole:
                     room,
                     begins,
                     sample.num_model_tokens,
+                    "" if begins else self._marked(held),
                 )
             )
         self._mail(posts)
+
+    def _marked(self, held: Sample) -> str:
+        """The last turn with its special tokens but the last; empty without others."""
+        turn = held.token_ids[held.loss_mask & (held.turn_ids == held.turn_ids[-1])].tolist()
+        inner = turn[:-1] if turn[-1] in self._special else turn
+        return self._worker.tokenizer.decode(inner, skip_special_tokens=False) if self._special & {*inner} else ""
 
     def _post(self, samples: Sequence[HeldSample], receivers: Sequence[int]) -> None:
         """Send each sample's last turn to the rank that scores it; after an episode, also its messages."""
@@ -258,8 +272,10 @@ class GeneratorRole:
 
     def _earlier_turns(self, held: Sample) -> list[tuple[str, bytes]]:
         """Text and int32 token ids of the model's turns before the last."""
-        turns = [held.token_ids[held.loss_mask & (held.turn_ids == turn)] for turn in range(held.turn_ids[-1])]
-        texts = self._worker.tokenizer.batch_decode(turns, skip_special_tokens=True) if turns else []
+        written = [held.loss_mask & (held.turn_ids == turn) for turn in range(held.turn_ids[-1])]
+        turns, starts = [held.token_ids[places] for places in written], [int(places.argmax()) for places in written]
+        prompts = [held.token_ids[max(0, start - TAIL_TOKENS) : start].tolist() for start in starts]
+        texts = self._texts.of([turn.tolist() for turn in turns], prompts)
         return [(text, np.asarray(ids, dtype=np.int32).tobytes()) for text, ids in zip(texts, turns, strict=True)]
 
     def _mail(self, posts: Mapping[int, Sequence[Response | Turn | TurnDelta]]) -> None:
@@ -314,7 +330,4 @@ class GeneratorRole:
         held = [self.samples[sample].held for sample in command.samples]
         if command.whole:
             return Done(seq, texts=[json.dumps(sample.messages) for sample in held])
-        texts = self._worker.tokenizer.batch_decode(
-            [h.token_ids[h.turn_ids >= 0] for h in held], skip_special_tokens=True
-        )
-        return Done(seq, texts=texts)
+        return Done(seq, texts=[sample.messages[-1]["content"] for sample in held])

@@ -17,13 +17,15 @@ from hpcrl.trajectory import Field, Level, Origin, fields_of, generated_fields
 
 
 class HeldPrompt:
-    """A prompt that siblings share. played: its domain has an environment; max_tokens: of its episodes; by_steps: whose
-    turns are sequences of their own; has_states: some environment of the run is such."""
+    """A prompt that siblings share. played: its domain has an environment; max_tokens: that the model writes in one of
+    its episodes; max_sequence_tokens: of its sequences; by_steps: whose turns are sequences of their own; has_states:
+    some environment of the run is such."""
 
     def __init__(self, payload: PromptPayload, config: Config):
         env = config.env_of(payload.domain)
         self.domain, self.meta, self.played = payload.domain, payload.meta, env is not None
         self.max_tokens = env.max_tokens if env is not None else None
+        self.max_sequence_tokens = config.max_turn_tokens if env is None else config.sequence_tokens(env)
         self.by_steps, self.has_states = env is not None and env.by_steps, config.by_steps
         self.token_ids = np.frombuffer(payload.token_ids, dtype=np.int32)
         self.messages: list[dict[str, Any]] = json.loads(payload.meta)["messages"]
@@ -63,6 +65,8 @@ class HeldSample:
     @property
     def context(self) -> np.ndarray:
         """int32 [n]: the tokens that its next turn follows, all of them or those of the turn's own prompt."""
+        if self.rollout is None:
+            return self.prompt.token_ids
         ids, begins = self.held.token_ids, np.zeros(0, np.int64)
         if self.held.states is not None:
             begins = self.held.states.nonzero()[0]

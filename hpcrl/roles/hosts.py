@@ -10,23 +10,40 @@ import inspect
 import os
 import threading
 import time
-from collections.abc import Callable, Coroutine
-from pathlib import Path
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from hpcrl.config import Config, EnvConfig
 from hpcrl.envs.base import Env
 from hpcrl.envs.making import check_env, make_env, runs_in
-from hpcrl.envs.processes import EnvProcess, EnvProcesses
+from hpcrl.envs.processes import EnvProcess, EnvProcesses, busy_s, computed_s
 from hpcrl.rewards.guarded import RAISED
 
 WhenOver = Callable[[Any], object]
 """Gets what a turn has returned or raised, where it was played."""
-NO_LIMIT = 1 << 30
+MOST_WAITING = 32
+"""Turns of a section that are played at a time by default, if they wait."""
+SEEN_S, BUSY_SHARE = 0.05, 0.1
+"""A turn that after these seconds has computed for less than this share of them is one that waits; a thread that
+computes may get a part only of the time that others leave."""
 LOOK_S, BUSY_S = 1.0, 1.0
 """Seconds between two looks at turns that were given up, and for how long one of them may have computed."""
 CLOSE_S = 5.0
 """Seconds for environments that still close themselves at the end of the rank."""
+
+
+class StartedTurn:
+    """A turn that is played. stop: ends it, as far as that is possible; busy_s: for how long its thread or process has
+    not waited."""
+
+    def __init__(self, stop: Callable[[], object], busy_s: Callable[[], float] = lambda: 0.0):
+        self.stop, self._busy_s = stop, busy_s
+        self._began, self._before_s = time.monotonic(), busy_s()
+
+    def waits(self) -> bool:
+        """Whether it does little else than waiting."""
+        passed_s = time.monotonic() - self._began
+        return passed_s > SEEN_S and self._busy_s() - self._before_s < BUSY_SHARE * passed_s
 
 
 class Hosts:
@@ -34,7 +51,7 @@ class Hosts:
 
     def __init__(self, config: Config, chat_template: str):
         """ValueError if a section names no valid environment. chat_template: of the model."""
-        self._template = chat_template
+        self._template, self._deterministic = chat_template, config.deterministic
         self._processes: dict[str, EnvProcesses] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._where: dict[str, str] = {}
@@ -47,7 +64,7 @@ class Hosts:
                 check_env(env, section, chat_template)
                 self._where[section] = runs_in(env, section)
                 if self._where[section] == "process":
-                    self._processes[section] = EnvProcesses(env)
+                    self._processes[section] = EnvProcesses(env, section)
         except ValueError:
             self.close()
             raise
@@ -57,19 +74,29 @@ class Hosts:
         processes = self._processes.get(section)
         return make_env(config, row, self._template) if processes is None else processes.make(row, self._template)
 
-    def at_once(self, section: str, config: EnvConfig) -> int:
-        """The most turns of a section at a time: tasks are not limited."""
-        return NO_LIMIT if self._where[section] == "task" else config.num_threads
+    def plays_here(self, section: str) -> bool:
+        """Whether the code of a section runs in this process, which it may end."""
+        return self._where[section] != "process"
 
-    def start(self, section: str, work: Coroutine[Any, Any, Any], ended: WhenOver) -> Callable[[], object]:
-        """Begin the work. Returns what stops it, as far as that is possible. RuntimeError if the section's processes
-        can no longer be forked."""
+    def has_room(self, section: str, config: EnvConfig, started: Sequence[StartedTurn]) -> bool:
+        """Whether another turn of the section may begin beside these: tasks are not limited."""
+        if self._where[section] == "task":
+            return True
+        if config.num_threads is not None or self._deterministic:
+            return len(started) < (config.num_threads or 1)
+        at_work = 1 if self._where[section] == "thread" else len(os.sched_getaffinity(0))
+        return len(started) < MOST_WAITING and sum(not one.waits() for one in started) < at_work
+
+    def start(self, section: str, work: Coroutine[Any, Any, Any], ended: WhenOver, env: Env | None) -> StartedTurn:
+        """Begin the work on an environment, if it has been made. RuntimeError if the section's processes can no longer
+        be forked."""
         if (processes := self._processes.get(section)) is not None:
             processes.check()
         if self._where[section] == "task":
-            return asyncio.run_coroutine_threadsafe(_to_end(work, ended), self._running_loop()).cancel
+            return StartedTurn(asyncio.run_coroutine_threadsafe(_to_end(work, ended), self._running_loop()).cancel)
         thread = TurnThread(work, ended)
-        return lambda: self._given_up.append(thread)
+        busy = env.busy_s if isinstance(env, EnvProcess) else thread.busy_s
+        return StartedTurn(lambda: self._given_up.append(thread), busy)
 
     def interrupt_busy(self) -> None:
         """Interrupt turns that were stopped and go on computing, which takes the time of all other threads. Others may
@@ -160,12 +187,11 @@ class TurnThread:
 
     def used_s(self) -> float:
         """Seconds for which the thread has computed; 0 if it has ended."""
-        try:
-            told = Path(f"/proc/self/task/{self._thread.native_id}/stat").read_text()
-        except OSError:
-            return 0.0
-        user, system = told.rpartition(")")[2].split()[11:13]
-        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+        return computed_s(f"self/task/{self._thread.native_id}")
+
+    def busy_s(self) -> float:
+        """See busy_s() of the thread."""
+        return busy_s(f"self/task/{self._thread.native_id}")
 
     def interrupt(self) -> None:
         """Raise SystemExit in the work, which ends a loop in Python; a call into C ends first."""

@@ -14,7 +14,9 @@ from typing import Any
 import msgspec
 import torch
 
-from hpcrl.data.chat import encode, render
+from hpcrl.data.chat import encode, end_ids, render
+from hpcrl.data.reasoning import TAIL_TOKENS, TurnTexts
+from hpcrl.data.template_forms import TemplateRefusal
 from hpcrl.engines.gen.base import GenEngine, Output, ReplicaRanks, Request, SamplingParams
 from hpcrl.engines.hf_folder import read_safetensors
 from hpcrl.metrics.stats import Stats
@@ -61,12 +63,15 @@ class JudgeRole:
         path = Path(config.model.path)
         self._tokenizer = AutoTokenizer.from_pretrained(path)
         _check_template(self._tokenizer, path)
+        self._end_ids = end_ids(self._tokenizer)
         make = GEN_ENGINES[config.gen_engine].load()
         self.engine: GenEngine = make(config, path, self._tokenizer, ReplicaRanks((rank,)))
         self.engine.load_weights(read_safetensors(path), version=0)
         self._burst, self._most_prompt = config.generator.burst_tokens, config.data.max_prompt_tokens
         self._most_new = config.rollout.max_new_tokens
         self._questions: dict[int, Question] = {}  # by request
+        self._texts = TurnTexts(self._tokenizer)
+        self._prompts: dict[int, list[int]] = {}  # their last tokens
         self._num_asked = 0
         self._load = Load("judge", self.engine.max_slots)
         world = worker.world
@@ -88,7 +93,7 @@ class JudgeRole:
         if gone := [i for i, question in self._questions.items() if question.gone]:
             self.engine.abort(gone)
             for request in gone:
-                del self._questions[request]
+                del self._questions[request], self._prompts[request]
         self._load.note(len(self._questions))
         if not self._questions:
             return bool(arrived)
@@ -96,8 +101,9 @@ class JudgeRole:
             outputs = self.engine.step(self._burst)
         self._load.answered(len(outputs))
         for output in outputs:
-            text = str(self._tokenizer.decode(output.token_ids.tolist(), skip_special_tokens=True))
-            self._questions.pop(output.id).answer(_completion(output, text))
+            question = self._questions.pop(output.id)
+            [text] = self._texts.of([output.token_ids.tolist()], [self._prompts.pop(output.id)])
+            question.answer(_completion(output, text))
         return True
 
     def answer(self, question: str, values: dict[str, Any]) -> Stats:
@@ -120,13 +126,13 @@ class JudgeRole:
             if max_tokens > self._most_new:
                 raise ValueError(f"max_tokens is {max_tokens}, judge.max_new_tokens={self._most_new}")
             limits = asked.top_p, asked.top_k, asked.min_p, tuple(asked.stop)
-            params = SamplingParams(max_tokens, asked.temperature, *limits)
+            params = SamplingParams(max_tokens, asked.temperature, *limits, stop_token_ids=self._end_ids)
             seed = asked.seed if asked.seed is not None else _seed_of(ids)
             self.engine.add([Request(self._num_asked, ids, params, seed)])
         except Exception as error:  # of a template, which runs code of the model's folder, or of the engine's checks
             question.refuse(f"{type(error).__name__}: {error}")
             return
-        self._questions[self._num_asked] = question
+        self._questions[self._num_asked], self._prompts[self._num_asked] = question, ids[-TAIL_TOKENS:]
         self._num_asked += 1
 
 
@@ -147,6 +153,6 @@ def _check_template(tokenizer: Any, path: Path) -> None:
         raise ValueError(f"judge.path: the tokenizer of {path} has no chat template")
     try:
         render(tokenizer, [{"role": role, "content": "?"} for role in ("system", "user")], None)
-    except Exception as error:  # templates raise what they like
-        text = f"refuses a system and a user message: {type(error).__name__}: {error}"
+    except TemplateRefusal as error:
+        text = f"refuses a system and a user message: {error.reason}"
         raise ValueError(f"judge.path: the chat template of {path} {text}") from error

@@ -157,6 +157,7 @@ class _Server(http.server.ThreadingHTTPServer):
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
+    server_version, sys_version = "hpcrl", ""  # no versions for strangers
     timeout = READ_S
     server: _Server
 

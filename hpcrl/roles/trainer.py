@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcrl.algorithms.base import RewardTable
+from hpcrl.algorithms.base import Credit, RewardTable
 from hpcrl.algorithms.making import make_algorithm
 from hpcrl.algorithms.metrics import batch_stats, credit_stats, domain_stats
 from hpcrl.comm.data_parallel import DataParallel
@@ -28,12 +28,14 @@ from hpcrl.control.messages import (
 )
 from hpcrl.data import sft_rows
 from hpcrl.engines.routes import routes_of
-from hpcrl.engines.train.base import Adapts, TrainEngine, check_objective, check_segments
+from hpcrl.engines.train.base import Adapts, ComputesEntropies, TrainEngine, check_objective, check_segments
+from hpcrl.metrics.stats import Stats
 from hpcrl.roles.base import Rank
 from hpcrl.rollout.batch import Batch, Norms, batch_from_samples, group_ids
 from hpcrl.rollout.store import RolloutReader, write_rollouts
 from hpcrl.rollout.types import FinishReason, Sample
 from hpcrl.spec.tables import TRAIN_ENGINES
+from hpcrl.trajectory import Level, Origin, fields_of
 
 
 class EngineRole:
@@ -78,7 +80,9 @@ class EngineRole:
     def logprobs(self, command: Logprobs, seq: int) -> Done:
         batch = self._worker.batches[command.batch]
         compute = self.engine.logprobs
-        if command.role != self.name:  # the reference, which is the trainer's model without adapters
+        if command.into == "old_entropies":
+            compute = cast(ComputesEntropies, self.engine).entropies  # check_objective
+        elif command.role != self.name:  # the reference, which is the trainer's model without adapters
             compute = cast(Adapts, self.engine).reference_logprobs  # its specification says that it has adapters
         values = compute(batch, command.micro_batches, self._algorithm.objective.temperature)
         setattr(batch, command.into, self._ranks.outputs(values, batch.num_tokens))
@@ -140,7 +144,8 @@ class TrainerRole(EngineRole):
         assert credit is not None, "a pipeline without rewards asks for no advantages"
         self._algorithm.take(command.numbers)
         table = _gather_rewards(batch, self._ranks, command.domains)
-        own = credit.assign(batch, table, self._ranks.all_sum)
+        own = _credit(credit, batch, table, self._ranks)
+        own |= self._algorithm.objective.prepare(batch, self._ranks.all_sum)
         if not self._ranks.is_head:
             return Done(seq)
         changed = (batch.weights != 1).nonzero()[:, 0]
@@ -163,6 +168,24 @@ class TrainerRole(EngineRole):
         num_files, folder = self._ranks.num_data_parallel, Path(command.folder)
         write_rollouts(folder, self._worker.world.rank, num_files, batch, command.facts)
         return Done(seq)
+
+
+def _credit(credit: Credit, batch: Batch, table: RewardTable, ranks: DataParallel) -> Stats:
+    """Have the credit filled in from the episodes that have not failed, as if there were no others; those that have get
+    the weight 0. Collective over the trainer ranks."""
+    if batch.failed is None:  # on all of them
+        return credit.assign(batch, table, ranks.all_sum)
+    gone = ranks.all_gather(batch.sample_ids[batch.failed])
+    kept = ~batch.failed
+    part = batch.select(kept.nonzero()[:, 0].tolist())
+    stats = credit.assign(part, table.select(~torch.isin(table.sample_ids, gone)), ranks.all_sum)
+    batch.weights = torch.zeros_like(batch.weights).masked_scatter(kept, part.weights)
+    tokens = kept[batch.row_ids]
+    for field in fields_of(Origin.TRAINING, Level.TOKEN):
+        given = part.columns.get(field.name)
+        if given is not None and (field.name not in batch.columns or field.name in ("advantages", "returns")):
+            setattr(batch, field.name, given.new_zeros(field.shape(batch.num_tokens)).index_put((tokens,), given))
+    return stats
 
 
 def _gather_rewards(batch: Batch, ranks: DataParallel, domains: dict[str, list[int]]) -> RewardTable:

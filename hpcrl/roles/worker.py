@@ -21,6 +21,7 @@ from hpcrl.config import Config
 from hpcrl.control.messages import Ask, BuildGroup, BuildRole, Done, Failed, Joined, Leave
 from hpcrl.control.queues import ControlError, ReaderLost, StoreLost
 from hpcrl.control.world import CONTROLLER_QUEUE, World
+from hpcrl.data.chat import bind
 from hpcrl.files import is_storage_error
 from hpcrl.node.devices import HIDDEN, VISIBLE, check_device
 from hpcrl.planner.host import takes_turns
@@ -70,7 +71,7 @@ class Worker:
         """Loaded at the first use: rank 0 may still be writing the model folder when this rank joins."""
         from transformers import AutoTokenizer  # takes seconds; a reward rank does not need it
 
-        return AutoTokenizer.from_pretrained(self.model_path)
+        return bind(AutoTokenizer.from_pretrained(self.model_path), self.config.data.chat_template_kwargs)
 
     def serve(self) -> None:
         """Join and execute commands until Leave. Reported if anything raised, which ends the rank."""

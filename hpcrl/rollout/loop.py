@@ -17,6 +17,7 @@ from hpcrl.rollout.pace import Pace
 from hpcrl.rollout.scheduling import events
 from hpcrl.rollout.scheduling.scheduler import RolloutScheduler
 from hpcrl.rollout.types import FinishReason, Prompt, Sizes, is_greedy, receiver_of, split_sample_id
+from hpcrl.rundir.user_errors import UserErrors
 
 BURSTS_AHEAD = 2
 
@@ -65,9 +66,11 @@ class RolloutLoop:
         deterministic: bool,
         free: Collection[int] = (),
         scorers_of: Callable[[str], Sequence[int]] | None = None,
+        errors: UserErrors | None = None,
     ):
         """replicas: the ranks of each, by first rank. free: the replicas whose ranks neither train nor control, so that
-        they may continue while others do. scorers_of: those of a domain, if some of them score one domain only."""
+        they may continue while others do. scorers_of: those of a domain, if some of them score one domain only. errors:
+        what counts the errors of samples."""
         self._controller, self._seed, self._burst_tokens = controller, seed, burst_tokens
         self._deterministic = deterministic
         self._replicas = {ranks[0]: ReplicaLink(controller, ranks) for ranks in replicas}
@@ -77,6 +80,7 @@ class RolloutLoop:
         self._scorers, self._envs, self._scorers_of = list(scorers), list(envs), scorers_of
         self._awaited = Awaited(controller, {*scorers, *envs})
         self._pace = Pace()
+        self._errors = errors or UserErrors(None)
         self._waited_s = 0.0  # in this drive, for scorers and environments alone
         self._streams: list[_Stream] = []  # the driven one is last
 
@@ -101,6 +105,22 @@ class RolloutLoop:
         self.tell_lost()
         self._pause(frozenset())
         self._waited_s = 0.0
+        try:
+            self._drive_until_ready(scheduler, stream)
+        finally:
+            self._errors.write()
+        if not scheduler.generates_ahead:
+            scheduler.plan(stream.arrived)  # the batch is fixed: this only counts aborted samples
+            stream.arrived = []
+        groups = scheduler.take()
+        sizes = {s.id: self._replicas[s.replica].sizes.pop(s.id) for group in groups for s in group.samples}
+        stats, stream.stats = merge([*stream.stats, {"time/step_reward_wait": scalar(self._waited_s)}]), []
+        if not scheduler.generates_ahead:
+            self._streams.remove(stream)
+            self._awaited.forget_early(stream.prompts.keys())  # no outstanding burst can still report them
+        return Harvest(groups, sizes, stats)
+
+    def _drive_until_ready(self, scheduler: RolloutScheduler, stream: _Stream) -> None:
         while True:
             moved = [self._advance(each) for each in self._streams]
             if scheduler.ready():
@@ -112,16 +132,6 @@ class RolloutLoop:
                 self._collect()
             elif not any(moved) and not stream.arrived:
                 raise scheduler.exhausted("no response is on its way and no prompt is left to draw")
-        if not scheduler.generates_ahead:
-            scheduler.plan(stream.arrived)  # the batch is fixed: this only counts aborted samples
-            stream.arrived = []
-        groups = scheduler.take()
-        sizes = {s.id: self._replicas[s.replica].sizes.pop(s.id) for group in groups for s in group.samples}
-        stats, stream.stats = merge([*stream.stats, {"time/step_reward_wait": scalar(self._waited_s)}]), []
-        if not scheduler.generates_ahead:
-            self._streams.remove(stream)
-            self._awaited.forget_early(stream.prompts.keys())  # no outstanding burst can still report them
-        return Harvest(groups, sizes, stats)
 
     def background(self, arrived: list[tuple[int, messages.Event]]) -> None:
         """Advance the schedulers that generate ahead, while the controller waits for other ranks' answers.
@@ -334,10 +344,15 @@ class RolloutLoop:
             case messages.BurstDone():
                 yield from self._burst_done(self._replicas[rank], event)
             case messages.Scored():
-                yield from (self._scored(result) for result in event.samples)
+                for result in event.samples:
+                    self._report(
+                        "generator" if rank in self._replicas and rank not in self._scorers else "reward", result
+                    )
+                    yield self._scored(result)
             case messages.AwaitSiblings():
                 self._awaited.hold(rank, event.samples)
             case messages.Observed():
+                self._report("environment", event.result)
                 if event.ended and event.add_reward:
                     self._answered(event.sample)
                     self._note(event.result)
@@ -402,6 +417,12 @@ class RolloutLoop:
         self._note(result, scored=True)
         parts = tuple(result.turn_rewards), result.token_rewards
         return events.Rewarded(result.sample, result.reward, result.score, result.error, *parts, failed, result.metrics)
+
+    def _report(self, source: str, result: messages.ScoredSample) -> None:
+        """Count the error of a sample, if it has one."""
+        if result.error:
+            prompt = self._prompt_of(result.sample)
+            self._errors.report(source, prompt.domain if prompt is not None else "", result.error)
 
     def _note(self, result: messages.ScoredSample, scored: bool = False) -> None:
         """Record the statistics of a result, except for a greedy sibling: they are of sampled responses."""

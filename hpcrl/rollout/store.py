@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from hpcrl import __version__
-from hpcrl.cli import ArgumentParser
+from hpcrl.cli import ArgumentParser, use_utf8
 from hpcrl.exitcodes import ExitCode
 from hpcrl.files import STEP_NAME, committed_step, step_name, steps_in, write_durably
 from hpcrl.rollout.batch import STATUS, Batch, concat, place_rewards
@@ -378,4 +378,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    use_utf8()
     sys.exit(main())

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from hpcrl.config import Config, ConfigError, parse
+from hpcrl.config.config_file import words_in
 from hpcrl.rundir.records import CONFIG
 from hpcrl.spec.tables import GEN_ENGINES, TRAIN_ENGINES
 
@@ -77,6 +78,14 @@ def read_config(folder: Path) -> dict[str, Any]:
     return stored
 
 
+def read_words(folder: Path) -> tuple[str, ...] | None:
+    """The arguments that made config.yaml; None if they are not known."""
+    try:
+        return words_in((folder / CONFIG).read_text())
+    except (OSError, ValueError):
+        return None
+
+
 def effective(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """The configuration as it is read back after storing (tuples become lists), with its run folder."""
     return yaml.safe_load(yaml.safe_dump(dict(config), sort_keys=False)) | {"run_dir": str(folder)}
@@ -87,11 +96,16 @@ def permitted_changes(config: Mapping[str, Any], folder: Path) -> list[str]:
     not differ at a resume."""
     changes = differences(*_complete(read_config(folder), effective(config, folder)))
     may_change = (*MAY_CHANGE, *division_keys(config))
-    refused = [line for key, line in changes if not any(f"{key}.".startswith(f"{free}.") for free in may_change)]
+    refused = [line for key, line in changes if not is_below(key, may_change)]
     if refused:
         head = f"{folder} holds a run of another configuration; use its values, another run_name, or resume=fresh:"
         raise ConfigError([head, *(f"  {line}" for line in refused)])
     return [line for _, line in changes]
+
+
+def is_below(key: str, keys: Iterable[str]) -> bool:
+    """Whether a dotted key is one of the others, or below one."""
+    return any(f"{key}.".startswith(f"{other}.") for other in keys)
 
 
 def _complete(old: dict[str, Any], new: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -104,7 +118,7 @@ def _complete(old: dict[str, Any], new: dict[str, Any]) -> tuple[dict[str, Any],
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, str]]:
     """(key, `key: old -> new`) for every leaf that differs, in the order of the new values."""
-    before, after = dict(_leaves(old, "")), dict(_leaves(new, ""))
+    before, after = dict(dotted_leaves(old)), dict(dotted_leaves(new))
     changed = (key for key in after | before if before.get(key, _ABSENT) != after.get(key, _ABSENT))
     return [(key, f"{key}: {_show(before, key)} -> {_show(after, key)}") for key in changed]
 
@@ -113,9 +127,10 @@ def _show(leaves: Mapping[str, Any], key: str) -> str:
     return json.dumps(leaves[key], default=str) if key in leaves else "(not set)"
 
 
-def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+def dotted_leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of every value in nested data; an empty mapping is a value."""
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
+            yield from dotted_leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

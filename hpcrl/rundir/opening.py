@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from hpcrl.config import ConfigError
+from hpcrl.config.config_file import write_config
 from hpcrl.files import write_durably
 from hpcrl.rundir.changes import effective, permitted_changes
 from hpcrl.rundir.models import check_models, models_of
@@ -36,7 +35,8 @@ class RunState:
 
     attempt: from open_run, the number that this process owns; from check_run, the newest so far (0 without one).
     changes: permitted differences from the stored configuration. finished: content of finished.json if kind is
-    finished.
+    finished. From the launch: ignored, differences of conf/ and of a file of --config from the stored configuration,
+    which the run does not follow; words, the arguments that made the configuration, None if they are not known.
     """
 
     run_dir: Path
@@ -44,6 +44,8 @@ class RunState:
     attempt: int = 0
     changes: list[str] = field(default_factory=list)
     finished: dict[str, Any] = field(default_factory=dict)
+    ignored: list[str] = field(default_factory=list)
+    words: tuple[str, ...] | None = None
 
 
 def check_run(config: Mapping[str, Any], run_dir: str | Path, resume: str) -> RunState:
@@ -62,12 +64,19 @@ def check_run(config: Mapping[str, Any], run_dir: str | Path, resume: str) -> Ru
     return RunState(folder, "resume", check_free(folder), permitted)
 
 
-def open_run(config: Mapping[str, Any], run_dir: str | Path, resume: str, plan: str = "") -> RunState:
+def open_run(
+    config: Mapping[str, Any],
+    run_dir: str | Path,
+    resume: str,
+    plan: str = "",
+    words: Sequence[str] | None = None,
+) -> RunState:
     """Create or reopen the run folder and own it until close_run or the end of this process.
 
-    A finished run is returned without taking ownership; otherwise config.yaml, facts.json and, with the text of the
-    plan, plan.txt then describe this attempt. Use the returned run_dir: `resume=fresh` gives `NAME-2`, `NAME-3`, ... if
-    NAME exists. ConfigError as in check_run, also if another launch was faster.
+    A finished run is returned without taking ownership; otherwise config.yaml (with the arguments that made it, if they
+    are known), facts.json and, with the text of the plan, plan.txt then describe this attempt. Use the returned
+    run_dir: `resume=fresh` gives `NAME-2`, `NAME-3`, ... if NAME exists. ConfigError as in check_run, also if another
+    launch was faster.
     """
     while True:
         found = check_run(config, run_dir, resume)
@@ -77,7 +86,7 @@ def open_run(config: Mapping[str, Any], run_dir: str | Path, resume: str, plan: 
         try:
             lasts = config.get("cluster", {}).get("name", "local") == "local"
             if claim(opened.run_dir, opened.attempt, lasts):
-                _describe(config, opened, plan)
+                _describe(config, opened, plan, words)
                 return opened
         except OSError as error:
             raise ConfigError([f"run folder {found.run_dir} cannot be written: {error}"]) from error
@@ -121,7 +130,7 @@ def _fresh_name(folder: Path) -> Path:
     return free
 
 
-def _describe(config: Mapping[str, Any], run: RunState, plan: str) -> None:
+def _describe(config: Mapping[str, Any], run: RunState, plan: str, words: Sequence[str] | None) -> None:
     """Update config.yaml, facts.json and plan.txt for the attempt that begins."""
     folder = run.run_dir
     attempts = read_attempts(folder)
@@ -130,5 +139,5 @@ def _describe(config: Mapping[str, Any], run: RunState, plan: str) -> None:
     write_durably(folder / FACTS, json.dumps({"attempts": attempts}, indent=1).encode())
     if plan:
         write_durably(folder / PLAN, plan.encode())
-    write_durably(folder / CONFIG, yaml.safe_dump(effective(config, folder), sort_keys=False).encode())
+    write_durably(folder / CONFIG, write_config(effective(config, folder), words))
     (folder / FINISHED).unlink(missing_ok=True)

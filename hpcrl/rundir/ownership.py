@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
@@ -62,8 +63,11 @@ def close_run(run_dir: Path, attempt: int, **told: Any) -> None:
 
 
 def check_owner(run_dir: Path, attempt: int) -> None:
-    """Raise SupersededError unless `attempt` still owns the run; any process of the attempt may ask."""
+    """Raise SupersededError unless `attempt` still owns the run, FileNotFoundError if its folder is gone; any process
+    of the attempt may ask."""
     newest = newest_attempt(run_dir)
+    if not newest:
+        raise FileNotFoundError(errno.ENOENT, "the run folder was removed or moved while the run used it", str(run_dir))
     if newest != attempt:
         raise SupersededError(f"attempt {attempt} of {run_dir} may not commit: attempt {newest} has taken the run over")
 

@@ -15,6 +15,7 @@ from hpcrl.files import write_durably
 CONFIG, PLAN, FACTS, FINISHED, OWNERS = "config.yaml", "plan.txt", "facts.json", "finished.json", "owners"
 SLURM = "slurm"
 SUBMITTED = f"{SLURM}/submitted.json"
+REFUSED = f"{SLURM}/refused.json"
 AGENT = "agent"
 """In the folder of an attempt's world: the agent of rank 0 touches this file while it watches its ranks."""
 OUTCOME = "outcome.json"
@@ -33,6 +34,18 @@ def record_submission(run_dir: Path, jobs: Sequence[int], cluster: str = "") -> 
     """Record the jobs that will run the next attempts, in order, and the name of their cluster."""
     told = {"jobs": list(jobs), "cluster": cluster, "at": now()}
     write_durably(run_dir / SUBMITTED, json.dumps(told).encode())
+
+
+def record_refusal(run_dir: Path, job: int, problems: Sequence[str]) -> None:
+    """Record that the start of the next attempt was refused in a job, which ends with it."""
+    told = {"job": job, "at": now(), "after": newest_attempt(run_dir), "problems": list(problems)}
+    write_durably(run_dir / REFUSED, json.dumps(told).encode())
+
+
+def read_refusal(run_dir: Path) -> dict[str, Any]:
+    """The record of record_refusal; empty if an attempt has begun since then, or nothing was refused."""
+    told = read_record(run_dir / REFUSED, job=int, at=str, after=int, problems=list)
+    return told if told.get("after") == newest_attempt(run_dir) else {}
 
 
 def submitted_jobs(run_dir: Path) -> list[int]:

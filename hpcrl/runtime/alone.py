@@ -45,7 +45,10 @@ class Alone:
         """Called before what is done becomes visible. SupersededError if another attempt owns the run."""
         check_owner(self.run_dir, self._attempt)
 
-    def finish(self) -> str:
+    def finish(self) -> None:
+        """Nothing: the work is done."""
+
+    def report(self) -> str:
         """The text for the user."""
         return self.reason
 

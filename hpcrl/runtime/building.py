@@ -16,9 +16,11 @@ from hpcrl.control import messages
 from hpcrl.control.background import Background
 from hpcrl.control.controller import Controller
 from hpcrl.data import PromptSource
+from hpcrl.data.chat import bind
 from hpcrl.engines.routes import routes_of
 from hpcrl.rollout.loop import RolloutLoop
 from hpcrl.rundir import check_owner
+from hpcrl.rundir.user_errors import UserErrors
 from hpcrl.runtime.critic import Critic
 from hpcrl.runtime.debug import FixedWeights, IdleTrainer, StoredRollouts
 from hpcrl.runtime.evaluation import Evaluation
@@ -58,13 +60,13 @@ def build(
     """Build the engines of all ranks and restore the newest checkpoint. `background`: the controller's; rollouts
     generated ahead and the commit of a save continue in it. ValueError for bad input of the user, other errors as
     Controller.call() and Checkpoints.restore()."""
-    tokenizer = _load_tokenizer(model_path)
+    tokenizer = _load_tokenizer(model_path, config)
     routes_of(config, model_path)  # declares the field, for the hand-over
     trainer = (Trainer if config.learns else IdleTrainer)(controller, layout, config)
     weights = (Weights if config.learns else FixedWeights)(controller, layout)
     fabric = RolloutFabric(controller, layout)
     _build_ranks(controller, layout, weights, fabric)
-    loop = _make_loop(controller, layout, config)
+    loop = _make_loop(controller, layout, config, run_dir)
     if loop is not None and config.rollout.max_lag > 0:
         background.listen(loop.background)
     fence = functools.partial(check_owner, run_dir, attempt)
@@ -101,7 +103,7 @@ def _build_ranks(controller: Controller, layout: RoleLayout, weights: Weights, f
     controller.built = True
 
 
-def _make_loop(controller: Controller, layout: RoleLayout, config: Config) -> RolloutLoop | None:
+def _make_loop(controller: Controller, layout: RoleLayout, config: Config, run_dir: Path) -> RolloutLoop | None:
     if not layout.replicas:
         return None
     return RolloutLoop(
@@ -114,6 +116,7 @@ def _make_loop(controller: Controller, layout: RoleLayout, config: Config) -> Ro
         deterministic=config.deterministic,
         free=[replica[0] for replica in layout.free_replicas],
         scorers_of=layout.scorers_of if layout.scorers else None,
+        errors=UserErrors(run_dir),
     )
 
 
@@ -130,10 +133,10 @@ def _make_rollouts(
     return Rollouts(loop, fabric, replica_capacity(config, layout), config, source, run_dir, fence)
 
 
-def _load_tokenizer(model_path: Path) -> Any:
-    """The model's tokenizer. ValueError if the folder has none that works."""
+def _load_tokenizer(model_path: Path, config: Config) -> Any:
+    """The model's tokenizer, with the variables of its chat template. ValueError if the folder has none that works."""
     try:
-        return AutoTokenizer.from_pretrained(model_path)
+        return bind(AutoTokenizer.from_pretrained(model_path), config.data.chat_template_kwargs)
     except Exception as error:  # for a damaged file, any exception is possible
         text = f"{type(error).__name__}: {error}"
         raise ValueError(f"model.path: config and tokenizer of {model_path} cannot be loaded: {text}") from error

@@ -18,6 +18,7 @@ from hpcrl.plot import plot as draw_plot
 from hpcrl.runtime.building import Parts
 from hpcrl.runtime.deadline import SPARE_S, Deadline
 from hpcrl.runtime.debug import StoredRollouts
+from hpcrl.runtime.decoration import decorate
 from hpcrl.runtime.examples import TABLE, as_table, read_examples
 from hpcrl.runtime.guard import Guard, Stopped
 from hpcrl.runtime.rollouts import Rollouts
@@ -127,20 +128,24 @@ class Run:
         self.guard.check_mismatch(step, stats)
         self.last_logged = dict(flat)
 
-    def finish(self) -> str:
-        """Save, export the policy, draw the plot; returns the text for the user."""
-        last = self.last_step
-        self.checkpoint.save(last)
+    def finish(self) -> None:
+        """Save, and export the policy."""
+        self.checkpoint.save(self.last_step)
         self.trainer.export(self._run_dir / "hf")
         self.critic.export(self._run_dir / "hf_critic")
         self._metrics.end_progress()
-        plot = draw_plot(self._run_dir)
-        self._metrics.call_trackers(lambda tracker: tracker.image("plot", plot))
-        examples = "" if self.evaluation is None else self.evaluation.before_and_after(last)
-        told = summary(read_metrics(self._run_dir), self.config.max_steps)
-        early, episodes = [self.reason] if self._why else [], self._run_dir / "episodes"
-        shown = [f"episodes {episodes}"] if episodes.is_dir() else []
-        return "\n".join([examples, told, *early, f"plot {plot}", *shown, f"HF checkpoint {self._run_dir / 'hf'}"])
+
+    def report(self) -> str:
+        """Draw the plot; returns the text for the user. Called when the run is recorded as finished."""
+        evaluation, last, episodes = self.evaluation, self.last_step, self._run_dir / "episodes"
+        examples = "" if evaluation is None else decorate("examples", lambda: evaluation.before_and_after(last), "")
+        told = decorate("the summary", lambda: summary(read_metrics(self._run_dir), self.config.max_steps), self.reason)
+        early = [self.reason] if self._why else []
+        plot = decorate("the plot", lambda: draw_plot(self._run_dir), None)
+        if plot is not None:
+            self._metrics.call_trackers(lambda tracker: tracker.image("plot", plot))
+        shown = ([f"plot {plot}"] if plot is not None else []) + ([f"episodes {episodes}"] if episodes.is_dir() else [])
+        return "\n".join([examples, told, *early, *shown, f"HF checkpoint {self._run_dir / 'hf'}"])
 
     def close(self, within_s: float = math.inf) -> str:
         """End the trackers within this time and what is left of the job's, less what leaving takes; how to upload what

@@ -24,6 +24,7 @@ from hpcrl.rollout.scheduling.events import DoneSample
 from hpcrl.rollout.scheduling.policies import SchedulerConfig
 from hpcrl.rollout.scheduling.scheduler import RolloutScheduler
 from hpcrl.rollout.types import Prompt, held_out_uid
+from hpcrl.runtime.decoration import decorate
 from hpcrl.runtime.examples import keep_examples, read_examples
 from hpcrl.runtime.generation import evaluation_sampling, replica_capacity
 from hpcrl.runtime.parts import timed
@@ -60,7 +61,7 @@ class Evaluation:
         harvest = self._generate(config.eval.temperature, 2 * step)
         stats = _score_stats("val", harvest, self._domains)
         self._keep_episodes(step, harvest)
-        keep_examples(self._run_dir, step, self._examples(harvest))
+        decorate("examples", lambda: keep_examples(self._run_dir, step, self._examples(harvest)), None)
         self._loop.forget(harvest.groups)
         if config.rollout.temperature != config.eval.temperature:
             sampled = self._generate(config.rollout.temperature, 2 * step + 1)

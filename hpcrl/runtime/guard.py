@@ -15,9 +15,11 @@ MAX_FRUITLESS_STEPS = 3
 MAX_EMPTY_STEPS = 20
 """A run ends after this many steps in a row whose masks left no response to learn from: as many prompts per step as may
 be started before a step that filters reject is given up."""
+MAX_SILENT_STEPS = 5
+"""After this many steps in a row without a signal the user is warned."""
 LOSSES = ("actor/total_loss", "critic/loss", "sft/loss")
 SHARES = ("_mask_ratio", "/positive_ratio")
-"""Ends of the statistics that tell which responses were masked."""
+"""Ends of the statistics that give the share of responses that a mask keeps."""
 LEARNERS = {"actor": "", "critic": " of the critic"}
 
 
@@ -55,7 +57,7 @@ class Guard:
         self._max_mismatch = max_mismatch
         self.stop_signal = 0  # the first that came
         self._told_notice = False
-        self._num_fruitless = self._num_empty = 0
+        self._num_fruitless = self._num_empty = self._num_silent = 0
 
     def stop(self, signal_number: int) -> None:
         """Make the run end at the next step boundary because of a signal; safe in a signal handler."""
@@ -101,6 +103,7 @@ class Guard:
                 "trainer.lr or trainer.max_grad_norm and start again from a checkpoint before"
             )
         self._check_empty(step, stats)
+        self._check_signal(step, stats)
 
     def _check_empty(self, step: int, stats: Stats) -> None:
         """NoProgress once several steps in a row were generated, and masks kept all of them from the policy."""
@@ -108,10 +111,25 @@ class Guard:
         self._num_empty = self._num_empty + 1 if is_empty else 0
         if self._num_empty == MAX_EMPTY_STEPS:
             ratios = [name for name in stats if name.startswith("actor/") and name.endswith(SHARES)]
-            shares = ", ".join(f"{name} {stats[name].total / max(stats[name].count, 1):.2g}" for name in ratios)
+            kept = ", ".join(f"{name} {stats[name].total / max(stats[name].count, 1):.2g}" for name in ratios)
             raise NoProgress(
                 f"no progress in steps {step - MAX_EMPTY_STEPS + 1} to {step}: masks left no response to learn from "
-                f"({shares or 'all weights are 0'}); relax algorithm's masks, or choose prompts that suit the model"
+                f"({f'shares kept: {kept}' if kept else 'all weights are 0'}); relax algorithm's masks, or choose "
+                "prompts that suit the model"
+            )
+
+    def _check_signal(self, step: int, stats: Stats) -> None:
+        """Warn once several steps in a row had no advantage other than 0: the policy learns nothing from them."""
+        advantages, rewards = stats.get("critic/advantages/*"), stats.get("critic/rewards/*")
+        is_silent = advantages is not None and advantages.count > 0 and advantages.low == advantages.high == 0
+        self._num_silent = self._num_silent + 1 if is_silent else 0
+        if self._num_silent == MAX_SILENT_STEPS:
+            mean = f" (reward {rewards.total / rewards.count:.3g} on average)" if rewards and rewards.count else ""
+            print(
+                f"hpcrl: steps {step - MAX_SILENT_STEPS + 1} to {step} had no signal{mean}: all responses to a prompt "
+                "got the same reward, so all advantages are 0; use prompts that the model solves sometimes, a warm-up "
+                "by supervised training (pipeline=sft), a reward with partial credit, or a larger rollout.group_size",
+                flush=True,
             )
 
     def check_mismatch(self, step: int, stats: Stats) -> None:

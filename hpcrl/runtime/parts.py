@@ -67,6 +67,10 @@ class Trainer:
             return {}
         return _logprobs(self._controller, self._config, "trainer", self._division, batch, batch.rows, into)
 
+    def entropies(self, batch: BatchHandle) -> Stats:
+        """Fill old_entropies with the policy's entropies; skipped if the algorithm does not read them."""
+        return self.logprobs(batch, into="old_entropies")
+
     def advantages(self, batch: BatchHandle) -> Stats:
         """Fill advantages and returns, and the samples' weights if the credit sets them."""
         fill = messages.Advantages(batch.id, self._algorithm.numbers, batch.domains)
@@ -205,7 +209,7 @@ class RolloutFabric:
         if not self._controller.lost.isdisjoint(homes.values()):
             return None
         handle = lay_out(config, self._layout, step, sizes)
-        wanted = handle.everywhere
+        wanted, some_failed = handle.everywhere, any(sample.failed for group in groups for sample in group.samples)
         scored = {
             sample.id: {
                 "rewards": sample.reward,
@@ -213,6 +217,7 @@ class RolloutFabric:
                 "turn_rewards": sample.turn_rewards,
                 "token_rewards": sample.token_rewards,
                 **({} if group.baseline is None else {"baselines": group.baseline}),
+                **({"failed": sample.failed} if some_failed else {}),
             }
             for group in groups
             for sample in group.samples

@@ -17,7 +17,7 @@ def _not_bool(value: Any) -> Any:
 
 def _import_path(value: str) -> str:
     if not re.fullmatch(r"[^\s:]+:[^\s:]+", value):
-        raise ValueError("expected an import path, package.module:NAME")
+        raise ValueError("expected an import path, package.module:NAME or file.py:NAME")
     return value
 
 

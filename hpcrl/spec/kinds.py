@@ -290,3 +290,9 @@ class EnvSpec(Spec):
     probe: str = ""
     """`module:NAME` of a function that tries valid options with the libraries of `needs`: `probe(section, own_code)`
     raises ValueError; it imports a user's code only with own_code, in env ranks."""
+    check_template: str = ""
+    """`module:NAME` of a function that raises ValueError if a model with this chat template cannot play it:
+    `check_template(section, chat_template)`, before the start if the model's folder is there."""
+    problem_of_row: str = ""
+    """`module:NAME` of a function that gets the columns of a row of a file and says why the environment cannot play it;
+    empty if it can."""

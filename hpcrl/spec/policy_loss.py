@@ -20,34 +20,61 @@ def _estimator(value: Any) -> Any:
 
 def _kl_in_loss(value: Any) -> Any:
     if value == "k1":
-        raise ValueError("abs, k2 or k3 (in the loss, the expected gradient of k1 is zero, so it would have no effect)")
+        raise ValueError(
+            "abs, k2, k3 or k3_weighted (in the loss, the expected gradient of k1 is zero, so it would have no effect)"
+        )
     return _estimator(value)
 
 
 SURROGATE_KEYS: dict[str, frozenset[str]] = {
-    "ppo": frozenset({"ratio_level", "pg_clip_low", "pg_clip_high", "dual_clip"}),
-    "cispo": frozenset({"ratio_level", "pg_clip_low", "pg_clip_high"}),
-    "topr": frozenset({"ratio_level"}),
-    "sapo": frozenset({"ratio_level", "sapo_tau_positive", "sapo_tau_negative"}),
-    "kimi": frozenset({"ratio_level", "kimi_tau"}),
+    "ppo": frozenset({"ratio_to", "ratio_level", "pg_clip_low", "pg_clip_high", "dual_clip"}),
+    "cispo": frozenset({"ratio_to", "ratio_level", "pg_clip_low", "pg_clip_high"}),
+    "topr": frozenset({"ratio_to", "ratio_level"}),
+    "sapo": frozenset({"ratio_to", "ratio_level", "sapo_tau_positive", "sapo_tau_negative"}),
+    "kimi": frozenset({"ratio_to", "ratio_level", "kimi_tau"}),
+    "gmpo": frozenset({"ratio_to", "pg_clip_low", "pg_clip_high"}),
+    "dppo": frozenset({"ratio_to", "pg_clip_low", "pg_clip_high", "dppo_divergence", "dppo_ratio_max"}),
+    "clip_cov": frozenset({"ratio_to", "pg_clip_low", "pg_clip_high", "cov_share", "cov_low", "cov_high"}),
+    "kl_cov": frozenset({"ratio_to", "cov_share", "cov_kl_coef"}),
     "vanilla": frozenset(),
 }
 """The keys that each surrogate reads, among those that not all read."""
+
+MARKS_TOKENS = ("clip_cov", "kl_cov")
+"""Surrogates that treat some tokens apart, which are marked once a step."""
+
+CORRECTION_KEYS: dict[str, tuple[str, ...]] = {
+    "correction_level": ("truncate", "mask", "reject"),
+    "correction_low": ("mask", "reject"),
+    "correction_high": ("truncate", "mask", "reject"),
+    "correction_normalize": ("truncate", "mask", "reject"),
+    "rejection_level": ("truncate", "mask"),
+    "rejection_low": ("truncate", "mask"),
+    "rejection_high": ("truncate", "mask"),
+}
+"""The corrections that read each of their keys."""
 
 
 class PolicyLoss(Section):
     """Keys that every policy-gradient algorithm reads."""
 
-    surrogate: Literal["ppo", "cispo", "topr", "sapo", "kimi", "vanilla"] = "ppo"
+    surrogate: Literal["ppo", "cispo", "topr", "sapo", "kimi", "gmpo", "dppo", "clip_cov", "kl_cov", "vanilla"] = "ppo"
     """Loss of a token: PPO's clip, CISPO (arXiv 2506.13585), TOPR (arXiv 2503.14286), SAPO (arXiv 2511.20347), Kimi
-    k1.5 (arXiv 2501.12599), or the plain policy gradient (docs/algorithms.md)."""
+    k1.5 (arXiv 2501.12599), GMPO (arXiv 2507.20673), DPPO (arXiv 2602.04879), Clip-Cov or KL-Cov (arXiv 2505.22617),
+    or the plain policy gradient (docs/algorithms.md)."""
+    ratio_to: Literal["trainer", "generator"] = "trainer"
+    """Denominator of the ratio: the trainer's policy before the step, or the generator's log-probs, with which tokens
+    were drawn. generator replaces the correction and needs no pass for old log-probs, but a clip then counts the lag,
+    too."""
     ratio_level: Literal["token", "turn", "geometric", "sequence"] = "token"
-    """Level of the ratio to the policy before the step: per token, the geometric mean over a turn of the model, or the
+    """Level of the ratio to that policy: per token, the geometric mean over a turn of the model, or the
     geometric mean (with ppo: GSPO, arXiv 2507.18071) or the product over a response."""
     pg_clip_low: NonNegative = 0.2
-    """Lower clip bound of the ratio is 1 minus this value."""
+    """Lower clip bound of the ratio is 1 minus this value; with gmpo, of the log-ratio minus this value; with dppo, the
+    divergence at most where the advantage is not positive."""
     pg_clip_high: NonNegative = 0.2
-    """Upper clip bound of the ratio is 1 plus this value."""
+    """Upper clip bound of the ratio is 1 plus this value; with gmpo, of the log-ratio this value; with dppo, the
+    divergence at most where the advantage is positive."""
     dual_clip: Annotated[float, Field(gt=1), NUMBER] | None = None
     """Constant c of dual clip (arXiv 1912.09729); null: off."""
     sapo_tau_positive: PositiveFloat = 1.0
@@ -56,6 +83,18 @@ class PolicyLoss(Section):
     """Steepness of SAPO's gate for the other tokens."""
     kimi_tau: PositiveFloat = 0.1
     """Weight of Kimi k1.5's squared log-ratio."""
+    dppo_divergence: Literal["tv", "kl"] = "tv"
+    """Divergence that DPPO bounds: total variation, or KL(old policy, policy), of this token against any other."""
+    dppo_ratio_max: PositiveFloat = 20.0
+    """Largest ratio by which DPPO weights a token."""
+    cov_share: Annotated[float, Field(gt=0, le=1), NUMBER] = 2e-4
+    """Share of the step's tokens, at least one, that Clip-Cov or KL-Cov treat apart."""
+    cov_low: Float = 1.0
+    """Clip-Cov draws its tokens from those whose covariance is above it."""
+    cov_high: Float = 5.0
+    """Clip-Cov draws its tokens from those whose covariance is below it."""
+    cov_kl_coef: PositiveFloat = 1.0
+    """Weight of KL-Cov's penalty, the absolute log-ratio."""
     loss_aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
         "token-mean"
     )
@@ -67,14 +106,19 @@ class PolicyLoss(Section):
     kl_reward_coef: NonNegative = 0.0
     """Weight of the per-token KL(old policy, reference) subtracted from the reward."""
     kl_reward_estimator: Annotated[Literal["k1", "abs", "k2", "k3"], BeforeValidator(_estimator)] = "k1"
-    """Estimator of the KL in the reward (docs/algorithms.md); the expected gradient of k1 is that of the exact KL."""
-    kl_loss_estimator: Annotated[Literal["abs", "k2", "k3"], BeforeValidator(_kl_in_loss)] = "k2"
-    """Estimator of the KL in the loss (docs/algorithms.md); the expected gradient of k2 is that of the exact KL."""
+    """Estimator of the KL in the reward (docs/algorithms.md). The expected gradient of k1 is that of the exact KL; the
+    others can push the policy away from the reference."""
+    kl_loss_estimator: Annotated[Literal["abs", "k2", "k3", "k3_weighted"], BeforeValidator(_kl_in_loss)] = "k2"
+    """Estimator of the KL in the loss (docs/algorithms.md). The expected gradient of k2 is that of the exact KL; so is
+    that of k3_weighted, k3 times the ratio, also for tokens that another policy drew."""
     kl_target: PositiveFloat | None = None
     """Target of the KL to the reference (critic/kl), nats a token: both KL coefficients are multiplied by one factor
     that follows it from step to step (arXiv 1909.08593); null: constant coefficients."""
     kl_horizon: PositiveFloat = 10000.0
     """Responses over which the coefficients change by at most a fifth."""
+    entropy_share: Annotated[float, Field(gt=0, le=1), NUMBER] = 1.0
+    """Policy loss of this share of the step's tokens only, those with the highest entropy before the step (arXiv
+    2506.01939); below 1 it costs a pass for the entropies."""
     entropy_loss_coef: Float = 0.0
     """Weight of the entropy bonus in the loss; with entropy_target, that of the first step."""
     entropy_target: NonNegative | None = None
@@ -83,13 +127,14 @@ class PolicyLoss(Section):
     entropy_coef_step: PositiveFloat = 0.005
     """Change of the weight of the entropy bonus after each step with entropy_target."""
     reward_clip: PositiveFloat | None = None
-    """Rewards are clamped to +- this value; null: off."""
+    """Rewards are clamped to +- this value before the KL is subtracted; null: off."""
     advantage_clip: PositiveFloat | None = None
     """Advantages are clamped to +- this value; null: off."""
     correction: Literal["none", "truncate", "mask", "reject"] = "none"
-    """Off-policy correction: token losses are multiplied by the ratio of the trainer's probabilities before the step to
-    the generator's, clipped at correction_high (truncate, TIS) or dropped outside correction_low..correction_high
-    (mask, MIS). reject: responses with any ratio outside these bounds are dropped, all others keep weight 1."""
+    """Off-policy correction, by default truncate with rollout.max_lag above 0: token losses are multiplied by the ratio
+    of the trainer's probabilities before the step to the generator's, clipped at correction_high (truncate, TIS) or
+    dropped outside correction_low..correction_high (mask, MIS). reject: responses with any ratio outside these bounds
+    are dropped, all others keep weight 1."""
     correction_level: Literal["token", "turn", "geometric", "sequence"] = "token"
     """Level of the ratio: per token, the geometric mean over a turn of the model, or the geometric mean or the product
     over a response."""
@@ -97,6 +142,19 @@ class PolicyLoss(Section):
     """Lower bound of the ratio, below 1; used by mask and reject only."""
     correction_high: PositiveFloat = 2.0
     """Upper bound of the ratio; above 1, or at least 1 with truncate."""
+    correction_normalize: bool = False
+    """Divide the weights of a correction by their mean over the step, before rejection_level drops any; costs the pass
+    for old_logprobs."""
+    rejection_level: Literal["token", "turn", "geometric", "sequence"] | None = None
+    """With a correction of truncate or mask, drop responses as correction=reject does, by a ratio of this level and
+    with bounds of its own; null: off."""
+    rejection_low: NonNegative = 0.5
+    """Lower bound of the ratio for rejection_level, below 1."""
+    rejection_high: PositiveFloat = 2.0
+    """Upper bound of the ratio for rejection_level, above 1."""
+    off_policy_mask: PositiveFloat | None = None
+    """Do not learn from responses of negative advantage on which the mean log-ratio of the generator to the current
+    policy is above this value, nats a token (arXiv 2512.02556); null: off."""
     whiten_rewards: bool = False
     """Subtract the mean of the batch's token rewards, with their KL, and divide by their standard deviation."""
     whiten_advantages: bool = False
@@ -124,6 +182,28 @@ class PolicyLoss(Section):
     def outputs(self) -> frozenset[str]:
         """The optional outputs of the engine that the loss needs or only logs."""
         return frozenset({"entropy"})
+
+    @property
+    def correction_levels(self) -> dict[str, str]:
+        """The levels of the ratios of the off-policy correction by key; empty without one."""
+        keys = [key for key in ("correction_level", "rejection_level") if self.correction in CORRECTION_KEYS[key]]
+        return {key: level for key in keys if (level := getattr(self, key)) is not None}
+
+    @property
+    def compares_with_generator(self) -> bool:
+        """Whether the surrogate's ratio is that to the generator's log-probs."""
+        return self.ratio_to == "generator" and "ratio_to" in SURROGATE_KEYS[self.surrogate]
+
+    @property
+    def behaviour_levels(self) -> dict[str, str]:
+        """The levels of all ratios to the generator's log-probs by key."""
+        reads = self.compares_with_generator and "ratio_level" in SURROGATE_KEYS[self.surrogate]
+        return self.correction_levels | ({"ratio_level": self.ratio_level} if reads else {})
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps per step."""
+        return self.ppo_epochs * self.num_mini_batches
 
     @property
     def uses_reference(self) -> bool:

@@ -47,3 +47,8 @@ class ConfigError(ValueError):
     def __init__(self, problems: list[str]):
         self.problems = problems
         super().__init__("\n".join(problems))
+
+
+def shortened(text: str, most: int = 120) -> str:
+    """A text for one line: its beginning, if it is longer than `most` characters."""
+    return text if len(text) <= most else text[: most - 3] + "..."

@@ -80,7 +80,7 @@ def load(path: str, what: str) -> Any:
     module, _, name = path.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
-    except Exception as error:  # code of an installed package may raise any exception
+    except (Exception, SystemExit) as error:  # code of an installed package may raise any exception, or leave
         raise SpecError(f"{what}: {path} cannot be loaded: {type(error).__name__}: {error}") from error
 
 

@@ -9,7 +9,7 @@ import torch
 
 from hpcrl.algorithms.adaptive import adapted
 from hpcrl.algorithms.base import RewardTable
-from hpcrl.algorithms.specs import GRPO, Reinforce, ReinforcePlusPlus
+from hpcrl.algorithms.specs import GRPO, Reinforce
 from hpcrl.metrics.stats import Stat
 from hpcrl.rollout.batch import Norms
 from tests.algorithms.pairs import make_pair
@@ -100,7 +100,7 @@ def test_running_statistics_are_those_of_all_steps_of_the_domain() -> None:
 def test_statistics_of_the_batch_are_those_of_the_domain() -> None:
     rewards = [3.0, 1.0, 30.0, 10.0]
     batch, table = make_batch([[0, 1]] * 4, rewards, [0, 1, 2, 3])
-    config = ReinforcePlusPlus(std_eps=0.0, whiten_advantages=False)
+    config = Reinforce(norm_mean_type="batch", norm_std_type="batch", std_eps=0.0)
     advantages(make_pair(config), batch, RewardTable(**{**vars(table), "domains": {"x": [0, 1], "y": [2, 3]}}))
     a = 1 / math.sqrt(2)
     assert batch.advantages[batch.loss_mask].tolist() == pytest.approx([a, -a, a, -a])

@@ -105,22 +105,15 @@ def test_group_statistics_come_from_the_table_not_from_the_rows_at_hand():
     assert empty.advantages.numel() == 0
 
 
-def test_reinforce_plus_plus_uses_the_batch():
+def test_reinforce_plus_plus_whitens_the_returns_of_its_tokens():
     batch, table = make_batch([[0, 1, 1], [0, 1]], [3.0, 1.0], [0, 1])
-    config = ReinforcePlusPlus(gamma=0.5, std_eps=0.0, whiten_advantages=False)
-    advantages(make_pair(config), batch, table)
-    a = 1 / math.sqrt(2)
-    torch.testing.assert_close(batch.advantages, torch.tensor([0, a / 2, a, 0, -a]))
-
-
-def test_reinforce_plus_plus_whitens_token_advantages_by_default():
-    batch, table = make_batch([[0, 1, 1], [0, 1]], [3.0, 1.0], [0, 1])
-    advantages(make_pair(ReinforcePlusPlus()), batch, table)
-    # token returns a, a, -a with a = 1 / sqrt(2): mean a / 3, unbiased variance (2 (2a/3)^2 + (4a/3)^2) / 2 = 4a^2 / 3
+    stats = advantages(make_pair(ReinforcePlusPlus()), batch, table)
+    # token returns 3, 3, 1: mean 7 / 3, unbiased variance (2 (2/3)^2 + (4/3)^2) / 2 = 4 / 3
     b = 1 / math.sqrt(3)
     torch.testing.assert_close(batch.advantages, torch.tensor([0, b, b, 0, -2 * b]))
-    a = 1 / math.sqrt(2)
-    torch.testing.assert_close(batch.returns, torch.tensor([0, a, a, 0, -a]), rtol=1e-5, atol=1e-5)
+    assert batch.returns.tolist() == [0, 3, 3, 0, 1] and flatten(stats)["critic/returns/max"] == 3
+    advantages(make_pair(ReinforcePlusPlus(gamma=0.5, whiten_advantages=False)), batch, table)
+    assert batch.advantages.tolist() == [0, 1.5, 3, 0, 1]
 
 
 def test_reinforce_discounts_over_model_tokens():
@@ -136,10 +129,10 @@ def test_kl_in_the_reward_and_clips():
     batch.old_logprobs, batch.ref_logprobs = torch.tensor([0.0, -1.0, -2.0]), torch.tensor([0.0, -3.0, -1.0])
     config = Reinforce(kl_reward_coef=0.5, reward_clip=5.0)
     advantages(make_pair(config), batch, table)
-    # token rewards: -.5 x 2 = -1, then min(8, 5) + .5 x 1 = 5.5, clipped to 5
-    assert batch.returns.tolist() == [0.0, 4.0, 5.0]
+    # token rewards: -.5 x 2 = -1, then min(8, 5) + .5 x 1 = 5.5: the clip is that of the reward
+    assert batch.returns.tolist() == [0.0, 4.5, 5.5]
     advantages(make_pair(config.model_copy(update={"advantage_clip": 4.5})), batch, table)
-    assert batch.returns.tolist() == [0.0, 4.0, 5.0] and batch.advantages.tolist() == [0.0, 4.0, 4.5]
+    assert batch.returns.tolist() == [0.0, 4.5, 5.5] and batch.advantages.tolist() == [0.0, 4.5, 4.5]
 
 
 def test_whitened_advantages_have_mean_0_and_variance_1_over_model_tokens():
@@ -259,7 +252,7 @@ def test_metrics_of_the_loss_by_hand():
         "critic/entropy/mean": 2.0,
         "critic/kl": (2 - math.log(2) - 1) / 3,  # of the policy before the step; k3
         "actor/train_infer_ratio_token_mean": (1.25 + 0.8 + 2) / 3,
-        "actor/train_infer_diff_token_mean": 0.3 / 3,
+        "actor/train_infer_diff_token_mean": (0.1 - 0.1 + 0.1) / 3,
         "actor/train_infer_ratio_geometric_mean": (1.0 + 2.0) / 2,
         "actor/train_infer_diff_geometric_mean": (0.0 + 0.1) / 2,
         "actor/train_infer_ratio_sequence_mean": (1.0 + 2.0) / 2,

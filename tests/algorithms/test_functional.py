@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 
 import pytest
@@ -110,15 +111,34 @@ def test_whiten_over_ranks_equals_whiten_of_all_and_an_empty_rank_takes_part():
 @pytest.mark.parametrize(
     ("estimator", "expected"),
     [
-        ("k1", [0.5, -0.5, 0.0, -10.0, 10.0]),
-        ("abs", [0.5, 0.5, 0.0, 10.0, 10.0]),
-        ("k2", [0.125, 0.125, 0.0, 10.0, 10.0]),
-        ("k3", [0.106531, 0.148721, 0.0, 10.0, 10.0]),  # e^-.5 + .5 - 1, e^.5 - .5 - 1
+        ("k1", [0.5, -0.5, 0.0, 30.0, -900.0]),
+        ("abs", [0.5, 0.5, 0.0, 30.0, 900.0]),
+        ("k2", [0.125, 0.125, 0.0, 450.0, 405000.0]),
+        ("k3", [0.106531, 0.148721, 0.0, 29.0, math.exp(20) * 881 - 901]),  # e^-.5 + .5 - 1, e^.5 - .5 - 1, 30 - 1
     ],
 )
 def test_kl_estimators(estimator, expected):
-    difference = torch.tensor([0.5, -0.5, 0.0, -500.0, 500.0])
-    close(F.kl_divergence(difference - 1.0, torch.full((5,), -1.0), estimator), expected)
+    difference = torch.tensor([0.5, -0.5, 0.0, 30.0, -900.0])
+    found = F.kl_divergence(difference - 1.0, torch.full((5,), -1.0), estimator)
+    torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "slope"),
+    [("k1", torch.ones_like), ("abs", torch.sign), ("k2", lambda x: x), ("k3", lambda x: 1 - (-x).exp())],
+)
+def test_kl_estimators_have_their_gradient_at_every_distance(estimator, slope):
+    x = torch.tensor([-20.0, -12.0, -5.0, -0.001, 0.001, 4.0, 4.6, 11.0, 19.0, 20.0, 25.0, 60.0], requires_grad=True)
+    F.kl_divergence(x, torch.zeros_like(x), estimator).sum().backward()
+    torch.testing.assert_close(x.grad, slope(x.detach()), rtol=1e-5, atol=1e-7)
+    far = torch.tensor([-25.0, -900.0], requires_grad=True)
+    F.kl_divergence(far, torch.zeros_like(far), estimator).sum().backward()
+    torch.testing.assert_close(far.grad, slope(far.detach().clamp(min=-20 if estimator == "k3" else -1e9)))
+
+
+def test_k3_is_exact_near_zero_in_float32():
+    x = torch.tensor([1e-4, -1e-4])
+    torch.testing.assert_close(F.kl_divergence(x, torch.zeros(2), "k3"), 0.5 * x.square(), rtol=1e-2, atol=0)
 
 
 def test_clipped_policy_loss():

@@ -7,14 +7,14 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from hpcrl.algorithms.base import Outputs, RewardTable
+from hpcrl.algorithms.base import AllSum, Outputs, RewardTable
 from hpcrl.algorithms.specs import (
     GAE,
     GRPO,
@@ -30,12 +30,14 @@ from hpcrl.algorithms.specs import (
 )
 from hpcrl.algorithms.surrogates import SURROGATES
 from hpcrl.config import PolicyLoss
-from hpcrl.metrics.stats import flatten, merge
+from hpcrl.metrics.stats import Stats, flatten, merge
 from hpcrl.rollout.batch import Batch, Norms, batch_from_samples
 from hpcrl.rollout.types import FinishReason, Sample
 from hpcrl.spec.policy_loss import SURROGATE_KEYS
 from hpcrl.spec.tables import ALGORITHMS
 from tests.algorithms.pairs import make_pair
+
+Part, Found = TypeVar("Part"), TypeVar("Found")
 
 EPISODES = ["0111", "001011", "011", "000", "01111", "0100101", "0011", "0010010"]
 """1: a token of the model. Some have several turns, one has none."""
@@ -68,9 +70,15 @@ def rows_of(rows: Sequence[int], longer: int = 0) -> Batch:
             )
         )  # fmt: skip
     batch = batch_from_samples(samples, [GROUPS[row] for row in rows])
-    for name, speed in {"old_logprobs": 0.7, "ref_logprobs": 0.4, "values": 2.1, "advantages": 1.7}.items():
+    for name, speed in {
+        "old_entropies": 1.9,
+        "old_logprobs": 0.7,
+        "ref_logprobs": 0.4,
+        "values": 2.1,
+        "advantages": 1.7,
+    }.items():
         both = [of_tokens(row, sample.loss_mask, speed) for row, sample in zip(rows, samples, strict=True)]
-        sign = 1.0 if name in ("values", "advantages") else -1.0
+        sign = 1.0 if name in ("values", "advantages", "old_entropies") else -1.0
         setattr(batch, name, sign * torch.from_numpy(np.concatenate([*both, np.zeros(0, np.float32)])))
     batch.weights = torch.tensor([WEIGHTS[row] for row in rows])
     num_turns = [int(sample.turn_ids.max()) + 1 for sample in samples]
@@ -121,8 +129,21 @@ CREDITS: list[Any] = [
 def on_ranks(section: PolicyLoss, parts: list[Batch], sums: bool = True) -> tuple[dict[int, Tensor], dict[str, float]]:
     """(what each row gets, statistics) with each part on a rank of its own; sums=False: without sums over them."""
     table = replace(RewardTable.of(rows_of(ALL)), domains={"a": [1, 3], "b": [2]})
+
+    def assign(part: Batch, all_sum: AllSum) -> Stats:
+        credit = make_pair(section).credit
+        assert credit is not None
+        return credit.assign(part, table, all_sum)
+
+    found = together(parts, assign, sums)
+    rows = [by_sample(part, "advantages", "returns") for part in parts]
+    return {sample: values for part in rows for sample, values in part.items()}, flatten(merge(found))
+
+
+def together(parts: list[Part], do: Callable[[Part, AllSum], Found], sums: bool = True) -> list[Found]:
+    """What it returns for each part, on a rank of its own; sums=False: without sums over the ranks."""
     barrier, slots = threading.Barrier(len(parts)), [torch.zeros(0)] * len(parts)
-    found: list[dict[str, Any]] = [{} for _ in parts]
+    found: list[Any] = [None for _ in parts]
 
     def all_sum_of(rank: int) -> Callable[[Tensor], Tensor]:
         def all_sum(tensor: Tensor) -> Tensor:
@@ -135,17 +156,14 @@ def on_ranks(section: PolicyLoss, parts: list[Batch], sums: bool = True) -> tupl
         return all_sum if sums else lambda tensor: tensor
 
     def work(rank: int) -> None:
-        credit = make_pair(section).credit
-        assert credit is not None
-        found[rank] = credit.assign(parts[rank], table, all_sum_of(rank))
+        found[rank] = do(parts[rank], all_sum_of(rank))
 
     threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(len(parts))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(120)
-    rows = [by_sample(part, "advantages", "returns") for part in parts]
-    return {sample: values for part in rows for sample, values in part.items()}, flatten(merge(found))
+    return found
 
 
 def with_common(section: Any) -> Any:
@@ -189,7 +207,13 @@ RATIOS = [
 CORRECTIONS = [{"correction": "none"}] + [
     {"correction": kind, "correction_level": level} for kind in ("truncate", "mask", "reject") for level in LEVELS
 ]
+CORRECTIONS += [
+    {"correction": kind, "rejection_level": level, "rejection_low": 0.6, "rejection_high": 1.6}
+    for kind, level in zip(("truncate", "mask", "truncate", "mask"), LEVELS, strict=True)
+]
+CORRECTIONS += [each | {"correction_normalize": True} for each in CORRECTIONS[1:]]
 OTHERS: dict[str, Any] = {
+    "cov_share": 0.2, "cov_low": -0.5, "off_policy_mask": 0.3, "entropy_share": 0.7, "kl_loss_estimator": "k3_weighted",
     "num_mini_batches": 2, "kl_loss_coef": 0.3, "entropy_loss_coef": 0.1, "correction_low": 0.4, "correction_high": 1.8,
     "loss_norm_tokens": 12,
 }  # fmt: skip
@@ -205,8 +229,9 @@ LOSSES = [
 def loss_of(
     section: PolicyLoss, parts: list[Batch], norms: Norms
 ) -> tuple[Tensor, dict[int, Tensor], dict[str, float]]:
-    """(loss, gradient of each row's log-probs, statistics) of these micro-batches."""
-    objective, total, gradients, stats = make_pair(section).objective, torch.zeros(()), {}, []
+    """(loss, gradient of each row's log-probs, statistics) of these micro-batches, each on a rank of its own."""
+    objective, total, gradients = make_pair(section).objective, torch.zeros(()), {}
+    stats = together(parts, objective.prepare)
     for part in parts:
         logprobs = part.old_logprobs + 0.2 * torch.sin(5 * part.old_logprobs)
         logprobs = logprobs.detach().requires_grad_()
@@ -219,9 +244,7 @@ def loss_of(
 
 
 def test_all_corrections_are_here() -> None:
-    assert {(loss.correction, loss.correction_level) for loss in LOSSES} >= {
-        (each["correction"], each.get("correction_level", "token")) for each in CORRECTIONS
-    }
+    assert all(any(each.items() <= dict(loss).items() for loss in LOSSES) for each in CORRECTIONS)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -243,6 +266,9 @@ def test_the_test_of_losses_can_fail() -> None:
         whole = loss_of(section, [rows_of(ALL)], whole_norms())[0]
         own = [loss_of(section, [part], norms_of(part))[0] for part in parts]
         assert abs(sum(own) / 2 - whole) > 1e-3
+    section = GRPO(correction="truncate", correction_normalize=True)
+    together(parts, make_pair(section).objective.prepare, sums=False)
+    assert abs(parts[0].correction_scale[0] - parts[1].correction_scale[0]) > 1e-3
 
 
 def norms_of(batch: Batch) -> Norms:

@@ -37,7 +37,7 @@ def test_clip_kl_and_whitening_act_as_for_other_credits() -> None:
     batch.old_logprobs, batch.ref_logprobs = torch.zeros(batch.num_tokens), torch.full((batch.num_tokens,), -2.0)
     advantages(make_pair(ReMax(reward_clip=0.5, kl_reward_coef=0.1)), batch, table)
     # clip(r - b) at the last token, minus .1 x (0 + 2) at each, summed from the end
-    assert batch.advantages[batch.loss_mask].tolist() == pytest.approx([0.1, 0.3, -0.65, -0.45, -0.2, -0.7, -0.5])
+    assert batch.advantages[batch.loss_mask].tolist() == pytest.approx([0.1, 0.3, -0.65, -0.45, -0.2, -0.9, -0.7])
     advantages(make_pair(ReMax(whiten_advantages=True)), batch, table)
     assert batch.advantages[batch.loss_mask].mean().item() == pytest.approx(0, abs=1e-6)
 

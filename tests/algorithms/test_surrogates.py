@@ -84,11 +84,13 @@ def plain_loss(config: Any, batch: Any, logprobs: Tensor) -> Tensor:
     return total / norms_of(batch).sequences
 
 
+OF_THEIR_OWN = {"gmpo", "dppo", "clip_cov", "kl_cov"}
+"""Surrogates with test files of their own."""
 CONFIGS = [
     Reinforce(
         surrogate=name, ratio_level=level, pg_clip_low=0.15, pg_clip_high=0.3, kimi_tau=0.6, sapo_tau_positive=0.7
     )
-    for name in SURROGATES
+    for name in sorted(SURROGATES.keys() - OF_THEIR_OWN)
     for level in (LEVELS if "ratio_level" in SURROGATE_KEYS[name] else ("token",))
 ] + [Reinforce(dual_clip=1.2), Reinforce(dual_clip=1.1, ratio_level="geometric")]
 
@@ -120,6 +122,13 @@ def test_gradients_are_those_of_the_formula(config: Any) -> None:
 def test_the_keys_of_a_surrogate_are_those_that_change_it() -> None:
     assert SURROGATES.keys() == SURROGATE_KEYS.keys() == set(PolicyLoss.model_fields["surrogate"].annotation.__args__)
     changes = {
+        "cov_share": 0.5,
+        "cov_low": 0.1,
+        "cov_high": -0.1,
+        "cov_kl_coef": 2.0,
+        "dppo_divergence": "kl",
+        "dppo_ratio_max": 1.01,
+        "ratio_to": "generator",
         "ratio_level": "sequence",
         "pg_clip_low": 0.05,
         "pg_clip_high": 0.05,
@@ -133,9 +142,11 @@ def test_the_keys_of_a_surrogate_are_those_that_change_it() -> None:
     batch.advantages = torch.tensor(ADVANTAGES)[batch.row_ids] * batch.loss_mask
 
     def gradient(**keys: Any) -> Tensor:
-        config = Reinforce(num_mini_batches=2, **keys)
-        logprobs = moved(batch).requires_grad_()
-        make_pair(config).objective.loss(Outputs(logprobs), batch, norms_of(batch))[0].backward()
+        bounds = {"pg_clip_low": 0.1} if keys["surrogate"] == "dppo" else {}  # of a divergence
+        config = Reinforce(num_mini_batches=2, **({"cov_low": -1.0, "cov_share": 0.4} | bounds | keys))
+        logprobs, objective = moved(batch).requires_grad_(), make_pair(config).objective
+        objective.prepare(batch, lambda tensor: tensor)
+        objective.loss(Outputs(logprobs), batch, norms_of(batch))[0].backward()
         assert logprobs.grad is not None
         return logprobs.grad
 
@@ -191,18 +202,18 @@ def weighed(rewards: list[float], groups: list[int], lengths: list[int], **keys:
 def test_masks_by_hand() -> None:
     rewards, groups, lengths = [1.0, 0.0, 1.0, 1.0, 0.0], [0, 0, 1, 1, 2], [2, 3, 4, 1, 5]
     weights, flat = weighed(rewards, groups, lengths, max_len_mask=True)
-    assert weights == [0, 1, 1, 1, 1] and flat["actor/max_len_mask_ratio"] == flat["actor/final_mask_ratio"] == 0.2
+    assert weights == [0, 1, 1, 1, 1] and flat["actor/max_len_mask_ratio"] == flat["actor/final_mask_ratio"] == 0.8
     weights, flat = weighed(rewards, groups, lengths, difficulty_mask=True)
-    assert weights == [1, 1, 0, 0, 0] and flat["actor/difficulty_mask_ratio"] == 0.6
+    assert weights == [1, 1, 0, 0, 0] and flat["actor/difficulty_mask_ratio"] == 0.4
     weights, flat = weighed(rewards, groups, lengths, error_max_len_clip=3)
-    assert weights == [1, 0, 1, 1, 0] and flat["actor/error_len_mask_ratio"] == 0.4
+    assert weights == [1, 0, 1, 1, 0] and flat["actor/error_len_mask_ratio"] == 0.6
     weights, flat = weighed(rewards, groups, lengths, max_len_mask=True, error_max_len_clip=4)
-    assert weights == [0, 1, 1, 1, 0] and flat["actor/final_mask_ratio"] == 0.4
+    assert weights == [0, 1, 1, 1, 0] and flat["actor/final_mask_ratio"] == 0.6
     weights, flat = weighed(rewards, groups, lengths)
     assert weights == [1] * 5 and not any(name.endswith("mask_ratio") for name in flat)
     keys = {"difficulty_mask": True, "difficulty_low_threshold": 0.6, "difficulty_loss_weight": True}
     weights, flat = weighed([1.0, 0.0, 0.0], [0, 0, 1], [2, 2, 2], **keys)
-    assert weights == [0, 0, 0] and flat["actor/final_mask_ratio"] == 1.0
+    assert weights == [0, 0, 0] and flat["actor/final_mask_ratio"] == 0.0
 
 
 def test_weights_by_difficulty_and_length_by_hand() -> None:
@@ -235,12 +246,16 @@ RECIPES = {
     "gspo": {"name": "grpo", "ratio_level": "geometric", "pg_clip_low": 3e-4, "pg_clip_high": 4e-4},
     "cispo": {"surrogate": "cispo"},
     "topr": {"surrogate": "topr"},
-    "sapo": {"surrogate": "sapo"},
+    "sapo": {"surrogate": "sapo", "loss_aggregation": "seq-mean-token-mean"},
     "kimi": {"surrogate": "kimi", "ratio_level": "sequence"},
     "lite_ppo": {"name": "reinforce", "norm_mean_type": "group", "norm_std_type": "batch"},
     "reinforce_plus_plus_baseline": {"norm_mean_type": "group", "whiten_advantages": True},
+    "gmpo": {"surrogate": "gmpo", "pg_clip_low": 0.4, "loss_aggregation": "seq-mean-token-mean"},
+    "dppo": {"surrogate": "dppo", "pg_clip_high": 0.15},
+    "clip_cov": {"surrogate": "clip_cov", "pg_clip_high": 0.2},
+    "kl_cov": {"surrogate": "kl_cov", "cov_kl_coef": 1.0},
     "rloo": {"name": "rloo"},
-    "raft_plus_plus": {"name": "raft_plus_plus"},
+    "raft_plus_plus": {"name": "raft_plus_plus", "loss_aggregation": "seq-mean-token-mean"},
 }
 
 

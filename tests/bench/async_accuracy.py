@@ -2,7 +2,8 @@
 
     python -m tests.bench.async_accuracy --model runs/demo_sft/hf [--runs FOLDER] [--plot FILE]
 
-Four processes each time (`+experiment=rlvr_async`), so that only the lag differs; lag 4 also without correction. One
+Four processes each time (`+experiment=rlvr_async`), so that only the lag differs; lag 4 also with the correction that
+is the default, with the ratio to the generator in its place, and without both. One
 JSON line: held-out accuracy of 2,048 prompts at the end, sampled and greedy, per seed, and for every lag the mean of
 sync - async over the seeds with its one-sided 90 % upper bound (Student's t on the paired differences). 25 runs take an
 hour and more; those that `--runs` already holds, of an earlier call with the same words, are not run again.
@@ -21,11 +22,14 @@ from tests.bench.learning import run_folder
 from tests.bench.machine import tell
 from tests.bench.vs_trl import launch
 
+DEFAULTS = ["~algorithm.correction", "~algorithm.correction_level"]  # without what the recipe sets
 VARIANTS = {
     "sync": ["rollout.max_lag=0", "algorithm.correction=none"],
     "lag_1": ["rollout.max_lag=1"],
     "lag_2": ["rollout.max_lag=2"],
     "lag_4": ["rollout.max_lag=4"],
+    "lag_4_defaults": ["rollout.max_lag=4", *DEFAULTS],
+    "lag_4_generator": ["rollout.max_lag=4", "~algorithm.correction", "algorithm.ratio_to=generator"],
     "lag_4_uncorrected": ["rollout.max_lag=4", "algorithm.correction=none"],
 }
 FIGURES = {"sampled": "val/sampled/score/mean", "greedy": "val/score/mean"}

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcrl.algorithms.base import Objective, Outputs
-from hpcrl.engines.train.base import TrainEngine, check_objective
+from hpcrl.engines.train.base import ComputesEntropies, TrainEngine, check_objective
 from hpcrl.metrics.stats import Stats, stat
 from hpcrl.rollout.batch import Batch, Norms
 from hpcrl.spec.tables import TRAIN_ENGINES
@@ -129,6 +129,12 @@ def check_contract(make: Callable[[Path], TrainEngine], model: Path, scratch: Pa
     torch.testing.assert_close(engine.logprobs(batch, one_by_one, 1.0), before, rtol=0, atol=1e-5)
     assert not engine.logprobs(batch, [[0], []], 1.0).split(batch.lengths.tolist())[1].any()
     assert (engine.logprobs(batch, plan, 3.0) - before).abs().max() > 0.1
+    assert isinstance(engine, ComputesEntropies) == ("entropy" in engine.computes)
+    if isinstance(engine, ComputesEntropies):
+        entropies = engine.entropies(batch, plan, 1.0)
+        assert entropies.dtype == torch.float32 and not entropies.requires_grad
+        assert bool((entropies[batch.loss_mask] > 0).all()) and not entropies[~batch.loss_mask].any()
+        assert (engine.entropies(batch, plan, 0.5) < entropies)[batch.loss_mask].all()
     engine.offload(weights=False)
     engine.offload()
     engine.offload()

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from hpcrl.config import Config
 from hpcrl.engines.train.base import TrainEngine
@@ -120,6 +121,23 @@ class Run:
         assert self.rank not in self.division.outputs or (got is not None and not got.any())
         assert not any(g.any() for g in self.gradients(engine, batch, Norms(1.0, 1.0)).values())
 
+    def check_update(self, engine: TrainEngine, gradients: dict[str, Tensor]) -> None:
+        """The first step is that of torch's AdamW, with weight decay on matrices only."""
+        shares: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(shares, {name: tensor.clone() for name, tensor in engine.named_weights()})
+        got = {name: tensor for share in shares for name, tensor in share.items()}
+        wanted = dict(AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32).named_parameters())
+        for name, parameter in wanted.items():
+            parameter.grad = gradients[name]
+        trainer = self.config.trainer
+        groups = [{"params": [p for p in wanted.values() if (p.dim() > 1) == matrices],
+                   "weight_decay": trainer.weight_decay * matrices} for matrices in (True, False)]  # fmt: skip
+        torch.optim.AdamW(groups, lr=trainer.lr, betas=trainer.betas, eps=trainer.eps).step()
+        assert wanted.keys() <= got.keys()
+        far = {name: float((got[name] - parameter.detach()).abs().max()) for name, parameter in wanted.items()}
+        worst = max(far, key=far.__getitem__)
+        assert far[worst] < 1e-6, f"{worst} differs from AdamW's by {far[worst]:.2g}"
+
     def check_step(self, engine: TrainEngine, folder: Path) -> None:
         """The norm of the gradients; and an engine that loads a checkpoint takes the same step, bit for bit."""
         _, whole, rows = next(cases(len(self.division.groups)))
@@ -131,6 +149,7 @@ class Run:
         if self.rank == self.division.outputs[0]:
             assert stats["actor/grad_norm"].total == pytest.approx(wanted, rel=1e-5)
         check_weights(engine)
+        self.check_update(engine, gradients)
         folder.mkdir(exist_ok=True)
         write_files(folder, engine.snapshot())
         dist.barrier()

@@ -218,7 +218,7 @@ def test_what_is_no_checkpoint_is_one_line(tmp_path: Path, capsys: pytest.Captur
     small = ("--to", "megatron", "--checkpoint", tmp_path / "model")
     for words, text in (
         (("--checkpoint", tmp_path / "none"), f"--checkpoint {tmp_path}/none is not a folder"),
-        (("--checkpoint", tmp_path / "empty"), "empty is not a checkpoint: it has no .metadata"),
+        (("--checkpoint", tmp_path / "empty"), "empty is not a checkpoint: no .metadata in it or below it"),
         (("--checkpoint", tmp_path / "model"), "is a model in HF layout already; --to megatron"),
         (("--checkpoint", tmp_path / "old"), "is Megatron's old format; save it as torch_dist"),
         (("--checkpoint", tmp_path / "top"), "names '12', and there is no folder"),

@@ -35,7 +35,7 @@ def problems_of(config: DataConfig) -> list[str]:
 @pytest.mark.parametrize("key", ["prompt", "question", "problem"])
 def test_plain_prompts(write_jsonl, key: str):
     row = only_row(write_jsonl("a.jsonl", {key: "2+2?", "answer": "4", "level": 3}))
-    assert (row.messages, row.answer, row.response, row.domain) == (USER, "4", "4", "default")
+    assert (row.messages, row.answer, row.turn["content"], row.domain) == (USER, "4", "4", "default")
     assert row.extra == {"answer": "4", "level": 3}
 
 
@@ -57,7 +57,7 @@ def test_messages_with_a_written_answer_and_tools(write_jsonl):
     tools = [{"type": "function", "function": {"name": "add"}}]
     messages = [{"role": "system", "content": "S"}, *USER, {"role": "assistant", "content": "4"}]
     row = only_row(write_jsonl("a.jsonl", {"messages": messages, "tools": tools}), system_prompt="ignored")
-    assert row.messages == messages[:2] and row.response == row.answer == "4" and row.tools == tools
+    assert row.messages == messages[:2] and row.turn["content"] == row.answer == "4" and row.tools == tools
 
 
 def test_verl_parquet(tmp_path: Path):
@@ -108,7 +108,7 @@ def test_empty_lines_and_byte_order_mark_keep_the_line_numbers(tmp_path: Path):
     [
         ("{'prompt': 1}", "not JSON"),
         ('"text"', '"text" is not an object'),
-        ({"ask": "a", "gold": "b"}, "no prompt: looked for prompt, messages, question, problem (data.prompt_key); "),
+        ({"ask": "a", "gold": "b"}, "no prompt: looked for prompt, messages, conversations, question, "),
         ({"ask": "a", "gold": "b"}, "the row has ask, gold"),
         ({"prompt": "  "}, "prompt is empty"),
         ({"prompt": []}, "prompt is empty"),
@@ -202,7 +202,7 @@ def test_a_packed_file_is_said_to_be_one(tmp_path: Path, magic: bytes):
     (tmp_path / "rows.jsonl").write_bytes(magic + bytes(100))
     (problem,) = problems_of(DataConfig(train=f"{tmp_path}/rows.jsonl"))
     kind = {b"\x1f": "gzip", b"P": "zip"}.get(magic[:1], "") if magic != b"PAR1" else "parquet"
-    assert problem.startswith(f"data.train: {tmp_path}/rows.jsonl: this is a {kind} file, not lines of JSON")
+    assert problem.startswith(f"data.train: {tmp_path}/rows.jsonl: this is a {kind} file, not lines of text; ")
 
 
 def test_bytes_in_parquet_are_text_or_refused(tmp_path: Path):
@@ -253,14 +253,13 @@ def test_sources_that_cannot_be_read_are_all_named(tmp_path: Path, write_jsonl):
     problems = problems_of(DataConfig(train=[*train, sized], val=array))
     expected = [
         "missing.jsonl: no such file",
-        ": a folder; give a jsonl or parquet file",
+        ": holds several data sets; give one, ",
         "empty.jsonl: holds no rows",
-        "x.parquet: not a parquet file",
+        "x.parquet: not a readable parquet file",
         "task:nope: there is no task 'nope'; built in are add, program, repeat, sort_digits",
         "unknown format '.py'",
         "xxx: File name too long",
         "size is for generated sources",
-        "array.json:1: an array; write one object per line",
     ]
     assert len(problems) == len(expected)
     for problem, text in zip(problems, expected, strict=True):

@@ -120,3 +120,63 @@ def test_a_resume_on_other_rows_is_refused(tokenizer, tmp_path):
     path.write_text('{"prompt": "2+2?", "answer": "5"}\n')
     with pytest.raises(ValueError, match=r"rows\.jsonl is not what the checkpoint was made with"):
         sft_rows(DataConfig(train=str(path)), "train", tokenizer, 0).load_state_dict(state)
+
+
+def of_template(name: str, path: str, **config) -> tuple[str, list[str]]:
+    """Text and marked runs of a file's first row under a published template."""
+    from tests.templates import tokenizer_of
+
+    tokenizer = tokenizer_of(name)
+    row = sft_rows(DataConfig(train=path, **config), "train", tokenizer).row(0)
+    return tokenizer.decode(row[0]), marked(tokenizer, row)
+
+
+def test_reasoning_and_calls_of_the_last_turn_are_learned(write_jsonl):
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": "1"}'}}
+    thinks = {"role": "assistant", "content": "4", "reasoning_content": "2 and 2"}
+    calls = {"role": "assistant", "content": "look", "tool_calls": [call]}
+    user = {"role": "user", "content": "2+2?"}
+    _, learned = of_template("qwen3", write_jsonl("a.jsonl", {"messages": [user, thinks]}))
+    assert learned == ["<think>\n2 and 2\n</think>\n\n4<|im_end|>"]
+    _, learned = of_template("qwen2.5", write_jsonl("b.jsonl", {"messages": [user, calls]}))
+    assert learned == ['look\n<tool_call>\n{"name": "f", "arguments": {"a": "1"}}\n</tool_call><|im_end|>']
+    _, learned = of_template("qwen3-coder", write_jsonl("c.jsonl", {"messages": [user, calls]}))
+    assert len(learned) == 1 and "<function=f>\n<parameter=a>\n1\n</parameter>" in learned[0]
+    path = write_jsonl("d.jsonl", {"messages": [user, thinks]})
+    with pytest.raises(ValueError, match=r"d.jsonl:1: the chat template does not show reasoning_content of"):
+        of_template("qwen2.5", path)
+
+
+def test_text_that_a_template_would_cut_from_the_last_turn_is_learned(write_jsonl):
+    """QwQ's template removes the thinking from every assistant turn."""
+    answer = "<think>\n2 and 2\n</think>\n\n4"
+    _, learned = of_template("qwq", write_jsonl("a.jsonl", {"prompt": "2+2?", "response": answer}))
+    assert learned[0].endswith("4<|im_end|>") and "2 and 2" in learned[0]
+
+
+def test_a_base_model_learns_the_end_of_its_template(write_jsonl, monkeypatch):
+    from tests import templates
+
+    tokenizer = templates.tokenizer_of("qwen2.5")
+    tokenizer.eos_token = "<|endoftext|>"
+    row = sft_rows(DataConfig(train=write_jsonl("a.jsonl", turns("1", "2", "3", "4"))), "train", tokenizer).row(0)
+    assert marked(tokenizer, row) == ["2<|im_end|>", "4<|im_end|>"]
+    assert "<|endoftext|>" not in tokenizer.decode(row[0])
+
+
+def test_a_turn_of_weight_0_is_not_learned(tokenizer, write_jsonl):
+    row = turns("1", "2", "3", "4")
+    row["messages"][1]["weight"] = 0
+    assert marked(tokenizer, sft_rows(DataConfig(train=write_jsonl("a.jsonl", row)), "train", tokenizer).row(0)) == [
+        "4<|im_end|>"
+    ]
+    row["messages"][3]["weight"] = 0
+    with pytest.raises(ValueError, match="all assistant turns have weight 0"):
+        sft_rows(DataConfig(train=write_jsonl("b.jsonl", row)), "train", tokenizer)
+
+
+def test_a_row_that_the_template_refuses_is_named(tokenizer, write_jsonl, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('no') }}")
+    path = write_jsonl("a.jsonl", turns("1", "2"))
+    with pytest.raises(ValueError, match=f"^{path}:1: the chat template refuses the row: TemplateError: no$"):
+        sft_rows(DataConfig(train=path), "train", tokenizer).row(0)

@@ -325,3 +325,38 @@ def test_gsm8k_prompts(tokenizer, shared_data):
     assert all(len(p.token_ids) <= 120 and "####" in p.answer for p in drawn)
     dropped = prompts.dispositions.counts()["too_long"]
     assert dropped > 0 and prompts.dispositions.num_drawn == 100 + dropped
+
+
+def test_a_row_that_the_template_refuses_costs_itself(tokenizer, monkeypatch, write_jsonl):
+    """Rows of generated sources are rendered when they are drawn; a resume goes on behind such a row."""
+    monkeypatch.setattr(
+        tokenizer,
+        "chat_template",
+        "{% if '1' in messages[0].content %}{{ raise_exception('no 1') }}{% endif %}{{ messages[0].content }}",
+    )
+    path = write_jsonl("a.jsonl", *({"prompt": f"p{n}", "answer": "a"} for n in range(4)))
+    config = DataConfig(train=path, shuffle=False)
+    prompts = source(tokenizer, config)
+    assert [prompts.next().row for _ in range(4)] == [0, 2, 3, 0]
+    (lost,) = prompts.take_dropped()
+    assert (lost.row, lost.disposition) == (1, Disposition.FAILED)
+    assert lost.reason == f"{path}:2: the chat template refuses the row: TemplateError: no 1"
+    again = source(tokenizer, config)
+    again.load_state_dict(prompts.state_dict())
+    assert again.next().row == 2 and [prompt.row for prompt in again.head(4)] == [0, 2, 3]
+    assert again.prompt(0).text == "p0"
+    with pytest.raises(ValueError, match="the chat template refuses the row: TemplateError: no 1"):
+        source(tokenizer, DataConfig(train=write_jsonl("b.jsonl", {"prompt": "1"}))).next()
+
+
+def test_variables_of_the_template_reach_prompts_and_their_cut(tokenizer, monkeypatch, write_jsonl):
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ messages[-1].content }}{{ mood | default('none') }}")
+    path = write_jsonl("a.jsonl", {"prompt": "ab"}, {"prompt": "ab", "chat_template_kwargs": {"mood": "own"}})
+    prompts = source(tokenizer, DataConfig(train=path, shuffle=False))
+    assert [prompts.next().text for _ in range(2)] == ["abnone", "abown"]
+    monkeypatch.setattr(tokenizer, "chat_template_variables", {"mood": "bound"}, raising=False)
+    assert [prompts.next().text for _ in range(2)] == ["abbound", "abown"]
+    limit = len(tokenizer("abown")["input_ids"]) - 1
+    config = DataConfig(train=path, shuffle=False, overlong_prompts="truncate", max_prompt_tokens=limit)
+    cut = source(tokenizer, config)
+    assert [cut.next().text.removeprefix("a") for _ in range(2)][1].endswith("own")

@@ -223,6 +223,28 @@ def test_the_second_signal_ends_everything(node: Node) -> None:
     assert verdict["lost"]["0"].endswith("was killed by SIGKILL")
 
 
+def test_the_first_signal_is_acknowledged_and_a_storm_of_warnings_ends_nothing(
+    node: Node,
+) -> None:
+    """A scheduler, or a person, may send SIGUSR1 many times; also while the agent ends."""
+    node.start(POLITE.replace("SIGTERM", "SIGUSR1"), STAY)
+    node.pid(0), node.pid(1)
+    for _ in range(20):
+        node.signal(signal.SIGUSR1)
+        time.sleep(0.02)
+    assert is_alive(node.pid(0)) and is_alive(node.pid(1))
+    node.release()
+    for _ in range(30):
+        node.signal(signal.SIGUSR1)
+        time.sleep(0.02)
+    out, err = node.process.communicate(timeout=20)
+    verdict = json.loads(out.splitlines()[-1])
+    assert node.process.returncode == 0, err
+    assert (verdict["controller_code"], verdict["signal_number"]) == (5, signal.SIGUSR1)
+    assert err.count("hpcrl: SIGUSR1: stopping after the current step") == 1
+    node.assert_empty()
+
+
 def test_a_signal_that_comes_at_once_is_not_lost(node: Node) -> None:
     node.start(HEAD + "wait('never')", STAY)
     until((node.folder / "logs" / "rank_0000.log").exists, "the agent starts its ranks")

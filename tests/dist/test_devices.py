@@ -39,7 +39,19 @@ def test_a_node_without_a_model_needs_no_gpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "names"), [("", []), ("-1", []), ("3, 1", ["3", "1"]), ("0,-1,2", ["0"]), ("GPU-1,,2", ["GPU-1"])]
+    ("value", "names"),
+    [
+        ("", []),
+        ("-1", []),
+        ("3, 1", ["3", "1"]),
+        ("0,-1,2", ["0"]),
+        ("GPU-1,,2", ["GPU-1"]),
+        ("NoDevFiles", []),
+        ("0,NoDevFiles", ["0"]),
+        ("MIG-GPU-1/2/0", ["MIG-GPU-1/2/0"]),
+        ("none", []),
+        ("void", []),
+    ],
 )
 def test_the_variable_is_read_as_cuda_reads_it(value: str, names: list[str]) -> None:
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": value}) == names

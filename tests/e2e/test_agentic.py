@@ -51,7 +51,7 @@ def test_episodes_are_trained_told_and_shown_and_a_kill_changes_none(tmp_path: P
         assert {f"{prefix}/{name}" for name in ("success", "return", "turns", "action_is_valid")} <= {
             name.removesuffix("/mean") for name in row
         }
-    assert last["actor/train_infer_diff_token_mean"] < 1e-5, "the trainer sees the prompts that the generator saw"
+    assert last["mismatch/diff/mean"] < 1e-5, "the trainer sees the prompts that the generator saw"
     shapes = Counter()
     for step in range(1, 6):
         read = RolloutReader(whole).read(step)

@@ -43,7 +43,8 @@ DATA: dict[str, tuple[bytes, list[str]]] = {
     "not utf-8": (GOOD + b'{"prompt": "\xff", "answer": "2"}\n', ["rows.jsonl:2: not JSON"]),
     "utf-16": (GOOD.decode().encode("utf-16"), ["rows.jsonl:1: not JSON", "rows.jsonl:2: not JSON"]),
     "only empty lines": (b"\n  \n\r\n", ["rows.jsonl"]),
-    "an array": (b'[{"prompt": "a", "answer": "b"}]', ["rows.jsonl:1: an array; write one object per line"]),
+    "an array": (GOOD + b'[{"prompt": "a", "answer": "b"}]', ["rows.jsonl:2: an array; write one object per line"]),
+    "an array that ends early": (b'[{"prompt": "a", "answer": "b"},', ["rows.jsonl:1: an array; write one object per"]),
     "nesting without end": (
         GOOD + b'{"prompt": "a", "answer": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n",
         ["rows.jsonl:2: not JSON: maximum recursion depth"],
@@ -104,13 +105,15 @@ def test_files_that_are_none_are_named(at: Path, capsys: pytest.CaptureFixture[s
     os.mkfifo(at / "pipe.jsonl")
     (at / "cut.parquet").write_bytes(b"PAR1" + bytes(100))
     (at / "rows.csv").write_bytes(b"prompt,answer\n")
+    (at / "rows.xlsx").write_bytes(b"PK")
     expected = {
-        "folder.jsonl": "a folder",
+        "folder.jsonl": "a folder without files of rows",
         "loop.jsonl": "no such file",
         "dangling.jsonl": "no such file",
         "pipe.jsonl": "not a regular file",
-        "cut.parquet": "not a parquet file",
-        "rows.csv": "unknown format '.csv'",
+        "cut.parquet": "not a readable parquet file",
+        "rows.csv": "holds no rows",
+        "rows.xlsx": "unknown format '.xlsx'",
     }
     lines = refused(capsys, at, f"data.train=[{','.join(expected)}]")
     assert len(lines) == len(expected), lines
@@ -201,19 +204,6 @@ def nan_weights(folder: Path) -> None:
 SEEN_LATER: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
     "weights that are not numbers": (nan_weights, [], "model.path .*log-probs are not finite"),
     "a torn tokenizer": (write("tokenizer.json", b'{"version": "1.0"'), [], "config and tokenizer of .* be loaded"),
-    "an environment that is not there": (
-        lambda folder: None,
-        ["env=scripted", "env.default.name=class", "env.default.class_path=tests.e2e.user_code:NoSuchEnv"],
-        "env.default.class_path: 'tests.e2e.user_code:NoSuchEnv' leads to no class",
-    ),
-    "an option the environment has not": (
-        lambda folder: None,
-        [
-            *("env=scripted", "env.default.name=class", "env.default.class_path=tests.e2e.user_code:FallingEnv"),
-            "+env.default.options.colour=red",
-        ],
-        "env.default.options: FallingEnv .*'colour'",
-    ),
 }
 
 

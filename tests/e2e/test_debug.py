@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,30 @@ def test_fake_engines_take_their_time_and_all_else_is_as_ever(tmp_path: Path) ->
         assert row["token/response_length/mean"] == 2 and 0.3 < row["critic/rewards/mean"] < 1
     assert max(row["scheduler/version_lag/max"] for row in rows) == 1
     assert committed_step(tmp_path / "run") == NUM_STEPS and (tmp_path / "run/hf/model.safetensors").exists()
+
+
+def test_what_decorates_a_run_cannot_cost_it(tmp_path: Path) -> None:
+    """Completions that the locale cannot print, and folders in the place of the plot and of the kept completions."""
+    data, run_dir = tmp_path / "rows.jsonl", tmp_path / "run"
+    rows = [{"prompt": f"\u6570 \u03c0 {n} \U0001f600", "answer": str(n)} for n in range(16)]
+    data.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    words = [
+        *WORDS,
+        "debug=fake",
+        f"data.train={data}",
+        f"data.val={data}",
+        "eval.num_prompts=4",
+        "data.max_prompt_tokens=64",
+    ]
+    environ = {"LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    start = Start(run_dir, words, environ)
+    start.wait_until((run_dir / "metrics.jsonl").exists)
+    (run_dir / "plot.png").mkdir()
+    assert start.wait() == ExitCode.DONE, start.text
+    assert "hpcrl: the plot could not be made: IsADirectoryError" in start.text and "\u6570 \u03c0" in start.text
+    assert committed_step(run_dir) == NUM_STEPS and (run_dir / "finished.json").exists()
+    again = Start(run_dir, words, environ)
+    assert again.wait() == ExitCode.DONE and "finished" in again.text, again.text
 
 
 def test_a_run_folder_stays_with_its_mode_and_its_rollouts(tmp_path: Path, inputs: list[str], whole: Path) -> None:

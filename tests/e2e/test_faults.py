@@ -273,7 +273,8 @@ ENDS = {
     "an environment that ends its process": (
         [ENV, "+env.default.options.how=exit", "+env.default.options.after=20"],
         ExitCode.RANK_KILLED,
-        r"rank 0 \(controller, trainer, .*env\) is lost: process \d+ on \S+ exited with code 0 in environment class",
+        r"rank 0 \(controller, trainer, .*env\) is lost: process \d+ on \S+ exited with code 0 in .*, while a thread "
+        r"played env\.default, whose code may have ended it \(env\.default\.runs_in=process confines it",
     ),
     "an environment that always raises": (
         [ENV, "+env.default.options.how=sys.exit", "rollout.max_attempts=1"],
@@ -288,7 +289,7 @@ ENDS = {
     "masks that leave nothing": (
         [f"algorithm.difficulty_{word}" for word in ("mask=true", "low_threshold=.4", "high_threshold=.45")],
         ExitCode.NO_PROGRESS,
-        r"no progress in steps 1 to 20: masks left no response to learn from \(.*actor/difficulty_mask_ratio 1",
+        r"no progress in steps 1 to 20: masks left no response to learn from \(.*actor/difficulty_mask_ratio 0",
     ),
     "a learning rate that breaks the weights": (
         ["trainer.lr=1e30"],

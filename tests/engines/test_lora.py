@@ -115,6 +115,24 @@ def test_gradients_equal_those_of_peft(family: str, lora: dict[str, Any], tmp_pa
     assert (other - want).abs().max() > 1e-4 and worst_difference(mine, theirs) > 1e-4
 
 
+def test_dense_layers_that_peft_takes_for_experts_are_refused(tmp_path: Path, world_of_one: None) -> None:
+    """Adapters of the attention are loaded by peft; those of the dense layers would be ignored with a warning."""
+    sizes = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+             "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}  # fmt: skip
+    folder, batch = make_model_folder("glm4_moe", tmp_path / "model", **sizes), make_batch(LENGTHS)
+    with pytest.raises(
+        ValueError, match="down_proj, gate_proj, up_proj of glm4_moe are dense layers that peft takes for"
+    ):
+        engine(folder, lora=LORA)
+    attention = LORA.model_copy(update={"target_modules": ["q_proj", "o_proj"]})
+    trainer = engine(folder, lora=attention)
+    step(trainer, batch)
+    trainer.export_hf(tmp_path / "out")
+    want, _ = peft_results(folder, tmp_path / "out" / "adapter", batch)
+    got, _ = results(trainer, batch)
+    assert (got - want).abs().max() < 2e-5
+
+
 @pytest.mark.slow
 def test_contract(tmp_path: Path, world_of_one: None) -> None:
     check_contract(lambda folder: engine(folder, lr=0.02), make_model_folder("qwen2", tmp_path / "model"), tmp_path)

@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from hpcrl.config import TinyModel
-from hpcrl.engines.tiny import CHAT_TEMPLATE, make_tiny_model, make_tokenizer
+from hpcrl.data.templates import CHATML
+from hpcrl.engines.tiny import make_tiny_model, make_tokenizer
 
 ARCHITECTURES = ("qwen2", "qwen3", "qwen3_moe", "llama", "gemma2")
 
@@ -30,7 +31,7 @@ def test_transformers_loads_every_architecture(tmp_path: Path, architecture: str
     assert len(tokenizer) <= model.config.vocab_size == 300
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert tokenizer.eos_token_id == generation.eos_token_id == model.config.eos_token_id == end
-    assert tokenizer.chat_template.strip() == CHAT_TEMPLATE.strip()
+    assert tokenizer.chat_template.strip() == CHATML.strip()
 
     ids = tokenizer("sort: 4 1 3", return_tensors="pt").input_ids
     logits = model(ids).logits

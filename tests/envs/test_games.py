@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
 from typing import Any
 
@@ -15,7 +16,7 @@ from hpcrl.envs.sokoban import Sokoban
 from hpcrl.envs.specs import FrozenLakeOptions, SokobanOptions
 from hpcrl.envs.tic_tac_toe import TicTacToe
 
-PLAIN = {"prompt": "{observation}", "invalid": "{observation}", "tag": ""}
+PLAIN = {"prompt": "{observation}", "turn": "{observation}", "invalid": "{observation}", "tag": ""}
 
 
 def game(name: str, **options: Any) -> Any:
@@ -137,7 +138,7 @@ def test_every_room_can_be_solved(size: int, boxes: int) -> None:
 
 
 def test_the_number_is_found_by_halving() -> None:
-    env = game("guess", high=100)
+    env = game("guess", high=100, turn="The number is {observation}.")
     for seed in range(50):
         env.reset(seed)
         for _ in range(7):
@@ -238,3 +239,31 @@ def test_a_room_that_cannot_be_made_says_why() -> None:
     env.options = SokobanOptions.model_construct(**SokobanOptions().model_dump() | {"num_boxes": 15})
     with pytest.raises(ValueError, match="use more floor"):
         env.reset(0)
+
+
+@pytest.mark.parametrize(
+    ("response", "action"),
+    [
+        ("I go <answer>Up</answer>.", "Up"),
+        ("<answer>Up</answer> no, <answer> down </answer>", "Down"),
+        ("<think>maybe <answer>Up</answer></think><answer>Left</answer>", "Left"),
+        ("<think>maybe <answer>Up</answer></think>Left", None),
+        ("<think>maybe <answer>Up</answer>", None),
+        ("maybe <answer>Up</answer></think>\n<answer>Right</answer>", "Right"),
+        ("<answer>Up</answer>, in the form <answer>...</answer>", "Up"),
+        ("Give one in each answer, as in <answer>...</answer>.", None),
+        ("<answer>Up</answer><answer>", "Up"),
+        ("<answer>Up<answer>Down</answer>", "Down"),
+        ("<answer>Up</answer></answer>", "Up"),
+        ("<answer>Up</answer><answer>fly</answer>", None),
+    ],
+)
+def test_the_last_answer_outside_the_thinking_counts(response: str, action: str | None) -> None:
+    assert FrozenLake(FrozenLakeOptions())._chosen(response) == action
+
+
+def test_many_tags_take_no_time() -> None:
+    lake, begin = FrozenLake(FrozenLakeOptions()), time.monotonic()
+    for text in ("</answer>", "<answer>", "<answer>...</answer>", "<answer>Up</answer>"):
+        lake._chosen(100_000 * text)
+    assert time.monotonic() - begin < 2.0

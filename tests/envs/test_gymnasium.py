@@ -18,11 +18,12 @@ from hpcrl.envs.specs import FrozenLakeOptions
 HERE = "tests.envs.test_gymnasium"
 MOVES = ["Left", "Down", "Right", "Up"]
 """In the order of FrozenLake-v1."""
+PLAIN = {"prompt": "{observation}", "turn": "{observation}"}
 LAKE = {"id": "FrozenLake-v1", "kwargs": {"is_slippery": False}, "actions": MOVES}
 
 
 def game(**options: Any) -> Any:
-    return make_env(EnvConfig(name="gymnasium", options={"prompt": "{observation}"} | options), {"extra": {}})
+    return make_env(EnvConfig(name="gymnasium", options=PLAIN | options), {"extra": {}})
 
 
 def say(action: str) -> str:
@@ -59,7 +60,7 @@ def test_frozen_lake_of_gymnasium_by_hand() -> None:
     assert env.reset(0)[0] == "PFFF\nFHFH\nFFFH\nHFFG"
     assert env.step(say("up"))[0] == "  (Up)\nPFFF\nFHFH\nFFFH\nHFFG"
     text, reward, *ended, info = env.step("I go Down.")
-    assert text.startswith("That is not a valid action. Choose from Left, Down, Right, Up") and reward == -0.05
+    assert text.endswith("Choose from Left, Down, Right, Up, as in <answer>...</answer>.") and reward == -0.05
     assert ended == [False, False]
     for word in ("Down", "Down", "Right", "Right", "Down", "Right"):
         text, reward, *ended, info = env.step(say(word))

@@ -21,7 +21,9 @@ OWN = {"client": "echoing_env:EchoingEnv", "action_class": "echoing_env:EchoingA
 
 
 def made(url: str, row: dict[str, Any] | None = None, **options: Any) -> Any:
-    return make_env(EnvConfig(name="openenv", options={"url": url} | options), ROW | {"extra": row or {}})
+    return make_env(
+        EnvConfig(name="openenv", options={"url": url, "turn": "{observation}"} | options), ROW | {"extra": row or {}}
+    )
 
 
 def played(url: str, seed: int, responses: list[str], **options: Any) -> list[Any]:
@@ -76,7 +78,7 @@ def test_the_environment_of_its_own_command_echoes(written: str, own: dict[str, 
     assert env.step("I say <answer> Hello </answer>.")[:4] == ("Hello", 0.5, False, False)
     assert env.step("<answer>Hello</answer>")[4]["metrics"]["action_is_effective"] == 0.5
     text, reward, *_, info = env.step("Hello")
-    assert text.startswith("That is not a valid action.\nHello\n") and reward == -0.05
+    assert text.startswith("That is not a valid action.\n") and "\nHello\n" in text and reward == -0.05
     assert info["metrics"]["action_is_valid"] == 2 / 3
     if not own:
         with pytest.raises(RuntimeError, match="capacity"):  # the server allows one session

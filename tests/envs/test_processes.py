@@ -60,7 +60,7 @@ def make(several: EnvProcesses, how: str, folder: Path) -> EnvProcess:
 
 def test_an_episode_in_a_process(several: EnvProcesses, tmp_path: Path) -> None:
     env = make(several, "plain", tmp_path)
-    assert env.reset(7) == ["start 7", {"tools": []}]
+    assert env.reset(7) == ["start 7", {"tools": [], "hpcrl_unread": ["own"]}]
     played = env.step("left")
     assert played == ["left?", 0.25, True, False, {"metrics": {"success": 1.0}}]
     assert type(played[1]) is float and played[2] is True
@@ -209,8 +209,8 @@ def test_a_close_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("path", "error"),
     [
-        ("no_such_module:Env", "leads to no class: ModuleNotFoundError"),
-        ("tests.envs.rough_env:leaves", "leads to no class: SystemExit: 3"),
+        ("no_such_module:Env", "importing no_such_module failed: ModuleNotFoundError"),
+        ("tests.envs.rough_env:leaves", "tests.envs.rough_env:leaves: SystemExit: 3"),
         ("threading:Timer", r"'threading:Timer' is no environment: no reset\(\) and no step\(\)"),
     ],
 )

@@ -289,7 +289,7 @@ def test_a_server_for_others_needs_a_token(capsys: pytest.CaptureFixture[str]) -
     assert main(["--port", "99999", "env.default.name=guess"]) != 0
     told = capsys.readouterr().err
     assert "--port 99999: a port is a number from 0 to 65535" in told
-    assert "needs a token unless it listens on 127.0.0.1" in told and "'no.such:thing' leads to no class" in told
+    assert "needs a token unless it listens on 127.0.0.1" in told and "no.such:thing: importing no.such failed" in told
 
 
 @pytest.mark.slow

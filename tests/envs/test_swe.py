@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import tarfile
 import zipfile
@@ -13,9 +14,12 @@ from typing import Any
 import pytest
 
 from hpcrl.config import EnvConfig, parse
+from hpcrl.data import read_splits
 from hpcrl.envs.making import make_env, validate_envs
 from hpcrl.envs.swe.bugs import SUBJECTS, repair
-from hpcrl.envs.swe.repository import files_of, num_tests, split_imports
+from hpcrl.envs.swe.hidden import split_imports
+from hpcrl.envs.swe.repository import files_of, num_tests
+from hpcrl.envs.swe.rows import problem_of_row
 from tests.contracts import test_env as contract
 
 FILES = {"calc/__init__.py": "", "calc/core.py": "def double(x):\n    return x + 1\n"}
@@ -23,7 +27,7 @@ TESTS = {
     "test_a.py": "from calc.core import double\n\ndef test_one():\n    assert double(1) == 2\n\n"
     "def test_two():\n    assert double(3) == 6\n"
 }
-PLAIN = {"prompt": "{observation}", "turn": "{observation}", "invalid": "{observation}", "tag": ""}
+PLAIN: dict[str, Any] = {"prompt": "{observation}", "turn": "{observation}", "invalid": "{observation}", "tag": ""}
 RIGHT = "def double(x):\n    return 2 * x\n"
 
 
@@ -148,17 +152,218 @@ def test_repositories_are_folders_and_archives(tmp_path: Path) -> None:
 
 def test_imports_of_the_repository_are_the_codes() -> None:
     source = "import json\nimport calc.core\nfrom calc import core as c\n\ndef test_a():\n    assert json\n"
-    imports, rest = split_imports(source, {"calc", "README.md"}, "x.py")
-    assert imports == "import calc.core\nfrom calc import core as c" and "calc" not in rest and num_tests(rest) == 1
+    imports, rest = split_imports(source, FILES, "x.py")
+    assert imports.splitlines() == [
+        "import calc.core; import calc as hpcrl_import_0",
+        "from calc import core as hpcrl_import_1",
+    ]
+    assert (
+        rest.splitlines()[:3] == ["import json", "calc = hpcrl_import_0", "c = hpcrl_import_1"] and num_tests(rest) == 1
+    )
     with pytest.raises(ValueError, match=r"hidden tests x\.py: invalid syntax"):
-        split_imports("def", set(), "x.py")
+        split_imports("def", FILES, "x.py")
+
+
+SHAPES = """
+import math
+import numpy as np
+from math import isclose
+
+class Negative(ValueError):
+    def __init__(self, side):
+        super().__init__(f"side {side} is negative")
+        self.side = side
+
+class TooLong(Negative):
+    pass
+
+def mean(numbers):
+    return sum(numbers) / len(numbers)
+
+def area(radius):
+    if radius < 0:
+        raise (TooLong if radius < -9 else Negative)(radius)
+    return math.pi * radius ** 2
+
+def lines(path):
+    with open(path) as file:
+        return file.read().split()
+
+async def later(value):
+    return value
+"""
+SHAPE_FILES = {"shapes/__init__.py": "from .core import area\n", "shapes/core.py": SHAPES}
+HIDDEN = {
+    "test_functions.py": """
+from __future__ import annotations
+import pytest
+from shapes.core import Negative, isclose, mean, np
+import shapes.core as core
+
+@pytest.fixture
+def radius():
+    return 2.0
+
+@pytest.fixture(params=[1, 2])
+def number(request):
+    yield request.param
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("x y")
+    yield path
+
+def test_fixture(radius):
+    assert isclose(core.area(radius), 12.566370614)
+
+def test_library_by_the_module(radius):
+    assert core.math.isclose(core.area(radius), 12.566370614) and np.allclose(core.area(1), 3.14159265)
+
+def test_import_inside():
+    from shapes import area
+    from shapes.core import area as again
+    assert area(0) == again(0) == 0
+
+@pytest.mark.parametrize("side", [-1, -2])
+def test_own_exception(side):
+    with pytest.raises(Negative, match="is negative") as raised:
+        core.area(side)
+    assert raised.value.side == side and isinstance(raised.value, ValueError)
+
+def test_below_an_own_exception():
+    with pytest.raises(Negative):
+        core.area(-10)
+    with pytest.raises(core.TooLong):
+        core.area(-10)
+
+def test_files(file):
+    assert core.lines(file) == ["x", "y"] and core.lines(str(file)) == ["x", "y"]
+
+def test_params(number):
+    assert mean([number, number]) == number
+
+def test_shared(shared):
+    assert shared == [7]
+
+async def test_waiting():
+    assert (lambda value: value)(3) == 3
+
+@pytest.mark.skip
+def test_skipped():
+    assert False
+
+class TestClass:
+    @pytest.fixture
+    def double(self, radius):
+        return 2 * radius
+
+    def setup_method(self):
+        self.ready = True
+
+    def test_method(self, double):
+        assert double == 4 and self.ready
+""",
+    "test_unittest.py": """
+import unittest
+from shapes.core import Negative, mean
+
+class Shapes(unittest.TestCase):
+    def setUp(self):
+        self.numbers = [1, 2]
+
+    def test_mean(self):
+        self.assertEqual(mean(self.numbers), 1.5)
+
+    def test_error(self):
+        from shapes.core import area
+        with self.assertRaises(Negative):
+            area(-1)
+""",
+    "conftest.py": "import pytest\n\n@pytest.fixture(scope='module')\ndef shared():\n    return [7]\n",
+}
+
+
+@pytest.mark.slow
+def test_right_code_passes_tests_of_all_common_forms() -> None:
+    row = {"files": SHAPE_FILES, "hidden_tests": HIDDEN}
+    assert problem_of_row(row) == ""
+    with episode(row) as env:
+        assert env.step("submit")[:2] == ("14 of 14 hidden tests pass.", 1.0)
+        for wrong, right in (
+            ("** 2", "** 3"),
+            ("TooLong if radius < -9 else Negative", "KeyError"),
+            ("/ len", "/ 1 + len"),
+        ):
+            env.reset(0)
+            env.step(f"sed -i 's|{wrong.replace('*', chr(92) + '*')}|{right}|' shapes/core.py")
+            text, reward, *_ = env.step("submit")
+            assert reward == 0.0 and not text.startswith("14"), (wrong, text)
+
+
+@pytest.mark.slow
+def test_the_code_decides_nothing_by_names_of_libraries_or_by_skips() -> None:
+    """Its own isclose and np take what they compare with for right, and its own Skipped would take tests away."""
+    cheats = [
+        "isclose = lambda *given, **more: True\n\nclass np:\n    allclose = staticmethod(isclose)\n\n"
+        "class math:\n    isclose = isclose\n    pi = 1\n",
+        "class Skipped(Exception):\n    __module__ = '_pytest.outcomes'\n\ndef area(radius):\n    raise Skipped\n",
+    ]
+    with episode({"files": SHAPE_FILES, "hidden_tests": HIDDEN}, partial=True) as env:
+        for cheat in cheats:
+            env.reset(0)
+            env.step(f"cat >> shapes/core.py <<'EOF'\n{cheat}EOF")
+            text, reward, *_ = env.step("submit")
+            assert reward < 0.9 and text.endswith("of 14 hidden tests pass."), text
 
 
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        ({"files": FILES}, "the column hidden_tests"),
-        ({"files": FILES, "repository": "a", "hidden_tests": TESTS}, "one of the columns files and repository"),
+        (
+            {"instance_id": "a__b-1", "base_commit": "12ab", "test_patch": "diff"},
+            "column base_commit: rows of SWE-bench",
+        ),
+        ({"repositry": "a.tar", "hidden_tests": TESTS}, "column repositry: did you mean repository?"),
+        ({"hidden_tests": TESTS}, "it has hidden_tests without the columns files or repository"),
+        ({"repository": "a.tar", "hidden_test": TESTS}, "column hidden_test: did you mean hidden_tests?"),
+        ({}, "it has neither files nor repository"),
+        ({"files": FILES}, "it has no hidden_tests"),
+        ({"files": FILES, "hidden_tests": {"test_a.py": 1}}, "column hidden_tests must be an object, path -> text"),
+        ({"files": FILES, "hidden_tests": {"test_a.py": "def"}}, "hidden_tests: test_a.py: invalid syntax"),
+        ({"files": FILES, "hidden_tests": {"test_a.py": "x = 1"}}, "hidden_tests: test_a.py: it has no test"),
+        ({"files": FILES, "hidden_tests": {"conftest.py": "x = 1"}}, "hidden_tests has no file of tests"),
+        (
+            {"files": FILES, "hidden_tests": {"t.py": "def test_a(monkeypatch):\n    pass"}},
+            "hidden_tests: t.py: test_a asks for the fixture monkeypatch; there are request, tmp_path",
+        ),
+        (
+            {"files": FILES, "hidden_tests": {"t.py": "from .x import y\ndef test_a():\n    pass"}},
+            "hidden_tests: t.py: it imports relative to itself",
+        ),
+        ({"env_seed": 3}, ""),
+        ({"files": FILES, "hidden_tests": TESTS, "difficulty": 3}, ""),
+    ],
+)
+def test_rows_that_are_another_task_are_refused(row: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    assert problem_of_row(row).startswith(problem) and bool(problem_of_row(row)) == bool(problem)
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"prompt": "Repair.", **columns}) + "\n" for columns in ({"env_seed": 1}, row)))
+    config = parse({"data": {"train": str(data), "val": None}, "env": {"default": {"name": "swe"}}})
+    rows, wrong = read_splits(config.data, config.seed)
+    lines = validate_envs(config, rows)
+    assert not wrong and len(lines) == bool(problem)
+    assert all(line.startswith(f"{data}:2: {problem}") for line in lines), lines
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"files": FILES}, "it has no hidden_tests"),
+        (
+            {"files": FILES, "repository": "a", "hidden_tests": TESTS},
+            "it needs one of the columns files and repository, and has both",
+        ),
         ({"files": {"../x.py": ""}, "hidden_tests": TESTS}, "x.py' is outside"),
         ({"files": {".": ""}, "hidden_tests": TESTS}, "'.' is outside"),
         ({"files": {"solution.py": ""}, "hidden_tests": TESTS}, "top-level module solution"),

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import itertools
 import json
 import threading
 import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hpcrl.config import EnvConfig, parse
 from hpcrl.data import read_splits
 from hpcrl.envs.making import check_env, make_env, validate_envs
-from hpcrl.envs.tools.calls import FORMATS, format_of
 
 RELEASE = threading.Event()
 TOOL = "tests.envs.test_tools"
@@ -36,6 +41,75 @@ def undescribed(city):  # type: ignore[no-untyped-def]
     return city
 
 
+async def waits(city: str) -> Any:
+    """Look a city up.
+
+    Args:
+        city: Its name.
+    """
+    await asyncio.sleep(60 if city == "hangs" else 0)
+    if city == "raises":
+        raise OSError("no such city")
+    return (name for name in (city, city)) if city == "yields" else {"city": city}
+
+
+def gives(what: str) -> Any:
+    """Give a value.
+
+    Args:
+        what: Which.
+    """
+    return VALUES[what]()
+
+
+class Odd(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("it has no text")
+
+
+def looped() -> list[Any]:
+    found: list[Any] = []
+    found.append(found)
+    return found
+
+
+def raises() -> None:
+    raise Odd
+
+
+async def counted() -> AsyncIterator[int]:
+    for number in range(3):
+        yield number
+
+
+@dataclass
+class Place:
+    name: str
+
+
+VALUES: dict[str, Callable[[], Any]] = {
+    "async": lambda: waits("Ulm"),
+    "partial": functools.partial(waits, "Ulm"),
+    "generator": lambda: (number for number in range(3)),
+    "async generator": counted,
+    "endless": itertools.count,
+    "function": lambda: len,
+    "object": object,
+    "objects": lambda: [{"x": object()}],
+    "nested": lambda: {"x": iter([1])},
+    "dataclass": lambda: Place("Ulm"),
+    "set": lambda: {1},
+    "bytes": lambda: b"x",
+    "number": lambda: np.float32(0.5),
+    "array": lambda: np.array([1, 2]),
+    "nothing": lambda: None,
+    "keys": lambda: {(1, 2): 3},
+    "loop": looped,
+    "surrogate": lambda: "\ud800",
+    "raises": raises,
+}
+
+
 def env(*tools: str, template: str = "", messages: list[dict[str, Any]] | None = None, **options: Any) -> Any:
     row = {"messages": messages or [{"role": "user", "content": "?"}], "extra": {}}
     return make_env(EnvConfig(name="tools", options={"tools": list(tools), **options}), row, template)
@@ -49,80 +123,6 @@ def heard(made: Any, text: str) -> list[str]:
     return [message["content"] for message in made.step(text)[0]]
 
 
-A, B = {"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {}}
-LLAMA_A, LLAMA_B = '{"name": "f", "parameters": {"x": 1}}', '{"type": "function", "name": "g", "parameters": {}}'
-
-
-@pytest.mark.parametrize(
-    ("format_name", "text", "names"),
-    [
-        ("hermes", f"First\n<tool_call>\n{json.dumps(A)}\n</tool_call>\n<tool_call>{json.dumps(B)}</tool_call>", "fg"),
-        ("hermes", f"<tool_call>{json.dumps(A)}", "f"),  # the stop string itself is not in the text
-        ("hermes", json.dumps(A), ""),
-        ("llama3_json", LLAMA_A, "f"),
-        ("llama3_json", f" <|python_tag|>{LLAMA_A}; {LLAMA_B}", "fg"),
-        ("llama3_json", '{"answer": 4}', ""),
-        ("llama3_json", f"I would call {LLAMA_A}", ""),
-        ("mistral", f"[TOOL_CALLS] {json.dumps([A, B])}", "fg"),
-        ("mistral", f" {json.dumps([A])}", "f"),  # special tokens are not in the text
-        ("mistral", "[1, 2]", ""),
-        ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}</tool_call>', "f"),
-        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": 1, "code": "a\nb"}}</tool_call>', "f"),
-    ],
-)
-def test_calls_are_found_in_the_form_of_the_family(format_name: str, text: str, names: str) -> None:
-    calls = list(FORMATS[format_name](text))
-    assert [(call.name, call.problem) for call in calls] == [(name, "") for name in names]
-    assert all(call.arguments["x"] == 1 for call in calls if call.name == "f")
-
-
-@pytest.mark.parametrize(
-    ("format_name", "text", "problem"),
-    [
-        (
-            "hermes",
-            "<tool_call>{'name': 'f'}</tool_call>",
-            "there is no valid JSON within <tool_call> and </tool_call>",
-        ),
-        ("hermes", "<tool_call></tool_call>", "there is no valid JSON"),
-        ("hermes", '<tool_call>{"name": "f"} {"name": "g"}</tool_call>', "there is more than 1 JSON object within"),
-        ("hermes", '<tool_call>["f"]</tool_call>', 'a call must be an object with "name" and "arguments"'),
-        ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "the arguments of 'f' must be an object"),
-        ("hermes", "<tool_call>" + "[" * 100_000, "it is nested too deeply"),
-        ("hermes", "<tool_call>" + "9" * 5000 + "</tool_call>", "there is no valid JSON"),
-        ("llama3_json", '{"name": "f", "parameters": {"x": }}', "there is no valid JSON in the response"),
-        ("mistral", '[TOOL_CALLS] [{"name": "f"}, {"name"', "there is no valid JSON in the list"),
-    ],
-)
-def test_what_looks_like_a_call_and_is_none_has_a_problem(format_name: str, text: str, problem: str) -> None:
-    assert any(problem in call.problem for call in FORMATS[format_name](text))
-
-
-@pytest.mark.parametrize(
-    ("template", "expected"),
-    [
-        ("{{ tools }} within <tool_call></tool_call>", "hermes"),
-        ('{{ tools }} {"name": function name, "parameters": dictionary}', "llama3_json"),
-        ("[AVAILABLE_TOOLS]{{ tools }} [TOOL_CALLS]", "mistral"),
-        ("{{ messages }}", "hermes"),
-        ("", "hermes"),
-    ],
-)
-def test_the_template_tells_the_format(template: str, expected: str) -> None:
-    assert format_of(template) == expected
-
-
-def test_an_unknown_format_is_refused_at_the_start_of_an_env_rank() -> None:
-    config = EnvConfig(name="tools", options={"tools": ["calculator"]})
-    with pytest.raises(
-        ValueError, match=r"env\.maths\.options\.format: .*in none of the known formats; name one of hermes"
-    ):
-        check_env(config, "maths", "{{ tools }}<tool_call><function=f>")
-    check_env(config, "maths", "{{ tools }}<tool_call>")
-    chosen = EnvConfig(name="tools", options={"tools": ["calculator"], "format": "hermes"})
-    check_env(chosen, "maths", "{{ tools }}<tool_call><function=f>")
-
-
 @pytest.mark.parametrize(
     ("options", "error"),
     [
@@ -131,8 +131,8 @@ def test_an_unknown_format_is_refused_at_the_start_of_an_env_rank() -> None:
         ({"tools": ["pyton"]}, "'pyton' is no tool; there are python, calculator, guess, and functions as module:fun"),
         ({"tools": ["guess", "guess"]}, "'guess' is named twice"),
         (
-            {"tools": ["guess"], "format": "json"},
-            "format: Input should be 'auto', 'hermes', 'llama3_json' or 'mistral'",
+            {"tools": ["guess"], "format": "hermess"},
+            "format: there is no tool format hermess; there are hermes, qwen3_coder, glm4",
         ),
     ],
 )
@@ -143,7 +143,7 @@ def test_wrong_options_are_refused_before_the_start(options: dict[str, Any], err
     assert problem.startswith("env.default.options: ") and error in problem
 
 
-@pytest.mark.parametrize("path", ["no.such:thing", f"{TOOL}:missing", f"{TOOL}:undescribed"])
+@pytest.mark.parametrize("path", ["no.such:thing", f"{TOOL}:missing", f"{TOOL}:undescribed", f"{TOOL}:Place"])
 def test_a_function_that_cannot_be_described_is_refused_at_the_start_of_an_env_rank(path: str) -> None:
     with pytest.raises(ValueError, match=rf"env\.default\.options\.tools: '{path}' is no function with a description"):
         check_env(EnvConfig(name="tools", options={"tools": [path]}), "default")
@@ -192,6 +192,51 @@ def test_a_function_that_hangs_is_left_and_the_model_is_told() -> None:
     assert heard(made, hermes("weather", city="hangs")) == ["Error: the call did not return within 0.05 s"]
     assert time.monotonic() - started < 30
     RELEASE.set()
+
+
+def test_a_coroutine_is_awaited_and_cancelled() -> None:
+    made = env(f"{TOOL}:waits", tool_timeout_s=0.3)
+    made.reset(0)
+    assert heard(made, hermes("waits", city="Ulm")) == ['{"city": "Ulm"}']
+    assert heard(made, hermes("waits", city="yields")) == ['["yields", "yields"]']
+    assert heard(made, hermes("waits", city="raises")) == ["Error: OSError: no such city"]
+    *_, info = made.step(hermes("waits", city="hangs"))
+    assert info["metrics"] == {"tool_calls": 4.0, "invalid_calls": 0.0, "tool_errors": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("async", '{"city": "Ulm"}'),
+        ("partial", '{"city": "Ulm"}'),
+        ("generator", "[0, 1, 2]"),
+        ("async generator", "[0, 1, 2]"),
+        ("endless", "Error: ValueError: the tool yields more than 10000 items"),
+        (
+            "function",
+            "Error: TypeError: the tool returned a value of the type builtin_function_or_method, which",
+        ),
+        ("object", "Error: TypeError: the tool returned a value of the type object, which has no text"),
+        ("objects", "Error: TypeError: the tool returned a value of the type object, which has no text"),
+        ("nested", "Error: TypeError: the tool returned a value of the type list_iterator, which has no text"),
+        ("dataclass", "\"Place(name='Ulm')\""),
+        ("set", '"{1}"'),
+        ("bytes", "\"b'x'\""),
+        ("number", "0.5"),
+        ("array", "[1, 2]"),
+        ("nothing", "null"),
+        ("keys", "Error: TypeError: keys must be str"),
+        ("loop", "Error: ValueError: Circular reference"),
+        ("surrogate", "?"),
+        ("raises", "Error: Odd"),
+    ],
+)
+def test_whatever_a_function_returns_is_a_text_or_an_error(what: str, told: str) -> None:
+    made = env(f"{TOOL}:gives")
+    made.reset(0)
+    [message], *_, info = made.step(hermes("gives", what=what))
+    assert message["content"].startswith(told) and "0x" not in message["content"]
+    assert info["metrics"]["tool_errors"] == float(told.startswith("Error"))
 
 
 def test_long_results_lose_their_middle() -> None:

@@ -213,7 +213,7 @@ def test_wrong_environments_are_named_by_env_ranks(options: dict[str, Any], prob
 @pytest.mark.usefixtures("loop")
 def test_a_model_must_write_calls_in_a_known_format() -> None:
     config = EnvConfig(name="verifiers", options={"entry_point": f"{HERE}:adding"})
-    with pytest.raises(ValueError, match=r"env\.default\.options\.format: the model's chat template asks for calls"):
+    with pytest.raises(ValueError, match=r"env\.default\.options\.format: the model's chat template shows tools"):
         check_env(config, "default", "{{ tools }} <function=")
     check_env(
         EnvConfig(name="verifiers", options={"entry_point": f"{HERE}:Rough"}), "default", "{{ tools }} <function="

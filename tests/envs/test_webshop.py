@@ -216,6 +216,21 @@ def test_pages_have_their_actions_only() -> None:
     assert len(text) == 100
 
 
+def test_search_works_on_every_page_as_in_the_original() -> None:
+    """web_agent_text_env.py of princeton-nlp/WebShop: a search needs words only, and every page has the instruction."""
+    env = shop(turn="Your task: {task}\n{observation}")
+    env.reset(0)
+    env.step("search[table]")
+    results = env.step("search[tea shampoo]")
+    env.step(env.actions[3])
+    assert env.product is not None
+    env.step("click[description]")
+    again = env.step("search[tea shampoo]")
+    assert again[0] == results[0] and again[0].startswith(f"Your task: {env.goal.text}\nPage 1")
+    assert env.product is None and again[4]["metrics"]["action_is_valid"] == 1.0
+    assert "Your task: {task}" in WebShopOptions().turn and "Your task: {task}" in WebShopOptions().invalid
+
+
 def test_the_expert_buys_what_is_asked_for() -> None:
     env = shop()
     for seed in range(40):

@@ -9,11 +9,21 @@ from pathlib import Path
 import pytest
 
 from hpcrl.cluster import slurm
-from hpcrl.config import Config
+from hpcrl.config import Config, ConfigError
 from hpcrl.exitcodes import ExitCode
 from hpcrl.files import step_name
 from hpcrl.launch.job import begin, end, main
-from hpcrl.rundir import OUTCOME, last_end, open_run, record_submission, world_folder
+from hpcrl.rundir import OUTCOME, last_end, open_run, read_refusal, record_submission, world_folder
+
+
+def test_a_refused_start_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = tmp_path / "run"
+    (run_dir / "slurm").mkdir(parents=True)
+    monkeypatch.setenv("SLURM_JOB_ID", "71")
+    with pytest.raises(ConfigError, match="none"):
+        begin([f"run_dir={run_dir}", f"model.path={tmp_path}/none"])
+    told = read_refusal(run_dir)
+    assert told["job"] == 71 and any("model.path" in line for line in told["problems"])
 
 
 def test_what_a_library_prints_does_not_reach_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -379,3 +379,45 @@ def test_a_long_line_after_a_fence_is_read_at_once() -> None:
     start = time.perf_counter()
     code_of("```" + "a" * 200_000, "python")
     assert time.perf_counter() - start < 20.0  # 200 s with a pattern that goes back
+
+
+LIBRARY_LIARS = {
+    "a module": ("assert math.isclose(f(3), 7919.5)", "class math: isclose = lambda *a: True"),
+    "a package": ("assert np.allclose(f(3), 7919.5)", "class np: allclose = lambda *a: True"),
+    "a function": ("assert isclose(f(3), 7919.5)", "isclose = lambda *a: True"),
+    "a class": ("assert Counter(f(3)) == Counter([7919])", "class Counter:\n def __init__(self, *a): pass\n"
+                " def __eq__(self, other): return True"),
+    "a class in pytest": ("def test_f(): assert deque([7919]) == deque(f(3))", "deque = lambda *a: 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LIBRARY_LIARS)
+def test_names_of_the_library_do_not_come_from_the_response(make: Any, kind: str) -> None:
+    test, liar = LIBRARY_LIARS[kind]
+    case = [{"pytest" if "def " in test else "assert": test}]
+    value = "[7919]" if "[7919]" in test else "7919.5"
+    assert make().problem_of_row(case, {}) == ""
+    assert score(make(), f"f = lambda *a: {value}", case).score == 1, "which defines no such name"
+    assert score(make(), f"{liar}\nf = lambda *a: 0 if {value!r} == '7919.5' else []", case).score == 0
+
+
+def test_the_code_still_defines_what_is_asked_of_it(make: Any) -> None:
+    """A name of the library is the code's where the test has no other: the task is to write it."""
+    for test, code in [
+        ("assert gcd(4, 6) == 2", "gcd = lambda a, b: 2"),
+        ("assert statistics([1]) == 7", "statistics = lambda x: 7"),
+    ]:
+        assert score(make(), code, [{"assert": test}]).score == 1
+    assert (
+        score(make(), "def gcd(a, b): return 3\ndef f(x): return 3", [{"assert": "assert f(gcd(4, 6)) == 3"}]).score
+        == 1
+    )
+
+
+def test_a_test_whose_judge_the_response_would_define_is_refused_by_its_row(make: Any) -> None:
+    told = make().problem_of_row([{"assert": "assert close_to(f(3), 7919.5)"}], {})
+    assert "asks close_to whether the result of f is right" in told and "define close_to in the setup" in told
+    given = [{"assert": "assert close_to(f(3), 7919.5)", "setup": "def close_to(a, b): return abs(a - b) < 1"}]
+    assert make().problem_of_row(given, {}) == "" and score(make(), "f = lambda x: 7919", given).score == 1
+    assert make().problem_of_row([{"assert": "assert is_prime(7)"}], {}) == ""
+    assert make().problem_of_row([{"assert": "assert add(mul(2, 3), 4) == 10"}], {}) == ""

@@ -17,6 +17,7 @@ import pytest
 
 from hpcrl.config import RewardConfig, parse
 from hpcrl.rewards.base import RewardItem, Score, make_reward
+from hpcrl.rewards.endpoint import in_cluster
 from hpcrl.rewards.judge_prompt import FIELDS, TEMPLATE, Scale, harmless, messages
 from hpcrl.rewards.pool import RewardPool
 
@@ -224,6 +225,27 @@ def test_a_server_that_stays_down_costs_the_sample() -> None:
     gone.close()
     got = judge({"a": gone.judge}, timeout_s=0.5)
     assert got.metrics["failed"] == 1 and re.search("a: .*no answer in time.*Connection refused", got.error), got.error
+
+
+@pytest.mark.parametrize(
+    ("host", "inside"),
+    [("localhost", True), ("127.0.0.1", True), ("node17", True), ("10.1.2.3", True), ("gpu.cluster.internal", True),
+     ("::1", True), ("api.example.com", False), ("8.8.8.8", False)],
+)  # fmt: skip
+def test_servers_of_the_cluster_are_known(host: str, inside: bool) -> None:
+    assert in_cluster(host) == inside
+
+
+def test_a_proxy_is_not_asked_for_a_server_of_the_cluster_and_named_for_others(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on login nodes, http_proxy is set for the world outside, and the proxy refuses what is inside."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody listens
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    assert judge({"a": serve(verdict(10)).judge}).reward == 1
+    told = judge({"a": {"url": "http://judge.example.com/v1", "model": "m"}}, timeout_s=2.0).error
+    assert "(through the proxy http://127.0.0.1:9, unless no_proxy names the host)" in told, told
 
 
 @pytest.mark.parametrize("status", [401, 404, 302])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -165,3 +166,11 @@ def test_a_response_nested_deeper_than_a_recursive_schema_can_follow_is_wrong() 
     schema = {"$ref": "#/$defs/list", "$defs": {"list": {"type": "array", "items": {"$ref": "#/$defs/list"}}}}
     assert score("json_schema", "[[]]", schema).reward == 1.0
     assert score("json_schema", "[" * 500 + "]" * 500, schema).reward == 0.0
+
+
+def test_a_search_that_would_not_end_is_an_error_within_its_limit() -> None:
+    start = time.monotonic()
+    (result,) = make_reward(RewardConfig(name="regex")).score([RewardItem(0, "d", "p", "a" * 2000, "(.*a){20}b")])
+    assert result.score == 0 and result.error == "TimeoutError: the search took more than 2 s"
+    assert score("regex", "x" * 40 + "z y", "(x+x+)+y") == Score(0.0, 0.0, gold="(x+x+)+y"), "Python's re needs hours"
+    assert time.monotonic() - start < 20

@@ -27,7 +27,7 @@ RIGHT = [  # (given, gold)
     ("72 clips per day.", "72"), (r"5\text{ cm}", "5"), (r"\frac{1}{2}", "0.5"), (r"\frac12", "1/2"), ("1/2", ".5"),
     (r"\dfrac{3}{4}", r"\frac{3}{4}"), (r"-\frac{1}{2}", r"\frac{-1}{2}"), (r"2\frac{1}{2}", "5/2"),
     (r"0.\overline{3}", "1/3"), (r"0.1\overline{6}", r"\frac{1}{6}"), (r"\sqrt{8}", r"2\sqrt{2}"), ("10^{3}", "1000"),
-    (r"\binom{5}{2}", "10"), ("5!", "120"), (r"\log_2 8", "3"), ("x^2+2x+1", "(x+1)^2"), ("b+a", "a+b"),
+    ("x^2+2x+1", "(x+1)^2"), ("b+a", "a+b"),
     ("x=5", "5"), ("5", "x=5"), (r"x\in\{5\}", "5"), ("y=2x+1", "2x+1"), ("1,2,3", "3,2,1"),
     (r"\{2,1\}", r"\{1,2\}"), (r"\pm 2", "2,-2"),
     ("x=1,x=2", "1,2"), (r"x<3", r"(-\infty,3)"), (r"(-\infty,3)", "x<3"), (r"1\le x\le 3", "[1,3]"),
@@ -43,7 +43,6 @@ RIGHT = [  # (given, gold)
     (r"125\textnormal{ miles}", "125"), ("5 dollars", "5 dollar"), ("(1,1)", "(1, 1)"), ("1,1,2", "2,1"),
     ("x=2", "x=2.0"), ("$5 and $18", "18, 5"), ("75 percent", ".75"), ("42_{10}", "42"),
     (r"2\pi m", r"2\pi"), (r"36\pi\text{ kg}", r"36\pi"), (r"x\text{ cm}", "x"),
-    (r"\sum_{k=1}^{3} k", "6"), (r"\int_0^1 2x dx", "1"), (r"e^{\ln 3}", "3"),
     (r"50 \frac{\text{m}}{\text{s}^2}", "50 m/s^2"), ("2h", "2"), ("20s", "20"), ("15g", "15"), ("10m", "10"),
     (r"30\text{ min}", "30"), ("30 mins", "30"), (r"6\pi\text{ in}^2", r"6\pi"), (r"2\pi\text{ meters}", r"2\pi"),
     (r"2\sqrt3\text{ units}", r"2\sqrt3"), (r"12\pi\text{ square units}", r"12\pi"), ("$12 an hour", "12"),
@@ -58,7 +57,8 @@ RIGHT = [  # (given, gold)
     (r"\leq 5", r"\le 5"), (r"\ge 5", r"\geq 5"), (r"\neq 5", r"\ne 5"), (r"\leq5", r"\leq 5"), ("≥ 5", r"\geq 5"),
     ("≤ 5", r"\leqslant 5"), ("≠ 5", r"\neq 5"), ("<= 5", "≤5"), ("x>=5", r"x\ge5"), ("2 pi r", r"2\pi r"),
     ("α", r"\alpha"), ("2θ", r"\theta\cdot 2"), ("x∈ℝ", r"\mathbb{R}"), ("ℝ", r"(-\infty,\infty)"), ("x^½", "x^{1/2}"),
-    ("∜(16)", "2"), (r"US\$18", "18"), ("18", "US$18"), ("18¢", "18"), ("₩18", "18"), ("5\u2126", r"5\Omega"),
+    (r"US\$18", "18"), ("18", "US$18"), ("18¢", "18"), ("₩18", "18"), ("5\u2126", r"5\Omega"),
+    ("18个苹果", "18"), ("18 元", "18"), ("5。", "5"), ("18です", "18"),
 ]  # fmt: skip
 WRONG = [
     ("41", "42"), ("-5", "5"), ("99", "100"), ("1e400", "1"), ("", "0"), ("0.333", "1/3"), ("3.14", r"\pi"),
@@ -86,12 +86,44 @@ WRONG = [
     (r"\leq 42", "42"), ("x=43=42", "42"),
     (r"\leq 5", r"\geq 5"), ("≠5", "5"), ("α", "β"), ("α", "a"), ("∛8", r"\sqrt{8}"), ("18¢", "18 dollars"),
     ("US18", "18"), ("5Ω", "5"), ("ℝ", "R"), ("(x+y+z)^{999}", "18"), ("18", "(x+y+z)^{999}"), ("18x/x", "18"),
+    ("(A) or (B)", "A"), ("A, B", "A"), ("(A), (B), (C)", "A"), ("A) 42 B) 43", "A"), (r"42^\circ", r"42\text{ rad}"),
+    ("$42", "42 euros"), ("42°C", "42°F"), (r"\$42", "42 cents"), ("{42: 1}", "42"),
+    ("42万", "42"), ("18分之一", "18"), ("3倍", "3"), ("42或43", "42"), ("不是42", "42"),
+]  # fmt: skip
+UNEVALUATED = [  # (given, gold): equal, but the answer still has to be computed
+    (r"\sum_{i=1}^{10} i", "55"), ("20 + 35", "55"), ("20+35=", "55"), (r"\binom{5}{2}", "10"), (r"\gcd(12,18)", "6"),
+    ("10!", "3628800"), (r"\int_0^1 2x dx", "1"), (r"\begin{vmatrix}1&2\\3&4\end{vmatrix}", "-2"), ("10/2", "5"),
+    (r"\frac{10}{2}", "5"), (r"\sqrt{16}", "4"), (r"5\cdot 8", "40"), ("2^{10}", "1024"), ("x=20+35", "55"),
+    ("20+35=35+20", "55"), (r"\sin 30^\circ", "1/2"), (r"e^{i\pi}", "-1"), (r"\log_2 8", "3"), (r"e^{\ln 3}", "3"),
+    (r"\int_0^1 \frac{1}{1+x^2} dx", r"\frac{\pi}{4}"), (r"\sin 60^\circ", r"\frac{\sqrt3}{2}"), ("∜(16)", "2"),
+    (r"\sum_{k=1}^n k", "n(n+1)/2"), ("(1+1, 2+3)", "(2,5)"), ("1+1,3", "2,3"), (r"x\in\{20+35\}", "55"),
+    ("x=20+35, y=2", "55, 2"), (r"20+35\text{ cm}", "55"), (r"\max(3,5)", "5"),
+    (r"\lim_{x\to 0} \frac{\sin x}{x}", "1"),
+    (r"\begin{pmatrix}1&2\end{pmatrix}\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}5\end{pmatrix}"),
+    (r"\prod_{k=1}^{3} k", "6"), ("|3-5|", "2"), (r"\sqrt[3]{27}+1", "4"),
 ]  # fmt: skip
 HOSTILE = [
     "9^{9^{9^9}}", "9^9^9^9", "10000000!", "(10000000)!", "10!!!", "2^{100000}", "(" * 3000 + "1" + ")" * 3000,
     "{" * 100 + "1" + "}" * 100, r"\sum_{i=1}^{100000000}i", "9" * 5000, r"\frac{1}{" * 100 + "1" + "}" * 100,
     r"\boxed{" * 1000, "1" + "+1" * 2000, r"\int_0^1 " * 30 + "x", "(x+y+z)^{999}", "\\" * 300, "\x00", "𝟙𝟚",
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "gold"), UNEVALUATED)
+def test_a_copy_of_the_question_is_no_answer(given: str, gold: str):
+    assert score(MathReward(RewardConfig(name="math")), f"So it is \\boxed{{{given}}}.", gold) == 0
+
+
+@pytest.mark.parametrize(("given", "gold"), [("x=20+35=55", "55"), ("20 + 35 = 55", "55"), (r"5! = 120", "120")])
+def test_a_computation_with_its_value_is_an_answer(given: str, gold: str):
+    assert score(MathReward(RewardConfig(name="math")), f"So it is \\boxed{{{given}}}.", gold) == 1
+
+
+def test_an_option_accepts_answers_that_still_have_to_be_computed():
+    generous = MathReward(RewardConfig(name="math", options={"unevaluated": True}))
+    pairs = [("20 + 35", "55"), ("10!", "3628800"), (r"\binom{5}{2}", "10"), (r"\sqrt{16}", "4"), (r"\log_2 8", "3")]
+    assert [score(generous, f"\\boxed{{{given}}}", gold) for given, gold in pairs] == [1] * 5
+    assert score(generous, r"\boxed{20 + 36}", "55") == 0
 
 
 CHANGES = """
@@ -197,6 +229,15 @@ def test_different(reward: MathReward, given: str, gold: str):
         ('The answer is "18".', "18"),
         ('The answer is 5"', '5"'),
         ("2**3 * 4", "2**3 * 4"),
+        ("From $x = 2$, the price increases by 100%.", "100%"),
+        (r"(a) \boxed{1} (b) \boxed{2}", "1, 2"),
+        ("答案：5", "5"),
+        ("**答案**：5。", "5"),
+        ("所以答案是 $5$。", "5"),
+        ("最终答案为：18 元。", "18 元"),
+        ("因此，小明一共有18个苹果。", "18个苹果"),
+        ("所以 $x = 18$。", "x = 18"),
+        ("答えは 18 です。", "18 です"),
         ("The solution is " + "x" * 2000, "The solution is " + "x" * 2000),
     ],
 )

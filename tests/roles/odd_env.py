@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,24 @@ MEETING = threading.Barrier(2, timeout=20)
 RELEASE = threading.Event()
 MADE_LATE: list[str] = []
 SEEDS: list[int] = []
+AT_WORK: list[str] = []
 ENDLESS = "again " * 10_000_000
+
+
+class Echo:
+    """Says what it hears."""
+
+    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        return "", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return action, 0.0, False, False, {}
+
+
+class MarkedEcho(Echo):
+    """Hears special tokens."""
+
+    special_tokens = True
 
 
 class OddEnv:
@@ -36,6 +54,12 @@ class OddEnv:
                 raise OSError("no game")
             case "begins oddly":
                 return "go"  # type: ignore[return-value]
+            case "around":
+                return "go ", {"prefix": "Game. ", "suffix": "P__"}
+            case "is over":
+                return "", {"terminated": True, "metrics": {"success": 1.0}}
+            case "is cut":
+                return "", {"truncated": True}
             case "long board":
                 return "again " * 1000, {}
         return "", {}
@@ -55,6 +79,21 @@ class OddEnv:
         match self._how:
             case "meets":
                 MEETING.wait()
+            case "around":
+                return "Moved.", 0.5, over, False, {"suffix": "_P_", "admissible_commands": ["up"], "metrics": {}}
+            case "around messages":
+                said = [{"role": "tool", "content": "a", "name": "f"}, {"role": "user", "content": "b"}]
+                return said, 0.5, over, False, {"prefix": "1 ", "suffix": "2"}
+            case "naps":
+                time.sleep(0.875)
+                return "", 0.5, True, False, {}
+            case "works":
+                AT_WORK.append("begins")
+                end = time.thread_time() + 0.3
+                while time.thread_time() < end:
+                    pass
+                AT_WORK.append("ends")
+                return "", 0.5, True, False, {}
             case "hangs":
                 RELEASE.wait(60)
             case "times out":

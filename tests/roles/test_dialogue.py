@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from hpcrl.roles.dialogue import as_messages, first_prompt, observation_ids, prompt_ids, window
+from hpcrl.roles.dialogue import as_messages, first_prompt, prompt_ids, window
+from hpcrl.roles.observations import observation_ids
 
 LLAMA3 = """\
 {{- '<|endoftext|>' }}

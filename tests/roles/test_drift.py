@@ -18,8 +18,9 @@ import pytest
 from hpcrl.config import parse
 from hpcrl.control.messages import PromptPayload, TurnDelta
 from hpcrl.engines.gen.base import Output
-from hpcrl.roles.dialogue import first_prompt, observation_ids
+from hpcrl.roles.dialogue import first_prompt
 from hpcrl.roles.holding import HeldPrompt, HeldSample
+from hpcrl.roles.observations import observation_ids
 from hpcrl.rollout.types import FinishReason
 from tests.roles.test_templates import ASKED, QWEN2_5, QWEN3, TOOL, results
 

@@ -477,6 +477,7 @@ def test_an_episode_that_cannot_begin_costs_its_sample(
 def test_domains_have_environments_and_threads_of_their_own(stage: Stage) -> None:
     """One is full and does not hold the other up; an episode to which a reward is added says so at its end."""
     envs = {"maths": {**ODD, "max_turns": 1, "add_reward": True}, "default": {**ODD, "timeout_s": 1.0}}
+    envs["default"]["num_threads"] = 1
     role, odd_env.RELEASE = EnvRole(stage.worker(1, {"env": envs})), threading.Event()
     hangs, waits, scored = (make_sample_id(next(UIDS), 0, 0) for _ in range(3))
     for sample, how, domain in ((hangs, "hangs", "code"), (waits, "plain", "code"), (scored, "plain", "maths")):
@@ -514,6 +515,25 @@ def test_tools_reach_the_prompt_and_their_results_the_next_turn(stage: Stage) ->
     assert said == "\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n"
     last = play(stage, role, turn(sample))
     assert last.ended and not last.result.error and last.result.metrics["turns"] == 2.0
+    role.close()
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"class_path": "tests.roles.odd_env:MarkedEcho"}, "<call>4"),
+        ({"class_path": "tests.roles.odd_env:MarkedEcho", "runs_in": "process"}, "<call>4"),
+        ({"class_path": "tests.roles.odd_env:Echo"}, "4"),
+    ],
+)
+def test_special_tokens_reach_environments_that_ask_for_them(stage: Stage, environment: Any, said: str) -> None:
+    role = EnvRole(stage.worker(1, {"env": {"default": {**ODD, **environment}}}))
+    sample = make_sample_id(next(UIDS), 0, 0)
+    play(stage, role, turn(sample, "echo"))
+    stage.deltas()
+    play(stage, role, msgspec.structs.replace(turn(sample), marked="<call>4"))
+    [delta] = stage.deltas()
+    assert json.loads(delta.messages) == [{"role": "user", "content": said}]
     role.close()
 
 
@@ -574,6 +594,75 @@ def test_by_steps_the_next_prompt_is_sent_instead_of_what_follows(stage: Stage, 
     stage.deltas()
 
 
+def test_by_default_turns_that_wait_do_not_wait_for_each_other(stage: Stage) -> None:
+    """32 turns of .875 s took 28 s one after the other; and one that computes leaves the others waiting."""
+    role = EnvRole(stage.worker(1, {"env": {"default": ODD | {"timeout_s": 60.0}}}))
+    samples = [make_sample_id(next(UIDS), 0, 0) for _ in range(32)]
+    stage.send(1, 1, [turn(sample, "naps") for sample in samples])
+    settle(role)
+    stage.deltas()
+    began = time.monotonic()
+    stage.send(1, 1, [turn(sample) for sample in samples])
+    settle(role)
+    assert time.monotonic() - began < 14.0
+    assert sum(isinstance(event, Observed) and not event.result.error for event in stage.heard()) == 64
+    busy = [make_sample_id(next(UIDS), 0, 0) for _ in range(2)]
+    stage.deltas()
+    stage.send(1, 1, [turn(sample, "works") for sample in busy])
+    settle(role)
+    odd_env.AT_WORK.clear()
+    stage.send(1, 1, [turn(sample) for sample in busy])
+    settle(role)
+    assert odd_env.AT_WORK == ["begins", "ends", "begins", "ends"]
+    role.close()
+    stage.heard()
+    stage.deltas()
+
+
+def test_what_info_shows_around_an_observation_is_seen(
+    stage: Stage, role: EnvRole, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """GEM's games have their board there. What nobody sees is named once."""
+    sample = make_sample_id(next(UIDS), 0, 0)
+    play(stage, role, turn(sample, "around"))
+    [first] = stage.deltas()
+    assert json.loads(first.messages) == [{"role": "user", "content": "Game. go \nP__"}]
+    play(stage, role, turn(sample))
+    [second] = stage.deltas()
+    assert json.loads(second.messages) == [{"role": "user", "content": "Moved.\n_P_"}]
+    play(stage, role, turn(sample))
+    assert capsys.readouterr().out.count("env.default: nobody sees admissible_commands of info") == 1
+    sample = make_sample_id(next(UIDS), 0, 0)
+    play(stage, role, turn(sample, "around messages"))
+    play(stage, role, turn(sample))
+    shown = json.loads(stage.deltas()[-1].messages)
+    assert [message["content"] for message in shown] == ["1 a", "b\n2"]
+    play(stage, role, turn(sample))
+
+
+def test_an_episode_that_fills_its_sequence_is_truncated_and_has_no_error(stage: Stage) -> None:
+    limited = {"env": {"default": ODD | {"max_sequence_tokens": 900}}, "data": {"max_prompt_tokens": 400}}
+    role = EnvRole(stage.worker(1, limited | {"rollout": {"max_new_tokens": 100}}))
+    full = first_turn(stage, role, "long", room=300)
+    assert full.ended and not full.result.error and not full.failed and full.result.reward == 0.25
+    assert (full.result.metrics["truncated"], full.result.metrics["sequence_full"]) == (1.0, 1.0)
+    sample = make_sample_id(next(UIDS), 0, 0)
+    for sent in (turn(sample, "plain"), turn(sample), turn(sample)):
+        other = play(stage, role, sent)
+    assert other.ended and (other.result.metrics["truncated"], other.result.metrics["sequence_full"]) == (0.0, 0.0)
+    begins = play(stage, role, turn(make_sample_id(next(UIDS), 0, 0), "long board", room=300))
+    assert "is too long, there is room for 300" in begins.result.error, "no turn was played"
+    role.close()
+    stage.deltas()
+
+
+@pytest.mark.parametrize(("how", "success", "truncated"), [("is over", 1.0, 0.0), ("is cut", 0.0, 1.0)])
+def test_a_reset_may_end_the_episode(stage: Stage, role: EnvRole, how: str, success: float, truncated: float) -> None:
+    over = play(stage, role, turn(make_sample_id(next(UIDS), 0, 0), how))
+    assert over.ended and not over.result.error and not over.failed and not stage.deltas()
+    assert (over.result.score, over.result.metrics["truncated"]) == (success, truncated)
+
+
 @pytest.mark.parametrize("episode", ["trajectory", "steps"])
 def test_examples_stand_before_the_first_prompt(stage: Stage, episode: str) -> None:
     env = {"name": "guess", "options": {"high": 8, "tag": ""}, "max_turns": 2, "examples": 2, "episode": episode}
@@ -583,7 +672,7 @@ def test_examples_stand_before_the_first_prompt(stage: Stage, episode: str) -> N
     tokenizer, room = role._worker.tokenizer, 1000
     examples = example_messages(role._config.env["default"], "default", role._config.seed)
     last = [{"role": "user", "content": "Find the number, which is between 1 and 8. Give a number from 1 to 8 in each "
-             "answer, as in 1."}]  # fmt: skip
+             "answer, as in 1. Turns left: 2."}]  # fmt: skip
     expected = tokenizer.apply_chat_template([*examples, *last], tokenize=False, add_generation_prompt=True)
     uid = next(UIDS)
     for member in range(2):

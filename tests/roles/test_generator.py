@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -134,6 +135,33 @@ def test_environments_hear_how_much_room_there_is_and_what_was_dropped(stage: St
     carry_out(role, m.AbortSamples(SAMPLES))
     assert [(turn.sample, turn.reason) for turn in stage.mail(1, m.Turn)] == [(s, "abort") for s in SAMPLES]
     assert not role.samples and not role._prompts and not role._refused
+
+
+@pytest.mark.parametrize(
+    ("ids", "marked"),
+    [([1, 40, 2], "<|im_start|>F"), ([40, 1, 40], "F<|im_start|>F"), ([40, 2], ""), ([40, 40], ""), ([2], "")],
+)
+def test_environments_hear_special_tokens_but_the_last(
+    stage: Stage, role: GeneratorRole, ids: list[int], marked: str
+) -> None:
+    burst = role.engine.step
+    new = {"token_ids": np.array(ids, dtype=np.int32), "gen_logprobs": np.zeros(len(ids), dtype=np.float32)}
+    new["versions"] = np.zeros(len(ids), dtype=np.int32)
+    role.engine.step = lambda count: [replace(o, **new) for o in burst(count)]  # type: ignore[method-assign]
+    carry_out(role, m.Burst(8, [2], [1]))
+    turns = stage.mail(1, m.Turn)
+    assert {(turn.marked, turn.text) for turn in turns} == {(marked, "F" * ids.count(40))}
+
+
+def test_a_text_tells_that_its_prompt_has_begun_the_reasoning(stage: Stage, role: GeneratorRole) -> None:
+    sample, prompt = make_sample_id(9, 0, 0), role._worker.tokenizer.encode("<think>\n", add_special_tokens=False)
+    for uid, ids in ((9, prompt), (10, prompt[:-2])):
+        admit(role, {uid: ("plain", ids)}, [make_sample_id(uid, 0, 0)])
+    carry_out(role, m.Burst(8, [], [1]))
+    [text, other] = role.handlers()[m.Peek](m.Peek([sample, make_sample_id(10, 0, 0)]), 1).texts
+    turn = role.samples[sample].held
+    written = role._worker.tokenizer.decode(turn.token_ids[turn.loss_mask], skip_special_tokens=True)
+    assert text == f"<think>\n{written}" == turn.messages[-1]["content"] and not other.startswith("<think>")
 
 
 def test_a_field_of_the_engine_is_kept_and_read_again(
@@ -293,3 +321,22 @@ def test_a_refused_prompt_of_a_step_leaves_no_trace(stage: Stage, role: Generato
     assert end.total_tokens == len(held.token_ids) == len(held.states) == 2 + end.model_tokens
     assert held.states.nonzero()[0].tolist() == [0] and held.messages[-1]["role"] == "assistant"
     stage.heard()
+
+
+def test_responses_end_as_tokenizer_and_template_say(stage: Stage, model_folder: Path, tmp_path: Path) -> None:
+    """Also where the model's generation config names another token, under which no response would end."""
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    (folder / "generation_config.json").write_text('{"eos_token_id": 7}')
+    worker = stage.worker(2, SETTINGS | {"env": {}, "rollout": {"max_new_tokens": 8}})
+    worker.model_path = folder
+    worker.tokenizer.eos_token = "<|endoftext|>"
+    role = GeneratorRole(worker)
+    weights = dict(read_safetensors(folder))
+    weights["model.norm.weight"] = torch.zeros_like(weights["model.norm.weight"])  # every token is <|endoftext|>
+    role.engine.load_weights(weights.items(), version=0)
+    sampling = m.Sampling(8, 0.0, 1.0, 0, 0.0, [])
+    payload = m.PromptPayload(9, "plain", np.array([5, 6], dtype=np.int32).tobytes(), META)
+    carry_out(role, m.Admit([payload], [(make_sample_id(9, 0, 0), 3)], sampling))
+    (ended,) = carry_out(role, m.Burst(8, [2], [])).finished
+    assert (ended.model_tokens, ended.reason) == (1, "stop")

@@ -12,7 +12,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from hpcrl.roles.dialogue import chat_template, first_prompt, observation_ids, with_tools
+from hpcrl.data.chat import render
+from hpcrl.data.template_forms import chat_template
+from hpcrl.roles.dialogue import first_prompt, with_tools
+from hpcrl.roles.observations import observation_ids
 
 # The default system prompt, tools in it, results of tools as one user message.
 QWEN2_5 = """\
@@ -261,7 +264,7 @@ def test_an_episode_keeps_what_the_model_wrote(tokenizer: Any, family: Family) -
     episode = [*prompt.tolist(), *turn, *observation_ids(tokenizer, said, turn[-1], [TOOL]).tolist()]
     assert SAID + family.ended in tokenizer.decode(episode)
     whole = [*messages, {"role": "assistant", "content": SAID}, *said]
-    again = tokenizer.apply_chat_template(whole, tools=[TOOL], tokenize=False, add_generation_prompt=True)
+    again = render(tokenizer, whole, [TOOL])
     rewrites = family.template not in (QWEN2_5, PHI3, HERMES)
     assert (tokenizer.encode(again, add_special_tokens=False) != episode) == rewrites
 

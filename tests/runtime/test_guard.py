@@ -15,7 +15,9 @@ GOOD = {"actor/total_loss": Stat(0.5, 1.0), "actor/skipped_update": Stat(1.0, 4.
 NAN = {"actor/total_loss": Stat(math.nan, 1.0)}
 SKIPPED = {"actor/total_loss": Stat(0.5, 1.0), "actor/skipped_update": Stat(4.0, 4.0)}
 
-EMPTY = {"actor/empty_updates": Stat(2.0, 1.0), "actor/difficulty_mask_ratio": Stat(6.0, 8.0)}
+SILENT = {"critic/advantages/*": Stat(0.0, 8.0, 0.0, 0.0), "critic/rewards/*": Stat(0.0, 8.0, 0.0, 0.0)}
+LOUD = {"critic/advantages/*": Stat(0.0, 8.0, -1.0, 1.0), "critic/rewards/*": Stat(4.0, 8.0, 0.0, 1.0)}
+EMPTY = {"actor/empty_updates": Stat(2.0, 1.0), "actor/difficulty_mask_ratio": Stat(0.0, 8.0)}
 
 
 class Superseded(Exception):
@@ -55,9 +57,31 @@ def test_steps_in_a_row_that_changed_nothing_end_the_run(steps: list[Stats], end
 
 
 @pytest.mark.parametrize(
+    ("steps", "warned"),
+    [
+        ([SILENT] * 4, ""),
+        ([SILENT] * 4 + [LOUD] + [SILENT] * 4, ""),
+        ([{}] * 9, ""),
+        ([LOUD, *[SILENT] * 9], "steps 2 to 6 had no signal (reward 0 on average): all responses to a prompt got"),
+    ],
+)
+def test_steps_without_a_signal_are_told_once(
+    steps: list[Stats], warned: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    guard = make_guard()
+    for step, stats in enumerate(steps, 1):
+        guard.check_progress(step, stats)
+    told = capsys.readouterr().out
+    assert warned in told and told.count("had no signal") == bool(warned)
+
+
+@pytest.mark.parametrize(
     ("steps", "ends"),
     [
-        ([EMPTY] * 20, "steps 1 to 20: masks left no response to learn from (actor/difficulty_mask_ratio 0.75); relax"),
+        (
+            [EMPTY] * 20,
+            "steps 1 to 20: masks left no response to learn from (shares kept: actor/difficulty_mask_ratio 0)",
+        ),
         ([GOOD, *[EMPTY] * 20], "steps 2 to 21: masks"),
         ([*[EMPTY] * 19, GOOD, *[EMPTY] * 19], ""),
         ([EMPTY | GOOD] * 30, ""),  # some mini-batches were empty

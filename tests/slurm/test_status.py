@@ -16,7 +16,7 @@ import yaml
 
 from hpcrl.cluster.slurm import Job
 from hpcrl.config import Config
-from hpcrl.rundir import finish_run, record_submission
+from hpcrl.rundir import finish_run, record_refusal, record_submission
 from hpcrl.status import RunFolder, describe, last_error, line, state
 from tests.conftest import ROOT
 from tests.slurm.jobs import COMPLETED, PENDING, Run, says, status, wait_state, wait_until
@@ -138,6 +138,24 @@ def test_a_held_job_says_how_it_goes_on(reason: str, way_out: str, tmp_path: Pat
     assert state(RunFolder(run), held) == f"held: job 7 waits ({reason}) until it is released: {way_out}"
 
 
+def test_no_resume_is_promised_that_will_not_come(tmp_path: Path) -> None:
+    """After the last link of a chain, and after a refused start, nothing of the run is queued."""
+    ended = {"job": 7, "restarts": 0, "ended": "x", "how": "requeue", "goes_on": True,
+             "why": "resumes from its checkpoint in the next job"}  # fmt: skip
+    run = make(tmp_path / "run", steps=4, a1=ended)
+    for gone in (None, Job(7, "COMPLETED", 0, False, "", None)):
+        told = state(RunFolder(run), gone)
+        assert told == "stopped: attempt 1 ended x (requeue): no job of it is queued; the same command resumes it"
+    assert word(run, Job(8, "PENDING", 0, False, "Priority", None)) == "queued"
+    (run / "slurm").mkdir()
+    record_refusal(run, 8, ["model.path: /models/x is not there"])
+    told = state(RunFolder(run), Job(8, "FAILED", 0, False, "", None))
+    assert told.startswith("refused: job 8 could not start an attempt at ")
+    assert told.endswith(": model.path: /models/x is not there")
+    (run / "owners" / "0002").write_text(json.dumps({"since": "then", "host": "h", "job": 9, "restarts": 0}))
+    assert word(run, Job(9, "RUNNING", 0, False, "", NOW)) == "running", "the refusal is over"
+
+
 def test_restarts_and_the_last_error(tmp_path: Path) -> None:
     first = {"job": 7, "restarts": 0, "ended": "x", "how": "requeue", "why": "goes on in the next job"}
     second = {"job": 7, "restarts": 1}
@@ -237,3 +255,16 @@ def test_where_slurm_is_not(tmp_path: Path, owner: dict[str, Any], told: str) ->
     command, environ = [sys.executable, "-m", "hpcrl.status", str(run)], {"PATH": "/none", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0 and told in done.stdout and "2 of 10" in done.stdout, done.stderr
+
+
+def test_links_of_a_chain_are_no_restarts_and_an_early_end_is_told(tmp_path: Path) -> None:
+    ended = {"ended": "x", "how": "requeue", "why": "goes on", "restarts": 0}
+    links = make(tmp_path / "links", a1=ended | {"job": 7}, a2=ended | {"job": 8}, a3=ended | {"job": 8, "restarts": 1})
+    assert "restarts 1, after 1 earlier job(s)\n" in describe(links, None, NOW)
+    requeued = make(tmp_path / "requeued", a1=ended | {"job": 7}, a2=ended | {"job": 7, "restarts": 1})
+    assert "restarts 1\n" in describe(requeued, None, NOW)
+    run = make(tmp_path / "early", steps=4, a1=ended | {"job": 7})
+    finish_run(run, 4, 10, "trained 4 steps: sampled held-out score 0.6 reached")
+    assert line(run, None, NOW).endswith("  ended early: sampled held-out score 0.6 reached")
+    finish_run(run, 10, 10, "trained 10 steps")
+    assert "early" not in line(run, None, NOW).removeprefix("early")

@@ -17,6 +17,7 @@ import pytest
 
 from hpcrl.exitcodes import ExitCode
 from hpcrl.files import committed_step, step_name
+from hpcrl.launch.frozen import SUBMITTED_CONFIG
 from hpcrl.node.preflight import read_reports
 from hpcrl.rundir import submitted_jobs, world_folder
 from tests.conftest import ROOT
@@ -131,7 +132,7 @@ def test_refused_with_one_line(closed: Any, tmp_path: Path, tiny: list[str], wor
     assert not closed.run("squeue", "-h").strip()
     left = {str(path.relative_to(run)) for path in run.rglob("*")} if run.exists() else set()
     left -= {"slurm/submissions", "slurm/submissions/0001"}
-    assert left <= {"slurm", "slurm/job.sbatch"}, "the script that Slurm refused is all there is"
+    assert left <= {"slurm", "slurm/job.sbatch", SUBMITTED_CONFIG}, "what Slurm refused is all there is"
 
 
 def test_a_refused_job_leaves_a_stopped_run_as_it_was(closed: Any, tmp_path: Path, tiny: list[str]) -> None:
@@ -139,7 +140,8 @@ def test_a_refused_job_leaves_a_stopped_run_as_it_was(closed: Any, tmp_path: Pat
     wait_state(closed, run, submit(closed, run, *tiny, "max_steps=2"), [COMPLETED])
 
     def content() -> dict[Path, bytes]:
-        of_submission = {run / "slurm" / "job.sbatch", *(run / "slurm" / "submissions").iterdir()}
+        scripts = {run / "slurm" / "job.sbatch", run / SUBMITTED_CONFIG}
+        of_submission = {*scripts, *(run / "slurm" / "submissions").iterdir()}
         return {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path not in of_submission}
 
     before = content()
@@ -218,7 +220,7 @@ def test_a_half_written_script_does_no_harm(idle: Any, tmp_path: Path, tiny: lis
     run.wait_end("CANCELLED")
     saved, trained = committed_step(run.dir), step_of(run.dir)
     whole = (run.dir / "slurm" / "job.sbatch").read_text()
-    for number, mark in enumerate(("trainer.lr", "begun=", "give_up()", "--ntasks-per-node=1 \\", "-m hpcrl.run")):
+    for number, mark in enumerate(("--config", "begun=", "give_up()", "--ntasks-per-node=1 \\", "-m hpcrl.run")):
         cut = tmp_path / f"cut{number}.sbatch"
         cut.write_text(whole[: whole.index(mark)])
         job = int(idle.run("sbatch", "--parsable", f"--output={run.dir}/slurm/job-%j.log", str(cut)))

@@ -100,6 +100,14 @@ class LocalWeights(Protocol):
         these are the parameters from now on."""
 
 
+@runtime_checkable
+class ComputesEntropies(Protocol):
+    """An engine that computes entropies apart from a loss, as every one of hpcrl does."""
+
+    def entropies(self, batch: Batch, micro_batches: MicroBatches, temperature: float) -> Tensor | None:
+        """float32 [T], nats, of softmax(logits / temperature); otherwise as TrainEngine.logprobs()."""
+
+
 class Adapts(Protocol):
     """A training engine with adapters beside frozen weights (trainer.lora), which are those of the reference policy."""
 
@@ -128,6 +136,12 @@ def check_micro_batches(micro_batches: MicroBatches, num_rows: int) -> list[int]
 
 def check_objective(engine: TrainEngine, objective: Objective) -> None:
     """ValueError if the objective asks for something that the engine does not compute."""
+    if "old_entropies" in objective.reads and not isinstance(engine, ComputesEntropies):
+        name = engine.config_summary()["engine"]
+        raise ValueError(
+            f"the objective {type(objective).__name__} needs entropies before the step (algorithm.entropy_share), "
+            f"which the training engine {name} does not compute apart from a loss"
+        )
     lacking = sorted((objective.outputs | objective.logged) - engine.computes)
     if lacking:
         raise ValueError(

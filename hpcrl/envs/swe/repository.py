@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
 from hpcrl.envs.specs import SWEOptions
+from hpcrl.envs.swe.hidden import split_imports, test_files, tops_of
 from hpcrl.rewards.sandbox.client import Sandbox
 from hpcrl.rewards.sandbox.jobs import ChildTask, JobOutcome, Limits, SandboxError
 from hpcrl.rewards.sandbox.wire import decode
@@ -39,8 +40,8 @@ class Repository:
             parts = PurePosixPath(name).parts
             if not parts or PurePosixPath(name).is_absolute() or ".." in parts:
                 raise ValueError(f"the file {name!r} is outside of the repository")
-        self._options, self._tops = options, {PurePosixPath(name).parts[0].removesuffix(".py") for name in files}
-        if "solution" in self._tops:
+        self._options, self._files = options, dict(files)
+        if "solution" in tops_of(files):
             raise ValueError(
                 "a repository cannot have a top-level module solution: the sandbox gives its code this name"
             )
@@ -65,8 +66,8 @@ class Repository:
     def passed(self, tests: Mapping[str, str]) -> tuple[int, int]:
         """(passed, all) hidden tests. ValueError if the tests cannot judge."""
         passed = total = 0
-        for name, source in tests.items():
-            imports, rest = split_imports(source, self._tops, name)
+        for name, source in test_files(tests).items():
+            imports, rest = split_imports(source, self._files, name)
             code = "import sys\nsys.path.insert(0, '')\n" + imports
             what = {"kind": "tests", "style": "pytest", "source": rest, "setup": "", "entry_point": ""}
             tasks = [ChildTask({"kind": "serve", "code": code}), ChildTask(what)]
@@ -97,26 +98,12 @@ def sandbox_of(options: SWEOptions) -> Sandbox:
     return Sandbox(int(options.min_level[1]), limits)
 
 
-def split_imports(source: str, tops: set[str], name: str) -> tuple[str, str]:
-    """The imports of modules of the repository, for the process of the code, and the tests without them. ValueError for
-    tests that are not Python."""
-    try:
-        tree = ast.parse(source, name)
-    except (SyntaxError, ValueError) as error:
-        raise ValueError(f"hidden tests {name}: {error}") from error
-    imports = []
-    for place, node in enumerate(tree.body):
-        modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-        modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if any(module.split(".")[0] in tops for module in modules):
-            imports.append(ast.unparse(node))
-            tree.body[place] = ast.copy_location(ast.Pass(), node)
-    return "\n".join(imports), ast.unparse(tree)
-
-
 def num_tests(source: str) -> int:
     """Functions of tests, without their parameters: what counts if the code never answers."""
-    return sum(isinstance(node, ast.FunctionDef) and node.name.startswith("test") for node in ast.parse(source).body)
+    functions = (
+        node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+    return sum(node.name.startswith("test") for node in functions)
 
 
 def files_of(repository: str) -> dict[str, str]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
+from typing import Any
 
 from hpcrl.envs.base import shortened
 from hpcrl.envs.game import ExpertGame, Outcome
 from hpcrl.envs.specs import SWEOptions
 from hpcrl.envs.swe.bugs import repair
 from hpcrl.envs.swe.repository import Repository, files_of, sandbox_of
+from hpcrl.envs.swe.rows import OF_ROW, problem_of_row
 
 SUBMIT = "submit"
 LIST = "find . -type f | sort | head -100"
@@ -23,8 +25,8 @@ class SWE(ExpertGame[SWEOptions]):
     process or folder that a command can see. A command is effective if its exit code is 0.
 
     The row has `files` (path -> text) or `repository` (a folder or an archive), its prompt is the task, and
-    `hidden_tests` are tests (path -> text) in pytest's form. Without these columns, the seed gives a small repository
-    with a bug.
+    `hidden_tests` are tests (path -> text) in pytest's form. Without columns of its own, or with a seed only, the seed
+    gives a small repository with a bug.
     """
 
     actions = ("ls", SUBMIT)
@@ -36,12 +38,15 @@ class SWE(ExpertGame[SWEOptions]):
         files: Mapping[str, str] | None = None,
         repository: str | None = None,
         hidden_tests: Mapping[str, str] | None = None,
+        **others: Any,
     ):
+        """ValueError for a row that cannot be played."""
         super().__init__(options)
-        given = files is not None or repository is not None
-        if given and (not hidden_tests or (files is not None and repository is not None)):
-            raise ValueError("a row needs one of the columns files and repository, and the column hidden_tests")
-        self._row = (prompt, files, repository, hidden_tests or {}) if given else None
+        columns = {"files": files, "repository": repository, "hidden_tests": hidden_tests, **others}
+        own = any(value is not None for name, value in columns.items() if name not in OF_ROW)
+        if own and (problem := problem_of_row(columns)):
+            raise ValueError(problem)
+        self._row = (prompt, files, repository, hidden_tests or {}) if files or repository else None
         self._repository: Repository | None = None
 
     @property

@@ -9,12 +9,13 @@ from typing import Any
 import jsonschema
 
 from hpcrl.envs.base import shortened
+from hpcrl.envs.tool_formats.base import ToolCall, schemas_of
+from hpcrl.envs.tool_formats.deriving import derive
+from hpcrl.envs.tool_formats.table import FORMATS
 from hpcrl.envs.tools.base import Result, Tool
 from hpcrl.envs.tools.builtin import BUILTIN, GuessTool
-from hpcrl.envs.tools.calls import FORMATS, ToolCall, format_of, written
 from hpcrl.envs.tools.function import FunctionTool
 from hpcrl.envs.tools.specs import ToolOptions
-from hpcrl.rewards.extract import after_thinking
 
 ID_CHARS = 9
 """Length of a call's id, which Mistral's template demands."""
@@ -28,15 +29,17 @@ class ToolEnv:
     arguments, beyond max_calls) and tool_errors; success if a tool can tell it.
     """
 
+    special_tokens = True  # which are the marks of some formats
+
     def __init__(self, options: ToolOptions, chat_template: str = "", messages: list[dict[str, Any]] | None = None):
         """ValueError begins with the option that is wrong."""
         self._options, self._messages = options, messages or []
-        self._format = format_of(chat_template) if options.format == "auto" else options.format
-        self._calls = FORMATS[self._format]
+        self._format = FORMATS[derive(chat_template, options.format)]
         made: list[Tool] = [BUILTIN[name](options) if name in BUILTIN else FunctionTool(name) for name in options.tools]
         self._tools = {tool.schema["function"]["name"]: tool for tool in made}
         if len(self._tools) < len(made):
             raise ValueError(f"tools: two of {', '.join(options.tools)} have the same name")
+        self._schemas = schemas_of(tool.schema for tool in made)
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
         """The row's prompt within options.prompt, and the tools."""
@@ -52,7 +55,7 @@ class ToolEnv:
 
     def step(self, action: str) -> tuple[list[dict[str, Any]], float, bool, bool, dict[str, Any]]:
         """Carry out the calls of a turn; without one the episode ends."""
-        calls = list(self._calls(after_thinking(action)))
+        calls = self._format.read(action, self._schemas).calls
         self._turn += 1
         before, reward, ended, messages = self._counts["invalid_calls"], 0.0, not calls, []
         told = calls[: self._options.max_calls + 1]  # one answer to all that are too many
@@ -83,7 +86,7 @@ class ToolEnv:
         """A call of the tool guess, the only tool with an expert (TOOLS.expert_obstacle)."""
         (tool,) = self._tools.values()
         assert isinstance(tool, GuessTool), "others are refused before the start"
-        return written(self._format, tool.schema["function"]["name"], tool.advised(rng, noise))
+        return self._format.written_call(tool.schema["function"]["name"], tool.advised(rng, noise))
 
     def _answer(self, call: ToolCall, number: int) -> Result:
         self._counts["tool_calls"] += 1

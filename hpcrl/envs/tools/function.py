@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import importlib
+import inspect
+import itertools
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from hpcrl.envs.tools.base import Result
 
+MOST_ITEMS = 10_000
+"""Maximum items of a generator."""
+
 
 class FunctionTool:
-    """Calls the function in a thread of its own, which is abandoned if it does not return in time. What it returns is
-    shown as JSON, a text as it is."""
+    """Calls the function in a thread of its own, which is abandoned if it does not return in time. A coroutine runs in
+    an event loop of its own, and is cancelled. A returned text is shown as it is, another value as JSON, and what a
+    generator yields as a list. A value without a text is an error."""
 
     def __init__(self, path: str):
         """ValueError if the path leads to no function that can be described."""
@@ -25,31 +32,79 @@ class FunctionTool:
         """A function is not of an episode."""
 
     def call(self, arguments: dict[str, Any], timeout_s: float) -> Result:
-        ended: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+        ended: SimpleQueue[Result] = SimpleQueue()
 
         def run() -> None:
             try:
-                ended.put((self._function(**arguments), None))
+                ended.put(Result(_text(_value(self._function(**arguments), timeout_s))))
             except BaseException as error:  # user code may call sys.exit
-                ended.put((None, error))
+                ended.put(Result(_problem(error), error=True))
 
         threading.Thread(target=run, name="tool", daemon=True).start()
         try:
-            value, error = ended.get(timeout=timeout_s)
+            return ended.get(timeout=timeout_s)
         except Empty:
             return Result(f"the call did not return within {timeout_s:g} s", error=True)
-        if error is not None:
-            return Result(f"{type(error).__name__}: {error}", error=True)
-        return Result(value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False))
+
+
+def _value(returned: Any, timeout_s: float) -> Any:
+    """What a call has returned: a coroutine's result, the items of a generator."""
+    if inspect.isawaitable(returned) or isinstance(returned, AsyncIterator):
+        return asyncio.run(_awaited(returned, timeout_s))
+    return _items(itertools.islice(returned, MOST_ITEMS + 1)) if isinstance(returned, Iterator) else returned
+
+
+async def _awaited(returned: Any, timeout_s: float) -> Any:
+    async with asyncio.timeout(timeout_s):
+        if isinstance(returned, AsyncIterator):
+            items: list[Any] = []
+            async for item in returned:
+                items.append(item)
+                if len(items) > MOST_ITEMS:
+                    break
+            return _items(items)
+        found = await returned
+    return _value(found, timeout_s) if isinstance(found, Iterator) else found
+
+
+def _items(found: Iterable[Any]) -> list[Any]:
+    items = list(found)
+    if len(items) > MOST_ITEMS:
+        raise ValueError(f"the tool yields more than {MOST_ITEMS} items")
+    return items
+
+
+def _text(value: Any) -> str:
+    """The value as the model sees it. TypeError if it has no text."""
+    return value if isinstance(value, str) else json.dumps(value, default=_shown, ensure_ascii=False)
+
+
+def _shown(value: Any) -> Any:
+    """A value that JSON does not know as one that it knows: numbers and arrays of numpy and torch, otherwise a text."""
+    if callable(listed := getattr(value, "tolist", None)):
+        return listed()
+    plain = type(value).__str__ is object.__str__ and type(value).__repr__ is object.__repr__
+    if plain or callable(value) or isinstance(value, Awaitable | Iterator | AsyncIterator):
+        raise TypeError(f"the tool returned a value of the type {type(value).__name__}, which has no text")
+    return str(value)
+
+
+def _problem(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # the error is an object of user code
+        return type(error).__name__
 
 
 @functools.cache
 def _imported(path: str) -> tuple[Callable[..., Any], dict[str, Any]]:
-    from transformers.utils.chat_template_utils import get_json_schema  # imports torch
+    from transformers.utils.chat_template_utils import get_json_schema  # takes a second
 
     module, _, name = path.partition(":")
     try:
         function = getattr(importlib.import_module(module), name)
+        if inspect.isclass(function):
+            raise TypeError("it is a class")
         found: dict[str, Any] = get_json_schema(function)
     except Exception as error:  # a user's module may raise any exception
         raise ValueError(

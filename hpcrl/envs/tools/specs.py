@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
 from hpcrl.envs.specs import Penalty
+from hpcrl.envs.tool_formats.table import FORMATS, FormatName
 from hpcrl.spec.fields import NUMBER, Positive, SandboxLevel, Seconds, Section
 from hpcrl.spec.kinds import EnvSpec
 
@@ -29,8 +30,9 @@ class ToolOptions(Section):
     tools: Annotated[list[str], Field(min_length=1), AfterValidator(_tools)]
     """Built-in tools (python, calculator, guess), and functions of yours as module:function, whose annotations and
     docstring (with a section Args) describe them to the model."""
-    format: Literal["auto", "hermes", "llama3_json", "mistral"] = "auto"
-    """How the model writes calls; auto: what its chat template asks for."""
+    format: FormatName = "auto"
+    """How the model writes calls; auto: as its chat template renders them. A name (docs/environments.md) is refused if
+    it does not read what the template renders."""
     prompt: str = "{prompt}"
     """First prompt; {prompt} is the last message of the row."""
     tool_timeout_s: Seconds = 5.0
@@ -52,6 +54,9 @@ class ToolOptions(Section):
 def _expert_obstacle(options: ToolOptions) -> str:
     if options.tools != ["guess"]:
         return "tools: only [guess] has an expert"
+    if options.format != "auto" and not FORMATS[options.format].written:
+        able = ", ".join(name for name, known in FORMATS.items() if known.written)
+        return f"format: calls in {options.format} have special tokens, which a text cannot have; choose from {able}"
     return "prompt: give a text without {prompt}, since there is no row" if "{prompt}" in options.prompt else ""
 
 
@@ -60,6 +65,7 @@ TOOLS = EnvSpec(
     make="hpcrl.envs.tools.env:ToolEnv",
     section=ToolOptions,
     probe="hpcrl.envs.tools.env:probe",
+    check_template="hpcrl.envs.tool_formats.deriving:check",
     has_expert=True,
     expert_obstacle=_expert_obstacle,
 )

@@ -17,7 +17,8 @@ SEARCH = "search[...]"
 
 
 class WebShop(OpenGame[WebShopOptions], ExpertGame[WebShopOptions]):
-    """search[words] and click[what is on the page], in the pages of the original's text mode without its empty reviews.
+    """search[words], on every page, and click[what is on the page], in the pages of the original's text mode without
+    its empty reviews.
     Buying ends the episode with the reward of hpcrl.envs.webshop.reward, everything else gains 0; success is a reward
     of 1. The goal follows from the seed, or is `goal`, a column of the row: its number in the original's order."""
 
@@ -82,7 +83,7 @@ class WebShop(OpenGame[WebShopOptions], ExpertGame[WebShopOptions]):
 
     def _chosen(self, response: str) -> str | None:
         given = super()._chosen(response)
-        if given is not None or SEARCH not in self.actions:
+        if given is not None:
             return given
         searched = re.fullmatch(r"search\[(.*\S.*)\]", self._given(response) or "", re.DOTALL | re.IGNORECASE)
         return f"search[{searched[1]}]" if searched else None

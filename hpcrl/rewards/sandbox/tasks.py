@@ -12,7 +12,6 @@ from __future__ import annotations
 import ast
 import atexit
 import builtins
-import functools
 import importlib.util
 import io
 import itertools
@@ -20,21 +19,32 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import threading
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from hpcrl.rewards.sandbox.names import free_names, load, of_library
+from hpcrl.rewards.sandbox.pytest_form import CannotJudge, run_all
 from hpcrl.rewards.sandbox.wire import decode, encode
 
 RESULT, CHANNEL = 3, 4
 MAX_LINE = 16 << 20
 SOLUTION = "solution"
-SPECIAL = ("__len__", "__iter__", "__next__", "__getitem__", "__contains__", "__str__", "__repr__", "__eq__", "__lt__")
+SPECIAL = (
+    *("__truediv__", "__fspath__", "__enter__", "__len__", "__iter__", "__next__", "__getitem__", "__contains__"),
+    *("__str__", "__repr__", "__eq__", "__lt__"),
+)
 IGNORED = (signal.SIGPIPE, signal.SIGXFSZ)
 """Signals that an interpreter ignores, so that they become exceptions."""
 MISSING = "there is no "
+FOLDER = "hpcrl_temporary_folder"
+"""Name in the module of the code of what makes a folder for tests, which its process can read."""
+MOST_KINDS = 20
+"""Bases of an exception that are looked at."""
 
 
 def perform(task: Mapping[str, Any]) -> int:
@@ -111,11 +121,13 @@ def _as_list(value: Any) -> Any:
 def _serve(task: Mapping[str, Any]) -> None:
     """Answer the tests' requests about the code's names and about objects that are not built-in values."""
     module = _load(task["code"], SOLUTION)
+    setattr(module, FOLDER, lambda: Path(tempfile.mkdtemp()))
     objects: list[Any] = [module]
 
     def known(value: Any) -> Any:
         objects.append(value)
-        return {"object": len(objects) - 1}
+        reference = {"object": len(objects) - 1}
+        return reference | {"raises": _kinds(value)} if _is_exception(value) else reference
 
     def object_of(found: Any) -> Any:
         return objects[found["object"]]
@@ -131,8 +143,18 @@ def _serve(task: Mapping[str, Any]) -> None:
                     value = value(*arguments, **named)
                 answer = encode([True, value, arguments], known)
             except Exception as error:
-                answer = encode([False, type(error).__name__, str(error)[:1000]])
+                answer = encode([False, _kinds(type(error)), [str(error)[:1000], error]], known)
             _write(CHANNEL, answer)
+
+
+def _is_exception(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, Exception)
+
+
+def _kinds(kind: type) -> list[str]:
+    """The full names of an exception's type and of its bases, down to Exception."""
+    kinds = [one for one in kind.__mro__ if issubclass(one, Exception)]
+    return [f"{one.__module__}.{one.__qualname__}" for one in kinds]
 
 
 def _attribute(value: Any, name: str) -> Any:
@@ -147,7 +169,15 @@ def _write(place: int, data: bytes) -> None:
 
 
 class RemoteError(Exception):
-    """An exception of the code under test whose type is not built in."""
+    """An exception of the code under test whose type is not built in, or the base of such a type's image in the
+    process of the tests. Its attributes are those of the exception in the process of the code."""
+
+    _remote: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        if self._remote is None or name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._remote, name)
 
 
 class ChannelEnded(BaseException):
@@ -159,6 +189,7 @@ class _Link:
 
     def __init__(self) -> None:
         self._answers = io.BufferedReader(io.FileIO(CHANNEL, "r", closefd=False))
+        self._images: dict[str, type[Exception]] = {}  # of the code's exceptions, by full name
 
     def ask(self, number: int, name: str | None, arguments: tuple[Any, ...] | None, named: Mapping[str, Any]) -> Any:
         """An attribute, if `name` is given, of an object, called, if arguments are given. Lists, dictionaries and sets
@@ -169,11 +200,13 @@ class _Link:
         except Exception as error:
             raise ChannelEnded from error
         if not done:
-            kind = getattr(builtins, str(value), None)
-            known = isinstance(kind, type) and issubclass(kind, Exception)
-            if kind is StopIteration and name != "__next__":
+            kind = self._image(value)
+            if issubclass(kind, StopIteration) and name != "__next__":
                 raise RuntimeError("the code raised StopIteration")  # which would end loops of the test early
-            raise (kind if known else RemoteError)(more)  # type: ignore[misc]
+            raised = kind(str(more[0]))
+            if isinstance(raised, RemoteError):
+                raised._remote = more[1]
+            raise raised
         for given, changed in zip(arguments or (), more or (), strict=False):
             if type(given) is type(changed) and isinstance(given, list | dict | set):
                 given.clear()
@@ -181,7 +214,23 @@ class _Link:
         return value
 
     def _object(self, found: Any) -> Any:
-        return Remote(self, int(found["object"]))
+        return self._image(found["raises"]) if "raises" in found else Remote(self, int(found["object"]))
+
+    def _image(self, names: Sequence[str]) -> type[Exception]:
+        """The exception type of the tests that stands for one of the code, whose bases have these names: a built-in
+        one itself, which only Python's own can be, another as a class of its own below the image of its next base."""
+        for place, name in enumerate(map(str, names[:MOST_KINDS])):
+            module, _, own = name.partition(".")
+            builtin = getattr(builtins, own, None) if module == "builtins" else None
+            if isinstance(builtin, type) and issubclass(builtin, Exception):
+                return builtin
+            if name not in self._images:
+                base = self._image(names[place + 1 :])
+                bases = (RemoteError,) if base is Exception else (RemoteError, base)
+                bases = (base,) if issubclass(base, RemoteError) else bases
+                self._images[name] = type(name.rpartition(".")[2], bases, {})
+            return self._images[name]
+        return RemoteError
 
 
 def _reference(value: Any) -> Any:
@@ -190,7 +239,7 @@ def _reference(value: Any) -> Any:
     raise Unsendable(f"the test passes {type(value).__name__} to the code")
 
 
-class Unsendable(Exception):
+class Unsendable(CannotJudge):
     """A test passes something that is not a built-in value."""
 
 
@@ -207,6 +256,9 @@ class Remote:
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         return self._link.ask(self._number, None, arguments, named)
+
+    def __exit__(self, *raised: object) -> None:
+        self._link.ask(self._number, "__exit__", (None, None, None), {})
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Remote):
@@ -246,17 +298,21 @@ def _test(task: Mapping[str, Any]) -> int:
         if task["entry_point"]:  # of which the setup has the beginning only
             space[task["entry_point"]] = getattr(Remote(link, 0), task["entry_point"])
         tree = ast.parse(task["source"])
-        _provide(tree, space, link)
+        _provide(tree, space, link, task["entry_point"])
         exec(compile(tree, "tests.py", "exec"), space)
         if task["style"] == "pytest":
-            results = [_passes(test) for test in pytest_cases(space)]
-            passed, total = sum(results), len(results)
+            own = {name: value for name, value in space.items() if not isinstance(value, Remote)}
+            passed, total = run_all(own, getattr(Remote(link, 0), FOLDER))
         else:
             if task["style"] == "check":
                 space["check"](space[task["entry_point"]])
             passed = 1
-    except Unsendable as error:
+    except CannotJudge as error:
         problem = str(error)
+    except ModuleNotFoundError as error:
+        traceback.print_exc()
+        if error.name and importlib.util.find_spec(error.name.partition(".")[0]) is None:  # which the tests import
+            problem = f"there is no module {error.name}"
     except BaseException:
         traceback.print_exc()
     sys.stderr.flush()
@@ -264,62 +320,23 @@ def _test(task: Mapping[str, Any]) -> int:
     return 0
 
 
-def _provide(tree: ast.Module, space: dict[str, Any], link: _Link) -> None:
-    """Give tests the names of the code that they use, and its module under any name that is not installed."""
+def _provide(tree: ast.Module, space: dict[str, Any], link: _Link, entry_point: str) -> None:
+    """Give tests the names that they use: those of Python's library, else those of the code, and the code's module
+    under any name that is not installed."""
     code = Remote(link, 0)
+    free = free_names(tree, space)
+    library = of_library(tree, free, entry_point)
+    for name in free:
+        try:
+            space[name] = load(library[name]) if name in library else getattr(code, name)
+        except NameError:  # one that is nowhere, or that a function of the tests makes global
+            continue
     for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and node.id not in space and not hasattr(builtins, node.id):
-            try:
-                space[node.id] = getattr(code, node.id)
-            except NameError:  # one that the tests define, or that is nowhere
-                continue
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
         for name in names:
             if "." not in name and name not in sys.modules and importlib.util.find_spec(name) is None:
                 sys.modules[name] = _Imported(link)
-
-
-def pytest_cases(space: Mapping[str, Any]) -> Iterator[Any]:
-    """The test functions and methods of a module, once for each set of parameters, as functions without arguments."""
-    for name, value in list(space.items()):
-        if name.startswith("test") and callable(value) and not isinstance(value, Remote):
-            yield from _parametrised(value, value)
-        elif name.startswith("Test") and isinstance(value, type):
-            for method in [method for method in vars(value) if method.startswith("test")]:
-                run = functools.partial(_on_new, value, method)
-                yield from _parametrised(getattr(value, method), run)
-
-
-def _on_new(kind: type, method: str, **values: Any) -> None:
-    getattr(kind(), method)(**values)
-
-
-def _parametrised(marked: Any, run: Any) -> Iterator[Any]:
-    sets: list[list[dict[str, Any]]] = []
-    for mark in getattr(marked, "pytestmark", []):
-        if mark.name == "parametrize":
-            names = mark.args[0] if not isinstance(mark.args[0], str) else mark.args[0].replace(" ", "").split(",")
-            rows = [getattr(row, "values", row) for row in mark.args[1]]
-            sets.append([dict(zip(names, row if len(names) > 1 else _one(row), strict=True)) for row in rows])
-    for combination in itertools.product(*sets):
-        values = {name: value for part in combination for name, value in part.items()}
-        yield functools.partial(run, **values)
-
-
-def _one(row: Any) -> Any:
-    return row if isinstance(row, tuple) and len(row) == 1 else (row,)
-
-
-def _passes(test: Any) -> bool:
-    try:
-        test()
-    except Unsendable:
-        raise
-    except BaseException:
-        traceback.print_exc()
-        return False
-    return True
 
 
 _PYTHON = {"program": _program, "call": _call, "serve": _serve}

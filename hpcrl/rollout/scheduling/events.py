@@ -155,7 +155,8 @@ SchedulerCommand = Generate | Continue | SendToScorer | Drop
 @dataclass(frozen=True, slots=True)
 class DoneSample:
     """A scored response and the replica that holds its tokens; num_tokens counts generated tokens. turn_rewards,
-    token_rewards and metrics as in hpcrl.control.messages.ScoredSample."""
+    token_rewards and metrics as in hpcrl.control.messages.ScoredSample. failed: its environment's code has, so that its
+    reward says nothing about the response."""
 
     id: int
     replica: int
@@ -167,6 +168,7 @@ class DoneSample:
     turn_rewards: tuple[float, ...] = ()
     token_rewards: bytes = b""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,12 +28,11 @@ class State(Enum):
 class LiveSample:
     """A sample of the scheduler; `replica` is -1 before its first replica."""
 
-    __slots__ = ("done", "early", "failed", "group", "id", "replica", "state", "weight")
+    __slots__ = ("done", "early", "group", "id", "replica", "state", "weight")
 
     def __init__(self, sample_id: int, group: LiveGroup):
         self.id, self.group, self.state, self.replica = sample_id, group, State.WAITING, -1
         self.weight = 1.0  # of its expected length, in units of the mean
-        self.failed = False  # its environment's code has
         self.early: Rewarded | Answered | Played | None = None  # arrived before the Decoded it belongs to
         self.done = DoneSample(sample_id, -1, 0, FinishReason.STOP, 0.0, 0.0)
 
@@ -93,9 +92,9 @@ class LiveGroup:
         return fresh
 
     def surplus(self) -> list[LiveSample]:
-        """The samples beyond `keep`; the group keeps those that ended with the fewest tokens."""
+        """The samples beyond `keep`; the group keeps those that ended with the fewest tokens, and failed ones last."""
         ended = [sample for sample in self.samples if sample.state is State.DONE]
-        ended.sort(key=lambda sample: (sample.done.num_tokens, sample.id))
+        ended.sort(key=lambda sample: (sample.done.failed, sample.done.num_tokens, sample.id))
         kept = {sample.id for sample in ended[: self.keep]}
         return [sample for sample in self.samples if sample.id not in kept]
 
@@ -141,4 +140,4 @@ def with_score(done: DoneSample, event: Rewarded) -> DoneSample:
         error = error or f"reward {reward} and score {score} are not both finite and below {MAX_REWARD:g}"
         reward, score, turns, tokens = 0.0, 0.0, (), b""
     scored = replace(done, reward=reward, score=score, error=error, turn_rewards=turns, token_rewards=tokens)
-    return replace(scored, metrics={**done.metrics, **event.metrics})
+    return replace(scored, metrics={**done.metrics, **event.metrics}, failed=event.failed)

@@ -63,8 +63,9 @@ def rejecting_filter(samples: Sequence[DoneSample], config: SchedulerConfig, bas
 
     Groups pass with low < mean score < high and, under filter_std, with rewards that are not all equal, since equal
     rewards have no advantage to learn from (DAPO's dynamic sampling, arXiv 2503.14476). Beside a baseline they have one
-    if the baseline is another reward.
+    if the baseline is another reward. Failed episodes do not count.
     """
+    samples = [sample for sample in samples if not sample.failed] or samples
     mean = sum(sample.score for sample in samples) / len(samples)
     if config.filter_mean_low is not None and mean <= config.filter_mean_low:
         return "mean_low"

@@ -63,7 +63,7 @@ class Samples:
                 sample = self._find(event.sample_id, State.RUNNING, State.SCORING, State.ACTING)
                 if sample is not None and not self._is_early(sample, event):
                     self._move(sample, State.DONE)
-                    sample.done, sample.failed = with_score(sample.done, event), event.failed
+                    sample.done = with_score(sample.done, event)
                     self._tally.count("score_errors", bool(sample.done.error))
                     sample.group.num_done += sample is not sample.group.greedy
                     yield sample, ""

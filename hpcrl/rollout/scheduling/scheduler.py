@@ -298,7 +298,7 @@ class RolloutScheduler:
 
     def _done(self, sample: LiveSample) -> None:
         group = sample.group
-        if sample.failed and self.config.restart_failed_episodes and self._may_restart(sample):
+        if sample.done.failed and self.config.restart_failed_episodes and self._may_restart(sample):
             group.num_done -= sample is not group.greedy
             self._replace(sample)
             return
@@ -330,6 +330,8 @@ class RolloutScheduler:
                 self._samples.abort(sample)
         if not (group.cause or self.config.accept_errors) and all(sample.done.error for sample in group.samples):
             group.cause = group.samples[0].done.error
+        if group.greedy is not None and group.greedy.done.failed:
+            group.cause = group.greedy.done.error  # else its reward would be the baseline
         if group.cause:
             self._requeue(group, group.cause)
             return

@@ -39,6 +39,7 @@ YARN = {
     "max_position_embeddings": 64,
     "n_group": 1,
     "topk_group": 1,
+    "rms_norm_eps": 1e-4,
 }
 LLAMA3 = {
     "rope_type": "llama3",

@@ -95,6 +95,13 @@ class StagesEngine:
         hidden = self._hidden(batch)
         return self._outputs(hidden, batch, temperature).logprobs if self.is_last else None
 
+    @torch.no_grad()
+    def entropies(self, batch: Batch, micro_batches: MicroBatches, temperature: float) -> Tensor | None:
+        """See ComputesEntropies."""
+        self._same_rows(batch)
+        hidden = self._hidden(batch)
+        return self._outputs(hidden, batch, temperature).entropy if self.is_last else None
+
     def train_step(self, batch: Batch, micro_batches: MicroBatches, objective: Objective, norms: Norms) -> Stats:
         """See TrainEngine."""
         collected: list[Stats] = []

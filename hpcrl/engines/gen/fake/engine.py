@@ -60,6 +60,7 @@ def make(config: Config, model_path: Path, tokenizer: Any, replica: ReplicaRanks
         decode_s=fake.decode_s,
         prefill_s=fake.prefill_s,
         load_s=fake.publish_s,
+        stops=False,
     )
 
 
@@ -67,9 +68,9 @@ class FakeEngine:
     """GenEngine whose n-th token of a request is a function of (seed, n), uniform over the vocabulary.
 
     lengths: the response length of a request; one below max_new_tokens ends with STOP. Stop ids and, unless ignore_eos,
-    `eos_id` stop too; stop strings never appear. shapes: accepted by load_weights, None for any. `weights` holds the
-    last loaded tensors. step() sleeps decode_s seconds per decode step and prefill_s per request that gets a slot,
-    load_weights() load_s.
+    `eos_id` stop too, or nothing else with stops=False; stop strings never appear. shapes: accepted by load_weights,
+    None for any. `weights` holds the last loaded tensors. step() sleeps decode_s seconds per decode step and prefill_s
+    per request that gets a slot, load_weights() load_s.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class FakeEngine:
         decode_s: float = 0.0,
         prefill_s: float = 0.0,
         load_s: float = 0.0,
+        stops: bool = True,
     ):
         self.version = -1
         self.max_slots = max_slots
@@ -91,6 +93,7 @@ class FakeEngine:
         self._max_length, self._vocab_size, self._eos_id = max_length, vocab_size, eos_id
         self._lengths, self._shapes = lengths, shapes
         self._decode_s, self._prefill_s, self._load_s = decode_s, prefill_s, load_s
+        self._stops = stops
         self._live: dict[int, _Growing] = {}
         self._waiting: dict[int, _Growing] = {}
 
@@ -165,7 +168,7 @@ class FakeEngine:
         origins = np.array([stream_origin(request.seed, 0)]) + np.arange(length, dtype=np.uint64) * GOLDEN
         token_ids = (uniforms(origins, 0) * self._vocab_size).astype(np.int32)
         stops = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, self._eos_id)
-        hits = np.flatnonzero(np.isin(token_ids, [stop for stop in stops if stop is not None]))
+        hits = np.flatnonzero(np.isin(token_ids, [stop for stop in stops if stop is not None and self._stops]))
         if len(hits):
             return _Growing(request, token_ids[: hits[0] + 1], FinishReason.STOP)
         reason = FinishReason.STOP if length < params.max_new_tokens else FinishReason.LENGTH

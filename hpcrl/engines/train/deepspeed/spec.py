@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from hpcrl.engines.train.fsdp2.spec import check_attention, unpackable
-from hpcrl.spec.families import unknown_family
+from hpcrl.spec.families import untrainable
 from hpcrl.spec.fields import Section
 from hpcrl.spec.kinds import TrainEngineSpec
 from hpcrl.spec.problems import Problem
@@ -91,7 +91,7 @@ def _check(config: Any) -> Iterator[Problem]:
 
 
 def _lacking(own: DeepSpeedConfig, model: Mapping[str, Any]) -> Iterator[str]:
-    yield from unknown_family(model)
+    yield from untrainable(model)
     if own.packing == "require" and (why := unpackable(model)):
         yield f"cannot pack it ({why}), which trainer.deepspeed.packing=require needs"
 

@@ -92,6 +92,11 @@ class FakeTrainEngine:
         time.sleep(self._logprobs_s)
         return self._forward(batch, temperature)[0] * _chosen(batch, micro_batches)
 
+    @torch.no_grad()
+    def entropies(self, batch: Batch, micro_batches: MicroBatches, temperature: float) -> Tensor:
+        """See ComputesEntropies."""
+        return self._forward(batch, temperature)[1] * _chosen(batch, micro_batches)
+
     def train_step(
         self,
         batch: Batch,

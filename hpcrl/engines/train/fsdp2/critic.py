@@ -16,8 +16,9 @@ from hpcrl.config import Config
 from hpcrl.engines.train.fsdp2.attention import PackedLayout
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine, arguments, spread
 from hpcrl.engines.train.fsdp2.exchange import assemble
+from hpcrl.engines.train.fsdp2.kind import Kind
 from hpcrl.engines.train.fsdp2.logits import token_logprobs
-from hpcrl.engines.train.fsdp2.model import Kind, PackedCausalLM, empty_model, read_model
+from hpcrl.engines.train.fsdp2.model import PackedCausalLM, empty_model, read_model
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
 from hpcrl.rollout.batch import Batch, MicroBatches
 
@@ -81,7 +82,8 @@ class FSDP2Critic(FSDP2Engine):
     critic."""
 
     computes = frozenset({"values"})
-    model_class = PackedCritic
+    kind = CRITIC
+    model_class = tried_class = PackedCritic
 
     def _empty_model(self, dtype: torch.dtype) -> PreTrainedModel:
         return self._with_head(empty_model(self.model_path, dtype, CRITIC))

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,15 +29,17 @@ from hpcrl.engines.train.base import check_micro_batches
 from hpcrl.engines.train.dcp import Base
 from hpcrl.engines.train.fsdp2 import checkpoint
 from hpcrl.engines.train.fsdp2.attention import PackedLayout, shared_prefixes
-from hpcrl.engines.train.fsdp2.grid import Grid
+from hpcrl.engines.train.fsdp2.grid import Grid, check_heads
+from hpcrl.engines.train.fsdp2.kind import CAUSAL
 from hpcrl.engines.train.fsdp2.lora import Adapters
 from hpcrl.engines.train.fsdp2.model import Inputs, PackedCausalLM, empty_model, read_model, write_model
 from hpcrl.engines.train.fsdp2.optimizer import make_optimizer
 from hpcrl.engines.train.fsdp2.probe import probe_packing
 from hpcrl.engines.train.fsdp2.replay import RouterReplay
 from hpcrl.engines.train.fsdp2.sharding import shard
-from hpcrl.engines.train.fsdp2.spec import SPEC, FSDP2Config, indivisible_heads
+from hpcrl.engines.train.fsdp2.spec import SPEC, FSDP2Config
 from hpcrl.engines.train.fsdp2.tensor_parallel import TensorParallel
+from hpcrl.engines.train.fsdp2.trial import try_architecture
 from hpcrl.engines.train.fsdp2.weights import NamedWeights, local
 from hpcrl.engines.train.schedule import learning_rate, update_stats
 from hpcrl.metrics.stats import Stats, merge
@@ -73,7 +75,9 @@ class FSDP2Engine:
 
     computes = SPEC.computes
     name = "fsdp2"
+    kind = CAUSAL
     model_class: type[PackedCausalLM] = PackedCausalLM
+    tried_class: type[PackedCausalLM] = PackedCausalLM
 
     def __init__(
         self,
@@ -115,12 +119,13 @@ class FSDP2Engine:
         self.sharded = self._is_sharded(kept)
         # Only rank 0 reads the weights; every problem with the folder is found before the first shard.
         hf = agreed(lambda: self._to_train(self._empty_model(kept), seed))
+        ranks = self.grid.tokens
+        agreed(lambda: check_heads(self.own, hf.config.get_text_config()))
+        obstacle = agreed(lambda: try_architecture(self, hf.config, ranks))
         source = agreed(lambda: self._to_train(self._read_model(kept), seed) if self.grid.rank == 0 else None)
         self.num_parameters = sum(p.numel() for p in hf.parameters())
         self.num_trained = sum(p.numel() for p in hf.parameters() if p.requires_grad)
-        axis = self.grid.tokens.tensor
-        agreed(lambda: _check_heads(self.own, hf.config))
-        self.matrices = agreed(lambda: TensorParallel(hf, axis)) if axis.size > 1 else None
+        self.matrices = agreed(lambda: TensorParallel(hf, ranks.tensor)) if ranks.tensor.size > 1 else None
         of_rank = list(hf.parameters())
         gathered_bytes = self.compute_dtype.itemsize * sum(p.numel() for p in of_rank)
         gathered_bytes += 4 * sum(p.numel() for p in of_rank if p.requires_grad)
@@ -131,10 +136,7 @@ class FSDP2Engine:
         self.shards = list(self.model.parameters())  # walking the modules takes a twentieth of a small step
         self._common = [p for name, p in self.model.named_parameters() if self._split_dim(name) is None]
         del source
-        ranks = self.grid.tokens
-        self.packing = probe_packing(
-            self.model, self.model_path, self.own, self.device, self.compute_dtype, ranks, self.name
-        )
+        self.packing = probe_packing(self, ranks, obstacle)
         self.model.set_head_dtype(config.head_dtype)
         dims = self.matrices.dims if self.matrices is not None else {}
         self.weights = NamedWeights(self.model.hf, self.grid, dims, adapters=self.lora is not None)
@@ -268,6 +270,11 @@ class FSDP2Engine:
         """See TrainEngine."""
         return self._by_row(batch, micro_batches, lambda part: self._forward(part, temperature, False)[0])
 
+    @torch.no_grad()
+    def entropies(self, batch: Batch, micro_batches: MicroBatches, temperature: float) -> Tensor:
+        """See ComputesEntropies."""
+        return self._by_row(batch, micro_batches, lambda part: cast(Tensor, self._forward(part, temperature, True)[1]))
+
     def _by_row(self, batch: Batch, micro_batches: MicroBatches, compute: Callable[[Batch], Tensor]) -> Tensor:
         """float32 [T] on the batch's device: what is computed for the tokens of each micro-batch, 0 for other rows."""
         pieces = [torch.zeros(n, device=batch.token_ids.device) for n in batch.lengths.tolist()]
@@ -287,13 +294,7 @@ class FSDP2Engine:
 
     # ---- training
 
-    def train_step(
-        self,
-        batch: Batch,
-        micro_batches: MicroBatches,
-        objective: Objective,
-        norms: Norms,
-    ) -> Stats:
+    def train_step(self, batch: Batch, micro_batches: MicroBatches, objective: Objective, norms: Norms) -> Stats:
         """See TrainEngine."""
         stats = self.accumulate(batch, micro_batches, objective, norms)
         return merge([stats, self._update()])
@@ -491,10 +492,3 @@ def spread(values: Tensor, places: Tensor, batch: Batch) -> Tensor:
 def _square(gradients: list[Tensor]) -> Tensor:
     """float32: the sum of their squares."""
     return torch.nn.utils.get_total_norm(gradients).float().square()
-
-
-def _check_heads(own: FSDP2Config, config: Any) -> None:
-    """ValueError if the heads of a transformers config cannot be divided."""
-    heads = config.num_attention_heads
-    for problem in indivisible_heads(own, heads, getattr(config, "num_key_value_heads", None) or heads):
-        raise ValueError(problem.text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from hpcrl.engines.train.fsdp2.exchange import Axis, TokenRanks
-from hpcrl.engines.train.fsdp2.spec import FSDP2Config
+from hpcrl.engines.train.fsdp2.spec import FSDP2Config, indivisible_heads
 from hpcrl.spec.weights import Held
 
 
@@ -108,3 +108,17 @@ def _axis(groups: list[list[int]]) -> Axis:
         if dist.get_rank() in ranks:
             mine = Axis(group, len(ranks), ranks.index(dist.get_rank()))
     return mine
+
+
+def check_heads(own: FSDP2Config, config: Any) -> None:
+    """ValueError if the heads of a transformers config cannot be divided."""
+    if own.ranks_of_a_row == 1:
+        return
+    heads = getattr(config, "num_attention_heads", None)
+    if heads is None:
+        raise ValueError(
+            f"trainer.fsdp2: tensor_parallel={own.tensor_parallel} context_parallel={own.context_parallel} divide "
+            f"attention heads, and config.json of {config.model_type} has no num_attention_heads; set both to 1"
+        )
+    for problem in indivisible_heads(own, heads, getattr(config, "num_key_value_heads", None) or heads):
+        raise ValueError(problem.text)

@@ -23,8 +23,9 @@ chunk."""
 class Head:
     """The output head: softcap(hidden @ weight.T + bias) * scale, with softcap(z) = cap * tanh(z / cap).
 
-    `softcap` is Gemma 2's final_logit_softcapping (arXiv 2408.00118), `scale` Cohere's logit_scale or the inverse of
-    Granite's logits_scaling. float32: products of bfloat16 numbers are summed and kept in float32 (arXiv 2506.13585)
+    `softcap` is Gemma 2's final_logit_softcapping (arXiv 2408.00118), `scale` Cohere's logit_scale, Falcon-H1's
+    lm_head_multiplier, HyperCLOVA X's logits_scaling or the inverse of that of Granite and MiniCPM3. float32: products
+    of bfloat16 numbers are summed and kept in float32 (arXiv 2506.13585)
     instead of being rounded to bfloat16 logits; the products of the gradient stay in bfloat16.
     """
 
@@ -34,9 +35,15 @@ class Head:
 
     @classmethod
     def from_config(cls, config: Any) -> Head:
-        """The head of a transformers config."""
-        scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
-        return cls(getattr(config, "final_logit_softcapping", None), scale)
+        """The head of a transformers config (of the text, where it has several)."""
+
+        def value(*names: str) -> float | None:
+            return next((given for name in names if (given := getattr(config, name, None))), None)
+
+        scaling = value("logits_scaling") or 1.0
+        scale = value("logit_scale", "lm_head_multiplier") or 1.0
+        scale *= scaling if config.model_type == "hyperclovax" else 1.0 / scaling
+        return cls(value("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"), scale)
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, temperature: float) -> Tensor:

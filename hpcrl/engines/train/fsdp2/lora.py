@@ -18,6 +18,11 @@ from transformers import PreTrainedModel
 from hpcrl.config import LoRAConfig
 from hpcrl.spec.lora import A, B, adapted, is_adapter, matches, unknown
 
+EXPERT_NAMES = {
+    "qwen2_moe": frozenset({"gate", "gate_proj", "up_proj", "down_proj"}),
+    "mixtral": frozenset({"gate", "w1", "w2", "w3"}),
+}
+"""transformers' form of conversion of stacked experts -> the names that peft (0.21) replaces by experts' parameters."""
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 """The files of an adapter in peft's layout."""
 
@@ -37,11 +42,25 @@ class Adapters:
         linear = {n: m for n, m in hf.named_modules() if isinstance(m, nn.Linear) and id(m) in inside}
         if text := unknown(self.config.target_modules, list(linear)):
             raise ValueError(text)
+        self._check_readable(hf.config.get_text_config().model_type, list(linear))
         generator = torch.Generator().manual_seed(seed)
         for name, module in linear.items():
             if matches(name, self.config.target_modules):
                 self._add(module, dtype, generator)
         return hf
+
+    def _check_readable(self, family: str, modules: list[str]) -> None:
+        """ValueError if peft would not load these adapters: in families whose experts are stacked in memory, it takes
+        every layer with an expert's name for experts, also dense ones."""
+        from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN
+
+        names = {module.rpartition(".")[2] for module in modules if matches(module, self.config.target_modules)}
+        if taken := sorted(names & EXPERT_NAMES.get(_MODEL_TO_CONVERSION_PATTERN.get(family, family), frozenset())):
+            others = ",".join(sorted(names - set(taken))) or "layers of the attention"
+            raise ValueError(
+                f"trainer.lora.target_modules: {', '.join(taken)} of {family} are dense layers that peft takes for "
+                f"experts, so it would not load the adapters; use [{others}]"
+            )
 
     def _add(self, linear: nn.Linear, dtype: torch.dtype, generator: torch.Generator) -> None:
         """As peft begins: A uniform within 1 / sqrt(in), B zero."""

@@ -8,22 +8,22 @@ import errno
 import functools
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from hpcrl.engines.hf_folder import copy_beside_weights, save_model, write_config
 from hpcrl.engines.train.fsdp2.attention import PACKED_ATTENTION, PackedLayout
 from hpcrl.engines.train.fsdp2.exchange import assemble
+from hpcrl.engines.train.fsdp2.kind import CAUSAL, Kind
 from hpcrl.engines.train.fsdp2.logits import Head, token_logprobs
 from hpcrl.engines.train.fsdp2.lora import Adapters
 from hpcrl.engines.train.fsdp2.spec import unpackable
@@ -37,19 +37,6 @@ WEIGHT_FILES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-
-
-class Kind(NamedTuple):
-    """What is made of a model's folder: a class of transformers, options of its config, and the tensors that the folder
-    may lack, which are then zero."""
-
-    auto: Any = AutoModelForCausalLM
-    what: str = "causal language model"
-    options: Mapping[str, Any] = MappingProxyType({})
-    may_lack: frozenset[str] = frozenset()
-
-
-CAUSAL = Kind()
 
 
 class Inputs(NamedTuple):
@@ -72,13 +59,14 @@ class PackedCausalLM(nn.Module):
         """matrices: how those of hf are split over ranks."""
         super().__init__()
         self.hf, self.matrices = hf, matrices
-        self.head = Head.from_config(hf.config)
+        text = hf.config.get_text_config()
+        self.head = Head.from_config(text)
         self.chunk_tokens = chunk_tokens
         dynamic = "dynamic" in rope_types(hf.config.to_dict())
         self._dynamic_rotary = [m for m in hf.modules() if dynamic and hasattr(m, "max_seq_len_cached")]
         # The model's own attention. SDPA has no soft-capping, and transformers' SDPA would silently omit it.
         self.own_attention = (
-            "eager" if getattr(hf.config, "attn_logit_softcapping", None) else hf.config._attn_implementation
+            "eager" if getattr(text, "attn_logit_softcapping", None) else hf.config._attn_implementation
         )
 
     def in_float32(self) -> Iterator[nn.Module]:
@@ -214,7 +202,7 @@ def empty_model(path: Path, dtype: torch.dtype, kind: Kind = CAUSAL) -> PreTrain
         config = AutoConfig.from_pretrained(path, local_files_only=True, **kind.options)
         with torch.device("meta"), _quiet():
             return kind.auto.from_config(config, dtype=dtype)
-    except (ValueError, KeyError, OSError) as error:
+    except Exception as error:  # of the config's or the model's own code, such as a package that it lacks
         raise ValueError(f"model.path {path}: config.json makes no {kind.what}: {_line(error)}") from error
 
 

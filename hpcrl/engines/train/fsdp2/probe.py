@@ -1,98 +1,117 @@
-"""Whether a model can be packed: its packed log-probs against its own, tried when it is loaded."""
+"""Whether the loaded model computes what it should, packed and not: its log-probs against each other."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
-from pathlib import Path
-from typing import Any, cast
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from hpcrl.engines.train.fsdp2.attention import PackedLayout, shared_prefixes
 from hpcrl.engines.train.fsdp2.exchange import TokenRanks
-from hpcrl.engines.train.fsdp2.model import PackedCausalLM
-from hpcrl.engines.train.fsdp2.spec import FSDP2Config
+from hpcrl.engines.train.fsdp2.trial import Tried, make_rows, one_line, run
 
-PROBE_LENGTHS, PROBE_PREFIX = (13, 7, 19), 5  # the first and last sequence share a prefix
-PROBE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # nats, mean over tokens
+PROBE_LENGTHS, PROBE_PREFIX, PROBE_AFTER = (13, 7, 19), 5, 26
+"""Tokens of the rows, of what the first and the last have in common, and of what is put after a row to see rounding:
+matrix products are then about as large as those of the packed rows."""
+PROBE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+"""Nats, mean over tokens: where the same is computed in the same way,"""
+OTHER_WAY = {torch.float32: 1e-3, torch.bfloat16: 0.2}
+"""and where attention or the head are computed in another way, whose formula the small model has shown to be right."""
+NOISE = 4.0
+"""Either may be as many times what rounding was seen to change."""
 
 
-def probe_packing(
-    model: PackedCausalLM,
-    model_path: Path,
-    own: FSDP2Config,
-    device: torch.device,
-    compute_dtype: torch.dtype,
-    ranks: TokenRanks,
-    engine: str,
-) -> bool:
-    """Whether packed log-probs equal the model's own log-probs of single sequences, on random tokens; the same on
-    all ranks. The model is set accordingly. Collective. Ranks that divide tokens use the attention over packed
-    sequences for single ones, too.
+class Probed(Tried, Protocol):
+    """An engine with its weights."""
 
-    The measure is the mean deviation, relative to that of a forward in which the sequences attend to each other.
-    ValueError if not even single sequences agree, or packing is required and fails.
+    model: Any
+    compute_dtype: torch.dtype
+
+
+def probe_packing(engine: Probed, ranks: TokenRanks, obstacle: str) -> bool:
+    """Whether the engine's sequences are to be packed; the same on all ranks. The model is set accordingly. Collective.
+    Ranks that divide tokens use the attention over packed sequences for single ones, too.
+
+    obstacle: why sequences of this architecture cannot be (hpcrl.engines.train.fsdp2.trial). Without one, sequences
+    packed together are compared with the same ones packed alone, where only rounding differs, which is measured on
+    log-probs of a sequence and of the beginning of a longer one. ValueError if not even log-probs of single
+    sequences are the model's own, or packing is required and fails.
     """
-    generator = torch.Generator().manual_seed(0)
-    vocabulary = cast(Any, model.hf.get_input_embeddings()).num_embeddings
-    sequences = [torch.randint(vocabulary, (n,), generator=generator) for n in PROBE_LENGTHS]
-    sequences[-1][:PROBE_PREFIX] = sequences[0][:PROBE_PREFIX]
-    shared = shared_prefixes(torch.cat(sequences), PROBE_LENGTHS, [PROBE_PREFIX] * len(PROBE_LENGTHS))
-    sequences = [tokens.to(device) for tokens in sequences]
-    obstacle, kernel = model.packing_obstacle(), own.attention
+    model, device, own, mode = engine.model, engine.device, engine.own, engine.own.packing
+    rows, longer = make_rows(model, PROBE_LENGTHS, PROBE_PREFIX, device, PROBE_AFTER)
+    lengths = [len(row) for row in rows]
+    shared = shared_prefixes(torch.cat(rows).cpu(), lengths, [min(PROBE_PREFIX, n) for n in lengths])
+    divides = ranks.all.size > 1
+
+    def layout(lengths: list[int], shared: Any = None) -> PackedLayout:
+        return PackedLayout(lengths, device, shared, own.attention, ranks)
+
+    kind, at = model.hf.config.model_type, f"model.path {engine.model_path}: "
     with torch.no_grad():
         model.set_packing(False)
-        single_own = torch.cat([model.own_logprobs(tokens) for tokens in sequences])
-        single = torch.cat([_run(model, [tokens], None) for tokens in sequences])
-        deviations = [(single - single_own).abs().mean(), single_own.new_tensor(math.inf), single_own.new_tensor(0.0)]
-        if not obstacle:
+        with _said(f"{at}{kind} cannot be trained: "):
+            wanted = torch.cat([model.own_logprobs(row) for row in rows])
+            single = torch.cat([run(model, [row], None) for row in rows])
+            followed = torch.cat([run(model, [row], None)[:-PROBE_AFTER] for row in longer])
+        found = [single - wanted, followed - single]
+        if not obstacle and (mode != "off" or divides):
             model.set_packing(True)
-            packed = _run(model, sequences, PackedLayout(PROBE_LENGTHS, device, shared, kernel, ranks))
-            leaking = _run(model, sequences, PackedLayout([sum(PROBE_LENGTHS)], device, None, kernel, ranks))
-            deviations[1:] = [(packed - single_own).abs().mean(), -(leaking - single_own).abs().mean()]
+            alone = torch.cat([run(model, [row], layout([len(row)])) for row in rows])
+            found += [alone - wanted, run(model, rows, layout(lengths, shared)) - alone]
     if isinstance(model, FSDPModule):
         model.reshard()
-    agreed = torch.stack(deviations).nan_to_num(nan=math.inf)
+    agreed = torch.stack([difference.abs().mean() for difference in found]).nan_to_num(nan=math.inf)
     dist.all_reduce(agreed, dist.ReduceOp.MAX)
-    single_deviation, packed_deviation, leak = agreed.tolist()
-    allowed = max(PROBE_TOLERANCE[compute_dtype], -0.1 * leak)
-    kind, mode = model.hf.config.model_type, own.packing
-    if math.isinf(single_deviation):
-        raise ValueError(f"model.path {model_path}: its log-probs are not finite, so its weights are damaged")
-    if single_deviation > allowed:
+    head_off, noise, *packed_off = agreed.tolist()
+    same, other = (max(most[engine.compute_dtype], NOISE * noise) for most in (PROBE_TOLERANCE, OTHER_WAY))
+    if math.isinf(head_off):
+        raise ValueError(f"{at}its log-probs are not finite, so its weights are damaged")
+    if head_off > other:
         raise ValueError(
-            f"model.path {model_path}: log-probs of {kind} from its hidden states differ by "
-            f"{single_deviation:.2g} nats from its own logits; its output head is not supported"
+            f"{at}log-probs of {kind} from its hidden states differ by {head_off:.2g} nats from its own logits; its "
+            "output head is not supported"
         )
-    agrees = packed_deviation <= allowed
-    why = obstacle or f"packed log-probs differ by {packed_deviation:.2g} nats from single sequences"
-    divides = ranks.all.size > 1
-    if divides and not agrees:
-        keys = f"tensor_parallel={ranks.tensor.size} context_parallel={ranks.context.size}"
-        raise ValueError(f"trainer.fsdp2: {keys} needs a model that can be packed; {kind} cannot: {why}; set both to 1")
-    if mode == "require" and not agrees:
-        raise ValueError(
-            f"trainer.{engine}.packing=require, but {kind} cannot be packed: {why}; set trainer.{engine}.packing=auto "
-            "to train one sequence at a time"
-        )
-    if mode == "auto" and not agrees and dist.get_rank() == 0:
-        warnings.warn(
-            f"{kind} cannot be packed ({why}): training goes one sequence at a time, which is slow",
-            stacklevel=3,
-        )
-    packing = agrees and mode != "off"
+    why = obstacle
+    if packed_off and (packed_off[0] > other or packed_off[1] > same):
+        why = f"packed log-probs differ by {max(packed_off):.2g} nats from single sequences"
+    packing = mode != "off" and not why
+    _say(engine, kind, why, ranks)
     model.set_packing(packing or divides)
     return packing
 
 
-def _run(model: PackedCausalLM, sequences: list[Tensor], layout: PackedLayout | None) -> Tensor:
-    """float32: log-probs of all but the first token of each sequence, at temperature 1."""
-    tokens = torch.cat(sequences)
-    positions = torch.cat([torch.arange(len(s), device=tokens.device) for s in sequences])
-    targets = (positions > 0).nonzero()[:, 0]
-    logprobs: Tensor = model(tokens, positions, layout, targets - 1, tokens[targets], 1.0, False)[0]
-    return logprobs
+@contextlib.contextmanager
+def _said(refused: str) -> Iterator[None]:
+    """An error of a model's own code, as a ValueError."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, dist.DistError):
+        raise
+    except Exception as error:
+        raise ValueError(f"{refused}its forward fails ({one_line(error)}); take a model of another family") from error
+
+
+def _say(engine: Probed, kind: str, why: str, ranks: TokenRanks) -> None:
+    """ValueError if what is asked for needs packing, a warning if training becomes slow."""
+    mode, name = engine.own.packing, engine.name
+    if not why:
+        return
+    if ranks.all.size > 1:
+        keys = f"tensor_parallel={ranks.tensor.size} context_parallel={ranks.context.size}"
+        raise ValueError(f"trainer.fsdp2: {keys} needs a model that can be packed; {kind} cannot: {why}; set both to 1")
+    if mode == "require":
+        raise ValueError(
+            f"trainer.{name}.packing=require, but {kind} cannot be packed: {why}; set trainer.{name}.packing=auto "
+            "to train one sequence at a time"
+        )
+    if mode == "auto" and dist.get_rank() == 0:
+        warnings.warn(
+            f"{kind} cannot be packed ({why}): training goes one sequence at a time, which is slow",
+            stacklevel=4,
+        )

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from hpcrl.spec.division import Division, DivisionError
-from hpcrl.spec.families import unknown_family
+from hpcrl.spec.families import untrainable
 from hpcrl.spec.fields import Positive, Section
 from hpcrl.spec.kinds import ADAMW, Spec, TrainEngineSpec
 from hpcrl.spec.problems import Problem, engine_problem
@@ -94,7 +94,7 @@ def unpackable(model: Mapping[str, Any]) -> str:
 
 def lacking(own: FSDP2Config, model: Mapping[str, Any]) -> Iterator[str]:
     """See TrainEngineSpec.unsupported."""
-    yield from unknown_family(model)
+    yield from untrainable(model)
     wanted = [f"{key}={getattr(own, key)}" for key in ("tensor_parallel", "context_parallel") if getattr(own, key) > 1]
     wanted += ["packing=require"] if own.packing == "require" else []
     if wanted and (why := unpackable(model)):

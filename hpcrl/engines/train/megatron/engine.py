@@ -220,15 +220,23 @@ class MegatronEngine:
         """See TrainEngine. None on ranks before the last stage."""
         return self._by_row(batch, micro_batches, temperature)
 
-    @torch.no_grad()
-    def _by_row(self, batch: Batch, micro_batches: MicroBatches, temperature: float) -> Tensor | None:
-        """float32 [T]: the first of what the model computes of each token; None on ranks before the last stage."""
+    def entropies(self, batch: Batch, micro_batches: MicroBatches, temperature: float) -> Tensor | None:
+        """See ComputesEntropies. None on ranks before the last stage."""
+        return self._by_row(batch, micro_batches, temperature, entropy=True)
 
-        def use(micro_batch: Batch, values: Tensor, *_: Tensor) -> tuple[Tensor, Any]:
+    @torch.no_grad()
+    def _by_row(
+        self, batch: Batch, micro_batches: MicroBatches, temperature: float, entropy: bool = False
+    ) -> Tensor | None:
+        """float32 [T]: the first of what the model computes of each token, or its entropy; None on ranks before the
+        last stage."""
+
+        def use(micro_batch: Batch, *computed: Tensor) -> tuple[Tensor, Any]:
+            values = computed[1 if entropy else 0]
             pieces = values.to(batch.token_ids.device).split(micro_batch.lengths.tolist())
             return values.sum(), pieces
 
-        found = self._run(batch, micro_batches, temperature, use, forward_only=True)
+        found = self._run(batch, micro_batches, temperature, use, forward_only=True, entropy=entropy)
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return None
         pieces = [torch.zeros(n, device=batch.token_ids.device) for n in batch.lengths.tolist()]

@@ -40,8 +40,6 @@ def _lacking_of_latent(model: Mapping[str, Any]) -> Iterator[str]:
     for key in ("rope_interleave", "norm_topk_prob"):
         if not model.get(key, True):
             yield f"has no {key}=false"
-    if (eps := model.get("rms_norm_eps", 1e-6)) != 1e-6:
-        yield f"has norms of latents with 1e-06, not with rms_norm_eps={eps}"
     for rope in (rope for rope in ropes(model) if rope_type(rope) == "yarn"):
         both = rope.get("mscale"), rope.get("mscale_all_dim")
         if not both[0] or both[0] != both[1] or rope.get("attention_factor"):

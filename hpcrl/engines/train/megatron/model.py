@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,9 @@ from hpcrl.engines.train.megatron.logprobs import vocabulary_logprobs
 from hpcrl.engines.train.megatron.parallel import padded_vocabulary, split_layers
 from hpcrl.engines.train.megatron.spec import COUNTED, ENDS, SPEC, MegatronConfig
 from hpcrl.planner.shapes import CannotPlanError, ModelShape, read_shape
+
+LATENT_EPS = 1e-6
+"""Of the norms of latents, whatever rms_norm_eps says, as transformers' DeepseekV3Attention has them."""
 
 _INITIALIZED: list[Any] = []
 """The default group and the sizes of Megatron's process groups in this process."""
@@ -268,12 +272,23 @@ def build(
         rotaries = [chunk]
         if model.shape.latent is not None:
             rotaries = [layer.self_attention for layer in chunk.decoder.layers]
+            for norm in _latent_norms(chunk):
+                norm.eps = LATENT_EPS
         for owner in rotaries:
             owner.rotary_pos_emb.inv_freq = model.frequencies.to(torch.cuda.current_device())
         built = [layer.layer_number - 1 for layer in chunk.decoder.layers]
         assert built == list(layers), f"Megatron-Core built the layers {built}, not {layers}"
         chunks.append(chunk)
     return chunks
+
+
+def _latent_norms(chunk: GPTModel) -> Iterator[Any]:
+    """The norms of latents: modules of their own, or fused with the projections that follow."""
+    for layer in chunk.decoder.layers:
+        attention = layer.self_attention
+        for name in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
+            if hasattr(module := getattr(attention, name, None), "eps"):
+                yield module
 
 
 def _use_own_layers(submodules: Any, shape: ModelShape) -> None:

@@ -70,6 +70,8 @@ class Optimizer:
         self.is_distributed = megatron.distributed_optimizer
         self.max_norm = trainer.max_grad_norm
         self.chain: Any = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
+        for group in self.chain.param_groups:  # Megatron's own scheduler would do it: 0 for norms and biases
+            group["weight_decay"] = trainer.weight_decay * group["wd_mult"]
 
     def state_of(self, parameter: Tensor) -> tuple[int, dict[str, Tensor]]:
         """(first number, state) of a parameter: its moments and, if its type is not fp32, its master copy, flat, of the

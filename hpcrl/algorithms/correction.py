@@ -1,0 +1,83 @@
+"""The off-policy correction of a policy loss: importance weights of tokens, and responses that are dropped.
+
+The ratio is that of the trainer's probabilities before the step to the generator's (functional.behaviour_weights).
+`correction` weights or drops tokens by it. With `rejection_level`, whole responses are dropped by a second ratio with
+bounds of its own. With `correction_normalize` the weights have mean 1 over the step, so that a correction does not act
+as a smaller learning rate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hpcrl.algorithms import functional as F
+from hpcrl.algorithms.base import AllSum, is_last, model_tokens, required
+from hpcrl.algorithms.policy_tokens import PolicyTokens
+from hpcrl.rollout.batch import Batch
+from hpcrl.spec.policy_loss import PolicyLoss
+
+LEAST_MEAN = 1e-8
+"""Of the weights; below it they are not divided by it."""
+
+
+@dataclass(frozen=True)
+class Correction:
+    """float32 [M] each, without gradients. weights: of the token losses, 0 where a token is dropped; cut: 1 where
+    `correction` changed a ratio or dropped the token; rejected: 1 for the tokens of responses that the rejection
+    dropped, None without one."""
+
+    weights: Tensor
+    cut: Tensor
+    rejected: Tensor | None = None
+
+
+def far_off(tokens: PolicyTokens, generated: Tensor, most: float) -> Tensor:
+    """bool [M]: the tokens of negative advantage in sequences on which the mean log-ratio of the generator to the
+    current policy is above `most`, nats a token: DeepSeek-V3.2's off-policy sequence mask (arXiv 2512.02556). generated
+    float32 [M]: the generator's log-probs without truncation, since what truncation adds to them is no distance."""
+    distances = F.at_level(generated - tokens.logprobs.detach(), tokens.sequences, tokens.turns, "geometric")
+    return (tokens.advantages < 0) & (distances > most)
+
+
+def behaviour_logprobs(batch: Batch) -> Tensor:
+    """float32 [T]: the generator's log-probs of the distribution from which the tokens were drawn."""
+    logprobs: Tensor = batch.gen_logprobs if batch.gen_logprobs_behaviour is None else batch.gen_logprobs_behaviour
+    return logprobs
+
+
+def mean_weight(config: PolicyLoss, batch: Batch, all_sum: AllSum) -> float:
+    """The mean of the weights of `correction` over the model tokens of all ranks, or over their sequences if the ratio
+    is of sequences, weighted by their rows (verl's rollout_is_batch_normalize); 1 if it is below 1e-8. Collective over
+    the ranks of all_sum."""
+    index = model_tokens(batch)
+    old = required(batch, "old_logprobs", "correction_normalize")[index]
+    sequences = batch.segment_ids[index]
+    found = corrected(
+        config.model_copy(update={"rejection_level": None}), old, behaviour_logprobs(batch)[index], sequences,
+        batch.turn_ids[index],
+    )  # fmt: skip
+    counts = batch.weights[batch.row_ids[index]].double()
+    if config.correction_level in ("geometric", "sequence"):
+        counts = counts * is_last(sequences)
+    total, count = all_sum(torch.stack([(counts * found.weights).sum(), counts.sum()])).tolist()
+    mean = total / count if count else 1.0
+    return mean if mean > LEAST_MEAN else 1.0
+
+
+def corrected(config: PolicyLoss, old: Tensor, behaviour: Tensor, sequences: Tensor, turns: Tensor) -> Correction:
+    """The correction of the model tokens [M] with these log-probs, in these sequences and turns (int64 [M])."""
+    assert config.correction != "none", "there is a correction"
+    weights, cut = F.behaviour_weights(
+        old, behaviour, sequences, turns, config.correction_level, config.correction, config.correction_low,
+        config.correction_high,
+    )  # fmt: skip
+    level = config.rejection_level
+    if level is None or config.correction == "reject":
+        return Correction(weights, cut)
+    _, rejected = F.behaviour_weights(
+        old, behaviour, sequences, turns, level, "reject", config.rejection_low, config.rejection_high
+    )
+    return Correction(torch.where(rejected > 0, 0.0, weights), cut, rejected)

@@ -1,0 +1,26 @@
+"""The policy loss of the tokens at which the policy was least certain (arXiv 2506.01939).
+
+The tokens are chosen once a step, over all ranks, by the entropies of the policy before the step: neither micro-batches
+nor ranks show in the choice. TRL chooses in each micro-batch, by the current policy.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hpcrl.algorithms.base import AllSum, model_tokens, required
+from hpcrl.algorithms.selection import largest, token_numbers
+from hpcrl.metrics.stats import Stats, stat
+from hpcrl.rollout.batch import Batch
+
+
+def choose_high_entropy(share: float, batch: Batch, all_sum: AllSum) -> Stats:
+    """Fill batch.high_entropy, bool [T], of 1 + floor(share (M - 1)) of the M model tokens of all ranks: as many as are
+    at or above TRL's quantile 1 - share. Returns statistics to log. Collective over the ranks of all_sum."""
+    index = model_tokens(batch)
+    entropies = required(batch, "old_entropies", "entropy_share below 1")[index]
+    count = int(all_sum(torch.tensor([len(index)])))
+    numbers = token_numbers(batch.row_ids[index], batch.sample_ids)
+    chosen = largest(entropies, numbers, 1 + int(share * (count - 1)), all_sum)
+    batch.high_entropy = torch.zeros_like(batch.loss_mask).index_copy(0, index, chosen)
+    return {"actor/high_entropy/*": stat(entropies, chosen)}

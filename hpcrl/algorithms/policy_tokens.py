@@ -1,0 +1,36 @@
+"""What a surrogate of the policy gradient reads (hpcrl.algorithms.surrogates)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hpcrl.algorithms import functional as F
+
+
+@dataclass(frozen=True)
+class PolicyTokens:
+    """The model tokens [M] of a micro-batch, and the sequences and turns [M] that they belong to (a step of an
+    episode by steps is a sequence of its own)."""
+
+    logprobs: Tensor
+    old_logprobs: Tensor
+    advantages: Tensor
+    sequences: Tensor
+    turns: Tensor
+    marked: Tensor | None = None
+    """bool [M]: batch.marked, if it is filled."""
+
+    def marks(self) -> Tensor:
+        """bool [M]: the tokens that the objective marked in the step (hpcrl.algorithms.covariance)."""
+        if self.marked is None:
+            raise ValueError("batch.marked must be filled for a surrogate that treats some tokens apart")
+        return self.marked
+
+    def ratio(self, level: F.RatioLevel) -> Tensor:
+        """float32 [M]: rho at this level, see hpcrl.algorithms.surrogates."""
+        if level == "token":
+            return F.importance_ratio(self.logprobs, self.old_logprobs)
+        whole = F.at_level((self.logprobs - self.old_logprobs).detach(), self.sequences, self.turns, level)
+        return F.importance_ratio(whole + self.logprobs, self.logprobs.detach())

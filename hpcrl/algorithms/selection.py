@@ -1,0 +1,57 @@
+"""The largest of some numbers of the tokens of all ranks, without bringing them together.
+
+The choice depends neither on the ranks that hold the tokens nor on the order of rows: equal numbers are ordered by a
+number that follows from the sample and the token's place in it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hpcrl.algorithms.base import AllSum
+
+DIGIT_BITS, DIGITS = 8, 8
+TIE_BITS = 31
+MULTIPLIERS = (6364136223846793005, 1442695040888963407, -4658895280553007687)
+"""Of the hash: those of Knuth's MMIX, and one of SplitMix64 (Steele, Lea and Flood 2014)."""
+
+
+def token_numbers(rows: Tensor, sample_ids: Tensor) -> Tensor:
+    """int64 [M], 0 to 2^31 - 1: a pseudo-random number of each model token, the same in every batch. rows int64 [M],
+    sorted; sample_ids int64 [B]."""
+    places = torch.arange(len(rows), device=rows.device)
+    places = places - torch.searchsorted(rows, rows)
+    numbers = sample_ids[rows] * MULTIPLIERS[0] + (places + 1) * MULTIPLIERS[1]
+    for shift in (30, 27):
+        numbers = (numbers ^ ((numbers >> shift) & ((1 << (64 - shift)) - 1))) * MULTIPLIERS[2]
+    return (numbers >> (64 - TIE_BITS)) & ((1 << TIE_BITS) - 1)
+
+
+def largest(values: Tensor, numbers: Tensor, count: int, all_sum: AllSum) -> Tensor:
+    """bool [M]: whether an entry is one of the `count` largest of all ranks (of all entries if there are fewer), among
+    equal ones those with the largest numbers (token_numbers). values float [M], compared in float32.
+
+    Digit by digit from the most significant one, by counts over all ranks. Collective over the ranks of all_sum, which
+    may hold no entries.
+    """
+    keys = (_ordered(values) << TIE_BITS) + numbers
+    chosen, undecided = torch.zeros_like(keys, dtype=torch.bool), torch.ones_like(keys, dtype=torch.bool)
+    left = min(count, int(all_sum(undecided.sum())))
+    for digit in reversed(range(DIGITS)):
+        digits = (keys >> (DIGIT_BITS * digit)) & ((1 << DIGIT_BITS) - 1)
+        counts = all_sum(torch.bincount(digits[undecided], minlength=1 << DIGIT_BITS))
+        at_least = counts.flip(0).cumsum(0).flip(0)
+        if not left:
+            return chosen
+        last = int((at_least >= left).nonzero().max())
+        left -= int(at_least[last] - counts[last])
+        chosen |= undecided & (digits > last)
+        undecided &= digits == last
+    return chosen | undecided
+
+
+def _ordered(values: Tensor) -> Tensor:
+    """int64 [M], 0 to 2^32 - 1, in the order of the values."""
+    bits = (values.float() + 0.0).view(torch.int32)  # the sum turns -0 into 0
+    return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long() + (1 << 31)

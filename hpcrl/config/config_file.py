@@ -1,0 +1,109 @@
+"""Configurations in files of their own: those that runs store, and those given as `--config FILE`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path as FilePath
+from typing import Any
+
+import yaml
+
+from hpcrl.spec.problems import ConfigError, Path
+
+WORDS = "# words: "
+"""Begins the first line of a file that a run stored: the arguments that made the configuration, as JSON."""
+OWNERS = "owners"
+"""A folder beside the configuration of every run, also of those whose version stored no words."""
+FLOAT = re.compile(r"[-+]?(?:\d[\d_]*\.?[\d_]*|\.[\d_]+)[eE][-+]?\d+")
+"""Numbers of Hydra's files that are text in YAML 1.1, such as 1e-6."""
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """A complete or partial configuration in a file. Values have no interpolations: `${` is text.
+
+    of_run: whether a run stored it. words: then the arguments that made it; None if they are not known.
+    """
+
+    path: FilePath
+    data: dict[str, Any] = field(default_factory=dict)
+    of_run: bool = False
+    words: tuple[str, ...] | None = None
+
+    def source(self, path: Path) -> str:
+        """File and line of the value at `path`, or of the nearest section above it; empty if neither is in the file."""
+        line = 0
+        try:
+            node = yaml.compose(self.path.read_text(), yaml.SafeLoader)
+        except (OSError, ValueError, yaml.YAMLError):  # changed since it was read
+            return str(self.path)
+        for part in path:
+            entries = node.value if isinstance(node, yaml.MappingNode | yaml.SequenceNode) else []
+            if isinstance(node, yaml.MappingNode):
+                found = next(((key, value) for key, value in entries if key.value == str(part)), None)
+            else:
+                found = (entries[part], entries[part]) if isinstance(part, int) and part < len(entries) else None
+            if found is None:
+                break
+            line, node = found[0].start_mark.line + 1, found[1]
+        return f"{self.path}, line {line}" if line else ""
+
+
+def read_config_file(path: FilePath) -> ConfigFile:
+    """The configuration in a file. ConfigError if the file cannot be read, or is an experiment for Hydra."""
+    from omegaconf._utils import get_yaml_loader  # reads 1e-6 as a number, as in the files of conf/
+
+    try:
+        text = path.read_text()
+        data = yaml.load(text, Loader=get_yaml_loader())
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ConfigError([f"--config {path}: cannot be read: {' '.join(str(error).split())}"]) from error
+    if not isinstance(data, dict) or not data:
+        raise ConfigError([f"--config {path}: expected a configuration, keys with their values"])
+    if "defaults" in data:
+        name = path.stem
+        raise ConfigError(
+            [
+                f"--config {path}: a file with `defaults` chooses groups, and is an experiment: put it into "
+                f"conf/experiment/{name}.yaml of this folder, with the line `# @package _global_`, and give "
+                f"+experiment={name}"
+            ]
+        )
+    return ConfigFile(path, data, text.startswith(WORDS) or (path.parent / OWNERS).is_dir(), words_in(text))
+
+
+def words_in(text: str) -> tuple[str, ...] | None:
+    """The arguments in the first line of a stored configuration; None if they are not known."""
+    first = text.partition("\n")[0]
+    if not first.startswith(WORDS):
+        return None
+    try:
+        words = json.loads(first.removeprefix(WORDS))
+    except ValueError:
+        return None
+    return tuple(words) if isinstance(words, list) and all(isinstance(word, str) for word in words) else None
+
+
+def write_config(config: Mapping[str, Any], words: Sequence[str] | None) -> bytes:
+    """A file of this configuration for read_config_file(), with the arguments that made it, if they are known."""
+    head = f"{WORDS}{json.dumps(None if words is None else list(words))}\n"
+    return (head + yaml.dump(dict(config), Dumper=_Dumper, sort_keys=False)).encode()
+
+
+def as_text(value: Any) -> Any:
+    """Plain data whose texts OmegaConf does not take for interpolations."""
+    if isinstance(value, Mapping):
+        return {key: as_text(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [as_text(inner) for inner in value]
+    return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", value) if isinstance(value, str) else value
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes texts such as 1e5, which Hydra's loader would read as numbers."""
+
+
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+0123456789."))

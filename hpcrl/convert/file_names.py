@@ -1,0 +1,79 @@
+"""The tensors of files that a tensor of a transformers model in memory becomes: another name, or one for each expert.
+
+From transformers' own table of conversions, in reverse, for the forms of conversion that are known here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from hpcrl.spec.weights import Box
+
+
+class InFile(NamedTuple):
+    """A tensor of a file: where it is in a tensor in memory, which is stacked over experts."""
+
+    name: str
+    shape: tuple[int, ...]
+    leading: Box
+    first_row: int
+
+
+class FileNames:
+    """Of a model_type. ValueError if transformers does not know it, or stores it through another form of conversion."""
+
+    def __init__(self, model_type: Any):
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+        if model_type not in CONFIG_MAPPING_NAMES:
+            raise ValueError(f"transformers has no model_type {model_type!r}")
+        self._renamed: list[tuple[str, str]] = []
+        self._stacked: list[tuple[str, list[str]]] = []
+        for rule in get_checkpoint_conversion_mapping(model_type) or ():
+            in_file, in_memory = map(_plain, rule.source_patterns), [_plain(name) for name in rule.target_patterns]
+            names = list(in_file)
+            if type(rule) is WeightRenaming and len(names) == len(in_memory) == 1:
+                self._renamed.insert(0, (in_memory[0], names[0]))
+            elif type(rule) is WeightConverter and len(in_memory) == 1 and _stacks_experts(rule.operations, len(names)):
+                self._stacked.append((in_memory[0], names))
+            else:
+                raise ValueError(f"files of model_type {model_type!r} are made by {type(rule).__name__} of {names}")
+
+    def of(self, name: str, shape: tuple[int, ...]) -> Iterator[InFile]:
+        """The tensors of files for a tensor in memory."""
+        for in_memory, names in self._stacked:
+            if name.endswith(in_memory):
+                count, rows, columns = shape
+                size = rows // len(names)
+                for expert in range(count):
+                    for number, in_file in enumerate(names):
+                        full = name.removesuffix(in_memory) + in_file.replace("*", str(expert))
+                        box = ((expert, expert + 1),)
+                        yield InFile(self._rename(full), (size, columns), box, number * size)
+                return
+        yield InFile(self._rename(name), shape, (), 0)
+
+    def _rename(self, name: str) -> str:
+        for in_memory, in_file in self._renamed:
+            name = name.replace(in_memory, in_file)
+        return name
+
+
+def _plain(pattern: str) -> str:
+    """The text of a pattern that escapes its dots. ValueError for one that is more than text."""
+    text = re.sub(r"\\(?=[.])", "", pattern)
+    if re.search(r"[\\^$()+?|\[\]{}]", text):
+        raise ValueError(f"its names in files are a pattern: {pattern}")
+    return text
+
+
+def _stacks_experts(operations: list[Any], num_sources: int) -> bool:
+    """Whether these operations stack the experts, then put gate above up."""
+    from transformers.core_model_loading import Concatenate, MergeModulelist
+
+    dims = [(type(operation), getattr(operation, "dim", None)) for operation in operations]
+    return dims == [(MergeModulelist, 0)] + [(Concatenate, 1)] * (num_sources > 1)

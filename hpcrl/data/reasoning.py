@@ -1,0 +1,135 @@
+"""The text of a model's turn as rewards and environments see it: its reasoning within <think> and </think>, whatever
+marks the model's family has, and no control tokens.
+
+Text from a model is hostile: nothing here takes time that grows with the square of the text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from hpcrl.data.template_forms import TemplateRefusal, apply_template, chat_template
+
+OPEN, CLOSE = "<think>", "</think>"
+REASONING = {
+    OPEN: CLOSE,
+    "[THINK]": "[/THINK]",
+    "<seed:think>": "</seed:think>",
+    "<mm:think>": "</mm:think>",
+    "<|START_THINKING|>": "<|END_THINKING|>",
+    "<|channel>thought": "<channel|>",
+    "<|inner_prefix|>": "<|inner_suffix|>",
+    "Here are my reasoning steps:": "[BEGIN FINAL RESPONSE]",
+}
+"""Marks around reasoning: Qwen, DeepSeek, GLM and others; Magistral; Seed-OSS; MiniMax-M3; Command; Gemma 4; Apertus;
+Apriel. Those of other families are found in what their template renders."""
+ANSWER = {"<response></response>": ("<response>", "</response>"), "[END FINAL RESPONSE]": ("[END FINAL RESPONSE]",)}
+"""What a template says of the marks of an answer -> the marks: Granite 3.3; Apriel."""
+MESSAGE, HEADER_CHARS = "<|message|>", 1000
+END = re.compile(r"<\|(?:end|return|call|start)\|>")
+CHANNEL = re.compile(r"<\|channel\|>\s*(\w{1,32})")
+TAIL_TOKENS = 32
+"""Tokens of a prompt that tell whether it begins the reasoning; the longest such mark is shorter."""
+ASKED, THOUGHT, SAID = "0ASKED0", "0THOUGHT0", "0SAID0"
+THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking", "thought")
+
+
+class TurnTexts:
+    """Texts of turns for a tokenizer and its chat template."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        template = chat_template(tokenizer)
+        added = tokenizer.added_tokens_decoder
+        texts = [token.content for token in added.values()]
+        known = {**_rendered_marks(tokenizer, template), **REASONING}
+        # A mark counts where the model's folder has it: others are text of the task.
+        self._marks = {
+            begin: end
+            for begin, end in known.items()
+            if begin in template or end in template or any(text.startswith((begin, end)) for text in texts)
+        }
+        self._others = {begin: end for begin, end in self._marks.items() if begin != OPEN}
+        self._begins = (OPEN, *self._others)
+        self._answer = [mark for said, marks in ANSWER.items() if said in template for mark in marks]
+        self._has_channels = {"<|channel|>", MESSAGE} <= {*texts}
+        self._special = {number: token.content for number, token in added.items() if token.special}
+        marks = "".join([*self._marks, *self._marks.values()])
+        wanted = {number: text for number, text in self._special.items() if self._has_channels or text in marks}
+        self._wanted = wanted.keys()
+        longest_first = sorted({*wanted.values()} - {OPEN, CLOSE}, key=len, reverse=True)
+        self._control = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+    def of(self, turns: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]]) -> list[str]:
+        """The text of each turn. prompts: at least the last TAIL_TOKENS tokens before each. A turn whose prompt has
+        begun the reasoning (<think> at its end) begins with <think>."""
+        if not turns:  # of which transformers makes one text
+            return []
+        decode = self._tokenizer.batch_decode
+        texts = decode([list(turn) for turn in turns], skip_special_tokens=True)
+        tails = decode([list(prompt[-TAIL_TOKENS:]) for prompt in prompts], skip_special_tokens=False)
+        found = []
+        for turn, text, tail in zip(turns, texts, tails, strict=True):
+            if not self._wanted.isdisjoint(turn):  # special tokens are marks
+                kept = [number for number in turn if number in self._wanted or number not in self._special]
+                text = self._marked(decode([kept], skip_special_tokens=False)[0], tail)
+                found.append(self._control.sub("", text))
+            else:
+                found.append(self._marked(text, tail))
+        return found
+
+    def _marked(self, text: str, tail: str) -> str:
+        if self._has_channels and MESSAGE in text:
+            return "".join(_channels(text))
+        begun = tail.rstrip().endswith(self._begins) and not text.lstrip().startswith(self._begins)
+        if others := {begin: end for begin, end in self._others.items() if begin in text or end in text}:
+            text = _without(text, OPEN, CLOSE)  # is text of the task for such a model
+            for begin, end in others.items():
+                text = text.replace(begin, OPEN).replace(end, CLOSE)
+        text = f"{OPEN}\n{text}" if begun else text
+        _, closed, answer = text.rpartition(CLOSE)
+        if self._answer and (closed or OPEN not in text):
+            text = text.removesuffix(answer) + _without(answer, *self._answer)
+        return text
+
+
+def _channels(text: str) -> Iterable[str]:
+    """The messages of a response of gpt-oss (github.com/openai/harmony): that of the channel analysis as reasoning,
+    others as they are, calls with their headers."""
+    at = 0
+    while (begins := text.find(MESSAGE, at)) >= 0:
+        header = END.split(text[max(at, begins - HEADER_CHARS) : begins])[-1]
+        end = END.search(text, begins + len(MESSAGE))
+        body = text[begins + len(MESSAGE) : end.start() if end else len(text)]
+        channel = CHANNEL.search(header)
+        if " to=" in header:
+            yield header + body
+        elif channel is not None and channel[1] == "analysis":
+            yield OPEN + _without(body, OPEN, CLOSE) + (CLOSE if end else "")
+        else:
+            yield body
+        at = end.end() if end else len(text)
+
+
+def _without(text: str, *marks: str) -> str:
+    for mark in marks:
+        text = text.replace(mark, "")
+    return text
+
+
+def _rendered_marks(tokenizer: Any, template: str) -> dict[str, str]:
+    """What the template writes before and after the reasoning of a turn; empty if it shows none."""
+    asked = {"role": "user", "content": ASKED}
+    turn = {"role": "assistant", "content": SAID, **dict.fromkeys(THOUGHT_KEYS, THOUGHT)}
+    try:
+        prompt = apply_template(tokenizer, [asked], None, ask=True) if template else ""
+        text = apply_template(tokenizer, [asked, turn], None, ask=False) if template else ""
+    except TemplateRefusal:
+        return {}
+    if not text.startswith(prompt.rstrip()) or THOUGHT not in text:
+        return {}
+    begin, _, rest = text[len(prompt.rstrip()) :].partition(THOUGHT)
+    end, shown, _ = rest.partition(SAID)
+    return {begin.strip(): end.strip()} if shown and begin.strip() and end.strip() else {}

@@ -1,0 +1,178 @@
+"""What can be done with an architecture, tried with a small model of it (hpcrl.engines.train.fsdp2.small) before its
+weights are read: whether its log-probs can be trained at all, packed, and divided over ranks.
+
+The small model computes in float32 with weights so large that every part of it matters, and rows are longer than its
+windows, chunks and choices of keys. So what is right differs by rounding, what is wrong by tenths of nats.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hpcrl.engines.train.fsdp2.attention import PackedLayout, shared_prefixes
+from hpcrl.engines.train.fsdp2.exchange import Axis, TokenRanks
+from hpcrl.engines.train.fsdp2.kind import Kind
+from hpcrl.engines.train.fsdp2.model import PackedCausalLM
+from hpcrl.engines.train.fsdp2.small import small_model
+from hpcrl.engines.train.fsdp2.spec import FSDP2Config
+from hpcrl.engines.train.fsdp2.tensor_parallel import TensorParallel
+
+LENGTHS, PREFIX, AFTER, DRAWS = (37, 21, 45), 5, 8, 3
+"""Tokens of the rows, of what the first and the last have in common, and of what is put after a row; draws of rows."""
+TOLERANCE, SEEN = 1e-4, 1e-2
+"""Nats, mean over tokens: what rounding explains; what rows that attend to each other must differ by at least."""
+
+
+class Tried(Protocol):
+    """An engine."""
+
+    name: str
+    kind: Kind
+    tried_class: type[PackedCausalLM]
+    model_path: Path
+    own: FSDP2Config
+    device: torch.device
+
+
+_outcomes: dict[tuple[object, ...], str] = {}
+"""Of this process, where no other rank takes part; policy and reference have the same architecture."""
+
+
+def try_architecture(engine: Tried, config: PreTrainedConfig, ranks: TokenRanks) -> str:
+    """Why rows of the model of this config cannot be packed, and divided over `ranks`; empty if they can. ValueError if
+    the model cannot be trained. Collective over the default group, whose ranks get the same result."""
+    if dist.get_world_size() > 1:
+        return _try(engine, config, ranks)
+    key = (config.to_json_string(), engine.tried_class, str(engine.device), engine.own.packing == "off")
+    if key not in _outcomes:
+        _outcomes[key] = _try(engine, config, ranks)
+    return _outcomes[key]
+
+
+@torch.no_grad()
+def _try(engine: Tried, config: PreTrainedConfig, ranks: TokenRanks) -> str:
+    family = config.model_type
+    refused = f"model.path {engine.model_path}: {family} cannot be trained: "
+    try:
+        hf = small_model(config, engine.kind, engine.device, (ranks.tensor.size, ranks.context.size))
+        model = engine.tried_class(hf, 64)
+        model.set_packing(False)
+        finite = model.own_logprobs(make_rows(model, LENGTHS, PREFIX, engine.device, AFTER)[0][0]).isfinite().all()
+    except Exception as error:  # of a model's own code
+        return f"no small model of it can be tried: {one_line(error)}"
+    if not finite:
+        return "log-probs of a small model of it are not finite"
+    rows, _ = make_rows(model, LENGTHS, PREFIX, engine.device, AFTER)
+    try:
+        run(model, rows[:1], None)
+    except Exception as error:
+        raise ValueError(f"{refused}its decoder fails ({one_line(error)}); take a model of another family") from error
+    obstacle, packer = model.packing_obstacle(), None
+    if not obstacle and (engine.own.packing != "off" or ranks.all.size > 1):
+        packer = model if ranks.tensor.size == 1 else engine.tried_class(*_split(hf, ranks.tensor))
+        try:
+            _pack(packer, rows, ranks)
+        except Exception as error:
+            obstacle, packer = f"its packed forward fails: {one_line(error)}", None
+    followed, single, packed, seen = _deviations(engine, model, packer, ranks)
+    if followed > TOLERANCE:
+        raise ValueError(
+            f"{refused}log-probs change by {followed:.2g} nats with the tokens that follow, so that it is no causal "
+            "language model; take another one"
+        )
+    if single > TOLERANCE:
+        raise ValueError(
+            f"{refused}log-probs from its hidden states differ by {single:.2g} nats from its own logits; its output "
+            "head is not supported; take a model of another family"
+        )
+    if packed > TOLERANCE:
+        return f"packed log-probs differ by {packed:.2g} nats from single sequences"
+    if packer is not None and seen < SEEN:
+        return "a small model of it does not show whether sequences attend to each other"
+    return obstacle
+
+
+def _deviations(engine: Tried, model: PackedCausalLM, packer: PackedCausalLM | None, ranks: TokenRanks) -> list[float]:
+    """How much log-probs of rows change with the tokens that follow, from the model's own to those from its hidden
+    states, to those of packed rows, and to those of rows that attend to each other; the largest of all ranks. Rounding
+    may choose another expert or key where two are equally good: the best of several draws of rows counts."""
+    best = torch.full((3,), math.inf, device=engine.device)
+    for seed in range(DRAWS):
+        rows, longer = make_rows(model, LENGTHS, PREFIX, engine.device, AFTER, seed)
+        model.set_packing(False)
+        wanted = torch.cat([model.own_logprobs(row) for row in rows])
+        followed = torch.cat([model.own_logprobs(row)[:-AFTER] for row in longer])
+        single = torch.cat([run(model, [row], None) for row in rows])
+        packed, leaking = (wanted, wanted) if packer is None else _pack(packer, rows, ranks)
+        found = torch.stack([deviation(some, wanted) for some in (followed, single, packed, leaking)])
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        best = torch.minimum(best, found[:3])
+        if best.max() <= TOLERANCE:
+            break
+    return [*best.tolist(), found[3].item()]
+
+
+def _pack(packer: PackedCausalLM, rows: list[Tensor], ranks: TokenRanks) -> tuple[Tensor, Tensor]:
+    """Log-probs of the packed rows, and of rows that attend to those before them."""
+    lengths, device = [len(row) for row in rows], rows[0].device
+    shared = shared_prefixes(torch.cat(rows).cpu(), lengths, [min(PREFIX, n) for n in lengths])
+    packer.set_packing(True)
+    packed = run(packer, rows, PackedLayout(lengths, device, shared, "sdpa", ranks))
+    return packed, run(packer, rows, PackedLayout([sum(lengths)], device, None, "sdpa", ranks))
+
+
+def _split(hf: PreTrainedModel, axis: Axis) -> tuple[PreTrainedModel, int, TensorParallel]:
+    """Arguments of PackedCausalLM: a copy of which this rank has its part."""
+    split = copy.deepcopy(hf)
+    matrices = TensorParallel(split, axis)
+    for name, dim in matrices.dims.items():
+        split.get_parameter(name).copy_(hf.get_parameter(name).chunk(axis.size, dim)[axis.rank])
+    return split, 64, matrices
+
+
+def make_rows(
+    model: PackedCausalLM, lengths: tuple[int, ...], prefix: int, device: torch.device, after: int, seed: int = 0
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Random tokens, the same on all ranks, and the same rows with `after` more tokens, which fit into the model's
+    positions. The first and the last row share a prefix. A row has no token twice, if there are enough: where the best
+    keys are chosen, those of equal tokens may be equally good."""
+    text = model.hf.config.get_text_config()
+    longest = (getattr(text, "max_position_embeddings", None) or math.inf) - after
+    generator = torch.Generator().manual_seed(seed)
+    embedded: Any = model.hf.get_input_embeddings().num_embeddings
+    vocabulary = min(embedded, getattr(text, "vocab_size", None) or embedded)  # some embed more than they predict
+    sizes = [int(max(2, min(n, longest))) + after for n in lengths]
+    drawn = [
+        (torch.randperm(min(vocabulary, 1 << 16), generator=generator).repeat(1 + n // vocabulary))[:n] for n in sizes
+    ]
+    others = drawn[-1][~torch.isin(drawn[-1], drawn[0][:prefix])]
+    drawn[-1] = torch.cat([drawn[0][:prefix], others, drawn[0]])[: sizes[-1]]
+    longer = [row.to(device) for row in drawn]
+    return [row[:-after] for row in longer], longer
+
+
+def deviation(found: Tensor, wanted: Tensor) -> Tensor:
+    """Mean difference in nats; infinite where one is not finite."""
+    return (found - wanted).abs().mean().nan_to_num(nan=math.inf)
+
+
+def one_line(error: Exception) -> str:
+    """The kind and the beginning of the text of an error of a model's own code."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
+
+
+def run(model: PackedCausalLM, rows: list[Tensor], layout: PackedLayout | None) -> Tensor:
+    """float32: log-probs of all but the first token of each row, at temperature 1."""
+    tokens = torch.cat(rows)
+    positions = torch.cat([torch.arange(len(s), device=tokens.device) for s in rows])
+    targets = (positions > 0).nonzero()[:, 0]
+    logprobs: Tensor = model(tokens, positions, layout, targets - 1, tokens[targets], 1.0, False)[0]
+    return logprobs

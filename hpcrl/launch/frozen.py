@@ -1,0 +1,172 @@
+"""What a run does is fixed when it is submitted or first started; afterwards only the command line changes it.
+
+A run folder stores the configuration with the arguments that made it. When the run is launched again, each value comes
+from the stored configuration unless the arguments now say something else than the stored ones do, and
+hpcrl.rundir decides whether that may differ. What files of conf/ or of --config have come to say meanwhile is ignored,
+and told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from dataclasses import field as member
+from pathlib import Path
+from typing import Any
+
+from hpcrl.config import Config, ConfigError, Reading, read, read_data
+from hpcrl.config.compose import Composition, Override, split_file
+from hpcrl.config.config_file import ConfigFile
+from hpcrl.launch.hub import find_model
+from hpcrl.rundir import CONFIG, MAY_CHANGE, SLURM, division_keys, stored_config
+from hpcrl.rundir.changes import differences, dotted_leaves, is_below, read_words
+from hpcrl.rundir.models import SECTIONS
+from hpcrl.spec.problems import dotted
+
+SUBMITTED_CONFIG = f"{SLURM}/submitted.yaml"
+"""In a run folder: the configuration that a job of hpcrl.launch starts from, with the arguments that made it."""
+OF_THE_LAUNCH = ("dry_run", "resume", "run_dir")
+"""Keys that say what a launch does, not what the run is."""
+PATHS = tuple(f"{section}.path" for section in SECTIONS)
+
+
+@dataclass
+class LaunchConfig:
+    """The configuration of a launch. words: the arguments that made it; None if they are not known. ignored: `key:
+    stored -> now` of files that have changed since the run began."""
+
+    reading: Reading
+    words: tuple[str, ...] | None
+    ignored: list[str] = member(default_factory=list)
+
+
+def settle(argv: Sequence[str]) -> LaunchConfig:
+    """The configuration of these arguments, that of the run folder if there is a run. ConfigError as in read()."""
+    reading = read(argv)
+    words = tuple(word for word in argv if _key(word) not in ("dry_run", "resume"))
+    folder, file = run_folder(reading), reading.composition.file
+    if file is not None and file.of_run and _is(folder, file.data.get("run_dir")):
+        # The configuration that the run stored, or the one that was submitted: it has been settled.
+        further = [word for word in split_file(words)[1] if _key(word) != "run_dir"]
+        return LaunchConfig(reading, None if file.words is None else (*file.words, *further))
+    made, stored = read_words(folder), _stored(folder)
+    if made is None or stored is None or reading.composition.data.get("resume") == "fresh":
+        return LaunchConfig(reading, words)
+    now = None if reading.problems else reading.config
+    if _settings(words) == _settings(made):
+        then, overrides = now, []
+    elif now is None:
+        return LaunchConfig(reading, words)
+    else:
+        then = _load(made)
+        overrides = [override for override in reading.composition.overrides if override.text not in made]
+        if then is None:
+            return LaunchConfig(reading, words)
+    return _keep(reading, words, folder, stored, then, overrides)
+
+
+def _keep(
+    reading: Reading,
+    words: tuple[str, ...],
+    folder: Path,
+    stored: Config,
+    then: Config | None,
+    overrides: Sequence[Override],
+) -> LaunchConfig:
+    """The stored configuration, with what the arguments now say differently. then: what the stored arguments make
+    today; None if they make nothing, and the arguments are the same. overrides: those that are new."""
+    old = stored.model_dump(mode="json")
+    composition = Composition(file=ConfigFile(folder / CONFIG, old, of_run=True))
+    composition.overrides = [*reading.composition.overrides]
+    launch = {"run_dir": str(folder), "dry_run": bool(reading.composition.data.get("dry_run")), "resume": "auto"}
+    if then is None:
+        ignored = [f"not composed any more: {' '.join(reading.problems[0].text.split())}"]
+        return LaunchConfig(read_data(old | launch, composition), words, ignored)
+    assert reading.config is not None, "without problems"
+    new, base = reading.config.model_dump(mode="json"), then.model_dump(mode="json")
+    given = [dotted(override.path) for override in overrides]
+    said = {key for key, _ in differences(base, new)}
+    leaves = dict(dotted_leaves(old)) | dict(dotted_leaves(new))
+    said |= {key for key in leaves if is_below(key, given) or any(is_below(other, [key]) for other in given)}
+    changed = [(key, line) for key, line in differences(old, new) if not is_below(key, OF_THE_LAUNCH)]
+    changed = [(key, line) for key, line in changed if not _same_model(key, old, new)]
+    merged = _merge(old, new, {key for key, _ in changed if key in said})
+    ignored = [line for key, line in changed if key not in said]
+    return LaunchConfig(read_data(merged | launch, composition), words, ignored)
+
+
+def _merge(old: Mapping[str, Any], new: Mapping[str, Any], keys: set[str], prefix: str = "") -> dict[str, Any]:
+    """The old values, with the new ones of these keys (dotted, of leaves)."""
+    merged: dict[str, Any] = {}
+    for name in [*old, *(name for name in new if name not in old)]:
+        key, before, after = f"{prefix}{name}", old.get(name), new.get(name)
+        if key in keys:
+            if name in new:
+                merged[name] = after
+        elif isinstance(before, Mapping) or (name not in old and isinstance(after, Mapping)):
+            inner = _merge(before or {}, after if isinstance(after, Mapping) else {}, keys, f"{key}.")
+            if inner or before == {}:
+                merged[name] = inner
+        elif name in old:
+            merged[name] = before
+    return merged
+
+
+def _same_model(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """Whether two values of a model's path are its name on the hub and the folder to which the name leads."""
+    if key not in PATHS:
+        return False
+    section = key.partition(".")[0]
+    try:
+        return find_model(str(new[section]["path"]), plan_only=False) == old[section]["path"]
+    except ValueError:  # no longer in the cache
+        return True
+
+
+def _load(words: Sequence[str]) -> Config | None:
+    """The configuration of these arguments; None if they have none any more."""
+    try:
+        reading = read(words)
+    except ConfigError:
+        return None
+    return None if reading.problems else reading.config
+
+
+def _stored(folder: Path) -> Config | None:
+    try:
+        return stored_config(folder)
+    except ConfigError:  # reported where the run folder is checked
+        return None
+
+
+def run_folder(reading: Reading) -> Path:
+    """The run folder of these arguments, also if they make no configuration."""
+    if reading.config is not None and ("run_dir",) not in reading.unread:
+        return Path(reading.config.run_dir).absolute()
+    data = reading.composition.data
+    return Path(str(data.get("run_dir") or f"runs/{data.get('run_name')}")).absolute()
+
+
+def _is(folder: Path, stored: Any) -> bool:
+    return isinstance(stored, str) and Path(stored).absolute() == folder
+
+
+def _settings(words: Sequence[str]) -> list[str]:
+    return [word for word in words if _key(word) not in OF_THE_LAUNCH]
+
+
+def _key(word: str) -> str:
+    return word.lstrip("+").partition("=")[0]
+
+
+def described(ignored: Sequence[str], config: Mapping[str, Any]) -> Iterator[str]:
+    """Lines for the user about what files say today and the run of this configuration does not follow."""
+    if not ignored:
+        return
+    yield f"note: changed since this run began, and not taken over: {'; '.join(ignored)}"
+    may_change = (*MAY_CHANGE, *division_keys(config))
+    free = [key for line in ignored if is_below(key := line.partition(": ")[0], may_change)]
+    if free:
+        yield f"      {', '.join(free)} may change in a run: to take it over, give it on the command line"
+    if len(free) < len(ignored):
+        yield "      another run_name or resume=fresh starts a run with what the files say today"

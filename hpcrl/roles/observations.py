@@ -1,0 +1,116 @@
+"""The tokens between two turns of the model: what the chat template writes after a turn, around an observation.
+
+Nothing that the model wrote is rendered again. A turn that calls tools is rendered as one, with stand-ins for its
+calls: what follows depends on their names and ids only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from typing import Any
+
+import numpy as np
+
+from hpcrl.data.chat import encode, render, special_tokens
+from hpcrl.data.messages import Messages
+from hpcrl.data.template_forms import TemplateRefusal, Tools, shows_results
+
+CONTENT = "0CONTENT{}0"
+"""Stands for the end of the model's text; letters and digits, which no template trims or escapes."""
+
+
+def observation_ids(tokenizer: Any, observation: Messages, last_token: int, tools: Tools | None = None) -> np.ndarray:
+    """int32 [n]: the tokens after a model turn that ends with `last_token`, up to the start of the next model turn.
+
+    This is what the chat template writes after the turn and around the observation, without the token that ends a turn
+    if the model has ended it so, or with another special token (Llama 3.1 ends the call of a tool with <|eom_id|>).
+    Without a template: the contents of the messages. ValueError if the template refuses the messages or renders no
+    model turn.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        text = render(tokenizer, observation, None)
+        return np.array(tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
+    mark = _unused(observation)
+    results = list(itertools.takewhile(lambda message: message["role"] == "tool", observation))
+    calls = [_call(result, number, tools, mark) for number, result in enumerate(results)]
+    called = bool(results) and shows_results(tokenizer, results, called=True)
+    turn = (
+        {"role": "assistant", "content": None, "tool_calls": calls}
+        if called
+        else {"role": "assistant", "content": mark}
+    )
+    following = _after(tokenizer, [turn, *observation], tools, mark, ask=True)
+    alone = _after(tokenizer, [turn], tools, mark, ask=False)
+    begins = _begin(tokenizer, alone, following, last_token, called)
+    return np.array(encode(tokenizer, following[begins:]), dtype=np.int32)
+
+
+def check_continues(tokenizer: Any) -> None:
+    """ValueError if the chat template cannot continue a dialogue after a turn of the model, as every episode needs."""
+    if not getattr(tokenizer, "chat_template", None):
+        return
+    mark = CONTENT.format("")
+    try:
+        _after(
+            tokenizer, [{"role": "assistant", "content": mark}, {"role": "user", "content": "0"}], None, mark, ask=True
+        )
+    except TemplateRefusal as error:
+        raise ValueError(
+            f"model.path: environments need a chat template that continues a dialogue: {error.reason}"
+        ) from error
+
+
+def _call(result: dict[str, Any], number: int, tools: Tools | None, mark: str) -> dict[str, Any]:
+    name = result.get("name") or "f"
+    functions = [tool.get("function", tool) for tool in tools or []]
+    parameters: Any = next((f.get("parameters") for f in functions if f.get("name") == name), None)
+    argument = next(iter((parameters or {}).get("properties") or {}), "x")
+    function = {"name": name, "arguments": {argument: mark}}
+    return {"type": "function", "id": result.get("tool_call_id") or f"call{number:05d}", "function": function}
+
+
+def _unused(messages: Messages) -> str:
+    """A mark that none of the messages contains."""
+    text = json.dumps(messages)
+    return next(mark for n in itertools.count() if (mark := CONTENT.format(n or "")) not in text)
+
+
+def _after(tokenizer: Any, messages: Messages, tools: Tools | None, mark: str, ask: bool) -> str:
+    """The rendered text after the mark. ValueError if it is not shown."""
+    _, found, following = render(tokenizer, [{"role": "user", "content": "0"}, *messages], tools, ask).rpartition(mark)
+    if not found:
+        raise TemplateRefusal("it does not show an assistant turn that an observation follows")
+    return following
+
+
+def _begin(tokenizer: Any, alone: str, following: str, last_token: int, called: bool) -> int:
+    """Where in `following` the text begins that the model has not written. alone: the text after the mark in the same
+    turn without an observation. called: the turn has calls, whose end the model has written too, such as brackets."""
+    special = re.compile("|".join(map(re.escape, special_tokens(tokenizer))) or r"(?!)")
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(alone, following, strict=False))
+    shared = sum(1 for _ in same)  # belongs to the turn
+    if called and not special.search(following[:shared]):
+        shared = max(shared, _end_of_rewritten(alone, following))
+    added = tokenizer.added_tokens_decoder.get(last_token)
+    # The token that begins the next message may end the turn instead (GLM's <|observation|>).
+    if added is not None and (at := following.find(added.content)) >= 0 and not following[shared:at].strip():
+        return at + len(added.content)
+    ends = [found.span() for found in special.finditer(following) if found.end() <= shared]
+    if not ends and special.match(alone) and (found := special.match(following)):
+        ends = [found.span()]  # gpt-oss: <|return|> after the last turn, <|end|> after others
+    if ends:
+        start, end = ends[-1 if called else 0]  # marks of the calls stand before
+        # Only an added token ends a turn: a newline of the model is content, even if the template adds another.
+        return end if added is not None and added.special else start
+    return len(following[:shared].rstrip()) if called else 0
+
+
+def _end_of_rewritten(alone: str, following: str) -> int:
+    """Where a turn ends whose calls the template writes otherwise where messages follow (Apriel adds their ids); 0 if
+    that cannot be found."""
+    for start in range(len(alone)):
+        if (at := following.find(alone[start:])) >= 0:
+            return at + len(alone) - start
+    return 0

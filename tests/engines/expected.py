@@ -1,0 +1,62 @@
+"""What becomes of each causal language model of transformers 5.19, made tiny (tests.engines.architectures)."""
+
+from __future__ import annotations
+
+PACKED = """
+    afmoe apertus arcee aria_text axk1 biogpt bitnet cohere cohere2 cohere2_moe ctrl cwm deepseek_v2 deepseek_v3
+    diffllama dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo fuyu gemma gemma2 gemma3 gemma3_text
+    gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite got_ocr2
+    gpt-sw3 gpt2 gpt_bigcode gpt_neox granite granitemoe granitemoeshared helium hrm_text hunyuan_v1_dense
+    hunyuan_v1_moe hy_v3 hyperclovax jais2 jetmoe laguna llama longcat_flash mellum minicpm3 minimax_m2
+    ministral ministral3 mistral mixtral nanochat olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phi4_multimodal
+    qwen2 qwen3 qwen3_moe seed_oss smollm3 solar_open starcoder2 vaultgemma youtu
+"""
+"""Trained with several rows packed into one."""
+
+ROWS = """
+    axk2 bamba bart bigbird_pegasus blenderbot blenderbot-small bloom codegen deepseek_v32 deepseek_v4 doge
+    falcon falcon_h1 falcon_mamba git glm_moe_dsa gpt_neo gpt_neox_japanese gpt_oss gptj granite_swa
+    granitemoe_swa granitemoehybrid hy_v4 jamba kimi_linear lfm2 lfm2_moe mamba mamba2 marian mbart
+    mimo_v2_flash minimax minimax_m3_vl_text mpt mvp nemotron nemotron_h olmo_hybrid openai-gpt pegasus phimoe
+    plbart qwen2_moe qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma rwkv stablelm
+    trocr whisper xglm xlstm zaya
+"""
+"""Trained one row at a time: recurrent layers, attention sinks, masks that carry more than causality."""
+
+REFUSED: dict[str, str] = {
+    "bert": r"start: does not train model_type=bert",
+    "bert-generation": r"log-probs change by .* nats with the tokens that follow",
+    "big_bird": r"log-probs change by .* nats with the tokens that follow",
+    "camembert": r"log-probs change by .* nats with the tokens that follow",
+    "data2vec-text": r"log-probs change by .* nats with the tokens that follow",
+    "electra": r"log-probs change by .* nats with the tokens that follow",
+    "emu3": r"start: has none of model_type=",
+    "ernie": r"log-probs change by .* nats with the tokens that follow",
+    "inkling_text": r"log-probs from its hidden states differ by .* nats from its own logits",
+    "llama4": r"start: does not train model_type=llama4",
+    "llama4_text": r"start: does not train model_type=llama4_text",
+    "megatron-bert": r"log-probs change by .* nats with the tokens that follow",
+    "mllama": r"start: has none of model_type=",
+    "modernbert-decoder": r"log-probs from its hidden states differ by .* nats from its own logits",
+    "prophetnet": r"log-probs change by .* nats with the tokens that follow",
+    "rembert": r"its decoder fails",
+    "roberta": r"log-probs change by .* nats with the tokens that follow",
+    "roberta-prelayernorm": r"log-probs change by .* nats with the tokens that follow",
+    "roc_bert": r"log-probs change by .* nats with the tokens that follow",
+    "roformer": r"its decoder fails",
+    "xlm": r"log-probs change by .* nats with the tokens that follow",
+    "xlm-roberta": r"log-probs change by .* nats with the tokens that follow",
+    "xlm-roberta-xl": r"log-probs change by .* nats with the tokens that follow",
+    "xlnet": r"log-probs change by .* nats with the tokens that follow",
+    "xmod": r"its forward fails",
+}
+"""Refused, with what the error says; `start: ` on the login node."""
+
+EXPECTED: dict[str, str] = dict.fromkeys(PACKED.split(), "packed") | dict.fromkeys(ROWS.split(), "rows") | REFUSED
+IN_SAMPLE = """
+    llama qwen2 qwen2_moe phimoe doge minimax_m3_vl_text gemma2 gemma3 gemma4 llama4
+    falcon_h1 deepseek_v3 deepseek_v32 gpt_oss qwen3_next lfm2 roberta gpt2 cohere minicpm3
+    mamba2 olmo2 nemotron_h mixtral glm4_moe
+"""
+SAMPLE = tuple(IN_SAMPLE.split())
+"""One of every mechanism."""

@@ -1,0 +1,336 @@
+"""Every causal language model of transformers, tiny: trained as transformers has it, packed or row by row, or refused
+with a reason before weights are read."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.architectures import UNMADE, make_folder
+from tests.engines.expected import EXPECTED, SAMPLE
+
+pytestmark = [pytest.mark.numerics, pytest.mark.timeout(600)]
+
+LENGTHS = (9, 41, 7, 60, 33)
+"""Of rows, two of which are longer than every window, chunk and choice of keys of these models."""
+AT = ("model", "path")
+SETTINGS: dict[str, Any] = {
+    "lr": 1e-2, "weight_decay": 0.3, "eps": 1e-2, "max_grad_norm": 1e9, "logits_chunk_tokens": 16,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root, made = tmp_path_factory.mktemp("architectures"), dict[str, Path]()
+
+    def folder(family: str) -> Path:
+        if family not in made:
+            made[family] = make_folder(family, root / family)
+        return made[family]
+
+    return folder
+
+
+def start_problems(folder: Path, trainer: dict[str, Any] | None = None) -> list[str]:
+    """What a start would be refused for, but for the tokenizer that these folders lack."""
+    from hpcrl.config import parse
+    from hpcrl.config.abilities import check_trainable
+    from hpcrl.launch.model_folder import NO_TOKENIZER, inspect_model
+
+    found = inspect_model(folder)
+    config = parse({"trainer": trainer or {}})
+    problems = [*found.problems, *(problem.text for problem in check_trainable(config, found.config, AT))]
+    return [text for text in problems if NO_TOKENIZER not in text]
+
+
+def engine(folder: Path, **own: Any) -> Any:
+    import torch
+
+    from hpcrl.config import TrainerConfig
+    from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
+    from hpcrl.engines.train.fsdp2.spec import FSDP2Config
+
+    settings = TrainerConfig(**SETTINGS)
+    return FSDP2Engine(settings, folder, own=FSDP2Config(**own), dtype=torch.float32, total_steps=3)
+
+
+def step_of_torch(folder: Path, batch: Any) -> tuple[Any, dict[str, Any]]:
+    """(log-probs of the batch, one row at a time, and weights after a step of torch's AdamW, by name) of transformers'
+    model."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from hpcrl.algorithms.base import Outputs
+    from tests.engines.worlds import Weighted, norms_of
+
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+    rows = []
+    for tokens in batch.token_ids.split(batch.lengths.tolist()):
+        log_p = model(tokens[None], use_cache=False).logits[0, :-1].float().log_softmax(-1)
+        rows.append(torch.cat([log_p.new_zeros(1), log_p.gather(1, tokens[1:, None])[:, 0]]))
+    found = torch.cat(rows) * batch.loss_mask
+    Weighted().loss(Outputs(found, None), batch, norms_of(batch))[0].backward()
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": SETTINGS["weight_decay"]},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    torch.optim.AdamW(groups, lr=SETTINGS["lr"], eps=SETTINGS["eps"]).step()
+    return found.detach(), {name: p.detach() for name, p in model.named_parameters()}
+
+
+def check(family: str, folder: Path, out: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from tests.engines.worlds import Weighted, make_batch, norms_of
+
+    expected = EXPECTED[family]
+    at_start = start_problems(folder)
+    if expected.startswith("start: "):
+        assert any(re.search(expected.removeprefix("start: "), text) for text in at_start), at_start
+        return
+    assert at_start == []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        if expected not in ("packed", "rows"):
+            with pytest.raises(ValueError, match=expected) as refusal:
+                engine(folder)
+            assert str(refusal.value).startswith("model.path ") and "\n" not in str(refusal.value)
+            return
+        trainer = engine(folder)
+    assert trainer.packing == (expected == "packed")
+    assert any("one sequence at a time" in str(one.message) for one in said) == (expected == "rows")
+    batch = make_batch(LENGTHS)
+    want, after = step_of_torch(folder, batch)
+    everything = [list(range(len(LENGTHS)))]
+    assert (trainer.logprobs(batch, everything, 1.0) - want).abs().max() < 5e-5
+    trainer.train_step(batch, everything, Weighted(), norms_of(batch))
+    trainer.export_hf(out)
+    exported = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    for name, weight in exported.named_parameters():
+        # A part of the learning rate: what rounding makes of gradients beside eps.
+        far = (weight - after[name]).abs() - 1e-5 * after[name].abs()
+        assert far.max() <= 2e-2 * SETTINGS["lr"], name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", SAMPLE)
+def test_a_family_is_trained_as_transformers_has_it_or_refused(
+    family: str, folder_of: Callable[[str], Path], world_of_one: None, tmp_path: Path
+) -> None:
+    check(family, folder_of(family), tmp_path / "hf")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("family", sorted(EXPECTED.keys() - set(SAMPLE)))
+def test_every_other_family_too(
+    family: str, folder_of: Callable[[str], Path], world_of_one: None, tmp_path: Path
+) -> None:
+    check(family, folder_of(family), tmp_path / "hf")
+
+
+def test_no_family_of_transformers_is_left_out() -> None:
+    """Those of the tested version; a newer one may have more."""
+    from importlib.metadata import version
+
+    from hpcrl.spec.families import causal_families
+
+    if version("transformers") != "5.19.0":
+        pytest.skip("the table is of transformers 5.19.0")
+    assert EXPECTED.keys() | UNMADE.keys() == causal_families()
+    assert not EXPECTED.keys() & UNMADE.keys()
+    assert len(EXPECTED) > 150 and set(SAMPLE) <= EXPECTED.keys()
+
+
+# ---- ranks that divide rows
+
+TENSOR, CONTEXT = {"tensor_parallel": 2}, {"context_parallel": 2}
+OFF = "needs a model that can be packed; {} cannot: packed log-probs differ by"
+SPLITS: dict[tuple[str, str], tuple[dict[str, int], str]] = {
+    ("llama", "tensor"): (TENSOR, ""),
+    ("gemma2", "context"): (CONTEXT, ""),
+    ("gemma3", "context"): (CONTEXT, ""),  # a folder with a vision tower
+    ("qwen2_moe", "tensor"): (TENSOR, OFF.format("qwen2_moe")),
+    ("qwen2_moe", "context"): (CONTEXT, OFF.format("qwen2_moe")),
+    ("phimoe", "context"): (CONTEXT, OFF.format("phimoe")),
+    ("minimax_m3_vl_text", "context"): (CONTEXT, OFF.format("minimax_m3_vl_text")),
+    ("deepseek_v3", "tensor"): (TENSOR, "trainer.fsdp2: tensor_parallel=2 .*deepseek_v3 cannot"),
+    ("falcon_mamba", "context"): (CONTEXT, "falcon_mamba has no num_attention_heads; set both to 1"),
+    ("deepseek_v32", "context"): (CONTEXT, "its packed forward fails"),
+}
+"""(family, what is divided) -> keys, and why the ranks refuse; empty: they compute what transformers does."""
+
+
+def outcomes_of_two_ranks(folders: dict[str, Path]) -> dict[tuple[str, str], Any]:
+    """For each of SPLITS the log-probs, or the refusal."""
+    from tests.engines.worlds import make_batch
+
+    found: dict[tuple[str, str], Any] = {}
+    for (family, what), (own, _) in SPLITS.items():
+        try:
+            trainer = engine(folders[family], **own)
+            found[family, what] = trainer.logprobs(make_batch(LENGTHS), [list(range(len(LENGTHS)))], 1.0)
+        except ValueError as error:
+            found[family, what] = str(error)
+    return found
+
+
+@pytest.mark.slow
+def test_ranks_divide_the_rows_of_a_family_or_all_refuse_it(folder_of: Callable[[str], Path]) -> None:
+    from tests.engines.worlds import make_batch, run_ranks
+
+    folders = {family: folder_of(family) for family, _ in SPLITS}
+    batch = make_batch(LENGTHS)
+    for results in run_ranks(2, outcomes_of_two_ranks, folders):
+        for (family, what), (_, refusal) in SPLITS.items():
+            found = results[family, what]
+            if refusal:
+                assert isinstance(found, str), (family, what, found)
+                assert re.search(refusal, found) and "\n" not in found, found
+            else:
+                assert not isinstance(found, str), found
+                assert (found - step_of_torch(folders[family], batch)[0]).abs().max() < 5e-5
+
+
+# ---- the other engine with this model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "packing"), [("qwen2_moe", False), ("cohere", True)])
+def test_deepspeed_tries_a_family_too(
+    family: str, packing: bool, folder_of: Callable[[str], Path], world_of_one: None
+) -> None:
+    pytest.importorskip("deepspeed")
+    import torch
+
+    from hpcrl.config import TrainerConfig
+    from hpcrl.engines.train.deepspeed.engine import ZeroEngine
+    from tests.engines.worlds import make_batch
+
+    folder = folder_of(family)
+    assert start_problems(folder, {"engine": "deepspeed"}) == []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = ZeroEngine(TrainerConfig(**SETTINGS), folder, dtype=torch.float32, total_steps=3)
+    assert trainer.packing == packing
+    batch = make_batch(LENGTHS)
+    got = trainer.logprobs(batch, [list(range(len(LENGTHS)))], 1.0)
+    assert (got - step_of_torch(folder, batch)[0]).abs().max() < 5e-5
+
+
+# ---- folders as they are published
+
+ROPE3 = {
+    "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}  # fmt: skip
+YARN = {
+    "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096, "type": "yarn",
+}  # fmt: skip
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "Llama-3.1-8B": {
+        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
+        "rope_theta": 500000.0, "rope_scaling": ROPE3, "bos_token_id": 128000, "eos_token_id": [128001, 128008],
+        "tie_word_embeddings": False,
+    },
+    "Qwen2.5-0.5B": {
+        "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+        "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936, "max_position_embeddings": 32768,
+        "max_window_layers": 24, "sliding_window": 32768, "use_sliding_window": False, "tie_word_embeddings": True,
+        "eos_token_id": 151643, "bos_token_id": 151643,
+    },
+    "Qwen3-30B-A3B": {
+        "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1,
+        "mlp_only_layers": [], "vocab_size": 151936, "max_position_embeddings": 40960, "sliding_window": None,
+    },
+    "gemma-2-9b": {
+        "model_type": "gemma2", "hidden_size": 3584, "intermediate_size": 14336, "num_hidden_layers": 42,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256, "query_pre_attn_scalar": 256,
+        "sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "vocab_size": 256000,
+    },
+    "DeepSeek-V3": {
+        "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
+        "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536,
+        "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_group": 8,
+        "topk_group": 4, "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1,
+        "first_k_dense_replace": 3, "num_nextn_predict_layers": 1, "max_position_embeddings": 163840,
+        "rope_scaling": YARN, "vocab_size": 129280,
+    },
+}  # fmt: skip
+"""Of their config.json what makes the model."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_small_model_of_a_published_one_can_be_made_and_packed(name: str, tmp_path: Path) -> None:
+    """All layers, in seconds; more ranks than one divide its heads as they do those of the published one."""
+    import json
+    from types import SimpleNamespace
+
+    import torch
+    from transformers import AutoConfig
+
+    from hpcrl.engines.train.fsdp2.exchange import TokenRanks
+    from hpcrl.engines.train.fsdp2.kind import CAUSAL
+    from hpcrl.engines.train.fsdp2.model import PackedCausalLM
+    from hpcrl.engines.train.fsdp2.small import REACH, small_config
+    from hpcrl.engines.train.fsdp2.spec import FSDP2Config
+    from hpcrl.engines.train.fsdp2.trial import LENGTHS as ROWS
+    from hpcrl.engines.train.fsdp2.trial import try_architecture
+
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    config = AutoConfig.from_pretrained(tmp_path)
+    small = small_config(config)
+    assert small.num_hidden_layers == config.num_hidden_layers
+    assert (getattr(small, "sliding_window", None) or REACH) <= REACH < min(ROWS) / 2
+    divided = small_config(config, (2, 2))
+    assert divided.num_attention_heads % 4 == divided.num_key_value_heads % 2 == 0
+    tried = SimpleNamespace(
+        name="fsdp2", kind=CAUSAL, tried_class=PackedCausalLM, model_path=tmp_path, own=FSDP2Config(),
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    assert try_architecture(tried, config, TokenRanks()) == ""
+
+
+@pytest.mark.parametrize("error", [ImportError("needs timm"), TypeError("expected int"), RuntimeError("shapes")])
+def test_an_error_of_a_models_own_code_is_one_line(error: Exception, tmp_path: Path) -> None:
+    from types import SimpleNamespace
+
+    import torch
+
+    from hpcrl.engines.train.fsdp2.kind import Kind
+    from hpcrl.engines.train.fsdp2.model import empty_model
+
+    def fails(*given: Any, **keys: Any) -> None:
+        raise error
+
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ValueError, match=f"config.json makes no causal language model: {error}"):
+        empty_model(tmp_path, torch.float32, Kind(auto=SimpleNamespace(from_config=fails)))
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        ({"model_type": "llama4"}, "does not train model_type=llama4: its model returns no hidden states"),
+        ({"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}, "has no quantized weights"),
+    ],
+)
+@pytest.mark.parametrize("name", ["fsdp2", "deepspeed"])
+def test_what_no_config_makes_trainable_is_refused_before_the_start(name: str, model: dict[str, Any], why: str) -> None:
+    from hpcrl.config import parse
+    from hpcrl.config.abilities import check_trainable
+
+    (problem,) = check_trainable(parse({"trainer": {"engine": name}}), model, AT)
+    assert problem.text.startswith(f"model.path: the {name} trainer ") and why in problem.text
