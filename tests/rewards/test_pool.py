@@ -281,7 +281,7 @@ def test_maths_in_a_worker_with_the_soft_limit():
     pool = RewardPool(Config(data=DataConfig(train=str(FILE)), reward={"m": RewardConfig(name="math", timeout_s=100)}))
     try:
         pool.submit([RewardItem(n, "m", "p", rf"\boxed{{\frac{{{2 * n}}}{{6}}}}", f"#### {n}/3") for n in range(50)])
-        pool.submit([RewardItem(99, "m", "p", r"\boxed{(x+y+z)^{999}}", "x+1")])
+        pool.submit([RewardItem(99, "m", "p", r"\boxed{((x+y)^{30}-(x-y)^{30}+z)^{30}}", "x+1")])
         found = collect(pool)
         assert all(found[n].score == 1 for n in range(50))
         assert found[99].score == 0 and "more than 2 s of CPU time" in found[99].error

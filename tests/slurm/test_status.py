@@ -221,7 +221,7 @@ def test_real_jobs_that_ended(cluster: Any, tmp_path: Path, tiny: list[str]) -> 
     late = Run(cluster, tmp_path / "late", *words, "max_steps=2")
     data.unlink()
     cluster.run("scancel", others.strip())
-    said = says(cluster, late.dir, f"never started: job {late.job} is failed", "error", str(data))
+    said = says(cluster, late.dir, f"refused: job {late.job} could not start an attempt at ", "error", str(data))
     assert "step" not in said.split("error")[0]
 
 
