@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from multiprocessing.util import Finalize
@@ -21,6 +22,8 @@ REQUIRE_ALL = os.environ.get("HPCRL_REQUIRE_ALL") == "1"
 """Set in continuous integration: what a user's machine may lack must be there, GPUs excepted."""
 REQUIRE_OUTSIDE = os.environ.get("HPCRL_REQUIRE_OUTSIDE") == "1"
 """Set by make test-outside: so must the packages of tests marked `outside`."""
+ENGINES = ("bitsandbytes", "deepspeed", "megatron", "sglang", "textworld", "vllm")
+"""Packages that take seconds to import. Every worker collects all tests, so that a test imports them itself."""
 
 
 @pytest.fixture(scope="session")
@@ -84,6 +87,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     computing = [path for path in long if path.parent.name != "slurm"]
     place = {path: (i + 0.5) / len(files) for files in (waiting, computing) for i, path in enumerate(files)}
     items.sort(key=lambda item: place.get(item.path, 1.0))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Refuse a module of tests that imports an engine while it is collected."""
+    imported = sorted(set(ENGINES) & set(sys.modules))
+    if imported and not session.testsfailed:
+        raise pytest.UsageError(f"collecting the tests has imported {', '.join(imported)}: import it within the tests")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # outside the time limit of the test

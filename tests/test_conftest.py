@@ -22,7 +22,7 @@ MODULES = {
 }
 
 
-def closing_line(folder: Path, require: str, outside: str = "0") -> str:
+def started(folder: Path, require: str, outside: str = "0") -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"HPCRL_REQUIRE_ALL": require, "HPCRL_REQUIRE_OUTSIDE": outside}
     words = [
         "-q",
@@ -35,8 +35,11 @@ def closing_line(folder: Path, require: str, outside: str = "0") -> str:
         "no:hypothesispytest",
     ]
     command = [sys.executable, "-m", "pytest", *words]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    return done.stdout.strip().splitlines()[-1].split(" in ")[0]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def closing_line(folder: Path, require: str, outside: str = "0") -> str:
+    return started(folder, require, outside).stdout.strip().splitlines()[-1].split(" in ")[0]
 
 
 @pytest.fixture
@@ -54,6 +57,14 @@ def test_a_skip_passes_for_a_user_and_fails_where_all_is_required_but_for_a_gpu(
     assert closing_line(suite, "0") == "1 passed, 4 skipped, 1 deselected, 1 xfailed"
     assert closing_line(suite, "1") == "1 failed, 1 passed, 2 skipped, 1 deselected, 1 xfailed, 1 error"
     assert closing_line(suite, "1", "1") == "2 failed, 1 passed, 1 skipped, 1 deselected, 1 xfailed, 1 error"
+
+
+def test_a_module_that_imports_an_engine_while_it_is_collected_is_refused(suite: Path) -> None:
+    (suite / "tests" / "deepspeed.py").touch()
+    (suite / "tests" / "test_seven.py").write_text("import deepspeed\n\ndef test_fine():\n    pass\n")
+    done = started(suite, "0")
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert done.stderr.strip() == "ERROR: collecting the tests has imported deepspeed: import it within the tests"
 
 
 LOG = """

@@ -16,7 +16,6 @@ from hpcrl.rollout.store import RolloutReader
 from tests.e2e.program import Start
 from tests.e2e.test_resume import check_accounts
 
-textworld = pytest.importorskip("textworld")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 WORDS = ["+experiment=agentic_tiny", "deterministic=true", "rollout.max_new_tokens=8"]
@@ -76,7 +75,7 @@ def test_episodes_are_trained_told_and_shown_and_a_kill_changes_none(tmp_path: P
             assert path.read_bytes() == (killed / path.relative_to(whole)).read_bytes()
 
 
-@pytest.mark.parametrize("algorithm", ["turn_reinforce", "gigpo"])
+@pytest.mark.parametrize("algorithm", [pytest.param("turn_reinforce", marks=pytest.mark.soak), "gigpo"])
 def test_credit_of_turns_is_trained_on(tmp_path: Path, walker_model: Path, algorithm: str) -> None:
     words = [
         *WORDS,
@@ -122,7 +121,9 @@ def test_a_critic_learns_the_returns_of_turns(tmp_path: Path, walker_model: Path
     assert longest > 1
 
 
-@pytest.mark.parametrize("more", [[], BY_STEPS], ids=["trajectories", "steps and GiGPO"])
+@pytest.mark.parametrize(
+    "more", [pytest.param([], id="trajectories", marks=pytest.mark.soak), pytest.param(BY_STEPS, id="steps and GiGPO")]
+)
 def test_episodes_go_on_while_others_are_trained_and_a_kill_loses_none(
     tmp_path: Path, walker_model: Path, more: list[str]
 ) -> None:
@@ -154,6 +155,7 @@ def test_the_pipeline_needs_an_environment(tmp_path: Path) -> None:
 
 def test_the_small_twin_of_the_worlds_runs(tmp_path: Path) -> None:
     """A room, a shop, a repair in a sandbox, sums with Python as a tool, and TextWorld in place of ALFWorld."""
+    textworld = pytest.importorskip("textworld")
     game = textworld.GameOptions()
     game.seeds, game.nb_rooms, game.nb_objects, game.quest_length, game.path = 1, 2, 4, 1, str(tmp_path / "game.z8")
     textworld.make(game)

@@ -21,7 +21,6 @@ from tests.checkpoint.writing import write_files
 from tests.engines.test_muon import LENGTHS, make, train
 from tests.engines.worlds import Weighted, make_batch, make_model_folder, norms_of, process_group, run_ranks
 
-bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 pytestmark = pytest.mark.numerics
 
 
@@ -38,13 +37,14 @@ def in_8_bits(engine: Any) -> list[str]:
 
 def test_steps_are_those_of_bitsandbytes_and_near_adamw(tmp_path: Path) -> None:
     """Parameters that are not in 8 bits have AdamW's step, bit for bit."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
     folder, batch = make_folder(tmp_path / "model"), make_batch(LENGTHS)
     with process_group(0, 1, str(tmp_path / "world")):
         engine, adamw = make(folder, "adamw8bit"), make(folder, "adamw")
         before = dict(engine.named_weights())
         whole_blocks = [name for name, tensor in before.items() if "layers" in name and tensor.shape[-1] == 256]
         reference = {name: torch.nn.Parameter(before[name].clone()) for name in whole_blocks}
-        theirs = bnb.optim.AdamW8bit(reference.values(), lr=1e-2, weight_decay=0.1)
+        theirs = bitsandbytes.optim.AdamW8bit(reference.values(), lr=1e-2, weight_decay=0.1)
         for step in range(3):
             for own in (engine, adamw):
                 own.accumulate(batch, [[0, 1, 2, 3]], Weighted(0.7), norms_of(batch))

@@ -7,7 +7,7 @@ import math
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -18,8 +18,6 @@ from transformers import AutoModelForCausalLM
 from hpcrl.algorithms.base import Objective, Outputs
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import ConfigError, TrainerConfig, parse
-from hpcrl.engines.train.deepspeed import local_disk, places, zero
-from hpcrl.engines.train.deepspeed.engine import ZeroEngine
 from hpcrl.engines.train.deepspeed.spec import DeepSpeedConfig
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.metrics.stats import Stats
@@ -36,6 +34,9 @@ from tests.engines.worlds import (
     transformers_results,
     worst_difference,
 )
+
+if TYPE_CHECKING:
+    from hpcrl.engines.train.deepspeed.engine import ZeroEngine
 
 pytestmark = pytest.mark.numerics
 
@@ -66,6 +67,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_engine(folder: Path, case: str, trainable: bool = True, dtype: str = "float32", **config: Any) -> ZeroEngine:
+    from hpcrl.engines.train.deepspeed.engine import ZeroEngine
+
     keys = CASES[case] | {key: config.pop(key) for key in DeepSpeedConfig.model_fields if key in config}
     return ZeroEngine(
         TrainerConfig(**{"lr": 1e-3, "logits_chunk_tokens": 8} | config),
@@ -158,6 +161,8 @@ def test_a_frozen_engine(
     assert (got - want).abs().max() < (1e-5 if dtype == "float32" else 0.5)
     assert not any(parameter.requires_grad for parameter in engine.module.parameters())
     assert all(tensor.dtype == getattr(torch, dtype) for _, tensor in engine.named_weights())
+    from hpcrl.engines.train.deepspeed import places
+
     left = _take_turns(monkeypatch)
     turns = places.HostTurns(engine.module, getattr(engine.model, "optimizer", None), None, torch.device("cpu"))
     for turn in (lambda: turns.offload(weights=True), turns.onload):
@@ -209,6 +214,8 @@ def test_impossible_settings(section: dict[str, Any], message: str) -> None:
 
 
 def _take_turns(monkeypatch: pytest.MonkeyPatch) -> Left:
+    from hpcrl.engines.train.deepspeed import places
+
     left = Left()
     monkeypatch.setattr(places, "_copy", left.copy)
     return left
@@ -229,6 +236,8 @@ def test_turns_with_a_generator_change_nothing(
 ) -> None:
     """On a CPU nothing has to move: here all memory moves to other memory, and what was left behind is overwritten. A
     tensor that still used it would make the results NaN."""
+    from hpcrl.engines.train.deepspeed import places
+
     left = _take_turns(monkeypatch)
     batch = make_batch(LENGTHS)
     stays, moves = (make_engine(folder, case, param_dtype=dtype) for _ in range(2))
@@ -257,6 +266,8 @@ def test_turns_with_a_generator_change_nothing(
 
 
 def _same_state(engine: ZeroEngine, other: ZeroEngine) -> None:
+    from hpcrl.engines.train.deepspeed import zero
+
     for mine, others in zip(engine.module.parameters(), other.module.parameters(), strict=True):
         for (key, values), (_, wanted) in zip(zero.state_of(mine), zero.state_of(others), strict=True):
             assert torch.equal(values, wanted), key
@@ -275,7 +286,7 @@ def test_state_on_a_disk_is_that_in_memory(
     case: str, dtype: str, folder: Path, world_of_one: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit, also from a checkpoint; the files have no names and, after a step, none of the process's memory."""
-    monkeypatch.setattr(local_disk, "IN_MEMORY", ())  # wherever tests keep their files
+    monkeypatch.setattr("hpcrl.engines.train.deepspeed.local_disk.IN_MEMORY", ())  # wherever tests keep their files
     monkeypatch.setenv("NODE_DISK", str(tmp_path / "disk"))
     (tmp_path / "disk").mkdir()
     files = {key: "nvme" for key in OFFLOAD if key in CASES[case]} | {"nvme_path": "$NODE_DISK"}
@@ -299,6 +310,8 @@ def test_state_on_a_disk_is_that_in_memory(
 
 def test_files_on_a_disk_take_no_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A frozen model has a file per parameter, and a process often may open 1024."""
+    from hpcrl.engines.train.deepspeed import local_disk
+
     monkeypatch.setattr(local_disk, "IN_MEMORY", ())
     disk, before = local_disk.LocalDisk(str(tmp_path)), len(os.listdir("/proc/self/fd"))
     tensors = [disk.zeros_like(torch.empty(3)) for _ in range(20)]
@@ -332,7 +345,7 @@ def test_a_disk_that_cannot_be_used(
     assert "there is no such folder on " in message_for(f"{tmp_path}/none")
     assert "there is no such folder on " in message_for("$NOT_SET/x")
     assert "/dev/shm is tmpfs, whose files are in host memory" in message_for("/dev/shm")
-    monkeypatch.setattr(local_disk, "IN_MEMORY", ())
+    monkeypatch.setattr("hpcrl.engines.train.deepspeed.local_disk.IN_MEMORY", ())
     assert "cannot be written" in message_for("/proc")
 
     def full(file: int, first: int, size: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -13,9 +13,6 @@ from torch import Tensor
 
 from hpcrl.config import TrainerConfig, parse
 from hpcrl.engines.train.base import ValueEngine, check_objective
-from hpcrl.engines.train.deepspeed import zero
-from hpcrl.engines.train.deepspeed.critic import ZeroCritic
-from hpcrl.engines.train.deepspeed.engine import ZeroEngine
 from hpcrl.engines.train.deepspeed.spec import DeepSpeedConfig
 from hpcrl.launch.model_folder import inspect_model
 from hpcrl.planner.critic import critic_parts
@@ -26,6 +23,10 @@ from tests.contracts.train import deepspeed
 from tests.engines.test_critic import LENGTHS, Squares, critic_folder, make_critic, of_transformers
 from tests.engines.worlds import make_batch, make_model_folder, norms_of, run_ranks, worst_difference
 
+if TYPE_CHECKING:
+    from hpcrl.engines.train.deepspeed.critic import ZeroCritic
+    from hpcrl.engines.train.deepspeed.engine import ZeroEngine
+
 pytestmark = [pytest.mark.slow, pytest.mark.numerics]
 
 PLAN = [[4, 0], [], [1, 2, 3, 5]]
@@ -35,6 +36,8 @@ every_stage = pytest.mark.parametrize("stage", [1, 2, 3])
 
 def make(folder: Path, stage: int, param_dtype: str = "float32", **own: Any) -> ZeroCritic:
     """With the keys of make_critic()."""
+    from hpcrl.engines.train.deepspeed.critic import ZeroCritic
+
     schedule = {"lr": 0.02, "lr_schedule": "linear", "lr_warmup_steps": 2}
     keys = schedule | {"max_grad_norm": 100.0, "param_dtype": param_dtype}
     section = DeepSpeedConfig(zero_stage=stage, **own)
@@ -102,6 +105,8 @@ def test_the_head_computes_in_float32_beside_bfloat16(stage: int, tmp_path: Path
 
 @every_stage
 def test_the_plan_counts_its_state(stage: int, tmp_path: Path, world_of_one: None) -> None:
+    from hpcrl.engines.train.deepspeed import zero
+
     folder = make_model_folder("qwen2", tmp_path / "base")
     critic = make(folder, stage)
     words = {"trainer": {"engine": "deepspeed", "deepspeed": {"zero_stage": stage}}, "algorithm": {"name": "gae"}}

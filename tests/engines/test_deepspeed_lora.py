@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -12,8 +12,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hpcrl.config import TrainerConfig, parse
-from hpcrl.engines.train.deepspeed import zero
-from hpcrl.engines.train.deepspeed.engine import ZeroEngine
 from hpcrl.engines.train.deepspeed.spec import DeepSpeedConfig
 from hpcrl.launch.model_folder import inspect_model
 from hpcrl.planner.shapes import read_shape
@@ -26,6 +24,9 @@ from tests.engines import test_lora
 from tests.engines.test_lora import LENGTHS, LORA, check_generator, native, share, step
 from tests.engines.worlds import Weighted, make_batch, make_model_folder, norms_of, run_ranks, worst_difference
 
+if TYPE_CHECKING:
+    from hpcrl.engines.train.deepspeed.engine import ZeroEngine
+
 pytestmark = [pytest.mark.slow, pytest.mark.numerics]
 
 every_stage = pytest.mark.parametrize("stage", [1, 2, 3])
@@ -33,6 +34,8 @@ OFFLOAD = {"offload_optimizer": "cpu", "offload_parameters": "cpu"}
 
 
 def engine(folder: Path, stage: int, seed: int = 0, **config: Any) -> ZeroEngine:
+    from hpcrl.engines.train.deepspeed.engine import ZeroEngine
+
     own = {key: config.pop(key) for key in DeepSpeedConfig.model_fields if key in config}
     trainer = TrainerConfig(**{"lr": 1e-2, "logits_chunk_tokens": 8, "lora": LORA} | config)
     section = DeepSpeedConfig(zero_stage=stage, **own)
@@ -60,6 +63,8 @@ def fsdp2_state(folder: Path, state: Path) -> tuple[list[Tensor], dict[str, Tens
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
 def test_gradients_equal_those_of_fsdp2(family: str, stage: int, tmp_path: Path, world_of_one: None) -> None:
     """Which says of which weights the adapters are, so that either continues the other."""
+    from hpcrl.engines.train.deepspeed import zero
+
     folder, whole = make_model_folder(family, tmp_path / "model"), make_batch(LENGTHS)
     want, theirs = fsdp2_state(folder, tmp_path / "state")
     trainer = engine(folder, stage)
@@ -126,6 +131,8 @@ def test_adapters_in_float32_beside_bfloat16(stage: int, tmp_path: Path, world_o
 
 @every_stage
 def test_the_plan_counts_frozen_weights_apart(stage: int, tmp_path: Path, world_of_one: None) -> None:
+    from hpcrl.engines.train.deepspeed import zero
+
     folder = make_model_folder("qwen2", tmp_path / "model")
     trainer = engine(folder, stage, param_dtype="bfloat16")
     section = {"engine": "deepspeed", "param_dtype": "bfloat16", "lora": LORA.model_dump()}

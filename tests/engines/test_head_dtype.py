@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -14,12 +14,13 @@ from transformers import AutoConfig
 
 from hpcrl.config import TrainerConfig
 from hpcrl.engines.gen.native.engine import NativeEngine
-from hpcrl.engines.train.megatron.engine import MegatronEngine
-from hpcrl.engines.train.megatron.logprobs import vocabulary_logprobs
 from tests.bench.head_dtype import differences, generated
 from tests.engines.test_native import make_model, prompt_of
 from tests.engines.worlds import VOCAB, make_model_folder
 from tests.planner.measuring import make_engine
+
+if TYPE_CHECKING:
+    from hpcrl.engines.train.megatron.engine import MegatronEngine
 
 pytestmark = pytest.mark.numerics
 
@@ -44,6 +45,8 @@ def native(folder: Path, float32_head: bool) -> NativeEngine:
 
 
 def make_megatron(folder: Path, **config: Any) -> MegatronEngine:
+    from hpcrl.engines.train.megatron.engine import MegatronEngine
+
     return MegatronEngine(TrainerConfig(engine="megatron", **config), folder, total_steps=1)
 
 
@@ -68,6 +71,8 @@ def test_log_probs_of_trainer_and_generator_are_closer(
 
 def test_megatrons_head_is_as_exact_as_fsdp2s(tmp_path: Path, world_of_one: None) -> None:
     """Against float32 of the same rounded weights and states: logits near 80 lose their rounding to steps of .5."""
+    from hpcrl.engines.train.megatron.logprobs import vocabulary_logprobs
+
     hidden = torch.randn(12, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
     weight = torch.randn(40, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
     hidden[:, 0], weight[:, 0] = 10.0, 8.0

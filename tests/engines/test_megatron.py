@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -18,8 +17,6 @@ from transformers import AutoModelForCausalLM
 from hpcrl.config import TrainerConfig
 from hpcrl.engines.routes import RouteShape
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
-from hpcrl.engines.train.megatron.engine import MegatronEngine
-from hpcrl.engines.train.megatron.model import check_layers, recomputation
 from hpcrl.engines.train.megatron.spec import MegatronConfig
 from hpcrl.rollout.batch import Batch
 from hpcrl.spec.extras import without
@@ -36,6 +33,9 @@ from tests.engines.worlds import (
     worst_difference,
 )
 
+if TYPE_CHECKING:
+    from hpcrl.engines.train.megatron.engine import MegatronEngine
+
 pytestmark = pytest.mark.numerics
 
 LENGTHS = (9, 12, 5, 14)
@@ -43,6 +43,8 @@ ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 
 
 def make(folder: Path, trainer: dict[str, Any] | None = None, **own: Any) -> MegatronEngine:
+    from hpcrl.engines.train.megatron.engine import MegatronEngine
+
     settings = {"lr": 1e-2, "max_grad_norm": 100.0, "logits_chunk_tokens": 8} | (trainer or {})
     config = TrainerConfig(engine="megatron", **settings)
     return MegatronEngine(config, folder, own=MegatronConfig(**own), total_steps=8)
@@ -116,6 +118,8 @@ def test_a_gpu_without_transformer_engine_is_refused_before_megatron_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Megatron-Core builds its layers from names that it has not imported."""
+    from hpcrl.engines.train.megatron.model import check_layers
+
     check_layers(on_gpu=False)
     with without("transformer_engine"), pytest.raises(ValueError, match=r"needs transformer_engine: .*megatron\.def"):
         check_layers(on_gpu=True)
@@ -127,6 +131,8 @@ def test_a_gpu_without_transformer_engine_is_refused_before_megatron_fails(
 
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_what_is_recomputed_is_what_the_key_says(on_gpu: bool) -> None:
+    from hpcrl.engines.train.megatron.model import recomputation
+
     asked = {value: recomputation(MegatronConfig(recompute=value), on_gpu) for value in ("none", "selective", "full")}
     of_attention = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
     assert asked["none"] == {} and asked["selective"] == ({} if on_gpu else of_attention)
@@ -188,6 +194,8 @@ def _resume_on_other_splits(model: Path, experts: Path, untied: Path, scratch: P
         differences = [(resumed[name] - wanted[name]).abs().mean() for name in saved]
         assert max(differences) < 1e-5, own
     assert any((wanted[name] - start[name]).abs().mean() > 1e-3 for name in saved)
+
+    from megatron.core import dist_checkpointing
 
     reader = make(model, tensor_parallel=2)
     read = dist_checkpointing.load(reader.chunks[0].module.sharded_state_dict(), str(folder))
@@ -256,6 +264,8 @@ def routed_batch() -> Batch:
 
 
 def _replay(folder: Path, wanted: Tensor, gradients: dict[str, Tensor]) -> None:
+    from hpcrl.engines.train.megatron.engine import MegatronEngine
+
     whole, objective = routed_batch(), Weighted(0.7)
     for own in (
         {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2},

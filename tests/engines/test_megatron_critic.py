@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -18,13 +18,15 @@ from hpcrl.config import TrainerConfig, parse
 from hpcrl.convert.__main__ import main as convert
 from hpcrl.engines.train.base import ValueEngine, check_objective
 from hpcrl.engines.train.fsdp2.critic import FSDP2Critic
-from hpcrl.engines.train.megatron.critic import MegatronCritic
 from hpcrl.engines.train.megatron.spec import MegatronConfig, divide
 from hpcrl.rollout.batch import Batch, Norms
 from tests.checkpoint.writing import write_files
 from tests.contracts.train import megatron
 from tests.engines.test_critic import LENGTHS, Squares, critic_folder, of_transformers
 from tests.engines.worlds import make_batch, make_model_folder, norms_of, process_group, run_ranks, worst_difference
+
+if TYPE_CHECKING:
+    from hpcrl.engines.train.megatron.critic import MegatronCritic
 
 pytestmark = pytest.mark.numerics
 
@@ -41,6 +43,8 @@ ON_TWO: list[Split] = [
 
 
 def make(folder: Path, own: dict[str, Any], **config: Any) -> MegatronCritic:
+    from hpcrl.engines.train.megatron.critic import MegatronCritic
+
     trainer = TrainerConfig(
         engine="megatron", lr=0.02, max_grad_norm=100.0, lr_schedule="linear", lr_warmup_steps=2, **config
     )

@@ -6,7 +6,7 @@ tensor that still used it would make the results NaN."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -15,11 +15,12 @@ from torch import Tensor
 from hpcrl.config import TrainerConfig
 from hpcrl.engines.train import moving
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
-from hpcrl.engines.train.megatron import checkpoint
-from hpcrl.engines.train.megatron.engine import MegatronEngine
 from hpcrl.engines.train.megatron.spec import MegatronConfig
 from tests.engines.moving import Left
 from tests.engines.worlds import Weighted, make_batch, make_model_folder, norms_of
+
+if TYPE_CHECKING:
+    from hpcrl.engines.train.megatron.engine import MegatronEngine
 
 pytestmark = [pytest.mark.numerics, pytest.mark.usefixtures("world_of_one")]
 
@@ -82,6 +83,8 @@ def test_turns_of_fsdp2_change_nothing(param_dtype: str, folder: Path, left: Lef
 @pytest.mark.parametrize("distributed", [True, False], ids=["distributed", "whole"])
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
 def test_turns_of_megatron_change_nothing(param_dtype: str, distributed: bool, folder: Path, left: Left) -> None:
+    from hpcrl.engines.train.megatron.engine import MegatronEngine
+
     config = TrainerConfig(engine="megatron", lr=1e-2, param_dtype=param_dtype, logits_chunk_tokens=8)
     own = MegatronConfig(distributed_optimizer=distributed)
     stays, moves = (MegatronEngine(config, folder, own=own, total_steps=9) for _ in range(2))
@@ -107,6 +110,8 @@ def test_turns_of_megatron_change_nothing(param_dtype: str, distributed: bool, f
 
 def _same_state(engine: MegatronEngine, other: MegatronEngine) -> None:
     """What a checkpoint takes, while the state is away."""
+    from hpcrl.engines.train.megatron import checkpoint
+
     files: list[dict[str, Any]] = [dict(each.snapshot(copy=False)) for each in (engine, other)]
     assert files[0].keys() == files[1].keys()
     of_engines = [

@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hpcrl.config import parse
-from hpcrl.engines.train.megatron.engine import MegatronEngine
 from hpcrl.engines.train.megatron.spec import MegatronConfig, divide
 from hpcrl.metrics.stats import flatten, merge
 from hpcrl.rollout.batch import Batch, Norms
@@ -81,6 +80,8 @@ def plain(folder: Path, batch: Batch, aux: float, z: float) -> tuple[dict[str, T
 
 
 def check(folder: Path, wanted: dict[str, Tensor], losses: list[float], splits: list[dict[str, Any]]) -> None:
+    from hpcrl.engines.train.megatron.engine import MegatronEngine
+
     whole, objective = weighted_batch(), Weighted()
     for own in splits:
         config = parse({"trainer": {"engine": "megatron", "logits_chunk_tokens": 8, "megatron": {**LOSSES, **own}}})

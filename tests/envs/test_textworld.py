@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,7 @@ from hpcrl.data.env_sources import HALF
 from hpcrl.envs.making import make_env, validate_envs
 from tests.contracts import test_env as contract
 
-textworld = pytest.importorskip("textworld")
-from hpcrl.envs.textworld import _name_things  # noqa: E402  # needs the library
+pytestmark = pytest.mark.skipif(find_spec("textworld") is None, reason="textworld is not installed")
 
 PLAIN = {"prompt": "{observation}", "turn": "{observation}", "invalid": "{observation}", "tag": ""}
 WALK = contract.tagged("look", "go south", "inventory", "go north")
@@ -25,6 +25,8 @@ WALK = contract.tagged("look", "go south", "inventory", "go north")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A game of two rooms, twice."""
+    import textworld
+
     made = tmp_path_factory.mktemp("games")
     options = textworld.GameOptions()
     options.seeds, options.nb_rooms, options.nb_objects, options.quest_length = 1, 2, 4, 2
@@ -79,6 +81,8 @@ def test_a_game_by_hand(folder: Path) -> None:
 
 
 def test_things_are_named_as_in_alfworld() -> None:
+    from hpcrl.envs.textworld import _name_things
+
     ids = ["mug_bar__minus_00_dot_80", "mug_bar__plus_01_dot_00", "sink_bar_1_bar_sinkbasin", "agent1", "a_minus_b"]
     things = {name: SimpleNamespace(id=name, name=name) for name in ids}
     _name_things(SimpleNamespace(_entity_infos=things))

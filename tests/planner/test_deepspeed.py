@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -12,14 +12,16 @@ import torch.distributed as dist
 from hpcrl.checkpoint.writer import SharedFile
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, TrainerConfig, parse
-from hpcrl.engines.train.deepspeed import memory, zero
-from hpcrl.engines.train.deepspeed.engine import ZeroEngine
+from hpcrl.engines.train.deepspeed import memory
 from hpcrl.engines.train.deepspeed.spec import BUCKET_NUMBERS, DeepSpeedConfig
 from hpcrl.launch.model_folder import inspect_model
 from hpcrl.planner.shapes import ModelShape, read_shape
 from hpcrl.planner.trainer import checkpoint_bytes, reference_parts, trainer_parts
 from tests.engines.worlds import Weighted, make_batch, make_model_folder, norms_of, run_ranks
 from tests.planner.measuring import bytes_of, least_peak_bytes
+
+if TYPE_CHECKING:
+    from hpcrl.engines.train.deepspeed.engine import ZeroEngine
 
 STAGES = (1, 2, 3)
 ODD = {"hidden_size": 36, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 12, "vocab_size": 101}
@@ -30,6 +32,8 @@ def shape_of(folder: Path) -> ModelShape:
 
 
 def make_engine(folder: Path, dtype: str, trainable: bool = True, **keys: Any) -> ZeroEngine:
+    from hpcrl.engines.train.deepspeed.engine import ZeroEngine
+
     config = TrainerConfig(lr=1e-3, logits_chunk_tokens=16, param_dtype=dtype)
     own = DeepSpeedConfig(**keys)
     return ZeroEngine(config, folder, zero=own, dtype=torch.float32, total_steps=10, trainable=trainable)
@@ -41,6 +45,8 @@ def config_of(dtype: str, **keys: Any) -> Config:
 
 def held(folder: Path, dtype: str) -> list[dict[str, int]]:
     """Part -> bytes of this rank, for each stage."""
+    from hpcrl.engines.train.deepspeed import zero
+
     found = []
     for stage in STAGES:
         engine = make_engine(folder, dtype, zero_stage=stage)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -9,9 +9,11 @@ from torch import Tensor
 from hpcrl.algorithms.base import Objective
 from hpcrl.config import TrainerConfig
 from hpcrl.engines.train.base import TrainEngine
-from hpcrl.engines.train.deepspeed.engine import ZeroEngine
 from hpcrl.rollout.batch import Batch, MicroBatches, Norms
 from tests.contracts.splits import Split
+
+if TYPE_CHECKING:
+    from hpcrl.engines.train.deepspeed.engine import ZeroEngine
 
 OFFLOAD: dict[str, Any] = {"offload_optimizer": "cpu", "offload_parameters": "cpu"}
 DISK = {"offload_optimizer": "nvme", "offload_parameters": "nvme", "nvme_path": "/var/tmp"}
@@ -27,6 +29,8 @@ SPLITS = {
 
 
 def factory(folder: Path) -> TrainEngine:
+    from hpcrl.engines.train.deepspeed.engine import ZeroEngine
+
     config = TrainerConfig(lr=0.02, max_grad_norm=100.0, lr_schedule="linear", lr_warmup_steps=2)
     return ZeroEngine(config, folder, dtype=torch.float32, total_steps=8)
 

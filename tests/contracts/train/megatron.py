@@ -1,18 +1,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from hpcrl.algorithms.base import Objective
 from hpcrl.config import TrainerConfig
 from hpcrl.engines.train.base import TrainEngine
-from hpcrl.engines.train.megatron.engine import MegatronEngine
 from hpcrl.rollout.batch import Batch, MicroBatches, Norms
 from tests.contracts.splits import Split
 
+if TYPE_CHECKING:
+    from hpcrl.engines.train.megatron.engine import MegatronEngine
+
 
 def factory(folder: Path) -> TrainEngine:
+    from hpcrl.engines.train.megatron.engine import MegatronEngine
+
     config = TrainerConfig(engine="megatron", lr=0.02, max_grad_norm=100.0, lr_schedule="linear", lr_warmup_steps=2)
     return MegatronEngine(config, folder, total_steps=8)
 
