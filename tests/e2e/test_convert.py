@@ -71,7 +71,7 @@ def test_a_run_is_trained_converted_and_loaded(trained: Path, tmp_path: Path) ->
     assert again.wait() == 0 and f"\nfinished: {line}; choose another run_name or resume=fresh\n" in again.text
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, marks=pytest.mark.soak), signal.SIGTERM])
 def test_what_is_killed_goes_on(
     number: signal.Signals, trained: Path, tmp_path: Path, slow_disk: Mapping[str, str]
 ) -> None:

@@ -48,7 +48,10 @@ def everything(run_dir: Path) -> dict[str, Any]:
     return left | {f"hf_critic/{p.name}": p.read_bytes() for p in sorted((run_dir / "hf_critic").iterdir())}
 
 
-@pytest.mark.parametrize("own_ranks", [False, True], ids=["with the trainer", "on its own ranks"])
+@pytest.mark.parametrize(
+    "own_ranks",
+    [pytest.param(False, id="with the trainer", marks=pytest.mark.soak), pytest.param(True, id="on its own ranks")],
+)
 def test_a_kill_changes_no_bit_of_policy_and_critic(tmp_path: Path, inputs: list[str], own_ranks: bool) -> None:
     runs = Runs(tmp_path, [*inputs, *(OWN_RANKS if own_ranks else [])])
     whole = everything(runs.finish("undisturbed"))

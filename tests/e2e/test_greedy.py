@@ -43,6 +43,7 @@ def check_rows(run_dir: Path, group_size: int) -> None:
     assert len(baselines) > 1, "prompts differ"
 
 
+@pytest.mark.soak
 def test_a_kill_changes_no_bit(tmp_path: Path, inputs: list[str]) -> None:
     runs = Runs(tmp_path, [*inputs, "deterministic=true"])
     whole = remains(runs.finish("undisturbed"))

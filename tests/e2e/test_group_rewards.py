@@ -31,7 +31,9 @@ env.played.name=scripted env.played.add_reward=true algorithm=null algorithm.nam
 
 
 @pytest.mark.parametrize(
-    ("max_lag", "scorer", "replica", "kill"), [(1, "5", "3", True), (2, "6", "2", False)], ids=["resumed", "max_lag 2"]
+    ("max_lag", "scorer", "replica", "kill"),
+    [(1, "5", "3", True), pytest.param(2, "6", "2", False, marks=pytest.mark.soak)],
+    ids=["resumed", "max_lag 2"],
 )
 def test_siblings_are_scored_together_whoever_is_lost(
     tmp_path: Path, digit_model: Path, digit_data: Path, max_lag: int, scorer: str, replica: str, kill: bool

@@ -27,7 +27,9 @@ def counters(run_dir: Path) -> dict[str, float]:
     return read_state(run_dir / "checkpoints" / step_name(committed_step(run_dir)))["counters"]
 
 
-@pytest.mark.parametrize(("deterministic", "stages"), [("true", STAGES), ("false", STAGES[::3])])
+@pytest.mark.parametrize(
+    ("deterministic", "stages"), [("true", STAGES), pytest.param("false", STAGES[::3], marks=pytest.mark.soak)]
+)
 def test_resume_on_another_layout(
     tmp_path: Path, digit_model: Path, digit_data: Path, deterministic: str, stages: list[list[str]]
 ) -> None:

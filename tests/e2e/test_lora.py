@@ -91,6 +91,7 @@ def test_the_reference_is_the_model_without_adapters(outcomes: dict[str, Outcome
         assert all("lora_" in name for name in result.gradients)
 
 
+@pytest.mark.soak
 def test_a_killed_run_ends_as_it_would_have(
     folder: Path, tmp_path: Path, wide_digit_model: Path, digit_data: Path
 ) -> None:

@@ -28,7 +28,11 @@ timeouts.command_s={COMMAND_S} max_steps={NUM_STEPS} generator.max_slots=2
 @pytest.mark.parametrize(
     ("more", "dies"),
     [
-        (["rollout.max_lag=0"], "2:HandOver:4:SIGKILL 3:Pull:6:SIGKILL 4:Burst:40:SIGSTOP"),
+        pytest.param(
+            ["rollout.max_lag=0"],
+            "2:HandOver:4:SIGKILL 3:Pull:6:SIGKILL 4:Burst:40:SIGSTOP",
+            marks=pytest.mark.soak,
+        ),
         (["rollout.max_lag=1"], "2:HandOver:4:SIGSTOP 3:Pull:6:SIGKILL 4:SaveHeld:4:SIGKILL"),
         (["env=scripted", "layout.env.num_ranks=1"], "2:HandOver:3:SIGKILL 3:Burst:20:SIGKILL 4:Burst:60:SIGKILL"),
     ],

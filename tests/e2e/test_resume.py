@@ -255,10 +255,13 @@ def test_fifty_kills_change_nothing(variants: dict[str, Runs], variant: str, lin
     survive(variants[variant], f"soaked_{lineage}", random.Random(f"{variant} {lineage}"), 5)
 
 
-def test_kills_within_a_save_change_nothing(runs: Runs) -> None:
-    """Every failpoint in turn; those behind the rename leave a checkpoint, so that the run moves on."""
+@pytest.mark.parametrize(
+    "places", [("sealed", "renamed", "pruned"), pytest.param(FAILPOINTS, marks=pytest.mark.soak)], ids=["three", "all"]
+)
+def test_kills_within_a_save_change_nothing(runs: Runs, places: Sequence[str]) -> None:
+    """One failpoint after another; those behind the rename leave a checkpoint, so that the run moves on."""
     before = -1
-    for place in FAILPOINTS:
+    for place in places:
         start = runs.start("saves", place)
         code = start.wait()
         after = committed_step(runs.folder / "saves")
@@ -362,7 +365,12 @@ def test_there_is_something_to_lose(runs: Runs, digit_model: Path) -> None:
 
 @pytest.mark.parametrize(
     ("variant", "max_lag", "kills"),
-    [("default", 0, (1, 3, 2)), ("ahead", 1, (1, 3, 2)), ("carried_over", 1, (2,)), ("partial_overlap", 2, (2,))],
+    [
+        pytest.param("default", 0, (1, 3, 2), marks=pytest.mark.soak),
+        ("ahead", 1, (1, 3, 2)),
+        pytest.param("carried_over", 1, (2,), marks=pytest.mark.soak),
+        ("partial_overlap", 2, (2,)),
+    ],
 )
 def test_every_prompt_ends_once_outside_deterministic_mode(
     variants: dict[str, Runs], variant: str, max_lag: int, kills: tuple[int, ...]

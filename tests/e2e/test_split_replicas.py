@@ -49,7 +49,7 @@ def runs(tmp_path: Path, digit_model: Path, digit_data: Path) -> Runs:
     return Runs(tmp_path, digit_model, train, digit_data)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["apart", pytest.param("colocated", marks=pytest.mark.soak)])
 def test_a_split_replica_gives_the_numbers_of_a_whole_one(runs: Runs, layout: str) -> None:
     """Prompts with and without environments, evaluation and saves; a rank after the first is killed on the way."""
     whole, split = LAYOUTS[layout]

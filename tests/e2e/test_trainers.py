@@ -99,7 +99,7 @@ def test_three_steps_equal_those_of_fsdp2(runs: Runs, trainer: str) -> None:
     check_same(runs, trainer)
 
 
-@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("trainer", [pytest.param("deepspeed", marks=pytest.mark.soak), "megatron"])
 def test_vllm_generates_the_same_for_every_trainer(runs: Runs, trainer: str) -> None:
     pytest.importorskip("vllm")
     runs.start(f"{trainer}_vllm", *TRAINERS[trainer], "generator.engine=vllm")

@@ -37,11 +37,10 @@ layout.reward.colocate_with=trainer layout.reward.num_ranks=null
 LAYOUTS = {
     "single": ["layout=single"],
     "colocated": ["layout=colocated", "layout.offload=always"],
-    "apart": [*APART, "layout.generator.num_ranks=1"],
     "colocated_split": ["layout=colocated", "layout.generator.tensor_parallel=2"],
     "apart_split": [*APART, "layout.generator.num_ranks=2", "layout.generator.tensor_parallel=2"],
 }
-AHEAD = [*ALL, *LAYOUTS["apart"], "rollout.max_lag=1"]
+AHEAD = [*ALL, *APART, "layout.generator.num_ranks=1", "rollout.max_lag=1"]
 EXPERTS = """
 layout=single model.tiny.architecture=qwen3_moe model.tiny.num_experts=8 model.tiny.hidden_size=64
 model.tiny.num_heads=2 model.tiny.num_kv_heads=1 trainer.param_dtype=bfloat16 generator.dtype=bfloat16
@@ -98,13 +97,14 @@ def check_same(run_dir: Path, native: list[dict[str, Any]], same: Collection[str
     assert len({row["critic/score/mean"] for row in rows[1:]}) > 1, "scores that can differ"
 
 
-@pytest.mark.parametrize("layout", ["single", "colocated_split", "apart"])  # the others, killed or preempted: below
+@pytest.mark.parametrize("layout", ["single", "colocated_split"])  # the others, killed or preempted: below
 def test_a_run_is_the_same_as_with_the_native_engine(runs: Runs, layout: str, native: list[dict[str, Any]]) -> None:
     code, text = runs.start(layout, [*ALL, "generator.engine=vllm", *LAYOUTS[layout]])
     assert code == ExitCode.DONE, text
     check_same(runs.folder / layout, native)
 
 
+@pytest.mark.soak
 def test_an_asynchronous_run_is_the_same_as_with_the_native_engine(runs: Runs) -> None:
     """The trainer is slow, so that every batch but the first is generated with the weights before those it trains."""
     for engine in ("native", "vllm"):
@@ -152,6 +152,7 @@ def test_a_preempted_run_goes_on(runs: Runs, native: list[dict[str, Any]]) -> No
     check_same(runs.folder / "preempted", native)
 
 
+@pytest.mark.soak
 def test_an_asynchronous_run_loses_replicas_and_names_them_with_their_last_lines(runs: Runs) -> None:
     words = [*WORDS, *APART, "generator.engine=vllm", "layout.generator.num_ranks=3", "rollout.max_lag=1"]
     words += ["rollout.on_new_weights=recompute", "timeouts.command_s=30"]

@@ -232,7 +232,7 @@ def test_a_head_in_float32_rounds_no_logits(tied: bool, head: str | None, tmp_pa
 
 
 @pytest.mark.numerics
-@pytest.mark.parametrize("family", ["qwen2", "llama"])
+@pytest.mark.parametrize("family", ["qwen2", pytest.param("llama", marks=pytest.mark.soak)])
 def test_in_bf16_logprobs_after_an_update_differ_by_rounding(family: str, tmp_path: Path) -> None:
     """On average as much from float32, and from another computation in bfloat16, as that one from float32: errors of
     equal size add up to at most 1.4 times as much if they are independent."""

@@ -55,10 +55,25 @@ def test_preemptions_and_a_lost_node_change_no_bit(cluster: Any, tmp_path: Path,
     assert digest(run.dir) == digest(undisturbed.dir)
 
 
-def test_the_time_limit_is_reached_twice(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
-    # Slurm looks every 30 s whether the warning is due within the next 30: it comes 20 to 50 s after the start.
+def one_minute(cluster: Any, folder: Path, tiny: list[str]) -> Run:
+    """A run that needs several jobs. Slurm looks every 30 s whether the warning is due within the next 30, so it comes
+    20 to 50 s after the start."""
     words = [*tiny, "cluster.time=00:01:00", "cluster.signal_lead_s=10", "cluster.max_restarts=0", "max_steps=300"]
-    run = Run(cluster, tmp_path, *words, "reward.default.timeout_s=500", f"save_every={SAVE_EVERY}", pace=0.3)
+    return Run(cluster, folder, *words, "reward.default.timeout_s=500", f"save_every={SAVE_EVERY}", pace=0.3)
+
+
+def test_the_warning_of_the_time_limit_saves(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
+    run = one_minute(cluster, tmp_path, tiny)
+    run.wait_restart(1)
+    run.tell(pace=0)
+    said = run.wait_end()
+    assert all(before == resumed for before, resumed in losses(said)), "no step is lost"
+    assert re.search(r"attempt 1 ended \(requeue\)", said)
+
+
+@pytest.mark.soak
+def test_the_time_limit_is_reached_twice(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
+    run = one_minute(cluster, tmp_path, tiny)
     run.wait_restart(1)
     run.wait_said("resumed from", 1)
     restarts = run.restarts  # more than one if a loaded machine had no checkpoint before the first warning
