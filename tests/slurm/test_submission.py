@@ -217,8 +217,9 @@ def test_a_half_written_script_does_no_harm(idle: Any, tmp_path: Path, tiny: lis
     run = Run(idle, tmp_path, *tiny, "save_every=100", "max_steps=6")
     run.wait_step(2)
     idle.run("scancel", str(run.job))
-    run.wait_end("CANCELLED")
+    said = run.wait_end("CANCELLED")
     saved, trained = committed_step(run.dir), step_of(run.dir)
+    assert saved >= 2, said
     whole = (run.dir / "slurm" / "job.sbatch").read_text()
     for number, mark in enumerate(("--config", "begun=", "give_up()", "--ntasks-per-node=1 \\", "-m hpcrl.run")):
         cut = tmp_path / f"cut{number}.sbatch"
