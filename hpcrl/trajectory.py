@@ -151,6 +151,14 @@ declare(
         optional=True,
     ),
     Field(
+        "decoupled_rewards",
+        "float32",
+        Level.ROW,
+        Origin.SCORER,
+        "weighted sum of the parts of the reward, each normalised within the group; only with algorithm=gdpo",
+        optional=True,
+    ),
+    Field(
         "failed",
         "bool",
         Level.ROW,

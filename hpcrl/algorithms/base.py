@@ -29,7 +29,8 @@ class RewardTable:
     rewards and scores float32 [N], group_ids and sample_ids int64 [N]; lengths int64 [N]: tokens of the response;
     truncated bool [N]: whether the limit of tokens ended it. domains: name of each domain -> ids of its groups; a group
     of none belongs to one more domain without a name. baselines float32 [N]: the reward of the greedy response to the
-    prompt; only for a credit with a greedy sibling (AlgorithmSpec).
+    prompt; only for a credit with a greedy sibling (AlgorithmSpec). decoupled float32 [N]: the decoupled rewards
+    (hpcrl.rollout.scheduling.decoupled); only for a credit that reads them.
     """
 
     rewards: Tensor
@@ -40,6 +41,7 @@ class RewardTable:
     truncated: Tensor
     domains: Mapping[str, list[int]] = field(default_factory=dict)
     baselines: Tensor | None = None
+    decoupled: Tensor | None = None
 
     @classmethod
     def of(cls, batch: Batch) -> RewardTable:
@@ -54,6 +56,7 @@ class RewardTable:
             lengths,
             truncated,
             baselines=batch.baselines,
+            decoupled=batch.decoupled_rewards,
         )
 
     def select(self, chosen: Tensor) -> RewardTable:
@@ -67,6 +70,7 @@ class RewardTable:
             self.truncated[chosen],
             self.domains,
             None if self.baselines is None else self.baselines[chosen],
+            None if self.decoupled is None else self.decoupled[chosen],
         )
 
     def domain_ids(self) -> tuple[list[str], Tensor]:

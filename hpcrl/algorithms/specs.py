@@ -24,6 +24,16 @@ class GRPO(PolicyLoss):
     """Added to the standard deviation."""
 
 
+class GDPO(PolicyLoss):
+    """GDPO (arXiv 2601.05242): each part of a composed reward is normalised apart within the group, their weighted sum
+    over the batch."""
+
+    name: Literal["gdpo"] = "gdpo"
+    """The algorithm."""
+    std_eps: NonNegative = 1e-6
+    """Added to standard deviations."""
+
+
 class ReinforcePlusPlus(PolicyLoss):
     """REINFORCE++ (arXiv 2501.03262): returns of rewards minus the KL, whitened over the batch, PPO clip."""
 
@@ -143,6 +153,15 @@ GRPO_SPEC = AlgorithmSpec(
     make="hpcrl.algorithms.grpo:GRPOCredit",
     objective=POLICY_GRADIENT,
     compares_siblings=lambda section: True,
+)
+
+GDPO_SPEC = AlgorithmSpec(
+    about="GDPO: as grpo, with the parts of a composed reward normalised apart.",
+    section=GDPO,
+    make="hpcrl.algorithms.gdpo:GDPOCredit",
+    objective=POLICY_GRADIENT,
+    compares_siblings=lambda section: True,
+    decoupling_eps=lambda section: section.std_eps,
 )
 
 REINFORCE_PLUS_PLUS_SPEC = AlgorithmSpec(

@@ -7,6 +7,7 @@ The docstring of every key gives its meaning and unit; `python -m hpcrl.launch -
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field, model_validator
@@ -262,6 +263,16 @@ class Config(Section):
         if self.debug == "fake" or not (self.generates or self.evaluates):  # then rewards are random, or none is given
             return []
         return [domain for domain, reward in self.reward.items() if role in REWARDS[reward.name].asks(reward.options)]
+
+    @property
+    def decoupling_eps(self) -> float | None:
+        """What is added to the standard deviations of decoupled rewards; None: the algorithm does not read them."""
+        return self.algorithm_spec.decoupling_eps(self.algorithm) if self.reinforces else None
+
+    def part_weights(self, domain: str) -> Mapping[str, float]:
+        """The weights of the parts of a domain's reward (RewardSpec)."""
+        reward = self.reward.get(domain, self.reward.get("default"))
+        return {} if reward is None else REWARDS[reward.name].part_weights(reward.options)
 
     @property
     def evaluates(self) -> bool:

@@ -50,6 +50,12 @@ def _check_sampling(config: Config, run_dir: Path) -> list[Problem]:
             "were drawn without; use those of a run with the same algorithm"
         )
         problems.append(Problem(("algorithm", "name"), text, (("rollouts",),)))
+    if config.decoupling_eps is not None and stored.decoupling_eps is None:
+        text = (
+            f"algorithm.name: it needs decoupled rewards, and the rollouts of {run_dir} have none; use those of a run "
+            "with the same algorithm"
+        )
+        problems.append(Problem(("algorithm", "name"), text, (("rollouts",),)))
     key, given = weighed_shares(config, drawn)
     if key:
         text = (

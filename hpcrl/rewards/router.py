@@ -95,11 +95,22 @@ def validate_rewards(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
             problem = _check_function(section)
         else:
             problem = None  # hpcrl.config reports it
+        if not problem and config.decoupling_eps is not None:
+            problem = _check_parts(section)
         if problem:
             problems.append(f"reward.{name}: {problem}")
     if config.reinforces:
         problems += _check_domains(config, Router(config), rows)
     return problems
+
+
+def _check_parts(section: RewardConfig) -> str | None:
+    """Why the parts of a reward cannot be normalised apart, as the algorithm does."""
+    try:
+        REWARDS[section.name].part_weights(section.options)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _check_domains(config: Config, router: Router, rows: Mapping[Split, RowSet]) -> list[str]:

@@ -21,6 +21,7 @@ from hpcrl.spec.fields import (
     Share,
 )
 from hpcrl.spec.kinds import RewardSpec
+from hpcrl.spec.options import read_options
 from hpcrl.spec.table import SpecError
 from hpcrl.spec.tables import REWARDS
 
@@ -409,11 +410,19 @@ def _roles_of_parts(options: Mapping[str, Any]) -> Iterator[str]:
                 yield from REWARDS[name].asks(given if isinstance(given, Mapping) else {})
 
 
+def _part_weights(options: Mapping[str, Any]) -> dict[str, float]:
+    composed = read_options(ComposedOptions, options)
+    if composed.rule != "sum":
+        raise ValueError(f"options.rule: {composed.rule} is no sum whose parts can be normalised apart; use sum")
+    return {name: part.weight for name, part in composed.parts.items()}
+
+
 COMPOSED = RewardSpec(
     about="The sum, the product or a gated sum of other rewards.",
     make="hpcrl.rewards.composed:ComposedReward",
     asks=_roles_of_parts,
     section=ComposedOptions,
+    part_weights=_part_weights,
 )
 
 REASONING_GYM = RewardSpec(

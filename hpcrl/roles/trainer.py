@@ -196,8 +196,11 @@ def _gather_rewards(batch: Batch, ranks: DataParallel, domains: dict[str, list[i
     rewards, scores, lengths = (ranks.all_gather(values)[order] for values in (own.rewards, own.scores, own.lengths))
     truncated = ranks.all_gather(own.truncated.byte())[order].bool()
     # The filled fields of a batch are the same on all ranks, also without rows.
-    baselines = ranks.all_gather(own.baselines)[order] if own.baselines is not None else None
-    return RewardTable(rewards, group_ids(ids[order]), ids[order], scores, lengths, truncated, domains, baselines)
+    baselines, decoupled = (
+        None if values is None else ranks.all_gather(values)[order] for values in (own.baselines, own.decoupled)
+    )
+    groups = group_ids(ids[order])
+    return RewardTable(rewards, groups, ids[order], scores, lengths, truncated, domains, baselines, decoupled)
 
 
 def _supervised_sample(row: int, token_ids: list[int], loss_mask: list[bool]) -> Sample:

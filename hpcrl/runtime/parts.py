@@ -201,9 +201,12 @@ class RolloutFabric:
         self._controller.call(dict.fromkeys(ranks, build))
         self._epoch += 1
 
-    def hand_over(self, config: Config, step: int, harvest: Harvest, truncated: bool) -> BatchHandle | None:
+    def hand_over(
+        self, config: Config, step: int, harvest: Harvest, truncated: bool, decoupled: Mapping[int, float]
+    ) -> BatchHandle | None:
         """Move the harvested samples, with their behaviour log-probs if `truncated`, from their replicas to the ranks
-        that train on them. None, with nothing changed, if a replica that held some of them was lost."""
+        that train on them. decoupled: the decoupled reward of each, if the algorithm reads them. None, with nothing
+        changed, if a replica that held some of them was lost."""
         groups, sizes = harvest.groups, harvest.sizes
         homes = {sample.id: sample.replica for group in groups for sample in group.samples}
         if not self._controller.lost.isdisjoint(homes.values()):
@@ -217,6 +220,7 @@ class RolloutFabric:
                 "turn_rewards": sample.turn_rewards,
                 "token_rewards": sample.token_rewards,
                 **({} if group.baseline is None else {"baselines": group.baseline}),
+                **({"decoupled_rewards": decoupled[sample.id]} if decoupled else {}),
                 **({"failed": sample.failed} if some_failed else {}),
             }
             for group in groups

@@ -12,7 +12,7 @@ from hpcrl.config import Config
 from hpcrl.data import PromptSource
 from hpcrl.files import step_name
 from hpcrl.metrics.stats import Stat, Stats, merge, scalar
-from hpcrl.rollout.loop import RolloutLoop
+from hpcrl.rollout.loop import Harvest, RolloutLoop
 from hpcrl.rollout.scheduling.policies import SchedulerConfig
 from hpcrl.rollout.scheduling.scheduler import RolloutExhausted, RolloutScheduler
 from hpcrl.rollout.store import DispositionRecord, write_dispositions
@@ -59,7 +59,7 @@ class Rollouts:
                 raise RolloutExhausted(f"{error}{_missing(self.source.owed)}") from None
             parts += [harvest.stats, timed("time/step_generate", start)]
             start = time.perf_counter()
-            handle = self._fabric.hand_over(config, step, harvest, sampling.truncates)
+            handle = self._fabric.hand_over(config, step, harvest, sampling.truncates, self._decoupled(harvest))
             parts.append(timed("time/step_hand_over", start))
             if handle is None:
                 self.scheduler.give_back()
@@ -75,6 +75,15 @@ class Rollouts:
         counted = {"_tokens": scalar(total), "_samples": scalar(len(harvest.sizes))}
         self.stats = merge([*parts, scheduled, counted, ended])
         return handle
+
+    def _decoupled(self, harvest: Harvest) -> dict[int, float]:
+        """Sample -> its decoupled reward, if the algorithm reads them."""
+        found: dict[int, float] = {}
+        if (decoupling := self.scheduler.config.decoupling) is not None:
+            for group in harvest.groups:
+                values = decoupling.rewards(self._prompts[group.uid].domain, group.samples)
+                found |= zip((sample.id for sample in group.samples), values, strict=True)
+        return found
 
     def store(self, batch: BatchHandle, trainer: Trainer) -> None:
         """Write the step's rollouts and the dispositions of its prompts, unless the fence raises."""

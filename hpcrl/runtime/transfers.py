@@ -15,8 +15,8 @@ from hpcrl.trajectory import Level, Origin, fields_of
 
 PART_SAMPLES = 32_768
 """Maximum samples in a message: id, length, bytes of messages, reward, score and number of turn rewards take at most 31
-bytes, together less than 1 MiB. A baseline takes 4 bytes more, the mark of failed episodes 1, a turn reward 4,
-a token reward 8."""
+bytes, together less than 1 MiB. A baseline and a decoupled reward take 4 bytes more each, the mark of failed episodes
+1, a turn reward 4, a token reward 8."""
 
 
 def hand_overs(
@@ -35,7 +35,7 @@ def hand_overs(
     of_tokens = [f for f in fields_of(Origin.SCORER, Level.TOKEN) if any(s.get(f.name) for s in scored.values())]
     most_turns = max((len(s[f.name]) for s in scored.values() for f in of_turns), default=0)
     token_bytes = max((len(s.get(f.name, b"")) for s in scored.values() for f in of_tokens), default=0)
-    row_bytes = 31 + 4 * ("baselines" in given) + ("failed" in given)
+    row_bytes = 31 + 4 * len({"baselines", "decoupled_rewards"} & given) + ("failed" in given)
     most = max(1, PART_SAMPLES * 31 // (row_bytes + 4 * most_turns + token_bytes))
     parts = _parts(moves, {*dests, *(move.source for move in moves)}, most)
     for number, part in enumerate(parts, 1):

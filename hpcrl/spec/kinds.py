@@ -245,6 +245,9 @@ class AlgorithmSpec(Spec):
     greedy_sibling: bool = False
     """Whether every prompt gets one more response, decoded greedily, whose reward the credit reads
     (RewardTable.baselines) and which is not trained on."""
+    decoupling_eps: Callable[[Any], float | None] = lambda section: None
+    """What is added to the standard deviations of decoupled rewards (hpcrl.rollout.scheduling.decoupled), which the
+    credit reads (RewardTable.decoupled); None: it does not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,6 +264,9 @@ class RewardSpec(Spec):
     """The key of RewardConfig that names user code, which is imported in worker processes only."""
     scores_in_unit_interval: bool = True
     """Whether scores are between 0 and 1."""
+    part_weights: Callable[[Mapping[str, Any]], Mapping[str, float]] = lambda options: {}
+    """`part_weights(options)`: the parts whose weighted sum is the reward, by the metric that tells the part; empty: it
+    has none. ValueError if it has parts and is another function of them."""
 
 
 @dataclass(frozen=True, kw_only=True)

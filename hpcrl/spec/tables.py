@@ -68,6 +68,7 @@ ALGORITHMS = SpecTable(
     AlgorithmSpec,
     {
         "grpo": "hpcrl.algorithms.specs:GRPO_SPEC",
+        "gdpo": "hpcrl.algorithms.specs:GDPO_SPEC",
         "reinforce_plus_plus": "hpcrl.algorithms.specs:REINFORCE_PLUS_PLUS_SPEC",
         "reinforce": "hpcrl.algorithms.specs:REINFORCE_SPEC",
         "rloo": "hpcrl.algorithms.specs:RLOO_SPEC",

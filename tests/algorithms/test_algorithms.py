@@ -353,7 +353,7 @@ def test_every_algorithm_is_the_pair_that_its_specification_says():
         module, _, credit = spec.make.partition(":")
         assert (type(pair.credit).__module__, type(pair.credit).__name__) == (module, credit)
         assert f"{type(pair.objective).__module__}:{type(pair.objective).__name__}" == spec.objective
-    assert len({spec.make for _, spec in ALGORITHMS.items()}) == 10
+    assert len({spec.make for _, spec in ALGORITHMS.items()}) == 11
 
 
 def test_a_supervised_run_has_an_objective_of_its_own_and_no_credit():

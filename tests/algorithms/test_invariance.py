@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from torch import Tensor
 from hpcrl.algorithms.base import AllSum, Outputs, RewardTable
 from hpcrl.algorithms.specs import (
     GAE,
+    GDPO,
     GRPO,
     RLOO,
     GiGPO,
@@ -85,6 +87,7 @@ def rows_of(rows: Sequence[int], longer: int = 0) -> Batch:
     rewards = [np.cos(3.0 * row + turn) for row, count in zip(rows, num_turns, strict=True) for turn in range(count)]
     batch.turn_rewards = torch.tensor(rewards, dtype=torch.float32)
     batch.baselines = torch.tensor([0.25 * GROUPS[row] for row in rows])
+    batch.decoupled_rewards = torch.tensor([math.sin(3.0 * row) for row in rows])
     return batch.check()
 
 
@@ -111,6 +114,7 @@ COMMON: dict[str, Any] = {
 OF_TOKENS: dict[str, Any] = {"kl_reward_coef": 0.1, "whiten_rewards": True}
 CREDITS: list[Any] = [
     GRPO(),
+    GDPO(),
     RLOO(),
     ReMax(),
     RaftPlusPlus(),

@@ -39,10 +39,11 @@ def test_whole_responses_of_cut_sampling_are_not_weighed(tmp_path: Path, level: 
     assert check_rollouts(parse(data | {"rollout": {"top_k": 50}})) == []
 
 
-def test_rollouts_without_greedy_responses_are_refused_where_a_credit_reads_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "told"), [("remax", "were drawn without"), ("gdpo", "needs decoupled rewards")])
+def test_rollouts_without_what_a_credit_reads_are_refused(name: str, told: str, tmp_path: Path) -> None:
     run_dir = stored(tmp_path / "run")
-    data = {"debug": "train_only", "rollouts": str(run_dir), "max_steps": 1, "algorithm": {"name": "remax"}}
+    data = {"debug": "train_only", "rollouts": str(run_dir), "max_steps": 1, "algorithm": {"name": name}}
     (problem,) = check_rollouts(parse(data))
-    assert problem.path == ("algorithm", "name") and "were drawn without" in problem.text
-    (run_dir / CONFIG).write_text(yaml.safe_dump(parse({"algorithm": {"name": "remax"}}).model_dump(mode="json")))
+    assert problem.path == ("algorithm", "name") and told in problem.text
+    (run_dir / CONFIG).write_text(yaml.safe_dump(parse({"algorithm": {"name": name}}).model_dump(mode="json")))
     assert check_rollouts(parse(data)) == []

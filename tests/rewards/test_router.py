@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.cluster.layout import RoleLayout
-from hpcrl.config import Config, DataConfig, DataSource, RewardConfig, load
+from hpcrl.config import Config, DataConfig, DataSource, RewardConfig, load, parse
 from hpcrl.data import read_splits
 from hpcrl.launch.plan import describe
 from hpcrl.launch.prepare import prepare
@@ -76,6 +76,18 @@ def test_all_that_is_wrong_is_told_at_once(tmp_path: Path, capfd: pytest.Capture
         strict=True,
     ):
         assert problem.startswith(start) and text in problem
+
+
+@pytest.mark.parametrize("rule", ["sum", "product"])
+def test_a_product_is_refused_where_parts_are_normalised_apart(rule: str) -> None:
+    options = {"parts": {"a": {"name": "exact_match"}, "b": {"name": "f1"}}, "rule": rule}
+    told = {
+        "sum": [],
+        "product": ["reward.default: options.rule: product is no sum whose parts can be normalised apart; use sum"],
+    }
+    sections = {"reward": {"default": {"name": "composed", "options": options}}}
+    assert validate_rewards(parse(sections | {"algorithm": {"name": "gdpo"}})) == told[rule]
+    assert validate_rewards(parse(sections)) == []
 
 
 def test_rows_without_an_answer_are_named_where_the_reward_needs_one(tmp_path: Path):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from hpcrl.config import Config, DomainRolloutConfig, RolloutConfig
+from hpcrl.rollout.scheduling.decoupled import Decoupling
 from hpcrl.rollout.scheduling.events import DoneSample
 
 MEMORY = 0.05
@@ -38,12 +39,13 @@ class SchedulerConfig:
     deterministic: bool = False
     accept_errors: bool = False  # a group of errors counts with its rewards of 0 instead of restarting
     greedy_sibling: bool = False  # one more response per prompt, decoded greedily
+    decoupling: Decoupling | None = None
 
     @classmethod
     def of(cls, config: Config) -> SchedulerConfig:
         shared = {name: getattr(config.rollout, name) for name in cls.__slots__ if name in RolloutConfig.model_fields}
-        greedy = config.algorithm_spec.greedy_sibling
-        return cls(**shared, deterministic=config.deterministic, greedy_sibling=greedy)
+        greedy, decoupling = config.algorithm_spec.greedy_sibling, Decoupling.of(config)
+        return cls(**shared, deterministic=config.deterministic, greedy_sibling=greedy, decoupling=decoupling)
 
     def of_domain(self, domain: str) -> SchedulerConfig:
         """The settings for prompts of a domain, which may have filters of its own."""
@@ -58,12 +60,15 @@ class SchedulerConfig:
         return self.group_size + self.extra_members
 
 
-def rejecting_filter(samples: Sequence[DoneSample], config: SchedulerConfig, baseline: float | None = None) -> str:
-    """Name of the filter that rejects a group (mean_low, mean_high, std), empty if none does.
+def rejecting_filter(
+    samples: Sequence[DoneSample], config: SchedulerConfig, baseline: float | None = None, domain: str = ""
+) -> str:
+    """Name of the filter that rejects a group of a domain (mean_low, mean_high, std), empty if none does.
 
     Groups pass with low < mean score < high and, under filter_std, with rewards that are not all equal, since equal
     rewards have no advantage to learn from (DAPO's dynamic sampling, arXiv 2503.14476). Beside a baseline they have one
-    if the baseline is another reward. Failed episodes do not count.
+    if the baseline is another reward; where rewards are decoupled, if a part of them differs. Failed episodes do not
+    count.
     """
     samples = [sample for sample in samples if not sample.failed] or samples
     mean = sum(sample.score for sample in samples) / len(samples)
@@ -71,7 +76,10 @@ def rejecting_filter(samples: Sequence[DoneSample], config: SchedulerConfig, bas
         return "mean_low"
     if config.filter_mean_high is not None and mean >= config.filter_mean_high:
         return "mean_high"
-    same = len({sample.reward for sample in samples} | ({baseline} - {None})) == 1
+    if config.decoupling is not None:
+        same = not any(config.decoupling.rewards(domain, samples))
+    else:
+        same = len({sample.reward for sample in samples} | ({baseline} - {None})) == 1
     return "std" if config.filter_std and same else ""
 
 

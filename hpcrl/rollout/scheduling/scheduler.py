@@ -349,8 +349,9 @@ class RolloutScheduler:
 
     def _filter_of(self, group: LiveGroup) -> str:
         """Name of the filter that rejects the group, empty if none does."""
-        config = self.config.of_domain(self._kind_of(group.uid)) if self.config.domains else self.config
-        return rejecting_filter([sample.done for sample in group.samples], config, group.baseline)
+        domain = self._kind_of(group.uid)
+        samples = [sample.done for sample in group.samples]
+        return rejecting_filter(samples, self.config.of_domain(domain), group.baseline, domain)
 
     def _requeue(self, group: LiveGroup, cause: str = "") -> None:
         """Drop the group. Its prompt restarts, or has failed after max_attempts failures."""

@@ -1,0 +1,26 @@
+"""The credit of GDPO (arXiv 2601.05242): the parts of a reward are normalised apart within the group, so that a part
+with a large spread does not drown the others.
+
+A = (d - mean) / (std + eps) over the whole step, sample std; d: the decoupled reward, which sums the parts' advantages
+with their weights (hpcrl.rollout.scheduling.decoupled).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from hpcrl.algorithms.base import RewardTable
+from hpcrl.algorithms.credit import ReturnsCredit
+from hpcrl.algorithms.functional import normalize_rewards
+from hpcrl.algorithms.specs import GDPO
+
+
+class GDPOCredit(ReturnsCredit[GDPO]):
+    """See the module's docstring."""
+
+    def normalize(self, table: RewardTable) -> Tensor:
+        """See ReturnsCredit. ValueError for rollouts without decoupled rewards, such as those that a run with another
+        algorithm stored."""
+        if table.decoupled is None:
+            raise ValueError("algorithm.name=gdpo needs decoupled rewards, and these rollouts have none")
+        return normalize_rewards(table.decoupled, table.group_ids, "all", "all", self.config.std_eps)
