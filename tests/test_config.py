@@ -260,6 +260,14 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
             "trainer.lora.rank: the sglang generator has no adapters; use 0, or generator.engine=native or vllm",
         ),
         (
+            ["trainer.lora.rank=8", "algorithm.kl_loss_coef=.1", "algorithm.ref_update_steps=5"],
+            "algorithm.ref_update_steps: with adapters (trainer.lora.rank) the reference is the model without them",
+        ),
+        (
+            ["algorithm.ref_update_steps=5"],
+            "algorithm.ref_update_steps: not read here, kl_reward_coef and kl_loss_coef are 0",
+        ),
+        (
             ["trainer.engine=megatron", "trainer.lora.rank=8"],
             "trainer.lora.rank: the megatron trainer has no adapters; use 0, or trainer.engine=fsdp2",
         ),

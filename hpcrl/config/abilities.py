@@ -109,9 +109,15 @@ def _optimizers(config: Config) -> Iterator[Problem]:
 
 
 def _lora(config: Config) -> Iterator[Problem]:
-    """Adapters with an engine that has none."""
+    """Adapters with an engine that has none, or a reference that would be the frozen weights with adapters."""
     if config.lora is None:
         return
+    if config.uses_reference and config.algorithm.ref_update_steps is not None:
+        text = (
+            "with adapters (trainer.lora.rank) the reference is the model without them, which does not change; use null"
+        )
+        path = ("algorithm", "ref_update_steps")
+        yield Problem(path, f"algorithm.ref_update_steps: {text}", (("trainer", "lora", "rank"),))
     for role, runs, table in (
         ("trainer", True, TRAIN_ENGINES),
         ("generator", config.generates or config.evaluates, GEN_ENGINES),

@@ -125,7 +125,8 @@ def _unread_objective(config: Config) -> Iterator[tuple[Path, Path, str]]:
         if not getattr(config.algorithm, f"kl_{place}_coef"):
             yield ("algorithm", f"kl_{place}_estimator"), ("algorithm",), f"kl_{place}_coef is 0"
     if not config.algorithm.uses_reference:
-        yield ("algorithm", "kl_target"), ("algorithm",), "kl_reward_coef and kl_loss_coef are 0"
+        for key in ("kl_target", "ref_update_steps"):
+            yield ("algorithm", key), ("algorithm",), "kl_reward_coef and kl_loss_coef are 0"
     for key, cause in (("kl_horizon", "kl_target"), ("entropy_coef_step", "entropy_target")):
         if getattr(config.algorithm, cause) is None:
             yield ("algorithm", key), ("algorithm", cause), f"{cause} is null"

@@ -343,6 +343,12 @@ class LoadState(Message):
     folder: str
 
 
+class LoadReference(Message):
+    """Make the model of this folder the reference."""
+
+    folder: str
+
+
 class Export(Message):
     """Write the policy in HF layout."""
 
@@ -391,6 +397,7 @@ Command = (
     | CheckFiles
     | FinishCheck
     | LoadState
+    | LoadReference
     | Export
     | ExportCritic
 )

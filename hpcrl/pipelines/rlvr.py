@@ -33,6 +33,7 @@ def rlvr(run: Run) -> None:
             run.trainer.advantages(batch),
             run.critic.update(batch),
             run.trainer.update(batch),
+            run.reference.update(step, run.trainer),
         ]
         run.rollouts.store(batch, run.trainer)
         run.trainer.drop(batch)

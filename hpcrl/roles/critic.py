@@ -25,9 +25,9 @@ class CriticRole(EngineRole):
         super().__init__(worker)
         check_objective(self.engine, self._objective)
 
-    def _make_engine(self, worker: Rank) -> TrainEngine:
-        config = worker.config
-        path = Path(config.critic.path) if config.critic.path else worker.model_path
+    def _make_engine(self, model_path: Path) -> TrainEngine:
+        config = self._worker.config
+        path = Path(config.critic.path) if config.critic.path else model_path
         make = TRAIN_ENGINES[config.critic_engine].load_critic()
         engine: TrainEngine = make(config.of_critic(), path, config.max_steps * self._objective.optimizer_steps)
         return engine

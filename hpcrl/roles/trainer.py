@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +20,7 @@ from hpcrl.control.messages import (
     Done,
     Export,
     ExportCritic,
+    LoadReference,
     LoadRollouts,
     LoadRows,
     Logprobs,
@@ -51,15 +53,15 @@ class EngineRole:
         self._worker = worker
         routes_of(worker.config, worker.model_path)  # declares the field
         self._algorithm = make_algorithm(worker.config)
-        self.engine = self._make_engine(worker)
+        self.engine = self._make_engine(worker.model_path)
         check_segments(self.engine, worker.config.by_steps)
         self._ranks = DataParallel(worker.world, self.name, worker.layout.division(self.name))
 
-    def _make_engine(self, worker: Rank) -> TrainEngine:
-        config = worker.config
+    def _make_engine(self, model_path: Path) -> TrainEngine:
+        config = self._worker.config
         total_steps = (config.max_steps - config.policy_waits) * self._algorithm.objective.optimizer_steps
         make = TRAIN_ENGINES[config.train_engine].load()
-        engine: TrainEngine = make(config, worker.model_path, total_steps, self.trainable)
+        engine: TrainEngine = make(config, model_path, total_steps, self.trainable)
         return engine
 
     def look_after(self) -> bool:
@@ -107,9 +109,18 @@ class EngineRole:
 
 
 class ReferenceRole(EngineRole):
-    """The frozen initial policy."""
+    """The frozen initial policy, or that of an earlier step (algorithm.ref_update_steps)."""
 
     name = "reference"
+
+    def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
+        return super().handlers() | {LoadReference: self._load_reference}
+
+    def _load_reference(self, command: LoadReference, seq: int) -> Done:
+        del self.engine
+        gc.collect()  # the memory of the one before is free before the other needs it
+        self.engine = self._make_engine(Path(command.folder))
+        return Done(seq)
 
 
 class TrainerRole(EngineRole):

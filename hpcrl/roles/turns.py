@@ -9,7 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import cast
 
-from hpcrl.control.messages import Admit, Burst, Export, ExportCritic, Logprobs, Pull, TrainCritic, TrainStep, Values
+from hpcrl.control.messages import (
+    Admit,
+    Burst,
+    Export,
+    ExportCritic,
+    LoadReference,
+    Logprobs,
+    Pull,
+    TrainCritic,
+    TrainStep,
+    Values,
+)
 from hpcrl.roles.base import Role
 from hpcrl.roles.generator import GeneratorRole
 from hpcrl.roles.trainer import EngineRole
@@ -17,6 +28,7 @@ from hpcrl.roles.trainer import EngineRole
 TURNS: dict[type, str] = {
     Logprobs: "train",
     TrainStep: "train",
+    LoadReference: "train",
     Values: "train",
     TrainCritic: "train",
     Export: "train",

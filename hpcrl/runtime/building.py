@@ -25,7 +25,8 @@ from hpcrl.runtime.critic import Critic
 from hpcrl.runtime.debug import FixedWeights, IdleTrainer, StoredRollouts
 from hpcrl.runtime.evaluation import Evaluation
 from hpcrl.runtime.generation import replica_capacity
-from hpcrl.runtime.parts import Reference, Roles, RolloutFabric, Trainer, Weights
+from hpcrl.runtime.parts import Roles, RolloutFabric, Trainer, Weights
+from hpcrl.runtime.reference import Reference
 from hpcrl.runtime.rollouts import Rollouts
 from hpcrl.runtime.saves import Checkpoints
 from hpcrl.runtime.supervised import AnswerRows
@@ -79,11 +80,11 @@ def build(
         assert loop is not None, "the layout of a run that generates has generators"
         data = _make_rollouts(loop, fabric, layout, config, tokenizer, run_dir, fence)
     evaluation = Evaluation(loop, controller, layout, config, tokenizer, run_dir) if loop is not None else None
-    checkpoint = Checkpoints(controller, layout, config, run_dir, attempt, data, trainer)
+    reference = Reference(controller, layout, config, run_dir)
+    checkpoint = Checkpoints(controller, layout, config, run_dir, attempt, data, [trainer, reference])
     first_step = checkpoint.restore()
     background.check(checkpoint.commit_if_written)
-    roles, reference = Roles(controller, layout), Reference(controller, layout, config)
-    critic = Critic(controller, layout, config)
+    roles, critic = Roles(controller, layout), Critic(controller, layout, config)
     return Parts(roles, trainer, reference, critic, weights, data, evaluation, checkpoint, first_step)
 
 

@@ -1,4 +1,4 @@
-"""The parts that a pipeline calls: trainer, reference, weights, rollouts. A call is a few commands in one total
+"""The parts that a pipeline calls: trainer, weights, rollouts. A call is a few commands in one total
 order."""
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Trainer:
         """Fill a token field with the policy's log-probs; skipped if the algorithm does not read it."""
         if into not in self._algorithm.reads:
             return {}
-        return _logprobs(self._controller, self._config, "trainer", self._division, batch, batch.rows, into)
+        return fill_logprobs(self._controller, self._config, "trainer", self._division, batch, batch.rows, into)
 
     def entropies(self, batch: BatchHandle) -> Stats:
         """Fill old_entropies with the policy's entropies; skipped if the algorithm does not read them."""
@@ -126,27 +126,6 @@ class Trainer:
     def export(self, folder: Path) -> None:
         """Write the policy in HF layout."""
         self._controller.call({rank: messages.Export(str(folder)) for rank in self.ranks})
-
-
-class Reference:
-    """The reference ranks: the frozen initial policy. With trainer.lora, the trainer ranks without their adapters. Does
-    nothing if the algorithm does not use a reference."""
-
-    def __init__(self, controller: Controller, layout: RoleLayout, config: Config):
-        self._controller, self._config = controller, config
-        role = "trainer" if config.uses_reference and not layout.ranks["reference"] else "reference"
-        self.ranks = layout.ranks[role]
-        self._division, self._trainers = layout.division(role), layout.division("trainer")
-
-    def logprobs(self, batch: BatchHandle, into: str) -> Stats:
-        """Fill a token field with the reference's log-probs."""
-        if not self.ranks:
-            return {}
-        rows = batch.rows_of("reference")
-        stats = _logprobs(self._controller, self._config, "reference", self._division, batch, rows, into)
-        if self.ranks != self._trainers.ranks:
-            send_tokens(self._controller, batch, into, ("reference", self._division), ("trainer", self._trainers))
-        return stats
 
 
 class Weights:
@@ -295,7 +274,7 @@ def send_tokens(
     _pass_on(controller, {taker: taken}, batch.id, field)
 
 
-def _logprobs(
+def fill_logprobs(
     controller: Controller,
     config: Config,
     role: str,

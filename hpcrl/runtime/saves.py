@@ -88,12 +88,13 @@ class Checkpoints:
         run_dir: Path,
         attempt: int,
         owner: Stateful,
-        trainer: Adapting,
+        adapting: Sequence[Adapting],
     ):
-        """owner: of the run's position in the data; trainer: of the numbers that its algorithm adapts."""
+        """owner: of the run's position in the data; adapting: what else has small state, such as the trainer, whose
+        algorithm adapts numbers."""
         self._controller, self._layout, self._config = controller, layout, config
         self._run_dir, self._root, self._attempt = run_dir, run_dir / "checkpoints", attempt
-        self._owner, self._trainer = owner, trainer
+        self._owner, self._adapting = owner, adapting
         self._writers = sorted({*layout.ranks["trainer"], *layout.ranks.get("critic", ())})  # ranks with state to save
         self._saved_step = self.restored_step = -1
         self.counters: dict[str, float] = {"seconds": 0.0, "save_seconds": 0.0}
@@ -190,7 +191,9 @@ class Checkpoints:
     def _hold(self, step: int, folder: Path) -> tuple[bytes, Started]:
         """Return the small state, and at once command the generators to write its samples, before they are told to drop
         any."""
-        state = {"cursor": {}, "scheduler": {}, **self._owner.state_dict(), **self._trainer.state_dict()}
+        state = {"cursor": {}, "scheduler": {}, **self._owner.state_dict()}
+        for part in self._adapting:
+            state |= part.state_dict()
         content = encode_state({**state, "counters": {**self.counters, "step": step}})
         holders = {rank: SaveHeld(str(folder), samples) for rank, samples in self._owner.held().items()}
         return content, self._controller.start(holders)
@@ -272,7 +275,8 @@ class Checkpoints:
             # Again: a superseded attempt that does not know it yet may have logged during loading.
             cut_metrics(self._run_dir, step, self._attempt)
         self._owner.load_state_dict(state)
-        self._trainer.load_state_dict(state)
+        for part in self._adapting:
+            part.load_state_dict(state)
         names = [entry.path for entry in latest.manifest.files]
         held, folder = self._owner.held(), str(latest.path)
         homes = {rank: replica[0] for replica in self._layout.replicas for rank in replica if replica[0] in held}

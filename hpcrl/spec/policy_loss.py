@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from hpcrl.spec.fields import NUMBER, Float, NonNegative, Positive, PositiveFloat, Section
+from hpcrl.spec.fields import NUMBER, Count, Float, NonNegative, Positive, PositiveFloat, Section
 
 
 def _estimator(value: Any) -> Any:
@@ -116,6 +116,9 @@ class PolicyLoss(Section):
     that follows it from step to step (arXiv 1909.08593); null: constant coefficients."""
     kl_horizon: PositiveFloat = 10000.0
     """Responses over which the coefficients change by at most a fifth."""
+    ref_update_steps: Count | None = None
+    """Every so many steps the policy becomes the reference of the KL terms (arXiv 2404.09656); null: the initial model
+    stays the reference."""
     entropy_share: Annotated[float, Field(gt=0, le=1), NUMBER] = 1.0
     """Policy loss of this share of the step's tokens only, those with the highest entropy before the step (arXiv
     2506.01939); below 1 it costs a pass for the entropies."""

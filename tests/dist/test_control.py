@@ -85,6 +85,7 @@ COMMANDS: list[Any] = [
     m.CheckFiles("checkpoints/x", [("a", 3, "abc")]),
     m.FinishCheck(10.0),
     m.LoadState("checkpoints/x"),
+    m.LoadReference("reference/x"),
     m.Export("hf"),
     m.ExportCritic("hf_critic"),
 ]

@@ -146,7 +146,7 @@ def make(tmp_path: Path, ranks: Ranks) -> Checkpoints:
     layout = replace(RoleLayout.from_config(config), generator_tensor_parallel=2)
     attempt = open_run(config.model_dump(mode="json"), tmp_path, "auto").attempt
     controller = cast(Controller, ranks)
-    return Checkpoints(controller, layout, config, tmp_path, attempt, ranks, ranks.algorithm)
+    return Checkpoints(controller, layout, config, tmp_path, attempt, ranks, [ranks.algorithm])
 
 
 def last_writer() -> psutil.Process:
