@@ -5,19 +5,24 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
 
 CALL_S = 30.0
+TRIAL_S = 10.0
 AGAIN_S = 5.0  # between two calls while Slurm's controller does not answer
 NO_ANSWER = re.compile(
     "unable to contact slurm controller|timed out on send/recv|zero bytes were transmitted|in standby mode"
     "|unexpected message received",  # message of scontrol requeue if the controller does not answer (22.05)
     re.IGNORECASE,
 )
+REFUSED = "allocation failure:"
+"""How sbatch --test-only begins Slurm's reason."""
 ENVIRON = {"LC_ALL": "C", "SLURM_TIME_FORMAT": "%s"}  # messages in English, times as seconds since the epoch
 LAUNCH_FAILED = "launch_failed_requeued_held"
 """Reason with which Slurm holds a job whose node failed at its start, until the job is released."""
@@ -113,6 +118,24 @@ def submit(script: Path, output: Path, *, after: int | None = None) -> tuple[int
     return int(found[1]), found[2] or ""
 
 
+def trial(script: str) -> str:
+    """What Slurm answers to this script, which is not queued: when and where the job would start. SlurmError with
+    Slurm's reason if it refuses the job, SlurmSilent if it was not asked, as where there is no Slurm."""
+    set_here, _ = colliding(script, os.environ)
+    with tempfile.NamedTemporaryFile("w", suffix=".sbatch") as file:
+        file.write(script)
+        file.flush()
+        command, environ = ("sbatch", "--test-only", file.name), _without(os.environ, set_here)
+        try:
+            said = call(*command, environ=environ, timeout_s=TRIAL_S, told=True)
+        except SlurmError as error:
+            if REFUSED not in (text := str(error)):
+                raise SlurmSilent(text.rpartition("; ")[2]) from None
+            raise SlurmError(text.replace(REFUSED, "").strip(" ;")) from None
+    said = re.sub(r"(?<=to start at )\d+", lambda at: f"{datetime.fromtimestamp(int(at[0])):%Y-%m-%d %H:%M}", said)
+    return "; ".join(line.removeprefix("sbatch: ") for line in said.splitlines())
+
+
 def _without(environ: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
     """Also excludes variables with which a job would affect the srun of jobs submitted from inside it."""
     inside = "SLURM_JOB_ID" in environ
@@ -183,8 +206,8 @@ def own_nodes(environ: Mapping[str, str]) -> list[int]:
     return [int(environ[name]) for name in names]
 
 
-def call(*command: str, environ: Mapping[str, str] = os.environ, timeout_s: float = CALL_S) -> str:
-    """Output of a Slurm command. SlurmError with its first error message."""
+def call(*command: str, environ: Mapping[str, str] = os.environ, timeout_s: float = CALL_S, told: bool = False) -> str:
+    """Output of a Slurm command, with `told` also what it says on standard error. SlurmError with its messages."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=timeout_s, check=False, env={**environ, **ENVIRON}
@@ -199,4 +222,4 @@ def call(*command: str, environ: Mapping[str, str] = os.environ, timeout_s: floa
         lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
         text = "; ".join(dict.fromkeys(lines)) or f"{command[0]} ended with code {done.returncode}"
         raise SlurmSilent(text) if NO_ANSWER.search(text) else SlurmError(text)
-    return done.stdout
+    return done.stdout + (done.stderr if told else "")

@@ -11,7 +11,7 @@ from hpcrl.config.abilities import check_built
 from hpcrl.exitcodes import ExitCode
 from hpcrl.launch.plan import describe
 from hpcrl.launch.prepare import prepare
-from hpcrl.launch.submission import environment_notes, submit
+from hpcrl.launch.submission import environment_notes, submit, trial
 from hpcrl.rundir import SLURM
 
 
@@ -22,7 +22,8 @@ def start(argv: Sequence[str]) -> int:
     text = "".join([plan, "\n", *environment_notes(config, layout)])
     if config.dry_run:
         lacking = [f"this version cannot run it: {problem.text}" for problem in check_built(config)]
-        show("\n".join([text, "dry_run: nothing was started or written", *lacking]))
+        show(text)  # before Slurm answers
+        show("\n".join([*trial(config, layout), "dry_run: nothing was started or written", *lacking]))
         return ExitCode.DONE
     print(text, end="", flush=True)
     if run.kind == "finished":

@@ -122,6 +122,18 @@ def _check_ended(run_dir: Path, claim: Path) -> None:
         raise ConfigError([f"{held} at this moment; repeat the command to see its job"])
 
 
+def trial(config: Config, layout: RoleLayout) -> list[str]:
+    """A line of a dry run: when Slurm would start the job, why it would refuse the job, or why it was not asked."""
+    if config.cluster.name != "slurm":
+        return []
+    try:
+        return [f"slurm   accepts the job: {slurm.trial(script_of(config, layout))}"]
+    except slurm.SlurmSilent as error:
+        return [f"slurm   note: whether it accepts the job is not known: {error}"]
+    except slurm.SlurmError as error:
+        return [f"slurm   note: it would refuse the job: {error}"]
+
+
 def environment_notes(config: Config, layout: RoleLayout) -> list[str]:
     """A line of the plan for each variable of sbatch and srun in this shell: whether it affects the job."""
     if config.cluster.name != "slurm":

@@ -145,7 +145,8 @@ class Run:
         if plot is not None:
             self._metrics.call_trackers(lambda tracker: tracker.image("plot", plot))
         shown = ([f"plot {plot}"] if plot is not None else []) + ([f"episodes {episodes}"] if episodes.is_dir() else [])
-        return "\n".join([examples, told, *early, *shown, f"HF checkpoint {self._run_dir / 'hf'}"])
+        exported = f"HF checkpoint {self._run_dir / 'hf'} in {self.config.model.dtype}"
+        return "\n".join([examples, told, *early, *shown, exported])
 
     def close(self, within_s: float = math.inf) -> str:
         """End the trackers within this time and what is left of the job's, less what leaving takes; how to upload what

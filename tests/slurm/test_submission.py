@@ -95,6 +95,8 @@ def closed(cluster: Any) -> Any:
     return cluster
 
 
+COMPONENTS = """layout=colocated layout.trainer.num_ranks=1 layout.reward={num_ranks:1,colocate_with:null}
+cluster.components={train:{roles:[controller,trainer],ranks_per_node:1},cpu:{roles:[reward]}}"""
 FOUR = "layout.trainer.num_ranks=4 cluster.components={all:{roles:[trainer,controller],ranks_per_node:1}}"
 
 
@@ -133,6 +135,21 @@ def test_refused_with_one_line(closed: Any, tmp_path: Path, tiny: list[str], wor
     left = {str(path.relative_to(run)) for path in run.rglob("*")} if run.exists() else set()
     left -= {"slurm/submissions", "slurm/submissions/0001"}
     assert left <= {"slurm", "slurm/job.sbatch", SUBMITTED_CONFIG}, "what Slurm refused is all there is"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("", r"^slurm   accepts the job: Job \d+ to start at 20\d\d-\d\d-\d\d \d\d:\d\d using .* on nodes n1"),
+        ("cluster.partition=nowhere", "^slurm   note: it would refuse the job: .*nvalid partition"),
+        ("cluster.constraint=purple", "^slurm   note: it would refuse the job: Invalid feature specification$"),
+        (COMPONENTS, "^slurm   accepts the job: "),
+    ],
+)
+def test_a_dry_run_asks_slurm(closed: Any, tmp_path: Path, tiny: list[str], words: str, told: str) -> None:
+    done = launch(closed, tmp_path / "run", *tiny, "max_steps=1", "dry_run=true", *words.split())
+    assert done.returncode == ExitCode.DONE and re.search(told, done.stdout, re.M), done.stdout + done.stderr
+    assert not closed.run("squeue", "-h").strip() and not (tmp_path / "run").exists()
 
 
 def test_a_refused_job_leaves_a_stopped_run_as_it_was(closed: Any, tmp_path: Path, tiny: list[str]) -> None:
