@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from queue import SimpleQueue
+from queue import Queue
 
 from torch.distributed import TCPStore
 
@@ -59,14 +59,14 @@ class Intake:
         self._server.setblocking(False)
         self.address, self.port = address, int(self._server.getsockname()[1])
         self.news = threading.Event()
-        self._queues: dict[str, SimpleQueue[bytes]] = {}
+        self._queues: dict[str, Queue[bytes]] = {}
         arguments = (self._server, selectors.DefaultSelector(), key, self._queues, self.news)
         threading.Thread(target=_receive, args=arguments, name="intake", daemon=True).start()
 
-    def queue(self, name: str) -> SimpleQueue[bytes]:
+    def queue(self, name: str) -> Queue[bytes]:
         """The entries of a queue, in order per connection. What is sent to a queue that nobody has asked for is not
         received."""
-        return self._queues.setdefault(name, SimpleQueue())
+        return self._queues.setdefault(name, Queue())
 
     def publish(self, store: TCPStore, rank: int) -> None:
         """Let the senders of the world find this intake; call it when all of its queues are there."""
@@ -128,12 +128,12 @@ class _Sender:
     def __init__(self, connection: socket.socket, key: bytes):
         """OSError if the connection has ended."""
         self.connection, self._key, self._drawn = connection, key, secrets.token_bytes(DRAWN_BYTES)
-        self._queue: SimpleQueue[bytes] | None = None  # until it is known who sends to which
+        self._queue: Queue[bytes] | None = None  # until it is known who sends to which
         self._arrived = bytearray()
         connection.setblocking(False)
         connection.send(self._drawn)  # the first bytes of a connection find room
 
-    def take(self, queues: Mapping[str, SimpleQueue[bytes]]) -> bool:
+    def take(self, queues: Mapping[str, Queue[bytes]]) -> bool:
         """Pass on what has arrived; whether a whole entry has. OSError if the connection has ended or is to end."""
         received = self.connection.recv(RECEIVE_BYTES)
         if not received:
@@ -162,7 +162,7 @@ class _Sender:
         del self._arrived[:end]
         return entry
 
-    def _asked(self, hello: bytes, queues: Mapping[str, SimpleQueue[bytes]]) -> SimpleQueue[bytes]:
+    def _asked(self, hello: bytes, queues: Mapping[str, Queue[bytes]]) -> Queue[bytes]:
         shown, name = hello[:MAC_BYTES], hello[MAC_BYTES:]
         queue = queues.get(name.decode(errors="replace"))
         if queue is None or not hmac.compare_digest(shown, mac(self._key, self._drawn + name)):
@@ -174,7 +174,7 @@ def _receive(
     server: socket.socket,
     selector: selectors.BaseSelector,
     key: bytes,
-    queues: Mapping[str, SimpleQueue[bytes]],
+    queues: Mapping[str, Queue[bytes]],
     news: threading.Event,
 ) -> None:
     """Until the server is shut down. A process that could no longer hear ends."""
@@ -194,7 +194,7 @@ def _receive_once(
     server: socket.socket,
     selector: selectors.BaseSelector,
     key: bytes,
-    queues: Mapping[str, SimpleQueue[bytes]],
+    queues: Mapping[str, Queue[bytes]],
     news: threading.Event,
 ) -> bool:
     """Whether to go on."""

@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue
 from typing import Any
 
 import msgspec
@@ -133,7 +133,7 @@ class Sender:
 class Inbox:
     """The only reader of a queue."""
 
-    def __init__(self, entries: SimpleQueue[bytes], name: str, key: bytes, types: Any):
+    def __init__(self, entries: Queue[bytes], name: str, key: bytes, types: Any):
         """entries: of the queue `name` (hpcrl.control.intake.Intake.queue)."""
         self.name, self._key, self._entries = name, key, entries
         self.refused: list[str] = []

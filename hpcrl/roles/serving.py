@@ -59,7 +59,7 @@ class Service:
     questions at once; further ones are told to come back. wake: called in another thread when a question arrives."""
 
     def __init__(self, address: str, token: str, paths: Mapping[str, type[msgspec.Struct]], most: int, wake: Any):
-        self._arrived: queue.SimpleQueue[Question] = queue.SimpleQueue()
+        self._arrived: queue.Queue[Question] = queue.Queue()
         self._decoders = {path: msgspec.json.Decoder(kind) for path, kind in paths.items()}
         self._token, self._most, self._wake = token, most, wake
         self._open, self._lock = 0, threading.Lock()

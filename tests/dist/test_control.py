@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import resource
 import signal
 import socket
@@ -12,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from queue import SimpleQueue
+from queue import Queue
 from typing import Any, get_args
 
 import msgspec
@@ -324,10 +325,36 @@ def tamper(genuine: list[bytes], number: int, kind: str, *how: Any) -> list[tupl
     return [(raw, number)]
 
 
+@pytest.mark.timeout(30)
+def test_signals_prolong_no_wait() -> None:
+    """Signals that come while the time of a wait runs out; queue.SimpleQueue would wait forever after some hundreds."""
+    intake = Intake("127.0.0.1", KEY)
+    inbox = Inbox(intake.queue(QUEUE), QUEUE, KEY, m.Command)
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    rng, begun, waits = random.Random(0), time.monotonic(), 0
+
+    def signals() -> None:
+        while time.monotonic() < begun + 2:
+            time.sleep(rng.uniform(0, 0.0006))
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    sender = threading.Thread(target=signals)
+    sender.start()
+    try:
+        while sender.is_alive():
+            assert inbox.get(0.0005) is None
+            waits += 1
+    finally:
+        sender.join()
+        signal.signal(signal.SIGUSR1, before)
+        intake.close()
+    assert waits > 500
+
+
 @settings(max_examples=100, deadline=None)
 @given(tampering=st.lists(TAMPERING, min_size=1, max_size=8))
 def test_tampering_never_yields_what_was_not_sent_next(tampering: list[tuple[Any, ...]]) -> None:
-    entries: SimpleQueue[bytes] = SimpleQueue()
+    entries: Queue[bytes] = Queue()
     sender, inbox = Recorded(), Inbox(entries, QUEUE, KEY, m.Command)
     genuine = [sender.raw(m.Advantages(n)) for n in range(len(tampering))]
     pushed = [push for number, how in enumerate(tampering) for push in tamper(genuine, number, *how)]

@@ -19,7 +19,7 @@ MOST_CHARS = 500
 MOST_BITS = 10_000
 Number = int | float
 
-_idle: defaultdict[tuple[int, Limits], queue.SimpleQueue[Sandbox]] = defaultdict(queue.SimpleQueue)
+_idle: defaultdict[tuple[int, Limits], queue.Queue[Sandbox]] = defaultdict(queue.Queue)
 """Sandboxes of this process without work, by least level and limits: as many as calls were made at once."""
 
 

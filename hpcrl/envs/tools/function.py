@@ -10,7 +10,7 @@ import itertools
 import json
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue
 from typing import Any
 
 from hpcrl.envs.tools.base import Result
@@ -32,7 +32,7 @@ class FunctionTool:
         """A function is not of an episode."""
 
     def call(self, arguments: dict[str, Any], timeout_s: float) -> Result:
-        ended: SimpleQueue[Result] = SimpleQueue()
+        ended: Queue[Result] = Queue()
 
         def run() -> None:
             try:
