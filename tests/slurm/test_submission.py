@@ -95,7 +95,7 @@ def closed(cluster: Any) -> Any:
     return cluster
 
 
-COMPONENTS = """layout=colocated layout.trainer.num_ranks=1 layout.reward={num_ranks:1,colocate_with:null}
+TWO_COMPONENTS = """layout=colocated layout.trainer.num_ranks=1 layout.reward={num_ranks:1,colocate_with:null}
 cluster.components={train:{roles:[controller,trainer],ranks_per_node:1},cpu:{roles:[reward]}}"""
 FOUR = "layout.trainer.num_ranks=4 cluster.components={all:{roles:[trainer,controller],ranks_per_node:1}}"
 
@@ -143,7 +143,7 @@ def test_refused_with_one_line(closed: Any, tmp_path: Path, tiny: list[str], wor
         ("", r"^slurm   accepts the job: Job \d+ to start at 20\d\d-\d\d-\d\d \d\d:\d\d using .* on nodes n1"),
         ("cluster.partition=nowhere", "^slurm   note: it would refuse the job: .*nvalid partition"),
         ("cluster.constraint=purple", "^slurm   note: it would refuse the job: Invalid feature specification$"),
-        (COMPONENTS, "^slurm   accepts the job: "),
+        (TWO_COMPONENTS, "^slurm   accepts the job: "),
     ],
 )
 def test_a_dry_run_asks_slurm(closed: Any, tmp_path: Path, tiny: list[str], words: str, told: str) -> None:
