@@ -107,6 +107,7 @@ def hinted(text: str) -> list[str]:
     return shlex.split(text[text.index("run: ") + 5 :])
 
 
+@pytest.mark.slow
 def test_a_hint_runs_in_a_shell_without_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hint = "run: python -m hpcrl.status runs/x"
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
@@ -137,6 +138,7 @@ def test_a_hint_names_the_console_command_where_it_is_the_one_on_path(
     assert cli.in_shell("python -m hpcrl.launch -m") == f"{ours}/python -m hpcrl.launch -m", "another installation's"
 
 
+@pytest.mark.slow
 def test_what_is_refused_names_the_interpreter(tmp_path: Path) -> None:
     done = run(sys.executable, "-m", "hpcrl.launch", "model.path=org/name", path="/usr/bin:/bin", cwd=tmp_path)
     assert done.returncode == ExitCode.BAD_INPUT
@@ -160,6 +162,7 @@ def test_what_an_engine_lacks_is_installed_by_the_names_it_gives(monkeypatch: py
     assert check_built(load(["cluster.container=apptainer", "cluster.image=x.sif"])) == [], "the image may have it"
 
 
+@pytest.mark.slow
 def test_what_a_sweep_on_slurm_lacks_is_installed_by_the_names_it_gives(tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules['submitit'] = None\n"
@@ -178,6 +181,7 @@ def test_make_setup_installs_what_a_sweep_needs() -> None:
     assert "'.[slurm]'" in core
 
 
+@pytest.mark.slow
 def test_help_names_the_command_as_it_was_called(tmp_path: Path) -> None:
     """By the script's path, where PATH leads to no such command."""
     script = tmp_path / "bin" / "hpcrl"

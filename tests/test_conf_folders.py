@@ -48,6 +48,7 @@ def algorithm(clip: float) -> str:
     return f"# An algorithm of one's own.\nname: grpo\npg_clip_high: {clip}\n"
 
 
+@pytest.mark.slow
 def test_later_folders_win_and_add(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = work / "a b'c,=$", work / "second"
     monkeypatch.setenv(FOLDERS, f"{first}:second")

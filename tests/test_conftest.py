@@ -59,6 +59,7 @@ def test_a_skip_passes_for_a_user_and_fails_where_all_is_required_but_for_a_gpu(
     assert closing_line(suite, "1", "1") == "2 failed, 1 passed, 1 skipped, 1 deselected, 1 xfailed, 1 error"
 
 
+@pytest.mark.slow
 def test_a_module_that_imports_an_engine_while_it_is_collected_is_refused(suite: Path) -> None:
     (suite / "tests" / "deepspeed.py").touch()
     (suite / "tests" / "test_seven.py").write_text("import deepspeed\n\ndef test_fine():\n    pass\n")

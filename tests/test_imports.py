@@ -54,6 +54,7 @@ def test_the_import_contracts_hold() -> None:
     assert f"Contracts: {len(PYPROJECT['tool']['importlinter']['contracts'])} kept, 0 broken." in done.stdout
 
 
+@pytest.mark.slow
 def test_what_runs_before_the_ranks_imports_no_torch() -> None:
     """Neither on the login node nor in a node's agent; functions that only ranks call may import it."""
     packages = (
@@ -113,6 +114,7 @@ def test_an_import_against_the_direction_is_found(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_engines_libraries_are_imported_in_their_own_file_only() -> None:
     for file, names in sources():
         for library, homes in OWN_FILE_ONLY.items():
@@ -129,6 +131,7 @@ def test_an_import_without_packages_finds_only_those_that_are_there_already(monk
     assert import_module("wave").open
 
 
+@pytest.mark.slow
 def test_algorithms_rewards_and_envs_run_no_collectives_and_nothing_is_pickled_between_ranks() -> None:
     for file, names in sources():
         if file.startswith(("hpcrl/algorithms", "hpcrl/rewards", "hpcrl/envs")):
@@ -154,6 +157,7 @@ def public_types(file: Path) -> set[str]:
     return {name for name in names if name[0].isupper()}
 
 
+@pytest.mark.slow
 def test_no_two_public_types_share_a_name() -> None:
     places: dict[str, list[str]] = {}
     for file in sorted((ROOT / "hpcrl").rglob("*.py")):

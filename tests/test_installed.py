@@ -29,6 +29,7 @@ def nothing_remembered() -> Iterator[None]:
     installed.fields.cache_clear()
 
 
+@pytest.mark.slow
 @needs_vllm
 def test_arguments_that_vllm_lacks_are_refused_by_the_launch_without_importing_it() -> None:
     program = f"""
@@ -55,6 +56,7 @@ def test_arguments_of_an_engine_that_is_not_here_are_left_to_it(monkeypatch: pyt
         assert config.generator.section(VLLMConfig).options["nonsense"] == 1
 
 
+@pytest.mark.slow
 def test_arguments_that_sglang_lacks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a package that has the fields of the real one's classes."""
     recorded = (ROOT / "tests/sglang_standin/signatures.txt").read_text().partition("class ServerArgs:")[2]
@@ -71,6 +73,7 @@ def test_arguments_that_sglang_lacks_are_refused(tmp_path: Path, monkeypatch: py
     assert "did you mean attention_backend" in line
 
 
+@pytest.mark.slow
 @needs_vllm
 @pytest.mark.parametrize(
     ("architecture", "model_type", "more", "refused"),

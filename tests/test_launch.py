@@ -124,6 +124,7 @@ def test_the_plan_of_an_asynchronous_run_says_what_its_log_probs_are(tmp_path: P
     assert "async " not in launch(*words, "rollout.max_lag=0", at=tmp_path).stdout
 
 
+@pytest.mark.slow
 def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n{"prompt": \n')
     (tmp_path / "file").write_text("in the way")
@@ -184,6 +185,7 @@ def test_words_that_mean_nothing_are_refused_in_one_line(words: list[str], tmp_p
     assert len(refused(*words, at=tmp_path)) == 1
 
 
+@pytest.mark.slow
 def test_help_teaches_and_imports_no_torch(tmp_path: Path) -> None:
     code = (
         "import sys; from hpcrl.launch.__main__ import main\n"
@@ -215,6 +217,7 @@ def test_help_shows_a_key_alone(key: str, shown: list[str]) -> None:
     assert [line.split("=")[0].strip() for line in section(key).splitlines()] == shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [["--help", "env"], ["+experiment=demo", "dry_run=true"]])
 def test_a_reader_that_has_had_enough_ends_it_without_a_word(words: list[str], tmp_path: Path) -> None:
     reads, writes = os.pipe()

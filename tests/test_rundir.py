@@ -165,6 +165,7 @@ def test_resume_fresh_takes_the_next_free_name(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == names
 
 
+@pytest.mark.slow
 def test_a_run_killed_in_an_interactive_job_goes_on_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The job lives on, so only the process can tell; a batch job's process tells nothing."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")
@@ -302,6 +303,7 @@ def test_an_owner_on_another_host_is_not_judged(tmp_path: Path) -> None:
         open_run(CONFIG, run, "auto")
 
 
+@pytest.mark.slow
 def test_killed_before_the_first_configuration_is_written(tmp_path: Path) -> None:
     run = tmp_path / "demo"
     (run / "owners").mkdir(parents=True)

@@ -251,6 +251,7 @@ def test_all_corrections_are_here() -> None:
     assert all(any(each.items() <= dict(loss).items() for loss in LOSSES) for each in CORRECTIONS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_order_prompts_and_micro_batches_do_not_show_in_a_loss(layout: str) -> None:
     longer, parts = LAYOUTS[layout]

@@ -50,6 +50,7 @@ def shared(content: bytes) -> SharedFile:
     return file
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_pieces_are_written_in_place(tmp_path: Path, writer: Writer) -> None:
     """By a thread: no process is started, and the set is the same as with copies."""
@@ -77,6 +78,7 @@ def test_pieces_are_written_in_place(tmp_path: Path, writer: Writer) -> None:
         writer.result(wait_s=None)
 
 
+@pytest.mark.slow
 def test_files_are_written_as_they_were_given(tmp_path: Path, writer: Writer) -> None:
     big = os.urandom(CHUNK_BYTES + 7)
     for number in range(2):
@@ -110,6 +112,7 @@ def test_the_rank_is_not_held_up(tmp_path: Path, writer: Writer) -> None:
     assert writer.result(wait_s=None) is not None and (tmp_path / "second").stat().st_size == 8 << 20
 
 
+@pytest.mark.slow
 def test_it_tells_what_is_on_the_disk(tmp_path: Path, writer: Writer) -> None:
     writer.start(tmp_path, {"first": b"x"})
     writer.result(wait_s=None)
@@ -170,6 +173,7 @@ def test_signals_to_the_whole_job_leave_it_alone(tmp_path: Path, writer: Writer)
     assert writer.result(wait_s=None) is not None
 
 
+@pytest.mark.slow
 def test_it_dies_with_its_rank(tmp_path: Path) -> None:
     rank = subprocess.Popen([sys.executable, "-c", DYING_RANK, str(tmp_path)])
     started = psutil.Process(rank.pid)

@@ -57,6 +57,7 @@ def test_an_engine_that_contradicts_itself_is_told(groups: Any, outputs: Any, we
         Division(groups, outputs, weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_ranks", "tensor", "pipeline", "context"),
     [(8, 2, 2, 1), (16, 2, 2, 2), (8, 1, 4, 2), (12, 3, 1, 2), (4, 1, 1, 1)],

@@ -173,6 +173,7 @@ role = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.fixed_dictionaries({name: role for name in ROLES}), st.booleans(), st.booleans())
 def test_every_layout_is_either_refused_or_sound(roles: dict, has_env: bool, has_kl: bool) -> None:

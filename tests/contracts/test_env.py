@@ -195,6 +195,7 @@ def test_a_step_needs_a_running_episode(case: Case) -> None:
         env.step("<answer>Up</answer>")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", GAMES, ids=name_of)
 def test_texts_come_from_options(case: Case) -> None:
     texts = {"prompt": "p {observation} {actions}", "turn": "t {observation}", "invalid": "i {answer}\n{observation}"}

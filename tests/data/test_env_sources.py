@@ -69,6 +69,7 @@ def test_an_expert_of_a_tool_writes_calls_that_are_answered(form: str) -> None:
     assert all(call.count("4") == 1 for call in calls), "the middle of 1 to 7 comes first"
 
 
+@pytest.mark.slow
 def test_noise_of_a_tool_s_expert_is_any_number() -> None:
     options = {"tools": ["guess"], "highest": 7, "prompt": "Find it."}
     guesses = [row["messages"][1]["content"] for row in rows("expert:tools", count=210, noise=1.0, env=options)]

@@ -174,6 +174,7 @@ def test_an_answer_that_is_a_column_counts_once(write_jsonl):
     assert problems_of(DataConfig(train=path)) == []
 
 
+@pytest.mark.slow
 def test_a_row_at_the_limit_fits_into_the_messages_between_ranks(tokenizer, write_jsonl):
     """Also where every character has three bytes, with a prompt and a response of a quarter of a MiB each."""
     answer = "数" * (MAX_ROW_BYTES // 3 - 100)

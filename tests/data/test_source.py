@@ -82,6 +82,7 @@ def test_every_batch_holds_the_exact_mix_spread_evenly(tokenizer, mixed_file):
     assert prompts.next().epoch == 6
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_resume_continues_exactly(tokenizer, tmp_path_factory, data):

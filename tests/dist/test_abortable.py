@@ -62,6 +62,7 @@ def test_what_is_sent_arrives_and_errors_of_the_library_are_raised(threads: Thre
         made[0].recv([torch.zeros(1)], 7, 0).wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("told", "timeout_s", "own_s", "why"),
     [

@@ -131,6 +131,7 @@ def node(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Node]:
         node.process.communicate()
 
 
+@pytest.mark.slow
 def test_exit_codes_and_logs(node: Node) -> None:
     controller = HEAD + "print('to the user'); print('to the log', file=sys.stderr); wait('end')"
     node.start(controller, HEAD + "print('one'); up()", HEAD + "print('two'); up(); sys.exit(3)")
@@ -151,6 +152,7 @@ def test_exit_codes_and_logs(node: Node) -> None:
     assert node.log(1) == "one\nagain\n"
 
 
+@pytest.mark.slow
 def test_a_lost_rank_is_named_with_the_last_lines_of_its_log(node: Node) -> None:
     """Without control characters, and without lines of an earlier start."""
     (node.folder / "logs").mkdir()
@@ -165,6 +167,7 @@ def test_a_lost_rank_is_named_with_the_last_lines_of_its_log(node: Node) -> None
     assert lost["2"].endswith("exited with code 3; its log ends: 7 | 8 | [1m" + "x" * 197)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_and_takes_its_children_along(node: Node) -> None:
     node.start(CONTROLLER, BEATING + "child('child'); time.sleep(100)", STAY)
     grandchild, rank = node.pid("child"), node.pid(1)
@@ -180,6 +183,7 @@ def test_a_killed_rank_is_named_and_takes_its_children_along(node: Node) -> None
     assert verdict["lost"]["1"].endswith("was killed by SIGKILL in Burst #3")
 
 
+@pytest.mark.slow
 def test_the_end_of_the_controller_ends_a_rank_that_ignores_sigterm(node: Node) -> None:
     node.start(HEAD + "wait('end'); sys.exit(7)", STUBBORN, grace_s=0.5)
     node.pid("child"), node.pid(1)
@@ -196,6 +200,7 @@ def test_a_killed_agent_takes_its_ranks_along(node: Node) -> None:
     node.assert_empty()
 
 
+@pytest.mark.slow
 def test_the_first_signal_goes_to_the_controller_alone(node: Node) -> None:
     node.start(POLITE, STAY)
     node.pid(0), node.pid(1)
@@ -223,6 +228,7 @@ def test_the_second_signal_ends_everything(node: Node) -> None:
     assert verdict["lost"]["0"].endswith("was killed by SIGKILL")
 
 
+@pytest.mark.slow
 def test_the_first_signal_is_acknowledged_and_a_storm_of_warnings_ends_nothing(
     node: Node,
 ) -> None:
@@ -245,6 +251,7 @@ def test_the_first_signal_is_acknowledged_and_a_storm_of_warnings_ends_nothing(
     node.assert_empty()
 
 
+@pytest.mark.slow
 def test_a_signal_that_comes_at_once_is_not_lost(node: Node) -> None:
     node.start(HEAD + "wait('never')", STAY)
     until((node.folder / "logs" / "rank_0000.log").exists, "the agent starts its ranks")
@@ -367,6 +374,7 @@ def test_a_loss_is_told_to_the_controller_even_if_it_comes_up_later(node: Node) 
     node.verdict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("node", "told"),
     [
@@ -389,6 +397,7 @@ def test_ranks_that_cannot_be_forked_are_started_as_programs(node: Node, told: s
     assert node.verdict()["lost"] == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("node", [FORK.replace("parent.fork()", "import time; time.sleep(100)")], indirect=True)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_signal_to_the_agent_while_its_ranks_are_imported(node: Node, number: int) -> None:

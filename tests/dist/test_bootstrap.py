@@ -180,6 +180,7 @@ def test_a_second_start_in_the_same_folder_meets_at_its_own_store(tmp_path: Path
     assert [path.name for path in tmp_path.glob("key_*")] == [f"key_{second['world']}"]
 
 
+@pytest.mark.slow
 def test_a_store_of_another_world_at_the_same_port_is_not_taken(tmp_path: Path) -> None:
     from hpcrl.control import queues
     from hpcrl.control.bootstrap import WORLD_KEY
@@ -203,6 +204,7 @@ def test_waiting_for_rank_0_has_an_end(tmp_path: Path) -> None:
     assert time.monotonic() - start < 5
 
 
+@pytest.mark.slow
 def test_waiting_for_rank_0_does_not_count_a_pause_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from hpcrl.control import bootstrap, queues
 
@@ -221,6 +223,7 @@ def test_waiting_for_rank_0_does_not_count_a_pause_of_the_job(tmp_path: Path, mo
     assert share_endpoint(place_of(1), tmp_path, None, 1.0) == endpoint and waits[1] < 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hosted", [False, True], ids=["own store", "torchrun's store"])
 def test_torchrun_shares_through_its_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hosted: bool) -> None:
     from hpcrl.control import queues

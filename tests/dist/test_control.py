@@ -266,6 +266,7 @@ def test_the_sender_refuses_what_is_too_large(intake: Intake, inbox: Inbox) -> N
     assert inbox.get(5) == (0, 1, m.Leave())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_bytes", [intakes.RECEIVE_BYTES, 5 << 20, queues.MAX_MESSAGE_BYTES])
 def test_a_large_message_arrives_as_a_whole(intake: Intake, inbox: Inbox, num_bytes: int) -> None:
     message = m.Export("x" * (num_bytes - 13))  # 13: the list, the tag and the string's head
@@ -325,6 +326,7 @@ def tamper(genuine: list[bytes], number: int, kind: str, *how: Any) -> list[tupl
     return [(raw, number)]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(30)
 def test_signals_prolong_no_wait() -> None:
     """Signals that come while the time of a wait runs out; queue.SimpleQueue would wait forever after some hundreds."""
@@ -425,6 +427,7 @@ def test_a_lost_reader_is_named_and_not_tried_again(intake: Intake, inbox: Inbox
     assert last.value.seq > first.value.seq, "each has its own number"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("greets", [False, True], ids=["says nothing", "reads nothing"])
 def test_a_reader_that_hangs_costs_the_timeout_once(greets: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, contextlib.ExitStack() as held:

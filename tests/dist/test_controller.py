@@ -117,6 +117,7 @@ def test_a_deadline_does_not_count_a_pause_of_the_job(threads: Any) -> None:
     assert controller.finish(started) == {1: Done(started[0][1])}
 
 
+@pytest.mark.slow
 def test_the_deadline_of_the_start_does_not_count_a_pause_either(threads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     controller = make_controller(threads, start_s=1.0)
     take = controller._take
@@ -135,6 +136,7 @@ def test_the_deadline_of_the_start_does_not_count_a_pause_either(threads: Any, m
         make_controller(threads, start_s=0.3).await_world()
 
 
+@pytest.mark.slow
 def test_a_command_may_be_allowed_more_than_others(threads: Any) -> None:
     controller = make_controller(threads, command_s=0.4)
     start = time.monotonic()

@@ -55,6 +55,7 @@ def test_a_rank_without_an_agent_writes_no_file(tmp_path: Path, monkeypatch: pyt
     assert found is not None and found.seq == 7 and not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_reading_is_never_half_written() -> None:
     # Numbers that another process can see half written, or cleared before they are written, look as old as the host.
     page, began = new_page(), time.monotonic()

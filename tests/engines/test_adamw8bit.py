@@ -35,6 +35,7 @@ def in_8_bits(engine: Any) -> list[str]:
     return [name for name, state in states.items() if "exp_avg_scale" in state]
 
 
+@pytest.mark.slow
 def test_steps_are_those_of_bitsandbytes_and_near_adamw(tmp_path: Path) -> None:
     """Parameters that are not in 8 bits have AdamW's step, bit for bit."""
     bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -65,6 +66,7 @@ def test_steps_are_those_of_bitsandbytes_and_near_adamw(tmp_path: Path) -> None:
             assert 0 < difference < 0.1, (name, difference)
 
 
+@pytest.mark.slow
 def test_adapters_too(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "model")
     with process_group(0, 1, str(tmp_path / "world")):

@@ -79,6 +79,7 @@ def gradients(engine: FSDP2Critic, batch: Batch, plan: list[list[int]], norms: N
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "gemma2"])
 @pytest.mark.parametrize("packing", ["require", "off"])
 def test_values_and_gradients_are_those_of_transformers(family: str, packing: str, tmp_path: Path) -> None:

@@ -89,6 +89,7 @@ def gradients_of(engine: ZeroEngine, batch: Batch) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.slow
 @every_case
 def test_clipped_adamw_step_by_hand(case: str, folder: Path, world_of_one: None) -> None:
     """With eps far above the gradient, Adam's first step is lr * g / (|g| + eps): the clipped gradient shows. A step
@@ -111,6 +112,7 @@ def test_clipped_adamw_step_by_hand(case: str, folder: Path, world_of_one: None)
         torch.testing.assert_close(tensor, expected, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 @every_case
 def test_bfloat16_keeps_float32_weights(case: str, folder: Path, world_of_one: None) -> None:
     """The optimizer's weights are those on disk, not rounded; gradients of micro-batches are summed in float32."""
@@ -171,6 +173,7 @@ def test_a_frozen_engine(
     assert torch.equal(engine.logprobs(batch, PLAN, TEMPERATURE), got)
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_one_line(folder: Path, world_of_one: None, tmp_path: Path) -> None:
     engine = make_engine(folder, "zero3")
     with pytest.raises(ValueError, match=r"no trainer\.json"):
@@ -221,6 +224,7 @@ def _take_turns(monkeypatch: pytest.MonkeyPatch) -> Left:
     return left
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [
@@ -281,6 +285,7 @@ def test_turns_with_a_generator_are_planned() -> None:
         assert may_take_turns(config, RoleLayout.from_config(config)) == may
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "dtype"), [("zero2_offload", "float32"), ("zero3_offload", "bfloat16")])
 def test_state_on_a_disk_is_that_in_memory(
     case: str, dtype: str, folder: Path, world_of_one: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

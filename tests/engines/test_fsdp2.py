@@ -103,6 +103,7 @@ def test_logprobs_and_gradients_equal_transformers(family: str, folders: dict[st
     assert (trainer.logprobs(batch, ONE, TEMPERATURE) - want).abs().max() > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [{"packing": "off"}, {"activation_checkpointing": True}, {"cpu_offload": True}, {"large": True}],

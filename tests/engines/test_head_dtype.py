@@ -50,6 +50,7 @@ def make_megatron(folder: Path, **config: Any) -> MegatronEngine:
     return MegatronEngine(TrainerConfig(engine="megatron", **config), folder, total_steps=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tied", "make"),
     [(True, make_engine), (False, make_engine), (False, make_megatron)],

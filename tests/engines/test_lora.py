@@ -80,6 +80,7 @@ def peft_results(base: Path, adapter: Path | None, batch: Batch) -> tuple[Tensor
     return logprobs.detach(), {name: p.grad for name, p in named if p.grad is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "lora"),
     [
@@ -115,6 +116,7 @@ def test_gradients_equal_those_of_peft(family: str, lora: dict[str, Any], tmp_pa
     assert (other - want).abs().max() > 1e-4 and worst_difference(mine, theirs) > 1e-4
 
 
+@pytest.mark.slow
 def test_dense_layers_that_peft_takes_for_experts_are_refused(tmp_path: Path, world_of_one: None) -> None:
     """Adapters of the attention are loaded by peft; those of the dense layers would be ignored with a warning."""
     sizes = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 24,

@@ -71,6 +71,7 @@ def write(engine: MegatronEngine, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "changes", "error"),
     [
@@ -95,6 +96,7 @@ def test_models_that_it_cannot_train_are_refused(
         make(folder)
 
 
+@pytest.mark.slow
 def test_damaged_folders_are_refused(tmp_path: Path) -> None:
     folder = make_model_folder("qwen2", tmp_path / "model")
     weights = load_file(folder / "model.safetensors")

@@ -118,6 +118,7 @@ def test_values_and_gradients_are_those_of_transformers_on_every_split(tmp_path:
     run_ranks(2, check, ON_TWO, folders, tmp_path)
 
 
+@pytest.mark.slow
 def test_it_learns_as_fsdp2s_and_its_export_is_one_of_transformers(tmp_path: Path) -> None:
     """From a model without such a head, which begins with zeros; and an exported critic can be started from."""
     folder, batch, plan = make_model_folder("qwen2", tmp_path / "base"), make_batch(LENGTHS), [list(range(6))]

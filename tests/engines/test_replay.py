@@ -121,6 +121,7 @@ def mismatch(trainer: FSDP2Engine, batch: Batch) -> float:
     return float(differences(trainer, batch).mean())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("full", [False, True], ids=["room for all", "a full cache"])
 def test_recorded_choices_are_those_of_the_model(full: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As transformers' routers choose on the whole sequence, whatever slots a request went through and whether it was
@@ -174,6 +175,7 @@ def test_with_replay_a_trainer_with_other_routers_comes_closer_to_the_generator(
     assert 0.0 < replayed < 0.7 * free, (free, replayed)
 
 
+@pytest.mark.slow
 def test_with_replay_rounding_to_bf16_chooses_no_other_experts(folder: Path) -> None:
     """A generator in bf16, a trainer in fp32: what differs most is where another expert was chosen."""
     batch = as_batch(generated(folder, dtype=torch.bfloat16, longer=100))

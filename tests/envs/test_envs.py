@@ -113,6 +113,7 @@ def test_a_class_may_be_in_a_file(tmp_path: Path) -> None:
     assert first.size == 3 and type(first) is type(second), "the file is executed once"  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "options", "problem"),
     [

@@ -93,6 +93,7 @@ def test_what_a_step_does_is_an_error_of_the_call(several: EnvProcesses, tmp_pat
     env.close()
 
 
+@pytest.mark.slow
 def test_an_endless_observation_is_shortened_where_asked(tmp_path: Path) -> None:
     several = EnvProcesses(EnvConfig.model_validate(ROUGH | {"long_observation": "shorten"}))
     env = make(several, "endless", tmp_path)
@@ -137,6 +138,7 @@ def test_one_that_leaks_reaches_its_limit_alone(tmp_path: Path) -> None:
     several.close()
 
 
+@pytest.mark.slow
 def test_temporary_files_go_with_their_process(tmp_path: Path) -> None:
     """Of one that is killed, before the next begins."""
     several = EnvProcesses(EnvConfig.model_validate(ROUGH))
@@ -172,6 +174,7 @@ def test_what_an_environment_leaves_behind_ends_with_it(several: EnvProcesses, t
     assert (tmp_path / "closed").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("begins_another", [True, False])
 def test_a_process_that_has_left_its_session_ends_before_the_next_begins(tmp_path: Path, begins_another: bool) -> None:
     """Or with all; not before its own episode."""
@@ -219,6 +222,7 @@ def test_a_class_that_is_no_environment_is_told(path: str, error: str) -> None:
         EnvProcesses(EnvConfig.model_validate(ROUGH | {"class_path": path}))
 
 
+@pytest.mark.slow
 def test_the_next_one_removes_what_those_that_were_killed_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But nothing of one that lives."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))

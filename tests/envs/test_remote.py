@@ -156,6 +156,7 @@ def test_what_an_environment_raises_and_a_slow_one_are_errors_of_their_episode()
         assert other.step("on")[1] == 0.5
 
 
+@pytest.mark.slow
 def test_many_episodes_wait_at_once_in_one_thread() -> None:
     """Each step waits until all are played."""
     count, config = 100, EnvConfig(name="remote", options={"url": "http://127.0.0.1:1"})

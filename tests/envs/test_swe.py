@@ -55,6 +55,7 @@ def test_the_contract_of_environments() -> None:
     contract.test_a_step_needs_a_running_episode(case)
 
 
+@pytest.mark.slow
 def test_a_repair_by_hand() -> None:
     with episode(prompt="{task}|{observation}") as env:
         assert env.first == "Double.|./calc/__init__.py\n./calc/core.py"

@@ -451,6 +451,7 @@ MARKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format_name", MARKS)
 def test_hostile_text_takes_little_time_and_raises_nothing(format_name: str) -> None:
     import random

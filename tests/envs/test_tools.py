@@ -271,6 +271,7 @@ def test_the_calculator_computes_and_evaluates_nothing_else(expression: str, val
     assert heard(made, hermes("calculator", expression=expression))[0].startswith(value)
 
 
+@pytest.mark.slow
 def test_python_runs_in_the_sandbox() -> None:
     made = env("python")
     made.reset(0)

@@ -85,6 +85,7 @@ def script_words(run: Path) -> list[str]:
     return shlex.split(line)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("edit", EDITS)
 def test_an_edit_neither_changes_a_queued_job_nor_stops_its_requeue(
     mine: Path, edit: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -105,6 +106,7 @@ def test_an_edit_neither_changes_a_queued_job_nor_stops_its_requeue(
     assert read_config_file(run / CONFIG).words == made
 
 
+@pytest.mark.slow
 def test_a_submission_before_the_first_start_is_a_new_one(mine: Path) -> None:
     """Nothing has run, so the files count as they are."""
     words = ["+cluster=slurm", "+experiment=mine"]
@@ -115,6 +117,7 @@ def test_a_submission_before_the_first_start_is_a_new_one(mine: Path) -> None:
     assert load(script_words(Path("runs/mine"))).trainer.lr == 9e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("place", [(), ("run_dir=runs/there",)])
 def test_a_script_submitted_by_hand_is_fixed_by_its_first_start(
@@ -140,6 +143,7 @@ def started(*words: str) -> Path:
     return opened.run_dir
 
 
+@pytest.mark.slow
 def test_words_at_a_resume_change_what_may_change_and_nothing_else_does(
     mine: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -219,6 +223,7 @@ def test_the_configuration_of_a_run_starts_again(mine: Path, moved: bool) -> Non
     assert config.model_dump() == old.model_dump() | same
 
 
+@pytest.mark.slow
 def test_the_configuration_of_a_run_resumes_it(mine: Path) -> None:
     run_dir = started()
     EDITS["edited"](mine)
@@ -340,6 +345,7 @@ VALUES = st.recursive(
 TREES = st.dictionaries(st.sampled_from("abc"), VALUES, max_size=3)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(old=TREES, new=TREES)
 def test_of_two_configurations_all_differences_or_none_are_taken_over(old: Any, new: Any) -> None:
@@ -348,6 +354,7 @@ def test_of_two_configurations_all_differences_or_none_are_taken_over(old: Any, 
     assert _merge(old, new, set()) == old
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(text=st.text(st.sampled_from("${}\\#:- '\"\n1e5.~\t€"), max_size=12))
 def test_any_text_is_read_back_as_it_was(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:

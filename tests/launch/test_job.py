@@ -26,6 +26,7 @@ def test_a_refused_start_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert told["job"] == 71 and any("model.path" in line for line in told["problems"])
 
 
+@pytest.mark.slow
 def test_what_a_library_prints_does_not_reach_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = tmp_path / "run"
     # Making a row of this task prints a dot.
@@ -139,6 +140,7 @@ def save(run_dir: Path, step: int) -> None:
     (run_dir / "checkpoints" / step_name(step)).mkdir(parents=True)
 
 
+@pytest.mark.slow
 def test_jobs_that_are_too_short_do_not_go_on_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = tmp_path / "run"
     for _ in range(3):
@@ -166,6 +168,7 @@ def test_on_a_full_disk_a_job_ends_with_the_code_of_its_step_and_does_not_go_on(
     assert (last_end(run_dir)["how"], last_end(run_dir)["goes_on"]) == ("not_saved", False)
 
 
+@pytest.mark.slow
 def test_a_person_who_submits_again_starts_the_count_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = tmp_path / "run"
     said = [end_with(run_dir, ExitCode.RANK_KILLED, "", monkeypatch) for _ in range(4)]

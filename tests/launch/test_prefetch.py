@@ -142,6 +142,7 @@ def test_a_model_comes_into_the_cache_where_an_offline_node_finds_it(tmp_path: P
     assert again.stdout == done.stdout and sorted(hub.served) == wanted
 
 
+@pytest.mark.slow
 def test_a_model_comes_into_a_folder_and_a_file_of_a_data_set(tmp_path: Path, hub: Hub) -> None:
     words = ("org/tiny", "--folder", "here"), ["datasets/org/digits/main/train.jsonl"]
     (_, folder, told), (_, file, told_of_file) = prefetch_each(tmp_path, hub.url, *words)
@@ -168,6 +169,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 def test_what_cannot_come_is_told_in_one_line(tmp_path: Path, hub: Hub) -> None:
     found = prefetch_each(tmp_path, hub.url, *REFUSED)
     for (code, out, err), told in zip(found, REFUSED.values(), strict=True):
@@ -175,6 +177,7 @@ def test_what_cannot_come_is_told_in_one_line(tmp_path: Path, hub: Hub) -> None:
         assert err.startswith(told)
 
 
+@pytest.mark.slow
 def test_no_network_is_told_in_one_line(tmp_path: Path) -> None:
     done = prefetch(tmp_path, "http://127.0.0.1:9", "org/tiny")
     assert done.returncode == ExitCode.BAD_INPUT and len(done.stderr.splitlines()) == 1

@@ -132,6 +132,7 @@ def test_the_step_is_bound_to_no_core_and_waits_for_all_its_nodes() -> None:
     assert {"--cpu-bind=none", "--mpi=none", "--wait=0", "--kill-on-bad-exit=0", "--export=ALL"} <= set(step[1].split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("word", ['data.system_prompt=it\'s "so" $HOME `x` \\n', "rollout.stop=[a b,'c d']"])
 def test_the_shell_hands_the_words_on_unchanged(word: str) -> None:
     line = next(line for line in render_words(word).splitlines() if line.startswith("words="))
@@ -182,6 +183,7 @@ def shellcheck(*files: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([program, *files], capture_output=True, text=True, timeout=60, check=False)
 
 
+@pytest.mark.slow
 def test_shellcheck_finds_nothing_in_the_recipes(made: dict[str, str], tmp_path: Path) -> None:
     done = shellcheck(*(ROOT / "slurm").glob("*.sbatch"))
     assert done.returncode == 0, done.stdout

@@ -96,6 +96,7 @@ def claim(site: Path, **holder: object) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("written", [True, False])
 def test_the_claim_of_a_launch_that_was_killed_is_taken_over(site: Path, written: bool, launch: Launch) -> None:
     process = psutil.Process()

@@ -301,6 +301,7 @@ def test_swanlab(tmp_path: Path) -> None:
     assert json.loads(shown.read_text()) == ROWS[0] and list(folder.glob("run-*/media/image/005-*.png"))
 
 
+@pytest.mark.slow
 def test_tensorboard_shows_tables_that_a_response_cannot_leave(tmp_path: Path) -> None:
     two_attempts(tmp_path, "tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -315,6 +316,7 @@ def test_tensorboard_shows_tables_that_a_response_cannot_leave(tmp_path: Path) -
     assert set(TRACKERS) == {"tensorboard", "wandb", "swanlab", "mlflow"}, "each has a test above"
 
 
+@pytest.mark.slow
 def test_a_run_longer_than_the_queue_and_than_the_timeout_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -339,6 +341,7 @@ def test_every_tracker_has_its_own_last_step(tmp_path: Path) -> None:
     assert len({last_step_file(config, tmp_path, name) for config, name in configs}) == len(names)
 
 
+@pytest.mark.slow
 def test_trackers_that_hang_share_the_time_at_the_end(tmp_path: Path) -> None:
     forever, seen = threading.Event(), list[Any]()
     makes: list[Callable[[int], Any]] = [lambda _: forever.wait(), lambda _: forever.wait(), lambda _: Recorder(seen)]

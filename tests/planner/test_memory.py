@@ -300,6 +300,7 @@ def test_what_to_change_is_enough() -> None:
     assert again[0] == []
 
 
+@pytest.mark.slow
 def test_no_change_is_enough() -> None:
     """The native generator has a whole copy of 235 billion numbers on every rank."""
     assert advise(run(), shape_of("Qwen3-235B-A22B"), CARDS["141 GB"]) is None

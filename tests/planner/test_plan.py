@@ -65,6 +65,7 @@ def words(model: Path, *more: str) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_the_plan_of_256_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = write_config(tmp_path / "model", "Qwen3-235B-A22B")
     assert main([*words(model, *LARGEST), "dry_run=true"]) == ExitCode.DONE
@@ -87,6 +88,7 @@ def test_the_plan_of_256_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert list(tmp_path.iterdir()) == [model]
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_says_what_to_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = write_config(tmp_path / "model", "Qwen3-235B-A22B")
     largest = [word for word in LARGEST if "recompute" not in word]

@@ -31,6 +31,7 @@ def planned(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return {parameter.name: parameter.shape for parameter in read_shape(config).parameters}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_every_parameter_of_published_models(name: str) -> None:
     config, count = PUBLISHED[name]

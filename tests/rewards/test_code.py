@@ -167,6 +167,7 @@ def test_what_is_taken_from_a_response() -> None:
     assert code_of("<think>x", "python") == ""
 
 
+@pytest.mark.slow
 def test_partial_credit_stops_and_metrics(make: Any) -> None:
     cases = [{"stdin": str(n), "stdout": str(n)} for n in (1, 2, 3, 4)]
     code = "n = int(input())\nprint(n if n != 2 else 0)"
@@ -222,6 +223,7 @@ def test_tests_that_cannot_judge_are_an_error_and_not_a_score(make: Any) -> None
         score(make(), "def f(x): return x()", answer)
 
 
+@pytest.mark.slow
 def test_languages(make: Any) -> None:
     cases = [{"stdin": "3 4", "stdout": "7"}, {"stdin": "1 1", "stdout": "2"}]
     shell = make(language="bash")
@@ -268,6 +270,7 @@ GRADED: dict[str, tuple[Any, str]] = {
 """Kind of cases -> cases, and the honest answer."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", GRADED)
 def test_cheats_score_nothing(make: Any, kind: str) -> None:
     cases, honest = GRADED[kind]
@@ -303,6 +306,7 @@ def test_humaneval(make: Any, shared_data: Path) -> None:
             pytest.fail(f"{row['task_id']} has no wrong variant")
 
 
+@pytest.mark.slow
 def test_in_a_pool_with_its_level_and_refused_below(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     section = RewardConfig(name="code", timeout_s=60.0, num_processes=2)
     pool = RewardPool(Config(reward={"default": section}))

@@ -67,6 +67,7 @@ def test_tags(response: str, options: dict[str, Any], right: int) -> None:
     assert score(make("tags", **options), response).reward == right
 
 
+@pytest.mark.slow
 def test_language() -> None:
     english, french = "The cat sleeps on the chair in the garden.", "Le chat dort sur la chaise dans le jardin."
     assert score(make("language"), english, prompt=english).reward == 1

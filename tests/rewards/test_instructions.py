@@ -105,6 +105,7 @@ CASES: list[tuple[str, dict[str, Any], str, list[str]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "arguments", "right", "wrong"), CASES, ids=[case[0] for case in CASES])
 def test_each_instruction(name: str, arguments: dict[str, Any], right: str, wrong: list[str]) -> None:
     assert problem(name, arguments) == ""

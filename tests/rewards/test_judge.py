@@ -236,6 +236,7 @@ def test_servers_of_the_cluster_are_known(host: str, inside: bool) -> None:
     assert in_cluster(host) == inside
 
 
+@pytest.mark.slow
 def test_a_proxy_is_not_asked_for_a_server_of_the_cluster_and_named_for_others(
     serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,6 +262,7 @@ def test_a_refusal_is_an_error_at_once(serve: Any, monkeypatch: pytest.MonkeyPat
     assert "GRADER_KEY with the key of" in judge({"a": {**server.judge, "api_key_env": "GRADER_KEY"}}).error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["hangs", "breaks off", "drips"])
 def test_a_slow_judge_costs_its_vote_only(serve: Any, how: str) -> None:
     forever = threading.Event()

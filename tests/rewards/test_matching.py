@@ -168,6 +168,7 @@ def test_a_response_nested_deeper_than_a_recursive_schema_can_follow_is_wrong() 
     assert score("json_schema", "[" * 500 + "]" * 500, schema).reward == 0.0
 
 
+@pytest.mark.slow
 def test_a_search_that_would_not_end_is_an_error_within_its_limit() -> None:
     start = time.monotonic()
     (result,) = make_reward(RewardConfig(name="regex")).score([RewardItem(0, "d", "p", "a" * 2000, "(.*a){20}b")])

@@ -114,6 +114,7 @@ def test_a_copy_of_the_question_is_no_answer(given: str, gold: str):
     assert score(MathReward(RewardConfig(name="math")), f"So it is \\boxed{{{given}}}.", gold) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("given", "gold"), [("x=20+35=55", "55"), ("20 + 35 = 55", "55"), (r"5! = 120", "120")])
 def test_a_computation_with_its_value_is_an_answer(given: str, gold: str):
     assert score(MathReward(RewardConfig(name="math")), f"So it is \\boxed{{{given}}}.", gold) == 1
@@ -344,6 +345,7 @@ def burn(cpu_s: float) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_the_limit_counts_cpu_time_and_is_switched_off(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(equality, "LIMIT_S", 0.1)
     assert within_limit(lambda: time.sleep(0.3) or "slept") == "slept"
@@ -358,6 +360,7 @@ def test_the_limit_counts_cpu_time_and_is_switched_off(monkeypatch: pytest.Monke
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
 
 
+@pytest.mark.slow
 def test_the_limit_holds_where_its_alarm_is_caught(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(equality, "LIMIT_S", 0.1)
     rung = []
@@ -391,6 +394,7 @@ def test_a_timeout_is_an_error_and_no_gold_answer_is_remembered_by_it(monkeypatc
     assert reward.score([item])[0].score == 1
 
 
+@pytest.mark.slow
 def test_importing_sympy_does_not_count_and_simple_answers_do_not_need_it():
     code = """if True:
         import sys

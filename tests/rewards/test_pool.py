@@ -91,6 +91,7 @@ def test_each_bad_response_costs_itself_alone(make_pool):
     assert stats["timeouts"] == 1 and stats["restarts"] == 3
 
 
+@pytest.mark.slow
 def test_batched_calls_are_taken_apart_when_they_fail(make_pool):
     responses = ["a", "raise", "bb", "die", "ccc", "nan", "skip", "short", "hang", "dddd"]
     pool = make_pool(default=function("trl"))
@@ -107,6 +108,7 @@ def test_batched_calls_are_taken_apart_when_they_fail(make_pool):
     }
 
 
+@pytest.mark.slow
 def test_children_of_a_reward_are_killed_with_it(make_pool):
     mark = 100_000 + os.getpid()
     pool = make_pool(default=function("compute_score"))
@@ -121,6 +123,7 @@ def test_children_of_a_reward_are_killed_with_it(make_pool):
     assert seen and not alive()
 
 
+@pytest.mark.slow
 def test_polls_never_wait_and_a_pool_can_be_closed_while_one_hangs(make_pool):
     pool = make_pool(default=function("compute_score", timeout_s=100))
     pool.submit(items(["hang", "x" * 300_000, "right"]))
@@ -133,6 +136,7 @@ def test_polls_never_wait_and_a_pool_can_be_closed_while_one_hangs(make_pool):
     pool.close()
 
 
+@pytest.mark.slow
 def test_long_responses_and_unsendable_rows(make_pool):
     pool = make_pool(default=function("compute_score", timeout_s=30))
     long = "x" * 3_000_000
@@ -141,6 +145,7 @@ def test_long_responses_and_unsendable_rows(make_pool):
     assert found[1] == Score(1.0, 1.0) and found[2].error.startswith("TypeError")
 
 
+@pytest.mark.slow
 def test_token_ids_reach_a_function_that_wants_them(make_pool):
     pool = make_pool(default=function("completion_lengths", timeout_s=30))
     pool.submit([RewardItem(1, "d", "p", "ab", token_ids=array("i", [70_000, 2]))])
@@ -151,6 +156,7 @@ def siblings(group: int, *responses: str) -> list[RewardItem]:
     return [RewardItem(10 * group + n, "d", "p", response, "right") for n, response in enumerate(responses)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_groups_are_scored_by_calls_of_their_own(make_pool, num_processes: int):
     pool = make_pool(default=function("longest", num_processes=num_processes))
@@ -192,6 +198,7 @@ def test_equal_responses_to_a_pure_reward_need_one_call(make_pool, tmp_path: Pat
     assert "RuntimeError" in collect(pool)[0].error and "raise" in called(), "an error is not kept"
 
 
+@pytest.mark.slow
 def test_calls_that_wait_wait_together_and_each_bad_one_costs_itself_alone(make_pool):
     pool = make_pool(default=function("judge", timeout_s=2, concurrency=70))
     responses = ["right"] * 60 + ["slow", "raise", "own timeout", "wrong"]
@@ -219,6 +226,7 @@ def test_a_call_that_blocks_the_loop_or_ends_the_process_costs_itself_alone(make
     assert found[3].error.startswith("the reward's process ended with exit code 3")
 
 
+@pytest.mark.slow
 def test_a_timeout_does_not_count_a_pause_of_the_job(tmp_path: Path):
     (tmp_path / "slow.py").write_text("import time\ndef f(items):\n    time.sleep(0.5)\n    return [1.0]\n")
     section = RewardConfig(name="function", function=f"{tmp_path}/slow.py:f", timeout_s=10)
@@ -250,10 +258,12 @@ class Paused(Reward):
         return [Score(1.0, 1.0)]
 
 
+@pytest.mark.slow
 def test_a_timeout_of_a_call_that_waits_does_not_count_a_pause_either():
     assert asyncio.run(score_each_async(Paused(), items(["x"]), 0.8)) == [Score(1.0, 1.0)]
 
 
+@pytest.mark.slow
 def test_no_more_calls_wait_than_the_concurrency_and_groups_may_wait_too(make_pool):
     pool = make_pool(default=function("judge", timeout_s=30, concurrency=2))
     pool.submit(items(["right"] * 5))
@@ -265,6 +275,7 @@ def test_no_more_calls_wait_than_the_concurrency_and_groups_may_wait_too(make_po
     assert {n: score.score for n, score in collect(groups).items()} == {10: 3, 11: 3, 12: 3, 20: 1}
 
 
+@pytest.mark.slow
 def test_domains_go_to_their_rewards_and_cheap_ones_are_scored_at_once(make_pool):
     pool = make_pool(a=RewardConfig(), b=RewardConfig(name="sort_digits"), default=function("native"))
     pool.submit([RewardItem(1, "a", "p", "Right", "right"), RewardItem(2, "b", "p", "1 2", "1 2")])
@@ -289,6 +300,7 @@ def test_maths_in_a_worker_with_the_soft_limit():
         pool.close()
 
 
+@pytest.mark.slow
 def test_a_reward_that_cannot_start_stops_the_run(make_pool):
     pool = make_pool(default=function("nothing"))
     pool.submit(items(["right"]))
@@ -296,6 +308,7 @@ def test_a_reward_that_cannot_start_stops_the_run(make_pool):
         collect(pool)
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_while_it_starts_is_tried_three_times(make_pool, tmp_path: Path):
     (tmp_path / "deadly.py").write_text("import os\nos._exit(7)\n")
     pool = make_pool(default=RewardConfig(name="function", function=f"{tmp_path}/deadly.py:f"))

@@ -56,6 +56,7 @@ def test_nothing_wrong(tmp_path: Path):
     assert validate_rewards(Config(reward={"default": RewardConfig(name="function", function=f"{FILE}:trl")})) == []
 
 
+@pytest.mark.slow
 def test_all_that_is_wrong_is_told_at_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     (tmp_path / "deadly.py").write_text("import os\nos._exit(7)\n")
     rows = [{"prompt": "a", "answer": "b", "tag": tag} for tag in "xyfgl"]
@@ -90,6 +91,7 @@ def test_a_product_is_refused_where_parts_are_normalised_apart(rule: str) -> Non
     assert validate_rewards(parse(sections)) == []
 
 
+@pytest.mark.slow
 def test_rows_without_an_answer_are_named_where_the_reward_needs_one(tmp_path: Path):
     rows = [{"prompt": "a", "answer": "4", "tag": "x"}, *({"prompt": "b", "tag": tag} for tag in "xxf")]
     path = jsonl(tmp_path / "a.jsonl", *rows, {"prompt": "c", "answer": " ", "tag": "x"})

@@ -240,6 +240,7 @@ def test_a_response_cut_by_its_length_ends_the_episode(stage: Stage, role: EnvRo
     assert observed.ended and not observed.result.error and observed.result.metrics["truncated"] == 1.0
 
 
+@pytest.mark.slow
 def test_an_episode_ends_with_its_budgets_of_tokens_and_seconds(stage: Stage) -> None:
     envs = {"tokens": {**ODD, "max_tokens": 10}, "seconds": {**ODD, "max_seconds": 1.0}, "default": None}
     role = EnvRole(stage.worker(1, {"env": envs}))
@@ -310,6 +311,7 @@ def test_a_close_that_hangs_stops_no_other_episode(stage: Stage) -> None:
     assert not odd_env.OPEN
 
 
+@pytest.mark.slow
 def test_environments_that_wait_do_so_at_once_and_one_that_hangs_costs_its_sample(stage: Stage) -> None:
     settings = {"env": {"default": {**ODD, "num_threads": 3, "timeout_s": 1.0}}}
     role, odd_env.RELEASE = EnvRole(stage.worker(1, settings)), threading.Event()
@@ -339,6 +341,7 @@ def test_environments_that_wait_do_so_at_once_and_one_that_hangs_costs_its_sampl
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_one_that_computes_without_end_is_interrupted(stage: Stage) -> None:
     role = EnvRole(stage.worker(1, {"env": {"default": {**ODD, "timeout_s": 0.5}}}))
     computes = make_sample_id(next(UIDS), 0, 0)
@@ -355,6 +358,7 @@ def test_one_that_computes_without_end_is_interrupted(stage: Stage) -> None:
     stage.deltas()
 
 
+@pytest.mark.slow
 def test_coroutines_all_play_at_once_and_one_that_hangs_is_cancelled(stage: Stage) -> None:
     waiting = {**ODD, "class_path": "tests.roles.odd_env:Waiting", "timeout_s": 1.0}
     role, odd_env.TOGETHER = EnvRole(stage.worker(1, {"env": {"default": waiting}})), odd_env.Meeting(20)
@@ -380,6 +384,7 @@ def test_coroutines_in_a_thread_are_told_where_to_run(stage: Stage) -> None:
     role.close()
 
 
+@pytest.mark.slow
 def test_an_episode_in_a_process_that_hangs_is_killed(stage: Stage, tmp_path: Path) -> None:
     rough = {**ODD, "class_path": "tests.envs.rough_env:RoughEnv", "runs_in": "process", "timeout_s": 1.0}
     role = EnvRole(stage.worker(1, {"env": {"default": {**rough, "num_threads": 3}}}))
@@ -402,6 +407,7 @@ def test_an_episode_in_a_process_that_hangs_is_killed(stage: Stage, tmp_path: Pa
     stage.deltas()
 
 
+@pytest.mark.slow
 def test_an_environment_that_gives_up_by_itself_is_closed_and_one_that_is_made_too_late_too(stage: Stage) -> None:
     settings = {"env": {"default": {**ODD, "timeout_s": 1.0}}}
     role, odd_env.RELEASE = EnvRole(stage.worker(1, settings)), threading.Event()
@@ -417,6 +423,7 @@ def test_an_environment_that_gives_up_by_itself_is_closed_and_one_that_is_made_t
     role.close()
 
 
+@pytest.mark.slow
 def test_the_timeout_of_a_turn_does_not_count_a_pause_of_the_job(stage: Stage) -> None:
     settings = {"env": {"default": {**ODD, "timeout_s": 0.8}}}
     role, odd_env.RELEASE = EnvRole(stage.worker(1, settings)), threading.Event()
@@ -474,6 +481,7 @@ def test_an_episode_that_cannot_begin_costs_its_sample(
     assert begun.result.metrics == {"success": 0.0, "return": 0.0, "turns": 0.0, "failed": failed}
 
 
+@pytest.mark.slow
 def test_domains_have_environments_and_threads_of_their_own(stage: Stage) -> None:
     """One is full and does not hold the other up; an episode to which a reward is added says so at its end."""
     envs = {"maths": {**ODD, "max_turns": 1, "add_reward": True}, "default": {**ODD, "timeout_s": 1.0}}
@@ -518,6 +526,7 @@ def test_tools_reach_the_prompt_and_their_results_the_next_turn(stage: Stage) ->
     role.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("environment", "said"),
     [
@@ -594,6 +603,7 @@ def test_by_steps_the_next_prompt_is_sent_instead_of_what_follows(stage: Stage, 
     stage.deltas()
 
 
+@pytest.mark.slow
 def test_by_default_turns_that_wait_do_not_wait_for_each_other(stage: Stage) -> None:
     """32 turns of .875 s took 28 s one after the other; and one that computes leaves the others waiting."""
     role = EnvRole(stage.worker(1, {"env": {"default": ODD | {"timeout_s": 60.0}}}))

@@ -216,6 +216,7 @@ def test_domains_with_and_without_environments_share_a_burst(stage: Stage, role:
     assert json.loads(response.meta)["extra"] == {"level": 2, "messages": role.samples[SAMPLES[0]].held.messages}
 
 
+@pytest.mark.slow
 def test_a_reward_gets_all_turns_of_an_episode(stage: Stage, role: GeneratorRole) -> None:
     stage.heard()
     stage.mail(2, m.Response)

@@ -285,6 +285,7 @@ def test_accounting_budget_and_termination_under_random_events(
         assert in_flight(scheduler) == 0 and not any(world.running.values()) and not any(world.held.values())
 
 
+@pytest.mark.slow
 @settings(SEARCH, max_examples=60)
 @given(
     order=st.integers(0, 2**32),

@@ -245,6 +245,7 @@ def sample_of(sample_id: int, count: int) -> Sample:
     )
 
 
+@pytest.mark.slow
 def test_a_save_is_committed_within_a_long_step(tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpcrl.runtime.saves.POLL_EVERY_S", 0.0)
     checkpoints, root = make(tmp_path, ranks), tmp_path / "checkpoints"
@@ -275,6 +276,7 @@ def test_a_save_is_committed_within_a_long_step(tmp_path: Path, ranks: Ranks, mo
     assert steps_in(root) == [4, 5], "what was asked within the step is heard at its end"
 
 
+@pytest.mark.slow
 def test_the_next_save_waits_for_the_one_under_way(tmp_path: Path, ranks: Ranks) -> None:
     checkpoints, root = make(tmp_path, ranks), tmp_path / "checkpoints"
     checkpoints.maybe_save(2)
@@ -334,6 +336,7 @@ class SlowRanks(Ranks):
         return super()._answer(writer, rank, command)
 
 
+@pytest.mark.slow
 def test_a_save_may_take_longer_than_a_command(tmp_path: Path) -> None:
     slow = SlowRanks()
     start = time.monotonic()
@@ -341,6 +344,7 @@ def test_a_save_may_take_longer_than_a_command(tmp_path: Path) -> None:
     assert time.monotonic() - start > 2 * slow.command_s and steps_in(tmp_path / "checkpoints") == [2]
 
 
+@pytest.mark.slow
 def test_a_save_that_gets_no_further_names_rank_and_file(tmp_path: Path, ranks: Ranks) -> None:
     checkpoints = make(tmp_path, ranks)
     checkpoints.save(2)
@@ -384,6 +388,7 @@ def test_every_rank_reads_its_share_before_anything_is_loaded(
         make(tmp_path, ranks).restore()
 
 
+@pytest.mark.slow
 def test_reading_may_take_longer_than_a_command(tmp_path: Path, ranks: Ranks) -> None:
     make(tmp_path, ranks).save(2)
     slow = SlowRanks()
@@ -404,6 +409,7 @@ class StalledRanks(Ranks):
         return Done(0, progress=(f"shard_{rank}", 7))
 
 
+@pytest.mark.slow
 def test_reading_that_gets_no_further_is_a_hang_and_no_damage(tmp_path: Path, ranks: Ranks) -> None:
     make(tmp_path, ranks).save(2)
     with pytest.raises(Stalled, match=r"rank 1 \(trainer\) has got no further in reading shard_1 for .*7 bytes done"):

@@ -74,6 +74,7 @@ def srun(cluster: Any, run: str, prelude: str = "", module: str = "node.prefligh
     return done.returncode, lines, seconds
 
 
+@pytest.mark.slow
 def test_good_nodes_report_what_they_are(cluster: Any, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     code, lines, _ = srun(cluster, str(run))
@@ -269,6 +270,7 @@ for _ in range(50):
     assert find_room(small_disk, 5 << 20, reserve=True) == (4 << 20, "")
 
 
+@pytest.mark.slow
 def test_room_is_looked_for_again_after_a_pause_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "CONTENDED_S", 1.0)
     looks: list[int] = []
@@ -343,6 +345,7 @@ def test_the_ranks_of_a_role_have_gpus_on_all_nodes_or_on_none(tmp_path: Path, g
     assert judge(reports, needs_of(stored_config(make_run(tmp_path / "cpu", *words, "cluster.device=cpu")))) == ""
 
 
+@pytest.mark.slow
 def test_waiting_for_other_nodes_does_not_count_a_pause_of_the_job() -> None:
     looks: list[int] = []
 
@@ -363,6 +366,7 @@ def test_a_report_that_is_none(tmp_path: Path) -> None:
         read_reports(tmp_path)
 
 
+@pytest.mark.slow
 def test_by_hand_on_this_machine(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     command = [sys.executable, "-m", "hpcrl.node.preflight", str(run)]
@@ -388,6 +392,7 @@ def test_open_files_for_those_that_a_rank_talks_with(tmp_path: Path) -> None:
     assert needs[-1].open_files == 64 + 8 * 3
 
 
+@pytest.mark.slow
 def test_by_hand_without_a_run(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "hpcrl.node.preflight", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)

@@ -112,6 +112,7 @@ def test_here_one_run_follows_the_other(tmp_path: Path, tiny: list[str]) -> None
     ]
 
 
+@pytest.mark.slow
 def test_what_submits_imports_no_torch() -> None:
     modules = "hpcrl.launch.executor, hpcrl.launch.sweep, hpcrl.launch.sweep_launcher"
     command = [sys.executable, "-c", f"import sys, {modules}; print('torch' in sys.modules)"]
