@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -32,7 +33,7 @@ class Decoupling:
     @classmethod
     def of(cls, config: Config) -> Decoupling | None:
         """None if the algorithm does not read decoupled rewards."""
-        return None if config.decoupling_eps is None else cls(config.decoupling_eps, config.part_weights)
+        return None if config.decoupling_eps is None else cls(config.decoupling_eps, cache(config.part_weights))
 
     def rewards(self, domain: str, samples: Sequence[DoneSample]) -> list[float]:
         """The decoupled rewards of a group. Failed episodes have 0 and do not count; a response whose reward raised an
