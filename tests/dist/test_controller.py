@@ -38,16 +38,18 @@ def make_controller(
 
 
 def say(threads: Any, *events: Any) -> None:
-    """Rank 1 says something to the controller."""
+    """Rank 1 says something to the controller, whose queue holds it at the return: the reader is this thread."""
+    queue = threads.worlds[0].intake.queue(CONTROLLER_QUEUE)
+    expected = queue.qsize() + len(events)
     for event in events:
         threads.worlds[1].sender.send(CONTROLLER_QUEUE, event)
+    while queue.qsize() < expected:
+        time.sleep(0.001)
 
 
 def test_events_are_handed_out_though_more_keep_coming(threads: Any, controller: Controller) -> None:
     sent = [Scored([ScoredSample(sample, 1.0, 1.0)]) for sample in range(MAX_TAKEN + 100)]
     say(threads, *sent)
-    while threads.worlds[0].intake.queue(CONTROLLER_QUEUE).qsize() < len(sent):
-        time.sleep(0.005)
     first = controller.events()
     assert MAX_TAKEN <= len(first) < len(sent)
     assert [event for _, event in first + controller.events()] == sent
