@@ -18,8 +18,8 @@ ParameterSplit = Literal["column", "row", "key", "vocabulary", "expert", "whole"
 nothing."""
 
 FAMILIES = (
-    *("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "phi3", "gemma2", "gemma3_text", "qwen2_5_vl"),
-    "deepseek_v3",
+    *("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "ministral", "phi3", "gemma2", "gemma3_text"),
+    *("qwen2_5_vl", "deepseek_v3"),
 )
 GEMMA = ("gemma2", "gemma3_text")
 HEAD_DIM = {"qwen3": 128, "gemma2": 256, "gemma3_text": 256}
@@ -203,7 +203,7 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
         return _read_latent(config)
     text = {**config, **_section(config, "text_config")} if family == "qwen2_5_vl" else config
     heads, hidden = _size(text, "num_attention_heads"), _size(text, "hidden_size")
-    bias = bool(text.get("attention_bias", False)) and family not in ("mistral", "phi3")
+    bias = bool(text.get("attention_bias", False)) and family not in ("mistral", "ministral", "phi3")
     experts = {key: _size(text, key, default) for key, default in EXPERT_DEFAULTS.items()} if "moe" in family else {}
     layers = _size(text, "num_hidden_layers")
     dense = text.get("mlp_only_layers") or ()

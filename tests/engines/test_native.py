@@ -20,6 +20,7 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     LogitsProcessorList,
+    MinistralConfig,
     MinPLogitsWarper,
     MistralConfig,
     Phi3Config,
@@ -85,6 +86,7 @@ CONFIGS = {
     "qwen3_moe": Qwen3MoeConfig(**SIZES, **MOE, mlp_only_layers=[1], norm_topk_prob=True),
     "llama": LlamaConfig(**SIZES, rope_parameters=LLAMA3, attention_bias=True, tie_word_embeddings=True),
     "mistral": MistralConfig(**SIZES, **WINDOW),
+    "ministral": MinistralConfig(**SIZES, **WINDOW, head_dim=8, layer_types=[SLIDING, FULL, SLIDING]),
     "phi3": Phi3Config(**SIZES, pad_token_id=0, rope_parameters=LONGROPE, original_max_position_embeddings=128),
     "gemma2": Gemma2Config(**SIZES, **SOFT_CAPS, **WINDOW, head_dim=8, attn_implementation="eager"),
     "gemma3_text": Gemma3TextConfig(

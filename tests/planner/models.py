@@ -73,6 +73,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "gemma-2-9b": (published("gemma2", 3584, 42, 16, 8, 14336, 256000, head_dim=256), 9_241_705_984),
     "gemma-3-1b": (published("gemma3_text", 1152, 26, 4, 1, 6912, 262144, head_dim=256), 999_885_952),
     "Mistral-7B": (published("mistral", 4096, 32, 32, 8, 14336, 32000), 7_241_732_096),
+    "Ministral-8B": (published("ministral", 4096, 36, 32, 8, 12288, 131072, head_dim=128), 8_019_808_256),
     "Phi-3-mini": (published("phi3", 3072, 32, 32, 32, 8192, 32064), 3_821_079_552),
     "Qwen2.5-VL-7B": (
         published("qwen2_5_vl", 3584, 28, 28, 4, 18944, 152064, tie_word_embeddings=False, vision_config=VISION),

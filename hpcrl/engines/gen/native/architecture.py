@@ -88,7 +88,8 @@ def read_architecture(path: Path) -> Architecture:
         raise ValueError(f"model_type {model_type!r} in {path}/config.json: the native generator runs {(*FAMILIES,)}")
     from transformers import AutoConfig  # takes a second; fills in the defaults of every family
 
-    config, family = AutoConfig.from_pretrained(path), FAMILIES[model_type]
+    config = AutoConfig.from_pretrained(path)
+    family = FAMILIES[config.model_type]  # of mistral with layer_types it makes ministral
     for feature in unsupported(config.to_dict()):
         raise ValueError(
             f"{path}/config.json: {feature} is not implemented by the native generator; use another engine"

@@ -33,6 +33,7 @@ FAMILIES = {
     "qwen3_moe": Family(qk_norm=True, mixture=True, windows="all"),
     "llama": Family(),
     "mistral": Family(windows="all"),
+    "ministral": Family(windows="by layer"),
     "phi3": Family(fused=True, partly_rotated=True, windows="all"),
     "gemma2": Family(gemma=True, windows="by layer"),
     "gemma3_text": Family(gemma=True, qk_norm=True, windows="by layer"),

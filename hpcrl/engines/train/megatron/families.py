@@ -11,6 +11,10 @@ FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "deepseek_v3")
 """The values of model_type."""
 ROPE_TYPES = ("default", "linear", "llama3")
 """Kinds of rotary embedding whose frequencies do not depend on the sequence, and that scale nothing else."""
+SILU = ("silu", "swish")
+"""Names of the one activation that Megatron-Core's layers are given here."""
+WITHOUT_WINDOWS = ("llama", "deepseek_v3")
+"""Families that read neither sliding_window nor layer_types."""
 
 
 def lacking(own: object, model: Mapping[str, Any]) -> Iterator[str]:
@@ -24,6 +28,8 @@ def lacking(own: object, model: Mapping[str, Any]) -> Iterator[str]:
     biases = {"llama": ("attention_bias", "mlp_bias")}
     able = ("attention_bias",) if family in ("qwen3", "qwen3_moe", "deepseek_v3") else ()
     yield from (f"has no {key}=true" for key in biases.get(str(family), able) if model.get(key))
+    if (activation := model.get("hidden_act") or "silu") not in SILU:
+        yield f"has no hidden_act={activation}, only silu"
     latent = family == "deepseek_v3"
     allowed = ("default", "yarn") if latent else ROPE_TYPES
     for kind in sorted(rope_types(model).difference(allowed)):
@@ -37,6 +43,9 @@ def lacking(own: object, model: Mapping[str, Any]) -> Iterator[str]:
 
 def _lacking_of_latent(model: Mapping[str, Any]) -> Iterator[str]:
     """Where Megatron-Core's layers compute something else than transformers' DeepseekV3."""
+    rotated = model.get("qk_rope_head_dim", 64)
+    if (width := model.get("head_dim", rotated)) != rotated:
+        yield f"rotates the qk_rope_head_dim numbers of a head, {rotated}, not head_dim={width} of them"
     for key in ("rope_interleave", "norm_topk_prob"):
         if not model.get(key, True):
             yield f"has no {key}=false"
@@ -55,10 +64,12 @@ def _lacking_of_latent(model: Mapping[str, Any]) -> Iterator[str]:
 def attention_kinds(model: Mapping[str, Any]) -> set[str]:
     """Of full_attention and sliding_attention, those that layers have, as transformers reads a config.json of one of
     FAMILIES."""
+    family, window = model.get("model_type"), model.get("sliding_window", 4096)
+    if family in WITHOUT_WINDOWS:
+        return {"full_attention"}
     if isinstance(named := model.get("layer_types"), list):
         return set(map(str, named))
-    family, window = model.get("model_type"), model.get("sliding_window", 4096)
-    if family == "llama" or window is None or (family != "mistral" and not model.get("use_sliding_window")):
+    if window is None or (family != "mistral" and not model.get("use_sliding_window")):
         return {"full_attention"}
     first, layers = model.get("max_window_layers", 28), model.get("num_hidden_layers", 0)
     if family not in ("qwen2", "qwen3") or not isinstance(first, int) or first <= 0:
