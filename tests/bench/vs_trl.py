@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TRL_BIN = ROOT / ".venv-trl" / "bin"
 TRL_PROGRAM = ROOT / "tests" / "bench" / "trl" / "run_trl.py"
 CORES = 2
-LIMIT_S = 1800
+LIMIT_S = 3600
 
 
 @dataclass(frozen=True)

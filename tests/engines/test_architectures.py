@@ -59,6 +59,20 @@ def engine(folder: Path, **own: Any) -> Any:
     return FSDP2Engine(settings, folder, own=FSDP2Config(**own), dtype=torch.float32, total_steps=3)
 
 
+def of_deepspeed(folder: Path) -> Any:
+    import torch
+
+    from hpcrl.config import TrainerConfig
+    from hpcrl.engines.train.deepspeed.engine import ZeroEngine
+
+    return ZeroEngine(TrainerConfig(**SETTINGS), folder, dtype=torch.float32, total_steps=3)
+
+
+OF_DEEPSPEED = ("qwen2_moe", "cohere", "gemma3", "lfm2")
+"""Row by row, packed, with a tower that takes no part, with convolutions that their layers compute."""
+ENGINES: dict[str, Callable[[Path], Any]] = {"fsdp2": engine, "deepspeed": of_deepspeed}
+
+
 def step_of_torch(folder: Path, batch: Any) -> tuple[Any, dict[str, Any]]:
     """(log-probs of the batch, one row at a time, and weights after a step of torch's AdamW, by name) of transformers'
     model."""
@@ -84,14 +98,14 @@ def step_of_torch(folder: Path, batch: Any) -> tuple[Any, dict[str, Any]]:
     return found.detach(), {name: p.detach() for name, p in model.named_parameters()}
 
 
-def check(family: str, folder: Path, out: Path) -> None:
+def check(family: str, folder: Path, out: Path, using: str = "fsdp2") -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
     from tests.engines.worlds import Weighted, make_batch, norms_of
 
     expected = EXPECTED[family]
-    at_start = start_problems(folder)
+    at_start = start_problems(folder, {"engine": using})
     if expected.startswith("start: "):
         assert any(re.search(expected.removeprefix("start: "), text) for text in at_start), at_start
         return
@@ -100,10 +114,10 @@ def check(family: str, folder: Path, out: Path) -> None:
         warnings.simplefilter("always")
         if expected not in ("packed", "rows"):
             with pytest.raises(ValueError, match=expected) as refusal:
-                engine(folder)
+                ENGINES[using](folder)
             assert str(refusal.value).startswith("model.path ") and "\n" not in str(refusal.value)
             return
-        trainer = engine(folder)
+        trainer = ENGINES[using](folder)
     assert trainer.packing == (expected == "packed")
     assert any("one sequence at a time" in str(one.message) for one in said) == (expected == "rows")
     batch = make_batch(LENGTHS)
@@ -135,6 +149,23 @@ def test_every_other_family_too(
     check(family, folder_of(family), tmp_path / "hf")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", OF_DEEPSPEED)
+def test_deepspeed_does_the_same(
+    family: str, folder_of: Callable[[str], Path], world_of_one: None, tmp_path: Path
+) -> None:
+    pytest.importorskip("deepspeed")
+    check(family, folder_of(family), tmp_path / "hf", "deepspeed")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("family", sorted(EXPECTED.keys() - set(OF_DEEPSPEED)))
+def test_deepspeed_does_the_same_with_every_family(
+    family: str, folder_of: Callable[[str], Path], world_of_one: None, tmp_path: Path
+) -> None:
+    check(family, folder_of(family), tmp_path / "hf", "deepspeed")
+
+
 def test_no_family_of_transformers_is_left_out() -> None:
     """Those of the tested version; a newer one may have more."""
     from importlib.metadata import version
@@ -152,29 +183,29 @@ def test_no_family_of_transformers_is_left_out() -> None:
 
 TENSOR, CONTEXT = {"tensor_parallel": 2}, {"context_parallel": 2}
 OFF = "needs a model that can be packed; {} cannot: packed log-probs differ by"
-SPLITS: dict[tuple[str, str], tuple[dict[str, int], str]] = {
-    ("llama", "tensor"): (TENSOR, ""),
-    ("gemma2", "context"): (CONTEXT, ""),
-    ("gemma3", "context"): (CONTEXT, ""),  # a folder with a vision tower
-    ("qwen2_moe", "tensor"): (TENSOR, OFF.format("qwen2_moe")),
-    ("qwen2_moe", "context"): (CONTEXT, OFF.format("qwen2_moe")),
-    ("phimoe", "context"): (CONTEXT, OFF.format("phimoe")),
-    ("minimax_m3_vl_text", "context"): (CONTEXT, OFF.format("minimax_m3_vl_text")),
-    ("deepseek_v3", "tensor"): (TENSOR, "trainer.fsdp2: tensor_parallel=2 .*deepseek_v3 cannot"),
-    ("falcon_mamba", "context"): (CONTEXT, "falcon_mamba has no num_attention_heads; set both to 1"),
-    ("deepseek_v32", "context"): (CONTEXT, "its packed forward fails"),
+SPLITS: dict[tuple[str, str], str] = {
+    ("llama", "tensor"): "",
+    ("gemma2", "context"): "",
+    ("gemma3", "context"): "",  # a folder with a vision tower
+    ("qwen2_moe", "tensor"): OFF.format("qwen2_moe"),
+    ("qwen2_moe", "context"): OFF.format("qwen2_moe"),
+    ("phimoe", "context"): OFF.format("phimoe"),
+    ("minimax_m3_vl_text", "context"): OFF.format("minimax_m3_vl_text"),
+    ("deepseek_v3", "tensor"): "trainer.fsdp2: tensor_parallel=2 .*deepseek_v3 cannot",
+    ("falcon_mamba", "context"): "falcon_mamba has no num_attention_heads; set both to 1",
+    ("deepseek_v32", "context"): "its packed forward fails",
 }
-"""(family, what is divided) -> keys, and why the ranks refuse; empty: they compute what transformers does."""
+"""(family, what is divided) -> why the ranks refuse; empty: they compute what transformers does."""
 
 
-def outcomes_of_two_ranks(folders: dict[str, Path]) -> dict[tuple[str, str], Any]:
-    """For each of SPLITS the log-probs, or the refusal."""
+def outcomes_of_two_ranks(folders: dict[str, Path], asked: list[tuple[str, str]]) -> dict[tuple[str, str], Any]:
+    """For each (family, what is divided) the log-probs, or the refusal."""
     from tests.engines.worlds import make_batch
 
     found: dict[tuple[str, str], Any] = {}
-    for (family, what), (own, _) in SPLITS.items():
+    for family, what in asked:
         try:
-            trainer = engine(folders[family], **own)
+            trainer = engine(folders[family], **{"tensor": TENSOR, "context": CONTEXT}[what])
             found[family, what] = trainer.logprobs(make_batch(LENGTHS), [list(range(len(LENGTHS)))], 1.0)
         except ValueError as error:
             found[family, what] = str(error)
@@ -187,8 +218,8 @@ def test_ranks_divide_the_rows_of_a_family_or_all_refuse_it(folder_of: Callable[
 
     folders = {family: folder_of(family) for family, _ in SPLITS}
     batch = make_batch(LENGTHS)
-    for results in run_ranks(2, outcomes_of_two_ranks, folders):
-        for (family, what), (_, refusal) in SPLITS.items():
+    for results in run_ranks(2, outcomes_of_two_ranks, folders, list(SPLITS)):
+        for (family, what), refusal in SPLITS.items():
             found = results[family, what]
             if refusal:
                 assert isinstance(found, str), (family, what, found)
@@ -198,30 +229,27 @@ def test_ranks_divide_the_rows_of_a_family_or_all_refuse_it(folder_of: Callable[
                 assert (found - step_of_torch(folders[family], batch)[0]).abs().max() < 5e-5
 
 
-# ---- the other engine with this model
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "packing"), [("qwen2_moe", False), ("cohere", True)])
-def test_deepspeed_tries_a_family_too(
-    family: str, packing: bool, folder_of: Callable[[str], Path], world_of_one: None
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("what", ["tensor", "context"])
+def test_ranks_divide_the_rows_of_every_other_family_or_all_refuse_it(
+    what: str, folder_of: Callable[[str], Path]
 ) -> None:
-    pytest.importorskip("deepspeed")
-    import torch
+    from tests.engines.worlds import make_batch, run_ranks
 
-    from hpcrl.config import TrainerConfig
-    from hpcrl.engines.train.deepspeed.engine import ZeroEngine
-    from tests.engines.worlds import make_batch
-
-    folder = folder_of(family)
-    assert start_problems(folder, {"engine": "deepspeed"}) == []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer = ZeroEngine(TrainerConfig(**SETTINGS), folder, dtype=torch.float32, total_steps=3)
-    assert trainer.packing == packing
-    batch = make_batch(LENGTHS)
-    got = trainer.logprobs(batch, [list(range(len(LENGTHS)))], 1.0)
-    assert (got - step_of_torch(folder, batch)[0]).abs().max() < 5e-5
+    families = [family for family in sorted(EXPECTED) if EXPECTED[family] in ("packed", "rows")]
+    folders = {family: folder_of(family) for family in families}
+    first, second = run_ranks(2, outcomes_of_two_ranks, folders, [(family, what) for family in families])
+    batch, divided = make_batch(LENGTHS), 0
+    for family in families:
+        one, other = first[family, what], second[family, what]
+        if isinstance(one, str):
+            assert one == other and "\n" not in one, (one, other)
+            continue
+        divided += 1
+        want = step_of_torch(folders[family], batch)[0]
+        assert max((found - want).abs().max() for found in (one, other)) < 5e-5, family
+    assert divided > {"tensor": 15, "context": 40}[what]
 
 
 # ---- folders as they are published

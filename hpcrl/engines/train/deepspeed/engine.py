@@ -24,6 +24,7 @@ from hpcrl.engines.train.fsdp2.engine import FSDP2Engine, arguments
 from hpcrl.engines.train.fsdp2.model import PackedCausalLM
 from hpcrl.engines.train.fsdp2.optimizer import make_optimizer
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
+from hpcrl.engines.train.fsdp2.trial import idle_parameters
 from hpcrl.engines.train.fsdp2.weights import fingerprint
 from hpcrl.engines.train.schedule import learning_rate, update_stats
 from hpcrl.metrics.stats import Stats
@@ -101,7 +102,11 @@ class ZeroEngine(FSDP2Engine):
 
     def _make_adamw(self) -> torch.optim.AdamW:
         hf = self.module.hf
-        return make_optimizer(hf, self.config, self.compute_dtype, lambda parameter: len(zero.shape_of(parameter)) >= 2)
+        # Where no gradient arrives, ZeRO takes it for zero.
+        idle = idle_parameters(self, hf.config) if self.config.weight_decay else frozenset[str]()
+        return make_optimizer(
+            hf, self.config, self.compute_dtype, lambda parameter: len(zero.shape_of(parameter)) >= 2, idle
+        )
 
     def _make_optimizer(self) -> torch.optim.AdamW:
         assert self._adamw is not None

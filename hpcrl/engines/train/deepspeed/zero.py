@@ -137,9 +137,14 @@ def start(model: PackedCausalLM, optimizer: torch.optim.Optimizer | None, config
     """The model in DeepSpeed's hands; without an optimizer only to gather its parameters. Collective."""
     if config["zero_optimization"]["stage"] == 3:
         for module in model.modules():
-            if any(len(shape_of(parameter)) == 3 for parameter in module.parameters(recurse=False)):
+            three = any(len(shape_of(parameter)) == 3 for parameter in module.parameters(recurse=False))
+            if three and not isinstance(module, nn.Conv1d):
                 # All experts of a layer: which of them it calls, and how often, depends on the tokens of a rank.
                 deepspeed.utils.set_z3_leaf_module(module, True)
+            # Layers with a state use the weights of their convolution, and do not call it.
+            for convolution in (child for child in module.children() if isinstance(child, nn.Conv1d)):
+                for weight in convolution.parameters():
+                    deepspeed.zero.register_external_parameter(module, weight)
             # Adapters are used by the linear layer beside which they stand, not by their own modules.
             for adapter in (getattr(module, name, None) for name in ("lora_A", "lora_B")):
                 if isinstance(adapter, nn.Linear):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -14,20 +14,26 @@ from hpcrl.engines.train.fsdp2.spec import SPEC
 
 
 def make_optimizer(
-    hf: PreTrainedModel, config: TrainerConfig, dtype: torch.dtype, is_matrix: Callable[[Tensor], bool]
+    hf: PreTrainedModel,
+    config: TrainerConfig,
+    dtype: torch.dtype,
+    is_matrix: Callable[[Tensor], bool],
+    idle: Collection[str] = (),
 ) -> torch.optim.AdamW:
     """The configured optimizer of what is trained, with weight decay on matrices only, not on biases and norms.
-    dtype: of the computation."""
+    dtype: of the computation. idle: names of parameters whose gradients are always zero; without decay they stay."""
     kind: type[torch.optim.AdamW] = SPEC.optimizers[config.optimizer].load()
     takes = kind.takes if issubclass(kind, ForMatrices) else lambda parameter: False
     special = {id(p) for p in in_layers(hf) if is_matrix(p) and takes(p)}
     parameters = [p for p in hf.parameters() if p.requires_grad]
     rest = [p for p in parameters if id(p) not in special]
+    still = {id(p) for name, p in hf.named_parameters() if name in idle}
+    shrinks = {id(p) for p in rest if is_matrix(p)} - still
     decayed = {"weight_decay": config.weight_decay}
     groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if id(p) in special], "special": True, "dtype": dtype, **decayed},
-        {"params": [p for p in rest if is_matrix(p)], **decayed},
-        {"params": [p for p in rest if not is_matrix(p)], "weight_decay": 0.0},
+        {"params": [p for p in rest if id(p) in shrinks], **decayed},
+        {"params": [p for p in rest if id(p) not in shrinks], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     return kind(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)

@@ -57,6 +57,21 @@ def try_architecture(engine: Tried, config: PreTrainedConfig, ranks: TokenRanks)
     return _outcomes[key]
 
 
+def idle_parameters(engine: Tried, config: PreTrainedConfig) -> frozenset[str]:
+    """Names of the parameters that no gradient of log-probs of text reaches, such as those of a vision tower or of an
+    indexer of keys. Empty if no small model can be tried."""
+    try:
+        with torch.enable_grad():
+            model = engine.tried_class(small_model(config, engine.kind, engine.device).requires_grad_(), 64)
+            model.set_packing(False)
+            for seed in range(DRAWS):  # of many experts, a row may choose none of some
+                for row in make_rows(model, LENGTHS, PREFIX, engine.device, AFTER, seed)[0]:
+                    run(model, [row], None).sum().backward()
+    except Exception:  # of a model's own code
+        return frozenset()
+    return frozenset(name for name, parameter in model.hf.named_parameters() if parameter.grad is None)
+
+
 @torch.no_grad()
 def _try(engine: Tried, config: PreTrainedConfig, ranks: TokenRanks) -> str:
     family = config.model_type
