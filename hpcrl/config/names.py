@@ -11,6 +11,8 @@ from hpcrl.spec.kinds import Spec
 from hpcrl.spec.table import SpecError, SpecTable
 
 S = TypeVar("S", bound=Section)
+UNAVAILABLE = "unavailable"
+"""The kind of error of a part that is there and cannot be had."""
 
 
 def listed(table: SpecTable[Any], name: str) -> str:
@@ -21,7 +23,7 @@ def listed(table: SpecTable[Any], name: str) -> str:
     try:
         table[name]
     except SpecError as error:
-        raise ValueError(str(error)) from error
+        raise PydanticCustomError(UNAVAILABLE, "{why}", {"why": str(error)}) from error
     return name
 
 

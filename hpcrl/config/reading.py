@@ -19,6 +19,7 @@ from hpcrl.config.compose import Composition, compose, leaves
 from hpcrl.config.domains import EnvConfig, RewardConfig
 from hpcrl.config.folders import groups
 from hpcrl.config.foreign import FOREIGN
+from hpcrl.config.names import UNAVAILABLE
 from hpcrl.config.schema import Config
 from hpcrl.config.unread import check_unread
 from hpcrl.spec.problems import ConfigError, Path, Problem, dotted, shortened
@@ -231,6 +232,8 @@ def _wrong(path: Path, detail: Any) -> str:
         return f"{name}: an environment belongs to a domain; give env.default.{key}, or env.DOMAIN.{key} for one domain"
     if kind == "missing":
         return f"{name}: missing"
+    if kind == UNAVAILABLE:
+        return f"{name}: {detail['msg']}"
     if kind in ("union_tag_invalid", "literal_error"):
         context = detail["ctx"]
         got = str(context.get("tag", detail["input"]))
