@@ -59,6 +59,7 @@ def test_the_written_answers_of_a_task_are_right_and_others_are_not(path: str, n
         assert scores == [1.0, 0.0, 0.0], row
 
 
+@pytest.mark.slow
 def test_reasoning_gym_rows_are_its_own():
     import reasoning_gym
 

@@ -154,6 +154,7 @@ MODELS: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("damage", "expected"), MODELS.values(), ids=MODELS)
 def test_a_damaged_model_folder_is_one_line(
     damage: Callable[[Path], None], expected: str, at: Path, digit_model: Path, capsys: pytest.CaptureFixture[str]

@@ -117,6 +117,7 @@ def test_ranks_share_blocks(tmp_path: Path) -> None:
             assert (weights[name] - tensor).norm() < 0.02 * (tensor - before[name]).norm(), name
 
 
+@pytest.mark.slow
 def test_the_plan_counts_codes_and_scales(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "model", "qwen3_moe")
     config, shape = parse({"trainer": {"optimizer": "adamw8bit"}}), read_shape(inspect_model(folder).config)

@@ -96,6 +96,7 @@ def test_values_and_gradients_are_those_of_transformers(family: str, packing: st
         assert (engine.values(batch, [list(range(6))]) - shifted).abs().max() > 0.1, "the test can fail"
 
 
+@pytest.mark.slow
 def test_a_new_head_is_zero_and_learns(tmp_path: Path) -> None:
     folder, batch = make_model_folder("qwen2", tmp_path / "base"), make_batch(LENGTHS)
     with process_group(0, 1, str(tmp_path / "world")):
@@ -117,6 +118,7 @@ def _computes_in_float32(module: torch.nn.Module, inputs: tuple[Tensor]) -> None
     assert module.weight.dtype == inputs[0].dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_the_head_stays_in_float32_beside_bfloat16(tmp_path: Path) -> None:
     folder, batch = critic_folder("qwen2", tmp_path), make_batch(LENGTHS)
     values, _ = of_transformers(folder, batch)

@@ -338,6 +338,7 @@ def _pages(folder: Path) -> list[tuple[int, int]]:
     return list(zip(found[::2], found[1::2], strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no folder in memory")
 def test_a_disk_that_cannot_be_used(
     folder: Path, world_of_one: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -157,6 +157,7 @@ def test_frozen_weights_in_bfloat16_beside_adapters_in_float32(tmp_path: Path, w
     assert {t.dtype for _, t in trainer.named_weights()} == {torch.float32}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_has_adapters_alone_and_knows_their_base(
     tmp_path: Path, world_of_one: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -250,6 +251,7 @@ def native(folder: Path) -> NativeEngine:
     return NativeEngine(folder, max_slots=4, max_length=32, dtype=torch.float32, kv_bucket=8, lora=LORA, load=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [False, True], ids=["apart", "in one process"])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "gemma2", "phi3"])
 def test_the_native_generator_has_the_trainers_logprobs(

@@ -116,6 +116,7 @@ def test_damaged_folders_are_refused(tmp_path: Path) -> None:
             make(folder)
 
 
+@pytest.mark.slow
 def test_a_gpu_without_transformer_engine_is_refused_before_megatron_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

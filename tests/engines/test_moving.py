@@ -80,6 +80,7 @@ def test_turns_of_fsdp2_change_nothing(param_dtype: str, folder: Path, left: Lef
         same(moves, stays)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distributed", [True, False], ids=["distributed", "whole"])
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
 def test_turns_of_megatron_change_nothing(param_dtype: str, distributed: bool, folder: Path, left: Left) -> None:

@@ -216,6 +216,7 @@ def test_a_commit_counts_from_its_name_on(tmp_path: Path, monkeypatch: pytest.Mo
         assert last_end(run.run_dir)["goes_on"] is goes_on
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_written_is_a_crash_and_none_that_can_be_read_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -165,6 +165,7 @@ def test_there_is_a_script_for_every_recipe() -> None:
     assert rlvr | agentic | {"convert"} == RECIPES
 
 
+@pytest.mark.slow
 def test_the_scripts_are_what_the_renderer_makes_of_their_experiments(made: dict[str, str]) -> None:
     assert {path.name: path.read_text() for path in (ROOT / "slurm").glob("*.sbatch")} == made, "run: make recipes"
 

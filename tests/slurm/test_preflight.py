@@ -222,6 +222,7 @@ def test_the_versions_of_what_the_engines_need_are_compared_where_they_are_neede
     assert remark(found[2:], [need]) == "vllm 0.31.1 is installed on the nodes, and hpcrl is written for 0.32.*"
 
 
+@pytest.mark.slow
 def test_what_an_engine_needs_on_gpus_is_asked_of_nodes_with_gpus_alone(tmp_path: Path) -> None:
     need = dataclasses.replace(NEED, gpus=0, gpu_modules={"transformer_engine": "use the image"})
     without = msgspec.structs.replace(GOOD, gpus=0)

@@ -54,6 +54,7 @@ def test_a_sweep_that_is_none_is_refused(words: list[str], problem: str) -> None
         expand(words)
 
 
+@pytest.mark.slow
 def test_nothing_starts_where_one_point_is_wrong(tmp_path: Path, tiny: list[str]) -> None:
     environ = {name: value for name, value in os.environ.items() if name != "SLURM_CONF"}
     words = ["-m", f"run_dir={tmp_path}/s", "+cluster=slurm", *tiny, "max_steps=2", "trainer.lr=1e-3,-1", "seed=0,x"]
