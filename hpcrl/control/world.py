@@ -14,6 +14,7 @@ import socket
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -77,13 +78,24 @@ class World:
             self.watch.stop()
         self.intake.close()
 
+    @cached_property
+    def _meetings(self) -> dist.Store:
+        """The store in which the members of groups find each other. NCCL fetches the id of a communicator at the first
+        use of its group, and of every group that an engine makes inside its default group, with the timeout of the
+        store that it got; a later pipeline stage comes minutes after the first one. The connection is its own: a member
+        that waits holds it."""
+        own: Any = self.store  # torch's stubs lack clone()
+        store: dist.Store = own.clone()
+        store.set_timeout(timedelta(seconds=self.timeout_s))
+        return store
+
     def group(self, name: str, ranks: Sequence[int], epoch: int, *, of_engine: bool = False) -> Any:
         """An explicit dist.ProcessGroupGloo between roles. Collective over `ranks`, in which this rank must be.
 
         Pairs connect at their first communication, so there is no full mesh. A higher epoch makes a new group.
         of_engine: collectives may last as long as the controller allows the command, not counting pauses of the job.
         """
-        store = dist.PrefixStore(f"group/{name}/{epoch}", self.store)
+        store = dist.PrefixStore(f"group/{name}/{epoch}", self._meetings)
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=self.address, lazy_init=True)]
@@ -97,13 +109,13 @@ class World:
         Two ranks connect under NCCL at their first transfer, without a timeout: if one dies before, the controller's
         deadline ends the attempt.
         """
-        store = dist.PrefixStore(f"gpus/{name}/{epoch}", self.store)
+        store = dist.PrefixStore(f"gpus/{name}/{epoch}", self._meetings)
         own = str(torch.cuda.get_device_properties(0).uuid) if torch.cuda.is_available() else ""
         store.set(str(self.rank), own)
         gpus = [store.get(str(rank)) for rank in ranks]
         if not all(gpus) or len(set(gpus)) < len(gpus):
             return self.group(name, ranks, epoch)
-        store = dist.PrefixStore(f"group/{name}/{epoch}", self.store)
+        store = dist.PrefixStore(f"group/{name}/{epoch}", self._meetings)
         with blocking_wait():
             nccl = dist.ProcessGroupNCCL(
                 store, list(ranks).index(self.rank), len(ranks), dist.ProcessGroupNCCL.Options()
@@ -124,7 +136,7 @@ class World:
             raise RuntimeError(f"rank {self.rank} has a default group already; {name} cannot have another")
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-            store=dist.PrefixStore(f"default/{name}/{epoch}", self.store),
+            store=dist.PrefixStore(f"default/{name}/{epoch}", self._meetings),
             rank=list(ranks).index(self.rank),
             world_size=len(ranks),
             timeout=UNCOUNTED if not torch.cuda.is_available() else timedelta(seconds=self.timeout_s),

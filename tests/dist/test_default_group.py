@@ -1,4 +1,5 @@
-"""The default group of an engine is not a full mesh: pairs connect when they first talk."""
+"""The default group of an engine is not a full mesh: pairs connect when they first talk. Its members, and those of
+groups made inside it, wait for each other as long as a command may take."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ SIZE = 3
 
 MEMBER = """
 import json, os, sys, time
+from datetime import timedelta
 from pathlib import Path
 import psutil, torch
 import torch.distributed as dist
@@ -26,7 +28,29 @@ def meet(name):
     world.store.set(f"{name}/{rank}", "")
     world.store.wait([f"{name}/{other}" for other in range(3)])
     time.sleep(.2)
+class Lazy(dist.ProcessGroup):  # as NCCL, it fetches its communicator's id at the first use, from the store that it got
+    def __init__(self, store, rank, size, timeout):
+        super().__init__(rank, size)
+        self.given = store
+    def getBackendName(self):
+        return "lazy"
+    def allreduce(self, tensors, options=None):
+        if self.rank() == 0:
+            self.given.set("id", "of the communicator")
+        self.given.get("id")
+        work = torch.futures.Future()
+        work.set_result(tensors)
+        return torch._C._distributed_c10d._create_work_from_future(work)
+def first_use_of_groups_inside():
+    dist.Backend.register_backend("lazy", Lazy, devices=["cpu"])
+    world.store.set_timeout(timedelta(seconds=1))
+    groups = [dist.new_group(backend="lazy"), dist.new_group([0, 2], backend="lazy")]
+    time.sleep(2.5 if rank == 0 else 0)
+    for group in groups[: 1 if rank == 1 else 2]:
+        dist.all_reduce(torch.ones(1), group=group)
+    world.store.set_timeout(timedelta(seconds=60))
 world = join(Place("rank", "agent", rank, 0, 1), 3, folder, start_s=60, store_s=60, command_s=20)
+world._meetings  # its connection is no pair's
 meet("joined")
 counts = []
 for epoch, lazy in enumerate((None, "0")):
@@ -40,6 +64,8 @@ for epoch, lazy in enumerate((None, "0")):
     dist.all_reduce(ones)
     meet(f"talked/{epoch}")
     counts.append([grouped - before, connections() - before, *ones.tolist()])
+    if lazy is None:
+        first_use_of_groups_inside()
     dist.destroy_process_group()
     meet(f"left/{epoch}")
 (folder / f"result_{rank}").write_text(json.dumps(counts))
