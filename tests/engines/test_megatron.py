@@ -147,6 +147,18 @@ def test_what_is_recomputed_is_what_the_key_says(on_gpu: bool) -> None:
 
 
 @pytest.mark.slow
+def test_padded_starts_are_given_only_where_sequences_are_padded() -> None:
+    """Transformer Engine would compare them with the others on the host, in every layer."""
+    from hpcrl.engines.train.megatron.packing import pack
+
+    alone, shared = (pack(make_batch(LENGTHS), ranks, 0, 1).sequences for ranks in (1, 2))
+    assert alone.cu_seqlens_q.tolist() == [0, 9, 21, 26, 40]
+    assert alone.cu_seqlens_q_padded is alone.cu_seqlens_kv_padded is None
+    assert shared.cu_seqlens_q.tolist() == [0, 12, 24, 32, 48]
+    assert shared.cu_seqlens_q_padded is shared.cu_seqlens_kv_padded is shared.cu_seqlens_q
+
+
+@pytest.mark.slow
 def test_bfloat16_keeps_fp32_master_weights(tmp_path: Path) -> None:
     """Log-probs are those of fp32 up to rounding; a step smaller than a bfloat16 number's precision is not lost; and a
     resumed run has the same master weights."""

@@ -67,8 +67,8 @@ def shard(
             part, key = cast(DTensor, model.get_parameter(name)), name.removeprefix("hf.")
             dim = split_dims.get(key)
             shape = grid.as_part_of_whole(part, dim).shape
-            whole = full[key] if full else torch.empty(shape, dtype=part.dtype)
-            own = distribute_tensor(whole.to(device), grid.parts, grid.placements(dim)).to_local()
+            whole = full[key].to(device) if full else torch.empty(shape, dtype=part.dtype, device=device)
+            own = distribute_tensor(whole, grid.parts, grid.placements(dim)).to_local()
             if grid.num_replicas > 1:
                 dist.broadcast(own, group=grid.replicas.group, group_src=0)
             part.to_local().copy_(own)

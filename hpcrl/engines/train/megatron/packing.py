@@ -68,12 +68,15 @@ def pack(batch: Batch, num_ranks: int, rank: int, tensor_parallel: int, least: i
     mine = mine[local[mine].argsort()]
     own = (holder[before] == rank).nonzero()[:, 0]
     cu_seqlens, longest = starts.int(), max(padded)
+    # Padding counts as part of a sequence. Transformer Engine divides the padded starts over context parallel ranks;
+    # on one rank, it would only compare them with the others on the host, in every layer.
+    divided = cu_seqlens if num_ranks > 1 else None
     sequences = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
-        cu_seqlens_q_padded=cu_seqlens,
-        cu_seqlens_kv_padded=cu_seqlens,
+        cu_seqlens_q_padded=divided,
+        cu_seqlens_kv_padded=divided,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
