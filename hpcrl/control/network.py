@@ -82,10 +82,11 @@ def is_loopback(address: str) -> bool:
 
 def use(network: Network, wanted: str | None) -> None:
     """Make torch's own gloo groups use this interface; NCCL too if the configuration names one. Call it before the
-    first group is made."""
+    first group is made. NCCL takes names without a leading = (once, before the list) for beginnings: ib0 also for
+    ib01."""
     os.environ[GLOO_INTERFACE] = wanted or os.environ.get(GLOO_INTERFACE) or network.interface
     if wanted:
-        os.environ.setdefault(NCCL_INTERFACE, wanted)
+        os.environ.setdefault(NCCL_INTERFACE, f"={wanted}")
 
 
 def listen(address: str) -> socket.socket:

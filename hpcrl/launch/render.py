@@ -191,4 +191,4 @@ def _setup(cluster: ClusterConfig) -> Iterator[str]:
         yield from (CHECK_LINES, cluster.prologue.rstrip(), "trap - ERR")
     if cluster.network_interface is not None:
         name = shlex.quote(cluster.network_interface)
-        yield f"export GLOO_SOCKET_IFNAME={name} NCCL_SOCKET_IFNAME={name}"
+        yield f"export GLOO_SOCKET_IFNAME={name} NCCL_SOCKET_IFNAME=={name}"  # =: see hpcrl.control.network.use

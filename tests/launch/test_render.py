@@ -258,6 +258,14 @@ def test_modules_are_found_where_they_are_defined_for_login_shells_only(word: st
     assert (done.returncode, done.stdout, done.stderr) == (0, "load gcc/13 cuda\n\n", "")
 
 
+def test_interfaces_are_named_exactly_to_nccl(tmp_path: Path) -> None:
+    """Without a =, NCCL would take ib0 for ib01, too; before the first name, it holds for all."""
+    text = script("cluster.network_interface='ib0,ib1'").partition("# If `python` has")[0]
+    job = text + 'echo "$GLOO_SOCKET_IFNAME $NCCL_SOCKET_IFNAME"\n'
+    done = subprocess.run(["bash", "-c", job], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "ib0,ib1 =ib0,ib1\n", done.stderr
+
+
 @pytest.mark.parametrize(
     ("prologue", "line"),
     [

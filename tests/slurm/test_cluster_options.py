@@ -204,7 +204,7 @@ def test_modules_prologue_and_interface_hold_for_the_ranks(cluster: Any, tmp_pat
     assert (tmp_path / "modules").read_text() == "load gcc/13.2 cuda/12.8\nload late\n"
     environ = json.loads(seen.read_text())
     names = ("SITE_SCRATCH", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    assert [environ[name] for name in names] == ["/scratch", "lo", "lo"]
+    assert [environ[name] for name in names] == ["/scratch", "lo", "=lo"]
 
     job = submit(site, tmp_path / "other", *tiny, "cluster.modules=[nowhere]", "max_steps=1")
     wait_state(cluster, tmp_path / "other", job, (FAILED,))
