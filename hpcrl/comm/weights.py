@@ -22,11 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hpcrl.comm.together import Begun, Transfer, begin, make_communicator
 from hpcrl.comm.weights_plan import BUCKET_BYTES, Piece, arriving_dtype, padded, plan_pieces
 from hpcrl.spec.weights import Box, Held, Need, everything
 
-LAST_WAIT_S = 0.05
-"""Time for a rank that others have waited for already."""
 FIRST_SHARE = 0.8
 """Share of a sender's patience in the first step; it rises to all of it in the last. Receivers take the steps in order:
 while a sender of early steps (a first pipeline stage) waits for a replica that hangs, healthy ones take nothing from
@@ -58,29 +57,36 @@ class Channel:
 
 def connect(group: Any, ranks: Sequence[int], rank: int, senders: Collection[int], receivers: Collection[int]) -> None:
     """Make the connections of later updates: a rank that is lost then must not hold up the others, which first contact
-    does. Called by all senders and receivers."""
-    # Two ranks connect together; in this order, no ranks wait for each other in a circle.
-    for pair in sorted({(min(s, r), max(s, r)) for s in senders for r in receivers if s != r}):
-        if rank in pair:
-            act, peer = (group.send, pair[1]) if rank == pair[0] else (group.recv, pair[0])
-            act([torch.zeros(1, dtype=torch.uint8, device=_device(group))], ranks.index(peer), 0).wait()
+    does. Called by all ranks of the group."""
+    tokens = torch.zeros(2, dtype=torch.uint8, device=_device(group))
+    make_communicator(group, tokens.device)
+    # Two ranks of gloo connect together; in this order, no ranks wait for each other in a circle.
+    pairs = sorted({(s, r) for s in senders for r in receivers if s != r}, key=lambda pair: (sorted(pair), pair))
+    own = [pair for pair in pairs if rank in pair]
+    begin(group, [_between(ranks, rank, pair, tokens[:1], tokens[1:]) for pair in own]).wait()
+
+
+def _between(ranks: Sequence[int], rank: int, pair: tuple[int, int], given: Tensor, place: Tensor) -> Transfer:
+    """This rank's side of a transfer from the first rank of a pair to the second."""
+    sender, receiver = pair
+    if rank == sender:
+        return Transfer(given, ranks.index(receiver), sends=True)
+    return Transfer(place, ranks.index(sender), sends=False)
 
 
 def send_layout(group: Any, ranks: Sequence[int], layout: Sequence[Held], receivers: Collection[int]) -> None:
     """Tell ranks of the group which tensors there are, and who holds them; they call receive_layout()."""
     data = torch.frombuffer(bytearray(msgspec.msgpack.encode(layout)), dtype=torch.uint8).to(_device(group))
-    size = torch.tensor([len(data)], device=data.device)
-    for receiver in receivers:
-        for tensor in (size, data):
-            group.send([tensor], ranks.index(receiver), 0).wait()
+    for tensor in (torch.tensor([len(data)], device=data.device), data):
+        begin(group, [Transfer(tensor, ranks.index(receiver), sends=True) for receiver in receivers]).wait()
 
 
 def receive_layout(group: Any, ranks: Sequence[int], sender: int) -> list[Held]:
     """The layout that `sender` sends with send_layout()."""
     size = torch.zeros(1, dtype=torch.int64, device=_device(group))
-    group.recv([size], ranks.index(sender), 0).wait()
+    begin(group, [Transfer(size, ranks.index(sender), sends=False)]).wait()
     data = torch.empty(int(size.item()), dtype=torch.uint8, device=size.device)
-    group.recv([data], ranks.index(sender), 0).wait()
+    begin(group, [Transfer(data, ranks.index(sender), sends=False)]).wait()
     return msgspec.msgpack.decode(data.cpu().numpy().tobytes(), type=list[Held])
 
 
@@ -159,25 +165,31 @@ class Sending:
         self._done = 0
         device = schedule.channels[self._keys[0]].device if self._keys else torch.device("cpu")
         self._buffers = [torch.empty(schedule.most_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
-        self._works: dict[int, list[tuple[int, Any]]] = defaultdict(list)
+        self._works: dict[int, list[tuple[int, Begun]]] = defaultdict(list)
 
-    def advance(self, steps: int) -> None:
-        """Start the first `steps` steps."""
-        while self._done < min(steps, len(self._schedule.steps)):
-            self._wait(self._done - 2)
-            self._start(self._done)
-            self._done += 1
+    def advance(self, channel: Channel, receives: Sequence[Transfer]) -> Begun:
+        """Start the next step, and these receives together with what this rank sends in their channel: two ranks that
+        send to each other in two batches could both wait to receive. RuntimeError if the channel has failed."""
+        key = next(key for key in self._keys if self._schedule.channels[key] is channel)
+        started = self._advance({key: receives})
+        if key in self.errors:
+            raise self.errors[key]
+        return started[key]
 
     def finish(self) -> None:
         """Send all that is left; every tensor of `weights` is drawn."""
-        self.advance(len(self._schedule.steps))
+        while self._done < len(self._schedule.steps):
+            self._advance({})
         for step in range(self._done):
             self._wait(step)
         for _ in self._weights:
             pass
         self._buffers.clear()
 
-    def _start(self, step: int) -> None:
+    def _advance(self, receives: Mapping[int, Sequence[Transfer]]) -> dict[int, Begun]:
+        """Start the next step; what was started, by channel."""
+        step, self._done = self._done, self._done + 1
+        self._wait(step - 2)
         start, places = 0, []
         for message in self._schedule.steps[step]:
             receivers = [(key, rank) for key, rank in message.receivers if key in self._keys and key not in self.errors]
@@ -185,17 +197,22 @@ class Sending:
                 places.append((message, receivers, self._buffers[step % 2][start : start + message.num_bytes]))
                 start += message.num_bytes
         self._pack([(message.pieces, buffer) for message, _, buffer in places])
+        transfers = {key: [*receives.get(key, ())] for key in self._keys if key not in self.errors}
         for _, receivers, buffer in places:
             for key, receiver in receivers:
-                channel = self._schedule.channels[key]
                 if receiver == self._schedule.rank:
                     self.own[step] = buffer
-                    continue
-                try:
-                    work = channel.group.send([buffer], channel.ranks.index(receiver), 0)
-                    self._works[step].append((key, work))
-                except RuntimeError as error:
-                    self.errors.setdefault(key, error)
+                else:
+                    peer = self._schedule.channels[key].ranks.index(receiver)
+                    transfers[key].append(Transfer(buffer, peer, sends=True))
+        started = {}
+        for key, some in transfers.items():
+            try:
+                started[key] = begin(self._schedule.channels[key].group, some)
+            except RuntimeError as error:
+                self.errors[key] = error
+        self._works[step] = [*started.items()]
+        return started
 
     def _pack(self, messages: list[tuple[list[Piece], Tensor]]) -> None:
         """Copy the pieces to their places, tensor by tensor."""
@@ -221,7 +238,7 @@ class Sending:
             if key in self.errors:
                 continue
             try:
-                work.wait(timedelta(seconds=max(LAST_WAIT_S, deadline - time.monotonic())))
+                work.wait(timedelta(seconds=deadline - time.monotonic()))
             except RuntimeError as error:
                 self.errors[key] = error
 
@@ -298,7 +315,7 @@ class _Arrived:
         self._buffers = [torch.empty(widest, dtype=torch.uint8, device=self._channel.device) for _ in range(2)]
         self._step = -1
         self._views: dict[int, list[Tensor]] = {}
-        self._works: dict[int, list[Any]] = {}
+        self._works: dict[int, Begun] = {}
         self._messages: dict[int, dict[int, Tensor]] = {}
         self._post(0)
 
@@ -312,8 +329,7 @@ class _Arrived:
         self._step += 1
         step, rank = self._step, self._of.rank
         self._post(step + 1)
-        for work in self._works.pop(step):
-            work.wait()
+        self._works.pop(step).wait()
         messages = self._messages.pop(step)
         if rank in self._of.sizes[step]:
             assert self._sending is not None, "a rank that sends to itself sends"
@@ -324,22 +340,17 @@ class _Arrived:
         """Start to receive a step, and to send one's own; the step that had its buffer was copied."""
         if step >= len(self._of.sizes):
             return
-        start, rank, self._messages[step] = 0, self._of.rank, {}
+        start, receives, self._messages[step] = 0, [], {}
         for sender, size in self._of.sizes[step].items():
-            if sender != rank:
-                self._messages[step][sender] = self._buffers[step % 2][start : start + size]
+            if sender != self._of.rank:
+                message = self._buffers[step % 2][start : start + size]
+                self._messages[step][sender] = message
+                receives.append(Transfer(message, self._channel.ranks.index(sender), sends=False))
                 start += size
-        # NCCL carries out the transfers between two ranks one after another. Of two that send to each other, the higher
-        # one sends first, or both would wait to receive.
-        senders = sorted(self._messages[step], reverse=True)
-        first = [sender for sender in senders if sender > rank]
-        self._works[step] = [self._receive(step, sender) for sender in first]
-        if self._sending is not None:
-            self._sending.advance(step + 1)
-        self._works[step] += [self._receive(step, sender) for sender in senders[len(first) :]]
-
-    def _receive(self, step: int, sender: int) -> Any:
-        return self._channel.group.recv([self._messages[step][sender]], self._channel.ranks.index(sender), 0)
+        if self._sending is None:
+            self._works[step] = begin(self._channel.group, receives)
+        else:
+            self._works[step] = self._sending.advance(self._channel, receives)
 
 
 def views(pieces: Sequence[Piece], message: Tensor) -> Iterator[Tensor]:

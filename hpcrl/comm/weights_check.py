@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from hpcrl.comm.together import Transfer, begin
 from hpcrl.comm.weights import Channel, inside
 from hpcrl.comm.weights_plan import arriving_dtype
 from hpcrl.spec.weights import Box, Held, Need, everything, intersection
@@ -92,7 +93,7 @@ class LoadedSums:
 def add_sums(channel: Channel, rank: int, trainers: Sequence[int], own: Tensor) -> Tensor:
     """int64 [tensors]: what all trainers have in held_sums() for this rank of the replica. Called by the trainers, with
     `own`, and the ranks of the replica, which alone use the result."""
-    works, sent, got = [], [], []  # sent: tensors must outlive their transfer
+    transfers, got = [], []
     total = torch.zeros(len(channel.layout), dtype=torch.int64, device=channel.device)
     for index, receiver in enumerate(channel.needs):
         if rank == receiver:
@@ -101,10 +102,9 @@ def add_sums(channel: Channel, rank: int, trainers: Sequence[int], own: Tensor) 
                     got.append(own[index].to(channel.device))
                 else:
                     got.append(torch.zeros_like(total))
-                    works.append(channel.group.recv([got[-1]], channel.ranks.index(trainer), 0))
+                    transfers.append(Transfer(got[-1], channel.ranks.index(trainer), sends=False))
         elif rank in trainers:
-            sent.append(own[index].to(channel.device).contiguous())
-            works.append(channel.group.send([sent[-1]], channel.ranks.index(receiver), 0))
-    for work in works:
-        work.wait()
+            given = own[index].to(channel.device).contiguous()
+            transfers.append(Transfer(given, channel.ranks.index(receiver), sends=True))
+    begin(channel.group, transfers).wait()
     return sum(got, total).cpu()

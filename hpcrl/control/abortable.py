@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hpcrl.clock import AwakeClock
@@ -42,7 +43,7 @@ def blocking_wait() -> Iterator[None]:
 
 
 class AbortableGroup:
-    """A process group over world ranks, for point-to-point transfers.
+    """A process group over world ranks, for point-to-point transfers, alone or in batches (hpcrl.comm.together).
 
     lost_ranks(): the world ranks that the controller has given up. A wait that lasts timeout_s, not counting the time
     in which the job is suspended, gives the group up too.
@@ -63,6 +64,22 @@ class AbortableGroup:
         """See send()."""
         return self._started(self._group.recv, tensors, source, tag)
 
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """As a process group's."""
+        self._group.eager_connect_single_device(device)
+
+    @property
+    def supports_coalescing(self) -> bool:
+        """Whether it can carry out transfers in batches."""
+        return bool(self._group.supports_coalescing)
+
+    def _start_coalescing(self) -> None:
+        self._raise_if_given_up()
+        self._group._start_coalescing()
+
+    def _end_coalescing(self) -> AbortableWork:
+        return AbortableWork(self, self._group._end_coalescing())
+
     def _started(self, start: Callable[..., Any], *arguments: Any) -> AbortableWork:
         self._raise_if_given_up()
         return AbortableWork(self, start(*arguments))
@@ -79,7 +96,7 @@ class AbortableGroup:
                 if lost := sorted(self._ranks & set(self._lost_ranks())):
                     self._give_up(f"rank {', '.join(map(str, lost))} is lost")
             if now > allowed_s:
-                self._give_up(f"no answer for {allowed_s:g} s")
+                self._give_up(f"no answer for {allowed_s:.3g} s")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, MOST_PAUSE_S)
         work.wait()  # raises what went wrong; on CUDA, later work on this rank's current stream comes after

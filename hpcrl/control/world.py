@@ -106,8 +106,8 @@ class World:
         """A group for large tensors: NCCL if each of `ranks` has its own GPU, else as `group`. Either survives the loss
         of a member, with a RuntimeError. Collective over `ranks`.
 
-        Two ranks connect under NCCL at their first transfer, without a timeout: if one dies before, the controller's
-        deadline ends the attempt.
+        NCCL makes the communicator and its connections later (hpcrl.comm.weights.connect), with the store's timeout
+        alone: if a rank dies before, the controller's deadline ends the attempt.
         """
         store = dist.PrefixStore(f"gpus/{name}/{epoch}", self._meetings)
         own = str(torch.cuda.get_device_properties(0).uuid) if torch.cuda.is_available() else ""

@@ -7,8 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +17,12 @@ from torch import Tensor
 from hpcrl.comm import weights, weights_check
 from hpcrl.comm.weights import Channel, Receiving, Schedule, Sending, connect, inside, receive_layout, send_layout
 from hpcrl.comm.weights_check import LoadedSums, add_sums, checksum, held_sums
+from hpcrl.control.abortable import AbortableGroup
+from hpcrl.control.world import World
 from hpcrl.rollout.store import RolloutReader
 from hpcrl.spec.weights import Box, Held, Need, everything
 from tests.dist.conftest import SIZE, Threads
+from tests.dist.like_nccl import WHOLE, LikeNCCL
 from tests.planner.measuring import peak_bytes
 
 SHAPES = [(3, 5), (1,), (), (7, 1, 3), (0, 4), (64,), (33, 9), (0,)]
@@ -76,12 +77,19 @@ def held(named: Named, layout: Sequence[Held], rank: int) -> Iterator[Tensor]:
 
 
 def transfer(
-    threads: Threads, name: str, named: Named, layout: list[Held], needs: dict[int, list[Need]], times: int = 1
+    threads: Threads,
+    name: str,
+    named: Named,
+    layout: list[Held],
+    needs: dict[int, list[Need]],
+    times: int = 1,
+    kind: Callable[[World, Any], Any] | None = None,
 ) -> list[Named]:
     """What every rank of a world got at the last of several updates."""
 
     def update(rank: int) -> Named:
-        group = threads.worlds[rank].group(f"weights/{name}", range(SIZE), 0)
+        world = threads.worlds[rank]
+        group = (kind or plain)(world, world.group(f"weights/{name}", range(SIZE), 0))
         senders = {sender for item in layout for _, holders in item.parts for sender in holders} or {0}
         first, told = min(senders), layout
         connect(group, range(SIZE), rank, senders, needs)
@@ -148,33 +156,49 @@ def test_ranks_of_a_replica_get_their_slices_in_their_dtype(threads: Threads, sm
             assert torch.equal(bits_of(got[rank][name][index]), bits_of(tensor.detach()[index].bfloat16())), name
 
 
-class OneAfterAnother:
-    """A gloo group in which, as in one of NCCL, the transfers between two ranks are carried out one after another."""
-
-    def __init__(self, group: Any):
-        self._group, self._peers = group, [ThreadPoolExecutor(1) for _ in range(SIZE)]
-
-    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Later:
-        return Later(self._peers[peer].submit(lambda: self._group.send(tensors, peer, tag).wait()))
-
-    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Later:
-        return Later(self._peers[peer].submit(lambda: self._group.recv(tensors, peer, tag).wait()))
+def plain(world: World, group: Any) -> Any:
+    return group
 
 
-class Later:
-    def __init__(self, done: Future[None]):
-        self._done = done
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        self._done.result(None if timeout is None else timeout.total_seconds())
+def on_gpus(world: World, group: Any) -> Any:
+    """As weights_group() makes a group, with gloo under NCCL's rules in the place of NCCL."""
+    return AbortableGroup(LikeNCCL(group, world.rank), "weights", range(SIZE), PATIENCE_S, world.lost_ranks)
 
 
-@pytest.mark.parametrize("kind", [lambda group: group, OneAfterAnother], ids=["gloo", "in order"])
+def test_one_communicator_carries_an_update_in_a_batch_a_step(
+    threads: Threads, small_steps: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks 0 and 2 train, rank 1 generates: besides the steps, each rank connects and, of the layout, sends or gets
+    its size and itself; rank 2 only connects."""
+    monkeypatch.setattr(weights, "_device", lambda group: torch.device("cpu"))
+    named = make_weights("float32")
+    groups: dict[int, LikeNCCL] = {}
+
+    def kind(world: World, group: Any) -> Any:
+        made = on_gpus(world, group)
+        groups[world.rank] = made._group
+        return made
+
+    layout, needs = layout_of(named, [0, 2], True), {1: all_of(named)}
+    got = transfer(threads, "batches", named, layout, needs, times=2, kind=kind)
+    assert_same(got[1], named)
+    steps = Channel(None, range(SIZE), layout, needs).steps
+    assert len(steps) > 5
+    for rank, others in ((0, 2), (1, 2), (2, 0)):
+        assert groups[rank].communicators == [WHOLE]
+        taking = [step for step in steps if any(rank in (piece.sender, piece.receiver) for piece in step)]
+        assert len(groups[rank].batches) == 1 + others + 2 * len(taking)
+    for batch in groups[1].batches[3:]:
+        peers = [peer for sends, peer in batch if not sends]
+        assert len(batch) == len(set(peers)), "one message from each sender"
+
+
+@pytest.mark.parametrize("kind", [plain, on_gpus], ids=["gloo", "in batches"])
 def test_ranks_of_a_replica_that_also_train_send_to_each_other(
     threads: Threads,
     small_steps: None,
     monkeypatch: pytest.MonkeyPatch,
-    kind: Callable[[Any], Any],
+    kind: Callable[[World, Any], Any],
     request: pytest.FixtureRequest,
 ) -> None:
     """All ranks train, ranks 0 and 1 generate; their checksums are those of the trainers, too."""
@@ -183,7 +207,9 @@ def test_ranks_of_a_replica_that_also_train_send_to_each_other(
     layout, needs = layout_of(named, range(SIZE), True), [all_of(named, "bfloat16")] * 2
 
     def update(rank: int) -> tuple[Named, list[str]]:
-        group = kind(threads.worlds[rank].group(f"weights/{request.node.name}", range(SIZE), 0))
+        world = threads.worlds[rank]
+        group = kind(world, world.group(f"weights/{request.node.name}", range(SIZE), 0))
+        connect(group, range(SIZE), rank, range(SIZE), [0, 1])
         channel = Channel(group, range(SIZE), layout, dict(enumerate(needs)))
         sending = Sending(Schedule(rank, {0: channel}), [0], held(named, layout, rank), PATIENCE_S)
         loaded, got = LoadedSums(layout, needs[0]), Named()

@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from hpcrl.comm.together import Begun, Transfer, begin
 from hpcrl.comm.weights import Channel, Receiving, Schedule, Sending, connect
 from hpcrl.control.abortable import AbortableGroup, blocking_wait
 from hpcrl.roles.allocator import grow_segments
@@ -84,19 +86,25 @@ def _group(store: Any, rank: int, device: str) -> Any:
     return AbortableGroup(nccl, "pair", RANKS, 60.0, lambda: {1} if store.check(["lost"]) else set())
 
 
+def _between(group: Any, rank: int, sender: int, tensor: Tensor) -> Begun:
+    """A transfer from `sender` to the other rank."""
+    return begin(group, [Transfer(tensor, 1 - rank, sends=rank == sender)])
+
+
 def _lose_peer(group: Any, store: Any, rank: int, device: str, hangs: bool) -> None:
+    connect(group, RANKS, rank, [1], [0])
     tensor = torch.zeros(1 << 20, device=device)
-    (group.send if rank == 1 else group.recv)([tensor], 1 - rank, 0).wait()
+    _between(group, rank, 1, tensor).wait()
     if rank == 1:
         store.set("gone", "")
         time.sleep(600 if hangs else 0)
         return
     store.wait(["gone"])
     try:
-        work = group.recv([tensor], 1, 0)
+        started = _between(group, rank, 1, tensor)
         if hangs:
             store.set("lost", "")
-        work.wait(timedelta(seconds=PATIENCE_S))
+        started.wait(timedelta(seconds=PATIENCE_S))
     except RuntimeError as error:
         print(f"{type(error).__name__}: {error}".splitlines()[0])
     time.sleep(3 if device == "cuda" else 0)  # torch's default would end the process meanwhile
@@ -126,7 +134,7 @@ def _update(group: Any, rank: int, device: str, mib: int) -> None:
     buffer = torch.empty(size, dtype=torch.uint8, device=device)
 
     def plain() -> None:
-        (group.send if rank == 0 else group.recv)([buffer], 1 - rank, 0).wait()
+        _between(group, rank, 0, buffer).wait()
 
     seconds: dict[Any, list[float]] = {new_weights: [], plain: []}
     for _ in range(4):
@@ -146,7 +154,7 @@ def group_meets(group: Any, rank: int, device: str) -> None:
         torch.cuda.synchronize()
     token = torch.zeros(1, device=device)
     for sender in RANKS:
-        (group.send if rank == sender else group.recv)([token], 1 - rank, 0).wait()
+        _between(group, rank, sender, token).wait()
     token.item()
 
 
