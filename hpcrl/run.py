@@ -26,7 +26,7 @@ from hpcrl.control.bootstrap import Place, find_place
 from hpcrl.exitcodes import ASKED, SIGNAL_CODES, ExitCode
 from hpcrl.files import allow_files, is_storage_error, shield_output, write_durably
 from hpcrl.node.agent import Agent, Verdict
-from hpcrl.node.devices import HIDDEN, VISIBLE, bind_gpus, visible_gpus
+from hpcrl.node.devices import HIDDEN, bind_gpus, own_devices, visible_gpus
 from hpcrl.node.forks import FORKS, Parent
 from hpcrl.node.preflight import meeting_folder, preflight, see_run
 from hpcrl.rundir import OUTCOME, VERDICT, SupersededError, close_run, open_run, stored_config, world_folder
@@ -167,14 +167,19 @@ def run_rank(run_dir: Path, place: Place) -> int:
     allow_files()  # an agent has, a launcher may not have
     config = stored_config(run_dir)
     layout = RoleLayout.from_config(config)
+    if place.launcher not in ("agent", "local"):  # otherwise chosen by the agent
+        try:
+            gpus = gpus_of_node(config, layout, place.node, place.num_nodes)
+        except ValueError as error:
+            print(f"hpcrl rank {place.index}: {error}", file=sys.stderr, flush=True)
+            return ExitCode.BAD_INPUT
+        os.environ |= own_devices(gpus[place.index])  # before engines are imported, which may look for GPUs
     import_for(config, layout, [place.index])
     from hpcrl.control.network import NoInterfaceError
     from hpcrl.control.queues import ControlError
     from hpcrl.control.world import join, pin_threads, seed_generators
     from hpcrl.roles.worker import Reported, Worker, leave_default_group
 
-    if place.launcher not in ("agent", "local"):  # otherwise chosen by the agent
-        os.environ[VISIBLE] = gpus_of_node(config, layout, place.node, place.num_nodes)[place.index]
     if place.index == 0:
         from hpcrl.rank0 import control
     gc.freeze()

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from hpcrl.clock import AwakeClock
 from hpcrl.control.bootstrap import ENDPOINT
 from hpcrl.control.trace import DESCRIPTOR, LEAVING, new_page, read_trace
-from hpcrl.node.devices import VISIBLE
+from hpcrl.node.devices import own_devices
 from hpcrl.node.forks import AdoptedProcess, RankStart, fork_ranks
 from hpcrl.node.memory import OutOfMemoryKills
 from hpcrl.rundir import AGENT, OUTCOME, VERDICT
@@ -138,7 +138,7 @@ class Agent:
 
     def _about(self, rank: int) -> RankStart:
         page = self._pages[rank]
-        environ = {VISIBLE: self._gpus[rank], "HPCRL_RANK": str(rank), DESCRIPTOR: str(page)}
+        environ = own_devices(self._gpus[rank]) | {"HPCRL_RANK": str(rank), DESCRIPTOR: str(page)}
         # Rank 0 writes to the user; all other output goes to the logs.
         return RankStart(rank, environ, str(self._logs / f"rank_{rank:04d}.log"), rank != 0, [page])
 

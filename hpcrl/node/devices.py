@@ -32,6 +32,12 @@ def visible_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> li
     return [str(number) for number in range(sum(path.name[6:].isdigit() for path in devices.glob("nvidia*")))]
 
 
+def own_devices(gpus: str) -> dict[str, str]:
+    """Environment variables of a rank with these GPUs, of which the first is its own. Libraries take LOCAL_RANK, which
+    launchers set to the process's number on its node, for the number of its GPU."""
+    return {VISIBLE: gpus, "LOCAL_RANK": "0"}
+
+
 def bind_gpus(
     ranks: Sequence[int], with_model: Sequence[int], gpus: Sequence[str], device: Literal["auto", "cpu", "cuda"]
 ) -> dict[int, str]:

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.control.bootstrap import ENDPOINT, Place, find_place, make_key_file, share_endpoint
+from hpcrl.exitcodes import ExitCode
 from hpcrl.files import backed_off_s
 
 Environ = dict[str, str]
@@ -251,13 +252,13 @@ def test_torchrun_shares_through_its_store(monkeypatch: pytest.MonkeyPatch, tmp_
 # -- real starts -------------------------------------------------------------------------------------------------
 
 
-def prepare_run(run_dir: Path, max_steps: int) -> int:
+def prepare_run(run_dir: Path, max_steps: int, *more: str) -> int:
     """What the launcher does before it starts ranks; returns the attempt."""
     from hpcrl.launch.prepare import prepare
     from hpcrl.rundir import close_run, open_run
 
     words = ["+experiment=demo_sft", f"run_dir={run_dir}", f"max_steps={max_steps}", "sft.batch_size=8"]
-    words += ["eval_every=0", "sft.stop_score=null"]
+    words += ["eval_every=0", "sft.stop_score=null", *more]
     config, *_ = prepare(words)
     opened = open_run(config.model_dump(mode="json"), config.run_dir, config.resume)
     close_run(opened.run_dir, opened.attempt)
@@ -283,6 +284,36 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def steps_done(run_dir: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+WATCHER = """import importlib.abc, json, os, sys
+class Watcher(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "hpcrl.engines.train.fsdp2.engine":
+            names = ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK")
+            print(json.dumps([os.environ.get(name) for name in names]), file=sys.__stdout__, flush=True)
+            os._exit(0)
+sys.meta_path.insert(0, Watcher())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "mpi", "slurm"])
+def test_an_engine_is_imported_when_its_rank_has_one_gpu(tmp_path: Path, launcher: str) -> None:
+    """Libraries may look for GPUs when they are imported, and CUDA looks once."""
+    attempt = prepare_run(tmp_path / "run", 1, "cluster.device=auto")
+    (tmp_path / "sitecustomize.py").write_text(WATCHER)
+    starts = {"torchrun": torchrun(2, 3), "mpi": openmpi(2, 3, 3) | {"OMPI_COMM_WORLD_LOCAL_RANK": "2"}}
+    environ = os.environ | {"PYTHONPATH": str(tmp_path), "HPCRL_ATTEMPT": str(attempt), "OMP_NUM_THREADS": "1"}
+    environ |= starts.get(launcher, slurm(2, 3, 0, 1)) | {"CUDA_VISIBLE_DEVICES": "4,GPU-7f"}
+    command = [sys.executable, "-m", "hpcrl.run", str(tmp_path / "run")]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert json.loads(done.stdout) == ["GPU-7f", "0"], done.stderr
+    few = subprocess.run(
+        command, env=environ | {"CUDA_VISIBLE_DEVICES": "4"}, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert few.returncode == ExitCode.BAD_INPUT and len(few.stderr.splitlines()) == 1
+    assert "this node has 1 GPU(s) for 2 ranks" in few.stderr
 
 
 @pytest.mark.slow

@@ -363,7 +363,9 @@ def test_a_disk_that_cannot_be_used(
     assert re.search(r"no file of 0\.0 GB can be made, only [0-9.]+ GB are free$", message_for(str(tmp_path)))
 
 
-def test_options_reach_deepspeed(folder: Path, world_of_one: None) -> None:
+def test_options_reach_deepspeed(folder: Path, world_of_one: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}.items():  # under mpirun
+        monkeypatch.setenv(name, value)
     engine = make_engine(folder, "zero2", options={"zero_optimization": {"reduce_bucket_size": 128}})
     assert engine.model.optimizer.reduce_bucket_size == 128
     _, gradients = transformers_results(folder, make_batch(LENGTHS), TEMPERATURE)

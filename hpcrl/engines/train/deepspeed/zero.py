@@ -66,6 +66,7 @@ def connect() -> None:
         deepspeed.init_distributed(dist_init_required=False, auto_mpi_discovery=False, verbose=False)
     groups._WORLD_GROUP = world  # else a clone of it, which waits 30 minutes
     os.environ.setdefault("LOCAL_RANK", str(torch.cuda.current_device() if torch.cuda.is_available() else 0))
+    os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK", None)  # mpirun's number, which DeepSpeed wants equal to LOCAL_RANK
 
 
 def settings(own: DeepSpeedConfig, max_grad_norm: float, dtype: torch.dtype, num_parameters: int) -> dict[str, Any]:
