@@ -75,6 +75,9 @@ def memory_rows(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterat
         yield from (("", f"  {line}") for line in _parts(kind, phase))
         if kind.offloads:
             yield "", "  trainer and generator take turns: memory is given back between phases (layout.offload)"
+        if kind.on_gpu and kind.generator_share < 1:
+            others = f"beside {size(kind.beside_generator)} of other roles" if kind.beside_generator else "alone"
+            yield "", f"  the generator starts {others}, with {kind.generator_share:.0%} of the card"
         on_host = kind.peak(on_host=True)
         if kind.on_gpu and on_host[1]:
             yield "", f"  in host memory {size(on_host[1])} at most, in {PHASE_WORDS[on_host[0]]}"

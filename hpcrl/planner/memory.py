@@ -75,7 +75,20 @@ class RankMemory:
 
     def fits(self, card_bytes: int) -> bool:
         """Whether the rank's GPU memory fits on a card beside the reserve."""
-        return self.peak(least=True)[1] <= usable(card_bytes) and self._spare(card_bytes) >= 0
+        starts = self.start(card_bytes) <= card_bytes
+        return starts and self.peak(least=True)[1] <= usable(card_bytes) and self._spare(card_bytes) >= 0
+
+    def start(self, card_bytes: int) -> int:
+        """Bytes on the GPU when the generation engine is made, which takes its share of the card at once, beside what
+        other roles keep there while it works; 0 if it takes what it needs."""
+        if self.generator_share == 1:
+            return 0
+        return self.beside_generator + int(card_bytes * self.generator_share)
+
+    @property
+    def beside_generator(self) -> int:
+        """Bytes that other roles keep on the GPU while the generator works."""
+        return sum(part.num_bytes for part in self.parts_of("generate") if part.role != "generator")
 
     def _spare(self, card_bytes: int) -> int:
         """Bytes of the generation engine's share of a card beside its parts, with a cache of minimum size."""

@@ -11,10 +11,12 @@ from typing import cast
 
 from hpcrl.control.messages import (
     Admit,
+    BuildRole,
     Burst,
     Export,
     ExportCritic,
     LoadReference,
+    LoadState,
     Logprobs,
     Pull,
     TrainCritic,
@@ -29,6 +31,7 @@ TURNS: dict[type, str] = {
     Logprobs: "train",
     TrainStep: "train",
     LoadReference: "train",
+    LoadState: "train",
     Values: "train",
     TrainCritic: "train",
     Export: "train",
@@ -44,31 +47,42 @@ TRAIN_ROLES = ("trainer", "critic", "reference")
 
 
 class Turns:
-    """On a rank with a training engine and a generator, if the run offloads (hpcrl.planner.host.takes_turns)."""
+    """On a rank with a training engine and a generator, if the run offloads (hpcrl.planner.host.takes_turns).
 
-    def __init__(self, roles: Mapping[str, Role]):
-        self._roles, self._turn, self._asleep = roles, "", False
+    The generator is built in its own turn: its engine may take a share of the GPU at once, which must be free.
+    shares_weights: it reads the trainer's parameters, which stay (hpcrl.planner.generator.shares_weights).
+    """
+
+    def __init__(self, roles: Mapping[str, Role], shares_weights: bool = False):
+        self._roles, self._shares_weights = roles, shares_weights
+        self._turn, self._asleep = "", False
 
     def enter(self, command: object) -> None:
         """The command is executed next: move memory if it begins another phase."""
-        turn = TURNS.get(type(command), self._turn)
         engines = {name: cast(EngineRole, self._roles[name]).engine for name in TRAIN_ROLES if name in self._roles}
+        if isinstance(command, BuildRole):
+            if command.role == "generator":
+                self._turn = "generate"
+                for engine in engines.values():
+                    engine.offload(weights=not self._shares_weights)
+            return
+        turn = TURNS.get(type(command), self._turn)
         if turn == self._turn or not engines or "generator" not in self._roles:
             return
-        self._turn = turn
         generator = cast(GeneratorRole, self._roles["generator"]).engine
-        if turn == "train":
+        if turn == "train" or self._turn == "generate":  # weights to publish may be on the host
             if not generator.progress():  # responses that go on after the step keep their cache
                 generator.sleep()
                 self._asleep = True
             for engine in engines.values():
                 engine.onload()
-        elif turn == "publish":
+        self._turn = turn
+        if turn == "publish":
             for name, engine in engines.items():
                 engine.offload(weights=name != "trainer")
             if self._asleep:
                 generator.wake()
                 self._asleep = False
-        else:
+        elif turn == "generate":
             for engine in engines.values():
                 engine.offload()

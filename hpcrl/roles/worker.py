@@ -24,6 +24,7 @@ from hpcrl.control.world import CONTROLLER_QUEUE, World
 from hpcrl.data.chat import bind
 from hpcrl.files import is_storage_error
 from hpcrl.node.devices import HIDDEN, VISIBLE, check_device
+from hpcrl.planner.generator import shares_weights
 from hpcrl.planner.host import takes_turns
 from hpcrl.roles.allocator import grow_segments
 from hpcrl.roles.base import Answers, Role, Serves
@@ -63,7 +64,7 @@ class Worker:
         self._saving = Saving(self)
         self._handlers |= Exchange(self).handlers() | self._publishing.handlers() | self._saving.handlers()
         self._peaks = Peaks()
-        self._turns = Turns(self.roles) if takes_turns(config, layout) else None
+        self._turns = Turns(self.roles, shares_weights(config, layout)) if takes_turns(config, layout) else None
         self._left = False
 
     @functools.cached_property

@@ -72,6 +72,7 @@ def test_turns_of_fsdp2_change_nothing(param_dtype: str, folder: Path, left: Lef
         moves._move(CPU, weights=True)
         assert left.overwrite() >= optimizer + 4 * moves.num_parameters
         assert optimizer >= 8 * moves.num_parameters
+        assert moves.weight_layout() == stays.weight_layout(), "groups are made while the trainer is away"
         states = [engine.optimizer.state.values() for engine in (moves, stays)]  # type: ignore[union-attr]
         for mine, others in zip(*states, strict=True):  # what a checkpoint takes
             assert all(torch.equal(mine[key], others[key]) for key in others)
@@ -104,6 +105,7 @@ def test_turns_of_megatron_change_nothing(param_dtype: str, distributed: bool, f
         if distributed:
             assert not any(parameter.untyped_storage().nbytes() for parameter in moves.weights.parameters.values())
         _same_state(moves, stays)
+        assert moves.weight_layout() == stays.weight_layout()
         moves._to_device()
         assert left.overwrite() >= (8 + masters) * moves.num_parameters
         same(moves, stays)

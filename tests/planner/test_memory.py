@@ -275,6 +275,16 @@ def test_a_paged_cache_takes_what_is_left() -> None:
     assert kind.responses(40) == 0
 
 
+def test_a_generator_starts_with_its_whole_share() -> None:
+    parts = (Part("trainer", "weights", 30), Part("generator", "KV cache", 100, ("generate",), least=5))
+    beside = RankMemory((1,), ("trainer", "generator"), parts, True, cache_bytes=5, generator_share=0.6)
+    assert beside.start(80) == 78 and beside.fits(80)
+    assert beside.start(70) == 72 and not beside.fits(70) and beside.peak(least=True)[1] < usable(70)
+    away = dataclasses.replace(parts[0], during=("train",))
+    assert RankMemory((1,), beside.roles, (away, parts[1]), True, 5, True, 0.6).fits(70)
+    assert dataclasses.replace(beside, generator_share=1.0).fits(70)
+
+
 def test_offload_moves_the_state_to_the_host() -> None:
     shape = shape_of("Qwen2.5-7B")
     offloaded = run(trainer={"param_dtype": "bfloat16", "fsdp2": {"cpu_offload": True}})

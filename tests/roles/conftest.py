@@ -12,7 +12,7 @@ import pytest
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import TinyModel, parse
 from hpcrl.control.messages import Joined, Response, Turn, TurnDelta
-from hpcrl.control.world import CONTROLLER_QUEUE
+from hpcrl.control.world import CONTROLLER_QUEUE, rank_queue
 from hpcrl.engines.tiny import make_tiny_model
 from hpcrl.roles.worker import Worker
 from tests.dist.conftest import Threads, threads
@@ -42,6 +42,10 @@ class Stage:
         layout = RoleLayout(MappingProxyType(LAYOUT), 3)
         folder = self._model_folder
         return Worker(self._threads.worlds[rank], parse(settings), layout, folder, folder.parent)
+
+    def command(self, rank: int, command: Any) -> None:
+        """Put it into the inbox of a rank."""
+        self._threads.worlds[0].sender.send(rank_queue(rank), command)
 
     def heard(self) -> list[Any]:
         """Events that have come to rank 0."""

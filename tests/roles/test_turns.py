@@ -11,9 +11,12 @@ from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import parse
 from hpcrl.control.messages import (
     Admit,
+    BuildGroup,
+    BuildRole,
     Burst,
     Export,
     Forget,
+    LoadState,
     Logprobs,
     Pull,
     Sampling,
@@ -21,8 +24,12 @@ from hpcrl.control.messages import (
     TrainStep,
     Values,
 )
+from hpcrl.engines.gen.fake.engine import FakeEngine
+from hpcrl.engines.train.fake.engine import FakeTrainEngine
 from hpcrl.planner.host import takes_turns
 from hpcrl.roles.turns import Turns
+from hpcrl.roles.worker import leave_default_group
+from tests.roles.conftest import Stage
 
 MANY = {"max_slots": 1 << 22}
 SAMPLING = Sampling(4, 1.0, 1.0, 0, 0.0, [])
@@ -53,6 +60,7 @@ class Recorder:
 
 
 STEP: list[Any] = [
+    BuildRole("generator", [0]),
     Pull(1, [0]),
     Admit([], [], SAMPLING),
     Burst(4, [], []),
@@ -76,7 +84,8 @@ def test_memory_moves_once_for_each_turn() -> None:
     for command in STEP:
         turns.enter(command)
     assert engine.calls == [
-        *("offload state", "offload all", "sleep", "onload"),
+        *("offload all", "sleep", "onload"),
+        *("offload state", "wake", "offload all", "sleep", "onload"),
         *("offload state", "wake", "sleep", "onload"),
     ]
 
@@ -87,7 +96,8 @@ def test_a_generator_with_unfinished_responses_stays_awake() -> None:
     turns = turns_of(engine, "trainer", "generator")
     for command in STEP:
         turns.enter(command)
-    assert engine.calls == ["offload state", "offload all", "onload", "offload state", "onload"]
+    moved = ["offload state", "offload all", "onload", "offload state", "onload"]
+    assert engine.calls == ["offload all", "onload", *moved]
 
 
 @pytest.mark.parametrize("role", ["critic", "reference"])
@@ -95,18 +105,68 @@ def test_other_engines_move_with_the_trainer_and_away_while_weights_are_publishe
     trainer, other, generator = Recorder(), Recorder(), Recorder()
     engines = {"trainer": trainer, role: other, "generator": generator}
     turns = Turns({role: SimpleNamespace(engine=engine) for role, engine in engines.items()})  # type: ignore[misc]
-    for command in [*STEP[:6], Values(1, []), TrainCritic(1, [], 1.0, 1.0), TrainStep(1, [], 1.0, 1.0), STEP[8]]:
+    for command in [*STEP[:7], Values(1, []), TrainCritic(1, [], 1.0, 1.0), TrainStep(1, [], 1.0, 1.0), STEP[9]]:
         turns.enter(command)
-    assert trainer.calls == ["offload state", "offload all", "onload", "offload state"]
-    assert other.calls == ["offload all", "offload all", "onload", "offload all"]
-    assert generator.calls == ["sleep", "wake"]
+    assert trainer.calls == ["offload all", "onload", "offload state", "offload all", "onload", "offload state"]
+    assert other.calls == ["offload all", "onload", "offload all", "offload all", "onload", "offload all"]
+    assert generator.calls == ["sleep", "wake", "sleep", "wake"]
+
+
+def test_a_checkpoint_is_read_while_the_generator_sleeps() -> None:
+    engine = Recorder()
+    turns = turns_of(engine, "trainer", "generator")
+    for command in (STEP[0], BuildGroup("weights", [0]), LoadState("folder"), STEP[1]):
+        turns.enter(command)
+    assert engine.calls == ["offload all", "sleep", "onload", "offload state", "wake"]
+
+
+def test_a_generator_that_reads_the_trainers_weights_leaves_them_where_they_are() -> None:
+    engine = Recorder()
+    roles: Any = {role: SimpleNamespace(engine=engine) for role in ("trainer", "generator")}
+    Turns(roles, shares_weights=True).enter(STEP[0])
+    assert engine.calls == ["offload state"]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("offload", ["always", "never"])
+def test_a_generator_is_built_on_a_gpu_without_trainers(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, offload: str
+) -> None:
+    calls: list[str] = []
+
+    def noting(kind: type, method: str, name: str) -> None:
+        original = getattr(kind, method)
+
+        def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return original(self, *args, **kwargs)
+
+        monkeypatch.setattr(kind, method, noted)
+
+    for kind, method, name in (
+        (FakeTrainEngine, "__init__", "trainer built"),
+        (FakeTrainEngine, "offload", "trainer away"),
+        (FakeTrainEngine, "onload", "trainer back"),
+        (FakeEngine, "__init__", "generator built"),
+        (FakeEngine, "sleep", "generator sleeps"),
+    ):
+        noting(kind, method, name)
+    worker = stage.worker(2, {"debug": "fake", "layout": {"offload": offload}})
+    try:
+        for command in (BuildRole("trainer", [2]), BuildRole("generator", [2]), Pull(0, [0])):
+            stage.command(2, command)
+            assert worker.execute_one(10.0)
+    finally:
+        leave_default_group()
+    built = ["trainer built", "trainer away", "generator built", "generator sleeps", "trainer back", "trainer away"]
+    assert calls == (built if offload == "always" else ["trainer built", "generator built"])
 
 
 @pytest.mark.parametrize("role", ["trainer", "generator"])
 def test_a_rank_with_one_role_keeps_everything(role: str) -> None:
     engine = Recorder()
     turns = turns_of(engine, role)
-    for command in STEP:
+    for command in STEP[1:]:
         turns.enter(command)
     assert engine.calls == []
 
