@@ -26,6 +26,7 @@ from hpcrl.control.bootstrap import Place, find_place
 from hpcrl.exitcodes import ASKED, SIGNAL_CODES, ExitCode
 from hpcrl.files import allow_files, is_storage_error, shield_output, write_durably
 from hpcrl.node.agent import Agent, Verdict
+from hpcrl.node.caches import cache_folders
 from hpcrl.node.devices import HIDDEN, bind_gpus, own_devices, visible_gpus
 from hpcrl.node.forks import FORKS, Parent
 from hpcrl.node.preflight import meeting_folder, preflight, see_run
@@ -69,6 +70,7 @@ def run_node(run_dir: Path, attempt: int, node: int, num_nodes: int, signals: Se
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "MPLCONFIGDIR": str(world / "matplotlib"),  # for its list of fonts, otherwise stored in the user's home
+        **cache_folders(os.environ),
         **os.environ,
         "HPCRL_ATTEMPT": str(attempt),
         "HPCRL_NODE": str(node),
@@ -173,7 +175,8 @@ def run_rank(run_dir: Path, place: Place) -> int:
         except ValueError as error:
             print(f"hpcrl rank {place.index}: {error}", file=sys.stderr, flush=True)
             return ExitCode.BAD_INPUT
-        os.environ |= own_devices(gpus[place.index])  # before engines are imported, which may look for GPUs
+        # Before engines are imported, which may look for GPUs.
+        os.environ |= own_devices(gpus[place.index]) | cache_folders(os.environ)
     import_for(config, layout, [place.index])
     from hpcrl.control.network import NoInterfaceError
     from hpcrl.control.queues import ControlError

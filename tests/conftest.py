@@ -61,6 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # where a test's own conftest.py, which is imported before, has imported the compiler.
     instructions = os.environ.get("ATEN_CPU_CAPABILITY", "own")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{above}/torchinductor_{os.getuid()}_{instructions}"
+    os.environ["VLLM_CACHE_ROOT"] = f"{above}/vllm_{os.getuid()}"  # what it knows of models
     os.environ[SCRATCH] = os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="hpcrl-tests-")
     os.chmod(tempfile.tempdir, 0o711)  # where root runs the tests, sandboxes work as another user below it
     # After multiprocessing, which removes a folder of its own in it with priority -100.

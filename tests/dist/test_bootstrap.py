@@ -290,7 +290,7 @@ WATCHER = """import importlib.abc, json, os, sys
 class Watcher(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
         if name == "hpcrl.engines.train.fsdp2.engine":
-            names = ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK")
+            names = ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "TRITON_CACHE_DIR")
             print(json.dumps([os.environ.get(name) for name in names]), file=sys.__stdout__, flush=True)
             os._exit(0)
 sys.meta_path.insert(0, Watcher())
@@ -305,10 +305,12 @@ def test_an_engine_is_imported_when_its_rank_has_one_gpu(tmp_path: Path, launche
     (tmp_path / "sitecustomize.py").write_text(WATCHER)
     starts = {"torchrun": torchrun(2, 3), "mpi": openmpi(2, 3, 3) | {"OMPI_COMM_WORLD_LOCAL_RANK": "2"}}
     environ = os.environ | {"PYTHONPATH": str(tmp_path), "HPCRL_ATTEMPT": str(attempt), "OMP_NUM_THREADS": "1"}
-    environ |= starts.get(launcher, slurm(2, 3, 0, 1)) | {"CUDA_VISIBLE_DEVICES": "4,GPU-7f"}
+    environ |= starts.get(launcher, slurm(2, 3, 0, 1)) | {"CUDA_VISIBLE_DEVICES": "4,GPU-7f", "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-m", "hpcrl.run", str(tmp_path / "run")]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
-    assert json.loads(done.stdout) == ["GPU-7f", "0"], done.stderr
+    gpus, local_rank, cache = json.loads(done.stdout)
+    assert (gpus, local_rank) == ("GPU-7f", "0"), done.stderr
+    assert Path(cache).is_dir() and tmp_path in Path(cache).parents, "home has a small quota, and all nodes share it"
     few = subprocess.run(
         command, env=environ | {"CUDA_VISIBLE_DEVICES": "4"}, capture_output=True, text=True, timeout=60, check=False
     )

@@ -125,6 +125,14 @@ def test_replicas_of_several_ranks_leave_out_vllms_own_all_reduce(
         make_engine(tmp_path, ReplicaRanks(tuple(range(num_ranks))), options=options)
 
 
+def test_vllm_prepares_no_sampler_of_its_own() -> None:
+    from vllm import envs
+
+    import hpcrl.engines.gen.vllm.engine  # noqa: F401 - sets it
+
+    assert not envs.VLLM_USE_FLASHINFER_SAMPLER, "its kernels would be compiled at the start, for nothing"
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels of a CPU")
 def test_heads_without_a_kernel_are_refused_with_the_sizes_that_have_one(tmp_path: Path) -> None:
     make_tiny_model(TinyModel(hidden_size=16, num_heads=2, num_kv_heads=1), tmp_path)

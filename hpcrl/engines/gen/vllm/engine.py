@@ -47,8 +47,12 @@ from hpcrl.trajectory import Field
 ALONE = ReplicaRanks((0,))
 
 # vLLM reads these when it is imported, which happens below: the engine runs in this process, and Sampler takes the
-# place of the sampler of its first model runner.
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+# place of the sampler of its first model runner, which would compile FlashInfer's kernels to warm up.
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}
 for _name, _default in (
     ("VLLM_LOGGING_LEVEL", "ERROR"),
     ("VLLM_CPU_OMP_THREADS_BIND", "nobind"),

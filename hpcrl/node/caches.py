@@ -1,0 +1,64 @@
+"""Where libraries keep what they compile: on the node's own disk, where later attempts find it, and not in a home
+folder that all nodes share and whose quota is small."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import platform
+import time
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+FOLDERS = {
+    "VLLM_CACHE_ROOT": "vllm",
+    "TRITON_CACHE_DIR": "triton",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TORCH_EXTENSIONS_DIR": "extensions",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+    "CUDA_CACHE_PATH": "cuda",
+}
+"""Variables of libraries, and the folders that they name here. Ranks may share them: files are written under another
+name and renamed, or locked."""
+ABANDONED_S = 1800.0
+"""A lock of torch's extensions is a file that a killed process leaves, and for which the next would wait for ever."""
+
+
+def cache_folders(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, str]:
+    """The variables that `environ` lacks, with folders in its TMPDIR, which are made: one set for each user and kind of
+    node. None if they cannot be made or belong to somebody else. root: where /proc is."""
+    names = {name: folder for name, folder in FOLDERS.items() if not environ.get(name)}
+    own = Path(environ.get("TMPDIR", "/tmp")) / f"hpcrl-caches-{os.getuid()}"
+    there = own / kind_of_node(environ, root)
+    try:
+        own.mkdir(mode=0o700, exist_ok=True)
+        if own.is_symlink() or own.stat().st_uid != os.getuid():  # code is loaded from it
+            return {}
+        own.chmod(0o700)
+        for folder in names.values():
+            (there / folder).mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return {}
+    for lock in (there / "extensions").glob("*/lock"):
+        with contextlib.suppress(OSError):
+            if time.time() - lock.stat().st_mtime > ABANDONED_S:
+                lock.unlink()
+    return {name: str(there / folder) for name, folder in names.items()}
+
+
+def kind_of_node(environ: Mapping[str, str], root: Path = Path("/")) -> str:
+    """A word for what compiled code depends on and not every library looks at: the processor's instructions, the GPUs,
+    and the version of torch."""
+    facts = {environ.get("ATEN_CPU_CAPABILITY", "")}
+    for path, label in ((root / "proc/cpuinfo", "flags"), *((p, "Model:") for p in _gpus(root))):
+        with contextlib.suppress(OSError):
+            facts |= {line for line in path.read_text().splitlines() if line.startswith(label)}
+    with contextlib.suppress(PackageNotFoundError):
+        facts.add(version("torch"))
+    return f"{platform.machine()}-{hashlib.sha256(repr(sorted(facts)).encode()).hexdigest()[:12]}"
+
+
+def _gpus(root: Path) -> list[Path]:
+    return sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
