@@ -16,9 +16,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hpcrl.clock import AwakeClock
+from hpcrl.spec.weights import CHANNELS
 
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 LOOK_EVERY_S = 0.5  # between two looks at the lost ranks
@@ -40,6 +42,14 @@ def blocking_wait() -> Iterator[None]:
         del os.environ[BLOCKING_WAIT]
         if before is not None:
             os.environ[BLOCKING_WAIT] = before
+
+
+def make_nccl(store: Any, rank: int, size: int) -> Any:
+    """A dist.ProcessGroupNCCL for large transfers, without a watchdog; its communicator comes later."""
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = CHANNELS
+    with blocking_wait():
+        return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
 class AbortableGroup:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from hpcrl.control import network, queues
-from hpcrl.control.abortable import AbortableGroup, blocking_wait
+from hpcrl.control.abortable import AbortableGroup, make_nccl
 from hpcrl.control.bootstrap import WORLD_KEY, Place, make_key_file, share_endpoint
 from hpcrl.control.intake import Dialer, Intake
 from hpcrl.control.mailbox import Mailbox, mail_queue
@@ -116,10 +116,7 @@ class World:
         if not all(gpus) or len(set(gpus)) < len(gpus):
             return self.group(name, ranks, epoch)
         store = dist.PrefixStore(f"group/{name}/{epoch}", self._meetings)
-        with blocking_wait():
-            nccl = dist.ProcessGroupNCCL(
-                store, list(ranks).index(self.rank), len(ranks), dist.ProcessGroupNCCL.Options()
-            )
+        nccl = make_nccl(store, list(ranks).index(self.rank), len(ranks))
         return AbortableGroup(nccl, name, ranks, PEER_SHARE * self.timeout_s, self.lost_ranks)
 
     def tell_lost(self, ranks: Collection[int]) -> None:

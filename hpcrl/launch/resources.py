@@ -16,8 +16,9 @@ from hpcrl.node.memory import memory_limit
 from hpcrl.planner.advice import advise
 from hpcrl.planner.critic import critic_checkpoint_bytes
 from hpcrl.planner.generator import update_traffic
+from hpcrl.planner.groups import weight_groups
 from hpcrl.planner.host import excess, host_bytes
-from hpcrl.planner.memory import CARDS, RESERVE, USUAL_CARD, RankMemory, memory
+from hpcrl.planner.memory import CARDS, RESERVE, USUAL_CARD, RankMemory, memory, sends_over_nccl
 from hpcrl.planner.memory_parts import Part, Phase, PlanRow
 from hpcrl.planner.shapes import CannotPlanError, ModelShape
 from hpcrl.planner.traffic import StepWork, total_bytes
@@ -162,6 +163,14 @@ def update_rows(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterat
         f"new weights {way}: {size(received)} to each generator rank, {size(sent)} from each trainer rank, at least "
         f"{_seconds(max(received, sent) / (rate * 1e9))} at {rate:g} GB/s (cluster.link_gb_per_s)",
     )
+    if sends_over_nccl(config, layout):
+        groups = weight_groups(config, layout)
+        yield (
+            "",
+            f"over {groups.of_trainer} NCCL communicator(s) a trainer rank, about {size(groups.trainer_bytes)} of "
+            f"buffers, and {groups.of_generator} a generator rank, {size(groups.generator_bytes)}; made at the start, "
+            f"one after another, in about {_seconds(groups.seconds)}",
+        )
 
 
 def step_rows(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[PlanRow]:

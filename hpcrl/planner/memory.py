@@ -17,6 +17,7 @@ from hpcrl.planner.generator import (
     shares_weights,
     token_bytes,
 )
+from hpcrl.planner.groups import weight_groups
 from hpcrl.planner.lora import check_targets
 from hpcrl.planner.memory_parts import PHASES, Part, Phase
 from hpcrl.planner.shapes import CannotPlanError, ModelShape
@@ -36,7 +37,7 @@ CARDS = {
 USUAL_CARD = "80 GB"
 """The smallest card for which every plan suggests changes, and beyond which layout.offload=auto moves memory."""
 RESERVE = 0.1
-"""Share of a card for the CUDA context, NCCL's buffers, kernels' workspaces and fragmentation."""
+"""Share of a card for the CUDA context, the buffers of engines' NCCL groups, kernels' workspaces and fragmentation."""
 PROGRAM_BYTES = 555 << 20
 """Resident memory of a rank of this program and its libraries, without a model (torch for CPUs; measured: 410 MiB, with
 triton 490, with accelerate, which transformers imports if it is installed, 523 to 533; some more is counted, so that a
@@ -182,6 +183,10 @@ def _summed(
         parts = [moved for p in parts for moved in ([p] if lent and p.name == "weights" else _moves_out(p))]
     if layout.replicas and not {"trainer", "generator"}.isdisjoint(roles):
         parts += hand_over_parts(config, layout, shape, roles)
+        if sends_over_nccl(config, layout):
+            groups = weight_groups(config, layout)
+            sides = {"trainer": groups.trainer_bytes, "generator": groups.generator_bytes}
+            parts += [Part(role, "NCCL buffers", sides[role]) for role in roles if role in sides]
     if "generator" in roles:
         awake: tuple[Phase, ...] = ("generate", "publish") if shares else PHASES
         own = generator_parts(config, shape, awake, ("generate",) if shares else PHASES, on_gpu)
@@ -215,6 +220,13 @@ def _moves_out(part: Part) -> list[Part]:
     away: tuple[Phase, ...] = ("generate",) if part.name == "weights" else ("generate", "publish")
     stays = tuple(phase for phase in PHASES if phase not in away)
     return [replace(part, during=stays), replace(part, during=away, on_host=True)]
+
+
+def sends_over_nccl(config: Config, layout: RoleLayout) -> bool:
+    """Whether new weights go from the GPUs of trainers to those of generators in groups (World.weights_group)."""
+    both: tuple[RoleName, ...] = ("trainer", "generator")
+    apart = bool(layout.replicas) and not layout.generates_on_trainers
+    return apart and all(has_gpus(config, (role,)) for role in both)
 
 
 def has_gpus(config: Config, roles: tuple[RoleName, ...]) -> bool:

@@ -9,6 +9,10 @@ from typing import Any
 
 import msgspec
 
+CHANNELS = 8
+"""Most channels of an NCCL communicator that carries new weights. Each takes a block of the GPU and buffers, and NCCL
+reckons with 14 GB/s of one between nodes; a trainer rank is in one communicator for each replica."""
+
 Box = tuple[tuple[int, int], ...]
 """A part of a tensor: (first, last + 1) in each dimension."""
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hpcrl.comm.together import Begun, Transfer, begin
 from hpcrl.comm.weights import Channel, Receiving, Schedule, Sending, connect
-from hpcrl.control.abortable import AbortableGroup, blocking_wait
+from hpcrl.control.abortable import AbortableGroup, make_nccl
 from hpcrl.roles.allocator import grow_segments
 from hpcrl.spec.weights import Need, everything
 from tests.bench.gpu.common import GB, Check, Row, median
@@ -81,8 +81,7 @@ def _group(store: Any, rank: int, device: str) -> Any:
         return gloo(store, rank, len(RANKS), timedelta(seconds=PATIENCE_S))
     torch.cuda.set_device(rank)
     grow_segments(os.environ)
-    with blocking_wait():
-        nccl = dist.ProcessGroupNCCL(store, rank, len(RANKS), dist.ProcessGroupNCCL.Options())
+    nccl = make_nccl(store, rank, len(RANKS))
     return AbortableGroup(nccl, "pair", RANKS, 60.0, lambda: {1} if store.check(["lost"]) else set())
 
 
