@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hpcrl.engines.varlen import KERNELS
-from tests.bench.gpu import agreement, attention, decoding, device, training
+from tests.bench.gpu import agreement, attention, decoding, device, peers, training
 from tests.bench.gpu.__main__ import HERE, PARTS, Part, main, rows_of, table
 from tests.bench.gpu.common import Check, Row
 from tests.bench.gpu.peers import RANKS, SURVIVED, take_part
@@ -162,3 +162,10 @@ def test_two_ranks_transfer_weights_and_one_outlives_the_other(
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(lambda rank: take_part(what, "cpu", 1, store, rank), RANKS))
     assert said in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_group_of_two_ranks_is_timed(check: Check) -> None:
+    rate, made = peers.update(check)
+    assert (rate.unit, made.unit) == ("GB/s", "s") and made.limit == pytest.approx(0.35 + 2 * 0.0144)
+    assert rate.value is not None and rate.value > 0 and made.value is not None and 0 < made.value < 20

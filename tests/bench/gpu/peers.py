@@ -19,14 +19,16 @@ from torch import Tensor
 from hpcrl.comm.together import Begun, Transfer, begin
 from hpcrl.comm.weights import Channel, Receiving, Schedule, Sending, connect
 from hpcrl.control.abortable import AbortableGroup, make_nccl
+from hpcrl.planner.groups import SEND_BYTES, seconds_to_make
 from hpcrl.roles.allocator import grow_segments
-from hpcrl.spec.weights import Need, everything
+from hpcrl.spec.weights import CHANNELS, Need, everything
 from tests.bench.gpu.common import GB, Check, Row, median
 from tests.bench.weights import layout_of
 
 HERE = "tests.bench.gpu.peers"
 PATIENCE_S = 20.0
 RANKS = (0, 1)
+MIB = 1 << 20
 SURVIVED = "still here True"
 """What rank 0 says at last if the loss of its peer has not ended it."""
 
@@ -34,8 +36,11 @@ SURVIVED = "still here True"
 def update(check: Check) -> Iterator[Row]:
     """Weights in bf16 from an fp32 trainer to a generator, beside a plain transfer of the same bytes, in turns."""
     said = pair("update", check.device, check.pick(2048, 1))
-    rate, plain = (float(word) for word in said.rpartition("GB/s ")[2].split())
+    rate, plain, made_s, mib = (float(word) for word in said.rpartition("GB/s ")[2].split())
     yield Row("two ranks", "weights to the generator", rate, "GB/s", plain, note="beside a plain transfer")
+    yield Row("two ranks", "to make and connect a group", made_s, "s", seconds_to_make(len(RANKS)), note="the plan")
+    if check.on_gpu:
+        yield Row("two ranks", "the group on the sender", mib, "MiB", CHANNELS * SEND_BYTES / MIB, note="the plan")
 
 
 def lost_peer(check: Check) -> Iterator[Row]:
@@ -110,8 +115,15 @@ def _lose_peer(group: Any, store: Any, rank: int, device: str, hangs: bool) -> N
     print("still here", float((tensor + 1).sum()) > 0)
 
 
+def _free_bytes(device: str) -> int:
+    return torch.cuda.mem_get_info()[0] if device == "cuda" else 0
+
+
 def _update(group: Any, rank: int, device: str, mib: int) -> None:
+    torch.zeros(1, device=device)  # the context of the GPU
+    free, began = _free_bytes(device), time.perf_counter()
     connect(group, RANKS, rank, [0], [1])
+    made = time.perf_counter() - began, (free - _free_bytes(device)) / MIB
     layout = layout_of(mib, 1, "float32")
     needs = {1: [Need("bfloat16", (everything(held.shape),)) for held in layout]}
     channel = Channel(group, RANKS, layout, needs)
@@ -144,7 +156,7 @@ def _update(group: Any, rank: int, device: str, mib: int) -> None:
             group_meets(group, rank, device)
             spent.append(time.perf_counter() - start)
     if rank == 0:
-        print("GB/s", *(size / median(spent[1:]) / GB for spent in seconds.values()))
+        print("GB/s", *(size / median(spent[1:]) / GB for spent in seconds.values()), *made)
 
 
 def group_meets(group: Any, rank: int, device: str) -> None:
