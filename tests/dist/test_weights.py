@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,28 @@ def plain(world: World, group: Any) -> Any:
 def on_gpus(world: World, group: Any) -> Any:
     """As weights_group() makes a group, with gloo under NCCL's rules in the place of NCCL."""
     return AbortableGroup(LikeNCCL(group, world.rank), "weights", range(SIZE), PATIENCE_S, world.lost_ranks)
+
+
+@pytest.mark.slow
+def test_a_rank_may_come_late_to_its_group(threads: Threads) -> None:
+    """Later than a store call may last (timeouts.store_s)."""
+    stores = [world.store for world in threads.worlds]
+    before = stores[0].timeout
+
+    def meet(rank: int) -> float:
+        time.sleep(1.6 if rank == 0 else 0)
+        group = threads.worlds[rank].weights_group("weights/late", range(SIZE), 0)
+        tensor = torch.ones(1)
+        group.allreduce([tensor]).wait()
+        return tensor.item()
+
+    try:
+        for store in stores:
+            store.set_timeout(timedelta(seconds=1))
+        assert threads.every(meet) == [SIZE] * SIZE
+    finally:
+        for store in stores:
+            store.set_timeout(before)
 
 
 def test_one_communicator_carries_an_update_in_a_batch_a_step(
