@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
 SHARE = 4
+UNCOUNTED = timedelta(days=30)
+"""Timeout of an engine's collectives. The controller's deadline for the command ends the wait long before; timeouts of
+gloo and NCCL would count the time in which the job is suspended."""
 
 
 class AwakeClock:

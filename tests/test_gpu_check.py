@@ -78,6 +78,8 @@ def test_vllm_has_the_log_probs_of_the_trainer_that_gives_it_weights(check: Chec
 def test_the_parts_of_one_gpu_fit_in_eight_minutes_and_those_of_most_runs_come_first() -> None:
     assert sum(part.limit_s for part in PARTS.values() if part.num_gpus == 1) <= 470, "and some to start"
     assert [*PARTS][-2:] == ["training deepspeed", "training megatron"]
+    compiling = {name for name, part in PARTS.items() if part.cold_s}
+    assert compiling == {name for name, part in PARTS.items() if part.module}, "they have time for it"
 
 
 @pytest.mark.slow

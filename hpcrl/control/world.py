@@ -21,7 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
+from hpcrl.clock import UNCOUNTED
 from hpcrl.control import network, queues
 from hpcrl.control.abortable import AbortableGroup, make_nccl
 from hpcrl.control.bootstrap import WORLD_KEY, Place, make_key_file, share_endpoint
@@ -39,9 +41,6 @@ PUSH_SHARE = 1 / 8
 that do not, and meanwhile does nothing else."""
 PEER_SHARE = 0.8
 """Share of a command's time that a rank waits for another rank; the rest is time to report that rank."""
-UNCOUNTED = timedelta(days=30)
-"""Timeout of an engine's collectives. The controller's deadline for the command ends the wait long before; gloo's own
-timeout would count the time in which the job is suspended."""
 
 
 def rank_queue(rank: int) -> str:
@@ -131,12 +130,16 @@ class World:
         """Make the process's default group over `ranks` for an engine. Collective over them."""
         if dist.is_initialized():
             raise RuntimeError(f"rank {self.rank} has a default group already; {name} cannot have another")
+        # Those of the groups that engines make beside it.
+        distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = UNCOUNTED
+        # NCCL's monitor may take a suspended process for a stuck one. The agent and the controller watch over ranks.
+        os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
             store=dist.PrefixStore(f"default/{name}/{epoch}", self._meetings),
             rank=list(ranks).index(self.rank),
             world_size=len(ranks),
-            timeout=UNCOUNTED if not torch.cuda.is_available() else timedelta(seconds=self.timeout_s),
+            timeout=UNCOUNTED,
         )
 
 

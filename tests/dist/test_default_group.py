@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -92,3 +94,54 @@ def test_pairs_connect_when_they_talk(tmp_path: Path) -> None:
         assert as_it_is[0] == 0 < as_it_is[1] <= peers
         assert at_once[:2] == [peers, peers]  # what torch does if it is not told: the connections would be seen
         assert as_it_is[2:] == at_once[2:] == [SIZE] * 3
+
+
+SUSPENDED = """
+import os, sys, time
+from datetime import timedelta
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from hpcrl.control.bootstrap import Place
+from hpcrl.control.world import join
+rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+distributed_c10d.default_pg_timeout = timedelta(seconds=2)  # torch's is 30 minutes, NCCL's 10
+world = join(Place("rank", "agent", rank, 0, 1), 2, folder, start_s=60, store_s=60, command_s=2)
+world.default_group("trainer", [0, 1], 0)
+group = dist.new_group([0, 1])
+for number, used in enumerate((None, group)):
+    dist.all_reduce(torch.ones(3), group=used)  # connects
+    if rank:
+        while not (folder / f"go_{number}").exists():
+            time.sleep(.02)
+    else:
+        (folder / f"waits_{number}").touch()
+    dist.all_reduce(torch.ones(3), group=used)
+world.leave()
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_a_collective_of_a_suspended_job_goes_on(tmp_path: Path) -> None:
+    """In the default group, and in one that an engine makes with torch's default timeout."""
+    environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    members = [subprocess.Popen([sys.executable, "-c", SUSPENDED, str(n), str(tmp_path)], env=environ) for n in (0, 1)]
+    try:
+        for number in range(2):
+            deadline = time.monotonic() + 60
+            while not (tmp_path / f"waits_{number}").exists() and time.monotonic() < deadline:
+                time.sleep(0.02)
+            time.sleep(0.3)
+            for member in members:
+                member.send_signal(signal.SIGSTOP)
+            time.sleep(2.5)
+            for member in members:
+                member.send_signal(signal.SIGCONT)
+            time.sleep(0.2)
+            (tmp_path / f"go_{number}").touch()
+        assert [member.wait(60) for member in members] == [0, 0]
+    finally:
+        for member in members:
+            member.kill()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import shutil
 import warnings
@@ -22,12 +23,13 @@ from transformers import AutoModelForCausalLM
 from hpcrl.config import TrainerConfig
 from hpcrl.engines import varlen
 from hpcrl.engines.train.base import check_segments
+from hpcrl.engines.train.fsdp2 import checkpoint, model, probe
 from hpcrl.engines.train.fsdp2 import engine as fsdp2
-from hpcrl.engines.train.fsdp2 import model, probe
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
 from hpcrl.engines.train.fsdp2.weights import whole_copy
 from hpcrl.engines.train.schedule import learning_rate
+from hpcrl.files import is_storage_error
 from hpcrl.rollout.batch import Batch
 from hpcrl.runtime.balance import balance, micro_batches
 from tests.checkpoint.writing import write_files
@@ -191,6 +193,30 @@ def test_a_kernel_for_sequences_of_different_lengths_gives_the_same(
     want, gradients = transformers_results(folders[family], batch, TEMPERATURE)
     assert (trainer.logprobs(batch, ONE, TEMPERATURE) - want).abs().max() < 1e-5
     assert worst_difference(gradients_of(trainer, batch, ONE, batch), gradients) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), OSError, "has no room for a snapshot"),
+        (PermissionError(errno.EPERM, "Operation not permitted"), RuntimeError, "PermissionError: .*not permitted"),
+        (TypeError("no such dtype"), RuntimeError, "cannot lay out a snapshot: TypeError: no such dtype"),
+    ],
+    ids=["full", "forbidden", "a defect"],
+)
+def test_only_a_lack_of_room_is_called_so(
+    error: Exception, kind: type, text: str, tmp_path: Path, world_of_one: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(size: int) -> None:
+        raise error
+
+    config = TrainerConfig(logits_chunk_tokens=8)
+    folder = make_model_folder("qwen2", tmp_path / "model")
+    engine = FSDP2Engine(config, folder, dtype=torch.float32, total_steps=9)
+    monkeypatch.setattr(checkpoint, "SharedFile", refuse)
+    with pytest.raises(kind, match=f"^trainer rank 0 .*{text}") as caught:
+        engine.snapshot()
+    assert is_storage_error(caught.value) == (kind is OSError)
 
 
 def test_activation_checkpointing_leaves_dropout_off(tmp_path: Path, world_of_one: None) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hpcrl.clock import UNCOUNTED
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.control import messages as m
-from hpcrl.control.world import UNCOUNTED
 from hpcrl.engines.gen.native.engine import make
 from hpcrl.engines.hf_folder import read_safetensors
 from hpcrl.roles.generator import GeneratorRole

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import io
 import os
@@ -31,6 +32,8 @@ from hpcrl.engines.train.dcp import ALIGNMENT, FACTS, Base, facts, frame, random
 from hpcrl.engines.train.fsdp2.weights import local
 from hpcrl.spec.lora import is_adapter
 
+NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG))
+"""errno where shared memory cannot be had."""
 Whole = Callable[[str, Tensor], Tensor]
 """(name of a parameter, it or a moment) -> the same as a shard of the whole tensor."""
 
@@ -117,12 +120,18 @@ class Layout(StorageWriter):
         self._frames: dict[str, tuple[bytes, bytes]] = {}  # in the order of the file
 
     def lay_out(self, tensors: Mapping[str, Tensor]) -> None:
-        """Give each tensor of this rank its place. Collective. OSError names the rank that lacks the memory."""
+        """Give each tensor of this rank its place. Collective. OSError, with the cause's number, names the rank that
+        lacks the memory, RuntimeError that of any other failure."""
         try:
             dcp.save(dict(tensors), storage_writer=self)
         except CheckpointException as error:  # equal on all ranks; no Exception, and its text is several tracebacks
             rank, (cause, _) = next(iter(error.failures.items()))
-            raise OSError(f"trainer rank {rank} has no room for a snapshot: {cause}") from error
+            if isinstance(cause, OSError) and cause.errno in NO_ROOM:
+                lacking = OSError(f"trainer rank {rank} has no room for a snapshot: {cause}")
+                lacking.errno = cause.errno
+                raise lacking from error
+            text = f"{type(cause).__name__}: {cause}"
+            raise RuntimeError(f"trainer rank {rank} cannot lay out a snapshot: {text}") from error
 
     def files(self, optimizer_step: int, pieces: Pieces | None = None, base: Base | None = None) -> Files:
         """The files of this rank, with its random state; `pieces`: the shard file, in place of the copies."""

@@ -7,6 +7,7 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from hpcrl.clock import UNCOUNTED
 from hpcrl.engines.train.megatron.attention import PackedAttention, RMSNorm
 from hpcrl.engines.train.megatron.families import attention_kinds, lacking
 from hpcrl.engines.train.megatron.latent import latent_options
@@ -108,7 +110,10 @@ def initialize_parallel(megatron: MegatronConfig) -> None:
         return
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(**sizes, create_gloo_process_groups=False)
+    minutes = UNCOUNTED // timedelta(minutes=1)
+    parallel_state.initialize_model_parallel(
+        **sizes, create_gloo_process_groups=False, distributed_timeout_minutes=minutes
+    )
     _INITIALIZED[:] = [dist.group.WORLD, sizes]
     state = torch.get_rng_state()
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)  # nothing is drawn: there is no dropout
