@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from hpcrl.cluster.layout import RoleLayout
+from hpcrl.cluster.placement import Placement
 from hpcrl.comm.weights import Channel, Receiving, Schedule
 from hpcrl.config import Config, TinyModel, load, parse
 from hpcrl.engines.gen.base import Request, SamplingParams
 from hpcrl.engines.gen.native import engine as native
 from hpcrl.engines.routes import RouteShape
+from hpcrl.engines.train.fsdp2.spec import FSDP2Config
 from hpcrl.launch.model_folder import inspect_model
 from hpcrl.planner import generator
 from hpcrl.planner.advice import advise
@@ -24,7 +26,8 @@ from hpcrl.planner.generator import hand_over_parts
 from hpcrl.planner.memory import CARDS, PROGRAM_BYTES, RankMemory, check_sizes, memory, usable
 from hpcrl.planner.memory_parts import Part
 from hpcrl.planner.shapes import CannotPlanError, ModelShape, read_shape, tiny_config
-from hpcrl.planner.trainer import checkpoint_bytes
+from hpcrl.planner.traffic import StepWork, total_bytes
+from hpcrl.planner.trainer import checkpoint_bytes, train_plan
 from hpcrl.spec.tables import GEN_ENGINES
 from hpcrl.spec.weights import Held, all_in_generators_dtype
 from tests.engines.worlds import make_model_folder
@@ -206,11 +209,27 @@ def of_7b(*words: str) -> RankMemory:
     return kinds(load(["+cluster=slurm", "+experiment=rlvr_7b", *words]), shape_of("Qwen2.5-7B"))["trainer+generator"]
 
 
+@pytest.mark.parametrize("recipe", ["rlvr_7b", "rlvr_7b_async"])
+def test_the_recipes_for_7b_fit_80_gb_and_keep_parameters_within_a_node(recipe: str) -> None:
+    config, shape = load(["+cluster=slurm", f"+experiment={recipe}"]), shape_of("Qwen2.5-7B")
+    layout = RoleLayout.from_config(config)
+    assert all(kind.fits(CARDS["80 GB"]) for kind in memory(config, layout, shape))
+    ranks = layout.ranks["trainer"]
+    shards = config.trainer.section(FSDP2Config).num_shards(len(ranks))
+    copies = [ranks[first : first + shards] for first in range(0, len(ranks), shards)]
+    nodes = Placement.from_config(config, layout).nodes
+    assert len(copies) == 2 and all(any({*copy} <= {*node} for node in nodes) for copy in copies)
+    work = StepWork.of(config, len(layout.division("trainer").groups))
+    sent = total_bytes(train_plan(config).step_traffic(config, shape, len(ranks), work))
+    assert sent / (config.cluster.link_gb_per_s * 1e9) < 10.0
+
+
 def test_offload_makes_room_for_7b_on_cards_of_80_gb() -> None:
     """With the native generator 8 GPUs do without, 4 need it."""
     peaks = {}
     for num_ranks, mode in product((4, 8), ("never", "auto", "always")):
         words = ["generator.engine=native", f"layout.trainer.num_ranks={num_ranks}", f"layout.offload={mode}"]
+        words += ["trainer.fsdp2.replicas=1", "trainer.max_tokens_per_micro_batch=8192"]
         peaks[num_ranks, mode] = of_7b(*words).peak()[1]
     assert peaks[8, "always"] < peaks[8, "auto"] == peaks[8, "never"] < usable(CARDS["80 GB"])
     assert peaks[4, "auto"] == peaks[4, "always"] < usable(CARDS["64 GB"])
@@ -223,7 +242,7 @@ def test_a_vllm_generator_keeps_within_its_share_of_a_card() -> None:
     turns, beside = of_7b(), of_7b("layout.offload=never")
     assert turns.offloads and not beside.offloads
     assert (turns.fits(card), turns.responses(card)) == (True, 64)
-    assert turns.peak(least=True)[1] < usable(CARDS["40 GB"]) < beside.peak(least=True)[1]
+    assert turns.peak(least=True)[1] < usable(CARDS["48 GB"]) < beside.peak(least=True)[1]
     room = {share: of_7b(f"generator.vllm.memory_share={share}").responses(card) for share in (0.25, 0.3)}
     assert room[0.25] > 0 and (room[0.3] - room[0.25]) == pytest.approx(0.05 * card / response, abs=1)
     assert not of_7b("generator.vllm.memory_share=0.15").fits(card)
