@@ -180,7 +180,7 @@ def _summed(
             parts += load(path, f"the plan of the role {role}")(config, shape, len(layout.ranks[role]))
     lent = shares_weights(config, layout)
     if shares:  # what the generator reads stays
-        parts = [moved for p in parts for moved in ([p] if lent and p.name == "weights" else _moves_out(p))]
+        parts = [moved for p in parts for moved in ([p] if lent and p.name == "weights" else _moves_out(p, on_gpu))]
     if layout.replicas and not {"trainer", "generator"}.isdisjoint(roles):
         parts += hand_over_parts(config, layout, shape, roles)
         if sends_over_nccl(config, layout):
@@ -213,13 +213,14 @@ def _routes(config: Config, shape: ModelShape, roles: Collection[RoleName], layo
         yield Part("generator", "routes", (held + running) * shape.route_bytes, on_host=True)
 
 
-def _moves_out(part: Part) -> list[Part]:
-    """A permanent part, moved to host memory while the generator uses the GPU."""
+def _moves_out(part: Part, on_gpu: bool) -> list[Part]:
+    """A permanent part, moved to host memory while the generator uses the GPU. That memory is kept for the next time
+    (hpcrl.engines.train.moving)."""
     if part.on_host or part.during != PHASES:
         return [part]
     away: tuple[Phase, ...] = ("generate",) if part.name == "weights" else ("generate", "publish")
     stays = tuple(phase for phase in PHASES if phase not in away)
-    return [replace(part, during=stays), replace(part, during=away, on_host=True)]
+    return [replace(part, during=stays), replace(part, during=PHASES if on_gpu else away, on_host=True)]
 
 
 def sends_over_nccl(config: Config, layout: RoleLayout) -> bool:

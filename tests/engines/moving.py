@@ -1,34 +1,40 @@
-"""Moves of an engine's state on a machine without another memory: copies, and what they left is overwritten."""
+"""Moves of an engine's state on a machine without another memory: what they left is overwritten."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
+from typing import Any
 
-import torch
+import pytest
 from torch import Tensor
+
+from hpcrl.engines.train import moving
 
 
 class Left:
-    """Memory from which something moved."""
+    """Memory from which something moved, from now on."""
 
-    def __init__(self) -> None:
-        self._storages: list[torch.UntypedStorage] = []
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._tensors: list[Tensor] = []
+        copied = moving.HostMemory._copied
 
-    def copy(self, storage: torch.UntypedStorage, device: torch.device) -> torch.UntypedStorage:
-        """In place of hpcrl.engines.train.deepspeed.places._copy."""
-        self._storages.append(storage)
-        return storage.clone()
+        def noted(memory: moving.HostMemory, pairs: Mapping[Any, tuple[Tensor, Tensor]]) -> dict[Any, Tensor]:
+            done = copied(memory, pairs)
+            self.note(*(tensor for tensor, _ in pairs.values()))
+            return done
 
-    def moved(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """In place of hpcrl.engines.train.moving.moved."""
-        local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        self._storages.append(local.untyped_storage())
-        return tensor.clone()
+        monkeypatch.setattr(moving.HostMemory, "_copied", noted)
+
+    def note(self, *tensors: Tensor) -> None:
+        """They have moved."""
+        self._tensors += [moving._local(tensor) for tensor in tensors]
 
     def overwrite(self) -> int:
         """Returns how many bytes they were."""
-        for storage in self._storages:
-            ctypes.memset(storage.data_ptr(), 255, storage.nbytes())  # NaN in every type
-        num_bytes = sum(storage.nbytes() for storage in self._storages)
-        self._storages.clear()
+        for tensor in self._tensors:
+            assert tensor.is_contiguous()
+            ctypes.memset(tensor.data_ptr(), 255, tensor.nbytes)  # NaN in every type
+        num_bytes = sum(tensor.nbytes for tensor in self._tensors)
+        self._tensors.clear()
         return num_bytes

@@ -217,11 +217,7 @@ def test_impossible_settings(section: dict[str, Any], message: str) -> None:
 
 
 def _take_turns(monkeypatch: pytest.MonkeyPatch) -> Left:
-    from hpcrl.engines.train.deepspeed import places
-
-    left = Left()
-    monkeypatch.setattr(places, "_copy", left.copy)
-    return left
+    return Left(monkeypatch)
 
 
 @pytest.mark.slow

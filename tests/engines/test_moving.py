@@ -1,10 +1,11 @@
-"""Turns of FSDP2 and Megatron-Core with a generator; DeepSpeed's are in test_deepspeed.py.
+"""Turns of FSDP2 and Megatron-Core with a generator; DeepSpeed's are in test_deepspeed.py. And the memory they use.
 
 On a CPU nothing has to move: here the state moves to other memory, and what was left behind is overwritten, so that a
 tensor that still used it would make the results NaN."""
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,19 +13,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from hpcrl.checkpoint.writer import SharedFile
 from hpcrl.config import TrainerConfig
 from hpcrl.engines.train import moving
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.engines.train.megatron.spec import MegatronConfig
 from tests.engines.moving import Left
-from tests.engines.worlds import Weighted, make_batch, make_model_folder, norms_of
+from tests.engines.worlds import VOCAB, Weighted, make_batch, make_model_folder, norms_of, run_ranks
 
 if TYPE_CHECKING:
     from hpcrl.engines.train.megatron.engine import MegatronEngine
 
 pytestmark = [pytest.mark.numerics, pytest.mark.usefixtures("world_of_one")]
 
-CPU = torch.device("cpu")
 LENGTHS = (9, 12, 5, 14)
 PLAN = [[0, 1], [2, 3]]
 
@@ -36,8 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def left(monkeypatch: pytest.MonkeyPatch) -> Left:
-    left = Left()
-    monkeypatch.setattr(moving, "moved", left.moved)
+    left = Left(monkeypatch)
     # Megatron's buffers go to pinned memory by themselves, and give theirs back.
     monkeypatch.setattr(Tensor, "cpu", Tensor.clone)
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
@@ -66,19 +66,42 @@ def test_turns_of_fsdp2_change_nothing(param_dtype: str, folder: Path, left: Lef
     for _ in range(2):
         step(stays)
         step(moves)
-        moves._move(CPU, weights=False)
+        moves._move(moves._host.to_host, weights=False)
         optimizer = left.overwrite()
         assert dict(moves.named_weights()).keys() == dict(stays.named_weights()).keys()
-        moves._move(CPU, weights=True)
-        assert left.overwrite() >= optimizer + 4 * moves.num_parameters
+        moves._move(moves._host.to_host, weights=True)
+        assert left.overwrite() >= 4 * moves.num_parameters, "the optimizer is there already"
         assert optimizer >= 8 * moves.num_parameters
         assert moves.weight_layout() == stays.weight_layout(), "groups are made while the trainer is away"
         states = [engine.optimizer.state.values() for engine in (moves, stays)]  # type: ignore[union-attr]
         for mine, others in zip(*states, strict=True):  # what a checkpoint takes
             assert all(torch.equal(mine[key], others[key]) for key in others)
-        moves._move(CPU, weights=True)  # back
+        moves._move(moves._host.to_device, weights=True)
         assert left.overwrite() >= 12 * moves.num_parameters
         same(moves, stays)
+
+
+def _uneven(folder: Path) -> list[bool]:
+    """Two turns of a rank whose shards are padded: whether log-probs are those of an engine that stays."""
+    with pytest.MonkeyPatch.context() as patch:
+        left, batch, same = Left(patch), make_batch(LENGTHS), []
+        config = TrainerConfig(lr=1e-2, logits_chunk_tokens=8)
+        stays, moves = (FSDP2Engine(config, folder, dtype=torch.float32, total_steps=9) for _ in range(2))
+        for _ in range(2):
+            for engine in (stays, moves):
+                engine.train_step(batch, PLAN, Weighted(0.7, entropy=True), norms_of(batch))
+            moves._move(moves._host.to_host, weights=True)
+            assert left.overwrite()
+            moves._move(moves._host.to_device, weights=True)
+            assert left.overwrite()
+            same.append(torch.equal(moves.logprobs(batch, PLAN, 0.7), stays.logprobs(batch, PLAN, 0.7)))
+    return same
+
+
+@pytest.mark.slow
+def test_turns_of_two_ranks_with_uneven_shards_change_nothing(tmp_path: Path) -> None:
+    folder = make_model_folder("qwen2", tmp_path / "model", vocab_size=VOCAB + 1)
+    assert VOCAB % 2 == 0 and run_ranks(2, _uneven, folder) == [[True, True]] * 2
 
 
 @pytest.mark.slow
@@ -129,7 +152,87 @@ def test_a_tensor_that_is_left_behind_shows(folder: Path, left: Left) -> None:
     """Negative control: a parameter whose memory is overwritten."""
     config = TrainerConfig(lr=1e-2, logits_chunk_tokens=8)
     engine = FSDP2Engine(config, folder, dtype=torch.float32, total_steps=9)
-    left.moved(engine.shards[0], CPU)
+    left.note(engine.shards[0])
     assert left.overwrite() == engine.shards[0].numel() * 4
     batch = make_batch(LENGTHS)
     assert engine.logprobs(batch, PLAN, 0.7).isnan().any()
+
+
+# ---- the memory
+
+
+def memory_of(tensors: dict[str, Tensor]) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in tensors.items()}
+
+
+def test_host_memory_is_used_again_at_every_turn() -> None:
+    host = moving.HostMemory(torch.device("cpu"))
+    state = {"weights": torch.randn(3, 5), "counter": torch.tensor(1), "none": torch.empty(0, 4)}
+    first = host.to_host(state)
+    assert all(torch.equal(first[name], state[name]) for name in state)
+    assert memory_of(first)["weights"] != memory_of(state)["weights"]
+    assert host.to_host(first) == first, "it is there already"
+    back = host.to_device(first)
+    assert all(torch.equal(back[name], state[name]) for name in state)
+    back["weights"] += 1
+    second = host.to_host(back)
+    assert memory_of(second)["weights"] == memory_of(first)["weights"]
+    assert torch.equal(second["weights"], state["weights"] + 1)
+    host.to_device(second)
+    grown = host.to_host({"weights": torch.ones(7)})
+    assert torch.equal(grown["weights"], torch.ones(7)), "as after a resume with other sizes"
+
+
+def test_what_was_never_on_the_device_stays_and_what_was_made_meanwhile_goes_there() -> None:
+    host = moving.HostMemory(torch.device("meta"))
+    counter, made = torch.tensor(1.0), torch.ones(2)
+    assert host.to_host({"counter": counter})["counter"] is counter
+    assert not host._is_away("counter", counter) and host._is_away("made", made)
+
+
+class Driver:
+    """In place of CUDA's runtime: registers up to `most` bytes."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.registered, self.waits = most, 0, 0
+
+    def cudaHostRegister(self, pointer: int, num_bytes: int, flags: int) -> int:
+        assert pointer % mmap.PAGESIZE == 0
+        if self.registered + num_bytes > self.most:
+            return 2
+        self.registered += num_bytes
+        return 0
+
+
+@pytest.mark.parametrize("most", [1 << 20, 4])
+def test_memory_is_registered_and_waited_for_once(
+    most: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    driver, waits = Driver(most), []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(1))
+    moving._say_refused.cache_clear()
+    host = moving.HostMemory(torch.device("cpu"))
+    state = {str(n): torch.full((n,), float(n)) for n in range(1, 4)}
+    for turn in range(1, 3):
+        away = host.to_host(state)
+        assert len(waits) == 2 * turn - 1 and all(torch.equal(away[name], state[name]) for name in state)
+        state = host.to_device(away)
+    assert driver.registered == (4 * 6 if most > 4 else 4)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == (most == 4)
+    assert all(line.startswith("hpcrl: CUDA cannot register host memory (2; ulimit -l is ") for line in said)
+
+
+def test_a_snapshot_is_registered_and_complete(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FSDP2Engine(TrainerConfig(lr=1e-2, logits_chunk_tokens=8), folder, dtype=torch.float32, total_steps=9)
+    step(engine)
+    calls: list[str] = []
+    driver = Driver(1 << 30)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
+    copies = [engine.snapshot()["__0_0.distcp"] for _ in range(2)]
+    assert copies[0] is copies[1] and calls == ["wait", "wait"]
+    assert isinstance(copies[0], SharedFile) and driver.registered == len(copies[0].buffer)

@@ -277,6 +277,7 @@ def test_engines_that_take_turns_do_not_add_up() -> None:
     assert generating < part(kind, "generator", "weights").num_bytes * 2
     assert kind.peak(least=True)[1] < training + generating
     assert kind.total("generate", on_host=True) >= part(kind, "trainer", "gradients").num_bytes
+    assert kind.total("train", on_host=True) == kind.total("generate", on_host=True), "its host memory is kept"
 
 
 def test_a_paged_cache_takes_what_is_left() -> None:
@@ -306,8 +307,9 @@ def test_a_generator_starts_with_its_whole_share() -> None:
 
 def test_offload_moves_the_state_to_the_host() -> None:
     shape = shape_of("Qwen2.5-7B")
-    offloaded = run(trainer={"param_dtype": "bfloat16", "fsdp2": {"cpu_offload": True}})
-    here, there = (kinds(config, shape)["trainer+generator"] for config in (run(), offloaded))
+    layout = {"trainer": {"num_ranks": 8}, "generator": {"colocate_with": "trainer"}, "offload": "never"}
+    offloaded = run(layout=layout, trainer={"param_dtype": "bfloat16", "fsdp2": {"cpu_offload": True}})
+    here, there = (kinds(config, shape)["trainer+generator"] for config in (run(layout=layout), offloaded))
     state = 4 * (shape.num_parameters // 8) * 3
     assert here.total("train") - there.total("train") > state
     assert there.total("train", on_host=True) - here.total("train", on_host=True) > state

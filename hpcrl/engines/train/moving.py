@@ -1,11 +1,106 @@
-"""How the state of an engine goes to host memory and back (TrainEngine.offload), tensor by tensor."""
+"""How the state of an engine goes to host memory and back (TrainEngine.offload): through memory that is kept and, with
+a GPU, registered with CUDA, which then copies at the rate of the bus. Fresh memory costs a page fault every 4 KiB, and
+memory that is not registered a second copy."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import mmap
+import resource
+import sys
+from collections.abc import Hashable, Mapping
+from typing import TypeVar
+
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+K = TypeVar("K", bound=Hashable)
 
 
-def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on a device; the tensor itself if it is there."""
-    return tensor.to(device)
+class HostMemory:
+    """Host memory for the tensors of a device: a place for each key, from its first use on."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._places: dict[Hashable, Tensor] = {}
+        self._away: set[Hashable] = set()
+        self._stay: set[Hashable] = set()  # of tensors that were never on the device, such as an optimizer's counters
+
+    def to_host(self, tensors: Mapping[K, Tensor]) -> dict[K, Tensor]:
+        """The tensors as copies in this memory, complete and valid until the next call with their keys. Those that are
+        on the host already are returned. OSError without the memory for a new key."""
+        there = {key: tensor for key, tensor in tensors.items() if key not in self._away}
+        going = {key: tensor for key, tensor in there.items() if tensor.device.type == self._device.type}
+        self._stay |= there.keys() - going.keys()
+        self._away |= going.keys()
+        return {**tensors, **self._copied({key: (tensor, self._place(key, tensor)) for key, tensor in going.items()})}
+
+    def to_device(self, tensors: Mapping[K, Tensor]) -> dict[K, Tensor]:
+        """The tensors as copies on the device, complete. Those that need not be there are returned."""
+        coming = {key: tensor for key, tensor in tensors.items() if self._is_away(key, tensor)}
+        self._away -= coming.keys()
+        new = {key: torch.empty_like(_local(tensor), device=self._device) for key, tensor in coming.items()}
+        return {**tensors, **self._copied({key: (tensor, new[key]) for key, tensor in coming.items()})}
+
+    def _is_away(self, key: Hashable, tensor: Tensor) -> bool:
+        # It may have been made on the host while the others were there.
+        return key in self._away or (tensor.device.type != self._device.type and key not in self._stay)
+
+    def _place(self, key: Hashable, tensor: Tensor) -> Tensor:
+        tensor, place = _local(tensor), self._places.get(key)
+        if place is None or (place.shape, place.dtype) != (tensor.shape, tensor.dtype):
+            place = self._places[key] = _host_memory(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+        return place
+
+    def _copied(self, pairs: Mapping[K, tuple[Tensor, Tensor]]) -> dict[K, Tensor]:
+        for tensor, place in pairs.values():
+            place.copy_(_local(tensor), non_blocking=True)
+        if pairs:
+            wait()
+        return {key: _like(tensor, place) for key, (tensor, place) in pairs.items()}
+
+
+def wait() -> None:
+    """Until copies are complete, in a process that uses a GPU."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def register(memory: Tensor) -> Tensor:
+    """The host memory, to and from which CUDA copies directly from now on until the process ends. Where the driver
+    refuses, copies are slower, which is said once."""
+    if torch.cuda.is_initialized() and (
+        error := torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+    ):
+        _say_refused(str(error))
+        with contextlib.suppress(RuntimeError):  # the next launch of a kernel would raise the same error
+            torch.zeros(1, device="cuda")
+    return memory
+
+
+@functools.cache
+def _say_refused(error: str) -> None:
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    allowed = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit >> 10} KiB"
+    text = f"CUDA cannot register host memory ({error}; ulimit -l is {allowed}): copies to and from the host are slower"
+    print(f"hpcrl: {text}", file=sys.stderr, flush=True)
+
+
+def _host_memory(num_bytes: int) -> Tensor:
+    """uint8 [num_bytes], in pages of its own, which registration needs."""
+    if not num_bytes:
+        return torch.empty(0, dtype=torch.uint8)
+    return register(torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The part of a tensor on this rank."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(tensor: Tensor, local: Tensor) -> Tensor:
+    """A tensor with this part on this rank, wherever that is."""
+    return DTensor(local, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else local

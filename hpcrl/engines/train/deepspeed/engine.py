@@ -173,13 +173,15 @@ class ZeroEngine(FSDP2Engine):
         """See TrainEngine. Collective."""
         return (tensor for _, tensor in self.named_weights())
 
-    def _move(self, device: torch.device, weights: bool) -> None:
-        if self.device.type == "cpu":
-            return
-        if device.type == "cpu":
+    def offload(self, weights: bool = True) -> None:
+        """See TrainEngine. Does nothing on a CPU."""
+        if self.device.type != "cpu":
             self._turns.offload(weights)
             torch.cuda.empty_cache()
-        else:
+
+    def onload(self) -> None:
+        """See TrainEngine."""
+        if self.device.type != "cpu":
             self._turns.onload()
 
     @functools.cached_property

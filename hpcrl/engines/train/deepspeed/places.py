@@ -6,13 +6,14 @@ DeepSpeed's tensors are views of few large ones. What shares memory moves togeth
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
 
 from hpcrl.engines.train.deepspeed.zero import flat_weights
+from hpcrl.engines.train.moving import HostMemory
 
 
 def move(tensors: Iterable[Tensor], copy: Callable[[UntypedStorage], UntypedStorage]) -> None:
@@ -60,6 +61,7 @@ class HostTurns:
     ) -> None:
         """zero: DeepSpeed's optimizer; None if the model is not in DeepSpeed's hands."""
         self._module, self._zero, self._optimizer, self._device = module, zero, optimizer, device
+        self._host = HostMemory(device)
         self._away: dict[int, Tensor] = {}
         self._freed: list[tuple[Tensor, int]] = []
 
@@ -76,7 +78,7 @@ class HostTurns:
             if tensor.device == self._device and tensor.untyped_storage().data_ptr() not in stays
         }
         going = {key: tensor for key, tensor in here.items() if key not in self._away}
-        move(going.values(), lambda storage: _copy(storage, torch.device("cpu")))
+        self._move(going.values(), self._host.to_host)
         self._away |= going
         for buffer in self._gradient_buffers():
             if buffer.device == self._device and (size := buffer.untyped_storage().nbytes()):
@@ -85,21 +87,27 @@ class HostTurns:
 
     def onload(self) -> None:
         """Move everything back."""
-        move(self._away.values(), lambda storage: _copy(storage, self._device))
+        self._move(self._away.values(), self._host.to_device)
         self._away = {}
         for buffer, size in self._freed:
             buffer.untyped_storage().resize_(size)
             buffer.zero_()
         self._freed = []
 
+    def _move(self, tensors: Collection[Tensor], moved: Callable[[dict[int, Tensor]], dict[int, Tensor]]) -> None:
+        """moved: of self._host. The first tensor with some memory is its key."""
+        keys: dict[int, int] = {}
+        memory: dict[int, Tensor] = {}
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage.nbytes() and storage.data_ptr() not in keys:
+                keys[storage.data_ptr()] = id(tensor)
+                memory[id(tensor)] = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        copies = moved(memory)
+        move(tensors, lambda storage: copies[keys[storage.data_ptr()]].untyped_storage())
+
     def _gradient_buffers(self) -> Iterator[Tensor]:
         """What ZeRO-3 keeps between two steps, without values that count."""
         if (gradients := getattr(self._zero, "grad_partitions_flat_buffer", None)) is not None:
             yield gradients
             yield from (bucket.buffer for bucket in self._zero.ipg_buckets.values() if bucket.buffer is not None)
-
-
-def _copy(storage: UntypedStorage, device: torch.device) -> UntypedStorage:
-    copy = UntypedStorage(storage.nbytes(), device=device)
-    copy.copy_(storage)
-    return copy

@@ -30,6 +30,7 @@ from torch.futures import Future
 from hpcrl.checkpoint.writer import Files, Pieces, SharedFile
 from hpcrl.engines.train.dcp import ALIGNMENT, FACTS, Base, facts, frame, random_state, restore, shard_name
 from hpcrl.engines.train.fsdp2.weights import local
+from hpcrl.engines.train.moving import register, wait
 from hpcrl.spec.lora import is_adapter
 
 NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG))
@@ -83,7 +84,8 @@ class Snapshots:
             self._lay_out(tensors, copy)
             self._laid_out = kinds
         for name, place in self._layout.places.items() if copy else ():
-            place.copy_(local(tensors[name]))
+            place.copy_(local(tensors[name]), non_blocking=True)
+        wait()
         pieces = None if copy else Pieces(self._layout.size, self._layout.pieces(tensors))
         return self._layout.files(optimizer_step, pieces, self._base)
 
@@ -181,14 +183,14 @@ class Layout(StorageWriter):
             size += -(-(len(head) + value.nbytes + len(tail)) // ALIGNMENT) * ALIGNMENT
         results = []
         self.size, self.shard = size, SharedFile(size) if size and self.copies else None
+        whole = register(torch.frombuffer(self.shard.buffer, dtype=torch.uint8)) if self.shard is not None else None
         for index, offset in offsets.items():
             assert index.fqn not in self._frames, f"two parts of {index.fqn} on one rank"
             value = values[index]
             head, tail = self._frames[index.fqn] = framed(value.shape, value.dtype)
             start, end = offset + len(head), offset + len(head) + value.nbytes
-            if self.shard is not None:
+            if self.shard is not None and whole is not None:
                 self.shard.buffer[offset:start], self.shard.buffer[end : end + len(tail)] = head, tail
-                whole = torch.frombuffer(self.shard.buffer, dtype=torch.uint8)
                 self.places[index.fqn] = whole[start:end].view(value.dtype).view(value.shape)
             length = end + len(tail) - offset
             results.append(WriteResult(index, length, _StorageInfo(shard_name(dist.get_rank()), offset, length)))

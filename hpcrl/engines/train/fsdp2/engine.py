@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hpcrl.algorithms.base import Objective, Outputs
@@ -143,6 +143,7 @@ class FSDP2Engine:
         self.optimizer = self._make_optimizer() if trainable else None
         self._base = Base(str(model_path), self._fingerprint()) if self.lora is not None else None
         self._snapshots = self._make_snapshots()
+        self._host = moving.HostMemory(self.device)
 
     # ---- building
 
@@ -427,21 +428,27 @@ class FSDP2Engine:
     def offload(self, weights: bool = True) -> None:
         """See TrainEngine. Does nothing if the parameters are on the host; parameters shared with a generator stay."""
         if self.device.type != "cpu" and not self.own.cpu_offload:
-            self._move(torch.device("cpu"), weights and not self._lent)
+            self._move(self._host.to_host, weights and not self._lent)
+            torch.cuda.empty_cache()
 
     def onload(self) -> None:
         """See TrainEngine."""
         if self.device.type != "cpu" and not self.own.cpu_offload:
-            self._move(self.device, not self._lent)
+            self._move(self._host.to_device, not self._lent)
 
-    def _move(self, device: torch.device, weights: bool) -> None:
+    def _move(self, move: Callable[[dict[str, Tensor]], dict[str, Tensor]], weights: bool) -> None:
+        """move: of self._host."""
+        states = list(self.optimizer.state.values()) if self.optimizer is not None else []
+        parameters = dict(self.model.named_parameters()) if weights else {}
+        buffers = dict(self.model.named_buffers()) if weights else {}
+        of_states = {f"{n}.{key}": value for n, state in enumerate(states) for key, value in state.items()}
+        moved = move({**parameters, **buffers, **of_states})
+        new = {id(tensor): moved[name] for name, tensor in (*parameters.items(), *buffers.items())}
         if weights:
-            self.model._apply(lambda tensor: moving.moved(tensor, device))
-        for state in self.optimizer.state.values() if self.optimizer is not None else ():
-            for name, value in state.items():
-                state[name] = moving.moved(value, device)
-        if device.type == "cpu":
-            torch.cuda.empty_cache()
+            # A tied parameter, which two modules have, is changed in place the first time.
+            self.model._apply(lambda t: new.pop(id(t), t) if isinstance(t, nn.Parameter) else new[id(t)])
+        for n, state in enumerate(states):
+            state.update({key: moved[f"{n}.{key}"] for key in state})
 
     def snapshot(self, copy: bool = True) -> Files:
         """See TrainEngine. OSError on every rank if any rank lacks memory for the first copy."""

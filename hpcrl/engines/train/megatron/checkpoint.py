@@ -41,6 +41,7 @@ from hpcrl.checkpoint.writer import Files, Pieces, SharedFile
 from hpcrl.engines.train.dcp import ALIGNMENT, FACTS, facts, frame, random_state, require_no_others, shard_name
 from hpcrl.engines.train.megatron.optimizer import Optimizer
 from hpcrl.engines.train.megatron.weights import state_of
+from hpcrl.engines.train.moving import register, wait
 
 BACKEND = {
     "sharded_backend": "torch_dist",
@@ -191,11 +192,19 @@ class TorchDistSnapshots:
         return files
 
     def _copied(self, mine: Sequence[StatePiece]) -> SharedFile:
-        self._shard = self._shard or SharedFile(self._size)
-        at = 0
-        for part in self._parts(mine):
-            self._shard.buffer[at : at + len(part)] = part
-            at += len(part)
+        if self._shard is None:
+            self._shard = SharedFile(self._size)
+            register(torch.frombuffer(self._shard.buffer, dtype=torch.uint8))
+        buffer, at = self._shard.buffer, 0
+        whole = torch.frombuffer(buffer, dtype=torch.uint8)
+        for piece, (head, tail) in zip(mine, self._frames, strict=True):
+            values = piece.values
+            start, end = at + len(head), at + len(head) + values.nbytes
+            whole[start:end].view(values.dtype).view(values.shape).copy_(values, non_blocking=True)
+            buffer[at:start], buffer[end : end + len(tail)] = head, tail
+            at = -(-(end + len(tail)) // ALIGNMENT) * ALIGNMENT
+        buffer[at : at + len(self._objects)] = self._objects
+        wait()
         return self._shard
 
     def _parts(self, mine: Sequence[StatePiece]) -> Iterator[memoryview]:

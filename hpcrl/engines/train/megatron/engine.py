@@ -21,7 +21,7 @@ from hpcrl.checkpoint.writer import Files
 from hpcrl.config import Config, TrainerConfig
 from hpcrl.engines.compiling import part_by_processor
 from hpcrl.engines.routes import routes_of
-from hpcrl.engines.train import dcp, moving
+from hpcrl.engines.train import dcp
 from hpcrl.engines.train.agreement import agreed
 from hpcrl.engines.train.base import check_micro_batches
 from hpcrl.engines.train.megatron import checkpoint, cpu
@@ -42,6 +42,7 @@ from hpcrl.engines.train.megatron.router_bias import RouterBias
 from hpcrl.engines.train.megatron.router_losses import RouterLosses
 from hpcrl.engines.train.megatron.spec import SPEC, MegatronConfig
 from hpcrl.engines.train.megatron.weights import HFWeights
+from hpcrl.engines.train.moving import HostMemory
 from hpcrl.engines.train.schedule import learning_rate, update_stats
 from hpcrl.metrics.stats import Stats, merge
 from hpcrl.rollout.batch import Batch, MicroBatches, Norms
@@ -92,7 +93,9 @@ class MegatronEngine:
         part_by_processor(os.environ)
         self.config, self.own, self.model_path = config, own or MegatronConfig(), Path(model_path)
         self.total_steps, self.trainable, self.optimizer_step = total_steps, trainable, 0
-        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
+        self.device = (
+            torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        )
         if deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, torch refuses matrix products
             os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
@@ -126,6 +129,7 @@ class MegatronEngine:
         # The buffers of gradients take the parameters' memory over, so the optimizer comes after the weights.
         self.chunks: list[Any] = distribute(chunks, core, self.own) if trainable else list(chunks)
         self.optimizer = Optimizer(self.chunks, config, self.own, self.dtype) if trainable else None
+        self._host = HostMemory(self.device)
         self._snapshots = (
             checkpoint.TorchDistSnapshots(self.chunks, self.optimizer) if self.optimizer is not None else None
         )
@@ -353,29 +357,29 @@ class MegatronEngine:
 
     def _to_host(self, weights: bool) -> None:
         if self.optimizer is not None:
-            self.optimizer.move(_CPU)
+            self.optimizer.move(self._host.to_host)
         for buffer in self._buffers():
             buffer.offload_to_cpu(move_params=weights, move_grads=True)
         if weights:
-            self._move_parameters(_CPU)
+            self._move_parameters(self._host.to_host)
 
     def _to_device(self) -> None:
         for buffer in self._buffers():
             buffer.reload_from_cpu()
-        self._move_parameters(self.device)
+        self._move_parameters(self._host.to_device)
         if self.optimizer is not None:
-            self.optimizer.move(self.device)
+            self.optimizer.move(self._host.to_device)
 
     def _buffers(self) -> Iterator[Any]:
         for chunk in self.chunks if self.trainable else ():
             yield from (*chunk.buffers, *chunk.expert_parallel_buffers)
 
-    def _move_parameters(self, device: torch.device) -> None:
-        """Move the parameters that are in no buffer; those of the distributed optimizer are."""
+    def _move_parameters(self, move: Callable[[dict[Any, Tensor]], dict[Any, Tensor]]) -> None:
+        """Move the parameters that are in no buffer; those of the distributed optimizer are. move: of self._host."""
         if not (self.trainable and self.own.distributed_optimizer):
-            for chunk in self.chunks:
-                for parameter in chunk.parameters():
-                    parameter.data = moving.moved(parameter.data, device)
+            parameters = {id(parameter): parameter for chunk in self.chunks for parameter in chunk.parameters()}
+            for key, tensor in move({key: parameter.data for key, parameter in parameters.items()}).items():
+                parameters[key].data = tensor
 
     def snapshot(self, copy: bool = True) -> Files:
         """See TrainEngine. OSError if this rank lacks memory for the first copy."""
@@ -412,9 +416,6 @@ class MegatronEngine:
             "num_ranks": dist.get_world_size(),
             "device": str(self.device),
         }
-
-
-_CPU = torch.device("cpu")
 
 
 class _SumOverRanks(torch.autograd.Function):

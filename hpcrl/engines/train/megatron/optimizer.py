@@ -4,7 +4,7 @@ each step, and no update from gradients that are not finite."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from hpcrl.config import TrainerConfig
-from hpcrl.engines.train import moving
 from hpcrl.engines.train.megatron.spec import MegatronConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -105,16 +104,22 @@ class Optimizer:
                     if "step" in (state := optimizer.optimizer.state[parameter]):
                         state["step"].fill_(step)
 
-    def move(self, device: torch.device) -> None:
-        """Move moments and master copies of weights to a device."""
-        for optimizer in self.chain.chained_optimizers:
-            for group in optimizer.param_groups:
-                for main in group["params"]:
-                    state = optimizer.optimizer.state[main]
-                    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-                    state |= {key: moving.moved(value, device) for key, value in tensors.items()}
-                    if self.has_masters:
-                        main.data = moving.moved(main.data, device)
+    def move(self, move: Callable[[dict[Any, Tensor]], dict[Any, Tensor]]) -> None:
+        """Move moments and master copies of weights. move: of a HostMemory."""
+        groups = [
+            (each.optimizer.state, group) for each in self.chain.chained_optimizers for group in each.param_groups
+        ]
+        mains = [(states[main], main) for states, group in groups for main in group["params"]]
+        tensors: dict[Any, Tensor] = {}
+        for state, main in mains:
+            tensors |= {(id(main), key): value for key, value in state.items() if isinstance(value, Tensor)}
+            if self.has_masters:
+                tensors[id(main)] = main.data
+        moved = move(tensors)
+        for state, main in mains:
+            state |= {key: moved[id(main), key] for key in state if (id(main), key) in moved}
+            if self.has_masters:
+                main.data = moved[id(main)]
 
     def step(self, rate: float) -> float:
         """Clip the gradients of all ranks and update the weights; nothing if their norm is not finite. Returns the
