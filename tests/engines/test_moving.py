@@ -190,6 +190,19 @@ def test_what_was_never_on_the_device_stays_and_what_was_made_meanwhile_goes_the
     assert not host._is_away("counter", counter) and host._is_away("made", made)
 
 
+class Code:
+    """As torch's cudaError, which counts as true whatever it is."""
+
+    def __init__(self, code: int) -> None:
+        self._code = code
+
+    def __int__(self) -> int:
+        return self._code
+
+    def __str__(self) -> str:
+        return f"cudaError {self._code}"
+
+
 class Driver:
     """In place of CUDA's runtime: registers up to `most` bytes."""
 
@@ -199,9 +212,9 @@ class Driver:
     def cudaHostRegister(self, pointer: int, num_bytes: int, flags: int) -> int:
         assert pointer % mmap.PAGESIZE == 0
         if self.registered + num_bytes > self.most:
-            return 2
+            return Code(2)
         self.registered += num_bytes
-        return 0
+        return Code(0)
 
 
 @pytest.mark.parametrize("most", [1 << 20, 4])
@@ -222,7 +235,7 @@ def test_memory_is_registered_and_waited_for_once(
     assert driver.registered == (4 * 6 if most > 4 else 4)
     said = capsys.readouterr().err.splitlines()
     assert len(said) == (most == 4)
-    assert all(line.startswith("hpcrl: CUDA cannot register host memory (2; ulimit -l is ") for line in said)
+    assert all(line.startswith("hpcrl: CUDA cannot register host memory (cudaError 2; ulimit -l is ") for line in said)
 
 
 def test_a_snapshot_is_registered_and_complete(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

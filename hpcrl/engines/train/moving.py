@@ -71,12 +71,12 @@ def wait() -> None:
 def register(memory: Tensor) -> Tensor:
     """The host memory, to and from which CUDA copies directly from now on until the process ends. Where the driver
     refuses, copies are slower, which is said once."""
-    if torch.cuda.is_initialized() and (
-        error := torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
-    ):
-        _say_refused(str(error))
-        with contextlib.suppress(RuntimeError):  # the next launch of a kernel would raise the same error
-            torch.zeros(1, device="cuda")
+    if torch.cuda.is_initialized():
+        error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+        if int(error):
+            _say_refused(str(error))
+            with contextlib.suppress(RuntimeError):  # the next launch of a kernel would raise the same error
+                torch.zeros(1, device="cuda")
     return memory
 
 
@@ -92,7 +92,8 @@ def _host_memory(num_bytes: int) -> Tensor:
     """uint8 [num_bytes], in pages of its own, which registration needs."""
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8)
-    return register(torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8))
+    # Shared: a fork would move pages of private memory away from where CUDA knows them.
+    return register(torch.frombuffer(mmap.mmap(-1, num_bytes, flags=mmap.MAP_SHARED), dtype=torch.uint8))
 
 
 def _local(tensor: Tensor) -> Tensor:

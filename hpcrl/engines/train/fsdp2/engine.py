@@ -438,6 +438,7 @@ class FSDP2Engine:
 
     def _move(self, move: Callable[[dict[str, Tensor]], dict[str, Tensor]], weights: bool) -> None:
         """move: of self._host."""
+        self._reshard()
         states = list(self.optimizer.state.values()) if self.optimizer is not None else []
         parameters = dict(self.model.named_parameters()) if weights else {}
         buffers = dict(self.model.named_buffers()) if weights else {}
