@@ -176,6 +176,9 @@ class ClusterConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of models; auto: GPUs, one for each rank with a model, or the CPU on nodes without GPUs. Too few GPUs are
     an error; in a Slurm job, so are nodes with and without GPUs for ranks of one role."""
+    numa: Literal["auto", "off"] = "auto"
+    """CPUs of a rank with a GPU; auto: those of the GPU's NUMA node, unless the node has too few or Slurm or a launcher
+    has bound the rank to one node; off: all that the job has."""
     components: dict[Annotated[str, Field(pattern=COMPONENT)], ComponentConfig] = {}
     """Component -> its nodes; empty: one node for all ranks. Several components make a heterogeneous job."""
     account: Word | None = None

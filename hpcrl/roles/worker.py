@@ -24,6 +24,7 @@ from hpcrl.control.world import CONTROLLER_QUEUE, World
 from hpcrl.data.chat import bind
 from hpcrl.files import is_storage_error
 from hpcrl.node.devices import HIDDEN, VISIBLE, check_device
+from hpcrl.node.numa import address_of, bind_to_gpu
 from hpcrl.planner.generator import shares_weights
 from hpcrl.planner.host import takes_turns
 from hpcrl.roles.allocator import grow_segments
@@ -162,6 +163,8 @@ class Worker:
         if self.world.rank in self.layout.ranks_with_model and self.config.debug != "fake":
             check_device(os.environ.get(VISIBLE, HIDDEN), torch.cuda.is_available(), torch.__version__)
             grow_segments(os.environ)
+            if self.config.cluster.numa == "auto" and torch.cuda.is_available():
+                bind_to_gpu(address_of(torch.cuda.get_device_properties(0)), self.config.cluster.threads_per_rank)
         if spec.owns_default_group:
             if self._default_ranks is None:
                 self.world.default_group(command.role, command.ranks, command.epoch)

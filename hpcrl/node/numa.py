@@ -1,0 +1,47 @@
+"""The CPUs of a GPU's NUMA node: host memory that a process touches first is in the node on which it runs, and copies
+between that memory and a GPU of another node take the link between the processors."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+
+def address_of(gpu: Any) -> str:
+    """As in /sys/bus/pci/devices. gpu: what torch.cuda.get_device_properties() returns."""
+    return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+
+
+def bind_to_gpu(pci: str, threads: int, root: Path = Path("/")) -> set[int]:
+    """Run this process, with all its threads and children from now on, on the CPUs of the GPU's node that it may use;
+    the rest of its memory follows. Empty, with nothing done, if the node is not known, has fewer such CPUs than
+    `threads`, or the process is bound to one node already.
+
+    pci: see address_of. root: where /sys is.
+    """
+    allowed, nodes = os.sched_getaffinity(0), _nodes(root)
+    try:
+        node = int((root / "sys/bus/pci/devices" / pci / "numa_node").read_text())
+    except (OSError, ValueError):
+        return set()
+    own = nodes.get(node, set()) & allowed
+    if len(own) < threads or any(allowed <= cpus for cpus in nodes.values()):
+        return set()
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(int(thread), own)
+    return own
+
+
+def _nodes(root: Path) -> dict[int, set[int]]:
+    """Number -> its CPUs."""
+    folders = (root / "sys/devices/system/node").glob("node[0-9]*")
+    return {int(folder.name.removeprefix("node")): _numbers((folder / "cpulist").read_text()) for folder in folders}
+
+
+def _numbers(text: str) -> set[int]:
+    """Of a list such as 0-3,8,10-11."""
+    spans = [part.partition("-") for part in text.strip().split(",") if part]
+    return {number for first, _, last in spans for number in range(int(first), int(last or first) + 1)}

@@ -1,0 +1,84 @@
+"""A rank runs on the CPUs next to its GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hpcrl.node.numa import address_of
+
+CPUS = sorted(os.sched_getaffinity(0))
+PCI = "0000:c1:00.0"
+
+CHILD = """
+import json, os, sys, threading
+from pathlib import Path
+from hpcrl.node.numa import bind_to_gpu
+root, pci, threads, allowed = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])
+os.sched_setaffinity(0, allowed)
+end = threading.Event()
+older = threading.Thread(target=end.wait)
+older.start()
+bound = bind_to_gpu(pci, threads, root)
+seen = [sorted(os.sched_getaffinity(pid)) for pid in (0, older.native_id)]
+end.set()
+print(json.dumps([sorted(bound), *seen]))
+"""
+
+
+def test_the_address_is_that_of_the_system() -> None:
+    gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xC1, pci_device_id=0)
+    assert address_of(gpu) == PCI
+
+
+def machine(root: Path, node: int, *cpulists: str) -> Path:
+    device = root / "sys/bus/pci/devices" / PCI
+    device.mkdir(parents=True)
+    (device / "numa_node").write_text(f"{node}\n")
+    for number, cpus in enumerate(cpulists):
+        folder = root / f"sys/devices/system/node/node{number}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(f"{cpus}\n")
+    return root
+
+
+def bound(root: Path, pci: str = PCI, threads: int = 1, allowed: list[int] = CPUS) -> list[list[int]]:
+    """The CPUs to which a new process binds itself, and those of its main thread and of an older one afterwards."""
+    words = [sys.executable, "-c", CHILD, str(root), pci, str(threads), json.dumps(allowed)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True)
+    found: list[list[int]] = json.loads(done.stdout)
+    return found
+
+
+pytestmark = pytest.mark.skipif(len(CPUS) < 2, reason="one CPU")
+
+
+def test_a_process_and_its_threads_run_on_the_gpus_node(tmp_path: Path) -> None:
+    first, *others = CPUS
+    root = machine(tmp_path, 1, f"{others[0]}-{others[-1]}", f"{first},{max(CPUS) + 1}-{max(CPUS) + 64}")
+    assert bound(root) == [[first]] * 3, "the other CPUs of the node are not allowed, as in a job's cpuset"
+
+
+@pytest.mark.parametrize(
+    ("node", "pci", "threads", "allowed"),
+    [
+        (-1, PCI, 1, CPUS),  # a machine without nodes
+        (1, "0000:00:1f.0", 1, CPUS),
+        (1, PCI, 2, CPUS),
+        (1, PCI, 1, CPUS[1:]),  # within the other node: bound by a launcher
+    ],
+    ids=["no node", "unknown", "too few CPUs", "bound"],
+)
+def test_a_process_stays_where_it_is(node: int, pci: str, threads: int, allowed: list[int], tmp_path: Path) -> None:
+    root = machine(tmp_path, node, ",".join(map(str, CPUS[1:])), f"{CPUS[0]}")
+    assert bound(root, pci, threads, allowed) == [[], allowed, allowed]
+
+
+def test_a_machine_of_one_node_is_left_alone(tmp_path: Path) -> None:
+    assert bound(machine(tmp_path, 0, f"0-{max(CPUS)}")) == [[], CPUS, CPUS]
