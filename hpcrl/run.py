@@ -27,11 +27,12 @@ from hpcrl.exitcodes import ASKED, SIGNAL_CODES, ExitCode
 from hpcrl.files import allow_files, is_storage_error, shield_output, write_durably
 from hpcrl.node.agent import Agent, Verdict
 from hpcrl.node.caches import cache_folders
-from hpcrl.node.devices import HIDDEN, bind_gpus, own_devices, visible_gpus
+from hpcrl.node.devices import HIDDEN, bind_gpus, own_devices, show_peers, visible_gpus
 from hpcrl.node.forks import FORKS, Parent
 from hpcrl.node.preflight import meeting_folder, preflight, see_run
 from hpcrl.rundir import OUTCOME, VERDICT, SupersededError, close_run, open_run, stored_config, world_folder
 from hpcrl.signals import STOPPING, held_back, ignore_signals, noted
+from hpcrl.spec.tables import GEN_ENGINES
 
 UNWRITTEN = frozenset(code for code in ExitCode if code > ExitCode.BAD_INPUT and code is not ExitCode.STORE_LOST)
 """Codes with which rank 0 ends only after writing a verdict, unless that fails."""
@@ -130,7 +131,8 @@ def check_nodes(config: Config, run_dir: Path, world: Path, node: int, num_nodes
 def gpus_of_node(config: Config, layout: RoleLayout, node: int, num_nodes: int) -> dict[int, str]:
     """Rank -> its CUDA_VISIBLE_DEVICES on this node; ValueError if GPUs are requested and there are too few."""
     ranks = ranks_of_node(config, layout, node, num_nodes)
-    return bind_gpus(ranks, sorted(layout.ranks_with_model), visible_gpus(os.environ), config.cluster.device)
+    gpus = bind_gpus(ranks, sorted(layout.ranks_with_model), visible_gpus(os.environ), config.cluster.device)
+    return show_peers(gpus, layout.replicas) if GEN_ENGINES[config.gen_engine].shows_peers(config) else gpus
 
 
 def ranks_of_node(config: Config, layout: RoleLayout, node: int, num_nodes: int) -> list[int]:

@@ -52,3 +52,14 @@ def bind_gpus(
     if device == "cpu" or not gpus:
         return dict.fromkeys(ranks, HIDDEN)
     return dict.fromkeys(ranks, HIDDEN) | dict(zip(holders, gpus, strict=False))
+
+
+def show_peers(bound: Mapping[int, str], groups: Sequence[Sequence[int]]) -> dict[int, str]:
+    """The same for ranks that also see the GPUs of the others of their group on the node, behind their own."""
+    lists = dict(bound)
+    for group in groups:
+        for rank in group:
+            if bound.get(rank):
+                others = [bound[other] for other in group if other != rank and bound.get(other)]
+                lists[rank] = ",".join([bound[rank], *others])
+    return lists

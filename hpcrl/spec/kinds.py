@@ -223,6 +223,8 @@ class GenEngineSpec(Spec):
     """Whether a process can have two engines of this kind, of a generator and of a judge."""
     sleeps: bool = False
     """Whether it releases its memory while the trainer works on the same GPU."""
+    shows_peers: Callable[[Any], bool] = lambda config: False
+    """Whether a rank must see the GPUs of the other ranks of its replica on the node, which come behind its own."""
     offered: bool = True
     """Whether generator.engine may name it."""
 

@@ -6,12 +6,31 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.node.devices import bind_gpus, check_device, visible_gpus
+from hpcrl.cluster.layout import RoleLayout
+from hpcrl.config import parse
+from hpcrl.node.devices import bind_gpus, check_device, show_peers, visible_gpus
+from hpcrl.run import gpus_of_node
 
 
 def test_ranks_with_a_model_get_a_gpu_each_and_the_others_none() -> None:
     bound = bind_gpus([4, 5, 6, 7], [1, 2, 5, 6], ["2", "GPU-7f", "3"], "auto")
     assert bound == {4: "", 5: "2", 6: "GPU-7f", 7: ""}
+
+
+def test_a_rank_sees_the_gpus_of_its_replica_behind_its_own() -> None:
+    bound = {3: "", 4: "0", 5: "1", 6: "2", 7: "3", 8: "4"}
+    groups = [(4, 5, 6), (7, 20), (21, 22)]  # of which some ranks are on another node
+    assert show_peers(bound, groups) == {3: "", 4: "0,1,2", 5: "1,0,2", 6: "2,0,1", 7: "3", 8: "4"}
+
+
+@pytest.mark.parametrize("shown", [False, True])
+def test_ranks_see_other_gpus_only_where_their_engine_needs_it(shown: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    generator = {"engine": "vllm", "vllm": {"custom_all_reduce": shown}}
+    layout = {"trainer": {"num_ranks": 2}, "generator": {"colocate_with": "trainer", "tensor_parallel": 2}}
+    config = parse({"layout": layout, "generator": generator})
+    gpus = gpus_of_node(config, RoleLayout.from_config(config), 0, 1)
+    assert sorted(filter(None, gpus.values())) == (["2,3", "3,2"] if shown else ["2", "3"])
 
 
 @pytest.mark.parametrize(("device", "gpus"), [("auto", []), ("cpu", ["0"]), ("cpu", ["0", "1"])])

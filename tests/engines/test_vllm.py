@@ -18,6 +18,7 @@ from hpcrl.config import TinyModel
 from hpcrl.engines.gen.base import Output, ReplicaRanks, Request, SamplingParams
 from hpcrl.engines.routes import RouteShape
 from hpcrl.engines.tiny import make_tiny_model
+from hpcrl.node.devices import show_peers
 from hpcrl.spec.weights import Held, Need, everything
 from tests.contracts.gen.vllm import leave_groups
 from tests.engines.test_head_dtype import large_logits
@@ -101,9 +102,9 @@ def test_tensor_parallel_on_some_ranks_of_a_default_group(tmp_path: Path) -> Non
             np.testing.assert_array_equal(chosen, expected)
 
 
-@pytest.mark.parametrize(("num_ranks", "given", "left_out"), [(1, None, False), (2, None, True), (2, False, False)])
+@pytest.mark.parametrize(("num_ranks", "wanted", "left_out"), [(1, False, False), (2, False, True), (2, True, False)])
 def test_replicas_of_several_ranks_leave_out_vllms_own_all_reduce(
-    num_ranks: int, given: bool | None, left_out: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    num_ranks: int, wanted: bool, left_out: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It finds no GPU of another rank where each rank sees its own alone."""
     from vllm.engine import arg_utils
@@ -115,14 +116,16 @@ def test_replicas_of_several_ranks_leave_out_vllms_own_all_reduce(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
     with pytest.raises(IndexError):
         OneGPU.logical_device_id_to_visible_device_id(1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", show_peers({1: "4", 2: "5"}, [(1, 2)])[2])
+    assert [OneGPU.logical_device_id_to_visible_device_id(number) for number in range(2)] == [0, 1]
+    assert OneGPU.visible_device_id_to_physical_device_id(0) == 5, "the first is the rank's own"
 
     def refuse(disable_custom_all_reduce: bool = False, **others: Any) -> None:
         raise ValueError(f"left out: {disable_custom_all_reduce}")
 
     monkeypatch.setattr(arg_utils, "EngineArgs", refuse)
-    options = {} if given is None else {"disable_custom_all_reduce": given}
     with pytest.raises(ValueError, match=f"left out: {left_out}"):
-        make_engine(tmp_path, ReplicaRanks(tuple(range(num_ranks))), options=options)
+        make_engine(tmp_path, ReplicaRanks(tuple(range(num_ranks))), custom_all_reduce=wanted)
 
 
 def test_vllm_prepares_no_sampler_of_its_own() -> None:

@@ -76,6 +76,7 @@ def make(config: Config, model_path: Path, tokenizer: Any, replica: ReplicaRanks
         eager=own.eager or not torch.cuda.is_available(),
         head_dtype=config.generator.head_dtype,
         sleeps=shares_gpu(config),
+        custom_all_reduce=own.custom_all_reduce,
         options=own.options,
         routes=routes_of(config, model_path),
         lora=config.lora,
@@ -113,9 +114,10 @@ class VLLMEngine:
 
     max_slots: requests decoded at once. max_length: maximum tokens of prompt and response together. cache_bytes: of the
     KV cache on each rank; None: what is left of memory_share of the card. head_dtype: type of the vocabulary
-    projection; None: dtype. sleeps: whether sleep() tells vLLM to sleep, which frees memory on GPUs. options: more
-    arguments of vLLM's EngineArgs, by name. routes: record the chosen experts in the column `routes` of outputs.
-    load=False leaves the weights to load_weights(). lora: it gets those of adapters, and vLLM reads all others.
+    projection; None: dtype. sleeps: whether sleep() tells vLLM to sleep, which frees memory on GPUs. custom_all_reduce:
+    the ranks of the replica see each other's GPUs. options: more arguments of vLLM's EngineArgs, by name. routes:
+    record the chosen experts in the column `routes` of outputs. load=False leaves the weights to load_weights(). lora:
+    it gets those of adapters, and vLLM reads all others.
 
     ValueError if vLLM refuses the folder, the sizes or an option. The constructor is collective within the replica.
     """
@@ -134,6 +136,7 @@ class VLLMEngine:
         eager: bool = True,
         head_dtype: str | None = None,
         sleeps: bool = False,
+        custom_all_reduce: bool = False,
         options: Mapping[str, Any] | None = None,
         routes: RouteShape | None = None,
         lora: LoRAConfig | None = None,
@@ -159,7 +162,7 @@ class VLLMEngine:
             "async_scheduling": False,  # each step returns its own tokens
             "seed": 0,
         }
-        arguments |= replica_arguments(len(replica.ranks)) | dict(options or {})
+        arguments |= replica_arguments(len(replica.ranks), custom_all_reduce) | dict(options or {})
         if lora is not None:
             arguments |= adapter_arguments(lora, Path(model_path))
         self._sleeps, self._asleep, self._shares_group = sleeps, False, dist.is_initialized()

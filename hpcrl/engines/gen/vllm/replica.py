@@ -19,16 +19,16 @@ import torch.distributed as dist
 from hpcrl.engines.gen.base import ReplicaRanks
 
 
-def arguments(num_ranks: int) -> dict[str, Any]:
-    """Arguments of EngineArgs for a replica of this many ranks."""
+def arguments(num_ranks: int, custom_all_reduce: bool) -> dict[str, Any]:
+    """Arguments of EngineArgs for a replica of this many ranks. custom_all_reduce: each sees the GPUs of all."""
     # In a process without a default group, `uni` makes one of this rank.
     found = {
         "tensor_parallel_size": num_ranks,
         "distributed_executor_backend": "external_launcher" if dist.is_initialized() else "uni",
     }
-    # vLLM's own all-reduce asks CUDA_VISIBLE_DEVICES for the GPUs of the other ranks (CustomAllreduce, _can_p2p). hpcrl
-    # shows each rank its own GPU alone, and vLLM would stop with an IndexError. NCCL takes its place.
-    return found | ({"disable_custom_all_reduce": True} if num_ranks > 1 else {})
+    # vLLM's own all-reduce asks CUDA_VISIBLE_DEVICES for the GPUs of the other ranks (CustomAllreduce, _can_p2p). Where
+    # each rank sees its own GPU alone, vLLM would stop with an IndexError. NCCL takes its place.
+    return found | ({"disable_custom_all_reduce": not custom_all_reduce} if num_ranks > 1 else {})
 
 
 @contextlib.contextmanager
@@ -60,7 +60,7 @@ def world_of(replica: ReplicaRanks) -> Iterator[None]:
         return make_world(members, local_rank, backend)
 
     def distributed_args(executor: Any) -> tuple[str, int, int]:
-        # The last word of the first names shared memory on a CPU; each rank sees its own GPU alone.
+        # The last word of the first names shared memory on a CPU; the first GPU that a rank sees is its own.
         return f"replica:{name}", own, 0
 
     with (

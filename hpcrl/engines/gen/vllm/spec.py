@@ -30,6 +30,7 @@ OWN = {
     "kv_cache_memory_bytes": "generator.vllm.kv_cache_gib",
     "gpu_memory_utilization": "generator.vllm.memory_share",
     "enforce_eager": "generator.vllm.eager",
+    "disable_custom_all_reduce": "generator.vllm.custom_all_reduce",
     "enable_sleep_mode": "layout.generator",
     "seed": "seed",
     **dict.fromkeys(
@@ -60,6 +61,9 @@ class VLLMConfig(Section):
     with it (layout.offload) 0.8."""
     eager: bool = False
     """Capture no CUDA graphs: vLLM starts sooner and decodes more slowly. Always so on a CPU."""
+    custom_all_reduce: bool = False
+    """Sum over the ranks of a replica with vLLM's own kernel in place of NCCL, where NVLink connects their GPUs. A rank
+    then sees the GPUs of its replica, its own first. Off, since it has not run on GPUs here."""
     options: dict[str, Any] = Field(default_factory=dict)
     """More arguments of vLLM's EngineArgs, by name. Their values are checked by vLLM when the generator starts."""
 
@@ -123,7 +127,7 @@ SPEC = GenEngineSpec(
     section=VLLMConfig,
     check=_check,
     unsupported=_unsupported,
-    resume_keys=("kv_cache_gib", "memory_share", "eager"),
+    resume_keys=("kv_cache_gib", "memory_share", "eager", "custom_all_reduce"),
     need=_need,
     tensor_parallel=True,
     recompute=True,
@@ -134,4 +138,5 @@ SPEC = GenEngineSpec(
     check_sizes="hpcrl.engines.gen.vllm.memory:check",
     memory_share=_planned_share,
     sleeps=True,
+    shows_peers=lambda config: config.generator.section(VLLMConfig).custom_all_reduce,
 )
