@@ -51,7 +51,14 @@ def test_engines_that_agree_are_told_from_those_that_do_not(check: Check, monkey
 def test_a_training_step_is_measured_and_its_state_moved(check: Check) -> None:
     rows = {row.what: row for row in training.measure(check)}
     assert rows["step after it"].verdict == "ok"
-    assert {"rate, of a product's", "planned peak", "offload", "onload", "weights to the generator"} <= rows.keys()
+    assert {
+        "rate, of a product's",
+        "planned peak",
+        "first offload",
+        "offload",
+        "onload",
+        "weights to the generator",
+    } <= rows.keys()
 
 
 def patient(name: str) -> Part:
