@@ -96,6 +96,7 @@ def run_node(run_dir: Path, attempt: int, node: int, num_nodes: int, signals: Se
         grace_s=timeouts.grace_s,
         # Before a command's deadline, so that the message names this rank and not those that wait for it.
         silent_s=timeouts.command_s / 2,
+        stopped_s=timeouts.store_s / 2,
         start_s=timeouts.start_s,
         impatient=config.cluster.name == "local",
         parent=[sys.executable, "-m", "hpcrl.run", str(run_dir)],

@@ -55,7 +55,8 @@ class Timeouts(Section):
     grace_s: DeadlineSeconds = 10.0
     """From the end of the run to SIGKILL of remaining processes, seconds."""
     store_s: DeadlineSeconds = 30.0
-    """One store call, and the time until a lost store is detected, seconds."""
+    """One store call, and the time in which a lost store, a host that is off and a rank that is stopped are detected,
+    seconds."""
 
 
 class Config(Section):

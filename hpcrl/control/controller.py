@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from hpcrl.clock import AwakeClock
 from hpcrl.control.background import Background, Events
+from hpcrl.control.intake import SenderEnded
 from hpcrl.control.messages import ONE_WAY, Burst, BurstDone, Command, Done, Event, Failed, Joined, Leave, Lost
 from hpcrl.control.queues import ReaderLost
 from hpcrl.control.world import World, rank_queue
@@ -16,7 +17,7 @@ CHECK_EVERY_S = 10.0  # while no message arrives
 CHECKS_PER_DEADLINE = 8
 LOCAL_EVERY_S = 0.002  # between two looks at the commands of roles in this process
 MAX_TAKEN = 1024  # messages before events are returned; in a large world they never stop
-CAUSE_S = 20.0  # an agent looks once a second and needs seconds to import torch before its first report
+CAUSE_S = 15.0  # an agent looks once a second and needs seconds to import torch before its first report
 
 
 class RankFailed(RuntimeError):
@@ -73,6 +74,7 @@ class Controller:
         self._answered: dict[int, float] = {}  # rank -> time of its last answer: its present command began then
         self._hosts: dict[int, str] = {}
         self._unreached: dict[int, tuple[float, str]] = {}  # rank -> since when, and why
+        self._left: set[int] = set()
         self.lost: set[int] = set()
         self.built = False  # before that no rank may be lost: others may wait for it to join a group
 
@@ -177,6 +179,8 @@ class Controller:
         if self._background.has_local:
             timeout_s = 0.0 if self._background.run_local() else min(timeout_s, LOCAL_EVERY_S)
         message = self._inbox.get(timeout_s)
+        for ended in self._inbox.take_ended():
+            self._end_of(ended)
         self._check_deadlines()
         if message is None:
             return False
@@ -189,6 +193,8 @@ class Controller:
             case Done():
                 self._answered[sender] = self._clock.now()
                 answered = self._outstanding.pop((sender, event.seq), None)
+                if answered is not None and answered.name == Leave.__name__:
+                    self._left.add(sender)
                 if answered is not None and answered.awaited:
                     self._answers[sender, event.seq] = event
             case BurstDone():
@@ -204,6 +210,17 @@ class Controller:
             case _:
                 self._events.append((sender, event))
         return True
+
+    def _end_of(self, ended: SenderEnded) -> None:
+        """Nothing more comes from a sender. A rank whose process has ended is lost when its agent tells why, or after a
+        while."""
+        rank = ended.sender
+        if rank in self._left or rank in self.lost or not 0 < rank < self._world.size:  # agents end after their ranks
+            return
+        if ended.how == "closed":
+            self._unreached.setdefault(rank, (self._clock.now(), ended.why))
+        else:
+            self._lose(Lost(rank, ended.why))
 
     @staticmethod
     def _is_own(event: Failed) -> bool:
@@ -238,7 +255,7 @@ class Controller:
         return RankSilent(text) if event.silent else RankLost(text)
 
     def _lose(self, event: Lost) -> None:
-        if event.rank in self.lost:
+        if event.rank in self.lost or not 0 <= event.rank < self._world.size:
             return
         loss = self._loss(event)
         if not self._can_lose(event.rank):

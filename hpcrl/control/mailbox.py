@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TypeVar, cast
 
+from hpcrl.control.intake import SenderEnded
 from hpcrl.control.messages import Post, Response, Turn, TurnDelta
 from hpcrl.control.queues import Inbox, Sender
 
@@ -18,12 +19,13 @@ def mail_queue(rank: int) -> str:
 
 
 class Mailbox:
-    """Sends to the mailboxes of other ranks and reads its own."""
+    """Sends to the mailboxes of other ranks and reads its own. broken: senders whose mail lacks a message."""
 
     def __init__(self, rank: int, sender: Sender, inbox: Inbox):
         """inbox: of mail_queue(rank)."""
         self._rank, self._sender, self._inbox = rank, sender, inbox
         self._arrived: dict[type, list[MailItem]] = {Response: [], Turn: [], TurnDelta: []}
+        self.broken: list[SenderEnded] = []
 
     def send(self, rank: int, items: Sequence[MailItem]) -> None:
         """Send items in chunks of about 1 MiB; items to this rank go directly.
@@ -42,6 +44,7 @@ class Mailbox:
         Other kinds are kept: roles that share a rank share its mailbox."""
         while (post := self._inbox.get(0.0 if self._arrived[kind] else timeout_s)) is not None:
             self._take_in(post[2].items)
+        self.broken += [ended for ended in self._inbox.take_ended() if ended.how == "gap"]
         chosen, self._arrived[kind] = self._arrived[kind], []
         return cast(list[Kind], chosen)
 

@@ -4,8 +4,8 @@ A message is an entry of a queue (hpcrl.control.intake): HMAC-SHA256 over (queue
 of (sender, seq, body). The per-job key is never sent. This gives integrity and order, not secrecy.
 
 Per queue and sender, the sequence number rises by one with each message. Forged (wrong MAC), replayed (old number) and
-malformed messages are refused and named in `Inbox.refused` and on stderr. A gap raises `ControlError`, because a
-command may be lost.
+malformed messages are refused and named in `Inbox.refused` and on stderr. After a gap nothing more of this sender is
+taken, and the reader learns that its messages have ended.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from queue import Empty, Queue
+from queue import Empty
 from typing import Any
 
 import msgspec
 from torch.distributed import DistError, TCPStore
 
 from hpcrl.control import network
-from hpcrl.control.intake import MAC_BYTES, Push, mac
+from hpcrl.control.intake import MAC_BYTES, Arrival, Arrivals, Push, SenderEnded, mac
 
 MAX_MESSAGE_BYTES = 64 << 20
 NAMED_REFUSALS = 100  # a flood must not fill the memory or the disk
@@ -133,36 +133,48 @@ class Sender:
 class Inbox:
     """The only reader of a queue."""
 
-    def __init__(self, entries: Queue[bytes], name: str, key: bytes, types: Any):
-        """entries: of the queue `name` (hpcrl.control.intake.Intake.queue)."""
-        self.name, self._key, self._entries = name, key, entries
+    def __init__(self, arrivals: Arrivals, name: str, key: bytes, types: Any):
+        """arrivals: of the queue `name` (hpcrl.control.intake.Intake.queue)."""
+        self.name, self._key, self._arrivals = name, key, arrivals
         self.refused: list[str] = []
         self.num_refused = 0
         self._decoder = msgspec.msgpack.Decoder(types)
         self._frames = msgspec.msgpack.Decoder(Frame)
         self._last: dict[int, int] = defaultdict(int)
+        self._broken: set[int] = set()
+        self._ended: list[SenderEnded] = []
 
     def get(self, timeout_s: float = 0.0) -> tuple[int, int, Any] | None:
-        """The next valid message as (sender, seq, message), None if there is none within timeout_s. ControlError on a
-        gap in a sender's sequence."""
+        """The next valid message as (sender, seq, message), None if there is none within timeout_s or a sender has
+        ended (take_ended)."""
         deadline = time.monotonic() + timeout_s
-        waiting = self._entries.qsize()
+        waiting = self._arrivals.qsize()
         while True:
             wait_s = deadline - time.monotonic()
             try:
-                raw = self._entries.get(wait_s > 0, max(0.0, wait_s))
+                arrived = self._arrivals.get(wait_s > 0, max(0.0, wait_s))
             except Empty:
                 return None
-            opened = self._open(raw)
+            if isinstance(arrived, SenderEnded):
+                self._ended.append(arrived)
+                return None
+            opened = self._open(arrived)
             if not isinstance(opened, str):
                 return opened
             self._refuse(opened)
             waiting -= 1
-            if waiting <= 0 and time.monotonic() > deadline:  # refused messages may never stop
+            if self._ended or (waiting <= 0 and time.monotonic() > deadline):  # refused messages may never stop
                 return None
 
-    def _open(self, raw: bytes) -> tuple[int, int, Any] | str:
+    def take_ended(self) -> list[SenderEnded]:
+        """The senders of which nothing more comes, since the last call; those that closed their connection after their
+        last message are among them."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _open(self, entry: Arrival) -> tuple[int, int, Any] | str:
         """The message, or why it is refused."""
+        sender, raw = entry
         frame = raw[MAC_BYTES:]
         if not hmac.compare_digest(raw, sign(self._key, self.name, frame)):
             return f"a message of {len(raw)} bytes with a wrong signature"
@@ -170,19 +182,22 @@ class Inbox:
             opened = self._frames.decode(frame)
         except msgspec.MsgspecError as error:
             return f"a signed message that is not a frame: {error}"
-        expected = self._last[opened.sender] + 1
+        if opened.sender != sender:
+            return f"message {opened.seq} of sender {opened.sender} from sender {sender}"
+        expected = self._last[sender] + 1
         if opened.seq < expected:
-            return f"message {opened.seq} of sender {opened.sender}, replayed (expected {expected})"
-        if opened.seq > expected:
-            raise ControlError(
-                f"queue {self.name}: message {opened.seq} of sender {opened.sender} came where {expected} was due; "
-                "messages were lost"
-            )
-        self._last[opened.sender] = opened.seq
+            return f"message {opened.seq} of sender {sender}, replayed (expected {expected})"
+        if opened.seq > expected or sender in self._broken:
+            why = f"message {opened.seq} of sender {sender} came where {expected} was due; messages were lost"
+            if sender not in self._broken:
+                self._broken.add(sender)
+                self._ended.append(SenderEnded(sender, "gap", f"queue {self.name}: {why}"))
+            return why
+        self._last[sender] = opened.seq
         try:
-            return opened.sender, opened.seq, self._decoder.decode(opened.body)
+            return sender, opened.seq, self._decoder.decode(opened.body)
         except msgspec.MsgspecError as error:
-            return f"message {opened.seq} of sender {opened.sender} does not fit the schema: {error}"
+            return f"message {opened.seq} of sender {sender} does not fit the schema: {error}"
 
     def _refuse(self, what: str) -> None:
         self.num_refused += 1

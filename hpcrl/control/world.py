@@ -31,6 +31,7 @@ from hpcrl.control.intake import Dialer, Intake
 from hpcrl.control.mailbox import Mailbox, mail_queue
 from hpcrl.control.messages import Command, Event, Post
 from hpcrl.control.trace import LEAVING, Trace
+from hpcrl.control.vanished import VanishedWatch
 from hpcrl.control.watch import StoreWatch
 
 CONTROLLER_QUEUE = "controller"
@@ -67,6 +68,7 @@ class World:
     mailbox: Mailbox
     trace: Trace
     watch: StoreWatch | None
+    vanished: VanishedWatch
     timeout_s: float
     token: str = ""
 
@@ -75,6 +77,7 @@ class World:
         self.trace.enter(LEAVING)
         if self.watch is not None:
             self.watch.stop()
+        self.vanished.stop()
         self.intake.close()
 
     @cached_property
@@ -191,7 +194,7 @@ def join(
         intake.publish(store, rank)
     except RuntimeError as error:
         raise queues.StoreLost("the control store is gone") from error
-    sender = queues.Sender(Dialer(store, key, store_s, max(store_s, PUSH_SHARE * command_s)), key, rank)
+    sender = queues.Sender(Dialer(store, key, rank, store_s, max(store_s, PUSH_SHARE * command_s)), key, rank)
     watch = None
     if rank != 0:
         where = f"rank {rank} on {host}"
@@ -211,6 +214,7 @@ def join(
         mailbox=Mailbox(rank, sender, mail),
         trace=trace,
         watch=watch,
+        vanished=VanishedWatch(store_s),
         timeout_s=command_s,
         token=hmac.new(key, b"requests", "sha256").hexdigest(),  # the key itself is never sent
     )

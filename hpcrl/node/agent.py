@@ -74,6 +74,7 @@ class Agent:
         logs: Path,
         grace_s: float,
         silent_s: float,
+        stopped_s: float,
         start_s: float,
         impatient: bool = True,
         parent: Sequence[str] = (),
@@ -81,15 +82,16 @@ class Agent:
         self._parent = parent
         self._argv, self._ranks, self._environ, self._gpus = argv, ranks, environ, gpus
         self._folder, self._logs, self._grace_s = world_folder, logs, grace_s
-        self._silent_s, self._start_s, self._impatient = silent_s, start_s, impatient
+        self._silent_s, self._stopped_s, self._start_s, self._impatient = silent_s, stopped_s, start_s, impatient
         self._processes: dict[int, RankProcess] = {}
         self._log_starts: dict[int, int] = {}  # bytes of earlier starts
         self._signals = signals
         self._sender: Sender | None = None
         self._earlier_outcome: int | None = None
-        self._clock = AwakeClock(min(silent_s, start_s))  # polled by _watch
+        self._clock = AwakeClock(min(silent_s, stopped_s, start_s))  # polled by _watch
         self._pages = {rank: new_page() for rank in ranks}
         self._beats: dict[int, tuple[float, float]] = {}  # rank -> its last heartbeat, and when it was first seen
+        self._runs: dict[int, float] = {}  # rank -> when it was last seen not stopped
         self._kills = OutOfMemoryKills.now()
         self._got_on = (0.0, 0.0)  # the same for the controller's current operation
 
@@ -211,12 +213,18 @@ class Agent:
     def _check_beats(
         self, alive: Mapping[int, RankProcess], now: float, started: float, silent: dict[int, str]
     ) -> None:
-        """End a process that does not start or sends no heartbeat: it is stopped or stuck in native code.
+        """End a process that does not start, was stopped, or sends no heartbeat: it is stuck in native code.
 
         A heartbeat's age counts from its first sight by this process, so that after a pause of the job the ranks have
         the full time again.
         """
         for rank, process in alive.items():
+            if not _is_stopped(process.pid):
+                self._runs[rank] = now
+            elif now - self._runs.setdefault(rank, now) > self._stopped_s:
+                silent[rank] = f"was stopped (SIGSTOP) for {now - self._runs[rank]:.0f} s"
+                _kill_group(process.pid)
+                continue
             activity = read_trace(self._pages[rank])
             if activity is None:
                 if now - started > self._start_s:
@@ -273,7 +281,7 @@ class Agent:
                 key = Path(where["key_file"]).read_bytes()
                 number = -1 - int(self._environ.get("HPCRL_NODE", "0"))
                 store = connect(where["host"], where["port"], self._grace_s)
-                self._sender = Sender(Dialer(store, key, self._grace_s, self._grace_s), key, number)
+                self._sender = Sender(Dialer(store, key, number, self._grace_s, self._grace_s), key, number)
             self._sender.send("controller", Lost(rank, cause, silent))
         except (ControlError, FileNotFoundError) as error:
             if 0 not in self._ranks:
@@ -293,6 +301,14 @@ class Agent:
             if rank == 0 and process.returncode is not None:
                 verdict.controller_code = process.returncode
                 verdict.lost[0] = self._cause(0, process.returncode, verdict.silent.get(0))
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped a process. A debugger's stop is another state."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:  # it has ended
+        return False
 
 
 def _last_words(log: Path, start: int) -> str:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.comm.transfer import Fabric, blames_peer
 from hpcrl.config import Config
-from hpcrl.control.messages import Ask, BuildGroup, BuildRole, Done, Failed, Joined, Leave
+from hpcrl.control.messages import Ask, BuildGroup, BuildRole, Done, Failed, Joined, Leave, Lost
 from hpcrl.control.queues import ControlError, ReaderLost, StoreLost
 from hpcrl.control.world import CONTROLLER_QUEUE, World
 from hpcrl.data.chat import bind
@@ -106,11 +106,11 @@ class Worker:
 
     def execute_one(self, timeout_s: float) -> bool:
         """Execute the next command if one arrives within timeout_s. Reported if it raises."""
-        try:
-            message = self.world.commands.get(timeout_s)
-        except ControlError as error:  # commands may be missing, and only this rank knows
-            self.emit(Failed(0, "reading its commands", str(error), "control"))
-            raise Reported from error
+        message = self.world.commands.get(timeout_s)
+        for ended in self.world.commands.take_ended():
+            if ended.how == "gap":  # commands are missing, and only this rank knows
+                self.emit(Failed(0, "reading its commands", ended.why, "control"))
+                raise Reported
         if message is None:
             return False
         _, seq, command = message
@@ -140,7 +140,10 @@ class Worker:
             role.close()
 
     def _look_after(self) -> bool:
-        happened = False
+        happened, mailbox = False, self.world.mailbox
+        while mailbox.broken:
+            ended = mailbox.broken.pop()
+            self.emit(Lost(ended.sender, ended.why))
         for name, role in self.roles.items():
             with self._reporting(0, f"the work of its {name} role"):
                 happened |= role.look_after()

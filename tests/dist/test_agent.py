@@ -26,7 +26,8 @@ argv = lambda rank: [sys.executable, "-c", programs[rank]] if programs[rank] els
 with noted() as signals:
     agent = Agent(argv, range(len(programs)), environ={**os.environ, "FOLDER": str(folder)},
         gpus={rank: str(rank) for rank in range(len(programs))}, signals=signals, world_folder=folder / "world",
-        logs=folder / "logs", parent=parent, **{"grace_s": 1.0, "silent_s": 60.0, "start_s": 60.0, **options})
+        logs=folder / "logs", parent=parent,
+        **{"grace_s": 1.0, "silent_s": 60.0, "stopped_s": 60.0, "start_s": 60.0, **options})
     print(json.dumps(dataclasses.asdict(agent.run())))
 """
 
@@ -275,9 +276,25 @@ def test_a_rank_that_stops_beating_is_ended(node: Node) -> None:
 
 
 @pytest.mark.slow
-def test_a_job_that_is_suspended_goes_on_when_it_wakes(node: Node) -> None:
-    """All its processes are stopped for longer than a rank may be silent; the agent wakes before its ranks."""
-    node.start(BEATING + "wait('end')", BEATING + "wait('end')", silent_s=3.0)
+def test_a_rank_that_is_stopped_is_ended_long_before_one_that_only_computes(node: Node) -> None:
+    """The second waits in native code, which no thread of the interpreter survives, for longer."""
+    busy = "import ctypes; ctypes.PyDLL(None).sleep(100)"
+    node.start(CONTROLLER, BEATING + "time.sleep(100)", BEATING + busy, stopped_s=2.0)
+    os.kill(node.pid(1), signal.SIGSTOP)
+    until(lambda: not is_alive(node.pid(1)), "the stopped rank has ended", 10)
+    time.sleep(1.0)
+    assert is_alive(node.pid(2))
+    node.release()
+    verdict = node.verdict()
+    assert list(verdict["silent"]) == ["1"]
+    assert "was stopped (SIGSTOP) for" in verdict["lost"]["1"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", ["silent_s", "stopped_s"])
+def test_a_job_that_is_suspended_goes_on_when_it_wakes(node: Node, limit: str) -> None:
+    """All its processes are stopped for longer than a rank may be; the agent wakes before its ranks."""
+    node.start(BEATING + "wait('end')", BEATING + "wait('end')", **{limit: 3.0})
     assert node.process is not None
     pids = [node.process.pid, node.pid(0), node.pid(1)]
     time.sleep(1.5)  # their beats were seen

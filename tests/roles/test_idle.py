@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from hpcrl.control.intake import Arrival
 from hpcrl.control.messages import BuildRole, Done, Leave, Observed, Turn
 from hpcrl.control.world import rank_queue
 from tests.dist.conftest import Threads
@@ -26,6 +27,9 @@ class Counting:
     def get(self, timeout_s: float = 0.0) -> Any:
         self.num_calls += 1
         return self._inbox.get(timeout_s)
+
+    def take_ended(self) -> Any:
+        return self._inbox.take_ended()
 
 
 def answer(threads: Threads) -> tuple[Any, float]:
@@ -61,7 +65,7 @@ def test_an_idle_rank_sleeps_and_answers_at_once(threads: Threads, stage: Stage,
             time.sleep(1.5)
     finally:
         for _ in range(3000):  # of what others may send
-            world.intake.queue(rank_queue(rank)).put(b"noise")
+            world.intake.queue(rank_queue(rank)).put(Arrival(0, b"noise"))
         sender.send(rank_queue(rank), Leave())
     event, seconds = answer(threads)
     assert isinstance(event, Done) and seconds < AT_ONCE_S
