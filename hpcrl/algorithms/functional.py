@@ -134,7 +134,7 @@ def at_level(log_ratio: Tensor, rows: Tensor, turns: Tensor, level: RatioLevel) 
     parts = starts.long().cumsum(0) - 1
     sums = row_sums(log_ratio, parts, len(rows))
     if level != "sequence":
-        sums = sums / torch.bincount(parts, minlength=len(rows)).clamp(min=1)
+        sums = sums / row_sums(torch.ones_like(parts), parts, len(rows)).clamp(min=1)
     return sums[parts]
 
 
@@ -195,7 +195,7 @@ def token_coefficients(rows: Tensor, weights: Tensor, mode: Aggregation, norm_to
         assert norm_tokens is not None, "the configuration requires loss_norm_tokens"
         coefficients = coefficients / norm_tokens
     if mode == "seq-mean-token-mean":
-        coefficients = coefficients / torch.bincount(rows, minlength=weights.numel())[rows]
+        coefficients = coefficients / row_sums(torch.ones_like(rows), rows, weights.numel())[rows]
     return coefficients
 
 

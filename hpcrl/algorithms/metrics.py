@@ -89,7 +89,7 @@ class LossSums:
     def __init__(self, batch: Batch, rows: Tensor, coefficients: Tensor, mode: Aggregation):
         self._rows, self._num_rows = rows, batch.num_sequences
         self._token_weights = batch.weights[rows]
-        counts = torch.bincount(rows, minlength=self._num_rows)
+        counts = row_sums(torch.ones_like(rows), rows, self._num_rows)  # bincount would wait for a GPU
         self._row_counts = counts.clamp(min=1)
         self._row_weights = batch.weights * (counts > 0)
         self._by_token = mode == "token-mean"

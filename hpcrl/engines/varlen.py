@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from hpcrl.copies import to_device
 from hpcrl.engines.attention import causal_attention
 
 Choice = Literal["auto", "flash", "sdpa"]
@@ -160,4 +161,4 @@ def deviation(attend: Attend, sizes: Setting) -> float:
 
 def starts_of(lengths: Sequence[int], device: torch.device) -> Tensor:
     """int32 [N + 1]: where each sequence begins, and the end of the last."""
-    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+    return to_device(torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32), device)

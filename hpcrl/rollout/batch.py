@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hpcrl.copies import to_device
 from hpcrl.rollout.types import ATTEMPT_BITS, MEMBER_BITS, STATUS, Sample
 from hpcrl.trajectory import FIELDS, Field, Level, Origin, fields_of
 
@@ -90,7 +91,8 @@ class Batch:
     @property
     def row_ids(self) -> Tensor:
         """int64 [T]: the row each token belongs to."""
-        return torch.repeat_interleave(torch.arange(self.num_sequences, device=self.cu_seqlens.device), self.lengths)
+        rows = torch.arange(self.num_sequences, device=self.cu_seqlens.device)
+        return torch.repeat_interleave(rows, self.lengths, output_size=self.num_tokens)
 
     @property
     def cu_segments(self) -> Tensor:
@@ -107,8 +109,7 @@ class Batch:
     @property
     def segment_ids(self) -> Tensor:
         """int64 [T]: the segment each token belongs to."""
-        lengths = self.segment_lengths
-        return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+        return self.row_ids if self.position_ids is None else (self.position_ids == 0).cumsum(0) - 1
 
     @property
     def cu_turns(self) -> Tensor:
@@ -167,8 +168,8 @@ class Batch:
         return replace(self, columns=kept | {"weights": torch.ones_like(self.weights)})
 
     def to(self, device: torch.device | str) -> Batch:
-        moved = {name: tensor.to(device) for name, tensor in self.columns.items()}
-        return Batch(self.cu_seqlens.to(device), moved, self.texts)
+        moved = {name: to_device(tensor, device) for name, tensor in self.columns.items()}
+        return Batch(to_device(self.cu_seqlens, device), moved, self.texts)
 
     def _cu(self, level: Level) -> Tensor:
         """int64 [B + 1]: start of each row's values of a level."""

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hpcrl.copies import to_device
+
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 MASK64 = (1 << 64) - 1
 UNITS = 2.0**30
@@ -78,13 +80,16 @@ class SamplingPlan:
         k = np.where((top_k > 0) & (top_k < vocab_size), top_k, vocab_size)[rows]
         p = np.where(top_p < 1, top_p, 2)[rows].astype(np.float32)
 
+        def on_device(values: np.ndarray) -> Tensor:
+            return to_device(torch.from_numpy(values), device)
+
         def column(values: np.ndarray) -> Tensor:
-            return torch.from_numpy(values).to(device)[:, None]
+            return on_device(values)[:, None]
 
         return cls(
             temperatures=column(divisor) if (divisor[:num_live] != 1).any() else None,
-            greedy=torch.from_numpy(greedy).to(device) if greedy[:num_live].any() else None,
-            truncated=torch.from_numpy(rows).to(device) if len(rows) else None,
+            greedy=on_device(greedy) if greedy[:num_live].any() else None,
+            truncated=on_device(rows) if len(rows) else None,
             top_k=column(k),
             top_p=column(p),
             min_p=column(min_p[rows].astype(np.float32)),

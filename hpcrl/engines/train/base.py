@@ -27,8 +27,8 @@ class TrainEngine(Protocol):
     computes: frozenset[str]  # the optional fields of Outputs that it computes
 
     def logprobs(self, batch: Batch, micro_batches: MicroBatches, temperature: float) -> Tensor | None:
-        """float32 [T] on the batch's device: log-softmax(logits / temperature) at tokens of loss_mask in the rows of
-        micro_batches, 0 elsewhere. Ranks that hold no outputs may return None.
+        """float32 [T] on the host, as the batch: log-softmax(logits / temperature) at tokens of loss_mask in the rows
+        of micro_batches, 0 elsewhere. Ranks that hold no outputs may return None.
 
         The vocabulary projection of other tokens (prompts, tool results) is not computed, also not for an objective.
         Collective over the engine's ranks. No gradients.
@@ -121,9 +121,9 @@ class ValueEngine(Protocol):
     logprobs() are not called."""
 
     def values(self, batch: Batch, micro_batches: MicroBatches) -> Tensor | None:
-        """float32 [T] on the batch's device: at tokens of loss_mask in the rows of micro_batches the value of the state
-        before the token, 0 elsewhere. Ranks that hold no outputs may return None. Collective over the engine's ranks.
-        No gradients."""
+        """float32 [T] on the host, as the batch: at tokens of loss_mask in the rows of micro_batches the value of the
+        state before the token, 0 elsewhere. Ranks that hold no outputs may return None. Collective over the engine's
+        ranks. No gradients."""
 
 
 def check_micro_batches(micro_batches: MicroBatches, num_rows: int) -> list[int]:

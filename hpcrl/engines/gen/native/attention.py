@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hpcrl.copies import to_device
 from hpcrl.engines.attention import QUERY_BLOCK, causal_attention, masked_attention
 from hpcrl.engines.gen.native.architecture import Architecture
 from hpcrl.engines.gen.native.kv import KVCache
@@ -77,7 +78,7 @@ class Decoding:
         bags = unit.flatten()[row_head.argsort(axis=None, kind="stable")]
         sizes = np.repeat(counts, heads)
         arrays = (queries, in_order, by_unit, bags, sizes.cumsum() - sizes)
-        at, *tensors = (torch.from_numpy(array).to(cache.layers[0].device) for array in (places, *arrays))
+        at, *tensors = (to_device(torch.from_numpy(array), cache.layers[0].device) for array in (places, *arrays))
         return cls(at, tuple(products), *tensors)
 
     def mask(self, positions: Tensor, block_tokens: int, dtype: torch.dtype, window: int | None) -> Tensor:
@@ -142,7 +143,7 @@ class Adding:
         position = starts[row] + column
         past = places[:, : -(-most // block)]
         arrays = (places[row, position // block], position % block, row * longest + column, past, starts)
-        at, slots, padded, known, begin = (torch.from_numpy(array).to(device) for array in arrays)
+        at, slots, padded, known, begin = (to_device(torch.from_numpy(array), device) for array in arrays)
         full = len(row) == longest * len(lengths)
         return cls(at, slots, None if full else padded, (len(lengths), longest), known if most else None, begin)
 

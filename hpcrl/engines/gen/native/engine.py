@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from hpcrl.config import Config, LoRAConfig
+from hpcrl.copies import to_device, to_host
 from hpcrl.engines.gen.base import Output, ReplicaRanks, Request
 from hpcrl.engines.gen.checks import check_requests
 from hpcrl.engines.gen.native.architecture import read_architecture
@@ -420,7 +421,7 @@ class NativeEngine:
         logits = self._model.decode(tokens, positions, live, self._cache, self._decoding)
         routes, self._model.routes = self._model.routes, None
         uniform = self._tensor(uniforms(slots.origins[:rows], iteration))
-        ids, logprobs, behaviour = (t.cpu().numpy() for t in sample(logits, plan, uniform))
+        ids, logprobs, behaviour = (t.numpy() for t in to_host(sample(logits, plan, uniform)))
         if not np.isfinite(logprobs[:live]).all():
             bad = slots.requests[int(np.argmin(np.isfinite(logprobs[:live])))].id
             raise FloatingPointError(f"request {bad}: the logits are not finite under weights version {self.version}")
@@ -483,7 +484,7 @@ class NativeEngine:
         return self._plan
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)
+        return to_device(torch.from_numpy(array), self._device)
 
 
 def _output(request: Request, columns: Mapping[str, np.ndarray], reason: FinishReason) -> Output:

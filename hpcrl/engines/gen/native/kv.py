@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hpcrl.copies import to_device
 from hpcrl.engines.gen.native.architecture import Architecture
 
 NOWHERE = -1
@@ -80,7 +81,7 @@ class KVCache:
         if resized:
             self._resize(sources[moves], targets[moves], capacity)
             return
-        source, target = (torch.from_numpy(at[moves]).to(self._device) for at in (sources, targets))
+        source, target = (to_device(torch.from_numpy(at[moves]), self._device) for at in (sources, targets))
         for layer in self.layers:
             layer[:, target] = layer[:, source]
 
@@ -89,7 +90,7 @@ class KVCache:
         layers that are left are held."""
         source_of = np.zeros(capacity, dtype=np.int64)  # any old numbers, which are finite, at places of no block
         source_of[targets] = sources
-        index = torch.from_numpy(source_of).to(self._device)
+        index = to_device(torch.from_numpy(source_of), self._device)
         for i, layer in enumerate(self.layers):
             self.layers[i] = layer.new_zeros(2, capacity, *self._shape)
             if len(sources):  # straight into the new tensor: indexing would make a copy of the old one
@@ -109,6 +110,6 @@ class KVCache:
     def copy(self, blocks: Sequence[tuple[int, int]]) -> None:
         """Copy the contents of blocks (from, to)."""
         if blocks:
-            source, target = torch.from_numpy(self.places[np.array(blocks).T]).to(self._device)
+            source, target = to_device(torch.from_numpy(self.places[np.array(blocks).T]), self._device)
             for layer in self.layers:
                 layer[:, target] = layer[:, source]

@@ -99,8 +99,8 @@ class FusedWeights:
         self._float32_head, self.shared = float32_head and dtype != torch.float32, shared
         self._targets: dict[str, _Target] = {}
         rotated = architecture.num_rotated
-        self._interleaved = torch.arange(architecture.head_dim)
-        self._interleaved[:rotated] = torch.arange(rotated).view(2, rotated // 2).t().flatten()
+        self._interleaved = torch.arange(architecture.head_dim, device=device)
+        self._interleaved[:rotated] = torch.arange(rotated, device=device).view(2, rotated // 2).t().flatten()
         vocab = (architecture.vocab_size, architecture.hidden_size)
         self.embedding = self._empty(*vocab)
         self._target("model.embed_tokens.weight", self.embedding)
@@ -144,9 +144,9 @@ class FusedWeights:
             if target is None or tensor.is_set_to(target.view):  # a trainer's parameter
                 continue
             if target.rotary_heads:
-                heads = tensor.unflatten(0, (-1, self._arch.head_dim))
+                heads = tensor.to(self._device).unflatten(0, (-1, self._arch.head_dim))
                 rotary, others = heads[: target.rotary_heads], heads[target.rotary_heads :]
-                tensor = torch.cat((rotary[:, self._interleaved.to(tensor.device)], others)).flatten(0, 1)
+                tensor = torch.cat((rotary[:, self._interleaved], others)).flatten(0, 1)
             target.view.copy_(tensor)
             if target.add:
                 target.view.add_(target.add)
@@ -176,7 +176,7 @@ class FusedWeights:
             if target.rotary_heads:
                 heads = tensor.unflatten(0, (-1, self._arch.head_dim))
                 rotary, others = heads[: target.rotary_heads], heads[target.rotary_heads :]
-                tensor = torch.cat((rotary[:, inverse.to(tensor.device)], others)).flatten(0, 1)
+                tensor = torch.cat((rotary[:, inverse], others)).flatten(0, 1)
             yield name, tensor
 
     def _accept(self, name: str, tensor: Tensor) -> tuple[_Target | None, tuple[str, ...]]:

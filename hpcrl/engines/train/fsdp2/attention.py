@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from hpcrl.copies import to_device
 from hpcrl.engines import varlen
 from hpcrl.engines.attention import causal_attention
 from hpcrl.engines.train.fsdp2.exchange import TokenRanks, heads_to_tokens, tokens_to_heads
@@ -63,8 +64,8 @@ class Shown:
         slots = slots[shown.argsort(stable=True)]
         counts = shown.bincount()
         bags = counts.cumsum(0) - counts
-        self.tokens, self.first = tokens.to(device), slots[bags].to(device)
-        self.slots, self.bags = slots.to(device), bags.to(device)
+        given = (tokens, slots[bags], slots, bags)
+        self.tokens, self.first, self.slots, self.bags = (to_device(tensor, device) for tensor in given)
 
 
 class PackedLayout:
@@ -90,9 +91,9 @@ class PackedLayout:
         self.ranks = ranks or TokenRanks()
         self.num_packed, size = len(kept), self.ranks.all.size
         padded = torch.cat([kept, kept[:1].expand(-len(kept) % size)])
-        self.kept = padded[self.ranks.place :: size].to(device)
-        self.rotated = padded[self.ranks.context.rank :: self.ranks.context.size].to(device)
-        self.places = self._places.to(device)
+        self.kept = to_device(padded[self.ranks.place :: size], device)
+        self.rotated = to_device(padded[self.ranks.context.rank :: self.ranks.context.size], device)
+        self.places = to_device(self._places, device)
 
     def own(self, tokens: Tensor) -> tuple[Tensor | None, Tensor]:
         """Of these tokens int64 [N], int64 [n] each: which ones this rank has (None: all), and where among `kept`."""

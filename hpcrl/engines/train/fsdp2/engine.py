@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from hpcrl.algorithms.base import Objective, Outputs
 from hpcrl.checkpoint.writer import Files
 from hpcrl.config import Config, TrainerConfig
+from hpcrl.copies import to_device, to_host
 from hpcrl.engines.routes import routes_of
 from hpcrl.engines.train import moving
 from hpcrl.engines.train.agreement import agreed
@@ -225,12 +226,13 @@ class FSDP2Engine:
     def _forward(self, batch: Batch, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
         """(log-probs, entropies or None), float32 [T], 0 outside loss_mask."""
         inputs, places = self._inputs(batch)
-        targets = batch.token_ids[places] if places.numel() else inputs.token_ids[:1]
+        targets = inputs.token_ids[places] if places.numel() else inputs.token_ids[:1]
         logprobs, entropies = self.model(*inputs, targets, temperature, entropy)
         return spread(logprobs, places, batch), None if entropies is None else spread(entropies, places, batch)
 
     def _inputs(self, batch: Batch) -> tuple[Inputs, Tensor]:
-        """What the model gets, and the tokens (int64 [N]) whose predecessors are in it.
+        """What the model gets, and the tokens (int64 [N]) whose predecessors are in it, on the device. The batch is on
+        the host, where all of that is worked out without a wait for the device.
 
         Without masked tokens or rows, one token with weight zero is predicted, so that every parameter is in the graph:
         its gradient is reduced over ranks.
@@ -243,12 +245,15 @@ class FSDP2Engine:
         layout = None
         if self.packing or self.grid.tokens.all.size > 1:
             prefixes = batch.prefix_lengths().tolist() or [0]
-            shared = shared_prefixes(token_ids.cpu(), lengths, prefixes)
+            shared = shared_prefixes(token_ids, lengths, prefixes)
             layout = PackedLayout(lengths, self.device, shared, self.own.attention, self.grid.tokens)
         elif len(lengths) > 1:
             raise ValueError("a row of several sequences (an episode by steps) needs a model that can be packed")
         if self.replay is not None:
-            self.replay.replay_of(batch, None if layout is None else layout.kept)
+            self.replay.replay_of(batch.to(self.device), None if layout is None else layout.kept)
+        token_ids, positions, before, places = (
+            to_device(tensor, self.device) for tensor in (token_ids, positions, before, places)
+        )
         return Inputs(token_ids, positions, layout, before), places
 
     def _outputs(self, batch: Batch, objective: Objective) -> Outputs:
@@ -277,15 +282,16 @@ class FSDP2Engine:
         return self._by_row(batch, micro_batches, lambda part: cast(Tensor, self._forward(part, temperature, True)[1]))
 
     def _by_row(self, batch: Batch, micro_batches: MicroBatches, compute: Callable[[Batch], Tensor]) -> Tensor:
-        """float32 [T] on the batch's device: what is computed for the tokens of each micro-batch, 0 for other rows."""
-        pieces = [torch.zeros(n, device=batch.token_ids.device) for n in batch.lengths.tolist()]
-        for rows in self._split(micro_batches, batch.num_sequences):
-            micro_batch = batch.select(rows).to(self.device)
-            values = compute(micro_batch).to(batch.token_ids.device)
-            for row, piece in zip(rows, values.split(micro_batch.lengths.tolist()), strict=True):
-                pieces[row] = piece
+        """float32 [T] on the host: what is computed for the tokens of each micro-batch, 0 for other rows."""
+        lengths = batch.lengths.tolist()
+        pieces = [torch.zeros(length) for length in lengths]
+        split = self._split(micro_batches, batch.num_sequences)
+        computed = [compute(batch.select(rows)) for rows in split]
         self._reshard()
-        return torch.cat(pieces) if pieces else torch.zeros(0, device=batch.token_ids.device)
+        for rows, values in zip(split, to_host(computed), strict=True):
+            for row, piece in zip(rows, values.split([lengths[row] for row in rows]), strict=True):
+                pieces[row] = piece
+        return torch.cat(pieces) if pieces else torch.zeros(0)
 
     def reference_logprobs(self, batch: Batch, micro_batches: MicroBatches, temperature: float) -> Tensor:
         """See Adapts."""
@@ -324,13 +330,13 @@ class FSDP2Engine:
         for number, rows in enumerate(split):
             if self.sharded:
                 self._prepare_backward(is_last=number == len(split) - 1)
-            micro_batch = batch.select(rows).to(self.device)
+            micro_batch = batch.select(rows)
             outputs = self._outputs(micro_batch, objective)
             computed = (outputs.logprobs, outputs.entropy, outputs.values)  # every rank has the same backward pass
             loss: Any = sum(some.sum() for some in computed if some is not None and some.requires_grad)  # no rows: zero
             if rows:
                 anchor = 0.0 * loss  # keeps the graph if the objective drops masked tokens
-                loss, stats = objective.loss(outputs, micro_batch, norms)
+                loss, stats = objective.loss(outputs, micro_batch.to(self.device), norms)
                 loss = loss + anchor
                 collected.append(stats)
             self._backward(loss)
