@@ -1,0 +1,228 @@
+"""What is rehearsed: parts of hpcrl that run on a device, and their numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hpcrl.algorithms.making import make_algorithm
+from hpcrl.comm.weights import Channel, Receiving, Schedule, Sending, connect, receive_layout, send_layout
+from hpcrl.comm.weights_check import LoadedSums, add_sums, held_sums
+from hpcrl.config import parse
+from hpcrl.control.abortable import AbortableGroup
+from hpcrl.engines.gen.base import Request, SamplingParams
+from hpcrl.engines.gen.native.engine import NativeEngine
+from hpcrl.engines.hf_folder import read_safetensors
+from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
+from hpcrl.rollout.batch import Batch
+from hpcrl.spec.weights import Need, everything
+from tests.engines.worlds import make_batch, make_model_folder, norms_of, run_ranks
+from tests.gpu_rehearsal.device import gpu
+from tests.gpu_rehearsal.ledger import Ledger
+from tests.gpu_rehearsal.streams import Transfers
+
+LENGTHS = (9, 12, 5, 14)
+PLAN = [[0, 1], [2, 3]]
+FEW, MORE = 2, 4
+"""Layers of the models, whose tables are compared."""
+
+Section = Callable[[str], AbstractContextManager[None]]
+Numbers = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Part:
+    """run(folder of a model, device, section) on each of `ranks` ranks: what it computes there, on the host."""
+
+    run: Callable[[Path, str, Section], Numbers]
+    ranks: int = 1
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of a rank: its numbers on the device and on the CPU, and what was counted with FEW and with MORE layers."""
+
+    found: Numbers
+    wanted: Numbers
+    counted: Mapping[int, Mapping[str, Counter[tuple[str, str]]]]
+
+
+def rehearse(name: str, folder: Path) -> list[Result]:
+    """The part on the device and on the CPU, by rank, in processes of its own."""
+    changes = {"num_key_value_heads": 4}  # heads that share keys have another kernel for float32 on a GPU
+    models = {n: make_model_folder("qwen2", folder / f"{n}", num_hidden_layers=n, **changes) for n in (FEW, MORE)}
+    return run_ranks(PARTS[name].ranks, _rehearse, name, models)
+
+
+def _rehearse(name: str, models: Mapping[int, Path]) -> Result:
+    part, ledgers, found = PARTS[name], {n: Ledger() for n in models}, {}
+    wanted = part.run(models[FEW], "cpu", lambda _: nullcontext())
+    for layers, ledger in ledgers.items():
+        with gpu(ledger):
+            found[layers] = part.run(models[layers], "cuda", ledger.section)
+    return Result(found[FEW], wanted, {n: ledger.sections for n, ledger in ledgers.items()})
+
+
+def batch_to_train() -> Batch:
+    batch = make_batch(LENGTHS)
+    batch.advantages = torch.cos(torch.arange(batch.num_tokens))
+    batch.ref_logprobs = -(torch.sin(torch.arange(batch.num_tokens)) ** 2)
+    return batch
+
+
+def trainer_config(**trainer: Any) -> Any:
+    return parse(
+        {
+            "trainer": {"lr": 1e-2, "logits_chunk_tokens": 8, **trainer},
+            "algorithm": {"kl_loss_coef": 0.1, "entropy_loss_coef": 0.01},
+        }
+    )
+
+
+def _trains(engine: Any, config: Any, name: str, section: Section) -> Numbers:
+    """Everything that a trainer's engine does."""
+    batch, objective = batch_to_train(), make_algorithm(config).objective
+    found: Numbers = {}
+
+    def step() -> Any:
+        return engine.train_step(batch, PLAN, objective, norms_of(batch))
+
+    found["first step"] = step()
+    with section(f"{name}: step"):
+        found["step"] = step()
+    with section(f"{name}: log-probs"):
+        found["log-probs"] = engine.logprobs(batch, PLAN, 0.7)
+    found["entropies"] = engine.entropies(batch, PLAN, 0.7)
+    engine.snapshot()
+    with section(f"{name}: snapshot"):
+        files = engine.snapshot()
+    found["snapshot"] = [bytes(file.buffer) for file in files.values() if hasattr(file, "buffer")]
+    with section(f"{name}: offload"):
+        engine.offload()
+    with section(f"{name}: onload"):
+        engine.onload()
+    found["step after"] = step()
+    with section(f"{name}: whole weights"):
+        named = list(engine.named_weights())
+    found |= {key: tensor.cpu() for key, tensor in named}
+    return found
+
+
+def _fsdp2(param_dtype: str) -> Callable[[Path, str, Section], Numbers]:
+    def run(folder: Path, device: str, section: Section) -> Numbers:
+        config = trainer_config(param_dtype=param_dtype)
+        engine = FSDP2Engine(config.trainer, folder, dtype=torch.float32, total_steps=9, device=device)
+        assert engine.sharded == (param_dtype == "bfloat16")
+        return _trains(engine, config, "fsdp2", section)
+
+    return run
+
+
+REQUESTS = (
+    SamplingParams(12, temperature=0.8, ignore_eos=True),
+    SamplingParams(12, top_p=0.9, top_k=20, min_p=0.01, ignore_eos=True),
+    SamplingParams(12, temperature=0.0, ignore_eos=True),
+    SamplingParams(12, ignore_eos=True),
+)
+
+
+def _outputs(engine: NativeEngine) -> Numbers:
+    found: Numbers = {}
+    for output in engine.step(20):
+        arrays = (output.token_ids, output.gen_logprobs, output.versions, output.gen_logprobs_behaviour)
+        found |= {f"{output.id} {i}": torch.from_numpy(a) for i, a in enumerate(arrays) if a is not None}
+    return found
+
+
+@mock.patch("hpcrl.engines.gen.sampling.adds_in_order", lambda device: False)  # the CPU's numbers would be others
+def _native(folder: Path, device: str, section: Section) -> Numbers:
+    """Responses that share a prefix, which are interrupted, aborted, and computed again under new weights."""
+    sizes: dict[str, Any] = {"max_slots": 8, "max_length": 48, "kv_bucket": 8, "dtype": torch.bfloat16}
+    engine = NativeEngine(folder, **sizes, float32_head=True, prefix_lag=1, device=device)
+    prompts = [[5, 6, 7, 8, 9, 10, 11, 12, 13, *[20 + i] * (3 * i + 1)] for i in range(len(REQUESTS))]
+    requests = [Request(i, prompts[i], params, seed=i) for i, params in enumerate(REQUESTS)]
+    engine.add(requests)
+    with section("native: admission and a token"):
+        engine.step(1)
+    engine.step(1)
+    with section("native: 4 tokens"):
+        engine.step(4)
+    with section("native: recompute"):
+        engine.recompute()
+    found = _outputs(engine)
+    engine.sleep()
+    engine.wake()
+    loaded = [(name, tensor) for name, tensor in read_safetensors(folder)]
+    with section("native: load weights"):
+        engine.load_weights(((name, tensor.to(device)) for name, tensor in loaded), version=2)
+    engine.add([replace(request, id=10 + request.id) for request in requests])
+    return found | _outputs(engine)
+
+
+def _weights(folder: Path, device: str, section: Section) -> Numbers:
+    """From two trainer ranks to the generator of the second one."""
+    rank, ranks, replica = dist.get_rank(), (0, 1), (1,)
+    config = trainer_config(param_dtype="bfloat16")
+    engine = FSDP2Engine(config.trainer, folder, dtype=torch.float32, total_steps=9, device=device)
+    store = dist.PrefixStore(f"weights {folder.name} {device}", dist.distributed_c10d._get_default_store())
+    gloo: Any = dist.ProcessGroupGloo
+    group = gloo(store, rank, len(ranks), timedelta(seconds=60))
+    if device == "cuda":
+        group = AbortableGroup(Transfers(group), "weights", ranks, 60.0, set)
+    connect(group, ranks, rank, ranks, replica)
+    layout = [held.of(ranks) for held in engine.weight_layout()]
+    if rank == 0:  # as to a replica that holds no weights itself
+        send_layout(group, ranks, layout, replica)
+    else:
+        assert receive_layout(group, ranks, 0) == layout
+    needs = {1: [Need("bfloat16", (everything(held.shape),)) for held in layout]}
+    channel = Channel(group, ranks, layout, needs)
+    schedule, receiving = Schedule(rank, {0: channel}), Receiving(rank, channel) if rank in replica else None
+    sums = held_sums(rank, layout, [*needs.values()], engine.held_weights())
+    if receiving is None:
+        with section("weights: sent"):
+            sending = Sending(schedule, [0], engine.held_weights(), 60.0)
+            sending.finish()
+        with section("weights: checked"):
+            add_sums(channel, rank, ranks, sums)
+        return {"errors": [*sending.errors]}
+    sizes: dict[str, Any] = {"max_slots": 2, "max_length": 16, "dtype": torch.bfloat16}
+    generator = NativeEngine(folder, **sizes, device=device, load=False)
+    loaded = LoadedSums(layout, needs[1])
+    with section("weights: received"):
+        sending = Sending(schedule, [0], engine.held_weights(), 60.0)
+        generator.load_weights(receiving.tensors(sending), version=1)
+    with section("weights: checked"):
+        for _ in loaded.noting(generator.loaded_weights([held.name for held in layout])):
+            pass
+        assert loaded.differing(add_sums(channel, rank, ranks, sums)) == []
+    return {name: tensor.cpu() for name, tensor in generator.loaded_weights([held.name for held in layout])}
+
+
+PARTS: dict[str, Part] = {
+    "fsdp2 plain": Part(_fsdp2("float32")),
+    "fsdp2 sharded": Part(_fsdp2("bfloat16"), ranks=2),
+    "native": Part(_native),
+    "weights": Part(_weights, ranks=2),
+}
+
+
+def same(found: Any, wanted: Any) -> bool:
+    if isinstance(wanted, Tensor):
+        return found.dtype == wanted.dtype and torch.equal(found, wanted)
+    return bool(found == wanted)
+
+
+def differing(result: Result) -> list[str]:
+    assert result.found.keys() == result.wanted.keys()
+    return [key for key, wanted in result.wanted.items() if not same(result.found[key], wanted)]
