@@ -75,13 +75,13 @@ class HostTurns:
         here = {
             id(tensor): tensor
             for tensor in (*of_computation, *(state or ()))
-            if tensor.device == self._device and tensor.untyped_storage().data_ptr() not in stays
+            if self._is_here(tensor) and tensor.untyped_storage().data_ptr() not in stays
         }
         going = {key: tensor for key, tensor in here.items() if key not in self._away}
         self._move(going.values(), self._host.to_host)
         self._away |= going
         for buffer in self._gradient_buffers():
-            if buffer.device == self._device and (size := buffer.untyped_storage().nbytes()):
+            if self._is_here(buffer) and (size := buffer.untyped_storage().nbytes()):
                 self._freed.append((buffer, size))
                 buffer.untyped_storage().resize_(0)
 
@@ -105,6 +105,10 @@ class HostTurns:
                 memory[id(tensor)] = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         copies = moved(memory)
         move(tensors, lambda storage: copies[keys[storage.data_ptr()]].untyped_storage())
+
+    def _is_here(self, tensor: Tensor) -> bool:
+        """Whether it is on the device, which is given as cuda, while a tensor's has a number."""
+        return tensor.device.type == self._device.type
 
     def _gradient_buffers(self) -> Iterator[Tensor]:
         """What ZeRO-3 keeps between two steps, without values that count."""
