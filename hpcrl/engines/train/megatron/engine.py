@@ -19,6 +19,7 @@ from torch import Tensor
 from hpcrl.algorithms.base import Objective, Outputs
 from hpcrl.checkpoint.writer import Files
 from hpcrl.config import Config, TrainerConfig
+from hpcrl.copies import to_host
 from hpcrl.engines.compiling import part_by_processor
 from hpcrl.engines.routes import routes_of
 from hpcrl.engines.train import dcp
@@ -165,8 +166,8 @@ class MegatronEngine:
 
         def packed() -> Iterator[tuple[Batch, Packed]]:
             for micro_batch in plan:
-                selected = batch.select(list(micro_batch)).to(self.device)
-                yield selected, pack(selected, *split, least)
+                selected = batch.select(list(micro_batch))
+                yield selected.to(self.device), pack(selected, *split, least).to(self.device)
 
         def step(batches: Iterator[tuple[Batch, Packed]], chunk: Any) -> Any:
             micro_batch, tokens = next(batches)
@@ -232,22 +233,22 @@ class MegatronEngine:
     def _by_row(
         self, batch: Batch, micro_batches: MicroBatches, temperature: float, entropy: bool = False
     ) -> Tensor | None:
-        """float32 [T]: the first of what the model computes of each token, or its entropy; None on ranks before the
-        last stage."""
+        """float32 [T] on the host: the first of what the model computes of each token, or its entropy; None on ranks
+        before the last stage."""
 
         def use(micro_batch: Batch, *computed: Tensor) -> tuple[Tensor, Any]:
             values = computed[1 if entropy else 0]
-            pieces = values.to(batch.token_ids.device).split(micro_batch.lengths.tolist())
-            return values.sum(), pieces
+            return values.sum(), values
 
         found = self._run(batch, micro_batches, temperature, use, forward_only=True, entropy=entropy)
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return None
-        pieces = [torch.zeros(n, device=batch.token_ids.device) for n in batch.lengths.tolist()]
-        for rows, values in zip(micro_batches, found, strict=False):
-            for row, piece in zip(rows, values, strict=True):
+        lengths = batch.lengths.tolist()
+        pieces = [torch.zeros(length) for length in lengths]
+        for rows, values in zip(micro_batches, to_host(found), strict=False):
+            for row, piece in zip(rows, values.split([lengths[row] for row in rows]), strict=True):
                 pieces[row] = piece
-        return torch.cat(pieces) if pieces else torch.zeros(0, device=batch.token_ids.device)
+        return torch.cat(pieces) if pieces else torch.zeros(0)
 
     def train_step(
         self,

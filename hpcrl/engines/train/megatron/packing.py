@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from hpcrl.copies import to_device
 from hpcrl.rollout.batch import Batch
 
 
@@ -31,6 +33,15 @@ class Packed:
     targets: Tensor
     places: Tensor
     sources: Tensor
+
+    def to(self, device: torch.device) -> Packed:
+        """The same on a device, without a wait."""
+
+        def moved(values: Mapping[str, Any]) -> dict[str, Any]:
+            return {name: to_device(value, device) for name, value in values.items() if isinstance(value, Tensor)}
+
+        sequences = replace(self.sequences, **moved(vars(self.sequences)))
+        return replace(self, **moved(vars(self)), sequences=sequences)
 
 
 def padded_lengths(lengths: Sequence[int], num_ranks: int, tensor_parallel: int) -> list[int]:
