@@ -112,6 +112,9 @@ class OnDevice(Tensor):
     def cuda(self, *args: Any, **kwargs: Any) -> Tensor:
         return self
 
+    def record_stream(self, stream: Any) -> None:
+        """There is one stream."""
+
     def pin_memory(self, *args: Any, **kwargs: Any) -> Tensor:
         raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
 
@@ -350,11 +353,16 @@ FACTORIES = {
 """What makes a tensor on the host unless told otherwise."""
 
 
+SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+
 class Functions(TorchFunctionMode):
     """What is decided above the dispatcher: moves, pinned memory, and what Python asks of a tensor."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, before = kwargs or {}, STATE.on_device
+        kwargs, before = dict(kwargs or {}), STATE.on_device
+        if type(kwargs.get("device")) is int:
+            kwargs["device"] = CUDA
         is_operation = isinstance(func, torch._ops.OpOverload)
         if func in FACTORIES or (kwargs.get("device") is not None and not is_operation):
             STATE.on_device = False
@@ -373,9 +381,11 @@ class Functions(TorchFunctionMode):
         x = args[0] if args else None
         if func is Tensor.to and isinstance(x, Tensor):
             return self._to(func, x, *_wanted(args[1:], kwargs))
-        if func is Tensor.cpu:
-            out = moved(x, CPU, x.dtype)
+        if func in (Tensor.cpu, Tensor.cuda):
+            out = moved(x, CPU if func is Tensor.cpu else CUDA, x.dtype)
             return x if out is None else out
+        if func is Tensor.type and len(args) == 1 and isinstance(x, OnDevice):
+            return x.elem.type().replace("torch.", "torch.cuda.")
         if func is Tensor.backward:
             given = kwargs.get("gradient", args[1] if len(args) > 1 else None)
             with Functions():
@@ -391,6 +401,8 @@ class Functions(TorchFunctionMode):
             return x if is_pinned(x) else pinned(x.clone())
         if isinstance(x, OnDevice) and func in (Tensor.numpy, Tensor.tolist, Tensor.untyped_storage):
             return getattr(OnDevice, func.__name__)(x)
+        if func is torch.tensor and isinstance(x, list | tuple):
+            args = (tree_map(lambda each: each.item() if isinstance(each, OnDevice) else each, x), *args[1:])
         if func in (torch.tensor, torch.as_tensor) and is_cuda(kwargs.get("device")):
             made = func(*args, **{k: v for k, v in kwargs.items() if k != "device"})
             return made if isinstance(made, OnDevice) else moved(made, CUDA, made.dtype)
@@ -398,6 +410,10 @@ class Functions(TorchFunctionMode):
             name = getattr(getattr(func, "__self__", None), "__name__", "")
             if name in ("device", "is_cuda", "is_cpu"):
                 return {"device": CUDA, "is_cuda": True, "is_cpu": False}[name]
+        if func == SET_DATA and isinstance(x, OnDevice):
+            func(x, on_device(args[1]))
+            x.elem = numbers(args[1])
+            return None
         return func(*args, **kwargs)
 
     @staticmethod
@@ -479,6 +495,26 @@ class _NoGradInstead:
         self._context.__exit__(*args)
 
 
+class _OfTheCpu:
+    """torch.Generator, also for the device."""
+
+    own = torch.Generator
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        return cls.own("cpu")
+
+
+_swap_tensors = torch.utils.swap_tensors
+
+
+def _swapped(parameter: Tensor, other: Tensor) -> None:
+    """torch.utils.swap_tensors, where a class changes; it refuses what others refer to."""
+    if type(parameter) is type(other) and isinstance(parameter, OnDevice):
+        parameter.data = other
+    else:
+        _swap_tensors(parameter, other)
+
+
 @contextlib.contextmanager
 def gpu(ledger: Ledger | None = None) -> Iterator[Ledger]:
     """A GPU is there; what waits for it is noted in the ledger."""
@@ -494,6 +530,7 @@ def gpu(ledger: Ledger | None = None) -> Iterator[Ledger]:
         "set_device": lambda device: None,
         "get_device_properties": lambda device=0: about,
         "get_device_capability": lambda device=None: (9, 0),
+        "default_generators": (torch.default_generator,),
         "empty_cache": lambda: None,
         "memory_allocated": lambda device=None: 0,
         "max_memory_allocated": lambda device=None: 0,
@@ -515,9 +552,13 @@ def gpu(ledger: Ledger | None = None) -> Iterator[Ledger]:
         for name, fake in cuda.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, fake))
         stack.enter_context(mock.patch.object(torch._C, "_InferenceMode", _NoGradInstead))
-        own = torch.Generator
-        stack.enter_context(mock.patch.object(torch, "Generator", lambda device="cpu": own("cpu")))
+        stack.enter_context(mock.patch.object(torch, "Generator", _OfTheCpu))
+        for name in ("get_rng_state", "set_rng_state"):
+            stack.enter_context(mock.patch.object(torch.cuda.random, name, cuda[name]))
+        for name in ("range_push", "range_pop"):
+            stack.enter_context(mock.patch.object(torch.cuda.nvtx, name, lambda *text: None))
         # A parameter that moves changes its class.
+        stack.enter_context(mock.patch.object(torch.utils, "swap_tensors", _swapped))
         torch.__future__.set_swap_module_params_on_conversion(True)
         stack.callback(torch.__future__.set_swap_module_params_on_conversion, swaps)
         stack.enter_context(Dispatch())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -23,11 +24,12 @@ from hpcrl.control.abortable import AbortableGroup
 from hpcrl.engines.gen.base import Request, SamplingParams
 from hpcrl.engines.gen.native.engine import NativeEngine
 from hpcrl.engines.hf_folder import read_safetensors
-from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
+from hpcrl.engines.train.deepspeed.spec import DeepSpeedConfig
+from hpcrl.engines.train.fsdp2.engine import SMALL_MODEL_BYTES, FSDP2Engine
 from hpcrl.rollout.batch import Batch
 from hpcrl.spec.weights import Need, everything
 from tests.engines.worlds import make_batch, make_model_folder, norms_of, run_ranks
-from tests.gpu_rehearsal.device import gpu
+from tests.gpu_rehearsal.device import TO_DEVICE, TO_HOST, gpu, waits
 from tests.gpu_rehearsal.ledger import Ledger
 from tests.gpu_rehearsal.streams import Transfers
 
@@ -66,10 +68,10 @@ def rehearse(name: str, folder: Path) -> list[Result]:
 
 def _rehearse(name: str, models: Mapping[int, Path]) -> Result:
     part, ledgers, found = PARTS[name], {n: Ledger() for n in models}, {}
-    wanted = part.run(models[FEW], "cpu", lambda _: nullcontext())
     for layers, ledger in ledgers.items():
         with gpu(ledger):
             found[layers] = part.run(models[layers], "cuda", ledger.section)
+    wanted = part.run(models[FEW], "cpu", lambda _: nullcontext())  # after which Megatron's process has none
     return Result(found[FEW], wanted, {n: ledger.sections for n, ledger in ledgers.items()})
 
 
@@ -118,12 +120,74 @@ def _trains(engine: Any, config: Any, name: str, section: Section) -> Numbers:
     return found
 
 
-def _fsdp2(param_dtype: str) -> Callable[[Path, str, Section], Numbers]:
+def _fsdp2(param_dtype: str, by_layer: bool = False) -> Callable[[Path, str, Section], Numbers]:
+    """by_layer: as a model that is too large to be gathered as a whole."""
+
     def run(folder: Path, device: str, section: Section) -> Numbers:
         config = trainer_config(param_dtype=param_dtype)
-        engine = FSDP2Engine(config.trainer, folder, dtype=torch.float32, total_steps=9, device=device)
-        assert engine.sharded == (param_dtype == "bfloat16")
+        with mock.patch("hpcrl.engines.train.fsdp2.engine.SMALL_MODEL_BYTES", 0 if by_layer else SMALL_MODEL_BYTES):
+            engine = FSDP2Engine(config.trainer, folder, dtype=torch.float32, total_steps=9, device=device)
+        assert (engine.sharded, engine.keep_gathered) == (param_dtype == "bfloat16", not by_layer)
         return _trains(engine, config, "fsdp2", section)
+
+    return run
+
+
+class _Instead:
+    """A module with other attributes."""
+
+    def __init__(self, module: Any, **others: Any):
+        self._module = module
+        vars(self).update(others)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _megatron(folder: Path, device: str, section: Section) -> Numbers:
+    """With Megatron-Core's layers for machines without Transformer Engine, on the device."""
+    from hpcrl.engines.train.megatron import engine, model, weights
+
+    def on_device(*args: Any, **kwargs: Any) -> Any:
+        core = transformer_config(*args, **kwargs)
+        core.use_cpu_initialization = device == "cpu"
+        return core
+
+    transformer_config = model.transformer_config
+    local = _Instead(torch, cuda=_Instead(torch.cuda, is_available=lambda: False))
+    config = trainer_config(engine="megatron", param_dtype="float32")
+    with (
+        mock.patch.object(engine, "check_layers", lambda on_gpu: None),
+        mock.patch.object(engine, "transformer_config", on_device),
+        mock.patch.object(model, "torch", local),
+        mock.patch.object(weights, "torch", local),
+    ):
+        return _trains(engine.MegatronEngine(config.trainer, folder, total_steps=9), config, "megatron", section)
+
+
+def _moved_memory(storage: torch.UntypedStorage, device: torch.device) -> torch.UntypedStorage:
+    """In place of hpcrl.engines.train.deepspeed.places._copy, since there is no memory of the device: a copy elsewhere.
+    What still refers to the old memory finds NaN."""
+    waits(TO_HOST if device.type == "cpu" else TO_DEVICE)
+    copy = storage.clone()
+    ctypes.memset(storage.data_ptr(), 255, storage.nbytes())
+    return copy
+
+
+def _deepspeed(stage: int, param_dtype: str) -> Callable[[Path, str, Section], Numbers]:
+    def run(folder: Path, device: str, section: Section) -> Numbers:
+        from deepspeed.accelerator import set_accelerator
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+        from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+
+        from hpcrl.engines.train.deepspeed.engine import ZeroEngine  # before what it spares deepspeed
+
+        set_accelerator(CUDA_Accelerator() if device == "cuda" else CPU_Accelerator())
+        config = trainer_config(param_dtype=param_dtype)
+        zero = DeepSpeedConfig(zero_stage=stage)
+        engine = ZeroEngine(config.trainer, folder, zero=zero, dtype=torch.float32, total_steps=9, device=device)
+        with mock.patch("hpcrl.engines.train.deepspeed.places._copy", _moved_memory):
+            return _trains(engine, config, f"deepspeed {stage}", section)
 
     return run
 
@@ -212,6 +276,10 @@ def _weights(folder: Path, device: str, section: Section) -> Numbers:
 PARTS: dict[str, Part] = {
     "fsdp2 plain": Part(_fsdp2("float32")),
     "fsdp2 sharded": Part(_fsdp2("bfloat16"), ranks=2),
+    "fsdp2 by layer": Part(_fsdp2("bfloat16", by_layer=True), ranks=2),
+    "deepspeed 2": Part(_deepspeed(2, "bfloat16")),
+    "deepspeed 3": Part(_deepspeed(3, "float32")),
+    "megatron": Part(_megatron),
     "native": Part(_native),
     "weights": Part(_weights, ranks=2),
 }
