@@ -421,21 +421,22 @@ class NativeEngine:
         logits = self._model.decode(tokens, positions, live, self._cache, self._decoding)
         routes, self._model.routes = self._model.routes, None
         uniform = self._tensor(uniforms(slots.origins[:rows], iteration))
-        ids, logprobs, behaviour = (t.numpy() for t in to_host(sample(logits, plan, uniform)))
+        on_host = to_host([*sample(logits, plan, uniform), *self._recorded(routes)])
+        ids, logprobs, behaviour, *chosen = (tensor.numpy() for tensor in on_host)
         if not np.isfinite(logprobs[:live]).all():
             bad = slots.requests[int(np.argmin(np.isfinite(logprobs[:live])))].id
             raise FloatingPointError(f"request {bad}: the logits are not finite under weights version {self.version}")
-        self._tape.write(self.version, ids, logprobs, behaviour, *self._recorded(routes))
+        self._tape.write(self.version, ids, logprobs, behaviour, *chosen)
         slots.tokens[:rows] = ids
         slots.positions[:live] += 1
         return self._collect(ids[:live], iteration)
 
-    def _recorded(self, routes: list[torch.Tensor] | None) -> list[np.ndarray]:
+    def _recorded(self, routes: list[torch.Tensor] | None) -> list[torch.Tensor]:
         """The choices of all layers as a column of the tape, if they are recorded."""
         if routes is None or self._routes is None:
             return []
         chosen = torch.cat(routes, dim=1).to(getattr(torch, self._routes.travels_as))
-        return [chosen.cpu().numpy().reshape(self._routes.shape(len(chosen)))]
+        return [chosen.reshape(self._routes.shape(len(chosen)))]
 
     def _collect(self, ids: np.ndarray, iteration: int) -> list[Output]:
         """The outputs of the requests that end with these tokens (int64 [live]); their slots are free afterwards."""
