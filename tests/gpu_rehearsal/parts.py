@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -24,10 +25,12 @@ from hpcrl.control.abortable import AbortableGroup
 from hpcrl.engines.gen.base import Request, SamplingParams
 from hpcrl.engines.gen.native.engine import NativeEngine
 from hpcrl.engines.hf_folder import read_safetensors
+from hpcrl.engines.routes import RouteShape
 from hpcrl.engines.train.deepspeed.spec import DeepSpeedConfig
 from hpcrl.engines.train.fsdp2.engine import SMALL_MODEL_BYTES, FSDP2Engine
 from hpcrl.rollout.batch import Batch
 from hpcrl.spec.weights import Need, everything
+from hpcrl.trajectory import FIELDS, declare
 from tests.engines.worlds import make_batch, make_model_folder, norms_of, run_ranks
 from tests.gpu_rehearsal.device import TO_DEVICE, TO_HOST, gpu, waits
 from tests.gpu_rehearsal.ledger import Ledger
@@ -233,6 +236,41 @@ def _native(folder: Path, device: str, section: Section) -> Numbers:
     return found | _outputs(engine)
 
 
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_key_value_heads": 4}
+
+
+@mock.patch("hpcrl.engines.gen.sampling.adds_in_order", lambda device: False)
+def _experts(folder: Path, device: str, section: Section) -> Numbers:
+    """The generator records the experts that it chooses, and the trainer chooses them again."""
+    layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    folder = make_model_folder("qwen3_moe", folder / "experts", num_hidden_layers=layers, **EXPERTS)
+    shape = RouteShape(layers, EXPERTS["num_experts_per_tok"], EXPERTS["num_experts"])
+    batch = batch_to_train()
+    declare(shape.field)
+    sizes: dict[str, Any] = {"max_slots": 4, "max_length": 32, "dtype": torch.float32}
+    generator = NativeEngine(folder, **sizes, device=device, routes=shape)
+    prompts = [row.tolist() for row in batch.token_ids.split(list(LENGTHS))]
+    generator.add([Request(i, prompt, REQUESTS[i], seed=i) for i, prompt in enumerate(prompts)])
+    generator.step(1)
+    with section("experts: 4 tokens"):
+        generator.step(4)
+    outputs = generator.step(20)
+    found: Numbers = {f"routes {output.id}": torch.from_numpy(output.columns["routes"]) for output in outputs}
+    routes = torch.cat([found[f"routes {i}"] for i in range(len(prompts))])
+    batch.routes = routes[: batch.num_tokens]  # any choices
+    config = trainer_config(param_dtype="float32")
+    about: dict[str, Any] = {"dtype": torch.float32, "total_steps": 9, "device": device, "replay": True}
+    engine = FSDP2Engine(config.trainer, folder, **about)
+    objective = make_algorithm(config).objective
+    found["first step"] = engine.train_step(batch, PLAN, objective, norms_of(batch))
+    with section("experts: step"):
+        found["step"] = engine.train_step(batch, PLAN, objective, norms_of(batch))
+    with section("experts: log-probs"):
+        found["log-probs"] = engine.logprobs(batch, PLAN, 0.7)
+    FIELDS.pop("routes")
+    return found | {name: tensor.cpu() for name, tensor in engine.named_weights()}
+
+
 def _weights(folder: Path, device: str, section: Section) -> Numbers:
     """From two trainer ranks to the generator of the second one."""
     rank, ranks, replica = dist.get_rank(), (0, 1), (1,)
@@ -277,6 +315,7 @@ PARTS: dict[str, Part] = {
     "fsdp2 plain": Part(_fsdp2("float32")),
     "fsdp2 sharded": Part(_fsdp2("bfloat16"), ranks=2),
     "fsdp2 by layer": Part(_fsdp2("bfloat16", by_layer=True), ranks=2),
+    "experts": Part(_experts),
     "deepspeed 2": Part(_deepspeed(2, "bfloat16")),
     "deepspeed 3": Part(_deepspeed(3, "float32")),
     "megatron": Part(_megatron),

@@ -24,7 +24,8 @@ def poison(place: Tensor) -> None:
 
 def unchanged(memory: Tensor, before: Tensor, how: str) -> None:
     """ReusedEarly if the bits of the memory differ from `before`."""
-    bits = [x.detach().contiguous().view(-1).view(torch.uint8) for x in (memory, before)]
+    dense = (torch.empty(x.numel(), dtype=x.dtype).copy_(x.detach().reshape(-1)) for x in (memory, before))
+    bits = [x.view(torch.uint8) for x in dense]
     if not torch.equal(*bits):
         raise ReusedEarly(f"{how} was written before the host waited: {[*memory.shape]} {memory.dtype}")
 

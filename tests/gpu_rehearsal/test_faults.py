@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,13 @@ from torch import Tensor
 
 from hpcrl.comm.transfer import Fabric
 from hpcrl.control.messages import Move
+from hpcrl.engines.gen.base import Request, SamplingParams
+from hpcrl.engines.gen.native.attention import Decoding
+from hpcrl.engines.gen.native.engine import NativeEngine
 from hpcrl.engines.train import moving
 from hpcrl.engines.train.fsdp2.logits import Head, token_logprobs
 from hpcrl.metrics.stats import stat
+from tests.engines.worlds import make_model_folder
 from tests.gpu_rehearsal.device import CUDA, gpu
 from tests.gpu_rehearsal.ledger import Ledger
 from tests.gpu_rehearsal.streams import ReusedEarly, Transfers
@@ -84,6 +89,25 @@ def test_a_wait_in_a_loop_over_layers_grows_with_it(layers: int, ledger: Ledger)
     for _ in range(layers):
         stat(x)
     assert ledger.sections["test"] == {("metrics/stats.py:stat", "item"): 3 * layers}
+
+
+@pytest.mark.parametrize("layers", [2, 4])
+def test_a_wait_in_each_layer_of_the_generator_grows_with_it(
+    layers: int, ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend = Decoding.attend
+
+    def waiting(self: Decoding, q: Tensor, *others: Any) -> Tensor:
+        assert float(q.sum()) != 0
+        return attend(self, q, *others)
+
+    monkeypatch.setattr(Decoding, "attend", waiting)
+    folder = make_model_folder("qwen2", tmp_path / "model", num_hidden_layers=layers)
+    engine = NativeEngine(folder, max_slots=1, max_length=16, dtype=torch.float32, device="cuda")
+    engine.add([Request(0, [1, 2, 3], SamplingParams(3, ignore_eos=True), seed=0)])
+    engine.step(3)
+    by_place = ledger.sections["test"]
+    assert [times for (_, what), times in by_place.items() if what == "item"] == [3 * layers]
 
 
 def _noted(monkeypatch: pytest.MonkeyPatch, function: Callable[[Tensor], Any]) -> Callable[[], Any]:
