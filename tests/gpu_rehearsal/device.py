@@ -49,7 +49,7 @@ class _State:
 
     ledger = Ledger()
     stream = Stream()
-    pinned: dict[int, torch.UntypedStorage]  # by address; kept, so that no other memory has it
+    pinned: dict[int, torch.UntypedStorage | None]  # by address; kept, so that no other memory has it
     on_device = False
     """In a function with tensors on the device: what C++ makes for it is there."""
 
@@ -504,6 +504,12 @@ class _OfTheCpu:
         return cls.own("cpu")
 
 
+def _register(address: int, num_bytes: int, flags: int) -> int:
+    """cudaHostRegister, of memory that stays."""
+    STATE.pinned[address] = None
+    return 0
+
+
 _swap_tensors = torch.utils.swap_tensors
 
 
@@ -536,6 +542,7 @@ def gpu(ledger: Ledger | None = None) -> Iterator[Ledger]:
         "max_memory_allocated": lambda device=None: 0,
         "reset_peak_memory_stats": lambda device=None: None,
         "synchronize": lambda device=None: waits(SYNCHRONIZE),
+        "cudart": lambda: SimpleNamespace(cudaHostRegister=_register),
         "Stream": CudaStream,
         "Event": CudaStream,
         "current_stream": lambda device=None: CudaStream(),

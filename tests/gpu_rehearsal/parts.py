@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -32,7 +32,7 @@ from hpcrl.rollout.batch import Batch
 from hpcrl.spec.weights import Need, everything
 from hpcrl.trajectory import FIELDS, declare
 from tests.engines.worlds import make_batch, make_model_folder, norms_of, run_ranks
-from tests.gpu_rehearsal.device import TO_DEVICE, TO_HOST, gpu, waits
+from tests.gpu_rehearsal.device import SYNCHRONIZE, gpu, waits
 from tests.gpu_rehearsal.ledger import Ledger
 from tests.gpu_rehearsal.streams import Transfers
 
@@ -168,13 +168,18 @@ def _megatron(folder: Path, device: str, section: Section) -> Numbers:
         return _trains(engine.MegatronEngine(config.trainer, folder, total_steps=9), config, "megatron", section)
 
 
-def _moved_memory(storage: torch.UntypedStorage, device: torch.device) -> torch.UntypedStorage:
-    """In place of hpcrl.engines.train.deepspeed.places._copy, since there is no memory of the device: a copy elsewhere.
-    What still refers to the old memory finds NaN."""
-    waits(TO_HOST if device.type == "cpu" else TO_DEVICE)
-    copy = storage.clone()
-    ctypes.memset(storage.data_ptr(), 255, storage.nbytes())
-    return copy
+def _moves(self: Any, tensors: Collection[Tensor], moved: Any) -> None:
+    """In place of DeepSpeed's HostTurns._move, since there is no memory of the device: copies elsewhere, waited for
+    once. What still refers to the old memory finds NaN."""
+    from hpcrl.engines.train.deepspeed.places import move
+
+    def elsewhere(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        copy = storage.clone()
+        ctypes.memset(storage.data_ptr(), 255, storage.nbytes())
+        return copy
+
+    waits(SYNCHRONIZE)
+    move(tensors, elsewhere)
 
 
 def _deepspeed(stage: int, param_dtype: str) -> Callable[[Path, str, Section], Numbers]:
@@ -189,7 +194,7 @@ def _deepspeed(stage: int, param_dtype: str) -> Callable[[Path, str, Section], N
         config = trainer_config(param_dtype=param_dtype)
         zero = DeepSpeedConfig(zero_stage=stage)
         engine = ZeroEngine(config.trainer, folder, zero=zero, dtype=torch.float32, total_steps=9, device=device)
-        with mock.patch("hpcrl.engines.train.deepspeed.places._copy", _moved_memory):
+        with mock.patch("hpcrl.engines.train.deepspeed.places.HostTurns._move", _moves):
             return _trains(engine, config, f"deepspeed {stage}", section)
 
     return run

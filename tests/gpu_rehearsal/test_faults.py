@@ -110,13 +110,12 @@ def test_a_wait_in_each_layer_of_the_generator_grows_with_it(
     assert [times for (_, what), times in by_place.items() if what == "item"] == [3 * layers]
 
 
-def _noted(monkeypatch: pytest.MonkeyPatch, function: Callable[[Tensor], Any]) -> Callable[[], Any]:
+def _noted(function: Callable[[Tensor], Any]) -> Callable[[], Any]:
     """The function as a function of hpcrl."""
-    monkeypatch.setattr(moving, "moved", lambda tensor, device: tensor)
-    code = compile("def moved(tensor): return function(tensor)", moving.__file__, "exec")
+    code = compile("def register(tensor): return function(tensor)", moving.__file__, "exec")
     names: dict[str, Any] = {"function": function}
     exec(code, names)
-    return lambda: names["moved"](torch.arange(4.0, device="cuda"))
+    return lambda: names["register"](torch.arange(4.0, device="cuda"))
 
 
 WAITS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
@@ -151,10 +150,10 @@ WAITS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", WAITS)
-def test_each_way_to_wait_is_counted_once(name: str, ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_way_to_wait_is_counted_once(name: str, ledger: Ledger) -> None:
     function, what = WAITS[name]
-    _noted(monkeypatch, function)()
-    assert ledger.sections["test"] == {("engines/train/moving.py:moved", what): 1}
+    _noted(function)()
+    assert ledger.sections["test"] == {("engines/train/moving.py:register", what): 1}
 
 
 NO_WAITS: dict[str, Callable[[Tensor], Any]] = {
@@ -172,8 +171,8 @@ NO_WAITS: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", NO_WAITS)
-def test_what_does_not_wait_is_not_counted(name: str, ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    _noted(monkeypatch, NO_WAITS[name])()
+def test_what_does_not_wait_is_not_counted(name: str, ledger: Ledger) -> None:
+    _noted(NO_WAITS[name])()
     assert not counted(ledger)
 
 
