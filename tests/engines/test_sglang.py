@@ -1,57 +1,70 @@
-"""SGLang's adapter on its stand-in (beside its contract, tests/contracts): caches, weights, ranks, and its failures."""
+"""SGLang's adapter (beside its contract, tests/contracts): what it makes of answers, and with the real SGLang on a CPU
+(tests/sglang_cpu) caches, weights, ranks and failures."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
+import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
-from hpcrl.config import Config, TinyModel, load
+from hpcrl.config import Config, load
 from hpcrl.engines.gen.base import ReplicaRanks, Request, SamplingParams
 from hpcrl.engines.gen.sglang import engine as adapter
-from hpcrl.engines.gen.sglang.child import Child
+from hpcrl.engines.gen.sglang.child import last_error
+from hpcrl.engines.gen.sglang.server import Made
 from hpcrl.engines.gen.sglang.sizes import cache, check
-from hpcrl.engines.tiny import make_tiny_model
 from hpcrl.planner.shapes import read_shape
 from hpcrl.rollout.types import FinishReason
+from hpcrl.spec.installed import fields
 from hpcrl.spec.tables import GEN_ENGINES
-from tests.contracts.gen.sglang import STANDIN, forget, make_engine, start
+from tests.contracts.gen.sglang import make_engine, make_model, own, weights_of
 from tests.engines.worlds import run_ranks
 
 VOCAB = 320
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("model")
-    make_tiny_model(TinyModel(vocab_size=VOCAB), folder)
-    yield folder
-    forget()
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("sglang") / "model")
 
 
 @pytest.fixture
-def started() -> list[Any]:
-    """The servers that `recording` started."""
-    return []
+def folder(model: Path) -> Path:
+    """The model's, for tests with the real SGLang."""
+    pytest.importorskip("sglang", reason="SGLang is not installed; make test-outside")
+    return model
 
 
-def recording(started: list[Any], arguments: Mapping[str, Any], environment: Mapping[str, str]) -> Any:
-    started.append(start(arguments, environment))
-    return started[-1]
+def real(test: Any) -> Any:
+    """Marks of a test with the real SGLang."""
+    for mark in (pytest.mark.outside, pytest.mark.slow, pytest.mark.timeout(300)):
+        test = mark(test)
+    return test
 
 
-def weights_of(folder: Path, scale: float = 1.0) -> list[tuple[str, torch.Tensor]]:
-    from transformers import AutoModelForCausalLM
+class Answers:
+    """A Server that gives these answers to a burst, for what the adapter makes of them."""
 
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    return [(name, scale * parameter.detach()) for name, parameter in model.named_parameters()]
+    def __init__(self, *made: Made):
+        self._made = list(made)
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        return self._made if name == "burst" else None
+
+    def close(self) -> None:
+        pass
+
+
+def answered(model: Path, *made: Made) -> Any:
+    return make_engine(model, start=lambda arguments, environment: Answers(*made), load=True)
 
 
 def ask(number: int, new: int = 12, **params: Any) -> Request:
@@ -67,52 +80,164 @@ def answers(engine: Any, requests: list[Request], burst: int = 4) -> dict[int, A
     return found
 
 
-def test_prefixes_of_old_weights_are_dropped_or_kept_for_running_responses_alone(
-    folder: Path, started: list[Any]
+@pytest.mark.parametrize("params", [{"min_p": 0.1}, {"top_k": 1}, {"top_k": 5000}])
+def test_sampling_whose_logprobs_sglang_does_not_give_is_refused(model: Path, params: dict[str, Any]) -> None:
+    engine = answered(model)
+    with pytest.raises(ValueError, match=r"request 1: SGLang gives the log-probs of truncated sampling"):
+        engine.add([ask(0), ask(1, **params)])
+    assert engine.progress() == {}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "logprobs", "error", "text"),
+    [
+        ([1, 1 << 30], [-1.0, -1.0], RuntimeError, "the token 1073741824, outside the vocabulary of 320"),
+        ([1, 2], [-1.0, np.nan], FloatingPointError, "the log-probs are not finite under weights version 0"),
+        ([1, 2], [-1.0], RuntimeError, "SGLang gave 2 tokens, 1 log-probs and 0 after truncation"),
+    ],
+)
+def test_an_answer_that_makes_no_sense_is_refused(
+    model: Path, tokens: list[int], logprobs: list[float], error: type[Exception], text: str
 ) -> None:
-    engine = make_engine(folder, start=functools.partial(recording, started))
-    sglang = started[0]._engine
+    engine = answered(model, Made(0, 0, tokens, logprobs, [], False))
+    engine.add([ask(0)])
+    with pytest.raises(error, match=f"request 0: .*{text}"):
+        engine.step(2)
+
+
+class Counting(Answers):
+    """A Server whose responses are the request's number again and again."""
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        if name != "burst":
+            return None
+        jobs, num_tokens, max_slots = arguments
+        counts = [(job.id, min(job.left, num_tokens)) for job in jobs[:max_slots]]
+        return [Made(i, 0, [i] * count, [-float(i)] * count, [], False) for i, count in counts]
+
+
+def member(model: Path) -> tuple[Any, ...]:
+    rank, group = dist.get_rank(), dist.new_group()
+    started: list[Mapping[str, Any]] = []
+
+    def start(arguments: Mapping[str, Any], environment: Mapping[str, str]) -> Counting:
+        started.append(arguments)
+        return Counting()
+
+    engine = make_engine(model, replica=ReplicaRanks((0, 1), rank, group), start=start)
+    engine.load_weights(iter(weights_of(model) if started else []), 0)
+    engine.add([ask(i) for i in range(6)])
+    engine.step(3)
+    (aborted,) = engine.abort([2])
+    outputs = {output.id: output for output in [aborted, *answers(engine, []).values()]}
+    engine.sleep()
+    return [arguments["tp_size"] for arguments in started], {i: dataclasses.astuple(o) for i, o in outputs.items()}
+
+
+@pytest.mark.slow
+def test_the_first_rank_of_a_replica_owns_the_engine_and_all_know_what_it_made(model: Path) -> None:
+    (started, first), (other, second) = run_ranks(2, member, model)
+    assert started == [2] and not other
+    assert first.keys() == second.keys() == set(range(6)) and first[2][1].tolist() == [2, 2, 2]
+    for i, output in first.items():
+        for mine, theirs in zip(output, second[i], strict=True):
+            assert np.array_equal(mine, theirs)
+
+
+def test_the_last_traceback_tells_the_error() -> None:
+    first = ["a", "[08:00] Traceback (most recent call last):", "  File x", "KeyError: 1"]
+    last = ["[08:01] Scheduler hit an exception: Traceback (most recent call last):", "  File y", "", "ValueError: no"]
+    assert last_error([*first, *last, "UserWarning: z"]) == ("ValueError: no", [*first, *last])
+    assert last_error(["a", "b"]) == ("", ["a", "b"])
+    assert last_error([*first, last[0], "  cut"]) == ("", [*first, last[0], "  cut"])
+
+
+@real
+def test_prefixes_of_old_weights_are_dropped_or_kept_for_running_responses_alone(folder: Path) -> None:
+    engine, weights = make_engine(folder), weights_of(folder)
+    asked = engine._server.asked
+
+    def salts() -> list[str]:
+        return [job.salt for job in asked[-1][1]]
+
+    engine.load_weights(weights, 0)
     answers(engine, [ask(0)])
-    engine.load_weights(weights_of(folder), 1)
-    assert sglang.calls[-1] == "flush_cache"
+    engine.load_weights(weights, 1)
+    assert asked[-1] == ("forget",)
     engine.add([ask(0)])
     engine.step(4)
-    engine.load_weights(weights_of(folder), 2)
-    assert sglang.calls[-1] == "end_weight_update", "the running response goes on with its cache"
+    engine.load_weights(weights, 2)
+    assert asked[-1] == ("end_update",), "the running response goes on with its cache"
     engine.add([ask(1)])
     engine.step(4)
-    assert sglang.tokenizer_manager.salts[-2:] == ["1", "2"]
+    assert salts() == ["1", "2"]
     engine.recompute()
     engine.step(1)
-    assert sglang.tokenizer_manager.salts[-2:] == ["2", "2"]
-    engine.close()
+    assert salts() == ["2", "2"]
 
 
-def test_weights_go_in_buckets_and_logprobs_are_theirs(
-    folder: Path, started: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@real
+def test_weights_go_in_buckets_and_logprobs_are_theirs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoModelForCausalLM
 
     monkeypatch.setattr(adapter, "BUCKET_BYTES", 1 << 14)
-    engine = make_engine(folder, start=functools.partial(recording, started), load=False)
-    changed = weights_of(folder, 1.5)
+    engine, changed = make_engine(folder), weights_of(folder, 1.5)
     engine.load_weights(iter(changed), 0)
-    updates = started[0]._engine.calls.count("update_weights_from_tensor")
+    updates = [name for name, *_ in engine._server.asked].count("update")
     assert 1 < updates < len(changed)
     model = AutoModelForCausalLM.from_pretrained(folder)
     model.load_state_dict(dict(changed), strict=False)
-    requests = [ask(i) for i in range(3)]
+    requests = [ask(i, temperature=1.0 - i / 4, top_k=5 * (i == 1), top_p=0.9 if i == 2 else 1.0) for i in range(3)]
     for i, output in answers(engine, requests).items():
-        ids = torch.tensor([[*requests[i].prompt_ids, *output.token_ids.tolist()]])
+        ids, start = torch.tensor([[*requests[i].prompt_ids, *output.token_ids.tolist()]]), len(requests[i].prompt_ids)
         with torch.no_grad():
-            wanted = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])
-        np.testing.assert_allclose(output.gen_logprobs, wanted[len(requests[i].prompt_ids) - 1 :, 0], atol=2e-5)
-    engine.close()
+            wanted = (model(ids).logits[0, start - 1 : -1] / requests[i].params.temperature).log_softmax(-1)
+        drawn = ids[0, start:, None]
+        np.testing.assert_allclose(output.gen_logprobs, wanted.gather(1, drawn)[:, 0], atol=2e-5)
+        if requests[i].params.truncates:
+            np.testing.assert_allclose(
+                output.gen_logprobs_behaviour, kept(wanted, drawn, requests[i].params), atol=2e-5
+            )
 
 
-def test_an_update_that_broke_off_is_closed_by_the_next(folder: Path, started: list[Any]) -> None:
-    engine = make_engine(folder, start=functools.partial(recording, started))
-    weights = weights_of(folder)
+def kept(logprobs: torch.Tensor, drawn: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Log-probs of the drawn tokens [n, 1] after SGLang's truncation: top-p of all tokens, unlike other engines."""
+    values, ids = logprobs.exp().sort(dim=-1, descending=True)
+    keep = values.cumsum(-1) - values <= params.top_p
+    keep &= torch.arange(VOCAB) < (params.top_k or VOCAB)
+    values = torch.where(keep, values, 0.0)
+    return (values / values.sum(-1, keepdim=True)).log()[ids == drawn]
+
+
+@real
+def test_a_response_does_not_depend_on_how_others_are_sampled(folder: Path) -> None:
+    """Training draws from all tokens while an evaluation truncates or is greedy."""
+    engine = make_engine(folder)
+    engine.load_weights(weights_of(folder), 0)
+    kinds: list[dict[str, Any]] = [{}, {"top_k": 5}, {"temperature": 0.0}, {"top_k": 50, "top_p": 0.8}, {}]
+    requests = [ask(i, **kind) for i, kind in enumerate(kinds)]
+    together = answers(engine, requests)
+    for request in requests:
+        alone = answers(engine, [request])[request.id]
+        assert together[request.id].token_ids.tolist() == alone.token_ids.tolist()
+    crowded = make_engine(folder, max_slots=2)  # a waiting request takes a slot of its kind, or one of a later burst
+    crowded.load_weights(weights_of(folder), 0)
+    for i, output in answers(crowded, requests[::-1], burst=5).items():
+        assert output.token_ids.tolist() == together[i].token_ids.tolist()
+
+
+@real
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.5}])
+def test_weights_that_are_not_numbers_are_told(folder: Path, params: dict[str, Any]) -> None:
+    engine = make_engine(folder)
+    engine.load_weights(weights_of(folder, np.nan), 3)
+    with pytest.raises(FloatingPointError, match="request 0: the log-probs are not finite under weights version 3"):
+        answers(engine, [ask(0, **params)])
+
+
+@real
+def test_an_update_that_broke_off_is_closed_by_the_next(folder: Path) -> None:
+    engine, weights = make_engine(folder), weights_of(folder)
 
     def breaking() -> Iterator[tuple[str, torch.Tensor]]:
         yield weights[0]
@@ -122,29 +247,33 @@ def test_an_update_that_broke_off_is_closed_by_the_next(folder: Path, started: l
         engine.load_weights(breaking(), 1)
     engine.load_weights(iter(weights), 2)
     assert engine.version == 2 and len(answers(engine, [ask(0)])[0].token_ids) == 12
-    engine.close()
 
 
-def test_memory_is_given_back_once_and_weights_come_anew(folder: Path, started: list[Any]) -> None:
-    engine = make_engine(folder, start=functools.partial(recording, started), sleeps=True)
+@real
+def test_memory_is_given_back_once_and_weights_come_anew(folder: Path) -> None:
+    """As on a GPU, but for the memory itself, which only CUDA gives back."""
+    engine = make_engine(folder, sleeps=True)
+    engine.load_weights(weights_of(folder), 0)
     whole = answers(engine, [ask(0)])[0]
+    names = lambda: [name for name, *_ in engine._server.asked]  # noqa: E731
     engine.sleep()
     engine.sleep()
     engine.wake()
     engine.wake()
-    assert started[0]._engine.calls[-2:] == ["release_memory_occupation", "resume_memory_occupation"]
+    assert names()[-2:] == ["sleep", "wake"]
     engine.sleep()  # what is awake
     engine.load_weights(weights_of(folder), 1)
-    assert started[0]._engine.calls.count("resume_memory_occupation") == 2  # the KV cache not yet
+    assert names().count("wake") == 2  # the KV cache not yet
     assert answers(engine, [ask(0)])[0].token_ids.tolist() == whole.token_ids.tolist()
-    assert started[0]._engine.calls.count("resume_memory_occupation") == 3
-    engine.close()
+    assert names().count("wake") == 3
 
 
+@real
 def test_a_stop_string_ends_a_response_wherever_bursts_end(folder: Path) -> None:
     from transformers import AutoTokenizer
 
-    engine = make_engine(folder, tokenizer=AutoTokenizer.from_pretrained(folder), max_length=80)
+    engine = make_engine(folder, tokenizer=AutoTokenizer.from_pretrained(folder))
+    engine.load_weights(weights_of(folder), 0)
     whole = answers(engine, [ask(0, 40)])[0].token_ids
     decode = engine._stops._tokenizer.decode
     last = next(
@@ -156,105 +285,48 @@ def test_a_stop_string_ends_a_response_wherever_bursts_end(folder: Path) -> None
         output = answers(engine, [ask(0, 40, stop=(stop,))], burst)[0]
         assert output.finish_reason is FinishReason.STOP and output.token_ids.tolist() == whole[:first].tolist()
         assert len(output.gen_logprobs) == len(output.versions) == first
-    engine.close()
 
 
-@pytest.mark.parametrize("params", [{"min_p": 0.1}, {"top_k": 1}, {"top_k": 5000}])
-def test_sampling_whose_logprobs_sglang_does_not_give_is_refused(folder: Path, params: dict[str, Any]) -> None:
-    engine = make_engine(folder)
-    with pytest.raises(ValueError, match=r"request 1: SGLang gives the log-probs of truncated sampling"):
-        engine.add([ask(0), ask(1, **params)])
-    assert engine.progress() == {}
-    engine.close()
-
-
+@real
 @pytest.mark.parametrize(
-    ("wrong", "text"),
+    ("number", "text"),
     [
-        ("token", "request 0: SGLang gave the token 1073741824, outside the vocabulary of 320"),
-        ("nan", "request 0: the log-probs are not finite under weights version 0"),
-        ("short", "request 0: SGLang made 0 of 4 tokens"),
+        (signal.SIGKILL, r"SGLang \(pid \d+, burst\) was ended by SIGKILL"),
+        (signal.SIGSTOP, r"SGLang \(pid \d+, burst\) gave no answer for 2 s"),
     ],
 )
-def test_an_answer_that_makes_no_sense_is_refused(
-    folder: Path, wrong: str, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make_engine(folder)
-    import sglang
-
-    monkeypatch.setattr(sglang, "WRONG", wrong)
-    with pytest.raises((RuntimeError, FloatingPointError), match=text):
-        answers(engine, [ask(0)])
-    engine.close()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("wrong", "text"),
-    [
-        ("die", r"SGLang \(pid \d+, burst\) was ended by SIGKILL; its last lines:\n  the scheduler hit an exception"),
-        (
-            "hang",
-            r"SGLang \(pid \d+, burst\) gave no answer for 2 s; its last lines:\n  the scheduler hit an exception",
-        ),
-    ],
-)
-def test_a_process_that_dies_or_hangs_is_named(
-    folder: Path, wrong: str, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(STANDIN)
-    monkeypatch.setenv("SGLANG_STANDIN_WRONG", wrong)
-    engine = make_engine(folder, start=functools.partial(Child, start_s=200.0, call_s=60.0), load=False)
-    engine.load_weights(iter(weights_of(folder)), 0)  # through shared memory
+def test_a_scheduler_that_dies_or_hangs_is_named(folder: Path, number: int, text: str) -> None:
+    engine = make_engine(folder, start=own)
+    engine.load_weights(iter(weights_of(folder)), 0)
     engine.add([ask(0, 40)])
     assert engine.step(8) == engine.step(4) == [] and engine.progress() == {0: 12}
-    if wrong == "hang":
-        engine._server._call_s = 2.0
+    below = psutil.Process(engine._server._process.pid).children(recursive=True)
+    (scheduler,) = [process for process in below if "sglang::scheduler" in process.cmdline()[0]]
+    scheduler.send_signal(number)
+    engine._server._call_s = 60.0 if number == signal.SIGKILL else 2.0
     with pytest.raises((RuntimeError, TimeoutError), match=text):
         answers(engine, [])
     engine.close()
-    assert not engine._server._process.is_alive()
+    _, alive = psutil.wait_procs(below, timeout=30)
+    assert not alive and not engine._server._process.is_alive()
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_what_sglang_refuses_is_told_with_its_key(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(STANDIN)
+@real
+def test_what_sglang_refuses_is_told_with_its_key_and_cause(folder: Path) -> None:
+    """A refusal in its own process, and one in that of its scheduler."""
     with pytest.raises(
         ValueError, match=r"SGLang refuses .* with generator\.sglang\.options=.*nonsense.*: .*'nonsense'"
     ):
-        make_engine(folder, options={"nonsense": 1}, start=functools.partial(Child, start_s=200.0, call_s=5.0))
-    with pytest.raises(
-        ValueError, match=r"SGLang refuses .*: ServerArgs.page_size: Optional\[int\] is needed, got str"
-    ):
-        make_engine(folder, options={"page_size": "many"})
+        make_engine(folder, options={"nonsense": 1}, start=own)
+    cause = r"ValueError: torch\.float32 is not supported for quantization method fp8"
+    with pytest.raises(RuntimeError, match=rf"^SGLang \(pid \d+, starting\) was ended by SIGKILL: {cause}"):
+        make_engine(folder, options={"quantization": "fp8"}, start=own)
 
 
-def member(folder: Path) -> tuple[Any, ...]:
-    rank, group = dist.get_rank(), dist.new_group()
-    engine = make_engine(folder, replica=ReplicaRanks((0, 1), rank, group), load=False)
-    owns = engine._server is not None
-    engine.load_weights(iter(weights_of(folder) if owns else []), 0)
-    engine.add([ask(i) for i in range(6)])
-    engine.step(3)
-    (aborted,) = engine.abort([2])
-    outputs = {output.id: output for output in [aborted, *answers(engine, []).values()]}
-    split = engine._server._engine._arguments["tp_size"] if owns else 0
-    engine.sleep()
-    engine.close()
-    return owns, split, {i: dataclasses.astuple(output) for i, output in outputs.items()}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_the_first_rank_of_a_replica_owns_the_engine_and_all_know_what_it_made(folder: Path) -> None:
-    (owns, split, first), (other_owns, _, second) = run_ranks(2, member, folder)
-    assert owns and not other_owns and split == 2
-    assert first.keys() == second.keys() == set(range(6)) and len(first[2][1]) == 3
-    for i, output in first.items():
-        for mine, theirs in zip(output, second[i], strict=True):
-            assert np.array_equal(mine, theirs)
+@real
+def test_names_of_its_arguments_are_found_in_its_source(folder: Path) -> None:
+    found = fields("sglang", "srt/arg_groups/fields/*.py")
+    assert {"attention_backend", "page_size", "max_total_tokens", "sampling_mask_max_tokens"} <= found
 
 
 def planned(words: list[str], vocab_size: int = 151936) -> tuple[Config, Any]:

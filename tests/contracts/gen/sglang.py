@@ -1,54 +1,94 @@
-"""SGLang's stand-in (tests/sglang_standin), in this process."""
+"""The real SGLang on a CPU (tests/sglang_cpu). A server takes 20 s to start, so that the tests share two."""
 
 from __future__ import annotations
 
-import sys
+import atexit
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from hpcrl.config import TinyModel
 from hpcrl.engines.gen.base import GenEngine
 from hpcrl.engines.tiny import make_tiny_model
-from tests.conftest import ROOT
-from tests.contracts.gen import MAX_LENGTH, VOCAB, Engines
+from tests.contracts.gen import MAX_LENGTH, VOCAB, Engines, NamedWeights
 
-STANDIN = ROOT / "tests/sglang_standin"
+MODEL = TinyModel(vocab_size=VOCAB)
+ENVIRONMENT = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_cpu_models",  # else SGLang imports every model that it knows
+    "TORCHDYNAMO_DISABLE": "1",  # it compiles parts of itself, which takes longer than the tests
+}
+OPTIONS = {"device": "cpu", "attention_backend": "torch_native"}
+LIMITS: dict[str, Any] = {"max_slots": 8, "max_length": MAX_LENGTH, "dtype": "float32", "cache_tokens": 1024}
 
 
 def factory(tmp: Path) -> Engines:
-    from transformers import AutoModelForCausalLM
-
-    make_tiny_model(TinyModel(vocab_size=VOCAB), tmp / "model")
-    weights = AutoModelForCausalLM.from_pretrained(tmp / "model").state_dict()
-    del weights["lm_head.weight"]  # the same matrix as the embedding
+    pytest.importorskip("sglang", reason="SGLang is not installed; make test-outside")
+    weights = weights_of(make_model(tmp / "model"))
 
     def build(max_slots: int, load: bool) -> GenEngine:
-        return make_engine(tmp / "model", max_slots=max_slots, load=load)
+        engine = make_engine(tmp / "model", max_slots=max_slots)
+        if load:
+            engine.load_weights(weights, 0)
+        return engine
 
-    return Engines(build, list(weights.items()), close=forget)
+    return Engines(build, weights)
+
+
+def make_model(folder: Path) -> Path:
+    make_tiny_model(MODEL, folder)
+    return folder
+
+
+def weights_of(folder: Path, scale: float = 1.0) -> NamedWeights:
+    """Those that training sends: a head that is the embedding is not among them."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    return [(name, scale * parameter.detach()) for name, parameter in model.named_parameters()]
 
 
 def make_engine(folder: Path, **settings: Any) -> Any:
-    """SGLangEngine with small limits; without `start`, SGLang is in this process."""
+    """SGLangEngine without weights; without `start`, of a shared server, so that its model must be MODEL."""
     from hpcrl.engines.gen.sglang.engine import SGLangEngine
 
-    more = {"max_slots": 4, "max_length": MAX_LENGTH, "dtype": "float32", "start": start}
-    return SGLangEngine(folder, **more | settings)
+    options = OPTIONS | settings.pop("options", {})
+    return SGLangEngine(folder, **{"start": shared, "load": False, **LIMITS, **settings, "options": options})
 
 
-def start(arguments: Mapping[str, Any], environment: Mapping[str, str]) -> Any:
-    """A Server of the stand-in."""
-    from hpcrl.engines.gen.sglang.server import Server
+def own(arguments: Mapping[str, Any], environment: Mapping[str, str]) -> Any:
+    """A server for one engine."""
+    from hpcrl.engines.gen.sglang.child import Child
 
-    sys.path.insert(0, str(STANDIN))
-    try:
-        return Server(arguments)
-    finally:
-        sys.path.remove(str(STANDIN))
+    return Child(arguments, {**ENVIRONMENT, **environment}, start_s=280.0, call_s=60.0)
 
 
-def forget() -> None:
-    """Import the stand-in no more."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "sglang"]:
-        del sys.modules[name]
+class Shared:
+    """A server for one engine after another. asked: what was asked of it, with its arguments."""
+
+    def __init__(self, server: Any):
+        self._server = server
+        self.asked: list[tuple[Any, ...]] = []
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        self.asked.append((name, *arguments))
+        return self._server.call(name, *arguments)
+
+    def close(self) -> None:
+        """It goes on: nothing runs in it between two calls."""
+
+
+SERVERS: list[Any] = []
+
+
+def shared(arguments: Mapping[str, Any], environment: Mapping[str, str]) -> Shared:
+    """A server for as many slots as any engine has: of two in turn, since no test has more engines at once."""
+    if len(SERVERS) < 2:
+        given = {"max_running_requests": LIMITS["max_slots"], "enable_memory_saver": False}  # which takes CUDA
+        SERVERS.append(own({**arguments, **given}, environment))
+        atexit.register(SERVERS[-1].close)
+    else:
+        SERVERS.append(SERVERS.pop(0))
+    return Shared(SERVERS[-1])

@@ -21,6 +21,7 @@ from hpcrl.signals import die_with, held_back
 
 PR_SET_PTRACER = 0x59616D61
 LAST_LINES = 12
+TRACEBACK = "Traceback (most recent call last):"
 STARTING = "starting"
 END_S = 30.0
 
@@ -29,7 +30,8 @@ class Child:
     """A Server whose calls have a deadline.
 
     environment: variables of its process. start_s, call_s: deadlines, seconds. ValueError if SGLang refuses the
-    arguments; RuntimeError or TimeoutError, with the last lines of its output, if it fails, dies or does not answer.
+    arguments; RuntimeError or TimeoutError, with the last error that it wrote and the lines before, if it fails, dies
+    or does not answer.
     """
 
     def __init__(self, arguments: Mapping[str, Any], environment: Mapping[str, str], start_s: float, call_s: float):
@@ -91,8 +93,23 @@ class Child:
         return RuntimeError(f"SGLang (pid {self._process.pid}, {during}) {how}{self._last()}")
 
     def _last(self) -> str:
-        lines = Path(self._log.name).read_text(errors="replace").splitlines()[-LAST_LINES:]
-        return "; its last lines:\n  " + "\n  ".join(lines) if lines else "; it wrote nothing"
+        lines = Path(self._log.name).read_text(errors="replace").splitlines()
+        error, lines = last_error(lines)
+        if not lines:
+            return "; it wrote nothing"
+        return "".join([f": {error}" if error else "", "; its last lines:\n  ", "\n  ".join(lines[-LAST_LINES:])])
+
+
+def last_error(lines: list[str]) -> tuple[str, list[str]]:
+    """The last exception of which a program wrote a traceback, and the lines up to there; without one, "" and all.
+
+    SGLang ends its processes by SIGKILL when a scheduler fails, and other packages' warnings come after the cause.
+    """
+    begins = [number for number, line in enumerate(lines) if TRACEBACK in line]
+    for number in range(begins[-1] + 1, len(lines)) if begins else ():
+        if lines[number].strip() and not lines[number][0].isspace():
+            return lines[number], lines[: number + 1]
+    return "", lines
 
 
 def _serve(channel: Connection, arguments: dict[str, Any], environment: dict[str, str], log: str, parent: int) -> None:

@@ -7,11 +7,15 @@ tokens so far, which SGLang's prefix cache makes cheap.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import torch
+
+NOT_KEPT = "selected a token outside its captured sampling support"
+"""SGLang's words for a token without log-prob after truncation."""
 
 
 class Continuation(msgspec.Struct):
@@ -52,19 +56,29 @@ class Server:
         return getattr(self, name)(*arguments)
 
     def burst(self, jobs: Sequence[Continuation], num_tokens: int, max_slots: int) -> list[Made]:
-        """Continue the jobs, max_slots at once and in order, for num_tokens iterations of each slot."""
-        waiting, made = iter(jobs), []
+        """Continue the jobs, in max_slots slots and in order, for num_tokens iterations of each slot.
 
-        async def slot() -> None:
+        Those with and without truncation run one after the other, and a slot has jobs of one kind: if one request of a
+        batch truncates or is greedy, SGLang assigns the noise of every request to tokens sorted by probability, else by
+        id. A response would depend on its batch.
+        """
+        made: list[Made] = []
+
+        async def slot(job: Continuation | None, waiting: Iterator[Continuation]) -> None:
             start = 0
-            while start < num_tokens and (job := next(waiting, None)) is not None:
+            while start < num_tokens and job is not None:
                 made.append(await self._generate(job, min(job.left, num_tokens - start), start))
                 start += len(made[-1].token_ids)
+                job = next(waiting, None)
 
-        async def slots() -> None:
-            await asyncio.gather(*(slot() for _ in range(min(max_slots, len(jobs)))))
+        async def slots(sorts: bool) -> None:
+            first, waiting = ([job for job in part if _sorts(job) == sorts] for part in split)
+            following = iter(waiting)
+            await asyncio.gather(*(slot(job, following) for job in first))
 
-        self._engine.loop.run_until_complete(slots())
+        split = jobs[:max_slots], jobs[max_slots:]
+        for sorts in (False, True):
+            self._engine.loop.run_until_complete(slots(sorts))
         return made
 
     async def _generate(self, job: Continuation, num_tokens: int, start: int) -> Made:
@@ -78,7 +92,14 @@ class Server:
             return_sampling_mask=job.behaviour,
             cache_salt=job.salt,
         )
-        (answer,) = [answer async for answer in self._engine.tokenizer_manager.generate_request(request)]
+        try:
+            (answer,) = [answer async for answer in self._engine.tokenizer_manager.generate_request(request)]
+        except Exception as error:
+            if job.behaviour and NOT_KEPT in str(error):  # so it says also of NaN, which the other log-probs show
+                made = await self._generate(msgspec.structs.replace(job, behaviour=False), num_tokens, start)
+                if not all(map(math.isfinite, made.logprobs)):
+                    return made
+            raise
         tokens, told = list(answer["output_ids"]), answer["meta_info"]
         reason = told["finish_reason"]
         if reason["type"] == "abort":
@@ -128,6 +149,12 @@ class Server:
     def close(self) -> None:
         """End the engine and its processes."""
         self._engine.shutdown()
+
+
+def _sorts(job: Continuation) -> bool:
+    """Whether SGLang draws its tokens from sorted probabilities."""
+    sampling = job.sampling
+    return bool(sampling["temperature"] == 0 or sampling["top_p"] < 1 or sampling["top_k"] != -1)
 
 
 def _succeed(answer: tuple[bool, str]) -> None:

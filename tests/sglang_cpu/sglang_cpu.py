@@ -1,0 +1,42 @@
+"""The real SGLang on a CPU with packages from PyPI alone; nothing of SGLang is changed.
+
+SGLang runs on CPUs with kernels of its own, which are in no wheel. Here torch stands in for the one that a text model
+calls (sgl_kernel) and for its attention, as a plugin that SGLang finds by its own entry point (`register`). The .pth
+file of make test-outside imports this file wherever that environment's Python starts, thus in every process of SGLang.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+
+def register() -> None:
+    """Let SGLang be deterministic with torch's attention, which depends on a row alone."""
+    from sglang.srt.arg_groups import choices
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES.append("torch_native")
+    choices.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND.append("torch_native")
+    kernels = "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode"  # for CUDA
+    HookRegistry.register(kernels, lambda *args, **kwargs: None, HookType.REPLACE)
+
+
+class Operators:
+    """Names two operators before torchvision is imported: its compiled part does not load beside a torch for CPUs.
+    SGLang imports it for pictures."""
+
+    library: Any = None
+
+    @classmethod
+    def find_spec(cls, name: str, path: Sequence[str] | None = None, target: object = None) -> None:
+        if name == "torchvision" and cls.library is None:
+            import torch
+
+            cls.library = torch.library.Library("torchvision", "DEF")
+            for operator in ("nms", "qnms"):
+                cls.library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+sys.meta_path.insert(0, Operators)  # type: ignore[arg-type]
