@@ -162,6 +162,7 @@ def _engines(config: Config) -> Iterator[tuple[str, str]]:
     for module, tested in ((module, tested) for spec in specs for module, tested in spec.tested.items()):
         if versions.get(module) and not versions[module].startswith(tested):
             yield "", f"note: {module} {versions[module]} is installed, and hpcrl is written for {tested}*"
+    yield from (("", f"note: {text}") for spec in specs for text in spec.notes(config))
 
 
 def _debug(config: Config) -> str:

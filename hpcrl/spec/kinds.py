@@ -50,6 +50,8 @@ class Spec:
     """Module that must be installed too where its ranks compute on GPUs -> how to install it."""
     tested: Mapping[str, str] = field(default_factory=dict)
     """Module -> beginning of the versions with which the part was tested; another version is told in the plan."""
+    notes: Callable[[Any], Iterable[str]] = lambda config: ()
+    """What a configuration that uses the part should know of it: lines of the plan."""
     roles: tuple[str, ...] = ()
     """Roles that a run with this part has, besides those that the rest of its configuration needs (RoleSpec.needed)."""
     resume_keys: tuple[str, ...] = ()

@@ -226,3 +226,11 @@ def test_the_plan_names_the_versions_of_engines(
     monkeypatch.setattr(plan, "version_of", lambda module: installed)
     assert [text for _, text in plan._engines(load(["generator.engine=vllm"]))] == said
     assert list(plan._engines(load([]))) == []
+
+
+def test_the_plan_says_what_an_engine_does_differently() -> None:
+    both = ["rollout.top_p=.9", "rollout.top_k=100"]
+    text = "SGLang takes rollout.top_p=0.9 of all tokens, other engines of those that rollout.top_k=100 keeps"
+    found = [list(plan._engines(load([*both[:count], "generator.engine=sglang"])))[1:] for count in (1, 2)]
+    assert found == [[], [("", f"note: {text}")]]
+    assert list(plan._engines(load(both))) == []

@@ -79,6 +79,15 @@ def _check(config: Any) -> Iterator[Problem]:
         yield Problem(("rollout", "top_k"), f"rollout.top_k: {rollout.top_k}, but {TRUNCATED}; use less")
 
 
+def _notes(config: Any) -> Iterator[str]:
+    rollout = config.rollout
+    if config.generator.engine == "sglang" and rollout.top_p < 1 and rollout.top_k:
+        yield (
+            f"SGLang takes rollout.top_p={rollout.top_p:g} of all tokens, other engines of those that "
+            f"rollout.top_k={rollout.top_k} keeps"
+        )
+
+
 def share(config: Any) -> float | None:
     """SGLang's mem_fraction_static; None: its own choice."""
     given: float | None = config.generator.section(SGLangConfig).memory_share
@@ -97,6 +106,7 @@ SPEC = GenEngineSpec(
     make="hpcrl.engines.gen.sglang.engine:make",
     section=SGLangConfig,
     check=_check,
+    notes=_notes,
     resume_keys=("kv_cache_gib", "memory_share"),
     need=_need,
     tensor_parallel=True,
