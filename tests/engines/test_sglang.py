@@ -21,11 +21,12 @@ from hpcrl.engines.gen.sglang import engine as adapter
 from hpcrl.engines.gen.sglang.child import last_error
 from hpcrl.engines.gen.sglang.server import Made
 from hpcrl.engines.gen.sglang.sizes import cache, check
-from hpcrl.planner.shapes import read_shape
+from hpcrl.engines.tiny import make_tiny_model
+from hpcrl.planner.shapes import read_shape, tiny_config
 from hpcrl.rollout.types import FinishReason
 from hpcrl.spec.installed import fields
 from hpcrl.spec.tables import GEN_ENGINES
-from tests.contracts.gen.sglang import make_engine, make_model, own, weights_of
+from tests.contracts.gen.sglang import MODEL, make_engine, make_model, own, weights_of
 from tests.engines.worlds import run_ranks
 
 VOCAB = 320
@@ -134,6 +135,19 @@ def member(model: Path) -> tuple[Any, ...]:
     return [arguments["tp_size"] for arguments in started], {i: dataclasses.astuple(o) for i, o in outputs.items()}
 
 
+def test_experts_go_one_by_one_under_the_names_that_sglang_knows() -> None:
+    inner, hidden, at = 3, 4, "model.layers.1.mlp.experts"
+    gates, ups, downs = torch.rand(2, inner, hidden), torch.rand(2, inner, hidden), torch.rand(2, hidden, inner)
+    given = [(f"{at}.gate_up_proj", torch.cat([gates, ups], 1)), (f"{at}.down_proj", downs), ("model.norm.weight", ups)]
+    found = dict(adapter.one_by_one(given, True))
+    for expert in range(2):
+        for kind, stacked in (("gate", gates), ("up", ups), ("down", downs)):
+            assert torch.equal(found.pop(f"{at}.{expert}.{kind}_proj.weight"), stacked[expert])
+    assert found == {"model.norm.weight": ups}
+    with pytest.raises(ValueError, match=r"weight .*gate_up_proj: hpcrl does not know how SGLang names the experts"):
+        dict(adapter.one_by_one(given, False))
+
+
 @pytest.mark.slow
 def test_the_first_rank_of_a_replica_owns_the_engine_and_all_know_what_it_made(model: Path) -> None:
     (started, first), (other, second) = run_ranks(2, member, model)
@@ -207,6 +221,25 @@ def kept(logprobs: torch.Tensor, drawn: torch.Tensor, params: SamplingParams) ->
     keep &= torch.arange(VOCAB) < (params.top_k or VOCAB)
     values = torch.where(keep, values, 0.0)
     return (values / values.sum(-1, keepdim=True)).log()[ids == drawn]
+
+
+@real
+def test_experts_get_their_weights(folder: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    spec = MODEL.model_copy(update={"architecture": "qwen3_moe", "num_experts": 4, "tie_word_embeddings": False})
+    make_tiny_model(spec, tmp_path / "model")
+    engine, changed = make_engine(tmp_path / "model", start=own), weights_of(tmp_path / "model", 1.5)
+    engine.load_weights(iter(changed), 0)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    model.load_state_dict(dict(changed))
+    output = answers(engine, [ask(0)])[0]
+    ids = torch.tensor([[*ask(0).prompt_ids, *output.token_ids.tolist()]])
+    with torch.no_grad():
+        wanted = model(ids).logits[0, -len(output.token_ids) - 1 : -1].log_softmax(-1)
+    drawn = ids[0, -len(output.token_ids) :, None]
+    np.testing.assert_allclose(output.gen_logprobs, wanted.gather(1, drawn)[:, 0], atol=2e-5)
+    engine.close()
 
 
 @real
@@ -358,6 +391,14 @@ def test_the_first_rank_gets_the_weights_whole_and_the_others_none() -> None:
 def test_what_does_not_fit_the_model_is_refused(words: list[str], vocab_size: int, lines: list[str]) -> None:
     found = [problem.text for problem in check(*planned(words, vocab_size))]
     assert len(found) == len(lines) and all(text.startswith(line) for text, line in zip(found, lines, strict=True))
+
+
+def test_a_mixture_whose_head_is_its_embedding_is_refused() -> None:
+    config, _ = planned([])
+    for tied, lines in ((False, 0), (True, 1)):
+        spec = MODEL.model_copy(update={"architecture": "qwen3_moe", "num_experts": 4, "tie_word_embeddings": tied})
+        found = [problem.text for problem in check(config, read_shape(tiny_config(spec)))]
+        assert len(found) == lines and all("sglang cannot run qwen3_moe: its head is its emb" in text for text in found)
 
 
 def test_the_plan_counts_the_cache_that_was_given() -> None:

@@ -18,6 +18,10 @@ class WeightNames:
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]):
         self._shapes = shapes
 
+    def __bool__(self) -> bool:
+        """Whether they are known."""
+        return bool(self._shapes)
+
     @classmethod
     def of(cls, folder: Path, lora: LoRAConfig | None = None) -> WeightNames:
         """Of a folder in HF layout, or of the adapters beside it; nothing is checked for a family whose parameters are

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ ALL_MEMORY = frozenset({"weights", "kv_cache", "cuda_graph"})
 """The kinds of memory that SGLang can bring back separately."""
 PATIENCE_SHARE = 0.8
 """Share of a deadline of the run in which SGLang must answer, so that the error names it and not its rank."""
+EXPERTS = re.compile(r"(?P<layer>.+\.experts)\.(?P<kind>gate_up|down)_proj")
+"""All experts of a layer: [experts, 2 * inner, hidden], first the rows of the gates, and [experts, hidden, inner]."""
 PLACE_BYTES = 1024
 """For the name of a host and the GPU of a rank."""
 
@@ -211,7 +214,7 @@ class SGLangEngine:
             for _ in named:
                 pass
         else:
-            self._update(self._server, self._names.checked(named))
+            self._update(self._server, one_by_one(self._names.checked(named), bool(self._names)))
         self._ask("end_update")
         if not any(growing.token_ids for growing in self._growing.values()):
             self._ask("forget")
@@ -337,6 +340,22 @@ class SGLangEngine:
             size += tensor.nbytes
         if bucket:
             server.call("update", bucket)
+
+
+def one_by_one(named: Iterable[tuple[str, torch.Tensor]], known: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights under the names in files, each expert's of its own: SGLang passes over names that it does not know,
+    among them those that transformers gives to all experts of a layer. known: whether hpcrl plans the model's family,
+    whose names it knows. ValueError for experts of another."""
+    for name, tensor in named:
+        if (match := EXPERTS.fullmatch(name)) is None:
+            yield name, tensor
+            continue
+        if not known:
+            raise ValueError(f"weight {name}: hpcrl does not know how SGLang names the experts of this model's family")
+        for expert, matrix in enumerate(tensor):
+            kinds = {"gate_up": ("gate", "up"), "down": ("down",)}[match["kind"]]
+            for kind, part in zip(kinds, matrix.chunk(len(kinds)), strict=True):
+                yield f"{match['layer']}.{expert}.{kind}_proj.weight", part
 
 
 def _from_first(replica: ReplicaRanks, data: bytes) -> bytes:

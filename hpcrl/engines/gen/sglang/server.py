@@ -63,6 +63,7 @@ class Server:
         id. A response would depend on its batch.
         """
         made: list[Made] = []
+        begin, wait = jobs[:max_slots], jobs[max_slots:]
 
         async def slot(job: Continuation | None, waiting: Iterator[Continuation]) -> None:
             start = 0
@@ -72,11 +73,9 @@ class Server:
                 job = next(waiting, None)
 
         async def slots(sorts: bool) -> None:
-            first, waiting = ([job for job in part if _sorts(job) == sorts] for part in split)
-            following = iter(waiting)
-            await asyncio.gather(*(slot(job, following) for job in first))
+            waiting = (job for job in wait if _sorts(job) == sorts)
+            await asyncio.gather(*(slot(job, waiting) for job in begin if _sorts(job) == sorts))
 
-        split = jobs[:max_slots], jobs[max_slots:]
         for sorts in (False, True):
             self._engine.loop.run_until_complete(slots(sorts))
         return made

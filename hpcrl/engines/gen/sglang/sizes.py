@@ -27,10 +27,16 @@ def cache_tokens(config: Config, shape: ModelShape) -> int | None:
 
 
 def check(config: Config, shape: ModelShape) -> Iterator[Problem]:
-    """A budget that does not hold one response of full length; truncated sampling without log-probs."""
+    """A budget that does not hold one response of full length; truncated sampling without log-probs; a mixture of
+    experts without a head of its own, for which SGLang would have one without weights."""
     given, rollout = config.generator.section(SGLangConfig).kv_cache_gib, config.rollout
     least = (config.max_sequence_tokens + SPARE_TOKENS) * token_bytes(config, shape)
     yield from too_small_cache(config, "sglang", None if given is None else int(given * 2**30), least)
     if rollout.top_p < 1 and not rollout.top_k and shape.vocab_size > MOST_KEPT:
         text = f"0, with rollout.top_p={rollout.top_p:g}, but {TRUNCATED}; use {MOST_KEPT}"
         yield Problem(("rollout", "top_k"), f"rollout.top_k: {text}", (("rollout", "top_p"), ("model",)))
+    if shape.tied and shape.expert_layers:
+        text = "its head is its embedding, which SGLang does not do for mixtures of experts; use native or vllm"
+        yield Problem(
+            ("generator", "engine"), f"generator.engine: sglang cannot run {shape.family}: {text}", (("model",),)
+        )
