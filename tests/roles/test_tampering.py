@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpcrl.control.controller import Controller, RankFailed
-from hpcrl.control.messages import Done, DropBatch
-from hpcrl.control.queues import ControlError
+from hpcrl.control.controller import Controller, RankFailed, RankLost
+from hpcrl.control.messages import Done, DropBatch, Lost
 from hpcrl.control.world import CONTROLLER_QUEUE, rank_queue
 from hpcrl.exitcodes import ExitCode
 from hpcrl.launch.job import CRASHES
@@ -16,8 +15,10 @@ from tests.dist.conftest import Threads
 from tests.roles.conftest import Stage
 
 
-def make_controller(threads: Threads) -> Controller:
-    return Controller(threads.worlds[0], lambda _: (), command_s=20.0, start_s=20.0, survivable=lambda *_: False)
+def make_controller(threads: Threads, needed: bool = True) -> Controller:
+    """needed: whether the run ends with the loss of any rank."""
+    survivable = lambda *_: not needed  # noqa: E731
+    return Controller(threads.worlds[0], lambda _: (), command_s=20.0, start_s=20.0, survivable=survivable)
 
 
 @pytest.mark.parametrize(("rank", "attack"), [(1, "lost"), (2, "reordered")])
@@ -40,14 +41,26 @@ def test_a_rank_says_that_its_commands_were_tampered_with(
     assert f"rank {rank} " in message and f"queue {queue}: message 2 of sender 0 came where 1 was due" in message
 
 
-def test_the_controller_says_that_its_events_were_reordered(threads: Threads, stage: Stage) -> None:
+@pytest.mark.parametrize("needed", [True, False])
+def test_the_controller_loses_a_rank_whose_events_were_reordered(
+    threads: Threads, capsys: pytest.CaptureFixture[str], needed: bool
+) -> None:
+    rank = 2 if needed else 1
     for seq in (1, 2):
-        threads.worlds[2].sender.send(CONTROLLER_QUEUE, Done(seq))
+        threads.worlds[rank].sender.send(CONTROLLER_QUEUE, Done(seq))
     entries = threads.worlds[0].intake.queue(CONTROLLER_QUEUE)
     first, second = entries.get(timeout=5), entries.get(timeout=5)
     for raw in (second, first):
         entries.put(raw)
-    with pytest.raises(ControlError) as caught:
-        make_controller(threads).events()
+    controller = make_controller(threads, needed)
+    controller.built = True
+    if not needed:
+        ((lost, event),) = controller.events()
+        assert lost == rank and isinstance(event, Lost) and "messages were lost" in event.cause
+        assert "the run goes on without it" in capsys.readouterr().out
+        return
+    with pytest.raises(RankLost) as caught:
+        controller.events()
     code, message = _explain(caught.value, built=True)
-    assert code == ExitCode.STORE_LOST and "queue controller: message " in message and "of sender 2" in message
+    assert code == ExitCode.RANK_KILLED and code in CRASHES
+    assert f"rank {rank} " in message and "queue controller: message " in message
