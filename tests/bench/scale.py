@@ -161,7 +161,7 @@ def connected(num_ranks: int, in_flight: int, steps: int) -> dict[str, Any]:
         intake = Intake("127.0.0.1", KEY)
         inbox = queues.Inbox(intake.queue(CONTROLLER_QUEUE), CONTROLLER_QUEUE, KEY, m.Event)
         intake.publish(store, 0)
-        sender = queues.Sender(Dialer(store, KEY, 60.0, 60.0), KEY, 0)
+        sender = queues.Sender(Dialer(store, KEY, 0, 60.0, 60.0), KEY, 0)
         controller = make_controller(folder, sender, inbox, num_ranks + 1)
         controller._hosts[0] = "here"
         ranks = [list(capacities)[client::CLIENTS] for client in range(CLIENTS)]

@@ -16,7 +16,7 @@ from torch.distributed import TCPStore
 
 from hpcrl.control import messages as m
 from hpcrl.control import queues
-from hpcrl.control.intake import Dialer, Intake, Push
+from hpcrl.control.intake import Arrival, Dialer, Intake, Push
 from hpcrl.control.world import CONTROLLER_QUEUE, rank_queue
 from hpcrl.rollout.types import split_sample_id
 
@@ -90,7 +90,7 @@ class Cluster:
         self._replicas = {rank: Script(rank, mean_bursts) for rank in range(1, num_replicas + 1)}
         self._inboxes: dict[int, deque[tuple[int, Any]]] = {rank: deque() for rank in self._replicas}
         self._decoding: dict[int, tuple[int, m.Burst, float]] = {}
-        self._queue: deque[bytes] = deque()
+        self._queue: deque[Arrival] = deque()
         self._agenda: list[tuple[float, int, int, Any]] = []  # (time, tie, rank, event; None: a burst ends)
         self._ties = 0
         self._senders: dict[int, queues.Sender] = {}
@@ -109,14 +109,14 @@ class Cluster:
         return self._busy_s
 
     def dial(self, name: str) -> Push:
-        return partial(self._push, name)
+        """For rank 0."""
+        return partial(self._command, name)
 
-    def _push(self, name: str, raw: bytes) -> None:
-        """A command of rank 0, or an event that one of the ranks says."""
-        if name == CONTROLLER_QUEUE:
-            self.events.add(raw)
-            self._queue.append(raw)
-            return
+    def _event(self, rank: int, raw: bytes) -> None:
+        self.events.add(raw)
+        self._queue.append(Arrival(rank, raw))
+
+    def _command(self, name: str, raw: bytes) -> None:
         self._pause()
         self.commands.add(raw)
         frame = self._frames.decode(raw[queues.MAC_BYTES :])
@@ -128,7 +128,7 @@ class Cluster:
     def qsize(self) -> int:
         return len(self._queue)
 
-    def get(self, block: bool = True, timeout: float | None = None) -> bytes:
+    def get(self, block: bool = True, timeout: float | None = None) -> Arrival:
         """The next event; with `block`, time passes until there is one."""
         self._pause()
         try:
@@ -158,7 +158,7 @@ class Cluster:
 
     def _say(self, rank: int, event: Any) -> None:
         if rank not in self._senders:
-            self._senders[rank] = queues.Sender(self.dial, KEY, rank)
+            self._senders[rank] = queues.Sender(lambda _: partial(self._event, rank), KEY, rank)
         self._senders[rank].send(CONTROLLER_QUEUE, event)
 
     def _later(self, at: float, rank: int, event: Any) -> None:
@@ -209,7 +209,7 @@ def _serve(store: TCPStore, intake: Intake, rank: int, mean_bursts: int) -> None
     queue = rank_queue(rank)
     inbox = queues.Inbox(intake.queue(queue), queue, KEY, m.Command)
     intake.publish(store, rank)
-    sender, script = queues.Sender(Dialer(store, KEY, 60.0, 60.0), KEY, rank), Script(rank, mean_bursts)
+    sender, script = queues.Sender(Dialer(store, KEY, rank, 60.0, 60.0), KEY, rank), Script(rank, mean_bursts)
     sender.send(CONTROLLER_QUEUE, m.Joined("here", rank))
     while (message := inbox.get(60.0)) is not None:
         _, seq, command = message

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import ROOT
 from tests.gpu_rehearsal.parts import PARTS, differing, rehearse
 from tests.gpu_rehearsal.table import NO_REASON, lines_of, read
 
@@ -36,3 +40,12 @@ def test_every_wait_has_its_reason_and_no_step_waits_for_each_layer() -> None:
     assert [line for line in lines if line.reason in (NO_REASON, "")] == []
     growing = [line for line in lines if line.per_layer and not line.during.endswith(ONCE_PER_TENSOR)]
     assert [line for line in growing if not line.reason.startswith(STAND_IN)] == []
+
+
+@pytest.mark.slow
+def test_deliberate_faults_are_found() -> None:
+    """In a process of their own: what other tests import and set decides how torch dispatches."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu_rehearsal/faults.py"]
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout
