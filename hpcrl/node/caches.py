@@ -28,7 +28,7 @@ ABANDONED_S = 1800.0
 
 def cache_folders(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, str]:
     """The variables that `environ` lacks, with folders in its TMPDIR, which are made: one set for each user and kind of
-    node. None if they cannot be made or belong to somebody else. root: where /proc is."""
+    node. Empty if they cannot be made or belong to somebody else. root: where /proc is."""
     names = {name: folder for name, folder in FOLDERS.items() if not environ.get(name)}
     own = Path(environ.get("TMPDIR", "/tmp")) / f"hpcrl-caches-{os.getuid()}"
     there = own / kind_of_node(environ, root)
