@@ -217,7 +217,7 @@ class Controller:
         rank = ended.sender
         if rank in self._left or rank in self.lost or not 0 < rank < self._world.size:  # agents end after their ranks
             return
-        if ended.how == "closed":
+        if ended.how in ("closed", "unreached"):
             self._unreached.setdefault(rank, (self._clock.now(), ended.why))
         else:
             self._lose(Lost(rank, ended.why))

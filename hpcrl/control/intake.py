@@ -26,6 +26,7 @@ from typing import Literal, NamedTuple
 from torch.distributed import TCPStore
 
 from hpcrl.control import network
+from hpcrl.control.unblocked import Unblocked
 from hpcrl.control.vanished import CLOSE_WAIT, state_of
 from hpcrl.exitcodes import ExitCode
 
@@ -46,11 +47,11 @@ class Arrival(NamedTuple):
 
 
 class SenderEnded(NamedTuple):
-    """Nothing more comes from a sender: its connection was closed, its host answers no more (vanished), or one of its
-    messages is missing (gap)."""
+    """Nothing more comes from a sender: its connection was closed, its host answers no more (vanished), one of its
+    messages is missing (gap), or it takes nothing that this process sends (unreached)."""
 
     sender: int
-    how: Literal["closed", "vanished", "gap"]
+    how: Literal["closed", "vanished", "gap", "unreached"]
     why: str
 
 
@@ -105,16 +106,35 @@ def _address_key(rank: int) -> str:
 class Dialer:
     """Connects to the queues of a world's ranks, whose addresses are in the store."""
 
-    def __init__(self, store: TCPStore, key: bytes, sender: int, connect_s: float, push_s: float):
+    def __init__(
+        self,
+        store: TCPStore,
+        key: bytes,
+        sender: int,
+        connect_s: float,
+        push_s: float,
+        unreached: Callable[[int, str], None] | None = None,
+    ):
         """Timeouts, for a connection and for an entry. A process receives nothing while native code in it holds the
-        interpreter lock."""
+        interpreter lock. unreached: of a sender that must not wait (hpcrl.control.unblocked), called with a rank that
+        takes nothing, and why."""
         self._store, self._key, self._sender, self._connect_s, self._push_s = store, key, sender, connect_s, push_s
+        self._unreached = unreached
 
     def __call__(self, queue: str) -> Push:
         """A new connection to a queue. OSError if its rank has no intake or is gone."""
+        unreached = self._unreached
+        if unreached is None:
+            return _push_to(self._open(queue))
+        unblocked = Unblocked(
+            lambda: self._open(queue), self._push_s, lambda error: unreached(owner(queue), f"queue {queue}: {error}")
+        )
+        return lambda entry: unblocked.send(_framed(entry))
+
+    def _open(self, queue: str) -> socket.socket:
         try:
             host, port = self._store.get(_address_key(owner(queue))).decode().rsplit(":", 1)
-            return connect(host, int(port), queue, self._key, self._sender, self._connect_s, self._push_s)
+            return _open(host, int(port), queue, self._key, self._sender, self._connect_s, self._push_s)
         except ValueError as error:
             raise OSError(f"the store has a wrong address of rank {owner(queue)}: {error}") from error
         except RuntimeError as error:  # all errors of the store
@@ -124,12 +144,21 @@ class Dialer:
 def connect(host: str, port: int, queue: str, key: bytes, sender: int, connect_s: float, push_s: float) -> Push:
     """The connection of a sender to a queue of the intake at host:port; OSError if nothing listens there, or with what
     the intake says if it takes nothing from this sender."""
+    return _push_to(_open(host, port, queue, key, sender, connect_s, push_s))
+
+
+def _push_to(connection: socket.socket) -> Push:
+    return lambda entry: connection.sendall(_framed(entry))
+
+
+def _framed(entry: bytes) -> bytes:
+    return _LENGTH.pack(len(entry)) + entry
+
+
+def _open(host: str, port: int, queue: str, key: bytes, sender: int, connect_s: float, push_s: float) -> socket.socket:
     connection = socket.create_connection((host, port), connect_s)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.settimeout(push_s)
-
-    def push(entry: bytes) -> None:
-        connection.sendall(_LENGTH.pack(len(entry)) + entry)
 
     def read(num_bytes: int) -> bytes:
         arrived = b""
@@ -140,11 +169,11 @@ def connect(host: str, port: int, queue: str, key: bytes, sender: int, connect_s
         return arrived
 
     who = f"{sender} {queue}".encode()
-    push(mac(key, read(DRAWN_BYTES) + who) + who)
+    connection.sendall(_framed(mac(key, read(DRAWN_BYTES) + who) + who))
     if refusal := read(read(1)[0]).decode(errors="replace"):
         connection.close()
         raise ConnectionRefusedError(f"{host}:{port} refused sender {sender} of queue {queue}: {refusal}")
-    return push
+    return connection
 
 
 # -- the receiving thread; it holds no reference to the intake --------------------------------------------------------

@@ -27,7 +27,7 @@ from hpcrl.clock import UNCOUNTED
 from hpcrl.control import network, queues
 from hpcrl.control.abortable import AbortableGroup, make_nccl
 from hpcrl.control.bootstrap import WORLD_KEY, Place, make_key_file, share_endpoint
-from hpcrl.control.intake import Dialer, Intake
+from hpcrl.control.intake import Dialer, Intake, SenderEnded
 from hpcrl.control.mailbox import Mailbox, mail_queue
 from hpcrl.control.messages import Command, Event, Post
 from hpcrl.control.trace import LEAVING, Trace
@@ -38,8 +38,8 @@ CONTROLLER_QUEUE = "controller"
 LOST_KEY = "lost"
 """Key of the store with the ranks that the controller has given up, separated by commas."""
 PUSH_SHARE = 1 / 8
-"""Share of a command's time in which a rank must take a message from its full connection. A sender may meet several
-that do not, and meanwhile does nothing else."""
+"""Share of a command's time in which a rank must take a message from its full connection. A sender other than rank 0
+may meet several that do not, and meanwhile does nothing else."""
 PEER_SHARE = 0.8
 """Share of a command's time that a rank waits for another rank; the rest is time to report that rank."""
 
@@ -194,7 +194,13 @@ def join(
         intake.publish(store, rank)
     except RuntimeError as error:
         raise queues.StoreLost("the control store is gone") from error
-    sender = queues.Sender(Dialer(store, key, rank, store_s, max(store_s, PUSH_SHARE * command_s)), key, rank)
+
+    def unreached(other: int, why: str) -> None:
+        intake.queue(CONTROLLER_QUEUE).put(SenderEnded(other, "unreached", why))
+
+    push_s = max(store_s, PUSH_SHARE * command_s)
+    dialer = Dialer(store, key, rank, store_s, push_s, unreached if rank == 0 else None)
+    sender = queues.Sender(dialer, key, rank)
     watch = None
     if rank != 0:
         where = f"rank {rank} on {host}"
