@@ -242,7 +242,7 @@ def survive(runs: Runs, name: str, rng: random.Random, num_kills: int) -> None:
     assert differences(remains(runs.finish(name)), runs.undisturbed) == [], told
 
 
-@pytest.mark.parametrize("variant", ["one_turn", "two_turns"])
+@pytest.mark.parametrize("variant", [pytest.param("one_turn", marks=pytest.mark.soak), "two_turns"])
 def test_kills_at_random_moments_change_nothing(variants: dict[str, Runs], variant: str) -> None:
     survive(variants[variant], "killed", random.Random(variant), 4)
 

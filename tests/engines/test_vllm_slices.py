@@ -26,11 +26,9 @@ UNTIED: dict[str, Any] = {"tie_word_embeddings": False}
 EXPERTS: dict[str, Any] = {"moe_intermediate_size": 64}  # vLLM on a CPU loads widths of multiples of 32 on each rank
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
-    "qwen2 untied": ("qwen2", UNTIED),
     "qwen3": ("qwen3", {"num_key_value_heads": 2}),
     "qwen3_moe": ("qwen3_moe", UNTIED | EXPERTS),
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
-    "mistral": ("mistral", {}),
 }
 ASKED = [Request(i, [63, 99, i], SamplingParams(max_new_tokens=2, ignore_eos=True), seed=i) for i in range(2)]
 """With the last words of either rank, of a vocabulary of 100 that vLLM pads to 128."""

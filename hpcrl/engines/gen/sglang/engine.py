@@ -137,6 +137,7 @@ class SGLangEngine:
             "enable_fp32_lm_head": float32_head,
             "sampling_mask_max_tokens": MOST_KEPT,
             "random_seed": 0,
+            "sleep_on_idle": True,  # else a core of each node asks for work without a pause
         } | dict(options or {})
         devices = _devices(replica)
         if replica.index == 0:
