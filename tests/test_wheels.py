@@ -3,10 +3,12 @@ seconds, without a gigabyte. The wheels of this machine are others."""
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
@@ -24,7 +26,12 @@ CUDA = "13.0"
 def resolve(needs: list[str], folder: Path, constrained: bool = True, python: str = "3.12") -> dict[str, str]:
     """Name -> version of what pip would install on an x86-64 Linux with glibc 2.34 or newer."""
     (folder / "needs.txt").write_text("\n".join(needs))
-    command = [str(Path(sys.executable).with_name("uv")), "pip", "compile", "--quiet", "--no-config", "--no-annotate"]
+    # DeepSpeed's own metadata takes an installed torch to build: what it asks for is read where it is installed.
+    source = {"name": "deepspeed", "version": pinned("deepspeed"), "requires-dist": requires("deepspeed")}
+    lines = [f"{name} = {json.dumps(value)}" for name, value in source.items()]
+    (folder / "uv.toml").write_text("\n".join(["[[dependency-metadata]]", *lines]))
+    command = [str(Path(sys.executable).with_name("uv")), "pip", "compile", "--quiet", "--no-annotate"]
+    command += ["--config-file", "uv.toml"]
     command += ["--no-python-downloads", "--python-platform", "x86_64-manylinux_2_34", "--python-version", python]
     command += ["--default-index", "https://pypi.org/simple"]
     command += ["--constraint", str(ROOT / "constraints.txt")] if constrained else []
@@ -54,6 +61,11 @@ def test_megatron_core_with_transformer_engine(tmp_path: Path) -> None:
     assert asked is not None
     found = resolve([*BASE, *EXTRAS["vllm"], *EXTRAS["megatron"], asked[1]], tmp_path)
     assert found["torch"] == pinned("torch") and "transformer-engine-cu13" in found
+
+
+def test_deepspeed(tmp_path: Path) -> None:
+    found = resolve([*BASE, *EXTRAS["deepspeed"], *EXTRAS["vllm"]], tmp_path)
+    assert found["torch"] == pinned("torch") and found["deepspeed"] == pinned("deepspeed")
 
 
 def test_sglang_takes_its_own_torch(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Native generator against transformers' generate and vLLM on CPU.
+"""Native generator against transformers' generate, vLLM and SGLang on CPU.
 
 One JSON line: generated tokens per CPU-second of one thread, and ratios, on 64 requests with long-tailed lengths
 (Qwen2, 4 layers, hidden 256, vocabulary 512). Tokens that a padded batch generates past a request's length do not
@@ -7,7 +7,9 @@ the median over the turns of the ratio within one.
 
     python -m tests.bench.generator [--repeats N]
 
-vLLM runs in fp32 and in bf16, each in a process of its own; where it is not installed, it is left out.
+vLLM (eager) and SGLang run in fp32 and in bf16, each in processes of its own; what is not installed is left out. SGLang
+is there with the environment of make test-outside (.venv-outside/bin/python), with the attention that is plain torch
+and without its kernels: on a CPU it says nothing of SGLang on a GPU.
 """
 
 from __future__ import annotations
@@ -107,13 +109,13 @@ def generate(path: Path, prompts: list[list[int]], lengths: list[int]) -> Callab
 
 
 @contextmanager
-def vllm(path: Path, prompts: list[list[int]], lengths: list[int], dtype: str) -> Iterator[Callable[[], float]]:
-    """One run of vLLM (eager, in-process) in another process; returns its tokens per CPU-second."""
-    script = Path(__file__).parent / "vllm" / "run_vllm.py"
+def engine(
+    name: str, path: Path, prompts: list[list[int]], lengths: list[int], dtype: str
+) -> Iterator[Callable[[], float]]:
+    """One run of vLLM or SGLang in another process; returns its tokens per CPU-second."""
     job = json.dumps({"model": str(path), "prompts": prompts, "lengths": lengths, "dtype": dtype})
-    child = subprocess.Popen(
-        [sys.executable, str(script), job], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-m", f"tests.bench.generators.run_{name}", job]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert child.stdin is not None and child.stdout is not None
 
     def run() -> float:
@@ -122,12 +124,12 @@ def vllm(path: Path, prompts: list[list[int]], lengths: list[int], dtype: str) -
         for line in child.stdout:  # vLLM logs to stdout, too
             if line.startswith("RATE "):
                 return float(line.split()[1])
-        raise SystemExit(f"vLLM exited with {child.wait()}")
+        raise SystemExit(f"{name} exited with {child.wait()}")
 
     try:
         yield run
     finally:
-        child.kill()
+        child.stdin.close()
         child.wait()
 
 
@@ -153,9 +155,9 @@ def main() -> None:
         runs = {f"native_{slots}_slots": timed(native(path, prompts, lengths, slots)) for slots in SLOTS}
         runs["native_bf16"] = timed(native(path, prompts, lengths, SLOTS[-1], torch.bfloat16))
         others = {"transformers_generate": timed(generate(path, prompts, lengths))}
-        if find_spec("vllm") is not None:
-            for name, dtype in (("fp32", "float32"), ("bf16", "bfloat16")):
-                others[f"vllm_{name}_eager"] = stack.enter_context(vllm(path, prompts, lengths, dtype))
+        for name in filter(find_spec, ("vllm", "sglang")):
+            for short, dtype in (("fp32", "float32"), ("bf16", "bfloat16")):
+                others[f"{name}_{short}"] = stack.enter_context(engine(name, path, prompts, lengths, dtype))
         turns = [{name: run() for name, run in (runs | others).items()} for _ in range(args.repeats + 1)][1:]
     best = {name: round(max(turn[name] for turn in turns)) for name in turns[0]}
     mine = f"native_{SLOTS[-1]}_slots"
