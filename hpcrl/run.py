@@ -23,6 +23,7 @@ from hpcrl.cluster.layout import RoleLayout
 from hpcrl.cluster.placement import Placement
 from hpcrl.config import Config
 from hpcrl.control.bootstrap import Place, find_place
+from hpcrl.control.processes import rank_name
 from hpcrl.exitcodes import ASKED, SIGNAL_CODES, ExitCode
 from hpcrl.files import allow_files, is_storage_error, shield_output, write_durably
 from hpcrl.node.agent import Agent, Verdict
@@ -167,8 +168,7 @@ def import_for(config: Config, layout: RoleLayout, ranks: Sequence[int]) -> None
 def run_rank(run_dir: Path, place: Place) -> int:
     """One rank, from joining the world to leaving it; returns its exit code."""
     with contextlib.suppress(OSError):
-        # The name in ps and top. Slurm's proctrack/linuxproc takes what follows a blank for something else.
-        Path("/proc/self/comm").write_text(f"hpcrl-rank-{place.index}")
+        Path("/proc/self/comm").write_text(rank_name(place.index))
     allow_files()  # an agent has, a launcher may not have
     config = stored_config(run_dir)
     layout = RoleLayout.from_config(config)
@@ -183,6 +183,7 @@ def run_rank(run_dir: Path, place: Place) -> int:
     import_for(config, layout, [place.index])
     from hpcrl.control.network import NoInterfaceError
     from hpcrl.control.queues import ControlError
+    from hpcrl.control.siblings import SiblingWatch
     from hpcrl.control.world import join, pin_threads, seed_generators
     from hpcrl.roles.worker import Reported, Worker, leave_default_group
 
@@ -213,6 +214,8 @@ def run_rank(run_dir: Path, place: Place) -> int:
     except (ControlError, TimeoutError) as error:
         print(f"hpcrl rank {place.index}: {error}", file=sys.stderr, flush=True)
         return ExitCode.STORE_LOST
+    if place.launcher not in ("agent", "local"):
+        SiblingWatch(world, timeouts.store_s / 2, timeouts.start_s)
     worker = Worker(world, config, layout, model_path, run_dir)
     try:
         if place.index == 0:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from hpcrl.clock import AwakeClock
 from hpcrl.control.bootstrap import ENDPOINT
+from hpcrl.control.processes import is_stopped
 from hpcrl.control.trace import DESCRIPTOR, LEAVING, new_page, read_trace
 from hpcrl.node.devices import own_devices
 from hpcrl.node.forks import AdoptedProcess, RankStart, fork_ranks
@@ -219,7 +220,7 @@ class Agent:
         the full time again.
         """
         for rank, process in alive.items():
-            if not _is_stopped(process.pid):
+            if not is_stopped(process.pid):
                 self._runs[rank] = now
             elif now - self._runs.setdefault(rank, now) > self._stopped_s:
                 silent[rank] = f"was stopped (SIGSTOP) for {now - self._runs[rank]:.0f} s"
@@ -301,14 +302,6 @@ class Agent:
             if rank == 0 and process.returncode is not None:
                 verdict.controller_code = process.returncode
                 verdict.lost[0] = self._cause(0, process.returncode, verdict.silent.get(0))
-
-
-def _is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped a process. A debugger's stop is another state."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except OSError:  # it has ended
-        return False
 
 
 def _last_words(log: Path, start: int) -> str:

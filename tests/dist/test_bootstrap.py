@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from hpcrl.control.bootstrap import ENDPOINT, Place, find_place, make_key_file, share_endpoint
@@ -336,6 +338,29 @@ def test_mpirun_trains_and_goes_on_where_another_launcher_stopped(run_dir: Path)
     attempt = prepare_run(run_dir, len(before) + 2)
     start(["mpirun", "--oversubscribe", "-n", "3", sys.executable, "-m", "hpcrl.run"], run_dir, attempt)
     assert steps_done(run_dir) == [*before, len(before) + 1, len(before) + 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [1, 0])
+def test_under_torchrun_a_rank_that_is_stopped_ends_the_run(tmp_path: Path, rank: int) -> None:
+    """Without an agent: another rank of the node sees it."""
+    attempt = prepare_run(tmp_path / "run", 1000, "timeouts.store_s=6")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "-m", "hpcrl.run"]
+    environ = os.environ | {"OMP_NUM_THREADS": "1", "HPCRL_ATTEMPT": str(attempt)}
+    with open(tmp_path / "log", "w") as log:
+        run = subprocess.Popen([*command, str(tmp_path / "run")], env=environ, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        while not ((tmp_path / "run/metrics.jsonl").exists() and len(steps_done(tmp_path / "run")) > 1):
+            assert run.poll() is None, (tmp_path / "log").read_text()
+            time.sleep(0.1)
+        (stopped,) = (p for p in psutil.Process(run.pid).children() if p.name() == f"hpcrl-rank-{rank}")
+        began = time.monotonic()
+        stopped.send_signal(signal.SIGSTOP)
+        assert run.wait(60) != 0
+        assert time.monotonic() - began < 25  # 3 s, the controller's 15 at most, and torchrun's own looks
+        assert f"killed rank {rank}, which was stopped (SIGSTOP) for" in (tmp_path / "log").read_text()
+    finally:
+        run.kill()
 
 
 def test_whoever_waits_for_long_looks_less_often() -> None:
