@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hpcrl.clock import AwakeClock
+from hpcrl.config import load
 from hpcrl.exitcodes import ExitCode
 from tests.bench.gpu.common import Row
 from tests.bench.gpu_first.__main__ import main, run_all
@@ -18,6 +19,7 @@ from tests.bench.gpu_first.figures import figure_of
 from tests.bench.gpu_first.steps import STEPS, Command, Setting, Step
 from tests.bench.gpu_first.waits import WARNING, compare, warned
 from tests.children import runs
+from tests.conftest import ROOT
 from tests.gpu_rehearsal.ledger import Ledger
 
 TINY = Setting("cpu", True, 0)
@@ -65,12 +67,13 @@ def test_each_step_is_reported_whatever_becomes_of_those_before(
     }
     fails, hangs = found["fails"], found["hangs"]
     assert fails["error"] == "AttributeError: 'NoneType' object has no attribute 'loss_mask'"
-    assert "in model_tokens" in fails["stack"] and "AttributeError" in fails["stack"]
+    (traceback,) = fails["stacks"]
+    assert "in model_tokens" in traceback and "AttributeError" in traceback
     assert [line.split(":")[0] for line in fails["table"]] == ["nonzero in algorithms/base.py"]
     assert fails["figures"][0]["what"] == "only before: it fails"
     assert (fails["figures"][0]["expected"], fails["figures"][0]["within"]) == ("limit 2", False)
     assert hangs["error"].startswith("no end after 8 s") and hangs["seconds"] < 20
-    assert "in started" in hangs["stack"] and "in sleeping" in hangs["stack"], "also of what it has started"
+    assert all(any(f"in {name}\n" in stack for stack in hangs["stacks"]) for name in ("started", "sleeping"))
     log = Path(hangs["log"]).read_text()
     assert not runs(int(log.rpartition("\nchild ")[2].split()[0]))
     assert found["lacks"]["error"] == "no_such_module is not installed"
@@ -139,6 +142,23 @@ def test_without_a_gpu_the_way_out_is_named(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main([]) == ExitCode.BAD_INPUT
     assert "--device cpu --tiny" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["run", "deterministic"])
+def test_on_a_gpu_the_runs_are_valid_and_have_the_sizes_of_the_published_model(name: str, tmp_path: Path) -> None:
+    commands = [command(Setting("cuda", False, 1), tmp_path, 60.0) for command in STEPS[name].commands.values()]
+    configs = [load(words[3:]) for words in commands if "hpcrl.launch" in words]
+    assert len(configs) == 2 and all(config.check_weights and config.save_every == 1 for config in configs)
+    published = json.loads((ROOT / "conf/model/Qwen/Qwen2.5-0.5B-Instruct/config.json").read_text())
+    names = {"vocab_size": "vocab_size", "hidden_size": "hidden_size", "intermediate_size": "intermediate_size"}
+    names |= {
+        "num_layers": "num_hidden_layers",
+        "num_heads": "num_attention_heads",
+        "num_kv_heads": "num_key_value_heads",
+    }
+    names |= {"tie_word_embeddings": "tie_word_embeddings"}
+    for own, theirs in names.items():
+        assert getattr(configs[0].model.tiny, own) == published[theirs], own
 
 
 def test_on_one_gpu_the_steps_take_half_an_hour() -> None:

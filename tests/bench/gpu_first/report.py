@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
@@ -10,10 +11,9 @@ from pathlib import Path
 from hpcrl.files import write_durably
 from tests.bench.gpu_first.figures import Figure
 from tests.bench.gpu_first.running import Outcome
+from tests.bench.gpu_first.stacks import shortened
 from tests.bench.gpu_first.steps import Setting, Step
 
-STACK_LINES = 12
-"""Of each failure, on the page."""
 VERSIONS = "versions"
 
 
@@ -23,10 +23,12 @@ class Report:
     def __init__(self, folder: Path, setting: Setting, steps: Mapping[str, Step]):
         self.folder, self._steps, self._setting = folder, steps, dataclasses.asdict(setting)
         folder.mkdir(parents=True, exist_ok=True)
-        earlier = json.loads(self._json.read_text()) if self._json.exists() else {}
-        same = earlier.get("setting") == self._setting
-        found = (Outcome.of(words) for words in earlier["steps"]) if same else ()
-        self.outcomes = {outcome.name: outcome for outcome in found if outcome.name in steps}
+        self.outcomes: dict[str, Outcome] = {}
+        with contextlib.suppress(KeyError, TypeError, ValueError, FileNotFoundError):  # none, or of other code
+            earlier = json.loads(self._json.read_text())
+            found = [Outcome.of(words) for words in earlier["steps"] if words["name"] in steps]
+            if earlier["setting"] == self._setting:
+                self.outcomes = {outcome.name: outcome for outcome in found}
 
     @property
     def _json(self) -> Path:
@@ -52,7 +54,7 @@ class Report:
             if outcome.error:
                 lines += ["", f"== {outcome.name} {outcome.status}: {outcome.error}"]
             if outcome.status in ("failed", "hung"):
-                lines += [f"   log {outcome.log}", *outcome.stack.splitlines()[:STACK_LINES]]
+                lines += [f"   log {outcome.log}", *shortened(outcome.stacks)]
                 lines += [f"   waits.txt: {line}" for line in outcome.table]
         return "\n".join(lines) + "\n"
 

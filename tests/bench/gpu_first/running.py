@@ -19,7 +19,7 @@ from tests.bench.gpu.__main__ import FAILURES, NO_END
 from tests.bench.gpu.common import Row, rows_in
 from tests.bench.gpu.ending import STACKS, end_all
 from tests.bench.gpu_first.figures import Figure, figure_of
-from tests.bench.gpu_first.stacks import stack_in, table_lines
+from tests.bench.gpu_first.stacks import stacks_in, table_lines
 from tests.bench.gpu_first.steps import Setting, Step
 
 ROOT = Path(__file__).parents[3]
@@ -31,7 +31,7 @@ CHECKED = '{"bench": "gpu"'
 
 @dataclass
 class Outcome:
-    """status: ok, failed, hung or not run, and in a line why. table: lines of waits.txt on functions in the stack."""
+    """status: ok, failed, hung or not run, and in a line why. table: lines of waits.txt on functions in stacks."""
 
     name: str
     status: str = "ok"
@@ -39,7 +39,7 @@ class Outcome:
     error: str = ""
     log: str = ""
     figures: list[Figure] = field(default_factory=list)
-    stack: str = ""
+    stacks: list[str] = field(default_factory=list)
     table: list[str] = field(default_factory=list)
 
     @classmethod
@@ -102,9 +102,10 @@ def _rows_of(outcome: Outcome, words: list[str], environ: dict[str, str], limit_
         failed = "; ".join(f"{row.part}: {row.note or row.what}" for row in checked if row.verdict in FAILURES)
         error = f"{NO_END} {limit_s:.0f} s: {shlex.join(words[1:4])[:80]}" if hangs else failed or lines[-1]
         hangs = hangs or NO_END in failed
-        of_ranks = (path for path in sorted(log.parent.rglob("rank_*.log")) if path.stat().st_mtime >= began)
-        stack = stack_in([said, *(path.read_text(errors="replace") for path in of_ranks)], hangs)
+        logs = [path for path in sorted(log.parent.rglob("rank_*.log")) if path.stat().st_mtime >= began]
+        texts = {path.name: path.read_text(errors="replace") for path in logs[::-1]}  # rank 0 waits for the others
         if outcome.status == "ok" or hangs:
             outcome.status, outcome.error = "hung" if hangs else "failed", " ".join(error.split())[:300]
-            outcome.stack, outcome.table = stack, table_lines(stack)
+            outcome.stacks = stacks_in({**texts, log.name: said}, hangs)
+            outcome.table = table_lines(outcome.stacks)
     return [*rows_in(said), *checked]

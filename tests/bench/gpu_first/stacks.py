@@ -3,36 +3,46 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 
 TRACEBACK = re.compile(r"^Traceback \(most recent call last\):\n(?:[ \t]+.*\n)+\S.*", re.M)
-THREAD = re.compile(r"^(?:Current thread|Thread) 0x.*\(most recent call first\):\n(?:  .*\n)+", re.M)
+INNERMOST_FIRST = "most recent call first"
+THREAD = re.compile(rf"^(?:Current thread|Thread) 0x.*\({INNERMOST_FIRST}\):\n(?:  .*\n)+", re.M)
 """As faulthandler writes it."""
 FRAME = re.compile(r'File ".*/hpcrl/(.+?)", line \d+,? in (\S+)')
-MOST_LINES = 200
+MOST, SHOWN, SHOWN_LINES = 40, 4, 7
 
 
-def stack_in(texts: Iterable[str], hangs: bool) -> str:
-    """Tracebacks, the last one first, then threads; where it hangs, threads first. Those with functions of hpcrl come
-    before others. Empty if there are none."""
-    whole = "\n".join(texts)
-    tracebacks = [match[0] for match in TRACEBACK.finditer(whole)][::-1]
-    threads = [match[0].strip() for match in THREAD.finditer(whole)]
-    threads.sort(key=lambda stack: not stack.startswith("Current"))
-    found = dict.fromkeys(threads + tracebacks if hangs else tracebacks + threads)
-    ordered = sorted(found, key=lambda stack: not FRAME.search(stack))
-    return "\n".join("\n\n".join(ordered).splitlines()[:MOST_LINES])
+def stacks_in(texts: Mapping[str, str], hangs: bool) -> list[str]:
+    """Of each text, with its name: the threads where it hangs, else tracebacks, the last one first, and without any the
+    threads of a crash. Those with functions of hpcrl come before others."""
+
+    def of(pattern: re.Pattern[str]) -> list[str]:
+        found = ((name, stack.strip()) for name, text in texts.items() for stack in pattern.findall(text)[::-1])
+        return [f"{name}: {stack}" for name, stack in found]
+
+    found = of(THREAD) if hangs else of(TRACEBACK) or of(THREAD)
+    found.sort(key=lambda stack: (not FRAME.search(stack), ": Current" not in stack))
+    return found[:MOST]
 
 
-def table_lines(stack: str) -> list[str]:
-    """Lines of waits.txt for the functions of hpcrl in the first stack, innermost first."""
+def shortened(stacks: Sequence[str]) -> list[str]:
+    """The innermost lines of the first stacks."""
+    lines: list[str] = []
+    for stack in stacks[:SHOWN]:
+        head, *frames = (line for line in stack.splitlines() if line.strip(" ~^"))
+        lines += [head, *(frames[:SHOWN_LINES] if INNERMOST_FIRST in head else frames[-SHOWN_LINES:])]
+    return lines
+
+
+def table_lines(stacks: Sequence[str]) -> list[str]:
+    """Lines of waits.txt for the functions of hpcrl in the stacks that are shown, innermost first."""
     from tests.gpu_rehearsal.table import read  # which imports all engines
 
-    first = stack.partition("\n\n")[0]
-    frames = FRAME.findall(first)
-    places = dict.fromkeys(frames if "most recent call first" in first else frames[::-1])
     said = {}
     for line in read():
         file, _, name = line.place.partition(":")
         said[file, name.rpartition(".")[2]] = f"{line.what} in {line.place}: {line.reason}"
+    ordered = (FRAME.findall(stack)[:: 1 if INNERMOST_FIRST in stack else -1] for stack in stacks[:SHOWN])
+    places = dict.fromkeys(place for frames in ordered for place in frames)
     return [said[place] for place in places if place in said]
