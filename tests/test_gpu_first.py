@@ -87,6 +87,7 @@ def test_each_step_is_reported_whatever_becomes_of_those_before(
 
     page = (tmp_path / "report.txt").read_text()
     assert page in capsys.readouterr().out
+    assert page.startswith("hpcrl's first half hour on cpu, tiny: 1 of 5 steps ok\n")
     assert "== hangs hung: no end after 8 s" in page and "in started" in page
     assert "waits.txt: nonzero in algorithms/base.py:model_tokens: once a micro-batch" in page
     assert max(map(len, page.splitlines())) < 200 and page.count("\n") < 100

@@ -36,15 +36,10 @@ def run_all(names: Sequence[str], setting: Setting, folder: Path, seconds: float
     started, report, failed = time.monotonic(), Report(folder, setting, steps), 0
     for number, name in enumerate(names, 1):
         step, left_s = steps[name], seconds - (time.monotonic() - started)
-        why = missing(step, setting) or (
-            f"{left_s:.0f} s are left (--minutes)" if left_s < LEAST_SHARE * step.limit_s else ""
-        )
-        limit_s = min(step.limit_s, left_s)
-        print(f"{number} of {len(names)}  {name}: {step.teaches}", end="", flush=True)
-        print(
-            "" if why else f" (up to {limit_s:.0f} s{f', {left_s / 60:.0f} min are left' * math.isfinite(left_s)})",
-            flush=True,
-        )
+        limit_s, left = min(step.limit_s, left_s), f"{left_s:.0f} s are left" if math.isfinite(left_s) else ""
+        short = f"{left} (--minutes)" if left_s < LEAST_SHARE * step.limit_s else ""
+        print(f"{number} of {len(names)}  {name}: {step.teaches} (up to {limit_s:.0f} s)  {left}".rstrip(), flush=True)
+        why = missing(step, setting) or short
         outcome = Outcome(name, "not run", error=why) if why else run_step(name, step, setting, folder, limit_s)
         report.add(outcome)
         failed += outcome.status in ("failed", "hung")
@@ -56,19 +51,17 @@ def run_all(names: Sequence[str], setting: Setting, folder: Path, seconds: float
 
 def main(argv: Sequence[str] | None = None) -> int:
     told = "\n".join(f"  {name:<14} {step.limit_s:4.0f} s  {step.teaches}" for name, step in STEPS.items())
-    parser = argparse.ArgumentParser(
-        description=f"{__doc__}{told}", formatter_class=argparse.RawDescriptionHelpFormatter, usage=argparse.SUPPRESS
-    )
+    as_written = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__ + told, formatter_class=as_written, usage=argparse.SUPPRESS)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="models and sizes for a CPU")
-    parser.add_argument(
-        "--only", nargs="+", choices=STEPS, metavar="STEP", help="these alone, in the order of the table"
-    )
+    parser.add_argument("--only", nargs="+", choices=STEPS, metavar="STEP", help="these alone, in the table's order")
     parser.add_argument("--from", dest="first", choices=STEPS, metavar="STEP", help="this one and those after it")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="of all steps; what does not fit is not run")
     parser.add_argument(
-        "--report", type=Path, default=ROOT / "runs/gpu_first", metavar="FOLDER", help="default runs/gpu_first"
+        "--minutes", type=float, default=math.inf, metavar="N", help="of all steps; what does not fit is not run"
     )
+    folder = ROOT / "runs/gpu_first"
+    parser.add_argument("--report", type=Path, default=folder, metavar="FOLDER", help="default runs/gpu_first")
     words = parser.parse_args(argv)
     if words.device == "cpu" and not words.tiny:
         parser.error("--device cpu needs --tiny: the full sizes are for a GPU")

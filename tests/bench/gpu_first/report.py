@@ -44,7 +44,8 @@ class Report:
 
     def page(self, outcomes: Sequence[Outcome]) -> str:
         """Versions, a table of steps, all figures, then each failure with its stack."""
-        lines = [f"hpcrl's first half hour on {self._setting['device']}" + ", tiny" * self._setting["tiny"], ""]
+        good, size = sum(outcome.status == "ok" for outcome in outcomes), ", tiny" * self._setting["tiny"]
+        lines = [f"hpcrl's first half hour on {self._setting['device']}{size}: {good} of {len(outcomes)} steps ok", ""]
         versions = [figure for outcome in outcomes if outcome.name == VERSIONS for figure in outcome.figures]
         lines += [f"{figure.what:<20}  {figure.note}" for figure in versions if figure.note]
         lines += ["", *columns([["step", "status", "seconds", "expected", "teaches"], *map(self._line, outcomes)])]
@@ -59,13 +60,8 @@ class Report:
         return "\n".join(lines) + "\n"
 
     def _line(self, outcome: Outcome) -> list[str]:
-        return [
-            outcome.name,
-            outcome.status,
-            f"{outcome.seconds:.0f}",
-            tally(outcome),
-            self._steps[outcome.name].teaches,
-        ]
+        about = (outcome.status, f"{outcome.seconds:.0f}", tally(outcome), self._steps[outcome.name].teaches)
+        return [outcome.name, *about]
 
 
 def tally(outcome: Outcome) -> str:

@@ -62,8 +62,6 @@ FULL += ["generator.dtype=bfloat16", "generator.head_dtype=float32", "trainer.lo
 TINY = ["model.tiny.num_heads=2", "rollout.num_prompts=4", "rollout.group_size=4", "rollout.max_new_tokens=8"]
 BOTH = ["layout=colocated", "layout.trainer.num_ranks=1", "layout.offload=always", "check_weights=true", "save_every=1"]
 BOTH += ["reward.default.name=fake", "trainer.lr=1e-5"]  # random rewards: without them nothing would be learnt
-
-
 VLLM, SAME = "generator.engine=vllm", ("deterministic=true", "max_steps=2")  # vLLM cannot be deterministic
 TO_REPORT_S = 10.0
 """Before a step's end gpu-check has reported what its parts found."""
