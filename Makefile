@@ -21,7 +21,7 @@ OUTSIDE := $(VENV)-outside
 OUTSIDE_PY := $(OUTSIDE)/bin/python
 BENCHES = $(sort $(basename $(notdir $(wildcard tests/bench/*.py))))
 
-.PHONY: help setup demo demo-agentic test test-fast test-avx2 test-outside test-gpu gpu-check soak lint fmt type bench docs recipes slurm-up slurm-down clean
+.PHONY: help setup demo demo-agentic test test-fast test-avx2 test-outside test-gpu gpu-check gpu-first soak lint fmt type bench docs recipes slurm-up slurm-down clean
 
 help: ## list the tasks
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -69,6 +69,9 @@ test-gpu: $(DEV) ## the tests that need CUDA; skipped with a reason without it
 
 gpu-check: $(DEV) ## engines, weights and memory on this machine's GPUs beside their limits: a table and JSON, in 8 to 13 minutes
 	@$(PY) -m tests.bench.gpu
+
+gpu-first: $(CORE) ## the first half hour on a GPU: all that can be learnt there, in order, as a report in runs/gpu_first
+	@$(PY) -m tests.bench.gpu_first
 
 soak: $(DEV) ## long tests: many random kills
 	@$(PYTEST) -m soak --timeout 3600

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 
@@ -11,6 +12,11 @@ from tests.bench.gpu.common import Check, Row
 def raises(check: Check) -> Iterator[Row]:
     yield Row("bad one", "before", 1.0)
     raise ValueError(f"facts are {dict(check.facts)}")
+
+
+def aborts(check: Check) -> Iterator[Row]:
+    yield Row("bad one", "before", 1.0)
+    os.abort()
 
 
 def hangs(check: Check) -> Iterator[Row]:

@@ -121,15 +121,29 @@ def test_a_generator_is_measured_asleep_and_awake(check: Check) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("how", "limit_s", "found"),
+    ("how", "limit_s", "found", "stack"),
     [
-        ("raises", 200.0, [("before", "", ""), ("", "failed", "ValueError: facts are {'copy': 10.0, 'product': 0.1}")]),
-        ("hangs", 2.0, [("", "failed", "no end after 2 s")]),
+        (
+            "raises",
+            200.0,
+            [("before", "", ""), ("", "failed", "ValueError: facts are {'copy': 10.0, 'product': 0.1}")],
+            "in raises\n",
+        ),
+        ("aborts", 200.0, [("before", "", ""), ("", "failed", "ended by SIGABRT")], "in aborts\n"),
+        ("hangs", 2.0, [("", "failed", "no end after 2 s")], ""),
     ],
 )
-def test_a_part_that_fails_is_a_line(how: str, limit_s: float, found: list[tuple[str, str, str]], check: Check) -> None:
+def test_a_part_that_fails_is_a_line(
+    how: str,
+    limit_s: float,
+    found: list[tuple[str, str, str]],
+    stack: str,
+    check: Check,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     part = Part(f"tests.failing_parts:{how}", limit_s)
     assert [(row.what, row.verdict, row.note) for row in rows_of("bad one", part, check, 200.0, 0)] == found
+    assert stack in capsys.readouterr().err
 
 
 def test_what_is_missing_is_said(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,15 +4,14 @@
     python -m tests.bench.gpu [--only PART ...] [--json FILE] [--seconds N]
     python -m tests.bench.gpu --device cpu --tiny     # the same code at sizes for a CPU: no figure means anything
 
-Each part runs in a process of its own with a time limit: an error, a crash or a hang is a line of the table. Parts that
-need two GPUs, vLLM, DeepSpeed or Megatron-Core say so where these are missing. The code is 1 if a part failed or a
-verdict is bad.
+Each part runs in a process of its own with a time limit: an error, a crash or a hang is a line of the table, and
+what the part wrote to stderr, with the stacks of one that hangs, follows on stderr. Parts that need two GPUs, vLLM,
+DeepSpeed or Megatron-Core say so where these are missing. The code is 1 if a part failed or a verdict is bad.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import importlib
 import importlib.util
@@ -26,9 +25,10 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from tests.bench.gpu.common import Check, Row, end_after, rows_in
+from tests.bench.gpu.ending import STACKS, end_all
 from tests.bench.machine import tell
 
 
@@ -66,6 +66,7 @@ PARTS = {
 }
 """In this order: what most runs do comes first, should time run out."""
 FAILURES = ("bad", "failed")
+NO_END = "no end after"
 
 
 def run_part(entry: str, check: Check) -> NoReturn:
@@ -98,21 +99,25 @@ def rows_of(name: str, part: Part, check: Check, limit_s: float, num_gpus: int) 
     words = [sys.executable, "-m", HERE, "--device", check.device, *(["--tiny"] if check.tiny else [])]
     words += ["--part", part.entry, "--facts", json.dumps(dict(check.facts)), "--scratch", str(check.scratch)]
     with tempfile.TemporaryFile("w+") as errors:
-        child = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True)
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": errors, "text": True}
+        child = subprocess.Popen(words, **pipes, env={**os.environ, **STACKS}, start_new_session=True)
         why = ""
         try:
             out, _ = child.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
-            why = f"no end after {limit_s:.0f} s"
+            why = f"{NO_END} {limit_s:.0f} s"
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)  # with what it has started
+            end_all(child)
         if why:
             out, _ = child.communicate()
+        elif child.returncode < 0:
+            why = f"ended by {signal.Signals(-child.returncode).name}"
         errors.seek(0)
-        last = next((line for line in reversed(errors.read().splitlines()) if line.strip()), "")
+        said = errors.read()
+    last = next((line for line in reversed(said.splitlines()) if line.strip()), "")
     yield from rows_in(out)
     if why or child.returncode:
+        print(said, file=sys.stderr, flush=True)
         yield Row(name, verdict="failed", note=why or last[:200] or f"code {child.returncode}")
 
 

@@ -1,0 +1,166 @@
+"""make gpu-first at sizes for a CPU: a step that works after one that fails and one that hangs, and the report."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from hpcrl.clock import AwakeClock
+from hpcrl.config import load
+from hpcrl.exitcodes import ExitCode
+from tests.bench.gpu.common import Row
+from tests.bench.gpu_first.__main__ import main, run_all
+from tests.bench.gpu_first.figures import figure_of
+from tests.bench.gpu_first.steps import STEPS, Command, Setting, Step
+from tests.bench.gpu_first.waits import WARNING, compare, warned
+from tests.children import runs
+from tests.conftest import ROOT
+from tests.gpu_rehearsal.ledger import Ledger
+
+TINY = Setting("cpu", True, 0)
+FAILS = """
+from tests.bench.gpu.common import Row
+from hpcrl.algorithms.base import model_tokens
+Row("before", "it fails", 3.0, "s", 2.0, "bad").say()
+model_tokens(None)
+"""
+HANGS = """
+import subprocess, sys, time
+def started():
+    child = subprocess.Popen([sys.executable, "-c", "import time\\ndef sleeping(): time.sleep(600)\\nsleeping()"],
+        start_new_session=True)
+    print("child", child.pid, flush=True)
+    time.sleep(600)
+started()
+"""
+
+
+def program(text: str) -> dict[str, Command]:
+    return {"only": lambda setting, folder, left_s: [sys.executable, "-c", text]}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_each_step_is_reported_whatever_becomes_of_those_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = {
+        "fails": Step("a traceback", 60, program(FAILS)),
+        "hangs": Step("stacks", 8, program(HANGS)),
+        "lacks": Step("nothing", 60, {}, modules=("no_such_module",)),
+        "too long": Step("nothing", 10000, {}),
+        "deterministic": STEPS["deterministic"],
+    }
+    assert run_all(list(steps), TINY, tmp_path, 500.0, steps) == 1
+    found = {outcome["name"]: outcome for outcome in json.loads((tmp_path / "report.json").read_text())["steps"]}
+    assert {name: outcome["status"] for name, outcome in found.items()} == {
+        "fails": "failed",
+        "hangs": "hung",
+        "lacks": "not run",
+        "too long": "not run",
+        "deterministic": "ok",
+    }
+    fails, hangs = found["fails"], found["hangs"]
+    assert fails["error"] == "AttributeError: 'NoneType' object has no attribute 'loss_mask'"
+    (traceback,) = fails["stacks"]
+    assert "in model_tokens" in traceback and "AttributeError" in traceback
+    assert [line.split(":")[0] for line in fails["table"]] == ["nonzero in algorithms/base.py"]
+    assert fails["figures"][0]["what"] == "only before: it fails"
+    assert (fails["figures"][0]["expected"], fails["figures"][0]["within"]) == ("limit 2", False)
+    assert hangs["error"].startswith("no end after 8 s") and hangs["seconds"] < 20
+    assert all(any(f"in {name}\n" in stack for stack in hangs["stacks"]) for name in ("started", "sleeping"))
+    log = Path(hangs["log"]).read_text()
+    assert not runs(int(log.rpartition("\nchild ")[2].split()[0]))
+    assert found["lacks"]["error"] == "no_such_module is not installed"
+    assert "(--minutes)" in found["too long"]["error"]
+
+    figures = {figure["what"]: figure for figure in found["deterministic"]["figures"]}
+    same, norm = figures["metrics that differ"], figures["gradient norm"]
+    assert (same["value"], same["expected"], same["within"]) == (0, "at most 0", True)
+    assert (norm["expected"], norm["within"]) == ("at least 1e-09", True) and norm["value"] > 0.01
+    assert figures["peak in training"]["value"] > 0.1, "GiB of the rank that trains"
+
+    page = (tmp_path / "report.txt").read_text()
+    assert page in capsys.readouterr().out
+    assert page.startswith("hpcrl's first half hour on cpu, tiny: 1 of 5 steps ok\n")
+    assert "== hangs hung: no end after 8 s" in page and "in started" in page
+    assert "waits.txt: nonzero in algorithms/base.py:model_tokens: once a micro-batch" in page
+    assert max(map(len, page.splitlines())) < 200 and page.count("\n") < 100
+
+    again = {"fails": Step("nothing", 60, program("")), "hangs": steps["hangs"]}
+    assert run_all(["fails"], TINY, tmp_path, 500.0, again) == 0
+    found = {outcome["name"]: outcome for outcome in json.loads((tmp_path / "report.json").read_text())["steps"]}
+    assert found["hangs"] == hangs and found["fails"]["status"] == "ok", "the others stay"
+
+
+def test_figures_are_judged_by_bounds_by_shares_of_limits_and_by_their_own_verdict() -> None:
+    def judged(row: Row, step: str = "run", tiny: bool = False) -> tuple[str, bool | None]:
+        figure = figure_of(row, step, "", tiny)
+        return figure.expected, figure.within
+
+    assert judged(Row("", "steps", 4)) == ("4", True) and judged(Row("", "steps", 3)) == ("4", False)
+    assert judged(Row("", "steps", 3), "deterministic") == ("", None)
+    product = Row("training", "rate, of a product's", 200.0, "TFLOP/s", 800.0)
+    assert judged(product) == ("at least 240, at most 800", False)
+    assert judged(product, tiny=True) == ("limit 800", None)
+    assert judged(Row("training", "first offload", 2.0)) == ("at least 1", True)
+    assert judged(Row("training", "offload", 2.0)) == ("at least 10", False)
+    assert judged(Row("lost peer", "dies", verdict="bad")) == ("", False)
+    assert judged(Row("decode vllm", verdict="not installed", note="vllm")) == ("", None)
+
+
+def test_each_warning_of_cuda_is_noted_with_the_function_of_hpcrl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Python's own warnings, as torch's arrive: those of CUDA need a GPU."""
+    modes: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+
+    def waits() -> float:
+        warnings.warn(f"{WARNING} (Triggered internally at CUDAFunctions.cpp)", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+        return 0.0
+
+    ledger = Ledger()
+    with warned(ledger):
+        clock = AwakeClock(60.0, waits)
+        with ledger.section("fsdp2: step"):
+            clock.now()
+            clock.now()
+    assert modes == ["warn", "default"]
+    assert ledger.sections == {"fsdp2: step": {("clock.py:AwakeClock.now", WARNING): 2}}
+    new, absent = compare({"fsdp2: step": {"clock.py:AwakeClock.now", "algorithms/base.py:model_tokens"}})
+    assert (new.value, new.note) == (1, "fsdp2: step: clock.py:AwakeClock.now")
+    assert absent.value == 2 and "LossSums.stats" in absent.note and "FSDP2Engine._update" in absent.note
+
+
+def test_without_a_gpu_the_way_out_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main([]) == ExitCode.BAD_INPUT
+    assert "--device cpu --tiny" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["run", "deterministic"])
+def test_on_a_gpu_the_runs_are_valid_and_have_the_sizes_of_the_published_model(name: str, tmp_path: Path) -> None:
+    commands = [command(Setting("cuda", False, 1), tmp_path, 60.0) for command in STEPS[name].commands.values()]
+    configs = [load(words[3:]) for words in commands if "hpcrl.launch" in words]
+    assert len(configs) == 2 and all(config.check_weights and config.save_every == 1 for config in configs)
+    published = json.loads((ROOT / "conf/model/Qwen/Qwen2.5-0.5B-Instruct/config.json").read_text())
+    names = {"vocab_size": "vocab_size", "hidden_size": "hidden_size", "intermediate_size": "intermediate_size"}
+    names |= {
+        "num_layers": "num_hidden_layers",
+        "num_heads": "num_attention_heads",
+        "num_kv_heads": "num_key_value_heads",
+    }
+    names |= {"tie_word_embeddings": "tie_word_embeddings"}
+    for own, theirs in names.items():
+        assert getattr(configs[0].model.tiny, own) == published[theirs], own
+
+
+def test_on_one_gpu_the_steps_take_half_an_hour() -> None:
+    assert sum(step.limit_s for step in STEPS.values() if step.num_gpus == 1) <= 1900
