@@ -29,7 +29,7 @@ from hpcrl.node.agent import Agent, Verdict
 from hpcrl.node.caches import cache_folders
 from hpcrl.node.devices import HIDDEN, bind_gpus, own_devices, show_peers, visible_gpus
 from hpcrl.node.forks import FORKS, Parent
-from hpcrl.node.gpus import GpuNeeds, filled, note, unusable
+from hpcrl.node.gpus import GpuNeeds, filled, hidden, note, unusable
 from hpcrl.node.preflight import meeting_folder, preflight, see_run
 from hpcrl.rundir import OUTCOME, VERDICT, SupersededError, close_run, open_run, stored_config, world_folder
 from hpcrl.signals import STOPPING, held_back, ignore_signals, noted
@@ -144,6 +144,8 @@ def check_gpus(needs: GpuNeeds) -> None:
 def gpus_of_node(config: Config, layout: RoleLayout, node: int, num_nodes: int) -> dict[int, str]:
     """Rank -> its CUDA_VISIBLE_DEVICES on this node; ValueError if GPUs are requested and there are too few."""
     ranks = ranks_of_node(config, layout, node, num_nodes)
+    if problem := hidden(GpuNeeds.of(config, layout, ranks), os.environ):
+        raise ValueError(f"cluster.device: this node {problem}")
     gpus = bind_gpus(ranks, sorted(layout.ranks_with_model), visible_gpus(os.environ), config.cluster.device)
     return show_peers(gpus, layout.replicas) if GEN_ENGINES[config.gen_engine].shows_peers(config) else gpus
 

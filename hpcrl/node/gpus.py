@@ -109,7 +109,7 @@ def unusable(
     if not needs.ranks:
         return ""
     if not gpus:
-        return _hidden(needs, environ, amd or num_nvidia(devices))
+        return hidden(needs, environ, devices)
     if problem := misnamed(gpus):
         return problem
     torch = torch or TorchBuild.installed()
@@ -128,9 +128,12 @@ def unusable(
     return next(_engine_problems(needs.engines, torch), "") or ("" if amd else _driver_problem(gpus, environ, torch))
 
 
-def _hidden(needs: GpuNeeds, environ: Mapping[str, str], there: int) -> str:
-    """Why a node shows no GPU; empty where that means the CPU: it has none, or the user hides them by an empty list,
-    and none is required."""
+def hidden(needs: GpuNeeds, environ: Mapping[str, str], devices: Path = Path("/dev")) -> str:
+    """Why a node shows no GPU, if it does not; empty where that means the CPU: it has none, or the user hides them by
+    an empty list, and none is required."""
+    if not needs.ranks or visible_gpus(environ, devices):
+        return ""
+    there = num_amd(devices) or num_nvidia(devices)
     name = next((name for name in (VISIBLE, ROCR_VISIBLE) if name in environ), "")
     if not needs.required and not (there and environ.get(name) == NO_FILES):
         return ""
@@ -207,14 +210,39 @@ class _Card(NamedTuple):
     name: str
 
 
-def note(needs: GpuNeeds, environ: Mapping[str, str], devices: Path = Path("/dev")) -> str:
-    """What the user should know of the GPUs of this node, as "this node ..."; empty if nothing. No reason to stop."""
+def note(
+    needs: GpuNeeds, environ: Mapping[str, str], devices: Path = Path("/dev"), torch: TorchBuild | None = None
+) -> str:
+    """What the user should know of the GPUs of this node, as "this node ..."; empty if nothing. No reason to stop.
+    torch: the installed one."""
     there = num_amd(devices) or num_nvidia(devices)
     if not needs.ranks:
         return ""
     if not visible_gpus(environ, devices):
         return f"computes on the CPU: {VISIBLE}={environ.get(VISIBLE, '')!r} hides its {there} GPU(s)" if there else ""
-    return "" if _sees_memory(environ, devices) else "has no nvidia-smi to say whether others fill its GPUs"
+    torch = torch or TorchBuild.installed()
+    nvcc = _nvcc(environ) if needs.engines else ""
+    found = [] if _sees_memory(environ, devices) else ["has no nvidia-smi to say whether others fill its GPUs"]
+    if nvcc and torch.cuda and nvcc.partition(".")[0] != torch.cuda.partition(".")[0]:
+        found.append(
+            f"has an nvcc of CUDA {nvcc}, with which {' or '.join(needs.engines)} may compile, and {torch} takes "
+            f"what is compiled with CUDA {torch.cuda}: load CUDA {torch.cuda} (cluster.modules)"
+        )
+    return " and ".join(found)
+
+
+def _nvcc(environ: Mapping[str, str]) -> str:
+    """CUDA's version of the compiler that torch and DeepSpeed would call; empty without one."""
+    home = environ.get("CUDA_HOME") or environ.get("CUDA_PATH")
+    command = f"{home}/bin/nvcc" if home else shutil.which("nvcc", path=environ.get("PATH"))
+    if command is None:
+        return ""
+    try:
+        done = subprocess.run([command, "--version"], capture_output=True, text=True, timeout=ANSWERS_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    release = re.search(r"release (\d+\.\d+)", done.stdout)
+    return release[1] if release else ""
 
 
 def _sees_memory(environ: Mapping[str, str], devices: Path) -> bool:

@@ -81,6 +81,13 @@ def test_ranks_see_other_gpus_only_where_their_engine_needs_it(shown: bool, monk
     assert sorted(filter(None, gpus.values())) == (["2,3", "3,2"] if shown else ["2", "3"])
 
 
+def test_ranks_of_a_launcher_are_told_why_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "NoDevFiles")
+    config = parse({"cluster": {"device": "cuda"}})
+    with pytest.raises(ValueError, match="since CUDA_VISIBLE_DEVICES=NoDevFiles: Slurm gave this job none"):
+        gpus_of_node(config, RoleLayout.from_config(config), 0, 1)
+
+
 @pytest.mark.parametrize(("device", "gpus"), [("auto", []), ("cpu", ["0"]), ("cpu", ["0", "1"])])
 def test_all_ranks_of_a_node_use_the_cpu_where_there_is_no_gpu_or_none_is_wanted(device: str, gpus: list[str]) -> None:
     assert bind_gpus([0, 1, 2], [1, 2], gpus, device) == {0: "", 1: "", 2: ""}

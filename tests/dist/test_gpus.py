@@ -127,7 +127,8 @@ def test_a_driver_that_does_not_load_or_start(make: Make) -> None:
 @pytest.mark.parametrize(
     ("package", "told"),
     [
-        (("vllm", "0.32.0", "torch==2.13.0", "nvidia-cutlass-dsl[cu13]==4.8.0", "x-cu12; extra == 'old'"), ""),
+        (("vllm", "0.32.0", "torch==2.13.0", "nvidia-cutlass-dsl[cu13]==4.8.0"), ""),
+        (("vllm", "0.32.0", "torch==2.13.0", "x-cu12; extra == 'old'"), ""),
         (("vllm", "0.32.0", "torch==2.12.0"), "has vllm 0.32.0, which requires torch==2.12.0, and torch 2.13.0+cu130"),
         (("vllm", "0.32.0+cu129", "torch==2.13.0"), "has vllm 0.32.0+cu129, built for CUDA 12, and torch 2.13.0+cu130"),
         (("vllm", "0.32.0", "torch==2.13.0+cpu"), "has vllm 0.32.0, which requires torch==2.13.0+cpu, and"),
@@ -161,7 +162,9 @@ def test_a_gpu_that_another_process_fills_is_named_with_the_process(make: Make) 
         "has GPUs that others fill, 70000 of 81559 MiB of GPU 1 (NVIDIA H100) by pid 4242 (python, of another, 69990"
     )
     assert "CUDA_VISIBLE_DEVICES" in line and line.endswith("or set cluster.oversubscribe=true")
-    assert filled(GpuNeeds(2, shares=True), node.environ, node.devices) == ""
+    config = load(["cluster.oversubscribe=true", "timeouts.start_s=8"])
+    needs = GpuNeeds.of(config, RoleLayout.from_config(config), [0, 1])
+    assert (needs.ranks, needs.wait_s) == (1, 4.0) and filled(needs, node.environ, node.devices) == ""
     for names, is_told in (("0", False), ("GPU-00", False), ("GPU-10AB", True)):
         node.environ["CUDA_VISIBLE_DEVICES"] = names
         assert bool(filled(NEEDS, node.environ, node.devices)) == is_told
@@ -187,6 +190,24 @@ def test_without_nvidia_smi_it_is_said_that_nobody_looked(make: Make) -> None:
     (node.folder / "bin/nvidia-smi").unlink()
     assert filled(NEEDS, node.environ, node.devices) == ""
     assert note(NEEDS, node.environ, node.devices) == "has no nvidia-smi to say whether others fill its GPUs"
+
+
+@pytest.mark.parametrize("home", [False, True])
+def test_a_compiler_for_another_cuda_is_told(make: Make, home: bool) -> None:
+    """No reason to stop: not every engine compiles."""
+    node = make()
+    where = node.folder / "cuda/bin" if home else node.folder / "bin"
+    where.mkdir(parents=True, exist_ok=True)
+    for release in ("13.2", "12.4"):
+        (where / "nvcc").write_text(f"#!/bin/sh\necho Cuda compilation tools, release {release}, V{release}.99")
+        (where / "nvcc").chmod(0o755)
+        environ = node.environ | ({"CUDA_HOME": str(node.folder / "cuda")} if home else {"CUDA_HOME": ""})
+        line = note(GpuNeeds(2, engines={"deepspeed": "deepspeed"}), environ, node.devices, CUDA)
+        told = "has an nvcc of CUDA 12.4, with which deepspeed may compile, and torch 2.13.0+cu130, a build for CUDA"
+        assert (
+            line == "" if release == "13.2" else line.startswith(told) and line.endswith("CUDA 13.0 (cluster.modules)")
+        )
+        assert note(NEEDS, environ, node.devices, CUDA) == "", "no engine that may compile"
 
 
 @pytest.mark.parametrize(
