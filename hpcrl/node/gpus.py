@@ -155,7 +155,7 @@ def _engine_problems(engines: Mapping[str, str], torch: TorchBuild) -> Iterator[
             texts = [package.name, package.version, *map(str, asked)]
             built = {cuda for text in texts for cuda in re.findall(r"(?<![a-z0-9])cu(1\d)", text)}
             own = f"{package.name} {package.version}"
-            way = f"use one environment for both: {install([extra])}"
+            way = f"build {module} for ROCm" if torch.hip else f"use one environment for both: {install([extra])}"
             if built and torch.cuda.partition(".")[0] not in built:
                 yield f"has {own}, built for CUDA {' and '.join(sorted(built))}, and {torch} with it: {way}"
             for one in asked:
@@ -250,9 +250,9 @@ def _sees_memory(environ: Mapping[str, str], devices: Path) -> bool:
 
 
 def filled(needs: GpuNeeds, environ: Mapping[str, str], devices: Path = Path("/dev")) -> str:
-    """Which visible GPUs other processes fill still after needs.wait_s, or are divided by MIG but named whole; empty if
-    none are or nobody can say. Only before the ranks start, which are such processes themselves."""
-    gpus = visible_gpus(environ, devices) if needs.ranks else []
+    """Which GPUs of ranks other processes still fill after needs.wait_s, or are divided by MIG and named whole; empty
+    if none are or nobody can say. Only before the ranks start, which are such processes themselves."""
+    gpus = visible_gpus(environ, devices)[: needs.ranks]
     if not gpus or not _sees_memory(environ, devices):
         return ""
     for last in (False,) * int(needs.wait_s) + (True,):

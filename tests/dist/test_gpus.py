@@ -163,8 +163,9 @@ def test_a_gpu_that_another_process_fills_is_named_with_the_process(make: Make) 
     )
     assert "CUDA_VISIBLE_DEVICES" in line and line.endswith("or set cluster.oversubscribe=true")
     config = load(["cluster.oversubscribe=true", "timeouts.start_s=8"])
-    needs = GpuNeeds.of(config, RoleLayout.from_config(config), [0, 1])
-    assert (needs.ranks, needs.wait_s) == (1, 4.0) and filled(needs, node.environ, node.devices) == ""
+    needs = GpuNeeds.of(config, RoleLayout.from_config(config), [0, 1, 2])
+    assert (needs.ranks, needs.wait_s) == (2, 4.0) and filled(needs, node.environ, node.devices) == ""
+    assert filled(GpuNeeds(1, wait_s=0.0), node.environ, node.devices) == "", "no rank is on GPU 1"
     for names, is_told in (("0", False), ("GPU-00", False), ("GPU-10AB", True)):
         node.environ["CUDA_VISIBLE_DEVICES"] = names
         assert bool(filled(NEEDS, node.environ, node.devices)) == is_told
@@ -275,6 +276,18 @@ def test_an_engine_of_another_version_is_refused(
     config = load([f"generator.engine={module}"])
     lines = [problem.text for problem in check_built(config)]
     assert lines == ([text + install([module])] if known else [])
+
+
+def test_a_wheel_for_cuda_is_refused_on_amd(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its requirement of torch is met by the build for ROCm."""
+    node = make()
+    node.package("vllm", "0.32.0", "torch==2.13.0", "nvidia-cutlass-dsl[cu13]==4.8.0")
+    monkeypatch.syspath_prepend(str(node.site))
+    (devices := tmp_path / "amd").mkdir()
+    line = unusable(GpuNeeds(2, engines={"vllm": "vllm"}), {}, amd(devices), ROCM)
+    assert line.startswith(
+        "has vllm 0.32.0, built for CUDA 13, and torch 2.13.0+rocm7.2, a build for ROCm 7.2, with it"
+    )
 
 
 def hpcrl(module: str, environ: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
