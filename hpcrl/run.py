@@ -30,6 +30,7 @@ from hpcrl.node.agent import Agent, Verdict
 from hpcrl.node.caches import cache_folders
 from hpcrl.node.devices import HIDDEN, bind_gpus, own_devices, show_peers, visible_gpus
 from hpcrl.node.forks import FORKS, Parent
+from hpcrl.node.gpus import GpuNeeds, filled, hidden, note, unusable
 from hpcrl.node.preflight import meeting_folder, preflight, see_run
 from hpcrl.rundir import OUTCOME, VERDICT, SupersededError, close_run, open_run, stored_config, world_folder
 from hpcrl.signals import STOPPING, held_back, ignore_signals, noted
@@ -82,6 +83,8 @@ def run_node(run_dir: Path, attempt: int, node: int, num_nodes: int, signals: Se
         environ["GLOO_SOCKET_IFNAME"] = "lo"
     timeouts = config.timeouts
     try:
+        if config.cluster.name != "slurm":  # where the preflight has looked
+            check_gpus(GpuNeeds.of(config, layout, ranks))
         gpus = gpus_of_node(config, layout, node, num_nodes)
     except ValueError as error:
         print(f"hpcrl: {error}", file=sys.stderr, flush=True)
@@ -130,9 +133,20 @@ def check_nodes(config: Config, run_dir: Path, world: Path, node: int, num_nodes
     return judgement.code
 
 
+def check_gpus(needs: GpuNeeds) -> None:
+    """ValueError if the ranks of this node could not compute on its GPUs, or others fill them. Tells what else is to be
+    known of them."""
+    if problem := unusable(needs, os.environ) or filled(needs, os.environ):
+        raise ValueError(f"cluster.device: this node {problem}")
+    if text := note(needs, os.environ):
+        _say(f"this node {text}")
+
+
 def gpus_of_node(config: Config, layout: RoleLayout, node: int, num_nodes: int) -> dict[int, str]:
     """Rank -> its CUDA_VISIBLE_DEVICES on this node; ValueError if GPUs are requested and there are too few."""
     ranks = ranks_of_node(config, layout, node, num_nodes)
+    if problem := hidden(GpuNeeds.of(config, layout, ranks), os.environ):
+        raise ValueError(f"cluster.device: this node {problem}")
     gpus = bind_gpus(ranks, sorted(layout.ranks_with_model), visible_gpus(os.environ), config.cluster.device)
     return show_peers(gpus, layout.replicas) if GEN_ENGINES[config.gen_engine].shows_peers(config) else gpus
 

@@ -8,7 +8,7 @@ from typing import Any
 from hpcrl.config.engines import GeneratorConfig, TrainerConfig
 from hpcrl.config.judging import JUDGE_ENGINE
 from hpcrl.config.schema import Config
-from hpcrl.spec.extras import install
+from hpcrl.spec.extras import install, version_of
 from hpcrl.spec.kinds import Spec
 from hpcrl.spec.problems import Path, Problem, dotted
 from hpcrl.spec.table import SpecTable
@@ -41,14 +41,19 @@ def chosen(config: Config) -> Iterator[tuple[Path, str, Spec]]:
 
 
 def check_built(config: Config) -> list[Problem]:
-    """Parts of the run that this version can plan but not run, and parts that are not installed. In a container the
-    preflight looks for them."""
+    """Parts of the run that this version can plan but not run, and parts that are not installed or in a version that
+    they do not know. In a container the preflight looks for them."""
     problems = []
     for path, name, spec in chosen(config):
         if not spec.built:
             problems.append(Problem(path, f"{dotted(path)}: {name} is not built yet"))
         elif (lacking := spec.lacking()) and config.cluster.container == "none":
             problems.append(Problem(path, f"{dotted(path)}: {name} is not installed; {install(lacking)}"))
+        elif config.cluster.container == "none":
+            for module, known in spec.knows.items():
+                if not (version := version_of(module) or "(of no known version)").startswith(known):
+                    text = f"{module} {version} is installed, and hpcrl's part for it is written for {known}*"
+                    problems.append(Problem(path, f"{dotted(path)}: {text}; {install([spec.needs[module]])}"))
     return problems
 
 

@@ -171,8 +171,8 @@ class ClusterConfig(Section):
     threads_per_rank: Count = 1
     """CPU threads per rank."""
     oversubscribe: bool = False
-    """Start a run whose ranks need more memory than their node has by the plan; with name=local, also more than 64
-    threads and processes per core of this machine."""
+    """Start a run whose ranks need more memory than their node has by the plan, or whose GPUs other processes fill;
+    with name=local, also more than 64 threads and processes per core of this machine."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of models; auto: GPUs, one for each rank with a model, or the CPU on nodes without GPUs. Too few GPUs are
     an error; in a Slurm job, so are nodes with and without GPUs for ranks of one role."""

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, Problem
 from hpcrl.config.abilities import chosen
-from hpcrl.node.devices import visible_gpus
+from hpcrl.node.devices import VISIBLE, bind_gpus, visible_gpus
+from hpcrl.node.gpus import GpuNeeds, unusable
 from hpcrl.spec.problems import dotted
 
 MOST_PER_CPU = 64
@@ -22,13 +23,14 @@ def check_machine(config: Config, layout: RoleLayout) -> Iterator[Problem]:
         text = f"cluster: {excess}; request fewer, or set cluster.oversubscribe=true"
         yield Problem(("cluster",), text, (("layout",), ("reward",), ("env",)))
     yield from _lacking(config)
+    yield from _unusable(config, layout)
 
 
 def machine_notes(config: Config, layout: RoleLayout) -> Iterator[str]:
     """A note of the plan of a local run that this machine cannot carry: the plan may be for other machines."""
     if excess := _excess(config, layout):
         yield f"note: this machine refuses a start: {excess}"
-    for problem in _lacking(config):
+    for problem in (*_lacking(config), *_unusable(config, layout)):
         yield f"note: this machine refuses a start: {problem.text}"
 
 
@@ -40,6 +42,20 @@ def _lacking(config: Config) -> Iterator[Problem]:
         if lacking := spec.lacking_on_gpu():
             text = f"{dotted(path)}: {name} is not fully installed; {lacking}; or set cluster.device=cpu"
             yield Problem(path, text, (("cluster", "device"),))
+
+
+def _unusable(config: Config, layout: RoleLayout) -> Iterator[Problem]:
+    """GPUs of this machine that a local run cannot use, or more ranks than GPUs."""
+    if config.cluster.name != "local":
+        return
+    ranks, device = range(layout.world_size), config.cluster.device
+    if why := unusable(GpuNeeds.of(config, layout, ranks), os.environ):
+        yield Problem(("cluster", "device"), f"cluster.device: this machine {why}")
+        return
+    try:
+        bind_gpus(ranks, sorted(layout.ranks_with_model), visible_gpus(os.environ), device)
+    except ValueError as error:
+        yield Problem(("cluster", "device"), str(error), (("layout",),))
 
 
 def _excess(config: Config, layout: RoleLayout) -> str:
@@ -70,4 +86,7 @@ def device_row(config: Config, layout: RoleLayout) -> str:
     if config.cluster.name == "slurm":
         return "auto: GPUs on nodes with one for each rank with a model, the CPU on nodes without GPUs"
     gpus = len(visible_gpus(os.environ))
-    return f"auto: {ranks} of {gpus} GPU(s)" if gpus else "auto: the CPU, since this machine has no GPU"
+    if gpus:
+        return f"auto: {ranks} of {gpus} GPU(s)"
+    hidden = VISIBLE in os.environ
+    return f"auto: the CPU, since {f'{VISIBLE} names no GPU' if hidden else 'this machine has no GPU'}"

@@ -1,4 +1,9 @@
-"""Assignment of GPUs to ranks: one for each rank that holds a model, none for the others."""
+"""Assignment of GPUs to ranks: one for each rank that holds a model, none for the others.
+
+torch's builds for ROCm call AMD's GPUs cuda, too. HIP reads HIP_VISIBLE_DEVICES or, where that is empty,
+CUDA_VISIBLE_DEVICES, as numbers of the GPUs that ROCR_VISIBLE_DEVICES leaves
+(https://rocm.docs.amd.com/en/latest/conceptual/gpu-isolation.html; rocclr/device/rocm/rocdevice.cpp).
+"""
 
 from __future__ import annotations
 
@@ -7,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
+VISIBLE, HIP_VISIBLE, ROCR_VISIBLE = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
 HIDDEN = ""
+NO_FILES = "NoDevFiles"
+"""What Slurm sets as CUDA_VISIBLE_DEVICES in a job without GPUs."""
 DEVICE = re.compile(r"\d+|GPU-[0-9A-Fa-f-]+|MIG-\S+")
 """A number, the UUID of a GPU or of a part of one, or a beginning of a UUID."""
 
@@ -19,31 +26,68 @@ def check_device(gpus: str, found: bool, torch_version: str) -> None:
     if gpus and not found:
         raise ValueError(
             f"cluster.device: GPU {gpus} is assigned to this rank, but torch {torch_version} finds none (a build "
-            "without CUDA, or for a newer driver); install a build of torch for this driver, or set cluster.device=cpu"
+            "without CUDA or ROCm, or for a newer driver); install torch for this driver, or set cluster.device=cpu"
         )
 
 
+def num_nvidia(devices: Path = Path("/dev")) -> int:
+    """GPUs of NVIDIA on this node. devices: the folder of device files."""
+    return sum(path.name[6:].isdigit() for path in devices.glob("nvidia*"))
+
+
+def num_amd(devices: Path = Path("/dev")) -> int:
+    """GPUs of AMD on this node; 0 beside NVIDIA's."""
+    there = (devices / "kfd").exists() and not num_nvidia(devices)
+    return len(list((devices / "dri").glob("renderD*"))) if there else 0
+
+
 def visible_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
-    """The GPUs this process may use, from CUDA_VISIBLE_DEVICES; without this variable, all GPUs of the node."""
-    if VISIBLE in environ:
-        names = [name.strip() for name in environ[VISIBLE].split(",")]
-        # CUDA stops at the first entry that is not a device, such as NoDevFiles, which Slurm gives a job without GPUs.
-        return names[: next((i for i, name in enumerate(names) if not DEVICE.fullmatch(name)), len(names))]
-    return [str(number) for number in range(sum(path.name[6:].isdigit() for path in devices.glob("nvidia*")))]
+    """The GPUs this process may use, from CUDA_VISIBLE_DEVICES; without this variable, all GPUs of the node. On a node
+    with AMD's GPUs, also from HIP's and ROCr's variables; an empty CUDA_VISIBLE_DEVICES means none there, too."""
+    if not (num := num_amd(devices)):
+        return _named(environ[VISIBLE]) if VISIBLE in environ else _numbers(num_nvidia(devices))
+    left = environ.get(ROCR_VISIBLE)
+    chosen = environ.get(HIP_VISIBLE) or environ.get(VISIBLE)
+    if chosen is None or chosen == left:  # Slurm writes one list into the variables of all vendors
+        return _numbers(num if left is None else len(_named(left)))
+    return _named(chosen)
+
+
+def _named(text: str) -> list[str]:
+    """CUDA stops at the first entry that is not a device, such as NO_FILES; so do HIP and ROCr."""
+    names = [name.strip() for name in text.split(",")]
+    return names[: next((i for i, name in enumerate(names) if not DEVICE.fullmatch(name)), len(names))]
+
+
+def _numbers(count: int) -> list[str]:
+    return [str(number) for number in range(count)]
+
+
+def misnamed(gpus: Sequence[str]) -> str:
+    """Why CUDA does not take these visible GPUs as they are named, as "this node ..."; empty if it does."""
+    shown = f"has {VISIBLE}={','.join(gpus)}"
+    if len({name.partition("-")[0] if "-" in name else "" for name in gpus}) > 1:
+        return f"{shown}, and CUDA reads either numbers or GPU- or MIG- names: use one kind"
+    if len(set(gpus)) < len(gpus):
+        return f"{shown}, and CUDA shows none where one is named twice: name each GPU once"
+    return ""
 
 
 def own_devices(gpus: str) -> dict[str, str]:
     """Environment variables of a rank with these GPUs, of which the first is its own. Libraries take LOCAL_RANK, which
     launchers set to the process's number on its node, for the number of its GPU."""
-    return {VISIBLE: gpus, "LOCAL_RANK": "0"}
+    return {VISIBLE: gpus, HIP_VISIBLE: gpus or "-1", "LOCAL_RANK": "0"}  # an empty list hides nothing from HIP
 
 
 def bind_gpus(
     ranks: Sequence[int], with_model: Sequence[int], gpus: Sequence[str], device: Literal["auto", "cpu", "cuda"]
 ) -> dict[int, str]:
     """Rank -> its CUDA_VISIBLE_DEVICES, for the ranks of one node. auto: the CPU if the node has no GPU. ValueError if
-    the node has fewer GPUs than ranks with a model, since NCCL supports one rank per GPU, unless device="cpu"."""
+    the node has fewer GPUs than ranks with a model, since NCCL supports one rank per GPU, or GPUs that CUDA would not
+    take as named, unless device="cpu"."""
     holders = [rank for rank in ranks if rank in with_model]
+    if device != "cpu" and (problem := misnamed(gpus)):
+        raise ValueError(f"cluster.device: this node {problem}")
     if len(gpus) < len(holders) and (device == "cuda" or (device == "auto" and gpus)):
         raise ValueError(
             f"cluster.device: {device}, but this node has {len(gpus)} GPU(s) for {len(holders)} ranks that hold a "

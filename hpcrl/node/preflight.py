@@ -40,6 +40,7 @@ from hpcrl.control.network import NoInterfaceError, is_loopback, listen, own_net
 from hpcrl.exitcodes import SIGNAL_CODES, ExitCode
 from hpcrl.files import allow_files, backed_off_s, find_room, write_durably
 from hpcrl.node.devices import visible_gpus
+from hpcrl.node.gpus import GpuNeeds, filled, note, unusable
 from hpcrl.node.memory import memory_limit
 from hpcrl.planner.host import host_bytes, planned_kinds
 from hpcrl.rundir import CONFIG, stored_config
@@ -79,7 +80,8 @@ class Canary(msgspec.Struct, forbid_unknown_fields=True):
 
 class Report(msgspec.Struct, forbid_unknown_fields=True):
     """The report of a node. scratch_free_bytes is -1 if scratch is not writable; no_network: the error of its
-    interface; unreached: why it cannot connect to the first node; no_room: why RUN_FREE_BYTES cannot be written."""
+    interface; unreached: why it cannot connect to the first node; no_room: why RUN_FREE_BYTES cannot be written;
+    bad_gpus: why its ranks cannot compute on its GPUs; gpu_note: what else is to be known of them."""
 
     nonce: str
     node: int
@@ -100,6 +102,8 @@ class Report(msgspec.Struct, forbid_unknown_fields=True):
     unreached: str = ""
     no_room: str = ""
     memory_bytes: int = 0
+    bad_gpus: str = ""
+    gpu_note: str = ""
 
 
 class Judgement(msgspec.Struct, forbid_unknown_fields=True):
@@ -112,14 +116,13 @@ class Judgement(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Needs:
-    """Requirements of a run on a node. `gpu_files`: its GPUs must exist, not only be listed; `all_or_none`: this many
-    GPUs, or none; `all_or_none_roles`: roles whose other nodes must make the same choice; `modules`: those of the
-    engines, with the extras that install them; `gpu_modules`: those that they need on a node with GPUs, with the way to
-    install them; `tested`: beginning of the versions that they were tested with."""
+    """Requirements of a run on a node. `all_or_none`: this many GPUs, or none; `all_or_none_roles`: roles whose other
+    nodes must make the same choice; `modules`: those of the engines, with the extras that install them; `gpu_modules`:
+    those that they need on a node with GPUs, with the way to install them; `tested`: beginning of the versions that
+    they were tested with; `knows`: of those that they can work with; `gpu`: what must be true of its GPUs."""
 
     ranks: tuple[int, ...]
     gpus: int
-    gpu_files: bool
     open_files: int
     cpus: int
     interface: str | None = None
@@ -129,6 +132,8 @@ class Needs:
     modules: Mapping[str, str] = field(default_factory=dict)
     gpu_modules: Mapping[str, str] = field(default_factory=dict)
     tested: Mapping[str, str] = field(default_factory=dict)
+    knows: Mapping[str, str] = field(default_factory=dict)
+    gpu: GpuNeeds = field(default_factory=GpuNeeds)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -136,7 +141,7 @@ class Needs:
         return ("python", *PACKAGES, *self.modules)
 
 
-NOTHING = Needs((), 0, False, 0, 0)
+NOTHING = Needs((), 0, 0, 0)
 
 
 class Meeting(NamedTuple):
@@ -230,12 +235,12 @@ def needs_of(config: Config) -> list[Needs]:
     modules = {module: extra for _, _, spec in chosen(config) for module, extra in spec.needs.items()}
     on_gpu = {module: way for _, _, spec in chosen(config) for module, way in spec.needs_on_gpu.items()}
     tested = {module: versions for _, _, spec in chosen(config) for module, versions in spec.tested.items()}
+    knows = {module: versions for _, _, spec in chosen(config) for module, versions in spec.knows.items()}
     peers = {roles: _peers(layout, roles) for roles in {layout.roles_of(rank) for rank in range(layout.world_size)}}
     return [
         Needs(
             ranks,
             max(component.config.gpus_per_node, cuda * len(with_model & {*ranks})),
-            cuda,
             FILES_OF_A_PROCESS + FILES_OF_A_PEER * max(peers[layout.roles_of(rank)] for rank in ranks),
             cpus_of_node(component, config.cluster),
             config.cluster.network_interface,
@@ -247,6 +252,8 @@ def needs_of(config: Config) -> list[Needs]:
             modules if with_model & {*ranks} else {},
             on_gpu if with_model & {*ranks} and config.cluster.device != "cpu" else {},
             tested if with_model & {*ranks} else {},
+            knows if with_model & {*ranks} else {},
+            GpuNeeds.of(config, layout, ranks, component.config.gpus_per_node),
         )
         for component in Placement.from_config(config, layout).components
         for ranks in component.nodes
@@ -263,8 +270,6 @@ def _peers(layout: RoleLayout, roles: Sequence[RoleName]) -> int:
 def examine(node: int, needs: Needs, run_dir: Path, said: Meeting = ALONE) -> Report:
     """The report of this machine; raises this process's limit on open files, which its ranks inherit."""
     gpus = len(visible_gpus(os.environ))
-    if needs.gpu_files:
-        gpus = min(gpus, len(visible_gpus({})))
     run_free, no_room = find_room(run_dir, RUN_FREE_BYTES, reserve=node == 0)
     scratch = os.environ.get("TMPDIR", "/tmp")
     address = no_network = ""
@@ -293,6 +298,8 @@ def examine(node: int, needs: Needs, run_dir: Path, said: Meeting = ALONE) -> Re
         unreached=said.unreached,
         no_room=no_room,
         memory_bytes=memory_limit()[0],
+        bad_gpus=unusable(needs.gpu, os.environ) or filled(needs.gpu, os.environ),
+        gpu_note=note(needs.gpu, os.environ),
     )
 
 
@@ -317,14 +324,16 @@ def judge(reports: Sequence[Report], needs: Sequence[Needs]) -> str:
 
 
 def remark(reports: Sequence[Report], needs: Sequence[Needs]) -> str:
-    """In one line, versions of engines that hpcrl was not tested with; empty if there are none. No reason to stop."""
-    found = {
-        f"{module} {version} is installed on the nodes, and hpcrl is written for {tested}*": None
-        for report, need in zip(reports, needs, strict=True)
-        for module, tested in need.tested.items()
-        if (version := report.versions.get(module)) and not version.startswith(tested)
-    }
-    return "; ".join(found)
+    """In one line, versions of engines that hpcrl was not tested with, and what is to be known of GPUs; empty if there
+    is nothing. No reason to stop."""
+    found: dict[str, list[str]] = {}
+    for report, need in zip(reports, needs, strict=True):
+        for module, tested in need.tested.items():
+            if (version := report.versions.get(module)) and not version.startswith(tested):
+                found[f"{module} {version} is installed on the nodes, and hpcrl is written for {tested}*"] = []
+        if report.gpu_note:
+            found.setdefault(report.gpu_note, []).append(report.name)
+    return "; ".join(f"{_nodes(names)} {text}" if names else text for text, names in found.items())
 
 
 def _mixed_roles(reports: Sequence[Report], needs: Sequence[Needs]) -> dict[RoleName, dict[int, list[str]]]:
@@ -393,7 +402,15 @@ def _complaints(report: Report, need: Needs, usual: Mapping[str, str]) -> list[s
         for module, way in need.gpu_modules.items()
         if report.gpus and not report.versions.get(module)
     ]
-    if report.gpus < need.gpus:
+    found += [
+        f"has {module} {report.versions[module]}, and hpcrl's part for it is written for {known}*; install that there: "
+        f"{install([need.modules.get(module, module)])}"
+        for module, known in need.knows.items()
+        if report.versions.get(module) and not report.versions[module].startswith(known)
+    ]
+    if report.bad_gpus:
+        found.append(report.bad_gpus)
+    elif report.gpus < need.gpus:
         found.append(f"shows {report.gpus} GPU(s) of the {need.gpus} that the run asks for: cluster.exclude it")
     elif 0 < report.gpus < need.all_or_none:
         text = f"shows {report.gpus} GPU(s) for its {need.all_or_none} ranks that hold a model"

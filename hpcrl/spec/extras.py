@@ -6,7 +6,7 @@ import contextlib
 import shlex
 import sys
 from collections.abc import Iterable, Iterator
-from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from importlib.metadata import Distribution, PackageNotFoundError, distribution, packages_distributions
 
 EXTRAS = {
     "bitsandbytes": ("bitsandbytes==0.50.*",),
@@ -29,12 +29,16 @@ def install(names: Iterable[str]) -> str:
     return f"{shlex.quote(sys.executable)} -m pip install {shlex.join(packages)}"
 
 
-def version_of(name: str) -> str:
-    """The version of an installed package, or of the one that provides the module of this name; empty without one."""
+def packages_of(name: str) -> list[Distribution]:
+    """The installed package of this name, or those that provide the module of this name; empty without one."""
     with contextlib.suppress(PackageNotFoundError):
-        return version(name)
-    owners = packages_distributions().get(name, [])
-    return version(owners[0]) if owners else ""
+        return [distribution(name)]
+    return [distribution(owner) for owner in dict.fromkeys(packages_distributions().get(name, []))]
+
+
+def version_of(name: str) -> str:
+    """The version of the first of these packages; empty without one."""
+    return next((package.version for package in packages_of(name)), "")
 
 
 @contextlib.contextmanager

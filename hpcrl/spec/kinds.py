@@ -50,6 +50,10 @@ class Spec:
     """Module that must be installed too where its ranks compute on GPUs -> how to install it."""
     tested: Mapping[str, str] = field(default_factory=dict)
     """Module -> beginning of the versions with which the part was tested; another version is told in the plan."""
+    knows: Mapping[str, str] = field(default_factory=dict)
+    """Module of `needs` -> beginning of the versions whose insides the part uses; another version is refused."""
+    not_on_amd: str = ""
+    """Why its ranks cannot compute on AMD's GPUs; empty if nothing is known that forbids it."""
     notes: Callable[[Any], Iterable[str]] = lambda config: ()
     """What a configuration that uses the part should know of it: lines of the plan."""
     roles: tuple[str, ...] = ()

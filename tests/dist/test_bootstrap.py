@@ -307,7 +307,10 @@ def test_an_engine_is_imported_when_its_rank_has_one_gpu(tmp_path: Path, launche
     (tmp_path / "sitecustomize.py").write_text(WATCHER)
     starts = {"torchrun": torchrun(2, 3), "mpi": openmpi(2, 3, 3) | {"OMPI_COMM_WORLD_LOCAL_RANK": "2"}}
     environ = os.environ | {"PYTHONPATH": str(tmp_path), "HPCRL_ATTEMPT": str(attempt), "OMP_NUM_THREADS": "1"}
-    environ |= starts.get(launcher, slurm(2, 3, 0, 1)) | {"CUDA_VISIBLE_DEVICES": "4,GPU-7f", "TMPDIR": str(tmp_path)}
+    environ |= starts.get(launcher, slurm(2, 3, 0, 1)) | {
+        "CUDA_VISIBLE_DEVICES": "GPU-4a,GPU-7f",
+        "TMPDIR": str(tmp_path),
+    }
     command = [sys.executable, "-m", "hpcrl.run", str(tmp_path / "run")]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
     gpus, local_rank, cache = json.loads(done.stdout)

@@ -8,13 +8,61 @@ import pytest
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import parse
-from hpcrl.node.devices import bind_gpus, check_device, show_peers, visible_gpus
+from hpcrl.node.devices import bind_gpus, check_device, own_devices, show_peers, visible_gpus
 from hpcrl.run import gpus_of_node
 
 
 def test_ranks_with_a_model_get_a_gpu_each_and_the_others_none() -> None:
-    bound = bind_gpus([4, 5, 6, 7], [1, 2, 5, 6], ["2", "GPU-7f", "3"], "auto")
-    assert bound == {4: "", 5: "2", 6: "GPU-7f", 7: ""}
+    bound = bind_gpus([4, 5, 6, 7], [1, 2, 5, 6], ["2", "1", "3"], "auto")
+    assert bound == {4: "", 5: "2", 6: "1", 7: ""}
+
+
+@pytest.mark.parametrize("gpus", [["GPU-1a", "GPU-2b"], ["MIG-1a", "MIG-GPU-1/2/0"]])
+def test_gpus_and_parts_of_gpus_are_passed_on_by_their_names(gpus: list[str]) -> None:
+    assert bind_gpus([0, 1, 2], [1, 2], gpus, "cuda") == {0: "", 1: gpus[0], 2: gpus[1]}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "told"),
+    [
+        (["0", "GPU-1a"], "has CUDA_VISIBLE_DEVICES=0,GPU-1a, and CUDA reads either numbers or GPU- or MIG- names"),
+        (["GPU-1a", "MIG-1a"], "CUDA reads either numbers or GPU- or MIG- names: use one kind"),
+        (["1", "1"], "has CUDA_VISIBLE_DEVICES=1,1, and CUDA shows none where one is named twice: name each GPU once"),
+    ],
+)
+def test_names_that_cuda_would_not_take_as_they_look_are_refused(gpus: list[str], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        bind_gpus([0, 1, 2], [1, 2], gpus, "auto")
+    assert set(bind_gpus([0, 1, 2], [1, 2], gpus, "cpu").values()) == {""}
+
+
+def test_a_rank_without_a_gpu_is_shown_none_on_amd_either() -> None:
+    """HIP prefers its own variable unless it is empty."""
+    assert own_devices("") == {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "-1", "LOCAL_RANK": "0"}
+    assert own_devices("3") == {"CUDA_VISIBLE_DEVICES": "3", "HIP_VISIBLE_DEVICES": "3", "LOCAL_RANK": "0"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "names"),
+    [
+        ({}, ["0", "1", "2", "3"]),
+        ({"CUDA_VISIBLE_DEVICES": ""}, []),
+        ({"CUDA_VISIBLE_DEVICES": "NoDevFiles", "ROCR_VISIBLE_DEVICES": "NoDevFiles"}, []),
+        ({"CUDA_VISIBLE_DEVICES": "1,3"}, ["1", "3"]),
+        ({"CUDA_VISIBLE_DEVICES": "1,3", "HIP_VISIBLE_DEVICES": "2"}, ["2"]),
+        ({"CUDA_VISIBLE_DEVICES": "1,3", "HIP_VISIBLE_DEVICES": ""}, ["1", "3"]),
+        ({"ROCR_VISIBLE_DEVICES": "2,3"}, ["0", "1"]),
+        ({"ROCR_VISIBLE_DEVICES": "2,GPU-3f", "HIP_VISIBLE_DEVICES": "1"}, ["1"]),
+        ({"ROCR_VISIBLE_DEVICES": "2,3", "CUDA_VISIBLE_DEVICES": "2,3", "GPU_DEVICE_ORDINAL": "2,3"}, ["0", "1"]),
+    ],
+)
+def test_gpus_of_amd_are_named_as_hip_reads_them(tmp_path: Path, environ: dict[str, str], names: list[str]) -> None:
+    (tmp_path / "dri").mkdir()
+    for name in ("kfd", "dri/card0", "dri/renderD128", "dri/renderD129", "dri/renderD130", "dri/renderD131"):
+        (tmp_path / name).touch()
+    assert visible_gpus(environ, tmp_path) == names
+    (tmp_path / "nvidia0").touch()
+    assert visible_gpus({}, tmp_path) == ["0"], "the processor's own graphics beside a GPU of NVIDIA"
 
 
 def test_a_rank_sees_the_gpus_of_its_replica_behind_its_own() -> None:
@@ -31,6 +79,13 @@ def test_ranks_see_other_gpus_only_where_their_engine_needs_it(shown: bool, monk
     config = parse({"layout": layout, "generator": generator})
     gpus = gpus_of_node(config, RoleLayout.from_config(config), 0, 1)
     assert sorted(filter(None, gpus.values())) == (["2,3", "3,2"] if shown else ["2", "3"])
+
+
+def test_ranks_of_a_launcher_are_told_why_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "NoDevFiles")
+    config = parse({"cluster": {"device": "cuda"}})
+    with pytest.raises(ValueError, match="since CUDA_VISIBLE_DEVICES=NoDevFiles: Slurm gave this job none"):
+        gpus_of_node(config, RoleLayout.from_config(config), 0, 1)
 
 
 @pytest.mark.parametrize(("device", "gpus"), [("auto", []), ("cpu", ["0"]), ("cpu", ["0", "1"])])

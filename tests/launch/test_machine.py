@@ -65,6 +65,7 @@ def test_an_engine_that_lacks_a_package_for_gpus_is_refused_where_there_are_some
         layout = RoleLayout.from_config(config)
         found = [problem.text for problem in check_machine(config, layout)]
         assert [f"note: this machine refuses a start: {text}" for text in found] == [*machine_notes(config, layout)]
+    found = [text for text in found if text.startswith("trainer.engine")]  # torch here may be a build for CPUs
     assert len(found) == refused
     for text in found:
         assert re.fullmatch(
@@ -92,7 +93,7 @@ def test_a_node_holds_so_many_ranks() -> None:
 @pytest.mark.parametrize(
     ("words", "gpus", "row"),
     [
-        ([], "", "auto: the CPU, since this machine has no GPU"),
+        ([], "", "auto: the CPU, since CUDA_VISIBLE_DEVICES names no GPU"),
         ([], "0,1,2", "auto: 2 of 3 GPU(s)"),
         (["cluster.device=cpu"], "0,1,2", "cpu (cluster.device)"),
         (

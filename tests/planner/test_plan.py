@@ -215,16 +215,16 @@ def test_bytes_for_people() -> None:
 @pytest.mark.parametrize(
     ("installed", "said"),
     [
-        ("0.32.4", ["vllm 0.32.4"]),
-        ("0.33.0", ["vllm 0.33.0", "note: vllm 0.33.0 is installed, and hpcrl is written for 0.32.*"]),
-        ("", ["vllm (not installed here)"]),
+        ("0.19.4", ["deepspeed 0.19.4"]),
+        ("0.20.0", ["deepspeed 0.20.0", "note: deepspeed 0.20.0 is installed, and hpcrl is written for 0.19*"]),
+        ("", ["deepspeed (not installed here)"]),
     ],
 )
 def test_the_plan_names_the_versions_of_engines(
     installed: str, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan, "version_of", lambda module: installed)
-    assert [text for _, text in plan._engines(load(["generator.engine=vllm"]))] == said
+    assert [text for _, text in plan._engines(load(["trainer.engine=deepspeed"]))] == said
     assert list(plan._engines(load([]))) == []
 
 

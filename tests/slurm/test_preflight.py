@@ -36,6 +36,7 @@ from hpcrl.node.preflight import (
 )
 from hpcrl.rundir import CONFIG, OUTCOME, close_run, open_run, stored_config, world_folder
 from tests.disks import small_file_system
+from tests.gpu_nodes import GpuNode
 
 COMPONENTS = (
     "{first: {roles: [controller, trainer], ranks_per_node: 1}, rest: {roles: [generator, reward], ranks_per_node: 2}}"
@@ -133,8 +134,21 @@ def test_a_misspelt_interface(cluster: Any, tmp_path: Path) -> None:
 def test_a_node_with_too_few_gpus(cluster: Any, tmp_path: Path) -> None:
     gpus = COMPONENTS.replace("ranks_per_node: 2}", "ranks_per_node: 2, gpus_per_node: 2}")
     run = make_run(tmp_path / "run", f"cluster.components={gpus}")
-    show = "export CUDA_VISIBLE_DEVICES=0,1; "
-    assert srun(cluster, str(run), show)[0] == 0
+    node = GpuNode(tmp_path / "node")
+    names = ("CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "FAKE_GPUS", "FAKE_CUDA", "FAKE_SMI")
+    show = "".join(f"export {name}={node.environ[name]}; " for name in names)
+    code, lines, _ = srun(cluster, str(run), show)
+    assert code == 0, lines
+    code, lines, _ = srun(
+        cluster, str(run), show + "[ $SLURMD_NODENAME = n2 ] && export CUDA_VISIBLE_DEVICES=NoDevFiles"
+    )
+    assert code == ExitCode.BAD_INPUT and len(lines) == 1
+    assert lines[0].startswith("hpcrl: node n2 shows none of its 0 GPU(s) to 2 rank(s) that hold a model, since CUDA_")
+    code, lines, _ = srun(cluster, str(run), show + "[ $SLURMD_NODENAME = n2 ] && export FAKE_CUDA=12080")
+    assert code == ExitCode.BAD_INPUT and len(lines) == 1
+    assert lines[0].startswith(
+        "hpcrl: node n2 has a driver for CUDA 12.8, and torch 2.13.0+cu130, a build for CUDA 13.0"
+    )
     code, lines, _ = srun(cluster, str(run), show + "[ $SLURMD_NODENAME = n3 ] && export CUDA_VISIBLE_DEVICES=0")
     assert code == ExitCode.BAD_INPUT
     assert lines == ["hpcrl: node n3 shows 1 GPU(s) of the 2 that the run asks for: cluster.exclude it"]
@@ -192,7 +206,7 @@ GOOD = Report(
     host="h1",
     address="10.0.0.1",
 )
-NEED = Needs((0,), gpus=8, gpu_files=False, open_files=1000, cpus=4)
+NEED = Needs((0,), gpus=8, open_files=1000, cpus=4)
 
 
 def test_judgement() -> None:
@@ -210,7 +224,7 @@ def test_judgement() -> None:
 
 def test_the_versions_of_what_the_engines_need_are_compared_where_they_are_needed() -> None:
     """Nodes without a model need none."""
-    need = dataclasses.replace(NEED, modules={"vllm": "vllm"}, tested={"vllm": "0.32."})
+    need = dataclasses.replace(NEED, modules={"vllm": "vllm"}, knows={"vllm": "0.32."}, tested={"deepspeed": "0.19"})
     found = [
         msgspec.structs.replace(GOOD, versions=GOOD.versions | {"vllm": v}) for v in ("0.32.0", "0.32.0", "0.31.1")
     ]
@@ -218,8 +232,19 @@ def test_the_versions_of_what_the_engines_need_are_compared_where_they_are_neede
     assert "has vllm 0.31.1, where the others have 0.32.0: use one environment" in judge(found, [need] * 3)
     line = judge([found[0], GOOD], [need] * 2)
     assert "has no vllm, which the run needs; install it there: " in line and "vllm==0.32.*" in line
+    line = judge(found[2:], [need])
+    assert line.startswith(
+        "node n1 has vllm 0.31.1, and hpcrl's part for it is written for 0.32.*; install that there: "
+    )
+    assert line.endswith(" -m pip install 'vllm==0.32.*'")
     assert remark(found[:2], [need, need]) == ""
-    assert remark(found[2:], [need]) == "vllm 0.31.1 is installed on the nodes, and hpcrl is written for 0.32.*"
+    older = msgspec.structs.replace(GOOD, versions=GOOD.versions | {"deepspeed": "0.18.1"})
+    assert remark([older], [need]) == "deepspeed 0.18.1 is installed on the nodes, and hpcrl is written for 0.19*"
+
+
+def test_what_is_to_be_known_of_gpus_is_said_once() -> None:
+    hidden = [msgspec.structs.replace(GOOD, name=name, gpu_note="computes on the CPU: X") for name in ("n2", "n3")]
+    assert remark([GOOD, *hidden], [NEED] * 3) == "nodes n2, n3 computes on the CPU: X"
 
 
 @pytest.mark.slow

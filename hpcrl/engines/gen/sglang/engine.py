@@ -396,4 +396,6 @@ def _devices(replica: ReplicaRanks) -> str | None:
 def _environment(devices: str | None) -> dict[str, str]:
     """Variables of SGLang's process, whose context is a little longer than the model's: see SPARE_TOKENS."""
     own = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
-    return own if devices is None else own | {"CUDA_VISIBLE_DEVICES": devices}
+    # HIP prefers a variable of its own, in which this rank has its GPU alone.
+    names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+    return own if devices is None else own | dict.fromkeys(names, devices)

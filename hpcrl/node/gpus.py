@@ -1,0 +1,307 @@
+"""Whether the ranks of a node can use its GPUs: their names, the driver, the CUDA of torch and of engines, free memory.
+
+Found before a rank starts, with neither torch nor CUDA in this process: torch's build is read from its version.py, the
+driver is asked by a process of its own, which makes no context.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from packaging.requirements import Requirement
+
+from hpcrl.cluster.layout import RoleLayout
+from hpcrl.config import Config
+from hpcrl.config.abilities import chosen
+from hpcrl.node.devices import HIP_VISIBLE, NO_FILES, ROCR_VISIBLE, VISIBLE, misnamed, num_amd, num_nvidia, visible_gpus
+from hpcrl.spec.extras import install, packages_of
+from hpcrl.spec.kinds import GenEngineSpec, TrainEngineSpec
+from hpcrl.spec.problems import dotted
+
+LEAST_DRIVERS = {12: "driver 525 or newer", 13: "driver 580 or newer"}
+"""Major version of CUDA -> the first driver that runs all builds for it
+(https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html)."""
+MOST_TAKEN = 0.1
+"""Share of a GPU that others may use: vLLM asks for the other nine tenths."""
+FREED_S, ANSWERS_S = 20.0, 120.0
+"""How long a GPU may take until it is free of the run's last processes; how long the driver may take to answer, which
+loads it where no process keeps it loaded."""
+ASK_CUDA = """
+import ctypes
+cuda = ctypes.CDLL("libcuda.so.1")
+version, count, text = ctypes.c_int(), ctypes.c_int(), ctypes.c_char_p()
+cuda.cuDriverGetVersion(ctypes.byref(version))
+if error := cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+    cuda.cuGetErrorString(error, ctypes.byref(text))
+print(version.value, count.value, (text.value or b"").decode() or ("error %d" % error if error else ""))
+"""
+CPU = "or set cluster.device=cpu"
+
+
+@dataclass(frozen=True)
+class GpuNeeds:
+    """What a run asks of the GPUs of a node. ranks: those of the node that hold a model; 0 if no GPU is used. required:
+    the CPU is no way out. engines: module -> extra or package that installs it, for the engines' own; not_on_amd:
+    engines with the reason; wait_s: for GPUs that others fill; shares: others may fill them."""
+
+    ranks: int = 0
+    required: bool = False
+    engines: Mapping[str, str] = field(default_factory=dict)
+    not_on_amd: tuple[str, ...] = ()
+    wait_s: float = FREED_S
+    shares: bool = False
+
+    @classmethod
+    def of(cls, config: Config, layout: RoleLayout, ranks: Collection[int], requested: int = 0) -> GpuNeeds:
+        """Those of the node with these ranks, for which the job requests this many GPUs."""
+        uses = config.cluster.device != "cpu" and config.debug != "fake"
+        specs = [one for one in chosen(config) if isinstance(one[2], (TrainEngineSpec, GenEngineSpec))]
+        return cls(
+            uses * len(layout.ranks_with_model & {*ranks}),
+            config.cluster.device == "cuda" or requested > 0,
+            {
+                module: extra
+                for _, _, spec in specs
+                for module, extra in (*spec.needs.items(), *((name, name) for name in spec.needs_on_gpu))
+            },
+            tuple(f"{dotted(path)}={name}: {spec.not_on_amd}" for path, name, spec in specs if spec.not_on_amd),
+            min(FREED_S, config.timeouts.start_s / 2),
+            config.cluster.oversubscribe,
+        )
+
+
+class TorchBuild(NamedTuple):
+    """Its version, and the versions of CUDA and HIP that it is built for; empty if for none."""
+
+    version: str
+    cuda: str
+    hip: str
+
+    @classmethod
+    def installed(cls) -> TorchBuild:
+        """As the file says that torch itself reads."""
+        spec = find_spec("torch")
+        text = (Path(spec.origin).parent / "version.py").read_text() if spec is not None and spec.origin else ""
+        found = dict(re.findall(r"^(__version__|cuda|hip)\b.*= '(.*)'$", text, re.MULTILINE))
+        return cls(*(found.get(name, "") for name in ("__version__", "cuda", "hip")))
+
+    def __str__(self) -> str:
+        kind = f"CUDA {self.cuda}" if self.cuda else f"ROCm {self.hip}" if self.hip else "CPUs alone"
+        return f"torch {self.version or '(none)'}, a build for {kind},"
+
+
+def unusable(
+    needs: GpuNeeds, environ: Mapping[str, str], devices: Path = Path("/dev"), torch: TorchBuild | None = None
+) -> str:
+    """Why the ranks of this node could not compute on its GPUs, or would compute on the CPU beside them, with the way
+    out, as "this node ..."; empty if they can, or if there are none and none are asked for. torch: the installed one.
+    """
+    gpus, amd = visible_gpus(environ, devices), num_amd(devices)
+    if not needs.ranks:
+        return ""
+    if not gpus:
+        return hidden(needs, environ, devices)
+    if problem := misnamed(gpus):
+        return problem
+    torch = torch or TorchBuild.installed()
+    what = f"{len(gpus)} GPU(s) of {'AMD' if amd else 'NVIDIA'}"
+    if not (torch.hip if amd else torch.cuda):
+        build = "ROCm" if amd else "CUDA"
+        return f"has {what}, and {torch} finds none of them: install torch for {build}, {CPU}"
+    left = len(visible_gpus({ROCR_VISIBLE: environ[ROCR_VISIBLE]} if ROCR_VISIBLE in environ else {}, devices))
+    if amd and any(gpu.isdigit() and int(gpu) >= left for gpu in gpus):
+        return (
+            f"has {left} GPU(s) of AMD to choose from, numbered from 0, and {','.join(gpus)} named: correct "
+            f"{HIP_VISIBLE} or {VISIBLE}, whose numbers count what {ROCR_VISIBLE} leaves"
+        )
+    if amd and needs.not_on_amd:
+        return f"has {what}, which {'; '.join(needs.not_on_amd)}: choose another engine"
+    return next(_engine_problems(needs.engines, torch), "") or ("" if amd else _driver_problem(gpus, environ, torch))
+
+
+def hidden(needs: GpuNeeds, environ: Mapping[str, str], devices: Path = Path("/dev")) -> str:
+    """Why a node shows no GPU, if it does not; empty where that means the CPU: it has none, or the user hides them by
+    an empty list, and none is required."""
+    if not needs.ranks or visible_gpus(environ, devices):
+        return ""
+    there = num_amd(devices) or num_nvidia(devices)
+    name = next((name for name in (VISIBLE, ROCR_VISIBLE) if name in environ), "")
+    if not needs.required and not (there and environ.get(name) == NO_FILES):
+        return ""
+    if not name:
+        why = "it has neither /dev/nvidia0 nor /dev/kfd; in a container, start it with GPUs (apptainer --nv, --rocm)"
+    elif environ[name] == NO_FILES:
+        why = f"{name}={NO_FILES}: Slurm gave this job none; request them (gpus_per_node of the component)"
+    else:
+        why = f"{name}={environ[name]!r} names none; unset it"
+    return f"shows none of its {there} GPU(s) to {needs.ranks} rank(s) that hold a model, since {why}, {CPU}"
+
+
+def _engine_problems(engines: Mapping[str, str], torch: TorchBuild) -> Iterator[str]:
+    """Engines whose packages name another torch or another CUDA in their requirements, version or name."""
+    for module, extra in engines.items():
+        for package in packages_of(module):
+            asked = [Requirement(text) for text in package.requires or ()]
+            asked = [one for one in asked if one.marker is None or one.marker.evaluate()]
+            texts = [package.name, package.version, *map(str, asked)]
+            built = {cuda for text in texts for cuda in re.findall(r"(?<![a-z0-9])cu(1\d)", text)}
+            own = f"{package.name} {package.version}"
+            way = f"build {module} for ROCm" if torch.hip else f"use one environment for both: {install([extra])}"
+            if built and torch.cuda.partition(".")[0] not in built:
+                yield f"has {own}, built for CUDA {' and '.join(sorted(built))}, and {torch} with it: {way}"
+            for one in asked:
+                if one.name == "torch" and not one.specifier.contains(torch.version, prereleases=True):
+                    yield f"has {own}, which requires {one.name}{one.specifier}, and {torch} with it: {way}"
+
+
+def _driver_problem(gpus: Sequence[str], environ: Mapping[str, str], torch: TorchBuild) -> str:
+    """What the driver says of torch's CUDA and of the visible GPUs. It is libcuda that is asked, as ranks find it: that
+    of NVIDIA's cuda-compat serves builds for a newer CUDA over an older driver of the kernel."""
+    # CUDA shows a process one part of a GPU at most, however many are named.
+    for shown in gpus if gpus[0].startswith("MIG-") else [",".join(gpus)]:
+        try:
+            command = [sys.executable, "-S", "-c", ASK_CUDA]
+            found = subprocess.run(
+                command, env={**environ, VISIBLE: shown}, capture_output=True, text=True, timeout=ANSWERS_S, check=True
+            ).stdout
+        except subprocess.TimeoutExpired:
+            return f"has a driver that does not answer within {ANSWERS_S:g} s (nvidia-smi): cluster.exclude it, {CPU}"
+        except subprocess.CalledProcessError as error:
+            why = (error.stderr.strip().splitlines() or [f"exit code {error.returncode}"])[-1]
+            return (
+                f"has GPU(s) {shown}, and no driver that loads ({why}): in a container, start it with GPUs (apptainer "
+                f"--nv), else cluster.exclude the node, {CPU}"
+            )
+        version, count, refused = found.strip("\n").split(" ", 2)
+        driver, major = int(version), int(torch.cuda.partition(".")[0])
+        if driver // 1000 < major:
+            least = LEAST_DRIVERS.get(major, "a newer driver")
+            return (
+                f"has a driver for CUDA {driver // 1000}.{driver % 1000 // 10}, and {torch} needs {least}: load "
+                f"NVIDIA's cuda-compat-{major}, first in LD_LIBRARY_PATH (cluster.modules, cluster.prologue), install "
+                f"torch for CUDA {driver // 1000}, or cluster.exclude the node"
+            )
+        num = len(shown.split(","))
+        if int(count) < num:
+            return (
+                f"has a driver that finds {count} of the {num} GPU(s) {shown}{f' ({refused})' if refused else ''}: "
+                f"name others in {VISIBLE} (nvidia-smi -L), or cluster.exclude the node"
+            )
+    return ""
+
+
+class _Card(NamedTuple):
+    """A GPU as nvidia-smi sees it."""
+
+    number: str
+    uuid: str
+    total_mib: int
+    used_mib: int
+    mig: str
+    name: str
+
+
+def note(
+    needs: GpuNeeds, environ: Mapping[str, str], devices: Path = Path("/dev"), torch: TorchBuild | None = None
+) -> str:
+    """What the user should know of the GPUs of this node, as "this node ..."; empty if nothing. No reason to stop.
+    torch: the installed one."""
+    there = num_amd(devices) or num_nvidia(devices)
+    if not needs.ranks:
+        return ""
+    if not visible_gpus(environ, devices):
+        return f"computes on the CPU: {VISIBLE}={environ.get(VISIBLE, '')!r} hides its {there} GPU(s)" if there else ""
+    torch = torch or TorchBuild.installed()
+    nvcc = _nvcc(environ) if needs.engines else ""
+    found = [] if _sees_memory(environ, devices) else ["has no nvidia-smi to say whether others fill its GPUs"]
+    if nvcc and torch.cuda and nvcc.partition(".")[0] != torch.cuda.partition(".")[0]:
+        found.append(
+            f"has an nvcc of CUDA {nvcc}, with which {' or '.join(needs.engines)} may compile, and {torch} takes "
+            f"what is compiled with CUDA {torch.cuda}: load CUDA {torch.cuda} (cluster.modules)"
+        )
+    return " and ".join(found)
+
+
+def _nvcc(environ: Mapping[str, str]) -> str:
+    """CUDA's version of the compiler that torch and DeepSpeed would call; empty without one."""
+    home = environ.get("CUDA_HOME") or environ.get("CUDA_PATH")
+    command = f"{home}/bin/nvcc" if home else shutil.which("nvcc", path=environ.get("PATH"))
+    if command is None:
+        return ""
+    try:
+        done = subprocess.run([command, "--version"], capture_output=True, text=True, timeout=ANSWERS_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    release = re.search(r"release (\d+\.\d+)", done.stdout)
+    return release[1] if release else ""
+
+
+def _sees_memory(environ: Mapping[str, str], devices: Path) -> bool:
+    return not num_amd(devices) and shutil.which("nvidia-smi", path=environ.get("PATH")) is not None
+
+
+def filled(needs: GpuNeeds, environ: Mapping[str, str], devices: Path = Path("/dev")) -> str:
+    """Which GPUs of ranks other processes still fill after needs.wait_s, or are divided by MIG and named whole; empty
+    if none are or nobody can say. Only before the ranks start, which are such processes themselves."""
+    gpus = visible_gpus(environ, devices)[: needs.ranks]
+    if not gpus or not _sees_memory(environ, devices):
+        return ""
+    for last in (False,) * int(needs.wait_s) + (True,):
+        cards = [card for card in _cards(environ) if any(_is_named(card, gpu) for gpu in gpus)]
+        if whole := [card.number for card in cards if card.mig == "Enabled"]:
+            return (
+                f"has GPU(s) {','.join(whole)} divided by MIG, of which CUDA shows a process one part at most: name "
+                f"parts, {VISIBLE}=MIG-UUID,... (nvidia-smi -L), {CPU}"
+            )
+        full = [card for card in cards if card.used_mib > MOST_TAKEN * card.total_mib]
+        if not full or needs.shares:
+            return ""
+        if not last:
+            time.sleep(1.0)
+    owners: dict[str, list[str]] = {}
+    for uuid, pid, used, name in _query(environ, "compute-apps=gpu_uuid,pid,used_memory,process_name", 4):
+        owners.setdefault(uuid, []).append(f"pid {pid} ({name}, {used} MiB)")
+    said = [
+        f"{card.used_mib} of {card.total_mib} MiB of GPU {card.number} ({card.name}) by "
+        f"{' and '.join(owners.get(card.uuid, ['a process that this one may not see']))}"
+        for card in full
+    ]
+    return (
+        f"has GPUs that others fill, {', '.join(said)}: end that, name other GPUs in {VISIBLE}, cluster.exclude the "
+        "node, or set cluster.oversubscribe=true"
+    )
+
+
+def _is_named(card: _Card, gpu: str) -> bool:
+    """Whether an entry of CUDA_VISIBLE_DEVICES is this GPU. Which GPU a MIG- name is a part of, is not known."""
+    return gpu == card.number or (gpu.startswith("GPU-") and card.uuid.lower().startswith(gpu.lower()))
+
+
+def _cards(environ: Mapping[str, str]) -> list[_Card]:
+    """Those that say how much memory they have."""
+    rows = _query(environ, "gpu=index,uuid,memory.total,memory.used,mig.mode.current,name", 6)
+    return [
+        _Card(number, uuid, int(total), int(used), mig, name)
+        for number, uuid, total, used, mig, name in rows
+        if total.isdigit() and used.isdigit()
+    ]
+
+
+def _query(environ: Mapping[str, str], what: str, num_columns: int) -> list[list[str]]:
+    """The rows of nvidia-smi's answer; none if it fails."""
+    command = ["nvidia-smi", f"--query-{what}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=ANSWERS_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = ([cell.strip() for cell in line.split(",", num_columns - 1)] for line in done.stdout.splitlines())
+    return [row for row in rows if len(row) == num_columns]

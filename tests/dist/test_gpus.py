@@ -1,0 +1,347 @@
+"""What of a node's GPUs would end a run, or leave it on the CPU, is one line before a rank starts."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hpcrl.cluster.layout import RoleLayout
+from hpcrl.config import load
+from hpcrl.config.abilities import check_built
+from hpcrl.exitcodes import ExitCode
+from hpcrl.node.gpus import GpuNeeds, TorchBuild, filled, note, unusable
+from hpcrl.rundir import close_run, open_run
+from hpcrl.spec.extras import install
+from tests.gpu_nodes import FREE, GpuNode
+
+CUDA, ROCM, CPU = (
+    TorchBuild("2.13.0+cu130", "13.0", ""),
+    TorchBuild("2.13.0+rocm7.2", "", "7.2"),
+    TorchBuild("2.13.0+cpu", "", ""),
+)
+NEEDS = GpuNeeds(2, wait_s=0.0)
+Make = Callable[..., GpuNode]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    return lambda **words: GpuNode(tmp_path / "node", **words)
+
+
+def amd(folder: Path, num_gpus: int = 8) -> Path:
+    """The device files of a node with GPUs of AMD."""
+    (folder / "dri").mkdir()
+    (folder / "kfd").touch()
+    for number in range(num_gpus):
+        (folder / f"dri/renderD{128 + number}").touch()
+    return folder
+
+
+def test_a_node_whose_gpus_can_be_used(make: Make) -> None:
+    node = make()
+    assert unusable(NEEDS, node.environ, node.devices, CUDA) == ""
+    assert filled(NEEDS, node.environ, node.devices) == "" and note(NEEDS, node.environ, node.devices) == ""
+
+
+@pytest.mark.parametrize(
+    ("value", "required", "told"),
+    [
+        (
+            "",
+            True,
+            "shows none of its 2 GPU(s) to 2 rank(s) that hold a model, since CUDA_VISIBLE_DEVICES='' names none;",
+        ),
+        ("", False, ""),  # which note() tells
+        ("NoDevFiles", True, "CUDA_VISIBLE_DEVICES=NoDevFiles: Slurm gave this job none; request them (gpus_per_node"),
+        ("NoDevFiles", False, "CUDA_VISIBLE_DEVICES=NoDevFiles: Slurm gave this job none; request them (gpus_per_node"),
+        (
+            "0,0",
+            False,
+            "has CUDA_VISIBLE_DEVICES=0,0, and CUDA shows none where one is named twice: name each GPU once",
+        ),
+        ("0,GPU-10ab", False, "CUDA reads either numbers or GPU- or MIG- names: use one kind"),
+        (
+            "0,7",
+            False,
+            "has a driver that finds 1 of the 2 GPU(s) 0,7: name others in CUDA_VISIBLE_DEVICES (nvidia-smi -L)",
+        ),
+        ("MIG-a,MIG-b", False, ""),
+        ("MIG-a,MIG-unknown", False, "has a driver that finds 0 of the 1 GPU(s) MIG-unknown: name others in"),
+    ],
+)
+def test_what_the_list_of_visible_gpus_may_be(make: Make, value: str, required: bool, told: str) -> None:
+    node = make()
+    node.environ["CUDA_VISIBLE_DEVICES"] = value
+    line = unusable(GpuNeeds(2, required), node.environ, node.devices, CUDA)
+    assert told in line and bool(told) == bool(line) and "\n" not in line
+    assert unusable(GpuNeeds(0, required), node.environ, node.devices, CUDA) == "", "no rank holds a model"
+    if value == "":
+        told = "computes on the CPU: CUDA_VISIBLE_DEVICES='' hides its 2 GPU(s)"
+        assert note(NEEDS, node.environ, node.devices) == told
+
+
+@pytest.mark.parametrize(
+    ("driver", "torch", "told"),
+    [
+        (13020, CUDA, ""),
+        (13000, TorchBuild("2.15.0+cu131", "13.1", ""), ""),
+        (
+            12080,
+            CUDA,
+            "has a driver for CUDA 12.8, and torch 2.13.0+cu130, a build for CUDA 13.0, needs driver 580 or newer:",
+        ),
+        (11080, TorchBuild("2.9.0+cu128", "12.8", ""), "a driver for CUDA 11.8, .* needs driver 525 or newer:"),
+        (
+            13000,
+            CPU,
+            r"has 2 GPU\(s\) of NVIDIA, and torch 2.13.0\+cpu, a build for CPUs alone, finds none .*for CUDA, or",
+        ),
+        (13000, ROCM, r"has 2 GPU\(s\) of NVIDIA, and torch .*, a build for ROCm 7.2, finds none of them"),
+    ],
+)
+def test_the_driver_must_suit_the_cuda_of_torch(make: Make, driver: int, torch: TorchBuild, told: str) -> None:
+    node = make(cuda=driver)
+    line = unusable(NEEDS, node.environ, node.devices, torch)
+    assert (re.search(told.replace("+cu", r"\+cu"), line) and bool(told) == bool(line)) if told else line == ""
+    assert "driver for" not in line or ("cuda-compat-" in line and "LD_LIBRARY_PATH" in line)
+
+
+def test_a_driver_that_does_not_load_or_start(make: Make) -> None:
+    node = make()
+    node.environ["FAKE_ERROR"] = "802"  # as without the fabric manager
+    line = unusable(NEEDS, node.environ, node.devices, CUDA)
+    assert line.startswith("has a driver that finds 0 of the 2 GPU(s) 0,1 (system not yet initialized): ")
+    node.environ["LD_LIBRARY_PATH"] = ""
+    line = unusable(NEEDS, node.environ, node.devices, CUDA)
+    assert (
+        line.startswith("has GPU(s) 0,1, and no driver that loads (OSError: libcuda.so.1: ")
+        and "apptainer --nv" in line
+    )
+
+
+@pytest.mark.parametrize(
+    ("package", "told"),
+    [
+        (("vllm", "0.32.0", "torch==2.13.0", "nvidia-cutlass-dsl[cu13]==4.8.0"), ""),
+        (("vllm", "0.32.0", "torch==2.13.0", "x-cu12; extra == 'old'"), ""),
+        (("vllm", "0.32.0", "torch==2.12.0"), "has vllm 0.32.0, which requires torch==2.12.0, and torch 2.13.0+cu130"),
+        (("vllm", "0.32.0+cu129", "torch==2.13.0"), "has vllm 0.32.0+cu129, built for CUDA 12, and torch 2.13.0+cu130"),
+        (("vllm", "0.32.0", "torch==2.13.0+cpu"), "has vllm 0.32.0, which requires torch==2.13.0+cpu, and"),
+        (
+            ("vllm", "0.32.0", "nvshmem4py-cu12"),
+            "has vllm 0.32.0, built for CUDA 12, and torch 2.13.0+cu130, a build for",
+        ),
+    ],
+)
+def test_an_engine_must_be_for_the_same_torch_and_cuda(
+    make: Make, package: tuple[str, ...], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = make()
+    node.package(*package)
+    monkeypatch.syspath_prepend(str(node.site))
+    config = load(["generator.engine=vllm"])
+    layout = RoleLayout.from_config(config)
+    line = unusable(GpuNeeds.of(config, layout, range(layout.world_size)), node.environ, node.devices, CUDA)
+    assert line.startswith(told) if told else line == ""
+    assert not told or "pip install 'vllm==0.32.*'" in line
+    native = GpuNeeds.of(load([]), layout, range(layout.world_size))
+    assert unusable(native, node.environ, node.devices, CUDA) == "", "no rank imports it"
+
+
+def test_a_gpu_that_another_process_fills_is_named_with_the_process(make: Make) -> None:
+    node = make()
+    full = "1, GPU-10ab, 81559, 70000, Disabled, NVIDIA H100\n"
+    node.smi([FREE.format(0), full], "GPU-10ab, 4242, 69990, python, of another\n")
+    line = filled(NEEDS, node.environ, node.devices)
+    assert line.startswith(
+        "has GPUs that others fill, 70000 of 81559 MiB of GPU 1 (NVIDIA H100) by pid 4242 (python, of another, 69990"
+    )
+    assert "CUDA_VISIBLE_DEVICES" in line and line.endswith("or set cluster.oversubscribe=true")
+    config = load(["cluster.oversubscribe=true", "timeouts.start_s=8"])
+    needs = GpuNeeds.of(config, RoleLayout.from_config(config), [0, 1, 2])
+    assert (needs.ranks, needs.wait_s) == (2, 4.0) and filled(needs, node.environ, node.devices) == ""
+    assert filled(GpuNeeds(1, wait_s=0.0), node.environ, node.devices) == "", "no rank is on GPU 1"
+    for names, is_told in (("0", False), ("GPU-00", False), ("GPU-10AB", True)):
+        node.environ["CUDA_VISIBLE_DEVICES"] = names
+        assert bool(filled(NEEDS, node.environ, node.devices)) == is_told
+    node.environ["CUDA_VISIBLE_DEVICES"] = "1"
+    node.smi([full])
+    assert "(NVIDIA H100) by a process that this one may not see: " in filled(NEEDS, node.environ, node.devices)
+    node.smi([full], later=FREE.format(1))
+    assert filled(GpuNeeds(2, wait_s=2.0), node.environ, node.devices) == "", (
+        "processes of the last run were still ending"
+    )
+
+
+def test_a_gpu_divided_by_mig_is_no_gpu(make: Make) -> None:
+    node = make()
+    node.smi([FREE.format(0), FREE.format(1).replace("Disabled", "Enabled")])
+    assert "has GPU(s) 1 divided by MIG" in filled(NEEDS, node.environ, node.devices)
+    node.environ["CUDA_VISIBLE_DEVICES"] = "MIG-a,MIG-b"
+    assert filled(NEEDS, node.environ, node.devices) == ""
+
+
+def test_without_nvidia_smi_it_is_said_that_nobody_looked(make: Make) -> None:
+    node = make()
+    (node.folder / "bin/nvidia-smi").unlink()
+    assert filled(NEEDS, node.environ, node.devices) == ""
+    assert note(NEEDS, node.environ, node.devices) == "has no nvidia-smi to say whether others fill its GPUs"
+
+
+@pytest.mark.parametrize("home", [False, True])
+def test_a_compiler_for_another_cuda_is_told(make: Make, home: bool) -> None:
+    """No reason to stop: not every engine compiles."""
+    node = make()
+    where = node.folder / "cuda/bin" if home else node.folder / "bin"
+    where.mkdir(parents=True, exist_ok=True)
+    for release in ("13.2", "12.4"):
+        (where / "nvcc").write_text(f"#!/bin/sh\necho Cuda compilation tools, release {release}, V{release}.99")
+        (where / "nvcc").chmod(0o755)
+        environ = node.environ | ({"CUDA_HOME": str(node.folder / "cuda")} if home else {"CUDA_HOME": ""})
+        line = note(GpuNeeds(2, engines={"deepspeed": "deepspeed"}), environ, node.devices, CUDA)
+        told = "has an nvcc of CUDA 12.4, with which deepspeed may compile, and torch 2.13.0+cu130, a build for CUDA"
+        assert (
+            line == "" if release == "13.2" else line.startswith(told) and line.endswith("CUDA 13.0 (cluster.modules)")
+        )
+        assert note(NEEDS, environ, node.devices, CUDA) == "", "no engine that may compile"
+
+
+@pytest.mark.parametrize(
+    ("torch", "words", "told"),
+    [
+        (ROCM, [], ""),
+        (
+            CPU,
+            [],
+            "has 8 GPU(s) of AMD, and torch 2.13.0+cpu, a build for CPUs alone, finds none of them: install torch for",
+        ),
+        (
+            CUDA,
+            [],
+            "has 8 GPU(s) of AMD, and torch 2.13.0+cu130, a build for CUDA 13.0, finds none of them: install torch for",
+        ),
+        (
+            ROCM,
+            ["trainer.engine=megatron"],
+            "has 8 GPU(s) of AMD, which trainer.engine=megatron: its layers are of Transformer",
+        ),
+        (CPU, ["cluster.device=cpu"], ""),
+        (CPU, ["debug=fake"], ""),
+    ],
+)
+def test_gpus_of_amd(tmp_path: Path, torch: TorchBuild, words: list[str], told: str) -> None:
+    """With device=auto: never the CPU in silence."""
+    config = load(words)
+    layout = RoleLayout.from_config(config)
+    needs = GpuNeeds.of(config, layout, range(layout.world_size))
+    line = unusable(needs, {}, amd(tmp_path), torch)
+    assert line.startswith(told) if told else line == ""
+    assert not line or "cluster.device=cpu" in line or "choose another engine" in line
+    assert filled(needs, {}, tmp_path) == ""
+
+
+@pytest.mark.parametrize(
+    ("environ", "told"),
+    [
+        ({"HIP_VISIBLE_DEVICES": "1,7"}, ""),
+        ({"HIP_VISIBLE_DEVICES": "1,8"}, "has 8 GPU(s) of AMD to choose from, numbered from 0, and 1,8 named: "),
+        ({"HIP_VISIBLE_DEVICES": "1,2", "ROCR_VISIBLE_DEVICES": "5,6"}, "has 2 GPU(s) of AMD to choose from"),
+        ({"CUDA_VISIBLE_DEVICES": "5,6", "ROCR_VISIBLE_DEVICES": "5,6"}, ""),
+        ({"ROCR_VISIBLE_DEVICES": "NoDevFiles"}, "since ROCR_VISIBLE_DEVICES=NoDevFiles: Slurm gave this job none"),
+    ],
+)
+def test_names_of_amds_gpus(tmp_path: Path, environ: dict[str, str], told: str) -> None:
+    line = unusable(NEEDS, environ, amd(tmp_path), ROCM)
+    assert told in line and bool(told) == bool(line)
+
+
+@pytest.mark.parametrize(
+    ("module", "version", "known"),
+    [("vllm", "0.32.7", ""), ("vllm", "0.33.0", "0.32.*"), ("sglang", "0.5.23", ""), ("sglang", "0.5.9", "0.5.23*")],
+)
+def test_an_engine_of_another_version_is_refused(
+    make: Make, module: str, version: str, known: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its insides may be others. In a container, on nodes, the preflight looks (tests/slurm/test_preflight.py)."""
+    node = make()
+    node.package(module, version)
+    (node.site / f"{module}.py").touch()
+    monkeypatch.syspath_prepend(str(node.site))
+    text = f"generator.engine: {module} {version} is installed, and hpcrl's part for it is written for {known}; "
+    config = load([f"generator.engine={module}"])
+    lines = [problem.text for problem in check_built(config)]
+    assert lines == ([text + install([module])] if known else [])
+
+
+def test_a_wheel_for_cuda_is_refused_on_amd(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its requirement of torch is met by the build for ROCm."""
+    node = make()
+    node.package("vllm", "0.32.0", "torch==2.13.0", "nvidia-cutlass-dsl[cu13]==4.8.0")
+    monkeypatch.syspath_prepend(str(node.site))
+    (devices := tmp_path / "amd").mkdir()
+    line = unusable(GpuNeeds(2, engines={"vllm": "vllm"}), {}, amd(devices), ROCM)
+    assert line.startswith(
+        "has vllm 0.32.0, built for CUDA 13, and torch 2.13.0+rocm7.2, a build for ROCm 7.2, with it"
+    )
+
+
+def hpcrl(module: str, environ: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", f"hpcrl.{module}", *words]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("module", ["node.preflight", "run"])
+def test_processes_of_a_node_start_no_rank_on_bad_gpus(make: Make, tmp_path: Path, module: str) -> None:
+    node, run = make(), tmp_path / "run"
+    config = load(["cluster.device=cuda", "timeouts.start_s=2", f"run_dir={run}", "data.train=task:sort_digits"])
+    close_run(run, open_run(config.model_dump(mode="json"), run, "auto").attempt)
+    if module == "node.preflight":
+        done = hpcrl(module, node.environ, str(run))
+        assert done.returncode == ExitCode.DONE and "2 GPU(s)" in done.stdout, done.stderr
+
+    def refused(told: str, **variables: str) -> None:
+        done = hpcrl(module, node.environ | variables, str(run))
+        assert done.returncode == ExitCode.BAD_INPUT and told in done.stderr, done.stderr
+        assert len(done.stderr.splitlines()) == 1 and not (run / "logs").exists()
+
+    refused("needs driver 580 or newer", FAKE_CUDA="12040")
+    refused("Slurm gave this job none", CUDA_VISIBLE_DEVICES="NoDevFiles")
+    node.smi([FREE.format(0), FREE.format(1).replace(" 4,", " 9000,")], "GPU-10ab, 7, 8990, python\n")
+    refused("9000 of 81559 MiB of GPU 1 (NVIDIA H100) by pid 7 (python, 8990 MiB)")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("visible", "device", "told"),
+    [
+        ("", "cuda", "since CUDA_VISIBLE_DEVICES='' names none; unset it, or set cluster.device=cpu"),
+        ("NoDevFiles", "cuda", "since CUDA_VISIBLE_DEVICES=NoDevFiles: Slurm gave this job none; request them"),
+        ("0,0,1", "auto", "has CUDA_VISIBLE_DEVICES=0,0,1, and CUDA shows none where one is named twice"),
+        (
+            "0,1,2,3",
+            "auto",
+            "a build for CPUs alone, finds none of them: install torch for CUDA, or set cluster.device",
+        ),
+    ],
+)
+def test_a_launch_is_refused_before_anything_is_written(
+    make: Make, tmp_path: Path, visible: str, device: str, told: str
+) -> None:
+    """With the torch of this machine in the last case."""
+    environ = make().environ | {"CUDA_VISIBLE_DEVICES": visible}
+    del environ["PYTHONPATH"]
+    if "CPUs alone" in told and TorchBuild.installed().cuda:
+        pytest.skip("torch here is a build for CUDA")
+    run = tmp_path / "run"
+    done = hpcrl("launch", environ, "+experiment=demo", f"cluster.device={device}", f"run_dir={run}")
+    assert done.returncode == ExitCode.BAD_INPUT and told in done.stderr, done.stderr
+    assert done.stderr.startswith("cluster.device: this machine ") and len(done.stderr.splitlines()) == 1
+    assert not run.exists()

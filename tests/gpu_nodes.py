@@ -1,0 +1,96 @@
+"""A node with GPUs, as hpcrl sees one before a rank starts: a library and a program stand in for NVIDIA's driver, in
+folders that the environment names."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+
+LIBCUDA = r"""
+#include <stdlib.h>
+#include <string.h>
+static int from(const char *name) { return getenv(name) ? atoi(getenv(name)) : 0; }
+int cuDriverGetVersion(int *version) { *version = from("FAKE_CUDA"); return 0; }
+int cuInit(unsigned flags) { return from("FAKE_ERROR"); }
+int cuGetErrorString(int error, const char **text) { *text = error ? "system not yet initialized" : ""; return 0; }
+int cuDeviceGetCount(int *count) {  /* numbers below FAKE_GPUS, up to the first other; one part of a GPU at most */
+  char list[256]; strcpy(list, getenv("CUDA_VISIBLE_DEVICES")); *count = 0;
+  for (char *name = strtok(list, ","); name; name = strtok(NULL, ",")) {
+    int part = !strncmp(name, "MIG-", 4), known = part ? !strstr(name, "unknown") : atoi(name) < from("FAKE_GPUS");
+    if (!known || (part && *count)) break;
+    ++*count;
+  }
+  return 0;
+}
+"""
+SMI = """#!/bin/sh
+case "$1" in
+--query-gpu=index,uuid,memory.total,memory.used,mig.mode.current,name)
+    [ -s "$FAKE_SMI/later" ] && { cat "$FAKE_SMI/gpus"; mv "$FAKE_SMI/later" "$FAKE_SMI/gpus"; exit; }
+    cat "$FAKE_SMI/gpus" ;;
+--query-compute-apps=gpu_uuid,pid,used_memory,process_name) cat "$FAKE_SMI/apps" ;;
+*) exit 1 ;;
+esac
+"""
+FREE = "{0}, GPU-{0}0ab, 81559, 4, Disabled, NVIDIA H100\n"
+
+
+@functools.cache
+def driver() -> Path:
+    """A folder with libcuda, which answers as variables say."""
+    folder = Path(tempfile.mkdtemp())
+    (folder / "cuda.c").write_text(LIBCUDA)
+    command = ["cc", "-shared", "-fPIC", "-w", "-o", str(folder / "libcuda.so.1"), str(folder / "cuda.c")]
+    subprocess.run(command, check=True, timeout=60)
+    return folder
+
+
+class GpuNode:
+    """`environ`: variables of its processes. It has num_gpus GPUs, a driver for CUDA 13.0 and torch for CUDA 13.0."""
+
+    def __init__(self, folder: Path, num_gpus: int = 2, cuda: int = 13000):
+        for name in ("bin", "site/torch", "dev"):
+            (folder / name).mkdir(parents=True)
+        (folder / "bin/nvidia-smi").write_text(SMI)
+        (folder / "bin/nvidia-smi").chmod(0o755)
+        for number in range(num_gpus):
+            (folder / f"dev/nvidia{number}").touch()
+        self.folder, self.devices, self.site = folder, folder / "dev", folder / "site"
+        self.environ = os.environ | {
+            "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(num_gpus))),
+            "LD_LIBRARY_PATH": str(driver()),
+            "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+            "FAKE_GPUS": str(num_gpus),
+            "FAKE_CUDA": str(cuda),
+            "FAKE_SMI": str(folder),
+        }
+        self.smi([FREE.format(number) for number in range(num_gpus)])
+        self.torch("2.13.0+cu130", cuda="13.0")
+
+    def smi(self, gpus: list[str], apps: str = "", later: str = "") -> None:
+        """What nvidia-smi says of GPUs and of processes; `later`: of GPUs, from the second time on."""
+        for name, text in (("gpus", "".join(gpus)), ("apps", apps), ("later", later)):
+            (self.folder / name).write_text(text)
+
+    def torch(self, version: str, cuda: str | None = None, hip: str | None = None) -> None:
+        """The torch of its processes, which they may look at but not import."""
+        (self.site / "torch/__init__.py").write_text("raise ImportError('before the ranks start')")
+        (self.site / "torch/version.py").write_text(
+            f"from typing import Optional\n__version__ = {version!r}\ncuda: Optional[str] = {cuda!r}\n"
+            f"hip: Optional[str] = {hip!r}\n"
+        )
+        self.package("torch", version)
+        self.environ["PYTHONPATH"] = str(self.site)
+
+    def package(self, name: str, version: str, *requires: str) -> None:
+        """Metadata of an installed package."""
+        for old in self.site.glob(f"{name}-*.dist-info"):
+            (old / "METADATA").unlink()
+            old.rmdir()
+        folder = self.site / f"{name}-{version}.dist-info"
+        folder.mkdir()
+        lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
+        (folder / "METADATA").write_text("\n".join([*lines, *(f"Requires-Dist: {one}" for one in requires), ""]))
