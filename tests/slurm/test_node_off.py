@@ -50,5 +50,5 @@ def switch_off(cluster: Any, run: Run, rank: int) -> None:
     of_hpcrl = [p for p in there if p == own or "hpcrl.run" in " ".join(p.cmdline())]
     assert len(of_hpcrl) >= 2, "the agent and the rank"
     for process in of_hpcrl:
+        process.suspend()  # first: what it sends unheard, its kernel would repeat, and a node that is off does not
         cut_off(process.pid)
-        process.suspend()
