@@ -212,8 +212,8 @@ class Controller:
         return True
 
     def _end_of(self, ended: SenderEnded) -> None:
-        """Nothing more comes from a sender. A rank whose process has ended is lost when its agent tells why, or after a
-        while."""
+        """Nothing more comes from a sender, or reaches it. A rank whose process has ended, or that takes nothing, is
+        lost when its agent tells why, or after a while."""
         rank = ended.sender
         if rank in self._left or rank in self.lost or not 0 < rank < self._world.size:  # agents end after their ranks
             return

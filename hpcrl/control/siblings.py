@@ -35,12 +35,15 @@ class SiblingWatch:
             rank, pid = self._next()
         except RuntimeError:  # the store is gone, which ends this process
             return
+        if rank == self._world.rank:  # alone on its node
+            return
         clock, pause, runs_s = AwakeClock(self._stopped_s), threading.Event(), 0.0
         while not pause.wait(self._stopped_s / LOOKS):
             if not is_stopped(pid, rank_name(rank)):
                 runs_s = clock.now()
             elif clock.now() - runs_s > self._stopped_s:
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                    os.kill(pid, signal.SIGKILL)
                 cause = f"was stopped (SIGSTOP) for {clock.now() - runs_s:.0f} s"
                 print(f"hpcrl rank {self._world.rank}: killed rank {rank}, which {cause}", flush=True)
                 with contextlib.suppress(ReaderLost):  # of rank 0 itself
