@@ -38,7 +38,8 @@ from hpcrl.engines.gen.vllm.sampler import Drawing, Sampler
 from hpcrl.engines.gen.vllm.shown import shown
 from hpcrl.engines.gen.vllm.slices import are_known
 from hpcrl.engines.gen.vllm.spec import VLLMConfig, shares_gpu, start_share
-from hpcrl.engines.gen.vllm.weights import repair_after_load
+from hpcrl.engines.gen.vllm.transformers_classes import transformers_classes_kept
+from hpcrl.engines.gen.vllm.weights import reload
 from hpcrl.engines.routes import RouteShape, routes_of
 from hpcrl.planner.shapes import known_shape, read_shape
 from hpcrl.rollout.types import FinishReason
@@ -169,7 +170,7 @@ class VLLMEngine:
         self._routes = routes.field if routes is not None else None
         recorder = RouteRecorder(routes) if routes is not None else None
         recorded = recorder.bound() if recorder is not None else contextlib.nullcontext()
-        with world_of(replica), recorded, _unchanged_random_state():
+        with world_of(replica), transformers_classes_kept(), recorded, _unchanged_random_state():
             try:
                 config = EngineArgs(**arguments).create_engine_config(UsageContext.ENGINE_CONTEXT)
                 check_head_size(config)
@@ -243,8 +244,7 @@ class VLLMEngine:
             if self._adapter is not None:
                 self._adapter.load(dict(copies))
             else:
-                self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": copies})
-                repair_after_load(self._runner.get_model())
+                reload(self._engine, self._runner.get_model(), copies)
         self.version = version
         waiting = [growing.request for growing in self._growing.values() if not growing.token_ids]
         self._engine.abort_request([str(request.id) for request in waiting])

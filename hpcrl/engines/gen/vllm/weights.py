@@ -1,13 +1,39 @@
-"""Repairs of vLLM's CPU build after new weights."""
+"""New weights for vLLM's model: what vLLM only warns of is an error, and what its CPU build forgets is made up for."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
-def repair_after_load(model: Any) -> None:
+def reload(engine: Any, model: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Load weights into vLLM's model. ValueError if a parameter of the model got none: its loaders skip names that
+    they don't know, and the parameter would stay as it was."""
+    missing: set[str] = set()
+
+    def load(named: Iterable[tuple[str, Tensor]]) -> set[str] | None:
+        loaded: set[str] | None = type(model).load_weights(model, named)
+        if loaded is not None:
+            missing.update({name for name, _ in model.named_parameters()} - loaded)
+        return loaded
+
+    model.load_weights = load  # the only place where vLLM tells
+    try:
+        engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+    finally:
+        del model.load_weights
+    if names := sorted(name for name in missing if not (name == "lm_head.weight" and model.config.tie_word_embeddings)):
+        raise ValueError(
+            f"vLLM's {type(model).__name__} found no weights for {len(names)} of its parameters among the trainer's: "
+            f"{', '.join(names[:3])}{' ...' if len(names) > 3 else ''}; use another generator.engine with this model"
+        )
+    _repair(model)
+
+
+def _repair(model: Any) -> None:
     """The CPU build multiplies by packed copies of the weights, and vLLM packs neither a tied head nor experts anew."""
     if torch.cuda.is_available():
         return

@@ -1,0 +1,29 @@
+"""transformers' classes as its other users in a process need them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+
+@contextmanager
+def transformers_classes_kept() -> Iterator[None]:
+    """vLLM 0.32 runs many families with transformers' code (OLMo 2, SmolLM3, Seed-OSS), and makes the decoder's class,
+    in place, one that only vLLM can construct and call. Within, vLLM gets a subclass, and a trainer or a reference in
+    this process keeps its class."""
+    from vllm.model_executor.models.transformers.base import Base
+
+    decorate = Base._decorate_cls_for_torch_compile
+    with ExitStack() as stack:
+
+        def decorate_subclass(self: Any, cls: type, *args: Any, **kwargs: Any) -> None:
+            own = type(cls.__name__, (cls,), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+            for module in (cls.__module__, cls.__module__.rpartition(".")[0]):  # where AutoModel looks it up
+                stack.enter_context(patch.object(sys.modules[module], cls.__name__, own))
+            decorate(self, own, *args, **kwargs)
+
+        stack.enter_context(patch.object(Base, "_decorate_cls_for_torch_compile", decorate_subclass))
+        yield
