@@ -12,12 +12,15 @@ from torch import Tensor
 def reload(engine: Any, model: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Load weights into vLLM's model. ValueError if a parameter of the model got none: its loaders skip names that
     they don't know, and the parameter would stay as it was."""
-    missing: set[str] = set()
+    names: dict[int, set[str]] = {}  # of each parameter, which several modules may share
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), set()).add(name)
+    missing: list[str] = []
 
     def load(named: Iterable[tuple[str, Tensor]]) -> set[str] | None:
         loaded: set[str] | None = type(model).load_weights(model, named)
         if loaded is not None:
-            missing.update({name for name, _ in model.named_parameters()} - loaded)
+            missing.extend(min(own) for own in names.values() if not own & loaded)
         return loaded
 
     model.load_weights = load  # the only place where vLLM tells
@@ -25,10 +28,13 @@ def reload(engine: Any, model: Any, weights: Iterable[tuple[str, Tensor]]) -> No
         engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
     finally:
         del model.load_weights
-    if names := sorted(name for name in missing if not (name == "lm_head.weight" and model.config.tie_word_embeddings)):
+    if model.config.tie_word_embeddings and "lm_head.weight" in missing:  # a parameter of its own in the CPU build
+        missing.remove("lm_head.weight")
+    if missing:
+        some = ", ".join(missing[:3]) + (" ..." if len(missing) > 3 else "")
         raise ValueError(
-            f"vLLM's {type(model).__name__} found no weights for {len(names)} of its parameters among the trainer's: "
-            f"{', '.join(names[:3])}{' ...' if len(names) > 3 else ''}; use another generator.engine with this model"
+            f"vLLM's {type(model).__name__} found no weights for {len(missing)} of its parameters among the trainer's: "
+            f"{some}; use another generator.engine with this model"
         )
     _repair(model)
 
