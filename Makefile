@@ -67,7 +67,7 @@ test-outside: $(OUTSIDE)/.installed ## the tests with packages that need a .venv
 test-gpu: $(DEV) ## the tests that need CUDA; skipped with a reason without it
 	@$(PYTEST) -m gpu || [ $$? -eq 5 ]
 
-gpu-check: $(CORE) ## engines, weights and memory on this machine's GPUs beside their limits: a table and JSON, in 8 to 13 minutes
+gpu-check: $(CORE) ## engines, weights and memory on this machine's GPUs beside their limits: a table and JSON, in 8 to 28 minutes
 	@$(PY) -m tests.bench.gpu
 
 gpu-first: $(CORE) ## the first half hour on a GPU: all that can be learnt there, in order, as a report in runs/gpu_first

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -96,6 +98,46 @@ def test_each_step_is_reported_whatever_becomes_of_those_before(
     assert run_all(["fails"], TINY, tmp_path, 500.0, again) == 0
     found = {outcome["name"]: outcome for outcome in json.loads((tmp_path / "report.json").read_text())["steps"]}
     assert found["hangs"] == hangs and found["fails"]["status"] == "ok", "the others stay"
+
+
+@pytest.mark.slow
+def test_a_later_start_loses_no_outcome(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With another number of GPUs, too little time, a Ctrl-C, or another device."""
+
+    def interrupted(*_: object) -> list[str]:
+        raise KeyboardInterrupt
+
+    def statuses() -> list[str]:
+        return [outcome["status"] for outcome in json.loads((tmp_path / "report.json").read_text())["steps"]]
+
+    good = {name: Step("nothing", 60, program("")) for name in ("one", "two")}
+    assert run_all(["one", "two"], TINY, tmp_path, 500.0, good) == 0
+    assert run_all(["two"], replace(TINY, num_gpus=2), tmp_path, 1.0, good) == 2
+    assert "1 of 1  two: nothing (up to 60 s)  1 s left\n    not run 1 s left (--minutes)" in capsys.readouterr().out
+    steps = {**good, "three": Step("nothing", 60, {"": interrupted}), "four": good["one"]}
+    assert run_all(["three", "four"], TINY, tmp_path, 500.0, steps) == 130
+    assert run_all(["one"], TINY, tmp_path, 500.0, {**steps, "one": steps["three"]}) == 130
+    assert statuses() == ["ok", "ok", "interrupted"]
+    with pytest.raises(ValueError, match=r"has the report of --device cpu --tiny"):
+        run_all(["one"], Setting("cuda", False, 1), tmp_path, 500.0, steps)
+    assert len(statuses()) == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--only", "versions", "--from", "engines"], "--only versions and --from engines leave no step"),
+        (["--minutes", "0"], "--minutes: 0: more than 0 is needed"),
+        (["--report", "FILE"], "--report: .*File exists.*; name another folder"),
+    ],
+)
+def test_a_start_that_makes_no_sense_is_one_line(
+    words: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as end:
+        main(["--device", "cpu", "--tiny", *(str(tmp_path / "file") if word == "FILE" else word for word in words)])
+    assert end.value.code == ExitCode.BAD_INPUT and re.search(f"gpu-first: error: .*{told}", capsys.readouterr().err)
 
 
 def test_figures_are_judged_by_bounds_by_shares_of_limits_and_by_their_own_verdict() -> None:

@@ -14,4 +14,5 @@ python3 -m venv "$venv"
 "$venv/bin/pip" install -c constraints.txt setuptools torch
 "$venv/bin/pip" install -c constraints.txt --no-build-isolation -e '.[slurm]'
 [ "${HPCRL_VLLM:-yes}" = no ] || "$venv/bin/pip" install -c constraints.txt --no-build-isolation -e '.[vllm]'
+touch "$venv/.installed-core" # the Makefile's mark: make installs nothing more
 echo "done: $venv/bin/python -m hpcrl.launch --help"

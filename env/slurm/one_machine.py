@@ -168,7 +168,8 @@ class Cluster:
         if missing := [name for name in needed if find_program(name) is None]:
             raise RuntimeError(f"{', '.join(missing)} not found: apt-get install {packages}")
         if self._pids():
-            raise RuntimeError(f"a cluster runs in {self.folder}; stop it first (make slurm-down)")
+            way = f"use it (export SLURM_CONF={self.conf}), or stop it (make slurm-down)"
+            raise RuntimeError(f"a cluster runs in {self.folder}; {way}")
         for left in reversed(range(PORT_TRIES)):
             try:
                 self._start()

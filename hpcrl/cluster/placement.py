@@ -104,6 +104,12 @@ def _check_sizes(config: Config, layout: RoleLayout) -> Iterator[Problem]:
         if spec.ranks_per_node is None and len(ranks) > MOST_PER_NODE:
             text = f"{len(ranks)} ranks are more than one node can hold; give cluster.components.{name}.ranks_per_node"
             yield Problem(("cluster", "components"), f"cluster.components: {text}", (("layout",),))
+        size, gpus = spec.ranks_per_node or len(ranks), spec.gpus_per_node
+        with_model = max(len(layout.ranks_with_model & {*ranks[i : i + size]}) for i in range(0, len(ranks), size))
+        if 0 < gpus < with_model and config.cluster.device != "cpu" and config.debug != "fake":
+            at, more = ("cluster", "components", name, "gpus_per_node"), "or set cluster.device=cpu"
+            text = f"{gpus} for {with_model} ranks of a node that hold a model; request {with_model}, {more}"
+            yield Problem(at, f"{'.'.join(at)}: {text}", (("cluster", "device"), ("layout",)))
 
 
 def _shares(config: Config, layout: RoleLayout) -> list[tuple[str, ComponentConfig, list[int]]]:

@@ -241,4 +241,4 @@ def _first_comment(file: Path) -> str:
     lines = file.read_text(errors="replace").splitlines()
     comments = [line for line in lines if not line.startswith("# @")]
     text = " ".join(line.lstrip("# ") for line in takewhile(lambda line: line.startswith("#"), comments))
-    return re.split(r"(?<=[.!?])\s+(?=[A-Z(])", text, maxsplit=1)[0]
+    return re.split(r"(?<=[.!?])(?<!\bDr\.)\s+(?=[A-Z(])", text, maxsplit=1)[0]

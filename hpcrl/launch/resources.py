@@ -50,6 +50,11 @@ def node_rows(config: Config, layout: RoleLayout) -> Iterator[PlanRow]:
             f"{component.name}: {', '.join(roles)}; {count} node(s) with {gpus} GPU(s), ranks {ranks[0]}-{ranks[-1]}, "
             f"{_number(count * hours)} node-hours",
         )
+    requested = any(component.config.gpus_per_node for component in components)
+    if requested and config.cluster.device == "cpu":
+        yield "", "note: cluster.device=cpu leaves the GPU(s) of the job idle; set cluster.device=auto"
+    if not requested and config.cluster.device == "cuda":
+        yield "", "note: cluster.device=cuda, and the job requests no GPU: set gpus_per_node of a component"
     limit = duration(config.cluster.time_s)
     yield "cost", f"at most {_number(node_hours)} node-hours, {_number(gpu_hours)} GPU-hours ({limit} a job)"
     if config.cluster.name == "local":

@@ -21,9 +21,9 @@ def start(argv: Sequence[str]) -> int:
     plan = describe(config, layout, model, run, shown)
     text = "".join([plan, "\n", *environment_notes(config, layout)])
     if config.dry_run:
-        lacking = [f"this version cannot run it: {problem.text}" for problem in check_built(config)]
+        lacking = [f"note: a start would be refused: {problem.text}" for problem in check_built(config)]
         show(text)  # before Slurm answers
-        show("\n".join([*trial(config, layout), "dry_run: nothing was started or written", *lacking]))
+        show("\n".join([*trial(config, layout), *lacking, "dry_run: nothing was started or written"]))
         return ExitCode.DONE
     print(text, end="", flush=True)
     if run.kind == "finished":

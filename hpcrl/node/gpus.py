@@ -143,7 +143,8 @@ def hidden(needs: GpuNeeds, environ: Mapping[str, str], devices: Path = Path("/d
         why = f"{name}={NO_FILES}: Slurm gave this job none; request them (gpus_per_node of the component)"
     else:
         why = f"{name}={environ[name]!r} names none; unset it"
-    return f"shows none of its {there} GPU(s) to {needs.ranks} rank(s) that hold a model, since {why}, {CPU}"
+    what = f"shows none of its {there} GPU(s) to" if there else "has no GPU for"
+    return f"{what} {needs.ranks} rank(s) that hold a model, since {why}, {CPU}"
 
 
 def _engine_problems(engines: Mapping[str, str], torch: TorchBuild) -> Iterator[str]:

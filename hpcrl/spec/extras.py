@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import shlex
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from importlib.metadata import Distribution, PackageNotFoundError, distribution, packages_distributions
+from pathlib import Path
 
 EXTRAS = {
     "bitsandbytes": ("bitsandbytes==0.50.*",),
@@ -22,11 +23,15 @@ EXTRAS = {
 }
 """Extra of hpcrl -> its packages, as in pyproject.toml: a package index knows them, but not this project."""
 
+CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
+"""Beside hpcrl in a checkout. Not for SGLang, which takes another torch."""
 
-def install(names: Iterable[str]) -> str:
+
+def install(names: Collection[str]) -> str:
     """The command that installs extras of hpcrl, or packages, for the interpreter that runs now."""
     packages = [package for name in names for package in EXTRAS.get(name, (name,))]
-    return f"{shlex.quote(sys.executable)} -m pip install {shlex.join(packages)}"
+    pins = ["-c", str(CONSTRAINTS)] if CONSTRAINTS.exists() and "sglang" not in names else []
+    return f"{shlex.quote(sys.executable)} -m pip install {shlex.join([*pins, *packages])}"
 
 
 def packages_of(name: str) -> list[Distribution]:

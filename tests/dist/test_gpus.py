@@ -148,7 +148,7 @@ def test_an_engine_must_be_for_the_same_torch_and_cuda(
     layout = RoleLayout.from_config(config)
     line = unusable(GpuNeeds.of(config, layout, range(layout.world_size)), node.environ, node.devices, CUDA)
     assert line.startswith(told) if told else line == ""
-    assert not told or "pip install 'vllm==0.32.*'" in line
+    assert not told or "constraints.txt 'vllm==0.32.*'" in line
     native = GpuNeeds.of(load([]), layout, range(layout.world_size))
     assert unusable(native, node.environ, node.devices, CUDA) == "", "no rank imports it"
 

@@ -152,5 +152,5 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kinds, "_installed", lambda module: module != "bitsandbytes")
     (problem,) = check_built(config)
     assert problem.text.startswith("trainer.optimizer: adamw8bit is not installed; ")
-    assert problem.text.endswith("-m pip install 'bitsandbytes==0.50.*'")
+    assert problem.text.endswith("constraints.txt 'bitsandbytes==0.50.*'")
     assert check_built(parse({})) == []

@@ -195,4 +195,4 @@ def test_a_package_that_is_missing_is_named_before_the_start(
     config = parse({"env": {"default": {"name": name, "options": options}}})
     monkeypatch.setattr("hpcrl.spec.kinds.find_spec", lambda module: None)
     (line,) = [problem.text for problem in check_built(config) if "env.default" in problem.text]
-    assert f"{name} is not installed" in line and line.endswith(f"pip install {package}")
+    assert f"{name} is not installed" in line and line.endswith(f"constraints.txt {package}")

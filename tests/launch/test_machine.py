@@ -90,6 +90,23 @@ def test_a_node_holds_so_many_ranks() -> None:
     )
 
 
+def test_a_node_requests_a_gpu_for_each_rank_with_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["+cluster=slurm", "layout.trainer.num_ranks=4", "+cluster.components.all.ranks_per_node=2"]
+    (line,) = check(*words, "+cluster.components.all.gpus_per_node=1")
+    assert line == (
+        "cluster.components.all.gpus_per_node: 1 for 2 ranks of a node that hold a model; request 2, or set "
+        "cluster.device=cpu"
+    )
+    assert check(*words, "+cluster.components.all.gpus_per_node=2") == []
+    assert check(*words, "+cluster.components.all.gpus_per_node=1", "cluster.device=cpu") == []
+    for given, note in (
+        (["+cluster.components.all.gpus_per_node=1", "cluster.device=cpu"], "cluster.device=cpu leaves the GPU(s) of"),
+        (["cluster.device=cuda"], "cluster.device=cuda, and the job requests no GPU: set gpus_per_node of a component"),
+    ):
+        assert main([*words, *given, "dry_run=true"]) == ExitCode.DONE
+        assert f"  note: {note}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "gpus", "row"),
     [

@@ -150,7 +150,7 @@ def test_a_tracker_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("hpcrl.spec.kinds.find_spec", lambda module: None)
     problems = [problem.text for problem in check_built(config_of(trackers=["tensorboard", "swanlab"]))]
     [text] = [text for text in problems if text.startswith("trackers")]
-    assert text.startswith("trackers.1: swanlab is not installed; ") and "pip install 'swanlab==0.10.*'" in text
+    assert text.startswith("trackers.1: swanlab is not installed; ") and "constraints.txt 'swanlab==0.10.*'" in text
 
 
 def test_a_server_is_needed_with_the_network() -> None:

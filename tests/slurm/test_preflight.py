@@ -143,7 +143,7 @@ def test_a_node_with_too_few_gpus(cluster: Any, tmp_path: Path) -> None:
         cluster, str(run), show + "[ $SLURMD_NODENAME = n2 ] && export CUDA_VISIBLE_DEVICES=NoDevFiles"
     )
     assert code == ExitCode.BAD_INPUT and len(lines) == 1
-    assert lines[0].startswith("hpcrl: node n2 shows none of its 0 GPU(s) to 2 rank(s) that hold a model, since CUDA_")
+    assert lines[0].startswith("hpcrl: node n2 has no GPU for 2 rank(s) that hold a model, since CUDA_")
     code, lines, _ = srun(cluster, str(run), show + "[ $SLURMD_NODENAME = n2 ] && export FAKE_CUDA=12080")
     assert code == ExitCode.BAD_INPUT and len(lines) == 1
     assert lines[0].startswith(
@@ -236,7 +236,7 @@ def test_the_versions_of_what_the_engines_need_are_compared_where_they_are_neede
     assert line.startswith(
         "node n1 has vllm 0.31.1, and hpcrl's part for it is written for 0.32.*; install that there: "
     )
-    assert line.endswith(" -m pip install 'vllm==0.32.*'")
+    assert re.search(r" -m pip install -c \S+/constraints.txt 'vllm==0.32.\*'$", line)
     assert remark(found[:2], [need, need]) == ""
     older = msgspec.structs.replace(GOOD, versions=GOOD.versions | {"deepspeed": "0.18.1"})
     assert remark([older], [need]) == "deepspeed 0.18.1 is installed on the nodes, and hpcrl is written for 0.19*"

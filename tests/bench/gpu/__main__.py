@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tests.bench.gpu.common import Check, Row, end_after, rows_in
+from tests.bench.gpu.common import Check, Row, end_after, no_gpu, rows_in
 from tests.bench.gpu.ending import STACKS, end_all
 from tests.bench.machine import tell
 
@@ -136,7 +136,9 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "gpu-check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
@@ -150,15 +152,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     import torch
 
     if words.device == "cuda" and not torch.cuda.is_available():
-        print(f"gpu-check: torch {torch.__version__} finds no GPU; --device cpu --tiny tries the same code on the CPU")
+        print(f"gpu-check: {no_gpu()}; --device cpu --tiny tries the same code on the CPU")
         return 2
     if words.device == "cpu" and not words.tiny:
         parser.error("--device cpu needs --tiny: the full sizes are for a GPU")
+    if words.json is not None:
+        try:
+            words.json.parent.mkdir(parents=True, exist_ok=True)
+            words.json.touch()
+        except OSError as error:
+            parser.error(f"--json: {error}; name another file")
     num_gpus = torch.cuda.device_count()
     started, rows = time.monotonic(), []
     with tempfile.TemporaryDirectory(prefix="hpcrl-gpu-") as scratch:
         check = Check(words.device, words.tiny, Path(scratch))
-        for name in words.only:
+        for name in dict.fromkeys(("device", *words.only)):  # which gives the others their limits
             new = list(rows_of(name, PARTS[name], check, words.seconds - (time.monotonic() - started), num_gpus))
             rows += new
             facts = {row.what: row.value for row in new if row.part == "device" and row.value is not None}

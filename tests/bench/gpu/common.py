@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hpcrl.node.gpus import GpuNeeds, unusable
 from hpcrl.planner.shapes import ModelShape, read_shape
 
 MODEL = Path(__file__).parents[3] / "conf/model/Qwen/Qwen2.5-7B/config.json"
@@ -53,6 +54,12 @@ class Row:
     def say(self) -> None:
         """Print it for the process that reads rows_in()."""
         print(f"\n{ROW}{json.dumps(dataclasses.asdict(self))}", flush=True)
+
+
+def no_gpu() -> str:
+    """Why torch finds no GPU here, with the way out if it is known."""
+    why = unusable(GpuNeeds(1, required=True), os.environ)
+    return f"this node {why}" if why else f"torch {torch.__version__} finds no GPU"
 
 
 def rows_in(text: str) -> Iterator[Row]:

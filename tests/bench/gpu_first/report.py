@@ -7,6 +7,7 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import shorten
 
 from hpcrl.files import write_durably
 from tests.bench.gpu_first.figures import Figure
@@ -18,25 +19,31 @@ VERSIONS = "versions"
 
 
 class Report:
-    """The outcomes so far. Those of an earlier start in the same folder and setting stay until the step runs again."""
+    """The outcomes so far. Those of earlier starts in the same folder stay until the step has run again. ValueError if
+    they are of another device or size; OSError if the folder cannot be made."""
 
     def __init__(self, folder: Path, setting: Setting, steps: Mapping[str, Step]):
         self.folder, self._steps, self._setting = folder, steps, dataclasses.asdict(setting)
         folder.mkdir(parents=True, exist_ok=True)
         self.outcomes: dict[str, Outcome] = {}
-        with contextlib.suppress(KeyError, TypeError, ValueError, FileNotFoundError):  # none, or of other code
+        with contextlib.suppress(
+            KeyError, TypeError, json.JSONDecodeError, FileNotFoundError
+        ):  # none, or of other code
             earlier = json.loads(self._json.read_text())
-            found = [Outcome.of(words) for words in earlier["steps"] if words["name"] in steps]
-            if earlier["setting"] == self._setting:
-                self.outcomes = {outcome.name: outcome for outcome in found}
+            self.outcomes = {words["name"]: Outcome.of(words) for words in earlier["steps"] if words["name"] in steps}
+            if any(earlier["setting"][name] != self._setting[name] for name in ("device", "tiny")):
+                size = " --tiny" * earlier["setting"]["tiny"]
+                raise ValueError(f"{folder} has the report of --device {earlier['setting']['device']}{size}")
 
     @property
     def _json(self) -> Path:
         return self.folder / "report.json"
 
     def add(self, outcome: Outcome) -> None:
-        """Note an outcome and write both files: an interruption loses nothing."""
-        self.outcomes[outcome.name] = outcome
+        """Note an outcome and write both files: neither an interruption nor a step that is not run again loses one."""
+        if outcome.status not in ("not run", "interrupted"):
+            self.outcomes[outcome.name] = outcome
+        self.outcomes.setdefault(outcome.name, outcome)
         ordered = [self.outcomes[name] for name in self._steps if name in self.outcomes]
         words = {"setting": self._setting, "steps": [dataclasses.asdict(outcome) for outcome in ordered]}
         write_durably(self._json, json.dumps(words, indent=1).encode())
@@ -83,4 +90,12 @@ def _counts(figure: Figure) -> bool:
 def _row(name: str, figure: Figure) -> list[str]:
     value = "" if figure.value is None else f"{figure.value:.4g}"
     within = {True: "ok", False: "OUTSIDE", None: ""}[figure.within]
-    return [name, figure.what, value, figure.unit, figure.expected, within, figure.note[:60]]
+    return [
+        name,
+        figure.what,
+        value,
+        figure.unit,
+        figure.expected,
+        within,
+        shorten(figure.note, 60, placeholder=" ..."),
+    ]

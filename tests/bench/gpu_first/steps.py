@@ -72,7 +72,7 @@ def launch(run: str, *words: str) -> Command:
 
     def command(setting: Setting, folder: Path, _: float) -> list[str]:
         sizes = [*TINY, *(["generator.vllm.kv_cache_gib=0.1"] if VLLM in words else [])] if setting.tiny else FULL
-        where = [f"cluster.device={setting.device}", f"run_dir={folder / run}"]
+        where = [f"cluster.device={setting.device}", f'run_dir="{folder / run}"']
         return [sys.executable, "-m", "hpcrl.launch", *BOTH, *sizes, *words, *where]
 
     return command
@@ -80,7 +80,7 @@ def launch(run: str, *words: str) -> Command:
 
 STEPS = {
     "versions": Step("driver, CUDA, NCCL, nvcc, packages; a first kernel", 60, {"": module("versions")}),
-    "two GPUs": Step(
+    "two-gpus": Step(
         "NCCL between trainer and generator, a lost peer, vLLM on both GPUs",
         480,
         {"": check("two ranks", "lost peer", "vllm TP2")},

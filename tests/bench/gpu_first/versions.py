@@ -30,7 +30,7 @@ def said(*words: str) -> str | None:
 
 
 def say(what: str, text: str | None, value: float | None = None, unit: str = "") -> None:
-    Row("", what, value, unit, verdict="" if text else "not installed", note=text or "").say()
+    Row("", what, value, unit, verdict="" if text else "not installed", note=text or "not found").say()
 
 
 def main() -> None:

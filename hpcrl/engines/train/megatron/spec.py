@@ -137,8 +137,8 @@ SPEC = TrainEngineSpec(
     plan="hpcrl.engines.train.megatron.memory:PLAN",
     needs={"megatron.core": "megatron"},
     needs_on_gpu={
-        "transformer_engine": "pip install --no-build-isolation 'transformer_engine[pytorch]' (it is compiled), or the "
-        "image of env/apptainer/megatron.def"
+        "transformer_engine": "pip install --no-build-isolation 'transformer_engine[core_cu13,pytorch]>=2.9,<2.12' (it "
+        "is compiled), or the image of env/apptainer/megatron.def"
     },
     tested={"megatron.core": "0.16."},
     not_on_amd="its layers are of Transformer Engine, whose wheels are for CUDA",
