@@ -22,6 +22,7 @@ from hpcrl.spec.extras import EXTRAS
 from hpcrl.spec.tables import GEN_ENGINES, TRAIN_ENGINES
 from tests.conftest import ROOT
 
+PIP = [sys.executable, "-m", "pip", "install", "-c", str(ROOT / "constraints.txt")]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
@@ -158,8 +159,14 @@ def test_what_an_engine_lacks_is_installed_by_the_names_it_gives(monkeypatch: py
     (problem,) = check_built(load([]))
     said, _, command = problem.text.partition("; ")
     assert said == "trainer.engine: fsdp2 is not installed"
-    assert shlex.split(command) == [sys.executable, "-m", "pip", "install", *EXTRAS["megatron"], "of-a-plugin"]
+    assert shlex.split(command) == [*PIP, *EXTRAS["megatron"], "of-a-plugin"]
     assert check_built(load(["cluster.container=apptainer", "cluster.image=x.sif"])) == [], "the image may have it"
+
+
+def test_sglang_is_installed_without_the_pins_of_another_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(vars(TRAIN_ENGINES["fsdp2"]), "needs", {"no_such_module": "sglang"})
+    (problem,) = check_built(load([]))
+    assert shlex.split(problem.text.partition("; ")[2]) == [*PIP[:4], *EXTRAS["sglang"]]
 
 
 @pytest.mark.slow
@@ -172,7 +179,7 @@ def test_what_a_sweep_on_slurm_lacks_is_installed_by_the_names_it_gives(tmp_path
     done = run(sys.executable, "-c", code, *words, cwd=tmp_path)
     assert done.returncode == ExitCode.BAD_INPUT and len(done.stderr.splitlines()) == 1, done.stderr
     command = shlex.split(done.stderr.partition("not installed; ")[2])
-    assert command == [sys.executable, "-m", "pip", "install", *EXTRAS["slurm"]]
+    assert command == [*PIP, *EXTRAS["slurm"]]
 
 
 def test_make_setup_installs_what_a_sweep_needs() -> None:
