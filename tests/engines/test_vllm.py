@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hpcrl.comm.weights_check import LoadedSums, held_sums
-from hpcrl.config import TinyModel
+from hpcrl.config import TinyModel, load
 from hpcrl.engines.gen.base import Output, ReplicaRanks, Request, SamplingParams
 from hpcrl.engines.routes import RouteShape
 from hpcrl.engines.tiny import make_tiny_model
@@ -237,6 +237,16 @@ def test_models_that_vllm_runs_with_transformers_code_leave_the_trainers_alone(t
         engine.load_weights(some, 2)
     assert engine.version == -1
     engine.close()
+
+
+def test_a_cache_of_a_family_that_is_not_planned_has_the_size_of_the_key(tmp_path: Path) -> None:
+    from hpcrl.engines.gen.vllm.engine import make
+
+    folder = make_model_folder("olmo2", tmp_path / "model", **HEADS, eos_token_id=1)
+    words = ["generator.engine=vllm", "data.max_prompt_tokens=32", "rollout.max_new_tokens=32"]
+    make(load([*words, "generator.vllm.kv_cache_gib=0.1"]), folder, None, ReplicaRanks((0,))).close()
+    with pytest.raises(ValueError, match=r"set generator\.vllm\.kv_cache_gib on a CPU"):
+        make(load(words), folder, None, ReplicaRanks((0,)))
 
 
 @pytest.mark.numerics

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import os
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -41,7 +40,7 @@ from hpcrl.engines.gen.vllm.spec import VLLMConfig, shares_gpu, start_share
 from hpcrl.engines.gen.vllm.transformers_classes import transformers_classes_kept
 from hpcrl.engines.gen.vllm.weights import reload
 from hpcrl.engines.routes import RouteShape, routes_of
-from hpcrl.planner.shapes import known_shape, read_shape
+from hpcrl.planner.shapes import known_shape
 from hpcrl.rollout.types import FinishReason
 from hpcrl.trajectory import Field
 
@@ -86,10 +85,13 @@ def make(config: Config, model_path: Path, tokenizer: Any, replica: ReplicaRanks
 
 
 def _cache_bytes(config: Config, own: VLLMConfig, model_path: Path) -> int | None:
-    """Bytes of the KV cache on one rank; None: what the GPU has left."""
-    if own.kv_cache_gib is None and torch.cuda.is_available():
-        return None
-    return cache(config, read_shape(json.loads((Path(model_path) / "config.json").read_text())))[0]
+    """Bytes of the KV cache on one rank; None: what the GPU has left. ValueError on a CPU if neither the key nor the
+    plan says how many."""
+    if own.kv_cache_bytes is not None or torch.cuda.is_available():
+        return own.kv_cache_bytes
+    if (shape := known_shape(Path(model_path))) is None:
+        raise ValueError("the sizes of this model's KV cache are not known: set generator.vllm.kv_cache_gib on a CPU")
+    return cache(config, shape)[0]
 
 
 @dataclass(slots=True)

@@ -19,9 +19,9 @@ BLOCK_TOKENS = 128
 def cache(config: Config, shape: ModelShape) -> tuple[int, int]:
     """Bytes of the cache on one rank, for all slots at full length unless generator.vllm.kv_cache_gib says how many;
     and the least that vLLM starts with."""
-    given = config.generator.section(VLLMConfig).kv_cache_gib
+    given = config.generator.section(VLLMConfig).kv_cache_bytes
     if given is not None:
-        return int(given * 2**30), int(given * 2**30)
+        return given, given
     blocks, block = _longest(config), _block_bytes(config, shape)
     return (config.generator.max_slots * blocks + 1) * block, (blocks + 1) * block
 
@@ -29,9 +29,8 @@ def cache(config: Config, shape: ModelShape) -> tuple[int, int]:
 def check(config: Config, shape: ModelShape) -> Iterator[Problem]:
     """A cache that does not hold one response of full length, and replicas that vLLM cannot count (see world_of in
     hpcrl.engines.gen.vllm.replica)."""
-    given, block = config.generator.section(VLLMConfig).kv_cache_gib, _block_bytes(config, shape)
-    num_bytes = None if given is None else int(given * 2**30)
-    yield from too_small_cache(config, "vllm", num_bytes, (_longest(config) + 1) * block)
+    given, block = config.generator.section(VLLMConfig).kv_cache_bytes, _block_bytes(config, shape)
+    yield from too_small_cache(config, "vllm", given, (_longest(config) + 1) * block)
     layout, size = RoleLayout.from_config(config), config.layout.generator.tensor_parallel
     for role in (name for name, spec in ROLES.items() if spec.owns_default_group):
         ranks = layout.ranks[role]

@@ -67,6 +67,11 @@ class VLLMConfig(Section):
     options: dict[str, Any] = Field(default_factory=dict)
     """More arguments of vLLM's EngineArgs, by name. Their values are checked by vLLM when the generator starts."""
 
+    @property
+    def kv_cache_bytes(self) -> int | None:
+        """kv_cache_gib in bytes."""
+        return None if self.kv_cache_gib is None else int(self.kv_cache_gib * 2**30)
+
 
 def _check(config: Any) -> Iterator[Problem]:
     path, options = ("generator", "vllm", "options"), config.generator.section(VLLMConfig).options
