@@ -311,7 +311,7 @@ def main() -> int:
             attempt = int(os.environ.get("HPCRL_ATTEMPT", "1"))
             return run_node(run_dir, attempt, place.node, place.num_nodes, signals)
     shield_output()
-    if place.launcher == "agent" and place.index != 0:  # the agent and rank 0 handle them
+    if place.index != 0:  # rank 0 and an agent handle them
         ignore_signals()
     return run_rank(run_dir, place)
 

@@ -44,6 +44,13 @@ class _Outstanding:
     awaited: bool  # by finish(); of other answers only the arrival counts
 
 
+@dataclass(frozen=True)
+class _Unreached:
+    since: float
+    why: str
+    closed: bool = False  # by the rank: its process has ended
+
+
 Started = list[tuple[int, int]]
 """(rank, number) of commands whose answers are awaited."""
 
@@ -73,7 +80,7 @@ class Controller:
         self._answers: dict[tuple[int, int], Done] = {}
         self._answered: dict[int, float] = {}  # rank -> time of its last answer: its present command began then
         self._hosts: dict[int, str] = {}
-        self._unreached: dict[int, tuple[float, str]] = {}  # rank -> since when, and why
+        self._unreached: dict[int, _Unreached] = {}
         self._left: set[int] = set()
         self.lost: set[int] = set()
         self.built = False  # before that no rank may be lost: others may wait for it to join a group
@@ -106,7 +113,7 @@ class Controller:
             seq = self._world.sender.send(rank_queue(rank), command)
         except ReaderLost as lost:
             seq = lost.seq
-            self._unreached.setdefault(rank, (self._clock.now(), str(lost)))
+            self._unreached.setdefault(rank, _Unreached(self._clock.now(), str(lost)))
         if not isinstance(command, ONE_WAY):
             name = type(command).__name__
             self._outstanding[rank, seq] = _Outstanding(name, self._clock.now(), allowed_s, awaited)
@@ -218,7 +225,8 @@ class Controller:
         if rank in self._left or rank in self.lost or not 0 < rank < self._world.size:  # agents end after their ranks
             return
         if ended.how in ("closed", "unreached"):
-            self._unreached.setdefault(rank, (self._clock.now(), ended.why))
+            before = self._unreached.get(rank, _Unreached(self._clock.now(), ended.why))
+            self._unreached[rank] = replace(before, closed=before.closed or ended.how == "closed")
         else:
             self._lose(Lost(rank, ended.why))
 
@@ -228,12 +236,15 @@ class Controller:
         return not event.seq or (event.command == Burst.__name__ and event.kind == "")
 
     def _cause_of(self, sender: int, event: Failed) -> RankFailed | RankLost | RankSilent:
-        """The error to raise for a failure. If a peer was lost, waits for the report of the peer or of its agent."""
+        """The error to raise for a failure. If a peer was lost, waits for the report of the peer or of its agent; a
+        peer whose process has ended without one is the cause, too."""
         first = self._failure(sender, event)
         deadline = self._clock.now() + min(CAUSE_S, self.command_s)
         failed = {sender}
         while event.kind == "peer" and self._clock.now() < deadline:
             message = self._inbox.get(max(0.0, deadline - self._clock.now()))
+            for ended in self._inbox.take_ended():
+                self._end_of(ended)
             match message:
                 case (_, _, Lost() as lost) if lost.rank not in failed:
                     if not self._can_lose(lost.rank):
@@ -242,6 +253,9 @@ class Controller:
                     failed.add(other)
                     if failure.kind != "peer":
                         return self._failure(other, failure)
+        for rank, unreached in self._unreached.items() if event.kind == "peer" else ():
+            if unreached.closed and rank not in failed and not self._can_lose(rank):
+                return self._loss(Lost(rank, unreached.why))
         return first
 
     def _failure(self, rank: int, event: Failed) -> RankFailed:
@@ -280,10 +294,10 @@ class Controller:
         if not (self._outstanding or self._unreached) or now < self._next_check:
             return
         self._next_check = now + self.check_s
-        for rank, (since, why) in list(self._unreached.items()):
-            if now - since > min(CAUSE_S, self.command_s):
+        for rank, unreached in list(self._unreached.items()):
+            if now - unreached.since > min(CAUSE_S, self.command_s):
                 del self._unreached[rank]
-                self._lose(Lost(rank, why, silent=True))
+                self._lose(Lost(rank, unreached.why, silent=not unreached.closed))
         self._world.trace.go_on()
         begun = {
             (rank, seq): max(o.since, self._answered.get(rank, 0.0)) for (rank, seq), o in self._outstanding.items()

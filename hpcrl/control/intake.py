@@ -12,6 +12,7 @@ import contextlib
 import errno
 import hmac
 import os
+import re
 import secrets
 import selectors
 import socket
@@ -237,7 +238,7 @@ class _Sender:
         queue, refusal = queues.get(name), ""
         if not hmac.compare_digest(shown, mac(self._key, self._drawn + who)):
             refusal = "it does not know the key of this run"
-        elif queue is None or not number.lstrip("-").isdigit():
+        elif queue is None or re.fullmatch("-?[0-9]{1,9}", number) is None:
             refusal = "there is no such queue"
         elif (int(number), name) in self._taken:
             refusal = "this sender has had its connection: another process has the same number"

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from hpcrl.clock import AwakeClock
 from hpcrl.control.bootstrap import ENDPOINT
-from hpcrl.control.processes import is_stopped
+from hpcrl.control.processes import state
 from hpcrl.control.trace import DESCRIPTOR, LEAVING, new_page, read_trace
 from hpcrl.node.devices import own_devices
 from hpcrl.node.forks import AdoptedProcess, RankStart, fork_ranks
@@ -220,7 +220,7 @@ class Agent:
         the full time again.
         """
         for rank, process in alive.items():
-            if not is_stopped(process.pid):
+            if state(process.pid) != "stopped":
                 self._runs[rank] = now
             elif now - self._runs.setdefault(rank, now) > self._stopped_s:
                 silent[rank] = f"was stopped (SIGSTOP) for {now - self._runs[rank]:.0f} s"

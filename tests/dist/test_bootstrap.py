@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -343,27 +345,55 @@ def test_mpirun_trains_and_goes_on_where_another_launcher_stopped(run_dir: Path)
     assert steps_done(run_dir) == [*before, len(before) + 1, len(before) + 2]
 
 
+@contextlib.contextmanager
+def under_torchrun(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], list[psutil.Process]]]:
+    """A run in its second step, and its ranks."""
+    attempt = prepare_run(folder / "run", 1000, "timeouts.store_s=6")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "-m", "hpcrl.run"]
+    environ = os.environ | {"OMP_NUM_THREADS": "1", "HPCRL_ATTEMPT": str(attempt)}
+    with open(folder / "log", "w") as log:
+        run = subprocess.Popen([*command, str(folder / "run")], env=environ, stdout=log, stderr=subprocess.STDOUT)
+    ranks: list[psutil.Process] = []
+    try:
+        while not ((folder / "run/metrics.jsonl").exists() and len(steps_done(folder / "run")) > 1):
+            assert run.poll() is None, (folder / "log").read_text()
+            time.sleep(0.1)
+        ranks += sorted(psutil.Process(run.pid).children(), key=psutil.Process.name)
+        yield run, ranks
+    finally:
+        for process in (run, *ranks):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [1, 0])
 def test_under_torchrun_a_rank_that_is_stopped_ends_the_run(tmp_path: Path, rank: int) -> None:
     """Without an agent: another rank of the node sees it."""
-    attempt = prepare_run(tmp_path / "run", 1000, "timeouts.store_s=6")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "-m", "hpcrl.run"]
-    environ = os.environ | {"OMP_NUM_THREADS": "1", "HPCRL_ATTEMPT": str(attempt)}
-    with open(tmp_path / "log", "w") as log:
-        run = subprocess.Popen([*command, str(tmp_path / "run")], env=environ, stdout=log, stderr=subprocess.STDOUT)
-    try:
-        while not ((tmp_path / "run/metrics.jsonl").exists() and len(steps_done(tmp_path / "run")) > 1):
-            assert run.poll() is None, (tmp_path / "log").read_text()
-            time.sleep(0.1)
-        (stopped,) = (p for p in psutil.Process(run.pid).children() if p.name() == f"hpcrl-rank-{rank}")
+    with under_torchrun(tmp_path) as (run, ranks):
         began = time.monotonic()
-        stopped.send_signal(signal.SIGSTOP)
+        ranks[rank].send_signal(signal.SIGSTOP)
         assert run.wait(60) != 0
         assert time.monotonic() - began < 25  # 3 s, the controller's 15 at most, and torchrun's own looks
         assert f"killed rank {rank}, which was stopped (SIGSTOP) for" in (tmp_path / "log").read_text()
-    finally:
+
+
+@pytest.mark.slow
+def test_ranks_end_with_their_launcher(tmp_path: Path) -> None:
+    with under_torchrun(tmp_path) as (run, ranks):
         run.kill()
+        gone, alive = psutil.wait_procs(ranks, timeout=20)
+        assert len(gone) == 3 and not alive
+
+
+@pytest.mark.slow
+def test_a_signal_to_every_rank_saves(tmp_path: Path) -> None:
+    """As torchrun passes it on, and as Slurm sends it to one task per rank."""
+    with under_torchrun(tmp_path) as (run, _):
+        run.terminate()
+        assert run.wait(60) != 0
+        last = steps_done(tmp_path / "run")[-1]
+        assert (tmp_path / "run/checkpoints" / f"step_{last:06d}").is_dir(), (tmp_path / "log").read_text()
 
 
 def test_whoever_waits_for_long_looks_less_often() -> None:

@@ -580,10 +580,12 @@ def test_a_lost_store_is_noticed_by_everyone(host: tuple[subprocess.Popen[str], 
 # -- what protects a queue and what does not, as docs/control_plane.md says --------------------------------------
 
 
-def hello(connection: socket.socket, queue: str = QUEUE, key: bytes = KEY, drawn: bytes | None = None) -> bytes:
-    """What sender 7 says first; drawn: in answer to another number than the connection's own."""
+def hello(
+    connection: socket.socket, queue: str = QUEUE, key: bytes = KEY, drawn: bytes | None = None, number: str = "7"
+) -> bytes:
+    """What a sender says first; drawn: in answer to another number than the connection's own."""
     own = connection.recv(intakes.DRAWN_BYTES, socket.MSG_WAITALL)
-    who = f"7 {queue}".encode()
+    who = f"{number} {queue}".encode()
     return long(intakes.mac(key, (drawn or own) + who) + who)
 
 
@@ -623,15 +625,20 @@ def test_noise_at_the_port_has_no_effect(
 
 
 @pytest.mark.parametrize(
-    ("queue", "key", "drawn"),
-    [(QUEUE, b"j" * 32, None), ("rank/2", KEY, None), (QUEUE, KEY, bytes(intakes.DRAWN_BYTES))],
-    ids=["another key", "a queue of nobody", "an old answer"],
+    ("queue", "key", "drawn", "number"),
+    [
+        (QUEUE, b"j" * 32, None, "7"),
+        ("rank/2", KEY, None, "7"),
+        (QUEUE, KEY, bytes(intakes.DRAWN_BYTES), "7"),
+        (QUEUE, KEY, None, "--5"),
+    ],
+    ids=["another key", "a queue of nobody", "an old answer", "no number"],
 )
 def test_without_the_key_nothing_is_added(
-    push: Push, inbox: Inbox, stranger: socket.socket, queue: str, key: bytes, drawn: bytes | None
+    push: Push, inbox: Inbox, stranger: socket.socket, queue: str, key: bytes, drawn: bytes | None, number: str
 ) -> None:
     with contextlib.suppress(ConnectionError):
-        stranger.sendall(hello(stranger, queue, key, drawn) + long(raw_of(m.Leave())))
+        stranger.sendall(hello(stranger, queue, key, drawn, number) + long(raw_of(m.Leave())))
         assert stranger.recv(200, socket.MSG_WAITALL)[1:] in (b"it does not know the key of this run", NO_QUEUE)
     push(raw_of(m.Leave()))
     assert inbox.get(5) == (0, 1, m.Leave())

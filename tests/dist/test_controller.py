@@ -12,9 +12,9 @@ import pytest
 
 from hpcrl.clock import AwakeClock
 from hpcrl.control.background import Background
-from hpcrl.control.controller import MAX_TAKEN, Controller, RankSilent
-from hpcrl.control.intake import Push
-from hpcrl.control.messages import Advantages, Burst, Done, Forget, Joined, Lost, Scored, ScoredSample
+from hpcrl.control.controller import MAX_TAKEN, Controller, RankFailed, RankLost, RankSilent
+from hpcrl.control.intake import Push, SenderEnded
+from hpcrl.control.messages import Advantages, Burst, Done, Failed, Forget, Joined, Lost, Scored, ScoredSample
 from hpcrl.control.queues import Sender
 from hpcrl.control.world import CONTROLLER_QUEUE
 
@@ -231,3 +231,18 @@ def test_a_rank_that_cannot_be_reached_is_given_up_with_the_reason(
         return
     assert controller.events() == [(2, Lost(2, why, silent=True))] and controller.lost == {2}
     assert controller.send(2, Forget([5])) == -1
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_peer_whose_process_has_ended_is_the_cause_of_a_failure(
+    threads: Any, monkeypatch: pytest.MonkeyPatch, closed: bool
+) -> None:
+    """No agent tells of it under torchrun; before, the rank that had waited for it was named."""
+    monkeypatch.setattr("hpcrl.control.controller.CAUSE_S", 0.2)
+    controller = make_controller(threads)
+    if closed:
+        threads.worlds[0].intake.queue(CONTROLLER_QUEUE).put(SenderEnded(2, "closed", "its connection has ended"))
+    say(threads, Failed(3, "TrainStep", "gloo: Connection closed by peer", kind="peer"))
+    error, text = (RankLost, "rank 2 .* is lost: its conn") if closed else (RankFailed, "rank 1 .* failed in .*: gloo")
+    with pytest.raises(error, match=text):
+        controller.events()
