@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from hpcrl.node import gpus
 from hpcrl.node.gpus import HIDING, GpuNeeds, TorchBuild, look, unusable
 from hpcrl.rundir import close_run, open_run
 from hpcrl.spec.extras import install, version_of
+from tests.dist.test_bootstrap import torchrun
 from tests.gpu_nodes import FREE, STUCK, GpuNode
 
 CUDA, ROCM, CPU = (
@@ -262,6 +264,13 @@ def test_ranks_number_gpus_as_nvidia_smi_does(
     with pytest.raises(InterruptedError):
         run.run_node(tmp_path / "run", 1, node=0, num_nodes=1, signals=[])
     assert given == [order]
+    program = (
+        "import os, sys; from hpcrl import run; run.import_for = lambda *_: sys.exit(os.environ['CUDA_DEVICE_ORDER'])"
+    )
+    command = [sys.executable, "-c", f"{program}; run.main()", str(tmp_path / "run")]
+    environ = {**os.environ, **torchrun(rank=0, size=3)}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr.splitlines()[-1] == order, "a rank that torchrun starts"
 
 
 def test_a_process_may_have_a_name_that_is_no_utf8(make: Make) -> None:
