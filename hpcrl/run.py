@@ -28,10 +28,10 @@ from hpcrl.exitcodes import ASKED, SIGNAL_CODES, ExitCode
 from hpcrl.files import allow_files, is_storage_error, shield_output, write_durably
 from hpcrl.node.agent import Agent, Verdict
 from hpcrl.node.caches import cache_folders
-from hpcrl.node.devices import HIDDEN, bind_gpus, own_devices, show_peers, visible_gpus
+from hpcrl.node.devices import BY_BUS, HIDDEN, ORDER, bind_gpus, own_devices, show_peers, visible_gpus
 from hpcrl.node.forks import FORKS, Parent
-from hpcrl.node.gpus import GpuNeeds, filled, hidden, note, unusable
-from hpcrl.node.preflight import meeting_folder, preflight, see_run
+from hpcrl.node.gpus import AskedToStopError, GpuNeeds, look, mislisted
+from hpcrl.node.preflight import meeting_folder, preflight, see_run, stopped
 from hpcrl.rundir import OUTCOME, VERDICT, SupersededError, close_run, open_run, stored_config, world_folder
 from hpcrl.signals import STOPPING, held_back, ignore_signals, noted
 from hpcrl.spec.tables import GEN_ENGINES
@@ -73,6 +73,7 @@ def run_node(run_dir: Path, attempt: int, node: int, num_nodes: int, signals: Se
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "MPLCONFIGDIR": str(world / "matplotlib"),  # for its list of fonts, otherwise stored in the user's home
+        ORDER: BY_BUS,
         **cache_folders(os.environ),
         **os.environ,
         "HPCRL_ATTEMPT": str(attempt),
@@ -84,11 +85,15 @@ def run_node(run_dir: Path, attempt: int, node: int, num_nodes: int, signals: Se
     timeouts = config.timeouts
     try:
         if config.cluster.name != "slurm":  # where the preflight has looked
-            check_gpus(GpuNeeds.of(config, layout, ranks))
+            check_gpus(GpuNeeds.of(config, layout, ranks), signals)
         gpus = gpus_of_node(config, layout, node, num_nodes)
     except ValueError as error:
         print(f"hpcrl: {error}", file=sys.stderr, flush=True)
         return ExitCode.BAD_INPUT
+    except AskedToStopError:
+        asked = stopped(signals, node=0)
+        _say(asked.message)
+        return asked.code
     agent = Agent(
         lambda rank: [sys.executable, "-m", "hpcrl.run", str(run_dir)],
         ranks,
@@ -133,19 +138,20 @@ def check_nodes(config: Config, run_dir: Path, world: Path, node: int, num_nodes
     return judgement.code
 
 
-def check_gpus(needs: GpuNeeds) -> None:
-    """ValueError if the ranks of this node could not compute on its GPUs, or others fill them. Tells what else is to be
-    known of them."""
-    if problem := unusable(needs, os.environ) or filled(needs, os.environ):
-        raise ValueError(f"cluster.device: this node {problem}")
-    if text := note(needs, os.environ):
-        _say(f"this node {text}")
+def check_gpus(needs: GpuNeeds, signals: Sequence[int]) -> None:
+    """ValueError if the ranks of this node could not compute on its GPUs, or others fill them; AskedToStopError after a
+    signal. Tells what else is to be known of them."""
+    found = look(needs, os.environ, signals, lambda text: _say(f"this node {text}"))
+    if found.problem:
+        raise ValueError(f"cluster.device: this node {found.problem}")
+    if found.note:
+        _say(f"this node {found.note}")
 
 
 def gpus_of_node(config: Config, layout: RoleLayout, node: int, num_nodes: int) -> dict[int, str]:
     """Rank -> its CUDA_VISIBLE_DEVICES on this node; ValueError if GPUs are requested and there are too few."""
     ranks = ranks_of_node(config, layout, node, num_nodes)
-    if problem := hidden(GpuNeeds.of(config, layout, ranks), os.environ):
+    if problem := mislisted(GpuNeeds.of(config, layout, ranks), os.environ):
         raise ValueError(f"cluster.device: this node {problem}")
     gpus = bind_gpus(ranks, sorted(layout.ranks_with_model), visible_gpus(os.environ), config.cluster.device)
     return show_peers(gpus, layout.replicas) if GEN_ENGINES[config.gen_engine].shows_peers(config) else gpus
@@ -193,6 +199,7 @@ def run_rank(run_dir: Path, place: Place) -> int:
             print(f"hpcrl rank {place.index}: {error}", file=sys.stderr, flush=True)
             return ExitCode.BAD_INPUT
         # Before engines are imported, which may look for GPUs.
+        os.environ.setdefault(ORDER, BY_BUS)
         os.environ |= own_devices(gpus[place.index]) | cache_folders(os.environ)
     import_for(config, layout, [place.index])
     from hpcrl.control.network import NoInterfaceError

@@ -15,7 +15,7 @@ LIBCUDA = r"""
 static int from(const char *name) { return getenv(name) ? atoi(getenv(name)) : 0; }
 int cuDriverGetVersion(int *version) { *version = from("FAKE_CUDA"); return 0; }
 int cuInit(unsigned flags) { return from("FAKE_ERROR"); }
-int cuGetErrorString(int error, const char **text) { *text = error ? "system not yet initialized" : ""; return 0; }
+int cuGetErrorString(int error, const char **text) { *text = error ? getenv("FAKE_TEXT") : ""; return 0; }
 int cuDeviceGetCount(int *count) {  /* numbers below FAKE_GPUS, up to the first other; one part of a GPU at most */
   char list[256]; strcpy(list, getenv("CUDA_VISIBLE_DEVICES")); *count = 0;
   for (char *name = strtok(list, ","); name; name = strtok(NULL, ",")) {
@@ -35,6 +35,20 @@ case "$1" in
 *) exit 1 ;;
 esac
 """
+STUCK = """#!{python}
+import ctypes, os, time
+libc = ctypes.CDLL(None)
+libc.prctl(0x59616D61, ctypes.c_ulong(-1), 0, 0, 0)
+if not os.fork():
+    os.setsid()
+    libc.ptrace(0x4206, os.getppid(), None, None)
+    os.closerange(0, 3)
+    time.sleep(9)
+    os._exit(0)
+time.sleep(1000)
+"""
+"""A program that a debugger of its own keeps, once it is killed, from being waited for, as one that is blocked in the
+kernel: for 9 s."""
 FREE = "{0}, GPU-{0}0ab, 81559, 4, Disabled, NVIDIA H100\n"
 
 
@@ -54,21 +68,28 @@ class GpuNode:
     def __init__(self, folder: Path, num_gpus: int = 2, cuda: int = 13000):
         for name in ("bin", "site/torch", "dev"):
             (folder / name).mkdir(parents=True)
-        (folder / "bin/nvidia-smi").write_text(SMI)
-        (folder / "bin/nvidia-smi").chmod(0o755)
+        self.folder, self.devices, self.site = folder, folder / "dev", folder / "site"
+        self.program("nvidia-smi", SMI)
         for number in range(num_gpus):
             (folder / f"dev/nvidia{number}").touch()
-        self.folder, self.devices, self.site = folder, folder / "dev", folder / "site"
         self.environ = os.environ | {
             "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(num_gpus))),
             "LD_LIBRARY_PATH": str(driver()),
             "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
             "FAKE_GPUS": str(num_gpus),
             "FAKE_CUDA": str(cuda),
+            "FAKE_TEXT": "system not yet initialized",
             "FAKE_SMI": str(folder),
         }
         self.smi([FREE.format(number) for number in range(num_gpus)])
         self.torch("2.13.0+cu130", cuda="13.0")
+
+    def program(self, name: str, text: str) -> Path:
+        """A program of the node."""
+        path = self.folder / "bin" / name
+        path.write_text(text)
+        path.chmod(0o755)
+        return path
 
     def smi(self, gpus: list[str], apps: str = "", later: str = "") -> None:
         """What nvidia-smi says of GPUs and of processes; `later`: of GPUs, from the second time on."""

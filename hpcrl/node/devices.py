@@ -16,7 +16,9 @@ VISIBLE, HIP_VISIBLE, ROCR_VISIBLE = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICE
 HIDDEN = ""
 NO_FILES = "NoDevFiles"
 """What Slurm sets as CUDA_VISIBLE_DEVICES in a job without GPUs."""
-DEVICE = re.compile(r"\d+|GPU-[0-9A-Fa-f-]+|MIG-\S+")
+ORDER, BY_BUS = "CUDA_DEVICE_ORDER", "PCI_BUS_ID"
+"""CUDA numbers the fastest GPU first; with this value as nvidia-smi does. For all that see GPUs by their numbers."""
+DEVICE = re.compile(r"[0-9]+|GPU-[0-9A-Fa-f-]+|MIG-\S+")
 """A number, the UUID of a GPU or of a part of one, or a beginning of a UUID."""
 
 
@@ -41,35 +43,46 @@ def num_amd(devices: Path = Path("/dev")) -> int:
     return len(list((devices / "dri").glob("renderD*"))) if there else 0
 
 
+def visible_by(environ: Mapping[str, str], devices: Path = Path("/dev")) -> str:
+    """The variable that lists the GPUs this process may use; empty if none does."""
+    if not num_amd(devices):
+        return VISIBLE if VISIBLE in environ else ""
+    name = HIP_VISIBLE if environ.get(HIP_VISIBLE) else VISIBLE
+    left = environ.get(ROCR_VISIBLE)
+    if environ.get(name) in (None, left):  # Slurm writes one list into the variables of all vendors
+        return "" if left is None else ROCR_VISIBLE
+    return name
+
+
 def visible_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
     """The GPUs this process may use, from CUDA_VISIBLE_DEVICES; without this variable, all GPUs of the node. On a node
     with AMD's GPUs, also from HIP's and ROCr's variables; an empty CUDA_VISIBLE_DEVICES means none there, too."""
-    if not (num := num_amd(devices)):
-        return _named(environ[VISIBLE]) if VISIBLE in environ else _numbers(num_nvidia(devices))
-    left = environ.get(ROCR_VISIBLE)
-    chosen = environ.get(HIP_VISIBLE) or environ.get(VISIBLE)
-    if chosen is None or chosen == left:  # Slurm writes one list into the variables of all vendors
-        return _numbers(num if left is None else len(_named(left)))
-    return _named(chosen)
+    name = visible_by(environ, devices)
+    gpus = _named(environ[name]) if name else [""] * (num_amd(devices) or num_nvidia(devices))
+    return [str(number) for number in range(len(gpus))] if name in ("", ROCR_VISIBLE) else gpus
 
 
 def _named(text: str) -> list[str]:
-    """CUDA stops at the first entry that is not a device, such as NO_FILES; so do HIP and ROCr."""
+    """CUDA stops at the first entry that is not a device, such as NO_FILES; so do HIP and ROCr. 01 is 1."""
     names = [name.strip() for name in text.split(",")]
-    return names[: next((i for i, name in enumerate(names) if not DEVICE.fullmatch(name)), len(names))]
+    named = names[: next((i for i, name in enumerate(names) if not DEVICE.fullmatch(name)), len(names))]
+    return [(name.lstrip("0") or "0") if name.isdigit() else name for name in named]
 
 
-def _numbers(count: int) -> list[str]:
-    return [str(number) for number in range(count)]
-
-
-def misnamed(gpus: Sequence[str]) -> str:
-    """Why CUDA does not take these visible GPUs as they are named, as "this node ..."; empty if it does."""
-    shown = f"has {VISIBLE}={','.join(gpus)}"
-    if len({name.partition("-")[0] if "-" in name else "" for name in gpus}) > 1:
-        return f"{shown}, and CUDA reads either numbers or GPU- or MIG- names: use one kind"
-    if len(set(gpus)) < len(gpus):
-        return f"{shown}, and CUDA shows none where one is named twice: name each GPU once"
+def misnamed(environ: Mapping[str, str], devices: Path = Path("/dev")) -> str:
+    """Why CUDA, HIP or ROCr does not take its list of visible GPUs as it looks, as "this node ..."; empty if all do."""
+    num = num_amd(devices)
+    left = len(_named(environ[ROCR_VISIBLE])) if ROCR_VISIBLE in environ else num
+    for name, most in ({visible_by(environ, devices): left} | ({ROCR_VISIBLE: num} if num else {})).items():
+        gpus = _named(environ.get(name, ""))
+        shown = f"{name}={','.join(gpus)}"
+        if name != ROCR_VISIBLE and len({gpu.partition("-")[0] if "-" in gpu else "" for gpu in gpus}) > 1:
+            return f"has {shown}, and CUDA reads either numbers or GPU- or MIG- names: use one kind"
+        if len(set(gpus)) < len(gpus):
+            return f"has {shown}, which names a GPU twice: name each GPU once"
+        if num and any(gpu.isdigit() and int(gpu) >= most for gpu in gpus):
+            what = "" if name == ROCR_VISIBLE else f", which count what {ROCR_VISIBLE} leaves"
+            return f"has {most} GPU(s) of AMD to choose from, numbered from 0, and {shown}: correct its numbers{what}"
     return ""
 
 
@@ -83,11 +96,8 @@ def bind_gpus(
     ranks: Sequence[int], with_model: Sequence[int], gpus: Sequence[str], device: Literal["auto", "cpu", "cuda"]
 ) -> dict[int, str]:
     """Rank -> its CUDA_VISIBLE_DEVICES, for the ranks of one node. auto: the CPU if the node has no GPU. ValueError if
-    the node has fewer GPUs than ranks with a model, since NCCL supports one rank per GPU, or GPUs that CUDA would not
-    take as named, unless device="cpu"."""
+    the node has fewer GPUs than ranks with a model, since NCCL supports one rank per GPU, unless device="cpu"."""
     holders = [rank for rank in ranks if rank in with_model]
-    if device != "cpu" and (problem := misnamed(gpus)):
-        raise ValueError(f"cluster.device: this node {problem}")
     if len(gpus) < len(holders) and (device == "cuda" or (device == "auto" and gpus)):
         raise ValueError(
             f"cluster.device: {device}, but this node has {len(gpus)} GPU(s) for {len(holders)} ranks that hold a "

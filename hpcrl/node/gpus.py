@@ -6,13 +6,17 @@ driver is asked by a process of its own, which makes no context.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import Distribution
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -22,8 +26,18 @@ from packaging.requirements import Requirement
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config
 from hpcrl.config.abilities import chosen
-from hpcrl.node.devices import HIP_VISIBLE, NO_FILES, ROCR_VISIBLE, VISIBLE, misnamed, num_amd, num_nvidia, visible_gpus
-from hpcrl.spec.extras import install, packages_of
+from hpcrl.node.devices import (
+    BY_BUS,
+    NO_FILES,
+    ORDER,
+    VISIBLE,
+    misnamed,
+    num_amd,
+    num_nvidia,
+    visible_by,
+    visible_gpus,
+)
+from hpcrl.spec.extras import DAMAGED, install, packages_of
 from hpcrl.spec.kinds import GenEngineSpec, TrainEngineSpec
 from hpcrl.spec.problems import dotted
 
@@ -32,9 +46,9 @@ LEAST_DRIVERS = {12: "driver 525 or newer", 13: "driver 580 or newer"}
 (https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html)."""
 MOST_TAKEN = 0.1
 """Share of a GPU that others may use: vLLM asks for the other nine tenths."""
-FREED_S, ANSWERS_S = 20.0, 120.0
+FREED_S, ANSWERS_S, POLL_S = 20.0, 120.0, 0.2
 """How long a GPU may take until it is free of the run's last processes; how long the driver may take to answer, which
-loads it where no process keeps it loaded."""
+loads it where no process keeps it loaded; how often signals are looked for meanwhile."""
 ASK_CUDA = """
 import ctypes
 cuda = ctypes.CDLL("libcuda.so.1")
@@ -42,9 +56,15 @@ version, count, text = ctypes.c_int(), ctypes.c_int(), ctypes.c_char_p()
 cuda.cuDriverGetVersion(ctypes.byref(version))
 if error := cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
     cuda.cuGetErrorString(error, ctypes.byref(text))
-print(version.value, count.value, (text.value or b"").decode() or ("error %d" % error if error else ""))
+print(version.value, count.value, (text.value or b"").decode(errors="replace") or ("error %d" % error if error else ""))
 """
 CPU = "or set cluster.device=cpu"
+HIDING = ("", "-1", "none", "void")
+"""Lists of GPUs by which a user means the CPU."""
+
+
+class AskedToStopError(Exception):
+    """A stop signal arrived before the ranks were started."""
 
 
 @dataclass(frozen=True)
@@ -99,50 +119,85 @@ class TorchBuild(NamedTuple):
         return f"torch {self.version or '(none)'}, a build for {kind},"
 
 
+class Findings(NamedTuple):
+    """Of the GPUs of a node, as "this node ...", empty if there is nothing. problem: why its ranks must not start;
+    note: what else the user should know."""
+
+    problem: str = ""
+    note: str = ""
+
+
+def look(
+    needs: GpuNeeds,
+    environ: Mapping[str, str],
+    signals: Sequence[int],
+    say: Callable[[str], None],
+    devices: Path = Path("/dev"),
+    torch: TorchBuild | None = None,
+) -> Findings:
+    """What is to be known of the GPUs of this node. Only before its ranks start, which fill GPUs themselves.
+    AskedToStopError if `signals` has one. say: for a line that the node waits; torch: the installed one."""
+    torch = torch or TorchBuild.installed()
+    problem = unusable(needs, environ, devices, torch, signals)
+    if problem or not needs.ranks:
+        return Findings(problem)
+    gpus = visible_gpus(environ, devices)[: needs.ranks]
+    if not gpus:
+        there, name = num_amd(devices) or num_nvidia(devices), visible_by(environ, devices)
+        return Findings("", f"computes on the CPU: {name}={environ[name]!r} hides its {there} GPU(s)" if there else "")
+    unseen = _unseen(gpus, environ, devices)
+    problem, told = ("", unseen) if unseen else _memory(needs, gpus, environ, signals, say)
+    if problem:
+        return Findings(problem)
+    return Findings("", " and ".join(filter(None, (told, _nvcc_note(needs, environ, torch, signals)))))
+
+
 def unusable(
-    needs: GpuNeeds, environ: Mapping[str, str], devices: Path = Path("/dev"), torch: TorchBuild | None = None
+    needs: GpuNeeds,
+    environ: Mapping[str, str],
+    devices: Path = Path("/dev"),
+    torch: TorchBuild | None = None,
+    signals: Sequence[int] = (),
 ) -> str:
     """Why the ranks of this node could not compute on its GPUs, or would compute on the CPU beside them, with the way
     out, as "this node ..."; empty if they can, or if there are none and none are asked for. torch: the installed one.
-    """
+    AskedToStopError if `signals` has one."""
     gpus, amd = visible_gpus(environ, devices), num_amd(devices)
-    if not needs.ranks:
-        return ""
-    if not gpus:
-        return hidden(needs, environ, devices)
-    if problem := misnamed(gpus):
+    if (problem := mislisted(needs, environ, devices)) or not (needs.ranks and gpus):
         return problem
     torch = torch or TorchBuild.installed()
     what = f"{len(gpus)} GPU(s) of {'AMD' if amd else 'NVIDIA'}"
     if not (torch.hip if amd else torch.cuda):
         build = "ROCm" if amd else "CUDA"
         return f"has {what}, and {torch} finds none of them: install torch for {build}, {CPU}"
-    left = len(visible_gpus({ROCR_VISIBLE: environ[ROCR_VISIBLE]} if ROCR_VISIBLE in environ else {}, devices))
-    if amd and any(gpu.isdigit() and int(gpu) >= left for gpu in gpus):
-        return (
-            f"has {left} GPU(s) of AMD to choose from, numbered from 0, and {','.join(gpus)} named: correct "
-            f"{HIP_VISIBLE} or {VISIBLE}, whose numbers count what {ROCR_VISIBLE} leaves"
-        )
     if amd and needs.not_on_amd:
         return f"has {what}, which {'; '.join(needs.not_on_amd)}: choose another engine"
-    return next(_engine_problems(needs.engines, torch), "") or ("" if amd else _driver_problem(gpus, environ, torch))
+    problem = next(_engine_problems(needs.engines, torch), "")
+    return problem or ("" if amd else _driver_problem(gpus, environ, torch, signals))
 
 
-def hidden(needs: GpuNeeds, environ: Mapping[str, str], devices: Path = Path("/dev")) -> str:
-    """Why a node shows no GPU, if it does not; empty where that means the CPU: it has none, or the user hides them by
-    an empty list, and none is required."""
-    if not needs.ranks or visible_gpus(environ, devices):
+def mislisted(needs: GpuNeeds, environ: Mapping[str, str], devices: Path = Path("/dev")) -> str:
+    """Why the node shows its ranks other GPUs than its lists of GPUs look like, or too few by its lists, as "this node
+    ..."; also why it shows none. Empty where that means the CPU: it has none, or the user hides them, and none is
+    required."""
+    gpus, name = visible_gpus(environ, devices), visible_by(environ, devices)
+    value, there = environ.get(name, ""), num_amd(devices) or num_nvidia(devices)
+    if not needs.ranks:
         return ""
-    there = num_amd(devices) or num_nvidia(devices)
-    name = next((name for name in (VISIBLE, ROCR_VISIBLE) if name in environ), "")
-    if not needs.required and not (there and environ.get(name) == NO_FILES):
+    if problem := misnamed(environ, devices):
+        return problem
+    if gpus:
+        ends = value.split(",")[len(gpus) :]
+        shows = f"shows {len(gpus)} GPU(s) to {needs.ranks} rank(s) that hold a model, since {name}={value!r} ends"
+        return f"{shows} at {ends[0]!r}: name GPUs alone, {CPU}" if ends and len(gpus) < needs.ranks else ""
+    if not needs.required and not (there and value.strip() not in HIDING):
         return ""
     if not name:
         why = "it has neither /dev/nvidia0 nor /dev/kfd; in a container, start it with GPUs (apptainer --nv, --rocm)"
-    elif environ[name] == NO_FILES:
+    elif value == NO_FILES:
         why = f"{name}={NO_FILES}: Slurm gave this job none; request them (gpus_per_node of the component)"
     else:
-        why = f"{name}={environ[name]!r} names none; unset it"
+        why = f"{name}={value!r} names none; unset it"
     what = f"shows none of its {there} GPU(s) to" if there else "has no GPU for"
     return f"{what} {needs.ranks} rank(s) that hold a model, since {why}, {CPU}"
 
@@ -151,11 +206,14 @@ def _engine_problems(engines: Mapping[str, str], torch: TorchBuild) -> Iterator[
     """Engines whose packages name another torch or another CUDA in their requirements, version or name."""
     for module, extra in engines.items():
         for package in packages_of(module):
-            asked = [Requirement(text) for text in package.requires or ()]
-            asked = [one for one in asked if one.marker is None or one.marker.evaluate()]
-            texts = [package.name, package.version, *map(str, asked)]
+            try:
+                own, asked = _described(package)
+            except DAMAGED:
+                where = package.locate_file("")
+                yield f"has {module}, whose installation is damaged ({where}): reinstall it: {install([extra])}"
+                continue
+            texts = [own, *map(str, asked)]
             built = {cuda for text in texts for cuda in re.findall(r"(?<![a-z0-9])cu(1\d)", text)}
-            own = f"{package.name} {package.version}"
             way = f"build {module} for ROCm" if torch.hip else f"use one environment for both: {install([extra])}"
             if built and torch.cuda.partition(".")[0] not in built:
                 yield f"has {own}, built for CUDA {' and '.join(sorted(built))}, and {torch} with it: {way}"
@@ -164,16 +222,22 @@ def _engine_problems(engines: Mapping[str, str], torch: TorchBuild) -> Iterator[
                     yield f"has {own}, which requires {one.name}{one.specifier}, and {torch} with it: {way}"
 
 
-def _driver_problem(gpus: Sequence[str], environ: Mapping[str, str], torch: TorchBuild) -> str:
+def _described(package: Distribution) -> tuple[str, list[Requirement]]:
+    """A package's name and version, and what it requires here; one of DAMAGED if its metadata do not say so."""
+    asked = [Requirement(text) for text in package.requires or ()]
+    if not (package.name and package.version):
+        raise ValueError("no name or version")
+    return f"{package.name} {package.version}", [one for one in asked if one.marker is None or one.marker.evaluate()]
+
+
+def _driver_problem(gpus: Sequence[str], environ: Mapping[str, str], torch: TorchBuild, signals: Sequence[int]) -> str:
     """What the driver says of torch's CUDA and of the visible GPUs. It is libcuda that is asked, as ranks find it: that
     of NVIDIA's cuda-compat serves builds for a newer CUDA over an older driver of the kernel."""
     # CUDA shows a process one part of a GPU at most, however many are named.
     for shown in gpus if gpus[0].startswith("MIG-") else [",".join(gpus)]:
         try:
-            command = [sys.executable, "-S", "-c", ASK_CUDA]
-            found = subprocess.run(
-                command, env={**environ, VISIBLE: shown}, capture_output=True, text=True, timeout=ANSWERS_S, check=True
-            ).stdout
+            command = [sys.executable, "-S", "-X", "utf8", "-c", ASK_CUDA]
+            found = _ask(command, {ORDER: BY_BUS, **environ, VISIBLE: shown}, signals)
         except subprocess.TimeoutExpired:
             return f"has a driver that does not answer within {ANSWERS_S:g} s (nvidia-smi): cluster.exclude it, {CPU}"
         except subprocess.CalledProcessError as error:
@@ -182,7 +246,7 @@ def _driver_problem(gpus: Sequence[str], environ: Mapping[str, str], torch: Torc
                 f"has GPU(s) {shown}, and no driver that loads ({why}): in a container, start it with GPUs (apptainer "
                 f"--nv), else cluster.exclude the node, {CPU}"
             )
-        version, count, refused = found.strip("\n").split(" ", 2)
+        version, count, refused = found.splitlines()[-1].split(" ", 2)
         driver, major = int(version), int(torch.cuda.partition(".")[0])
         if driver // 1000 < major:
             least = LEAST_DRIVERS.get(major, "a newer driver")
@@ -211,72 +275,69 @@ class _Card(NamedTuple):
     name: str
 
 
-def note(
-    needs: GpuNeeds, environ: Mapping[str, str], devices: Path = Path("/dev"), torch: TorchBuild | None = None
-) -> str:
-    """What the user should know of the GPUs of this node, as "this node ..."; empty if nothing. No reason to stop.
-    torch: the installed one."""
-    there = num_amd(devices) or num_nvidia(devices)
-    if not needs.ranks:
+def _nvcc_note(needs: GpuNeeds, environ: Mapping[str, str], torch: TorchBuild, signals: Sequence[int]) -> str:
+    """That engines would compile for another CUDA; empty if not."""
+    nvcc = _nvcc(environ, signals) if needs.engines and torch.cuda else ""
+    if not nvcc or nvcc.partition(".")[0] == torch.cuda.partition(".")[0]:
         return ""
-    if not visible_gpus(environ, devices):
-        return f"computes on the CPU: {VISIBLE}={environ.get(VISIBLE, '')!r} hides its {there} GPU(s)" if there else ""
-    torch = torch or TorchBuild.installed()
-    nvcc = _nvcc(environ) if needs.engines else ""
-    found = [] if _sees_memory(environ, devices) else ["has no nvidia-smi to say whether others fill its GPUs"]
-    if nvcc and torch.cuda and nvcc.partition(".")[0] != torch.cuda.partition(".")[0]:
-        found.append(
-            f"has an nvcc of CUDA {nvcc}, with which {' or '.join(needs.engines)} may compile, and {torch} takes "
-            f"what is compiled with CUDA {torch.cuda}: load CUDA {torch.cuda} (cluster.modules)"
-        )
-    return " and ".join(found)
+    return (
+        f"has an nvcc of CUDA {nvcc}, with which {' or '.join(needs.engines)} may compile, and {torch} takes "
+        f"what is compiled with CUDA {torch.cuda}: load CUDA {torch.cuda} (cluster.modules)"
+    )
 
 
-def _nvcc(environ: Mapping[str, str]) -> str:
+def _nvcc(environ: Mapping[str, str], signals: Sequence[int]) -> str:
     """CUDA's version of the compiler that torch and DeepSpeed would call; empty without one."""
     home = environ.get("CUDA_HOME") or environ.get("CUDA_PATH")
     command = f"{home}/bin/nvcc" if home else shutil.which("nvcc", path=environ.get("PATH"))
     if command is None:
         return ""
     try:
-        done = subprocess.run([command, "--version"], capture_output=True, text=True, timeout=ANSWERS_S, check=True)
+        release = re.search(r"release (\d+\.\d+)", _ask([command, "--version"], environ, signals))
     except (OSError, subprocess.SubprocessError):
         return ""
-    release = re.search(r"release (\d+\.\d+)", done.stdout)
     return release[1] if release else ""
 
 
-def _sees_memory(environ: Mapping[str, str], devices: Path) -> bool:
-    return not num_amd(devices) and shutil.which("nvidia-smi", path=environ.get("PATH")) is not None
+def _unseen(gpus: Sequence[str], environ: Mapping[str, str], devices: Path) -> str:
+    """Why nobody can say what others hold of these GPUs; empty if nvidia-smi may."""
+    if num_amd(devices) or shutil.which("nvidia-smi", path=environ.get("PATH")) is None:
+        return "has no nvidia-smi to say whether others fill its GPUs"
+    if gpus[0].isdigit() and (order := environ.get(ORDER, BY_BUS)) != BY_BUS:
+        return f"has {ORDER}={order}, and nvidia-smi, which says whether others fill GPUs, numbers them by {BY_BUS}"
+    return ""
 
 
-def filled(needs: GpuNeeds, environ: Mapping[str, str], devices: Path = Path("/dev")) -> str:
-    """Which GPUs of ranks other processes still fill after needs.wait_s, or are divided by MIG and named whole; empty
-    if none are or nobody can say. Only before the ranks start, which are such processes themselves."""
-    gpus = visible_gpus(environ, devices)[: needs.ranks]
-    if not gpus or not _sees_memory(environ, devices):
-        return ""
-    for last in (False,) * int(needs.wait_s) + (True,):
-        cards = [card for card in _cards(environ) if any(_is_named(card, gpu) for gpu in gpus)]
+def _memory(
+    needs: GpuNeeds, gpus: Sequence[str], environ: Mapping[str, str], signals: Sequence[int], say: Callable[[str], None]
+) -> Findings:
+    """Which of the ranks' GPUs other processes still fill after needs.wait_s, or are divided by MIG and named whole,
+    and of which nvidia-smi does not tell."""
+    for left_s in reversed(range(int(needs.wait_s) + 1)):
+        cards = [card for card in _cards(environ, signals) if any(_is_named(card, gpu) for gpu in gpus)]
         if whole := [card.number for card in cards if card.mig == "Enabled"]:
-            return (
+            return Findings(
                 f"has GPU(s) {','.join(whole)} divided by MIG, of which CUDA shows a process one part at most: name "
                 f"parts, {VISIBLE}=MIG-UUID,... (nvidia-smi -L), {CPU}"
             )
         full = [card for card in cards if card.used_mib > MOST_TAKEN * card.total_mib]
         if not full or needs.shares:
-            return ""
-        if not last:
-            time.sleep(1.0)
+            unseen = ",".join(gpu for gpu in gpus if not any(_is_named(card, gpu) for card in cards))
+            return Findings(
+                note=f"has an nvidia-smi that does not say whether others fill GPU(s) {unseen}" * bool(unseen)
+            )
+        if 0 < left_s == int(needs.wait_s):
+            say(f"waits up to {left_s} s for GPUs that others fill")
+        time.sleep(min(left_s, 1.0))
     owners: dict[str, list[str]] = {}
-    for uuid, pid, used, name in _query(environ, "compute-apps=gpu_uuid,pid,used_memory,process_name", 4):
+    for uuid, pid, used, name in _query(environ, signals, "compute-apps=gpu_uuid,pid,used_memory,process_name", 4):
         owners.setdefault(uuid, []).append(f"pid {pid} ({name}, {used} MiB)")
     said = [
         f"{card.used_mib} of {card.total_mib} MiB of GPU {card.number} ({card.name}) by "
         f"{' and '.join(owners.get(card.uuid, ['a process that this one may not see']))}"
         for card in full
     ]
-    return (
+    return Findings(
         f"has GPUs that others fill, {', '.join(said)}: end that, name other GPUs in {VISIBLE}, cluster.exclude the "
         "node, or set cluster.oversubscribe=true"
     )
@@ -287,22 +348,52 @@ def _is_named(card: _Card, gpu: str) -> bool:
     return gpu == card.number or (gpu.startswith("GPU-") and card.uuid.lower().startswith(gpu.lower()))
 
 
-def _cards(environ: Mapping[str, str]) -> list[_Card]:
+def _cards(environ: Mapping[str, str], signals: Sequence[int]) -> list[_Card]:
     """Those that say how much memory they have."""
-    rows = _query(environ, "gpu=index,uuid,memory.total,memory.used,mig.mode.current,name", 6)
+    rows = _query(environ, signals, "gpu=index,uuid,memory.total,memory.used,mig.mode.current,name", 6)
     return [
         _Card(number, uuid, int(total), int(used), mig, name)
         for number, uuid, total, used, mig, name in rows
-        if total.isdigit() and used.isdigit()
+        if total.isdecimal() and used.isdecimal()
     ]
 
 
-def _query(environ: Mapping[str, str], what: str, num_columns: int) -> list[list[str]]:
+def _query(environ: Mapping[str, str], signals: Sequence[int], what: str, num_columns: int) -> list[list[str]]:
     """The rows of nvidia-smi's answer; none if it fails."""
-    command = ["nvidia-smi", f"--query-{what}", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=ANSWERS_S, check=True)
+        told = _ask(["nvidia-smi", f"--query-{what}", "--format=csv,noheader,nounits"], environ, signals)
     except (OSError, subprocess.SubprocessError):
         return []
-    rows = ([cell.strip() for cell in line.split(",", num_columns - 1)] for line in done.stdout.splitlines())
+    rows = ([cell.strip() for cell in line.split(",", num_columns - 1)] for line in told.splitlines())
     return [row for row in rows if len(row) == num_columns]
+
+
+def _ask(command: Sequence[str], environ: Mapping[str, str], signals: Sequence[int]) -> str:
+    """What a program prints. OSError if it cannot start, SubprocessError if it fails or takes longer than ANSWERS_S,
+    AskedToStopError after a signal. It is ended then, but not waited for, as subprocess.run() would: a process that is
+    blocked in the kernel does not end."""
+    process = subprocess.Popen(
+        command,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        errors="replace",
+        start_new_session=True,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    end = time.monotonic() + ANSWERS_S
+    with process.stdout, process.stderr:
+        try:
+            while time.monotonic() < end:
+                if signals:
+                    raise AskedToStopError
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    told, error = process.communicate(timeout=POLL_S)
+                    subprocess.CompletedProcess(command, process.returncode, told, error).check_returncode()
+                    return told
+            raise subprocess.TimeoutExpired(command, ANSWERS_S)
+        finally:
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)

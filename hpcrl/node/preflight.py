@@ -40,7 +40,7 @@ from hpcrl.control.network import NoInterfaceError, is_loopback, listen, own_net
 from hpcrl.exitcodes import SIGNAL_CODES, ExitCode
 from hpcrl.files import allow_files, backed_off_s, find_room, write_durably
 from hpcrl.node.devices import visible_gpus
-from hpcrl.node.gpus import GpuNeeds, filled, note, unusable
+from hpcrl.node.gpus import AskedToStopError, GpuNeeds, look
 from hpcrl.node.memory import memory_limit
 from hpcrl.planner.host import host_bytes, planned_kinds
 from hpcrl.rundir import CONFIG, stored_config
@@ -155,10 +155,6 @@ class Meeting(NamedTuple):
 ALONE = Meeting()
 
 
-class _AskedToStopError(Exception):
-    """A signal arrived while this node waited for others."""
-
-
 def preflight(
     config: Config, run_dir: Path, meeting: Path, node: int, num_nodes: int, signals: Sequence[int] = ()
 ) -> Judgement:
@@ -170,16 +166,16 @@ def preflight(
     node is unsuitable, else the signal's code. Only node 0 and a node that sees no other node have a message."""
     try:
         judgement = _meet(config, run_dir, meeting, node, num_nodes, signals)
-    except _AskedToStopError:
+    except AskedToStopError:
         judgement = Judgement(ExitCode.DONE, "")
     if judgement.code == ExitCode.DONE and signals:
-        judgement = _stopped(signals, node)
+        judgement = stopped(signals, node)
     if node == 0:
         _write(meeting / VERDICT, judgement)
     return judgement
 
 
-def _stopped(signals: Sequence[int], node: int) -> Judgement:
+def stopped(signals: Sequence[int], node: int) -> Judgement:
     """Verdict for a signal before the start of the ranks; with a message on node 0 only."""
     name = signal.Signals(signals[0])
     text = f"ended by {name.name} before the ranks were started"
@@ -208,7 +204,7 @@ def _meet(config: Config, run_dir: Path, meeting: Path, node: int, num_nodes: in
             text = f"the step runs on {num_nodes} node(s), the layout places its ranks on {len(needs)}"
             return Judgement(ExitCode.BAD_INPUT, text if node == 0 else "")
         said = Meeting(canary.nonce, _hash(run_dir), unreachable(canary.address, canary.port) if canary.port else "")
-        _write(meeting / _report_name(node), examine(node, needs[node], run_dir, said))
+        _write(meeting / _report_name(node), examine(node, needs[node], run_dir, said, signals))
         if node == 0:
             return _judge_all(needs, meeting, canary, start_s, run_dir, signals)
     # The first node waits start_s for all.
@@ -267,8 +263,10 @@ def _peers(layout: RoleLayout, roles: Sequence[RoleName]) -> int:
     return len({CONTROLLER, *(rank for role in roles for peer in ROLES[role].peers for rank in layout.ranks[peer])})
 
 
-def examine(node: int, needs: Needs, run_dir: Path, said: Meeting = ALONE) -> Report:
-    """The report of this machine; raises this process's limit on open files, which its ranks inherit."""
+def examine(node: int, needs: Needs, run_dir: Path, said: Meeting = ALONE, signals: Sequence[int] = ()) -> Report:
+    """The report of this machine; raises this process's limit on open files, which its ranks inherit. AskedToStopError
+    after a signal."""
+    found = look(needs.gpu, os.environ, signals, _say)
     gpus = len(visible_gpus(os.environ))
     run_free, no_room = find_room(run_dir, RUN_FREE_BYTES, reserve=node == 0)
     scratch = os.environ.get("TMPDIR", "/tmp")
@@ -298,9 +296,15 @@ def examine(node: int, needs: Needs, run_dir: Path, said: Meeting = ALONE) -> Re
         unreached=said.unreached,
         no_room=no_room,
         memory_bytes=memory_limit()[0],
-        bad_gpus=unusable(needs.gpu, os.environ) or filled(needs.gpu, os.environ),
-        gpu_note=note(needs.gpu, os.environ),
+        bad_gpus=found.problem,
+        gpu_note=found.note,
     )
+
+
+def _say(text: str) -> None:
+    """Print a line about this node; lost where the log's disk is full."""
+    with contextlib.suppress(OSError):
+        print(f"hpcrl: node {node_name()} {text}", file=sys.stderr, flush=True)
 
 
 def judge(reports: Sequence[Report], needs: Sequence[Needs]) -> str:
@@ -499,11 +503,11 @@ def _newest_meeting(world: Path) -> Path | None:
 
 
 def _await(look: Callable[[], T | None], seconds: float, signals: Sequence[int]) -> T | None:
-    """The result of `look`, None if it finds nothing within that time. _AskedToStopError after a signal."""
+    """The result of `look`, None if it finds nothing within that time. AskedToStopError after a signal."""
     clock = AwakeClock(seconds)
     while (found := look()) is None and (waited_s := clock.now()) < seconds:
         if signals:
-            raise _AskedToStopError
+            raise AskedToStopError
         time.sleep(backed_off_s(waited_s))
     return found
 

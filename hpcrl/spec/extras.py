@@ -26,6 +26,9 @@ EXTRAS = {
 CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 """Beside hpcrl in a checkout. Not for SGLang, which takes another torch."""
 
+DAMAGED = (ValueError, TypeError, KeyError)
+"""What reading a package's metadata raises where they are missing in part or no text, by version of Python."""
+
 
 def install(names: Collection[str]) -> str:
     """The command that installs extras of hpcrl, or packages, for the interpreter that runs now."""
@@ -38,12 +41,14 @@ def packages_of(name: str) -> list[Distribution]:
     """The installed package of this name, or those that provide the module of this name; empty without one."""
     with contextlib.suppress(PackageNotFoundError):
         return [distribution(name)]
-    return [distribution(owner) for owner in dict.fromkeys(packages_distributions().get(name, []))]
+    return [distribution(owner) for owner in dict.fromkeys(packages_distributions().get(name, [])) if owner]
 
 
 def version_of(name: str) -> str:
-    """The version of the first of these packages; empty without one."""
-    return next((package.version for package in packages_of(name)), "")
+    """The version of the first of these packages; empty without one, or if its metadata do not say it."""
+    with contextlib.suppress(*DAMAGED):
+        return next((package.version or "" for package in packages_of(name)), "")
+    return ""
 
 
 @contextlib.contextmanager

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from pathlib import Path
 
 import pytest
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import parse
-from hpcrl.node.devices import bind_gpus, check_device, own_devices, show_peers, visible_gpus
+from hpcrl.node.devices import bind_gpus, check_device, misnamed, own_devices, show_peers, visible_gpus
 from hpcrl.run import gpus_of_node
 
 
@@ -25,15 +27,22 @@ def test_gpus_and_parts_of_gpus_are_passed_on_by_their_names(gpus: list[str]) ->
 @pytest.mark.parametrize(
     ("gpus", "told"),
     [
-        (["0", "GPU-1a"], "has CUDA_VISIBLE_DEVICES=0,GPU-1a, and CUDA reads either numbers or GPU- or MIG- names"),
-        (["GPU-1a", "MIG-1a"], "CUDA reads either numbers or GPU- or MIG- names: use one kind"),
-        (["1", "1"], "has CUDA_VISIBLE_DEVICES=1,1, and CUDA shows none where one is named twice: name each GPU once"),
+        ("0,GPU-1a", "has CUDA_VISIBLE_DEVICES=0,GPU-1a, and CUDA reads either numbers or GPU- or MIG- names"),
+        ("GPU-1a,MIG-1a", "CUDA reads either numbers or GPU- or MIG- names: use one kind"),
+        ("1,01", "has CUDA_VISIBLE_DEVICES=1,1, which names a GPU twice: name each GPU once"),
+        ("1,0,-1", "shows 2 GPU(s) to 3 rank(s) that hold a model, since CUDA_VISIBLE_DEVICES='1,0,-1' ends at '-1'"),
     ],
 )
-def test_names_that_cuda_would_not_take_as_they_look_are_refused(gpus: list[str], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        bind_gpus([0, 1, 2], [1, 2], gpus, "auto")
-    assert set(bind_gpus([0, 1, 2], [1, 2], gpus, "cpu").values()) == {""}
+def test_names_that_cuda_would_not_take_as_they_look_are_refused(
+    gpus: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also to ranks of torchrun and MPI."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    assert bool(misnamed({"CUDA_VISIBLE_DEVICES": gpus}, tmp_path)) == ("ends at" not in told)
+    for device in ("auto", "cpu"):
+        config = parse({"cluster": {"device": device}, "layout": {"trainer": {"num_ranks": 3}}})
+        with pytest.raises(ValueError, match=re.escape(told)) if device == "auto" else contextlib.nullcontext():
+            assert set(gpus_of_node(config, RoleLayout.from_config(config), 0, 1).values()) == {""}
 
 
 def test_a_rank_without_a_gpu_is_shown_none_on_amd_either() -> None:
@@ -118,6 +127,8 @@ def test_a_node_without_a_model_needs_no_gpu() -> None:
         ("", []),
         ("-1", []),
         ("3, 1", ["3", "1"]),
+        ("00,010", ["0", "10"]),
+        ("\u0661,0", []),
         ("0,-1,2", ["0"]),
         ("GPU-1,,2", ["GPU-1"]),
         ("NoDevFiles", []),

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from hpcrl import run
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import load
 from hpcrl.config.abilities import check_built
 from hpcrl.exitcodes import ExitCode
-from hpcrl.node.gpus import GpuNeeds, TorchBuild, filled, note, unusable
+from hpcrl.node import gpus
+from hpcrl.node.gpus import HIDING, GpuNeeds, TorchBuild, look, unusable
 from hpcrl.rundir import close_run, open_run
-from hpcrl.spec.extras import install
-from tests.gpu_nodes import FREE, GpuNode
+from hpcrl.spec.extras import install, version_of
+from tests.dist.test_bootstrap import torchrun
+from tests.gpu_nodes import FREE, STUCK, GpuNode
 
 CUDA, ROCM, CPU = (
     TorchBuild("2.13.0+cu130", "13.0", ""),
@@ -26,6 +33,14 @@ CUDA, ROCM, CPU = (
 )
 NEEDS = GpuNeeds(2, wait_s=0.0)
 Make = Callable[..., GpuNode]
+
+
+def filled(needs: GpuNeeds, environ: Mapping[str, str], devices: Path, torch: TorchBuild = CUDA) -> str:
+    return look(needs, environ, (), print, devices, torch).problem
+
+
+def note(needs: GpuNeeds, environ: Mapping[str, str], devices: Path, torch: TorchBuild = CUDA) -> str:
+    return look(needs, environ, (), print, devices, torch).note
 
 
 @pytest.fixture
@@ -62,7 +77,7 @@ def test_a_node_whose_gpus_can_be_used(make: Make) -> None:
         (
             "0,0",
             False,
-            "has CUDA_VISIBLE_DEVICES=0,0, and CUDA shows none where one is named twice: name each GPU once",
+            "has CUDA_VISIBLE_DEVICES=0,0, which names a GPU twice: name each",
         ),
         ("0,GPU-10ab", False, "CUDA reads either numbers or GPU- or MIG- names: use one kind"),
         (
@@ -71,6 +86,12 @@ def test_a_node_whose_gpus_can_be_used(make: Make) -> None:
             "has a driver that finds 1 of the 2 GPU(s) 0,7: name others in CUDA_VISIBLE_DEVICES (nvidia-smi -L)",
         ),
         ("MIG-a,MIG-b", False, ""),
+        *((hiding, False, "") for hiding in ("-1", "none", "void")),
+        *(
+            (junk, False, f"since CUDA_VISIBLE_DEVICES='{junk}' names none; unset it")
+            for junk in ("all", "+0,1", "0;1")
+        ),
+        ("0,-1,1", False, "shows 1 GPU(s) to 2 rank(s) that hold a model, since CUDA_VISIBLE_DEVICES='0,-1,1' ends at"),
         ("MIG-a,MIG-unknown", False, "has a driver that finds 0 of the 1 GPU(s) MIG-unknown: name others in"),
     ],
 )
@@ -80,8 +101,8 @@ def test_what_the_list_of_visible_gpus_may_be(make: Make, value: str, required: 
     line = unusable(GpuNeeds(2, required), node.environ, node.devices, CUDA)
     assert told in line and bool(told) == bool(line) and "\n" not in line
     assert unusable(GpuNeeds(0, required), node.environ, node.devices, CUDA) == "", "no rank holds a model"
-    if value == "":
-        told = "computes on the CPU: CUDA_VISIBLE_DEVICES='' hides its 2 GPU(s)"
+    if value in HIDING:
+        told = f"computes on the CPU: CUDA_VISIBLE_DEVICES={value!r} hides its 2 GPU(s)"
         assert note(NEEDS, node.environ, node.devices) == told
 
 
@@ -116,6 +137,8 @@ def test_a_driver_that_does_not_load_or_start(make: Make) -> None:
     node.environ["FAKE_ERROR"] = "802"  # as without the fabric manager
     line = unusable(NEEDS, node.environ, node.devices, CUDA)
     assert line.startswith("has a driver that finds 0 of the 2 GPU(s) 0,1 (system not yet initialized): ")
+    node.environ["FAKE_TEXT"] = "pas initialis\udce9"  # a byte of latin-1
+    assert "(pas initialis\ufffd)" in unusable(NEEDS, node.environ, node.devices, CUDA)
     node.environ["LD_LIBRARY_PATH"] = ""
     line = unusable(NEEDS, node.environ, node.devices, CUDA)
     assert (
@@ -166,16 +189,17 @@ def test_a_gpu_that_another_process_fills_is_named_with_the_process(make: Make) 
     needs = GpuNeeds.of(config, RoleLayout.from_config(config), [0, 1, 2])
     assert (needs.ranks, needs.wait_s) == (2, 4.0) and filled(needs, node.environ, node.devices) == ""
     assert filled(GpuNeeds(1, wait_s=0.0), node.environ, node.devices) == "", "no rank is on GPU 1"
-    for names, is_told in (("0", False), ("GPU-00", False), ("GPU-10AB", True)):
+    for names, is_told in (("0", False), ("01", True), ("GPU-00", False), ("GPU-10AB", True)):
         node.environ["CUDA_VISIBLE_DEVICES"] = names
         assert bool(filled(NEEDS, node.environ, node.devices)) == is_told
     node.environ["CUDA_VISIBLE_DEVICES"] = "1"
     node.smi([full])
     assert "(NVIDIA H100) by a process that this one may not see: " in filled(NEEDS, node.environ, node.devices)
     node.smi([full], later=FREE.format(1))
-    assert filled(GpuNeeds(2, wait_s=2.0), node.environ, node.devices) == "", (
-        "processes of the last run were still ending"
-    )
+    said: list[str] = []
+    found = look(GpuNeeds(2, wait_s=2.0), node.environ, (), said.append, node.devices, CUDA)
+    assert found == ("", ""), "processes of the last run were still ending"
+    assert said == ["waits up to 2 s for GPUs that others fill"]
 
 
 def test_a_gpu_divided_by_mig_is_no_gpu(make: Make) -> None:
@@ -191,6 +215,88 @@ def test_without_nvidia_smi_it_is_said_that_nobody_looked(make: Make) -> None:
     (node.folder / "bin/nvidia-smi").unlink()
     assert filled(NEEDS, node.environ, node.devices) == ""
     assert note(NEEDS, node.environ, node.devices) == "has no nvidia-smi to say whether others fill its GPUs"
+
+
+@pytest.mark.parametrize(
+    ("smi", "unseen"),
+    [
+        ("exit 9", "0,1"),
+        ("head -c 3000 /dev/urandom", "0,1"),
+        ("echo '0, GPU-00ab, [N/A], [N/A], [N/A], NVIDIA GB200'; echo '1, GPU-10ab, 9, 0, Disabled, H100'", "0"),
+        ("echo '1, GPU-10ab, 81559, 4, Disabled, NVIDIA H100'", "0"),
+    ],
+)
+def test_gpus_whose_memory_nvidia_smi_does_not_say_are_named(make: Make, smi: str, unseen: str) -> None:
+    node = make()
+    node.program("nvidia-smi", f"#!/bin/sh\n{smi}\n")
+    assert filled(NEEDS, node.environ, node.devices) == ""
+    told = f"has an nvidia-smi that does not say whether others fill GPU(s) {unseen}"
+    assert note(NEEDS, node.environ, node.devices) == told
+
+
+def test_numbers_are_those_of_nvidia_smi_or_nobody_has_looked(make: Make) -> None:
+    node = make()
+    node.smi([FREE.format(0), FREE.format(1).replace(" 4,", " 9000,")])
+    node.environ["CUDA_DEVICE_ORDER"] = "FASTEST_FIRST"
+    assert filled(NEEDS, node.environ, node.devices) == ""
+    told = "has CUDA_DEVICE_ORDER=FASTEST_FIRST, and nvidia-smi, which says whether others fill GPUs, numbers them by "
+    assert note(NEEDS, node.environ, node.devices) == told + "PCI_BUS_ID"
+    node.environ["CUDA_VISIBLE_DEVICES"] = "GPU-00ab,GPU-10ab"
+    assert "GPU 1 (NVIDIA H100)" in filled(NEEDS, node.environ, node.devices)
+
+
+@pytest.mark.parametrize(("own", "order"), [(None, "PCI_BUS_ID"), ("FASTEST_FIRST", "FASTEST_FIRST")])
+def test_ranks_number_gpus_as_nvidia_smi_does(
+    tmp_path: Path, own: str | None, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[str] = []
+
+    def agent(*_: Any, environ: dict[str, str], **__: Any) -> None:
+        given.append(environ["CUDA_DEVICE_ORDER"])
+        raise InterruptedError
+
+    monkeypatch.setattr(run, "Agent", agent)
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    if own is not None:
+        monkeypatch.setenv("CUDA_DEVICE_ORDER", own)
+    config = load([f"run_dir={tmp_path / 'run'}", "data.train=task:sort_digits"])
+    open_run(config.model_dump(mode="json"), tmp_path / "run", "auto")
+    with pytest.raises(InterruptedError):
+        run.run_node(tmp_path / "run", 1, node=0, num_nodes=1, signals=[])
+    assert given == [order]
+    program = (
+        "import os, sys; from hpcrl import run; run.import_for = lambda *_: sys.exit(os.environ['CUDA_DEVICE_ORDER'])"
+    )
+    command = [sys.executable, "-c", f"{program}; run.main()", str(tmp_path / "run")]
+    environ = {**os.environ, **torchrun(rank=0, size=3)}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr.splitlines()[-1] == order, "a rank that torchrun starts"
+
+
+def test_a_process_may_have_a_name_that_is_no_utf8(make: Make) -> None:
+    node = make()
+    node.smi([FREE.format(0), FREE.format(1).replace(" 4,", " 9000,")])
+    (node.folder / "apps").write_bytes(b"GPU-10ab, 7, 8990, /home/j\xfcrgen/python\n")
+    assert "by pid 7 (/home/j\ufffdrgen/python, 8990 MiB)" in filled(NEEDS, node.environ, node.devices)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["libcuda", "nvidia-smi", "nvcc"])
+def test_a_program_that_cannot_be_ended_is_not_waited_for(
+    make: Make, program: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a GPU that has fallen off the bus, for example."""
+    node = make()
+    monkeypatch.setattr(gpus, "ANSWERS_S", 1.5)
+    needs = GpuNeeds(2, engines={"none-of-this-name": "x"}, wait_s=0.0)
+    stuck = node.program(program, STUCK.format(python=sys.executable))
+    if program == "libcuda":
+        monkeypatch.setattr(sys, "executable", str(stuck))
+    began = time.monotonic()
+    found = look(needs, node.environ | {"CUDA_HOME": ""}, (), print, node.devices, CUDA)
+    assert time.monotonic() - began < 7
+    assert ("does not answer within 1.5 s" in found.problem) == (program == "libcuda")
+    assert ("does not say whether others fill GPU(s) 0,1" in found.note) == (program == "nvidia-smi")
 
 
 @pytest.mark.parametrize("home", [False, True])
@@ -242,14 +348,28 @@ def test_gpus_of_amd(tmp_path: Path, torch: TorchBuild, words: list[str], told: 
     line = unusable(needs, {}, amd(tmp_path), torch)
     assert line.startswith(told) if told else line == ""
     assert not line or "cluster.device=cpu" in line or "choose another engine" in line
-    assert filled(needs, {}, tmp_path) == ""
+    assert filled(needs, {}, tmp_path, torch) == line
 
 
 @pytest.mark.parametrize(
     ("environ", "told"),
     [
         ({"HIP_VISIBLE_DEVICES": "1,7"}, ""),
-        ({"HIP_VISIBLE_DEVICES": "1,8"}, "has 8 GPU(s) of AMD to choose from, numbered from 0, and 1,8 named: "),
+        (
+            {"HIP_VISIBLE_DEVICES": "1,8"},
+            "8 GPU(s) of AMD to choose from, numbered from 0, and HIP_VISIBLE_DEVICES=1,8: ",
+        ),
+        ({"HIP_VISIBLE_DEVICES": "0,0"}, "has HIP_VISIBLE_DEVICES=0,0, which names a GPU twice"),
+        (
+            {"HIP_VISIBLE_DEVICES": "junk"},
+            "none of its 8 GPU(s) to 2 rank(s) that hold a model, since HIP_VISIBLE_DEVICES=",
+        ),
+        ({"HIP_VISIBLE_DEVICES": "0,,1"}, "since HIP_VISIBLE_DEVICES='0,,1' ends at '': name GPUs alone"),
+        (
+            {"ROCR_VISIBLE_DEVICES": "0,9"},
+            "has 8 GPU(s) of AMD to choose from, numbered from 0, and ROCR_VISIBLE_DEVICES=0,9",
+        ),
+        ({"ROCR_VISIBLE_DEVICES": "0,0"}, "has ROCR_VISIBLE_DEVICES=0,0, which names a GPU twice"),
         ({"HIP_VISIBLE_DEVICES": "1,2", "ROCR_VISIBLE_DEVICES": "5,6"}, "has 2 GPU(s) of AMD to choose from"),
         ({"CUDA_VISIBLE_DEVICES": "5,6", "ROCR_VISIBLE_DEVICES": "5,6"}, ""),
         ({"ROCR_VISIBLE_DEVICES": "NoDevFiles"}, "since ROCR_VISIBLE_DEVICES=NoDevFiles: Slurm gave this job none"),
@@ -258,6 +378,14 @@ def test_gpus_of_amd(tmp_path: Path, torch: TorchBuild, words: list[str], told: 
 def test_names_of_amds_gpus(tmp_path: Path, environ: dict[str, str], told: str) -> None:
     line = unusable(NEEDS, environ, amd(tmp_path), ROCM)
     assert told in line and bool(told) == bool(line)
+
+
+@pytest.mark.parametrize("name", ["HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"])
+def test_the_list_that_hides_amds_gpus_is_named(tmp_path: Path, name: str) -> None:
+    environ = {name: "-1"}
+    hides = f"computes on the CPU: {name}='-1' hides its 8 GPU(s)"
+    assert note(NEEDS, environ, amd(tmp_path), ROCM) == hides
+    assert f"since {name}='-1' names none; unset it" in unusable(GpuNeeds(2, True), environ, tmp_path, ROCM)
 
 
 @pytest.mark.parametrize(
@@ -290,6 +418,31 @@ def test_a_wheel_for_cuda_is_refused_on_amd(make: Make, tmp_path: Path, monkeypa
     )
 
 
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        None,
+        b"",
+        b"Metadata-Version: 2.1\nName: vllm\n",
+        b"Metadata-Version: 2.1\nVersion: 0.32.1\n",
+        b"\xff\xfeName: vllm\nVersion: 0.32.1\n",
+        b"Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.1\nRequires-Dist: torch ~~ broken==\n",
+    ],
+)
+def test_an_engine_whose_installation_is_damaged(
+    make: Make, metadata: bytes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = make()
+    folder = node.site / "vllm-0.32.1.dist-info"
+    folder.mkdir()
+    if metadata is not None:
+        (folder / "METADATA").write_bytes(metadata)
+    monkeypatch.syspath_prepend(str(node.site))
+    line = unusable(GpuNeeds(2, engines={"vllm": "vllm"}), node.environ, node.devices, CUDA)
+    assert line == f"has vllm, whose installation is damaged ({node.site}): reinstall it: {install(['vllm'])}"
+    assert version_of("vllm") in ("", "0.32.1")
+
+
 def hpcrl(module: str, environ: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", f"hpcrl.{module}", *words]
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
@@ -309,7 +462,9 @@ def test_processes_of_a_node_start_no_rank_on_bad_gpus(make: Make, tmp_path: Pat
     def refused(told: str, **variables: str) -> None:
         done = hpcrl(module, node.environ | variables, str(run))
         assert done.returncode == ExitCode.BAD_INPUT and told in done.stderr, done.stderr
-        assert len(done.stderr.splitlines()) == 1 and not (run / "logs").exists()
+        waits = "waits up to 1 s" in done.stderr
+        assert len(done.stderr.splitlines()) == 1 + waits and not (run / "logs").exists()
+        assert waits == ("MiB of GPU" in told)
 
     refused("needs driver 580 or newer", FAKE_CUDA="12040")
     refused("Slurm gave this job none", CUDA_VISIBLE_DEVICES="NoDevFiles")
@@ -320,11 +475,44 @@ def test_processes_of_a_node_start_no_rank_on_bad_gpus(make: Make, tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
+    ("number", "smi", "said"),
+    [
+        (signal.SIGTERM, "", "this node waits up to 20 s for GPUs that others fill\n"),
+        (signal.SIGINT, "#!/bin/sh\ntouch $FAKE_SMI/began; exec sleep 100\n", ""),
+    ],
+)
+def test_a_signal_ends_the_look_at_gpus(make: Make, tmp_path: Path, number: int, smi: str, said: str) -> None:
+    node, run = make(), tmp_path / "run"
+    node.smi([FREE.format(0), FREE.format(1).replace(" 4,", " 9000,")])
+    if smi:
+        node.program("nvidia-smi", smi)
+    config = load(["cluster.device=cuda", f"run_dir={run}", "data.train=task:sort_digits"])
+    close_run(run, open_run(config.model_dump(mode="json"), run, "auto").attempt)
+    command = [sys.executable, "-m", "hpcrl.run", str(run)]
+    with subprocess.Popen(command, env=node.environ, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            line = process.stderr.readline() if said else ""
+            while smi and not (node.folder / "began").exists():
+                time.sleep(0.1)
+            process.send_signal(number)
+            sent = time.monotonic()
+            rest = process.stderr.read()
+            assert process.wait(30) == 128 + number and time.monotonic() - sent < 8
+        finally:
+            process.kill()
+    name = signal.Signals(number).name
+    assert line.endswith(said) and rest == f"hpcrl: ended by {name} before the ranks were started\n"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
     ("visible", "device", "told"),
     [
         ("", "cuda", "since CUDA_VISIBLE_DEVICES='' names none; unset it, or set cluster.device=cpu"),
         ("NoDevFiles", "cuda", "since CUDA_VISIBLE_DEVICES=NoDevFiles: Slurm gave this job none; request them"),
-        ("0,0,1", "auto", "has CUDA_VISIBLE_DEVICES=0,0,1, and CUDA shows none where one is named twice"),
+        ("0,0,1", "auto", "has CUDA_VISIBLE_DEVICES=0,0,1, which names a GPU twice"),
         (
             "0,1,2,3",
             "auto",

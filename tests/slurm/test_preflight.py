@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import resource
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -22,21 +25,24 @@ from hpcrl import files
 from hpcrl.config import read
 from hpcrl.exitcodes import ExitCode
 from hpcrl.files import find_room, no_room_for
+from hpcrl.node.gpus import TorchBuild
 from hpcrl.node.preflight import (
     RUN_FREE_BYTES,
     SCRATCH_FREE_BYTES,
+    Judgement,
     Needs,
     Report,
     _await,
     examine,
     judge,
     needs_of,
+    preflight,
     read_reports,
     remark,
 )
 from hpcrl.rundir import CONFIG, OUTCOME, close_run, open_run, stored_config, world_folder
 from tests.disks import small_file_system
-from tests.gpu_nodes import GpuNode
+from tests.gpu_nodes import FREE, GpuNode
 
 COMPONENTS = (
     "{first: {roles: [controller, trainer], ranks_per_node: 1}, rest: {roles: [generator, reward], ranks_per_node: 2}}"
@@ -400,6 +406,35 @@ def test_by_hand_on_this_machine(tmp_path: Path) -> None:
     assert done.returncode == 0 and "ranks [0, 1]" in done.stdout, done.stderr
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, env={"TMPDIR": "/no"})
     assert done.returncode == ExitCode.BAD_INPUT and "cannot write to its scratch /no" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+def test_a_signal_ends_the_look_at_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run, node = make_run(tmp_path / "run", "cluster.device=cuda"), GpuNode(tmp_path / "node")
+    node.smi([FREE.format(0).replace(" 4,", " 9000,")])
+    for name, value in node.environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(TorchBuild, "installed", lambda: TorchBuild("2.13.0+cu130", "13.0", ""))
+    came: list[int] = []
+    threading.Timer(2.0, came.append, [signal.SIGTERM]).start()
+    began = time.monotonic()
+    judgement = preflight(stored_config(run), run, tmp_path / "meeting", 0, 3, came)
+    assert judgement == Judgement(ExitCode.TERMINATED, "ended by SIGTERM before the ranks were started")
+    assert time.monotonic() - began < 10
+    assert f"node {os.uname().nodename} waits up to 20 s for GPUs that others fill" in capfd.readouterr().err
+
+
+def test_an_engine_whose_installation_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its version is not known, which the report says without one."""
+    (tmp_path / "vllm-0.32.1.dist-info").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    needs = dataclasses.replace(NEED, gpus=0, open_files=0, cpus=0, modules={"vllm": "vllm"})
+    report = examine(0, needs, tmp_path)
+    assert report.versions["vllm"] == ""
+    assert msgspec.json.decode(msgspec.json.encode(report), type=Report) == report
 
 
 def test_a_gpu_for_each_rank_with_a_model(tmp_path: Path) -> None:
