@@ -26,8 +26,9 @@ EXTRAS = {
 CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 """Beside hpcrl in a checkout. Not for SGLang, which takes another torch."""
 
-DAMAGED = (ValueError, TypeError, KeyError)
-"""What reading a package's metadata raises where they are missing in part or no text, by version of Python."""
+DAMAGED = (OSError, ValueError, TypeError, KeyError)
+"""What reading a package's metadata raises where they are missing in part or no text, by version of Python, and where
+the package importlib_metadata has taken the place of Python's module."""
 
 
 def install(names: Collection[str]) -> str:
