@@ -137,17 +137,17 @@ def test_a_run_goes_on_after_the_second_rank_of_a_replica_was_killed(runs: Runs,
     code, text = runs.start("killed", words, "3:Pull:4:SIGKILL")
     assert code == ExitCode.RANK_KILLED and re.search(r"hpcrl: rank 3 .*killed by SIGKILL", text), text
     assert committed_step(runs.folder / "killed") in (1, 2), text
-    code, text = runs.start("killed", words)
+    code, text = runs.start("killed", [*ALL, "generator.engine=vllm", *LAYOUTS["single"]])  # fewer starts of vLLM
     assert code == ExitCode.DONE and "resumed from" in text, text
     check_same(runs.folder / "killed", native)
 
 
 def test_a_preempted_run_goes_on(runs: Runs, native: list[dict[str, Any]]) -> None:
-    words = [*ALL, "generator.engine=vllm", *LAYOUTS["colocated"]]
-    code, text = runs.preempt("preempted", words)
+    words = [*ALL, "generator.engine=vllm"]
+    code, text = runs.preempt("preempted", [*words, *LAYOUTS["colocated"]])
     assert code == ExitCode.REQUEUE, text
     assert committed_step(runs.folder / "preempted") in (1, 2), text
-    code, text = runs.start("preempted", words)
+    code, text = runs.start("preempted", [*words, *LAYOUTS["single"]])
     assert code == ExitCode.DONE and "resumed from" in text, text
     check_same(runs.folder / "preempted", native)
 
