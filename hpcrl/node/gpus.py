@@ -137,7 +137,6 @@ def look(
 ) -> Findings:
     """What is to be known of the GPUs of this node. Only before its ranks start, which fill GPUs themselves.
     AskedToStopError if `signals` has one. say: for a line that the node waits; torch: the installed one."""
-    torch = torch or TorchBuild.installed()
     problem = unusable(needs, environ, devices, torch, signals)
     if problem or not needs.ranks:
         return Findings(problem)
@@ -149,7 +148,8 @@ def look(
     problem, told = ("", unseen) if unseen else _memory(needs, gpus, environ, signals, say)
     if problem:
         return Findings(problem)
-    return Findings("", " and ".join(filter(None, (told, _nvcc_note(needs, environ, torch, signals)))))
+    compiles = _nvcc_note(needs, environ, torch or TorchBuild.installed(), signals)
+    return Findings("", " and ".join(filter(None, (told, compiles))))
 
 
 def unusable(

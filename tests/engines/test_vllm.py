@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -237,6 +239,30 @@ def test_models_that_vllm_runs_with_transformers_code_leave_the_trainers_alone(t
         engine.load_weights(some, 2)
     assert engine.version == -1
     engine.close()
+
+
+def test_code_beside_a_model_keeps_its_class_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a module is in no package of transformers."""
+    from vllm.model_executor.models.transformers.base import Base
+
+    from hpcrl.engines.gen.vllm.transformers_classes import transformers_classes_kept
+
+    class Decoder(torch.nn.Module):
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            return input_ids
+
+    Decoder.__module__ = "code_beside"
+    module: Any = ModuleType("code_beside")
+    module.Decoder = Decoder
+    monkeypatch.setitem(sys.modules, "code_beside", module)
+    base: Any = object.__new__(Base)
+    with transformers_classes_kept():
+        base._decorate_cls_for_torch_compile(
+            cls=Decoder, dynamic_arg_dims={"input_ids": 0}, enable_if=lambda config: True, is_encoder=False
+        )
+        assert issubclass(module.Decoder, Decoder) and len(module.Decoder.__bases__) == 2
+    assert module.Decoder is Decoder and Decoder.__bases__ == (torch.nn.Module,)
+    assert Decoder()(torch.ones(2)).sum() == 2
 
 
 def test_a_cache_of_a_family_that_is_not_planned_has_the_size_of_the_key(tmp_path: Path) -> None:

@@ -26,9 +26,8 @@ class Report:
         self.folder, self._steps, self._setting = folder, steps, dataclasses.asdict(setting)
         folder.mkdir(parents=True, exist_ok=True)
         self.outcomes: dict[str, Outcome] = {}
-        with contextlib.suppress(
-            KeyError, TypeError, json.JSONDecodeError, FileNotFoundError
-        ):  # none, or of other code
+        # None, or one that other code has written.
+        with contextlib.suppress(KeyError, TypeError, json.JSONDecodeError, FileNotFoundError):
             earlier = json.loads(self._json.read_text())
             self.outcomes = {words["name"]: Outcome.of(words) for words in earlier["steps"] if words["name"] in steps}
             if any(earlier["setting"][name] != self._setting[name] for name in ("device", "tiny")):
@@ -90,12 +89,5 @@ def _counts(figure: Figure) -> bool:
 def _row(name: str, figure: Figure) -> list[str]:
     value = "" if figure.value is None else f"{figure.value:.4g}"
     within = {True: "ok", False: "OUTSIDE", None: ""}[figure.within]
-    return [
-        name,
-        figure.what,
-        value,
-        figure.unit,
-        figure.expected,
-        within,
-        shorten(figure.note, 60, placeholder=" ..."),
-    ]
+    note = shorten(figure.note, 60, placeholder=" ...")
+    return [name, figure.what, value, figure.unit, figure.expected, within, note]

@@ -21,8 +21,9 @@ def transformers_classes_kept() -> Iterator[None]:
 
         def decorate_subclass(self: Any, cls: type, *args: Any, **kwargs: Any) -> None:
             own = type(cls.__name__, (cls,), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
-            for module in (cls.__module__, cls.__module__.rpartition(".")[0]):  # where AutoModel looks it up
-                stack.enter_context(patch.object(sys.modules[module], cls.__name__, own))
+            for name in (cls.__module__, cls.__module__.rpartition(".")[0]):  # where AutoModel looks it up
+                if hasattr(module := sys.modules.get(name), cls.__name__):  # code beside a model has no package
+                    stack.enter_context(patch.object(module, cls.__name__, own))
             decorate(self, own, *args, **kwargs)
 
         stack.enter_context(patch.object(Base, "_decorate_cls_for_torch_compile", decorate_subclass))

@@ -28,7 +28,9 @@ def reload(engine: Any, model: Any, weights: Iterable[tuple[str, Tensor]]) -> No
         engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
     finally:
         del model.load_weights
-    if model.config.tie_word_embeddings and "lm_head.weight" in missing:  # a parameter of its own in the CPU build
+    if (
+        getattr(model.config, "tie_word_embeddings", False) and "lm_head.weight" in missing
+    ):  # a parameter of its own in the CPU build
         missing.remove("lm_head.weight")
     if missing:
         some = ", ".join(missing[:3]) + (" ..." if len(missing) > 3 else "")
