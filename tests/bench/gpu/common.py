@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpcrl.node.gpus import GpuNeeds, unusable
+from hpcrl.node.gpus import CPU, GpuNeeds, unusable
 from hpcrl.planner.shapes import ModelShape, read_shape
 
 MODEL = Path(__file__).parents[3] / "conf/model/Qwen/Qwen2.5-7B/config.json"
@@ -58,7 +58,7 @@ class Row:
 
 def no_gpu() -> str:
     """Why torch finds no GPU here, with the way out if it is known."""
-    why = unusable(GpuNeeds(1, required=True), os.environ)
+    why = unusable(GpuNeeds(1, required=True), os.environ).removesuffix(f", {CPU}")  # a run's key
     return f"this node {why}" if why else f"torch {torch.__version__} finds no GPU"
 
 
