@@ -114,7 +114,7 @@ $(VENV)/bin/python:
 	@$(PYTHON) -m venv $(VENV)
 
 # torch comes first and alone, so that nothing else decides which build of it is taken.
-$(CORE): pyproject.toml constraints.txt | $(VENV)/bin/python
+$(CORE): pyproject.toml setup.py constraints.txt | $(VENV)/bin/python
 	@echo "== installing torch"
 	@$(PIP) --quiet setuptools torch
 	@echo "== installing hpcrl and what it needs"

@@ -3,7 +3,7 @@
     python -m hpcrl.run RUN_DIR      one process per node (the agent starts the ranks), or one per rank (torchrun, MPI)
 
 RUN_DIR contains the config.yaml that `python -m hpcrl.launch` wrote. Time, seeds and environment variables are read
-here and in hpcrl/control.
+here and in hpcrl/messaging.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcrl.cli import in_shell, use_utf8
 from hpcrl.cluster import slurm
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.cluster.placement import Placement
 from hpcrl.config import Config
-from hpcrl.control.bootstrap import Place, find_place
-from hpcrl.control.processes import rank_name
-from hpcrl.exitcodes import ASKED, SIGNAL_CODES, ExitCode
-from hpcrl.files import allow_files, is_storage_error, shield_output, write_durably
+from hpcrl.messaging.bootstrap import Place, find_place
+from hpcrl.messaging.processes import rank_name
 from hpcrl.node.agent import Agent, Verdict
 from hpcrl.node.caches import cache_folders
 from hpcrl.node.devices import BY_BUS, HIDDEN, ORDER, bind_gpus, own_devices, show_peers, visible_gpus
 from hpcrl.node.forks import FORKS, Parent
 from hpcrl.node.gpus import AskedToStopError, GpuNeeds, look, mislisted
 from hpcrl.node.preflight import meeting_folder, preflight, see_run, stopped
-from hpcrl.rundir import OUTCOME, VERDICT, SupersededError, close_run, open_run, stored_config, world_folder
-from hpcrl.signals import STOPPING, held_back, ignore_signals, noted
+from hpcrl.run_folder import OUTCOME, VERDICT, SupersededError, close_run, open_run, stored_config, world_folder
 from hpcrl.spec.tables import GEN_ENGINES
+from hpcrl.system.cli import in_shell, use_utf8
+from hpcrl.system.exit_codes import ASKED, SIGNAL_CODES, ExitCode
+from hpcrl.system.files import allow_files, is_storage_error, shield_output, write_durably
+from hpcrl.system.signals import STOPPING, held_back, ignore_signals, noted
 
 UNWRITTEN = frozenset(code for code in ExitCode if code > ExitCode.BAD_INPUT and code is not ExitCode.STORE_LOST)
 """Codes with which rank 0 ends only after writing a verdict, unless that fails."""
@@ -178,11 +178,11 @@ def fork_ranks_of_node(run_dir: Path) -> None:
 def import_for(config: Config, layout: RoleLayout, ranks: Sequence[int]) -> None:
     """Import the code of these ranks."""
     gc.disable()  # objects of imports are permanent; collecting them repeatedly takes a sixth of a rank's start
-    from hpcrl.roles.worker import import_engines
+    from hpcrl.workers.rank_loop import import_engines
 
     import_engines(config, {role for rank in ranks for role in layout.roles_of(rank)})
     if 0 in ranks:
-        from hpcrl import rank0  # noqa: F401
+        pass
 
 
 def run_rank(run_dir: Path, place: Place) -> int:
@@ -202,14 +202,14 @@ def run_rank(run_dir: Path, place: Place) -> int:
         os.environ.setdefault(ORDER, BY_BUS)
         os.environ |= own_devices(gpus[place.index]) | cache_folders(os.environ)
     import_for(config, layout, [place.index])
-    from hpcrl.control.network import NoInterfaceError
-    from hpcrl.control.queues import ControlError
-    from hpcrl.control.siblings import SiblingWatch
-    from hpcrl.control.world import join, pin_threads, seed_generators
-    from hpcrl.roles.worker import Reported, Worker, leave_default_group
+    from hpcrl.messaging.network import NoInterfaceError
+    from hpcrl.messaging.queues import ControlError
+    from hpcrl.messaging.siblings import SiblingWatch
+    from hpcrl.messaging.world import join, pin_threads, seed_generators
+    from hpcrl.workers.rank_loop import Reported, Worker, leave_default_group
 
     if place.index == 0:
-        from hpcrl.rank0 import control
+        from hpcrl.controller.main import control
     gc.freeze()
     gc.enable()
     attempt = int(os.environ.get("HPCRL_ATTEMPT", "1"))

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import argparse
 
-from hpcrl.cli import in_shell
 from hpcrl.launch.executor import HpcrlExecutor, run
+from hpcrl.system.cli import in_shell
 
 RUN = ("+experiment=rlvr_7b",)
 CLUSTER = {"time": "12:00:00"}  # keys of cluster.*: account, partition, qos, modules, prologue, ...

@@ -16,8 +16,8 @@ from statistics import mean
 from submitit.core.utils import UncompletedJobError
 from submitit.helpers import as_completed
 
-from hpcrl.cli import in_shell
 from hpcrl.launch.executor import HpcrlExecutor, run
+from hpcrl.system.cli import in_shell
 
 RUN = ("+experiment=rlvr_7b",)
 CLUSTER = {"time": "12:00:00"}

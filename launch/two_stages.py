@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from hpcrl.cli import in_shell
 from hpcrl.launch.executor import HpcrlExecutor, RunJob, run
+from hpcrl.system.cli import in_shell
 
 WARM_UP = ("+experiment=demo_sft",)
 TRAIN = ("+experiment=demo",)

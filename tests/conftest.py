@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.trajectory import FIELDS
+from hpcrl.spec.trajectory import FIELDS
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRATCH = "HPCRL_TESTS_SCRATCH"

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl import cli
 from hpcrl.config import load
 from hpcrl.config.abilities import check_built
-from hpcrl.exitcodes import ExitCode
 from hpcrl.spec.extras import EXTRAS
 from hpcrl.spec.tables import GEN_ENGINES, TRAIN_ENGINES
+from hpcrl.system import cli
+from hpcrl.system.exit_codes import ExitCode
 from tests.conftest import ROOT
 
 PIP = [sys.executable, "-m", "pip", "install", "-c", str(ROOT / "constraints.txt")]
@@ -57,7 +57,7 @@ def test_a_command_gets_the_words_after_its_name(
     monkeypatch.chdir(tmp_path)
     help_text = shown(cli.main, [name, "--help"], capsys)
     assert help_text == shown(import_module(cli.COMMANDS[name][0]).main, ["--help"], capsys)
-    assert f"{sys.executable} -m hpcrl.{name}" in help_text
+    assert re.search(rf"{sys.executable} -m hpcrl[. ]{name}\b", help_text)
     assert not re.search(r"(?<!/)\bpython3? ", help_text), "a hint that fails in a shell without python"
 
 
@@ -81,7 +81,7 @@ def test_help_names_every_command_and_imports_none() -> None:
     done = hpcrl("--help")
     assert done.returncode == ExitCode.DONE
     assert all(f"\n  {name} " in done.stdout for name in cli.COMMANDS) and "examples" in done.stdout
-    code = "import sys, hpcrl.cli; print([m for m in sys.modules if m in ('torch', 'hydra', 'hpcrl.launch')])"
+    code = "import sys, hpcrl.system.cli; print([m for m in sys.modules if m in ('torch', 'hydra', 'hpcrl.launch')])"
     assert run(sys.executable, "-c", code).stdout == "[]\n"
 
 
@@ -110,12 +110,12 @@ def hinted(text: str) -> list[str]:
 
 @pytest.mark.slow
 def test_a_hint_runs_in_a_shell_without_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hint = "run: python -m hpcrl.status runs/x"
+    hint = "run: python -m hpcrl status runs/x"
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     for folder in (tmp_path, Path(sys.executable).parents[1]):
         monkeypatch.chdir(folder)
         words = hinted(cli.in_shell(hint))
-        assert words[1:] == ["-m", "hpcrl.status", "runs/x"]
+        assert words[1:] == ["-m", "hpcrl", "status", "runs/x"]
         done = run(*words, path="/usr/bin:/bin", cwd=folder)
         assert "runs/x is not a run folder" in done.stderr, done
     assert words[0] == f"bin/{Path(sys.executable).name}", "short where the interpreter is below the current folder"
@@ -131,7 +131,7 @@ def test_a_hint_names_the_console_command_where_it_is_the_one_on_path(
         (folder / "hpcrl").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(ours / "python"))
     monkeypatch.setenv("PATH", f"{ours}:{others}")
-    assert cli.in_shell("run: python -m hpcrl.prefetch a/b") == "run: hpcrl prefetch a/b"
+    assert cli.in_shell("run: python -m hpcrl prefetch a/b") == "run: hpcrl prefetch a/b"
     assert cli.in_shell("python -m hpcrl.node.preflight X") == f"{ours}/python -m hpcrl.node.preflight X", (
         "no command of hpcrl"
     )
@@ -143,7 +143,7 @@ def test_a_hint_names_the_console_command_where_it_is_the_one_on_path(
 def test_what_is_refused_names_the_interpreter(tmp_path: Path) -> None:
     done = run(sys.executable, "-m", "hpcrl.launch", "model.path=org/name", path="/usr/bin:/bin", cwd=tmp_path)
     assert done.returncode == ExitCode.BAD_INPUT
-    assert f"run: {sys.executable} -m hpcrl.prefetch org/name" in done.stderr
+    assert f"run: {sys.executable} -m hpcrl prefetch org/name" in done.stderr
 
 
 def test_the_packages_of_an_extra_are_those_of_the_project() -> None:
@@ -193,7 +193,7 @@ def test_help_names_the_command_as_it_was_called(tmp_path: Path) -> None:
     """By the script's path, where PATH leads to no such command."""
     script = tmp_path / "bin" / "hpcrl"
     script.parent.mkdir()
-    script.write_text(f"#!{sys.executable}\nimport sys\nfrom hpcrl.cli import main\nsys.exit(main())\n")
+    script.write_text(f"#!{sys.executable}\nimport sys\nfrom hpcrl.system.cli import main\nsys.exit(main())\n")
     script.chmod(0o755)
     for cwd, path, name in ((tmp_path, "/usr/bin:/bin", "bin/hpcrl"), (ROOT, f"{script.parent}:/usr/bin", "hpcrl")):
         done = run(str(script), "launch", "--help", path=path, cwd=cwd)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpcrl.clock import AwakeClock
+from hpcrl.system.clock import AwakeClock
 
 
 def test_a_pause_counts_for_a_quarter_of_the_deadline_at_most() -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from hpcrl.config import ConfigError, load
 from hpcrl.config.folders import FOLDERS, conf_dir, groups
-from hpcrl.exitcodes import ExitCode
 from hpcrl.launch.__main__ import main
+from hpcrl.system.exit_codes import ExitCode
 
 MINE = """\
 # @package _global_

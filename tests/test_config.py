@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcrl.algorithms.specs import GRPO, Reinforce
+from hpcrl.algorithms.spec import GRPO, Reinforce
 from hpcrl.config import Config, ConfigError, RolloutConfig, load, parse
 from hpcrl.config.abilities import check_family, check_length
 from hpcrl.config.folders import conf_dir, groups
@@ -298,9 +298,9 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
         (["reward.default.timeout_s=1e-9"], "reward.default.timeout_s: expected at least 0.01"),
         (["model.dtype=bfloat16"], "trainer.param_dtype: float32 has no advantage"),
         (
-            ["trainer.engine=hpcrl.engines.train.fake.spec:SPEC", "trainer.head_dtype=float32"],
-            "trainer.head_dtype: float32, but the hpcrl.engines.train.fake.spec:SPEC trainer computes the vocabulary "
-            "projection in the model's type only; use null, or trainer.engine=fsdp2, megatron, deepspeed",
+            ["trainer.engine=hpcrl.engines.train.fake_trainer.spec:SPEC", "trainer.head_dtype=float32"],
+            "trainer.head_dtype: float32, but the hpcrl.engines.train.fake_trainer.spec:SPEC trainer computes the "
+            "vocabulary projection in the model's type only; use null, or trainer.engine=fsdp2, megatron, deepspeed",
         ),
         (
             ["trainer.fsdp2.attention=flash", "trainer.param_dtype=float32"],

@@ -11,11 +11,10 @@ from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import ConfigError, TinyModel, load, parse
 from hpcrl.engines.tiny import make_tiny_model
 from hpcrl.launch.prepare import prepare
-from hpcrl.planner.critic import critic_checkpoint_bytes, critic_parts, critic_shape
 from hpcrl.planner.memory import memory
 from hpcrl.planner.memory_parts import PHASES
 from hpcrl.planner.shapes import read_shape, tiny_config
-from hpcrl.planner.trainer import checkpoint_bytes, trainer_parts
+from hpcrl.planner.trainer import checkpoint_bytes, critic_checkpoint_bytes, critic_parts, critic_shape, trainer_parts
 
 PPO = "algorithm=ppo"
 OWN = ["layout.critic.colocate_with=null", "layout.critic.num_ranks=2"]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from hpcrl.config import load
-from hpcrl.exitcodes import ExitCode
 from hpcrl.launch.__main__ import main
+from hpcrl.system.exit_codes import ExitCode
 from tests import in_process
 from tests.conftest import ROOT
 

@@ -16,15 +16,15 @@ import pytest
 from hpcrl import run
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config
-from hpcrl.control.controller import RankFailed
-from hpcrl.control.messages import Failed
-from hpcrl.exitcodes import ExitCode
-from hpcrl.files import new_folder, write_durably
+from hpcrl.controller.main import _explain, _tell
+from hpcrl.messaging.dispatcher import RankFailed
+from hpcrl.messaging.messages import Failed
 from hpcrl.metrics.log import MetricsLog
 from hpcrl.node.agent import Verdict
-from hpcrl.rank0 import _explain, _tell
-from hpcrl.roles.worker import _kind
 from hpcrl.rollout.store import write_dispositions
+from hpcrl.system.exit_codes import ExitCode
+from hpcrl.system.files import new_folder, write_durably
+from hpcrl.workers.rank_loop import _kind
 
 FULL = Path("/dev/full")
 """A device that takes nothing: every write fails as on a full disk."""
@@ -71,7 +71,7 @@ def test_a_folder_is_there_whole_or_as_it_was(tmp_path: Path) -> None:
 def test_a_full_log_ends_no_process() -> None:
     code = """
 import sys
-from hpcrl.files import shield_output
+from hpcrl.system.files import shield_output
 shield_output()
 for _ in range(3):
     print("x" * 100_000, file=sys.stderr, flush=True)

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpcrl.clock import AwakeClock
 from hpcrl.config import load
-from hpcrl.exitcodes import ExitCode
+from hpcrl.system.clock import AwakeClock
+from hpcrl.system.exit_codes import ExitCode
 from tests.bench.gpu.common import Row
 from tests.bench.gpu_first.__main__ import main, run_all
 from tests.bench.gpu_first.figures import figure_of
@@ -27,7 +27,7 @@ from tests.gpu_rehearsal.ledger import Ledger
 TINY = Setting("cpu", True, 0)
 FAILS = """
 from tests.bench.gpu.common import Row
-from hpcrl.algorithms.base import model_tokens
+from hpcrl.algorithms.interface import model_tokens
 Row("before", "it fails", 3.0, "s", 2.0, "bad").say()
 model_tokens(None)
 """
@@ -71,7 +71,7 @@ def test_each_step_is_reported_whatever_becomes_of_those_before(
     assert fails["error"] == "AttributeError: 'NoneType' object has no attribute 'loss_mask'"
     (traceback,) = fails["stacks"]
     assert "in model_tokens" in traceback and "AttributeError" in traceback
-    assert [line.split(":")[0] for line in fails["table"]] == ["nonzero in algorithms/base.py"]
+    assert [line.split(":")[0] for line in fails["table"]] == ["nonzero in algorithms/interface.py"]
     assert fails["figures"][0]["what"] == "only before: it fails"
     assert (fails["figures"][0]["expected"], fails["figures"][0]["within"]) == ("limit 2", False)
     assert hangs["error"].startswith("no end after 8 s") and hangs["seconds"] < 20
@@ -91,7 +91,7 @@ def test_each_step_is_reported_whatever_becomes_of_those_before(
     assert page in capsys.readouterr().out
     assert page.startswith("hpcrl's first half hour on cpu, tiny: 1 of 5 steps ok\n")
     assert "== hangs hung: no end after 8 s" in page and "in started" in page
-    assert "waits.txt: nonzero in algorithms/base.py:model_tokens: once a micro-batch" in page
+    assert "waits.txt: nonzero in algorithms/interface.py:model_tokens: once a micro-batch" in page
     assert max(map(len, page.splitlines())) < 200 and page.count("\n") < 100
 
     again = {"fails": Step("nothing", 60, program("")), "hangs": steps["hangs"]}
@@ -173,8 +173,8 @@ def test_each_warning_of_cuda_is_noted_with_the_function_of_hpcrl(monkeypatch: p
             clock.now()
             clock.now()
     assert modes == ["warn", "default"]
-    assert ledger.sections == {"fsdp2: step": {("clock.py:AwakeClock.now", WARNING): 2}}
-    new, absent = compare({"fsdp2: step": {"clock.py:AwakeClock.now", "algorithms/base.py:model_tokens"}})
+    assert ledger.sections == {"fsdp2: step": {("system/clock.py:AwakeClock.now", WARNING): 2}}
+    new, absent = compare({"fsdp2: step": {"system/clock.py:AwakeClock.now", "algorithms/interface.py:model_tokens"}})
     assert (new.value, new.note) == (1, "fsdp2: step: clock.py:AwakeClock.now")
     assert absent.value == 2 and "LossSums.stats" in absent.note and "FSDP2Engine._update" in absent.note
 

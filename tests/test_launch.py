@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from hpcrl.exitcodes import ExitCode
 from hpcrl.launch.__main__ import main
 from hpcrl.launch.help import EXIT_CODES, IMPORTANT, overview, reference, section
 from hpcrl.launch.model_folder import inspect_model
 from hpcrl.launch.prepare import prepare
 from hpcrl.spec.problems import ConfigError
+from hpcrl.system.exit_codes import ExitCode
 from tests import in_process
 from tests.conftest import ROOT
 

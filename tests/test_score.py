@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.score import main
+from hpcrl.commands.score import main
 
 FUNCTIONS = Path(__file__).parent / "rewards" / "user_rewards.py"
 
@@ -49,7 +49,7 @@ def test_functions_with_options_columns_and_siblings(capsys: pytest.CaptureFixtu
 
 def test_the_turns_of_an_episode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.py").write_text(
-        "from hpcrl.rewards.base import Score\n"
+        "from hpcrl.rewards.reward import Score\n"
         "def f(items):\n"
         "    return [Score(1.5, 1, turn_rewards=[len(turn.text) / 2 for turn in item.turns]) for item in items]\n"
     )
@@ -105,12 +105,12 @@ def test_bad_input_is_one_line(
     assert main(words) == 2
     told = capsys.readouterr()
     assert told.out == "" and told.err.count("\n") == 1
-    assert told.err.startswith("hpcrl.score: ") and message in told.err and "--help" in told.err
+    assert told.err.startswith("hpcrl score: ") and message in told.err and "--help" in told.err
 
 
 def test_what_a_reward_took_may_be_any_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.py").write_text(
-        "from hpcrl.rewards.base import Score\n"
+        "from hpcrl.rewards.reward import Score\n"
         "def f(items):\n"
         "    return [Score(1, 1, error='half \\ud800', given=18, gold={2}) for item in items]\n"
     )
@@ -142,7 +142,8 @@ def test_standard_input_has_to_be_text(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 def test_the_module_runs_and_imports_no_torch() -> None:
-    code = "import sys; from hpcrl.score import main; code = main(); print('torch' in sys.modules); sys.exit(code)"
+    code = "import sys; from hpcrl.commands.score import main\n"
+    code += "code = main(); print('torch' in sys.modules); sys.exit(code)"
     words = ["--reward", "math", "--answer", "1/2", r"\boxed{\frac{1}{2}}"]
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.endswith("\nFalse\n")

@@ -1,4 +1,4 @@
-"""Errors of samples on the console, in the run folder and in hpcrl.status."""
+"""Errors of samples on the console, in the run folder and in `hpcrl status`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl import status
-from hpcrl.rundir import user_errors
-from hpcrl.rundir.user_errors import ERRORS, OTHERS, UserErrors, read_errors
+from hpcrl.commands import status
+from hpcrl.run_folder import user_errors
+from hpcrl.run_folder.user_errors import ERRORS, OTHERS, UserErrors, read_errors
 
 
 def test_the_first_of_each_kind_is_printed_and_all_are_counted(

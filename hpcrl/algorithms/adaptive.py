@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from hpcrl.algorithms.base import Numbers
+from hpcrl.algorithms.interface import Numbers
 from hpcrl.metrics.stats import Stat
 from hpcrl.spec.policy_loss import PolicyLoss
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.algorithms import functional as F
-from hpcrl.algorithms.base import AllSum, is_last, model_tokens, required
+from hpcrl.algorithms.interface import AllSum, is_last, model_tokens, required
 from hpcrl.algorithms.policy_tokens import PolicyTokens
 from hpcrl.rollout.batch import Batch
 from hpcrl.spec.policy_loss import PolicyLoss

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.algorithms import functional as F
-from hpcrl.algorithms.base import AllSum, model_tokens, required
+from hpcrl.algorithms.interface import AllSum, model_tokens, required
 from hpcrl.algorithms.policy_tokens import PolicyTokens
 from hpcrl.algorithms.selection import largest, token_numbers
 from hpcrl.metrics.stats import Stats, stat

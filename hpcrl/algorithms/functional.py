@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hpcrl.algorithms.base import AllSum
+from hpcrl.algorithms.interface import AllSum
 from hpcrl.rollout.batch import Norms
 
 Over = Literal["all", "batch", "group", "running"] | None

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from hpcrl.algorithms import functional as F
-from hpcrl.algorithms.base import AllSum, RewardTable, is_last, model_tokens, required
-from hpcrl.algorithms.credit import ReturnsCredit
-from hpcrl.algorithms.specs import CriticLoss
+from hpcrl.algorithms.advantage_estimator import ReturnsCredit
+from hpcrl.algorithms.interface import AllSum, RewardTable, is_last, model_tokens, required
+from hpcrl.algorithms.spec import CriticLoss
 from hpcrl.metrics.stats import Stats, scalar
 from hpcrl.rollout.batch import Batch
 

@@ -2,17 +2,17 @@
 with a large spread does not drown the others.
 
 A = (d - mean) / (std + eps) over the whole step, sample std; d: the decoupled reward, which sums the parts' advantages
-with their weights (hpcrl.rollout.scheduling.decoupled).
+with their weights (hpcrl.rollout.scheduling.policies).
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from hpcrl.algorithms.base import RewardTable
-from hpcrl.algorithms.credit import ReturnsCredit
+from hpcrl.algorithms.advantage_estimator import ReturnsCredit
 from hpcrl.algorithms.functional import normalize_rewards
-from hpcrl.algorithms.specs import GDPO
+from hpcrl.algorithms.interface import RewardTable
+from hpcrl.algorithms.spec import GDPO
 
 
 class GDPOCredit(ReturnsCredit[GDPO]):

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hpcrl.algorithms.base import RewardTable
 from hpcrl.algorithms.functional import Over, normalize_rewards
-from hpcrl.algorithms.specs import GiGPO
+from hpcrl.algorithms.interface import RewardTable
+from hpcrl.algorithms.spec import GiGPO
 from hpcrl.algorithms.turns import TurnCredit, TurnTable
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hpcrl.algorithms.base import RewardTable
-from hpcrl.algorithms.credit import ReturnsCredit
+from hpcrl.algorithms.advantage_estimator import ReturnsCredit
 from hpcrl.algorithms.functional import Over, normalize_rewards
-from hpcrl.algorithms.specs import GRPO
+from hpcrl.algorithms.interface import RewardTable
+from hpcrl.algorithms.spec import GRPO
 
 
 class GRPOCredit(ReturnsCredit[GRPO]):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from hpcrl.algorithms.base import AllSum, model_tokens, required
+from hpcrl.algorithms.interface import AllSum, model_tokens, required
 from hpcrl.algorithms.selection import largest, token_numbers
 from hpcrl.metrics.stats import Stats, stat
 from hpcrl.rollout.batch import Batch

@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hpcrl.algorithms.base import RewardTable, model_tokens
 from hpcrl.algorithms.correction import Correction
 from hpcrl.algorithms.functional import LOG_RATIO_LIMIT, Aggregation, kl_divergence, row_sums
+from hpcrl.algorithms.interface import RewardTable, model_tokens
 from hpcrl.metrics.stats import Stat, Stats, stat
 from hpcrl.rollout.batch import STATUS, Batch, oldest_versions
 

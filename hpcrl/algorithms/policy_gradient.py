@@ -19,10 +19,10 @@ from torch import Tensor
 
 from hpcrl.algorithms import functional as F
 from hpcrl.algorithms.adaptive import ENTROPY_COEF, KL_SCALE, adapted
-from hpcrl.algorithms.base import AllSum, Numbers, Objective, Outputs, model_tokens, required
 from hpcrl.algorithms.correction import behaviour_logprobs, corrected, far_off, mean_weight
 from hpcrl.algorithms.covariance import mark
 from hpcrl.algorithms.high_entropy import choose_high_entropy
+from hpcrl.algorithms.interface import AllSum, Numbers, Objective, Outputs, model_tokens, required
 from hpcrl.algorithms.metrics import LossSums
 from hpcrl.algorithms.policy_tokens import PolicyTokens
 from hpcrl.algorithms.surrogates import SURROGATES

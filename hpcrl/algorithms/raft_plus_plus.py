@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hpcrl.algorithms.base import RewardTable
-from hpcrl.algorithms.credit import ReturnsCredit
-from hpcrl.algorithms.specs import RaftPlusPlus
+from hpcrl.algorithms.advantage_estimator import ReturnsCredit
+from hpcrl.algorithms.interface import RewardTable
+from hpcrl.algorithms.spec import RaftPlusPlus
 from hpcrl.metrics.stats import Stats, stat
 
 

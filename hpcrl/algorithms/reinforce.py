@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from hpcrl.algorithms.base import AllSum, Numbers, RewardTable
-from hpcrl.algorithms.credit import ReturnsCredit
+from hpcrl.algorithms.advantage_estimator import ReturnsCredit
 from hpcrl.algorithms.functional import normalize_rewards
-from hpcrl.algorithms.running import carried, running_moments
-from hpcrl.algorithms.specs import Reinforce
+from hpcrl.algorithms.interface import AllSum, Numbers, RewardTable
+from hpcrl.algorithms.reward_statistics import carried, running_moments
+from hpcrl.algorithms.spec import Reinforce
 from hpcrl.metrics.stats import Stat, Stats
 from hpcrl.rollout.batch import Batch
 

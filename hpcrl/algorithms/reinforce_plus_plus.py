@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hpcrl.algorithms.base import RewardTable
-from hpcrl.algorithms.credit import ReturnsCredit
-from hpcrl.algorithms.specs import ReinforcePlusPlus
+from hpcrl.algorithms.advantage_estimator import ReturnsCredit
+from hpcrl.algorithms.interface import RewardTable
+from hpcrl.algorithms.spec import ReinforcePlusPlus
 
 
 class ReinforcePlusPlusCredit(ReturnsCredit[ReinforcePlusPlus]):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hpcrl.algorithms.base import AllSum, RewardTable
-from hpcrl.algorithms.credit import ReturnsCredit
-from hpcrl.algorithms.specs import ReMax
+from hpcrl.algorithms.advantage_estimator import ReturnsCredit
+from hpcrl.algorithms.interface import AllSum, RewardTable
+from hpcrl.algorithms.spec import ReMax
 from hpcrl.metrics.stats import Stats, stat
 from hpcrl.rollout.batch import Batch
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hpcrl.algorithms.base import RewardTable
-from hpcrl.algorithms.credit import ReturnsCredit
-from hpcrl.algorithms.specs import RLOO
+from hpcrl.algorithms.advantage_estimator import ReturnsCredit
+from hpcrl.algorithms.interface import RewardTable
+from hpcrl.algorithms.spec import RLOO
 
 
 class RLOOCredit(ReturnsCredit[RLOO]):

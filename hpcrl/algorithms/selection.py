@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hpcrl.algorithms.base import AllSum
+from hpcrl.algorithms.interface import AllSum
 
 DIGIT_BITS, DIGITS = 8, 8
 TIE_BITS = 31

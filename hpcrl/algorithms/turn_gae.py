@@ -14,10 +14,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hpcrl.algorithms.base import RewardTable, is_last, model_tokens
-from hpcrl.algorithms.credit import clip
+from hpcrl.algorithms.advantage_estimator import clip
 from hpcrl.algorithms.gae import GAECredit, gae, values_of
-from hpcrl.algorithms.specs import TurnGAE
+from hpcrl.algorithms.interface import RewardTable, is_last, model_tokens
+from hpcrl.algorithms.spec import TurnGAE
 from hpcrl.algorithms.turns import turn_rewards, turns_of
 from hpcrl.rollout.batch import Batch
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hpcrl.algorithms.base import RewardTable
 from hpcrl.algorithms.functional import normalize_rewards
-from hpcrl.algorithms.specs import TurnReinforce
+from hpcrl.algorithms.interface import RewardTable
+from hpcrl.algorithms.spec import TurnReinforce
 from hpcrl.algorithms.turns import TurnCredit, TurnTable
 
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from hpcrl.algorithms import functional as F
-from hpcrl.algorithms.base import AllSum, RewardTable
-from hpcrl.algorithms.credit import ReturnsCredit, clip
-from hpcrl.algorithms.specs import TurnLoss
+from hpcrl.algorithms.advantage_estimator import ReturnsCredit, clip
+from hpcrl.algorithms.interface import AllSum, RewardTable
+from hpcrl.algorithms.spec import TurnLoss
 from hpcrl.rollout.batch import Batch
 
 MAX_LOG_TURNS = 16

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hpcrl.algorithms.base import Objective, Outputs, model_tokens, required
+from hpcrl.algorithms.interface import Objective, Outputs, model_tokens, required
 from hpcrl.metrics.stats import Stat, Stats
 from hpcrl.rollout.batch import Batch, Norms
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hpcrl.algorithms.base import RewardTable
+from hpcrl.algorithms.interface import RewardTable
 from hpcrl.metrics.stats import Stats, stat
 from hpcrl.spec.policy_loss import PolicyLoss
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from hpcrl.checkpoint.failpoint import failpoint
-from hpcrl.files import STEP_NAME, fsync_path, remove, rename_durably, step_name, steps_in, write_durably
+from hpcrl.system.files import STEP_NAME, fsync_path, remove, rename_durably, step_name, steps_in, write_durably
 
 FORMAT = 2
 UNSEALED = 1

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 from hpcrl.checkpoint.commit import set_latest
-from hpcrl.files import rename_durably, step_name, steps_in, write_durably
+from hpcrl.system.files import rename_durably, step_name, steps_in, write_durably
 
 METRICS = "metrics.jsonl"
 

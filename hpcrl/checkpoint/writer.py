@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from hpcrl.checkpoint.commit import FileEntry
-from hpcrl.files import fsync_path
-from hpcrl.signals import die_with, held_back, ignore_signals
+from hpcrl.system.files import fsync_path
+from hpcrl.system.signals import die_with, held_back, ignore_signals
 
 CHUNK_BYTES = 64 << 20  # one unit of progress, counted once it is on disk
 MAX_FILES = 250  # the kernel's limit of descriptors per message

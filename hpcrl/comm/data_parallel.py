@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpcrl.control.world import World
+from hpcrl.messaging.world import World
 from hpcrl.spec.division import Division
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpcrl.control.abortable import GroupLost
-from hpcrl.control.messages import Move
+from hpcrl.messaging.abortable import GroupLost
+from hpcrl.messaging.messages import Move
 
 Fields = Sequence[tuple[str, np.dtype]]
 Pick = Callable[[Sequence[int]], Mapping[str, Sequence[np.ndarray]]]

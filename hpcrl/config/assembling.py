@@ -13,7 +13,7 @@ from pydantic import Field
 
 from hpcrl.config.cluster import layout_class
 from hpcrl.config.engines import GeneratorConfig, JudgeConfig, TrainerConfig
-from hpcrl.config.names import section_name
+from hpcrl.config.part_names import section_name
 from hpcrl.config.schema import Config, TrackingConfig
 from hpcrl.spec.fields import Section, with_fields
 from hpcrl.spec.kinds import Spec

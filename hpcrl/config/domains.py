@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from hpcrl.config.names import listed
+from hpcrl.config.part_names import listed
 from hpcrl.spec.fields import NUMBER, Count, ImportPath, Natural, Positive, Seconds, Section
 from hpcrl.spec.tables import ENVS, REWARDS
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field
 
-from hpcrl.config.names import own_section
+from hpcrl.config.part_names import own_section
 from hpcrl.spec.fields import NUMBER, Natural, NonNegative, Positive, PositiveFloat, Section, Share
 from hpcrl.spec.tables import GEN_ENGINES, TRAIN_ENGINES
 

@@ -18,8 +18,8 @@ from hpcrl.config.cluster import COMPONENT, IMAGE, MEMORY, OPTION, WALL_TIME, WO
 from hpcrl.config.compose import Composition, compose, leaves
 from hpcrl.config.domains import EnvConfig, RewardConfig
 from hpcrl.config.folders import groups
-from hpcrl.config.foreign import FOREIGN
-from hpcrl.config.names import UNAVAILABLE
+from hpcrl.config.foreign_keys import FOREIGN
+from hpcrl.config.part_names import UNAVAILABLE
 from hpcrl.config.schema import Config
 from hpcrl.config.unread import check_unread
 from hpcrl.spec.problems import ConfigError, Path, Problem, dotted, shortened

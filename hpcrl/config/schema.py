@@ -13,15 +13,14 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, Field, model_validator
 
 from hpcrl.config.cluster import ClusterConfig, LayoutConfig
-from hpcrl.config.critic import CriticConfig
 from hpcrl.config.data import DataConfig
 from hpcrl.config.domains import EnvConfig, RewardConfig
 from hpcrl.config.engines import GeneratorConfig, JudgeConfig, LoRAConfig, TrainerConfig
 from hpcrl.config.fake import FakeConfig
 from hpcrl.config.model import ModelConfig
-from hpcrl.config.names import listed, once, own_section
-from hpcrl.config.reward_model import RewardModelConfig
+from hpcrl.config.part_names import listed, once, own_section
 from hpcrl.config.rollout import EvalConfig, RolloutConfig
+from hpcrl.config.scalar_heads import CriticConfig, RewardModelConfig
 from hpcrl.spec.fields import NUMBER, Natural, Positive, Seconds, Section, Seed
 from hpcrl.spec.kinds import AlgorithmSpec, PipelineSpec
 from hpcrl.spec.policy_loss import SURROGATE_KEYS, PolicyLoss

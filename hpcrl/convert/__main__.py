@@ -17,10 +17,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcrl.cli import ArgumentParser, use_utf8
-from hpcrl.exitcodes import ExitCode
-from hpcrl.files import is_storage_error
 from hpcrl.metrics.duration import duration
+from hpcrl.system.cli import ArgumentParser, use_utf8
+from hpcrl.system.exit_codes import ExitCode
+from hpcrl.system.files import is_storage_error
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser("convert", __doc__)
+    parser = ArgumentParser("hpcrl.convert", __doc__)
     parser.add_argument("--checkpoint", required=True, type=Path, metavar="DIR", help="what is converted")
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="a new or empty folder")
     parser.add_argument("--to", choices=("hf", "megatron"), default="hf", help="default: hf")

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.checkpoint.commit import MANIFEST, FileEntry, find_latest, first_damage, problem_of
-from hpcrl.files import steps_in
-from hpcrl.rundir import CONFIG, stored_config
+from hpcrl.run_folder import CONFIG, stored_config
+from hpcrl.system.files import steps_in
 
 METADATA = ".metadata"
 """The index of a checkpoint of torch.distributed.checkpoint."""

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from hpcrl.spec.weights import Box
+from hpcrl.spec.weight_layout import Box
 
 
 class InFile(NamedTuple):

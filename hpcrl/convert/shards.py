@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from hpcrl.convert.checkpoints import METADATA
-from hpcrl.spec.weights import Box, intersection
+from hpcrl.spec.weight_layout import Box, intersection
 
 KNOWN = {
     "torch": {"Size", "device"},

@@ -19,7 +19,7 @@ from hpcrl.convert.shards import ShardedCheckpoint
 from hpcrl.convert.weight_files import WeightFiles
 from hpcrl.engines.train.megatron.names import EMBEDDING, FAMILIES, HEAD, VALUE_HEAD, Entry, NameTable, table
 from hpcrl.spec.lora import is_adapter
-from hpcrl.spec.weights import Box
+from hpcrl.spec.weight_layout import Box
 
 MAX_SHOWN = 3
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")

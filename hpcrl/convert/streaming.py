@@ -25,8 +25,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 
 from hpcrl.convert.shards import bytes_of
 from hpcrl.convert.sources import TensorSource
-from hpcrl.files import find_room, fsync_path, naming, remove, rename_durably, write_durably
 from hpcrl.metrics.duration import duration
+from hpcrl.system.files import find_room, fsync_path, naming, remove, rename_durably, write_durably
 
 BLOCK_BYTES = 2 << 20
 """Numbers that a thread holds at once, in the dtype of the checkpoint and once more in that of the output. Larger

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from hpcrl.config import DataConfig
+from hpcrl.data.answers import LeftOut, Rewritten, turns_of
 from hpcrl.data.chat import render
 from hpcrl.data.rows import Row, learning_obstacle
-from hpcrl.data.sft import LeftOut, Rewritten, turns_of
 from hpcrl.data.template_forms import TemplateRefusal
 
 

@@ -16,7 +16,7 @@ from hpcrl.data.files import BadRow
 from hpcrl.data.rows import Row, RowSet, domain_shares, require_same
 from hpcrl.data.tasks import Split
 from hpcrl.data.template_forms import TemplateRefusal
-from hpcrl.rollout.dispositions import Dispositions, Settled
+from hpcrl.rollout.outcomes import Dispositions, Settled
 from hpcrl.rollout.types import Disposition, Prompt
 
 

@@ -28,7 +28,7 @@ from hpcrl.config import TinyModel
 from hpcrl.config.model import LEAST_VOCABULARY
 from hpcrl.data.templates import CHATML, END, PAD, START
 from hpcrl.engines.hf_folder import save_model
-from hpcrl.files import give_usual_modes
+from hpcrl.system.files import give_usual_modes
 
 SPECIAL_TOKENS = (PAD, START, END)
 assert 256 + len(SPECIAL_TOKENS) == LEAST_VOCABULARY  # every byte has a token, so any text can be encoded

@@ -16,8 +16,8 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from hpcrl.copies import to_device
-from hpcrl.engines.attention import causal_attention
+from hpcrl.engines.blocked_attention import causal_attention
+from hpcrl.rollout.device_copies import to_device
 
 Choice = Literal["auto", "flash", "sdpa"]
 PROBE_LENGTHS = (70, 1, 33)

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from hpcrl.config import EnvConfig
-from hpcrl.signals import held_back
+from hpcrl.system.signals import held_back
 
 LENGTH = struct.Struct("<I")
 PID = struct.Struct("<i")

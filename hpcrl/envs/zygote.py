@@ -26,12 +26,12 @@ from typing import Any
 import msgspec
 
 from hpcrl.config import EnvConfig
-from hpcrl.envs.base import begin, checked_reset, checked_step, cut
-from hpcrl.envs.making import env_class, make_env
+from hpcrl.envs.environment import begin, checked_reset, checked_step, cut
+from hpcrl.envs.factory import env_class, make_env
 from hpcrl.envs.processes import CLOSE_S, MOST_BYTES, PID, EnvCall, EnvReturned, MakeEnv, ResetEnv, read, write
-from hpcrl.rewards.guarded import describe
-from hpcrl.scratch import own_folder, remove_tree
-from hpcrl.signals import adopt_orphans, die_with, let_signals_pass
+from hpcrl.rewards.serving.guarded import describe
+from hpcrl.system.scratch import own_folder, remove_tree
+from hpcrl.system.signals import adopt_orphans, die_with, let_signals_pass
 
 
 def main() -> None:

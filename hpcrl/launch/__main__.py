@@ -6,16 +6,16 @@ import errno
 import sys
 from collections.abc import Sequence
 
-from hpcrl.cli import in_shell, show, use_utf8
 from hpcrl.cluster import slurm
 from hpcrl.config import ConfigError
-from hpcrl.exitcodes import ExitCode
 from hpcrl.launch.help import overview, reference, section
 from hpcrl.launch.start import start
+from hpcrl.system.cli import in_shell, show, use_utf8
+from hpcrl.system.exit_codes import ExitCode
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line; returns the exit code (hpcrl/exitcodes.py)."""
+    """Run the command line; returns the exit code (hpcrl/system/exit_codes.py)."""
     try:
         if help_at := [i for i, word in enumerate(argv) if word in ("-h", "--help")]:
             topic = argv[help_at[0] + 1 :]

@@ -31,11 +31,11 @@ import msgspec
 
 from hpcrl.config import Config, load
 from hpcrl.config.reading import ConfigError
-from hpcrl.envs.base import UNREAD_KEYS, Env, begin, checked_reset, checked_step
-from hpcrl.envs.making import check_env, make_env
-from hpcrl.envs.remote import MOST_BYTES
-from hpcrl.exitcodes import ExitCode
-from hpcrl.rewards.guarded import RAISED, describe
+from hpcrl.envs.adapters.remote import MOST_BYTES
+from hpcrl.envs.environment import UNREAD_KEYS, Env, begin, checked_reset, checked_step
+from hpcrl.envs.factory import check_env, make_env
+from hpcrl.rewards.serving.guarded import RAISED, describe
+from hpcrl.system.exit_codes import ExitCode
 
 MOST_SESSIONS = 4096
 READ_S = 30.0

@@ -26,12 +26,12 @@ from submitit.core.core import Executor, InfoWatcher, Job
 from submitit.core.utils import DelayedSubmission, FailedJobError, JobPaths, UncompletedJobError
 
 from hpcrl.cluster import slurm
+from hpcrl.commands.status import RunFolder, last_error
 from hpcrl.config import Config, ConfigError, read
-from hpcrl.exitcodes import ExitCode
 from hpcrl.launch.prepare import prepare
 from hpcrl.launch.submission import submit
-from hpcrl.rundir import FINISHED, SLURM, submitted_jobs
-from hpcrl.status import RunFolder, last_error
+from hpcrl.run_folder import FINISHED, SLURM, submitted_jobs
+from hpcrl.system.exit_codes import ExitCode
 
 FORGOTTEN = "FORGOTTEN"
 """State of a job that ended minutes ago and that Slurm no longer knows, if the accounts do not answer either."""

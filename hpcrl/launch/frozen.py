@@ -2,8 +2,8 @@
 
 A run folder stores the configuration with the arguments that made it. When the run is launched again, each value comes
 from the stored configuration unless the arguments now say something else than the stored ones do, and
-hpcrl.rundir decides whether that may differ. What files of conf/ or of --config have come to say meanwhile is ignored,
-and told.
+hpcrl.run_folder decides whether that may differ. What files of conf/ or of --config have come to say meanwhile is
+ignored, and told.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from hpcrl.config import Config, ConfigError, Reading, read, read_data
 from hpcrl.config.compose import Composition, Override, split_file
 from hpcrl.config.config_file import ConfigFile
 from hpcrl.launch.hub import find_model
-from hpcrl.rundir import CONFIG, MAY_CHANGE, SLURM, division_keys, stored_config
-from hpcrl.rundir.changes import differences, dotted_leaves, is_below, read_words
-from hpcrl.rundir.models import SECTIONS
+from hpcrl.run_folder import CONFIG, MAY_CHANGE, SLURM, division_keys, stored_config
+from hpcrl.run_folder.changes import differences, dotted_leaves, is_below, read_words
+from hpcrl.run_folder.models import SECTIONS
 from hpcrl.spec.problems import dotted
 
 SUBMITTED_CONFIG = f"{SLURM}/submitted.yaml"

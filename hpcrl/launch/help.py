@@ -13,10 +13,10 @@ from pydantic_core import PydanticUndefined
 
 from hpcrl.config import Config, ConfigError
 from hpcrl.config.folders import FOLDERS, conf_dir, conf_dirs, groups, options_of, shown
-from hpcrl.exitcodes import ExitCode
 from hpcrl.launch.meanings import meaning
 from hpcrl.spec.table import SpecTable
 from hpcrl.spec.tables import ALGORITHMS, ENVS, GEN_ENGINES, PIPELINES, REWARDS, TRACKERS, TRAIN_ENGINES
+from hpcrl.system.exit_codes import ExitCode
 
 USAGE = """\
 usage: python -m hpcrl.launch [+cluster=local|slurm] [+experiment=NAME | --config FILE] [key=value ...]

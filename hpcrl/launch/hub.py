@@ -33,5 +33,5 @@ def find_model(path: str, plan_only: bool) -> str:
             return str(known)
     raise ValueError(
         f"model.path: {path} is neither a folder nor in the local Hugging Face cache; "
-        f"on a machine with network access, run: python -m hpcrl.prefetch {path}"
+        f"on a machine with network access, run: python -m hpcrl prefetch {path}"
     )

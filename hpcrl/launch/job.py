@@ -19,18 +19,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from hpcrl.cli import in_shell, use_utf8
 from hpcrl.cluster import slurm
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.cluster.placement import Placement
 from hpcrl.config import Config, ConfigError, read
-from hpcrl.exitcodes import SIGNAL_CODES, ExitCode
-from hpcrl.files import committed_step, is_storage_error, step_name, write_durably
 from hpcrl.launch.frozen import described, run_folder
 from hpcrl.launch.plan import describe
 from hpcrl.launch.prepare import prepare
 from hpcrl.launch.render import NOTHING_TO_DO
-from hpcrl.rundir import (
+from hpcrl.run_folder import (
     FINISHED,
     OUTCOME,
     SLURM,
@@ -45,7 +42,10 @@ from hpcrl.rundir import (
     submitted_jobs,
     world_folder,
 )
-from hpcrl.signals import STOPPING
+from hpcrl.system.cli import in_shell, use_utf8
+from hpcrl.system.exit_codes import SIGNAL_CODES, ExitCode
+from hpcrl.system.files import committed_step, is_storage_error, step_name, write_durably
+from hpcrl.system.signals import STOPPING
 
 RESTARTS = "restarts.json"
 PATIENCE_S = 600.0

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.planner.shapes import FAMILIES, CannotPlanError, read_shape, wrong_size
-from hpcrl.spec.families import SCALAR_HEADS
+from hpcrl.spec.transformers_models import SCALAR_HEADS
 
 MAX_SHOWN = 4
 """Maximum number of wrong tensors named; the others are counted."""

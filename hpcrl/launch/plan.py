@@ -14,9 +14,9 @@ from hpcrl.launch.machine import device_row, machine_notes
 from hpcrl.launch.model_folder import ModelFolder
 from hpcrl.launch.presets import preset_of
 from hpcrl.launch.resources import memory_rows, node_rows, step_rows, storage_rows, trainer_rows, update_rows
-from hpcrl.planner.lora import trained
+from hpcrl.planner.adapters import trained
 from hpcrl.planner.shapes import CannotPlanError, ModelShape, read_shape, shape_of, tiny_config
-from hpcrl.rundir import RunState
+from hpcrl.run_folder import RunState
 from hpcrl.spec.extras import version_of
 
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")

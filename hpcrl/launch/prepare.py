@@ -23,10 +23,10 @@ from hpcrl.launch.plan import ShownRows, plan_shape
 from hpcrl.launch.render import check_prologue, check_words
 from hpcrl.launch.resources import check_host_memory
 from hpcrl.launch.stored import check_rollouts
-from hpcrl.planner.judge import check_judge_sizes
 from hpcrl.planner.memory import check_sizes
+from hpcrl.planner.served import check_judge_sizes
 from hpcrl.planner.shapes import CannotPlanError
-from hpcrl.rundir import CONFIG, RunState, check_run
+from hpcrl.run_folder import CONFIG, RunState, check_run
 
 if TYPE_CHECKING:
     from hpcrl.data.templates import FolderTemplate
@@ -79,9 +79,9 @@ def _check_inputs(reading: Reading, config: Config, layout: RoleLayout | None) -
     """Checks prompt files, rewards and stored rollouts; returns what the plan shows of them. layout: None if it is
     impossible."""
     from hpcrl.data import check_answers, check_shares, read_splits
-    from hpcrl.envs.making import validate_envs
-    from hpcrl.launch.rows import check_own_variables, row_checks, show_rows
-    from hpcrl.rewards.router import check_reward_ranks, reward_notes, validate_rewards
+    from hpcrl.envs.factory import validate_envs
+    from hpcrl.launch.data_summary import check_own_variables, row_checks, show_rows
+    from hpcrl.rewards.serving.router import check_reward_ranks, reward_notes, validate_rewards
 
     shown = ShownRows()
     if config.debug != "train_only" or config.evaluates:
@@ -108,7 +108,7 @@ def _check_inputs(reading: Reading, config: Config, layout: RoleLayout | None) -
 
 def _check_template(reading: Reading, config: Config) -> FolderTemplate | None:
     """The policy's chat template; None if it is not known."""
-    from hpcrl.launch.rows import check_variables, find_template
+    from hpcrl.launch.data_summary import check_variables, find_template
 
     try:
         template = find_template(config)

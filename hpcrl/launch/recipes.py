@@ -1,4 +1,4 @@
-"""The batch scripts of slurm/, rendered from every experiment that specifies its nodes.
+"""The batch scripts of slurm/, rendered from every experiment that specifies its nodes and can run.
 
 python -m hpcrl.launch.recipes [FOLDER]     writes them (make recipes)
 """
@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 
-from hpcrl.cli import use_utf8
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.cluster.placement import Placement
 from hpcrl.config import load
 from hpcrl.config.folders import conf_dir, options_of
 from hpcrl.launch.render import render
+from hpcrl.spec.tables import PIPELINES
+from hpcrl.system.cli import use_utf8
 
 HEADER = """\
 # {about}
@@ -34,7 +35,7 @@ def recipes() -> dict[str, str]:
     for name in options_of(conf_dir(), "experiment"):
         words = ["+cluster=slurm", f"+experiment={name}"]
         config = load(words)
-        if config.cluster.components:
+        if config.cluster.components and PIPELINES[config.pipeline].make:
             script = render(config, Placement.from_config(config, RoleLayout.from_config(config)), words)
             found[f"{name}.sbatch"] = _with_header(script, name, words)
     return found

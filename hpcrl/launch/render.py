@@ -15,7 +15,7 @@ from hpcrl.cluster.container import srun_options
 from hpcrl.cluster.placement import Component, Placement, cpus_of_node
 from hpcrl.config import ClusterConfig, ComponentConfig, Config, Problem
 from hpcrl.config.cluster import GPU_OPTIONS
-from hpcrl.exitcodes import ExitCode
+from hpcrl.system.exit_codes import ExitCode
 
 NOTHING_TO_DO = 3
 """Exit code of `hpcrl.launch.job begin` if the run is finished or must not be started again."""
@@ -191,4 +191,4 @@ def _setup(cluster: ClusterConfig) -> Iterator[str]:
         yield from (CHECK_LINES, cluster.prologue.rstrip(), "trap - ERR")
     if cluster.network_interface is not None:
         name = shlex.quote(cluster.network_interface)
-        yield f"export GLOO_SOCKET_IFNAME={name} NCCL_SOCKET_IFNAME=={name}"  # =: see hpcrl.control.network.use
+        yield f"export GLOO_SOCKET_IFNAME={name} NCCL_SOCKET_IFNAME=={name}"  # =: see hpcrl.messaging.network.use

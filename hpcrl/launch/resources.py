@@ -12,17 +12,14 @@ from hpcrl.cluster.placement import Component, Placement
 from hpcrl.config import Config, Problem
 from hpcrl.config.cluster import memory_bytes
 from hpcrl.metrics.duration import duration
-from hpcrl.node.memory import memory_limit
+from hpcrl.node.host_memory import memory_limit
 from hpcrl.planner.advice import advise
-from hpcrl.planner.critic import critic_checkpoint_bytes
 from hpcrl.planner.generator import update_traffic
-from hpcrl.planner.groups import weight_groups
-from hpcrl.planner.host import excess, host_bytes
-from hpcrl.planner.memory import CARDS, RESERVE, USUAL_CARD, RankMemory, memory, sends_over_nccl
+from hpcrl.planner.memory import CARDS, RESERVE, USUAL_CARD, RankMemory, excess, host_bytes, memory, sends_over_nccl
 from hpcrl.planner.memory_parts import Part, Phase, PlanRow
 from hpcrl.planner.shapes import CannotPlanError, ModelShape
-from hpcrl.planner.traffic import StepWork, total_bytes
-from hpcrl.planner.trainer import checkpoint_bytes, train_plan
+from hpcrl.planner.traffic import StepWork, total_bytes, weight_groups
+from hpcrl.planner.trainer import checkpoint_bytes, critic_checkpoint_bytes, train_plan
 
 PHASE_WORDS: dict[Phase, str] = {
     "train": "forward and backward",

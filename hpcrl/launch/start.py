@@ -6,13 +6,13 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcrl.cli import in_shell, show
 from hpcrl.config.abilities import check_built
-from hpcrl.exitcodes import ExitCode
 from hpcrl.launch.plan import describe
 from hpcrl.launch.prepare import prepare
 from hpcrl.launch.submission import environment_notes, submit, trial
-from hpcrl.rundir import SLURM
+from hpcrl.run_folder import SLURM
+from hpcrl.system.cli import in_shell, show
+from hpcrl.system.exit_codes import ExitCode
 
 
 def start(argv: Sequence[str]) -> int:
@@ -34,7 +34,7 @@ def start(argv: Sequence[str]) -> int:
         (job, *links), cluster = submit(config, layout, run.words)
         log = Path(config.run_dir) / SLURM / f"job-{job}.log"
         print(f"\njob {job} is submitted\n  follow  tail -F {shlex.quote(str(log))}")
-        print(in_shell(f"  status  python -m hpcrl.status {shlex.quote(config.run_dir)}"))
+        print(in_shell(f"  status  python -m hpcrl status {shlex.quote(config.run_dir)}"))
         there = f"--clusters={cluster} " if cluster else ""
         print(f"  stop    scancel {there}{' '.join(map(str, [job, *links]))}")
         if links:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from hpcrl.config import Config, ConfigError, Problem
 from hpcrl.config.off_policy import starts_clipped, weighed_shares
-from hpcrl.files import steps_in
-from hpcrl.rundir import CONFIG, stored_config
+from hpcrl.run_folder import CONFIG, stored_config
+from hpcrl.system.files import steps_in
 
 
 def stored_steps(run_dir: Path) -> int:

@@ -19,11 +19,11 @@ from hpcrl.cluster.layout import RoleLayout
 from hpcrl.cluster.placement import Placement
 from hpcrl.config import Config, ConfigError
 from hpcrl.config.config_file import write_config
-from hpcrl.files import write_durably
 from hpcrl.launch.frozen import SUBMITTED_CONFIG
 from hpcrl.launch.render import render
-from hpcrl.rundir import SLURM, check_run, process_lives, read_record, record_submission
-from hpcrl.signals import held_back
+from hpcrl.run_folder import SLURM, check_run, process_lives, read_record, record_submission
+from hpcrl.system.files import write_durably
+from hpcrl.system.signals import held_back
 
 CLAIMS = f"{SLURM}/submissions"
 """Folder of a run with a record of each launch that was allowed to submit."""

@@ -16,16 +16,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpcrl.commands.status import RunFolder
 from hpcrl.config import ConfigError, read
-from hpcrl.exitcodes import ExitCode
 from hpcrl.launch.plan import describe
 from hpcrl.launch.prepare import prepare
 from hpcrl.launch.start import start
 from hpcrl.launch.submission import environment_notes
 from hpcrl.metrics.progress import SHOWN
-from hpcrl.rundir import CONFIG
+from hpcrl.run_folder import CONFIG
 from hpcrl.spec.extras import install
-from hpcrl.status import RunFolder
+from hpcrl.system.exit_codes import ExitCode
 
 MAX_NAME = 200
 """Maximum bytes of a point's name; file systems allow 255 for a folder."""

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from hpcrl.files import naming
 from hpcrl.metrics.progress import Progress
 from hpcrl.metrics.trackers.thread import TrackerCall, TrackerThread, log_missed
+from hpcrl.system.files import naming
 
 METRICS = "metrics.jsonl"
 

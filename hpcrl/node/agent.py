@@ -21,18 +21,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpcrl.clock import AwakeClock
-from hpcrl.control.bootstrap import ENDPOINT
-from hpcrl.control.processes import state
-from hpcrl.control.trace import DESCRIPTOR, LEAVING, new_page, read_trace
+from hpcrl.messaging.bootstrap import ENDPOINT
+from hpcrl.messaging.processes import state
+from hpcrl.messaging.trace import DESCRIPTOR, LEAVING, new_page, read_trace
 from hpcrl.node.devices import own_devices
 from hpcrl.node.forks import AdoptedProcess, RankStart, fork_ranks
-from hpcrl.node.memory import OutOfMemoryKills
-from hpcrl.rundir import AGENT, OUTCOME, VERDICT
-from hpcrl.signals import die_with, held_back
+from hpcrl.node.host_memory import OutOfMemoryKills
+from hpcrl.run_folder import AGENT, OUTCOME, VERDICT
+from hpcrl.system.clock import AwakeClock
+from hpcrl.system.signals import die_with, held_back
 
 if TYPE_CHECKING:
-    from hpcrl.control.queues import Sender
+    from hpcrl.messaging.queues import Sender
 
 POLL_S = 0.05
 CHECK_EVERY_S = 1.0
@@ -272,9 +272,9 @@ class Agent:
         if not endpoint.exists() or (0 in self._beats and self._clock.now() - self._beats[0][1] > LISTENS_S):
             return False
         os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # the user sees the agent's stderr
-        from hpcrl.control.intake import Dialer
-        from hpcrl.control.messages import Lost
-        from hpcrl.control.queues import ControlError, Sender, connect
+        from hpcrl.messaging.mailbox_server import Dialer
+        from hpcrl.messaging.messages import Lost
+        from hpcrl.messaging.queues import ControlError, Sender, connect
 
         where = json.loads(endpoint.read_text())
         try:

@@ -25,7 +25,7 @@ from pathlib import Path
 import msgspec
 
 from hpcrl.node.devices import VISIBLE
-from hpcrl.signals import STOPPING, die_with, held_back
+from hpcrl.system.signals import STOPPING, die_with, held_back
 
 FORKS = "HPCRL_FORKS"
 """Environment variable of the parent: its end of the socket to the agent."""

@@ -28,24 +28,24 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from hpcrl.cli import in_shell
-from hpcrl.clock import AwakeClock
 from hpcrl.cluster import slurm
 from hpcrl.cluster.layout import CONTROLLER, RoleLayout
 from hpcrl.cluster.placement import Placement, cpus_of_node
 from hpcrl.config import Config, RoleName
 from hpcrl.config.abilities import chosen
-from hpcrl.control.bootstrap import find_place
-from hpcrl.control.network import NoInterfaceError, is_loopback, listen, own_network, unreachable
-from hpcrl.exitcodes import SIGNAL_CODES, ExitCode
-from hpcrl.files import allow_files, backed_off_s, find_room, write_durably
+from hpcrl.messaging.bootstrap import find_place
+from hpcrl.messaging.network import NoInterfaceError, is_loopback, listen, own_network, unreachable
 from hpcrl.node.devices import visible_gpus
 from hpcrl.node.gpus import AskedToStopError, GpuNeeds, look
-from hpcrl.node.memory import memory_limit
-from hpcrl.planner.host import host_bytes, planned_kinds
-from hpcrl.rundir import CONFIG, stored_config
+from hpcrl.node.host_memory import memory_limit
+from hpcrl.planner.memory import host_bytes, planned_kinds
+from hpcrl.run_folder import CONFIG, stored_config
 from hpcrl.spec.extras import install, version_of
 from hpcrl.spec.tables import ROLES
+from hpcrl.system.cli import in_shell
+from hpcrl.system.clock import AwakeClock
+from hpcrl.system.exit_codes import SIGNAL_CODES, ExitCode
+from hpcrl.system.files import allow_files, backed_off_s, find_room, write_durably
 
 CACHED_S = 10.0
 """How long a node waits for files of the first node. Network file systems may cache earlier reads for longer, but

@@ -10,7 +10,7 @@ from hpcrl.spec.kinds import PipelineSpec
 from hpcrl.spec.problems import Problem
 
 if TYPE_CHECKING:
-    from hpcrl.runtime.context import Run
+    from hpcrl.controller.context import Run
 
 
 def _check(config: Any) -> Iterator[Problem]:

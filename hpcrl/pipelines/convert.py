@@ -14,7 +14,7 @@ from hpcrl.spec.kinds import PipelineSpec
 from hpcrl.spec.problems import Problem
 
 if TYPE_CHECKING:
-    from hpcrl.runtime.alone import Alone
+    from hpcrl.controller.alone import Alone
 
 KEYS = {
     "--checkpoint": "convert.source",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from hpcrl.spec.kinds import PipelineSpec
 
 if TYPE_CHECKING:
-    from hpcrl.runtime.context import Run
+    from hpcrl.controller.context import Run
 
 SPEC = PipelineSpec(about="Reinforcement learning from verifiable rewards.", make="hpcrl.pipelines.rlvr:rlvr")
 

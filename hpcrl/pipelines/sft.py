@@ -10,7 +10,7 @@ from hpcrl.spec.kinds import PipelineSpec
 from hpcrl.spec.problems import Problem
 
 if TYPE_CHECKING:
-    from hpcrl.runtime.context import Run
+    from hpcrl.controller.context import Run
 
 
 class SFTConfig(Section):
@@ -34,7 +34,7 @@ SPEC = PipelineSpec(
     section=SFTConfig,
     check=_check,
     generates=False,
-    objective="hpcrl.algorithms.sft:CrossEntropy",
+    objective="hpcrl.algorithms.cross_entropy:CrossEntropy",
     batch_size=lambda config: config.sft.batch_size,
 )
 

@@ -16,7 +16,7 @@ FP32 = 4
 INDEX = 8
 """Bytes of a position or token id."""
 QUERY_BLOCK = 256
-"""As in engines/attention.py."""
+"""As in engines/blocked_attention.py."""
 LOGITS_BLOCK = 1 << 24
 """Maximum logits in one softmax of a trainer, and numbers of the matrix converted at once (BLOCK_NUMBERS in
 engines/train/fsdp2/logits.py)."""

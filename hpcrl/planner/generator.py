@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from hpcrl.cluster.layout import RoleLayout
-from hpcrl.comm.weights_plan import BUCKET_BYTES, ITEM_BYTES
+from hpcrl.comm.weight_plan import BUCKET_BYTES, ITEM_BYTES
 from hpcrl.config import Config, RoleName
 from hpcrl.planner.activations import FP32
-from hpcrl.planner.lora import adapters, trained
+from hpcrl.planner.adapters import adapters, trained
 from hpcrl.planner.memory_parts import BYTES, PHASES, Part, Phase, split_size
 from hpcrl.planner.shapes import ModelShape
 from hpcrl.planner.trainer import train_plan
 from hpcrl.spec.problems import Problem
 from hpcrl.spec.table import load
 from hpcrl.spec.tables import GEN_ENGINES, TRAIN_ENGINES
-from hpcrl.spec.weights import count
+from hpcrl.spec.weight_layout import count
 
 PREFILL_TOKENS = 4096
 """As in engines/gen/native/engine.py."""
@@ -109,8 +109,9 @@ def _cache(config: Config, shape: ModelShape) -> tuple[int, int | None]:
 
 
 def hand_over_parts(config: Config, layout: RoleLayout, shape: ModelShape, roles: Collection[RoleName]) -> list[Part]:
-    """Parts of a rank during the transfer of weights (hpcrl.roles.publishing), beside what the training engine gathers
-    to yield a tensor: on either side two steps, and where tensors come in pieces the one that is put together."""
+    """Parts of a rank during the transfer of weights (hpcrl.workers.weight_updates), beside what the training engine
+    gathers to yield a tensor: on either side two steps, and where tensors come in pieces the one that is put
+    together."""
     if layout.generates_on_trainers:
         return []
     plan, needed, parts = train_plan(config), needed_bytes(config, layout, shape), []

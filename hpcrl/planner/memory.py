@@ -1,14 +1,16 @@
-"""Memory of each kind of rank: the sum of the parts of its roles, and whether it fits on a card."""
+"""Memory of each kind of rank, on its card and on its host: the sum of the parts of its roles, and whether it fits."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, Problem, RoleName
-from hpcrl.planner.critic import check_critic
+from hpcrl.planner.adapters import check_targets
 from hpcrl.planner.generator import (
     check_engine_sizes,
     check_replicas_split,
@@ -17,11 +19,10 @@ from hpcrl.planner.generator import (
     shares_weights,
     token_bytes,
 )
-from hpcrl.planner.groups import weight_groups
-from hpcrl.planner.lora import check_targets
 from hpcrl.planner.memory_parts import PHASES, Part, Phase
-from hpcrl.planner.shapes import CannotPlanError, ModelShape
-from hpcrl.planner.trainer import train_plan
+from hpcrl.planner.shapes import CannotPlanError, ModelShape, read_shape, tiny_config
+from hpcrl.planner.traffic import weight_groups
+from hpcrl.planner.trainer import check_critic, train_plan
 from hpcrl.spec.table import load
 from hpcrl.spec.tables import GEN_ENGINES, ROLES
 
@@ -215,7 +216,7 @@ def _routes(config: Config, shape: ModelShape, roles: Collection[RoleName], layo
 
 def _moves_out(part: Part, on_gpu: bool) -> list[Part]:
     """A permanent part, moved to host memory while the generator uses the GPU. That memory is kept for the next time
-    (hpcrl.engines.train.moving)."""
+    (hpcrl.engines.train.offloading)."""
     if part.on_host or part.during != PHASES:
         return [part]
     away: tuple[Phase, ...] = ("generate",) if part.name == "weights" else ("generate", "publish")
@@ -237,3 +238,34 @@ def has_gpus(config: Config, roles: tuple[RoleName, ...]) -> bool:
     components = config.cluster.components.values()
     own = [spec for spec in components if set(spec.roles) & set(roles)] or list(components)
     return any(spec.gpus_per_node for spec in own)
+
+
+def host_bytes(kinds: Sequence[RankMemory], ranks: Sequence[int]) -> int:
+    """Bytes of host memory that these ranks of one node need together; 0 if none of them holds a model."""
+    needs: Mapping[int, int] = {rank: kind.peak(on_host=True)[1] for kind in kinds for rank in kind.ranks}
+    if needs.keys().isdisjoint(ranks):
+        return 0
+    return sum(needs.get(rank, PROGRAM_BYTES) for rank in ranks)
+
+
+def planned_kinds(config: Config, layout: RoleLayout) -> list[RankMemory]:
+    """The memory of every kind of rank that holds a model; empty if it cannot be planned or no rank holds one."""
+    with contextlib.suppress(CannotPlanError, OSError, ValueError):
+        if config.debug != "fake" and config.pipeline_spec.learns:
+            path = config.model.path
+            found = json.loads((Path(path) / "config.json").read_text()) if path else tiny_config(config.model.tiny)
+            return memory(config, layout, read_shape(found))
+    return []
+
+
+def takes_turns(config: Config, layout: RoleLayout) -> bool:
+    """Whether trainer and generator give memory back to each other between phases (layout.offload)."""
+    if not may_take_turns(config, layout):
+        return False
+    return config.layout.offload == "always" or any(kind.offloads for kind in planned_kinds(config, layout))
+
+
+def excess(kinds: Sequence[RankMemory], ranks: Sequence[int], there: int) -> int:
+    """Bytes by which the ranks of a node that hold a model need more than `there`; 0 if they fit or `there` is 0."""
+    held = {rank for kind in kinds for rank in kind.ranks}
+    return max(0, host_bytes(kinds, [rank for rank in ranks if rank in held]) - there) if there else 0

@@ -1,11 +1,11 @@
-"""Parts of a rank's memory and their phases, shared by all roles."""
+"""Parts of a rank's memory and their phases, and the batch size, shared by all roles."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hpcrl.config import RoleName
+from hpcrl.config import Config, RoleName
 from hpcrl.planner.shapes import ModelShape, Parameter
 from hpcrl.spec.problems import Path
 
@@ -47,3 +47,10 @@ def split_size(parameter: Parameter, shape: ModelShape, tensor: int, experts: in
             return -(-parameter.size // experts)
         case "whole":
             return parameter.size
+
+
+def samples_of_an_update(config: Config) -> int:
+    """Sequences per optimizer step."""
+    if (batch_size := config.pipeline_spec.batch_size) is not None:
+        return batch_size(config)
+    return config.rollout.num_prompts * config.rollout.group_size // config.algorithm.num_mini_batches

@@ -148,7 +148,7 @@ class ModelShape:
 
     @property
     def route_bytes(self) -> int:
-        """Bytes of the experts that were chosen for a token (the field `routes`, hpcrl.engines.routes)."""
+        """Bytes of the experts that were chosen for a token (the field `routes`, hpcrl.engines.expert_routes)."""
         return len(self.expert_layers) * self.experts_per_token * (1 if self.num_experts <= 255 else 2)
 
     def of_layer(self, layer: int | None) -> list[Parameter]:

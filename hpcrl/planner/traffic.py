@@ -1,18 +1,28 @@
-"""Bytes that a trainer rank sends to other trainer ranks in an optimizer step, by purpose and by collective.
+"""Bytes that ranks send: trainers to each other in an optimizer step, and new weights to replicas over NCCL.
 
-They are those of NCCL's rings, of p ranks and a tensor of n bytes: n (p - 1) / p from each rank for an all-gather, a
-reduce-scatter or an exchange of all with all (n: what all ranks have together, or what a rank has to exchange), and
-twice as many for an all-reduce. Norms of gradients, counts and other collectives of a few numbers are left out.
+The bytes of a step, by purpose and by collective, follow from NCCL's rings of p ranks and a tensor of n bytes:
+n (p - 1) / p from each rank for an all-gather, a reduce-scatter or an exchange of all with all (n: what all ranks have
+together, or what a rank has to exchange), and twice as many for an all-reduce. Norms of gradients, counts and other
+collectives of a few numbers are left out.
+
+New weights travel in one group for each replica, with all trainers. Not run here: the figures come from NCCL's source
+(2.30) and from timings of others. Buffers of a communicator, each way: between nodes one for all peers (net.cc,
+sharedNetBuffersInit); within a node one for each channel to a peer (p2p.cc: three protocols, 9.2 MiB, on the receiving
+side).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from hpcrl.cluster.layout import RoleLayout
+from hpcrl.cluster.placement import Placement
 from hpcrl.config import Config
-from hpcrl.planner.batch import samples_of_an_update
+from hpcrl.planner.memory_parts import samples_of_an_update
+from hpcrl.spec.weight_layout import CHANNELS
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
 
@@ -51,3 +61,54 @@ def exchanged(what: str, collective: Collective, num_bytes: int, num_ranks: int)
 def total_bytes(sent: Iterable[Sent], gloo: bool = False) -> int:
     """The sum. gloo: with an all-reduce in place of every reduce-scatter, which gloo lacks."""
     return sum(each.num_bytes * (2 if gloo and each.collective == "reduce_scatter" else 1) for each in sent)
+
+
+NET_BYTES = CHANNELS * 16 * (128 << 10)
+"""16 pieces of 128 KiB a channel."""
+SEND_BYTES, RECEIVE_BYTES = 2 << 20, 10 << 20
+"""For each channel to a GPU of the same node, in pieces of 2 MiB."""
+PEERS_AT_ONCE = 8
+"""Ranks of a communicator to each of which it gives as many channels as its own number, if it spans nodes (paths.cc,
+ncclTopoComputeP2pChannels); of more ranks, each gets fewer."""
+COMMUNICATOR_S, RANK_S = 0.35, 0.0144
+"""Seconds to make a communicator: topology, graphs, own connections; and for each rank, to find the others. 16 GPUs
+on two nodes took 1.08 s, .51 of them once a process to load kernels, and .23 to find each other (NVIDIA/nccl#1412)."""
+
+
+def seconds_to_make(num_ranks: int) -> float:
+    """Of a communicator of so many ranks, without the connections between them."""
+    return COMMUNICATOR_S + RANK_S * num_ranks
+
+
+@dataclass(frozen=True)
+class WeightGroups:
+    """Most communicators and bytes of NCCL's buffers of a trainer and of a generator rank, and the seconds to make all
+    communicators, one after another."""
+
+    of_trainer: int
+    of_generator: int
+    trainer_bytes: int
+    generator_bytes: int
+    seconds: float
+
+
+def weight_groups(config: Config, layout: RoleLayout) -> WeightGroups:
+    """Of a layout whose ranks have a GPU each, and whose generators are not reached by the trainers' own gather."""
+    trainers = layout.ranks["trainer"]
+    home = {rank: number for number, node in enumerate(Placement.from_config(config, layout).nodes) for rank in node}
+    at = Counter(home[rank] for rank in trainers)
+    sent, received, seconds = Counter[int](), 0, 0.0
+    for replica in layout.replicas:
+        size, there = len({*trainers, *replica}), Counter(home[rank] for rank in replica)
+        spans = len({*at, *there}) > 1
+        channels = max(1, CHANNELS // -(-size // PEERS_AT_ONCE)) if spans else CHANNELS
+        for node in at:
+            sent[node] += _bytes(there, node, channels * SEND_BYTES)
+        received = max(received, *(_bytes(at, node, channels * RECEIVE_BYTES) for node in there))
+        seconds += seconds_to_make(size)
+    return WeightGroups(len(layout.replicas), 1, max(sent.values()), received, seconds)
+
+
+def _bytes(peers: Counter[int], node: int, of_a_peer: int) -> int:
+    """Buffers of a rank on this node for its peers, counted by node."""
+    return peers[node] * of_a_peer + NET_BYTES * (peers.total() > peers[node])

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import RewardConfig
-from hpcrl.rewards.adapters import adapted
-from hpcrl.rewards.base import Reward, RewardItem, Score
-from hpcrl.rewards.guarded import RAISED
+from hpcrl.rewards.adapted import adapted
+from hpcrl.rewards.reward import Reward, RewardItem, Score
+from hpcrl.rewards.serving.guarded import RAISED
 
 # signature -> sets of parameter names, any of which identifies it
 SIGNATURES: dict[str, list[tuple[str, ...]]] = {
@@ -56,7 +56,7 @@ class FunctionReward(Reward):
     `conversational` is hpcrl's: under trl, whether a prompt and a completion are a list of one message instead of text;
     without it, hpcrl tries text, then messages if the function reads text as a message. A class is instantiated first,
     without arguments. Attributes `scores = "groups"`, `pool = "async"` and `pure = True` of the function or class mean
-    the same as in hpcrl.rewards.base.Reward.
+    the same as in hpcrl.rewards.reward.Reward.
     """
 
     def __init__(self, config: RewardConfig):

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 import numpy as np
 
-from hpcrl.control import messages
+from hpcrl.messaging import messages
 from hpcrl.rollout.types import Prompt, is_greedy, sampling_seed, split_sample_id
 
 PAYLOAD_BYTES = 1 << 20

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
-from hpcrl.clock import AwakeClock
-from hpcrl.control.controller import Controller
+from hpcrl.messaging.dispatcher import Controller
 from hpcrl.rollout.types import split_sample_id
+from hpcrl.system.clock import AwakeClock
 
 
 @dataclass(slots=True)

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcrl.copies import to_device
+from hpcrl.rollout.device_copies import to_device
 from hpcrl.rollout.types import ATTEMPT_BITS, MEMBER_BITS, STATUS, Sample
-from hpcrl.trajectory import FIELDS, Field, Level, Origin, fields_of
+from hpcrl.spec.trajectory import FIELDS, Field, Level, Origin, fields_of
 
 __all__ = ["STATUS", "Batch", "MicroBatches", "Norms", "batch_from_samples", "concat", "group_ids", "on_policy", "pack"]
 
@@ -35,9 +35,9 @@ class Norms:
 
 @dataclass(init=False, eq=False)
 class Batch:
-    """B sequences packed into T tokens and N turns. Every field of hpcrl.trajectory is an attribute: a tensor [T], [N]
-    or [B] by its level (wide fields: [T, width]), None while it is not filled. A token's values (log-prob, advantage)
-    are at its own index; the first token of a sequence has none (0, mask 0).
+    """B sequences packed into T tokens and N turns. Every field of hpcrl.spec.trajectory is an attribute: a tensor [T],
+    [N] or [B] by its level (wide fields: [T, width]), None while it is not filled. A token's values (log-prob,
+    advantage) are at its own index; the first token of a sequence has none (0, mask 0).
 
     A row consists of one or more segments, of which the model sees each alone: those of an episode by steps are its
     turns, each after its own prompt; all other rows are one segment. position_ids restart at each.
@@ -63,13 +63,13 @@ class Batch:
     def __getattr__(self, name: str) -> Any:
         if name in FIELDS and "columns" in self.__dict__:
             return self.columns.get(name)
-        raise AttributeError(f"a batch has no field {name!r}; hpcrl.trajectory.declare() adds one")
+        raise AttributeError(f"a batch has no field {name!r}; hpcrl.spec.trajectory.declare() adds one")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in Batch.__dataclass_fields__:
             super().__setattr__(name, value)
         elif name not in FIELDS:
-            raise AttributeError(f"a batch has no field {name!r}; hpcrl.trajectory.declare() adds one")
+            raise AttributeError(f"a batch has no field {name!r}; hpcrl.spec.trajectory.declare() adds one")
         elif value is None:
             self.columns.pop(name, None)
         else:

@@ -11,9 +11,9 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
-from hpcrl.files import write_durably
 from hpcrl.rollout.types import Sample
-from hpcrl.trajectory import FIELDS, Level
+from hpcrl.spec.trajectory import FIELDS, Level
+from hpcrl.system.files import write_durably
 
 PATTERN = "held_rank*.safetensors"
 

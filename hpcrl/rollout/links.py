@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpcrl.control import messages
-from hpcrl.control.controller import Controller
+from hpcrl.messaging import messages
+from hpcrl.messaging.dispatcher import Controller
 from hpcrl.rollout.types import Sizes
 
 

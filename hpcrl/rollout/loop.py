@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from functools import partial
 
-from hpcrl.control import messages
-from hpcrl.control.controller import Controller
+from hpcrl.messaging import messages
+from hpcrl.messaging.dispatcher import Controller
 from hpcrl.metrics.stats import Stat, Stats, merge, scalar
 from hpcrl.rollout.admission import admissions
 from hpcrl.rollout.awaited import Awaited
@@ -17,7 +17,7 @@ from hpcrl.rollout.pace import Pace
 from hpcrl.rollout.scheduling import events
 from hpcrl.rollout.scheduling.scheduler import RolloutScheduler
 from hpcrl.rollout.types import FinishReason, Prompt, Sizes, is_greedy, receiver_of, split_sample_id
-from hpcrl.rundir.user_errors import UserErrors
+from hpcrl.run_folder.user_errors import UserErrors
 
 BURSTS_AHEAD = 2
 

@@ -20,12 +20,12 @@ import numpy as np
 import torch
 
 from hpcrl import __version__
-from hpcrl.cli import ArgumentParser, use_utf8
-from hpcrl.exitcodes import ExitCode
-from hpcrl.files import STEP_NAME, committed_step, step_name, steps_in, write_durably
 from hpcrl.rollout.batch import STATUS, Batch, concat, place_rewards
 from hpcrl.rollout.types import Disposition, split_sample_id
-from hpcrl.trajectory import FIELDS, TEXT, Field, Level, Origin, declare
+from hpcrl.spec.trajectory import FIELDS, TEXT, Field, Level, Origin, declare
+from hpcrl.system.cli import ArgumentParser, use_utf8
+from hpcrl.system.exit_codes import ExitCode
+from hpcrl.system.files import STEP_NAME, committed_step, step_name, steps_in, write_durably
 
 T = TypeVar("T")
 SCHEMA_VERSIONS = {"rollouts": 2, "dispositions": 2}
@@ -350,7 +350,7 @@ def describe(rollouts: StepRollouts, row: int, decode: Callable[[list[int]], str
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print samples of a run; returns the exit code."""
-    parser = ArgumentParser("rollout.store", "Print rollouts of a run.")
+    parser = ArgumentParser("hpcrl.rollout.store", "Print rollouts of a run.")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--step", type=int, help="default: the newest")
     parser.add_argument("--tokenizer", help="folder of a tokenizer to decode with; default: stored texts or token ids")

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcrl.trajectory import FIELDS
+from hpcrl.spec.trajectory import FIELDS
 
 MEMBER_BITS = 14
 ATTEMPT_BITS = 10
@@ -145,8 +145,8 @@ class Prompt:
 class Sample:
     """A response (of one or more turns) on the rank that generated it.
 
-    columns: the generator's fields of hpcrl.trajectory by name, in their dtypes of transfer; token fields include the
-    prompt. Each is an attribute too, None if the sample lacks it. messages: prompt, turns and observations in chat
+    columns: the generator's fields of hpcrl.spec.trajectory by name, in their dtypes of transfer; token fields include
+    the prompt. Each is an attribute too, None if the sample lacks it. messages: prompt, turns and observations in chat
     form.
     """
 

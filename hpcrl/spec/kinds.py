@@ -12,7 +12,7 @@ from hpcrl.spec.fields import Section
 from hpcrl.spec.policy_loss import PolicyLoss
 from hpcrl.spec.problems import Problem
 from hpcrl.spec.table import load
-from hpcrl.spec.weights import Need, all_in_generators_dtype
+from hpcrl.spec.weight_layout import Need, all_in_generators_dtype
 
 Check = Callable[[Any], Iterable[Problem]]
 
@@ -89,7 +89,7 @@ def _installed(module: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineSpec(Spec):
-    """`make` is called with the run (hpcrl.runtime.context.Run; hpcrl.runtime.alone.Alone if it is alone) on rank 0."""
+    """`make` is called on rank 0 with the run (hpcrl.controller.context.Run, or hpcrl.controller.alone.Alone)."""
 
     generates: bool = True
     """Whether it learns from generated responses and their rewards; otherwise from the answers of its rows."""
@@ -110,7 +110,7 @@ class PipelineSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class RoleSpec(Spec):
-    """`make` is called with the rank (hpcrl.roles.base.Rank) and returns a Role."""
+    """`make` is called with the rank (hpcrl.workers.role.Rank) and returns a Role."""
 
     needed: Callable[[Any], bool] = lambda config: False
     """Whether a run of this configuration has its ranks even if no part of the run asks for them (Spec.roles)."""
@@ -129,7 +129,7 @@ class RoleSpec(Spec):
     forms_replicas: bool = False
     """Whether its ranks form replicas of `tensor_parallel` ranks."""
     serves: bool = False
-    """Whether its ranks answer requests of rewards (hpcrl.roles.base.Serves), and the question `load`."""
+    """Whether its ranks answer requests of rewards (hpcrl.workers.role.Serves), and the question `load`."""
     peers: tuple[str, ...] = ()
     """Roles whose ranks it communicates with, besides the controller."""
     least_ranks: Callable[[Any], int] | None = None
@@ -144,7 +144,7 @@ ADAMW = {"adamw": Spec(about="AdamW, torch's own.", make="torch.optim:AdamW")}
 @dataclass(frozen=True, kw_only=True)
 class TrainEngineSpec(Spec):
     """`make(config, model_path, total_steps, trainable)`, called by all its ranks, returns a TrainEngine
-    (hpcrl.engines.train.base); total_steps counts the optimizer steps of the run.
+    (hpcrl.engines.train.training_engine); total_steps counts the optimizer steps of the run.
 
     Its section stands under trainer.NAME.
     """
@@ -159,9 +159,9 @@ class TrainEngineSpec(Spec):
     "the NAME trainer ...". Told before anything starts, with the engines that can."""
     whole: Callable[[Any, int], bool] = lambda config, num_ranks: False
     """Whether its engine on this many ranks has plain parameters that a generator in the same process can share
-    (hpcrl.engines.train.base.LocalWeights)."""
+    (hpcrl.engines.train.training_engine.LocalWeights)."""
     computes: frozenset[str] = frozenset()
-    """The optional outputs (hpcrl.algorithms.base.Outputs) that the engine computes for an objective."""
+    """The optional outputs (hpcrl.algorithms.interface.Outputs) that the engine computes for an objective."""
     deterministic: bool = False
     """Whether it can compute the same bits again (deterministic=true)."""
     float32_head: bool = False
@@ -172,12 +172,12 @@ class TrainEngineSpec(Spec):
     """Whether it computes the segments of a row (hpcrl.rollout.batch.Batch) each as a sequence of its own: episodes by
     steps."""
     router_replay: bool = False
-    """Whether it can choose the experts that the generator chose (the field `routes`, hpcrl.engines.routes)."""
+    """Whether it can choose the experts that the generator chose (the field `routes`, hpcrl.engines.expert_routes)."""
     lora: bool = False
-    """Whether it can train adapters beside frozen weights (trainer.lora, hpcrl.engines.train.base.Adapts)."""
+    """Whether it can train adapters beside frozen weights (hpcrl.engines.train.training_engine.Adapts)."""
     make_critic: str = ""
     """`module:NAME` of make_critic(config, model_path, total_steps), called by all ranks of a critic with
-    Config.of_critic(): a ValueEngine (hpcrl.engines.train.base). Empty: it has no value head."""
+    Config.of_critic(): a ValueEngine (hpcrl.engines.train.training_engine). Empty: it has no value head."""
     offered: bool = True
     """Whether trainer.engine may name it."""
 
@@ -189,7 +189,7 @@ class TrainEngineSpec(Spec):
 @dataclass(frozen=True, kw_only=True)
 class GenEngineSpec(Spec):
     """`make(config, model_path, tokenizer, replica)`, called by every rank of a replica (ReplicaRanks), returns a
-    GenEngine without weights (both hpcrl.engines.gen.base).
+    GenEngine without weights (both hpcrl.engines.gen.generation_engine).
 
     Its section stands under generator.NAME.
     """
@@ -220,9 +220,9 @@ class GenEngineSpec(Spec):
     float32_head: bool = False
     """Whether it can compute the vocabulary projection in float32 in a bfloat16 model (generator.head_dtype)."""
     shares_weights: bool = False
-    """Whether it can read its weights from a trainer's parameters (hpcrl.engines.gen.base.SharesWeights)."""
+    """Whether it can read weights from a trainer's parameters (hpcrl.engines.gen.generation_engine.SharesWeights)."""
     gives_routes: bool = False
-    """Whether it can record the experts that it chooses (the field `routes`, hpcrl.engines.routes)."""
+    """Whether it can record the experts that it chooses (the field `routes`, hpcrl.engines.expert_routes)."""
     lora: bool = False
     """Whether it can apply adapters beside the weights of the model's folder (trainer.lora)."""
     several_in_process: bool = False
@@ -237,13 +237,13 @@ class GenEngineSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmSpec(Spec):
-    """A pair of a credit and an objective (hpcrl.algorithms.base). `make` is the credit, called with the section."""
+    """A pair of a credit and an objective (hpcrl.algorithms.interface); `make(section)` makes the credit."""
 
     section: type[PolicyLoss]
     objective: str
     """`module:NAME` of the objective, called with the section and the temperature of the rollouts."""
     outputs: Callable[[Any], frozenset[str]] = lambda section: section.outputs
-    """The optional outputs of the engine that its objective needs or logs (hpcrl.algorithms.base.Outputs)."""
+    """The optional outputs of the engine that its objective needs or logs (hpcrl.algorithms.interface.Outputs)."""
     uses_reference: Callable[[Any], bool] = lambda section: section.uses_reference
     """Whether it needs the reference policy's log-probs."""
     uses_critic: Callable[[Any], bool] = lambda section: False
@@ -254,13 +254,13 @@ class AlgorithmSpec(Spec):
     """Whether every prompt gets one more response, decoded greedily, whose reward the credit reads
     (RewardTable.baselines) and which is not trained on."""
     decoupling_eps: Callable[[Any], float | None] = lambda section: None
-    """What is added to the standard deviations of decoupled rewards (hpcrl.rollout.scheduling.decoupled), which the
+    """What is added to the standard deviations of decoupled rewards (hpcrl.rollout.scheduling.policies), which the
     credit reads (RewardTable.decoupled); None: it does not."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSpec(Spec):
-    """`make` is called with the RewardConfig of a domain and returns a Reward (hpcrl.rewards.base); its section types
+    """`make` is called with the RewardConfig of a domain and returns a Reward (hpcrl.rewards.reward); its section types
     the options."""
 
     compares_answer: bool = False
@@ -279,8 +279,8 @@ class RewardSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class TrackerSpec(Spec):
-    """`make(run, section)`, called in a thread of rank 0, returns a Tracker (both hpcrl.metrics.trackers.base); section
-    is its own, or None without one.
+    """`make(run, section)`, called in a thread of rank 0, returns a Tracker (both hpcrl.metrics.trackers.tracker);
+    section is its own, or None without one.
 
     Its section stands under tracking.NAME.
     """
@@ -292,13 +292,13 @@ class TrackerSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class EnvSpec(Spec):
-    """`make` is called with the columns of a row and the options, and returns an Env (hpcrl.envs.base). With a section,
-    which types the options, they are one argument, an object of the section."""
+    """`make` is called with the columns of a row and the options, and returns an Env (hpcrl.envs.environment). With a
+    section, which types the options, they are one argument, an object of the section."""
 
     imports_code: str = ""
     """The key of EnvConfig that names a user-defined class."""
     has_expert: bool = False
-    """Whether its class has expert(rng, noise), which writes a good response (hpcrl.envs.game), for expert:NAME."""
+    """Whether its class has expert(rng, noise), which writes a good response (hpcrl.envs.games.game)."""
     expert_obstacle: Callable[[Any], str] = lambda options: ""
     """Why there is no expert with these options, an object of its section; empty if there is one."""
     probe: str = ""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpcrl.algorithms import making
-from hpcrl.algorithms.base import Algorithm
+from hpcrl.algorithms import factory
+from hpcrl.algorithms.interface import Algorithm
 from hpcrl.spec.tables import ALGORITHMS
 
 
 def make_pair(section: Any) -> Algorithm:
-    return making.make_pair(ALGORITHMS[section.name], section)
+    return factory.make_pair(ALGORITHMS[section.name], section)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hpcrl.algorithms.adaptive import adapted
-from hpcrl.algorithms.base import RewardTable
-from hpcrl.algorithms.specs import GRPO, Reinforce
+from hpcrl.algorithms.interface import RewardTable
+from hpcrl.algorithms.spec import GRPO, Reinforce
 from hpcrl.metrics.stats import Stat
 from hpcrl.rollout.batch import Norms
 from tests.algorithms.pairs import make_pair

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from hpcrl.algorithms import making
-from hpcrl.algorithms.base import Algorithm, Outputs, RewardTable
-from hpcrl.algorithms.making import make_algorithm
+from hpcrl.algorithms import factory
+from hpcrl.algorithms.cross_entropy import CrossEntropy
+from hpcrl.algorithms.factory import make_algorithm
+from hpcrl.algorithms.interface import Algorithm, Outputs, RewardTable
 from hpcrl.algorithms.metrics import batch_stats, credit_stats, domain_stats
-from hpcrl.algorithms.sft import CrossEntropy
-from hpcrl.algorithms.specs import GRPO, Reinforce, ReinforcePlusPlus
+from hpcrl.algorithms.spec import GRPO, Reinforce, ReinforcePlusPlus
 from hpcrl.config import PolicyLoss, parse
 from hpcrl.metrics.stats import flatten, merge
 from hpcrl.rollout.batch import Norms, batch_from_samples
@@ -349,7 +349,7 @@ def test_kl_terms_need_the_reference():
 def test_every_algorithm_is_the_pair_that_its_specification_says():
     for name, spec in ALGORITHMS.items():
         section = spec.section(name=name)
-        pair = making.make_pair(spec, section)
+        pair = factory.make_pair(spec, section)
         module, _, credit = spec.make.partition(":")
         assert (type(pair.credit).__module__, type(pair.credit).__name__) == (module, credit)
         assert f"{type(pair.objective).__module__}:{type(pair.objective).__name__}" == spec.objective

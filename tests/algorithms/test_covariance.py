@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from hpcrl.algorithms.base import Outputs
-from hpcrl.algorithms.specs import GRPO
+from hpcrl.algorithms.interface import Outputs
+from hpcrl.algorithms.spec import GRPO
 from hpcrl.config import parse
 from hpcrl.metrics.stats import flatten
 from hpcrl.rollout.batch import Batch

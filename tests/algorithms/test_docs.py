@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from hpcrl.algorithms.base import Outputs
-from hpcrl.algorithms.specs import Reinforce
+from hpcrl.algorithms.interface import Outputs
+from hpcrl.algorithms.spec import Reinforce
 from hpcrl.rollout.batch import Norms
 from tests.algorithms.test_algorithms import make_batch
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpcrl.algorithms.base import Outputs
-from hpcrl.algorithms.specs import GRPO
+from hpcrl.algorithms.interface import Outputs
+from hpcrl.algorithms.spec import GRPO
 from hpcrl.metrics.stats import flatten
 from hpcrl.rollout.batch import Batch
 from tests.algorithms.pairs import make_pair

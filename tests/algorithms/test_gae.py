@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hpcrl.algorithms.base import Outputs
-from hpcrl.algorithms.specs import GAE, Reinforce, TurnGAE
+from hpcrl.algorithms.interface import Outputs
+from hpcrl.algorithms.spec import GAE, Reinforce, TurnGAE
 from hpcrl.algorithms.value_loss import ValueLoss
 from hpcrl.metrics.stats import flatten, merge
 from hpcrl.rollout.batch import Batch

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpcrl.algorithms.base import RewardTable
-from hpcrl.algorithms.specs import GDPO
-from hpcrl.rollout.scheduling.decoupled import Decoupling
+from hpcrl.algorithms.interface import RewardTable
+from hpcrl.algorithms.spec import GDPO
+from hpcrl.rollout.scheduling.policies import Decoupling
 from tests.algorithms.pairs import make_pair
 from tests.algorithms.test_algorithms import advantages, make_batch
 from tests.rollout.test_decoupled import scored

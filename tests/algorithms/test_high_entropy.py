@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hpcrl.algorithms.base import Outputs
-from hpcrl.algorithms.specs import GRPO
+from hpcrl.algorithms.interface import Outputs
+from hpcrl.algorithms.spec import GRPO
 from hpcrl.metrics.stats import flatten
 from tests.algorithms.pairs import make_pair
 from tests.algorithms.test_algorithms import make_batch, norms_of

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpcrl.algorithms.base import AllSum, Outputs, RewardTable
-from hpcrl.algorithms.specs import (
+from hpcrl.algorithms.interface import AllSum, Outputs, RewardTable
+from hpcrl.algorithms.spec import (
     GAE,
     GDPO,
     GRPO,

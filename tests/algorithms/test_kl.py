@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpcrl.algorithms.base import Outputs, RewardTable
-from hpcrl.algorithms.specs import Reinforce
+from hpcrl.algorithms.interface import Outputs, RewardTable
+from hpcrl.algorithms.spec import Reinforce
 from hpcrl.config import PolicyLoss
 from hpcrl.rollout.batch import Norms, batch_from_samples
 from hpcrl.rollout.types import FinishReason, Sample

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpcrl.algorithms.base import Outputs, RewardTable
-from hpcrl.algorithms.specs import ReinforcePlusPlus
+from hpcrl.algorithms.interface import Outputs, RewardTable
+from hpcrl.algorithms.spec import ReinforcePlusPlus
 from hpcrl.config import load
 from hpcrl.rollout.batch import Batch
 from tests.algorithms.pairs import make_pair

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpcrl.algorithms.base import Outputs
-from hpcrl.algorithms.specs import GRPO, Reinforce
+from hpcrl.algorithms.interface import Outputs
+from hpcrl.algorithms.spec import GRPO, Reinforce
 from hpcrl.algorithms.surrogates import SURROGATES
 from hpcrl.metrics.stats import flatten
 from hpcrl.rollout.batch import Batch, Norms

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from hpcrl.algorithms.base import Outputs, RewardTable
-from hpcrl.algorithms.specs import ReMax
+from hpcrl.algorithms.interface import Outputs, RewardTable
+from hpcrl.algorithms.spec import ReMax
 from hpcrl.metrics.stats import flatten
 from hpcrl.rollout.batch import Norms
 from tests.algorithms.pairs import make_pair

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpcrl.algorithms.base import Outputs
-from hpcrl.algorithms.specs import GRPO, RLOO, RaftPlusPlus, Reinforce
+from hpcrl.algorithms.interface import Outputs
+from hpcrl.algorithms.spec import GRPO, RLOO, RaftPlusPlus, Reinforce
 from hpcrl.algorithms.surrogates import SURROGATES
 from hpcrl.config import PolicyLoss, load
-from hpcrl.config.foreign import FOREIGN
+from hpcrl.config.foreign_keys import FOREIGN
 from hpcrl.config.reading import known_keys
 from hpcrl.metrics.stats import flatten
 from hpcrl.rollout.batch import Norms

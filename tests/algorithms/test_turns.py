@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpcrl.algorithms.base import Outputs, RewardTable
-from hpcrl.algorithms.specs import GAE, GRPO, GiGPO, Reinforce, TurnGAE, TurnReinforce
+from hpcrl.algorithms.interface import Outputs, RewardTable
+from hpcrl.algorithms.spec import GAE, GRPO, GiGPO, Reinforce, TurnGAE, TurnReinforce
 from hpcrl.algorithms.turns import turn_states
 from hpcrl.config import ConfigError, parse
 from hpcrl.rollout.batch import Batch, Norms, batch_from_samples, concat, place_rewards

@@ -18,10 +18,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hpcrl.config import RewardConfig
-from hpcrl.rewards.base import RewardItem
-from hpcrl.rewards.code import CodeReward
-from hpcrl.rewards.sandbox.client import Sandbox
-from hpcrl.rewards.sandbox.jobs import ChildTask
+from hpcrl.rewards.builtin.code import CodeReward
+from hpcrl.rewards.reward import RewardItem
+from hpcrl.sandbox.client import Sandbox
+from hpcrl.sandbox.jobs import ChildTask
 from tests.bench.machine import tell
 
 PROCESSES, TURNS, STARTS = 2, 3, 50

@@ -26,9 +26,9 @@ from pathlib import Path
 import numpy as np
 
 from hpcrl.comm.transfer import Fabric
-from hpcrl.control.bootstrap import Place
-from hpcrl.control.messages import Done, DropBatch, HandOver, Leave, Move
-from hpcrl.control.world import CONTROLLER_QUEUE, World, join, rank_queue
+from hpcrl.messaging.bootstrap import Place
+from hpcrl.messaging.messages import Done, DropBatch, HandOver, Leave, Move
+from hpcrl.messaging.world import CONTROLLER_QUEUE, World, join, rank_queue
 from tests.bench.machine import tell
 from tests.bench.ray.rollouts import FIELDS, NUM_ROLLOUTS, NUM_TOKENS, checksum, make_rollouts, pack
 

@@ -13,8 +13,8 @@ import psutil
 
 from hpcrl.config import Config, RewardConfig
 from hpcrl.data.tasks import make_task
-from hpcrl.rewards.base import RewardItem
-from hpcrl.rewards.pool import RewardPool
+from hpcrl.rewards.reward import RewardItem
+from hpcrl.rewards.serving.pool import RewardPool
 from tests.bench.machine import tell
 
 GROUPS, SIBLINGS, DIFFERENT = 12, 8, (8, 3, 1)

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from hpcrl.engines.gen.base import Request, SamplingParams
+from hpcrl.engines.gen.generation_engine import Request, SamplingParams
 from hpcrl.engines.gen.native.engine import NativeEngine
 from hpcrl.engines.hf_folder import read_safetensors
 from tests.bench.machine import tell

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from hpcrl.data.chat import encode, render
 from hpcrl.data.tasks import make_task
-from hpcrl.engines.gen.base import Output, Request, SamplingParams
+from hpcrl.engines.gen.generation_engine import Output, Request, SamplingParams
 from hpcrl.engines.gen.native.engine import NativeEngine
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.rollout.batch import Batch, batch_from_samples

@@ -19,9 +19,9 @@ from types import SimpleNamespace
 from hpcrl.config import TinyModel, parse
 from hpcrl.engines.tiny import make_tiny_model
 from hpcrl.metrics.stats import flatten
-from hpcrl.rewards.endpoint import Endpoint, content_of
-from hpcrl.rewards.judge_prompt import FIELDS, TEMPLATE, Scale, messages
-from hpcrl.roles.judge import JudgeRole
+from hpcrl.rewards.builtin.judge_prompt import FIELDS, TEMPLATE, Scale, messages
+from hpcrl.rewards.serving.endpoint import Endpoint, content_of
+from hpcrl.workers.judge import JudgeRole
 from tests.bench.machine import tell
 
 SIZES = {"hidden_size": 256, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 768}

@@ -23,9 +23,9 @@ from itertools import cycle
 from pathlib import Path
 
 from hpcrl.config import RewardConfig
-from hpcrl.rewards.base import RewardItem
-from hpcrl.rewards.equality import LIMIT_S
-from hpcrl.rewards.math import MathReward
+from hpcrl.rewards.builtin.math import MathReward
+from hpcrl.rewards.grading.equality import LIMIT_S
+from hpcrl.rewards.reward import RewardItem
 from tests.bench.machine import tell
 from tests.rewards.test_math import HOSTILE
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hpcrl.engines.train.moving import HostMemory
+from hpcrl.engines.train.offloading import HostMemory
 from tests.bench.machine import tell
 
 State = dict[int, Tensor]

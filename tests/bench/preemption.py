@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hpcrl.files import committed_step
 from hpcrl.metrics.log import read_metrics
+from hpcrl.system.files import committed_step
 from tests.bench.machine import tell
 from tests.conftest import ROOT
 from tests.slurm.conftest import load_one_machine

@@ -30,7 +30,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch
 import numpy as np
 import torch
 
-from hpcrl.engines.gen.base import Request, SamplingParams
+from hpcrl.engines.gen.generation_engine import Request, SamplingParams
 from hpcrl.engines.gen.native.blocks import Match
 from hpcrl.engines.gen.native.engine import NativeEngine
 from hpcrl.engines.hf_folder import read_safetensors

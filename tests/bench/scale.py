@@ -24,12 +24,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from hpcrl.control import messages as m
-from hpcrl.control import queues
-from hpcrl.control.controller import Controller
-from hpcrl.control.intake import Dialer, Intake
-from hpcrl.control.trace import Trace
-from hpcrl.control.world import CONTROLLER_QUEUE
+from hpcrl.messaging import messages as m
+from hpcrl.messaging import queues
+from hpcrl.messaging.dispatcher import Controller
+from hpcrl.messaging.mailbox_server import Dialer, Intake
+from hpcrl.messaging.trace import Trace
+from hpcrl.messaging.world import CONTROLLER_QUEUE
 from hpcrl.rollout.loop import RolloutLoop
 from hpcrl.rollout.scheduling.policies import SchedulerConfig
 from hpcrl.rollout.scheduling.scheduler import RolloutScheduler

@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 from torch.distributed import TCPStore
 
-from hpcrl.control import messages as m
-from hpcrl.control import queues
-from hpcrl.control.intake import Arrival, Dialer, Intake, Push
-from hpcrl.control.world import CONTROLLER_QUEUE, rank_queue
+from hpcrl.messaging import messages as m
+from hpcrl.messaging import queues
+from hpcrl.messaging.mailbox_server import Arrival, Dialer, Intake, Push
+from hpcrl.messaging.world import CONTROLLER_QUEUE, rank_queue
 from hpcrl.rollout.types import split_sample_id
 
 KEY = bytes(32)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import load
-from hpcrl.exitcodes import ExitCode
+from hpcrl.system.exit_codes import ExitCode
 from tests.bench.machine import tell
 from tests.conftest import ROOT
 from tests.e2e.program import Start

@@ -38,13 +38,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from hpcrl.cluster.layout import RoleLayout
-from hpcrl.comm import weights
-from hpcrl.comm.weights import Channel, Receiving, Schedule, Sending
+from hpcrl.comm import weight_transfer
+from hpcrl.comm.weight_transfer import Channel, Receiving, Schedule, Sending
 from hpcrl.config import parse
 from hpcrl.engines.train.fsdp2.weights import whole_copy
 from hpcrl.planner.generator import update_traffic
 from hpcrl.planner.shapes import read_shape
-from hpcrl.spec.weights import Box, Held, Need, everything
+from hpcrl.spec.weight_layout import Box, Held, Need, everything
 from tests.bench.machine import tell
 from tests.planner.models import PUBLISHED
 
@@ -114,7 +114,7 @@ class Rank:
         self.loaded: dict[str, Tensor] = {}
         self.group = _group(store, "all", range(size), rank)
         self.step_bytes = min(STEP_BYTES, mib << 20)
-        weights.BUCKET_BYTES = STEP_BYTES
+        weight_transfer.BUCKET_BYTES = STEP_BYTES
         if generators:
             self._join(store, generators, tensor)
         else:

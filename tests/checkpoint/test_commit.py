@@ -17,7 +17,7 @@ import pytest
 from hpcrl.checkpoint.commit import Facts, begin, commit, find_latest, list_files, seal_files
 from hpcrl.checkpoint.failpoint import FAILPOINTS, failpoint
 from hpcrl.checkpoint.state import STATE, encode_state, read_state
-from hpcrl.files import steps_in
+from hpcrl.system.files import steps_in
 
 SAVE = """
 import sys

@@ -13,8 +13,8 @@ import pytest
 
 from hpcrl.checkpoint.commit import find_latest
 from hpcrl.checkpoint.lineage import abandon_after
-from hpcrl.files import steps_in
-from hpcrl.rundir import check_run, close_run, open_run
+from hpcrl.run_folder import check_run, close_run, open_run
+from hpcrl.system.files import steps_in
 from tests.checkpoint.test_commit import check_whole, flip, save
 from tests.checkpoint.test_lineage import make_run, metric_steps
 

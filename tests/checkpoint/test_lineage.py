@@ -10,7 +10,7 @@ import pytest
 
 from hpcrl.checkpoint.commit import find_latest
 from hpcrl.checkpoint.lineage import abandon_after, cut_metrics, gaps
-from hpcrl.files import steps_in
+from hpcrl.system.files import steps_in
 from tests.checkpoint.test_commit import flip, save
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hpcrl.cluster.layout import RoleLayout, check_layout
 from hpcrl.config import Config, ConfigError, load, parse
-from hpcrl.rank0 import _survivable
+from hpcrl.controller.main import _survivable
 from hpcrl.spec.tables import ROLES
 
 KL = "algorithm.kl_loss_coef=.1"

@@ -1,4 +1,4 @@
-"""Every built-in environment keeps the protocol of hpcrl.envs.base, whatever a model writes."""
+"""Every built-in environment keeps the protocol of hpcrl.envs.environment, whatever a model writes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from hpcrl.config import EnvConfig
-from hpcrl.envs.base import Env
-from hpcrl.envs.making import make_env
-from hpcrl.roles.dialogue import as_messages
+from hpcrl.envs.environment import Env
+from hpcrl.envs.factory import make_env
 from hpcrl.spec.tables import ENVS
+from hpcrl.workers.dialogue import as_messages
 
 ROW = {"prompt": "?", "answer": "4", "messages": [{"role": "user", "content": "?"}], "extra": {}}
 MAX_TURNS = 12

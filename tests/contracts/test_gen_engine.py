@@ -1,4 +1,4 @@
-"""What every generation engine promises (hpcrl/engines/gen/base.py), checked on each of them."""
+"""What every generation engine promises (hpcrl/engines/gen/generation_engine.py), checked on each of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpcrl.engines.gen.base import GenEngine, Output, Request, SamplingParams, SharesWeights, ShowsWeights
+from hpcrl.engines.gen.generation_engine import GenEngine, Output, Request, SamplingParams, SharesWeights, ShowsWeights
 from hpcrl.rollout.types import FinishReason
 from hpcrl.spec.tables import GEN_ENGINES
 from tests.contracts import factories

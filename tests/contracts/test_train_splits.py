@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hpcrl.config import Config
-from hpcrl.engines.train.base import TrainEngine
+from hpcrl.engines.train.training_engine import TrainEngine
 from hpcrl.rollout.batch import Batch, MicroBatches, Norms
 from hpcrl.spec.division import Division
 from hpcrl.spec.tables import TRAIN_ENGINES

@@ -306,7 +306,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     (tmp_path / "disk").mkdir()
     with small_file_system(tmp_path / "disk", 4) as disk:
         words = ("--to", "megatron", "--checkpoint", tmp_path / "model", "--output", disk / "out", "--shard-gb", "3e-3")
-        monkeypatch.setattr("hpcrl.files.CONTENDED_S", 0.0)
+        monkeypatch.setattr("hpcrl.system.files.CONTENDED_S", 0.0)
         assert run(*words) == 2
         assert f"--output {disk}/out needs another 0.00518 GB: the file system has 0.00419 GB free" in (
             capsys.readouterr().err

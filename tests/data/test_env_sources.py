@@ -10,8 +10,8 @@ from hpcrl.config import EnvConfig, parse
 from hpcrl.data import read_splits
 from hpcrl.data.env_sources import HALF, SEED_COLUMN
 from hpcrl.data.tasks import make_task
-from hpcrl.envs.making import make_env, validate_envs
-from hpcrl.rewards.router import validate_rewards
+from hpcrl.envs.factory import make_env, validate_envs
+from hpcrl.rewards.serving.router import validate_rewards
 
 
 def rows(path: str, split: str = "train", seed: int = 0, count: int = 50, **options: Any) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ import pytest
 from hpcrl.data.chat import encode, render
 from hpcrl.data.reasoning import TurnTexts
 from hpcrl.data.template_forms import TemplateRefusal
-from hpcrl.rewards.extract import after_thinking
+from hpcrl.rewards.grading.extract import after_thinking
 from tests.templates import TABLE, tokenizer_of
 
 ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|start|>assistant<|channel|>final<|message|>"

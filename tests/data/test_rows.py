@@ -13,13 +13,13 @@ import msgspec
 import pytest
 
 from hpcrl.config import Config, DataConfig, DataSource
-from hpcrl.control.queues import MAX_MESSAGE_BYTES
+from hpcrl.controller.generation import training_sampling
 from hpcrl.data import PromptSource, check_shares, read_splits
 from hpcrl.data.rows import MAX_ROW_BYTES, RowSet, domain_shares
 from hpcrl.data.tasks import GeneratedTask
+from hpcrl.messaging.queues import MAX_MESSAGE_BYTES
 from hpcrl.rollout.admission import admissions
 from hpcrl.rollout.types import Disposition, make_sample_id
-from hpcrl.runtime.generation import training_sampling
 
 USER = [{"role": "user", "content": "2+2?"}]
 

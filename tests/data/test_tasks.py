@@ -9,7 +9,7 @@ import pytest
 
 from hpcrl.config import RewardConfig
 from hpcrl.data.tasks import BROKEN_REASONING_GYM, make_task
-from hpcrl.rewards.base import RewardItem, make_reward
+from hpcrl.rewards.reward import RewardItem, make_reward
 
 
 def rows(name: str, seed: int, split: str, count: int, **options) -> list[dict]:

@@ -17,8 +17,8 @@ class Threads:
     """The worlds of the ranks, and a way to have every rank do something at once."""
 
     def __init__(self, folder: Path, size: int = SIZE):
-        from hpcrl.control.bootstrap import Place
-        from hpcrl.control.world import join
+        from hpcrl.messaging.bootstrap import Place
+        from hpcrl.messaging.world import join
 
         self._size, self._pool = size, ThreadPoolExecutor(size)
         self.worlds = self.every(

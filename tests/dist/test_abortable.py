@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hpcrl.comm.transfer import blames_peer
-from hpcrl.control.abortable import BLOCKING_WAIT, AbortableGroup, GroupLost, blocking_wait
+from hpcrl.messaging.abortable import BLOCKING_WAIT, AbortableGroup, GroupLost, blocking_wait
 from tests.bench.gpu.peers import SURVIVED, pair
 from tests.dist.conftest import SIZE, Threads
 

@@ -19,7 +19,7 @@ AGENT = """
 import dataclasses, json, os, sys
 from pathlib import Path
 from hpcrl.node.agent import Agent
-from hpcrl.signals import noted
+from hpcrl.system.signals import noted
 folder, programs, options = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
 parent = [sys.executable, "-c", sys.argv[4], sys.argv[2]] if sys.argv[4] else []
 argv = lambda rank: [sys.executable, "-c", programs[rank]] if programs[rank] else [str(folder / "missing")]
@@ -62,7 +62,7 @@ POLITE = HEAD + (
     "signal.signal(signal.SIGTERM, lambda *_: (folder / 'asked').touch()); up(); wait('asked'); wait('end')\n"
     "sys.exit(5)"
 )
-BEATING = HEAD + "from hpcrl.control.trace import Trace; Trace.of_process().enter('Burst', 3); up()\n"
+BEATING = HEAD + "from hpcrl.messaging.trace import Trace; Trace.of_process().enter('Burst', 3); up()\n"
 
 
 def until(condition: Callable[[], bool], what: str, seconds: float = 20) -> None:
@@ -362,11 +362,11 @@ def test_an_earlier_start_in_the_same_folder_is_forgotten(node: Node) -> None:
 
 @pytest.mark.slow
 def test_a_loss_is_told_to_the_controller_even_if_it_comes_up_later(node: Node) -> None:
-    from hpcrl.control import queues
-    from hpcrl.control.bootstrap import make_key_file
-    from hpcrl.control.intake import Intake
-    from hpcrl.control.messages import Event, Lost
-    from hpcrl.control.world import CONTROLLER_QUEUE
+    from hpcrl.messaging import queues
+    from hpcrl.messaging.bootstrap import make_key_file
+    from hpcrl.messaging.mailbox_server import Intake
+    from hpcrl.messaging.messages import Event, Lost
+    from hpcrl.messaging.world import CONTROLLER_QUEUE
 
     node.start(CONTROLLER, HEAD + "up(); sys.exit(3)")
     node.pid(1)

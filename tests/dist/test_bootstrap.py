@@ -21,9 +21,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpcrl.control.bootstrap import ENDPOINT, Place, find_place, make_key_file, share_endpoint
-from hpcrl.exitcodes import ExitCode
-from hpcrl.files import backed_off_s
+from hpcrl.messaging.bootstrap import ENDPOINT, Place, find_place, make_key_file, share_endpoint
+from hpcrl.system.exit_codes import ExitCode
+from hpcrl.system.files import backed_off_s
 
 Environ = dict[str, str]
 
@@ -156,8 +156,8 @@ def place_of(rank: int) -> Place:
 
 def join_all(folder: Path, delay_s: float) -> list[str]:
     """Ranks 1 and 2 look for the store, rank 0 comes later; returns what each found in the store under its own rank."""
-    from hpcrl.control.messages import Leave
-    from hpcrl.control.world import join, rank_queue
+    from hpcrl.messaging.messages import Leave
+    from hpcrl.messaging.world import join, rank_queue
 
     def run(rank: int) -> str:
         time.sleep(delay_s * (rank == 0))
@@ -187,8 +187,8 @@ def test_a_second_start_in_the_same_folder_meets_at_its_own_store(tmp_path: Path
 
 @pytest.mark.slow
 def test_a_store_of_another_world_at_the_same_port_is_not_taken(tmp_path: Path) -> None:
-    from hpcrl.control import queues
-    from hpcrl.control.bootstrap import WORLD_KEY
+    from hpcrl.messaging import queues
+    from hpcrl.messaging.bootstrap import WORLD_KEY
 
     other = queues.serve("127.0.0.1", 10)
     endpoint = {"host": "127.0.0.1", "port": other.port, "key_file": "key", "world": "mine"}
@@ -211,7 +211,7 @@ def test_waiting_for_rank_0_has_an_end(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_waiting_for_rank_0_does_not_count_a_pause_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hpcrl.control import bootstrap, queues
+    from hpcrl.messaging import bootstrap, queues
 
     server = queues.serve("127.0.0.1", 10)
     server.set(bootstrap.WORLD_KEY, "mine")
@@ -231,7 +231,7 @@ def test_waiting_for_rank_0_does_not_count_a_pause_of_the_job(tmp_path: Path, mo
 @pytest.mark.slow
 @pytest.mark.parametrize("hosted", [False, True], ids=["own store", "torchrun's store"])
 def test_torchrun_shares_through_its_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hosted: bool) -> None:
-    from hpcrl.control import queues
+    from hpcrl.messaging import queues
 
     server = queues.serve("127.0.0.1", 20)
     port = server.port
@@ -259,7 +259,7 @@ def test_torchrun_shares_through_its_store(monkeypatch: pytest.MonkeyPatch, tmp_
 def prepare_run(run_dir: Path, max_steps: int, *more: str) -> int:
     """What the launcher does before it starts ranks; returns the attempt."""
     from hpcrl.launch.prepare import prepare
-    from hpcrl.rundir import close_run, open_run
+    from hpcrl.run_folder import close_run, open_run
 
     words = ["+experiment=demo_sft", f"run_dir={run_dir}", f"max_steps={max_steps}", "sft.batch_size=8"]
     words += ["eval_every=0", "sft.stop_score=null", *more]

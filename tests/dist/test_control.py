@@ -21,12 +21,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcrl.control import intake as intakes
-from hpcrl.control import messages as m
-from hpcrl.control import queues
-from hpcrl.control.intake import Arrival, Arrivals, Intake, Push, SenderEnded, connect
-from hpcrl.control.queues import Inbox, ReaderLost, Sender, StoreLost
-from hpcrl.exitcodes import ExitCode
+from hpcrl.messaging import mailbox_server as intakes
+from hpcrl.messaging import messages as m
+from hpcrl.messaging import queues
+from hpcrl.messaging.mailbox_server import Arrival, Arrivals, Intake, Push, SenderEnded, connect
+from hpcrl.messaging.queues import Inbox, ReaderLost, Sender, StoreLost
+from hpcrl.system.exit_codes import ExitCode
 
 KEY, QUEUE = b"k" * 32, "rank/1"
 NO_QUEUE = b"there is no such queue"
@@ -40,8 +40,8 @@ sys.stdin.read()
 """
 WATCHED = """
 import sys, time
-from hpcrl.control.queues import connect
-from hpcrl.control.watch import StoreWatch
+from hpcrl.messaging.queues import connect
+from hpcrl.messaging.watch import StoreWatch
 watch = StoreWatch(connect("127.0.0.1", int(sys.argv[1]), 20), "rank 7 on here", lambda: "Burst #3", 1.0)
 print("up", flush=True)
 if sys.argv[2] == "stop": watch.stop()

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from hpcrl.clock import AwakeClock
-from hpcrl.control.background import Background
-from hpcrl.control.controller import MAX_TAKEN, Controller, RankFailed, RankLost, RankSilent
-from hpcrl.control.intake import Push, SenderEnded
-from hpcrl.control.messages import Advantages, Burst, Done, Failed, Forget, Joined, Lost, Scored, ScoredSample
-from hpcrl.control.queues import Sender
-from hpcrl.control.world import CONTROLLER_QUEUE
+from hpcrl.messaging.background import Background
+from hpcrl.messaging.dispatcher import MAX_TAKEN, Controller, RankFailed, RankLost, RankSilent
+from hpcrl.messaging.mailbox_server import Push, SenderEnded
+from hpcrl.messaging.messages import Advantages, Burst, Done, Failed, Forget, Joined, Lost, Scored, ScoredSample
+from hpcrl.messaging.queues import Sender
+from hpcrl.messaging.world import CONTROLLER_QUEUE
+from hpcrl.system.clock import AwakeClock
 
 
 @pytest.fixture
@@ -219,7 +219,7 @@ def test_a_rank_that_cannot_be_reached_is_given_up_with_the_reason(
     def dial(queue: str) -> Push:
         raise OSError("no route to host")
 
-    monkeypatch.setattr("hpcrl.control.controller.CAUSE_S", 0.2)
+    monkeypatch.setattr("hpcrl.messaging.dispatcher.CAUSE_S", 0.2)
     world = replace(threads.worlds[0], sender=Sender(dial, b"k" * 32, 0))
     controller = Controller(world, lambda rank: (), command_s=4.0, start_s=20.0, survivable=lambda *_: not needed)
     controller.built = True
@@ -238,7 +238,7 @@ def test_a_peer_whose_process_has_ended_is_the_cause_of_a_failure(
     threads: Any, monkeypatch: pytest.MonkeyPatch, closed: bool
 ) -> None:
     """No agent tells of it under torchrun; before, the rank that had waited for it was named."""
-    monkeypatch.setattr("hpcrl.control.controller.CAUSE_S", 0.2)
+    monkeypatch.setattr("hpcrl.messaging.dispatcher.CAUSE_S", 0.2)
     controller = make_controller(threads)
     if closed:
         threads.worlds[0].intake.queue(CONTROLLER_QUEUE).put(SenderEnded(2, "closed", "its connection has ended"))

@@ -21,8 +21,8 @@ from datetime import timedelta
 from pathlib import Path
 import psutil, torch
 import torch.distributed as dist
-from hpcrl.control.bootstrap import Place
-from hpcrl.control.world import join
+from hpcrl.messaging.bootstrap import Place
+from hpcrl.messaging.world import join
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
 def connections():
     return sum(c.status == "ESTABLISHED" for c in psutil.Process().net_connections(kind="tcp"))
@@ -103,8 +103,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from hpcrl.control.bootstrap import Place
-from hpcrl.control.world import join
+from hpcrl.messaging.bootstrap import Place
+from hpcrl.messaging.world import join
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
 distributed_c10d.default_pg_timeout = timedelta(seconds=2)  # torch's is 30 minutes, NCCL's 10
 world = join(Place("rank", "agent", rank, 0, 1), 2, folder, start_s=60, store_s=60, command_s=2)

@@ -18,11 +18,11 @@ from hpcrl import run
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import load
 from hpcrl.config.abilities import check_built
-from hpcrl.exitcodes import ExitCode
 from hpcrl.node import gpus
 from hpcrl.node.gpus import HIDING, GpuNeeds, TorchBuild, look, unusable
-from hpcrl.rundir import close_run, open_run
+from hpcrl.run_folder import close_run, open_run
 from hpcrl.spec.extras import install, version_of
+from hpcrl.system.exit_codes import ExitCode
 from tests.dist.test_bootstrap import torchrun
 from tests.gpu_nodes import FREE, STUCK, GpuNode
 

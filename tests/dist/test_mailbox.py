@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from hpcrl.control.mailbox import CHUNK_BYTES
-from hpcrl.control.messages import Response, TurnDelta
-from hpcrl.control.world import World
+from hpcrl.messaging.mailbox import CHUNK_BYTES
+from hpcrl.messaging.messages import Response, TurnDelta
+from hpcrl.messaging.world import World
 from tests.dist.conftest import Threads
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.node.memory import OutOfMemoryKills, memory_limit
+from hpcrl.node.host_memory import OutOfMemoryKills, memory_limit
 from tests.dist.test_agent import AGENT, HEAD
 
 MEMINFO = "MemTotal:       2000 kB\nMemFree:         100 kB\n"

@@ -14,10 +14,10 @@ import psutil
 import pytest
 import torch
 
-from hpcrl.control import queues
-from hpcrl.control.bootstrap import Place
-from hpcrl.control.network import NoInterfaceError, choose, interfaces, is_loopback, listen, own_network, unreachable
-from hpcrl.control.world import World, join
+from hpcrl.messaging import queues
+from hpcrl.messaging.bootstrap import Place
+from hpcrl.messaging.network import NoInterfaceError, choose, interfaces, is_loopback, listen, own_network, unreachable
+from hpcrl.messaging.world import World, join
 
 TWO = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.0.0.5", "fd00::5"], "ib0": ["10.1.0.5"]}
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from hpcrl.control.messages import Lost
-from hpcrl.control.processes import born, state
-from hpcrl.control.siblings import SiblingWatch
+from hpcrl.messaging.messages import Lost
+from hpcrl.messaging.processes import born, state
+from hpcrl.messaging.siblings import SiblingWatch
 
 RENAMED = r"printf '\xfc) Z (' > /proc/$$/comm; read -r"
 """A process of a name that is neither UTF-8 nor easy to tell from what follows it."""

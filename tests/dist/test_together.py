@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpcrl.comm.together import Transfer, begin, make_communicator
-from hpcrl.control.abortable import AbortableGroup, GroupLost
+from hpcrl.comm.batched_p2p import Transfer, begin, make_communicator
+from hpcrl.messaging.abortable import AbortableGroup, GroupLost
 from tests.dist.conftest import SIZE, Threads
 from tests.dist.like_nccl import WHOLE, LikeNCCL
 

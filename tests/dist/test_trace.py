@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.control.trace import Activity, Trace, new_page, read_trace
+from hpcrl.messaging.trace import Activity, Trace, new_page, read_trace
 
 WRITER = """
 import sys
-from hpcrl.control.trace import Trace
+from hpcrl.messaging.trace import Trace
 trace = Trace(int(sys.argv[1]))
 print("up", flush=True)
 while True:

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcrl.comm.transfer import Fabric
-from hpcrl.control.messages import Move
+from hpcrl.messaging.messages import Move
 from tests.dist.conftest import SIZE, Threads
 
 TOKEN_FIELDS = [
@@ -148,10 +148,10 @@ MEMBER = """
 import json, os, sys, time
 from pathlib import Path
 import numpy as np
-from hpcrl.control.bootstrap import Place
-from hpcrl.control.messages import Move
+from hpcrl.messaging.bootstrap import Place
+from hpcrl.messaging.messages import Move
 from hpcrl.comm.transfer import Fabric, PeerLost
-from hpcrl.control.world import join
+from hpcrl.messaging.world import join
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
 LENGTH, FIELDS = 1 << 20, [("token_ids", np.dtype(np.int32))]
 world = join(Place("rank", "agent", rank, 0, 1), 3, folder, start_s=60, store_s=60, command_s=20)

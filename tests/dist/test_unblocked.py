@@ -11,18 +11,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from hpcrl.control import unblocked
-from hpcrl.control.intake import Dialer
-from hpcrl.control.messages import Export
-from hpcrl.control.queues import ReaderLost, Sender, serve
+from hpcrl.messaging import unblocked
+from hpcrl.messaging.mailbox_server import Dialer
+from hpcrl.messaging.messages import Export
+from hpcrl.messaging.queues import ReaderLost, Sender, serve
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 
 KEY, QUEUE = b"k" * 32, "rank/1"
 READER = """
-from hpcrl.control.intake import Intake
-from hpcrl.control.messages import Command
-from hpcrl.control.queues import Inbox
+from hpcrl.messaging.mailbox_server import Intake
+from hpcrl.messaging.messages import Command
+from hpcrl.messaging.queues import Inbox
 key = b"k" * 32
 own = Intake("127.0.0.1", key)
 inbox = Inbox(own.queue("rank/1"), "rank/1", key, Command)

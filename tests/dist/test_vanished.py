@@ -13,10 +13,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from hpcrl.control.intake import Intake, SenderEnded, connect
-from hpcrl.control.messages import Event, Export, Joined
-from hpcrl.control.queues import Inbox, Sender
-from hpcrl.control.vanished import VanishedWatch
+from hpcrl.messaging.mailbox_server import Intake, SenderEnded, connect
+from hpcrl.messaging.messages import Event, Export, Joined
+from hpcrl.messaging.queues import Inbox, Sender
+from hpcrl.messaging.vanished import VanishedWatch
 from tests.e2e.cutting_off import cut_off
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
@@ -25,9 +25,9 @@ KEY, DEADLINE_S = b"k" * 32, 3.0
 SLACK_S = 5.0  # for a box whose cores are busy
 OTHER = """
 import sys, time
-from hpcrl.control.intake import Intake, connect
-from hpcrl.control.messages import Joined
-from hpcrl.control.queues import Sender
+from hpcrl.messaging.mailbox_server import Intake, connect
+from hpcrl.messaging.messages import Joined
+from hpcrl.messaging.queues import Sender
 key, own = b"k" * 32, Intake("127.0.0.1", b"k" * 32)
 own.queue("rank/1")
 sender = Sender(lambda queue: connect("127.0.0.1", int(sys.argv[1]), queue, key, 1, 30, 30), key, 1)

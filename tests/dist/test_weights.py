@@ -15,13 +15,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpcrl.comm import weights, weights_check
-from hpcrl.comm.weights import Channel, Receiving, Schedule, Sending, connect, inside, receive_layout, send_layout
-from hpcrl.comm.weights_check import LoadedSums, add_sums, checksum, held_sums
-from hpcrl.control.abortable import AbortableGroup
-from hpcrl.control.world import World
+from hpcrl.comm import weight_checksums, weight_transfer
+from hpcrl.comm.weight_checksums import LoadedSums, add_sums, checksum, held_sums
+from hpcrl.comm.weight_transfer import (
+    Channel,
+    Receiving,
+    Schedule,
+    Sending,
+    connect,
+    inside,
+    receive_layout,
+    send_layout,
+)
+from hpcrl.messaging.abortable import AbortableGroup
+from hpcrl.messaging.world import World
 from hpcrl.rollout.store import RolloutReader
-from hpcrl.spec.weights import Box, Held, Need, everything
+from hpcrl.spec.weight_layout import Box, Held, Need, everything
 from tests.dist.conftest import SIZE, Threads
 from tests.dist.like_nccl import WHOLE, LikeNCCL
 from tests.planner.measuring import peak_bytes
@@ -120,7 +129,7 @@ def all_of(named: Named, dtype: str = "") -> list[Need]:
 
 @pytest.fixture
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "BUCKET_BYTES", 256)
+    monkeypatch.setattr(weight_transfer, "BUCKET_BYTES", 256)
 
 
 @pytest.mark.parametrize("rows", [False, True], ids=["copies", "rows"])
@@ -193,7 +202,7 @@ def test_one_communicator_carries_an_update_in_a_batch_a_step(
 ) -> None:
     """Ranks 0 and 2 train, rank 1 generates: besides the steps, each rank connects and, of the layout, sends or gets
     its size and itself; rank 2 only connects."""
-    monkeypatch.setattr(weights, "_device", lambda group: torch.device("cpu"))
+    monkeypatch.setattr(weight_transfer, "_device", lambda group: torch.device("cpu"))
     named = make_weights("float32")
     groups: dict[int, LikeNCCL] = {}
 
@@ -225,7 +234,7 @@ def test_ranks_of_a_replica_that_also_train_send_to_each_other(
     request: pytest.FixtureRequest,
 ) -> None:
     """All ranks train, ranks 0 and 1 generate; their checksums are those of the trainers, too."""
-    monkeypatch.setattr(weights, "_device", lambda group: torch.device("cpu"))
+    monkeypatch.setattr(weight_transfer, "_device", lambda group: torch.device("cpu"))
     named = make_weights("float32")
     layout, needs = layout_of(named, range(SIZE), True), [all_of(named, "bfloat16")] * 2
 
@@ -341,7 +350,7 @@ def test_a_checksum_takes_little_memory_however_large_a_row_is(monkeypatch: pyte
     experts = torch.randn(2, 64, 512)
     box = ((1, 3), (0, 64), (3, 515))
     expected = checksum(experts.bfloat16(), box, (4, 64, 520))
-    monkeypatch.setattr(weights_check, "CHUNK", 1 << 12)
+    monkeypatch.setattr(weight_checksums, "CHUNK", 1 << 12)
     found: list[Tensor] = []
     peak = peak_bytes(
         lambda: found.append(checksum(experts, box, (4, 64, 520), torch.bfloat16)), tmp_path / "trace.json"

@@ -7,9 +7,9 @@ from collections import Counter
 import pytest
 import torch
 
-from hpcrl.comm.weights import Channel, Schedule
-from hpcrl.comm.weights_plan import padded, plan_pieces
-from hpcrl.spec.weights import Box, Held, Need, count, everything
+from hpcrl.comm.weight_plan import padded, plan_pieces
+from hpcrl.comm.weight_transfer import Channel, Schedule
+from hpcrl.spec.weight_layout import Box, Held, Need, count, everything
 
 SHAPES = [(12, 7), (1,), (9, 4, 3), (0, 4), (), (40,), (64, 64)]
 ALL = [Need("bfloat16", (everything(shape),)) for shape in SHAPES]

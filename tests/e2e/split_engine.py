@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hpcrl.config import Config
-from hpcrl.engines.gen.base import Output, ReplicaRanks, Request
+from hpcrl.engines.gen.generation_engine import Output, ReplicaRanks, Request
 from hpcrl.engines.gen.native.engine import NativeEngine
 from hpcrl.engines.gen.native.engine import make as make_native
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from hpcrl.algorithms import functional as F
-from hpcrl.algorithms.base import AllSum, Credit, RewardTable, model_tokens, required
+from hpcrl.algorithms.interface import AllSum, Credit, RewardTable, model_tokens, required
 from hpcrl.metrics.stats import Stats
 from hpcrl.rollout.batch import Batch
 from hpcrl.spec.policy_loss import PolicyLoss

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from hpcrl.exitcodes import ExitCode
 from hpcrl.metrics.log import read_metrics
 from hpcrl.rollout.store import RolloutReader
+from hpcrl.system.exit_codes import ExitCode
 from tests.e2e.program import Start
 from tests.e2e.test_resume import check_accounts
 

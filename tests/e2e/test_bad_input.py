@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from hpcrl.exitcodes import ExitCode
 from hpcrl.launch.__main__ import main
+from hpcrl.system.exit_codes import ExitCode
 from tests.conftest import ROOT
 from tests.e2e.program import Start
 

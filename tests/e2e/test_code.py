@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.exitcodes import ExitCode
 from hpcrl.metrics.log import read_metrics
 from hpcrl.rollout.store import RolloutReader
+from hpcrl.system.exit_codes import ExitCode
 from tests.conftest import ROOT
 from tests.e2e.program import Start
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hpcrl.exitcodes import ExitCode
 from hpcrl.launch.__main__ import main
+from hpcrl.system.exit_codes import ExitCode
 from tests import in_process
 from tests.conftest import ROOT
 from tests.e2e.program import Start

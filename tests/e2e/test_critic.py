@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForTokenClassification
 
-from hpcrl.exitcodes import ExitCode
-from hpcrl.files import step_name
 from hpcrl.metrics.log import read_metrics
 from hpcrl.rollout.store import RolloutReader
+from hpcrl.system.exit_codes import ExitCode
+from hpcrl.system.files import step_name
 from tests.e2e.program import Start
 from tests.e2e.test_resume import NUM_STEPS, WORDS, Runs, differences, remains, tensors
 

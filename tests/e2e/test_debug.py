@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from hpcrl.exitcodes import ExitCode
-from hpcrl.files import committed_step
 from hpcrl.metrics.log import read_metrics
 from hpcrl.rollout.store import RolloutReader
+from hpcrl.system.exit_codes import ExitCode
+from hpcrl.system.files import committed_step
 from tests.e2e.program import Start
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

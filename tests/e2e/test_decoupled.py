@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpcrl.exitcodes import ExitCode
 from hpcrl.rollout.store import RolloutReader
+from hpcrl.system.exit_codes import ExitCode
 from tests.e2e.program import Start
 from tests.e2e.test_resume import WORDS
 

@@ -14,10 +14,10 @@ import msgspec
 import pytest
 
 from hpcrl.checkpoint.commit import find_latest
-from hpcrl.control import messages, queues
-from hpcrl.control.intake import Dialer
-from hpcrl.exitcodes import ExitCode
+from hpcrl.messaging import messages, queues
+from hpcrl.messaging.mailbox_server import Dialer
 from hpcrl.metrics.log import read_metrics
+from hpcrl.system.exit_codes import ExitCode
 from tests.conftest import ROOT
 from tests.disks import small_file_system
 from tests.e2e.cutting_off import cut_off

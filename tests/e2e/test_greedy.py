@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.exitcodes import ExitCode
 from hpcrl.metrics.log import read_metrics
 from hpcrl.rollout.store import RolloutReader
 from hpcrl.rollout.types import is_greedy
+from hpcrl.system.exit_codes import ExitCode
 from tests.e2e.program import Start
 from tests.e2e.test_resume import WORDS, Runs, check_accounts, differences, remains
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from hpcrl.checkpoint.state import read_state
-from hpcrl.exitcodes import ExitCode
-from hpcrl.files import committed_step, step_name
 from hpcrl.metrics.log import read_metrics
 from hpcrl.rollout.store import RolloutReader
+from hpcrl.system.exit_codes import ExitCode
+from hpcrl.system.files import committed_step, step_name
 from tests.conftest import ROOT
 from tests.e2e.program import Start
 from tests.e2e.test_resume import WORDS, check_accounts

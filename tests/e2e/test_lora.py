@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hpcrl.exitcodes import ExitCode
-from hpcrl.files import step_name
 from hpcrl.metrics.log import read_metrics
+from hpcrl.system.exit_codes import ExitCode
+from hpcrl.system.files import step_name
 from tests.e2e.program import Start
 from tests.e2e.test_parity import LOGPROBS, WORDS, Outcome, compare, deviation, outcome
 

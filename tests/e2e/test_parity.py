@@ -14,10 +14,10 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from hpcrl.files import step_name
 from hpcrl.metrics.log import read_metrics
 from hpcrl.rollout.batch import Batch
 from hpcrl.rollout.store import RolloutReader
+from hpcrl.system.files import step_name
 from tests.e2e.program import Start
 
 pytestmark = [pytest.mark.slow, pytest.mark.numerics, pytest.mark.timeout(400)]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.exitcodes import ExitCode
-from hpcrl.files import steps_in
 from hpcrl.metrics.log import read_metrics
 from hpcrl.rollout.store import RolloutReader
+from hpcrl.system.exit_codes import ExitCode
+from hpcrl.system.files import steps_in
 from tests.e2e.test_resume import WORDS, Runs, differences, remains
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.exitcodes import ExitCode
 from hpcrl.metrics.log import read_metrics
+from hpcrl.system.exit_codes import ExitCode
 from tests.conftest import ROOT
 from tests.e2e.program import Start
 from tests.e2e.test_resume import WORDS, check_accounts

@@ -26,12 +26,12 @@ from hpcrl.checkpoint.failpoint import FAILPOINTS
 from hpcrl.checkpoint.state import read_state
 from hpcrl.config import parse
 from hpcrl.data import PromptSource
-from hpcrl.exitcodes import ExitCode
-from hpcrl.files import committed_step, step_name, steps_in
 from hpcrl.metrics.log import read_metrics
-from hpcrl.roles.peaks import PHASES
 from hpcrl.rollout.store import RolloutReader
 from hpcrl.rollout.types import Prompt
+from hpcrl.system.exit_codes import ExitCode
+from hpcrl.system.files import committed_step, step_name, steps_in
+from hpcrl.workers.peaks import PHASES
 from tests.e2e.program import Start
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

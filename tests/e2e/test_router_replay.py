@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hpcrl.exitcodes import ExitCode
-from hpcrl.files import step_name
 from hpcrl.rollout.store import RolloutReader
+from hpcrl.system.exit_codes import ExitCode
+from hpcrl.system.files import step_name
 from tests.e2e.program import Start
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

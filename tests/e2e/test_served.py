@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from hpcrl.data.chat import encode, render
-from hpcrl.exitcodes import ExitCode
-from hpcrl.files import committed_step
 from hpcrl.metrics.log import read_metrics
-from hpcrl.rewards.extract import after_thinking
-from hpcrl.rewards.judge_prompt import NONE, harmless
+from hpcrl.rewards.builtin.judge_prompt import NONE, harmless
+from hpcrl.rewards.grading.extract import after_thinking
 from hpcrl.rollout.store import RolloutReader
+from hpcrl.system.exit_codes import ExitCode
+from hpcrl.system.files import committed_step
 from tests.conftest import ROOT
 from tests.e2e.program import Start
 from tests.echo_judge import make_echo_judge

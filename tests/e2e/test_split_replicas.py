@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.exitcodes import ExitCode
-from hpcrl.files import committed_step, step_name
 from hpcrl.metrics.log import read_metrics
+from hpcrl.system.exit_codes import ExitCode
+from hpcrl.system.files import committed_step, step_name
 from tests.conftest import ROOT
 from tests.e2e.program import Start
 from tests.e2e.test_resume import NUM_STEPS, WORDS, check_accounts, differences, remains

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpcrl.algorithms.specs import POLICY_GRADIENT
-from hpcrl.rewards.base import RewardItem, Score
+from hpcrl.algorithms.spec import POLICY_GRADIENT
+from hpcrl.rewards.reward import RewardItem, Score
 from hpcrl.spec.kinds import AlgorithmSpec
 from hpcrl.spec.policy_loss import PolicyLoss
 

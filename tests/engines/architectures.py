@@ -59,7 +59,7 @@ def tiny_config(family: str, **changes: Any) -> Any:
     """The config of two to four layers, one of each kind."""
     from transformers import CONFIG_MAPPING
 
-    from hpcrl.engines.train.fsdp2.small import small_config
+    from hpcrl.engines.train.fsdp2.small_model import small_config
 
     own = OF_FAMILY.get(family, {})
     full = CONFIG_MAPPING[family](**{k: v for k, v in own.items() if k != "layer_types"}).to_dict()

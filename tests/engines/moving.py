@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from hpcrl.engines.train import moving
+from hpcrl.engines.train import offloading
 
 
 class Left:
@@ -17,18 +17,18 @@ class Left:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._tensors: list[Tensor] = []
-        copied = moving.HostMemory._copied
+        copied = offloading.HostMemory._copied
 
-        def noted(memory: moving.HostMemory, pairs: Mapping[Any, tuple[Tensor, Tensor]]) -> dict[Any, Tensor]:
+        def noted(memory: offloading.HostMemory, pairs: Mapping[Any, tuple[Tensor, Tensor]]) -> dict[Any, Tensor]:
             done = copied(memory, pairs)
             self.note(*(tensor for tensor, _ in pairs.values()))
             return done
 
-        monkeypatch.setattr(moving.HostMemory, "_copied", noted)
+        monkeypatch.setattr(offloading.HostMemory, "_copied", noted)
 
     def note(self, *tensors: Tensor) -> None:
         """They have moved."""
-        self._tensors += [moving._local(tensor) for tensor in tensors]
+        self._tensors += [offloading._local(tensor) for tensor in tensors]
 
     def overwrite(self) -> int:
         """Returns how many bytes they were."""

@@ -79,7 +79,7 @@ def step_of_torch(folder: Path, batch: Any) -> tuple[Any, dict[str, Any]]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from hpcrl.algorithms.base import Outputs
+    from hpcrl.algorithms.interface import Outputs
     from tests.engines.worlds import Weighted, norms_of
 
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
@@ -170,7 +170,7 @@ def test_no_family_of_transformers_is_left_out() -> None:
     """Those of the tested version; a newer one may have more."""
     from importlib.metadata import version
 
-    from hpcrl.spec.families import causal_families
+    from hpcrl.spec.transformers_models import causal_families
 
     if version("transformers") != "5.19.0":
         pytest.skip("the table is of transformers 5.19.0")
@@ -309,9 +309,9 @@ def test_a_small_model_of_a_published_one_can_be_made_and_packed(name: str, tmp_
     from transformers import AutoConfig
 
     from hpcrl.engines.train.fsdp2.exchange import TokenRanks
-    from hpcrl.engines.train.fsdp2.kind import CAUSAL
     from hpcrl.engines.train.fsdp2.model import PackedCausalLM
-    from hpcrl.engines.train.fsdp2.small import REACH, small_config
+    from hpcrl.engines.train.fsdp2.model_kind import CAUSAL
+    from hpcrl.engines.train.fsdp2.small_model import REACH, small_config
     from hpcrl.engines.train.fsdp2.spec import FSDP2Config
     from hpcrl.engines.train.fsdp2.trial import LENGTHS as ROWS
     from hpcrl.engines.train.fsdp2.trial import try_architecture
@@ -336,8 +336,8 @@ def test_an_error_of_a_models_own_code_is_one_line(error: Exception, tmp_path: P
 
     import torch
 
-    from hpcrl.engines.train.fsdp2.kind import Kind
     from hpcrl.engines.train.fsdp2.model import empty_model
+    from hpcrl.engines.train.fsdp2.model_kind import Kind
 
     def fails(*given: Any, **keys: Any) -> None:
         raise error

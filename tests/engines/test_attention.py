@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpcrl.engines import attention
-from hpcrl.engines.attention import causal_attention
-from hpcrl.engines.train.fsdp2.attention import PackedLayout, _Pad, shared_prefixes
+from hpcrl.engines import blocked_attention
+from hpcrl.engines.blocked_attention import causal_attention
+from hpcrl.engines.train.fsdp2.packed_attention import PackedLayout, _Pad, shared_prefixes
 from tests.engines.worlds import make_batch
 from tests.planner.measuring import peak_bytes
 
@@ -78,7 +78,7 @@ def heads(length: int, num_heads: int = 4, num_kv_heads: int = 2) -> list[Tensor
 def test_attention_by_blocks_is_the_formula(
     num_kv_heads: int, window: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "QUERY_BLOCK", 8)
+    monkeypatch.setattr(blocked_attention, "QUERY_BLOCK", 8)
     results = []
     for way in (causal_attention, dense):
         tensors = heads(21, num_kv_heads=num_kv_heads)

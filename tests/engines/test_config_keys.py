@@ -133,7 +133,7 @@ def native(folder: Path, model: Any) -> float:
     """As megatron(), of the responses that the engine draws."""
     import torch
 
-    from hpcrl.engines.gen.base import Request, SamplingParams
+    from hpcrl.engines.gen.generation_engine import Request, SamplingParams
     from hpcrl.engines.gen.native.engine import NativeEngine
 
     engine = NativeEngine(folder, max_slots=4, max_length=64, dtype=torch.float32)

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForTokenClassification
 
-from hpcrl.algorithms.base import Objective, Outputs
+from hpcrl.algorithms.interface import Objective, Outputs
 from hpcrl.config import TrainerConfig
-from hpcrl.engines.train.base import ValueEngine, check_objective
 from hpcrl.engines.train.fsdp2.critic import FSDP2Critic
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
+from hpcrl.engines.train.training_engine import ValueEngine, check_objective
 from hpcrl.metrics.stats import Stats, stat
 from hpcrl.rollout.batch import Batch, Norms
 from tests.checkpoint.writing import write_files

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hpcrl.algorithms.base import Objective, Outputs
+from hpcrl.algorithms.interface import Objective, Outputs
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import ConfigError, TrainerConfig, parse
 from hpcrl.engines.train.deepspeed.spec import DeepSpeedConfig
@@ -163,10 +163,10 @@ def test_a_frozen_engine(
     assert (got - want).abs().max() < (1e-5 if dtype == "float32" else 0.5)
     assert not any(parameter.requires_grad for parameter in engine.module.parameters())
     assert all(tensor.dtype == getattr(torch, dtype) for _, tensor in engine.named_weights())
-    from hpcrl.engines.train.deepspeed import places
+    from hpcrl.engines.train.deepspeed import state_memory
 
     left = _take_turns(monkeypatch)
-    turns = places.HostTurns(engine.module, getattr(engine.model, "optimizer", None), None, torch.device("cpu"))
+    turns = state_memory.HostTurns(engine.module, getattr(engine.model, "optimizer", None), None, torch.device("cpu"))
     for turn in (lambda: turns.offload(weights=True), turns.onload):
         turn()
         assert left.overwrite() >= engine.num_parameters * getattr(torch, dtype).itemsize
@@ -236,12 +236,12 @@ def test_turns_with_a_generator_change_nothing(
 ) -> None:
     """On a CPU nothing has to move: here all memory moves to other memory, and what was left behind is overwritten. A
     tensor that still used it would make the results NaN."""
-    from hpcrl.engines.train.deepspeed import places
+    from hpcrl.engines.train.deepspeed import state_memory
 
     left = _take_turns(monkeypatch)
     batch = make_batch(LENGTHS)
     stays, moves = (make_engine(folder, case, param_dtype=dtype) for _ in range(2))
-    turns, moved = places.HostTurns(moves.module, moves.model.optimizer, moves.optimizer, torch.device("cpu")), []
+    turns, moved = state_memory.HostTurns(moves.module, moves.model.optimizer, moves.optimizer, torch.device("cpu")), []
     for _ in range(2):
         for engine in (stays, moves):
             engine.train_step(batch, PLAN, Weighted(TEMPERATURE, entropy=True), norms_of(batch))

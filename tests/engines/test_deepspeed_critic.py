@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hpcrl.config import TrainerConfig, parse
-from hpcrl.engines.train.base import ValueEngine, check_objective
 from hpcrl.engines.train.deepspeed.spec import DeepSpeedConfig
+from hpcrl.engines.train.training_engine import ValueEngine, check_objective
 from hpcrl.launch.model_folder import inspect_model
-from hpcrl.planner.critic import critic_parts
 from hpcrl.planner.shapes import read_shape
+from hpcrl.planner.trainer import critic_parts
 from hpcrl.rollout.batch import Batch, Norms
 from tests.checkpoint.writing import write_files
 from tests.contracts.train import deepspeed

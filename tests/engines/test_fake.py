@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hpcrl.engines.gen.base import Request, SamplingParams
-from hpcrl.engines.gen.fake import engine as fake
-from hpcrl.engines.gen.fake.engine import FakeEngine, long_tailed
+from hpcrl.engines.gen.fake_generator import engine as fake
+from hpcrl.engines.gen.fake_generator.engine import FakeEngine, long_tailed
+from hpcrl.engines.gen.generation_engine import Request, SamplingParams
 
 
 def request(number: int, longest: int = 4096) -> Request:

@@ -21,17 +21,17 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from transformers import AutoModelForCausalLM
 
 from hpcrl.config import TrainerConfig
+from hpcrl.controller.balance import balance, micro_batches
 from hpcrl.engines import varlen
-from hpcrl.engines.train.base import check_segments
 from hpcrl.engines.train.fsdp2 import checkpoint, model, probe
 from hpcrl.engines.train.fsdp2 import engine as fsdp2
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
 from hpcrl.engines.train.fsdp2.weights import whole_copy
 from hpcrl.engines.train.schedule import learning_rate
-from hpcrl.files import is_storage_error
+from hpcrl.engines.train.training_engine import check_segments
 from hpcrl.rollout.batch import Batch
-from hpcrl.runtime.balance import balance, micro_batches
+from hpcrl.system.files import is_storage_error
 from tests.checkpoint.writing import write_files
 from tests.engines.worlds import (
     FAMILIES,

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import TrainerConfig, parse
 from hpcrl.config.reading import ConfigError
-from hpcrl.engines.routes import RouteShape
+from hpcrl.engines.expert_routes import RouteShape
 from hpcrl.engines.train.fsdp2 import engine as fsdp2
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.engines.train.fsdp2.exchange import Axis
@@ -23,7 +23,7 @@ from hpcrl.engines.train.fsdp2.spec import FSDP2Config, divide, indivisible_head
 from hpcrl.engines.train.fsdp2.tensor_parallel import TensorParallel
 from hpcrl.engines.train.fsdp2.weights import local
 from hpcrl.rollout.batch import Batch
-from hpcrl.trajectory import FIELDS, declare
+from hpcrl.spec.trajectory import FIELDS, declare
 from tests.contracts.train.fsdp2 import gradients
 from tests.engines.worlds import Weighted, make_batch, make_model_folder, norms_of, run_ranks, worst_difference
 

@@ -17,19 +17,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hpcrl.algorithms.base import Outputs
+from hpcrl.algorithms.interface import Outputs
 from hpcrl.config import LoRAConfig, TrainerConfig
 from hpcrl.convert.__main__ import main as convert
-from hpcrl.engines.gen.base import GenEngine, Output, Request, SamplingParams
+from hpcrl.engines.gen.generation_engine import GenEngine, Output, Request, SamplingParams
 from hpcrl.engines.gen.native.engine import NativeEngine
 from hpcrl.engines.train.fsdp2 import engine as fsdp2
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
-from hpcrl.planner.lora import adapters
+from hpcrl.planner.adapters import adapters
 from hpcrl.planner.shapes import read_shape
-from hpcrl.roles.one_process import OneProcess
 from hpcrl.rollout.batch import Batch, batch_from_samples
 from hpcrl.rollout.types import FinishReason, Sample
+from hpcrl.workers.one_process import OneProcess
 from tests.checkpoint.writing import write_files
 from tests.contracts.test_train_engine import check_contract
 from tests.contracts.train.fsdp2 import gradients

@@ -15,12 +15,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hpcrl.config import TrainerConfig
-from hpcrl.engines.routes import RouteShape
+from hpcrl.engines.expert_routes import RouteShape
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.engines.train.megatron.spec import MegatronConfig
 from hpcrl.rollout.batch import Batch
 from hpcrl.spec.extras import without
-from hpcrl.trajectory import declare
+from hpcrl.spec.trajectory import declare
 from tests.checkpoint.writing import write_files
 from tests.contracts.train import fsdp2, megatron
 from tests.engines.worlds import (
@@ -121,7 +121,7 @@ def test_a_gpu_without_transformer_engine_is_refused_before_megatron_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Megatron-Core builds its layers from names that it has not imported."""
-    from hpcrl.engines.train.megatron.model import check_layers
+    from hpcrl.engines.train.megatron.gpt_model import check_layers
 
     check_layers(on_gpu=False)
     with without("transformer_engine"), pytest.raises(ValueError, match=r"needs transformer_engine: .*megatron\.def"):
@@ -134,7 +134,7 @@ def test_a_gpu_without_transformer_engine_is_refused_before_megatron_fails(
 
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_what_is_recomputed_is_what_the_key_says(on_gpu: bool) -> None:
-    from hpcrl.engines.train.megatron.model import recomputation
+    from hpcrl.engines.train.megatron.gpt_model import recomputation
 
     asked = {value: recomputation(MegatronConfig(recompute=value), on_gpu) for value in ("none", "selective", "full")}
     of_attention = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}

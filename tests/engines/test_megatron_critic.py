@@ -16,9 +16,9 @@ from transformers import AutoConfig
 
 from hpcrl.config import TrainerConfig, parse
 from hpcrl.convert.__main__ import main as convert
-from hpcrl.engines.train.base import ValueEngine, check_objective
 from hpcrl.engines.train.fsdp2.critic import FSDP2Critic
 from hpcrl.engines.train.megatron.spec import MegatronConfig, divide
+from hpcrl.engines.train.training_engine import ValueEngine, check_objective
 from hpcrl.rollout.batch import Batch, Norms
 from tests.checkpoint.writing import write_files
 from tests.contracts.train import megatron

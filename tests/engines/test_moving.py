@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hpcrl.checkpoint.writer import SharedFile
 from hpcrl.config import TrainerConfig
-from hpcrl.engines.train import moving
+from hpcrl.engines.train import offloading
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.engines.train.megatron.spec import MegatronConfig
 from tests.engines.moving import Left
@@ -166,7 +166,7 @@ def memory_of(tensors: dict[str, Tensor]) -> dict[str, int]:
 
 
 def test_host_memory_is_used_again_at_every_turn() -> None:
-    host = moving.HostMemory(torch.device("cpu"))
+    host = offloading.HostMemory(torch.device("cpu"))
     state = {"weights": torch.randn(3, 5), "counter": torch.tensor(1), "none": torch.empty(0, 4)}
     first = host.to_host(state)
     assert all(torch.equal(first[name], state[name]) for name in state)
@@ -184,7 +184,7 @@ def test_host_memory_is_used_again_at_every_turn() -> None:
 
 
 def test_what_was_never_on_the_device_stays_and_what_was_made_meanwhile_goes_there() -> None:
-    host = moving.HostMemory(torch.device("meta"))
+    host = offloading.HostMemory(torch.device("meta"))
     counter, made = torch.tensor(1.0), torch.ones(2)
     assert host.to_host({"counter": counter})["counter"] is counter
     assert not host._is_away("counter", counter) and host._is_away("made", made)
@@ -225,8 +225,8 @@ def test_memory_is_registered_and_waited_for_once(
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(1))
-    moving._say_refused.cache_clear()
-    host = moving.HostMemory(torch.device("cpu"))
+    offloading._say_refused.cache_clear()
+    host = offloading.HostMemory(torch.device("cpu"))
     state = {str(n): torch.full((n,), float(n)) for n in range(1, 4)}
     for turn in range(1, 3):
         away = host.to_host(state)

@@ -34,7 +34,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from hpcrl.engines.gen.base import Output, Request, SamplingParams
+from hpcrl.engines.gen.generation_engine import Output, Request, SamplingParams
 from hpcrl.engines.gen.native.architecture import read_architecture
 from hpcrl.engines.gen.native.engine import NativeEngine
 from hpcrl.engines.gen.native.families import unsupported
@@ -213,7 +213,7 @@ def test_prompts_that_continue_cached_ones_have_the_logprobs_of_transformers(
     model_folder: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts that begin with those of others, longer than windows and blocks of queries, of unequal lengths."""
-    monkeypatch.setattr("hpcrl.engines.gen.native.attention.QUERY_BLOCK", 16)
+    monkeypatch.setattr("hpcrl.engines.gen.native.paged_attention.QUERY_BLOCK", 16)
     model, folder = model_folder
     engine, start = engine_of(folder), prompt_of(50, 40)
     run(engine, [Request(99, start, SamplingParams(1), seed=0)])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpcrl.engines.gen.base import Output, Request, SamplingParams
+from hpcrl.engines.gen.generation_engine import Output, Request, SamplingParams
 from hpcrl.engines.gen.native.architecture import read_architecture
 from hpcrl.engines.gen.native.blocks import Blocks
 from hpcrl.engines.gen.native.engine import NativeEngine

@@ -15,19 +15,19 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from hpcrl.algorithms.base import Outputs
+from hpcrl.algorithms.interface import Outputs
 from hpcrl.config import TrainerConfig
-from hpcrl.engines.gen.base import Output, Request, SamplingParams
+from hpcrl.engines.expert_routes import RouteShape
+from hpcrl.engines.gen.generation_engine import Output, Request, SamplingParams
 from hpcrl.engines.gen.native.architecture import read_architecture
 from hpcrl.engines.gen.native.engine import NativeEngine
 from hpcrl.engines.gen.native.kv import block_bytes
-from hpcrl.engines.routes import RouteShape
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.engines.train.fsdp2.replay import RouterReplay
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
 from hpcrl.rollout.batch import Batch, batch_from_samples
 from hpcrl.rollout.types import Sample
-from hpcrl.trajectory import FIELDS, declare
+from hpcrl.spec.trajectory import FIELDS, declare
 from tests.engines.test_fsdp2 import worst_difference
 from tests.engines.worlds import VOCAB, Weighted, make_batch, make_model_folder, norms_of, process_group
 

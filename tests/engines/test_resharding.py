@@ -13,9 +13,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from hpcrl.config import TrainerConfig
+from hpcrl.controller.balance import balance
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
-from hpcrl.runtime.balance import balance
 from tests.checkpoint.writing import write_files
 from tests.engines.worlds import Weighted, make_batch, make_model_folder, norms_of, process_group, run_ranks
 

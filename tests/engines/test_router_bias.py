@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hpcrl.algorithms.base import Objective, Outputs
+from hpcrl.algorithms.interface import Objective, Outputs
 from hpcrl.metrics.stats import Stats
 from hpcrl.rollout.batch import Batch, Norms
 from tests.engines.test_megatron import make, weights_of_all_shares, write

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from hpcrl.config import Config, load
-from hpcrl.engines.gen.base import ReplicaRanks, Request, SamplingParams
+from hpcrl.engines.gen.generation_engine import ReplicaRanks, Request, SamplingParams
 from hpcrl.engines.gen.sglang import engine as adapter
 from hpcrl.engines.gen.sglang.child import last_error
 from hpcrl.engines.gen.sglang.server import Made

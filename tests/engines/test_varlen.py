@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention import varlen as torchs
 
 from hpcrl.engines import varlen
-from hpcrl.engines.train.fsdp2.attention import PackedLayout, packed_attention, shared_prefixes
+from hpcrl.engines.train.fsdp2.packed_attention import PackedLayout, packed_attention, shared_prefixes
 from hpcrl.engines.varlen import Setting, find, flash_attn, sequence_by_sequence, starts_of, torch_varlen
 
 pytestmark = pytest.mark.numerics

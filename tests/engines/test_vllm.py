@@ -15,13 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hpcrl.comm.weights_check import LoadedSums, held_sums
+from hpcrl.comm.weight_checksums import LoadedSums, held_sums
 from hpcrl.config import TinyModel, load
-from hpcrl.engines.gen.base import Output, ReplicaRanks, Request, SamplingParams
-from hpcrl.engines.routes import RouteShape
+from hpcrl.engines.expert_routes import RouteShape
+from hpcrl.engines.gen.generation_engine import Output, ReplicaRanks, Request, SamplingParams
 from hpcrl.engines.tiny import make_tiny_model
 from hpcrl.node.devices import show_peers
-from hpcrl.spec.weights import Held, Need, everything
+from hpcrl.spec.weight_layout import Held, Need, everything
 from tests.contracts.gen.vllm import leave_groups
 from tests.engines.test_head_dtype import large_logits
 from tests.engines.test_lora import LORA, check_generator

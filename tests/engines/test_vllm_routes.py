@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hpcrl.engines.gen.base import GenEngine, Output, Request, SamplingParams
+from hpcrl.engines.expert_routes import RouteShape
+from hpcrl.engines.gen.generation_engine import GenEngine, Output, Request, SamplingParams
 from hpcrl.engines.gen.native.engine import NativeEngine
 from hpcrl.engines.gen.vllm.routes import RouteRecorder
-from hpcrl.engines.routes import RouteShape
-from hpcrl.trajectory import declare
+from hpcrl.spec.trajectory import declare
 from tests.contracts.gen.vllm import leave_groups
 from tests.engines.test_fsdp2 import worst_difference
 from tests.engines.test_replay import as_batch, trainer_of

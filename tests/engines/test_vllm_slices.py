@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hpcrl.engines.gen.base import Output, ReplicaRanks, Request, SamplingParams
+from hpcrl.engines.gen.generation_engine import Output, ReplicaRanks, Request, SamplingParams
 from hpcrl.engines.gen.vllm.slices import slices
 from hpcrl.planner.shapes import ModelShape, Parameter, known_shape, read_shape
-from hpcrl.spec.weights import everything
+from hpcrl.spec.weight_layout import everything
 from tests.contracts.gen.vllm import leave_groups
 from tests.engines.test_vllm import HEADS, answers, make_engine, weights_of
 from tests.engines.worlds import make_model_folder, run_ranks

@@ -20,12 +20,12 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hpcrl.algorithms.base import Objective, Outputs
+from hpcrl.algorithms.interface import Objective, Outputs
 from hpcrl.metrics.stats import Stats, stat
 from hpcrl.rollout.batch import Batch, Norms, batch_from_samples
 from hpcrl.rollout.types import FinishReason, Sample
 from hpcrl.spec.tables import TRAIN_ENGINES
-from hpcrl.trajectory import FIELDS, Level
+from hpcrl.spec.trajectory import FIELDS, Level
 
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "gemma2")
 VOCAB = 100

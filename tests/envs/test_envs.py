@@ -10,8 +10,8 @@ import pytest
 
 from hpcrl.config import Config, EnvConfig, parse
 from hpcrl.data import read_splits
-from hpcrl.envs.base import begin
-from hpcrl.envs.making import env_class, make_env, validate_envs
+from hpcrl.envs.environment import begin
+from hpcrl.envs.factory import env_class, make_env, validate_envs
 
 ROW = {"prompt": "?", "answer": "4", "messages": [], "extra": {"level": 3, "answer": "ignored", "size": 9}}
 

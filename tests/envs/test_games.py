@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from hpcrl.config import EnvConfig, parse
-from hpcrl.envs.frozen_lake import FrozenLake
-from hpcrl.envs.making import make_env, validate_envs
-from hpcrl.envs.sokoban import Sokoban
-from hpcrl.envs.specs import FrozenLakeOptions, SokobanOptions
-from hpcrl.envs.tic_tac_toe import TicTacToe
+from hpcrl.envs.factory import make_env, validate_envs
+from hpcrl.envs.games.frozen_lake import FrozenLake
+from hpcrl.envs.games.sokoban import Sokoban
+from hpcrl.envs.games.tic_tac_toe import TicTacToe
+from hpcrl.envs.spec import FrozenLakeOptions, SokobanOptions
 
 PLAIN = {"prompt": "{observation}", "turn": "{observation}", "invalid": "{observation}", "tag": ""}
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from hpcrl.config import EnvConfig
-from hpcrl.envs.base import begin, checked_reset, checked_step
-from hpcrl.envs.making import check_env, make_env
+from hpcrl.envs.environment import begin, checked_reset, checked_step
+from hpcrl.envs.factory import check_env, make_env
 from tests.contracts.test_env import ROW
 
 pytestmark = pytest.mark.outside

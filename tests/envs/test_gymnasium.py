@@ -11,9 +11,9 @@ import pytest
 from gymnasium.spaces import Box, Discrete, Text
 
 from hpcrl.config import EnvConfig, parse
-from hpcrl.envs.frozen_lake import FrozenLake
-from hpcrl.envs.making import check_env, make_env, validate_envs
-from hpcrl.envs.specs import FrozenLakeOptions
+from hpcrl.envs.factory import check_env, make_env, validate_envs
+from hpcrl.envs.games.frozen_lake import FrozenLake
+from hpcrl.envs.spec import FrozenLakeOptions
 
 HERE = "tests.envs.test_gymnasium"
 MOVES = ["Left", "Down", "Right", "Up"]

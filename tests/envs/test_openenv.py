@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hpcrl.config import EnvConfig, parse
-from hpcrl.envs.making import check_env, make_env, validate_envs
+from hpcrl.envs.factory import check_env, make_env, validate_envs
 from tests.contracts.test_env import HOSTILE, ROW, play, play_beside, tagged
 
 URL = "http://127.0.0.1:1"
@@ -131,7 +131,7 @@ def test_an_episode_keeps_the_protocol(corridor: str) -> None:
 
 @pytest.mark.outside
 def test_what_an_environment_does_wrong_reaches_the_role(corridor: str) -> None:
-    from hpcrl.envs.openenv import OpenEnvError
+    from hpcrl.envs.adapters.openenv import OpenEnvError
 
     env = made(corridor, **MOVES)
     env.reset(5)

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from hpcrl.config import EnvConfig, parse
-from hpcrl.envs import remote as client
-from hpcrl.envs.making import check_env, make_env, runs_in
-from hpcrl.envs.remote import RemoteEnvError
-from hpcrl.envs.specs import RemoteOptions
+from hpcrl.envs.adapters import remote as client
+from hpcrl.envs.adapters.remote import RemoteEnvError
+from hpcrl.envs.factory import check_env, make_env, runs_in
+from hpcrl.envs.spec import RemoteOptions
 from hpcrl.launch.env_server import EnvServer, main
 
 ROW = {"prompt": "?", "answer": "4", "messages": [{"role": "user", "content": "?"}], "extra": {"hint": "left"}}

@@ -15,11 +15,11 @@ import pytest
 
 from hpcrl.config import EnvConfig, parse
 from hpcrl.data import read_splits
-from hpcrl.envs.making import make_env, validate_envs
+from hpcrl.envs.factory import make_env, validate_envs
 from hpcrl.envs.swe.bugs import SUBJECTS, repair
 from hpcrl.envs.swe.hidden import split_imports
 from hpcrl.envs.swe.repository import files_of, num_tests
-from hpcrl.envs.swe.rows import problem_of_row
+from hpcrl.envs.swe.row_check import problem_of_row
 from tests.contracts import test_env as contract
 
 FILES = {"calc/__init__.py": "", "calc/core.py": "def double(x):\n    return x + 1\n"}

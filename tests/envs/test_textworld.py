@@ -13,7 +13,7 @@ import pytest
 
 from hpcrl.config import EnvConfig, parse
 from hpcrl.data.env_sources import HALF
-from hpcrl.envs.making import make_env, validate_envs
+from hpcrl.envs.factory import make_env, validate_envs
 from tests.contracts import test_env as contract
 
 pytestmark = pytest.mark.skipif(find_spec("textworld") is None, reason="textworld is not installed")
@@ -81,7 +81,7 @@ def test_a_game_by_hand(folder: Path) -> None:
 
 
 def test_things_are_named_as_in_alfworld() -> None:
-    from hpcrl.envs.textworld import _name_things
+    from hpcrl.envs.adapters.textworld import _name_things
 
     ids = ["mug_bar__minus_00_dot_80", "mug_bar__plus_01_dot_00", "sink_bar_1_bar_sinkbasin", "agent1", "a_minus_b"]
     things = {name: SimpleNamespace(id=name, name=name) for name in ids}

@@ -13,9 +13,9 @@ import pytest
 from hpcrl.config import EnvConfig
 from hpcrl.config import parse as parse_config
 from hpcrl.data.templates import FolderTemplate
-from hpcrl.envs.making import check_env, validate_envs
-from hpcrl.envs.tool_formats.base import Parsed, typed
+from hpcrl.envs.factory import check_env, validate_envs
 from hpcrl.envs.tool_formats.deriving import TOOLS, derive
+from hpcrl.envs.tool_formats.reading import Parsed, typed
 from hpcrl.envs.tool_formats.table import FORMATS
 from tests.templates import TABLE
 

@@ -17,7 +17,7 @@ import pytest
 
 from hpcrl.config import EnvConfig, parse
 from hpcrl.data import read_splits
-from hpcrl.envs.making import check_env, make_env, validate_envs
+from hpcrl.envs.factory import check_env, make_env, validate_envs
 
 RELEASE = threading.Event()
 TOOL = "tests.envs.test_tools"

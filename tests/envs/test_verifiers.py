@@ -12,7 +12,7 @@ import pytest
 
 from hpcrl.config import EnvConfig, parse
 from hpcrl.data.env_sources import HALF
-from hpcrl.envs.making import check_env, make_env, runs_in, validate_envs
+from hpcrl.envs.factory import check_env, make_env, runs_in, validate_envs
 from tests.contracts.test_env import HOSTILE, ROW, play, play_beside
 
 HERE = "tests.envs.verifiers_envs"
@@ -57,7 +57,7 @@ def call(**arguments: Any) -> str:
 
 
 def test_the_seed_chooses_a_row_and_the_rubric_scores(loop: asyncio.AbstractEventLoop) -> None:
-    from hpcrl.envs.verifiers import environment
+    from hpcrl.envs.adapters.verifiers import environment
 
     env = Waited(loop, **SUMS)
     check_env(env.config, "default")
@@ -222,8 +222,8 @@ def test_a_model_must_write_calls_in_a_known_format() -> None:
 
 @pytest.mark.usefixtures("loop")
 def test_an_environment_leaves_the_signals_of_the_process_alone() -> None:
-    from hpcrl.envs.specs import VerifiersOptions
-    from hpcrl.envs.verifiers import _loaded, environment
+    from hpcrl.envs.adapters.verifiers import _loaded, environment
+    from hpcrl.envs.spec import VerifiersOptions
 
     _loaded.cache_clear()
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]

@@ -11,12 +11,12 @@ import pytest
 
 from hpcrl.config import EnvConfig, parse
 from hpcrl.data.env_sources import HALF
-from hpcrl.envs.making import check_env, make_env, validate_envs
-from hpcrl.envs.specs import WebShopOptions
+from hpcrl.envs.factory import check_env, make_env, validate_envs
+from hpcrl.envs.spec import WebShopOptions
 from hpcrl.envs.webshop.catalogue import catalogue_of
 from hpcrl.envs.webshop.generated import generated
 from hpcrl.envs.webshop.products import Goal, Product, human_goals, products_of, synthetic_goals
-from hpcrl.envs.webshop.reward import kind, num_attributes, num_options, reward_of, similarity
+from hpcrl.envs.webshop.purchase_reward import kind, num_attributes, num_options, reward_of, similarity
 from hpcrl.envs.webshop.search import Search
 from hpcrl.envs.webshop.shop import WebShop
 

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcrl.comm.transfer import Fabric
-from hpcrl.control.messages import Move
-from hpcrl.engines.gen.base import Request, SamplingParams
-from hpcrl.engines.gen.native.attention import Decoding
+from hpcrl.engines.gen.generation_engine import Request, SamplingParams
 from hpcrl.engines.gen.native.engine import NativeEngine
-from hpcrl.engines.train import moving
+from hpcrl.engines.gen.native.paged_attention import Decoding
+from hpcrl.engines.train import offloading
 from hpcrl.engines.train.fsdp2.logits import Head, token_logprobs
+from hpcrl.messaging.messages import Move
 from hpcrl.metrics.stats import stat
 from tests.engines.worlds import make_model_folder
 from tests.gpu_rehearsal.device import CUDA, gpu
@@ -112,7 +112,7 @@ def test_a_wait_in_each_layer_of_the_generator_grows_with_it(
 
 def _noted(function: Callable[[Tensor], Any]) -> Callable[[], Any]:
     """The function as a function of hpcrl."""
-    code = compile("def register(tensor): return function(tensor)", moving.__file__, "exec")
+    code = compile("def register(tensor): return function(tensor)", offloading.__file__, "exec")
     names: dict[str, Any] = {"function": function}
     exec(code, names)
     return lambda: names["register"](torch.arange(4.0, device="cuda"))
@@ -153,7 +153,7 @@ WAITS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 def test_each_way_to_wait_is_counted_once(name: str, ledger: Ledger) -> None:
     function, what = WAITS[name]
     _noted(function)()
-    assert ledger.sections["test"] == {("engines/train/moving.py:register", what): 1}
+    assert ledger.sections["test"] == {("engines/train/offloading.py:register", what): 1}
 
 
 NO_WAITS: dict[str, Callable[[Tensor], Any]] = {

@@ -17,20 +17,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpcrl.algorithms.making import make_algorithm
-from hpcrl.comm.weights import Channel, Receiving, Schedule, Sending, connect, receive_layout, send_layout
-from hpcrl.comm.weights_check import LoadedSums, add_sums, held_sums
+from hpcrl.algorithms.factory import make_algorithm
+from hpcrl.comm.weight_checksums import LoadedSums, add_sums, held_sums
+from hpcrl.comm.weight_transfer import Channel, Receiving, Schedule, Sending, connect, receive_layout, send_layout
 from hpcrl.config import parse
-from hpcrl.control.abortable import AbortableGroup
-from hpcrl.engines.gen.base import Request, SamplingParams
+from hpcrl.engines.expert_routes import RouteShape
+from hpcrl.engines.gen.generation_engine import Request, SamplingParams
 from hpcrl.engines.gen.native.engine import NativeEngine
 from hpcrl.engines.hf_folder import read_safetensors
-from hpcrl.engines.routes import RouteShape
 from hpcrl.engines.train.deepspeed.spec import DeepSpeedConfig
 from hpcrl.engines.train.fsdp2.engine import SMALL_MODEL_BYTES, FSDP2Engine
+from hpcrl.messaging.abortable import AbortableGroup
 from hpcrl.rollout.batch import Batch
-from hpcrl.spec.weights import Need, everything
-from hpcrl.trajectory import FIELDS, declare
+from hpcrl.spec.trajectory import FIELDS, declare
+from hpcrl.spec.weight_layout import Need, everything
 from tests.engines.worlds import make_batch, make_model_folder, norms_of, run_ranks
 from tests.gpu_rehearsal.device import SYNCHRONIZE, gpu, waits
 from tests.gpu_rehearsal.ledger import Ledger
@@ -149,20 +149,20 @@ class _Instead:
 
 def _megatron(folder: Path, device: str, section: Section) -> Numbers:
     """With Megatron-Core's layers for machines without Transformer Engine, on the device."""
-    from hpcrl.engines.train.megatron import engine, model, weights
+    from hpcrl.engines.train.megatron import engine, gpt_model, weights
 
     def on_device(*args: Any, **kwargs: Any) -> Any:
         core = transformer_config(*args, **kwargs)
         core.use_cpu_initialization = device == "cpu"
         return core
 
-    transformer_config = model.transformer_config
+    transformer_config = gpt_model.transformer_config
     local = _Instead(torch, cuda=_Instead(torch.cuda, is_available=lambda: False))
     config = trainer_config(engine="megatron", param_dtype="float32")
     with (
         mock.patch.object(engine, "check_layers", lambda on_gpu: None),
         mock.patch.object(engine, "transformer_config", on_device),
-        mock.patch.object(model, "torch", local),
+        mock.patch.object(gpt_model, "torch", local),
         mock.patch.object(weights, "torch", local),
     ):
         return _trains(engine.MegatronEngine(config.trainer, folder, total_steps=9), config, "megatron", section)
@@ -171,7 +171,7 @@ def _megatron(folder: Path, device: str, section: Section) -> Numbers:
 def _moves(self: Any, tensors: Collection[Tensor], moved: Any) -> None:
     """In place of DeepSpeed's HostTurns._move, since there is no memory of the device: copies elsewhere, waited for
     once. What still refers to the old memory finds NaN."""
-    from hpcrl.engines.train.deepspeed.places import move
+    from hpcrl.engines.train.deepspeed.state_memory import move
 
     def elsewhere(storage: torch.UntypedStorage) -> torch.UntypedStorage:
         copy = storage.clone()
@@ -194,7 +194,7 @@ def _deepspeed(stage: int, param_dtype: str) -> Callable[[Path, str, Section], N
         config = trainer_config(param_dtype=param_dtype)
         zero = DeepSpeedConfig(zero_stage=stage)
         engine = ZeroEngine(config.trainer, folder, zero=zero, dtype=torch.float32, total_steps=9, device=device)
-        with mock.patch("hpcrl.engines.train.deepspeed.places.HostTurns._move", _moves):
+        with mock.patch("hpcrl.engines.train.deepspeed.state_memory.HostTurns._move", _moves):
             return _trains(engine, config, f"deepspeed {stage}", section)
 
     return run

@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from hpcrl.config import ConfigError, load, parse
 from hpcrl.config.config_file import read_config_file, write_config
 from hpcrl.config.folders import conf_dir
-from hpcrl.exitcodes import ExitCode
 from hpcrl.launch.__main__ import main
 from hpcrl.launch.frozen import SUBMITTED_CONFIG, _merge
 from hpcrl.launch.job import begin
 from hpcrl.launch.prepare import prepare
-from hpcrl.rundir import CONFIG, close_run, open_run, stored_config
-from hpcrl.rundir.changes import differences
+from hpcrl.run_folder import CONFIG, close_run, open_run, stored_config
+from hpcrl.run_folder.changes import differences
+from hpcrl.system.exit_codes import ExitCode
 from tests.conftest import ROOT
 from tests.launch.test_hub import COMMIT, add, cache  # noqa: F401
 from tests.launch.test_submission import make_slurm

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.exitcodes import ExitCode
 from hpcrl.launch.__main__ import main
 from hpcrl.launch.hub import find_model
 from hpcrl.launch.prepare import prepare
+from hpcrl.system.exit_codes import ExitCode
 from tests.test_launch import SHORT, write_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -51,7 +51,7 @@ def test_a_model_that_is_nowhere_is_one_line(cache: Path, dry_run: str, capsys: 
     assert main(["model.path=org/tiny", f"dry_run={dry_run}"]) == ExitCode.BAD_INPUT
     assert capsys.readouterr().err.splitlines() == [
         "model.path: org/tiny is neither a folder nor in the local Hugging Face cache; on a machine with network "
-        f"access, run: {sys.executable} -m hpcrl.prefetch org/tiny (override 'model.path=org/tiny')"
+        f"access, run: {sys.executable} -m hpcrl prefetch org/tiny (override 'model.path=org/tiny')"
     ]
 
 

@@ -10,10 +10,10 @@ import pytest
 
 from hpcrl.cluster import slurm
 from hpcrl.config import Config, ConfigError
-from hpcrl.exitcodes import ExitCode
-from hpcrl.files import step_name
 from hpcrl.launch.job import begin, end, main
-from hpcrl.rundir import OUTCOME, last_end, open_run, read_refusal, record_submission, world_folder
+from hpcrl.run_folder import OUTCOME, last_end, open_run, read_refusal, record_submission, world_folder
+from hpcrl.system.exit_codes import ExitCode
+from hpcrl.system.files import step_name
 
 
 def test_a_refused_start_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

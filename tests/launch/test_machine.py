@@ -11,16 +11,16 @@ import pytest
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.cluster.placement import check_placement
 from hpcrl.config import load
-from hpcrl.exitcodes import ExitCode
 from hpcrl.launch.__main__ import main
 from hpcrl.launch.machine import MOST_PER_CPU, check_machine, device_row, machine_notes
 from hpcrl.launch.resources import check_host_memory, size
 from hpcrl.node.devices import VISIBLE
-from hpcrl.node.memory import memory_limit
+from hpcrl.node.host_memory import memory_limit
 from hpcrl.node.preflight import examine, judge, needs_of
 from hpcrl.planner.memory import PROGRAM_BYTES
 from hpcrl.planner.shapes import read_shape, tiny_config
 from hpcrl.spec.extras import without
+from hpcrl.system.exit_codes import ExitCode
 
 ROOM = MOST_PER_CPU * len(os.sched_getaffinity(0))
 

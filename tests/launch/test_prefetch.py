@@ -1,4 +1,4 @@
-"""hpcrl.prefetch against a hub on this machine that speaks the four requests huggingface_hub makes."""
+"""hpcrl.launch.prefetch against a hub on this machine that speaks the four requests huggingface_hub makes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from hpcrl.exitcodes import ExitCode
+from hpcrl.system.exit_codes import ExitCode
 from tests.conftest import ROOT
 from tests.test_launch import write_model
 
@@ -102,14 +102,15 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 
 
 def prefetch(tmp_path: Path, endpoint: str, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
-    return python(tmp_path, "-m", "hpcrl.prefetch", *words, HF_ENDPOINT=endpoint, **more)
+    return python(tmp_path, "-m", "hpcrl", "prefetch", *words, HF_ENDPOINT=endpoint, **more)
 
 
 def prefetch_each(tmp_path: Path, endpoint: str, *lines: Sequence[str]) -> list[tuple[int, str, str]]:
     """(exit code, stdout, stderr) of several command lines, one after another in one process: most of what one takes is
     its start."""
     code = (
-        "import json, sys; from pathlib import Path; from hpcrl.prefetch import main; from tests import in_process\n"
+        "import json, sys; from pathlib import Path\n"
+        "from hpcrl.launch.prefetch import main; from tests import in_process\n"
         "done = [in_process.run(main, *words, at=Path()) for words in json.loads(sys.argv[1])]\n"
         "print(json.dumps([(each.returncode, each.stdout, each.stderr) for each in done]))"
     )

@@ -10,7 +10,7 @@ import yaml
 
 from hpcrl.config import parse
 from hpcrl.launch.stored import check_rollouts
-from hpcrl.rundir import CONFIG
+from hpcrl.run_folder import CONFIG
 
 
 def stored(folder: Path, **rollout: Any) -> Path:

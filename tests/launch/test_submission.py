@@ -14,12 +14,12 @@ import psutil
 import pytest
 
 from hpcrl.cluster import slurm
-from hpcrl.exitcodes import ExitCode
+from hpcrl.commands.status import main as status
 from hpcrl.launch.__main__ import main
 from hpcrl.launch.prepare import prepare
 from hpcrl.launch.submission import CLAIMS, environment_notes
-from hpcrl.rundir import SUBMITTED, submitted_jobs
-from hpcrl.status import main as status
+from hpcrl.run_folder import SUBMITTED, submitted_jobs
+from hpcrl.system.exit_codes import ExitCode
 from tests.conftest import ROOT
 
 SBATCH = """\

@@ -15,13 +15,13 @@ import pytest
 
 from hpcrl.checkpoint.lineage import abandon_after
 from hpcrl.config import parse
-from hpcrl.exitcodes import ExitCode
+from hpcrl.controller.tracking import start_trackers
 from hpcrl.metrics.duration import duration
 from hpcrl.metrics.log import MetricsLog, read_metrics
+from hpcrl.metrics.plot import main as plot_command
+from hpcrl.metrics.plot import plot
 from hpcrl.metrics.progress import Progress, summary
-from hpcrl.plot import main as plot_command
-from hpcrl.plot import plot
-from hpcrl.runtime.tracking import start_trackers
+from hpcrl.system.exit_codes import ExitCode
 from tests.terminal import read_to_end
 
 

@@ -14,18 +14,18 @@ import pytest
 import yaml
 from PIL import Image
 
-from hpcrl import track
+from hpcrl.commands import track
 from hpcrl.config import Config, ConfigError, parse
 from hpcrl.config.abilities import check_built
-from hpcrl.exitcodes import ExitCode
+from hpcrl.controller.examples import keep_examples
+from hpcrl.controller.tracking import last_step_file, start_trackers
 from hpcrl.metrics.log import MetricsLog, read_metrics
-from hpcrl.metrics.trackers.base import TrackedRun
 from hpcrl.metrics.trackers.thread import TrackerThread, log_missed
-from hpcrl.runtime.examples import keep_examples
-from hpcrl.runtime.tracking import last_step_file, start_trackers
+from hpcrl.metrics.trackers.tracker import TrackedRun
 from hpcrl.spec.fields import Section
 from hpcrl.spec.kinds import TrackerSpec
 from hpcrl.spec.tables import TRACKERS
+from hpcrl.system.exit_codes import ExitCode
 
 
 class Recorder:
@@ -226,7 +226,7 @@ def two_attempts(folder: Path, name: str) -> list[str]:
 @pytest.mark.slow
 def test_mlflow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [hint] = two_attempts(tmp_path, "mlflow")
-    assert shlex.split(hint) == ["python", "-m", "hpcrl.track", str(tmp_path), "mlflow", "http://SERVER:5000"]
+    assert shlex.split(hint) == ["python", "-m", "hpcrl", "track", str(tmp_path), "mlflow", "http://SERVER:5000"]
     from mlflow import MlflowClient
 
     def check(store: Path) -> None:

@@ -84,6 +84,6 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
 
 UNPLANNED = TrainEngineSpec(
     about="An engine without a plan.",
-    make="hpcrl.engines.train.fake.engine:make",
+    make="hpcrl.engines.train.fake_trainer.engine:make",
     computes=frozenset({"entropy"}),
 )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hpcrl.config import parse
-from hpcrl.engines import attention
+from hpcrl.engines import blocked_attention
 from hpcrl.engines.train.fsdp2 import engine, logits
 from hpcrl.engines.train.fsdp2 import memory as fsdp2
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
@@ -35,7 +35,7 @@ def planned_parts(folder: Path, dtype: str, num_ranks: int, **changes: Any) -> d
 
 def test_the_engine_has_the_constants_of_the_plan() -> None:
     assert engine.SMALL_MODEL_BYTES == fsdp2.SMALL_MODEL_BYTES and logits.BLOCK_NUMBERS == activations.LOGITS_BLOCK
-    assert attention.QUERY_BLOCK == activations.QUERY_BLOCK
+    assert blocked_attention.QUERY_BLOCK == activations.QUERY_BLOCK
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

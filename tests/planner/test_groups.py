@@ -9,8 +9,8 @@ import pytest
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, parse
 from hpcrl.launch.resources import update_rows
-from hpcrl.planner.groups import WeightGroups, seconds_to_make, weight_groups
 from hpcrl.planner.memory import memory
+from hpcrl.planner.traffic import WeightGroups, seconds_to_make, weight_groups
 from tests.planner.test_memory import shape_of
 
 MIB = 1 << 20

@@ -13,11 +13,11 @@ import torch
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.cluster.placement import Placement
-from hpcrl.comm.weights import Channel, Receiving, Schedule
+from hpcrl.comm.weight_transfer import Channel, Receiving, Schedule
 from hpcrl.config import Config, TinyModel, load, parse
-from hpcrl.engines.gen.base import Request, SamplingParams
+from hpcrl.engines.expert_routes import RouteShape
+from hpcrl.engines.gen.generation_engine import Request, SamplingParams
 from hpcrl.engines.gen.native import engine as native
-from hpcrl.engines.routes import RouteShape
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
 from hpcrl.launch.model_folder import inspect_model
 from hpcrl.planner import generator
@@ -29,7 +29,7 @@ from hpcrl.planner.shapes import CannotPlanError, ModelShape, read_shape, tiny_c
 from hpcrl.planner.traffic import StepWork, total_bytes
 from hpcrl.planner.trainer import checkpoint_bytes, train_plan
 from hpcrl.spec.tables import GEN_ENGINES
-from hpcrl.spec.weights import Held, all_in_generators_dtype
+from hpcrl.spec.weight_layout import Held, all_in_generators_dtype
 from tests.engines.worlds import make_model_folder
 from tests.planner.models import PUBLISHED
 from tests.planner.test_parallel import LARGEST, run_of

@@ -12,10 +12,10 @@ import pytest
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import load
-from hpcrl.exitcodes import ExitCode
 from hpcrl.launch import plan
 from hpcrl.launch.__main__ import main
 from hpcrl.launch.resources import node_rows, size
+from hpcrl.system.exit_codes import ExitCode
 from tests.planner.models import PUBLISHED
 
 SHORT = ("data.max_prompt_tokens=2048", "rollout.max_new_tokens=16384", "eval.max_new_tokens=16384")

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hpcrl.exitcodes import ExitCode
 from hpcrl.metrics.log import read_metrics
 from hpcrl.rollout.batch import Batch
 from hpcrl.rollout.store import RolloutReader
+from hpcrl.system.exit_codes import ExitCode
 from tests.conftest import ROOT
 from tests.e2e.program import Start
 

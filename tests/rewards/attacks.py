@@ -14,8 +14,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from hpcrl.rewards.sandbox.client import Sandbox
-from hpcrl.rewards.sandbox.jobs import ChildTask, Limits
+from hpcrl.sandbox.client import Sandbox
+from hpcrl.sandbox.jobs import ChildTask, Limits
 
 LIMITS = Limits(memory_bytes=256 << 20, file_bytes=1 << 20, processes=16, output_bytes=1 << 16)
 HEAD = """

@@ -94,7 +94,7 @@ import builtins, json, sys
 json.dumps = lambda *a, **k: "[true, true, null]"
 builtins.isinstance = lambda *a: True
 builtins.AssertionError = type("A", (SystemExit,), {})
-sys.modules["hpcrl.rewards.sandbox.wire"].encode = lambda *a: b"true"
+sys.modules["hpcrl.sandbox.wire"].encode = lambda *a: b"true"
 f = lambda *a: 0
 """,
     "read the tests": """

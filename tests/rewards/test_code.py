@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from hpcrl.config import Config, RewardConfig
-from hpcrl.rewards.base import RewardItem, Score, make_reward
-from hpcrl.rewards.cases import Call, Program, Suite, cases_of, completed, setup_of
-from hpcrl.rewards.code import CodeReward, code_of, same
-from hpcrl.rewards.pool import RewardPool
-from hpcrl.rewards.sandbox.client import Sandbox
-from hpcrl.rewards.sandbox.wire import Unhashed, decode
+from hpcrl.rewards.builtin.code import CodeReward, code_of, same
+from hpcrl.rewards.builtin.code_cases import Call, Program, Suite, cases_of, completed, setup_of
+from hpcrl.rewards.reward import RewardItem, Score, make_reward
+from hpcrl.rewards.serving.pool import RewardPool
+from hpcrl.sandbox.client import Sandbox
+from hpcrl.sandbox.wire import Unhashed, decode
 from tests.rewards.cheats import CHEATS
 from tests.rewards.mutants import mutants, verdict
 from tests.rewards.test_pool import collect
@@ -320,7 +320,7 @@ def test_in_a_pool_with_its_level_and_refused_below(tmp_path: Path, capfd: pytes
 
 def test_a_level_that_is_not_there_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     reward = make_reward(RewardConfig(name="code", options={"min_level": "L2", "max_output_kib": 1}))
-    monkeypatch.setattr("hpcrl.rewards.sandbox.syscalls.ARCHITECTURES", {})
+    monkeypatch.setattr("hpcrl.sandbox.syscalls.ARCHITECTURES", {})
     with pytest.raises(ValueError, match="no code sandbox of level L2 or above"):
         reward.start()
     parts = {"right": {"name": "code"}, "short": {"name": "length", "options": {"max_tokens": 9, "buffer_tokens": 3}}}

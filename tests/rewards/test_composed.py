@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from hpcrl.config import RewardConfig
-from hpcrl.rewards.base import ModelTurn, Reward, RewardItem, Score, make_reward
-from hpcrl.rewards.guarded import score_each_async
-from hpcrl.rewards.served import Services
+from hpcrl.rewards.reward import ModelTurn, Reward, RewardItem, Score, make_reward
+from hpcrl.rewards.services import Services
+from hpcrl.rewards.serving.guarded import score_each_async
 from tests.rewards.test_judge import Server
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from hpcrl.config import RewardConfig
-from hpcrl.rewards.base import RewardItem, Score
 from hpcrl.rewards.function import FunctionReward
+from hpcrl.rewards.reward import RewardItem, Score
 
 FILE = Path(__file__).with_name("user_rewards.py")
 MODULE = "tests.rewards.user_rewards"

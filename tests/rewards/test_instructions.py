@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hpcrl.config import RewardConfig
-from hpcrl.rewards.base import RewardItem, Score, make_reward
-from hpcrl.rewards.instructions import INSTRUCTIONS, count_sentences, follows, loose_variants, problem
+from hpcrl.rewards.builtin.instructions import INSTRUCTIONS, count_sentences, follows, loose_variants, problem
+from hpcrl.rewards.reward import RewardItem, Score, make_reward
 
 DATA = Path(__file__).parents[3] / "shared" / "data" / "ifeval" / "input_data.jsonl"
 FRENCH = "Le chat dort sur la chaise et le chien joue dans le jardin avec les enfants."

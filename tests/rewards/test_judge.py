@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from hpcrl.config import RewardConfig, parse
-from hpcrl.rewards.base import RewardItem, Score, make_reward
-from hpcrl.rewards.endpoint import in_cluster
-from hpcrl.rewards.judge_prompt import FIELDS, TEMPLATE, Scale, harmless, messages
-from hpcrl.rewards.pool import RewardPool
+from hpcrl.rewards.builtin.judge_prompt import FIELDS, TEMPLATE, Scale, harmless, messages
+from hpcrl.rewards.reward import RewardItem, Score, make_reward
+from hpcrl.rewards.serving.endpoint import in_cluster
+from hpcrl.rewards.serving.pool import RewardPool
 
 
 class Pieces(list[str]):

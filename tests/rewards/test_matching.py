@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from hpcrl.config import RewardConfig
-from hpcrl.rewards.base import RewardItem, Score, make_reward
-from hpcrl.rewards.choice import letter_of
-from hpcrl.rewards.f1 import f1
-from hpcrl.rewards.numeric import last_number
+from hpcrl.rewards.builtin.choice import letter_of
+from hpcrl.rewards.builtin.f1 import f1
+from hpcrl.rewards.builtin.numeric import last_number
+from hpcrl.rewards.reward import RewardItem, Score, make_reward
 
 
 def score(name: str, response: str, answer: Any = None, **options: Any) -> Score:

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from hpcrl.config import RewardConfig
-from hpcrl.rewards import equality
-from hpcrl.rewards.base import RewardItem
-from hpcrl.rewards.equality import MAX_DEPTH, equivalent, is_explosive, within_limit
-from hpcrl.rewards.extract import final_answer, gold_answer
-from hpcrl.rewards.math import MathReward
+from hpcrl.rewards.builtin.math import MathReward
+from hpcrl.rewards.grading import equality
+from hpcrl.rewards.grading.equality import MAX_DEPTH, equivalent, is_explosive, within_limit
+from hpcrl.rewards.grading.extract import final_answer, gold_answer
+from hpcrl.rewards.reward import RewardItem
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "rewards.md"
 RIGHT = [  # (given, gold)

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from hpcrl.config import RewardConfig
-from hpcrl.rewards.base import ModelTurn, Reward, RewardItem, Score
 from hpcrl.rewards.function import FunctionReward
-from hpcrl.rewards.guarded import describe, score_each
-from hpcrl.rewards.protocol import Item, from_message, to_message
+from hpcrl.rewards.reward import ModelTurn, Reward, RewardItem, Score
+from hpcrl.rewards.serving.guarded import describe, score_each
+from hpcrl.rewards.serving.protocol import Item, from_message, to_message
 from hpcrl.rollout.batch import pack
 from hpcrl.rollout.types import TOKEN_REWARD
 

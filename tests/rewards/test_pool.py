@@ -18,9 +18,9 @@ import psutil
 import pytest
 
 from hpcrl.config import Config, DataConfig, RewardConfig
-from hpcrl.rewards.base import Reward, RewardItem, Score
-from hpcrl.rewards.guarded import score_each_async
-from hpcrl.rewards.pool import RewardPool
+from hpcrl.rewards.reward import Reward, RewardItem, Score
+from hpcrl.rewards.serving.guarded import score_each_async
+from hpcrl.rewards.serving.pool import RewardPool
 from tests.children import children
 
 FILE = Path(__file__).with_name("user_rewards.py")
@@ -57,7 +57,7 @@ def make_pool() -> Iterator[Any]:
     yield make
     for pool in pools:
         pool.close()
-    assert not children("hpcrl.rewards.worker")
+    assert not children("hpcrl.rewards.serving.worker")
 
 
 @pytest.mark.slow
@@ -322,7 +322,7 @@ def test_a_worker_that_dies_while_it_starts_is_tried_three_times(make_pool, tmp_
 @pytest.mark.slow
 def test_workers_die_with_a_killed_parent(tmp_path: Path):
     code = (
-        "import time; from hpcrl.config import *; from hpcrl.rewards.pool import RewardPool\n"
+        "import time; from hpcrl.config import *; from hpcrl.rewards.serving.pool import RewardPool\n"
         f"pool = RewardPool(Config(reward={{'d': RewardConfig(name='function', function='{FILE}:native')}}))\n"
         "time.sleep(1); print('up', flush=True); time.sleep(100)"
     )

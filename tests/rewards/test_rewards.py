@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from hpcrl.config import RewardConfig
 from hpcrl.data.tasks import make_task
-from hpcrl.rewards.base import RewardItem, Score, make_reward
+from hpcrl.rewards.reward import RewardItem, Score, make_reward
 from hpcrl.spec.tables import REWARDS
 
 

@@ -12,8 +12,8 @@ from hpcrl.config import Config, DataConfig, DataSource, RewardConfig, load, par
 from hpcrl.data import read_splits
 from hpcrl.launch.plan import describe
 from hpcrl.launch.prepare import prepare
-from hpcrl.rewards.router import Router, check_reward_ranks, reward_notes
-from hpcrl.rewards.router import validate_rewards as validate
+from hpcrl.rewards.serving.router import Router, check_reward_ranks, reward_notes
+from hpcrl.rewards.serving.router import validate_rewards as validate
 
 FILE = Path(__file__).with_name("user_rewards.py")
 MATH, EXACT = RewardConfig(name="math"), RewardConfig(name="exact_match")

@@ -16,9 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpcrl.rewards.sandbox.client import Sandbox
-from hpcrl.rewards.sandbox.jobs import ChildTask, Limits, SandboxError
-from hpcrl.rewards.sandbox.wire import decode, encode
+from hpcrl.sandbox.client import Sandbox
+from hpcrl.sandbox.jobs import ChildTask, Limits, SandboxError
+from hpcrl.sandbox.wire import decode, encode
 from tests.conftest import ROOT
 from tests.rewards.attacks import LEFT, REFUSED, STOPPED, run
 
@@ -65,7 +65,7 @@ def test_attacks_reach_nothing(level: int, folder: Path) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="the test above is that of an ordinary user")
 def test_attacks_as_an_ordinary_user_reach_nothing(level: int) -> None:
     """With an interpreter that others may read, which that of a virtual environment below /root is not."""
-    test = "import sys; assert sys.version_info >= (3, 11); import hpcrl.rewards.sandbox.client, tests.rewards.attacks"
+    test = "import sys; assert sys.version_info >= (3, 11); import hpcrl.sandbox.client, tests.rewards.attacks"
     rights = {"user": NOBODY, "group": NOBODY, "extra_groups": [], "cwd": ROOT}
     for interpreter in (sys.executable, "/usr/bin/python3", "/usr/local/bin/python3"):
         try:
@@ -120,7 +120,7 @@ def test_programs_and_their_files(level: int, folder: Path) -> None:
 
 
 def test_a_level_that_is_not_there_is_refused_with_the_reasons(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpcrl.rewards.sandbox.syscalls.ARCHITECTURES", {})
+    monkeypatch.setattr("hpcrl.sandbox.syscalls.ARCHITECTURES", {})
     with pytest.raises(
         ValueError, match=r"no code sandbox of level L1 or above works on .*\(L3: no table of .*; L1: .*L0"
     ):
@@ -132,13 +132,13 @@ def test_a_level_that_is_not_there_is_refused_with_the_reasons(folder: Path, mon
 
 def test_a_self_test_that_gets_through_refuses_the_level(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of the self-test: without any isolation it reports all that it could do."""
-    from hpcrl.rewards.sandbox import probe
+    from hpcrl.sandbox import probe
 
     sandbox = Sandbox(0, max_level=0)
     told = probe.problem(sandbox.run)
     sandbox.close()
     assert told.startswith("the self-test could read a file outside, list a folder outside, write a file outside")
-    monkeypatch.setattr("hpcrl.rewards.sandbox.probe.PROGRAM", "exit(5)")  # also: programs have exit()
+    monkeypatch.setattr("hpcrl.sandbox.probe.PROGRAM", "exit(5)")  # also: programs have exit()
     with pytest.raises(ValueError, match="L2: the self-test ended with 5"):
         Sandbox(2, max_level=2)
 
@@ -147,7 +147,7 @@ def test_a_self_test_that_gets_through_refuses_the_level(folder: Path, monkeypat
 def test_nothing_is_left_when_the_client_is_killed(level: int, folder: Path) -> None:
     """The client dies while a program sleeps, whose daemon has left its session."""
     script = (
-        "from hpcrl.rewards.sandbox.client import Sandbox; from hpcrl.rewards.sandbox.jobs import ChildTask\n"
+        "from hpcrl.sandbox.client import Sandbox; from hpcrl.sandbox.jobs import ChildTask\n"
         f"s = Sandbox({level}, max_level={level}); print('up', flush=True)\n"
         'code = \'import os, time\\nopen("a", "w").write("x")\\nif not os.fork(): os.setsid()\\ntime.sleep(600)\'\n'
         "s.run([ChildTask({'kind': 'program', 'code': code})], 600.0)"

@@ -186,7 +186,7 @@ longest.scores = "groups"
 
 def longest_in_parts(items):
     """The same, by tokens for the longest and by turns for the others; each had one turn before."""
-    from hpcrl.rewards.base import Score
+    from hpcrl.rewards.reward import Score
 
     scores = []
     for item, reward in zip(items, longest(items), strict=True):

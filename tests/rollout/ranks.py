@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hpcrl.control import messages as m
+from hpcrl.messaging import messages as m
 from hpcrl.rollout.types import split_sample_id
 
 SCORER = 2

@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 
 from hpcrl.config import parse
-from hpcrl.rollout.scheduling.decoupled import Decoupling
 from hpcrl.rollout.scheduling.events import DoneSample
-from hpcrl.rollout.scheduling.policies import SchedulerConfig, rejecting_filter
+from hpcrl.rollout.scheduling.policies import Decoupling, SchedulerConfig, rejecting_filter
 from hpcrl.rollout.types import FinishReason
 
 WEIGHTS = {"right": 2.0, "short": 0.5}

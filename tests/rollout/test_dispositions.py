@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.rollout.dispositions import Dispositions, Settled
+from hpcrl.rollout.outcomes import Dispositions, Settled
 from hpcrl.rollout.types import Disposition
 
 

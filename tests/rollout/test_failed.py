@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from hpcrl.algorithms.base import RewardTable
-from hpcrl.algorithms.specs import GRPO, RLOO, Reinforce
-from hpcrl.roles.trainer import _credit
+from hpcrl.algorithms.interface import RewardTable
+from hpcrl.algorithms.spec import GRPO, RLOO, Reinforce
 from hpcrl.rollout.scheduling.events import Decoded, Rewarded
 from hpcrl.rollout.scheduling.policies import SchedulerConfig
 from hpcrl.rollout.scheduling.scheduler import RolloutScheduler
 from hpcrl.rollout.types import FinishReason
+from hpcrl.workers.trainer import _credit
 from tests.algorithms.pairs import make_pair
 from tests.algorithms.test_algorithms import make_batch
 from tests.rollout.test_greedy import greedy_of

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpcrl.rollout.scheduling.freshness import Freshness
-from hpcrl.rollout.scheduling.groups import LiveGroup
-from hpcrl.rollout.scheduling.prompt_queue import Start
+from hpcrl.rollout.scheduling.groups import LiveGroup, Start
+from hpcrl.rollout.scheduling.staleness import Freshness
 
 VERSION, NEED = 9, 4
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hpcrl.control.messages import Sampling
+from hpcrl.messaging.messages import Sampling
 from hpcrl.rollout.admission import admissions
 from hpcrl.rollout.scheduling.events import Decoded, Drop, Generate, Rewarded, SamplesFailed
 from hpcrl.rollout.scheduling.policies import SchedulerConfig

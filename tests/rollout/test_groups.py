@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from hpcrl.rollout.scheduling.events import DoneSample, Rewarded
-from hpcrl.rollout.scheduling.groups import LiveGroup, with_score
-from hpcrl.rollout.scheduling.prompt_queue import Start
+from hpcrl.rollout.scheduling.groups import LiveGroup, Start, with_score
 from hpcrl.rollout.types import TOKEN_REWARD, FinishReason
 
 NAN = math.nan

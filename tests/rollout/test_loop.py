@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from hpcrl.control import messages as m
-from hpcrl.exitcodes import ExitCode
-from hpcrl.rank0 import _explain
+from hpcrl.controller.main import _explain
+from hpcrl.messaging import messages as m
 from hpcrl.rollout.loop import BackgroundError, RolloutLoop
 from hpcrl.rollout.scheduling.policies import SchedulerConfig
 from hpcrl.rollout.scheduling.scheduler import RolloutExhausted, RolloutScheduler
 from hpcrl.rollout.types import HELD_OUT, Prompt, Sizes, make_sample_id, receiver_of, split_sample_id
+from hpcrl.system.exit_codes import ExitCode
 from tests.rollout.ranks import SCORER, Ranks
 
 GENERATOR = 1

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hpcrl.control import messages as m
+from hpcrl.messaging import messages as m
 from hpcrl.rollout.loop import RolloutLoop
 from hpcrl.rollout.scheduling.policies import SchedulerConfig
 from hpcrl.rollout.scheduling.scheduler import RolloutScheduler

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from hpcrl.exitcodes import ExitCode
 from hpcrl.rollout.batch import Batch, batch_from_samples, concat
 from hpcrl.rollout.store import DispositionRecord, RolloutReader, main, write_dispositions, write_rollouts
 from hpcrl.rollout.types import Disposition, FinishReason, Sample, make_sample_id
-from hpcrl.trajectory import FIELDS, TEXT, Field, Level, Origin, declare
+from hpcrl.spec.trajectory import FIELDS, TEXT, Field, Level, Origin, declare
+from hpcrl.system.exit_codes import ExitCode
 
 ROOT = Path(__file__).parents[2]
 FACTS = {"run_id": "demo", "weight_version": 2, "temperature": 0.6}
@@ -154,7 +154,7 @@ def test_the_schema_is_the_documented_one(tmp_path: Path) -> None:
 
 def test_the_documented_fields_are_those_of_the_table() -> None:
     """What hpcrl itself declares, in a process of its own: tests and plugins declare more."""
-    code = "from hpcrl.trajectory import FIELDS; print(*(f for f in FIELDS), sep=chr(10))"
+    code = "from hpcrl.spec.trajectory import FIELDS; print(*(f for f in FIELDS), sep=chr(10))"
     built_in = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     size = {Level.TOKEN: "[T]", Level.TURN: "[N]", Level.ROW: "[B]"}
     expected = [

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from hpcrl.control.messages import TurnDelta
-from hpcrl.engines.gen.base import Output
-from hpcrl.roles.holding import HeldPrompt, HeldSample
+from hpcrl.engines.gen.generation_engine import Output
+from hpcrl.messaging.messages import TurnDelta
 from hpcrl.rollout.batch import Batch, batch_from_samples, concat
 from hpcrl.rollout.held import read_held, write_held
 from hpcrl.rollout.store import RolloutReader, write_rollouts
 from hpcrl.rollout.types import FinishReason, Sample
-from hpcrl.trajectory import FIELDS, Field, Level, Origin, declare
+from hpcrl.spec.trajectory import FIELDS, Field, Level, Origin, declare
+from hpcrl.workers.held_samples import HeldPrompt, HeldSample
 
 WIDTH, NONE = 4, 255
 FIELD = Field("wide", "uint8", Level.TOKEN, Origin.GENERATOR, "numbers", fill=NONE, width=WIDTH)

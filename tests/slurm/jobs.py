@@ -13,8 +13,8 @@ from typing import Any
 
 import psutil
 
+from hpcrl.commands.status import main as status_main
 from hpcrl.metrics.log import read_metrics
-from hpcrl.status import main as status_main
 from tests import in_process
 from tests.conftest import ROOT
 from tests.e2e.program import by_rank
@@ -46,7 +46,7 @@ def submit(cluster: Any, run_dir: Path, *words: str) -> int:
 
 
 def status(cluster: Any, *words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """`python -m hpcrl.status WORDS` from this cluster's login node."""
+    """`python -m hpcrl status WORDS` from this cluster's login node."""
     return in_process.run(status_main, *words, at=cwd, environ=cluster.environ)
 
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from hpcrl.cluster import slurm
-from hpcrl.exitcodes import ExitCode
+from hpcrl.system.exit_codes import ExitCode
 from tests.slurm.jobs import Run, launch, processes, says, submit, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]

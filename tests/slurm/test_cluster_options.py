@@ -19,7 +19,7 @@ from hpcrl.config import ConfigError
 from hpcrl.launch.prepare import prepare
 from hpcrl.launch.render import render
 from hpcrl.node.preflight import read_reports
-from hpcrl.rundir import world_folder
+from hpcrl.run_folder import world_folder
 from tests.slurm.jobs import COMPLETED, FAILED, launch, log, show, submit, wait_state
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from hpcrl.exitcodes import ExitCode
+from hpcrl.commands.status import RunFolder, last_error
 from hpcrl.node.preflight import CANARY, read_judgement
-from hpcrl.rundir import OUTCOME, world_folder
-from hpcrl.status import RunFolder, last_error
+from hpcrl.run_folder import OUTCOME, world_folder
+from hpcrl.system.exit_codes import ExitCode
 from tests.slurm.jobs import Run, wait_until
 from tests.slurm.test_preflight import make_run, srun
 

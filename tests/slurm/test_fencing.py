@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from hpcrl.files import committed_step
+from hpcrl.system.files import committed_step
 from tests.slurm.jobs import Run, processes, ranks, show, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

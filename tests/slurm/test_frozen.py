@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hpcrl.rundir import stored_config
+from hpcrl.run_folder import stored_config
 from tests.conftest import ROOT
 from tests.slurm.jobs import Run, wait_until
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from hpcrl.node.preflight import needs_of, read_reports
-from hpcrl.rundir import stored_config, world_folder
+from hpcrl.run_folder import stored_config, world_folder
 from tests.slurm.jobs import Run, digest, ranks, step_of, wait_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from hpcrl.envs.remote import RemoteEnv, RemoteEnvError
-from hpcrl.envs.specs import RemoteOptions
+from hpcrl.envs.adapters.remote import RemoteEnv, RemoteEnvError
+from hpcrl.envs.spec import RemoteOptions
 from tests.conftest import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]

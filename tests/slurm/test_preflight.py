@@ -21,10 +21,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from hpcrl import files
 from hpcrl.config import read
-from hpcrl.exitcodes import ExitCode
-from hpcrl.files import find_room, no_room_for
 from hpcrl.node.gpus import TorchBuild
 from hpcrl.node.preflight import (
     RUN_FREE_BYTES,
@@ -40,7 +37,10 @@ from hpcrl.node.preflight import (
     read_reports,
     remark,
 )
-from hpcrl.rundir import CONFIG, OUTCOME, close_run, open_run, stored_config, world_folder
+from hpcrl.run_folder import CONFIG, OUTCOME, close_run, open_run, stored_config, world_folder
+from hpcrl.system import files
+from hpcrl.system.exit_codes import ExitCode
+from hpcrl.system.files import find_room, no_room_for
 from tests.disks import small_file_system
 from tests.gpu_nodes import FREE, GpuNode
 
@@ -282,7 +282,7 @@ def test_runs_that_start_together_do_not_take_each_others_reservation_for_used_s
     """Six processes, with room for one reservation at a time."""
     code = f"""
 from pathlib import Path
-from hpcrl.files import find_room
+from hpcrl.system.files import find_room
 input()
 for _ in range(50):
     free, refused = find_room(Path({str(small_disk)!r}), 5 << 20, reserve=True)

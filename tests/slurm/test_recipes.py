@@ -18,9 +18,11 @@ from transformers import AutoModelForCausalLM
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.cluster.placement import Placement
 from hpcrl.config import Config, load
-from hpcrl.exitcodes import ExitCode
 from hpcrl.launch.__main__ import main
+from hpcrl.launch.recipes import recipes
 from hpcrl.metrics.log import read_metrics
+from hpcrl.spec.tables import PIPELINES
+from hpcrl.system.exit_codes import ExitCode
 from tests import in_process
 from tests.conftest import ROOT
 from tests.slurm.jobs import show, submit, wait_state, wait_until
@@ -199,9 +201,13 @@ def test_a_conversion_is_preempted_and_goes_on(large: Any, tmp_path: Path) -> No
 
 def test_a_job_of_what_is_not_built_says_so_and_is_not_requeued(large: Any, tmp_path: Path) -> None:
     log = tmp_path / "job.log"
-    words = [f"run_dir={tmp_path / 'run'}", "~model", "data.train=task:sort_digits"]
-    job = sbatch(large, f"--output={log}", str(script("rlvr_vl_7b")), *words)
+    words = [f"run_dir={tmp_path / 'run'}", "pipeline=rlvr_vl"]
+    job = sbatch(large, f"--output={log}", str(script("rlvr_tiny")), *words)
     wait_state(large, tmp_path / "run", job, ["FAILED"], timeout_s=60)
-    assert "pipeline: rlvr_vl is not built yet (conf/experiment/rlvr_vl_7b.yaml)" in log.read_text().splitlines()
+    assert "pipeline: rlvr_vl is not built yet" in log.read_text().splitlines()
     assert not (tmp_path / "run").exists()
     assert show(large, job)["Restarts"] == "0"
+
+
+def test_an_experiment_that_cannot_run_yet_has_no_script() -> None:
+    assert not PIPELINES["rlvr_vl"].make and "rlvr_vl_7b.sbatch" not in recipes()

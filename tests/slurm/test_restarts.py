@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from hpcrl.exitcodes import ExitCode
-from hpcrl.files import committed_step, step_name, steps_in
-from hpcrl.rundir import OWNERS
+from hpcrl.run_folder import OWNERS
+from hpcrl.system.exit_codes import ExitCode
+from hpcrl.system.files import committed_step, step_name, steps_in
 from tests.slurm.jobs import CANCELLED, FAILED, Run, ranks, show, step_of, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

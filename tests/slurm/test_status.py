@@ -15,9 +15,9 @@ import pytest
 import yaml
 
 from hpcrl.cluster.slurm import Job
+from hpcrl.commands.status import RunFolder, describe, last_error, line, state
 from hpcrl.config import Config
-from hpcrl.rundir import finish_run, record_refusal, record_submission
-from hpcrl.status import RunFolder, describe, last_error, line, state
+from hpcrl.run_folder import finish_run, record_refusal, record_submission
 from tests.conftest import ROOT
 from tests.slurm.jobs import COMPLETED, PENDING, Run, says, status, wait_state, wait_until
 
@@ -252,7 +252,7 @@ def test_what_is_no_run(cluster: Any, tmp_path: Path) -> None:
 )
 def test_where_slurm_is_not(tmp_path: Path, owner: dict[str, Any], told: str) -> None:
     run = make(tmp_path / "run", steps=2, a1=owner)
-    command, environ = [sys.executable, "-m", "hpcrl.status", str(run)], {"PATH": "/none", "PYTHONPATH": str(ROOT)}
+    command, environ = [sys.executable, "-m", "hpcrl", "status", str(run)], {"PATH": "/none", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0 and told in done.stdout and "2 of 10" in done.stdout, done.stderr
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from hpcrl.exitcodes import ExitCode
-from hpcrl.files import committed_step, step_name
 from hpcrl.launch.frozen import SUBMITTED_CONFIG
 from hpcrl.node.preflight import read_reports
-from hpcrl.rundir import submitted_jobs, world_folder
+from hpcrl.run_folder import submitted_jobs, world_folder
+from hpcrl.system.exit_codes import ExitCode
+from hpcrl.system.files import committed_step, step_name
 from tests.conftest import ROOT
 from tests.slurm.jobs import (
     COMPLETED,

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from hpcrl.config import ConfigError
-from hpcrl.exitcodes import ExitCode
 from hpcrl.launch.__main__ import main
 from hpcrl.launch.sweep import expand
 from hpcrl.metrics.log import read_metrics
-from hpcrl.rundir import stored_config
+from hpcrl.run_folder import stored_config
+from hpcrl.system.exit_codes import ExitCode
 from tests import in_process
 from tests.conftest import ROOT
 from tests.slurm.jobs import digest

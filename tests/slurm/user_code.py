@@ -8,8 +8,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcrl.files import committed_step
-from hpcrl.rewards.base import RewardItem
+from hpcrl.rewards.reward import RewardItem
+from hpcrl.system.files import committed_step
 
 _first_commit: int | None = None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 
-from hpcrl.engines.gen.base import PromptRefused, Request
+from hpcrl.engines.gen.generation_engine import PromptRefused, Request
 
 
 def check_requests(

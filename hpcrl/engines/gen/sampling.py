@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcrl.copies import to_device
+from hpcrl.rollout.device_copies import to_device
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 MASK64 = (1 << 64) - 1

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.serialization import skip_data
 
-from hpcrl.engines.train.agreement import agreed
+from hpcrl.engines.train.fail_together import agreed
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 
-from hpcrl.rewards.sandbox.pytest_form import problem_of_tests
+from hpcrl.sandbox.pytest_form import problem_of_tests
 
 PREFIX = "hpcrl_import_"
 """Of names in the process of the code: what tests import of the repository, under names that no library has."""

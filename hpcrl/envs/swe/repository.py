@@ -11,11 +11,11 @@ import zipfile
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
-from hpcrl.envs.specs import SWEOptions
+from hpcrl.envs.spec import SWEOptions
 from hpcrl.envs.swe.hidden import split_imports, test_files, tops_of
-from hpcrl.rewards.sandbox.client import Sandbox
-from hpcrl.rewards.sandbox.jobs import ChildTask, JobOutcome, Limits, SandboxError
-from hpcrl.rewards.sandbox.wire import decode
+from hpcrl.sandbox.client import Sandbox
+from hpcrl.sandbox.jobs import ChildTask, JobOutcome, Limits, SandboxError
+from hpcrl.sandbox.wire import decode
 
 UNPACK = """
 import json, os, sys

@@ -6,12 +6,12 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from hpcrl.envs.base import shortened
-from hpcrl.envs.game import ExpertGame, Outcome
-from hpcrl.envs.specs import SWEOptions
+from hpcrl.envs.environment import shortened
+from hpcrl.envs.games.game import ExpertGame, Outcome
+from hpcrl.envs.spec import SWEOptions
 from hpcrl.envs.swe.bugs import repair
 from hpcrl.envs.swe.repository import Repository, files_of, sandbox_of
-from hpcrl.envs.swe.rows import OF_ROW, problem_of_row
+from hpcrl.envs.swe.row_check import OF_ROW, problem_of_row
 
 SUBMIT = "submit"
 LIST = "find . -type f | sort | head -100"

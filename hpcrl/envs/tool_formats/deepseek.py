@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 
-from hpcrl.envs.tool_formats.base import Scan, Schemas, ToolCall, ToolFormat, json_call, marked
+from hpcrl.envs.tool_formats.reading import Scan, Schemas, ToolCall, ToolFormat, json_call, marked
 
 START = r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>"
 CLOSE = "<｜tool▁call▁end｜>"

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpcrl.data.templates import FolderTemplate
-from hpcrl.envs.base import shortened
-from hpcrl.envs.tool_formats.base import Parsed, ToolCall, schemas_of
+from hpcrl.envs.environment import shortened
+from hpcrl.envs.tool_formats.reading import Parsed, ToolCall, schemas_of
 from hpcrl.envs.tool_formats.table import FORMATS
 
 ASKED = "0ASKED0"

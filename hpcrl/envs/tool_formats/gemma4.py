@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from hpcrl.envs.tool_formats.base import NESTED, Schemas, ToolCall, ToolFormat, marked, typed
+from hpcrl.envs.tool_formats.reading import NESTED, Schemas, ToolCall, ToolFormat, marked, typed
 
 CLOSE, QUOTE = "<tool_call|>", '<|"|>'
 NAME = re.compile(r"\s*call:\s*([^\s{}<]{1,256})\s*(?=\{)")

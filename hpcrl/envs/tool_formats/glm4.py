@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from hpcrl.envs.tool_formats.base import Schemas, ToolCall, ToolFormat, marked, typed
+from hpcrl.envs.tool_formats.reading import Schemas, ToolCall, ToolFormat, marked, typed
 
 CLOSE = "</tool_call>"
 NAME = re.compile(r"\s*([^\s<{\"]{1,256})\s*")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 
-from hpcrl.envs.tool_formats.base import MOST_STARTS, Parsed, Schemas, ToolCall, ToolFormat, json_call
+from hpcrl.envs.tool_formats.reading import MOST_STARTS, Parsed, Schemas, ToolCall, ToolFormat, json_call
 
 MESSAGE = "<|message|>"
 END = re.compile(r"<\|(?:end|call|return|start)\|>")

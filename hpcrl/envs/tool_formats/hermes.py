@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from hpcrl.envs.tool_formats.base import Schemas, ToolCall, ToolFormat, decoded, marked, no_json, object_call
+from hpcrl.envs.tool_formats.reading import Schemas, ToolCall, ToolFormat, decoded, marked, no_json, object_call
 
 CLOSE = "</tool_call>"
 WHERE = f"within <tool_call> and {CLOSE}"

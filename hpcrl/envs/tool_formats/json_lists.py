@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from hpcrl.envs.tool_formats.base import (
+from hpcrl.envs.tool_formats.reading import (
     BETWEEN,
     Scan,
     Schemas,

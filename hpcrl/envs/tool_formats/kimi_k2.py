@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from hpcrl.envs.tool_formats.base import Schemas, ToolCall, ToolFormat, json_call, marked
+from hpcrl.envs.tool_formats.reading import Schemas, ToolCall, ToolFormat, json_call, marked
 
 START = r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>"
 HEADER = re.compile(r"\s*((?:functions\.)?([^\s<>:]{1,256}?)(?::\d{1,9})?)\s*<\|tool_call_argument_begin\|>")

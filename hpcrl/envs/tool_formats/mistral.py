@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 
-from hpcrl.envs.tool_formats.base import (
+from hpcrl.envs.tool_formats.reading import (
     BETWEEN,
     Schemas,
     ToolCall,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-from hpcrl.envs.tool_formats.base import ToolFormat
+from hpcrl.envs.tool_formats.reading import ToolFormat
 from hpcrl.spec.table import SpecError, SpecTable
 
 FORMATS = SpecTable(

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from hpcrl.envs.tool_formats.base import SPACE, Schemas, ToolCall, ToolFormat, marked, typed
+from hpcrl.envs.tool_formats.reading import SPACE, Schemas, ToolCall, ToolFormat, marked, typed
 
 
 @dataclass(frozen=True)

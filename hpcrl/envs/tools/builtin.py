@@ -10,10 +10,10 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from hpcrl.envs.tools.base import Result, Tool, schema
-from hpcrl.envs.tools.specs import ToolOptions
-from hpcrl.rewards.sandbox.client import Sandbox
-from hpcrl.rewards.sandbox.jobs import ChildTask, Limits, SandboxError
+from hpcrl.envs.tools.spec import ToolOptions
+from hpcrl.envs.tools.tool import Result, Tool, schema
+from hpcrl.sandbox.client import Sandbox
+from hpcrl.sandbox.jobs import ChildTask, Limits, SandboxError
 
 MOST_CHARS = 500
 MOST_BITS = 10_000

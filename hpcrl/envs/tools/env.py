@@ -8,14 +8,14 @@ from typing import Any
 
 import jsonschema
 
-from hpcrl.envs.base import shortened
-from hpcrl.envs.tool_formats.base import ToolCall, schemas_of
+from hpcrl.envs.environment import shortened
 from hpcrl.envs.tool_formats.deriving import derive
+from hpcrl.envs.tool_formats.reading import ToolCall, schemas_of
 from hpcrl.envs.tool_formats.table import FORMATS
-from hpcrl.envs.tools.base import Result, Tool
 from hpcrl.envs.tools.builtin import BUILTIN, GuessTool
 from hpcrl.envs.tools.function import FunctionTool
-from hpcrl.envs.tools.specs import ToolOptions
+from hpcrl.envs.tools.spec import ToolOptions
+from hpcrl.envs.tools.tool import Result, Tool
 
 ID_CHARS = 9
 """Length of a call's id, which Mistral's template demands."""

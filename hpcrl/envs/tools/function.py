@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 from queue import Empty, Queue
 from typing import Any
 
-from hpcrl.envs.tools.base import Result
+from hpcrl.envs.tools.tool import Result
 
 MOST_ITEMS = 10_000
 """Maximum items of a generator."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.data.env_sources import HALF
-from hpcrl.envs.specs import WebShopOptions
+from hpcrl.envs.spec import WebShopOptions
 from hpcrl.envs.webshop.generated import generated
 from hpcrl.envs.webshop.products import Goal, human_goals, products_of, synthetic_goals
 from hpcrl.envs.webshop.search import Search

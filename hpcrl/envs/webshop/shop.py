@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 
-from hpcrl.envs.game import ExpertGame, OpenGame, Outcome
-from hpcrl.envs.specs import WebShopOptions
+from hpcrl.envs.games.game import ExpertGame, OpenGame, Outcome
+from hpcrl.envs.spec import WebShopOptions
 from hpcrl.envs.webshop.catalogue import catalogue_of
 from hpcrl.envs.webshop.products import Goal, Product
-from hpcrl.envs.webshop.reward import reward_of
+from hpcrl.envs.webshop.purchase_reward import reward_of
 
 NUM_RESULTS, NUM_ON_PAGE = 50, 10
 BACK, NEXT, PREVIOUS, BUY = "back to search", "next >", "< prev", "buy now"
@@ -19,8 +19,9 @@ SEARCH = "search[...]"
 class WebShop(OpenGame[WebShopOptions], ExpertGame[WebShopOptions]):
     """search[words], on every page, and click[what is on the page], in the pages of the original's text mode without
     its empty reviews.
-    Buying ends the episode with the reward of hpcrl.envs.webshop.reward, everything else gains 0; success is a reward
-    of 1. The goal follows from the seed, or is `goal`, a column of the row: its number in the original's order."""
+    Buying ends the episode with the reward of hpcrl.envs.webshop.purchase_reward, everything else gains 0; success is a
+    reward of 1. The goal follows from the seed, or is `goal`, a column of the row: its number in the original's
+    order."""
 
     def __init__(self, options: WebShopOptions, goal: int | None = None):
         super().__init__(options)

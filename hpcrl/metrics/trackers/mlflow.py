@@ -11,9 +11,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from hpcrl.files import write_durably
-from hpcrl.metrics.trackers.base import TrackedRun, flat
-from hpcrl.metrics.trackers.specs import MLflowConfig
+from hpcrl.metrics.trackers.spec import MLflowConfig
+from hpcrl.metrics.trackers.tracker import TrackedRun, flat
+from hpcrl.system.files import write_durably
 
 MOST_METRICS, MOST_PARAMS, MOST_PARAM_CHARS = 1000, 100, 6000
 """Limits of one call of the client, and of a value."""
@@ -61,7 +61,7 @@ class MLflow:
         self._client.set_terminated(self._id)
         if self._run.online:
             return ""
-        return f"python -m hpcrl.track {shlex.quote(str(self._run.run_dir))} mlflow http://SERVER:5000"
+        return f"python -m hpcrl track {shlex.quote(str(self._run.run_dir))} mlflow http://SERVER:5000"
 
     def _log_params(self, config: Mapping[str, Any]) -> None:
         from mlflow.entities import Param

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpcrl.metrics.trackers.base import TrackedRun
+from hpcrl.metrics.trackers.tracker import TrackedRun
 
 
 class SwanLab:

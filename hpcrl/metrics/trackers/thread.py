@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpcrl.files import write_durably
-from hpcrl.metrics.trackers.base import Tracker
+from hpcrl.metrics.trackers.tracker import Tracker
+from hpcrl.system.files import write_durably
 
 FOLDER = "trackers"
 MOST_WAITING = 10_000

@@ -1,8 +1,8 @@
-"""Events to the rollout scheduler, its commands, and its results."""
+"""Events to the rollout scheduler, its commands on their way out, and its results."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -155,8 +155,8 @@ SchedulerCommand = Generate | Continue | SendToScorer | Drop
 @dataclass(frozen=True, slots=True)
 class DoneSample:
     """A scored response and the replica that holds its tokens; num_tokens counts generated tokens. turn_rewards,
-    token_rewards and metrics as in hpcrl.control.messages.ScoredSample. failed: its environment's code has, so that its
-    reward says nothing about the response."""
+    token_rewards and metrics as in hpcrl.messaging.messages.ScoredSample. failed: its environment's code has, so that
+    its reward says nothing about the response."""
 
     id: int
     replica: int
@@ -204,3 +204,24 @@ class PromptOutcome:
         """What saved() wrote."""
         kept = {name: tuple(saved.get(name, ())) for name in ("rewards", "metrics")}
         return cls(**{**saved, **kept, "disposition": Disposition(saved["disposition"])})
+
+
+class Outbox:
+    """Orders since the last take(), by kind and replica."""
+
+    def __init__(self) -> None:
+        self._orders: dict[type, dict[int, list[int]]] = {}
+
+    def put(self, kind: type, replica: int, sample_id: int) -> None:
+        self._orders.setdefault(kind, {}).setdefault(replica, []).append(sample_id)
+
+    def take(self, replicas: Container[int], living: Container[int]) -> list[SchedulerCommand]:
+        """The commands, Drops first, without outdated ones: to lost replicas, for dropped samples (or Drops of living
+        ones)."""
+        orders, self._orders = self._orders, {}
+        return [
+            kind(name, kept)
+            for kind in (Drop, SendToScorer, Continue, Generate)
+            for name, ids in sorted(orders.get(kind, {}).items())
+            if name in replicas and (kept := tuple(i for i in ids if (i in living) != (kind is Drop)))
+        ]

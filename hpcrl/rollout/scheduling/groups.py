@@ -1,17 +1,17 @@
-"""Samples and groups on their way through the scheduler."""
+"""Prompts that wait for their start, and samples and groups on their way through the scheduler."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from enum import Enum
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpcrl.rollout.scheduling.events import Answered, DoneSample, Group, Played, Rewarded
-from hpcrl.rollout.scheduling.prompt_queue import Start
 from hpcrl.rollout.types import GREEDY_MEMBER, FinishReason, make_sample_id, split_sample_id
-from hpcrl.trajectory import MAX_REWARD
+from hpcrl.spec.trajectory import MAX_REWARD
 
 
 class State(Enum):
@@ -141,3 +141,48 @@ def with_score(done: DoneSample, event: Rewarded) -> DoneSample:
         reward, score, turns, tokens = 0.0, 0.0, (), b""
     scored = replace(done, reward=reward, score=score, error=error, turn_rewards=turns, token_rewards=tokens)
     return replace(scored, metrics={**done.metrics, **event.metrics}, failed=event.failed)
+
+
+class Start(NamedTuple):
+    """A prompt to start. `failures`: attempts that ended with an error; `home`: the replica that has its prefix."""
+
+    uid: int
+    attempt: int = 0
+    failures: int = 0
+    home: int | None = None
+
+
+class PromptQueue:
+    """Ordered by uid, so that a restarted prompt precedes all newer prompts."""
+
+    def __init__(self) -> None:
+        self.newest_uid = -1
+        self._heap: list[Start] = []  # uids differ
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def offer(self, uids: Iterable[int]) -> None:
+        """Add fresh prompts; uids rise over all calls."""
+        for uid in uids:
+            if uid <= self.newest_uid:
+                raise ValueError(f"prompt {uid} comes after prompt {self.newest_uid}; uids must rise")
+            self.newest_uid = uid
+            heapq.heappush(self._heap, Start(uid))
+
+    def put_back(self, start: Start) -> None:
+        heapq.heappush(self._heap, start)
+
+    def pop(self) -> Start:
+        """The oldest prompt."""
+        return heapq.heappop(self._heap)
+
+    def saved(self) -> list[list[int]]:
+        """[uid, attempt, failures] of all, JSON-able."""
+        return [[start.uid, start.attempt, start.failures] for start in self._heap]
+
+    def restore(self, newest_uid: int, saved: Iterable[Sequence[int]]) -> None:
+        assert self.newest_uid == -1, "restore is for a new queue"
+        self.newest_uid = newest_uid
+        for uid, attempt, failures in saved:
+            self.put_back(Start(uid, attempt, failures))

@@ -12,8 +12,7 @@ from typing import Protocol
 
 from hpcrl.rollout.scheduling.groups import LiveGroup, LiveSample
 from hpcrl.rollout.scheduling.policies import Lengths, SchedulerConfig
-from hpcrl.rollout.scheduling.replicas import Replica, Replicas
-from hpcrl.rollout.scheduling.waiting import Waiting
+from hpcrl.rollout.scheduling.replicas import Replica, Replicas, Waiting
 
 
 class Mode(Protocol):

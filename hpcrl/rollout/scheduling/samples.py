@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
+from hpcrl.rollout.scheduling.accounts import Tally
 from hpcrl.rollout.scheduling.events import (
     REPLICA_LOST,
     Aborted,
@@ -20,6 +21,7 @@ from hpcrl.rollout.scheduling.events import (
     DoneSample,
     Drop,
     Generate,
+    Outbox,
     Paced,
     Played,
     ReplicaLost,
@@ -31,10 +33,7 @@ from hpcrl.rollout.scheduling.events import (
     SendToScorer,
 )
 from hpcrl.rollout.scheduling.groups import LiveSample, State, with_score
-from hpcrl.rollout.scheduling.outbox import Outbox
-from hpcrl.rollout.scheduling.replicas import Replica, Replicas
-from hpcrl.rollout.scheduling.tally import Tally
-from hpcrl.rollout.scheduling.waiting import Waiting
+from hpcrl.rollout.scheduling.replicas import Replica, Replicas, Waiting
 from hpcrl.rollout.types import FinishReason
 
 

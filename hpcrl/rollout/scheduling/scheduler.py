@@ -48,10 +48,9 @@ from hpcrl.rollout.scheduling.events import (
     SchedulerCommand,
     SchedulerEvent,
 )
-from hpcrl.rollout.scheduling.groups import LiveGroup, LiveSample, State
+from hpcrl.rollout.scheduling.groups import LiveGroup, LiveSample, PromptQueue, State
 from hpcrl.rollout.scheduling.modes import Flow, Mode, Wave
 from hpcrl.rollout.scheduling.policies import SchedulerConfig, rejecting_filter
-from hpcrl.rollout.scheduling.prompt_queue import PromptQueue
 from hpcrl.rollout.scheduling.samples import Samples
 from hpcrl.rollout.scheduling.selection import Selection
 from hpcrl.rollout.types import Disposition, split_sample_id

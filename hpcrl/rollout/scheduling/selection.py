@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import chain
 
-from hpcrl.rollout.scheduling.freshness import Due, Freshness
 from hpcrl.rollout.scheduling.groups import LiveGroup
 from hpcrl.rollout.scheduling.policies import SchedulerConfig
+from hpcrl.rollout.scheduling.staleness import Due, Freshness
 
 PATIENCE = 4
 """Multiple of max_attempts after which the batch waits for a single dropped prompt."""

@@ -17,7 +17,7 @@ from statistics import median
 import numpy as np
 import torch
 
-from hpcrl.engines.gen.base import Request, SamplingParams
+from hpcrl.engines.gen.generation_engine import Request, SamplingParams
 from hpcrl.engines.gen.native.engine import NativeEngine
 from tests.bench.generator import VOCAB, make_model
 from tests.bench.machine import tell

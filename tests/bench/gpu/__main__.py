@@ -71,7 +71,7 @@ NO_END = "no end after"
 
 def run_part(entry: str, check: Check) -> NoReturn:
     """In the part's process: print its rows as they come."""
-    from hpcrl.roles.allocator import grow_segments
+    from hpcrl.workers.allocator import grow_segments
 
     module, function = entry.split(":")
     grow_segments(os.environ)  # as in a rank

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.engines import varlen
-from hpcrl.engines.train.fsdp2.attention import PackedLayout, by_blocks
+from hpcrl.engines.train.fsdp2.packed_attention import PackedLayout, by_blocks
 from tests.bench.gpu.common import Check, Row, median
 
 

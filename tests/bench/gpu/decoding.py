@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hpcrl.config import parse
-from hpcrl.engines.gen.base import Request, SamplingParams
+from hpcrl.engines.gen.generation_engine import Request, SamplingParams
 from hpcrl.engines.gen.native.engine import NativeEngine
 from hpcrl.planner.generator import token_bytes
 from tests.bench.gpu.common import GB, Check, Row, num_bytes, random_weights

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from hpcrl.roles.allocator import VARIABLES
+from hpcrl.workers.allocator import VARIABLES
 from tests.bench.gpu.common import GB, Check, Row, median
 
 

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpcrl.comm.together import Begun, Transfer, begin
-from hpcrl.comm.weights import Channel, Receiving, Schedule, Sending, connect
-from hpcrl.control.abortable import AbortableGroup, make_nccl
-from hpcrl.planner.groups import SEND_BYTES, seconds_to_make
-from hpcrl.roles.allocator import grow_segments
-from hpcrl.spec.weights import CHANNELS, Need, everything
+from hpcrl.comm.batched_p2p import Begun, Transfer, begin
+from hpcrl.comm.weight_transfer import Channel, Receiving, Schedule, Sending, connect
+from hpcrl.messaging.abortable import AbortableGroup, make_nccl
+from hpcrl.planner.traffic import SEND_BYTES, seconds_to_make
+from hpcrl.spec.weight_layout import CHANNELS, Need, everything
+from hpcrl.workers.allocator import grow_segments
 from tests.bench.gpu.common import GB, Check, Row, median
 from tests.bench.weights import layout_of
 

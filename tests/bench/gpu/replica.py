@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from hpcrl.engines.gen.base import ReplicaRanks
+from hpcrl.engines.gen.generation_engine import ReplicaRanks
 from hpcrl.node.devices import VISIBLE, visible_gpus
-from hpcrl.roles.allocator import grow_segments
+from hpcrl.workers.allocator import grow_segments
 from tests.bench.gpu.agreement import of_recipe
 from tests.bench.gpu.common import Check, Row, end_after, rows_in
 from tests.bench.gpu.peers import RANKS, run_pair

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import shorten
 
-from hpcrl.files import write_durably
+from hpcrl.system.files import write_durably
 from tests.bench.gpu_first.figures import Figure
 from tests.bench.gpu_first.running import Outcome
 from tests.bench.gpu_first.stacks import shortened

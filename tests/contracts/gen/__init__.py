@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hpcrl.engines.gen.base import GenEngine
-from hpcrl.engines.routes import RouteShape
+from hpcrl.engines.expert_routes import RouteShape
+from hpcrl.engines.gen.generation_engine import GenEngine
 
 VOCAB = 320
 MAX_LENGTH = 64

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
-from hpcrl.engines.gen.base import GenEngine
-from hpcrl.engines.gen.fake.engine import FakeEngine
+from hpcrl.engines.gen.fake_generator.engine import FakeEngine
+from hpcrl.engines.gen.generation_engine import GenEngine
 from tests.contracts.gen import MAX_LENGTH, VOCAB, Engines
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 
 from hpcrl.config import TinyModel
-from hpcrl.engines.gen.base import GenEngine
+from hpcrl.engines.expert_routes import RouteShape
+from hpcrl.engines.gen.generation_engine import GenEngine
 from hpcrl.engines.gen.native.engine import NativeEngine
-from hpcrl.engines.routes import RouteShape
 from hpcrl.engines.tiny import make_tiny_model
 from tests.contracts.gen import MAX_LENGTH, VOCAB, Engines
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hpcrl.config import TinyModel
-from hpcrl.engines.gen.base import GenEngine
+from hpcrl.engines.gen.generation_engine import GenEngine
 from hpcrl.engines.tiny import make_tiny_model
 from tests.contracts.gen import MAX_LENGTH, VOCAB, Engines, NamedWeights
 

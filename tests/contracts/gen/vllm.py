@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from hpcrl.config import TinyModel
-from hpcrl.engines.gen.base import GenEngine
-from hpcrl.engines.routes import RouteShape
+from hpcrl.engines.expert_routes import RouteShape
+from hpcrl.engines.gen.generation_engine import GenEngine
 from hpcrl.engines.tiny import make_tiny_model
 from tests.contracts.gen import MAX_LENGTH, VOCAB, Engines
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hpcrl.algorithms.base import Objective
+from hpcrl.algorithms.interface import Objective
 from hpcrl.config import TrainerConfig
-from hpcrl.engines.train.base import TrainEngine
+from hpcrl.engines.train.training_engine import TrainEngine
 from hpcrl.rollout.batch import Batch, MicroBatches, Norms
 from tests.contracts.splits import Split
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from hpcrl.config import TrainerConfig
-from hpcrl.engines.train.base import TrainEngine
-from hpcrl.engines.train.fake.engine import FakeTrainEngine
+from hpcrl.engines.train.fake_trainer.engine import FakeTrainEngine
+from hpcrl.engines.train.training_engine import TrainEngine
 from tests.engines.worlds import VOCAB
 
 

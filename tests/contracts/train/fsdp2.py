@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hpcrl.algorithms.base import Objective
+from hpcrl.algorithms.interface import Objective
 from hpcrl.config import TrainerConfig
-from hpcrl.engines.train.base import TrainEngine
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
+from hpcrl.engines.train.training_engine import TrainEngine
 from hpcrl.rollout.batch import Batch, MicroBatches, Norms
 from tests.contracts.splits import Split
 

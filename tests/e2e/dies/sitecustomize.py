@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 def before(rank: str, command: str, act: Callable[[int], None]) -> None:
     """On a rank, act(k) before the k-th command of this kind."""
-    from hpcrl.roles.worker import Worker
+    from hpcrl.workers.rank_loop import Worker
 
     carry_out, heard = Worker._reporting, []
 

@@ -12,10 +12,10 @@ from hpcrl_example.specs import CurriculumConfig, LeaveOneOut, NoisyConfig, Vowe
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hpcrl.algorithms.base import RewardTable
-from hpcrl.algorithms.credit import ReturnsCredit
+from hpcrl.algorithms.advantage_estimator import ReturnsCredit
+from hpcrl.algorithms.interface import RewardTable
 from hpcrl.config import Config, RewardConfig
-from hpcrl.engines.gen.base import ReplicaRanks
+from hpcrl.engines.gen.generation_engine import ReplicaRanks
 from hpcrl.engines.gen.native.engine import NativeEngine
 from hpcrl.engines.gen.native.engine import make as make_native
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
@@ -23,12 +23,12 @@ from hpcrl.engines.train.fsdp2.engine import make as make_fsdp2
 from hpcrl.metrics.stats import Stats, stat
 from hpcrl.planner.memory_parts import Part
 from hpcrl.planner.shapes import ModelShape
-from hpcrl.rewards.base import Reward, RewardItem, Score
+from hpcrl.rewards.reward import Reward, RewardItem, Score
 from hpcrl.spec.options import read_options
 
 if TYPE_CHECKING:
-    from hpcrl.roles.base import Rank
-    from hpcrl.runtime.context import Run
+    from hpcrl.controller.context import Run
+    from hpcrl.workers.role import Rank
 
 
 class LeaveOneOutCredit(ReturnsCredit[LeaveOneOut]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from hpcrl.algorithms.specs import POLICY_GRADIENT
+from hpcrl.algorithms.spec import POLICY_GRADIENT
 from hpcrl.engines.gen.native.spec import SPEC as NATIVE
 from hpcrl.engines.gen.native.spec import NativeConfig
 from hpcrl.engines.train.fsdp2.spec import SPEC as FSDP2
@@ -23,7 +23,7 @@ from hpcrl.spec.kinds import (
 )
 from hpcrl.spec.policy_loss import PolicyLoss
 from hpcrl.spec.problems import Problem
-from hpcrl.spec.weights import Need
+from hpcrl.spec.weight_layout import Need
 
 
 class LeaveOneOut(PolicyLoss):

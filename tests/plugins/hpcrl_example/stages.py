@@ -20,16 +20,16 @@ from hpcrl_example.specs import STAGES, StagesConfig
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hpcrl.algorithms.base import Objective, Outputs
+from hpcrl.algorithms.interface import Objective, Outputs
 from hpcrl.config import Config
-from hpcrl.engines.gen.base import Output, ReplicaRanks, Request
 from hpcrl.engines.gen.checks import check_requests
+from hpcrl.engines.gen.generation_engine import Output, ReplicaRanks, Request
 from hpcrl.engines.gen.sampling import stream_origin, uniforms
 from hpcrl.engines.train.schedule import learning_rate
 from hpcrl.metrics.stats import Stats, merge, scalar
 from hpcrl.rollout.batch import Batch, MicroBatches, Norms
 from hpcrl.rollout.types import FinishReason
-from hpcrl.spec.weights import Held
+from hpcrl.spec.weight_layout import Held
 
 NAMES = ("A", "B")
 WIDTH = 8

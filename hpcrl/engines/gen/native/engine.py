@@ -18,23 +18,23 @@ import numpy as np
 import torch
 
 from hpcrl.config import Config, LoRAConfig
-from hpcrl.copies import to_device, to_host
-from hpcrl.engines.gen.base import Output, ReplicaRanks, Request
+from hpcrl.engines.expert_routes import RouteShape, routes_of
 from hpcrl.engines.gen.checks import check_requests
+from hpcrl.engines.gen.generation_engine import Output, ReplicaRanks, Request
+from hpcrl.engines.gen.native.allocation import AdmissionWave, Refusal, RequestBlocks
 from hpcrl.engines.gen.native.architecture import read_architecture
-from hpcrl.engines.gen.native.attention import Adding, Decoding
 from hpcrl.engines.gen.native.blocks import Blocks
 from hpcrl.engines.gen.native.kv import NOWHERE, KVCache, block_bytes
-from hpcrl.engines.gen.native.placing import AdmissionWave, Refusal, RequestBlocks
+from hpcrl.engines.gen.native.output_buffer import Tape
+from hpcrl.engines.gen.native.paged_attention import Adding, Decoding
 from hpcrl.engines.gen.native.slots import Queued, Slots
 from hpcrl.engines.gen.native.spec import NativeConfig
-from hpcrl.engines.gen.native.tape import Tape
 from hpcrl.engines.gen.native.transformer import Transformer
 from hpcrl.engines.gen.native.weights import FusedWeights
 from hpcrl.engines.gen.sampling import SamplingPlan, sample, uniforms
 from hpcrl.engines.gen.stops import StopStrings
 from hpcrl.engines.hf_folder import read_safetensors
-from hpcrl.engines.routes import RouteShape, routes_of
+from hpcrl.rollout.device_copies import to_device, to_host
 from hpcrl.rollout.types import FinishReason
 
 PREFILL_TOKENS = 4096  # in one forward

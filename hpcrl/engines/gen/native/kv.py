@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcrl.copies import to_device
 from hpcrl.engines.gen.native.architecture import Architecture
+from hpcrl.rollout.device_copies import to_device
 
 NOWHERE = -1
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hpcrl.engines.gen.base import Request
-from hpcrl.engines.gen.native.tape import Track
+from hpcrl.engines.gen.generation_engine import Request
+from hpcrl.engines.gen.native.output_buffer import Track
 from hpcrl.engines.gen.sampling import SamplingPlan, stream_origin
 
 NO_TOKEN = -1

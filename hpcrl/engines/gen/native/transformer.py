@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hpcrl.engines.gen.native.architecture import Architecture
-from hpcrl.engines.gen.native.attention import Adding, Decoding
 from hpcrl.engines.gen.native.kv import KVCache
+from hpcrl.engines.gen.native.paged_attention import Adding, Decoding
 from hpcrl.engines.gen.native.weights import Dense, Experts, FusedWeights, Layer, LowRank
 
 

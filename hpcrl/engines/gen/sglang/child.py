@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from hpcrl.signals import die_with, held_back
+from hpcrl.system.signals import die_with, held_back
 
 PR_SET_PTRACER = 0x59616D61
 LAST_LINES = 12

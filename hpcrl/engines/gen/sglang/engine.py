@@ -20,17 +20,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hpcrl.comm.weights_plan import BUCKET_BYTES
+from hpcrl.comm.weight_plan import BUCKET_BYTES
 from hpcrl.config import Config
-from hpcrl.engines.gen.base import Output, ReplicaRanks, Request
 from hpcrl.engines.gen.checks import check_requests
-from hpcrl.engines.gen.growing import Growing
-from hpcrl.engines.gen.names import WeightNames
+from hpcrl.engines.gen.generation_engine import Output, ReplicaRanks, Request
+from hpcrl.engines.gen.partial_response import Growing
 from hpcrl.engines.gen.sglang.child import Child
 from hpcrl.engines.gen.sglang.server import Continuation, Made
 from hpcrl.engines.gen.sglang.sizes import SPARE_TOKENS, cache_tokens
 from hpcrl.engines.gen.sglang.spec import MOST_KEPT, TRUNCATED, SGLangConfig, share
 from hpcrl.engines.gen.stops import StopStrings
+from hpcrl.engines.gen.weight_names import WeightNames
 from hpcrl.planner.shapes import CannotPlanError, read_shape
 from hpcrl.rollout.types import FinishReason
 

@@ -11,7 +11,7 @@ from hpcrl.spec.fields import NUMBER, Section
 from hpcrl.spec.installed import fields, unknown_options
 from hpcrl.spec.kinds import GenEngineSpec
 from hpcrl.spec.problems import Problem
-from hpcrl.spec.weights import Need, all_in_generators_dtype
+from hpcrl.spec.weight_layout import Need, all_in_generators_dtype
 
 OWN = {
     "model_path": "model.path",

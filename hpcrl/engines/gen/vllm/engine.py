@@ -20,29 +20,29 @@ import torch
 import torch.distributed as dist
 
 from hpcrl.config import Config, LoRAConfig
-from hpcrl.engines.gen.base import Output, ReplicaRanks, Request
+from hpcrl.engines.expert_routes import RouteShape, routes_of
 from hpcrl.engines.gen.checks import check_requests
-from hpcrl.engines.gen.growing import Growing
-from hpcrl.engines.gen.names import WeightNames
+from hpcrl.engines.gen.generation_engine import Output, ReplicaRanks, Request
+from hpcrl.engines.gen.partial_response import Growing
 from hpcrl.engines.gen.sampling import stream_origin
 from hpcrl.engines.gen.stops import StopStrings
 from hpcrl.engines.gen.vllm.heads import check_head_size
-from hpcrl.engines.gen.vllm.lora import Adapter
-from hpcrl.engines.gen.vllm.lora import arguments as adapter_arguments
+from hpcrl.engines.gen.vllm.lora_loading import Adapter
+from hpcrl.engines.gen.vllm.lora_loading import arguments as adapter_arguments
 from hpcrl.engines.gen.vllm.memory import cache
 from hpcrl.engines.gen.vllm.replica import arguments as replica_arguments
 from hpcrl.engines.gen.vllm.replica import keeping_default_group, world_of
 from hpcrl.engines.gen.vllm.routes import RouteRecorder
 from hpcrl.engines.gen.vllm.sampler import Drawing, Sampler
-from hpcrl.engines.gen.vllm.shown import shown
 from hpcrl.engines.gen.vllm.slices import are_known
 from hpcrl.engines.gen.vllm.spec import VLLMConfig, shares_gpu, start_share
 from hpcrl.engines.gen.vllm.transformers_classes import transformers_classes_kept
+from hpcrl.engines.gen.vllm.weight_readback import shown
 from hpcrl.engines.gen.vllm.weights import reload
-from hpcrl.engines.routes import RouteShape, routes_of
+from hpcrl.engines.gen.weight_names import WeightNames
 from hpcrl.planner.shapes import known_shape
 from hpcrl.rollout.types import FinishReason
-from hpcrl.trajectory import Field
+from hpcrl.spec.trajectory import Field
 
 ALONE = ReplicaRanks((0,))
 

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from hpcrl.engines.gen.base import ReplicaRanks
+from hpcrl.engines.gen.generation_engine import ReplicaRanks
 
 
 def arguments(num_ranks: int, custom_all_reduce: bool) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from hpcrl.engines.routes import RouteShape
+from hpcrl.engines.expert_routes import RouteShape
 
 
 class RouteRecorder:

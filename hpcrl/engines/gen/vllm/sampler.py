@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpcrl.engines.gen.base import SamplingParams
+from hpcrl.engines.gen.generation_engine import SamplingParams
 from hpcrl.engines.gen.sampling import GOLDEN, SamplingPlan, sample, uniforms
 from hpcrl.engines.gen.vllm.routes import RouteRecorder
 

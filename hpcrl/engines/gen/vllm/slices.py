@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from hpcrl.spec.weights import Box, everything
+from hpcrl.spec.weight_layout import Box, everything
 
 if TYPE_CHECKING:  # it reads the specifications
     from hpcrl.planner.shapes import ModelShape

@@ -14,7 +14,7 @@ from hpcrl.spec.fields import NUMBER, Section
 from hpcrl.spec.installed import fields, folder_of, table_keys, unknown_options
 from hpcrl.spec.kinds import GenEngineSpec
 from hpcrl.spec.problems import Problem
-from hpcrl.spec.weights import Need
+from hpcrl.spec.weight_layout import Need
 
 OWN = {
     "model": "model.path",

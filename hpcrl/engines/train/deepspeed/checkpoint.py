@@ -13,9 +13,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from hpcrl.checkpoint.writer import Files
-from hpcrl.engines.train.agreement import agreed
 from hpcrl.engines.train.dcp import Base, readable, restore
 from hpcrl.engines.train.deepspeed.zero import MOMENTS, set_state, shape_of, state_of
+from hpcrl.engines.train.fail_together import agreed
 from hpcrl.engines.train.fsdp2.checkpoint import Layout
 
 

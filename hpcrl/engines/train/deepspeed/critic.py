@@ -49,7 +49,7 @@ def _in_type_of_input(linear: nn.Linear, x: Tensor) -> Tensor:
 
 
 class ZeroCritic(ZeroEngine, FSDP2Critic):
-    """TrainEngine and ValueEngine (hpcrl.engines.train.base) on the default process group.
+    """TrainEngine and ValueEngine (hpcrl.engines.train.training_engine) on the default process group.
 
     The optimizer keeps the head in float32, as all weights. It is zero at first, unless the folder has one."""
 

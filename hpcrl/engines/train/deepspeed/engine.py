@@ -14,12 +14,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hpcrl.config import Config, TrainerConfig
-from hpcrl.engines.train.agreement import agreed
 from hpcrl.engines.train.deepspeed import zero
 from hpcrl.engines.train.deepspeed.checkpoint import ZeroCheckpoints
 from hpcrl.engines.train.deepspeed.local_disk import LocalDisk
-from hpcrl.engines.train.deepspeed.places import HostTurns, move, optimizer_tensors, weight_tensors
 from hpcrl.engines.train.deepspeed.spec import DeepSpeedConfig
+from hpcrl.engines.train.deepspeed.state_memory import HostTurns, move, optimizer_tensors, weight_tensors
+from hpcrl.engines.train.fail_together import agreed
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine, arguments
 from hpcrl.engines.train.fsdp2.model import PackedCausalLM
 from hpcrl.engines.train.fsdp2.optimizer import make_optimizer
@@ -28,7 +28,7 @@ from hpcrl.engines.train.fsdp2.trial import idle_parameters
 from hpcrl.engines.train.fsdp2.weights import fingerprint
 from hpcrl.engines.train.schedule import learning_rate, update_stats
 from hpcrl.metrics.stats import Stats
-from hpcrl.spec.weights import Held
+from hpcrl.spec.weight_layout import Held
 
 
 def make(config: Config, model_path: Path, total_steps: int, trainable: bool) -> ZeroEngine:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from hpcrl.config import Config
 from hpcrl.planner.activations import FP32
-from hpcrl.planner.lora import trained, with_adapters
+from hpcrl.planner.adapters import trained, with_adapters
 from hpcrl.planner.memory_parts import BYTES
 from hpcrl.planner.shapes import ModelShape
 from hpcrl.planner.traffic import Sent, StepWork, exchanged

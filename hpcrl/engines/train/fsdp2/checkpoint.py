@@ -30,7 +30,7 @@ from torch.futures import Future
 from hpcrl.checkpoint.writer import Files, Pieces, SharedFile
 from hpcrl.engines.train.dcp import ALIGNMENT, FACTS, Base, facts, frame, random_state, restore, shard_name
 from hpcrl.engines.train.fsdp2.weights import local
-from hpcrl.engines.train.moving import register, wait
+from hpcrl.engines.train.offloading import register, wait
 from hpcrl.spec.lora import is_adapter
 
 NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG))

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForTokenClassification, PreTrainedModel
 
-from hpcrl.algorithms.base import Objective, Outputs
+from hpcrl.algorithms.interface import Objective, Outputs
 from hpcrl.config import Config
-from hpcrl.engines.train.fsdp2.attention import PackedLayout
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine, arguments, spread
 from hpcrl.engines.train.fsdp2.exchange import assemble
-from hpcrl.engines.train.fsdp2.kind import Kind
 from hpcrl.engines.train.fsdp2.logits import token_logprobs
 from hpcrl.engines.train.fsdp2.model import PackedCausalLM, empty_model, read_model
+from hpcrl.engines.train.fsdp2.model_kind import Kind
+from hpcrl.engines.train.fsdp2.packed_attention import PackedLayout
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
 from hpcrl.rollout.batch import Batch, MicroBatches
 
@@ -76,7 +76,7 @@ class PackedCritic(PackedCausalLM):
 
 
 class FSDP2Critic(FSDP2Engine):
-    """TrainEngine and ValueEngine (hpcrl.engines.train.base) on the default process group.
+    """TrainEngine and ValueEngine (hpcrl.engines.train.training_engine) on the default process group.
 
     The head is kept and computed in float32. It is zero at first, unless the folder has one: that of an exported
     critic."""

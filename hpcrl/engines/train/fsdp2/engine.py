@@ -19,22 +19,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hpcrl.algorithms.base import Objective, Outputs
+from hpcrl.algorithms.interface import Objective, Outputs
 from hpcrl.checkpoint.writer import Files
 from hpcrl.config import Config, TrainerConfig
-from hpcrl.copies import to_device, to_host
-from hpcrl.engines.routes import routes_of
-from hpcrl.engines.train import moving
-from hpcrl.engines.train.agreement import agreed
-from hpcrl.engines.train.base import check_micro_batches
+from hpcrl.engines.expert_routes import routes_of
+from hpcrl.engines.train import offloading
 from hpcrl.engines.train.dcp import Base
+from hpcrl.engines.train.fail_together import agreed
 from hpcrl.engines.train.fsdp2 import checkpoint
-from hpcrl.engines.train.fsdp2.attention import PackedLayout, shared_prefixes
-from hpcrl.engines.train.fsdp2.grid import Grid, check_heads
-from hpcrl.engines.train.fsdp2.kind import CAUSAL
+from hpcrl.engines.train.fsdp2.device_mesh import Grid, check_heads
 from hpcrl.engines.train.fsdp2.lora import Adapters
 from hpcrl.engines.train.fsdp2.model import Inputs, PackedCausalLM, empty_model, read_model, write_model
+from hpcrl.engines.train.fsdp2.model_kind import CAUSAL
 from hpcrl.engines.train.fsdp2.optimizer import make_optimizer
+from hpcrl.engines.train.fsdp2.packed_attention import PackedLayout, shared_prefixes
 from hpcrl.engines.train.fsdp2.probe import probe_packing
 from hpcrl.engines.train.fsdp2.replay import RouterReplay
 from hpcrl.engines.train.fsdp2.sharding import shard
@@ -43,9 +41,11 @@ from hpcrl.engines.train.fsdp2.tensor_parallel import TensorParallel
 from hpcrl.engines.train.fsdp2.trial import try_architecture
 from hpcrl.engines.train.fsdp2.weights import NamedWeights, local
 from hpcrl.engines.train.schedule import learning_rate, update_stats
+from hpcrl.engines.train.training_engine import check_micro_batches
 from hpcrl.metrics.stats import Stats, merge
 from hpcrl.rollout.batch import Batch, MicroBatches, Norms
-from hpcrl.spec.weights import Held
+from hpcrl.rollout.device_copies import to_device, to_host
+from hpcrl.spec.weight_layout import Held
 
 SMALL_MODEL_BYTES = 4 << 30
 """A model whose full parameters and fp32 gradients take less stays gathered during a command: one all-gather before it
@@ -144,7 +144,7 @@ class FSDP2Engine:
         self.optimizer = self._make_optimizer() if trainable else None
         self._base = Base(str(model_path), self._fingerprint()) if self.lora is not None else None
         self._snapshots = self._make_snapshots()
-        self._host = moving.HostMemory(self.device)
+        self._host = offloading.HostMemory(self.device)
 
     # ---- building
 

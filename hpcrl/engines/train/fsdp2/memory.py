@@ -11,9 +11,8 @@ from hpcrl.config import Config, Problem
 from hpcrl.engines.train.fsdp2.spec import BLOCK, LEAST_NUMBERS, FSDP2Config, indivisible_heads, is_whole, problem
 from hpcrl.engines.train.fsdp2.traffic import step_traffic
 from hpcrl.planner.activations import FP32, Tokens, fsdp2_activations, logits_bytes, recomputed_layer, recomputed_scores
-from hpcrl.planner.batch import samples_of_an_update
-from hpcrl.planner.lora import trained, with_adapters
-from hpcrl.planner.memory_parts import BYTES, PHASES, Change, Part, Phase, PlanRow
+from hpcrl.planner.adapters import trained, with_adapters
+from hpcrl.planner.memory_parts import BYTES, PHASES, Change, Part, Phase, PlanRow, samples_of_an_update
 from hpcrl.planner.shapes import CannotPlanError, ModelShape, Parameter
 from hpcrl.planner.traffic import Sent, StepWork
 from hpcrl.planner.trainer import forward_parts

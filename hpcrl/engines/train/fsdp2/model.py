@@ -21,15 +21,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from hpcrl.engines.hf_folder import copy_beside_weights, save_model, write_config
-from hpcrl.engines.train.fsdp2.attention import PACKED_ATTENTION, PackedLayout
 from hpcrl.engines.train.fsdp2.exchange import assemble
-from hpcrl.engines.train.fsdp2.kind import CAUSAL, Kind
 from hpcrl.engines.train.fsdp2.logits import Head, token_logprobs
 from hpcrl.engines.train.fsdp2.lora import Adapters
+from hpcrl.engines.train.fsdp2.model_kind import CAUSAL, Kind
+from hpcrl.engines.train.fsdp2.packed_attention import PACKED_ATTENTION, PackedLayout
 from hpcrl.engines.train.fsdp2.spec import unpackable
 from hpcrl.engines.train.fsdp2.tensor_parallel import TensorParallel
-from hpcrl.files import new_folder
 from hpcrl.spec.rope import rope_types
+from hpcrl.system.files import new_folder
 
 WEIGHT_FILES = (
     "model.safetensors",

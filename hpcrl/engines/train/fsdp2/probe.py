@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from hpcrl.engines.train.fsdp2.attention import PackedLayout, shared_prefixes
 from hpcrl.engines.train.fsdp2.exchange import TokenRanks
+from hpcrl.engines.train.fsdp2.packed_attention import PackedLayout, shared_prefixes
 from hpcrl.engines.train.fsdp2.trial import Tried, make_rows, one_line, run
 
 PROBE_LENGTHS, PROBE_PREFIX, PROBE_AFTER = (13, 7, 19), 5, 26

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpcrl.engines.routes import choices_of
+from hpcrl.engines.expert_routes import choices_of
 from hpcrl.rollout.batch import Batch
 
 TOLERANCE = 1e-2  # relative; weights of experts may be rounded to bf16

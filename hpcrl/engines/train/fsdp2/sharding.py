@@ -17,7 +17,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
-from hpcrl.engines.train.fsdp2.grid import Grid
+from hpcrl.engines.train.fsdp2.device_mesh import Grid
 from hpcrl.engines.train.fsdp2.model import PackedCausalLM
 
 

@@ -1,5 +1,5 @@
-"""What can be done with an architecture, tried with a small model of it (hpcrl.engines.train.fsdp2.small) before its
-weights are read: whether its log-probs can be trained at all, packed, and divided over ranks.
+"""What can be done with an architecture, tried with a small model of it (hpcrl.engines.train.fsdp2.small_model) before
+its weights are read: whether its log-probs can be trained at all, packed, and divided over ranks.
 
 The small model computes in float32 with weights so large that every part of it matters, and rows are longer than its
 windows, chunks and choices of keys. So what is right differs by rounding, what is wrong by tenths of nats.
@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hpcrl.engines.train.fsdp2.attention import PackedLayout, shared_prefixes
 from hpcrl.engines.train.fsdp2.exchange import Axis, TokenRanks
-from hpcrl.engines.train.fsdp2.kind import Kind
 from hpcrl.engines.train.fsdp2.model import PackedCausalLM
-from hpcrl.engines.train.fsdp2.small import small_model
+from hpcrl.engines.train.fsdp2.model_kind import Kind
+from hpcrl.engines.train.fsdp2.packed_attention import PackedLayout, shared_prefixes
+from hpcrl.engines.train.fsdp2.small_model import small_model
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
 from hpcrl.engines.train.fsdp2.tensor_parallel import TensorParallel
 

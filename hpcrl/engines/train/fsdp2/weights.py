@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from hpcrl.comm.weights_check import held_sums
+from hpcrl.comm.weight_checksums import held_sums
+from hpcrl.engines.train.fsdp2.device_mesh import Grid
 from hpcrl.engines.train.fsdp2.exchange import stack
-from hpcrl.engines.train.fsdp2.grid import Grid
 from hpcrl.spec.lora import is_adapter
-from hpcrl.spec.weights import Held, Need, everything
+from hpcrl.spec.weight_layout import Held, Need, everything
 
 
 class NamedWeights:

@@ -41,7 +41,7 @@ from hpcrl.checkpoint.writer import Files, Pieces, SharedFile
 from hpcrl.engines.train.dcp import ALIGNMENT, FACTS, facts, frame, random_state, require_no_others, shard_name
 from hpcrl.engines.train.megatron.optimizer import Optimizer
 from hpcrl.engines.train.megatron.weights import state_of
-from hpcrl.engines.train.moving import register, wait
+from hpcrl.engines.train.offloading import register, wait
 
 BACKEND = {
     "sharded_backend": "torch_dist",

@@ -14,11 +14,11 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
 
-from hpcrl.algorithms.base import Objective, Outputs
+from hpcrl.algorithms.interface import Objective, Outputs
 from hpcrl.config import Config
 from hpcrl.engines.train.megatron.engine import MegatronEngine
 from hpcrl.engines.train.megatron.export import export
-from hpcrl.engines.train.megatron.model import Prediction
+from hpcrl.engines.train.megatron.gpt_model import Prediction
 from hpcrl.engines.train.megatron.spec import MegatronConfig
 from hpcrl.rollout.batch import Batch, MicroBatches
 
@@ -72,7 +72,7 @@ class ValueModel(GPTModel):
 
 
 class MegatronCritic(MegatronEngine):
-    """TrainEngine and ValueEngine (hpcrl.engines.train.base) on the default process group.
+    """TrainEngine and ValueEngine (hpcrl.engines.train.training_engine) on the default process group.
 
     The head is zero at first, unless the folder has one: that of an exported critic."""
 

@@ -16,18 +16,16 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from hpcrl.algorithms.base import Objective, Outputs
+from hpcrl.algorithms.interface import Objective, Outputs
 from hpcrl.checkpoint.writer import Files
 from hpcrl.config import Config, TrainerConfig
-from hpcrl.copies import to_host
 from hpcrl.engines.compiling import part_by_processor
-from hpcrl.engines.routes import routes_of
+from hpcrl.engines.expert_routes import routes_of
 from hpcrl.engines.train import dcp
-from hpcrl.engines.train.agreement import agreed
-from hpcrl.engines.train.base import check_micro_batches
+from hpcrl.engines.train.fail_together import agreed
 from hpcrl.engines.train.megatron import checkpoint, cpu
 from hpcrl.engines.train.megatron.export import export
-from hpcrl.engines.train.megatron.model import (
+from hpcrl.engines.train.megatron.gpt_model import (
     LogprobsModel,
     Prediction,
     build,
@@ -43,11 +41,13 @@ from hpcrl.engines.train.megatron.router_bias import RouterBias
 from hpcrl.engines.train.megatron.router_losses import RouterLosses
 from hpcrl.engines.train.megatron.spec import SPEC, MegatronConfig
 from hpcrl.engines.train.megatron.weights import HFWeights
-from hpcrl.engines.train.moving import HostMemory
+from hpcrl.engines.train.offloading import HostMemory
 from hpcrl.engines.train.schedule import learning_rate, update_stats
+from hpcrl.engines.train.training_engine import check_micro_batches
 from hpcrl.metrics.stats import Stats, merge
 from hpcrl.rollout.batch import Batch, MicroBatches, Norms
-from hpcrl.spec.weights import Held
+from hpcrl.rollout.device_copies import to_host
+from hpcrl.spec.weight_layout import Held
 
 
 def make(config: Config, model_path: Path, total_steps: int, trainable: bool) -> MegatronEngine:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hpcrl.engines.hf_folder import copy_beside_weights, write_config
 from hpcrl.engines.train.megatron.weights import INDEX, SINGLE, HFWeights
-from hpcrl.files import new_folder
+from hpcrl.system.files import new_folder
 
 FILE_BYTES = 5 << 30
 

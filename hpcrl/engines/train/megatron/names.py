@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.planner.shapes import ModelShape, read_shape, wrong_size
-from hpcrl.spec.weights import Box
+from hpcrl.spec.weight_layout import Box
 
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "deepseek_v3")
 """The values of model_type in config.json that have a table."""

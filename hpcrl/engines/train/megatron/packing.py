@@ -11,8 +11,8 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from hpcrl.copies import to_device
 from hpcrl.rollout.batch import Batch
+from hpcrl.rollout.device_copies import to_device
 
 
 @dataclass(frozen=True)

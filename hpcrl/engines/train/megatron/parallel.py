@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, Problem
 from hpcrl.engines.train.megatron.spec import COUNTED, MegatronConfig, indivisible, problem
-from hpcrl.planner.batch import samples_of_an_update
+from hpcrl.planner.memory_parts import samples_of_an_update
 from hpcrl.planner.shapes import ModelShape
 
 VOCABULARY_MULTIPLE = 128

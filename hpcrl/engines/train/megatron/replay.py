@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from hpcrl.engines.routes import choices_of
+from hpcrl.engines.expert_routes import choices_of
 from hpcrl.engines.train.megatron.packing import Packed
 from hpcrl.rollout.batch import Batch
 

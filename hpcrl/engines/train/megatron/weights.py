@@ -18,11 +18,11 @@ from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hpcrl.engines.train.megatron.model import Description
+from hpcrl.engines.train.megatron.gpt_model import Description
 from hpcrl.engines.train.megatron.names import HEAD, Entry, LayerSpec, NameTable, held, parts, shard, table
 from hpcrl.engines.train.megatron.parallel import padded_vocabulary, split_layers
 from hpcrl.engines.train.megatron.spec import MegatronConfig
-from hpcrl.spec.weights import Box, Held
+from hpcrl.spec.weight_layout import Box, Held
 
 EXPERT_BIAS = "router.expert_bias"
 """The end of the name of the bias of a router, which is in fp32 whatever the type of the parameters."""

@@ -1,0 +1,98 @@
+"""The common part of credits for rewarded responses, which differ in how rewards are normalised.
+
+weights       = which responses count, and how much (hpcrl.algorithms.weighting)
+token rewards = clip(normalised reward) on the last model token - kl_reward_coef KL(old, reference) on each, whitened
+                if asked
+returns       = discounted sums of token rewards over the model tokens of a row
+advantages    = returns, whitened if asked, then clipped
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from hpcrl.algorithms import functional as F
+from hpcrl.algorithms.adaptive import KL_SCALE
+from hpcrl.algorithms.interface import AllSum, Credit, RewardTable, is_last, model_tokens, required
+from hpcrl.algorithms.weighting import weigh
+from hpcrl.metrics.stats import Stats
+from hpcrl.rollout.batch import Batch
+from hpcrl.spec.policy_loss import PolicyLoss
+
+LossSection = TypeVar("LossSection", bound=PolicyLoss)
+
+
+class ReturnsCredit(Credit, Generic[LossSection]):
+    """A credit without `normalize`; see the module's docstring."""
+
+    gamma = 1.0
+
+    def __init__(self, config: LossSection):
+        self.config = config
+        if config.kl_reward_coef > 0:
+            self.reads = frozenset({"old_logprobs", "ref_logprobs"})
+
+    @abstractmethod
+    def normalize(self, table: RewardTable) -> Tensor:
+        """float32 [N]: the normalised rewards of the table."""
+
+    def weigh(self, table: RewardTable) -> tuple[Tensor, Stats]:
+        """(float32 [N], statistics): the weight of each response of the table; 0: not learned from."""
+        return weigh(self.config, table)
+
+    def propagate(self, token_rewards: Tensor, rows: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(advantages before whitening, returns) of the batch's model tokens, float32 [M]; token_rewards [M], rows
+        int64 [M]."""
+        returns = F.discounted_returns(token_rewards, rows, self.gamma)
+        return returns, returns
+
+    def assign(self, batch: Batch, table: RewardTable, all_sum: AllSum) -> Stats:
+        """See Credit."""
+        config, positions = self.config, positions_in(table, batch)
+        weights, stats = self.weigh(table)
+        batch.weights = batch.weights * weights[positions]
+        index = model_tokens(batch)
+        advantages, returns = self.shares(batch, table, positions, index, all_sum)
+        advantages = F.whiten(advantages, all_sum) if config.whiten_advantages else advantages
+        advantages = clip(advantages, config.advantage_clip)
+        zeros = torch.zeros(batch.num_tokens, device=returns.device)
+        batch.returns, batch.advantages = zeros.index_copy(0, index, returns), zeros.index_copy(0, index, advantages)
+        return stats
+
+    def place(self, batch: Batch, table: RewardTable, positions: Tensor, index: Tensor) -> Tensor:
+        """float32 [M]: the clipped rewards of the model tokens `index`; that of a row is at its last one."""
+        rows = batch.row_ids[index]
+        rewards = clip(self.normalize(table), self.config.reward_clip)[positions]
+        return torch.where(is_last(rows), rewards[rows], 0.0)
+
+    def shares(
+        self, batch: Batch, table: RewardTable, positions: Tensor, index: Tensor, all_sum: AllSum
+    ) -> tuple[Tensor, Tensor]:
+        """(advantages before whitening, returns), float32 [M], of the model tokens `index` of the batch, whose rows are
+        at these positions of the table. Collective over the ranks of all_sum."""
+        config, rows = self.config, batch.row_ids[index]
+        token_rewards = self.place(batch, table, positions, index)
+        if config.kl_reward_coef > 0:
+            old = required(batch, "old_logprobs", "kl_reward_coef > 0")[index]
+            ref = required(batch, "ref_logprobs", "kl_reward_coef > 0")[index]
+            kl = F.kl_divergence(old, ref, config.kl_reward_estimator)
+            coefficient = config.kl_reward_coef * self.numbers.get(KL_SCALE, 1.0)
+            token_rewards = token_rewards - coefficient * kl  # not clipped, or it would not hold the policy
+        token_rewards = F.whiten(token_rewards, all_sum) if config.whiten_rewards else token_rewards
+        return self.propagate(token_rewards, rows, batch)
+
+
+def positions_in(table: RewardTable, batch: Batch) -> Tensor:
+    """int64 [B]: positions of the batch's rows in the table."""
+    positions = torch.searchsorted(table.sample_ids, batch.sample_ids).clamp(max=table.sample_ids.numel() - 1)
+    assert bool((table.sample_ids[positions] == batch.sample_ids).all()), "the reward table lacks samples of the batch"
+    return positions
+
+
+def clip(values: Tensor, limit: float | None) -> Tensor:
+    """Clamped to +- limit; None: as they are."""
+    return values if limit is None else values.clamp(-limit, limit)

@@ -1,0 +1,110 @@
+"""Checksums of weights on both sides of an update (check_weights=true).
+
+The checksum of a tensor is the sum, modulo 2**64, of the bits of each number times an odd factor of its place. So the
+sums of disjoint parts add up to that of the tensor, whichever ranks hold the parts, and numbers at wrong places count.
+Zeros of both signs are the same number: an engine may show weights as products with the identity, which lose it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from hpcrl.comm.batched_p2p import Transfer, begin
+from hpcrl.comm.weight_plan import arriving_dtype
+from hpcrl.comm.weight_transfer import Channel, inside
+from hpcrl.spec.weight_layout import Box, Held, Need, everything, intersection
+
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+FACTOR = 0x4A8BE9229ED9BA3A  # even: a place times this, plus 1, is odd
+CHUNK = 1 << 20  # numbers at once; each takes up to 40 bytes
+
+
+def checksum(part: Tensor, box: Box, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+    """int64 scalar: of the numbers in a box of a tensor of this shape, after conversion to `dtype`."""
+    total = torch.zeros((), dtype=torch.int64, device=part.device)
+    for chunk, at in _chunks(part, box):
+        places = torch.zeros((), dtype=torch.int64, device=part.device)
+        for (first, last), size in zip(at, shape, strict=True):
+            places = (places * size)[..., None] + torch.arange(first, last, device=part.device)
+        converted = chunk.to(dtype or chunk.dtype).contiguous()
+        converted = converted.masked_fill(converted == 0, 0)
+        total += (converted.view(BITS[converted.element_size()]) * (places * FACTOR + 1)).sum()
+    return total
+
+
+def _chunks(part: Tensor, box: Box) -> Iterator[tuple[Tensor, Box]]:
+    """A box of a tensor in pieces of at most CHUNK numbers."""
+    axis = next((i for i, size in enumerate(part.shape) if size > 1), None)
+    if axis is None or part.numel() <= CHUNK:
+        yield part, box
+        return
+    step = max(1, CHUNK * part.shape[axis] // part.numel())
+    for start in range(0, part.shape[axis], step):
+        piece = part.narrow(axis, start, min(step, part.shape[axis] - start))
+        first = box[axis][0] + start
+        yield from _chunks(piece, (*box[:axis], (first, first + piece.shape[axis]), *box[axis + 1 :]))
+
+
+def held_sums(rank: int, layout: Sequence[Held], needs: Sequence[Sequence[Need]], weights: Iterable[Tensor]) -> Tensor:
+    """int64 [ranks of a replica, tensors]: this trainer rank's share of the checksums of what each rank of a replica
+    needs. A part that several ranks hold counts on the first. weights: TrainEngine.held_weights()."""
+    sums = torch.zeros(len(needs), len(layout), dtype=torch.int64)
+    own = ((number, held) for number, held in enumerate(layout) if held.part_of(rank) is not None)
+    for (number, held), tensor in zip(own, weights, strict=True):
+        box, holders = next(part for part in held.parts if rank in part[1])
+        if holders[0] != rank:
+            continue
+        for index, need in enumerate(needs):
+            dtype = getattr(torch, arriving_dtype(held, need[number]))
+            for wanted in need[number].boxes:
+                if (shared := intersection(box, wanted)) is not None:
+                    part = inside(tensor.detach(), shared, box)
+                    sums[index, number] += checksum(part, shared, held.shape, dtype).cpu()
+    return sums
+
+
+class LoadedSums:
+    """The checksums of what a generator rank needs, of tensors under their names."""
+
+    def __init__(self, layout: Sequence[Held], needs: Sequence[Need]):
+        self._layout, self._needs = layout, needs
+        self._numbers = {held.name: number for number, held in enumerate(layout)}
+        self.sums = torch.zeros(len(layout), dtype=torch.int64)
+
+    def noting(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The tensors as they come; their checksums are in `sums` afterwards, in place of earlier ones."""
+        for name, tensor in named:
+            number = self._numbers[name]
+            held, need, self.sums[number] = self._layout[number], self._needs[number], 0
+            dtype = getattr(torch, arriving_dtype(held, need))
+            for box in need.boxes:
+                part = inside(tensor, box, everything(held.shape))
+                self.sums[number] += checksum(part, box, held.shape, dtype).cpu()
+            yield name, tensor
+
+    def differing(self, expected: Tensor) -> list[str]:
+        """The names of tensors whose checksum is another."""
+        return [self._layout[number].name for number in (self.sums != expected).nonzero()[:, 0].tolist()]
+
+
+def add_sums(channel: Channel, rank: int, trainers: Sequence[int], own: Tensor) -> Tensor:
+    """int64 [tensors]: what all trainers have in held_sums() for this rank of the replica. Called by the trainers, with
+    `own`, and the ranks of the replica, which alone use the result."""
+    transfers, got = [], []
+    total = torch.zeros(len(channel.layout), dtype=torch.int64, device=channel.device)
+    for index, receiver in enumerate(channel.needs):
+        if rank == receiver:
+            for trainer in trainers:
+                if trainer == rank:
+                    got.append(own[index].to(channel.device))
+                else:
+                    got.append(torch.zeros_like(total))
+                    transfers.append(Transfer(got[-1], channel.ranks.index(trainer), sends=False))
+        elif rank in trainers:
+            given = own[index].to(channel.device).contiguous()
+            transfers.append(Transfer(given, channel.ranks.index(receiver), sends=True))
+    begin(channel.group, transfers).wait()
+    return sum(got, total).cpu()

@@ -1,0 +1,116 @@
+"""Which trainer rank sends which part of which weight to which generator rank, in buckets: a pure function of what both
+sides declare. Every rank of an update computes the same plan, once per run."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from hpcrl.spec.weight_layout import Box, Held, Need, count, intersection
+
+BUCKET_BYTES = 256 << 20
+"""Most bytes that the ranks of a replica get in one step, so that no rank sends or gets more."""
+SHARED_BYTES = 1 << 20
+"""Most bytes of a piece that several ranks hold and one sends; what is larger is divided among them."""
+ALIGN = 16
+"""Bytes to which parts are padded in a message, so that the next can be viewed in any dtype."""
+FLOATS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+ITEM_BYTES = FLOATS | {"int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Part `box` of tensor number `tensor` (of the layout), from one rank to another."""
+
+    tensor: int
+    box: Box
+    dtype: str
+    sender: int
+    receiver: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in a message, without padding."""
+        return count(self.box) * ITEM_BYTES[self.dtype]
+
+
+def padded(size: int) -> int:
+    """Bytes with padding."""
+    return -(-size // ALIGN) * ALIGN
+
+
+def arriving_dtype(held: Held, need: Need) -> str:
+    """The dtype in which a tensor travels; one without fractions stays as it is."""
+    return need.dtype if need.dtype and held.dtype in FLOATS else held.dtype
+
+
+def plan_pieces(
+    layout: Sequence[Held], needs: Mapping[int, Sequence[Need]], bucket_bytes: int = BUCKET_BYTES
+) -> list[list[Piece]]:
+    """The pieces of each step, tensor by tensor. needs: rank of a replica -> its need of every tensor of the layout.
+
+    A rank gets what it needs once: from itself, if it holds it, or else from that holder which has sent it the fewest
+    bytes. Replicas that hold nothing thus get the same pieces from the same senders, which pack them once. A step has
+    at most bucket_bytes; larger pieces are cut. ValueError if nobody holds a need.
+    """
+    steps: list[list[Piece]] = [[]]
+    used = 0
+    loads: dict[int, Counter[int]] = {receiver: Counter() for receiver in needs}
+    for number, held in enumerate(layout):
+        pieces = [
+            piece
+            for index, (receiver, need) in enumerate(needs.items())
+            for piece in _pieces(number, held, need[number], receiver, index, loads[receiver])
+        ]
+        columns = [_cut(piece, bucket_bytes // len(pieces)) for piece in pieces]
+        # A chunk of every piece in turn: all senders of a large tensor have a part in each step.
+        for piece in itertools.chain.from_iterable(itertools.zip_longest(*columns)):
+            if piece is None:
+                continue
+            size = padded(piece.num_bytes)
+            if steps[-1] and used + size > bucket_bytes:
+                steps.append([])
+                used = 0
+            steps[-1].append(piece)
+            used += size
+    return steps
+
+
+def _pieces(number: int, held: Held, need: Need, receiver: int, index: int, load: Counter[int]) -> list[Piece]:
+    """The pieces of one tensor for one rank. index: its place in the replica. load: bytes that it gets from each
+    sender, which grow."""
+    dtype, pieces = arriving_dtype(held, need), []
+    for wanted in need.boxes:
+        found = 0
+        for part, holders in held.parts:
+            if (box := intersection(part, wanted)) is None:
+                continue
+            found += count(box)
+            piece = Piece(number, box, dtype, receiver, receiver)
+            if receiver in holders:
+                pieces.append(piece)
+                continue
+            turn = (index + number) % len(holders)
+            nearest = [*holders[turn:], *holders[:turn]]
+            for share in _cut(piece, max(SHARED_BYTES, -(-piece.num_bytes // len(holders)))):
+                sender = min(nearest, key=lambda rank: load[rank])
+                pieces.append(replace(share, sender=sender))
+                load[sender] += share.num_bytes
+        if found != count(wanted):
+            text = f"generator rank {receiver} needs {count(wanted)} numbers of weight {held.name}"
+            raise ValueError(f"{text}, and the trainer ranks hold {found} of them")
+    return pieces
+
+
+def _cut(piece: Piece, most_bytes: int) -> list[Piece]:
+    """The piece in chunks of at most most_bytes, or of one number."""
+    axis = next((i for i, (first, last) in enumerate(piece.box) if last - first > 1), None)
+    if piece.num_bytes <= most_bytes or axis is None:
+        return [piece]
+    first, last = piece.box[axis]
+    rows = max(1, most_bytes * (last - first) // piece.num_bytes)
+    bounds = ((start, min(start + rows, last)) for start in range(first, last, rows))
+    boxes = ((*piece.box[:axis], bound, *piece.box[axis + 1 :]) for bound in bounds)
+    return [chunk for box in boxes for chunk in _cut(replace(piece, box=box), most_bytes)]

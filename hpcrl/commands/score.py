@@ -1,0 +1,251 @@
+"""Try a reward on responses, without a run.
+
+    python -m hpcrl score --reward math --answer 18 "The answer is **18**."
+    python -m hpcrl score --reward math --file rows.jsonl
+    python -m hpcrl score --reward rewards.py:my_reward --options bonus=0.5 --answer 18 "It is 18." "It is 17."
+
+Prints for each response its reward and score, the extracted answer, and the reward's metrics. A file has one JSON
+object per line with "response" (a text, or a list of the model's turns), optionally "answer", "prompt" and "domain";
+other keys are columns of the row. Responses of one call, or rows with the same prompt, are siblings for a reward that
+scores groups. Does not import torch itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from pydantic import ValidationError
+
+from hpcrl.config import RewardConfig
+from hpcrl.rewards.reward import ModelTurn, Reward, RewardItem, Score, make_reward
+from hpcrl.rewards.serving.guarded import score_each
+from hpcrl.spec.tables import REWARDS
+from hpcrl.system.cli import ArgumentParser, use_utf8
+from hpcrl.system.exit_codes import ExitCode
+
+KEYS = ("response", "answer", "prompt", "domain")
+MAX_SHOWN_CHARS = 200
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 0, 1 if a response could not be scored, 2 on bad input. Stops if the reader of its output has stopped."""
+    try:
+        words = _parser().parse_args(argv)
+        reward = _reward(words)
+        rows = _rows_of(words)
+        reward.start()
+    except (ValueError, OSError) as error:
+        print(f"hpcrl score: {' '.join(str(error).split())} (--help tells more)", file=sys.stderr)
+        return ExitCode.BAD_INPUT
+    scores: list[Score] = []
+    try:
+        for place, item, score in _scored(reward, rows):
+            scores.append(score)
+            _print(_shown(place, item, score, words.json))
+        if len(scores) > 1 and not words.json:
+            _print(f"\n{_summary(scores)}")
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python's last flush fails again
+    return 1 if any(score.error for score in scores) else ExitCode.DONE
+
+
+def _scored(reward: Reward, rows: Sequence[tuple[str, RewardItem]]) -> Iterator[tuple[str, RewardItem, Score]]:
+    """(place, row, score) of each response."""
+    for group in _calls(reward, rows):
+        places, items = zip(*group, strict=True)
+        found = score_each(reward, items)
+        found = found if found is not None else [score_each(reward, [item])[0] for item in items]  # type: ignore[index]
+        yield from zip(places, items, found, strict=True)
+
+
+def _summary(scores: Sequence[Score]) -> str:
+    mean = [sum(values) / len(scores) for values in ([s.reward for s in scores], [s.score for s in scores])]
+    errors = sum(bool(score.error) for score in scores)
+    return f"{len(scores)} responses: mean reward {mean[0]:.4g}, mean score {mean[1]:.4g}, {errors} errors"
+
+
+def _print(text: str) -> None:
+    """Print with escapes for what the output's encoding lacks, such as a lone surrogate in a reward's error."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser("hpcrl score", __doc__)
+    names = ", ".join(name for name, spec in REWARDS.items() if not spec.imports_code)
+    parser.add_argument("response", nargs="*", help="what a model has written; - reads it from standard input")
+    parser.add_argument(
+        "--reward", default="math", metavar="NAME", help=f"{names}, or package.module:callable or file.py:callable"
+    )
+    parser.add_argument("--answer", help="the gold answer, as a row of the data would have it")
+    parser.add_argument("--prompt", default="", help="the prompt")
+    parser.add_argument("--file", metavar="JSONL", help="rows instead of responses")
+    parser.add_argument(
+        "--column", action="append", default=[], metavar="KEY=VALUE", help="another column of the row; may be repeated"
+    )
+    parser.add_argument(
+        "--options", action="append", default=[], metavar="KEY=VALUE", help="of reward.*.options; may be repeated"
+    )
+    parser.add_argument("--signature", default="auto", help="reward.*.signature: auto, verl, trl, openrlhf or hpcrl")
+    parser.add_argument("--json", action="store_true", help="a JSON object a line")
+    return parser
+
+
+def _reward(words: argparse.Namespace) -> Reward:
+    """The reward of the options. ValueError on invalid options."""
+    if ":" not in words.reward and words.reward not in list(REWARDS):
+        names = ", ".join(name for name, spec in REWARDS.items() if not spec.imports_code)
+        raise ValueError(f"--reward {words.reward}: there are {names}, and package.module:callable or file.py:callable")
+    section: dict[str, Any] = {"name": words.reward, "signature": words.signature}
+    section["options"] = _pairs("--options", words.options)
+    if ":" in words.reward:
+        section |= {"name": "function", "function": words.reward}
+    try:
+        return make_reward(RewardConfig.model_validate(section))
+    except ValidationError as error:
+        detail = error.errors()[0]
+        raise ValueError(f"--{detail['loc'][0]} {detail['input']}: {detail['msg']}") from error
+
+
+def _pairs(option: str, words: Sequence[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not (key and equals):
+            raise ValueError(f"{option} {word}: expected KEY=VALUE")
+        try:
+            found[key] = json.loads(value)
+        except json.JSONDecodeError:
+            found[key] = value
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+            raise ValueError(f"{option} {key}: {error}") from error
+    return found
+
+
+def _rows_of(words: argparse.Namespace) -> list[tuple[str, RewardItem]]:
+    """(place, row) of each response to score. ValueError on invalid input."""
+    if words.file and (words.response or words.answer is not None or words.prompt or words.column):
+        raise ValueError("--file goes without a response, --answer, --prompt and --column: its rows have them")
+    rows = list(_rows(Path(words.file))) if words.file else _arguments(words)
+    compares = ":" not in words.reward and REWARDS[words.reward].compares_answer
+    if compares and all(item.answer is None for _, item in rows):
+        told = f'{words.file}: no row has an "answer"' if words.file else "give --answer"
+        raise ValueError(f"{told}, which the reward {words.reward} compares with")
+    return rows
+
+
+def _arguments(words: argparse.Namespace) -> list[tuple[str, RewardItem]]:
+    if not words.response:
+        raise ValueError("give a response, or --file with rows")
+    try:
+        texts = [sys.stdin.buffer.read().decode() if text == "-" else text for text in words.response]
+        "".join([*texts, words.prompt, words.answer or ""]).encode()
+    except UnicodeError as error:
+        raise ValueError("a response, the prompt or the answer is not UTF-8 text") from error
+    columns = _pairs("--column", words.column)
+    return [
+        ("", RewardItem(place, "default", words.prompt, text, words.answer, columns))
+        for place, text in enumerate(texts)
+    ]
+
+
+def _rows(file: Path) -> Iterator[tuple[str, RewardItem]]:
+    """(place, row) of a file; ValueError names file and line."""
+    count = 0
+    with _opened(file) as lines:
+        try:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                where = f"{file}:{number}"
+                row = _row(line, where)
+                turns = _turns(row)
+                if not turns:
+                    there = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+                    raise ValueError(
+                        f'{where}: expected an object with a text "response", there is: {there or "nothing"}'
+                    )
+                extra = {key: value for key, value in row.items() if key not in KEYS}
+                texts = str(row.get("domain", "default")), str(row.get("prompt", "")), turns[-1]
+                earlier = tuple(map(ModelTurn, turns[:-1]))
+                yield where, RewardItem(count, *texts, row.get("answer"), extra, earlier=earlier)
+                count += 1
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file}: not UTF-8 text") from error
+    if not count:
+        raise ValueError(f"{file}: no rows")
+
+
+def _row(line: str, where: str) -> Any:
+    """The JSON value of a line. ValueError if it is not JSON, or has a text that cannot be written as UTF-8."""
+    try:
+        row = json.loads(line)
+        json.dumps(row, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not JSON: {error.msg} (column {error.colno})") from error
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where}: a text with half a character: {error.object[error.start]!a}") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+        raise ValueError(f"{where}: {error}") from error
+    return row
+
+
+def _opened(file: Path) -> TextIO:
+    """The file, opened. ValueError if it cannot be."""
+    try:
+        return file.open(encoding="utf-8", errors="strict")
+    except OSError as error:
+        raise ValueError(f"--file {file}: {error.strerror}") from error
+
+
+def _turns(row: Any) -> list[str]:
+    """The texts of a row's turns; empty without a valid response."""
+    response = row.get("response") if isinstance(row, dict) else None
+    turns = response if isinstance(response, list) else [response]
+    texts = [turn for turn in turns if isinstance(turn, str)]
+    return texts if len(texts) == len(turns) else []
+
+
+def _calls(reward: Reward, rows: Sequence[tuple[str, RewardItem]]) -> Iterator[list[tuple[str, RewardItem]]]:
+    """The rows of each call of the reward."""
+    if reward.scores != "groups":
+        yield from ([row] for row in rows)
+        return
+    groups: dict[tuple[str, str], list[tuple[str, RewardItem]]] = {}
+    for where, item in rows:
+        groups.setdefault((item.domain, item.prompt), []).append((where, item))
+    yield from groups.values()
+
+
+def _shown(where: str, item: RewardItem, score: Score, as_json: bool) -> str:
+    if as_json:
+        fields = ("reward", "score", "error", "metrics", "turn_rewards", "given", "gold")
+        return json.dumps({"where": where} | {name: getattr(score, name) for name in fields}, ensure_ascii=False)
+    taken = "nothing" if score.given is None else score.given
+    gold = item.answer if score.gold is None else score.gold
+    parts = {
+        "reward": f"{score.reward:.4g}, score {score.score:.4g}",
+        "turns": ", ".join(f"{value:.4g}" for value in score.turn_rewards),
+        "error": score.error,
+        "taken": taken if score.gold is not None or score.given is not None else "",
+        "gold": "" if gold is None else str(gold),
+        "metrics": "  ".join(f"{name} {value:.4g}" for name, value in score.metrics.items()),
+    }
+    lines = [f"{name:<8}{_short(text)}" for name, text in parts.items() if text]
+    return "\n".join([*([where] if where else []), *lines])
+
+
+def _short(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}... ({len(text)} characters)"
+
+
+if __name__ == "__main__":
+    use_utf8()
+    sys.exit(main())

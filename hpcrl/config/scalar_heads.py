@@ -1,0 +1,61 @@
+"""The sections `critic` and `reward_model`: models with a scalar head."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
+
+from hpcrl.spec.fields import NUMBER, Natural, NonNegative, Positive, PositiveFloat, Section
+from hpcrl.spec.tables import TRAIN_ENGINES
+
+
+def _listed(name: str) -> str:
+    if name not in list(TRAIN_ENGINES) or not TRAIN_ENGINES[name].offered:
+        offered = [other for other, spec in TRAIN_ENGINES.items() if spec.offered]
+        raise PydanticCustomError("literal_error", "{expected}", {"expected": " or ".join(offered)})
+    return name
+
+
+class CriticConfig(Section):
+    """The critic, which an algorithm with values (gae, turn_gae) trains beside the policy. Its engine reads the keys of
+    `trainer` that are not here, and the section of the engine there."""
+
+    path: str | None = None
+    """Folder in HF layout whose decoder it starts from, with the head if it is an exported critic; null: the policy's
+    (model)."""
+    engine: Annotated[str, AfterValidator(_listed)] | None = None
+    """Training engine; null: trainer.engine."""
+    lr: PositiveFloat = 1e-5
+    """Peak learning rate (AdamW)."""
+    min_lr: NonNegative = 0.0
+    """Final learning rate of a schedule."""
+    lr_warmup_steps: Natural = 0
+    """Optimizer steps of linear learning-rate warm-up."""
+    lr_schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """Learning-rate schedule after the warm-up."""
+    weight_decay: NonNegative = 0.0
+    """AdamW's decoupled weight decay."""
+    max_grad_norm: Annotated[float, Field(gt=0, allow_inf_nan=True), NUMBER] = 1.0
+    """Maximum gradient norm, to which gradients are clipped; inf: off."""
+    value_clip: PositiveFloat | None = 0.5
+    """Values are clipped to +- this value around those before the step, and the larger loss counts; null: off."""
+    warmup_steps: Natural = 0
+    """Steps at the beginning in which only the critic learns."""
+
+
+class RewardModelConfig(Section):
+    """The model of the role reward_model, for the reward reward_model. It is not trained."""
+
+    path: str | None = None
+    """Folder in HF layout of a model for sequence classification, or of an exported critic, with one label and a
+    tokenizer."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights, by default bfloat16 if the configuration asks for GPUs; the head is computed in float32."""
+    max_tokens: Positive = 4096
+    """Maximum length of a dialogue, tokens; the response of a longer one gets an error."""
+    max_tokens_per_batch: Positive = 16384
+    """Maximum tokens of one forward pass, with padding."""
+    max_requests: Positive = 1024
+    """Requests that a rank accepts at once; further ones are refused, and repeated by the reward."""

@@ -1,0 +1,135 @@
+"""The controller's view of a batch (ids and sizes per rank, never tokens), and its division into commands."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hpcrl.cluster.layout import RoleLayout
+from hpcrl.config import Config
+from hpcrl.controller.balance import balance, micro_batches
+from hpcrl.messaging.messages import Move
+from hpcrl.rollout.types import Sizes, split_sample_id
+
+
+@dataclass
+class BatchHandle:
+    """A batch on ranks. `rows[rank]`: its samples there, ascending, in the order of the rank's rows; of ranks that work
+    on the same rows (hpcrl.spec.division) only the first is listed. apart: the same of each role that has other ranks.
+
+    mini_batches: the samples of each, over all ranks. prompts: the prompt of each sample, if siblings share one.
+    keep_together: samples with the same number are always in one micro-batch (preference pairs). weights: of each
+    sample in the loss, if not 1. domains: name -> its prompts.
+    """
+
+    id: int
+    step: int
+    sizes: Mapping[int, Sizes]
+    mini_batches: Sequence[Sequence[int]]
+    rows: dict[int, list[int]]
+    apart: dict[str, dict[int, list[int]]] = field(default_factory=dict)
+    prompts: Mapping[int, int] = field(default_factory=dict)
+    keep_together: Mapping[int, int] = field(default_factory=dict)
+    weights: Mapping[int, float] = field(default_factory=dict)
+    domains: dict[str, list[int]] = field(default_factory=dict)
+
+    @property
+    def samples(self) -> list[int]:
+        """All sample ids, ascending."""
+        return sorted(self.sizes)
+
+    def rows_of(self, role: str) -> dict[int, list[int]]:
+        """The samples of the role's ranks."""
+        return self.apart.get(role, self.rows)
+
+    @property
+    def everywhere(self) -> dict[int, list[int]]:
+        """The samples of all ranks that have some."""
+        return {rank: samples for rows in (self.rows, *self.apart.values()) for rank, samples in rows.items()}
+
+    def plan(
+        self, rows: Mapping[int, list[int]], samples: Sequence[int], max_tokens: int
+    ) -> dict[int, list[list[int]]]:
+        """Row indices per micro-batch and rank for these samples; the same number of micro-batches on every rank."""
+        chosen = set(samples)
+        ranks = sorted(rows)
+        indices = [[i for i, sample in enumerate(rows[rank]) if sample in chosen] for rank in ranks]
+        parts = [[rows[rank][i] for i in part] for rank, part in zip(ranks, indices, strict=True)]
+        lengths = [[self.sizes[sample].total for sample in part] for part in parts]
+        prompts = [[self.prompts.get(sample, sample) for sample in part] for part in parts]
+        together = [[self.keep_together.get(sample) for sample in part] for part in parts]
+        plans = micro_batches(lengths, max_tokens, prompts, together)
+        return {
+            rank: [[part[i] for i in micro] for micro in plan]
+            for rank, part, plan in zip(ranks, indices, plans, strict=True)
+        }
+
+    def norms(self, samples: Sequence[int]) -> tuple[float, float]:
+        """(model tokens, sequences with model tokens) over all ranks, each weighted by its sample."""
+        counts = [(self.sizes[sample].model, self.weights.get(sample, 1.0)) for sample in samples]
+        tokens, sequences = sum(n * weight for n, weight in counts), sum(weight for n, weight in counts if n > 0)
+        return float(tokens), float(sequences)
+
+
+def lay_out(config: Config, layout: RoleLayout, step: int, sizes: Mapping[int, Sizes]) -> BatchHandle:
+    """Which data-parallel rank trains on which of a step's samples, in which mini-batch, by their ids and sizes
+    only."""
+    parts = split_mini_batches(sorted(sizes), config.algorithm.num_mini_batches)
+    trainers, prompts = layout.division("trainer").heads, {sample: split_sample_id(sample)[0] for sample in sizes}
+    handle = BatchHandle(step, step, sizes, parts, assign_rows(sizes, parts, trainers, prompts), prompts=prompts)
+    # Each learns by mini-batch and has its share of each; the reference only computes log-probs of the whole.
+    for role, pieces in (("critic", parts), ("reference", [sorted(sizes)])):
+        if (heads := layout.division(role).heads) and heads != trainers:
+            same = next((rows for rows in handle.apart.values() if set(rows) == set(heads)), None)
+            handle.apart[role] = same or assign_rows(sizes, pieces, heads, prompts)
+    return handle
+
+
+def split_mini_batches(samples: Sequence[int], count: int) -> list[list[int]]:
+    """Divide samples, ordered by prompt, into `count` mini-batches, so that each has a few siblings of every prompt.
+    Mini-batches of whole groups share prompts more often, but learnt less from the same rollouts: an optimizer step
+    then has fewer prompts (docs/measured.md)."""
+    return [list(samples[i::count]) for i in range(count)]
+
+
+def assign_rows(
+    sizes: Mapping[int, Sizes],
+    parts: Sequence[Sequence[int]],
+    ranks: Sequence[int],
+    prompts: Mapping[int, int] | None = None,
+    keep_together: Mapping[int, int] | None = None,
+) -> dict[int, list[int]]:
+    """Samples per rank, ascending: each part (mini-batch) balanced over the ranks by its own lengths. Siblings (by
+    `prompts`) stay together if possible, samples of one number in keep_together always."""
+    rows: dict[int, list[int]] = {rank: [] for rank in ranks}
+    for part in parts:
+        groups = None if prompts is None else [prompts[sample] for sample in part]
+        together = None if keep_together is None else [keep_together.get(sample) for sample in part]
+        shares = balance([sizes[sample].total for sample in part], len(ranks), groups, together)
+        for rank, share in zip(ranks, shares, strict=True):
+            rows[rank].extend(part[i] for i in share)
+    return {rank: sorted(samples) for rank, samples in rows.items()}
+
+
+def moves(
+    homes: Mapping[int, int],
+    rows: Mapping[int, Sequence[int]],
+    sizes: Mapping[int, Sizes],
+    readers: Collection[int] = (),
+) -> list[Move]:
+    """One Move per pair of ranks, from the samples' ranks (homes) to their destinations (rows); with their messages to
+    `readers`."""
+    pairs: dict[tuple[int, int], list[int]] = {}
+    for dest, samples in rows.items():
+        for sample in samples:
+            pairs.setdefault((homes[sample], dest), []).append(sample)
+    return [
+        Move(
+            source,
+            dest,
+            samples,
+            [sizes[sample].total for sample in samples],
+            [sizes[sample].text for sample in samples] if dest in readers else [],
+        )
+        for (source, dest), samples in sorted(pairs.items())
+    ]

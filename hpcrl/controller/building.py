@@ -1,0 +1,143 @@
+"""Builds the parts of a run: engines of all ranks, groups, data, the newest checkpoint."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from hpcrl.cluster.layout import RoleLayout
+from hpcrl.config import Config
+from hpcrl.controller.checkpoints import Checkpoints
+from hpcrl.controller.clients import Roles, RolloutFabric, Trainer, Weights
+from hpcrl.controller.critic_client import Critic
+from hpcrl.controller.debug import FixedWeights, IdleTrainer, StoredRollouts
+from hpcrl.controller.evaluation import Evaluation
+from hpcrl.controller.generation import replica_capacity
+from hpcrl.controller.reference_client import Reference
+from hpcrl.controller.rollouts import Rollouts
+from hpcrl.controller.supervised import AnswerRows
+from hpcrl.data import PromptSource
+from hpcrl.data.chat import bind
+from hpcrl.engines.expert_routes import routes_of
+from hpcrl.messaging import messages
+from hpcrl.messaging.background import Background
+from hpcrl.messaging.dispatcher import Controller
+from hpcrl.rollout.loop import RolloutLoop
+from hpcrl.run_folder import check_owner
+from hpcrl.run_folder.user_errors import UserErrors
+from hpcrl.spec.tables import ROLES
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a run. first_step: that of the restored checkpoint, 0 without one. evaluation: None if the layout
+    has no generators."""
+
+    roles: Roles
+    trainer: Trainer
+    reference: Reference
+    critic: Critic
+    weights: Weights
+    data: Rollouts | StoredRollouts | AnswerRows
+    evaluation: Evaluation | None
+    checkpoint: Checkpoints
+    first_step: int
+
+
+def build(
+    controller: Controller,
+    background: Background,
+    layout: RoleLayout,
+    config: Config,
+    run_dir: Path,
+    model_path: Path,
+    attempt: int,
+) -> Parts:
+    """Build the engines of all ranks and restore the newest checkpoint. `background`: the controller's; rollouts
+    generated ahead and the commit of a save continue in it. ValueError for bad input of the user, other errors as
+    Controller.call() and Checkpoints.restore()."""
+    tokenizer = _load_tokenizer(model_path, config)
+    routes_of(config, model_path)  # declares the field, for the hand-over
+    trainer = (Trainer if config.learns else IdleTrainer)(controller, layout, config)
+    weights = (Weights if config.learns else FixedWeights)(controller, layout)
+    fabric = RolloutFabric(controller, layout)
+    _build_ranks(controller, layout, weights, fabric)
+    loop = _make_loop(controller, layout, config, run_dir)
+    if loop is not None and config.rollout.max_lag > 0:
+        background.listen(loop.background)
+    fence = functools.partial(check_owner, run_dir, attempt)
+    data: Rollouts | StoredRollouts | AnswerRows
+    if not config.reinforces:
+        data = AnswerRows(trainer, config, tokenizer)
+    elif not config.generates:
+        data = StoredRollouts(controller, layout, config)
+    else:
+        assert loop is not None, "the layout of a run that generates has generators"
+        data = _make_rollouts(loop, fabric, layout, config, tokenizer, run_dir, fence)
+    evaluation = Evaluation(loop, controller, layout, config, tokenizer, run_dir) if loop is not None else None
+    reference = Reference(controller, layout, config, run_dir)
+    checkpoint = Checkpoints(controller, layout, config, run_dir, attempt, data, [trainer, reference])
+    first_step = checkpoint.restore()
+    background.check(checkpoint.commit_if_written)
+    roles, critic = Roles(controller, layout), Critic(controller, layout, config)
+    return Parts(roles, trainer, reference, critic, weights, data, evaluation, checkpoint, first_step)
+
+
+def _build_ranks(controller: Controller, layout: RoleLayout, weights: Weights, fabric: RolloutFabric) -> None:
+    """Engines and groups, role by role, on all ranks of a role at once, since making a default group is collective."""
+    controller.await_world()
+    services: dict[str, list[str]] = {}
+    for role in sorted(ROLES, key=lambda name: not ROLES[name].owns_default_group):
+        ranks = list(layout.ranks[role])
+        if ranks:
+            built = controller.call(dict.fromkeys(ranks, messages.BuildRole(role, ranks, services=services)))
+            if addresses := [built[rank].address for rank in ranks if built[rank].address]:
+                services[role] = addresses
+    if layout.ranks["generator"] or layout.ranks["reference"] or layout.ranks["critic"]:
+        fabric.build()
+    weights.build_groups()
+    controller.built = True
+
+
+def _make_loop(controller: Controller, layout: RoleLayout, config: Config, run_dir: Path) -> RolloutLoop | None:
+    if not layout.replicas:
+        return None
+    return RolloutLoop(
+        controller,
+        layout.replicas,
+        layout.ranks["reward"],
+        layout.ranks["env"],
+        seed=config.seed,
+        burst_tokens=config.generator.burst_tokens,
+        deterministic=config.deterministic,
+        free=[replica[0] for replica in layout.free_replicas],
+        scorers_of=layout.scorers_of if layout.scorers else None,
+        errors=UserErrors(run_dir),
+    )
+
+
+def _make_rollouts(
+    loop: RolloutLoop,
+    fabric: RolloutFabric,
+    layout: RoleLayout,
+    config: Config,
+    tokenizer: Any,
+    run_dir: Path,
+    fence: Callable[[], None],
+) -> Rollouts:
+    source = PromptSource(config.data, "train", tokenizer, config.seed, config.rollout.num_prompts)
+    return Rollouts(loop, fabric, replica_capacity(config, layout), config, source, run_dir, fence)
+
+
+def _load_tokenizer(model_path: Path, config: Config) -> Any:
+    """The model's tokenizer, with the variables of its chat template. ValueError if the folder has none that works."""
+    try:
+        return bind(AutoTokenizer.from_pretrained(model_path), config.data.chat_template_kwargs)
+    except Exception as error:  # for a damaged file, any exception is possible
+        text = f"{type(error).__name__}: {error}"
+        raise ValueError(f"model.path: config and tokenizer of {model_path} cannot be loaded: {text}") from error

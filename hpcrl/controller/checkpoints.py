@@ -1,0 +1,347 @@
+"""Save and restore a run: every rank writes and seals its files, the controller commits them with the small state."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from hpcrl.checkpoint.commit import Facts, FileEntry, begin, commit, find_latest, seal_files
+from hpcrl.checkpoint.lineage import abandon_after, cut_metrics, gaps, since
+from hpcrl.checkpoint.state import STATE, encode_state, read_state
+from hpcrl.cluster.layout import RoleLayout
+from hpcrl.config import Config
+from hpcrl.controller.long_commands import LongWork, Stalled
+from hpcrl.messaging.dispatcher import Controller, RankFailed, Started
+from hpcrl.messaging.messages import CheckFiles, FinishCheck, FinishSave, LoadHeld, LoadState, SaveHeld, SaveState
+from hpcrl.metrics.stats import Stats, merge, scalar
+from hpcrl.rollout.held import drop_others
+from hpcrl.run_folder import check_owner, division_keys
+from hpcrl.spec.tables import ROLES
+from hpcrl.system.files import write_durably
+
+COMMANDS = [c.__name__ for c in (SaveState, SaveHeld, FinishSave, CheckFiles, FinishCheck, LoadState, LoadHeld)]
+POLL_EVERY_S = 5.0  # at a running save, within a step
+LOAD_PER_CHECK = 2.0
+"""Extra time for loading, as multiple of the time that checking all files took."""
+WRITTEN = "time/save_write"
+"""Statistic of FinishSave: seconds of a rank's writer, present once it has ended."""
+
+
+class CheckpointError(RuntimeError):
+    """Checkpoints exist and none can be read."""
+
+
+class NotSavedError(RuntimeError):
+    """A checkpoint, or data after it, could not be written or moved, which may succeed at the next attempt."""
+
+
+class Adapting(Protocol):
+    """A holder of small state."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Stateful(Adapting, Protocol):
+    """A holder of the run's position in the data."""
+
+    def held(self) -> dict[int, list[int]]:
+        """First rank of a replica -> samples of the state that it holds."""
+
+
+@dataclass
+class _Snapshot:
+    """A running save. stall_s: how long it blocked the ranks; `committing` exists once all files are written."""
+
+    step: int
+    folder: Path
+    state: bytes
+    began: float
+    stall_s: float
+    writing: LongWork
+    held: list[FileEntry]
+    committing: Future[float] | None = None
+
+
+class Checkpoints:
+    """The run's checkpoints/ folder. Only one save runs at a time.
+
+    A save blocks training while every rank copies its state to host memory. Writing continues during the next steps;
+    then a thread commits, while rollouts are generated or at a step boundary. A save that the run waits for, at its end
+    or before it stops, is written without a copy.
+    """
+
+    def __init__(
+        self,
+        controller: Controller,
+        layout: RoleLayout,
+        config: Config,
+        run_dir: Path,
+        attempt: int,
+        owner: Stateful,
+        adapting: Sequence[Adapting],
+    ):
+        """owner: of the run's position in the data; adapting: what else has small state, such as the trainer, whose
+        algorithm adapts numbers."""
+        self._controller, self._layout, self._config = controller, layout, config
+        self._run_dir, self._root, self._attempt = run_dir, run_dir / "checkpoints", attempt
+        self._owner, self._adapting = owner, adapting
+        self._writers = sorted({*layout.ranks["trainer"], *layout.ranks.get("critic", ())})  # ranks with state to save
+        self._saved_step = self.restored_step = -1
+        self.counters: dict[str, float] = {"seconds": 0.0, "save_seconds": 0.0}
+        self._started = time.time()
+        self._snapshot: _Snapshot | None = None
+        self._check_s = self._polled = 0.0
+        self._thread = ThreadPoolExecutor(1, "commit")
+        self._stats: Stats = {}
+
+    def expected_save_s(self) -> float:
+        """Expected seconds until a save that starts now is committed, by the last save, also of an earlier attempt; 0
+        before the first."""
+        whole = self.counters["save_seconds"]
+        if self._snapshot is None:
+            return whole
+        return whole + max(0.0, whole - (time.perf_counter() - self._snapshot.began))
+
+    def take_stats(self) -> Stats:
+        """Of saves since the last call: time/save (training was blocked, also by an unfinished earlier save),
+        time/save_drain (from the copy to the commit), in seconds."""
+        stats, self._stats = self._stats, {}
+        return stats
+
+    def check_owner(self) -> None:
+        """SupersededError if another attempt owns the run folder."""
+        check_owner(self._run_dir, self._attempt)
+
+    def maybe_save(self, step: int) -> None:
+        """Begin a save if due by save_every, and commit the earlier save if it is written; errors as in save()."""
+        due = bool(self._config.save_every) and step % self._config.save_every == 0
+        start = time.perf_counter()
+        self._drain(wait=due)
+        if due and step > self._saved_step:
+            self._begin(step)
+            self._stats = merge([self._stats, {"time/save": scalar(time.perf_counter() - start)}])
+
+    def commit_if_written(self) -> None:
+        """Commit the running save within a step if it is written, since the next boundary may be too late. Waits for no
+        rank; errors as in save()."""
+        if (snapshot := self._snapshot) is None or time.monotonic() - self._polled < POLL_EVERY_S:
+            return
+        self._polled = time.monotonic()
+        with self._explained(snapshot.step):
+            if snapshot.committing is None and not snapshot.writing.poll(FinishSave(0.0)):
+                return
+        self._drain(wait=False)
+
+    def save(self, step: int) -> None:
+        """Commit a checkpoint of `step` and return once it exists (idempotent).
+
+        SupersededError if another attempt owns the run, NotSavedError if the checkpoint cannot be written; earlier
+        checkpoints remain."""
+        self._drain(wait=True)
+        if step > self._saved_step:
+            self._begin(step, copy=False)
+            self._drain(wait=True)
+
+    def save_within(self, step: int, seconds: float) -> int:
+        """save(step), or commit the running save instead if save(step) would take longer than `seconds`. Returns the
+        step of the newest checkpoint."""
+        if self._snapshot is not None and self.expected_save_s() > seconds:
+            self._drain(wait=True)
+        else:
+            self.save(step)
+        return self._saved_step
+
+    def discard(self) -> None:
+        """Remove this attempt's uncommitted files, so that a full disk has room for the message about it. Called
+        last."""
+        if self._snapshot is not None and (committing := self._snapshot.committing) is not None:
+            wait([committing], self._config.timeouts.command_s)
+            if not committing.done():
+                return  # it may still get its final name
+        for folder in self._root.glob(f"step_*.tmp-{self._attempt}"):
+            shutil.rmtree(folder, ignore_errors=True)  # if a rank still writes into it, the next attempt removes it
+
+    def _begin(self, step: int, copy: bool = True) -> None:
+        """Make every rank write its state, or a copy if training goes on meanwhile, and keep the small state of the
+        same step boundary."""
+        began = time.perf_counter()
+        self.check_owner()  # begin() removes other files of this step, which may be a newer attempt's
+        with self._explained(step):
+            folder = begin(self._root, step, self._attempt)
+            self.counters["seconds"] += time.time() - self._started
+            self._started = time.time()
+            content, holding = self._hold(step, folder)
+            self._controller.call(dict.fromkeys(self._writers, SaveState(str(folder), copy)))
+            while len(answers := self._controller.finish(holding)) < len(holding):  # a generator was lost
+                content, holding = self._hold(step, folder)
+            held = [FileEntry(*file) for done in answers.values() for file in done.files]
+        writing = LongWork(self._controller, self._writers, "writing")
+        self._snapshot = _Snapshot(step, folder, content, began, time.perf_counter() - began, writing, held)
+
+    def _hold(self, step: int, folder: Path) -> tuple[bytes, Started]:
+        """Return the small state, and at once command the generators to write its samples, before they are told to drop
+        any."""
+        state = {"cursor": {}, "scheduler": {}, **self._owner.state_dict()}
+        for part in self._adapting:
+            state |= part.state_dict()
+        content = encode_state({**state, "counters": {**self.counters, "step": step}})
+        holders = {rank: SaveHeld(str(folder), samples) for rank, samples in self._owner.held().items()}
+        return content, self._controller.start(holders)
+
+    def _drain(self, wait: bool) -> None:
+        """Advance the running save as far as possible; `wait`: to its end."""
+        if (snapshot := self._snapshot) is None:
+            return
+        with self._explained(snapshot.step):
+            if snapshot.committing is None:
+                # Short waits, so that a rank that writes for long is not mistaken for one that hangs.
+                while not snapshot.writing.ask(FinishSave(self._controller.check_s if wait else 0.0)):
+                    if not wait:
+                        return
+                snapshot.committing = self._thread.submit(self._commit, snapshot)
+            if not wait and not snapshot.committing.done():
+                return
+            commit_s = snapshot.committing.result()
+        write_s = max(answer.stats[WRITTEN][0] for answer in snapshot.writing.answers.values())
+        self.counters["save_seconds"] = snapshot.stall_s + write_s + commit_s
+        drain_s = time.perf_counter() - snapshot.began - snapshot.stall_s
+        self._stats = merge([self._stats, {"time/save_drain": scalar(drain_s)}])
+        self._saved_step, self._snapshot = snapshot.step, None
+
+    def _commit(self, snapshot: _Snapshot) -> float:
+        """Commit the ranks' files with the small state; returns the seconds taken."""
+        start = time.perf_counter()
+        entries = [FileEntry(*file) for answer in snapshot.writing.answers.values() for file in answer.files]
+        entries += snapshot.held
+        drop_others(snapshot.folder, [entry.path for entry in snapshot.held])  # written before a generator was lost
+        write_durably(snapshot.folder / STATE, snapshot.state)
+        entries += seal_files(snapshot.folder, [STATE])
+        facts = Facts(attempt=self._attempt, world=_world(self._config, self._layout))
+        keep, fence = self._config.keep_checkpoints, self.check_owner
+        commit(self._root, snapshot.step, snapshot.folder, entries, facts, keep=keep, fence=fence)
+        return time.perf_counter() - start
+
+    def _explained(self, step: int) -> AbstractContextManager[None]:
+        return _explained(f"checkpoint of step {step} not written to {self._root}", NotSavedError)
+
+    def restore(self) -> int:
+        """Load the newest valid checkpoint and set aside later files; returns its step, 0 without one.
+
+        CheckpointError if none of the checkpoints is usable, NotSavedError if later files cannot be set aside, Stalled
+        if a rank makes no progress in reading.
+        """
+        with _explained(f"no checkpoint read from {self._root}", CheckpointError):
+            return self._read()
+
+    def _read(self) -> int:
+        latest = find_latest(self._root, self._damage) if self._root.exists() else None
+        for problem in latest.problems if latest is not None else []:
+            print(f"hpcrl: checkpoints: {problem}", flush=True)
+        step = latest.manifest.step if latest is not None and latest.manifest is not None else -1
+        self.restored_step = step
+        self.check_owner()  # reading takes long; a newer attempt may own the run by now
+        with self._setting_aside(step):
+            abandoned = abandon_after(self._run_dir, step, self._attempt)
+        if abandoned:
+            print(f"hpcrl: {len(abandoned)} item(s) written {since(step)} moved to abandoned/", flush=True)
+        stores = self._config.generates and self._config.rollout.save_rollouts
+        for gap in gaps(self._run_dir, step, stores):
+            print(f"hpcrl: {gap}; the run goes on without", flush=True)
+        if latest is None or latest.path is None:
+            return 0
+        assert latest.manifest is not None
+        state = read_state(latest.path)
+        # Loading reads the same bytes again and cannot report progress, since its ranks wait for each other.
+        loads = dict.fromkeys(self._writers, LoadState(str(latest.path)))
+        answers = self._controller.call(loads, more_s=LOAD_PER_CHECK * self._check_s)
+        warnings = {text for answer in answers.values() for text in answer.texts}
+        if moved := _moved(latest.manifest.facts.world, _world(self._config, self._layout)):
+            warnings.add(
+                f"{latest.path.name} was written with {moved}: from here on results are not the same in every bit"
+            )
+        for warning in sorted(warnings):
+            print(f"hpcrl: {warning}", flush=True)
+        with self._setting_aside(step):
+            # Again: a superseded attempt that does not know it yet may have logged during loading.
+            cut_metrics(self._run_dir, step, self._attempt)
+        self._owner.load_state_dict(state)
+        for part in self._adapting:
+            part.load_state_dict(state)
+        names = [entry.path for entry in latest.manifest.files]
+        held, folder = self._owner.held(), str(latest.path)
+        homes = {rank: replica[0] for replica in self._layout.replicas for rank in replica if replica[0] in held}
+        self._controller.call({rank: LoadHeld(folder, names, held[first]) for rank, first in homes.items()})
+        self.counters |= {name: value for name, value in state["counters"].items() if name in self.counters}
+        self._saved_step = step
+        print(f"hpcrl: resumed from {latest.path.name}", flush=True)
+        return step
+
+    def _setting_aside(self, step: int) -> AbstractContextManager[None]:
+        return _explained(f"what was written {since(step)} not set aside in {self._run_dir}", NotSavedError)
+
+    def _damage(self, folder: Path, entries: Sequence[FileEntry]) -> str:
+        """The defect of the first damaged file that a rank finds; every trainer rank reads its share."""
+        start, trainers = time.perf_counter(), self._layout.ranks["trainer"]
+        shares = {rank: entries[i :: len(trainers)] for i, rank in enumerate(trainers)}
+        files = {rank: [(entry.path, entry.size, entry.sha256) for entry in share] for rank, share in shares.items()}
+        self._controller.call({rank: CheckFiles(str(folder), share) for rank, share in files.items()})
+        reading = LongWork(self._controller, trainers, "reading")
+        while True:
+            all_read = reading.ask(FinishCheck(self._controller.check_s))
+            damage = next((text for answer in reading.answers.values() for text in answer.texts), "")
+            if all_read or damage:
+                self._check_s = time.perf_counter() - start
+                return damage
+
+
+@contextlib.contextmanager
+def _explained(what: str, kind: type[Exception]) -> Iterator[None]:
+    """Turn errors of a full disk or damaged files, on this or a saving or loading rank, into an error of `kind`."""
+    try:
+        yield
+    except (OSError, ValueError, Stalled) as error:
+        if isinstance(error, Stalled) and kind is CheckpointError:
+            raise  # no damage: the next attempt may get further
+        raise kind(f"{what}: {error}") from error
+    except RankFailed as error:
+        if error.event.kind not in ("input", "storage") or error.event.command not in COMMANDS:
+            raise
+        raise kind(f"{what}: {error}") from error
+
+
+def _world(config: Config, layout: RoleLayout) -> dict[str, Any]:
+    """Further conditions of bit-identical results in a deterministic run, by key."""
+    values = config.model_dump(mode="json")
+    keys = ("layout.generator.tensor_parallel", "cluster.device", "cluster.threads_per_rank", *division_keys(values))
+    ranks: dict[str, Any] = {f"{role} ranks": list(ranks) for role, ranks in layout.ranks.items()}
+    for role, division in layout.divisions.items():
+        ranks[_sharing(role)] = len(division.groups[0])
+    return ranks | {key: functools.reduce(lambda at, name: at[name], key.split("."), values) for key in keys}
+
+
+def _sharing(role: str) -> str:
+    return f"ranks that share the rows of {role}"
+
+
+def _moved(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """Differences from the layout that wrote a checkpoint, as text; empty without any."""
+    # What earlier versions did not write.
+    before = dict.fromkeys(map(_sharing, ROLES), 1) | {f"{role} ranks": [] for role in ROLES} | before
+    keys = [key for key in now if before.get(key) != now[key]]
+    return ", ".join(f"{key} {_shown(before.get(key))} (now {_shown(now[key])})" for key in keys)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list) and len(value) > 2:  # ranks, which are consecutive
+        return f"{value[0]}..{value[-1]}"
+    return ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)

@@ -1,0 +1,290 @@
+"""The parts that a pipeline calls: trainer, weights, rollouts. A call is a few commands in one total
+order."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hpcrl.algorithms.factory import make_algorithm
+from hpcrl.cluster.layout import RoleLayout
+from hpcrl.config import Config
+from hpcrl.controller.batches import BatchHandle, assign_rows, lay_out, moves
+from hpcrl.controller.transfers import hand_overs, token_transfers
+from hpcrl.messaging import messages
+from hpcrl.messaging.dispatcher import Controller
+from hpcrl.metrics.stats import Stat, Stats, merge, scalar
+from hpcrl.rollout.loop import Harvest
+from hpcrl.rollout.types import Sizes
+from hpcrl.spec.division import Division
+from hpcrl.spec.tables import ROLES
+from hpcrl.spec.trajectory import generated_fields
+
+
+def answers_stats(answers: Iterable[messages.Done]) -> Stats:
+    """The statistics of all ranks together."""
+    return merge({name: Stat(*values) for name, values in answer.stats.items()} for answer in answers)
+
+
+def timed(name: str, start: float) -> Stats:
+    """Seconds since time.perf_counter() was `start`, as a statistic."""
+    return {name: scalar(time.perf_counter() - start)}
+
+
+class Roles:
+    """The ranks of every role, including those of installed packages."""
+
+    def __init__(self, controller: Controller, layout: RoleLayout):
+        self._controller, self._layout = controller, layout
+
+    def ask(self, role: str, question: str, values: dict[str, Any]) -> Stats:
+        """Merged answers of all ranks of a role that answers questions (hpcrl.workers.role.Answers)."""
+        ask = messages.Ask(role, question, values)
+        return answers_stats(self._controller.call(dict.fromkeys(self._layout.ranks[role], ask)).values())
+
+    def load(self) -> Stats:
+        """How busy the ranks that serve requests were since the last call."""
+        serving = [role for role, spec in ROLES.items() if spec.serves and self._layout.ranks.get(role)]
+        return merge([self.ask(role, "load", {}) for role in serving])
+
+
+class Trainer:
+    """The trainer ranks: the policy that learns."""
+
+    def __init__(self, controller: Controller, layout: RoleLayout, config: Config):
+        self._controller, self._layout, self._config = controller, layout, config
+        self._algorithm = make_algorithm(config)  # as the trainer ranks make it
+        self._division = layout.division("trainer")
+        self.ranks = layout.ranks["trainer"]
+        self._credited: Stats = {}
+
+    def logprobs(self, batch: BatchHandle, into: str) -> Stats:
+        """Fill a token field with the policy's log-probs; skipped if the algorithm does not read it."""
+        if into not in self._algorithm.reads:
+            return {}
+        return fill_logprobs(self._controller, self._config, "trainer", self._division, batch, batch.rows, into)
+
+    def entropies(self, batch: BatchHandle) -> Stats:
+        """Fill old_entropies with the policy's entropies; skipped if the algorithm does not read them."""
+        return self.logprobs(batch, into="old_entropies")
+
+    def advantages(self, batch: BatchHandle) -> Stats:
+        """Fill advantages and returns, and the samples' weights if the credit sets them."""
+        fill = messages.Advantages(batch.id, self._algorithm.numbers, batch.domains)
+        answers = self._controller.call(dict.fromkeys(self.ranks, fill))
+        batch.weights = {sample: weight for answer in answers.values() for sample, weight in answer.weights}
+        self._credited = answers_stats(answers.values())
+        return self._credited
+
+    def update(self, batch: BatchHandle) -> Stats:
+        """All optimizer steps of a batch: the objective's epochs x the batch's mini-batches, without those of which
+        masks leave nothing to learn from, and none while only the critic learns (critic.warmup_steps). Then the
+        algorithm adapts its numbers."""
+        start, numbers = time.perf_counter(), self._algorithm.numbers
+        stats = {name: scalar(value) for name, value in numbers.items() if not name.startswith("_")}
+        if batch.step > self._config.policy_waits:
+            make, epochs = partial(messages.TrainStep, numbers=numbers), self._algorithm.objective.num_epochs
+            own, num_empty = updates(self._controller, self._config, "trainer", self._division, batch, epochs, make)
+            empty = {"actor/empty_updates": scalar(num_empty)} if num_empty else {}
+            stats |= merge([own, empty, timed("time/step_train", start)])
+        self._algorithm.take(self._algorithm.adapt(merge([self._credited, stats])))
+        return stats
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the algorithm adapts from step to step; JSON-able."""
+        return {"algorithm": dict(self._algorithm.numbers)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state; a checkpoint of an earlier version has none."""
+        self._algorithm.take(state.get("algorithm", {}))
+
+    def load_rows(
+        self, step: int, rows: Sequence[int], sizes: Sequence[Sizes], keep_together: Mapping[int, int] | None = None
+    ) -> BatchHandle:
+        """A batch of one mini-batch from rows of the training data, balanced over the data-parallel ranks. Rows with
+        the same number in keep_together are in one micro-batch."""
+        by_row, together = dict(zip(rows, sizes, strict=True)), keep_together or {}
+        mini_batches = [sorted(by_row)]
+        shares = assign_rows(by_row, mini_batches, self._division.heads, keep_together=together)
+        handle = BatchHandle(step, step, by_row, mini_batches, shares, keep_together=together)
+        loads = {rank: messages.LoadRows(handle.id, rows) for rank, rows in handle.rows.items()}
+        self._controller.call(self._division.spread(loads))
+        return handle
+
+    def drop(self, batch: BatchHandle) -> None:
+        """Free the batch on all ranks."""
+        _drop(self._controller, self._layout, batch)
+
+    def write_rollouts(self, batch: BatchHandle, folder: Path, facts: dict[str, Any]) -> Callable[[], object]:
+        """Make every data-parallel rank write its rows; returns a function that waits for the end."""
+        write = messages.WriteRollouts(batch.id, str(folder), facts)
+        return partial(self._controller.finish, self._controller.start(dict.fromkeys(self._division.heads, write)))
+
+    def export(self, folder: Path) -> None:
+        """Write the policy in HF layout."""
+        self._controller.call({rank: messages.Export(str(folder)) for rank in self.ranks})
+
+
+class Weights:
+    """Weights from the trainers to the generator replicas."""
+
+    def __init__(self, controller: Controller, layout: RoleLayout):
+        self._controller, self._layout = controller, layout
+        self._trainers, self._replicas = layout.ranks["trainer"], layout.replicas
+
+    def build_groups(self) -> None:
+        """One group per replica, with all trainers, unless the trainers' own collectives do."""
+        if self._layout.generates_on_trainers:
+            return
+        for number, replica in enumerate(self._replicas):
+            ranks = sorted({*self._trainers, *replica})
+            build = messages.BuildGroup(f"weights/{number}", ranks, replica=number)
+            self._controller.call(dict.fromkeys(ranks, build))
+
+    def publish(self, version: int) -> Stats:
+        """Load the trainers' weights into every living replica under this version, except replicas lost meanwhile."""
+        living = [i for i, ranks in enumerate(self._replicas) if self._controller.lost.isdisjoint(ranks)]
+        if not living:
+            return {}
+        start = time.perf_counter()
+        pull = messages.Pull(version, living)
+        ranks = sorted({*self._trainers, *(rank for number in living for rank in self._replicas[number])})
+        answers = self._controller.call(dict.fromkeys(ranks, pull)).values()
+        lose_unreached(self._controller, answers)
+        return merge([answers_stats(answers), timed("time/step_model_update", start)])
+
+
+class RolloutFabric:
+    """The group in which replicas, trainers and references exchange samples."""
+
+    NAME = "rollout"
+
+    def __init__(self, controller: Controller, layout: RoleLayout):
+        self._controller, self._layout = controller, layout
+        self._divisions = {"trainer": layout.division("trainer")}
+        for role in ("reference", "critic"):
+            ranks = layout.division(role).ranks
+            if all(division.ranks != ranks for division in self._divisions.values()):
+                self._divisions[role] = layout.division(role)
+        heads = {rank for division in self._divisions.values() for rank in division.heads}
+        self._ranks = sorted({*layout.ranks["generator"], *heads})
+        self._epoch = 0
+
+    def build(self) -> None:
+        """Make the group from the remaining ranks."""
+        ranks = [rank for rank in self._ranks if rank not in self._controller.lost]
+        build = messages.BuildGroup(self.NAME, ranks, epoch=self._epoch)
+        self._controller.call(dict.fromkeys(ranks, build))
+        self._epoch += 1
+
+    def hand_over(
+        self, config: Config, step: int, harvest: Harvest, truncated: bool, decoupled: Mapping[int, float]
+    ) -> BatchHandle | None:
+        """Move the harvested samples, with their behaviour log-probs if `truncated`, from their replicas to the ranks
+        that train on them. decoupled: the decoupled reward of each, if the algorithm reads them. None, with nothing
+        changed, if a replica that held some of them was lost."""
+        groups, sizes = harvest.groups, harvest.sizes
+        homes = {sample.id: sample.replica for group in groups for sample in group.samples}
+        if not self._controller.lost.isdisjoint(homes.values()):
+            return None
+        handle = lay_out(config, self._layout, step, sizes)
+        wanted, some_failed = handle.everywhere, any(sample.failed for group in groups for sample in group.samples)
+        scored = {
+            sample.id: {
+                "rewards": sample.reward,
+                "scores": sample.score,
+                "turn_rewards": sample.turn_rewards,
+                "token_rewards": sample.token_rewards,
+                **({} if group.baseline is None else {"baselines": group.baseline}),
+                **({"decoupled_rewards": decoupled[sample.id]} if decoupled else {}),
+                **({"failed": sample.failed} if some_failed else {}),
+            }
+            for group in groups
+            for sample in group.samples
+        }
+        fields = [field.name for field in generated_fields(truncated, config.by_steps)]
+        between = moves(homes, wanted, sizes, readers=handle.rows if config.rollout.save_rollouts else ())
+        answers: list[messages.Done] = []
+        for part in hand_overs(handle.id, self.NAME, between, wanted.keys(), scored, fields):
+            answers += self._controller.call(part).values()
+            if lose_unreached(self._controller, answers):
+                _drop(self._controller, self._layout, handle)
+                self.build()
+                return None
+        _pass_on(self._controller, self._divisions, handle.id)
+        return handle
+
+
+def lose_unreached(controller: Controller, answers: Iterable[messages.Done]) -> bool:
+    """Continue without the ranks that others did not reach; returns whether there are any."""
+    unreached = {rank for answer in answers for rank in answer.unreached}
+    controller.lose(sorted(unreached), "others could not reach it")
+    return bool(unreached)
+
+
+def _drop(controller: Controller, layout: RoleLayout, batch: BatchHandle) -> None:
+    for rank in sorted({rank for role in ("trainer", "reference", "critic") for rank in layout.division(role).ranks}):
+        controller.send(rank, messages.DropBatch(batch.id))
+
+
+def _pass_on(controller: Controller, divisions: Mapping[str, Division], batch: int, field: str = "") -> None:
+    """Make the heads of data-parallel ranks pass their rows on to the other ranks."""
+    for role, division in divisions.items():
+        if division.is_split:
+            controller.call(dict.fromkeys(division.ranks, messages.PassOn(batch, role, field)))
+
+
+def updates(
+    controller: Controller,
+    config: Config,
+    role: str,
+    division: Division,
+    batch: BatchHandle,
+    num_epochs: int,
+    make: Callable[[int, list[list[int]], float, float], messages.TrainStep | messages.TrainCritic],
+) -> tuple[Stats, int]:
+    """(statistics, mini-batches without anything to learn from) of `num_epochs` times all mini-batches, on the ranks of
+    trainer or critic. make: the command of a rank from batch, micro-batches, tokens and sequences."""
+    started, num_empty = [], 0
+    for _ in range(num_epochs):
+        for mini_batch in batch.mini_batches:
+            plan = batch.plan(batch.rows_of(role), mini_batch, config.trainer.max_tokens_per_micro_batch)
+            tokens, sequences = batch.norms(mini_batch)
+            if not tokens:
+                num_empty += 1
+                continue
+            # All are queued ahead: no rank waits for the controller between two.
+            steps = {rank: make(batch.id, plan[rank], tokens, sequences) for rank in plan}
+            started.append(controller.start(division.spread(steps)))
+    return merge([answers_stats(controller.finish(step).values()) for step in started]), num_empty
+
+
+def send_tokens(
+    controller: Controller, batch: BatchHandle, field: str, source: tuple[str, Division], dest: tuple[str, Division]
+) -> None:
+    """Send a token field from the ranks of one role to those of another, which has other ranks."""
+    (giver, given), (taker, taken) = source, dest
+    homes = {sample: rank for rank, samples in batch.rows_of(giver).items() for sample in samples}
+    between, heads = moves(homes, batch.rows_of(taker), batch.sizes), {*given.heads, *taken.heads}
+    for part in token_transfers(batch.id, RolloutFabric.NAME, field, between, heads, taker):
+        controller.call(part)
+    _pass_on(controller, {taker: taken}, batch.id, field)
+
+
+def fill_logprobs(
+    controller: Controller,
+    config: Config,
+    role: str,
+    division: Division,
+    batch: BatchHandle,
+    rows: dict[int, list[int]],
+    into: str,
+) -> Stats:
+    start = time.perf_counter()
+    plan = batch.plan(rows, batch.samples, config.trainer.max_tokens_per_micro_batch)
+    commands = {rank: messages.Logprobs(batch.id, role, into, plan[rank]) for rank in rows}
+    answers = controller.call(division.spread(commands))
+    return merge([answers_stats(answers.values()), timed(f"time/{into.replace('logprobs', 'log_probs')}", start)])

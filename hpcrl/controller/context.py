@@ -1,0 +1,162 @@
+"""A run as a pipeline sees it: steps, rollouts, trainer, weights, checkpoints, metrics."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hpcrl.config import Config
+from hpcrl.controller.building import Parts
+from hpcrl.controller.deadline import SPARE_S, Deadline
+from hpcrl.controller.debug import StoredRollouts
+from hpcrl.controller.decoration import decorate
+from hpcrl.controller.examples import TABLE, as_table, read_examples
+from hpcrl.controller.guard import Guard, Stopped
+from hpcrl.controller.rollouts import Rollouts
+from hpcrl.controller.supervised import AnswerRows
+from hpcrl.controller.tracking import start_trackers
+from hpcrl.metrics.log import MetricsLog, read_metrics
+from hpcrl.metrics.plot import plot as draw_plot
+from hpcrl.metrics.progress import summary
+from hpcrl.metrics.stats import Stats, flatten, merge
+from hpcrl.system.cli import in_shell
+
+
+class Run:
+    """hpcrl.controller.main makes it from the parts that hpcrl.controller.building builds."""
+
+    def __init__(self, config: Config, run_dir: Path, parts: Parts):
+        self.config, self._run_dir = config, run_dir
+        self._roles, self._weights = parts.roles, parts.weights
+        self.trainer, self.reference, self.critic = parts.trainer, parts.reference, parts.critic
+        self._data, self.evaluation, self.checkpoint = parts.data, parts.evaluation, parts.checkpoint
+        self.first_step, self.last_step, self._why = parts.first_step, config.max_steps, ""
+        resumed = self.checkpoint.restored_step
+        trackers = functools.partial(start_trackers, config, run_dir, resumed)
+        self._metrics = MetricsLog(run_dir, resumed, config.max_steps, config.eval_every, trackers=trackers)
+        rows = read_metrics(run_dir)
+        self.last_logged: dict[str, float | None] = rows[-1] if rows else {}
+        deadline = Deadline()
+        for row in rows[1:]:
+            deadline.record((row.get("time/step_total") or 0.0) + (row.get("time/val_step") or 0.0))
+        checkpoint, lead_s = self.checkpoint, config.cluster.signal_lead_s
+        save_s, bound = checkpoint.expected_save_s, config.trainer.max_mismatch if config.debug == "none" else None
+        self.guard = Guard(checkpoint.check_owner, save_s, lead_s, deadline, bound)
+        self._step_started = time.perf_counter()
+
+    @property
+    def rollouts(self) -> Rollouts | StoredRollouts:
+        """The training rollouts of a pipeline that generates."""
+        assert isinstance(self._data, Rollouts | StoredRollouts), f"pipeline {self.config.pipeline} has no rollouts"
+        return self._data
+
+    @property
+    def rows(self) -> AnswerRows:
+        """The training rows of a supervised pipeline."""
+        assert isinstance(self._data, AnswerRows), f"pipeline {self.config.pipeline} has no rows of answers"
+        return self._data
+
+    def steps(self) -> Iterator[int]:
+        """The remaining steps, counted from 1. A step trains weights version step - 1 and publishes version step.
+
+        Raises Stopped, after saving a checkpoint, at the first step boundary at which a signal has arrived or the job
+        would end before another step is trained and saved.
+        """
+        for step in range(self.first_step + 1, self.config.max_steps + 1):
+            self.guard.before_step()
+            self._step_started = time.perf_counter()
+            yield step
+            self.guard.after_step(time.perf_counter() - self._step_started)
+            if step < self.config.max_steps and (why := self.guard.must_stop()):
+                saved = self.checkpoint.save_within(step, self.guard.left_s())
+                raise Stopped(
+                    self.guard.stop_signal, f"stopped by {why} after step {step}, {_what_is_saved(step, saved)}"
+                )
+
+    def stop(self, signal_number: int) -> None:
+        """Make the run end at the next step boundary because of a signal; safe in a signal handler."""
+        self.guard.stop(signal_number)
+
+    def ask(self, role: str, question: str, **values: Any) -> Stats:
+        """Merged answers of all ranks of a role that answers questions (hpcrl.workers.role.Answers)."""
+        return self._roles.ask(role, question, values)
+
+    def publish(self, version: int) -> Stats:
+        """Load the trainers' weights into every living replica, as this version."""
+        stats = self._weights.publish(version)
+        if isinstance(self._data, Rollouts):
+            self._data.scheduler.weights_arrived(version)
+        return stats
+
+    def evaluate(self, step: int) -> Stats:
+        """Scores on held-out prompts if due at this step (0: before training); otherwise empty."""
+        every = self.config.eval_every
+        due = bool(every) and (step % every == 0 or step == self.config.max_steps)
+        return self.evaluation.scores(step) if due and self.evaluation is not None else {}
+
+    def end_at(self, step: int, why: str) -> None:
+        """Declare the run complete at this step, before max_steps."""
+        self.last_step, self._why = step, why
+
+    @property
+    def reason(self) -> str:
+        """Why a complete run ended."""
+        return f"trained {self.last_step} step{'s' * (self.last_step != 1)}" + (f": {self._why}" if self._why else "")
+
+    def log(self, step: int, *parts: Stats) -> None:
+        """Write the step's metrics. SupersededError, before anything is written, if another attempt owns the run;
+        NoProgress if the metrics of several steps show that nothing is learnt; MismatchError if trainer and generator
+        differ too much."""
+        stats = merge([*parts, self.checkpoint.take_stats(), self._roles.load()])
+        flat = flatten({name: value for name, value in stats.items() if not name.startswith("_")})
+        evaluated = stats["time/val_step"].total if "time/val_step" in stats else 0.0
+        elapsed = time.perf_counter() - self._step_started - evaluated
+        tokens = stats["_tokens"].total if "_tokens" in stats else 0.0
+        samples = stats["_samples"].total if "_samples" in stats else 0.0
+        flat |= {"system/global_step": step, "system/samples": samples, "time/step_total": elapsed}
+        if tokens:
+            flat["system/tps"] = tokens / elapsed
+        self.guard.fence()
+        self._metrics.log(step, flat)
+        if "time/val_step" in stats and (rows := as_table(step, read_examples(self._run_dir).get(step, []))):
+            self._metrics.call_trackers(lambda tracker: tracker.table(TABLE, step, rows))
+        self.guard.check_progress(step, stats)
+        self.guard.check_mismatch(step, stats)
+        self.last_logged = dict(flat)
+
+    def finish(self) -> None:
+        """Save, and export the policy."""
+        self.checkpoint.save(self.last_step)
+        self.trainer.export(self._run_dir / "hf")
+        self.critic.export(self._run_dir / "hf_critic")
+        self._metrics.end_progress()
+
+    def report(self) -> str:
+        """Draw the plot; returns the text for the user. Called when the run is recorded as finished."""
+        evaluation, last, episodes = self.evaluation, self.last_step, self._run_dir / "episodes"
+        examples = "" if evaluation is None else decorate("examples", lambda: evaluation.before_and_after(last), "")
+        told = decorate("the summary", lambda: summary(read_metrics(self._run_dir), self.config.max_steps), self.reason)
+        early = [self.reason] if self._why else []
+        plot = decorate("the plot", lambda: draw_plot(self._run_dir), None)
+        if plot is not None:
+            self._metrics.call_trackers(lambda tracker: tracker.image("plot", plot))
+        shown = ([f"plot {plot}"] if plot is not None else []) + ([f"episodes {episodes}"] if episodes.is_dir() else [])
+        exported = f"HF checkpoint {self._run_dir / 'hf'} in {self.config.model.dtype}"
+        return "\n".join([examples, told, *early, *shown, exported])
+
+    def close(self, within_s: float = math.inf) -> str:
+        """End the trackers within this time and what is left of the job's, less what leaving takes; how to upload what
+        they kept, as text for the user."""
+        hints = self._metrics.close(within_s=min(within_s, max(1.0, self.guard.left_s() - SPARE_S)))
+        return in_shell("".join(f"upload  {hint}\n" for hint in hints))
+
+
+def _what_is_saved(step: int, saved: int) -> str:
+    """saved: the step of the newest checkpoint, an earlier one if there was only time to finish that."""
+    if saved == step:
+        return "everything is saved"
+    return f"saved up to step {saved}: there was no time for another save"

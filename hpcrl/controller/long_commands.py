@@ -1,0 +1,61 @@
+"""Work longer than the deadline of a command: ranks are polled, and must make progress."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hpcrl.messaging.dispatcher import Controller, RankSilent, Started
+from hpcrl.messaging.messages import Command, Done
+from hpcrl.system.clock import AwakeClock
+
+
+class Stalled(RankSilent):
+    """A rank made no progress with its files within the deadline of a command."""
+
+
+class LongWork:
+    """Work of ranks beside their commands. answers: of finished ranks, by rank."""
+
+    def __init__(self, controller: Controller, ranks: Iterable[int], doing: str):
+        """`doing`: the action on a file, for errors: "reading"."""
+        self._controller, self._doing = controller, doing
+        self._clock = AwakeClock(controller.command_s)
+        self._reached: dict[int, tuple[int, float]] = dict.fromkeys(ranks, (0, self._clock.now()))
+        self._asked: Started = []
+        self.answers: dict[int, Done] = {}
+
+    def ask(self, command: Command) -> bool:
+        """Send the command, which asks for progress, to all unfinished ranks; returns whether all are finished.
+
+        Stalled names a rank without progress for command_s; other errors as in Controller.call().
+        """
+        self._send(command)
+        return self._hear()
+
+    def poll(self, command: Command) -> bool:
+        """As ask(), without waiting for a busy rank, whose answer is taken by the next call."""
+        self._send(command)
+        return self._controller.answered(self._asked) and self._hear()
+
+    def _send(self, command: Command) -> None:
+        left = [rank for rank in self._reached if rank not in self.answers]
+        if left and not self._asked:
+            self._asked = self._controller.start(dict.fromkeys(left, command))
+
+    def _hear(self) -> bool:
+        answers, now = self._controller.finish(self._asked), self._clock.now()
+        self._asked = []
+        for rank, answer in answers.items():
+            if answer.progress is None:
+                self.answers[rank] = answer
+                continue
+            file, num_bytes = answer.progress
+            before, since = self._reached[rank]
+            if num_bytes != before:
+                self._reached[rank] = num_bytes, now
+            elif now - since > self._controller.command_s:
+                raise Stalled(
+                    f"{self._controller.describe(rank)} has got no further in {self._doing} {file} for "
+                    f"{now - since:.0f} s ({num_bytes} bytes done)"
+                )
+        return len(self.answers) == len(self._reached)

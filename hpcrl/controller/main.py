@@ -1,0 +1,149 @@
+"""Rank 0: the controller runs the pipeline, and turns its end into one message and an exit code."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import traceback
+from collections.abc import Collection
+from pathlib import Path
+
+from hpcrl.cluster.layout import CONTROLLER, RoleLayout
+from hpcrl.config import Config
+from hpcrl.controller.alone import Alone
+from hpcrl.controller.building import build
+from hpcrl.controller.checkpoints import CheckpointError, NotSavedError
+from hpcrl.controller.context import Run
+from hpcrl.controller.guard import MismatchError, NoProgress, Stopped
+from hpcrl.messaging.background import Background
+from hpcrl.messaging.dispatcher import Controller, RankFailed, RankLost, RankSilent
+from hpcrl.messaging.messages import BuildRole, Failed
+from hpcrl.messaging.queues import ControlError
+from hpcrl.messaging.world import World
+from hpcrl.rollout.loop import BackgroundError
+from hpcrl.rollout.scheduling.scheduler import RolloutExhausted
+from hpcrl.run_folder import OWNERS, VERDICT, SupersededError, finish_run
+from hpcrl.spec.tables import PIPELINES, ROLES
+from hpcrl.system.exit_codes import SIGNAL_CODES, ExitCode
+from hpcrl.system.files import is_storage_error, write_durably
+from hpcrl.system.signals import STOPPING
+from hpcrl.workers.rank_loop import Worker
+
+LAST_WORDS_S = 5.0
+"""Time for each tracker to write what was logged when the run fails."""
+CODES: list[tuple[type[BaseException], ExitCode]] = [
+    (RankFailed, ExitCode.RANK_FAILED),
+    (RankLost, ExitCode.RANK_KILLED),
+    (RankSilent, ExitCode.DEADLINE),
+    (ControlError, ExitCode.STORE_LOST),
+    (RolloutExhausted, ExitCode.STARVED),
+    (NoProgress, ExitCode.NO_PROGRESS),
+    (MismatchError, ExitCode.MISMATCH),
+    (NotSavedError, ExitCode.NOT_SAVED),
+    (CheckpointError, ExitCode.CHECKPOINT),
+    (SupersededError, ExitCode.SUPERSEDED),
+]
+
+
+def control(
+    world: World, worker: Worker, config: Config, layout: RoleLayout, run_dir: Path, model_path: Path, attempt: int
+) -> int:
+    """Run the pipeline to its end; returns the exit code. Leaves last, after the other ranks."""
+    background = Background(worker.pump if layout.roles_of(CONTROLLER) != ("controller",) else None)
+    controller = Controller(
+        world,
+        layout.roles_of,
+        command_s=config.timeouts.command_s,
+        start_s=config.timeouts.start_s,
+        survivable=lambda rank, lost: _survivable(config, layout, rank, lost),
+        background=background,
+    )
+    worker.join()
+    run: Run | Alone | None = None
+    try:
+        pipeline = PIPELINES[config.pipeline]
+        if pipeline.alone:
+            run = Alone(config, run_dir, attempt, world.trace.go_on)
+        else:
+            if config.model.path is None and not model_path.exists():
+                from hpcrl.engines.tiny import make_tiny_model  # imports models, which takes seconds
+
+                make_tiny_model(config.model.tiny, model_path)
+            run = Run(config, run_dir, build(controller, background, layout, config, run_dir, model_path, attempt))
+        stop_run = run.stop
+        for number in STOPPING:
+            signal.signal(number, lambda n, _: stop_run(n))
+        stopped = None
+        try:
+            pipeline.load()(run)
+            run.finish()
+            finish_run(run_dir, run.last_step, config.max_steps, run.reason)
+            print(run.report(), flush=True)
+        except Stopped as error:
+            stopped = error
+        print(run.close(), end="", flush=True)
+        controller.dismiss()
+        world.leave()
+        if stopped is None:
+            return ExitCode.DONE
+        return _tell(world, SIGNAL_CODES.get(stopped.signal_number, ExitCode.REQUEUE), str(stopped))
+    except Exception as error:
+        traceback.print_exc()
+        if run is not None:
+            print(run.close(within_s=LAST_WORDS_S), end="", flush=True)
+        code, message = _explain(error, built=isinstance(run, Run))
+        if not (run_dir / OWNERS).is_dir():
+            code, message = ExitCode.NOT_SAVED, f"{run_dir} was removed or moved while the run used it: {message}"
+        if code is ExitCode.NOT_SAVED and isinstance(run, Run):
+            run.checkpoint.discard()
+        return _tell(world, code, message)
+
+
+def _explain(error: BaseException, built: bool) -> tuple[ExitCode, str]:
+    """Exit code and one line. Errors in the user's input may appear only while the engines are built."""
+    if isinstance(error, BackgroundError) and error.__cause__ is not None:
+        error = error.__cause__
+    code = next((code for kind, code in CODES if isinstance(error, kind)), ExitCode.FAILED)
+    match error:
+        case RankFailed(event=Failed(kind="numbers")):
+            code = ExitCode.NO_PROGRESS
+        case RankFailed(event=Failed(kind="storage")):
+            code = ExitCode.NOT_SAVED
+        case BrokenPipeError():  # a rank's output has no reader: its step has lost its daemon
+            code = ExitCode.RANK_KILLED
+        case OSError() if is_storage_error(error):
+            code = ExitCode.NOT_SAVED
+        case RankFailed(event=Failed(kind="control")):
+            code = ExitCode.STORE_LOST
+        case ValueError() | OSError() | RankFailed(event=Failed(kind="input", command=BuildRole.__name__)) if not built:
+            code = ExitCode.BAD_INPUT
+    text = str(error) if code is not ExitCode.FAILED else f"{type(error).__name__}: {error}"
+    return code, " ".join(text.split())
+
+
+def _tell(world: World, code: ExitCode, message: str) -> int:
+    """Write the verdict for the node agent, which prints it; without an agent or on a full disk, print it here."""
+    if world.place.launcher != "agent":
+        print(f"hpcrl: {message}", file=sys.stderr, flush=True)
+        return code
+    try:
+        write_durably(world.folder / VERDICT, json.dumps({"code": int(code), "message": message}).encode())
+    except OSError:  # the agent then uses the exit code
+        print(f"hpcrl: {message}", flush=True)  # stderr is a log on the same disk
+    return code
+
+
+def _survivable(config: Config, layout: RoleLayout, rank: int, lost: Collection[int]) -> bool:
+    """Whether a rank may be lost: it only generates, rewards, serves a model to rewards or plays environments, enough
+    ranks with the same work remain, and it is not in a replica of several ranks, which would wait for it in the
+    middle of a burst."""
+    roles = {name: ROLES[name] for name in layout.roles_of(rank) if name != "controller"}
+    if not roles or rank == CONTROLLER:
+        return False
+    if any(role.forms_replicas for role in roles.values()) and (rank,) not in layout.free_replicas:
+        return False
+    return all(
+        role.least_ranks is not None and len(set(layout.peers_of(name, rank)) - set(lost)) >= role.least_ranks(config)
+        for name, role in roles.items()
+    )

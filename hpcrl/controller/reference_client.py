@@ -1,0 +1,89 @@
+"""The reference as a pipeline calls it: the policy against which KL terms hold the trained one."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from hpcrl.checkpoint.state import read_state
+from hpcrl.cluster.layout import RoleLayout
+from hpcrl.config import Config
+from hpcrl.controller.batches import BatchHandle
+from hpcrl.controller.clients import Trainer, fill_logprobs, send_tokens, timed
+from hpcrl.messaging import messages
+from hpcrl.messaging.dispatcher import Controller
+from hpcrl.metrics.stats import Stats
+from hpcrl.system.files import step_name, steps_in
+
+
+class Reference:
+    """The reference ranks: the frozen initial policy, or that of the last step at which the policy became the reference
+    (algorithm.ref_update_steps). With trainer.lora, the trainer ranks without their adapters. Does nothing if the
+    algorithm does not use a reference."""
+
+    def __init__(self, controller: Controller, layout: RoleLayout, config: Config, run_dir: Path):
+        self._controller, self._config, self._run_dir = controller, config, run_dir
+        role = "trainer" if config.uses_reference and not layout.ranks["reference"] else "reference"
+        self.ranks = layout.ranks[role]
+        self._division, self._trainers = layout.division(role), layout.division("trainer")
+        self._step = 0  # whose policy is the reference
+
+    def logprobs(self, batch: BatchHandle, into: str) -> Stats:
+        """Fill a token field with the reference's log-probs."""
+        if not self.ranks:
+            return {}
+        rows = batch.rows_of("reference")
+        stats = fill_logprobs(self._controller, self._config, "reference", self._division, batch, rows, into)
+        if self.ranks != self._trainers.ranks:
+            send_tokens(self._controller, batch, into, ("reference", self._division), ("trainer", self._trainers))
+        return stats
+
+    def update(self, step: int, trainer: Trainer) -> Stats:
+        """Make the policy of this step the reference, if due. It is written in HF layout, from where the reference
+        ranks read it, now and after a resume."""
+        every = self._config.algorithm.ref_update_steps if self.ranks else None
+        if every is None or step % every:
+            return {}
+        start = time.perf_counter()
+        trainer.export(self._folder(step))
+        self._load(step)
+        self._prune()
+        return timed("time/reference_update", start)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step whose policy is the reference; JSON-able."""
+        return {"reference": {"step": self._step}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state. ValueError if the model of that step is gone."""
+        step = _step_of(state)
+        if step and self.ranks:
+            if not self._folder(step).is_dir():
+                raise ValueError(f"{self._folder(step)}, the reference of this checkpoint, is not there")
+            self._load(step)
+
+    def _load(self, step: int) -> None:
+        load, more_s = messages.LoadReference(str(self._folder(step))), self._config.timeouts.start_s
+        self._controller.call(dict.fromkeys(self.ranks, load), more_s)
+        self._step = step
+
+    def _prune(self) -> None:
+        """Remove models older than the reference of every checkpoint; a save that is under way has a newer one."""
+        root = self._run_dir / "checkpoints"
+        try:
+            needed = [_step_of(read_state(root / step_name(step))) for step in steps_in(root)]
+        except ValueError:  # damaged, or just removed
+            return
+        for step in steps_in(self._folder(0).parent):
+            if step < min(needed, default=0):
+                shutil.rmtree(self._folder(step), ignore_errors=True)
+
+    def _folder(self, step: int) -> Path:
+        return self._run_dir / "reference" / step_name(step)
+
+
+def _step_of(state: dict[str, Any]) -> int:
+    """A checkpoint of an earlier version has none."""
+    return int(state.get("reference", {}).get("step", 0))

@@ -1,0 +1,149 @@
+"""Training rollouts: from prompts to a batch on the trainer ranks, with the disposition of every prompt."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+from hpcrl.config import Config
+from hpcrl.controller.batches import BatchHandle
+from hpcrl.controller.clients import RolloutFabric, Trainer, timed
+from hpcrl.controller.generation import training_sampling
+from hpcrl.data import PromptSource
+from hpcrl.metrics.stats import Stat, Stats, merge, scalar
+from hpcrl.rollout.loop import Harvest, RolloutLoop
+from hpcrl.rollout.scheduling.policies import SchedulerConfig
+from hpcrl.rollout.scheduling.scheduler import RolloutExhausted, RolloutScheduler
+from hpcrl.rollout.store import DispositionRecord, write_dispositions
+from hpcrl.rollout.types import Prompt, Sizes
+from hpcrl.system.files import step_name
+
+
+class Rollouts:
+    """The stream of batches; its state goes into every checkpoint."""
+
+    def __init__(
+        self,
+        loop: RolloutLoop,
+        fabric: RolloutFabric,
+        replicas: Mapping[int, int],
+        config: Config,
+        source: PromptSource,
+        run_dir: Path,
+        fence: Callable[[], None],
+    ):
+        """replicas: replica_capacity(). fence: raises if another attempt has taken over the run."""
+        self._loop, self._fabric, self._config = loop, fabric, config
+        self.source, self._folder = source, run_dir / "rollouts"
+        self._fence = fence
+        self._prompts: dict[int, Prompt] = {}
+        self.scheduler = RolloutScheduler(SchedulerConfig.of(config), replicas, lambda uid: self._prompts[uid].domain)
+        self._records: list[DispositionRecord] = []
+        self.stats: Stats = {}
+
+    def next(self, step: int) -> BatchHandle:
+        """The batch of this step, generated, rewarded, filtered and handed over; regenerated if a replica that held
+        part of it is lost."""
+        config, parts = self._config, []
+        self.scheduler.begin_step(step - 1, config.rollout.num_prompts)
+        sampling, handle = training_sampling(config), None
+        while handle is None:
+            start = time.perf_counter()
+            try:
+                harvest = self._loop.drive(self.scheduler, self._prompts, self._draw, sampling)
+            except RolloutExhausted as error:
+                self._replace_lost()
+                raise RolloutExhausted(f"{error}{_missing(self.source.owed)}") from None
+            parts += [harvest.stats, timed("time/step_generate", start)]
+            start = time.perf_counter()
+            handle = self._fabric.hand_over(config, step, harvest, sampling.truncates, self._decoupled(harvest))
+            parts.append(timed("time/step_hand_over", start))
+            if handle is None:
+                self.scheduler.give_back()
+                self._loop.restore_sizes(harvest.groups, harvest.sizes)
+        for uid in sorted(set(handle.prompts.values())):
+            handle.domains.setdefault(self._prompts[uid].domain, []).append(uid)
+        self._loop.forget(harvest.groups)
+        self._loop.background([])  # after the hand-over, which earlier bursts would delay
+        self._record()
+        total = sum(size.total for size in harvest.sizes.values())
+        scheduled = {name: Stat(*value) for name, value in self.scheduler.metrics().items()}
+        ended = {f"prompts/{name}": scalar(n) for name, n in self.source.dispositions.counts().items()}
+        counted = {"_tokens": scalar(total), "_samples": scalar(len(harvest.sizes))}
+        self.stats = merge([*parts, scheduled, counted, ended])
+        return handle
+
+    def _decoupled(self, harvest: Harvest) -> dict[int, float]:
+        """Sample -> its decoupled reward, if the algorithm reads them."""
+        found: dict[int, float] = {}
+        if (decoupling := self.scheduler.config.decoupling) is not None:
+            for group in harvest.groups:
+                values = decoupling.rewards(self._prompts[group.uid].domain, group.samples)
+                found |= zip((sample.id for sample in group.samples), values, strict=True)
+        return found
+
+    def store(self, batch: BatchHandle, trainer: Trainer) -> None:
+        """Write the step's rollouts and the dispositions of its prompts, unless the fence raises."""
+        if not self._config.rollout.save_rollouts:
+            self._records.clear()
+            return
+        self._fence()
+        folder = self._folder / step_name(batch.step)
+        folder.mkdir(parents=True, exist_ok=True)
+        finish = trainer.write_rollouts(batch, folder, {"step": batch.step, "weight_version": batch.step - 1})
+        write_dispositions(folder, self._records)
+        finish()
+        self._records.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Cursor, ledger of prompts and scheduler; JSON-able. Samples of a lost replica are generated again."""
+        self._loop.tell_lost()
+        self._replace_lost()
+        sizes = self._loop.sizes(self.scheduler.finished())
+        waiting = {"sizes": [[sample, *astuple(size)] for sample, size in sizes.items()]}
+        return {"cursor": self.source.state_dict(), "scheduler": self.scheduler.state_dict() | waiting}
+
+    def held(self) -> dict[int, list[int]]:
+        """Replica -> its samples of finished groups that wait to be trained."""
+        held: dict[int, list[int]] = {}
+        for group in self.scheduler.finished():
+            for sample in group.samples:
+                held.setdefault(sample.replica, []).append(sample.id)
+        return held
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state. Open prompts, also those of finished groups, are read again from their rows."""
+        self.source.load_state_dict(state["cursor"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        sizes = {sample: Sizes(*size) for sample, *size in state["scheduler"].get("sizes", [])}
+        self._loop.restore_sizes(self.scheduler.finished(), sizes)
+        self._prompts = {uid: self.source.prompt(uid) for uid in self.source.dispositions.open_uids}
+
+    def _draw(self, count: int) -> list[Prompt]:
+        self._replace_lost()
+        return [self.source.next() for _ in range(count)]
+
+    def _replace_lost(self) -> None:
+        """Have prompts that were filtered or have failed replaced from their own domains."""
+        for uid in self.scheduler.lost():
+            self.source.replace(self._prompts[uid].domain)
+
+    def _record(self) -> None:
+        """Record the disposition of every prompt that ended in this step."""
+        self._replace_lost()
+        for end in self.scheduler.settled():
+            domain = self.source.dispositions.settle(end.uid, end.disposition, end.reason).domain
+            del self._prompts[end.uid]
+            ended = end.uid, end.attempt, end.disposition, end.reason
+            self._records.append(DispositionRecord(*ended, domain, end.rewards, end.metrics))
+        for long in self.source.take_dropped():
+            self._records.append(DispositionRecord(long.uid, 0, long.disposition, long.reason, long.domain))
+
+
+def _missing(owed: Mapping[str, int]) -> str:
+    """Which domains starve a batch with shares of domains."""
+    counts = ", ".join(f"{domain} {count}" for domain, count in owed.items())
+    return f"; prompts missing by domain (data.domain_interleave_probs): {counts}" if counts else ""

@@ -1,0 +1,70 @@
+"""The batches of a pipeline that learns from the answers of its data."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from hpcrl.config import Config
+from hpcrl.controller.batches import BatchHandle
+from hpcrl.controller.clients import Trainer
+from hpcrl.data import epoch_order, sft_rows
+from hpcrl.data.files import BadRow
+from hpcrl.metrics.stats import Stats, scalar
+from hpcrl.rollout.types import Sizes
+
+MAX_NAMED = 10
+"""Skipped rows named in the log; the others are only counted."""
+
+
+class AnswerRows:
+    """Rows of the training data, each epoch in its own order; the step determines its rows. Rows that only the
+    tokenizer shows to be unusable are skipped: their steps have fewer rows."""
+
+    def __init__(self, trainer: Trainer, config: Config, tokenizer: Any):
+        assert config.pipeline_spec.batch_size is not None, "a pipeline without prompts has rows"
+        self._trainer, self._batch_size = trainer, config.pipeline_spec.batch_size(config)
+        self._rows = rows = sft_rows(config.data, "train", tokenizer, config.seed)
+        self._order = functools.lru_cache(2)(lambda epoch: epoch_order(config.seed, "sft", epoch, len(rows)))
+        self._skipped: dict[int, str] = {}
+        self.stats: Stats = {}
+
+    def next(self, step: int) -> BatchHandle:
+        """The batch of this step, on the trainer ranks. ValueError if none of its rows can be learned from."""
+        rows = self._rows
+        draws = range((step - 1) * self._batch_size, step * self._batch_size)
+        chosen = sorted({int(self._order(draw // len(rows))[draw % len(rows)]) for draw in draws})
+        sizes: dict[int, Sizes] = {}
+        for row in chosen:
+            try:
+                token_ids, mask = rows.row(row)
+            except BadRow as error:
+                self._skip(row, str(error))
+            else:
+                sizes[row] = Sizes(len(token_ids), sum(mask))
+        if not sizes:
+            raise ValueError(
+                f"step {step}: none of its {len(chosen)} rows can be learned from; {self._skipped[chosen[0]]}"
+            )
+        self.stats = {
+            "_tokens": scalar(sum(size.total for size in sizes.values())),
+            "_samples": scalar(len(sizes)),
+            "rows/skipped": scalar(len(chosen) - len(sizes)),
+        }
+        return self._trainer.load_rows(step, list(sizes), list(sizes.values()))
+
+    def _skip(self, row: int, why: str) -> None:
+        """Name a row without which the run goes on, once."""
+        if row not in self._skipped and len(self._skipped) < MAX_NAMED:
+            print(f"hpcrl: {why}; the row is skipped (counted in rows/skipped)", flush=True)
+        self._skipped[row] = why
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._rows.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._rows.load_state_dict(state)
+
+    def held(self) -> dict[int, list[int]]:
+        """Empty: no rank holds samples."""
+        return {}

@@ -1,0 +1,87 @@
+"""The samples of all iterations: one row per decode iteration, one column per slot.
+
+A request reads its part of the columns when it ends, so the decode loop does no work per request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from hpcrl.spec.trajectory import Field
+
+
+@dataclass(slots=True)
+class Track:
+    """Location of a request on the tape: the iteration of its first token there and its slots over time."""
+
+    start: int
+    stretches: list[tuple[int, int]]  # (slot, first iteration in it)
+    before: Mapping[str, np.ndarray]  # columns of its tokens from before it was interrupted, as of Tape.content
+
+
+class Tape:
+    """Rows of token ids, log-probs, behaviour log-probs, weight versions and maybe routes from iteration `_base` on."""
+
+    def __init__(self, num_slots: int, routes: Field | None = None):
+        self._base = 0  # iteration of the first row
+        self.end = 0  # the next iteration
+        rows = 64
+        self._columns = {
+            "token_ids": np.zeros((rows, num_slots), dtype=np.int32),
+            "gen_logprobs": np.zeros((rows, num_slots), dtype=np.float32),
+            "gen_logprobs_behaviour": np.zeros((rows, num_slots), dtype=np.float32),
+        }
+        if routes is not None:
+            shape = (rows, *routes.shape(num_slots))
+            self._columns["routes"] = np.full(shape, routes.fill, dtype=routes.travels_as)
+        self._versions = np.zeros(rows, dtype=np.int32)
+        self.nothing: Mapping[str, np.ndarray] = {
+            **{name: column[:0, 0] for name, column in self._columns.items()},
+            "versions": self._versions[:0],
+        }
+        """The content of a request without tokens."""
+
+    def write(
+        self, version: int, ids: np.ndarray, logprobs: np.ndarray, behaviour: np.ndarray, *routes: np.ndarray
+    ) -> None:
+        """Add one iteration; arrays are [R] for the first R slots, routes [R, width] if the tape has any."""
+        row = self.end - self._base
+        if row == len(self._versions):
+            self._columns = {name: np.concatenate((c, np.zeros_like(c))) for name, c in self._columns.items()}
+            self._versions = np.concatenate((self._versions, np.zeros_like(self._versions)))
+        for column, values in zip(self._columns.values(), (ids, logprobs, behaviour, *routes), strict=True):
+            column[row, : len(values)] = values
+        self._versions[row] = version
+        self.end += 1
+
+    def length(self, track: Track) -> int:
+        """The number of the request's tokens so far."""
+        return len(track.before["token_ids"]) + self.end - track.start
+
+    def read(self, track: Track, name: str, last: int | None = None) -> np.ndarray:
+        """The request's values of one column, all of them or the `last` ones, as a separate array."""
+        column, start, before = self._columns[name], track.start, track.before[name]
+        if last is not None:
+            start = max(start, self.end - last)
+            before = before[max(0, len(before) - (last - (self.end - start))) :]
+        firsts = [max(first, start) - self._base for _, first in track.stretches] + [self.end - self._base]
+        parts = [column[firsts[i] : firsts[i + 1], slot] for i, (slot, _) in enumerate(track.stretches)]
+        return np.concatenate([before, *parts])
+
+    def content(self, track: Track) -> dict[str, np.ndarray]:
+        """All of the request's values by column, and the weight version of each token as `versions`."""
+        versions = self._versions[track.start - self._base : self.end - self._base]
+        columns = {name: self.read(track, name) for name in self._columns}
+        return columns | {"versions": np.concatenate([track.before["versions"], versions])}
+
+    def forget(self, before: int) -> None:
+        """Drop the iterations before this one, once they are most of the tape."""
+        drop, used = before - self._base, self.end - self._base
+        if drop * 2 < len(self._versions):
+            return
+        for column in (*self._columns.values(), self._versions):
+            column[: used - drop] = column[drop:used]
+        self._base = before

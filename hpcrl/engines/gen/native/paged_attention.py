@@ -1,0 +1,184 @@
+"""Attention over a KV cache in blocks: of tokens that are being added to it, and of one token per request.
+
+The queries of all requests that use a block are rows of one matrix: keys and values are neither copied nor repeated,
+whether for the q heads that share a kv head or for the requests that share a prefix. The scores, computed block by
+block, are then put in the order of each request's tokens, so that its softmax is an ordinary one, and what a layer
+masks (its window, for example) is a matter of positions only.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hpcrl.engines.blocked_attention import QUERY_BLOCK, causal_attention, masked_attention
+from hpcrl.engines.gen.native.architecture import Architecture
+from hpcrl.engines.gen.native.kv import KVCache
+from hpcrl.rollout.device_copies import to_device
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How R rows, one query each, read the cache. A unit is one kv head of one pair (row, block that the row reads).
+    Units come in the order in which the products over blocks compute them.
+
+    places: int64 [R, B], the places of each row's blocks in the order of its tokens. products: ranges of places, and of
+    the q heads of their units. queries: int64 [units], the row and kv head of each. in_order: int64 [R * heads * B],
+    the unit and q head of each stretch of the rows' scores; by_unit: its inverse, int64 [units * q heads per kv head].
+    bags: the units of each row and kv head, which begin at `offsets`, int64 [R * kv_heads].
+    """
+
+    places: Tensor
+    products: tuple[tuple[slice, slice], ...]
+    queries: Tensor
+    in_order: Tensor
+    by_unit: Tensor
+    bags: Tensor
+    offsets: Tensor
+
+    @classmethod
+    def plan(cls, cache: KVCache, places: np.ndarray, counts: np.ndarray, arch: Architecture) -> Decoding:
+        """Row r reads its first counts[r] >= 0 blocks at places[r]; int64 [R, B] and [R]."""
+        heads, group = arch.num_kv_heads, arch.num_heads // arch.num_kv_heads
+        rows, width = places.shape
+        row, index = np.nonzero(np.arange(width) < counts[:, None])
+        place = places[row, index]
+        # Of a block with several readers, each reader has its number.
+        order = place.argsort(kind="stable")
+        reader = np.empty_like(place)
+        reader[order] = np.arange(len(place)) - np.searchsorted(place[order], place[order])
+
+        head, part = np.arange(heads), np.arange(group)
+        unit, num_units, products = np.empty((len(place), heads), dtype=np.int64), 0, []
+        for first, end in cache.ranges:
+            if first == end:
+                continue
+            inside = (place >= first) & (place < end)
+            most = int(reader[inside].max()) + 1
+            local, number = place[inside, None] - first, reader[inside, None]
+            unit[inside] = num_units + (local * heads + head) * most + number
+            until = num_units + (end - first) * heads * most
+            products.append((slice(first, end), slice(num_units * group, until * group)))
+            num_units = until
+        row_head = row[:, None] * heads + head
+        stretch = (row_head[:, :, None] * group + part) * width + index[:, None, None]
+        unit_head = unit[:, :, None] * group + part
+        # What is not assigned (a block with fewer readers than others, a row with fewer blocks) points to any numbers.
+        queries = np.zeros(num_units, dtype=np.int64)
+        queries[unit] = row_head
+        in_order = np.zeros(rows * heads * group * width, dtype=np.int64)
+        in_order[stretch] = unit_head
+        by_unit = np.zeros(num_units * group, dtype=np.int64)
+        by_unit[unit_head] = stretch
+        bags = unit.flatten()[row_head.argsort(axis=None, kind="stable")]
+        sizes = np.repeat(counts, heads)
+        arrays = (queries, in_order, by_unit, bags, sizes.cumsum() - sizes)
+        at, *tensors = (to_device(torch.from_numpy(array), cache.layers[0].device) for array in (places, *arrays))
+        return cls(at, tuple(products), *tensors)
+
+    def mask(self, positions: Tensor, block_tokens: int, dtype: torch.dtype, window: int | None) -> Tensor:
+        """[R, 1, B * block_tokens]: 0 where the query at its row's position attends, else -inf."""
+        keys = torch.arange(self.places.shape[1] * block_tokens, device=positions.device)
+        unseen = keys > positions[:, None]
+        if window is not None:
+            unseen |= keys <= positions[:, None] - window
+        return torch.zeros(unseen.shape, dtype=dtype, device=unseen.device).masked_fill_(unseen, -math.inf)[:, None]
+
+    def attend(self, q: Tensor, kv: Tensor, mask: Tensor, arch: Architecture) -> Tensor:
+        """[R, heads * head_dim]. q: [R, heads, head_dim]; kv: a layer of the cache; mask: [R, 1, L], added."""
+        (rows, heads, size), (k, v) = q.shape, kv
+        num_kv_heads, block = k.shape[1:3]
+        group = heads // num_kv_heads
+        queries = q.reshape(rows * num_kv_heads, group * size).index_select(0, self.queries).view(-1, size)
+        scores = self._products(queries, k.transpose(2, 3)).index_select(0, self.in_order).view(rows, heads, -1)
+        if (cap := arch.attention_softcap) is None:
+            scores = torch.add(mask, scores, alpha=arch.attention_scale)
+        else:
+            scores = scores.mul_(arch.attention_scale / cap).tanh_().mul_(cap).add_(mask)
+        probs = scores.softmax(-1, dtype=torch.float32).to(v.dtype)
+        parts = self._products(probs.view(-1, block).index_select(0, self.by_unit), v)
+        sums = F.embedding_bag(self.bags, parts.view(-1, group * size).float(), self.offsets, mode="sum")
+        return sums.view(rows, -1).to(q.dtype)
+
+    def _products(self, left: Tensor, right: Tensor) -> Tensor:
+        """[units * q heads, Y]: of each row of `left` [units * q heads, X] with its block in `right`
+        [places, kv_heads, X, Y]."""
+        x, y = right.shape[2:]
+        products = left.new_empty(left.shape[0], y)
+        for places, rows in self.products:
+            matrices = right[places].flatten(0, 1)
+            shape = (matrices.shape[0], -1)
+            torch.bmm(left[rows].view(*shape, x), matrices, out=products[rows].view(*shape, y))
+        return products
+
+
+@dataclass(frozen=True)
+class Adding:
+    """How N rows of new tokens, T in total, attend to each other and to what their rows have in the cache.
+
+    places, slots: int64 [T], the block's place and the position in it where each token's key and value belong.
+    padded: int64 [T], where the tokens are in N rows of equal length; None if they are these rows. shape: (N, that
+    length). past: int64 [N, B], the places of what the rows have; None if nothing. starts: int64 [N], how many tokens
+    that is.
+    """
+
+    places: Tensor
+    slots: Tensor
+    padded: Tensor | None
+    shape: tuple[int, int]
+    past: Tensor | None
+    starts: Tensor
+
+    @classmethod
+    def plan(cls, cache: KVCache, places: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> Adding:
+        """Row n has starts[n] tokens in its blocks at places[n], and gets those up to ends[n]; int64 [N(, B)]."""
+        block, device, lengths = cache.block_tokens, cache.layers[0].device, ends - starts
+        longest, most = int(lengths.max()), int(starts.max())
+        row, column = np.nonzero(np.arange(longest) < lengths[:, None])
+        position = starts[row] + column
+        past = places[:, : -(-most // block)]
+        arrays = (places[row, position // block], position % block, row * longest + column, past, starts)
+        at, slots, padded, known, begin = (to_device(torch.from_numpy(array), device) for array in arrays)
+        full = len(row) == longest * len(lengths)
+        return cls(at, slots, None if full else padded, (len(lengths), longest), known if most else None, begin)
+
+    def attend(self, heads: Tensor, kv: Tensor, arch: Architecture, window: int | None) -> Tensor:
+        """[T, heads * head_dim]. heads: [T, heads + 2 kv_heads, head_dim], of the new tokens; kv: a layer of the cache;
+        window: as in Architecture.windows."""
+        split, size = (arch.num_heads, arch.num_kv_heads, arch.num_kv_heads), heads.shape[-1]
+        if self.padded is not None:
+            count = self.shape[0] * self.shape[1]
+            heads = heads.new_zeros(count, *heads.shape[1:]).index_copy_(0, self.padded, heads)
+        q, k, v = heads.view(*self.shape, -1, size).transpose(1, 2).split(split, 1)
+        scale, softcap = arch.attention_scale, arch.attention_softcap
+        if self.past is None:  # padding is on the right: no row sees its own
+            out = causal_attention(q, k, v, scale=scale, window=window, softcap=softcap)
+        else:
+            k, v = torch.cat((kv[:, self.past].transpose(2, 3).flatten(3, 4), torch.stack((k, v))), dim=3)
+            parts = [
+                masked_attention(
+                    part, k, v, self._visible(i * QUERY_BLOCK, part.shape[2], k.shape[2], window), scale, softcap
+                )
+                for i, part in enumerate(q.split(QUERY_BLOCK, dim=2))
+            ]
+            out = torch.cat(parts, dim=2)
+        out = out.transpose(1, 2).reshape(-1, arch.num_heads * size)
+        return out if self.padded is None else out[self.padded]
+
+    def _visible(self, first: int, count: int, num_keys: int, window: int | None) -> Tensor:
+        """bool [N, 1, count, num_keys]: which keys, of the past and then of the new tokens, new tokens from `first` on
+        attend to."""
+        key = torch.arange(num_keys, device=self.starts.device)
+        new = num_keys - self.shape[1]  # where the new keys begin
+        query = new + torch.arange(first, first + count, device=self.starts.device)[:, None]
+        starts = self.starts[:, None, None]
+        visible = (key < starts) | ((key >= new) & (key <= query))
+        if window is not None:
+            position = torch.where(key < new, key, key - new + starts)
+            visible &= position > query - new + starts - window
+        return visible[:, None]

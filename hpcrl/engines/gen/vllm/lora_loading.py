@@ -1,0 +1,66 @@
+"""Adapters in vLLM: handed over in memory, in place of the files that vLLM reads them from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from hpcrl.config import LoRAConfig
+from hpcrl.planner.adapters import adapters
+from hpcrl.planner.shapes import read_shape
+from hpcrl.spec.lora import adapted
+
+NUMBER = 1
+"""Of the only adapter; vLLM knows adapters by numbers above 0."""
+
+
+def arguments(lora: LoRAConfig, model_path: Path) -> dict[str, Any]:
+    """Arguments of EngineArgs for one adapter of this model. ValueError if its parameters are not known, or if it has
+    experts and there is no GPU: with adapters, vLLM takes kernels in Triton for experts."""
+    from vllm.config.lora import MaxLoRARanks
+
+    sizes, shape = sorted(get_args(MaxLoRARanks)), read_shape(json.loads((model_path / "config.json").read_text()))
+    if shape.expert_layers and not torch.cuda.is_available():
+        text = f"vLLM on a CPU runs no mixture of experts ({shape.family}) with trainer.lora"
+        raise ValueError(f"generator.engine: {text}; use generator.engine=native, or trainer.lora.rank=0")
+    # Without a list vLLM would wrap the vocabulary's matrices and experts as well.
+    targets = {adapted(p.name).split(".")[-2] for p in adapters(lora, shape)}
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_cpu_loras": 1,
+        "max_lora_rank": next(size for size in sizes if size >= lora.rank),
+        "lora_target_modules": sorted(targets),
+    }
+
+
+class Adapter:
+    """The adapter of a model runner's model, which requests name by `request`."""
+
+    def __init__(self, runner: Any, lora: LoRAConfig):
+        from vllm.lora.request import LoRARequest
+
+        self._runner, self._lora = runner, lora
+        self.request = LoRARequest("policy", NUMBER, "in memory")
+
+    def load(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Replace its weights by these, under their names in hpcrl.spec.lora."""
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.peft_helper import PEFTHelper
+
+        manager = self._runner.lora_manager._adapter_manager
+        mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+        loaded = LoRAModel.from_lora_tensors(
+            NUMBER,
+            tensors,
+            PEFTHelper(r=self._lora.rank, lora_alpha=self._lora.alpha, target_modules=[]),
+            device=str(self._runner.device),
+            dtype=manager.lora_config.lora_dtype,
+            weights_mapper=mapper.get_rename_mapper() if mapper is not None else None,
+        )
+        manager.remove_adapter(NUMBER)
+        manager.add_adapter(loaded)
+        manager.activate_adapter(NUMBER)

@@ -1,0 +1,51 @@
+"""A check of the names and shapes of new weights, for engines that leave parameters that are not given as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from hpcrl.config import LoRAConfig
+from hpcrl.planner.adapters import adapters
+from hpcrl.planner.shapes import known_shape
+
+
+class WeightNames:
+    """The names and shapes of a model's weights."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]):
+        self._shapes = shapes
+
+    def __bool__(self) -> bool:
+        """Whether they are known."""
+        return bool(self._shapes)
+
+    @classmethod
+    def of(cls, folder: Path, lora: LoRAConfig | None = None) -> WeightNames:
+        """Of a folder in HF layout, or of the adapters beside it; nothing is checked for a family whose parameters are
+        not known."""
+        if (shape := known_shape(folder)) is None:
+            return cls({})
+        parameters = adapters(lora, shape) if lora is not None else shape.parameters
+        return cls({parameter.name: parameter.shape for parameter in parameters})
+
+    def check(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """ValueError on an unknown or missing name or a wrong shape."""
+        for _ in self.checked(named):
+            pass
+
+    def checked(self, named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights as they come; ValueError as soon as one is wrong, or at the end if some are missing."""
+        missing = dict(self._shapes)
+        for name, tensor in named:
+            if self._shapes:
+                wanted = missing.pop(name, None)
+                if wanted is None:
+                    raise ValueError(f"weight {name} is not in the model, or came twice")
+                if tuple(tensor.shape) != wanted:
+                    raise ValueError(f"weight {name} has the shape {tuple(tensor.shape)}, the model has {wanted}")
+            yield name, tensor
+        if missing:
+            raise ValueError(f"{len(missing)} weights are missing: {', '.join(list(missing)[:3])} ...")

@@ -1,0 +1,124 @@
+"""The ranks of an engine by what they divide: copies of the parameters, their shards, sequences and matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from hpcrl.engines.train.fsdp2.exchange import Axis, TokenRanks
+from hpcrl.engines.train.fsdp2.spec import FSDP2Config, indivisible_heads
+from hpcrl.spec.weight_layout import Held
+
+
+class Grid:
+    """A rank's place: rank = ((replica x shards) + shard) x tensor_parallel + tensor rank. Neighbours among the shards
+    that have the same rows divide the tokens (context parallel).
+
+    mesh: the device mesh of fully_shard, (replicas,) shards. parts: the mesh of one copy, (tensor,) shards: a tensor's
+    first division and the division of the resulting parts. replicas: the ranks with the same part of every tensor.
+    """
+
+    def __init__(self, own: FSDP2Config, device: torch.device):
+        """Collective over the ranks of the default group."""
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.num_replicas, self.num_parts = own.replicas, own.tensor_parallel
+        self.num_shards = self.size // (own.replicas * own.tensor_parallel)
+        if own.replicas * own.tensor_parallel == 1:
+            self.mesh = self.parts = init_device_mesh(device.type, (self.size,))
+        else:
+            ranks = torch.arange(self.size).view(self.num_replicas, self.num_shards, self.num_parts)
+            mesh = DeviceMesh(
+                device.type, ranks.transpose(1, 2).contiguous(), mesh_dim_names=("replica", "tensor", "shard")
+            )
+            self.mesh = mesh["replica", "shard"] if own.replicas > 1 else mesh["shard"]
+            self.parts = mesh["tensor", "shard"] if own.tensor_parallel > 1 else mesh["shard"]
+        self.replicas = Axis(self.mesh.get_group("replica"), own.replicas) if own.replicas > 1 else Axis()
+        self.tokens = TokenRanks(*_axes(self.size, own.tensor_parallel, own.context_parallel))
+
+    @property
+    def num_data_parallel(self) -> int:
+        """Number of ranks or groups of ranks with rows of their own."""
+        return self.size // self.tokens.all.size
+
+    def placements(self, dim: int | None) -> list[Placement]:
+        """How a tensor is divided over `parts`: in dimension `dim` into matrices' parts, and these by rows."""
+        shards: list[Placement] = [Shard(0)]
+        return shards if self.num_parts == 1 else [Replicate() if dim is None else Shard(dim), *shards]
+
+    def as_part_of_whole(self, tensor: Tensor, dim: int | None) -> Tensor:
+        """A sharded part of a matrix, or of its moments, as a shard of the whole, in the same memory; other tensors
+        unchanged."""
+        if dim is None or not isinstance(tensor, DTensor):
+            return tensor
+        shape = list(tensor.shape)
+        shape[dim] *= self.num_parts
+        strides = torch.empty(shape, device="meta").stride()
+        whole = DTensor.from_local(
+            tensor.to_local(),
+            self.parts,
+            self.placements(dim),
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=strides,
+        )
+        return cast(Tensor, whole)
+
+    def held(self, name: str, dtype: str, shape: Sequence[int], dim: int | None) -> Held:
+        """Where a tensor lies whose parts are divided by rows; `shape`: of the whole."""
+        sizes, first = list(shape), dim or 0
+        if dim is not None:
+            sizes[dim] //= self.num_parts
+        rows, parts = Held.rows(name, dtype, sizes, self.num_shards), []
+        for part in range(self.num_parts if dim is not None else 1):
+            holders = range(self.num_parts) if dim is None else (part,)
+            for box, (shard,) in rows.parts:
+                start, end = (bound + part * sizes[first] for bound in box[first])
+                parts.append(((*box[:first], (start, end), *box[first + 1 :]), self._holders(shard, holders)))
+        return Held(name, dtype, tuple(shape), tuple(parts))
+
+    def _holders(self, shard: int, parts: Sequence[int]) -> tuple[int, ...]:
+        return tuple(
+            (replica * self.num_shards + shard) * self.num_parts + part
+            for replica in range(self.num_replicas)
+            for part in parts
+        )
+
+
+def _axes(size: int, tensor: int, context: int) -> tuple[Axis, Axis, Axis]:
+    """The tensor ranks, the context ranks and all ranks of this rank's data-parallel rank. Every rank makes all
+    groups."""
+    groups = torch.arange(size).view(-1, context, tensor)
+    matrices = _axis(groups.flatten(0, 1).tolist()) if tensor > 1 else Axis()
+    sequences = _axis(groups.transpose(1, 2).flatten(0, 1).tolist()) if context > 1 else Axis()
+    if tensor > 1 and context > 1:
+        return matrices, sequences, _axis(groups.flatten(1, 2).tolist())
+    return matrices, sequences, matrices if tensor > 1 else sequences
+
+
+def _axis(groups: list[list[int]]) -> Axis:
+    mine = Axis()
+    for ranks in groups:
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            mine = Axis(group, len(ranks), ranks.index(dist.get_rank()))
+    return mine
+
+
+def check_heads(own: FSDP2Config, config: Any) -> None:
+    """ValueError if the heads of a transformers config cannot be divided."""
+    if own.ranks_of_a_row == 1:
+        return
+    heads = getattr(config, "num_attention_heads", None)
+    if heads is None:
+        raise ValueError(
+            f"trainer.fsdp2: tensor_parallel={own.tensor_parallel} context_parallel={own.context_parallel} divide "
+            f"attention heads, and config.json of {config.model_type} has no num_attention_heads; set both to 1"
+        )
+    for problem in indivisible_heads(own, heads, getattr(config, "num_key_value_heads", None) or heads):
+        raise ValueError(problem.text)

@@ -1,0 +1,236 @@
+"""Block-diagonal causal attention over packed sequences, registered with transformers under `PACKED_ATTENTION`.
+
+The hidden states of a micro-batch are one row of tokens. A mask over all pairs of its tokens would cost the square of
+their number. Instead, a kernel for sequences of different lengths (hpcrl.engines.varlen) takes them as they are, or
+sequences of similar length are gathered into padded blocks [rows, length] of causal attention without a mask: padding
+is on the right, where no real token attends.
+
+Sequences with a common prefix (the prompt of a group's siblings) share its hidden states: the prefix is packed once and
+shown in each sequence (Prefix Grouper, arXiv 2506.05433). The gradient is the same, because a token's
+hidden states depend only on the tokens up to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from hpcrl.engines import varlen
+from hpcrl.engines.blocked_attention import causal_attention
+from hpcrl.engines.train.fsdp2.exchange import TokenRanks, heads_to_tokens, tokens_to_heads
+from hpcrl.rollout.device_copies import to_device
+
+PACKED_ATTENTION = "hpcrl_packed"
+MAX_PADDING = 1 / 8  # a row may leave this share of its block empty,
+MIN_PADDING_TOKENS = 8  # or this many tokens: blocks of short rows are cheaper than many kernel calls
+
+
+def shared_prefixes(token_ids: Tensor, lengths: Sequence[int], prefixes: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """(kept int64 [K], places int64 [T]): the tokens to pack, and the place of each of the T tokens among them.
+    Sequences whose first prefixes[row] tokens are equal share these tokens; all others are kept."""
+    ids = token_ids.numpy()
+    places = np.empty(len(ids), dtype=np.int64)
+    first: dict[bytes, int] = {}  # prefix -> place of its first token
+    kept: list[np.ndarray] = []
+    start = count = 0
+    for length, prefix in zip(lengths, prefixes, strict=True):
+        place = first.setdefault(ids[start : start + prefix].tobytes(), count)
+        skipped = prefix if place < count else 0
+        places[start : start + skipped] = np.arange(place, place + skipped)
+        places[start + skipped : start + length] = np.arange(count, count + length - skipped)
+        kept.append(np.arange(start + skipped, start + length))
+        start, count = start + length, count + length - skipped
+    return torch.from_numpy(np.concatenate(kept)), torch.from_numpy(places)
+
+
+class Shown:
+    """Which packed token each slot of some rows shows.
+
+    tokens int64 [S]: the packed token of each slot. first int64 [K]: the first slot of each packed token. slots int64:
+    all slots except padding, by the packed token they show. bags int64 [K]: the start of each token's slots.
+    """
+
+    def __init__(self, tokens: Tensor, real: Tensor, device: torch.device):
+        """real: bool [S], False for padding."""
+        slots = real.nonzero()[:, 0]
+        shown = tokens[slots]
+        slots = slots[shown.argsort(stable=True)]
+        counts = shown.bincount()
+        bags = counts.cumsum(0) - counts
+        given = (tokens, slots[bags], slots, bags)
+        self.tokens, self.first, self.slots, self.bags = (to_device(tensor, device) for tensor in given)
+
+
+class PackedLayout:
+    """Which tokens of some sequences are packed, and their places in rows of attention. Made once per micro-batch.
+
+    kept int64 [k]: the tokens of this rank, in the order of its forward. rotated int64: those whose queries and keys
+    it computes. attention: which kernel is preferred (hpcrl.engines.varlen). Tokens are divided over `ranks`; the first
+    one is repeated until they can be, and no result depends on that.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        device: torch.device,
+        shared: tuple[Tensor, Tensor] | None = None,
+        attention: varlen.Choice = "auto",
+        ranks: TokenRanks | None = None,
+    ):
+        """shared: of shared_prefixes; without it every token is packed separately."""
+        kept, self._places = shared or (torch.arange(sum(lengths)),) * 2
+        self._lengths, self._device, self._shares = lengths, device, len(kept) < len(self._places)
+        self.attention: varlen.Choice = attention
+        self.ranks = ranks or TokenRanks()
+        self.num_packed, size = len(kept), self.ranks.all.size
+        padded = torch.cat([kept, kept[:1].expand(-len(kept) % size)])
+        self.kept = to_device(padded[self.ranks.place :: size], device)
+        self.rotated = to_device(padded[self.ranks.context.rank :: self.ranks.context.size], device)
+        self.places = to_device(self._places, device)
+
+    def own(self, tokens: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Of these tokens int64 [N], int64 [n] each: which ones this rank has (None: all), and where among `kept`."""
+        places, size = self.places[tokens], self.ranks.all.size
+        if size == 1:
+            return None, places
+        mine = (places % size == self.ranks.place).nonzero()[:, 0]
+        return mine, places[mine] // size
+
+    @cached_property
+    def padded(self) -> tuple[list[tuple[int, int]], Shown]:
+        """(rows, length) of blocks of sequences of similar length, longest first; the tokens of all rows one after the
+        other, where padding repeats the row's last token."""
+        lengths, starts = self._lengths, [0]
+        order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+        for length in lengths:
+            starts.append(starts[-1] + length)
+        groups: list[list[int]] = []
+        for row in order:
+            longest = lengths[groups[-1][0]] if groups else 0
+            if longest - lengths[row] > max(MIN_PADDING_TOKENS, int(longest * MAX_PADDING)) or not groups:
+                groups.append([])
+            groups[-1].append(row)
+        blocks = [(len(rows), lengths[rows[0]]) for rows in groups]
+        slots, real = [], []
+        for rows, (_, longest) in zip(groups, blocks, strict=True):
+            first = torch.tensor([starts[row] for row in rows])[:, None]
+            last = torch.tensor([lengths[row] - 1 for row in rows])[:, None]
+            offsets = torch.arange(longest)[None]
+            slots.append((first + torch.minimum(offsets, last)).flatten())
+            real.append((offsets <= last).flatten())
+        return blocks, Shown(self._places[torch.cat(slots)], torch.cat(real), self._device)
+
+    @cached_property
+    def exact(self) -> tuple[Tensor, int, Shown | None]:
+        """The starts of the sequences in their order (int32 [N + 1]), the longest length, and the tokens of all
+        sequences one after the other; None if these are the packed tokens."""
+        starts = varlen.starts_of(self._lengths, self._device)
+        everything = torch.ones(len(self._places), dtype=torch.bool)
+        shown = Shown(self._places, everything, self._device) if self._shares else None
+        return starts, max(self._lengths), shown
+
+
+class _Pad(torch.autograd.Function):
+    """Packed [K, H, D] -> padded slots. A token's gradient is the sum over the slots that show it. Padding has no
+    gradient: padded keys reach no real query and padded queries are dropped."""
+
+    @staticmethod
+    def forward(ctx: Any, packed: Tensor, shown: Shown) -> Tensor:
+        ctx.shown = shown
+        return packed.index_select(0, shown.tokens)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        shown = ctx.shown
+        if len(shown.slots) == len(shown.bags):  # no token is shared
+            return grad.index_select(0, shown.first), None
+        # A sum over bags of rows is several times faster than autograd's scatter-add, and deterministic.
+        summed = F.embedding_bag(shown.slots, grad.flatten(1), shown.bags, mode="sum")
+        return summed.unflatten(1, grad.shape[1:]), None
+
+
+class _Unpad(torch.autograd.Function):
+    """Padded slots -> packed [K, H, D], each token from its first slot; other slots have no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, padded: Tensor, shown: Shown) -> Tensor:
+        ctx.shown, ctx.shape = shown, padded.shape
+        return padded.index_select(0, shown.first)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.new_zeros(ctx.shape).index_copy_(0, ctx.shown.first, grad), None
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    packed_layout: PackedLayout | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: q [1, H, T, D], k and v [1, KV, T, D] -> ([1, T, H, D], None).
+
+    A model that does not pass on `packed_layout` attends over the whole row; the probe at load detects it.
+    """
+    layout = packed_layout or PackedLayout([query.shape[2]], query.device)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    scaling = scaling or query.shape[-1] ** -0.5
+    context, num_tokens = layout.ranks.context, len(q)
+    if context.size > 1:
+        repeats = max(1, context.size // k.shape[1])  # few key heads: each rank has one that its query heads share
+        k, v = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (k, v))
+        q, k, v = (tokens_to_heads(x, context) for x in (q, k, v))
+        num_tokens = len(q)
+    q, k, v = (x[: layout.num_packed] for x in (q, k, v))
+    out = _attend(q, k, v, layout, scaling, sliding_window, softcap)
+    if num_tokens > layout.num_packed:
+        out = F.pad(out, (0, 0, 0, 0, 0, num_tokens - layout.num_packed))
+    return (heads_to_tokens(out, context) if context.size > 1 else out).unsqueeze(0), None
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float, window: int | None, softcap: float | None
+) -> Tensor:
+    """[K, H, D]: attention over all packed tokens; q [K, H, D], k and v [K, KV, D]."""
+    sizes = varlen.Setting(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[-1], window, softcap)
+    attend = varlen.find(layout.attention, sizes) if v.shape[-1] == q.shape[-1] else None
+    if attend is None:
+        return by_blocks((q, k, v), layout, scale, window, softcap)
+    starts, longest, shown = layout.exact
+    if shown is not None:
+        q, k, v = (_Pad.apply(x, shown) for x in (q, k, v))
+    out: Tensor = attend(q, k, v, varlen.Spans(starts, longest, scale, window, softcap))
+    return out if shown is None else _Unpad.apply(out, shown)
+
+
+def by_blocks(
+    qkv: Sequence[Tensor], layout: PackedLayout, scale: float, window: int | None, softcap: float | None
+) -> Tensor:
+    """[K, H, D]: attention in padded blocks; q [K, H, D], k and v [K, KV, D]."""
+    blocks, shown = layout.padded
+    q, k, v = (_Pad.apply(x, shown) for x in qkv)
+    outputs = []
+    # split, not slices: the gradient of a split is one concatenation, that of n slices is n full-size tensors of zeros.
+    sizes = [rows * length for rows, length in blocks]
+    for (rows, length), *parts in zip(blocks, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
+        qb, kb, vb = (x.unflatten(0, (rows, length)).transpose(1, 2) for x in parts)
+        out = causal_attention(qb, kb, vb, scale=scale, window=window, softcap=softcap)
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+    unpadded: Tensor = _Unpad.apply(outputs[0] if len(outputs) == 1 else torch.cat(outputs), shown)
+    return unpadded
+
+
+AttentionInterface.register(PACKED_ATTENTION, packed_attention)

@@ -1,0 +1,309 @@
+"""Megatron-Core's GPTModel for the config.json of an HF folder: with Transformer Engine's layers on CUDA, with
+Megatron's own elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.post_training.modelopt.layers import Linear
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    model_parallel_cuda_manual_seed,
+)
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from torch import Tensor
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from hpcrl.engines.train.megatron.families import attention_kinds, lacking
+from hpcrl.engines.train.megatron.latent import latent_options
+from hpcrl.engines.train.megatron.local_layers import PackedAttention, RMSNorm
+from hpcrl.engines.train.megatron.logprobs import vocabulary_logprobs
+from hpcrl.engines.train.megatron.parallel import padded_vocabulary, split_layers
+from hpcrl.engines.train.megatron.spec import COUNTED, ENDS, SPEC, MegatronConfig
+from hpcrl.planner.shapes import CannotPlanError, ModelShape, read_shape
+from hpcrl.system.clock import UNCOUNTED
+
+LATENT_EPS = 1e-6
+"""Of the norms of latents, whatever rms_norm_eps says, as transformers' DeepseekV3Attention has them."""
+
+_INITIALIZED: list[Any] = []
+"""The default group and the sizes of Megatron's process groups in this process."""
+
+
+@dataclass(frozen=True)
+class Description:
+    """A model as its config.json describes it. json: the file's content; shape: the sizes; eps: of the norms;
+    frequencies: of the rotary embedding; window: tokens to which a token attends; tops_normalised: whether the weights
+    of the chosen experts add up to one; options: further keys of Megatron's configuration."""
+
+    json: dict[str, Any]
+    shape: ModelShape
+    eps: float
+    frequencies: Tensor
+    window: int | None
+    tops_normalised: bool
+    options: dict[str, Any]
+
+
+def check_layers(on_gpu: bool) -> None:
+    """ValueError if there are no layers for the device: on GPUs they are Transformer Engine's, which Megatron-Core
+    imports only where it is installed."""
+    if on_gpu and (lacking := SPEC.lacking_on_gpu()):
+        raise ValueError(f"trainer.engine: megatron is not fully installed; {lacking}")
+
+
+def describe(folder: Path) -> Description:
+    """ValueError if the folder's model is none that Megatron-Core trains here."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"model.path {folder}: no config.json; give a folder in Hugging Face layout")
+    try:
+        content = json.loads(path.read_text())
+        hf: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+        shape = read_shape(content)
+    except (ValueError, KeyError, OSError, CannotPlanError) as error:
+        raise ValueError(
+            f"model.path {folder}: config.json describes no model: {' '.join(str(error).split())}"
+        ) from error
+    if problems := list(lacking(None, content)):
+        raise ValueError(f"model.path {folder}: the megatron trainer {problems[0]}; use trainer.engine=fsdp2")
+    rope = getattr(hf, "rope_parameters", None) or {}
+    kind = rope.get("rope_type", "default")
+    if kind == "default":
+        rotated = shape.head_dim if shape.latent is None else shape.latent.rope
+        exponents = torch.arange(0, rotated, 2, dtype=torch.int64).float() / rotated
+        frequencies = 1.0 / (rope.get("rope_theta", 10000.0) ** exponents)
+    else:
+        frequencies, _ = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"))
+    window = getattr(hf, "sliding_window", None) if attention_kinds(content) == {"sliding_attention"} else None
+    normalised = bool(getattr(hf, "norm_topk_prob", True))
+    options = latent_options(shape, hf) if shape.latent is not None else {}
+    return Description(content, shape, float(hf.rms_norm_eps), frequencies, window, normalised, options)
+
+
+def initialize_parallel(megatron: MegatronConfig) -> None:
+    """Megatron's process groups for these sizes on the default group. Engines of one process share them if their sizes
+    are equal; otherwise only the last one can be used. Collective over the default group."""
+    sizes: dict[str, Any] = {
+        "tensor_model_parallel_size": megatron.tensor_parallel,
+        "pipeline_model_parallel_size": megatron.pipeline_parallel,
+        "virtual_pipeline_model_parallel_size": _virtual(megatron),
+        "context_parallel_size": megatron.context_parallel,
+        "expert_model_parallel_size": megatron.expert_parallel,
+        "expert_tensor_parallel_size": megatron.expert_tensor_parallel,
+    }
+    if [dist.group.WORLD, sizes] == _INITIALIZED:
+        return
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    minutes = UNCOUNTED // timedelta(minutes=1)
+    parallel_state.initialize_model_parallel(
+        **sizes, create_gloo_process_groups=False, distributed_timeout_minutes=minutes
+    )
+    _INITIALIZED[:] = [dist.group.WORLD, sizes]
+    state = torch.get_rng_state()
+    model_parallel_cuda_manual_seed(1, force_reset_rng=True)  # nothing is drawn: there is no dropout
+    torch.set_rng_state(state)
+
+
+def _virtual(megatron: MegatronConfig) -> int | None:
+    return megatron.virtual_pipeline if megatron.virtual_pipeline > 1 else None
+
+
+def recomputation(megatron: MegatronConfig, on_gpu: bool) -> dict[str, Any]:
+    """Megatron's keys for `recompute`. Transformer Engine's fused attention keeps no scores: to compute it once more
+    would spare no memory."""
+    if megatron.recompute == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if megatron.recompute == "selective" and not on_gpu:
+        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    return {}
+
+
+def transformer_config(
+    model: Description, megatron: MegatronConfig, dtype: torch.dtype, *, deterministic: bool
+) -> TransformerConfig:
+    """Megatron's configuration of the model on these sizes."""
+    shape, on_cuda = model.shape, torch.cuda.is_available()
+    options: dict[str, Any] = {}
+    if shape.num_experts:
+        options |= {
+            "num_moe_experts": shape.num_experts,
+            "moe_ffn_hidden_size": shape.expert_size,
+            "moe_router_topk": shape.experts_per_token,
+            "moe_router_pre_softmax": not model.tops_normalised,
+            "moe_router_load_balancing_type": "none",
+            "moe_router_dtype": "fp32",
+            "moe_grouped_gemm": on_cuda,
+            "moe_layer_freq": [int(layer in shape.expert_layers) for layer in range(shape.num_layers)],
+        }
+    options |= recomputation(megatron, on_cuda)
+    latent = shape.latent is not None
+    return (MLATransformerConfig if latent else TransformerConfig)(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.intermediate_size,
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_kv_heads,
+        kv_channels=shape.head_dim,
+        layernorm_epsilon=model.eps,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm or latent,
+        window_size=None if model.window is None else (model.window - 1, 0),
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=megatron.tensor_parallel,
+        sequence_parallel=megatron.sequence_parallel,
+        pipeline_model_parallel_size=megatron.pipeline_parallel,
+        virtual_pipeline_model_parallel_size=_virtual(megatron),
+        context_parallel_size=megatron.context_parallel,
+        expert_model_parallel_size=megatron.expert_parallel,
+        expert_tensor_parallel_size=megatron.expert_tensor_parallel,
+        **{key: getattr(megatron, key) for key in (*COUNTED, *ENDS)},
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        # With two stages, a stage's neighbours are one rank, which would take their lengths for each other.
+        variable_seq_lengths=megatron.pipeline_parallel > 1 and megatron.virtual_pipeline == 1,
+        overlap_p2p_comm=megatron.virtual_pipeline > 1,
+        batch_p2p_comm=megatron.virtual_pipeline == 1,
+        moe_token_dispatcher_type="alltoall",
+        calculate_per_token_loss=True,  # gradients are summed; losses are divided by global counts
+        perform_initialization=False,  # the weights come from a folder
+        use_cpu_initialization=not on_cuda,
+        deterministic_mode=deterministic,
+        bias_activation_fusion=on_cuda,
+        bias_dropout_fusion=on_cuda,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=on_cuda and not latent,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        **options | model.options,
+    )
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the last stage computes: log-probs, and entropies where asked, of `targets` int64 [N] from the states at
+    `before` int64 [N], the places among this rank's tokens."""
+
+    before: Tensor
+    targets: Tensor
+    temperature: float
+    chunk_tokens: int
+    entropy: bool = False
+    float32_head: bool = False
+
+
+class LogprobsModel(GPTModel):
+    """GPTModel whose last stage returns (log-probs, entropies) or (log-probs,), float32 [N], of a Prediction given as
+    its labels."""
+
+    words: int  # of the vocabulary without padding
+
+    def _postprocess(self, hidden_states: Tensor, labels: Prediction | None = None, **_: Any) -> Any:
+        if not self.post_process:
+            return hidden_states
+        assert labels is not None
+        group = parallel_state.get_tensor_model_parallel_group()
+        if self.config.sequence_parallel:  # a sum of gradients over the group is part of both
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, group=group)
+        else:
+            hidden_states = copy_to_tensor_model_parallel_region(hidden_states, group=group)
+        head = self.output_layer.weight
+        logprobs, entropies = vocabulary_logprobs(
+            hidden_states[:, 0].index_select(0, labels.before),
+            self.shared_embedding_or_output_weight() if head is None else head,
+            labels.targets,
+            vocab_size=self.words,
+            temperature=labels.temperature,
+            chunk_tokens=labels.chunk_tokens,
+            entropy=labels.entropy,
+            float32_head=labels.float32_head,
+            group=group,
+        )
+        return (logprobs,) if entropies is None else (logprobs, entropies)
+
+
+def build(
+    model: Description,
+    megatron: MegatronConfig,
+    config: TransformerConfig,
+    chunk_class: type[GPTModel] = LogprobsModel,
+) -> list[GPTModel]:
+    """The chunks of layers of this rank's stage, without values. Collective over the default group."""
+    stages = split_layers(model.shape.num_layers, megatron)
+    assert stages is not None, "checked before"
+    stage = stages[parallel_state.get_pipeline_model_parallel_rank()]
+    chunks = []
+    for number, layers in enumerate(stage):
+        stage_options: dict[str, Any] = {"vp_stage": number if len(stage) > 1 else None}
+        on_cuda = torch.cuda.is_available()
+        spec = get_gpt_decoder_block_spec(config, on_cuda, normalization="RMSNorm", **stage_options)
+        if not on_cuda:
+            spec = dataclasses.replace(spec, layer_norm=RMSNorm)
+            for layer in spec.layer_specs:
+                _use_own_layers(layer.submodules, model.shape)
+        chunk = chunk_class(
+            config,
+            spec,
+            vocab_size=padded_vocabulary(model.shape.vocab_size, megatron),
+            max_sequence_length=int(model.json.get("max_position_embeddings", 0)),
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **stage_options),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **stage_options),
+            share_embeddings_and_output_weights=model.shape.tied,
+            position_embedding_type="rope",
+            **stage_options,
+        )
+        chunk.words = model.shape.vocab_size
+        rotaries = [chunk]
+        if model.shape.latent is not None:
+            rotaries = [layer.self_attention for layer in chunk.decoder.layers]
+            for norm in _latent_norms(chunk):
+                norm.eps = LATENT_EPS
+        for owner in rotaries:
+            owner.rotary_pos_emb.inv_freq = model.frequencies.to(torch.cuda.current_device())
+        built = [layer.layer_number - 1 for layer in chunk.decoder.layers]
+        assert built == list(layers), f"Megatron-Core built the layers {built}, not {layers}"
+        chunks.append(chunk)
+    return chunks
+
+
+def _latent_norms(chunk: GPTModel) -> Iterator[Any]:
+    """The norms of latents: modules of their own, or fused with the projections that follow."""
+    for layer in chunk.decoder.layers:
+        attention = layer.self_attention
+        for name in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
+            if hasattr(module := getattr(attention, name, None), "eps"):
+                yield module
+
+
+def _use_own_layers(submodules: Any, shape: ModelShape) -> None:
+    submodules.input_layernorm = submodules.pre_mlp_layernorm = RMSNorm
+    attention = submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if shape.latent is not None:
+        attention.q_layernorm = attention.kv_layernorm = RMSNorm
+        # Megatron's local layers divide these two and gather the latents, and lose the gradient of the positions' part
+        # from the heads of other tensor parallel ranks. A copy on each rank, as with Transformer Engine, does not.
+        attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
+    elif shape.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm

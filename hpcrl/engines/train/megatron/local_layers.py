@@ -1,0 +1,87 @@
+"""Layers for machines without Transformer Engine: attention over packed sequences, and the norm.
+
+Context parallelism divides each sequence into twice as many chunks as ranks; rank r has the chunks r and 2 n - 1 - r,
+so that all ranks compute equally many scores (arXiv 2310.01889, and Transformer Engine's layout "thd").
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from hpcrl.engines.blocked_attention import masked_attention
+from hpcrl.engines.varlen import Spans, sequence_by_sequence
+
+
+class RMSNorm(nn.Module):
+    """As transformers computes it; its weight tells Megatron to sum gradients if tokens are divided over ranks."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any):
+        super().__init__()
+        device = torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.eps = eps
+
+    def forward(self, states: Tensor) -> Tensor:
+        wide = states.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(states.dtype)
+
+
+class PackedAttention(nn.Module):
+    """Causal attention of [T, heads, D], sequence by sequence; the keys of all context parallel ranks are gathered."""
+
+    def __init__(self, config: TransformerConfig, *_: Any, softmax_scale: float | None = None, **__: Any):
+        super().__init__()
+        assert config.kv_channels is not None
+        self.scale = softmax_scale or config.kv_channels**-0.5
+        self.window = None if config.window_size is None else config.window_size[0] + 1
+        self.group: Any = parallel_state.get_context_parallel_group()
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        packed_seq_params: PackedSeqParams,
+        **_: Any,
+    ) -> Tensor:
+        """[T / ranks, heads x D]; sequences begin at packed_seq_params.cu_seqlens_q, counted over all ranks."""
+        starts = packed_seq_params.cu_seqlens_q
+        if self.group.size() == 1:
+            spans = Spans(starts, packed_seq_params.max_seqlen_q, self.scale, self.window)
+            return sequence_by_sequence(query, key, value, spans).flatten(1)
+        ranks, rank = self.group.size(), dist.get_rank(self.group)
+        widths = (key.shape[-1], value.shape[-1])
+        # [rank, token, head, key and value]; the backward pass sums the gradients of all ranks' queries.
+        both = gather_from_sequence_parallel_region(torch.cat([key, value], -1), group=self.group)
+        both = both.unflatten(0, (ranks, -1))
+        results = []
+        for first, end in pairwise((starts // ranks).tolist()):
+            half = (end - first) // 2
+            early, late = both[:, first : first + half], both[:, first + half : end].flip(0)
+            k, v = torch.cat([early, late]).flatten(0, 1).split(widths, -1)
+            for chunk, at in ((rank, first), (2 * ranks - 1 - rank, first + half)):
+                reach = (chunk + 1) * half
+                results.append(self._chunk(query[at : at + half], k[:reach], v[:reach]))
+        return torch.cat(results).flatten(1)
+
+    def _chunk(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Of the last queries of a sequence, with all keys up to them."""
+        offset = len(key) - len(query)
+        visible = torch.ones(len(query), len(key), dtype=torch.bool, device=query.device).tril(offset)
+        if self.window is not None:
+            visible = visible.triu(offset + 1 - self.window)
+        q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+        return masked_attention(q, k, v, visible[None, None], self.scale)[0].transpose(0, 1)

@@ -1,0 +1,161 @@
+"""The interface of training engines. Every rank of the engine's default process group makes the same calls in order.
+
+The ranks of a data-parallel rank (the division of the engine's specification, hpcrl.spec.division) get the same batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from hpcrl.algorithms.interface import Objective
+from hpcrl.checkpoint.writer import Files
+from hpcrl.metrics.stats import Stats
+from hpcrl.rollout.batch import Batch, MicroBatches, Norms
+from hpcrl.spec.weight_layout import Held
+
+
+class TrainEngine(Protocol):
+    """The contract every training engine passes (tests/contracts/test_train_engine.py)."""
+
+    optimizer_step: int  # steps taken so far
+    computes: frozenset[str]  # the optional fields of Outputs that it computes
+
+    def logprobs(self, batch: Batch, micro_batches: MicroBatches, temperature: float) -> Tensor | None:
+        """float32 [T] on the host, as the batch: log-softmax(logits / temperature) at tokens of loss_mask in the rows
+        of micro_batches, 0 elsewhere. Ranks that hold no outputs may return None.
+
+        The vocabulary projection of other tokens (prompts, tool results) is not computed, also not for an objective.
+        Collective over the engine's ranks. No gradients.
+        """
+
+    def train_step(
+        self,
+        batch: Batch,
+        micro_batches: MicroBatches,
+        objective: Objective,
+        norms: Norms,
+    ) -> Stats:
+        """Forward, backward over all micro-batches, clip, one optimizer and scheduler step. Collective.
+
+        The mini-batch is the rows in micro_batches, each once; norms are of the mini-batch over all ranks. Returns the
+        loss stats of the rows, plus actor/grad_norm and actor/lr (equal on all ranks) on the first data-parallel rank
+        only; only stats of ranks that hold outputs are read. A gradient norm that is not finite skips the update and
+        counts actor/skipped_update.
+        """
+
+    def named_weights(self, dtypes: Mapping[str, torch.dtype] = MappingProxyType({})) -> Iterator[tuple[str, Tensor]]:
+        """Copies of the full weights, one at a time, in a fixed order, under the names of transformers' state_dict(), a
+        tied weight once; those in `dtypes` converted, before ranks exchange anything. With trainer.lora, those of the
+        adapters alone (hpcrl.spec.lora). Collective: every rank must exhaust it. A rank yields its share of the
+        parameters according to the division; all shares together have each name once."""
+
+    def weight_layout(self) -> list[Held]:
+        """The tensors of all shares, in a fixed order, and which ranks of the engine hold which part. The same on all
+        ranks and at all times."""
+
+    def held_weights(self) -> Iterator[Tensor]:
+        """This rank's part of every tensor of the layout of which it holds one, in that order: possibly the parameters
+        themselves. Every rank must exhaust it; it may be collective."""
+
+    def offload(self, weights: bool = True) -> None:
+        """Move gradients and optimizer state, and the parameters unless weights=False, to host memory (idempotent).
+        Before log-probs, a step, named_weights() or held_weights() of what was moved, onload() moves it back."""
+
+    def onload(self) -> None:
+        """Move them back (idempotent)."""
+
+    def snapshot(self, copy: bool = True) -> Files:
+        """Copy this rank's part of a checkpoint (parameters, optimizer, scheduler, random state) to host memory.
+        Returns the files that this rank must write, valid until the next call. Collective. copy=False: the files may
+        refer to the state itself, and are valid until it changes."""
+
+    def load(self, folder: Path) -> list[str]:
+        """Restore the state from the files of all ranks. Collective. Returns warnings: on another number of ranks,
+        random state is not restored."""
+
+    def export_hf(self, folder: Path) -> None:
+        """Write config, sharded safetensors with index, tokenizer and generation config. Collective; rank 0 writes."""
+
+    def config_summary(self) -> dict[str, Any]:
+        """Facts for the log: parameters, dtype, packing, ranks."""
+
+
+class LocalWeights(Protocol):
+    """An engine whose only rank has every parameter as one plain tensor, which a generator in its process can read
+    and even share. Other engines lack these methods or are `sharded`."""
+
+    sharded: bool
+
+    def local_weights(self) -> dict[str, Tensor]:
+        """The parameters themselves under the names of named_weights(), not to be changed."""
+
+    def adopt(self, tensors: Mapping[str, Tensor]) -> None:
+        """Move the values of the named parameters, also frozen ones, into those of these tensors that have their type;
+        these are the parameters from now on."""
+
+
+@runtime_checkable
+class ComputesEntropies(Protocol):
+    """An engine that computes entropies apart from a loss, as every one of hpcrl does."""
+
+    def entropies(self, batch: Batch, micro_batches: MicroBatches, temperature: float) -> Tensor | None:
+        """float32 [T], nats, of softmax(logits / temperature); otherwise as TrainEngine.logprobs()."""
+
+
+class Adapts(Protocol):
+    """A training engine with adapters beside frozen weights (trainer.lora), which are those of the reference policy."""
+
+    def reference_logprobs(self, batch: Batch, micro_batches: MicroBatches, temperature: float) -> Tensor | None:
+        """TrainEngine.logprobs() of the frozen weights alone. Collective over the engine's ranks."""
+
+
+@runtime_checkable
+class ValueEngine(Protocol):
+    """A critic: a training engine whose model gives each token a value in place of log-probs. named_weights() and
+    logprobs() are not called."""
+
+    def values(self, batch: Batch, micro_batches: MicroBatches) -> Tensor | None:
+        """float32 [T] on the host, as the batch: at tokens of loss_mask in the rows of micro_batches the value of the
+        state before the token, 0 elsewhere. Ranks that hold no outputs may return None. Collective over the engine's
+        ranks. No gradients."""
+
+
+def check_micro_batches(micro_batches: MicroBatches, num_rows: int) -> list[int]:
+    """Their rows in order. ValueError if one of them is twice there, or none of num_rows."""
+    rows = sorted(row for micro_batch in micro_batches for row in micro_batch)
+    if len(set(rows)) < len(rows) or (rows and not 0 <= rows[0] <= rows[-1] < num_rows):
+        raise ValueError(f"micro-batches must hold rows below {num_rows}, each once, got {rows[:8]}...")
+    return rows
+
+
+def check_objective(engine: TrainEngine, objective: Objective) -> None:
+    """ValueError if the objective asks for something that the engine does not compute."""
+    if "old_entropies" in objective.reads and not isinstance(engine, ComputesEntropies):
+        name = engine.config_summary()["engine"]
+        raise ValueError(
+            f"the objective {type(objective).__name__} needs entropies before the step (algorithm.entropy_share), "
+            f"which the training engine {name} does not compute apart from a loss"
+        )
+    lacking = sorted((objective.outputs | objective.logged) - engine.computes)
+    if lacking:
+        raise ValueError(
+            f"the objective {type(objective).__name__} needs {', '.join(lacking)} of every token, which the training "
+            f"engine {engine.config_summary()['engine']} does not compute; it has {', '.join(sorted(engine.computes))}"
+        )
+
+
+def check_segments(engine: TrainEngine, by_steps: bool) -> None:
+    """ValueError if rows consist of several sequences (episodes by steps) and the engine takes a row for one."""
+    about = engine.config_summary()
+    if by_steps and not about.get("packing", True):
+        raise ValueError(
+            f"env: episodes by steps need a trainer that packs sequences, and {about['engine']} does not pack this "
+            f"{about['architecture']} model; use episode=trajectory, or a model that can be packed and "
+            f"trainer.{about['engine']}.packing=auto"
+        )

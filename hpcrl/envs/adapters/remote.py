@@ -1,0 +1,144 @@
+"""An environment behind HTTP: the client of python -m hpcrl.launch.env_server.
+
+A request is repeated after a broken connection until options.retry_s have passed, which is safe: the server plays a
+step once, whatever the number of its requests, and closes a session that nobody asks for. Redirects and proxies are
+not followed, since the token would go with them. All methods are coroutines: episodes of one env rank wait for their
+servers in its event loop, without a thread each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import json
+import os
+import ssl
+import time
+from typing import Any
+
+import httpx2
+
+from hpcrl.envs.spec import RemoteOptions
+
+PAUSE_S = 0.2
+MOST_BYTES = 64 << 20
+"""Longest request, and longest answer."""
+
+
+class RemoteEnvError(RuntimeError):
+    """The environment or its server failed, or the server is gone."""
+
+
+class RemoteEnv:
+    """One episode of the environment of a section of the server. All columns of the row go there."""
+
+    runs_in = "task"
+    max_turns: int | None = None
+
+    def __init__(self, options: RemoteOptions, /, chat_template: str = "", **columns: Any):
+        self._options, self._template, self._columns = options, chat_template, columns
+        self._session = ""
+        self._numbers = itertools.count()
+        self.special_tokens = False  # of the server's environment, once it is made
+
+    async def reset(self, seed: int) -> tuple[Any, dict[str, Any]]:
+        """RemoteEnvError as for step()."""
+        await self.close()
+        asked = {"seed": seed, "row": self._columns, "chat_template": self._template, "max_turns": self.max_turns}
+        given = await ask(self._options, "reset", asked | {"section": self._options.section})
+        self._session, self._numbers = given["session"], itertools.count()
+        self.special_tokens = bool(given.get("special_tokens"))
+        return given["observation"], given["info"]
+
+    async def step(self, action: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """RemoteEnvError if the environment raised, the server is gone, or it has lost the episode."""
+        asked = {"session": self._session, "number": next(self._numbers), "action": action}
+        given = await ask(self._options, "step", asked)
+        return given["observation"], given["reward"], given["terminated"], given["truncated"], given["info"]
+
+    async def close(self) -> None:
+        """End the session, if there is one. A server that does not answer closes it by itself."""
+        session, self._session = self._session, ""
+        if session:
+            await ask(self._options, "close", {"session": session})
+
+
+async def ask(options: RemoteOptions, what: str, content: dict[str, Any]) -> dict[str, Any]:
+    """The server's answer. RemoteEnvError says why there is none."""
+    try:
+        token = token_of(options)
+    except ValueError as error:
+        raise RemoteEnvError(f"{options.url}: {error}") from None
+    headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+    headers |= {"Authorization": f"Bearer {token}"} if token else {}
+    url, body = f"{options.url.rstrip('/')}/{what}", json.dumps(content).encode()
+    end = time.monotonic() + options.retry_s
+    async with httpx2.AsyncClient(verify=_tls(), trust_env=False, timeout=options.timeout_s, headers=headers) as client:
+        while True:
+            try:
+                async with client.stream("POST", url, content=body) as answer:
+                    status, told = answer.status_code, await _read(answer)
+                break
+            except httpx2.TimeoutException as error:
+                raise RemoteEnvError(f"{options.url}: no answer to {what} within {options.timeout_s:g} s") from error
+            except (OSError, httpx2.TransportError) as error:
+                if time.monotonic() > end:
+                    raise RemoteEnvError(f"{options.url}: the environment server does not answer: {error}") from error
+                await asyncio.sleep(PAUSE_S)
+    if status != 200:
+        raise RemoteEnvError(f"{options.url}: {_told(status, told)}")
+    try:
+        given: dict[str, Any] = json.loads(told)
+    except ValueError as error:
+        raise RemoteEnvError(f"{options.url}: the answer to {what} is no JSON: {error}") from error
+    return given
+
+
+def token_of(options: RemoteOptions) -> str:
+    """The server's token, empty without token_env. ValueError, which does not show it, for one that cannot be sent."""
+    if not options.token_env:
+        return ""
+    token = os.environ.get(options.token_env, "")
+    if not token:
+        raise ValueError(f"token_env: the environment variable {options.token_env} is not set where the env ranks run")
+    if not (token.isascii() and token.isprintable()):
+        what = "characters that no HTTP header can have, such as the end of a line"
+        raise ValueError(f"token_env: the token in {options.token_env} has {what}")
+    return token
+
+
+async def _read(answer: httpx2.Response) -> bytes:
+    """The body, up to the limit."""
+    read = bytearray()
+    async for part in answer.aiter_raw():
+        read += part
+        if len(read) > MOST_BYTES:
+            break
+    return bytes(read[:MOST_BYTES])
+
+
+@functools.cache
+def _tls() -> ssl.SSLContext:
+    """With the certificates of the machine; making it takes longer than a request."""
+    return ssl.create_default_context()
+
+
+def probe(options: RemoteOptions, own_code: bool) -> None:
+    """ValueError if the server does not answer or hosts no such section; only env ranks ask it."""
+    if not own_code:
+        return
+    token_of(options)
+    try:
+        sections = asyncio.run(ask(options, "sections", {}))["sections"]
+    except RemoteEnvError as error:
+        raise ValueError(f"url: {error}") from error
+    if options.section not in sections:
+        raise ValueError(f"section: the server has no {options.section!r}; it has {', '.join(sections)}")
+
+
+def _told(status: int, body: bytes) -> str:
+    try:
+        return str(json.loads(body)["error"])
+    except (ValueError, KeyError, TypeError):
+        return f"status {status}"

@@ -1,0 +1,200 @@
+"""The environment of a domain's prompts, from its section of the configuration."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+from hpcrl.config import Config, EnvConfig
+from hpcrl.config.domains import RunsIn
+from hpcrl.data.rows import RowSet, start_domains
+from hpcrl.data.tasks import Split
+from hpcrl.data.templates import read_template, tiny_template
+from hpcrl.envs.environment import Env, reset_problem
+from hpcrl.envs.examples import example_messages
+from hpcrl.envs.processes import EnvProcesses
+from hpcrl.rewards.function import load_module
+from hpcrl.rewards.serving.guarded import RAISED
+from hpcrl.spec.fields import Section
+from hpcrl.spec.options import read_options
+from hpcrl.spec.table import load
+from hpcrl.spec.tables import ENVS
+
+
+def env_class(config: EnvConfig, section: str = "default") -> Callable[..., Env]:
+    """The constructor of this section's environment. ValueError names a wrong path or wrong options."""
+    spec = ENVS[config.name]
+    found: Callable[..., Env] = _imported(config.class_path or "", section) if spec.imports_code else spec.load()
+    if spec.section is not None:
+        return functools.partial(found, _options(spec.section, config, section))
+    try:
+        inspect.signature(found).bind_partial(**config.options)
+    except TypeError as error:
+        raise ValueError(
+            f"env.{section}.options: {found.__name__} cannot be created with these options: {error}"
+        ) from error
+    return found
+
+
+def runs_in(config: EnvConfig, section: str = "default") -> str:
+    """thread, task or process: what the section says, else what the environment's class declares as `runs_in`."""
+    made: Any = env_class(config, section)
+    declared = getattr(getattr(made, "func", made), "runs_in", "thread")
+    if declared not in get_args(RunsIn):
+        known = ", ".join(get_args(RunsIn))
+        raise ValueError(f"env.{section}: the environment declares runs_in = {declared!r}; there are {known}")
+    where = config.runs_in or str(declared)
+    if where == "task" and not _has_coroutines(getattr(made, "func", made)):
+        raise ValueError(f"env.{section}.runs_in=task: neither reset() nor step() is a coroutine; use thread")
+    return where
+
+
+def _has_coroutines(made: Any) -> bool:
+    """Whether one method of a class is a coroutine, or it is unknown what is made."""
+    methods = [inspect.unwrap(getattr(made, name)) for name in ("reset", "step") if hasattr(made, name)]
+    return not inspect.isclass(made) or not methods or any(map(inspect.iscoroutinefunction, methods))
+
+
+def check_env(config: EnvConfig, section: str, chat_template: str = "") -> None:
+    """ValueError if this section names no environment that an env rank can make, for a model with this template."""
+    made = env_class(config, section)
+    _probe(config, section, own_code=True)
+    if ENVS[config.name].section is not None and "chat_template" in inspect.signature(made).parameters:
+        try:
+            made(chat_template=chat_template)
+        except ValueError as error:
+            raise ValueError(f"env.{section}.options.{error}") from error
+
+
+def _probe(config: EnvConfig, section: str, own_code: bool) -> None:
+    spec = ENVS[config.name]
+    if not spec.probe or spec.section is None:
+        return
+    options = _options(spec.section, config, section)
+    try:
+        load(spec.probe, spec.about)(options, own_code)
+    except ValueError as error:
+        raise ValueError(f"env.{section}.options.{error}") from error
+
+
+def _check_template(config: Config, env: EnvConfig, section: str) -> None:
+    """ValueError for wrong options, or ones that do not fit the model's chat template, if its folder is here."""
+    spec = ENVS[env.name]
+    assert spec.section is not None, "only typed options are checked"
+    options = _options(spec.section, env, section)
+    folder = Path(config.model.path) if config.model.path else None
+    if not spec.check_template or (folder is not None and not folder.is_dir()):
+        return
+    template = tiny_template() if folder is None else read_template(folder)
+    try:
+        load(spec.check_template, spec.about)(options, template.text(with_tools=True))
+    except ValueError as error:
+        raise ValueError(f"env.{section}.options.{error}") from error
+
+
+def _options(schema: type[Section], config: EnvConfig, section: str) -> Section:
+    try:
+        return read_options(schema, config.options)
+    except ValueError as error:
+        raise ValueError(f"env.{section}.options: {error}") from error
+
+
+@functools.cache
+def _imported(class_path: str, section: str) -> Callable[..., Env]:
+    """What an import path names; a file is executed once in a process. ValueError says what is wrong with it."""
+    at = f"env.{section}.class_path"
+    module, _, name = class_path.rpartition(":")
+    try:
+        found = getattr(load_module(module, class_path), name)
+    except ValueError as error:
+        raise ValueError(f"{at}: {error}") from error
+    except RAISED as error:
+        raise ValueError(f"{at}: {class_path}: {type(error).__name__}: {error}") from error
+    if not callable(found):
+        raise ValueError(f"{at}: {class_path!r} is not a class but {found!r}")
+    lacking = [f"{method}()" for method in ("reset", "step") if not hasattr(found, method)]
+    # Another class may make any object.
+    own = inspect.isclass(found) and found.__new__ is object.__new__ and not hasattr(found, "__getattr__")
+    if lacking and own:
+        raise ValueError(f"{at}: {class_path!r} is no environment: no {' and no '.join(lacking)}")
+    if own and (problem := reset_problem(found)):
+        raise ValueError(f"{at}: {class_path!r}: {problem}")
+    return found
+
+
+def make_env(config: EnvConfig, row: dict[str, Any], chat_template: str = "") -> Env:
+    """A new environment for one sample of a prompt whose row is {prompt, answer, messages, extra: other columns}. One
+    that names `chat_template` gets that of the model's tokenizer, empty without one; one whose class has `max_turns =
+    None` gets the section's."""
+    made = env_class(config)
+    known = {**row["extra"], **{name: row.get(name) for name in ("prompt", "answer", "messages")}}
+    parameters = inspect.signature(made).parameters.values()
+    names = {parameter.name for parameter in parameters if parameter.kind is not parameter.POSITIONAL_ONLY}
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        known = {name: value for name, value in known.items() if name in names}
+    if "chat_template" in names:
+        known["chat_template"] = chat_template
+    env = made(**(known if ENVS[config.name].section is not None else known | config.options))
+    if getattr(type(env), "max_turns", 0) is None:
+        env.max_turns = config.max_turns  # type: ignore[attr-defined]
+    return env
+
+
+def validate_envs(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
+    """One line for every environment whose options are wrong, as far as a section types them and its library is here,
+    whose class cannot be imported, which cannot play a row, or whose domain has no prompts, by the rows that could be
+    read; and for starts of episodes without one, and examples that cannot be shown."""
+    problems = [
+        f"data.{split}: {path} gives starts of an environment; set "
+        + " or ".join(dict.fromkeys([f"env.{domain}.name", "env.default.name"]))
+        for split in rows
+        for domain, path in start_domains(config.data, split).items()
+        if config.env_of(domain) is None
+    ]
+    for name, env in config.envs.items():
+        if ENVS[env.name].section is not None:
+            try:
+                _check_template(config, env, name)
+                if config.cluster.container == "none" and not ENVS[env.name].lacking():
+                    _probe(env, name, own_code=False)
+                    if env.runs_in == "task":
+                        runs_in(env, name)
+            except ValueError as error:
+                problems.append(str(error))
+        if env.class_path is not None and env.name == "class" and config.cluster.container == "none":
+            try:
+                EnvProcesses(env, name).close()  # imports the class, not in this process
+            except ValueError as error:
+                problems.append(str(error))
+        if env.examples_path is not None:
+            try:
+                example_messages(env, name, config.seed)
+            except ValueError as error:
+                problems.append(str(error))
+    problems += _row_problems(config, rows)
+    named = [name for name in config.env if name != "default"]
+    domains = dict.fromkeys(name for split in rows.values() for name in split.domain_names)
+    there = ", ".join(domains)
+    return problems + [
+        f"env.{name}: no prompt has this domain; there are: {there}"
+        for name in named
+        if domains and name not in domains
+    ]
+
+
+def _row_problems(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
+    """The first row of each domain that its environment cannot play, with the number of such rows."""
+    problems = []
+    for split, found in rows.items():
+        for domain in found.domain_names:
+            env = config.env_of(domain)
+            if env is None or not (path := ENVS[env.name].problem_of_row):
+                continue
+            problem_of_row = load(path, ENVS[env.name].about)
+            read = ((where, problem_of_row(row.extra)) for where, row in found.read_rows(domain))
+            if wrong := [f"{where}: {problem}" for where, problem in read if problem]:
+                problems.append(f"{wrong[0]}; data.{split} has {len(wrong)} such rows of domain {domain}")
+    return problems

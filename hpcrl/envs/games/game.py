@@ -1,0 +1,177 @@
+"""Games of one action per turn, named in the model's text, with texts from options."""
+
+from __future__ import annotations
+
+import functools
+import random
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
+
+from hpcrl.envs.spec import GameOptions
+from hpcrl.rewards.grading.extract import after_thinking
+
+Options = TypeVar("Options", bound=GameOptions)
+EXAMPLE = "..."
+"""Stands for an action in the field {answer}, and is none: a model that quotes its prompt plays nothing."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a valid action led to. effective: whether it changed anything; truncated: the game was cut off before its
+    end."""
+
+    reward: float
+    effective: bool = True
+    ended: bool = False
+    success: bool = False
+    truncated: bool = False
+
+
+class NotAnAction(Exception):
+    """What a response names turns out to be no valid action, and has changed nothing."""
+
+
+class Game(ABC, Generic[Options]):
+    """A game that is an Env (hpcrl.envs.environment). The episode is a function of the seed and the actions alone.
+
+    The action is the text in the last <tag> and </tag> of the response, after its thinking. One that the game does not
+    know changes nothing and earns options.invalid_reward. Metrics, all of the episode so far: success, and the shares
+    of valid and of effective actions (action_is_valid, action_is_effective).
+    """
+
+    actions: Sequence[str]
+    """The names of all actions."""
+    symbols: ClassVar[tuple[str, ...]] = ()
+    """What each character of options.symbols means, for the field {symbols}."""
+    task = ""
+    """What the episode asks for, for the field {task} of games that have it."""
+    max_turns: int | None = None
+    """Turns of an episode, for the field {turns_left}; make_env() sets it. None: no limit is known."""
+
+    def __init__(self, options: Options):
+        self.options = options
+        self._running = False
+
+    @functools.cached_property
+    def _by_name(self) -> dict[str, str]:
+        return {action.lower(): action for action in self.actions}
+
+    @property
+    def described_actions(self) -> str:
+        """The actions in words, for the field {actions}."""
+        return ", ".join(self.actions)
+
+    @abstractmethod
+    def start(self, seed: int) -> None:
+        """Begin the episode of this seed."""
+
+    @abstractmethod
+    def show(self) -> str:
+        """The state as text, never empty."""
+
+    @abstractmethod
+    def act(self, action: str) -> Outcome:
+        """Carry out one of `actions`. NotAnAction if only the attempt tells that it is none."""
+
+    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        """The first prompt of the episode of this seed."""
+        self.start(seed)
+        self._running, self._turns, self._valid, self._effective = True, 0, 0, 0
+        return self._fill(self.options.prompt), {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Carry out the action that a response names. RuntimeError before reset() and after the end."""
+        if not self._running:
+            raise RuntimeError("step() needs a running episode: call reset() first")
+        chosen = self._chosen(action)
+        outcome = Outcome(self.options.invalid_reward, effective=False)
+        if chosen is not None:
+            try:
+                outcome = self.act(chosen)
+            except NotAnAction:
+                chosen = None
+        self._running = not (outcome.ended or outcome.truncated)
+        self._turns += 1
+        self._valid += chosen is not None
+        self._effective += outcome.effective
+        metrics = {
+            "success": float(outcome.success),
+            "action_is_valid": self._valid / self._turns,
+            "action_is_effective": self._effective / self._turns,
+        }
+        text = self._fill(self.options.invalid if chosen is None else self.options.turn)
+        return text, outcome.reward, outcome.ended, outcome.truncated, {"metrics": metrics}
+
+    def _chosen(self, response: str) -> str | None:
+        """The action of a response as `actions` spells it; None if it names none."""
+        given = self._given(response)
+        return None if given is None else self._by_name.get(given.lower())
+
+    def _given(self, response: str) -> str | None:
+        """What a response gives in its last tag after the thinking, without blanks around it; None if there is no tag,
+        or only one that repeats the example of the prompt."""
+        said, tag = after_thinking(response), self.options.tag
+        if not tag:
+            return said.strip()
+        start = said.rfind(f"</{tag}>")
+        while (start := said.rfind(f"<{tag}>", 0, max(0, start))) >= 0:
+            given = said[start + len(tag) + 2 : said.index(f"</{tag}>", start)].strip()
+            if given != EXAMPLE:
+                return given
+        return None
+
+    def _written(self, action: str) -> str:
+        """The response that gives this action."""
+        return f"<{self.options.tag}>{action}</{self.options.tag}>" if self.options.tag else action
+
+    def _fill(self, template: str) -> str:
+        """The template with its fields. One pass, so that braces in a state stay."""
+        fields = self._fields()
+        return re.sub(r"\{(\w+)\}", lambda field: fields[field[1]], template)
+
+    def _fields(self) -> dict[str, str]:
+        """What options.fields stand for now."""
+        said = zip(getattr(self.options, "symbols", ""), self.symbols, strict=True)
+        return {
+            "observation": self.show(),
+            "actions": self.described_actions,
+            "answer": self._written(EXAMPLE) if self.options.tag else self.actions[0],
+            "symbols": ", ".join(f"{symbol} {meaning}" for symbol, meaning in said),
+            "task": self.task,
+            "turn": str(self._turns + 1),
+            "turns_left": "unlimited" if self.max_turns is None else str(max(0, self.max_turns - self._turns)),
+        }
+
+
+class ExpertGame(Game[Options]):
+    """A game with an expert."""
+
+    @abstractmethod
+    def best_action(self) -> str:
+        """The action that an expert would choose now."""
+
+    def expert(self, rng: random.Random, noise: float) -> str:
+        """A response of an expert that chooses any action with the probability `noise`."""
+        return self._written(rng.choice(self.actions) if rng.random() < noise else self.best_action())
+
+
+class TextGame(ExpertGame[Options]):
+    """A built-in game, whose rules and expert are here."""
+
+    def start(self, seed: int) -> None:
+        self.begin(random.Random(seed))
+
+    @abstractmethod
+    def begin(self, rng: random.Random) -> None:
+        """Draw a new start. The game may keep rng for what chance decides later."""
+
+
+class OpenGame(Game[Options]):
+    """A game whose actions depend on its state: `actions` are those of the moment, and change with every step."""
+
+    def _chosen(self, response: str) -> str | None:
+        given = self._given(response)
+        return None if given is None else {action.lower(): action for action in self.actions}.get(given.lower())

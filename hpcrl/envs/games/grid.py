@@ -1,0 +1,71 @@
+"""Games on a grid; places and ways there."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+from hpcrl.envs.games.game import TextGame
+from hpcrl.envs.spec import GridOptions
+
+Cell = tuple[int, int]
+"""(row, column), from the upper left corner."""
+MOVES: dict[str, Cell] = {"Up": (-1, 0), "Down": (1, 0), "Left": (0, -1), "Right": (0, 1)}
+
+State = TypeVar("State", bound=Hashable)
+Options = TypeVar("Options", bound=GridOptions)
+
+
+class GridGame(TextGame[Options]):
+    """A game that shows a character for each place of a square."""
+
+    actions = tuple(MOVES)
+
+    @abstractmethod
+    def symbol(self, place: Cell) -> str:
+        """The character of a place."""
+
+    @abstractmethod
+    def things(self) -> Sequence[Cell]:
+        """What the field {places} names, always in one order."""
+
+    def show(self) -> str:
+        rows = range(self.options.size)
+        return "\n".join("".join(self.symbol((row, column)) for column in rows) for row in rows)
+
+    def _fields(self) -> dict[str, str]:
+        places = " ".join(f"{self.symbol(place)}{place[0]},{place[1]}" for place in self.things())
+        return super()._fields() | {"places": places}
+
+
+def moved(place: Cell, move: Cell, steps: int = 1) -> Cell:
+    """The place after this many steps in one direction."""
+    return place[0] + steps * move[0], place[1] + steps * move[1]
+
+
+def shortest(
+    start: State, following: Callable[[State], Iterable[tuple[str, State]]], arrived: Callable[[State], bool]
+) -> list[str] | None:
+    """The shortest sequence of actions from a state to one that has arrived, by breadth-first search; None if there is
+    none. following: the actions of a state, and where each leads."""
+    before: dict[State, tuple[str, State] | None] = {start: None}
+    waiting = deque([start])
+    while waiting:
+        state = waiting.popleft()
+        if arrived(state):
+            return _way(before, state)
+        for action, reached in following(state):
+            if reached not in before:
+                before[reached] = action, state
+                waiting.append(reached)
+    return None
+
+
+def _way(before: Mapping[State, tuple[str, State] | None], state: State) -> list[str]:
+    way = []
+    while (step := before[state]) is not None:
+        way.append(step[0])
+        state = step[1]
+    return way[::-1]

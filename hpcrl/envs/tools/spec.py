@@ -1,0 +1,71 @@
+"""The specification of the environment tools, with its options."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from hpcrl.envs.spec import Penalty
+from hpcrl.envs.tool_formats.table import FORMATS, FormatName
+from hpcrl.spec.fields import NUMBER, Positive, SandboxLevel, Seconds, Section
+from hpcrl.spec.kinds import EnvSpec
+
+NAMES = ("python", "calculator", "guess")
+
+
+def _tools(names: list[str]) -> list[str]:
+    for name in names:
+        module, _, function = name.partition(":")
+        if name not in NAMES and not (module and function.isidentifier()):
+            raise ValueError(f"{name!r} is no tool; there are {', '.join(NAMES)}, and functions as module:function")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"{twice[0]!r} is named twice")
+    return names
+
+
+class ToolOptions(Section):
+    """Options of the environment tools."""
+
+    tools: Annotated[list[str], Field(min_length=1), AfterValidator(_tools)]
+    """Built-in tools (python, calculator, guess), and functions of yours as module:function, whose annotations and
+    docstring (with a section Args) describe them to the model."""
+    format: FormatName = "auto"
+    """How the model writes calls; auto: as its chat template renders them. A name (docs/environments.md) is refused if
+    it does not read what the template renders."""
+    prompt: str = "{prompt}"
+    """First prompt; {prompt} is the last message of the row."""
+    tool_timeout_s: Seconds = 5.0
+    """Timeout of a call, seconds; the model is told of a call that exceeds it."""
+    max_calls: Annotated[int, Field(ge=1, le=64), NUMBER] = 8
+    """Maximum calls of a turn that are carried out; the model is told that the others are not."""
+    max_result_chars: Annotated[int, Field(ge=64), NUMBER] = 4096
+    """Longest result; of a longer one the middle is left out."""
+    invalid_reward: Penalty = 0.0
+    """Reward of a turn with an invalid call: no JSON, an unknown tool or wrong arguments."""
+    min_level: SandboxLevel = "L1"
+    """python: least isolation with which programs are run (docs/security.md); L0 is unsafe."""
+    memory_mib: Annotated[int, Field(ge=64), NUMBER] = 1024
+    """python: memory of a program, MiB."""
+    highest: Positive = 100
+    """guess: largest number; the smallest is 1."""
+
+
+def _expert_obstacle(options: ToolOptions) -> str:
+    if options.tools != ["guess"]:
+        return "tools: only [guess] has an expert"
+    if options.format != "auto" and not FORMATS[options.format].written:
+        able = ", ".join(name for name, known in FORMATS.items() if known.written)
+        return f"format: calls in {options.format} have special tokens, which a text cannot have; choose from {able}"
+    return "prompt: give a text without {prompt}, since there is no row" if "{prompt}" in options.prompt else ""
+
+
+TOOLS = EnvSpec(
+    about="Tools that the model calls until it gives its final answer.",
+    make="hpcrl.envs.tools.env:ToolEnv",
+    section=ToolOptions,
+    probe="hpcrl.envs.tools.env:probe",
+    check_template="hpcrl.envs.tool_formats.deriving:check",
+    has_expert=True,
+    expert_obstacle=_expert_obstacle,
+)

@@ -1,0 +1,177 @@
+"""The rows of a run as its plan shows them: their numbers, a prompt as the model gets it, and what is open about the
+ends of turns. Imports no transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from hpcrl.config import Config, Problem
+from hpcrl.data.answers import REWRITES, LeftOut, turns_of
+from hpcrl.data.chat import bind, end_of_turn, plain, render
+from hpcrl.data.files import ShardedTable, Table
+from hpcrl.data.rendering import RowCheck
+from hpcrl.data.rows import RowSet
+from hpcrl.data.tasks import Split
+from hpcrl.data.template_forms import TemplateRefusal
+from hpcrl.data.templates import FolderTemplate, read_template, tiny_template
+from hpcrl.launch.model_folder import TOKENIZERS
+from hpcrl.launch.plan import ShownRows
+
+OWN_NAMES = ("messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now", "documents")
+MAX_SHARDS = 8
+BEGIN_CHARS, END_CHARS = 240, 100
+"""Of a text in the plan, what is shown of a longer one."""
+KWARGS = ("data", "chat_template_kwargs")
+
+
+def find_template(config: Config) -> FolderTemplate | None:
+    """The chat template of the policy with the variables of the run; None if the folder has no tokenizer, which is
+    another's problem. ValueError if it is not valid."""
+    if config.model.path is None:
+        found = tiny_template()
+    else:
+        folder = Path(config.model.path)
+        if not any((folder / name).is_file() for name in TOKENIZERS):
+            return None
+        try:
+            found = read_template(folder)
+        except ValueError as error:
+            raise ValueError(f"model.path: {error}") from error
+    bound: FolderTemplate = bind(found, config.data.chat_template_kwargs)
+    return bound
+
+
+def check_variables(config: Config, template: FolderTemplate) -> Iterator[Problem]:
+    """Variables of data.chat_template_kwargs that the template does not read."""
+    given = config.data.chat_template_kwargs
+    if given and not template.chat_template:
+        text = f"the tokenizer of {config.model.path} has no chat template that could read {', '.join(given)}"
+        yield Problem(KWARGS, f"data.chat_template_kwargs: {text}", (("model", "path"),))
+        return
+    known = template.variables()
+    offered = sorted(name for name in known if name not in OWN_NAMES and not name.endswith("_token"))
+    for name in given:
+        if name not in known:
+            near = get_close_matches(name, offered, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"it reads {', '.join(offered) or 'none'}"
+            text = f"the chat template of {_named(config)} reads no variable of this name; {hint}"
+            yield Problem(KWARGS, f"data.chat_template_kwargs.{name}: {text}", (("model", "path"),))
+
+
+def row_checks(config: Config, template: FolderTemplate | None) -> dict[Split, RowCheck]:
+    """Split -> the check of its rows; none without a template."""
+    if template is None or not template.chat_template:
+        return {}
+    learns = config.learns and not config.reinforces
+    return {
+        "train": RowCheck(template, _named(config), config.data, answers=learns),
+        "val": RowCheck(template, _named(config), config.data),
+    }
+
+
+def check_own_variables(config: Config, rows: Mapping[Split, RowSet]) -> Iterator[str]:
+    """Rows with variables of their own in a domain with an environment, whose later turns would not have them."""
+    for found in rows.values():
+        for domain, (count, where) in found.own_variables.items():
+            if config.env_of(domain) is not None:
+                yield (
+                    f"{where}: chat_template_kwargs of a row are for single responses, and domain {domain} has an "
+                    f"environment; set data.chat_template_kwargs, or leave the column out ({count} rows have it)"
+                )
+
+
+def show_rows(
+    config: Config,
+    template: FolderTemplate | None,
+    rows: Mapping[Split, RowSet],
+    checks: Mapping[Split, RowCheck],
+) -> ShownRows:
+    """What the plan shows of the rows that were read."""
+    shown = ShownRows()
+    for split, found in rows.items():
+        for source, table in zip(found.sources, found.tables, strict=True):
+            shown.counts[split, source.path] = _count(table)
+    if template is None:
+        return shown
+    if not template.chat_template:
+        shown.notes.append(
+            f"{_named(config)} has no chat template: the model gets the texts of a row's messages, one paragraph each, "
+            "without roles and ends of turns"
+        )
+    shown.notes += _ends_note(config, template)
+    train, check = rows.get("train"), checks.get("train")
+    if check is not None and check.skipped[0]:
+        count, where = check.skipped
+        shown.notes.append(f"{where}: {REWRITES}; {count} rows of data.train are skipped for it")
+    if train is not None and not (train.unlearnable and not config.reinforces):
+        shown.examples += _examples(config, template, train)
+    return shown
+
+
+def _examples(config: Config, template: FolderTemplate, rows: RowSet) -> Iterator[tuple[str, str]]:
+    """The first row of data.train as text: the prompt, and what is learned from it."""
+    row = rows.row(0)
+    if config.env_of(row.domain) is not None:
+        return  # the environment may begin otherwise
+    try:
+        if config.reinforces:
+            yield "example", _quoted(render(template, row.messages, row.tools, **row.variables))
+        else:
+            *_, (learned, _) = pieces = list(turns_of(template, row))
+            yield "example", _quoted("".join(text for text, _ in pieces[:-1]))
+            yield "", f"learned: {_quoted(learned)}"
+    except (TemplateRefusal, LeftOut):  # reported, or skipped with a note
+        return
+
+
+def _quoted(text: str) -> str:
+    text = plain(text)
+    if len(text) > BEGIN_CHARS + END_CHARS:
+        left_out = len(text) - BEGIN_CHARS - END_CHARS
+        text = f"{text[:BEGIN_CHARS]} [... {left_out} characters ...] {text[-END_CHARS:]}"
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _count(table: Table) -> str:
+    if not isinstance(table, ShardedTable):
+        return "1 row" if len(table) == 1 else f"{len(table)} rows"
+    sizes = [str(len(shard)) for shard in table.shards]
+    return f"{len(table)} rows in {len(sizes)} files" + (f": {' + '.join(sizes)}" if len(sizes) <= MAX_SHARDS else "")
+
+
+def _named(config: Config) -> str:
+    return config.model.path or "the tiny model"
+
+
+def _ends_note(config: Config, template: FolderTemplate) -> Iterator[str]:
+    """A note if the model's files disagree about the tokens that end a response."""
+    if config.model.path is None:
+        return
+    folder, added = Path(config.model.path), template.added_tokens_decoder
+    places = {name: _end_ids(folder / name) for name in ("generation_config.json", "config.json")}
+    of_engine = places["generation_config.json"] or places["config.json"]
+    ends = {"tokenizer": template.eos_token, "chat template": end_of_turn(template)}
+    known = {token.content: number for number, token in added.items()}
+    texts = {name: text for name, text in ends.items() if text is not None}
+    if not of_engine or all(known.get(text) in of_engine for text in texts.values() if text in known):
+        return
+    where = "generation_config.json" if places["generation_config.json"] else "config.json"
+    shown = [added[number].content if number in added else f"token {number}" for number in of_engine]
+    said = [f"{where} {', '.join(shown)}", *(f"{name} {text}" for name, text in texts.items())]
+    yield (
+        f"the files of {folder} end a response differently ({'; '.join(said)}): generation stops at each of them, and "
+        f"answers are learned with {texts.get('chat template', texts.get('tokenizer', 'none'))}"
+    )
+
+
+def _end_ids(path: Path) -> list[int]:
+    try:
+        content: Any = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        return []
+    given = content.get("eos_token_id") if isinstance(content, dict) else None
+    return [number for number in (given if isinstance(given, list) else [given]) if isinstance(number, int)]

@@ -1,0 +1,56 @@
+"""Work in the process of rank 0 while its controller waits for other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hpcrl.messaging.messages import Event
+
+Events = list[tuple[int, Event]]
+"""(rank, event), in order."""
+
+
+class Background:
+    """Made before the controller; whoever builds a part that works in the background adds it. No such work may wait for
+    another rank."""
+
+    def __init__(self, run_local: Callable[[], bool] | None = None):
+        """run_local: runs commands of the roles in this process and returns whether there were any; called whenever the
+        controller waits. None if there are no such roles."""
+        self._run_local = run_local
+        self._listener: Callable[[Events], None] | None = None
+        self._checks: list[Callable[[], None]] = []
+
+    def listen(self, listener: Callable[[Events], None]) -> None:
+        """Pass events that arrive while answers are awaited to the one listener. Without a listener, events are kept
+        until they are asked for."""
+        assert self._listener is None, "events can be taken once"
+        self._listener = listener
+
+    def check(self, check: Callable[[], None]) -> None:
+        """Call `check` whenever events are awaited."""
+        self._checks.append(check)
+
+    # -- what the controller calls
+
+    @property
+    def has_local(self) -> bool:
+        """Whether roles live in this process."""
+        return self._run_local is not None
+
+    @property
+    def listens(self) -> bool:
+        return self._listener is not None
+
+    def run_local(self) -> bool:
+        """Run commands of roles in this process; whether there were any."""
+        return self._run_local is not None and self._run_local()
+
+    def hear(self, events: Events) -> None:
+        assert self._listener is not None
+        self._listener(events)
+
+    def run_checks(self) -> None:
+        """Call all checks."""
+        for check in self._checks:
+            check()

@@ -1,0 +1,73 @@
+"""Finished text, turns and observations from rank to rank, not through the controller."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TypeVar, cast
+
+from hpcrl.messaging.mailbox_server import SenderEnded
+from hpcrl.messaging.messages import Post, Response, Turn, TurnDelta
+from hpcrl.messaging.queues import Inbox, Sender
+
+CHUNK_BYTES = 1 << 20
+MailItem = Response | Turn | TurnDelta
+Kind = TypeVar("Kind", Response, Turn, TurnDelta)
+
+
+def mail_queue(rank: int) -> str:
+    return f"mail/{rank}"
+
+
+class Mailbox:
+    """Sends to the mailboxes of other ranks and reads its own. broken: senders whose mail lacks a message."""
+
+    def __init__(self, rank: int, sender: Sender, inbox: Inbox):
+        """inbox: of mail_queue(rank)."""
+        self._rank, self._sender, self._inbox = rank, sender, inbox
+        self._arrived: dict[type, list[MailItem]] = {Response: [], Turn: [], TurnDelta: []}
+        self.broken: list[SenderEnded] = []
+
+    def send(self, rank: int, items: Sequence[MailItem]) -> None:
+        """Send items in chunks of about 1 MiB; items to this rank go directly.
+
+        ReaderLost if the receiver is gone, and then at once on every later call. ValueError with the size for an item
+        above the maximum of a message.
+        """
+        if rank == self._rank:
+            self._take_in(items)
+            return
+        for chunk in _chunks(items):
+            self._sender.send(mail_queue(rank), Post(chunk))
+
+    def receive(self, kind: type[Kind], timeout_s: float = 0.0) -> list[Kind]:
+        """All items of a kind that have arrived, in order per sender; waits up to timeout_s for the first message.
+        Other kinds are kept: roles that share a rank share its mailbox."""
+        while (post := self._inbox.get(0.0 if self._arrived[kind] else timeout_s)) is not None:
+            self._take_in(post[2].items)
+        self.broken += [ended for ended in self._inbox.take_ended() if ended.how == "gap"]
+        chosen, self._arrived[kind] = self._arrived[kind], []
+        return cast(list[Kind], chosen)
+
+    def _take_in(self, items: Sequence[MailItem]) -> None:
+        for item in items:
+            self._arrived[type(item)].append(item)
+
+
+def _chunks(items: Sequence[MailItem]) -> Iterator[list[MailItem]]:
+    """The items in lists of about CHUNK_BYTES, none empty."""
+    chunk: list[MailItem] = []
+    size = 0
+    for item in items:
+        if isinstance(item, TurnDelta):
+            weight = len(item.token_ids) + len(item.messages)
+        else:
+            weight = len(item.text) * 4 + len(item.meta)
+        if isinstance(item, Response):
+            weight += len(item.token_ids) + sum(len(text) * 4 + len(ids) for text, ids in item.earlier)
+        if chunk and size + weight > CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(item)
+        size += weight
+    if chunk:
+        yield chunk

@@ -1,0 +1,572 @@
+"""All messages of the control plane, typed. Anything else is refused.
+
+Commands go from the controller to one rank's inbox and are executed in order; events go to the controller's inbox. A
+command with an answer gets exactly one `Done` or `Failed`. Messages never carry tokens, log-probs or weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from hpcrl.metrics.stats import Stat
+
+
+class Message(msgspec.Struct, forbid_unknown_fields=True, tag=True, array_like=True):
+    """Base of all messages: tagged by class name, no unknown fields."""
+
+
+# -- commands: world ---------------------------------------------------------------------------------------------
+
+
+class BuildRole(Message):
+    """Build the engine or pool of a role. `ranks` share the engine's default group, made from epoch `epoch`. services:
+    role -> addresses of its ranks, of the roles that serve requests and were built before."""
+
+    role: str
+    ranks: list[int]
+    epoch: int = 0
+    services: dict[str, list[str]] = {}
+
+
+class BuildGroup(Message):
+    """All of `ranks` join the explicit group `name`. replica: its number, if the group brings weights to it, which go
+    from GPU to GPU if every rank has its own GPU."""
+
+    name: str
+    ranks: list[int]
+    epoch: int = 0
+    replica: int | None = None
+
+
+class Ask(Message):
+    """Question of a pipeline to a role (hpcrl.workers.role.Answers)."""
+
+    role: str
+    question: str
+    values: dict[str, Any] = {}
+
+
+class Leave(Message):
+    """End the rank's loop; its last command."""
+
+
+# -- commands: rollout -------------------------------------------------------------------------------------------
+
+
+class Sampling(msgspec.Struct, frozen=True, array_like=True):
+    """Sampling parameters of one admission."""
+
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    stop: list[str]
+
+    @property
+    def truncates(self) -> bool:
+        """Whether there are gen_logprobs_behaviour; the same rule as in the engines' SamplingParams."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
+
+class PromptPayload(msgspec.Struct, frozen=True, array_like=True):
+    """Token ids as int32; `meta` is the JSON that rewards and environments read."""
+
+    uid: int
+    domain: str
+    token_ids: bytes
+    meta: bytes
+
+
+class Admit(Message):
+    """Start samples (id, seed) of these prompts. A held sample continues with its next turn; a new sample with an
+    environment first gets its prompt there."""
+
+    prompts: list[PromptPayload]
+    samples: list[tuple[int, int]]
+    sampling: Sampling
+
+
+class Burst(Message):
+    """Decode `num_tokens` iterations. The first rank of a replica answers with BurstDone, its other ranks with Done.
+
+    receivers, envs: the living reward and env ranks, to which finished samples and turns go by receiver_of()
+    (hpcrl.rollout.types).
+    """
+
+    num_tokens: int
+    receivers: list[int]
+    envs: list[int] = []
+
+
+class AbortSamples(Message):
+    """Stop these samples and drop their state; answered as Burst."""
+
+    samples: list[int]
+
+
+class Rescore(Message):
+    """Send held, finished samples to a scorer, after the loss of their first scorer or the end of their episode."""
+
+    samples: list[int]
+    receivers: list[int]
+
+
+class ScoreTogether(Message):
+    """Score these samples, which the reward rank has reported in AwaitSiblings, as one group."""
+
+    samples: list[int]
+
+
+class Unwanted(Message):
+    """Drop samples that await siblings on this reward rank."""
+
+    samples: list[int]
+
+
+class EndEpisodes(Message):
+    """End the episodes of samples of this generator rank, which is lost."""
+
+    generator: int
+
+
+class Forget(Message):
+    """Drop held samples."""
+
+    samples: list[int]
+
+
+class SaveHeld(Message):
+    """Write held samples into the folder of a checkpoint; answer with the file."""
+
+    folder: str
+    samples: list[int]
+
+
+class LoadHeld(Message):
+    """Hold these samples of a checkpoint; `files`: all files of held samples in it."""
+
+    folder: str
+    files: list[str]
+    samples: list[int]
+
+
+class Peek(Message):
+    """Answer with the text of held samples. whole: with all their messages as JSON instead, from the prompt on."""
+
+    samples: list[int]
+    whole: bool = False
+
+
+class PeekEnd(Message):
+    """Answer with what the environment showed after the last turn of held-out samples, messages as JSON; an empty text
+    for samples of other ranks."""
+
+    samples: list[int]
+
+
+# -- commands: training ------------------------------------------------------------------------------------------
+
+
+class Move(msgspec.Struct, frozen=True, array_like=True):
+    """Samples that go from rank `source` to rank `dest`, in this order; lengths in tokens. text_bytes: sizes of their
+    messages, empty if the messages stay."""
+
+    source: int
+    dest: int
+    samples: list[int]
+    lengths: list[int]
+    text_bytes: list[int] = []
+
+
+class HandOver(Message):
+    """Carry out the moves that touch this rank, with these of the generator's `fields` (hpcrl.spec.trajectory).
+
+    scored: bytes of the scorer's fields for the samples that this rank gets, in order; fields of turns and tokens with
+    counts (hpcrl.comm.transfer). After the last command of a transfer, marked `forms`, every destination forms batch
+    `batch`, even if it received nothing.
+    """
+
+    batch: int
+    group: str
+    moves: list[Move]
+    fields: list[str]
+    scored: dict[str, bytes]
+    forms: bool
+
+
+class LoadRows(Message):
+    """Form batch `batch` from rows of the supervised training data."""
+
+    batch: int
+    rows: list[int]
+
+
+class LoadRollouts(Message):
+    """Form batch `batch` from these stored samples of a step."""
+
+    batch: int
+    run_dir: str
+    step: int
+    samples: list[int]
+
+
+class Logprobs(Message):
+    """Fill `into` of the batch with the log-probs (old_logprobs, ref_logprobs) or entropies (old_entropies) of `role`'s
+    policy."""
+
+    batch: int
+    role: str
+    into: str
+    micro_batches: list[list[int]]
+
+
+class Values(Message):
+    """Fill `values` of the batch with those of the critic."""
+
+    batch: int
+    micro_batches: list[list[int]]
+
+
+class SendTokens(Message):
+    """Send one token field of a batch to the ranks of the role `dest`, by the moves that touch this rank."""
+
+    batch: int
+    group: str
+    field: str
+    moves: list[Move]
+    dest: str = "trainer"
+
+
+class Weigh(Message):
+    """Give these samples of the batch on a critic's own rank this weight in the loss, and all others 1."""
+
+    batch: int
+    weights: list[tuple[int, float]]
+
+
+class Advantages(Message):
+    """Fill advantages and returns of the batch; the trainers exchange all rewards. Answered with the weights other than
+    1. numbers: those of the algorithm that change from step to step; domains: name -> its prompts."""
+
+    batch: int
+    numbers: dict[str, float] = {}
+    domains: dict[str, list[int]] = {}
+
+
+class TrainStep(Message):
+    """One optimizer step on these rows of the batch; tokens and sequences are the global norms of the loss. numbers:
+    those of the algorithm that change from step to step."""
+
+    batch: int
+    micro_batches: list[list[int]]
+    tokens: float
+    sequences: float
+    numbers: dict[str, float] = {}
+
+
+class TrainCritic(Message):
+    """TrainStep of the critic, which learns the batch's returns."""
+
+    batch: int
+    micro_batches: list[list[int]]
+    tokens: float
+    sequences: float
+
+
+class PassOn(Message):
+    """Send the batch, or this token field of it, from the head of a data-parallel rank to its other ranks."""
+
+    batch: int
+    role: str
+    field: str = ""
+
+
+class DropBatch(Message):
+    """Forget the batch."""
+
+    batch: int
+
+
+class WriteRollouts(Message):
+    """Write this rank's part of the batch into the rollout store."""
+
+    batch: int
+    folder: str
+    facts: dict[str, str | int | float]
+
+
+# -- commands: weights and checkpoints ---------------------------------------------------------------------------
+
+
+class Pull(Message):
+    """Load the trainers' weights as this version into these replicas, numbers of RoleLayout.replicas. Collective over
+    the trainer ranks and the replicas."""
+
+    version: int
+    replicas: list[int]
+
+
+class SaveState(Message):
+    """Start to write this rank's part of the checkpoint: a copy while later commands run, or the state itself, which
+    no command may change before FinishSave has the files."""
+
+    folder: str
+    copy: bool = True
+
+
+class FinishSave(Message):
+    """Answer with the files of SaveState and time/save_write once the files are on disk, or with the progress after
+    wait_s."""
+
+    wait_s: float
+
+
+class CheckFiles(Message):
+    """Start to verify files of a checkpoint, given as in Done.files; an earlier check is stopped."""
+
+    folder: str
+    files: list[tuple[str, int, str]]
+
+
+class FinishCheck(Message):
+    """Answer with the first defect found by CheckFiles, empty if there is none, or with the progress after wait_s."""
+
+    wait_s: float
+
+
+class LoadState(Message):
+    """Restore this rank's part."""
+
+    folder: str
+
+
+class LoadReference(Message):
+    """Make the model of this folder the reference."""
+
+    folder: str
+
+
+class Export(Message):
+    """Write the policy in HF layout."""
+
+    folder: str
+
+
+class ExportCritic(Message):
+    """Write the critic in HF layout."""
+
+    folder: str
+
+
+Command = (
+    BuildRole
+    | BuildGroup
+    | Ask
+    | Leave
+    | Admit
+    | Burst
+    | AbortSamples
+    | Rescore
+    | ScoreTogether
+    | Unwanted
+    | EndEpisodes
+    | Forget
+    | SaveHeld
+    | LoadHeld
+    | Peek
+    | PeekEnd
+    | HandOver
+    | LoadRows
+    | LoadRollouts
+    | Logprobs
+    | Values
+    | SendTokens
+    | Weigh
+    | Advantages
+    | PassOn
+    | TrainStep
+    | TrainCritic
+    | DropBatch
+    | WriteRollouts
+    | Pull
+    | SaveState
+    | FinishSave
+    | CheckFiles
+    | FinishCheck
+    | LoadState
+    | LoadReference
+    | Export
+    | ExportCritic
+)
+
+
+ONE_WAY = (Admit, Rescore, ScoreTogether, Unwanted, EndEpisodes, Forget, DropBatch)
+"""Commands without an answer; a failure in one is still reported."""
+
+
+# -- events ------------------------------------------------------------------------------------------------------
+
+
+class Joined(Message):
+    """A rank is in the world and reads its inbox."""
+
+    host: str
+    pid: int
+
+
+class Done(Message):
+    """The command `seq` was executed. stats: name -> (sum, count, min, max); files: (path, bytes, hash).
+
+    progress: the current file and the total bytes done, if the work is unfinished. unreached: ranks that did not send
+    or take their part, and without which the run may continue. weights: (sample, weight in the loss) if not 1. address:
+    where the role that was built serves requests.
+    """
+
+    seq: int
+    stats: dict[str, Stat] = {}
+    files: list[tuple[str, int, str]] = []
+    texts: list[str] = []
+    progress: tuple[str, int] | None = None
+    unreached: list[int] = []
+    weights: list[tuple[int, float]] = []
+    address: str = ""
+
+
+class Failed(Message):
+    """The command `seq` raised; seq 0: a role raised in work outside a command.
+
+    kind: "input" for ValueError and OSError, "storage" for a full or failing file system, "numbers" for values of the
+    model that are not finite, "peer" for a broken connection to another rank (a consequence, not a cause), "control"
+    for messages to this rank that were lost, reordered or read by another process; else empty.
+    """
+
+    seq: int
+    command: str
+    error: str
+    kind: Literal["", "input", "storage", "numbers", "peer", "control"] = ""
+
+
+class Ended(msgspec.Struct, frozen=True, array_like=True):
+    """A finished response: tokens with the prompt, tokens of the model, reason, bytes of its messages."""
+
+    sample: int
+    total_tokens: int
+    model_tokens: int
+    reason: str
+    text_bytes: int = 0
+
+
+class BurstDone(Message):
+    """A burst ended: finished samples, samples whose turn ended, tokens decoded, seconds."""
+
+    seq: int
+    finished: list[Ended]
+    turns: list[Ended]
+    tokens: int
+    seconds: float
+
+
+class ScoredSample(msgspec.Struct, frozen=True, array_like=True):
+    """Reward and score; `error`: why there is none. turn_rewards: rewards of the turns, which add up to the reward;
+    empty: the last turn has all of it. token_rewards: rewards of tokens within these, as bytes of
+    hpcrl.rollout.types.TOKEN_REWARD."""
+
+    sample: int
+    reward: float
+    score: float
+    error: str = ""
+    metrics: dict[str, float] = {}
+    turn_rewards: list[float] = []
+    token_rewards: bytes = b""
+
+
+class Scored(Message):
+    """Samples that a reward rank scored."""
+
+    samples: list[ScoredSample]
+
+
+class AwaitSiblings(Message):
+    """Samples that reached a reward rank whose reward scores groups."""
+
+    samples: list[int]
+
+
+class Observed(Message):
+    """An environment answered the turn of a sample; the tokens went to its generator rank.
+
+    `ended`: the episode is over, reward and score in `result`; add_reward: a reward rank scores it too. failed: the
+    environment raised or did not answer.
+    """
+
+    sample: int
+    ended: bool
+    result: ScoredSample
+    add_reward: bool = False
+    failed: bool = False
+
+
+class Lost(Message):
+    """A rank's process ended, or its node agent ended it because it was `silent`."""
+
+    rank: int
+    cause: str
+    silent: bool = False
+
+
+Event = Joined | Done | Failed | BurstDone | Scored | AwaitSiblings | Observed | Lost
+
+
+# -- mailbox: rank to rank, finished text and turns ---------------------------------------------------------------
+
+
+class Response(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+    """A finished response on its way to a reward rank; `meta` is the prompt's JSON, token_ids (int32) the last turn.
+    earlier: text and token ids of the model's turns before it."""
+
+    sample: int
+    domain: str
+    text: str
+    meta: bytes
+    reason: str
+    token_ids: bytes = b""
+    earlier: list[tuple[str, bytes]] = []
+
+
+class Turn(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+    """Request to the environment of a sample: answer a turn of the model or, with `begins`, start the episode.
+
+    meta: the prompt's JSON. reply_to: the generator rank. last_token: of the turn. room: maximum tokens of the
+    observation, so that another turn fits. written: tokens of all turns until now. marked: the text with its special
+    tokens except the last token, if it has others. Reason "abort": the sample was dropped, no answer is needed.
+    """
+
+    sample: int
+    domain: str
+    text: str
+    meta: bytes
+    reason: str
+    reply_to: int
+    last_token: int = -1
+    room: int = 0
+    begins: bool = False
+    written: int = 0
+    marked: str = ""
+
+
+class TurnDelta(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+    """An observation on its way to all ranks of the replica that holds the sample: int32 token ids, and messages in
+    chat form as JSON. The first one is the whole prompt; without tokens the row's own prompt stays."""
+
+    sample: int
+    token_ids: bytes
+    messages: bytes = b"[]"
+
+
+class Post(Message):
+    """A batch of mailbox items."""
+
+    items: list[Response | Turn | TurnDelta]

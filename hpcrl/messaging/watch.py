@@ -1,0 +1,59 @@
+"""Every rank exits when the control store is gone, whatever it does or waits for.
+
+A store call to a host that stopped answering does not return (torch 2.13), and a rank in a long command makes no calls.
+So one thread with its own store client polls the store, and another checks the answers.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+
+from torch.distributed import TCPStore
+
+from hpcrl.messaging.bootstrap import WORLD_KEY
+from hpcrl.system.exit_codes import ExitCode
+
+ROUNDS = 10  # questions in a deadline
+
+
+class StoreWatch:
+    """Ends this process with ExitCode.STORE_LOST and a line on stderr when `store`, which nothing else may use, breaks
+    or is silent for deadline_s. `doing`: the rank's activity, for the message."""
+
+    def __init__(self, store: TCPStore, who: str, doing: Callable[[], str], deadline_s: float):
+        self._store, self._who, self._doing, self._deadline_s = store, who, doing, deadline_s
+        self._stopped = threading.Event()
+        self._answers = 0
+        for target in (self._ask, self._judge):
+            threading.Thread(target=target, name="store watch", daemon=True).start()
+
+    def stop(self) -> None:
+        """The store may end from now on."""
+        self._stopped.set()
+
+    def _ask(self) -> None:
+        while not self._stopped.wait(self._deadline_s / ROUNDS):
+            try:
+                self._store.check([WORLD_KEY])
+            except RuntimeError:
+                self._end("is gone")
+            self._answers += 1
+
+    def _judge(self) -> None:
+        # Counts its own rounds, not seconds: a process that was suspended, or blocked by native code that holds the
+        # interpreter lock, could not receive.
+        heard, silent = 0, 0
+        while not self._stopped.wait(self._deadline_s / ROUNDS):
+            heard, silent = self._answers, silent + 1 if self._answers == heard else 0
+            if silent > ROUNDS - 2:  # a question may just have been asked, and a round takes a little longer
+                self._end(f"has not answered for {self._deadline_s:g} s")
+
+    def _end(self, what: str) -> None:
+        if not self._stopped.is_set():
+            print(
+                f"hpcrl {self._who}: the control store {what} (while in {self._doing()})", file=sys.stderr, flush=True
+            )
+            os._exit(ExitCode.STORE_LOST)

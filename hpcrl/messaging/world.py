@@ -1,0 +1,239 @@
+"""The world: a store and a rank table, not one process group.
+
+Process groups are made by commands, over exactly the named ranks: an engine's default group, or an explicit group
+between roles.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import random
+import secrets
+import socket
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from hpcrl.messaging import network, queues
+from hpcrl.messaging.abortable import AbortableGroup, make_nccl
+from hpcrl.messaging.bootstrap import WORLD_KEY, Place, make_key_file, share_endpoint
+from hpcrl.messaging.mailbox import Mailbox, mail_queue
+from hpcrl.messaging.mailbox_server import Dialer, Intake, SenderEnded
+from hpcrl.messaging.messages import Command, Event, Post
+from hpcrl.messaging.trace import LEAVING, Trace
+from hpcrl.messaging.vanished import VanishedWatch
+from hpcrl.messaging.watch import StoreWatch
+from hpcrl.system.clock import UNCOUNTED
+
+CONTROLLER_QUEUE = "controller"
+LOST_KEY = "lost"
+"""Key of the store with the ranks that the controller has given up, separated by commas."""
+PUSH_SHARE = 1 / 8
+"""Share of a command's time in which a rank must take a message from its full connection. A sender other than rank 0
+may meet several that do not, and meanwhile does nothing else."""
+PEER_SHARE = 0.8
+"""Share of a command's time that a rank waits for another rank; the rest is time to report that rank."""
+
+
+def rank_queue(rank: int) -> str:
+    return f"rank/{rank}"
+
+
+@dataclass
+class World:
+    """A rank's view of the world. Rank 0 has the controller's inbox `events`, other ranks a `watch`. host: the node's
+    name; address: for connections from other ranks; intake: where all messages to this rank arrive; token: what a
+    request to a rank of the run must carry."""
+
+    rank: int
+    size: int
+    host: str
+    address: str
+    place: Place
+    folder: Path
+    store: dist.TCPStore
+    intake: Intake
+    sender: queues.Sender
+    commands: queues.Inbox
+    events: queues.Inbox | None
+    mailbox: Mailbox
+    trace: Trace
+    watch: StoreWatch | None
+    vanished: VanishedWatch
+    timeout_s: float
+    token: str = ""
+
+    def leave(self) -> None:
+        """This process and the store may end from now on; call it before the last answer."""
+        self.trace.enter(LEAVING)
+        if self.watch is not None:
+            self.watch.stop()
+        self.vanished.stop()
+        self.intake.close()
+
+    @cached_property
+    def _meetings(self) -> dist.Store:
+        """The store in which the members of groups find each other. NCCL fetches the id of a communicator at the first
+        use of its group, and of every group that an engine makes inside its default group, with the timeout of the
+        store that it got; a later pipeline stage comes minutes after the first one. The connection is its own: a member
+        that waits holds it."""
+        own: Any = self.store  # torch's stubs lack clone()
+        store: dist.Store = own.clone()
+        store.set_timeout(timedelta(seconds=self.timeout_s))
+        return store
+
+    def group(self, name: str, ranks: Sequence[int], epoch: int, *, of_engine: bool = False) -> Any:
+        """An explicit dist.ProcessGroupGloo between roles. Collective over `ranks`, in which this rank must be.
+
+        Pairs connect at their first communication, so there is no full mesh. A higher epoch makes a new group.
+        of_engine: collectives may last as long as the controller allows the command, not counting pauses of the job.
+        """
+        store = dist.PrefixStore(f"group/{name}/{epoch}", self._meetings)
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=self.address, lazy_init=True)]
+        options._timeout = UNCOUNTED if of_engine else timedelta(seconds=PEER_SHARE * self.timeout_s)
+        return gloo(store, list(ranks).index(self.rank), len(ranks), options)
+
+    def weights_group(self, name: str, ranks: Sequence[int], epoch: int) -> Any:
+        """A group for large tensors: NCCL if each of `ranks` has its own GPU, else as `group`. Either survives the loss
+        of a member, with a RuntimeError. Collective over `ranks`.
+
+        NCCL makes the communicator and its connections later (hpcrl.comm.weight_transfer.connect), with the store's
+        timeout alone: if a rank dies before, the controller's deadline ends the attempt.
+        """
+        store = dist.PrefixStore(f"gpus/{name}/{epoch}", self._meetings)
+        own = str(torch.cuda.get_device_properties(0).uuid) if torch.cuda.is_available() else ""
+        store.set(str(self.rank), own)
+        gpus = [store.get(str(rank)) for rank in ranks]
+        if not all(gpus) or len(set(gpus)) < len(gpus):
+            return self.group(name, ranks, epoch)
+        store = dist.PrefixStore(f"group/{name}/{epoch}", self._meetings)
+        nccl = make_nccl(store, list(ranks).index(self.rank), len(ranks))
+        return AbortableGroup(nccl, name, ranks, PEER_SHARE * self.timeout_s, self.lost_ranks)
+
+    def tell_lost(self, ranks: Collection[int]) -> None:
+        """Tell every rank that waits in an AbortableGroup which ranks are given up; called by the controller."""
+        self.store.set(LOST_KEY, ",".join(map(str, sorted(ranks))))
+
+    def lost_ranks(self) -> set[int]:
+        """The ranks of the last tell_lost()."""
+        return set(map(int, self.store.get(LOST_KEY).split(b","))) if self.store.check([LOST_KEY]) else set()
+
+    def default_group(self, name: str, ranks: Sequence[int], epoch: int) -> None:
+        """Make the process's default group over `ranks` for an engine. Collective over them."""
+        if dist.is_initialized():
+            raise RuntimeError(f"rank {self.rank} has a default group already; {name} cannot have another")
+        # Those of the groups that engines make beside it.
+        distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = UNCOUNTED
+        # NCCL's monitor may take a suspended process for a stuck one. The agent and the controller watch over ranks.
+        os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+            store=dist.PrefixStore(f"default/{name}/{epoch}", self._meetings),
+            rank=list(ranks).index(self.rank),
+            world_size=len(ranks),
+            timeout=UNCOUNTED,
+        )
+
+
+def join(
+    place: Place,
+    size: int,
+    folder: Path,
+    *,
+    start_s: float,
+    store_s: float,
+    command_s: float,
+    interface: str | None = None,
+) -> World:
+    """Join the world of `size` ranks of the attempt in `folder`. Called by every rank; waits for rank 0's store.
+
+    `interface`: on which a world of several nodes listens and connects; None: see network.own_network. StoreLost or
+    TimeoutError if rank 0 is not up within start_s; NoInterfaceError without that interface.
+    """
+    # torch resolves the name of every peer's address, at 5 s an attempt if name servers are missing or lossy.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
+    # torch makes default groups; with this setting their pairs connect at their first communication: no full mesh.
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    rank = place.index
+    folder.mkdir(parents=True, exist_ok=True)
+    trace = Trace.of_process()
+    several = place.num_nodes > 1
+    own = network.own_network(interface) if several else network.loopback()
+    network.use(own, interface if several else None)
+    address, host = own.address, socket.gethostname()
+    server = None
+    endpoint: dict[str, Any] | None = None
+    if rank == 0:
+        server, name = queues.serve(address, store_s), secrets.token_hex(8)
+        server.set(WORLD_KEY, name)
+        endpoint = {"host": address, "port": server.port, "key_file": str(make_key_file(folder, name)), "world": name}
+    endpoint = share_endpoint(place, folder, endpoint, start_s)
+    key = Path(endpoint["key_file"]).read_bytes()
+    intake = Intake(address, key)
+    at = (endpoint["host"], int(endpoint["port"]))
+    store = server if server is not None else queues.connect(*at, start_s)
+    store.set_timeout(timedelta(seconds=store_s))
+
+    def inbox(name: str, types: Any) -> queues.Inbox:
+        return queues.Inbox(intake.queue(name), name, key, types)
+
+    commands, mail = inbox(rank_queue(rank), Command), inbox(mail_queue(rank), Post)
+    events = inbox(CONTROLLER_QUEUE, Event) if rank == 0 else None
+    try:
+        intake.publish(store, rank)
+    except RuntimeError as error:
+        raise queues.StoreLost("the control store is gone") from error
+
+    def unreached(other: int, why: str) -> None:
+        intake.queue(CONTROLLER_QUEUE).put(SenderEnded(other, "unreached", why))
+
+    push_s = max(store_s, PUSH_SHARE * command_s)
+    dialer = Dialer(store, key, rank, store_s, push_s, unreached if rank == 0 else None)
+    sender = queues.Sender(dialer, key, rank)
+    watch = None
+    if rank != 0:
+        where = f"rank {rank} on {host}"
+        watch = StoreWatch(queues.connect(*at, start_s), where, lambda: trace.doing, store_s)
+    return World(
+        rank=rank,
+        size=size,
+        host=host,
+        address=address,
+        place=place,
+        folder=folder,
+        store=store,
+        intake=intake,
+        sender=sender,
+        commands=commands,
+        events=events,
+        mailbox=Mailbox(rank, sender, mail),
+        trace=trace,
+        watch=watch,
+        vanished=VanishedWatch(store_s),
+        timeout_s=command_s,
+        token=hmac.new(key, b"requests", "sha256").hexdigest(),  # the key itself is never sent
+    )
+
+
+def pin_threads(threads: int) -> None:
+    """Set the threads of this process; one per rank is fastest if the ranks use all cores."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    torch.set_num_threads(threads)
+
+
+def seed_generators(seed: int, rank: int) -> None:
+    """Seed the global generators of this process: a new start repeats the draws of the first."""
+    random.seed(f"{seed}/{rank}")
+    np.random.seed(random.getrandbits(32))
+    torch.manual_seed(random.getrandbits(63))

@@ -1,0 +1,101 @@
+"""plot.png: the learning curves of a run.
+
+python -m hpcrl plot RUN_DIR      plots the steps so far; a successful run creates its plot at the end
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hpcrl.metrics.log import read_metrics
+from hpcrl.system.cli import in_shell, use_utf8
+from hpcrl.system.exit_codes import ExitCode
+from hpcrl.system.files import write_durably
+
+PANELS = (
+    ("critic/rewards/mean", "training reward", "#3b6fb6"),
+    ("sft/loss", "training loss", "#7a5195"),
+    ("val/score/mean", "held-out accuracy", "#d1603d"),
+)
+SAMPLED = "val/sampled/score/mean"
+SMOOTHING_STEPS = 9  # odd, so that the mean is centred on the step
+
+
+def plot(run_dir: Path) -> Path:
+    """Draw reward (or loss) and held-out accuracy of metrics.jsonl against the step; returns the path of plot.png.
+    Panels without measurements are omitted. ValueError if there is nothing to draw."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    if not run_dir.is_dir():
+        raise ValueError(f"{run_dir}: no such folder")
+    rows = read_metrics(run_dir)
+    curves = [(label, color, curve) for name, label, color in PANELS if (curve := _curve(rows, name))[0]]
+    if not curves:
+        raise ValueError(
+            f"{run_dir} has no metrics to plot; it needs one of {', '.join(name for name, _, _ in PANELS)}"
+        )
+    figure = Figure(figsize=(7.2, 1.2 + 2.4 * len(curves)), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, (label, color, (steps, values)) in zip(
+        figure.subplots(len(curves), sharex=True, squeeze=False)[:, 0], curves, strict=True
+    ):
+        if label.startswith("training"):
+            axes.plot(steps, values, color=color, alpha=0.3, linewidth=1)
+            axes.plot(steps, _smooth(values), color=color, linewidth=2, label=f"mean of {SMOOTHING_STEPS} steps")
+            axes.legend(loc="best", frameon=False, fontsize=8)
+        else:
+            axes.plot(steps, values, color=color, linewidth=2, marker="o", markersize=4, label="at eval.temperature")
+            for index, offset in {0: (7, -10), len(steps) - 1: (-7, 9)}.items():
+                text, point = f"{values[index]:.3f}", (steps[index], values[index])
+                axes.annotate(text, point, xytext=offset, textcoords="offset points", ha="center", fontsize=9)
+            sampled = _curve(rows, SAMPLED)
+            if sampled[0]:
+                axes.plot(*sampled, color=color, linewidth=1.2, linestyle="--", marker=".", label="sampled")
+                axes.legend(loc="lower right", frameon=False, fontsize=8)
+            axes.margins(y=0.2)
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.25, linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("step")
+    figure.suptitle(run_dir.resolve().name, fontsize=12, fontweight="bold")
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    write_durably(run_dir / "plot.png", picture.getvalue())
+    return run_dir / "plot.png"
+
+
+def _curve(rows: Sequence[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    """Moving mean over SMOOTHING_STEPS values; over fewer at both ends."""
+    half = SMOOTHING_STEPS // 2
+    windows = (values[max(0, middle - half) : middle + half + 1] for middle in range(len(values)))
+    return [sum(window) / len(window) for window in windows]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Command line; returns the exit code."""
+    if len(argv) != 1 or argv[0].startswith("-"):
+        print(in_shell(__doc__))
+        return ExitCode.DONE if list(argv) in (["-h"], ["--help"]) else ExitCode.BAD_INPUT
+    try:
+        print(plot(Path(argv[0])))
+    except (ValueError, OSError) as error:
+        print(f"hpcrl: {error}", file=sys.stderr)
+        return ExitCode.BAD_INPUT
+    return ExitCode.DONE
+
+
+if __name__ == "__main__":
+    use_utf8()
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,105 @@
+"""Objects of other libraries that score responses, as functions of hpcrl's own signature, `items`.
+
+verifiers: a Rubric, whose score_rollout(state) and score_group(states) write reward and metrics into each state (read
+and tested: 0.1.14; 0.4 has no rubrics). NeMo-RL: an environment, whose step(message_log_batch, metadata) returns
+rewards (read, not run: its package is not on PyPI).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hpcrl.rewards.reward import RewardItem, Score
+
+RUBRIC = ("score_rollout", "score_group")
+ENVIRONMENT = ("step", "global_post_process_and_metrics")
+
+
+def adapted(found: Any, path: str) -> Callable[..., Any]:
+    """The function that scores with a rubric or an environment; anything else as it is. A function without parameters
+    is called and gives one. ValueError if it cannot be used."""
+    made = found
+    if callable(found) and not _has(found, RUBRIC) and not _has(found, ENVIRONMENT) and _takes_nothing(found):
+        try:
+            made = found()
+        except Exception as error:
+            raise ValueError(f"{path}: it raised {type(error).__name__}: {error}") from error
+    if _has(made, RUBRIC):
+        return RubricFunction(made, path)
+    if _has(made, ENVIRONMENT):
+        return EnvironmentFunction(made, path)
+    return found  # type: ignore[no-any-return]
+
+
+def _has(found: Any, methods: Sequence[str]) -> bool:
+    return not inspect.isclass(found) and all(callable(getattr(found, name, None)) for name in methods)
+
+
+def _takes_nothing(function: Callable[..., Any]) -> bool:
+    try:
+        return not inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+class RubricFunction:
+    """Scores with a verifiers Rubric. The siblings of a prompt together if one of its functions compares them; as an
+    asynchronous reward if one of them waits. Its functions get the columns of the row by name. verifiers turns an
+    exception of a function into 0 and a line of the log."""
+
+    def __init__(self, rubric: Any, path: str):
+        if list(inspect.signature(rubric.score_rollout).parameters) != ["state"]:
+            raise ValueError(f"{path}: this version of verifiers scores no states; 0.1.14 does")
+        self._rubric = rubric
+        self.scores = "groups" if rubric.has_group_rewards else "samples"
+        self.pool = "async" if any(map(inspect.iscoroutinefunction, rubric.funcs)) else "process"
+
+    async def __call__(self, items: Sequence[RewardItem]) -> list[Score]:
+        states = [_state(item) for item in items]
+        if self.scores == "groups":
+            await self._rubric.score_group(states)
+        else:
+            await asyncio.gather(*map(self._rubric.score_rollout, states))
+        return [_score(state["reward"], state["metrics"]) for state in states]
+
+
+def _state(item: RewardItem) -> dict[str, Any]:
+    """What a rubric reads of a rollout."""
+    prompt, response = _dialogue(item)
+    row = {"prompt": prompt, "answer": "" if item.answer is None else item.answer, "example_id": item.sample_id}
+    row |= {"info": item.extra.get("info", {}), "task": item.extra.get("task", item.domain)}
+    columns = {key: value for key, value in item.extra.items() if key != "messages"}
+    ended = {"completion": response, "is_completed": True, "is_truncated": item.finish_reason == "length"}
+    return row | ended | {"input": columns | row, "trajectory": [], "timing": {}, "error": None}
+
+
+def _dialogue(item: RewardItem) -> tuple[list[Any], list[Any]]:
+    """The messages of the prompt, and all that came after it."""
+    prompt = list(item.messages) or [{"role": "user", "content": item.prompt}]
+    played = item.extra.get("messages")
+    if item.messages and isinstance(played, Sequence) and len(played) > len(prompt):
+        return prompt, list(played[len(prompt) :])
+    return prompt, [{"role": "assistant", "content": turn.text} for turn in item.turns]
+
+
+def _score(reward: Any, metrics: Mapping[str, Any]) -> Score:
+    return Score(float(reward), float(reward), metrics={name: float(value) for name, value in metrics.items()})
+
+
+class EnvironmentFunction:
+    """Scores with one step of a NeMo-RL environment. Its metadata is the row's `extra_env_info`, or else its columns
+    and `ground_truth`, the answer."""
+
+    def __init__(self, environment: Any, path: str):
+        if hasattr(environment.step, "remote"):
+            raise ValueError(f"{path}: it is a Ray actor, and hpcrl runs no Ray; give an object of the plain class")
+        self._step = environment.step
+
+    def __call__(self, items: Sequence[RewardItem]) -> list[Score]:
+        logs = [[*prompt, *response] for prompt, response in map(_dialogue, items)]
+        told = [item.extra.get("extra_env_info") or {"ground_truth": item.answer, **item.extra} for item in items]
+        rewards = self._step(logs, told).rewards.tolist()
+        return [_score(reward, {}) for reward in rewards]

@@ -1,0 +1,125 @@
+"""The interface of rewards, which imports neither torch.distributed nor engines."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from hpcrl.config import RewardConfig
+from hpcrl.rewards.services import Services
+from hpcrl.spec.tables import REWARDS
+
+MAX_TOKEN_REWARDS = 256
+"""Maximum token rewards of one response: they are sent through the controller."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTurn:
+    """One turn of the model: text, and tokens as generated (empty in `hpcrl score`)."""
+
+    text: str
+    token_ids: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RewardItem:
+    """One response to score. `response` and `token_ids` are the model's last turn, as text and as generated; `earlier`
+    the turns before. `prompt` is text; `answer` and `extra` come from the data row; after an episode,
+    `extra["messages"]` has all messages in chat form. messages: the prompt in chat form (empty in
+    `hpcrl score`)."""
+
+    sample_id: int
+    domain: str
+    prompt: str
+    response: str
+    answer: Any = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    finish_reason: str = "stop"
+    token_ids: Sequence[int] = ()
+    earlier: Sequence[ModelTurn] = ()
+    messages: Sequence[Mapping[str, Any]] = ()
+
+    @property
+    def turns(self) -> tuple[ModelTurn, ...]:
+        """All turns of the model in order; at least one."""
+        return (*self.earlier, ModelTurn(self.response, self.token_ids))
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """`reward` is used for the advantage, `score` (usually 0 or 1) for accuracy metrics and filters. A reward that
+    failed is data: reward 0 and the cause in `error`.
+
+    The last turn has all of the reward, unless it is divided in one of two ways, which must add up to `reward`:
+    turn_rewards, one for each of the item's turns; or token_rewards, for at most MAX_TOKEN_REWARDS tokens, by position
+    from 0 among the model's tokens of all turns.
+
+    `given` and `gold`, if the reward compares: what it took as the answer in the response and in the row. Both are for
+    `python -m hpcrl score` and are not sent to other ranks.
+    """
+
+    reward: float
+    score: float
+    error: str = ""
+    metrics: dict[str, float] = field(default_factory=dict)
+    turn_rewards: Sequence[float] = ()
+    token_rewards: Mapping[int, float] = field(default_factory=dict)
+    given: str | None = field(default=None, compare=False)
+    gold: str | None = field(default=None, compare=False)
+
+
+class Reward(Protocol):
+    """Scores come back in the order of the items. A reward may raise or hang: the pool turns both into data. Class
+    attributes define how a reward is called; a subclass of this class inherits the usual values."""
+
+    inline: bool = False
+    """Cheap and safe: called in the rank itself, not in a worker process."""
+    batched: bool = False
+    """Many items per call; other rewards get one item per call."""
+    scores: Literal["samples", "groups"] = "samples"
+    """groups: a call has exactly the siblings of one prompt."""
+    pure: bool = False
+    """The score is a function of the item without its sample_id, so that equal responses to a row need one call."""
+    pool: Literal["process", "async"] = "process"
+    """async: score() is a coroutine that waits for a service; a worker process runs reward.*.concurrency of them."""
+
+    def connect(self, services: Services) -> None:
+        """Called before start() in a run, with the ranks that serve models (RewardSpec.asks)."""
+
+    def start(self) -> None:
+        """Called once in the process that scores, before the first response. ValueError if nothing can be scored
+        there."""
+
+    def score(self, items: Sequence[RewardItem]) -> Sequence[Score] | Awaitable[Sequence[Score]]: ...
+
+    def problem_of_row(self, answer: Any, extra: Mapping[str, Any]) -> str:
+        """Why no response to a row with this answer (None: without one) and these columns can be scored; empty if it
+        can be. If a built-in reward overrides this method, every row is checked before the start."""
+        return ""
+
+
+class PerResponse(Reward):
+    """A reward that scores each response by itself, and equal ones equally; a subclass that does not sets pure."""
+
+    pure = True
+
+    def score(self, items: Sequence[RewardItem]) -> list[Score]:
+        return [self.score_one(item) for item in items]
+
+    @abstractmethod
+    def score_one(self, item: RewardItem) -> Score: ...
+
+
+def required_answer(item: RewardItem) -> Any:
+    """The answer of the item's row. ValueError without one."""
+    if item.answer is None:
+        raise ValueError("the row has no answer to compare with (data.answer_key)")
+    return item.answer
+
+
+def make_reward(config: RewardConfig) -> Reward:
+    """The reward of a section of the configuration. ValueError if its options or its function are invalid."""
+    made: Reward = REWARDS[config.name].load()(config)
+    return made

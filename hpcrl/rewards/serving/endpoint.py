@@ -1,0 +1,216 @@
+"""A client of an endpoint, or of several with one model, for threads: retries with back-off until a deadline, a rate
+limit, a cache.
+
+Standard library alone. A request is repeated after a broken connection, a timeout, and the status codes of a busy or
+starting server; any other refusal (a wrong key, an unknown model) is an error at once. Redirects are not
+followed, since the key would go with them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import http.client
+import ipaddress
+import json
+import os
+import random
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from email.message import Message
+from pathlib import Path
+from typing import Any
+
+from hpcrl.rewards.services import DOWN_S, LOAD_HEADER, Addresses
+
+MOST_BYTES = 1 << 20
+"""Longest answer that is read."""
+MOST_WAIT_S = 30.0
+"""Longest pause between two attempts, also if the server asks for more."""
+TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504, 529})
+
+
+class EndpointError(RuntimeError):
+    """The endpoint refused, or did not answer before the deadline."""
+
+
+class NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Takes a redirect for an error, since a token would go with the request."""
+
+    def redirect_request(self, *args: Any) -> None:
+        return None
+
+
+class Endpoint:
+    """One model behind one or several URLs. Every method may be called by many threads at once.
+
+    key: the environment variable with the bearer's token; token: this itself, of the run, for its own ranks. Servers of
+    the cluster, and with a token all servers, are asked without a proxy.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        timeout_s: float,
+        backoff_s: float,
+        key_env: str | None = None,
+        token: str = "",
+        max_requests_per_s: float | None = None,
+    ):
+        self._addresses = Addresses(urls)
+        self._several = len(urls) > 1
+        self._key_env, self._token, self._timeout_s, self._backoff_s = key_env, token, timeout_s, backoff_s
+        self._interval_s = 1.0 / max_requests_per_s if max_requests_per_s else 0.0
+        self._direct = urllib.request.build_opener(NoRedirects, urllib.request.ProxyHandler({}))
+        self._proxied = urllib.request.build_opener(NoRedirects)
+        self._lock = threading.Lock()
+        self._free_at = 0.0  # monotonic time from which the next request may start
+
+    def ask(self, body: Mapping[str, Any], deadline: float, counts: Counter[str]) -> bytes:
+        """The answer to a JSON object. deadline: monotonic time after which no attempt begins and none goes on. counts:
+        requests and retries are added. EndpointError says why there is no answer, ValueError that it is too long."""
+        data, pause_s, problem = json.dumps(body).encode(), self._backoff_s, "no time left"
+        url = "endpoint"
+        while self._take_turn(deadline):
+            counts["requests"] += 1
+            url, told, down_s = self._addresses.take(), None, 0.0
+            try:
+                answer, told = self._post(url, data, deadline)
+                return answer
+            except urllib.error.HTTPError as error:
+                problem = f"status {error.code}: {_excerpt(error)}{self._way(url)}"
+                if error.code not in TRANSIENT:
+                    raise EndpointError(f"{url}: {problem}") from None
+                wait_s, told = _retry_after_s(error), _load(error.headers)
+                down_s = wait_s or pause_s
+            except (OSError, http.client.HTTPException) as error:
+                problem, wait_s, down_s = f"{type(error).__name__}: {error}{self._way(url)}", 0.0, DOWN_S
+            finally:
+                self._addresses.done(url, told, down_s)
+            counts["retries"] += 1
+            if self._several and self._addresses.any_up():
+                continue
+            # Jitter, so that the threads that failed together do not return together.
+            wait_s = min(max(wait_s, pause_s * random.uniform(0.5, 1.0)), MOST_WAIT_S)
+            pause_s = min(2 * pause_s, MOST_WAIT_S)
+            if wait_s >= deadline - time.monotonic():
+                break
+            time.sleep(wait_s)
+        raise EndpointError(f"{url}: no answer in time; the last attempt: {problem}")
+
+    def _take_turn(self, deadline: float) -> bool:
+        """Wait for the rate limit; False if the turn would come after the deadline."""
+        with self._lock:
+            now = time.monotonic()
+            start = max(now, self._free_at)
+            if start >= deadline:
+                return False
+            self._free_at = start + self._interval_s
+        time.sleep(start - now)
+        return True
+
+    def _proxy(self, url: str) -> str:
+        """The proxy of the environment (http_proxy, https_proxy) on the way to a URL; empty without one."""
+        parts = urllib.parse.urlsplit(url)
+        if self._token or in_cluster(parts.hostname or "") or urllib.request.proxy_bypass(parts.netloc):
+            return ""
+        return urllib.request.getproxies().get(parts.scheme, "")
+
+    def _way(self, url: str) -> str:
+        return f" (through the proxy {proxy}, unless no_proxy names the host)" if (proxy := self._proxy(url)) else ""
+
+    def _post(self, url: str, data: bytes, deadline: float) -> tuple[bytes, int | None]:
+        """(body, open requests of a rank of the run) of the answer."""
+        headers, key = {"Content-Type": "application/json"}, self._token
+        if self._key_env is not None and not (key := os.environ.get(self._key_env, "")):
+            raise EndpointError(f"the environment variable {self._key_env} with the key of {url} is not set")
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
+        request = urllib.request.Request(url, data, headers)
+        end = min(deadline, time.monotonic() + self._timeout_s)
+        opener = self._proxied if self._proxy(url) else self._direct
+        with opener.open(request, timeout=max(0.01, end - time.monotonic())) as response:
+            body = bytearray()
+            while block := response.read1(1 << 16):
+                body += block
+                if len(body) > MOST_BYTES:
+                    raise ValueError(f"the answer has more than {MOST_BYTES} bytes")
+                if time.monotonic() > end:  # it drips: the timeout of the socket is of one read
+                    raise TimeoutError("the answer did not end in time")
+            if response.length:  # of what the headers promised
+                raise http.client.IncompleteRead(bytes(body), response.length)
+        return bytes(body), _load(response.headers)
+
+
+def in_cluster(host: str) -> bool:
+    """Whether a host is this machine or one of its cluster: a loopback or private address, or a name without a domain
+    or with one that is not public."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return "." not in host or host.endswith((".local", ".localdomain", ".internal", ".cluster", ".lan"))
+    return address.is_loopback or address.is_private or address.is_link_local
+
+
+class Cache:
+    """Verdicts in a folder, one small file each, shared by all processes. A damaged file counts as missing."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+
+    def path(self, asked: Any) -> Path:
+        """The file of what is asked: everything that decides the verdict, as plain data."""
+        digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+        return self._folder / digest[:2] / f"{digest}.json"
+
+    def read(self, path: Path) -> float | None:
+        """The verdict; None if it is not there."""
+        try:
+            return float(json.loads(path.read_bytes())["verdict"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def write(self, path: Path, verdict: float) -> None:
+        """Keep a verdict; a full disk costs the cache, not the sample."""
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}.tmp")
+            temporary.write_text(json.dumps({"verdict": verdict}))
+            temporary.replace(path)
+
+
+def content_of(body: bytes) -> str:
+    """The text of the first choice of a chat completion. ValueError for anything else."""
+    try:
+        content = json.loads(body)["choices"][0]["message"]["content"]
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise ValueError(f"the answer is not a chat completion: {type(error).__name__}") from error
+    if not isinstance(content, str):
+        raise ValueError("the answer has no text")
+    return content
+
+
+def _load(headers: Message) -> int | None:
+    given = headers.get(LOAD_HEADER, "")
+    return int(given) if given.isdecimal() else None
+
+
+def _retry_after_s(error: urllib.error.HTTPError) -> float:
+    """Seconds that the server asks to wait; 0 if it does not say, or says a date."""
+    try:
+        return max(0.0, float(error.headers.get("Retry-After", "")))
+    except ValueError:
+        return 0.0
+
+
+def _excerpt(error: urllib.error.HTTPError) -> str:
+    try:
+        return " ".join(error.read(400).decode(errors="replace").split())[:200]
+    except OSError as reading:
+        return f"({type(reading).__name__})"

@@ -1,0 +1,113 @@
+"""Messages between a rank and its reward workers: msgpack after a length of four bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from array import array
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from hpcrl.rewards.reward import ModelTurn, RewardItem
+from hpcrl.rewards.services import NOBODY, Services
+
+LENGTH = struct.Struct("<I")
+
+
+class Item(msgspec.Struct, array_like=True):
+    """The fields of RewardItem, token ids as int32."""
+
+    sample_id: int
+    domain: str
+    prompt: str
+    response: str
+    answer: Any
+    extra: dict[str, Any]
+    finish_reason: str
+    token_ids: bytes
+    earlier: list[tuple[str, bytes]]
+    messages: list[dict[str, Any]] = []
+
+
+def to_message(item: RewardItem) -> bytes:
+    """The message of an item. TypeError if msgpack does not support a value of the row."""
+    fields = (item.sample_id, item.domain, item.prompt, item.response, item.answer, item.extra, item.finish_reason)
+    earlier = [(turn.text, array("i", turn.token_ids).tobytes()) for turn in item.earlier]
+    messages = list(map(dict, item.messages))
+    return msgspec.msgpack.encode(Item(*fields, array("i", item.token_ids).tobytes(), earlier, messages))
+
+
+def content_of(item: RewardItem, message: bytes) -> bytes:
+    """A digest of the item's message without the sample id."""
+    start = 1 + len(msgspec.msgpack.encode(item.sample_id))  # after the length of the array
+    return hashlib.blake2b(memoryview(message)[start:], digest_size=16).digest()
+
+
+def from_message(item: Item) -> RewardItem:
+    """The inverse of to_message()."""
+    fields = (item.sample_id, item.domain, item.prompt, item.response, item.answer, item.extra, item.finish_reason)
+    return RewardItem(*fields, array("i", item.token_ids), turns_of(item.earlier), item.messages)
+
+
+def turns_of(messages: Sequence[tuple[str, bytes]]) -> tuple[ModelTurn, ...]:
+    """The model's turns from their texts and int32 token ids."""
+    return tuple(ModelTurn(text, array("i", token_ids)) for text, token_ids in messages)
+
+
+class Begin(msgspec.Struct):
+    """The first message to a worker: its RewardConfig as JSON, and the ranks that it may ask."""
+
+    section: str
+    services: Services = NOBODY
+
+
+class Ready(msgspec.Struct, tag="ready"):
+    """The first message of a worker: the reward is loaded. `error`: why it is not."""
+
+    batched: bool = False
+    scores: Literal["samples", "groups"] = "samples"
+    pool: Literal["process", "async"] = "process"
+    pure: bool = False
+    error: str = ""
+
+
+class ItemScore(msgspec.Struct, tag="score"):
+    """The score of the `place`-th item sent to the worker; None: the call failed for all of its items."""
+
+    place: int | None
+    reward: float = 0.0
+    score: float = 0.0
+    error: str = ""
+    metrics: dict[str, float] = {}
+    turn_rewards: list[float] = []
+    token_rewards: dict[int, float] = {}
+
+
+Answer = Ready | ItemScore
+_decoder = msgspec.msgpack.Decoder(Answer)
+
+
+def frame(body: bytes) -> bytes:
+    """A message's bytes with their length, as written to the pipe."""
+    return LENGTH.pack(len(body)) + body
+
+
+def pack(message: Any) -> bytes:
+    """A message as written to the pipe. TypeError if msgpack does not support a value."""
+    return frame(msgspec.msgpack.encode(message))
+
+
+def take_answers(buffer: bytearray) -> list[Answer]:
+    """Remove and return the complete messages at the front of `buffer`. msgspec.DecodeError if they are invalid."""
+    answers: list[Answer] = []
+    start = 0
+    while len(buffer) - start >= LENGTH.size:
+        end = start + LENGTH.size + LENGTH.unpack_from(buffer, start)[0]
+        if end > len(buffer):
+            break
+        answers.append(_decoder.decode(bytes(buffer[start + LENGTH.size : end])))
+        start = end
+    del buffer[:start]
+    return answers

@@ -1,0 +1,267 @@
+"""Choice of the reward of a row by its domain, including the rewards of built-in sources."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from copy import copy
+from difflib import get_close_matches
+
+from hpcrl.cluster.layout import RoleLayout
+from hpcrl.config import Config, RewardConfig
+from hpcrl.data.places import open_table
+from hpcrl.data.rows import ANSWER_KEYS, RowSet, parse_row, sources, start_domains
+from hpcrl.data.tasks import Split, built_in_reward, is_generated
+from hpcrl.rewards.grading.extract import after_marker, last_boxed
+from hpcrl.rewards.reward import Reward, make_reward
+from hpcrl.rewards.serving.protocol import Begin, Ready, pack, take_answers
+from hpcrl.spec.tables import REWARDS
+
+DEFAULT = "default"
+NEAR = 0.75  # similarity of names of which a plan tells
+CHECK_TIMEOUT_S = 60.0
+
+
+class Router:
+    """Domain -> RewardConfig: the domain's own section, else `default`; without sections, the source's built-in
+    reward."""
+
+    def __init__(self, config: Config):
+        self._sections = _drawn(config) if config.debug == "fake" else dict(config.reward) or built_in_rewards(config)
+
+    def restricted(self, domain: str | None, elsewhere: Collection[str]) -> Router:
+        """The router of a rank that scores one domain, or with None all but those that are scored elsewhere."""
+        kept = copy(self)
+        if domain is None:
+            there = {*elsewhere} - {DEFAULT}
+            kept._sections = {name: section for name, section in self._sections.items() if name not in there}
+        else:
+            kept._sections = {domain: self.of(domain)}
+        return kept
+
+    @property
+    def sections(self) -> dict[str, RewardConfig]:
+        """Every reward that may be used, by the name of its section."""
+        return dict(self._sections)
+
+    def of(self, domain: str) -> RewardConfig:
+        """The reward of a domain. ValueError names the existing sections."""
+        found = self._sections.get(domain, self._sections.get(DEFAULT))
+        if found is None:
+            there = ", ".join(self._sections) or "none"
+            keys = " or ".join(dict.fromkeys((f"reward.{domain}.name", "reward.default.name")))
+            raise ValueError(f"domain {domain!r} has no reward: set {keys} (there are: {there})")
+        return found
+
+
+def _drawn(config: Config) -> dict[str, RewardConfig]:
+    """Random rewards for every domain, since responses of fake engines are meaningless."""
+    fake = config.fake
+    return {DEFAULT: RewardConfig(name="fake", options={"pass_rate": fake.pass_rate, "latency_s": fake.reward_s})}
+
+
+def built_in_rewards(config: Config) -> dict[str, RewardConfig]:
+    """The rewards that come with the sources: those of the tasks, and maths for the domain of a file whose first gold
+    answer has "####" or a box."""
+    found: dict[str, RewardConfig] = {}
+    for split in ("train", "val"):
+        for source in sources(config.data, split):
+            if is_generated(source.path):
+                domain, name = built_in_reward(source.path)
+                if name is not None:
+                    found.setdefault(source.tag or domain, RewardConfig.model_validate({"name": name}))
+                continue
+            try:
+                table = open_table(source, config.seed, split)
+                row = parse_row(table.row(0), config.data, source.tag, table.where(0), table.padded)
+            except ValueError:  # read_splits tells the user
+                continue
+            answer = row.answer
+            if isinstance(answer, str) and (after_marker(answer, "####"), last_boxed(answer)) != (None, None):
+                found.setdefault(row.domain, RewardConfig(name="math"))
+    return found
+
+
+def validate_rewards(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
+    """Problems with the rewards that can be found before the start, one line each. rows: those that could be read. User
+    code is imported in a separate process."""
+    problems = []
+    for name, section in config.reward.items():
+        if not REWARDS[section.name].imports_code:
+            problem = _check_options(section)
+        elif section.function:
+            problem = _check_function(section)
+        else:
+            problem = None  # hpcrl.config reports it
+        if not problem and config.decoupling_eps is not None:
+            problem = _check_parts(section)
+        if problem:
+            problems.append(f"reward.{name}: {problem}")
+    if config.reinforces:
+        problems += _check_domains(config, Router(config), rows)
+    return problems
+
+
+def _check_parts(section: RewardConfig) -> str | None:
+    """Why the parts of a reward cannot be normalised apart, as the algorithm does."""
+    try:
+        REWARDS[section.name].part_weights(section.options)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _check_domains(config: Config, router: Router, rows: Mapping[Split, RowSet]) -> list[str]:
+    """Domains without a reward, rows without the answer that their reward needs, rewards without a row."""
+    problems, unused = _check_names(config, rows), _unused(config, rows)
+    for split, domain, found in _scored(config, rows):
+        try:
+            scored_by = router.of(domain)
+        except ValueError as error:
+            near = get_close_matches(domain, router.sections, n=1)
+            if unused.isdisjoint(near):  # else the section is misnamed, of which _check_names tells
+                hint = f"; or did you mean the domain {near[0]}?" if near else ""
+                count, where = found.rows_of(domain)
+                problems.append(f"{where}: {error}; data.{split} has {_rows(count)} of this domain{hint}")
+            continue
+        name = scored_by.name
+        if domain in found.unanswered and REWARDS[name].compares_answer:
+            count, where = found.unanswered[domain]
+            looked = config.data.answer_key or ", ".join(ANSWER_KEYS)
+            problems.append(
+                f"{where}: no answer (looked for {looked}; data.answer_key), which the reward {name} compares "
+                f"with; {count} rows of domain {domain} in data.{split} have none"
+            )
+        problems += _check_rows(scored_by, domain, split, found)
+    return list(dict.fromkeys(problems))
+
+
+def reward_notes(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
+    """Domains that get reward.default although their name is close to that of a section, one line each: they may be
+    written wrongly, or be meant so."""
+    notes = []
+    for split, domain, found in _scored(config, rows):
+        named = [] if domain in config.reward else [name for name in config.reward if name != DEFAULT]
+        if DEFAULT in config.reward and (near := get_close_matches(domain, named, n=1, cutoff=NEAR)):
+            count, where = found.rows_of(domain)
+            notes.append(
+                f"{where}: domain {domain} gets reward.default; its name is close to reward.{near[0]}; "
+                f"data.{split} has {_rows(count)} of it"
+            )
+    return notes
+
+
+def _scored(config: Config, rows: Mapping[Split, RowSet]) -> Iterator[tuple[Split, str, RowSet]]:
+    """(split, domain, its rows) of all domains that need a reward: not of those that an environment rewards, or whose
+    environment is missing, of which hpcrl.envs.factory tells."""
+    for split, found in rows.items():
+        for domain in found.domain_names:
+            env = config.env_of(domain)
+            if env.add_reward if env is not None else domain not in start_domains(config.data, split):
+                yield split, domain, found
+
+
+def _rows(count: int) -> str:
+    return "1 row" if count == 1 else f"{count} rows"
+
+
+def _check_names(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
+    """Sections of domains without a row, unless some rows could not be read."""
+    otherwise = "reward.default is that of all domains without their own"
+    return [
+        f"reward.{name}: {_no_row_of(name, domains, 'reward', otherwise)}"
+        for domains in _all_domains(config, rows)
+        for name in config.reward
+        if name in _unused(config, rows)
+    ] + [
+        f"rollout.domains.{name}: {_no_row_of(name, domains, 'rollout.domains', 'the keys of rollout are for all')}"
+        for domains in _all_domains(config, rows)
+        for name in config.rollout.domains
+        if name not in domains
+    ]
+
+
+def _unused(config: Config, rows: Mapping[Split, RowSet]) -> set[str]:
+    return {name for domains in _all_domains(config, rows) for name in config.reward if name not in (*domains, DEFAULT)}
+
+
+def check_reward_ranks(config: Config, layout: RoleLayout, rows: Mapping[Split, RowSet]) -> list[str]:
+    """Domains of layout.reward.domains whose responses no rank scores, and domains of rows without a rank, one line
+    each."""
+    problems, key = [], "layout.reward.domains"
+    for domains in _all_domains(config, rows) if layout.scorers else ():
+        problems += [
+            f"{key}.{name}: {_no_row_of(name, domains, key, 'ranks that are not listed score all other domains')}"
+            for name in layout.scorers
+            if name not in domains
+        ]
+        envs = {name: env for name in domains if (env := config.env_of(name)) is not None and not env.add_reward}
+        problems += [
+            f"{key}.{name}: the environment gives the rewards of this domain, and its ranks would score nothing; leave "
+            "it out, or let a reward be added to them (env.NAME.add_reward)"
+            for name in layout.scorers
+            if name in envs
+        ]
+        if left := [name for name in domains if name not in envs and not layout.scorers_of(name)]:
+            problems.append(
+                f"{key}: all {len(layout.ranks['reward'])} reward ranks score one domain only, and none is left for "
+                f"{', '.join(left)}; raise layout.reward.num_ranks, or give a domain fewer"
+            )
+    return problems
+
+
+def _all_domains(config: Config, rows: Mapping[Split, RowSet]) -> Iterator[list[str]]:
+    """The domains of all rows; nothing if some rows could not be read."""
+    splits: tuple[Split, ...] = ("train", "val")
+    if not any(split not in rows and sources(config.data, split) for split in splits):
+        yield list(dict.fromkeys(domain for found in rows.values() for domain in found.domain_names))
+
+
+def _no_row_of(name: str, domains: Sequence[str], key: str, otherwise: str) -> str:
+    near = get_close_matches(name, domains, n=1)
+    hint = f"did you mean {key}.{near[0]}?" if near else otherwise
+    return f"no row of data.train or data.val is of domain {name} (there are: {', '.join(domains)}); {hint}"
+
+
+def _check_rows(section: RewardConfig, domain: str, split: Split, found: RowSet) -> list[str]:
+    """The first row of a domain that its reward cannot score, with the number of such rows; at most one line."""
+    if REWARDS[section.name].imports_code or _check_options(section):
+        return []
+    reward = make_reward(section)
+    if type(reward).problem_of_row is Reward.problem_of_row:
+        return []
+    wrong = [
+        f"{where}: {problem}"
+        for where, row in found.read_rows(domain)
+        if (problem := reward.problem_of_row(row.answer, row.extra))
+    ]
+    return [f"{wrong[0]}; data.{split} has {len(wrong)} such rows of domain {domain}"] if wrong else []
+
+
+def _check_options(section: RewardConfig) -> str | None:
+    try:
+        make_reward(section)
+    except ValueError as error:
+        return f"options: {error}"
+    return None
+
+
+def _check_function(section: RewardConfig) -> str | None:
+    """Start a worker with the function and end it; returns the problem, if any."""
+    command = [sys.executable, "-m", "hpcrl.rewards.serving.worker", str(os.getpid())]
+    try:
+        done = subprocess.run(
+            command,
+            input=pack(Begin(section.model_dump_json())),
+            stdout=subprocess.PIPE,
+            timeout=CHECK_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"function: importing {section.function} takes more than {CHECK_TIMEOUT_S:g} s"
+    answers = take_answers(bytearray(done.stdout))
+    if not answers or not isinstance(answers[0], Ready):
+        return f"function: importing {section.function} ended the process with {done.returncode}"
+    return f"function: {answers[0].error}" if answers[0].error else None

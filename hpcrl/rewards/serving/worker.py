@@ -1,0 +1,98 @@
+"""A reward's worker process, `python -m hpcrl.rewards.serving.worker PARENT_PID`.
+
+It reads its RewardConfig, then chunks of responses from a pipe, and writes scores to another pipe. It imports
+neither torch nor code of ranks, sends the output of user code to the rank's log, and dies with its parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import BinaryIO
+
+import msgspec
+
+from hpcrl.config import RewardConfig
+from hpcrl.rewards.reward import Reward, RewardItem, Score, make_reward
+from hpcrl.rewards.serving.guarded import score_each, score_each_async
+from hpcrl.rewards.serving.protocol import LENGTH, Answer, Begin, Item, ItemScore, Ready, from_message, pack
+from hpcrl.system.signals import die_with, let_signals_pass
+
+
+def main() -> None:
+    """Serve until the end of the pipe."""
+    die_with(int(sys.argv[1]))
+    let_signals_pass()
+    source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    begin = msgspec.msgpack.decode(_read(source) or b"", type=Begin)
+    config = RewardConfig.model_validate_json(begin.section)
+    try:
+        reward = make_reward(config)
+        reward.connect(begin.services)
+        reward.start()
+    except ValueError as error:
+        _write(sink, Ready(error=" ".join(str(error).split())))
+        return
+    _write(sink, Ready(reward.batched, reward.scores, reward.pool, reward.pure))
+    if reward.pool == "async":
+        asyncio.run(_serve_async(reward, config.timeout_s, source, sink))
+    else:
+        _serve(reward, source, sink)
+
+
+def _serve(reward: Reward, source: BinaryIO, sink: BinaryIO) -> None:
+    together = reward.batched or reward.scores == "groups"
+    place = 0
+    while body := _read(source):
+        items = _items(body)
+        for chunk in [items] if together else [[item] for item in items]:
+            _answer(score_each(reward, chunk), place, sink)
+            place += len(chunk)
+
+
+async def _serve_async(reward: Reward, timeout_s: float, source: BinaryIO, sink: BinaryIO) -> None:
+    """Every message is a call, and calls run concurrently; the rank limits their number."""
+    calls: set[asyncio.Task[None]] = set()
+
+    async def call(items: list[RewardItem], place: int) -> None:
+        _answer(await score_each_async(reward, items, timeout_s), place, sink)
+
+    place = 0
+    with ThreadPoolExecutor(1) as reader:
+        while body := await asyncio.get_running_loop().run_in_executor(reader, _read, source):
+            items = _items(body)
+            task = asyncio.create_task(call(items, place))
+            calls.add(task)
+            task.add_done_callback(calls.discard)
+            place += len(items)
+
+
+def _items(body: bytes) -> list[RewardItem]:
+    return [from_message(item) for item in msgspec.msgpack.decode(body, type=list[Item])]
+
+
+def _answer(scores: list[Score] | None, first: int, sink: BinaryIO) -> None:
+    if scores is None:
+        _write(sink, ItemScore(None))
+        return
+    for place, score in enumerate(scores, first):
+        parts = list(score.turn_rewards), dict(score.token_rewards)
+        _write(sink, ItemScore(place, score.reward, score.score, score.error, score.metrics, *parts))
+
+
+def _read(source: BinaryIO) -> bytes | None:
+    head = source.read(LENGTH.size)
+    return source.read(LENGTH.unpack(head)[0]) if len(head) == LENGTH.size else None
+
+
+def _write(sink: BinaryIO, message: Answer) -> None:
+    sink.write(pack(message))
+    sink.flush()
+
+
+if __name__ == "__main__":
+    main()

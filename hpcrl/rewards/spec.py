@@ -1,0 +1,475 @@
+"""The specifications of the built-in rewards, with their options."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from hpcrl.spec.fields import (
+    NUMBER,
+    Count,
+    Float,
+    NonNegative,
+    Positive,
+    PositiveFloat,
+    SandboxLevel,
+    Seconds,
+    Section,
+    Share,
+)
+from hpcrl.spec.kinds import RewardSpec
+from hpcrl.spec.options import read_options
+from hpcrl.spec.table import SpecError
+from hpcrl.spec.tables import REWARDS
+
+
+def _compiled(pattern: str | None) -> str | None:
+    """The pattern. ValueError if it is not a regular expression."""
+    import regex
+
+    try:
+        regex.compile(pattern or "")
+    except regex.error as error:
+        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
+    return pattern
+
+
+class ExactMatchOptions(Section):
+    """Options of the reward exact_match."""
+
+    pattern: str | None = None
+    """Regular expression whose last match (its first group, if any) is the answer; null: everything after the
+    thinking."""
+    ignore_case: bool = True
+    """Compare without regard to case."""
+
+    @field_validator("pattern")
+    @classmethod
+    def _compiles(cls, pattern: str | None) -> str | None:
+        return _compiled(pattern)
+
+
+class MathOptions(Section):
+    """Options of the reward math."""
+
+    require_boxed: bool = False
+    """Accept only a box as the answer."""
+    unevaluated: bool = False
+    """Accept an answer that still has to be computed, such as 20 + 35 for 55."""
+    max_answer_chars: Annotated[int, Field(ge=1, le=4000), NUMBER] = 300
+    """Maximum answer length, characters; a longer answer is wrong, a longer gold answer an error."""
+
+
+class ChoiceOptions(Section):
+    """Options of the reward choice."""
+
+    soft: bool = False
+    """Reward 1 and -0.5 for a right and a wrong letter in a box, 0.5 and -1 for one outside; false: 1 and 0."""
+
+
+class F1Options(Section):
+    """Options of the reward f1."""
+
+    threshold: Share = 1.0
+    """The score is 1 from this F1 on; the reward is the F1."""
+
+
+class NumericOptions(Section):
+    """Options of the reward numeric."""
+
+    relative: Share = 0.0
+    """Allowed difference, as a share of the larger number."""
+    absolute: NonNegative = 1e-6
+    """Allowed difference."""
+
+
+class RegexOptions(Section):
+    """Options of the reward regex."""
+
+    pattern: str | None = None
+    """Regular expression; null: the row's answer is one."""
+    whole: bool = False
+    """The whole response must match; false: a part of it."""
+    with_thinking: bool = False
+    """Search the thinking too."""
+
+    @field_validator("pattern")
+    @classmethod
+    def _compiles(cls, pattern: str | None) -> str | None:
+        return _compiled(pattern)
+
+
+class JsonSchemaOptions(Section):
+    """Options of the reward json_schema."""
+
+    json_schema: dict[str, Any] | None = None
+    """JSON schema; null: the row's answer is one."""
+
+
+class LengthOptions(Section):
+    """Options of the reward length."""
+
+    max_tokens: Positive
+    """From this length on the reward is -1, tokens; usually rollout.max_new_tokens."""
+    buffer_tokens: Positive
+    """The reward falls from 0 to -1 over this many tokens before max_tokens."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.buffer_tokens > self.max_tokens:
+            raise ValueError(f"buffer_tokens={self.buffer_tokens} is above max_tokens={self.max_tokens}")
+        return self
+
+
+class RepetitionOptions(Section):
+    """Options of the reward repetition."""
+
+    ngram: Positive = 3
+    """Words of an n-gram."""
+
+
+class TagsOptions(Section):
+    """Options of the reward tags."""
+
+    tags: Annotated[list[str], Field(min_length=1)] = ["think"]
+    """Names of the tags, in order."""
+    answer_after: bool = True
+    """Text must follow after the last tag; false: none may."""
+
+
+class LanguageOptions(Section):
+    """Options of the reward language."""
+
+    language: str | None = None
+    """Code of ISO 639-1, such as en; null: the language of the prompt."""
+    with_thinking: bool = False
+    """Judge the thinking too."""
+
+
+class PartOptions(Section):
+    """A part of the reward composed."""
+
+    name: str
+    """Built-in reward."""
+    options: dict[str, Any] = {}
+    """Its options."""
+    weight: Float = 1.0
+    """Its reward is multiplied by it."""
+    gate: bool = False
+    """Its score must be 1."""
+
+
+class ComposedOptions(Section):
+    """Options of the reward composed."""
+
+    parts: Annotated[dict[str, PartOptions], Field(min_length=1)]
+    """Name -> name, options, weight and gate of each part. The first part gives the score."""
+    rule: Literal["sum", "product", "gate"] = "sum"
+    """sum: weighted; product: without weights; gate: the weighted sum where every gate has score 1, else `closed`."""
+    closed: Float = 0.0
+    """The reward behind a closed gate."""
+
+
+class IFEvalOptions(Section):
+    """Options of the reward ifeval."""
+
+    reading: Literal["strict", "loose"] = "strict"
+    """loose: an instruction also counts if the response follows it without its first or last line, or its asterisks."""
+    partial: bool = False
+    """The reward is the share of the instructions that are followed; false: 1 for all of them, else 0."""
+
+
+class CodeOptions(Section):
+    """Options of the reward code."""
+
+    language: Literal["python", "cpp", "bash"] = "python"
+    """Language of the code; cpp and bash with cases of standard input and output only."""
+    partial: bool = False
+    """The reward is the share of the cases that pass; false: 1 for all of them, else 0."""
+    case_timeout_s: Seconds = 4.0
+    """Timeout of a case, seconds; all cases of a response together have 0.8 x reward.*.timeout_s."""
+    min_level: SandboxLevel = "L1"
+    """Least isolation with which code is run (docs/security.md); L0 is unsafe."""
+    memory_mib: Annotated[int, Field(ge=64), NUMBER] = 1024
+    """Memory of all processes of a case, and address space of each, MiB."""
+    max_processes: Count = 16
+    """Processes and threads of a case; 1: threads only, 16 of them at most."""
+    max_file_mib: Positive = 16
+    """Maximum size of a file, MiB; of all files of a case four times this."""
+    max_output_kib: Positive = 1024
+    """Maximum output of a case, KiB."""
+
+
+class ReasoningGymOptions(Section):
+    """Options of the reward reasoning_gym."""
+
+    threshold: Share | None = None
+    """Reward 1 from this score on, else 0; null: the reward is the score with partial credit."""
+
+
+class SortDigitsOptions(Section):
+    """Options of the reward sort_digits."""
+
+    partial: Share = 0.0
+    """Maximum reward of a wrong answer, scaled by the share of digits in the right place."""
+
+
+class JudgeSection(Section):
+    """A judge of the reward judge."""
+
+    role: Literal["judge"] | None = None
+    """judge: the ranks of the run that serve the model of the section `judge`; null: url."""
+    url: Annotated[str, Field(pattern=r"^https?://[^\s]+$")] | None = None
+    """Address of an OpenAI-compatible endpoint, up to and with /v1."""
+    model: str | None = None
+    """Model that it serves; only with url."""
+    api_key_env: str | None = None
+    """Environment variable with its key; null: none."""
+    temperature: NonNegative = 0.0
+    """Sampling temperature."""
+    max_tokens: Positive = 512
+    """Maximum tokens of its answer; only with url, since judge.max_new_tokens is the role's."""
+    max_requests_per_s: PositiveFloat | None = None
+    """Maximum requests per second of one worker process; null: no limit."""
+    extra_body: dict[str, Any] = {}
+    """More fields of the request."""
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Self:
+        if (self.role is None) == (self.url is None):
+            raise ValueError("give either url and model, or role: judge for the ranks of the run")
+        if self.url is not None and self.model is None:
+            raise ValueError("model: missing; the endpoint of url serves models by name")
+        if self.role is not None and (unread := [k for k in ("model", "api_key_env") if getattr(self, k) is not None]):
+            raise ValueError(f"{unread[0]}: not read with role, only with url")
+        if self.role is not None and "max_tokens" in self.model_fields_set:
+            raise ValueError(f"max_tokens={self.max_tokens}: not read with role; use judge.max_new_tokens")
+        return self
+
+
+class JudgeOptions(Section):
+    """Options of the reward judge."""
+
+    judges: Annotated[dict[str, JudgeSection], Field(min_length=1)]
+    """Name -> role, or url, model and api_key_env; and temperature, max_tokens, max_requests_per_s and extra_body of
+    each judge."""
+    vote: Literal["mean", "median", "majority"] = "mean"
+    """How several verdicts become one; majority: 1 if more than half of them reach the threshold, else 0."""
+    min_votes: Positive = 1
+    """Verdicts without which a response has an error."""
+    threshold: Share = 0.5
+    """The score is 1 from this verdict on, and a vote counts for the majority; verdicts are scaled to 0..1."""
+    verdict: Literal["number", "yes_no"] = "number"
+    """What the judges are asked for."""
+    scale: tuple[Float, Float] = (0.0, 10.0)
+    """Lowest and highest number."""
+    rubric_file: str | None = None
+    """File with the rubric; null: correct, complete and helpful."""
+    template_file: str | None = None
+    """File with the question, with the places {rubric}, {prompt}, {answer} and {response}; null: a built-in one."""
+    with_thinking: bool = False
+    """Show the thinking of the response too."""
+    max_chars: Annotated[int, Field(ge=100, le=1_000_000), NUMBER] = 20_000
+    """Maximum length of each text that a judge sees, characters; the middle of a longer one is left out."""
+    request_timeout_s: Seconds = 60.0
+    """Time for one request, seconds; requests are repeated until 90 % of the reward's timeout_s have passed."""
+    backoff_s: Seconds = 1.0
+    """Pause before the first repetition, seconds; it doubles with each, to 30 at most."""
+    cache: str | None = None
+    """Folder in which verdicts are kept for equal questions; null: none."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        low, high = self.scale
+        if low >= high:
+            raise ValueError(f"scale: the lowest number, {low:g}, must be below the highest, {high:g}")
+        if self.min_votes > len(self.judges):
+            raise ValueError(f"min_votes={self.min_votes} is above the number of judges, {len(self.judges)}")
+        return self
+
+
+class RewardModelOptions(Section):
+    """Options of the reward reward_model."""
+
+    shift: Float = 0.0
+    """Subtracted from the model's score."""
+    scale: Float = 1.0
+    """The shifted score is multiplied by it."""
+    sigmoid: bool = False
+    """The reward is the sigmoid of the scaled score."""
+    threshold: Float = 0.0
+    """The score, for accuracy metrics and filters, is 1 from this reward on."""
+    request_timeout_s: Seconds = 60.0
+    """Time for one request, seconds; requests are repeated until 90 % of the reward's timeout_s have passed."""
+    backoff_s: Seconds = 1.0
+    """Pause before the first repetition, seconds; it doubles with each, to 30 at most."""
+
+
+class FakeOptions(Section):
+    """Options of the reward fake."""
+
+    pass_rate: Share = 0.5
+    """Share of responses with reward 1."""
+    latency_s: NonNegative = 0.0
+    """Seconds to score one response."""
+
+
+EXACT_MATCH = RewardSpec(
+    about="Compares the answer with the gold answer, ignoring white space, case and a final full stop.",
+    make="hpcrl.rewards.builtin.exact_match:ExactMatchReward",
+    section=ExactMatchOptions,
+    compares_answer=True,
+)
+
+MATH = RewardSpec(
+    about="Compares the final answer with the gold answer mathematically.",
+    make="hpcrl.rewards.builtin.math:MathReward",
+    section=MathOptions,
+    compares_answer=True,
+)
+
+CHOICE = RewardSpec(
+    about="The option letter of multiple choice.",
+    make="hpcrl.rewards.builtin.choice:ChoiceReward",
+    section=ChoiceOptions,
+    compares_answer=True,
+)
+
+NUMERIC = RewardSpec(
+    about="A number within a tolerance.",
+    make="hpcrl.rewards.builtin.numeric:NumericReward",
+    section=NumericOptions,
+    compares_answer=True,
+)
+
+F1 = RewardSpec(
+    about="F1 of the words of the answer, as in SQuAD.",
+    make="hpcrl.rewards.builtin.f1:F1Reward",
+    section=F1Options,
+    compares_answer=True,
+)
+
+REGEX = RewardSpec(
+    about="Whether a regular expression, of the options or the row, is found.",
+    make="hpcrl.rewards.builtin.pattern:RegexReward",
+    section=RegexOptions,
+)
+
+JSON_SCHEMA = RewardSpec(
+    about="Whether the response is JSON of a schema, of the options or the row.",
+    make="hpcrl.rewards.builtin.pattern:JsonSchemaReward",
+    section=JsonSchemaOptions,
+)
+
+IFEVAL = RewardSpec(
+    about="The 25 verifiable instructions of IFEval.",
+    make="hpcrl.rewards.builtin.ifeval:IFEvalReward",
+    section=IFEvalOptions,
+)
+
+CODE = RewardSpec(
+    about="Runs the code of a response in a sandbox: the test cases of the row.",
+    make="hpcrl.rewards.builtin.code:CodeReward",
+    section=CodeOptions,
+)
+
+LENGTH = RewardSpec(
+    about="Minus a penalty for responses near the limit of tokens.",
+    make="hpcrl.rewards.builtin.shaping:LengthReward",
+    section=LengthOptions,
+)
+
+REPETITION = RewardSpec(
+    about="Minus the share of repeated n-grams.",
+    make="hpcrl.rewards.builtin.shaping:RepetitionReward",
+    section=RepetitionOptions,
+)
+
+TAGS = RewardSpec(
+    about="Whether the response has the tags, such as <think>, in order.",
+    make="hpcrl.rewards.builtin.shaping:TagsReward",
+    section=TagsOptions,
+)
+
+LANGUAGE = RewardSpec(
+    about="Whether the response is in a language, or in that of the prompt.",
+    make="hpcrl.rewards.builtin.shaping:LanguageReward",
+    section=LanguageOptions,
+)
+
+
+def _roles_of_parts(options: Mapping[str, Any]) -> Iterator[str]:
+    parts = options.get("parts")
+    for part in parts.values() if isinstance(parts, Mapping) else ():
+        if isinstance(part, Mapping) and isinstance(name := part.get("name"), str):
+            with contextlib.suppress(SpecError):
+                given = part.get("options")
+                yield from REWARDS[name].asks(given if isinstance(given, Mapping) else {})
+
+
+def _part_weights(options: Mapping[str, Any]) -> dict[str, float]:
+    composed = read_options(ComposedOptions, options)
+    if composed.rule != "sum":
+        raise ValueError(f"options.rule: {composed.rule} is no sum whose parts can be normalised apart; use sum")
+    return {name: part.weight for name, part in composed.parts.items()}
+
+
+COMPOSED = RewardSpec(
+    about="The sum, the product or a gated sum of other rewards.",
+    make="hpcrl.rewards.builtin.composed:ComposedReward",
+    asks=_roles_of_parts,
+    section=ComposedOptions,
+    part_weights=_part_weights,
+)
+
+REASONING_GYM = RewardSpec(
+    about="reasoning-gym's own verifiers.",
+    make="hpcrl.rewards.builtin.reasoning_gym:ReasoningGymReward",
+    section=ReasoningGymOptions,
+    compares_answer=True,
+)
+
+SORT_DIGITS = RewardSpec(
+    about="The reward of the built-in task sort_digits.",
+    make="hpcrl.rewards.builtin.sort_digits:SortDigitsReward",
+    section=SortDigitsOptions,
+    compares_answer=True,
+)
+
+
+def _roles_of_judges(options: Mapping[str, Any]) -> Iterator[str]:
+    judges = options.get("judges")
+    for judge in judges.values() if isinstance(judges, Mapping) else ():
+        if isinstance(judge, Mapping) and judge.get("role") == "judge":
+            yield "judge"
+
+
+JUDGE = RewardSpec(
+    about="The vote of language models, on ranks of the run or behind OpenAI-compatible endpoints, by a rubric.",
+    make="hpcrl.rewards.builtin.judge:JudgeReward",
+    asks=_roles_of_judges,
+    section=JudgeOptions,
+)
+
+REWARD_MODEL = RewardSpec(
+    about="The score of a reward model with a scalar head, on ranks of the run.",
+    make="hpcrl.rewards.builtin.reward_model:RewardModelReward",
+    asks=lambda options: ("reward_model",),
+    section=RewardModelOptions,
+)
+
+FAKE = RewardSpec(
+    about="A random reward, for tests without a task.",
+    make="hpcrl.rewards.builtin.fake:FakeReward",
+    section=FakeOptions,
+)
+
+FUNCTION = RewardSpec(
+    about="A user-defined function, called with the signature of verl, TRL, OpenRLHF, NeMo-RL or hpcrl, or a rubric.",
+    make="hpcrl.rewards.function:FunctionReward",
+    imports_code="function",
+    scores_in_unit_interval=False,
+)

@@ -1,1 +1,0 @@
-"""The work of a rank in each role, built by a BuildRole command (hpcrl.roles.worker)."""

@@ -1,0 +1,136 @@
+"""The stored configuration of a run, and the keys that may differ at a resume."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hpcrl.config import Config, ConfigError, parse
+from hpcrl.config.config_file import words_in
+from hpcrl.run_folder.records import CONFIG
+from hpcrl.spec.tables import GEN_ENGINES, TRAIN_ENGINES
+
+_DIVISION = (
+    "trainer.max_tokens_per_micro_batch",
+    "trainer.logits_chunk_tokens",
+    "generator.max_slots",
+    "generator.burst_tokens",
+    *(f"judge.{key}" for key in ("max_slots", "max_requests", "burst_tokens")),
+    *(f"reward_model.{key}" for key in ("max_tokens_per_batch", "max_requests")),
+)
+MAY_CHANGE = (
+    "max_steps",
+    "save_every",
+    "eval_every",
+    "keep_checkpoints",
+    "resume",
+    "dry_run",
+    "check_weights",
+    "run_name",
+    "run_dir",
+    "trackers",
+    "tracking",
+    "trainer.max_mismatch",
+    "timeouts",
+    "cluster",
+    "layout",
+)
+"""Keys (with all below them) that may differ between attempts, besides division_keys(): they change how long and where
+a run continues, not what it computes. A new max_steps also stretches a cosine or linear lr schedule from there on."""
+_ABSENT = object()
+
+
+def division_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Keys that divide the work over ranks and their memory, including those of the engines; other values round
+    differently."""
+    keys: list[str] = []
+    for section, table in (("trainer", TRAIN_ENGINES), ("generator", GEN_ENGINES), ("judge", GEN_ENGINES)):
+        entries, engine = dict(table.items()), str(config.get(section, {}).get("engine", ""))
+        if ":" in engine:  # named by its path, and listed nowhere
+            entries[table[engine].name] = table[engine]
+        for name, spec in entries.items():
+            whole = spec.section is not None and set(spec.resume_keys) == set(spec.section.model_fields)
+            keys += [f"{section}.{name}"] if whole else [f"{section}.{name}.{key}" for key in spec.resume_keys]
+    return (*keys, *_DIVISION)
+
+
+def stored_config(run_dir: Path) -> Config:
+    """The configuration of a run folder. ConfigError if it is damaged or of another version."""
+    stored = read_config(run_dir)
+    try:
+        return parse(stored)
+    except ConfigError as error:
+        raise ConfigError([f"{run_dir / CONFIG}: {line}" for line in error.problems]) from error
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.yaml as stored. ConfigError if it is damaged."""
+    try:
+        stored = yaml.safe_load((folder / CONFIG).read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError([f"{folder / CONFIG} cannot be read: {' '.join(str(error).split())}"]) from error
+    if not isinstance(stored, dict):
+        raise ConfigError([f"{folder / CONFIG} contains no configuration; {folder} is not a run folder of hpcrl"])
+    return stored
+
+
+def read_words(folder: Path) -> tuple[str, ...] | None:
+    """The arguments that made config.yaml; None if they are not known."""
+    try:
+        return words_in((folder / CONFIG).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def effective(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The configuration as it is read back after storing (tuples become lists), with its run folder."""
+    return yaml.safe_load(yaml.safe_dump(dict(config), sort_keys=False)) | {"run_dir": str(folder)}
+
+
+def permitted_changes(config: Mapping[str, Any], folder: Path) -> list[str]:
+    """`key: old -> new` for every key that differs from the stored configuration. ConfigError lists the keys that may
+    not differ at a resume."""
+    changes = differences(*_complete(read_config(folder), effective(config, folder)))
+    may_change = (*MAY_CHANGE, *division_keys(config))
+    refused = [line for key, line in changes if not is_below(key, may_change)]
+    if refused:
+        head = f"{folder} holds a run of another configuration; use its values, another run_name, or resume=fresh:"
+        raise ConfigError([head, *(f"  {line}" for line in refused)])
+    return [line for _, line in changes]
+
+
+def is_below(key: str, keys: Iterable[str]) -> bool:
+    """Whether a dotted key is one of the others, or below one."""
+    return any(f"{key}.".startswith(f"{other}.") for other in keys)
+
+
+def _complete(old: dict[str, Any], new: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The stored values with keys added that its version did not have; unchanged if it had other keys."""
+    try:
+        return parse(old).model_dump(mode="json"), parse(new).model_dump(mode="json")
+    except ConfigError:
+        return old, new
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(key, `key: old -> new`) for every leaf that differs, in the order of the new values."""
+    before, after = dict(dotted_leaves(old)), dict(dotted_leaves(new))
+    changed = (key for key in after | before if before.get(key, _ABSENT) != after.get(key, _ABSENT))
+    return [(key, f"{key}: {_show(before, key)} -> {_show(after, key)}") for key in changed]
+
+
+def _show(leaves: Mapping[str, Any], key: str) -> str:
+    return json.dumps(leaves[key], default=str) if key in leaves else "(not set)"
+
+
+def dotted_leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of every value in nested data; an empty mapping is a value."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from dotted_leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -1,0 +1,143 @@
+"""Creates a run folder, or reopens it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from hpcrl.config import ConfigError
+from hpcrl.config.config_file import write_config
+from hpcrl.run_folder.changes import effective, permitted_changes
+from hpcrl.run_folder.models import check_models, models_of
+from hpcrl.run_folder.ownership import check_free, claim
+from hpcrl.run_folder.provenance import machine_facts
+from hpcrl.run_folder.records import (
+    CONFIG,
+    FACTS,
+    FINISHED,
+    OWNERS,
+    PLAN,
+    SLURM,
+    newest_attempt,
+    read_attempts,
+    read_finished,
+)
+from hpcrl.system.files import write_durably
+
+
+@dataclass(frozen=True)
+class RunState:
+    """State of a run folder.
+
+    attempt: from open_run, the number that this process owns; from check_run, the newest so far (0 without one).
+    changes: permitted differences from the stored configuration. finished: content of finished.json if kind is
+    finished. From the launch: ignored, differences of conf/ and of a file of --config from the stored configuration,
+    which the run does not follow; words, the arguments that made the configuration, None if they are not known.
+    """
+
+    run_dir: Path
+    kind: Literal["fresh", "resume", "finished"]
+    attempt: int = 0
+    changes: list[str] = field(default_factory=list)
+    finished: dict[str, Any] = field(default_factory=dict)
+    ignored: list[str] = field(default_factory=list)
+    words: tuple[str, ...] | None = None
+
+
+def check_run(config: Mapping[str, Any], run_dir: str | Path, resume: str) -> RunState:
+    """What open_run would find; writes nothing. ConfigError, one line each: the folder is unusable or holds no run,
+    another configuration, other models, another live owner."""
+    folder = _fresh_name(Path(run_dir).absolute()) if resume == "fresh" else Path(run_dir).absolute()
+    _check_place(folder)
+    if not (folder / CONFIG).exists():
+        return RunState(folder, "fresh", check_free(folder))
+    attempts = read_attempts(folder)
+    permitted = permitted_changes(config, folder)
+    check_models(config, attempts)
+    finished = read_finished(folder)
+    if finished and int(config.get("max_steps", 0)) <= finished["max_steps"]:
+        return RunState(folder, "finished", newest_attempt(folder), permitted, finished)
+    return RunState(folder, "resume", check_free(folder), permitted)
+
+
+def open_run(
+    config: Mapping[str, Any],
+    run_dir: str | Path,
+    resume: str,
+    plan: str = "",
+    words: Sequence[str] | None = None,
+) -> RunState:
+    """Create or reopen the run folder and own it until close_run or the end of this process.
+
+    A finished run is returned without taking ownership; otherwise config.yaml (with the arguments that made it, if they
+    are known), facts.json and, with the text of the plan, plan.txt then describe this attempt. Use the returned
+    run_dir: `resume=fresh` gives `NAME-2`, `NAME-3`, ... if NAME exists. ConfigError as in check_run, also if another
+    launch was faster.
+    """
+    while True:
+        found = check_run(config, run_dir, resume)
+        if found.kind == "finished":
+            return found
+        opened = replace(found, attempt=found.attempt + 1)
+        try:
+            lasts = config.get("cluster", {}).get("name", "local") == "local"
+            if claim(opened.run_dir, opened.attempt, lasts):
+                _describe(config, opened, plan, words)
+                return opened
+        except OSError as error:
+            raise ConfigError([f"run folder {found.run_dir} cannot be written: {error}"]) from error
+
+
+def _check_place(folder: Path) -> None:
+    """Check that the folder is a run, is empty, or can be created."""
+    try:
+        existing = next(path for path in (folder, *folder.parents) if path.exists() or path.is_symlink())
+    except OSError as error:
+        raise ConfigError([f"run folder {folder} cannot be made: {error.strerror}"]) from error
+    if not existing.is_dir():
+        raise ConfigError([f"run folder {folder} cannot be made: {existing} is not a folder"])
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError([f"run folder {folder} cannot be written: no permission in {existing}"])
+    longest = os.pathconf(existing, "PC_NAME_MAX")
+    if name := next((part for part in folder.parts if len(os.fsencode(part)) > longest), ""):
+        raise ConfigError([f"run folder {folder} cannot be made: a name has {len(name)} characters, {longest} may be"])
+    if existing == folder and not (folder / CONFIG).exists():
+        own = (
+            SLURM,
+            OWNERS,
+            FACTS,
+            PLAN,
+            f".{FACTS}.tmp",
+            f".{PLAN}.tmp",
+            f".{CONFIG}.tmp",
+        )  # killed before config.yaml was written
+        foreign = sorted(entry.name for entry in folder.iterdir() if entry.name not in own)
+        if foreign:
+            shown = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
+            raise ConfigError([f"{folder} is not a run folder: no {CONFIG}, but {shown}; choose another run_dir"])
+
+
+def _fresh_name(folder: Path) -> Path:
+    """The folder itself if it does not exist, else the first free name of NAME-2, NAME-3, ..."""
+    number, free = 1, folder
+    while free.exists() and any(free.iterdir() if free.is_dir() else [free]):
+        number += 1
+        free = folder.with_name(f"{folder.name}-{number}")
+    return free
+
+
+def _describe(config: Mapping[str, Any], run: RunState, plan: str, words: Sequence[str] | None) -> None:
+    """Update config.yaml, facts.json and plan.txt for the attempt that begins."""
+    folder = run.run_dir
+    attempts = read_attempts(folder)
+    own = {"attempt": run.attempt, "kind": run.kind, "changes": run.changes, "models": models_of(config)}
+    attempts.append(own | machine_facts())
+    write_durably(folder / FACTS, json.dumps({"attempts": attempts}, indent=1).encode())
+    if plan:
+        write_durably(folder / PLAN, plan.encode())
+    write_durably(folder / CONFIG, write_config(effective(config, folder), words))
+    (folder / FINISHED).unlink(missing_ok=True)

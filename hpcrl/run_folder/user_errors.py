@@ -1,0 +1,93 @@
+"""Errors of rewards, environments and generators that cost a sample each, not the run: the first of each kind is
+printed at once, and all are counted in errors.json of the run folder."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+from hpcrl.config import ConfigError
+from hpcrl.run_folder.records import damaged, now, read_record
+from hpcrl.system.files import write_durably
+
+ERRORS = "errors.json"
+ENTRY = {"source": str, "domain": str, "error": str, "count": int, "first": str, "last": str}
+MOST_CHARS = 600
+"""Longest text of an error."""
+MOST_KINDS = 50
+"""Kinds of errors that are kept apart; further ones are counted together."""
+PRINTED_KINDS = 10
+"""Kinds of errors of which the first is printed."""
+OTHERS = "errors of other kinds"
+WRITE_S = 5.0
+"""Seconds between two writes, which wait for the disk; the first error of a kind is written at once."""
+PLACE = re.compile(r" \([^()]+:\d+\)$")
+"""File and line at the end of an error's text, from hpcrl.rewards.serving.guarded.describe."""
+
+
+class UserErrors:
+    """The counts of a run, which go on from those of its earlier attempts. Errors of one kind differ in numbers only:
+    they come from one line of code, or have no line."""
+
+    def __init__(self, run_dir: Path | None):
+        """run_dir: None keeps the counts in memory."""
+        self._path = None if run_dir is None else run_dir / ERRORS
+        self._kinds: dict[tuple[str, ...], dict[str, Any]] = {}
+        try:
+            self._kinds |= {_kind(known): known for known in (() if run_dir is None else read_errors(run_dir))}
+        except ConfigError as problem:
+            print(f"hpcrl: {problem}; errors are counted anew", flush=True)
+        self._printed: set[tuple[str, ...]] = set()  # in this attempt
+        self._total = 0  # likewise
+        self._written, self._changed = -WRITE_S, False
+
+    def report(self, source: str, domain: str, error: str) -> None:
+        """Count an error. source: environment, reward or generator."""
+        error = " ".join(error[:MOST_CHARS].split())
+        error = "".join(sign if sign.isprintable() else "?" for sign in error)
+        entry: dict[str, Any] = {"source": source, "domain": domain, "error": error, "count": 0, "first": now()}
+        kind = _kind(entry)
+        if kind not in self._kinds and len(self._kinds) >= MOST_KINDS:
+            entry |= {"source": "", "domain": "", "error": OTHERS}
+            kind = _kind(entry)
+        known = self._kinds.setdefault(kind, entry)
+        known["count"] += 1
+        known["last"] = now()
+        self._total, self._changed = self._total + 1, True
+        if kind not in self._printed and len(self._printed) < PRINTED_KINDS:
+            self._printed.add(kind)
+            print(f"hpcrl: {source} of domain {domain}: {error}; the next ones are counted in {ERRORS}", flush=True)
+        elif str(self._total).strip("0") == "1":  # 10, 100, ...
+            print(f"hpcrl: {self._total} samples had errors so far, the last: {source} of domain {domain}: {error}")
+        if known["count"] == 1 or time.monotonic() >= self._written + WRITE_S:
+            self.write()
+
+    def write(self) -> None:
+        """Write what has changed since the last time. A full disk costs the file, not the run."""
+        if self._path is None or not self._changed:
+            return
+        self._written, self._changed = time.monotonic(), False
+        try:
+            write_durably(self._path, json.dumps({"errors": [*self._kinds.values()]}, indent=1).encode())
+        except OSError as problem:
+            print(f"hpcrl: {self._path} cannot be written: {problem}", flush=True)
+
+
+def read_errors(run_dir: Path) -> list[dict[str, Any]]:
+    """The kinds of errors of a run, in order of their first occurrence: source, domain, error, count, first, last.
+    ConfigError for a damaged file."""
+    found: list[dict[str, Any]] = read_record(run_dir / ERRORS, errors=list).get("errors", [])
+    for entry in found:
+        if not (isinstance(entry, dict) and all(isinstance(entry.get(key), kind) for key, kind in ENTRY.items())):
+            raise damaged(run_dir / ERRORS, f"{str(entry)[:200]} is no kind of errors")
+    return found
+
+
+def _kind(entry: dict[str, Any]) -> tuple[str, ...]:
+    error = str(entry["error"])
+    place = PLACE.search(error)
+    text = error[: place.start()] if place else error
+    return entry["source"], entry["domain"], re.sub(r"\d+", "0", text), place[0] if place else ""

@@ -1,0 +1,407 @@
+"""The env role: plays one environment per sample, turn by turn."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+from collections import defaultdict, deque
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from hpcrl.config import EnvConfig
+from hpcrl.data.env_sources import given_start
+from hpcrl.data.messages import Messages
+from hpcrl.data.template_forms import chat_template
+from hpcrl.envs.environment import UNREAD_KEYS, Env, begin, checked_reset, checked_step, cut, num_chars
+from hpcrl.envs.examples import example_messages
+from hpcrl.envs.processes import EnvProcess, EnvProcessError
+from hpcrl.messaging.messages import Done, EndEpisodes, Observed, PeekEnd, ScoredSample, Turn, TurnDelta
+from hpcrl.messaging.queues import ReaderLost
+from hpcrl.rewards.grading.extract import after_thinking
+from hpcrl.rewards.serving.guarded import RAISED, describe, sendable
+from hpcrl.rollout.types import FinishReason, episode_seed, is_held_out, split_sample_id
+from hpcrl.spec.trajectory import MAX_REWARD
+from hpcrl.system.clock import AwakeClock
+from hpcrl.workers.dialogue import (
+    as_messages,
+    first_prompt,
+    fitting,
+    prompt_ids,
+    window,
+    with_tools,
+)
+from hpcrl.workers.env_hosts import Hosts, StartedTurn
+from hpcrl.workers.observations import check_continues, observation_ids
+from hpcrl.workers.role import Rank
+
+ERROR_CHARS = 2000
+LAST_CHARS = 100_000
+"""Of what a held-out episode shows last, which only its page shows."""
+NOTHING_PLAYED = {"success": 0.0, "return": 0.0, "turns": 0.0, "failed": 0.0}
+"""Metrics of an episode without a turn. One that fails has them too, since means over the others would be too good."""
+
+
+@dataclass(eq=False)
+class _Episode:
+    """The episode of a sample. generator: the rank that generates its turns. began: by the role's clock. env: None
+    until a thread has made it. row: with the tools of the environment, if it adds any. rewards: of its turns. shown,
+    said: messages of the first prompt and of all observations, as the chat template shows them, and the turns of the
+    model between them. at_work: one of its turns waits or is played. dropped: the sample is no longer wanted, so the
+    episode ends after the turn at work."""
+
+    generator: int
+    began: float
+    env: Env | None = None
+    row: dict[str, Any] = field(default_factory=dict)
+    adds_tools: bool = False
+    rewards: list[float] = field(default_factory=list)
+    shown: list[Messages] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+    at_work: bool = False
+    dropped: bool = False
+
+
+@dataclass
+class _Played:
+    """Result of a turn: the environment's observation, the result so far, whether the episode is over."""
+
+    observation: Any
+    result: ScoredSample
+    ended: bool
+
+
+class _TooLate(Exception):
+    """A turn took longer than env.<domain>.timeout_s."""
+
+
+class _NoRoom(Exception):
+    """An observation leaves no room for another turn."""
+
+
+class _Playing:
+    """A turn that an environment plays."""
+
+    def __init__(self, turn: Turn, episode: _Episode, section: str, timeout_s: float):
+        self.turn, self.episode, self.section = turn, episode, section
+        self._timeout_s, self._clock = timeout_s, AwakeClock(timeout_s)
+        self.played: Future[_Played] = Future()
+        self.started: StartedTurn
+
+    def is_over(self) -> bool:
+        """Whether the turn has ended; ends it with _TooLate after its timeout. Called at every look of the role, as
+        its clock needs."""
+        if not self.played.done() and self._clock.now() > self._timeout_s:
+            call = "reset()" if self.turn.begins else "step()"
+            text = f"{call} did not return within {self._timeout_s:g} s (env.{self.section}.timeout_s)"
+            self.end(_TooLate(text))
+        return self.played.done()
+
+    def end(self, result: _Played | BaseException) -> bool:
+        """Set the result unless the turn has ended; returns whether it was set."""
+        try:
+            if isinstance(result, BaseException):
+                self.played.set_exception(result)
+            else:
+                self.played.set_result(result)
+        except InvalidStateError:
+            return False
+        return True
+
+
+class EnvRole:
+    """Turns arrive by mail, observations return to the sample's generator rank. The first turn of an episode has no
+    text and is answered with the first prompt.
+
+    Each configured environment plays several turns at once (hpcrl.workers.env_hosts), so that waiting environments do
+    not delay others.
+    Siblings of a group get the same seed. An environment that raises, or returns an invalid number or text, ends the
+    episode with reward 0; an observation that leaves no room for another turn ends it with the reward so far. Both are
+    errors of the sample. Generator ranks report the samples that they have dropped, the controller reports lost
+    generator ranks.
+    """
+
+    def __init__(self, worker: Rank):
+        """ValueError if a section names no valid environment, or examples that leave no room for a prompt, or if the
+        chat template cannot continue a dialogue."""
+        if worker.config.envs:
+            check_continues(worker.tokenizer)
+        self._examples = {name: _examples(worker, name, env) for name, env in worker.config.envs.items()}
+        self._config, self._hosts = worker.config, Hosts(worker.config, chat_template(worker.tokenizer))
+        self._worker = worker
+        self._token_chars = max(map(len, worker.tokenizer.get_vocab()))  # no token stands for more
+        limits = [env.max_seconds for env in worker.config.envs.values() if env.max_seconds is not None]
+        self._clock, self._now = AwakeClock(min(limits, default=math.inf)), 0.0
+        self._episodes: dict[int, _Episode] = {}  # by sample, without those that were given up and still run
+        self._ends: dict[int, str] = {}  # what held-out episodes of the newest evaluation showed last, by sample
+        self._unread: dict[str, frozenset[str]] = defaultdict(frozenset)  # keys of info, by section
+        self._waiting: deque[Turn] = deque()  # without a thread, in order
+        self._playing: list[_Playing] = []
+        self._lost: set[int] = set()  # generator ranks
+
+    def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
+        return {EndEpisodes: self._end_episodes, PeekEnd: self._peek_end}
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._playing)
+
+    def look_after(self) -> bool:
+        arrived, self._now = self._worker.world.mailbox.receive(Turn), self._clock.now()
+        for turn in arrived:
+            if turn.reason == FinishReason.ABORT:
+                self._drop(turn.sample)
+            elif turn.reply_to not in self._lost:
+                self._waiting.append(turn)
+                self._episodes.setdefault(turn.sample, _Episode(turn.reply_to, self._now)).at_work = True
+        self._hosts.interrupt_busy()
+        over = [playing for playing in self._playing if playing.is_over()]
+        for playing in over:
+            self._playing.remove(playing)
+            self._answer(playing)
+        self._begin_waiting()
+        self._worker.world.trace.beside(next(map(self._in_thread, self._playing), ""))
+        return bool(arrived or over)
+
+    def close(self) -> None:
+        for sample in list(self._episodes):
+            self._end(sample)
+        self._hosts.close()
+
+    def _env(self, turn: Turn) -> EnvConfig:
+        config = self._config.env_of(turn.domain)
+        assert config is not None, "generators send turns of samples with an environment"
+        return config
+
+    def _section(self, turn: Turn) -> str:
+        return turn.domain if turn.domain in self._config.env else "default"
+
+    def _begin_waiting(self) -> None:
+        """Start waiting turns in order, as far as their environments may play."""
+        started: dict[str, list[StartedTurn]] = defaultdict(list)
+        for playing in self._playing:
+            started[playing.section].append(playing.started)
+        later: deque[Turn] = deque()
+        for turn in self._waiting:
+            config = self._env(turn)
+            section = self._section(turn)
+            if not self._hosts.has_room(section, config, started[section]):
+                later.append(turn)
+                continue
+            playing = _Playing(turn, self._episodes[turn.sample], section, self._config.turn_timeout_s(config))
+            self._playing.append(playing)
+            playing.played.add_done_callback(lambda _: self._worker.world.intake.news.set())
+            ended = functools.partial(self._ended, playing)
+            self._worker.world.trace.beside(self._in_thread(playing))
+            work, env = self._play(turn, playing.episode), playing.episode.env
+            playing.started = self._hosts.start(section, work, ended, env)
+            started[section].append(playing.started)
+        self._waiting = later
+
+    def _in_thread(self, playing: _Playing) -> str:
+        """The name of the section that a turn plays in a thread of this process; empty if it plays elsewhere."""
+        return f"env.{playing.section}" if self._hosts.plays_here(playing.section) else ""
+
+    def _ended(self, playing: _Playing, result: _Played | BaseException) -> None:
+        """In the turn's thread or event loop: what it has returned or raised."""
+        if not playing.end(result):  # given up before
+            self._close(playing.episode)
+
+    def _answer(self, playing: _Playing) -> None:
+        """Report the result of a turn: the observation to the generator rank, the state of the sample to the
+        controller."""
+        worker, turn, episode = self._worker, playing.turn, playing.episode
+        config, reply, failed = self._env(turn), TurnDelta(turn.sample, b""), False
+        try:
+            played = playing.played.result()
+            result, ended = played.result, played.ended
+            if ended and is_held_out(turn.sample):
+                with contextlib.suppress(TypeError, ValueError):  # nobody needs it any more
+                    if num_chars(shown := cut(as_messages(played.observation), LAST_CHARS)) < 2 * LAST_CHARS:
+                        self._ends[turn.sample] = json.dumps(shown)
+            elif not ended:
+                reply = self._reply(turn, episode, played.observation)
+        except _NoRoom as problem:
+            ended, error = True, _text(config.name, str(problem))
+            if config.max_sequence_tokens is not None and not turn.begins:  # a limit of the episode, no error
+                full = {**result.metrics, "truncated": 1.0, "sequence_full": 1.0}
+                result, error = msgspec.structs.replace(result, metrics=full), ""
+            result = msgspec.structs.replace(result, error=error)
+        except RAISED as failure:  # one bad environment is data, not a crash
+            told = isinstance(failure, (EnvProcessError, _TooLate))  # in words of hpcrl
+            error = _text(config.name, str(failure) if told else describe(failure))
+            metrics = NOTHING_PLAYED | {"turns": float(len(episode.rewards)), "failed": 1.0}
+            result, ended, failed = ScoredSample(turn.sample, 0.0, 0.0, error, metrics), True, True
+        episode.at_work = False
+        if isinstance(playing.played.exception(), _TooLate):
+            del self._episodes[turn.sample]  # its thread closes the environment if the call ever returns
+            playing.started.stop()
+            if isinstance(episode.env, EnvProcess):
+                self._close(episode)
+        elif ended or episode.dropped:
+            self._end(turn.sample)
+        else:
+            # The generator is gone: the controller learns it from the agent and restarts the sample.
+            with contextlib.suppress(ReaderLost):
+                worker.world.mailbox.send(turn.reply_to, [reply])
+        worker.emit(Observed(turn.sample, ended, result, config.add_reward and not result.error, failed))
+
+    def _reply(self, turn: Turn, episode: _Episode, observation: Any) -> TurnDelta:
+        """An observation as messages, and as tokens: those that follow the turn or, by steps, the next turn's own
+        prompt. _NoRoom if they are too many; TypeError for an observation that is neither text nor messages."""
+        config, tokens = self._env(turn), functools.partial(self._tokens, turn, episode)
+        shortens, most_chars = config.long_observation == "shorten", max(0, turn.room) * self._token_chars
+        as_messages(observation)
+        if shortens:
+            observation = cut(observation, most_chars)
+        # What cannot fit is not tokenised, which would delay the rank's other episodes. A note of what is left out, and
+        # messages beside the longest one, add to the characters.
+        if (count := num_chars(observation)) > 2 * most_chars:
+            raise _NoRoom(f"an observation of {count} characters is too long, there is room for {turn.room} tokens")
+        messages, token_ids = tokens(observation)
+        if len(token_ids) > turn.room and shortens:
+            messages, token_ids = fitting(observation, turn.room, tokens)
+        if (count := len(token_ids)) > turn.room:
+            what = "a prompt" if config.by_steps else "an observation"
+            if config.examples and (turn.begins or config.by_steps):
+                what = f"a prompt with {config.examples} examples (env.{self._section(turn)}.examples)"
+            raise _NoRoom(f"{what} of {count} tokens is too long, there is room for {turn.room}")
+        episode.shown.append(messages)
+        if not turn.begins:
+            episode.said.append(self._remembered(turn))
+        return TurnDelta(turn.sample, token_ids.tobytes(), json.dumps(messages).encode())
+
+    def _tokens(self, turn: Turn, episode: _Episode, observation: Any) -> tuple[Messages, np.ndarray]:
+        tokenizer, tools, config = self._worker.tokenizer, episode.row["tools"], self._env(turn)
+        if turn.begins:
+            examples = self._examples[self._section(turn)]
+            return first_prompt(tokenizer, episode.row, observation, episode.adds_tools, examples)
+        messages = as_messages(observation)
+        if not config.by_steps:
+            return messages, observation_ids(tokenizer, messages, turn.last_token, tools)
+        shown, said = [*episode.shown, messages], [*episode.said, self._remembered(turn)]
+        return messages, prompt_ids(tokenizer, window(shown, said, config.history), tools)
+
+    def _remembered(self, turn: Turn) -> str:
+        """What later prompts of the episode may show of the turn."""
+        return after_thinking(turn.text).lstrip() if self._env(turn).thinking == "cut" else turn.text
+
+    async def _play(self, turn: Turn, episode: _Episode) -> _Played:
+        """Waits only for coroutines of the environment. Raises whatever the environment raises."""
+        config, section = self._env(turn), self._section(turn)
+        if turn.begins:
+            episode.row = json.loads(turn.meta)
+            episode.env = self._hosts.make(section, config, episode.row)
+            began = await self._hosts.returned(section, begin(episode.env, self._seed(turn, episode.row)))
+            observation, info = checked_reset(began)
+            self._mention(section, info)
+            if tools := info.get("tools"):
+                episode.row["tools"], episode.adds_tools = with_tools(episode.row["tools"], tools), True
+            ended, metrics = bool(info.get("terminated") or info.get("truncated")), dict(NOTHING_PLAYED)
+            if ended:
+                metrics |= {"truncated": float(not info.get("terminated")), **_metrics(info, "reset()")}
+            score = metrics["success"]
+            return _Played(observation, ScoredSample(turn.sample, 0.0, score, "", metrics), ended)
+        assert episode.env is not None, "an episode begins with its first turn"
+        action = turn.marked if turn.marked and getattr(episode.env, "special_tokens", False) else turn.text
+        played = await self._hosts.returned(section, episode.env.step(action))
+        observation, gained, terminated, truncated, info = checked_step(played)
+        self._mention(section, info)
+        reward, metrics = float(gained), _metrics(info, "step()")
+        total = sum(episode.rewards) + reward
+        _check_numbers({"reward": reward, "return": total}, "step()")
+        episode.rewards.append(reward)
+        score = metrics.get("success", total)
+        metrics = {"return": total, "turns": float(len(episode.rewards))} | metrics | {"failed": 0.0}
+        over = bool(terminated or truncated) or turn.reason == FinishReason.LENGTH or self._is_spent(turn, episode)
+        if over:
+            full = {} if config.max_sequence_tokens is None else {"sequence_full": 0.0}
+            metrics = {"truncated": float(not terminated)} | full | metrics
+        return _Played(observation, ScoredSample(turn.sample, total, score, "", metrics, list(episode.rewards)), over)
+
+    def _mention(self, section: str, info: dict[str, Any]) -> None:
+        """Print once which keys of info nobody sees."""
+        if (unread := frozenset(info.get(UNREAD_KEYS, ()))) - self._unread[section]:
+            self._unread[section] |= unread
+            names = ", ".join(sorted(unread))
+            line = f"hpcrl: env.{section}: nobody sees {names} of info; what the model needs belongs to the observation"
+            print(" ".join(line.split()), flush=True)
+
+    def _is_spent(self, turn: Turn, episode: _Episode) -> bool:
+        """Whether the episode has no turns, tokens or seconds left."""
+        config = self._env(turn)
+        return (
+            len(episode.rewards) >= config.max_turns
+            or (config.max_tokens is not None and turn.written >= config.max_tokens)
+            or (config.max_seconds is not None and self._now - episode.began > config.max_seconds)
+        )
+
+    def _seed(self, turn: Turn, row: dict[str, Any]) -> int:
+        """The seed of the row, else one of the prompt. ValueError if the row has no valid one."""
+        given = given_start(row["extra"])
+        return episode_seed(self._config.seed, split_sample_id(turn.sample)[0]) if given is None else given
+
+    def _peek_end(self, command: PeekEnd, seq: int) -> Done:
+        found = [self._ends.get(sample, "") for sample in command.samples]
+        self._ends = {}  # of the evaluation that asks
+        return Done(seq, texts=found)
+
+    def _drop(self, sample: int) -> None:
+        """End an episode, if there is one, after its turn at work."""
+        episode = self._episodes.get(sample)
+        if episode is not None and episode.at_work:
+            episode.dropped = True
+        elif episode is not None:
+            self._end(sample)
+
+    def _end_episodes(self, command: EndEpisodes, seq: int) -> None:
+        self._lost.add(command.generator)
+        for sample in [i for i, episode in self._episodes.items() if episode.generator == command.generator]:
+            self._drop(sample)
+
+    def _end(self, sample: int) -> None:
+        """Forget an episode and close its environment."""
+        self._close(self._episodes.pop(sample))
+
+    def _close(self, episode: _Episode) -> None:
+        if episode.env is not None:
+            self._hosts.end(episode.env)
+
+
+def _examples(worker: Rank, section: str, config: EnvConfig) -> Messages:
+    messages, most = example_messages(config, section, worker.config.seed), worker.config.data.max_prompt_tokens
+    if messages and (count := len(prompt_ids(worker.tokenizer, messages, None))) >= most:
+        raise ValueError(
+            f"env.{section}.examples: {config.examples} examples take {count} tokens, and leave none of "
+            f"data.max_prompt_tokens={most} for the prompt; show fewer or allow more"
+        )
+    return messages
+
+
+def _metrics(info: dict[str, Any], call: str) -> dict[str, float]:
+    """The metrics in info: float and str, since msgpack has no numbers of numpy and torch. ValueError as from
+    _check_numbers()."""
+    metrics = {sendable(str(name)): float(value) for name, value in info.get("metrics", {}).items()}
+    _check_numbers(metrics, call)
+    return metrics
+
+
+def _check_numbers(numbers: dict[str, float], call: str) -> None:
+    """ValueError names one of the call that is not finite or too large."""
+    for name, value in numbers.items():
+        if not math.isfinite(value):
+            raise ValueError(f"{call} returned {name}={value}, which is not a number")
+        if abs(value) > MAX_REWARD:
+            raise ValueError(f"after {call} {name}={value:g}; at most {MAX_REWARD:g} is possible")
+
+
+def _text(name: str, problem: str) -> str:
+    """An error message that can be sent, whatever user code put into it."""
+    text = problem[:ERROR_CHARS].encode(errors="replace").decode()
+    return f"environment {name}: {text}"

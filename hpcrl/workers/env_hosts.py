@@ -1,0 +1,214 @@
+"""Where the code of environments runs (env.NAME.runs_in): each turn in a thread, all turns as tasks of one event loop,
+or each episode in a process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import inspect
+import os
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from hpcrl.config import Config, EnvConfig
+from hpcrl.envs.environment import Env
+from hpcrl.envs.factory import check_env, make_env, runs_in
+from hpcrl.envs.processes import EnvProcess, EnvProcesses, busy_s, computed_s
+from hpcrl.rewards.serving.guarded import RAISED
+
+WhenOver = Callable[[Any], object]
+"""Gets what a turn has returned or raised, where it was played."""
+MOST_WAITING = 32
+"""Turns of a section that are played at a time by default, if they wait."""
+SEEN_S, BUSY_SHARE = 0.05, 0.1
+"""A turn that after these seconds has computed for less than this share of them is one that waits; a thread that
+computes may get a part only of the time that others leave."""
+LOOK_S, BUSY_S = 1.0, 1.0
+"""Seconds between two looks at turns that were given up, and for how long one of them may have computed."""
+CLOSE_S = 5.0
+"""Seconds for environments that still close themselves at the end of the rank."""
+
+
+class StartedTurn:
+    """A turn that is played. stop: ends it, as far as that is possible; busy_s: for how long its thread or process has
+    not waited."""
+
+    def __init__(self, stop: Callable[[], object], busy_s: Callable[[], float] = lambda: 0.0):
+        self.stop, self._busy_s = stop, busy_s
+        self._began, self._before_s = time.monotonic(), busy_s()
+
+    def waits(self) -> bool:
+        """Whether it does little else than waiting."""
+        passed_s = time.monotonic() - self._began
+        return passed_s > SEEN_S and self._busy_s() - self._before_s < BUSY_SHARE * passed_s
+
+
+class Hosts:
+    """The threads, the event loop and the processes of an env rank."""
+
+    def __init__(self, config: Config, chat_template: str):
+        """ValueError if a section names no valid environment. chat_template: of the model."""
+        self._template, self._deterministic = chat_template, config.deterministic
+        self._processes: dict[str, EnvProcesses] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._where: dict[str, str] = {}
+        self._closing: set[threading.Thread] = set()
+        self._given_up: list[TurnThread] = []
+        self._looked = 0.0
+        self._lock = threading.Lock()
+        try:
+            for section, env in config.envs.items():
+                check_env(env, section, chat_template)
+                self._where[section] = runs_in(env, section)
+                if self._where[section] == "process":
+                    self._processes[section] = EnvProcesses(env, section)
+        except ValueError:
+            self.close()
+            raise
+
+    def make(self, section: str, config: EnvConfig, row: dict[str, Any]) -> Env:
+        """An environment for a row. Raises what its constructor raises."""
+        processes = self._processes.get(section)
+        return make_env(config, row, self._template) if processes is None else processes.make(row, self._template)
+
+    def plays_here(self, section: str) -> bool:
+        """Whether the code of a section runs in this process, which it may end."""
+        return self._where[section] != "process"
+
+    def has_room(self, section: str, config: EnvConfig, started: Sequence[StartedTurn]) -> bool:
+        """Whether another turn of the section may begin beside these: tasks are not limited."""
+        if self._where[section] == "task":
+            return True
+        if config.num_threads is not None or self._deterministic:
+            return len(started) < (config.num_threads or 1)
+        at_work = 1 if self._where[section] == "thread" else len(os.sched_getaffinity(0))
+        return len(started) < MOST_WAITING and sum(not one.waits() for one in started) < at_work
+
+    def start(self, section: str, work: Coroutine[Any, Any, Any], ended: WhenOver, env: Env | None) -> StartedTurn:
+        """Begin the work on an environment, if it has been made. RuntimeError if the section's processes can no longer
+        be forked."""
+        if (processes := self._processes.get(section)) is not None:
+            processes.check()
+        if self._where[section] == "task":
+            return StartedTurn(asyncio.run_coroutine_threadsafe(_to_end(work, ended), self._running_loop()).cancel)
+        thread = TurnThread(work, ended)
+        busy = env.busy_s if isinstance(env, EnvProcess) else thread.busy_s
+        return StartedTurn(lambda: self._given_up.append(thread), busy)
+
+    def interrupt_busy(self) -> None:
+        """Interrupt turns that were stopped and go on computing, which takes the time of all other threads. Others may
+        still return, and their environments be closed."""
+        if (now := time.monotonic()) < self._looked + LOOK_S:
+            return
+        self._looked = now
+        self._given_up = [thread for thread in self._given_up if thread.is_alive()]
+        for thread in self._given_up:
+            if thread.used_s() > BUSY_S:
+                thread.interrupt()
+
+    async def returned(self, section: str, value: Any) -> Any:
+        """What a method of an environment returns. TypeError for a coroutine outside the event loop."""
+        if not inspect.isawaitable(value):
+            return value
+        if self._where[section] != "task":
+            if inspect.iscoroutine(value):
+                value.close()
+            raise TypeError(f"its methods are coroutines; use env.{section}.runs_in=task")
+        return await value
+
+    def end(self, env: Env) -> None:
+        """Close an environment, in a thread of its own because close() may wait; what it raises is ignored, since its
+        sample has its result."""
+        if isinstance(env, EnvProcess):
+            env.close()  # waits for nothing
+        elif close := getattr(env, "close", None):
+            thread = threading.Thread(target=self._close, args=(close,), name="close", daemon=True)
+            with self._lock:  # close() joins no thread that has not begun
+                self._closing.add(thread)
+                thread.start()
+
+    def _close(self, close: Callable[[], Any]) -> None:
+        with contextlib.suppress(*RAISED):
+            if inspect.iscoroutine(closing := close()):
+                asyncio.run_coroutine_threadsafe(closing, self._running_loop())
+        self._closing.discard(threading.current_thread())
+
+    def close(self) -> None:
+        """End the processes and the event loop, after the close() of environments."""
+        end = time.monotonic() + CLOSE_S
+        with self._lock:
+            closing = list(self._closing)
+        for thread in closing:
+            thread.join(max(0.0, end - time.monotonic()))
+        for processes in self._processes.values():
+            processes.close()
+        if self._loop is not None:
+            ended = asyncio.run_coroutine_threadsafe(_others(), self._loop)
+            with contextlib.suppress(Exception):
+                ended.result(CLOSE_S)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, name="environments", daemon=True).start()
+            return self._loop
+
+
+async def _to_end(work: Coroutine[Any, Any, Any], ended: WhenOver) -> None:
+    try:
+        result = await work
+    except BaseException as error:  # user code may call sys.exit
+        result = error
+    ended(result)
+
+
+async def _others() -> None:
+    """Wait for all other tasks."""
+    await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}), return_exceptions=True)
+
+
+class TurnThread:
+    """A thread for a turn. A daemon, since an environment that hangs keeps its thread, for which no other may wait."""
+
+    def __init__(self, work: Coroutine[Any, Any, Any], ended: WhenOver):
+        """work: waits for nothing."""
+        self._work, self._ended = work, ended
+        self._lock, self._over = threading.Lock(), False
+        self._thread = threading.Thread(target=self._run, name="environment", daemon=True)
+        self._thread.start()
+
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def used_s(self) -> float:
+        """Seconds for which the thread has computed; 0 if it has ended."""
+        return computed_s(f"self/task/{self._thread.native_id}")
+
+    def busy_s(self) -> float:
+        """See busy_s() of the thread."""
+        return busy_s(f"self/task/{self._thread.native_id}")
+
+    def interrupt(self) -> None:
+        """Raise SystemExit in the work, which ends a loop in Python; a call into C ends first."""
+        with self._lock:  # so that the thread is still there
+            if not self._over and self._thread.ident is not None:
+                ident = ctypes.c_ulong(self._thread.ident)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
+
+    def _run(self) -> None:
+        result: Any
+        try:
+            self._work.send(None)
+            result = AssertionError("a turn waits outside the event loop")
+        except StopIteration as returned:
+            result = returned.value
+        except BaseException as error:  # user code may call sys.exit
+            result = error
+        with self._lock:
+            self._over = True
+        self._ended(result)

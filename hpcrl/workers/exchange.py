@@ -1,0 +1,144 @@
+"""Commands that transfer rollouts between ranks: responses to trainers, and log-probs back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from hpcrl.comm.transfer import PeerLost, from_ragged
+from hpcrl.messaging.messages import Done, DropBatch, HandOver, Logprobs, Move, SendTokens
+from hpcrl.rollout.batch import Batch, on_policy, pack
+from hpcrl.rollout.types import TOKEN_REWARD
+from hpcrl.spec.trajectory import FIELDS, TEXT, Level
+from hpcrl.workers.generator import GeneratorRole
+from hpcrl.workers.role import Rank, without
+from hpcrl.workers.trainer import ReferenceRole, TrainerRole
+
+_FLOAT = np.dtype(np.float32)
+
+
+@dataclass
+class _Share:
+    """This rank's part of a batch during its hand-over."""
+
+    received: list[tuple[Move, dict[str, np.ndarray]]] = field(default_factory=list)
+    scored: dict[str, list[np.ndarray]] = field(default_factory=dict)  # of ROW fields in chunks, of others by row
+
+    def add(self, received: list[tuple[Move, dict[str, np.ndarray]]], scored: Mapping[str, bytes]) -> None:
+        """Add the data of one command."""
+        self.received += received
+        count = sum(len(move.samples) for move, _ in received)
+        for name, data in scored.items():
+            dtype = TOKEN_REWARD if FIELDS[name].level is Level.TOKEN else FIELDS[name].travels_as
+            whole = FIELDS[name].level is Level.ROW
+            self.scored.setdefault(name, []).extend(
+                [np.frombuffer(data, dtype)] if whole else from_ragged(data, count, dtype)
+            )
+
+
+class Exchange:
+    """Exists on every rank; the command determines which of the rank's roles take part."""
+
+    def __init__(self, worker: Rank):
+        self._worker = worker
+        self._shares: dict[int, _Share] = {}
+
+    def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
+        return {
+            HandOver: self._hand_over,
+            DropBatch: self._drop_batch,
+            Logprobs: self._logprobs,
+            SendTokens: self._send_tokens,
+        }
+
+    def _hand_over(self, command: HandOver, seq: int) -> Done:
+        worker = self._worker
+        fields = {level: _travelling(command.fields, level) for level in Level}
+
+        def pick(samples: Sequence[int]) -> dict[str, list[np.ndarray]]:
+            return cast(GeneratorRole, worker.roles["generator"]).pick(samples)
+
+        exchange = worker.fabrics[command.group].exchange
+        try:
+            received = exchange(worker.world.rank, command.moves, fields[Level.TOKEN], fields[Level.ROW], pick, TEXT)
+        except PeerLost as lost:
+            return without(worker, (lost.peer,), seq, lost)
+        if not received and not command.forms:
+            return Done(seq)
+        share = self._shares.setdefault(command.batch, _Share())
+        share.add(received, command.scored)
+        if not command.forms:
+            return Done(seq)
+        batch = worker.batches[command.batch] = _formed(self._shares.pop(command.batch), command.fields)
+        if worker.config.debug != "rollout_only":  # which keeps its initial weights
+            rollout, trained = worker.config.rollout, command.batch - 1
+            batch.on_policy = on_policy(batch, trained, rollout.on_new_weights == "recompute")
+            oldest = trained - math.ceil(rollout.max_lag)
+            versions = batch.versions[batch.loss_mask]
+            if bool((versions < oldest).any()):
+                text = f"step {command.batch} got a token of weights {int(versions.min())}"
+                raise RuntimeError(f"{text}; rollout.max_lag allows {oldest}")
+        return Done(seq)
+
+    def _drop_batch(self, command: DropBatch, seq: int) -> None:
+        self._shares.pop(command.batch, None)
+        self._worker.batches.pop(command.batch, None)
+
+    def _logprobs(self, command: Logprobs, seq: int) -> Done:
+        # Without ranks of its own, the reference is with the trainer.
+        role = self._worker.roles.get(command.role) or self._worker.roles["trainer"]
+        return cast(TrainerRole | ReferenceRole, role).logprobs(command, seq)
+
+    def _send_tokens(self, command: SendTokens, seq: int) -> Done:
+        worker, batch = self._worker, self._worker.batches[command.batch]
+        rows = {sample: row for row, sample in enumerate(batch.sample_ids.tolist())}
+        starts = batch.cu_seqlens.tolist()
+
+        def pick(samples: Sequence[int]) -> dict[str, list[np.ndarray]]:
+            values = getattr(batch, command.field).numpy()
+            return {command.field: [values[starts[rows[s]] : starts[rows[s] + 1]] for s in samples]}
+
+        received = worker.fabrics[command.group].exchange(
+            worker.world.rank, command.moves, [(command.field, _FLOAT)], [], pick
+        )
+        if command.dest in worker.roles:  # also without rows: the filled fields of a batch are the same on all of them
+            values = getattr(batch, command.field)
+            if values is None:
+                values = torch.zeros(batch.num_tokens)
+            for move, fields in received:
+                parts = torch.from_numpy(fields[command.field].copy()).split(move.lengths)
+                for sample, part in zip(move.samples, parts, strict=True):
+                    values[starts[rows[sample]] : starts[rows[sample] + 1]] = part
+            setattr(batch, command.field, values)
+        return Done(seq)
+
+
+def _travelling(names: Sequence[str], level: Level) -> list[tuple[str, np.dtype]]:
+    """The named fields of this level with their dtypes of transfer, of several numbers for wide fields. ValueError for
+    a field that this rank does not know."""
+    if unknown := sorted(set(names) - FIELDS.keys()):
+        text = f"fields {', '.join(unknown)} are handed over to a rank that has not declared them"
+        raise ValueError(f"{text}: declare them (hpcrl.spec.trajectory) in a module that every rank imports")
+    fields = [FIELDS[name] for name in names if FIELDS[name].level is level]
+    return [(field.name, np.dtype((field.travels_as, field.shape(1)[1:]))) for field in fields]
+
+
+def _formed(share: _Share, fields: Sequence[str]) -> Batch:
+    """The rank's rows, sorted by sample id."""
+    ids = [sample for move, _ in share.received for sample in move.samples]
+    lengths = [length for move, _ in share.received for length in move.lengths]
+    columns = {name: [values[name] for _, values in share.received] for name in fields}
+    columns |= {name: parts for name, parts in share.scored.items() if FIELDS[name].level is Level.ROW}
+    flat = {name: np.concatenate(parts or [np.empty(FIELDS[name].shape(0))]) for name, parts in columns.items()}
+    messages: list[str] = []
+    for move, values in share.received:
+        ends = np.cumsum(move.text_bytes, dtype=np.int64)[:-1]
+        messages += [part.tobytes().decode() for part in np.split(values[TEXT], ends)] if TEXT in values else []
+    texts = {"messages": messages} if len(messages) == len(ids) else {}
+    batch = pack(ids, lengths, flat, texts, share.scored.get("turn_rewards"), share.scored.get("token_rewards"))
+    return batch.select(sorted(range(len(ids)), key=ids.__getitem__)).check()

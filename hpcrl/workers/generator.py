@@ -1,0 +1,333 @@
+"""The generator role: a replica's engine, its responses, and their transfer to rewards and environments."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+
+from hpcrl.checkpoint.commit import seal_files
+from hpcrl.data.chat import end_ids
+from hpcrl.data.reasoning import TAIL_TOKENS, TurnTexts
+from hpcrl.engines.gen.generation_engine import GenEngine, PromptRefused, ReplicaRanks, Request, SamplingParams
+from hpcrl.messaging.messages import (
+    AbortSamples,
+    Admit,
+    Burst,
+    BurstDone,
+    Done,
+    Ended,
+    Forget,
+    LoadHeld,
+    Peek,
+    PromptPayload,
+    Rescore,
+    Response,
+    SaveHeld,
+    Scored,
+    ScoredSample,
+    Turn,
+    TurnDelta,
+)
+from hpcrl.messaging.queues import ReaderLost
+from hpcrl.rollout.held import read_held, write_held
+from hpcrl.rollout.types import FinishReason, Sample, receiver_of, split_sample_id
+from hpcrl.spec.tables import GEN_ENGINES
+from hpcrl.spec.trajectory import TEXT
+from hpcrl.system.clock import AwakeClock
+from hpcrl.workers.held_samples import HeldPrompt, HeldSample
+from hpcrl.workers.one_process import OneProcess
+from hpcrl.workers.role import Rank
+
+
+class GeneratorRole:
+    """`samples`: admitted samples that were neither forgotten nor handed over.
+
+    All ranks of a replica execute the same commands in the same order, so they make the same engine calls and have the
+    same samples. The first rank answers bursts, sends mail and hands samples over; it receives observations by mail and
+    passes them on when the turns after them are admitted.
+    """
+
+    busy = False
+
+    def __init__(self, worker: Rank):
+        self._worker = worker
+        replica = worker.layout.replica_of(worker.world.rank)
+        self._texts = TurnTexts(worker.tokenizer)
+        added = worker.tokenizer.added_tokens_decoder.items()
+        self._special = frozenset(token_id for token_id, token in added if token.special)
+        self._speaks, self._others = replica[0] == worker.world.rank, replica[1:]
+        group = worker.world.group(f"replica/{replica[0]}", replica, 0, of_engine=True) if self._others else None
+        ranks = ReplicaRanks(replica, replica.index(worker.world.rank), group)
+        make = GEN_ENGINES[worker.config.gen_engine].load()
+        self.engine: GenEngine = make(worker.config, worker.model_path, worker.tokenizer, ranks)
+        self._end_ids = end_ids(worker.tokenizer)
+        self.trainer = OneProcess.of(worker, self.engine)
+        self.samples: dict[int, HeldSample] = {}
+        self._prompts: WeakValueDictionary[int, HeldPrompt] = WeakValueDictionary()  # alive with any of its samples
+        self._beginning: list[HeldSample] = []  # their environments start in the next burst
+        self._refused: list[Ended] = []  # samples that end in the next burst without a new token
+        self._observations: dict[int, TurnDelta] = {}  # by sample, of turns not yet admitted
+
+    def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
+        return {
+            Admit: self._admit,
+            Burst: self._burst,
+            AbortSamples: self._abort,
+            Rescore: self._rescore,
+            Forget: self._forget,
+            SaveHeld: self._save_held,
+            LoadHeld: self._load_held,
+            Peek: self._peek,
+        }
+
+    def look_after(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def pick(self, samples: Sequence[int]) -> dict[str, list[np.ndarray]]:
+        """Fields of held samples, one array per sample, and their messages as bytes under TEXT (see
+        Fabric.exchange)."""
+        held = [self.samples[sample].held for sample in samples]
+        picked = {name: [sample.columns[name] for sample in held] for name in (held[0].columns if held else ())}
+        return picked | {TEXT: [np.frombuffer(sample.text(), np.uint8) for sample in held]}
+
+    def _admit(self, command: Admit, seq: int) -> None:
+        prompts = {payload.uid: self._prompt(payload) for payload in command.prompts}
+        s = command.sampling
+        limits = s.top_p, s.top_k, s.min_p, tuple(s.stop)
+        params = SamplingParams(s.max_new_tokens, s.temperature, *limits, stop_token_ids=self._end_ids)
+        rollout = self._worker.config.rollout
+        known = [self.samples[sample] for sample, _ in command.samples if sample in self.samples]
+        if going_on := [sample for sample in known if sample.rollout is not None]:
+            self._extend(going_on)
+        shared: dict[int, list[int]] = {}  # siblings get the same list, which the engine prefills once
+        requests = []
+        for sample_id, seed in command.samples:
+            uid = split_sample_id(sample_id)[0]
+            if sample_id not in self.samples:
+                self.samples[sample_id] = HeldSample(sample_id, prompts[uid])
+            sample = self.samples[sample_id]
+            own = rollout.domains.get(sample.prompt.domain)
+            limit = min(s.max_new_tokens, (own.max_new_tokens if own is not None else None) or s.max_new_tokens)
+            if (budget := sample.prompt.max_tokens) is not None:
+                limit = min(limit, budget - sample.num_model_tokens)
+            sample.max_new_tokens, turn = limit, 0
+            if sample.rollout is not None:
+                ids, turn = sample.context.tolist(), sample.next_turn
+            elif sample.prompt.played:
+                sample.begin(s.truncates)
+                self._beginning.append(sample)
+                continue
+            else:
+                ids = shared.setdefault(uid, sample.prompt.token_ids.tolist())
+            continues = sample.env is not None and not sample.prompt.by_steps
+            own_params = replace(params, max_new_tokens=limit) if limit < params.max_new_tokens else params
+            requests.append(Request(sample_id, ids, own_params, seed + turn, continues))
+        try:
+            self.engine.add(requests)
+        except PromptRefused:  # in that case none was accepted
+            for request in requests:
+                try:
+                    self.engine.add([request])
+                except PromptRefused as error:
+                    self._refuse(request, str(error))
+
+    def _prompt(self, payload: PromptPayload) -> HeldPrompt:
+        prompt = self._prompts.get(payload.uid)
+        if prompt is None:
+            prompt = self._prompts[payload.uid] = HeldPrompt(payload, self._worker.config)
+        return prompt
+
+    def _refuse(self, request: Request, error: str) -> None:
+        """End a sample that the engine refuses, with an error and without its last observation."""
+        sample = self.samples[request.id]
+        if sample.rollout is None:
+            ended = Ended(request.id, len(request.prompt_ids), 0, str(FinishReason.STOP))
+        else:
+            sample.take_back()
+            ended = self._ended(sample)
+        self._refused.append(ended)
+        if self._speaks:
+            self._worker.emit(Scored([ScoredSample(request.id, 0.0, 0.0, error)]))
+
+    def _extend(self, samples: Sequence[HeldSample]) -> None:
+        """Add observations to samples that continue, and pass the observations on to the other ranks. Every observation
+        has been sent, because the controller only continues answered samples."""
+        deadline = self._worker.world.timeout_s
+        clock = AwakeClock(deadline)
+        while missing := [sample.id for sample in samples if sample.id not in self._observations]:
+            if clock.now() > deadline:
+                raise TimeoutError(f"no observation for samples {sorted(missing)[:4]} within the deadline")
+            for item in self._worker.world.mailbox.receive(TurnDelta, 1.0):
+                # A sample unknown to the first rank was dropped meanwhile. Observations that it passes on may arrive
+                # early.
+                if item.sample in self.samples or not self._speaks:
+                    self._observations[item.sample] = item
+        observations = [self._observations.pop(sample.id) for sample in samples]
+        self._mail(dict.fromkeys(self._others, observations))
+        for sample, observation in zip(samples, observations, strict=True):
+            sample.observe(observation)
+
+    def _burst(self, command: Burst, seq: int) -> BurstDone | Done:
+        started = time.perf_counter()
+        beginning, self._beginning = self._beginning, []
+        for sample in beginning:
+            sample.env = receiver_of(sample.id, self._worker.layout.ranks["env"], command.envs)
+        self._play(beginning)
+        if self.trainer is not None:
+            self.trainer.check()
+        before = sum(self.engine.progress().values())
+        with torch.no_grad():
+            outputs = self.engine.step(command.num_tokens)
+        progress = self.engine.progress()
+        decoded = sum(progress.values()) + sum(len(o.token_ids) for o in outputs) - before
+        samples = [self.samples[output.id] for output in outputs]
+        written = [output.token_ids.tolist() for output in outputs]
+        texts = self._texts.of(written, [sample.context[-TAIL_TOKENS:].tolist() for sample in samples])
+        for sample, output, text in zip(samples, outputs, texts, strict=True):
+            sample.end_turn(output, text)
+        turns = [sample for sample in samples if sample.env is not None]
+        finished = [sample for sample in samples if sample.env is None]
+        self._play(turns)
+        self._post(finished, command.receivers)
+        refused, self._refused = self._refused, []
+        if not self._speaks:
+            return Done(seq)
+        played = [end for end in refused if self.samples[end.sample].env is not None]
+        return BurstDone(
+            seq,
+            finished=[*map(self._ended, finished), *(end for end in refused if end not in played)],
+            turns=[*map(self._ended, beginning + turns), *played],
+            tokens=decoded,
+            seconds=time.perf_counter() - started,
+        )
+
+    def _ended(self, sample: HeldSample) -> Ended:
+        return sample.ended(with_text=self._worker.config.rollout.save_rollouts)
+
+    def _play(self, samples: Sequence[HeldSample]) -> None:
+        """Send each sample's last turn to its environment, or the start of the episode."""
+        posts: dict[int, list[Turn]] = defaultdict(list)
+        for sample in samples:
+            prompt, held = sample.prompt, sample.held
+            begins = bool(held.turn_ids[-1] < 0)
+            if prompt.by_steps:
+                room = self._worker.config.data.max_prompt_tokens
+            else:
+                filled = 0 if begins else len(held.token_ids)
+                room = prompt.max_sequence_tokens - filled - sample.max_new_tokens
+            assert sample.env is not None, "environments are told of their own samples"
+            posts[sample.env].append(
+                Turn(
+                    sample.id,
+                    prompt.domain,
+                    "" if begins else held.messages[-1]["content"],
+                    prompt.meta if begins else b"",
+                    str(held.finish_reason),
+                    self._worker.world.rank,
+                    int(held.token_ids[-1]),
+                    room,
+                    begins,
+                    sample.num_model_tokens,
+                    "" if begins else self._marked(held),
+                )
+            )
+        self._mail(posts)
+
+    def _marked(self, held: Sample) -> str:
+        """The last turn with its special tokens but the last; empty without others."""
+        turn = held.token_ids[held.loss_mask & (held.turn_ids == held.turn_ids[-1])].tolist()
+        inner = turn[:-1] if turn[-1] in self._special else turn
+        return self._worker.tokenizer.decode(inner, skip_special_tokens=False) if self._special & {*inner} else ""
+
+    def _post(self, samples: Sequence[HeldSample], receivers: Sequence[int]) -> None:
+        """Send each sample's last turn to the rank that scores it; after an episode, also its messages."""
+        posts: dict[int, list[Response]] = defaultdict(list)
+        for sample in samples if receivers else ():
+            prompt, held = sample.prompt, sample.held
+            meta = prompt.meta
+            if sample.env is not None:
+                row = json.loads(meta)
+                meta = json.dumps(row | {"extra": row["extra"] | {"messages": held.messages}}).encode()
+            text = held.messages[-1]["content"]
+            turn = held.token_ids[held.loss_mask & (held.turn_ids == held.turn_ids[-1])]
+            ids = np.asarray(turn, dtype=np.int32).tobytes()
+            earlier = self._earlier_turns(held)
+            response = Response(sample.id, prompt.domain, text, meta, str(held.finish_reason), ids, earlier)
+            scorers = self._worker.layout.scorers_of(prompt.domain)
+            posts[receiver_of(sample.id, scorers, receivers)].append(response)
+        self._mail(posts)
+
+    def _earlier_turns(self, held: Sample) -> list[tuple[str, bytes]]:
+        """Text and int32 token ids of the model's turns before the last."""
+        written = [held.loss_mask & (held.turn_ids == turn) for turn in range(held.turn_ids[-1])]
+        turns, starts = [held.token_ids[places] for places in written], [int(places.argmax()) for places in written]
+        prompts = [held.token_ids[max(0, start - TAIL_TOKENS) : start].tolist() for start in starts]
+        texts = self._texts.of([turn.tolist() for turn in turns], prompts)
+        return [(text, np.asarray(ids, dtype=np.int32).tobytes()) for text, ids in zip(texts, turns, strict=True)]
+
+    def _mail(self, posts: Mapping[int, Sequence[Response | Turn | TurnDelta]]) -> None:
+        for rank, items in posts.items() if self._speaks else ():
+            try:
+                self._worker.world.mailbox.send(rank, items)
+            except ReaderLost as error:  # the controller learns of the loss from the agent and has them re-sent
+                print(f"hpcrl: {len(items)} items did not reach rank {rank}: {error}", file=sys.stderr, flush=True)
+
+    def _rescore(self, command: Rescore, seq: int) -> None:
+        self._post([self.samples[sample] for sample in command.samples], command.receivers)
+
+    def _abort(self, command: AbortSamples, seq: int) -> BurstDone | Done:
+        outputs = self.engine.abort(command.samples)
+        samples = {i: self.samples[i] for i in command.samples if i in self.samples}
+        outside = {*(sample.id for sample in self._beginning), *(end.sample for end in self._refused)}
+        counts = {o.id: samples[o.id].num_model_tokens + len(o.token_ids) for o in outputs}  # with earlier turns
+        counts |= {i: sample.num_model_tokens for i, sample in samples.items() if i in outside}
+        posts: dict[int, list[Turn]] = defaultdict(list)
+        for sample in samples.values():
+            if sample.env is not None:  # it keeps this sample's environment
+                abort = Turn(sample.id, "", "", b"", str(FinishReason.ABORT), self._worker.world.rank)
+                posts[sample.env].append(abort)
+        self._mail(posts)
+        self._drop(command.samples)
+        if not self._speaks:
+            return Done(seq)
+        ended = [Ended(sample, 0, count, str(FinishReason.ABORT)) for sample, count in counts.items()]
+        return BurstDone(seq, finished=ended, turns=[], tokens=0, seconds=0.0)
+
+    def _forget(self, command: Forget, seq: int) -> None:
+        self._drop(command.samples)
+
+    def _save_held(self, command: SaveHeld, seq: int) -> Done:
+        folder = Path(command.folder)
+        name = write_held(folder, self._worker.world.rank, [self.samples[i].held for i in command.samples])
+        return Done(seq, files=[(entry.path, entry.size, entry.sha256) for entry in seal_files(folder, [name])])
+
+    def _load_held(self, command: LoadHeld, seq: int) -> Done:
+        held = read_held(Path(command.folder), command.files, set(command.samples))
+        self.samples |= {i: HeldSample(i, None, rollout=sample) for i, sample in held.items()}
+        return Done(seq)
+
+    def _drop(self, samples: Sequence[int]) -> None:
+        for sample in samples:
+            self.samples.pop(sample, None)
+            self._observations.pop(sample, None)
+        self._beginning = [sample for sample in self._beginning if sample.id in self.samples]
+        self._refused = [end for end in self._refused if end.sample in self.samples]
+
+    def _peek(self, command: Peek, seq: int) -> Done:
+        held = [self.samples[sample].held for sample in command.samples]
+        if command.whole:
+            return Done(seq, texts=[json.dumps(sample.messages) for sample in held])
+        return Done(seq, texts=[sample.messages[-1]["content"] for sample in held])

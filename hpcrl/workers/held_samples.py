@@ -1,0 +1,161 @@
+"""State of a sample on a generator rank, from its admission until it is forgotten."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hpcrl.config import Config
+from hpcrl.engines.gen.generation_engine import Output
+from hpcrl.messaging.messages import Ended, PromptPayload, TurnDelta
+from hpcrl.rollout.types import FinishReason, Sample
+from hpcrl.spec.trajectory import Field, Level, Origin, fields_of, generated_fields
+
+
+class HeldPrompt:
+    """A prompt that siblings share. played: its domain has an environment; max_tokens: that the model writes in one of
+    its episodes; max_sequence_tokens: of its sequences; by_steps: whose turns are sequences of their own; has_states:
+    some environment of the run is such."""
+
+    def __init__(self, payload: PromptPayload, config: Config):
+        env = config.env_of(payload.domain)
+        self.domain, self.meta, self.played = payload.domain, payload.meta, env is not None
+        self.max_tokens = env.max_tokens if env is not None else None
+        self.max_sequence_tokens = config.max_turn_tokens if env is None else config.sequence_tokens(env)
+        self.by_steps, self.has_states = env is not None and env.by_steps, config.by_steps
+        self.token_ids = np.frombuffer(payload.token_ids, dtype=np.int32)
+        self.messages: list[dict[str, Any]] = json.loads(payload.meta)["messages"]
+
+
+@dataclass(eq=False)
+class HeldSample:
+    """A sample.
+
+    rollout: its content after its first turn, or from the start of its episode. max_new_tokens: of a turn. env: the
+    rank of its environment.
+    """
+
+    id: int
+    known_prompt: HeldPrompt | None
+    max_new_tokens: int = 0
+    rollout: Sample | None = None
+    env: int | None = None
+
+    @property
+    def prompt(self) -> HeldPrompt:
+        """Its prompt; missing for a finished sample from a checkpoint."""
+        assert self.known_prompt is not None, f"sample {self.id} was finished before this start"
+        return self.known_prompt
+
+    @property
+    def held(self) -> Sample:
+        """Its rollout, which must exist."""
+        assert self.rollout is not None, f"sample {self.id} has neither ended a turn nor begun an episode"
+        return self.rollout
+
+    @property
+    def next_turn(self) -> int:
+        """The number of its next turn."""
+        return int(self.held.turn_ids.max()) + 1
+
+    @property
+    def context(self) -> np.ndarray:
+        """int32 [n]: the tokens that its next turn follows, all of them or those of the turn's own prompt."""
+        if self.rollout is None:
+            return self.prompt.token_ids
+        ids, begins = self.held.token_ids, np.zeros(0, np.int64)
+        if self.held.states is not None:
+            begins = self.held.states.nonzero()[0]
+        return ids[begins[-1] :] if len(begins) else ids
+
+    @property
+    def num_model_tokens(self) -> int:
+        """Tokens of its ended turns."""
+        return int(self.rollout.loss_mask.sum()) if self.rollout is not None else 0
+
+    def begin(
+        self,
+        truncated: bool,
+        token_ids: np.ndarray | None = None,
+        messages: list[dict[str, Any]] | None = None,
+    ) -> Sample:
+        """Hold only a prompt, by default the row's own. truncated: with the optional fields."""
+        if token_ids is None or messages is None:
+            token_ids, messages = self.prompt.token_ids, self.prompt.messages
+        columns = {
+            field.name: np.full(field.shape(len(token_ids)), field.fill, dtype=field.travels_as)
+            for field in generated_fields(truncated, self.prompt.has_states, Level.TOKEN)
+        }
+        self.rollout = Sample(self.id, messages=messages, **(columns | {"token_ids": token_ids}))
+        return self.rollout
+
+    def end_turn(self, output: Output, text: str) -> None:
+        """Add a turn of the model."""
+        sample = self.rollout or self.begin(output.gen_logprobs_behaviour is not None)
+        _append(sample, output.token_ids, output)
+        sample.messages.append({"role": "assistant", "content": text})
+        sample.finish_reason = output.finish_reason
+
+    def observe(self, observation: TurnDelta) -> None:
+        """Add an observation; at the start of an episode it replaces the row's prompt. By steps, its tokens are the
+        whole prompt of the next turn."""
+        token_ids, messages = np.frombuffer(observation.token_ids, dtype=np.int32), json.loads(observation.messages)
+        by_steps, start, shown = self.prompt.by_steps, len(self.held.token_ids), messages
+        if self.held.turn_ids[-1] >= 0:
+            _append(self.held, token_ids, None, by_steps)
+            self.held.messages += messages
+        else:
+            if len(token_ids):
+                self.begin("gen_logprobs_behaviour" in self.held.columns, token_ids, messages)
+            start, shown = 0, self.held.messages[-1:]
+        if by_steps:
+            self.held.states[start] = _hash(shown)
+
+    def take_back(self) -> None:
+        """Remove the observation after the last turn of the model."""
+        sample = self.held
+        written = sample.loss_mask.nonzero()[0]
+        total = int(written[-1]) + 1 if len(written) else len(sample.token_ids)
+        for field in _token_fields(sample):
+            sample.columns[field.name] = sample.columns[field.name][:total]
+        while len(written) and sample.messages[-1]["role"] != "assistant":
+            sample.messages.pop()
+        sample.finish_reason = FinishReason.STOP
+
+    def ended(self, with_text: bool) -> Ended:
+        """How its turn ended; with_text: with the bytes of its messages."""
+        sample = self.held
+        text_bytes = len(sample.text()) if with_text else 0
+        return Ended(self.id, len(sample.token_ids), self.num_model_tokens, str(sample.finish_reason), text_bytes)
+
+
+def _append(sample: Sample, token_ids: np.ndarray, output: Output | None, is_prompt: bool = False) -> None:
+    """Add a model turn (output) or an observation (None) to a sample; is_prompt: the next turn's own prompt."""
+    last = int(sample.turn_ids.max())
+    known: dict[str, Any] = {
+        "token_ids": token_ids,
+        "loss_mask": output is not None,
+        "turn_ids": -1 if is_prompt else last + (output is not None),
+        "states": 0,
+    }
+    for field in _token_fields(sample):
+        value = known.get(field.name, field.fill)
+        if field.name not in known and output is not None:
+            value = output.columns[field.name] if field.name in output.columns else getattr(output, field.name)
+        column = np.broadcast_to(np.asarray(value, dtype=field.travels_as), field.shape(len(token_ids)))
+        sample.columns[field.name] = np.concatenate([sample.columns[field.name], column])
+
+
+def _hash(messages: list[dict[str, Any]]) -> int:
+    """31 bits, not 0: the same for the same messages."""
+    digest = hashlib.blake2b(json.dumps(messages).encode(), digest_size=4).digest()
+    return (int.from_bytes(digest, "little") >> 1) or 1
+
+
+def _token_fields(sample: Sample) -> list[Field]:
+    """The token fields of a sample."""
+    return [field for field in fields_of(Origin.GENERATOR, Level.TOKEN) if field.name in sample.columns]

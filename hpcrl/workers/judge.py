@@ -1,0 +1,158 @@
+"""The judge's role: a frozen model that answers the questions of rewards on a rank of the run.
+
+Its engine is stepped between the commands of the controller. Questions of many reward workers join the running batch
+between two steps, so that it stays full while there are more questions than slots.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from hpcrl.data.chat import encode, end_ids, render
+from hpcrl.data.reasoning import TAIL_TOKENS, TurnTexts
+from hpcrl.data.template_forms import TemplateRefusal
+from hpcrl.engines.gen.generation_engine import GenEngine, Output, ReplicaRanks, Request, SamplingParams
+from hpcrl.engines.hf_folder import read_safetensors
+from hpcrl.metrics.stats import Stats
+from hpcrl.rollout.types import FinishReason
+from hpcrl.spec.tables import GEN_ENGINES
+from hpcrl.workers.load import Load
+from hpcrl.workers.role import Rank
+from hpcrl.workers.serving import Question, Service
+
+PATH = "/v1/chat/completions"
+
+
+class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
+    """A message of a question."""
+
+    role: str
+    content: str
+
+
+class ChatRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """What of OpenAI's chat completions a judge is asked with. The model is the judge's, whatever is named here."""
+
+    messages: list[ChatMessage]
+    model: str = ""
+    temperature: float = 0.0
+    max_tokens: int | None = None
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: list[str] = []
+    seed: int | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+
+
+class JudgeRole:
+    """A replica of the judge on one rank. Greedy answers, and sampled ones without a seed of their own, are functions
+    of the question."""
+
+    def __init__(self, worker: Rank):
+        from transformers import AutoTokenizer
+
+        config, rank = worker.config.of_judge(), worker.world.rank
+        assert config.model.path is not None, "checked before the start"
+        path = Path(config.model.path)
+        self._tokenizer = AutoTokenizer.from_pretrained(path)
+        _check_template(self._tokenizer, path)
+        self._end_ids = end_ids(self._tokenizer)
+        make = GEN_ENGINES[config.gen_engine].load()
+        self.engine: GenEngine = make(config, path, self._tokenizer, ReplicaRanks((rank,)))
+        self.engine.load_weights(read_safetensors(path), version=0)
+        self._burst, self._most_prompt = config.generator.burst_tokens, config.data.max_prompt_tokens
+        self._most_new = config.rollout.max_new_tokens
+        self._questions: dict[int, Question] = {}  # by request
+        self._texts = TurnTexts(self._tokenizer)
+        self._prompts: dict[int, list[int]] = {}  # their last tokens
+        self._num_asked = 0
+        self._load = Load("judge", self.engine.max_slots)
+        world = worker.world
+        most = config.generator.most_requests
+        self._service = Service(world.address, world.token, {PATH: ChatRequest}, most, world.intake.news.set)
+        self.url = self._service.url
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._questions)
+
+    def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
+        return {}
+
+    def look_after(self) -> bool:
+        arrived = self._service.take()
+        for question in arrived:
+            self._admit(question)
+        if gone := [i for i, question in self._questions.items() if question.gone]:
+            self.engine.abort(gone)
+            for request in gone:
+                del self._questions[request], self._prompts[request]
+        self._load.note(len(self._questions))
+        if not self._questions:
+            return bool(arrived)
+        with torch.no_grad():
+            outputs = self.engine.step(self._burst)
+        self._load.answered(len(outputs))
+        for output in outputs:
+            question = self._questions.pop(output.id)
+            [text] = self._texts.of([output.token_ids.tolist()], [self._prompts.pop(output.id)])
+            question.answer(_completion(output, text))
+        return True
+
+    def answer(self, question: str, values: dict[str, Any]) -> Stats:
+        """See Answers: `load` since the last question."""
+        return self._load.take(self._service.take_refused())
+
+    def close(self) -> None:
+        self._service.close()
+        self.engine.close()
+
+    def _admit(self, question: Question) -> None:
+        asked: ChatRequest = question.asked
+        try:
+            messages = [msgspec.to_builtins(message) for message in asked.messages]
+            text = render(self._tokenizer, messages, None, **asked.chat_template_kwargs)
+            ids = encode(self._tokenizer, text)
+            if len(ids) > self._most_prompt:
+                raise ValueError(f"the question has {len(ids)} tokens, judge.max_prompt_tokens={self._most_prompt}")
+            max_tokens = self._most_new if asked.max_tokens is None else asked.max_tokens
+            if max_tokens > self._most_new:
+                raise ValueError(f"max_tokens is {max_tokens}, judge.max_new_tokens={self._most_new}")
+            limits = asked.top_p, asked.top_k, asked.min_p, tuple(asked.stop)
+            params = SamplingParams(max_tokens, asked.temperature, *limits, stop_token_ids=self._end_ids)
+            seed = asked.seed if asked.seed is not None else _seed_of(ids)
+            self.engine.add([Request(self._num_asked, ids, params, seed)])
+        except Exception as error:  # of a template, which runs code of the model's folder, or of the engine's checks
+            question.refuse(f"{type(error).__name__}: {error}")
+            return
+        self._questions[self._num_asked], self._prompts[self._num_asked] = question, ids[-TAIL_TOKENS:]
+        self._num_asked += 1
+
+
+def _completion(output: Output, text: str) -> dict[str, Any]:
+    reason = "length" if output.finish_reason == FinishReason.LENGTH else "stop"
+    choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": reason}
+    return {"object": "chat.completion", "choices": [choice], "usage": {"completion_tokens": len(output.token_ids)}}
+
+
+def _seed_of(ids: list[int]) -> int:
+    """A seed that depends on the question alone, so that an equal one gets an equal answer."""
+    return int.from_bytes(hashlib.sha256(str(ids).encode()).digest()[:8], "little")
+
+
+def _check_template(tokenizer: Any, path: Path) -> None:
+    """ValueError if the chat template does not take the messages of a judge."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError(f"judge.path: the tokenizer of {path} has no chat template")
+    try:
+        render(tokenizer, [{"role": role, "content": "?"} for role in ("system", "user")], None)
+    except TemplateRefusal as error:
+        text = f"refuses a system and a user message: {error.reason}"
+        raise ValueError(f"judge.path: the chat template of {path} {text}") from error

@@ -1,0 +1,104 @@
+"""The reward role: responses arrive by mail, scores go to the controller; the pool's processes compute them."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from hpcrl.messaging.messages import AwaitSiblings, Response, Scored, ScoredSample, ScoreTogether, Unwanted
+from hpcrl.rewards.reward import RewardItem, Score
+from hpcrl.rewards.services import Services
+from hpcrl.rewards.serving.pool import RewardPool
+from hpcrl.rewards.serving.protocol import turns_of
+from hpcrl.rollout.types import TOKEN_REWARD
+from hpcrl.workers.role import Rank
+
+SCORES = 512
+"""Maximum scores in a message, so that it stays below the size limit with all possible token rewards."""
+
+
+class RewardRole:
+    """Scores each response on arrival. If the reward scores groups, responses wait until the controller, which knows
+    the valid attempts at a prompt, names the group."""
+
+    def __init__(self, worker: Rank):
+        self._worker = worker
+        rank, layout = worker.world.rank, worker.layout
+        self._pool = RewardPool(
+            worker.config, services=_services(worker), domain=layout.domain_of(rank), elsewhere=layout.scorers
+        )
+        self._arrived: list[RewardItem] = []  # until their reward is loaded
+        self._held: dict[int, RewardItem] = {}  # waiting for their siblings
+
+    def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
+        return {ScoreTogether: self._score_together, Unwanted: self._drop}
+
+    @property
+    def busy(self) -> bool:
+        return self._pool.pending > 0 or bool(self._arrived)
+
+    def look_after(self) -> bool:
+        arrived = self._worker.world.mailbox.receive(Response)
+        self._arrived += map(_item, arrived)
+        self._sort()
+        scores = self._pool.poll()
+        for start in range(0, len(scores), SCORES):
+            self._worker.emit(Scored([_scored(sample, score) for sample, score in scores[start : start + SCORES]]))
+        return bool(arrived or scores)
+
+    def _sort(self) -> None:
+        arrived, self._arrived = self._arrived, []
+        waiting = []
+        for item in arrived:
+            match self._pool.scores(item.domain):
+                case "samples":
+                    self._pool.submit([item])
+                case "groups":
+                    self._held[item.sample_id] = item
+                    waiting.append(item.sample_id)
+                case None:
+                    self._arrived.append(item)
+        if waiting:
+            self._worker.emit(AwaitSiblings(waiting))
+
+    def _score_together(self, command: ScoreTogether, seq: int) -> None:
+        self._pool.submit_group([self._held.pop(sample) for sample in command.samples])
+
+    def _drop(self, command: Unwanted, seq: int) -> None:
+        for sample in command.samples:
+            self._held.pop(sample, None)
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+def _services(worker: Rank) -> Services:
+    config = worker.config
+    models = {"judge": f"{config.judge.path} {config.judge.engine} {config.judge.dtype}"}
+    return Services(worker.services, models, worker.world.token, config.seed if config.deterministic else None)
+
+
+def _scored(sample: int, score: Score) -> ScoredSample:
+    tokens = np.array(list(score.token_rewards.items()), dtype=TOKEN_REWARD)
+    parts = list(score.turn_rewards), tokens.tobytes()
+    return ScoredSample(sample, float(score.reward), float(score.score), score.error, score.metrics, *parts)
+
+
+def _item(response: Response) -> RewardItem:
+    meta = json.loads(response.meta)
+    return RewardItem(
+        response.sample,
+        response.domain,
+        meta["prompt"],
+        response.text,
+        meta["answer"],
+        meta["extra"],
+        response.reason,
+        array("i", response.token_ids),
+        turns_of(response.earlier),
+        meta.get("messages", ()),
+    )

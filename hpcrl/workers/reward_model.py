@@ -1,0 +1,111 @@
+"""The reward model's role: a frozen model with a scalar head that scores dialogues on a rank of the run.
+
+Requests that arrived while the forward pass before them ran are scored together, the oldest first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from hpcrl.data.chat import encode, render
+from hpcrl.engines.scalar import ScalarModel
+from hpcrl.metrics.stats import Stats
+from hpcrl.workers.load import Load
+from hpcrl.workers.role import Rank
+from hpcrl.workers.serving import Question, Service
+
+PATH = "/score"
+
+
+class ScoreRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """A dialogue in chat form, which ends with the turn of the model."""
+
+    messages: list[dict[str, Any]]
+
+
+class RewardModelRole:
+    """A replica of the reward model on one rank."""
+
+    def __init__(self, worker: Rank):
+        from transformers import AutoTokenizer
+
+        config, world = worker.config.reward_model, worker.world
+        assert config.path is not None, "checked before the start"
+        path = Path(config.path)
+        self._tokenizer = AutoTokenizer.from_pretrained(path)
+        self._most_tokens = config.max_tokens
+        self.model = ScalarModel(
+            path,
+            dtype=getattr(torch, config.dtype),
+            device="cuda" if torch.cuda.is_available() else "cpu",
+            max_batch_tokens=config.max_tokens_per_batch,
+            alone=worker.config.deterministic,
+        )
+        self._most_in_pass = config.max_tokens_per_batch
+        self._waiting: deque[tuple[Question, list[int]]] = deque()
+        self._load = Load("reward_model", config.max_requests)
+        most = config.max_requests
+        self._service = Service(world.address, world.token, {PATH: ScoreRequest}, most, world.intake.news.set)
+        self.url = self._service.url
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._waiting)
+
+    def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
+        return {}
+
+    def look_after(self) -> bool:
+        for question in self._service.take():
+            try:
+                self._waiting.append((question, self._tokens(question.asked)))
+            except Exception as error:  # of a template, which runs code of the model's folder
+                question.refuse(f"{type(error).__name__}: {error}")
+        self._load.note(len(self._waiting))
+        batch = self._next()
+        scores = self.model.scores([ids for _, ids in batch])
+        for (question, _), score in zip(batch, scores, strict=True):
+            if math.isfinite(score):
+                question.answer({"score": score})
+            else:
+                question.refuse(f"the score is {score}")
+        self._load.answered(sum(map(math.isfinite, scores)))
+        self._load.note(len(self._waiting))
+        return bool(batch)
+
+    def _next(self) -> list[tuple[Question, list[int]]]:
+        """The oldest requests that fit into one forward pass, without those that nobody waits for any more."""
+        batch: list[tuple[Question, list[int]]] = []
+        width = 0
+        while self._waiting:
+            question, ids = self._waiting[0]
+            width = max(width, len(ids))
+            if batch and (len(batch) + 1) * width > self._most_in_pass:
+                break
+            self._waiting.popleft()
+            if not question.gone:
+                batch.append((question, ids))
+        return batch
+
+    def answer(self, question: str, values: dict[str, Any]) -> Stats:
+        """See Answers: `load` since the last question."""
+        return self._load.take(self._service.take_refused())
+
+    def close(self) -> None:
+        self._service.close()
+
+    def _tokens(self, asked: ScoreRequest) -> list[int]:
+        """The token ids of a dialogue, which the tokenizer's template ends. ValueError if there are too many."""
+        ids = encode(self._tokenizer, render(self._tokenizer, asked.messages, None, ask=False))
+        if not 0 < len(ids) <= self._most_tokens:
+            raise ValueError(f"the dialogue has {len(ids)} tokens, reward_model.max_tokens={self._most_tokens}")
+        if max(ids) >= self.model.vocab_size:
+            raise ValueError(f"token {max(ids)} is outside the vocabulary of {self.model.vocab_size}")
+        return ids

@@ -1,0 +1,77 @@
+"""The interface of roles, and a role's view of its rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from hpcrl.cluster.layout import RoleLayout
+from hpcrl.comm.transfer import Fabric, blames_peer
+from hpcrl.config import Config
+from hpcrl.messaging.messages import Done
+from hpcrl.messaging.world import World
+from hpcrl.metrics.stats import Stats
+from hpcrl.rollout.batch import Batch
+
+
+class Role(Protocol):
+    """The work of a rank in one role. A handler answers a command with Done, another event, or None for no answer."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether the role has work that can proceed without a message."""
+
+    def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
+        """Command type -> handler(command, seq)."""
+
+    def look_after(self) -> bool:
+        """Advance asynchronous work without blocking; returns whether anything happened."""
+
+    def close(self) -> None:
+        """End what the role started."""
+
+
+@runtime_checkable
+class Answers(Protocol):
+    """A role that answers questions of pipelines (run.ask())."""
+
+    def answer(self, question: str, values: dict[str, Any]) -> Stats:
+        """Statistics of this rank, merged over all ranks of the role. May fill fields of batches on the rank."""
+
+
+@runtime_checkable
+class Serves(Protocol):
+    """A role that answers requests of rewards over HTTP (hpcrl.workers.serving)."""
+
+    url: str
+
+
+class Rank(Protocol):
+    """The rank process (hpcrl.workers.rank_loop.Worker) as its roles see it; the roles share batches and groups.
+    services: role -> addresses of the ranks that serve requests, of the roles built before."""
+
+    world: World
+    config: Config
+    layout: RoleLayout
+    model_path: Path
+    run_dir: Path
+    batches: dict[int, Batch]
+    fabrics: dict[str, Fabric]
+    roles: dict[str, Role]
+    services: dict[str, list[str]]
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, loaded at the first call."""
+
+    def emit(self, event: Any) -> None:
+        """Send an event to the controller."""
+
+
+def without(worker: Rank, ranks: Collection[int], seq: int, error: RuntimeError) -> Done:
+    """The answer if ranks did not take part in a transfer; raises `error` if the run needs them."""
+    disposable = {rank for replica in worker.layout.free_replicas for rank in replica}
+    if not blames_peer(error) or not disposable.issuperset(ranks):
+        raise error
+    return Done(seq, unreached=sorted(ranks))

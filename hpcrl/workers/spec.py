@@ -1,0 +1,139 @@
+"""The roles of a rank besides the controller, in the order in which they take ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hpcrl.spec.division import Division
+from hpcrl.spec.kinds import RoleSpec
+from hpcrl.spec.tables import GEN_ENGINES, TRAIN_ENGINES
+
+
+def _tokenizer(config: Any) -> str:
+    return "transformers.models.auto.tokenization_auto"
+
+
+def _train_engine(config: Any) -> str:
+    return str(TRAIN_ENGINES[config.train_engine].make).partition(":")[0]
+
+
+def _division(config: Any, num_ranks: int) -> Division:
+    return TRAIN_ENGINES[config.train_engine].division(config, num_ranks)
+
+
+def _critic_engine(config: Any) -> str:
+    return str(TRAIN_ENGINES[config.critic_engine].make_critic).partition(":")[0]
+
+
+def _critic_division(config: Any, num_ranks: int) -> Division:
+    return TRAIN_ENGINES[config.critic_engine].division(config.of_critic(), num_ranks)
+
+
+def _needs_reference(config: Any) -> bool:
+    """With adapters, the trainers' frozen weights are the reference."""
+    return bool(config.uses_reference and config.lora is None)
+
+
+def _judge_engine(config: Any) -> str:
+    return str(GEN_ENGINES[config.judge.engine].make).partition(":")[0]
+
+
+def _generates(config: Any) -> bool:
+    return bool(config.generates or config.evaluates)
+
+
+TRAINER = RoleSpec(
+    about="Ranks that train.",
+    make="hpcrl.workers.trainer:TrainerRole",
+    plan="hpcrl.planner.trainer:trainer_parts",
+    needed=lambda config: True,
+    num_ranks=2,
+    colocate_with=None,
+    holds_model=True,
+    division=_division,
+    owns_default_group=True,
+    peers=("trainer", "generator", "reference", "critic"),
+    imports=_train_engine,
+)
+
+GENERATOR = RoleSpec(
+    about="Ranks that generate.",
+    make="hpcrl.workers.generator:GeneratorRole",
+    needed=_generates,
+    holds_model=True,
+    forms_replicas=True,
+    peers=("trainer", "generator", "reference", "critic", "reward", "env"),
+    least_ranks=lambda config: config.rollout.min_replicas,
+    imports=_tokenizer,
+)
+
+REFERENCE = RoleSpec(
+    about="Ranks of the frozen policy; only with a KL term, and not with trainer.lora.",
+    make="hpcrl.workers.trainer:ReferenceRole",
+    plan="hpcrl.planner.trainer:reference_parts",
+    needed=_needs_reference,
+    holds_model=True,
+    division=_division,
+    owns_default_group=True,
+    peers=("trainer", "generator", "reference"),
+    imports=_train_engine,
+)
+
+CRITIC = RoleSpec(
+    about="Ranks of the critic; only with an algorithm that has one (gae, turn_gae).",
+    make="hpcrl.workers.critic:CriticRole",
+    plan="hpcrl.planner.trainer:critic_parts",
+    needed=lambda config: config.uses_critic,
+    holds_model=True,
+    division=_critic_division,
+    owns_default_group=True,
+    peers=("trainer", "generator", "critic"),
+    imports=_critic_engine,
+)
+
+
+def _serving(role: str) -> dict[str, Any]:
+    """What the roles have in common whose frozen models rewards ask."""
+    return {
+        "needed": lambda config: bool(config.asks(role)),
+        "num_ranks": 1,
+        "colocate_with": None,
+        "holds_model": True,
+        "serves": True,
+        "peers": ("reward",),
+        "least_ranks": lambda config: config.layout.of(role).min_ranks,
+    }
+
+
+JUDGE = RoleSpec(
+    about="Ranks that serve the model of `judge`; only with a reward whose judge has role=judge.",
+    make="hpcrl.workers.judge:JudgeRole",
+    plan="hpcrl.planner.served:judge_parts",
+    imports=_judge_engine,
+    **_serving("judge"),
+)
+
+REWARD_MODEL = RoleSpec(
+    about="Ranks that serve the model of `reward_model`; only with a reward of this name.",
+    make="hpcrl.workers.reward_model:RewardModelRole",
+    plan="hpcrl.planner.served:reward_model_parts",
+    imports=lambda config: "hpcrl.engines.scalar",
+    **_serving("reward_model"),
+)
+
+REWARD = RoleSpec(
+    about="Ranks that score.",
+    make="hpcrl.workers.reward:RewardRole",
+    needed=_generates,
+    peers=("generator", "judge", "reward_model"),
+    least_ranks=lambda config: config.layout.reward.min_ranks,
+)
+
+ENV = RoleSpec(
+    about="Ranks that run environments; only with env.",
+    make="hpcrl.workers.env:EnvRole",
+    needed=lambda config: _generates(config) and bool(config.envs),
+    peers=("generator",),
+    least_ranks=lambda config: config.layout.env.min_ranks,
+    imports=_tokenizer,
+)

@@ -1,0 +1,88 @@
+"""Trainer, critic, reference and generator of one rank take turns on its device: each gives its memory back while the
+other works.
+
+What a rank moves follows from the order of its commands alone, as everything that it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import cast
+
+from hpcrl.messaging.messages import (
+    Admit,
+    BuildRole,
+    Burst,
+    Export,
+    ExportCritic,
+    LoadReference,
+    LoadState,
+    Logprobs,
+    Pull,
+    TrainCritic,
+    TrainStep,
+    Values,
+)
+from hpcrl.workers.generator import GeneratorRole
+from hpcrl.workers.role import Role
+from hpcrl.workers.trainer import EngineRole
+
+TURNS: dict[type, str] = {
+    Logprobs: "train",
+    TrainStep: "train",
+    LoadReference: "train",
+    LoadState: "train",
+    Values: "train",
+    TrainCritic: "train",
+    Export: "train",
+    ExportCritic: "train",
+    Pull: "publish",
+    Admit: "generate",
+    Burst: "generate",
+}
+
+
+TRAIN_ROLES = ("trainer", "critic", "reference")
+"""Roles with a training engine."""
+
+
+class Turns:
+    """On a rank with a training engine and a generator, if the run offloads (hpcrl.planner.memory.takes_turns).
+
+    The generator is built in its own turn: its engine may take a share of the GPU at once, which must be free.
+    shares_weights: it reads the trainer's parameters, which stay (hpcrl.planner.generator.shares_weights).
+    """
+
+    def __init__(self, roles: Mapping[str, Role], shares_weights: bool = False):
+        self._roles, self._shares_weights = roles, shares_weights
+        self._turn, self._asleep = "", False
+
+    def enter(self, command: object) -> None:
+        """The command is executed next: move memory if it begins another phase."""
+        engines = {name: cast(EngineRole, self._roles[name]).engine for name in TRAIN_ROLES if name in self._roles}
+        if isinstance(command, BuildRole):
+            if command.role == "generator":
+                self._turn = "generate"
+                for engine in engines.values():
+                    engine.offload(weights=not self._shares_weights)
+            return
+        turn = TURNS.get(type(command), self._turn)
+        if turn == self._turn or not engines or "generator" not in self._roles:
+            return
+        generator = cast(GeneratorRole, self._roles["generator"]).engine
+        if turn == "train" or self._turn == "generate":  # weights to publish may be on the host
+            if not generator.progress():  # responses that go on after the step keep their cache
+                generator.sleep()
+                self._asleep = True
+            for engine in engines.values():
+                engine.onload()
+        self._turn = turn
+        if turn == "publish":
+            for name, engine in engines.items():
+                engine.offload(weights=name != "trainer")
+            if self._asleep:
+                generator.wake()
+                self._asleep = False
+        elif turn == "generate":
+            for engine in engines.values():
+                engine.offload()

@@ -1,0 +1,227 @@
+"""The trainer and reference roles: their engines, and the commands on batches."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpcrl.algorithms.factory import make_algorithm
+from hpcrl.algorithms.interface import Credit, RewardTable
+from hpcrl.algorithms.metrics import batch_stats, credit_stats, domain_stats
+from hpcrl.comm.data_parallel import DataParallel
+from hpcrl.data import sft_rows
+from hpcrl.engines.expert_routes import routes_of
+from hpcrl.engines.train.training_engine import Adapts, ComputesEntropies, TrainEngine, check_objective, check_segments
+from hpcrl.messaging.messages import (
+    Advantages,
+    Done,
+    Export,
+    ExportCritic,
+    LoadReference,
+    LoadRollouts,
+    LoadRows,
+    Logprobs,
+    PassOn,
+    TrainStep,
+    WriteRollouts,
+)
+from hpcrl.metrics.stats import Stats
+from hpcrl.rollout.batch import Batch, Norms, batch_from_samples, group_ids
+from hpcrl.rollout.store import RolloutReader, write_rollouts
+from hpcrl.rollout.types import FinishReason, Sample
+from hpcrl.spec.tables import TRAIN_ENGINES
+from hpcrl.spec.trajectory import Level, Origin, fields_of
+from hpcrl.workers.role import Rank
+
+
+class EngineRole:
+    """Common parts of trainer, reference and critic."""
+
+    name: str
+    state_folder: str | None = None
+    """Folder of its state within a checkpoint (hpcrl.workers.checkpointing.Learns)."""
+    trainable = False
+    busy = False
+
+    def __init__(self, worker: Rank):
+        self._worker = worker
+        routes_of(worker.config, worker.model_path)  # declares the field
+        self._algorithm = make_algorithm(worker.config)
+        self.engine = self._make_engine(worker.model_path)
+        check_segments(self.engine, worker.config.by_steps)
+        self._ranks = DataParallel(worker.world, self.name, worker.layout.division(self.name))
+
+    def _make_engine(self, model_path: Path) -> TrainEngine:
+        config = self._worker.config
+        total_steps = (config.max_steps - config.policy_waits) * self._algorithm.objective.optimizer_steps
+        make = TRAIN_ENGINES[config.train_engine].load()
+        engine: TrainEngine = make(config, model_path, total_steps, self.trainable)
+        return engine
+
+    def look_after(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        return None
+
+    def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
+        return {LoadRollouts: self._load_rollouts, PassOn: self._pass_on}
+
+    def _load_rollouts(self, command: LoadRollouts, seq: int) -> Done:
+        stored = RolloutReader(command.run_dir, provisional=True).batch(command.step)
+        rows = torch.searchsorted(stored.sample_ids, torch.tensor(command.samples)).tolist()
+        self._worker.batches[command.batch] = stored.select(rows).as_generated().check()
+        return Done(seq)
+
+    def logprobs(self, command: Logprobs, seq: int) -> Done:
+        batch = self._worker.batches[command.batch]
+        compute = self.engine.logprobs
+        if command.into == "old_entropies":
+            compute = cast(ComputesEntropies, self.engine).entropies  # check_objective
+        elif command.role != self.name:  # the reference, which is the trainer's model without adapters
+            compute = cast(Adapts, self.engine).reference_logprobs  # its specification says that it has adapters
+        values = compute(batch, command.micro_batches, self._algorithm.objective.temperature)
+        setattr(batch, command.into, self._ranks.outputs(values, batch.num_tokens))
+        return Done(seq)
+
+    def export(self, command: Export | ExportCritic, seq: int) -> Done:
+        self.engine.export_hf(Path(command.folder))
+        return Done(seq)
+
+    def _pass_on(self, command: PassOn, seq: int) -> Done:
+        batches, field = self._worker.batches, command.field
+        given: dict[str, Tensor] = {}
+        if self._ranks.is_head:
+            batch = batches[command.batch]
+            given = {field: getattr(batch, field)} if field else {"cu_seqlens": batch.cu_seqlens, **batch.columns}
+        passed = self._ranks.pass_on(given)
+        if field:
+            setattr(batches[command.batch], field, passed[field])
+        elif not self._ranks.is_head:
+            batches[command.batch] = Batch(passed.pop("cu_seqlens"), passed)
+        return Done(seq)
+
+
+class ReferenceRole(EngineRole):
+    """The frozen initial policy, or that of an earlier step (algorithm.ref_update_steps)."""
+
+    name = "reference"
+
+    def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
+        return super().handlers() | {LoadReference: self._load_reference}
+
+    def _load_reference(self, command: LoadReference, seq: int) -> Done:
+        del self.engine
+        gc.collect()  # the memory of the one before is free before the other needs it
+        self.engine = self._make_engine(Path(command.folder))
+        return Done(seq)
+
+
+class TrainerRole(EngineRole):
+    """The policy that learns."""
+
+    name, state_folder, trainable = "trainer", "", True
+
+    def __init__(self, worker: Rank):
+        super().__init__(worker)
+        check_objective(self.engine, self._algorithm.objective)
+        self._rows: Any = None
+
+    def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
+        return super().handlers() | {
+            LoadRows: self._load_rows,
+            Advantages: self._advantages,
+            TrainStep: self._train_step,
+            WriteRollouts: self._write_rollouts,
+            Export: self.export,
+        }
+
+    def _load_rows(self, command: LoadRows, seq: int) -> Done:
+        if self._rows is None:
+            config = self._worker.config
+            self._rows = sft_rows(config.data, "train", self._worker.tokenizer, config.seed)
+        samples = [_supervised_sample(row, *self._rows.row(row)) for row in command.rows]
+        self._worker.batches[command.batch] = batch_from_samples(samples, command.rows)
+        return Done(seq)
+
+    def _advantages(self, command: Advantages, seq: int) -> Done:
+        batch, credit = self._worker.batches[command.batch], self._algorithm.credit
+        assert credit is not None, "a pipeline without rewards asks for no advantages"
+        self._algorithm.take(command.numbers)
+        table = _gather_rewards(batch, self._ranks, command.domains)
+        own = _credit(credit, batch, table, self._ranks)
+        own |= self._algorithm.objective.prepare(batch, self._ranks.all_sum)
+        if not self._ranks.is_head:
+            return Done(seq)
+        changed = (batch.weights != 1).nonzero()[:, 0]
+        weights = list(zip(batch.sample_ids[changed].tolist(), batch.weights[changed].tolist(), strict=True))
+        stats = batch_stats(batch, table) | credit_stats(batch) | domain_stats(batch, table)
+        return Done(seq, stats=stats | own, weights=weights)
+
+    def _train_step(self, command: TrainStep, seq: int) -> Done:
+        self._algorithm.take(command.numbers)
+        stats = self.engine.train_step(
+            self._worker.batches[command.batch],
+            command.micro_batches,
+            self._algorithm.objective,
+            Norms(command.tokens, command.sequences),
+        )
+        return Done(seq, stats=stats if self._ranks.holds_outputs else {})
+
+    def _write_rollouts(self, command: WriteRollouts, seq: int) -> Done:
+        batch = self._worker.batches[command.batch]
+        num_files, folder = self._ranks.num_data_parallel, Path(command.folder)
+        write_rollouts(folder, self._worker.world.rank, num_files, batch, command.facts)
+        return Done(seq)
+
+
+def _credit(credit: Credit, batch: Batch, table: RewardTable, ranks: DataParallel) -> Stats:
+    """Have the credit filled in from the episodes that have not failed, as if there were no others; those that have get
+    the weight 0. Collective over the trainer ranks."""
+    if batch.failed is None:  # on all of them
+        return credit.assign(batch, table, ranks.all_sum)
+    gone = ranks.all_gather(batch.sample_ids[batch.failed])
+    kept = ~batch.failed
+    part = batch.select(kept.nonzero()[:, 0].tolist())
+    stats = credit.assign(part, table.select(~torch.isin(table.sample_ids, gone)), ranks.all_sum)
+    batch.weights = torch.zeros_like(batch.weights).masked_scatter(kept, part.weights)
+    tokens = kept[batch.row_ids]
+    for field in fields_of(Origin.TRAINING, Level.TOKEN):
+        given = part.columns.get(field.name)
+        if given is not None and (field.name not in batch.columns or field.name in ("advantages", "returns")):
+            setattr(batch, field.name, given.new_zeros(field.shape(batch.num_tokens)).index_put((tokens,), given))
+    return stats
+
+
+def _gather_rewards(batch: Batch, ranks: DataParallel, domains: dict[str, list[int]]) -> RewardTable:
+    """Rewards of the samples of all trainer ranks. Collective over them."""
+    own = RewardTable.of(batch)
+    ids = ranks.all_gather(own.sample_ids)
+    order = torch.argsort(ids)
+    rewards, scores, lengths = (ranks.all_gather(values)[order] for values in (own.rewards, own.scores, own.lengths))
+    truncated = ranks.all_gather(own.truncated.byte())[order].bool()
+    # The filled fields of a batch are the same on all ranks, also without rows.
+    baselines, decoupled = (
+        None if values is None else ranks.all_gather(values)[order] for values in (own.baselines, own.decoupled)
+    )
+    groups = group_ids(ids[order])
+    return RewardTable(rewards, groups, ids[order], scores, lengths, truncated, domains, baselines, decoupled)
+
+
+def _supervised_sample(row: int, token_ids: list[int], loss_mask: list[bool]) -> Sample:
+    count, mask = len(token_ids), np.array(loss_mask, dtype=bool)
+    return Sample(
+        id=row,
+        token_ids=np.array(token_ids, dtype=np.int32),
+        loss_mask=mask,
+        gen_logprobs=np.zeros(count, dtype=np.float32),
+        versions=np.full(count, -1, dtype=np.int32),
+        turn_ids=np.where(mask, 0, -1).astype(np.int32),
+        finish_reason=FinishReason.STOP,
+    )

@@ -1,0 +1,74 @@
+"""Episodes as files to look at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from hpcrl.controller.episodes import Episode, grid_of, write_episode
+
+LAKES = ["P_\n_G", "_P\n_G", "__\nPG"]
+HOSTILE = "</pre><script>alert(1)</script>\udcff"
+
+
+def episode(*grids: str) -> Episode:
+    messages = [{"role": "system", "content": "Play."}, {"role": "user", "content": "GP\n__"}]
+    messages.append({"role": "assistant", "content": "an example of the prompt"})
+    for number, grid in enumerate(grids):
+        messages.append({"role": "user", "content": f"The lake:\n{grid}\nYour turn."})
+        messages.append({"role": "assistant", "content": f"{HOSTILE} Right" if number else "Down"})
+    return Episode(messages, [0.5 * number for number in range(len(grids))], 1.0, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("text", "grid"),
+    [
+        ("Go\nto\nP_O\n__G\nAnswer.", ["P_O", "__G"]),
+        ("ab\ncd\n\nP_\n_G", ["P_", "_G"]),
+        ("one line of words", []),
+        ("P_O", []),
+        ("P _\n_ G", []),
+        ("", []),
+    ],
+)
+def test_the_last_lines_of_one_length_are_the_grid(text: str, grid: list[str]) -> None:
+    assert grid_of(text) == grid
+
+
+def test_a_grid_world_is_a_text_a_page_a_row_of_pictures_and_a_film(tmp_path: Path) -> None:
+    paths = write_episode(tmp_path / "step_000004", "best", episode(*LAKES))
+    assert [path.name for path in paths] == ["best.txt", "best.html", "best.png", "best.gif"]
+    text = paths[0].read_text()
+    assert text.startswith(
+        "score 0.25, reward 1, 3 turns\n\n[system]\nPlay.\n\n[user]\nGP\n__\n\n[assistant]\nan example of the prompt\n"
+    )
+    assert "[assistant, turn 1, reward 0]\nDown\n" in text and "[assistant, turn 3, reward 1]\n</pre><script>" in text
+    film, row = Image.open(paths[3]), Image.open(paths[2])
+    assert film.n_frames == 3 and row.size[1] == film.size[1] and row.size[0] > 3 * film.size[0]
+    first = film.convert("RGB").tobytes()
+    film.seek(1)
+    assert film.convert("RGB").tobytes() != first, "the player has moved"
+
+
+def test_what_a_model_writes_is_no_part_of_the_page(tmp_path: Path) -> None:
+    page = write_episode(tmp_path, "first", episode(*LAKES))[1].read_text()
+    assert "<script>" not in page and "&lt;script&gt;" in page and page.count("data:image/png;base64,") == 3
+    assert "default-src 'none'" in page
+
+
+@pytest.mark.parametrize("messages", [["What is it?"], ["a\nb", "P_\n_G"]])
+def test_without_two_grids_there_are_no_pictures(tmp_path: Path, messages: list[str]) -> None:
+    shown = Episode([{"role": "user", "content": text} for text in messages], [], 0.0, 0.0, "it raised")
+    paths = write_episode(tmp_path, "worst", shown)
+    assert [path.suffix for path in paths] == [".txt", ".html"]
+    assert paths[0].read_text().startswith("score 0, reward 0, 0 turns, error: it raised\n")
+
+
+def test_long_texts_and_long_episodes_make_no_endless_pictures(tmp_path: Path) -> None:
+    tall = "\n".join(["ab"] * 3000)
+    assert grid_of(tall) == [] and grid_of(f"P_\n_G\n\n{tall}") == ["P_", "_G"]
+    write_episode(tmp_path, "long", episode(*LAKES * 70))
+    with Image.open(tmp_path / "long.png") as row:
+        assert row.size[0] < 65535

@@ -1,0 +1,51 @@
+"""What an evaluation tells."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpcrl.controller.evaluation import Evaluation, _folder_name, _score_stats
+from hpcrl.rollout.loop import Harvest
+from hpcrl.rollout.scheduling.events import DoneSample, Group
+from hpcrl.rollout.types import MAX_HELD_OUT, FinishReason, Sizes, held_out_uid, make_sample_id
+
+
+def test_rewards_that_could_not_be_computed_are_told_beside_the_score() -> None:
+    """They are worth 0: a score of 0 may be the model's fault or the reward's."""
+    scored = [(1.0, ""), (0.0, ""), (0.0, "the reward function raised KeyError")]
+    uids = [held_out_uid(4, row) for row in range(len(scored))]
+    samples = [
+        DoneSample(make_sample_id(uid, 0, 0), 1, 5, FinishReason.STOP, score, score, error)
+        for uid, (score, error) in zip(uids, scored, strict=True)
+    ]
+    groups = [Group(uid, 0, 0, (sample,)) for uid, sample in zip(uids, samples, strict=True)]
+    harvest = Harvest(groups, {sample.id: Sizes(9, 5) for sample in samples})
+    stats = _score_stats("val", harvest, ["a", "a", "a"])
+    assert (stats["val/score/*"].total, stats["val/score/*"].count) == (1.0, 3)
+    assert stats["val/score_errors"].total == 1 and "val/a/score" not in stats
+    stats = _score_stats("val", harvest, ["a", "b", "a"])
+    assert [(stats[f"val/{name}/score"].total, stats[f"val/{name}/score"].count) for name in "ab"] == [(1, 2), (0, 1)]
+
+
+def test_held_out_prompts_have_numbers_of_their_own_in_every_evaluation() -> None:
+    uids = {held_out_uid(evaluation, row) for evaluation in (0, 1, 2, 9, 262_143) for row in (0, 1, MAX_HELD_OUT - 1)}
+    assert len(uids) == 15 and held_out_uid(262_144, 3) == held_out_uid(0, 3)
+    assert make_sample_id(max(uids), 0, 0) < 1 << 63
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff", b"3", b"[" * 100_000])
+def test_damaged_examples_end_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes) -> None:
+    evaluation = object.__new__(Evaluation)  # what it shows at the end of a run needs the run folder alone
+    evaluation._run_dir = tmp_path
+    assert evaluation.before_and_after(3) == ""
+    (tmp_path / "examples.json").write_bytes(content)
+    assert evaluation.before_and_after(3) == ""
+    assert evaluation.before_and_after(3) == ""
+    assert f"hpcrl: {tmp_path}/examples.json cannot be read: " in capsys.readouterr().out
+
+
+def test_a_domain_that_data_names_becomes_one_folder() -> None:
+    assert [_folder_name(name) for name in ("lake", "a/b", "..")] == ["lake", "a%2Fb", "%2E%2E"]
+    assert len(_folder_name("\udcff" + "x" * 1000).encode()) == 200

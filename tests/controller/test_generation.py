@@ -1,0 +1,146 @@
+"""From a configuration to what is drawn, scored and recorded, with scripted ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from hpcrl.cluster.layout import RoleLayout
+from hpcrl.config import Config
+from hpcrl.controller.clients import RolloutFabric
+from hpcrl.controller.evaluation import Evaluation
+from hpcrl.controller.generation import evaluation_sampling, replica_capacity, training_sampling
+from hpcrl.controller.rollouts import Rollouts
+from hpcrl.data import PromptSource
+from hpcrl.rollout.loop import RolloutLoop
+from hpcrl.rollout.store import RolloutReader
+from hpcrl.rollout.types import Disposition, split_sample_id
+from hpcrl.run_folder import OWNERS, SupersededError, check_owner, open_run
+from hpcrl.system.files import steps_in
+from tests.rollout.ranks import Ranks
+
+ROLES = ("trainer", "generator", "reference", "reward", "env")
+SINGLE = {role: {"num_ranks": None, "colocate_with": "controller"} for role in ROLES}
+NUM_ROWS = 8
+
+
+class Words:
+    """A tokenizer with a token per word."""
+
+    chat_template = None
+
+    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        return {"input_ids": list(range(len(text.split())))}
+
+
+def configure(folder: Path, **sections: dict[str, Any]) -> Config:
+    """A run of one rank on a few rows of two words each."""
+    path = folder / "data.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"row {n}", "answer": "x"}) + "\n" for n in range(NUM_ROWS)))
+    data = {"train": str(path), "val": str(path)} | sections.pop("data", {})
+    return Config.model_validate({"layout": SINGLE, "data": data, **sections})
+
+
+def make_loop(config: Config, ranks: Any) -> RolloutLoop:
+    free = [0] if config.rollout.max_lag else []
+    return RolloutLoop(ranks, [[0]], [0], [], seed=0, burst_tokens=4, deterministic=config.deterministic, free=free)
+
+
+def make_evaluation(config: Config, ranks: Any, folder: Path) -> Evaluation:
+    return Evaluation(make_loop(config, ranks), ranks, RoleLayout.from_config(config), config, Words(), folder)
+
+
+def make_rollouts(config: Config, ranks: Any, folder: Path, fence: Callable[[], None] = lambda: None) -> Rollouts:
+    source = PromptSource(config.data, "train", Words(), config.seed, config.rollout.num_prompts)
+    layout = RoleLayout.from_config(config)
+    fabric, replicas = RolloutFabric(ranks, layout), replica_capacity(config, layout)
+    return Rollouts(make_loop(config, ranks), fabric, replicas, config, source, folder, fence)
+
+
+def test_truncation_is_that_of_training_at_its_temperature_alone(tmp_path: Path) -> None:
+    config = configure(tmp_path, rollout={"temperature": 0.6, "top_p": 0.9, "top_k": 20, "stop": ["\n"]})
+    assert training_sampling(config).truncates
+    assert evaluation_sampling(config, 0.6) == training_sampling(config)
+    for temperature in (0.0, 1.0):
+        sampling = evaluation_sampling(config, temperature)
+        assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.stop) == (temperature, 1.0, 0, ["\n"])
+        assert not sampling.truncates
+
+
+def test_held_out_prompts_that_are_all_too_long_are_an_error(tmp_path: Path) -> None:
+    config = configure(tmp_path, data={"max_prompt_tokens": 1})
+    with pytest.raises(
+        ValueError, match=r"data\.val: all 8 prompts have more than data\.max_prompt_tokens=1 tokens; .*"
+    ):
+        make_evaluation(config, Ranks(), tmp_path)
+
+
+def test_a_held_out_prompt_without_a_reward_is_worth_nothing(tmp_path: Path) -> None:
+    """Its reward fails every time it is asked, which must not make the evaluation ask for ever."""
+    config = configure(tmp_path, eval={"num_examples": 0})
+    ranks = Ranks(score=lambda sample: (0.0, "timeout") if split_sample_id(sample)[0] % NUM_ROWS == 3 else (1.0, ""))
+    stats = make_evaluation(config, ranks, tmp_path).scores(5)
+    assert stats["val/score/*"] == (NUM_ROWS - 1, NUM_ROWS, 0.0, 1.0)
+
+
+def test_the_rewards_of_filtered_groups_are_recorded(tmp_path: Path) -> None:
+    """Every third prompt is right whatever the sibling; the others have one right and one wrong answer."""
+
+    def score(sample: int) -> tuple[float, str]:
+        uid, _, member = split_sample_id(sample)
+        return float(uid % 3 == 0 or member == 0), ""
+
+    config = configure(tmp_path, rollout={"num_prompts": 4, "group_size": 2, "filter_std": True})
+    rollouts = make_rollouts(config, Ranks(score=score), tmp_path)
+    batch = rollouts.next(1)
+    rollouts.store(batch, cast(Any, SimpleNamespace(write_rollouts=lambda *_: lambda: None)))
+    records = {record.uid: record for record in RolloutReader(tmp_path, provisional=True).dispositions()}
+    assert {uid: (r.disposition, r.rewards) for uid, r in records.items()} == {
+        uid: (Disposition.FILTERED, (1.0, 1.0)) if uid % 3 == 0 else (Disposition.TRAINED, (1.0, 0.0))
+        for uid in range(6)
+    }
+
+
+def test_replicas_work_while_a_batch_is_trained_that_was_there_at_once(tmp_path: Path) -> None:
+    """The second step's batch waits finished when the step begins; what the step adds must not wait for the third."""
+    config = configure(tmp_path, rollout={"num_prompts": 4, "group_size": 2, "max_lag": 1})
+    rollouts, admitted = make_rollouts(config, ranks := Ranks(), tmp_path), []
+    for step in (1, 2, 3):
+        del ranks.sent[:]
+        rollouts.next(step)
+        kinds = [type(command).__name__ for _, command in ranks.sent]
+        admitted.append("Admit" in kinds)
+        assert kinds.count("Admit") == 0 or "Burst" in kinds[kinds.index("Admit") :], kinds
+    assert admitted[1], "the second step adds nothing, so this shows nothing"
+
+
+def test_a_superseded_attempt_writes_no_rollouts(tmp_path: Path) -> None:
+    config = configure(tmp_path, rollout={"num_prompts": 4, "group_size": 2})
+    open_run(config.model_dump(mode="json"), tmp_path / "run", "auto")
+    rollouts = make_rollouts(config, Ranks(), tmp_path / "run", partial(check_owner, tmp_path / "run", 1))
+    trainer = cast(Any, SimpleNamespace(write_rollouts=lambda *_: lambda: None))
+    rollouts.store(rollouts.next(1), trainer)
+    batch = rollouts.next(2)
+    (tmp_path / "run" / OWNERS / "0002").write_text("{}")
+    with pytest.raises(SupersededError):
+        rollouts.store(batch, trainer)
+    assert steps_in(tmp_path / "run" / "rollouts") == [1]
+
+
+def test_a_resume_knows_the_prompts_of_groups_that_were_finished_ahead(tmp_path: Path) -> None:
+    config = configure(tmp_path, rollout={"num_prompts": 2, "group_size": 2, "max_lag": 1.0})
+    rollouts = make_rollouts(config, Ranks(), tmp_path)
+    rollouts.next(1)
+    state = json.loads(json.dumps(rollouts.state_dict()))
+    ahead = [group["uid"] for group in state["scheduler"]["finished"]]
+    assert len(ahead) == 2
+    resumed = make_rollouts(config, Ranks(), tmp_path)
+    resumed.load_state_dict(state)
+    assert resumed._prompts == rollouts._prompts
+    assert set(ahead) <= resumed._prompts.keys()

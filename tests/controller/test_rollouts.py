@@ -1,0 +1,99 @@
+"""Batches of several domains."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrl.config import DataConfig, DomainRolloutConfig, load
+from hpcrl.controller.rollouts import Rollouts
+from hpcrl.data import PromptSource
+from hpcrl.rollout.scheduling.events import Decoded, Generate, Rewarded
+from hpcrl.rollout.scheduling.policies import SchedulerConfig
+from hpcrl.rollout.scheduling.scheduler import RolloutExhausted, RolloutScheduler
+from hpcrl.rollout.types import Disposition, FinishReason, Prompt, split_sample_id
+from tests.rollout.ranks import Ranks
+from tests.rollout.test_loop import GENERATOR, SAMPLING, draw_from, make_loop, prompts
+
+SHARES = {"maths": 0.4, "code": 0.3, "gym": 0.2, "essays": 0.1}
+
+
+class Words:
+    """A tokenizer of words."""
+
+    chat_template = None
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": [len(word) for word in text.split()]}
+
+
+def two_in_five_filtered(sample: int) -> Any:
+    uid, _, member = split_sample_id(sample)
+    return float(member % 2 and uid % 5 > 1), ""
+
+
+def test_a_domain_may_have_filters_of_its_own() -> None:
+    """All rewards are equal: the groups of one domain are filtered, those of the other are not."""
+    config = SchedulerConfig(2, filter_std=True, domains={"code": DomainRolloutConfig(filter_std=False)})
+    kinds = {uid: "code" if uid % 2 else "maths" for uid in range(100)}
+    scheduler = RolloutScheduler(config, {GENERATOR: 64}, kinds.__getitem__)
+    scheduler.begin_step(0, 5)
+    harvest = make_loop(Ranks()).drive(scheduler, {}, draw_from(prompts()), SAMPLING)
+    assert [kinds[group.uid] for group in harvest.groups] == ["code"] * 5
+    assert {end.reason for end in scheduler.settled() if kinds[end.uid] == "maths"} == {"std"}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_every_batch_has_its_shares_though_prompts_are_filtered(tmp_path: Path, deterministic: bool) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"p {n}", "tag": tag}) + "\n" for tag in SHARES for n in range(7)))
+    rollouts = object.__new__(Rollouts)  # of which only the draws are tested
+    data = DataConfig(train=str(path), domain_interleave_probs=SHARES)
+    rollouts.source, rollouts._prompts = PromptSource(data, "train", Words(), 0, 10), {}
+    config = SchedulerConfig(2, filter_std=True, deterministic=deterministic)
+    rollouts.scheduler = RolloutScheduler(config, {GENERATOR: 64})
+    loop, rollouts._records = make_loop(Ranks(score=two_in_five_filtered), deterministic), []
+    for step in range(30):
+        rollouts.scheduler.begin_step(step, 10)
+        harvest = loop.drive(rollouts.scheduler, rollouts._prompts, rollouts._draw, SAMPLING)
+        domains = Counter(rollouts._prompts[group.uid].domain for group in harvest.groups)
+        assert domains == {"maths": 4, "code": 3, "gym": 2, "essays": 1}
+        rollouts._record()
+    counts = Counter(record.disposition for record in rollouts._records)
+    assert counts[Disposition.TRAINED] == 300 and counts[Disposition.FILTERED] > 150
+
+
+class Loop:
+    """Generates at once; the responses to a prompt of the domain `hard` all have reward 0, others differ."""
+
+    def drive(
+        self,
+        scheduler: RolloutScheduler,
+        prompts: dict[int, Prompt],
+        draw: Callable[[int], list[Prompt]],
+        sampling: Any,
+    ) -> None:
+        while True:
+            fresh = draw(scheduler.wants())
+            prompts.update((prompt.uid, prompt) for prompt in fresh)
+            scheduler.offer(prompt.uid for prompt in fresh)
+            for command in scheduler.plan():
+                for sample in command.sample_ids if isinstance(command, Generate) else ():
+                    uid, _, member = split_sample_id(sample)
+                    reward = 0.0 if prompts[uid].domain == "hard" else float(member)
+                    scheduler.tell([Decoded(0, ((sample, 1, FinishReason.STOP),)), Rewarded(sample, reward, reward)])
+
+
+def test_a_domain_that_starves_a_mix_is_named(tmp_path: Path) -> None:
+    words = ["data.train=[{path:task:add,tag:hard},{path:task:add,tag:easy}]", "rollout.filter_std=true"]
+    words += ["data.domain_interleave_probs={hard:.5,easy:.5}", "rollout.num_prompts=4", "rollout.group_size=2"]
+    config = load(words)
+    source = PromptSource(config.data, "train", Words(), 0, config.rollout.num_prompts)
+    rollouts = Rollouts(Loop(), None, {0: 64}, config, source, tmp_path, lambda: None)  # type: ignore[arg-type]
+    with pytest.raises(RolloutExhausted, match=r"; prompts missing by domain \(data.domain_int.*\): hard 2$"):
+        rollouts.next(1)

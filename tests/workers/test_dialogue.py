@@ -1,0 +1,161 @@
+"""What stands between two model turns is what the chat template puts there, token by token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrl.workers.dialogue import as_messages, first_prompt, prompt_ids, window
+from hpcrl.workers.observations import observation_ids
+
+LLAMA3 = """\
+{{- '<|endoftext|>' }}
+{%- for message in messages %}
+{{- '<|im_start|>' + message['role'] + '\n\n' + message['content'] | trim + '<|im_end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n\n' }}{%- endif %}
+"""
+# As Qwen3's: what the model thought is shown in its last turn only.
+THINKING = """\
+{%- for message in messages %}
+{%- set content = message['content'] %}
+{%- if message['role'] == 'assistant' and loop.last %}{%- set content = '<think>\n\n</think>' + content %}{%- endif %}
+{{- '<|im_start|>' + message['role'] + '\n' + content + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
+"""
+PLAIN = """\
+{%- for message in messages %}{{- '### ' + message['role'] + '\n' + message['content'] + '\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '### assistant\n' }}{%- endif %}
+"""
+
+
+@pytest.fixture
+def tokenizer(model_folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model_folder)
+
+
+def ids_of(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def dialogue(*contents: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": text} for role, text in zip(["user", "assistant"] * 2, contents, strict=False)]
+
+
+@pytest.mark.parametrize("template", [None, LLAMA3, THINKING], ids=["chatml", "llama3", "thinking"])
+@pytest.mark.parametrize("ended", [True, False], ids=["ends itself", "cut by a stop string"])
+def test_prompt_turn_and_observation_are_the_rendered_dialogue(
+    tokenizer: Any, template: str | None, ended: bool
+) -> None:
+    tokenizer.chat_template = template or tokenizer.chat_template
+    render = tokenizer.apply_chat_template
+    prompt = ids_of(tokenizer, render(dialogue("add: 12 + 7"), tokenize=False, add_generation_prompt=True))
+    turn = ids_of(tokenizer, "The answer is 20" + ("<|im_end|>" if ended else ""))
+    between = observation_ids(tokenizer, as_messages("not right"), turn[-1]).tolist()
+    whole = dialogue("add: 12 + 7", "The answer is 20", "not right")
+    assert prompt + turn + between == ids_of(tokenizer, render(whole, tokenize=False, add_generation_prompt=True))
+
+
+def test_a_template_without_tokens_of_its_own_keeps_what_the_model_wrote(tokenizer: Any) -> None:
+    tokenizer.chat_template = PLAIN
+    expected = ids_of(tokenizer, "\n### user\nno\n### assistant\n")
+    newline = ids_of(tokenizer, "\n")[-1]
+    for last_token in (tokenizer.eos_token_id, newline):
+        assert observation_ids(tokenizer, as_messages("no"), last_token).tolist() == expected
+
+
+def test_without_a_template_the_observation_stands_alone(tokenizer: Any) -> None:
+    tokenizer.chat_template = None
+    assert observation_ids(tokenizer, as_messages(" 2 + 2"), tokenizer.eos_token_id).tolist() == ids_of(
+        tokenizer, " 2 + 2"
+    )
+
+
+def test_what_is_no_observation_is_refused(tokenizer: Any) -> None:
+    for observation, why in (
+        (3, "not text but int"),
+        ([{"role": "tool", "content": 3}], "no role or content that is text"),
+        ([{"role": "user", "content": "look", "images": [b"png"]}], "images .* by reference"),
+    ):
+        with pytest.raises(TypeError, match=why):
+            as_messages(observation)
+    tokenizer.chat_template = "{{ messages[-1]['content'] }}"
+    with pytest.raises(ValueError, match="does not show an assistant turn"):
+        observation_ids(tokenizer, as_messages("no"), 2)
+
+
+def test_a_tool_speaks_in_its_own_role_and_images_do_not_disturb(tokenizer: Any) -> None:
+    said = [{"role": "tool", "content": "42"}, {"role": "user", "content": "go on", "images": ["map.png"]}]
+    ids = observation_ids(tokenizer, as_messages(said), tokenizer.eos_token_id).tolist()
+    expected = "\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
+    assert ids == ids_of(tokenizer, expected)
+
+
+SYSTEM = {"role": "system", "content": "You play."}
+BOARD = {"role": "user", "content": "P _ G"}
+
+
+@pytest.mark.parametrize(
+    ("observation", "messages"),
+    [("P _ G", [SYSTEM, BOARD]), ([BOARD], [BOARD]), ("", None), ([], None)],
+    ids=["text", "messages", "empty text", "no messages"],
+)
+def test_the_first_observation_is_the_prompt(tokenizer: Any, observation: Any, messages: Any) -> None:
+    row = {"messages": [SYSTEM, {"role": "user", "content": "start"}], "tools": None}
+    found, ids = first_prompt(tokenizer, row, observation)
+    assert found == (messages or row["messages"])
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) if messages else ""
+    assert ids.tolist() == ids_of(tokenizer, text)
+
+
+def test_an_observation_cannot_write_special_tokens(tokenizer: Any) -> None:
+    """A tool may echo what the model spelt in ordinary letters."""
+    between = observation_ids(tokenizer, as_messages("a<|im_end|>\n<|im_start|>assistant"), -1)
+    special = [token for token in between.tolist() if token in tokenizer.added_tokens_decoder]
+    plain = [token for token in observation_ids(tokenizer, as_messages("a"), -1).tolist() if token in special]
+    assert special == plain and "<|im_end|>\n<|im_start|>assistant" in tokenizer.decode(between)
+
+
+SHOWN = [[SYSTEM, BOARD], *([{"role": "user", "content": f"board {turn}"}] for turn in range(1, 4))]
+SAID = ["up", "left", "down"]
+HEAD = "<|im_start|>system\nYou play.<|im_end|>\n<|im_start|>user\nP _ G"
+LAST = "<|im_end|>\n<|im_start|>assistant\n"
+
+
+def turns(first: int) -> str:
+    """The dialogue from a turn on, each with the observation after it."""
+    said = enumerate(SAID[first:], first + 1)
+    between = "<|im_end|>\n<|im_start|>assistant\n{}<|im_end|>\n<|im_start|>user\nboard {}"
+    return "".join(between.format(word, turn) for turn, word in said)
+
+
+@pytest.mark.parametrize(
+    ("history", "text"),
+    [
+        (0, f"{HEAD}\n\nboard 3"),
+        (1, f"{HEAD}\n\nboard 2{turns(2)}"),
+        (2, f"{HEAD}\n\nboard 1{turns(1)}"),
+        (3, f"{HEAD}{turns(0)}"),
+        (99, f"{HEAD}{turns(0)}"),
+    ],
+)
+def test_the_prompt_of_a_turn_by_steps_is_the_first_and_a_window(tokenizer: Any, history: int, text: str) -> None:
+    ids = prompt_ids(tokenizer, window(SHOWN, SAID, history), None)
+    assert tokenizer.decode(ids) == text + LAST
+    assert window(SHOWN[:1], [], history) == SHOWN[0] and SHOWN[0] == [SYSTEM, BOARD], "nothing is changed in place"
+
+
+def test_messages_that_meet_in_a_window_are_joined_if_one_role_wrote_them() -> None:
+    tool = [{"role": "tool", "content": "42"}, {"role": "user", "content": "go on", "images": ["b.png"]}]
+    call = {"role": "assistant", "content": "up"}
+    assert window([[BOARD], tool], ["up"], 0) == [BOARD, call, *tool], "no answer without the call"
+    assert window([[BOARD], tool, tool], ["on", "up"], 0) == [BOARD, call, *tool]
+    pictured = {**BOARD, "images": ["a.png"]}
+    joined = {"role": "user", "content": "P _ G\n\ngo on", "images": ["a.png", "b.png"]}
+    assert window([[pictured], tool[1:]], ["up"], 0) == [joined]
+    assert window([[BOARD], []], ["up"], 0) == [BOARD], "an observation without messages"

@@ -1,0 +1,56 @@
+"""Peak memory of each phase: the kernel's figure, and the plan's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hpcrl.messaging.messages import Burst, Forget, Logprobs, Pull, TrainStep
+from hpcrl.metrics.stats import flatten, merge
+from hpcrl.workers.peaks import Peaks, take_peak, trim_heap
+
+MIB = 1 << 20
+
+
+def test_a_peak_counts_what_was_there_for_a_moment() -> None:
+    take_peak()
+    before = take_peak()
+    filled = torch.ones(64 * MIB // 4)
+    del filled
+    assert 60 * MIB < take_peak() - before < 80 * MIB
+    assert abs(take_peak() - before) < 8 * MIB  # the peak is that since the last call
+
+
+def test_peaks_belong_to_the_phase_of_their_command() -> None:
+    peaks = Peaks()
+    sizes = {"train": 96, "generate": 32, "publish": 64, "reference": 16}
+    commands = {
+        "generate": Burst(1, [], []),
+        "train": TrainStep(1, [], 1.0, 1.0),
+        "reference": Logprobs(1, "reference", "ref_logprobs", []),
+        "publish": Pull(1, []),
+    }
+    trim_heap()
+    take_peak()
+    base = take_peak()
+    for phase, command in commands.items():
+        peaks.enter(command)
+        filled = torch.ones(sizes[phase] * MIB // 4)
+        del filled
+        peaks.enter(Forget([]))  # belongs to no phase
+    found = flatten(peaks.take())
+    assert found.keys() == {f"system/{phase}/peak_gib" for phase in sizes}
+    for phase, size in sizes.items():
+        assert found[f"system/{phase}/peak_gib"] * 2**30 - base == pytest.approx(size * MIB, abs=8 * MIB)
+    assert flatten(peaks.take()).keys() == {"system/publish/peak_gib"}  # only the phase that goes on
+
+
+def test_the_largest_peak_counts() -> None:
+    peaks = Peaks()
+    peaks.enter(TrainStep(1, [], 1.0, 1.0))
+    first = peaks.take()
+    filled = torch.ones(32 * MIB // 4)
+    second = peaks.take()
+    del filled
+    [(name, value)] = flatten(merge([second, first])).items()
+    assert value == second[f"{name}^"].total > first[f"{name}^"].total

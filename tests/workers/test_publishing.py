@@ -1,0 +1,190 @@
+"""New weights from a real trainer to a real generator: in one process, through the trainer's gather, and between two
+ranks; and the checksums of both."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hpcrl.cluster.layout import RoleLayout
+from hpcrl.comm.transfer import Fabric
+from hpcrl.engines.gen.native.engine import NativeEngine
+from hpcrl.messaging.messages import Pull
+from hpcrl.workers.generator import GeneratorRole
+from hpcrl.workers.one_process import OneProcess
+from hpcrl.workers.trainer import TrainerRole
+from tests.dist.conftest import Threads
+from tests.workers.conftest import LAYOUT, Stage
+
+EPOCHS = itertools.count()
+TRAINER = 2
+
+
+class Pair:
+    """The trainer on rank 2 and a generator beside it or on rank 1."""
+
+    def __init__(self, threads: Threads, stage: Stage, generator: int, settings: dict[str, Any]):
+        epoch = next(EPOCHS)
+        self._threads, self.generator = threads, generator
+        layout = RoleLayout(MappingProxyType(LAYOUT | {"generator": (generator,), "env": ()}), 3)
+        self.workers = {rank: stage.worker(rank, settings) for rank in {generator, TRAINER}}
+        for worker in self.workers.values():
+            worker.layout = layout
+        trainer = self.workers[TRAINER]
+        trainer.world.default_group("publishing", [TRAINER], epoch)
+        self.trainer = trainer.roles["trainer"] = TrainerRole(trainer)
+        self.role = self.workers[generator].roles["generator"] = GeneratorRole(self.workers[generator])
+        self.engine: NativeEngine = self.role.engine
+        ranks = sorted(self.workers)
+
+        def build(rank: int) -> None:
+            if rank in self.workers and len(ranks) > 1:
+                group = self.workers[rank].world.group("weights", ranks, epoch)
+                self.workers[rank]._publishing.open(Fabric(group, ranks), 0)
+
+        threads.every(build)
+
+    def update(self, version: int) -> None:
+        def pull(rank: int) -> None:
+            if rank in self.workers:
+                self.workers[rank]._handlers[Pull](Pull(version, [0]), 1)
+
+        self._threads.every(pull)
+
+    def same(self) -> bool:
+        """Whether the generator has the trainer's weights, in its own type."""
+        given = {name: tensor.bfloat16() for name, tensor in self.trainer.engine.named_weights()}
+        shown = {name: tensor.clone() for name, tensor in self.engine.loaded_weights(given)}
+        return given.keys() == shown.keys() and all(torch.equal(shown[name], given[name]) for name in given)
+
+
+SETTINGS = {"generator": {"dtype": "bfloat16"}, "check_weights": True}
+WAYS = {
+    "one process": (TRAINER, {}),
+    "one rank": (TRAINER, {"trainer": {"param_dtype": "bfloat16"}}),  # whose parameters FSDP2 keeps in float32
+    "two ranks": (1, {}),
+}
+
+
+@pytest.fixture(params=WAYS.values(), ids=WAYS)
+def pair(threads: Threads, stage: Stage, request: pytest.FixtureRequest) -> Iterator[Pair]:
+    generator, settings = request.param
+    yield Pair(threads, stage, generator, SETTINGS | settings)
+    dist.destroy_process_group()
+
+
+def test_the_generator_has_the_trainers_weights_in_its_own_type(pair: Pair) -> None:
+    asked: list[torch.dtype] = []
+    load = pair.engine.load_weights
+
+    def loading(named: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        load(((name, asked.append(tensor.dtype) or tensor) for name, tensor in named), version)
+
+    pair.engine.load_weights = loading  # type: ignore[method-assign]
+    pair.update(3)
+    assert pair.engine.version == 3
+    assert set(asked) == {torch.bfloat16 if pair.role.trainer is None else torch.float32}  # the parameters themselves
+    assert pair.same()
+    with torch.no_grad():
+        for shard in pair.trainer.engine.shards:
+            shard += 1
+    assert not pair.same()
+    pair.update(4)
+    assert pair.engine.version == 4 and pair.same()
+
+
+@pytest.mark.parametrize(
+    ("matrix", "name"),
+    [("qkv", "self_attn.k_proj.weight"), ("out", "self_attn.o_proj.weight"), ("mlp_norm", "post_attention_layernorm")],
+)
+def test_a_corrupted_byte_of_a_fused_matrix_is_named(pair: Pair, matrix: str, name: str) -> None:
+    load = pair.engine.load_weights
+
+    def corrupting(named: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        load(named, version)
+        values = getattr(pair.engine._weights.layers[0], matrix)
+        values = values[:, 16:24] if matrix == "qkv" else values  # q has 16 columns, k and v 8 each
+        values.view(torch.int16)[..., -1] ^= 1
+
+    pair.engine.load_weights = corrupting  # type: ignore[method-assign]
+    told = (
+        rf"check_weights: model.layers.0.{name}.* of weights 7 on generator rank {pair.generator} is not what .* 1 of"
+    )
+    with pytest.raises(RuntimeError, match=told):
+        pair.update(7)
+
+
+def test_an_engine_that_shows_nothing_is_checked_as_it_gets_the_weights(pair: Pair) -> None:
+    class Closed:
+        def __init__(self, engine: NativeEngine):
+            self._engine, self.names = engine, list[str]()
+
+        def load_weights(self, named: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+            self._engine.load_weights(((self.names.append(name), (name, t))[1] for name, t in named), version)
+
+    closed = pair.role.engine = Closed(pair.engine)
+    if pair.role.trainer is not None:
+        pair.role.trainer = OneProcess(closed, pair.trainer.engine, shared=False)
+    pair.update(1)
+    assert len(closed.names) > 5 and pair.same()
+    given = pair.trainer.engine.held_weights
+
+    def other() -> Iterator[torch.Tensor]:  # at the second call, which is for the checksums
+        for number, tensor in enumerate(given()):
+            yield tensor + (number == 2) * len(calls)
+        calls.append(1)
+
+    calls: list[int] = [] if pair.generator != TRAINER else [1]
+    pair.trainer.engine.held_weights = other
+    with pytest.raises(RuntimeError, match=r"check_weights: .* of weights 2"):
+        pair.update(2)
+
+
+LORA_WAYS = {
+    "one process": (TRAINER, {}),
+    "one rank": (TRAINER, {"fsdp2": {"cpu_offload": True}}),  # which FSDP2 gathers
+    "two ranks": (1, {}),
+}
+
+
+@pytest.mark.parametrize("way", LORA_WAYS)
+def test_adapters_travel_alone(way: str, threads: Threads, stage: Stage) -> None:
+    generator, trainer = LORA_WAYS[way]
+    settings = SETTINGS | {"trainer": {"lora": {"rank": 2, "target_modules": ["k_proj", "down_proj"]}} | trainer}
+    pair = Pair(threads, stage, generator, settings)
+    try:
+        asked: list[str] = []
+        load = pair.engine.load_weights
+
+        def loading(named: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+            load(((asked.append(name) or name, tensor) for name, tensor in named), version)
+
+        pair.engine.load_weights = loading  # type: ignore[method-assign]
+        for version in (0, 1):
+            asked.clear()
+            pair.update(version)
+            names = {name.partition(".lora_")[0].rpartition(".")[2] for name in asked}
+            assert names == {"k_proj", "down_proj"} and len(asked) == 4 * pair.engine._arch.num_layers
+            assert pair.engine.version == version and pair.same()
+            with torch.no_grad():
+                for name in pair.trainer.engine.weights.names:
+                    pair.trainer.engine.weights[name].add_(1)
+            assert not pair.same()
+
+        def corrupting(named: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+            load(named, version)
+            pair.engine._weights.layers[0].adapters["qkv"][0].second.view(torch.int16)[-1] ^= 1
+
+        pair.engine.load_weights = corrupting  # type: ignore[method-assign]
+        with pytest.raises(
+            RuntimeError, match=r"check_weights: model.layers.0.self_attn.k_proj.lora_B.weight of .* 1 of"
+        ):
+            pair.update(2)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,281 @@
+"""Ranks that serve models to rewards: real engines behind real HTTP, in threads of the test."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hpcrl.config import RewardConfig, parse
+from hpcrl.metrics.stats import flatten
+from hpcrl.rewards.reward import RewardItem, Score, make_reward
+from hpcrl.rewards.services import Addresses, Services
+from hpcrl.workers.judge import JudgeRole
+from hpcrl.workers.load import Load
+from hpcrl.workers.reward_model import RewardModelRole
+from tests.echo_judge import make_echo_judge
+from tests.engines.test_scalar import make_reward_model
+
+TOKEN = "sesame"
+JUDGES = {"default": {"name": "judge", "options": {"judges": {"own": {"role": "judge"}}}}}
+
+
+@pytest.fixture(scope="module")
+def echo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_echo_judge(tmp_path_factory.mktemp("model") / "echo")
+
+
+class Serving:
+    """A role on a thread, which does not work before go()."""
+
+    def __init__(self, make: Any, **sections: Any):
+        news = threading.Event()
+        world = SimpleNamespace(rank=0, address="127.0.0.1", token=TOKEN, intake=SimpleNamespace(news=news))
+        config = parse({"data": {"train": "rows.jsonl"}, **sections})
+        self.role = make(SimpleNamespace(config=config, world=world))
+        self._stop, self._thread = threading.Event(), threading.Thread(target=self._work)
+
+    def go(self) -> None:
+        self._thread.start()
+
+    def _work(self) -> None:
+        while not self._stop.is_set():
+            if not self.role.look_after():
+                time.sleep(0.002)
+
+    def close(self) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self.role.close()
+
+    def post(self, path: str, body: bytes, token: str = TOKEN, **headers: str) -> tuple[int, str]:
+        connection = http.client.HTTPConnection(self.role.url.removeprefix("http://"), timeout=60)
+        connection.request("POST", path, body, {"Authorization": f"Bearer {token}", **headers})
+        response = connection.getresponse()
+        return response.status, response.read().decode()
+
+
+@pytest.fixture
+def serving() -> Iterator[Callable[..., Serving]]:
+    made: list[Serving] = []
+
+    def start(make: Any, **sections: Any) -> Serving:
+        made.append(Serving(make, **sections))
+        return made[-1]
+
+    yield start
+    for each in made:
+        each.close()
+
+
+def go_with(count: int, ranks: list[Serving]) -> None:
+    """Let the ranks work once they have so many questions together."""
+    deadline = time.monotonic() + 600
+    while sum(rank.role._service.in_flight for rank in ranks) < count and time.monotonic() < deadline:
+        time.sleep(0.01)
+    for rank in ranks:
+        rank.go()
+
+
+def judge(serving: Any, echo: Path, **more: Any) -> Serving:
+    section = {"path": str(echo), "max_prompt_tokens": 64, "max_new_tokens": 24, "max_slots": 4, **more}
+    return serving(JudgeRole, judge=section, reward=JUDGES)  # type: ignore[no-any-return]
+
+
+def score(
+    urls: list[str], name: str, options: dict[str, Any], items: list[RewardItem], of: str = "", **more: Any
+) -> list[Score]:
+    """What the reward `name`, or a part of it, makes of the answers of the ranks of a role."""
+    patient = {} if of else {"request_timeout_s": 600}
+    reward = make_reward(RewardConfig(name=name, timeout_s=900, options=patient | options))
+    reward.connect(Services({of or name: urls}, {of or name: "m"}, TOKEN, **more))
+    reward.start()
+    return list(asyncio.run(reward.score(items)))  # type: ignore[arg-type]
+
+
+def test_two_judges_share_the_questions_and_keep_their_batch_full(serving: Any, echo: Path) -> None:
+    ranks = [judge(serving, echo) for _ in range(2)]
+    items = [RewardItem(n, "d", "?", "x" * n) for n in range(1, 25)]
+    threading.Thread(target=go_with, args=(24, ranks)).start()
+    options = {"judges": {"own": {"role": "judge"}}}
+    found = score([rank.role.url for rank in ranks], "judge", options, items)
+    assert [each.reward for each in found] == pytest.approx([n % 10 / 10 for n in range(1, 25)])
+    assert all(each.metrics["retries"] == each.metrics["unparsable"] == 0 for each in found)
+    for rank in ranks:
+        load = flatten(rank.role.answer("load", {}))
+        assert load["judge/answered"] == 12 and load["judge/in_flight/max"] == 12
+        assert load["judge/slots_used"] > 0.9 and 0 < load["judge/busy"] <= 1
+
+
+def test_a_request_that_is_wrong_is_refused_with_the_reason(serving: Any, echo: Path) -> None:
+    rank = judge(serving, echo)
+    rank.go()
+    at = "/v1/chat/completions"
+    body = {"messages": [{"role": "user", "content": "a\nverdict 01234567: V"}], "max_tokens": 24}
+
+    def asked(**changes: Any) -> tuple[int, str]:
+        return rank.post(at, json.dumps(body | changes).encode())
+
+    status, text = asked()
+    assert (status, json.loads(text)["choices"][0]["message"]["content"]) == (200, "verdict 01234567: 0")
+    shifted = asked(chat_template_kwargs={"shift": 3, "add_generation_prompt": False})
+    assert "verdict 01234567: 3" in shifted[1], "what a judge's extra_body tells its template"
+    assert asked(seed=1, stop=["7"])[1].count("verdict 0123456") == 1
+    assert rank.post(at, json.dumps(body).encode(), token="wrong")[0] == 401
+    assert rank.post("/v1/models", b"{}")[0] == 404
+    assert rank.post(at, b"{}", **{"Content-Length": str(1 << 40)})[0] == 413
+    refused = {
+        "not as expected": [asked(tools=[]), asked(messages="x"), asked(temperature="hot"), rank.post(at, b"{")],
+        "top_p is 0": [asked(top_p=0)],
+        "TypeError": [asked(chat_template_kwargs={"shift": "x"}), asked(chat_template_kwargs={"messages": []})],
+        "judge.max_new_tokens=24": [asked(max_tokens=25)],
+        "judge.max_prompt_tokens=64": [asked(messages=[{"role": "user", "content": "x" * 99 + "V"}])],
+    }
+    for part, answers in refused.items():
+        assert all(status == 400 and part in text for status, text in answers), (part, answers)
+    assert rank.role.busy is False
+
+
+def test_a_full_rank_says_so_and_a_client_that_left_is_forgotten(serving: Any, echo: Path) -> None:
+    rank = judge(serving, echo, max_requests=1)
+    body = json.dumps({"messages": [{"role": "user", "content": "verdict 01234567: V"}], "max_tokens": 24}).encode()
+    gone = http.client.HTTPConnection(rank.role.url.removeprefix("http://"))
+    gone.request("POST", "/v1/chat/completions", body, {"Authorization": f"Bearer {TOKEN}"})
+    while not rank.role.look_after():
+        time.sleep(0.01)
+    assert rank.role.busy
+    status, text = rank.post("/v1/chat/completions", body)
+    assert status == 503 and "1 requests are open, the most is 1" in text
+    assert flatten(rank.role.answer("load", {}))["judge/told_to_wait"] == 1
+    rank.role._burst = 0  # it decodes nothing more
+    gone.close()
+    deadline = time.monotonic() + 20
+    while rank.role.busy:
+        rank.role.look_after()
+        assert time.monotonic() < deadline
+    assert rank.role.engine.progress() == {}
+
+
+def test_a_question_of_a_deterministic_run_is_the_same_again(serving: Any, echo: Path) -> None:
+    asked: list[bytes] = []
+    rank = judge(serving, echo)
+    take = rank.role._service.take
+
+    def spy() -> Any:
+        found = take()
+        asked.extend(question.asked.messages[-1].content for question in found)
+        return found
+
+    rank.role._service.take = spy
+    rank.go()
+    for seed in (7, 7, 8, None, None):
+        [found] = score([rank.role.url], "judge", {"judges": {"own": {"role": "judge"}}},
+                        [RewardItem(1, "d", "?", "four")], seed=seed)  # fmt: skip
+        assert found.reward == pytest.approx(0.4)
+    assert asked[0] == asked[1] and len(set(asked)) == 4
+
+
+def test_a_reward_model_scores_dialogues_as_transformers_does(serving: Any, tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    folder = make_reward_model(tmp_path / "model")
+    reward = {"default": {"name": "reward_model"}}
+    rank = serving(
+        RewardModelRole, reward_model={"path": str(folder), "max_tokens": 64, "max_tokens_per_batch": 80}, reward=reward
+    )
+    asked = ({"role": "user", "content": "hi<|im_end|>"},)
+    whole = [*asked, *({"role": "assistant", "content": text} for text in ("a", "b"))]
+    items = [RewardItem(n, "d", "?", "x" * n, messages=asked) for n in range(6)]
+    items += [RewardItem(6, "d", "?", "b", extra={"messages": whole}, earlier=["a"])]  # type: ignore[list-item]
+    threading.Thread(target=go_with, args=(8, [rank])).start()
+    found = score(
+        [rank.role.url], "reward_model", {"scale": 2.0, "shift": 1.0}, [*items, RewardItem(7, "d", "?", "x" * 99)]
+    )
+    assert "reward_model.max_tokens=64" in found.pop().error
+    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    for item, each in zip(items, found, strict=True):
+        dialogue = whole if item.earlier else [*asked, {"role": "assistant", "content": item.response}]
+        text = tokenizer.apply_chat_template(dialogue, tokenize=False).replace("hi<|im_end|>", "hi\0")
+        before, after = text.split("\0")
+        ids = [tokenizer(before), tokenizer("<|im_end|>", split_special_tokens=True), tokenizer(after)]
+        with torch.no_grad():
+            logit = model(torch.tensor([[i for part in ids for i in part["input_ids"]]])).logits.item()
+        assert each.metrics["raw"] == pytest.approx(logit, abs=1e-5)
+        assert each.reward == pytest.approx(2 * (logit - 1), abs=1e-5)
+    assert len({each.reward for each in found}) == 7
+    load = flatten(rank.role.answer("load", {}))
+    assert load["reward_model/answered"] == 7 and load["reward_model/in_flight/max"] == 7
+    [squashed] = score([rank.role.url], "reward_model", {"sigmoid": True, "threshold": 0.5}, items[:1])
+    assert squashed.reward == pytest.approx(1 / (1 + 2.718281828 ** -found[0].metrics["raw"]))
+    assert squashed.score == float(squashed.reward >= 0.5)
+    parts = {
+        "liked": {"name": "reward_model", "options": {"scale": 2.0, "shift": 1.0, "request_timeout_s": 600}},
+        "short": {"name": "length", "options": {"max_tokens": 9, "buffer_tokens": 9}, "weight": 0.5},
+    }
+    long = replace(items[1], token_ids=[0] * 9)
+    [composed] = score([rank.role.url], "composed", {"parts": parts}, [long], of="reward_model")
+    assert composed.reward == pytest.approx(found[1].reward - 0.5)
+    assert composed.metrics["liked"] == pytest.approx(found[1].reward) and composed.metrics["short"] == -1.0
+    assert composed.metrics["liked/raw"] == pytest.approx(found[1].metrics["raw"])
+
+
+def test_the_next_request_goes_to_the_least_busy_that_answers() -> None:
+    addresses = Addresses(["a", "b", "c"])
+    assert [addresses.take() for _ in range(4)] == ["a", "b", "c", "a"]
+    addresses.done("b", told=9)
+    addresses.done("c", down_s=60.0)
+    assert [addresses.take() for _ in range(2)] == ["a", "a"], "b is busy with the requests of others, c is down"
+    addresses.done("b", told=0)
+    assert addresses.take() == "b" and addresses.any_up()
+    for name in "ab":
+        addresses.done(name, down_s=60.0)
+    assert not addresses.any_up() and addresses.take() == "c", "if none answers, the least busy is asked again"
+
+
+def test_the_load_counts_time_with_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    load = Load("judge", 2)
+    for seconds, count in ((1, 4), (2, 1), (1, 0), (4, 0)):
+        now[0] += seconds
+        load.note(count)
+    load.answered(5)
+    assert flatten(load.take(3)) == pytest.approx({
+        "judge/busy": 3 / 8, "judge/in_flight/mean": 3.0, "judge/in_flight/max": 4, "judge/slots_used": 5 / 6,
+        "judge/answered": 5, "judge/told_to_wait": 3,
+    })  # fmt: skip
+    now[0] += 1
+    assert flatten(load.take(0))["judge/busy"] == 0
+
+
+@pytest.mark.parametrize(
+    ("judges", "message"),
+    [
+        ({"role": "judge", "url": "http://h/v1"}, "give either url and model, or role: judge"),
+        ({}, "give either url and model, or role: judge"),
+        ({"url": "http://h/v1"}, "model: missing"),
+        ({"role": "judge", "model": "m"}, "model: not read with role"),
+        ({"role": "judge", "max_tokens": 9}, "max_tokens=9: not read with role; use judge.max_new_tokens"),
+        ({"role": "referee"}, "role: Input should be 'judge'"),
+    ],
+)
+def test_a_judge_has_one_place(judges: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_reward(RewardConfig(name="judge", options={"judges": {"a": judges}}))
+
+
+def test_a_role_is_asked_in_a_run_only() -> None:
+    for name, options in (("judge", {"judges": {"a": {"role": "judge"}}}), ("reward_model", {})):
+        with pytest.raises(ValueError, match=f"asks ranks of the role {name}, which only a run has"):
+            make_reward(RewardConfig(name=name, options=options)).start()
