@@ -175,7 +175,7 @@ def test_each_warning_of_cuda_is_noted_with_the_function_of_hpcrl(monkeypatch: p
     assert modes == ["warn", "default"]
     assert ledger.sections == {"fsdp2: step": {("system/clock.py:AwakeClock.now", WARNING): 2}}
     new, absent = compare({"fsdp2: step": {"system/clock.py:AwakeClock.now", "algorithms/interface.py:model_tokens"}})
-    assert (new.value, new.note) == (1, "fsdp2: step: clock.py:AwakeClock.now")
+    assert (new.value, new.note) == (1, "fsdp2: step: system/clock.py:AwakeClock.now")
     assert absent.value == 2 and "LossSums.stats" in absent.note and "FSDP2Engine._update" in absent.note
 
 

@@ -12,7 +12,7 @@ from types import FrameType
 import hpcrl
 
 ROOT = str(Path(hpcrl.__file__).parent) + "/"
-COPIES = ROOT + "copies.py"
+COPIES = ROOT + "rollout/device_copies.py"
 """Copies for others."""
 
 
