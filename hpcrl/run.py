@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import logging
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -29,12 +31,24 @@ from hpcrl.node.devices import BY_BUS, HIDDEN, ORDER, bind_gpus, own_devices, sh
 from hpcrl.node.forks import FORKS, Parent
 from hpcrl.node.gpus import AskedToStopError, GpuNeeds, look, mislisted
 from hpcrl.node.preflight import meeting_folder, preflight, see_run, stopped
-from hpcrl.run_folder import OUTCOME, VERDICT, SupersededError, close_run, open_run, stored_config, world_folder
+from hpcrl.run_folder import (
+    OUTCOME,
+    VERDICT,
+    SupersededError,
+    close_run,
+    log_folder,
+    open_run,
+    stored_config,
+    world_folder,
+)
 from hpcrl.spec.tables import GEN_ENGINES
+from hpcrl.system import log
 from hpcrl.system.cli import in_shell, use_utf8
 from hpcrl.system.exit_codes import ASKED, SIGNAL_CODES, ExitCode
 from hpcrl.system.files import allow_files, is_storage_error, shield_output, write_durably
 from hpcrl.system.signals import STOPPING, held_back, ignore_signals, noted
+
+logger = logging.getLogger("hpcrl.run")  # not __name__: a program
 
 UNWRITTEN = frozenset(code for code in ExitCode if code > ExitCode.BAD_INPUT and code is not ExitCode.STORE_LOST)
 """Codes with which rank 0 ends only after writing a verdict, unless that fails."""
@@ -56,6 +70,7 @@ def launch_local(config: Config, plan: str, words: Sequence[str] | None) -> int:
 def run_node(run_dir: Path, attempt: int, node: int, num_nodes: int, signals: Sequence[int]) -> int:
     """The agent of one node: runs its share of the ranks until they end, with one message about a failure. `signals`:
     from signals.noted."""
+    log.start("agent", file=log_folder(run_dir, attempt) / f"agent_{node:04d}.log", console="stderr")
     config = stored_config(run_dir)
     layout = RoleLayout.from_config(config)
     world = world_folder(run_dir, attempt)
@@ -88,7 +103,7 @@ def run_node(run_dir: Path, attempt: int, node: int, num_nodes: int, signals: Se
             check_gpus(GpuNeeds.of(config, layout, ranks), signals)
         gpus = gpus_of_node(config, layout, node, num_nodes)
     except ValueError as error:
-        print(f"hpcrl: {error}", file=sys.stderr, flush=True)
+        _say(str(error), logging.ERROR)
         return ExitCode.BAD_INPUT
     except AskedToStopError:
         asked = stopped(signals, node=0)
@@ -101,7 +116,7 @@ def run_node(run_dir: Path, attempt: int, node: int, num_nodes: int, signals: Se
         gpus=gpus,
         signals=signals,
         world_folder=world,
-        logs=run_dir / "logs" / f"attempt_{attempt:04d}",
+        logs=log_folder(run_dir, attempt),
         grace_s=timeouts.grace_s,
         # Before a command's deadline, so that the message names this rank and not those that wait for it.
         silent_s=timeouts.command_s / 2,
@@ -115,7 +130,7 @@ def run_node(run_dir: Path, attempt: int, node: int, num_nodes: int, signals: Se
     except OSError as error:
         if not is_storage_error(error):
             raise
-        _say(f"the ranks of this node were ended: {error}")
+        _say(f"the ranks of this node were ended: {error}", logging.ERROR)
         code = ExitCode.NOT_SAVED
     else:
         code = _conclude(verdict, layout, run_dir, attempt)
@@ -128,7 +143,7 @@ def check_nodes(config: Config, run_dir: Path, world: Path, node: int, num_nodes
     """Exit code of the preflight of a Slurm job's nodes; called by the agents of all nodes. It ends hanging nodes."""
     judgement = preflight(config, run_dir, meeting_folder(world), node, num_nodes, signals)
     if judgement.message:
-        print(f"hpcrl: {judgement.message}", file=sys.stderr, flush=True)
+        _say(judgement.message, logging.INFO if judgement.code in ASKED else logging.ERROR)
     if node == 0 and judgement.code != ExitCode.DONE:
         _leave_outcome(world, judgement.code)
         if judgement.code == ExitCode.DEADLINE and (own := slurm.own_job(os.environ)) is not None:
@@ -167,6 +182,7 @@ def ranks_of_node(config: Config, layout: RoleLayout, node: int, num_nodes: int)
 def fork_ranks_of_node(run_dir: Path) -> None:
     """Import what the ranks that the agent asks for need, and fork them; returns in each of these."""
     parent, config = Parent(), stored_config(run_dir)
+    log.start(f"rank {min(parent.gpus)}", file=log.STDERR)  # whose log has the output
     without_gpu = [rank for rank, gpus in parent.gpus.items() if gpus == HIDDEN]
     import_for(config, RoleLayout.from_config(config), without_gpu)
     if len(without_gpu) < len(parent.gpus):  # importing their engines may open GPUs, which no fork may share
@@ -196,12 +212,16 @@ def run_rank(run_dir: Path, place: Place) -> int:
         try:
             gpus = gpus_of_node(config, layout, place.node, place.num_nodes)
         except ValueError as error:
-            print(f"hpcrl rank {place.index}: {error}", file=sys.stderr, flush=True)
+            logger.error("%s", error)
             return ExitCode.BAD_INPUT
         # Before engines are imported, which may look for GPUs.
         os.environ.setdefault(ORDER, BY_BUS)
         os.environ |= own_devices(gpus[place.index]) | cache_folders(os.environ)
     import_for(config, layout, [place.index])
+    if place.launcher == "agent":
+        log.adopt_libraries()
+    roles = ", ".join(layout.roles_of(place.index))
+    logger.info("process %d is rank %d: %s", os.getpid(), place.index, roles, extra=log.UNSHOWN)
     from hpcrl.messaging.network import NoInterfaceError
     from hpcrl.messaging.queues import ControlError
     from hpcrl.messaging.siblings import SiblingWatch
@@ -230,10 +250,10 @@ def run_rank(run_dir: Path, place: Place) -> int:
             interface=config.cluster.network_interface,
         )
     except NoInterfaceError as error:
-        print(f"hpcrl rank {place.index}: this node {error}: cluster.network_interface", file=sys.stderr, flush=True)
+        logger.error("this node %s: cluster.network_interface", error)
         return ExitCode.BAD_INPUT
     except (ControlError, TimeoutError) as error:
-        print(f"hpcrl rank {place.index}: {error}", file=sys.stderr, flush=True)
+        logger.error("%s", error)
         return ExitCode.STORE_LOST
     if place.launcher not in ("agent", "local"):
         SiblingWatch(world, timeouts.store_s / 2, timeouts.start_s)
@@ -247,10 +267,20 @@ def run_rank(run_dir: Path, place: Place) -> int:
     except Reported:
         return ExitCode.RANK_FAILED
     except ControlError as error:
-        print(f"hpcrl rank {place.index}: {error}", file=sys.stderr, flush=True)
+        logger.error("%s", error)
         return ExitCode.STORE_LOST
     finally:
         worker.close()
+
+
+def _start_log(run_dir: Path, place: Place) -> None:
+    """Standard error of a rank that an agent has started is its log; others get a file beside it."""
+    who = f"rank {place.index}"
+    if place.launcher == "agent":
+        log.start(who, file=log.STDERR, console=None if place.index else "stdout")
+    else:
+        file = log_folder(run_dir, int(os.environ.get("HPCRL_ATTEMPT", "1"))) / f"rank_{place.index:04d}.log"
+        log.start(who, file=file, console="stderr" if place.index else "stdout")
 
 
 def _conclude(verdict: Verdict, layout: RoleLayout, run_dir: Path, attempt: int) -> int:
@@ -272,9 +302,11 @@ def _conclude(verdict: Verdict, layout: RoleLayout, run_dir: Path, attempt: int)
     else:
         code = ExitCode.DEADLINE if 0 in verdict.silent else ExitCode.RANK_KILLED
         message = f"rank 0 ({', '.join(layout.roles_of(0))}) is lost: {verdict.lost[0]}"
-    logs = run_dir / "logs" / f"attempt_{attempt:04d}"
-    where = "" if code in ASKED else f" (logs: {logs})"
-    _say(f"{message}{where}")
+    if code in ASKED:
+        _say(message, logging.INFO)
+    else:
+        command = in_shell(f"python -m hpcrl logs {shlex.quote(str(run_dir))}")
+        _say(f"{message} (logs: {command})", logging.ERROR)
     return code
 
 
@@ -284,10 +316,10 @@ def _leave_outcome(world: Path, code: int) -> None:
         write_durably(world / OUTCOME, json.dumps({"code": code}).encode())
 
 
-def _say(text: str) -> None:
-    """Print one line for the user; lost on a full disk, so that the exit code is kept."""
+def _say(text: str, level: int = logging.WARNING) -> None:
+    """One line for the user; lost without a reader, so that the exit code is kept."""
     with contextlib.suppress(OSError):
-        print(f"hpcrl: {text}", file=sys.stderr, flush=True)
+        logger.log(level, "%s", text)
 
 
 def _killed_by(code: int) -> int:
@@ -307,7 +339,7 @@ def main() -> int:
     with contextlib.ExitStack() as stack:
         with held_back():  # an agent loses no signal; a rank is ended by signals until it can handle them
             if unseen := see_run(run_dir):
-                print(f"hpcrl: {unseen}", file=sys.stderr, flush=True)
+                logger.error(unseen)
                 return ExitCode.BAD_INPUT
             config = stored_config(run_dir)
             place = find_place(os.environ, RoleLayout.from_config(config).world_size)
@@ -318,6 +350,7 @@ def main() -> int:
             attempt = int(os.environ.get("HPCRL_ATTEMPT", "1"))
             return run_node(run_dir, attempt, place.node, place.num_nodes, signals)
     shield_output()
+    _start_log(run_dir, place)
     if place.index != 0:  # rank 0 and an agent handle them
         ignore_signals()
     return run_rank(run_dir, place)
@@ -325,6 +358,7 @@ def main() -> int:
 
 if __name__ == "__main__":
     use_utf8()
+    log.start("agent", console="stderr")
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.spec.trajectory import FIELDS
+from hpcrl.system import log
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRATCH = "HPCRL_TESTS_SCRATCH"
@@ -49,6 +50,19 @@ def own_fields() -> Iterator[None]:
     yield
     FIELDS.clear()
     FIELDS.update(built_in)
+
+
+@pytest.fixture(autouse=True)
+def own_log() -> Iterator[None]:
+    """A test may start the log of a program; it ends with the test."""
+    yield
+    log.stop()
+
+
+@pytest.fixture
+def console() -> None:
+    """Messages go to standard output, as those of rank 0 for a user."""
+    log.start("rank 0", console="stdout")
 
 
 def pytest_configure(config: pytest.Config) -> None:

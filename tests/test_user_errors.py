@@ -10,6 +10,8 @@ from hpcrl.commands import status
 from hpcrl.run_folder import user_errors
 from hpcrl.run_folder.user_errors import ERRORS, OTHERS, UserErrors, read_errors
 
+pytestmark = pytest.mark.usefixtures("console")
+
 
 def test_the_first_of_each_kind_is_printed_and_all_are_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,8 @@ from hpcrl.rollout.held import drop_others
 from hpcrl.run_folder import check_owner, division_keys
 from hpcrl.spec.tables import ROLES
 from hpcrl.system.files import write_durably
+
+logger = logging.getLogger(__name__)
 
 COMMANDS = [c.__name__ for c in (SaveState, SaveHeld, FinishSave, CheckFiles, FinishCheck, LoadState, LoadHeld)]
 POLL_EVERY_S = 5.0  # at a running save, within a step
@@ -246,17 +249,17 @@ class Checkpoints:
     def _read(self) -> int:
         latest = find_latest(self._root, self._damage) if self._root.exists() else None
         for problem in latest.problems if latest is not None else []:
-            print(f"hpcrl: checkpoints: {problem}", flush=True)
+            logger.warning("checkpoints: %s", problem)
         step = latest.manifest.step if latest is not None and latest.manifest is not None else -1
         self.restored_step = step
         self.check_owner()  # reading takes long; a newer attempt may own the run by now
         with self._setting_aside(step):
             abandoned = abandon_after(self._run_dir, step, self._attempt)
         if abandoned:
-            print(f"hpcrl: {len(abandoned)} item(s) written {since(step)} moved to abandoned/", flush=True)
+            logger.warning("%d item(s) written %s moved to abandoned/", len(abandoned), since(step))
         stores = self._config.generates and self._config.rollout.save_rollouts
         for gap in gaps(self._run_dir, step, stores):
-            print(f"hpcrl: {gap}; the run goes on without", flush=True)
+            logger.warning("%s; the run goes on without", gap)
         if latest is None or latest.path is None:
             return 0
         assert latest.manifest is not None
@@ -270,7 +273,7 @@ class Checkpoints:
                 f"{latest.path.name} was written with {moved}: from here on results are not the same in every bit"
             )
         for warning in sorted(warnings):
-            print(f"hpcrl: {warning}", flush=True)
+            logger.warning("%s", warning)
         with self._setting_aside(step):
             # Again: a superseded attempt that does not know it yet may have logged during loading.
             cut_metrics(self._run_dir, step, self._attempt)
@@ -283,7 +286,7 @@ class Checkpoints:
         self._controller.call({rank: LoadHeld(folder, names, held[first]) for rank, first in homes.items()})
         self.counters |= {name: value for name, value in state["counters"].items() if name in self.counters}
         self._saved_step = step
-        print(f"hpcrl: resumed from {latest.path.name}", flush=True)
+        logger.info("resumed from %s", latest.path.name)
         return step
 
     def _setting_aside(self, step: int) -> AbstractContextManager[None]:

@@ -3,8 +3,11 @@ no run: what a run has trained is recorded first."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TypeVar
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -14,5 +17,5 @@ def decorate(what: str, make: Callable[[], T], instead: T) -> T:
     try:
         return make()
     except Exception as error:
-        print(f"hpcrl: {what} could not be made: {type(error).__name__}: {error}", flush=True)
+        logger.warning("%s could not be made: %s: %s", what, type(error).__name__, error)
         return instead

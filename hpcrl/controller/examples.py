@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hpcrl.system.files import write_durably
+
+logger = logging.getLogger(__name__)
 
 FILE, TABLE = "examples.json", "examples"
 Examples = dict[int, list[dict[str, Any]]]
@@ -21,7 +24,7 @@ def read_examples(run_dir: Path) -> Examples:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        print(f"hpcrl: {run_dir / FILE} cannot be read: {error}; the run goes on without", flush=True)
+        logger.warning("%s cannot be read: %s; the run goes on without", run_dir / FILE, error)
         return {}
 
 

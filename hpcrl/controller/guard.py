@@ -3,12 +3,15 @@ learns."""
 
 from __future__ import annotations
 
+import logging
 import math
 import signal
 from collections.abc import Callable
 
 from hpcrl.controller.deadline import Deadline
 from hpcrl.metrics.stats import Stats
+
+logger = logging.getLogger(__name__)
 
 MAX_FRUITLESS_STEPS = 3
 """A run ends after this many steps in a row without an update, or with a loss that is not finite."""
@@ -68,7 +71,7 @@ class Guard:
         fence."""
         notice = self._deadline.notice(self._expected_save_s(), self._signal_lead_s)
         if notice and not self._told_notice:
-            print(f"hpcrl: {notice}", flush=True)
+            logger.warning("%s", notice)
             self._told_notice = True
         self.fence()
 
@@ -125,11 +128,11 @@ class Guard:
         self._num_silent = self._num_silent + 1 if is_silent else 0
         if self._num_silent == MAX_SILENT_STEPS:
             mean = f" (reward {rewards.total / rewards.count:.3g} on average)" if rewards and rewards.count else ""
-            print(
-                f"hpcrl: steps {step - MAX_SILENT_STEPS + 1} to {step} had no signal{mean}: all responses to a prompt "
-                "got the same reward, so all advantages are 0; use prompts that the model solves sometimes, a warm-up "
-                "by supervised training (pipeline=sft), a reward with partial credit, or a larger rollout.group_size",
-                flush=True,
+            logger.warning(
+                "steps %d to %d had no signal%s: all responses to a prompt got the same reward, so all advantages are "
+                "0; use prompts that the model solves sometimes, a warm-up by supervised training (pipeline=sft), a "
+                "reward with partial credit, or a larger rollout.group_size",
+                *(step - MAX_SILENT_STEPS + 1, step, mean),
             )
 
     def check_mismatch(self, step: int, stats: Stats) -> None:

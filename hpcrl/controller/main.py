@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
-import sys
-import traceback
 from collections.abc import Collection
 from pathlib import Path
 
@@ -25,10 +24,13 @@ from hpcrl.rollout.loop import BackgroundError
 from hpcrl.rollout.scheduling.scheduler import RolloutExhausted
 from hpcrl.run_folder import OWNERS, VERDICT, SupersededError, finish_run
 from hpcrl.spec.tables import PIPELINES, ROLES
-from hpcrl.system.exit_codes import SIGNAL_CODES, ExitCode
+from hpcrl.system.exit_codes import ASKED, SIGNAL_CODES, ExitCode
 from hpcrl.system.files import is_storage_error, write_durably
+from hpcrl.system.log import BARE
 from hpcrl.system.signals import STOPPING
 from hpcrl.workers.rank_loop import Worker
+
+logger = logging.getLogger(__name__)
 
 LAST_WORDS_S = 5.0
 """Time for each tracker to write what was logged when the run fails."""
@@ -79,19 +81,19 @@ def control(
             pipeline.load()(run)
             run.finish()
             finish_run(run_dir, run.last_step, config.max_steps, run.reason)
-            print(run.report(), flush=True)
+            logger.info("%s", run.report(), extra=BARE)
         except Stopped as error:
             stopped = error
-        print(run.close(), end="", flush=True)
+        _tell_hints(run.close())
         controller.dismiss()
         world.leave()
         if stopped is None:
             return ExitCode.DONE
         return _tell(world, SIGNAL_CODES.get(stopped.signal_number, ExitCode.REQUEUE), str(stopped))
     except Exception as error:
-        traceback.print_exc()
+        logger.error("the run ends", exc_info=True)
         if run is not None:
-            print(run.close(within_s=LAST_WORDS_S), end="", flush=True)
+            _tell_hints(run.close(within_s=LAST_WORDS_S))
         code, message = _explain(error, built=isinstance(run, Run))
         if not (run_dir / OWNERS).is_dir():
             code, message = ExitCode.NOT_SAVED, f"{run_dir} was removed or moved while the run used it: {message}"
@@ -122,10 +124,15 @@ def _explain(error: BaseException, built: bool) -> tuple[ExitCode, str]:
     return code, " ".join(text.split())
 
 
+def _tell_hints(text: str) -> None:
+    if text:
+        logger.info("%s", text.rstrip("\n"), extra=BARE)
+
+
 def _tell(world: World, code: ExitCode, message: str) -> int:
     """Write the verdict for the node agent, which prints it; without an agent or on a full disk, print it here."""
     if world.place.launcher != "agent":
-        print(f"hpcrl: {message}", file=sys.stderr, flush=True)
+        logger.log(logging.INFO if code in ASKED else logging.ERROR, "%s", message)
         return code
     try:
         write_durably(world.folder / VERDICT, json.dumps({"code": int(code), "message": message}).encode())

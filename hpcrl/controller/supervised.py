@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any
 
 from hpcrl.config import Config
@@ -12,6 +13,8 @@ from hpcrl.data import epoch_order, sft_rows
 from hpcrl.data.files import BadRow
 from hpcrl.metrics.stats import Stats, scalar
 from hpcrl.rollout.types import Sizes
+
+logger = logging.getLogger(__name__)
 
 MAX_NAMED = 10
 """Skipped rows named in the log; the others are only counted."""
@@ -56,7 +59,7 @@ class AnswerRows:
     def _skip(self, row: int, why: str) -> None:
         """Name a row without which the run goes on, once."""
         if row not in self._skipped and len(self._skipped) < MAX_NAMED:
-            print(f"hpcrl: {why}; the row is skipped (counted in rows/skipped)", flush=True)
+            logger.warning("%s; the row is skipped (counted in rows/skipped)", why)
         self._skipped[row] = why
 
     def state_dict(self) -> dict[str, Any]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import math
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -20,6 +20,8 @@ from hpcrl.data.files import NO_IMAGES, BadRow, Table
 from hpcrl.data.messages import Messages, one_turn, read_messages, read_tools
 from hpcrl.data.places import open_table
 from hpcrl.data.tasks import Split
+
+logger = logging.getLogger(__name__)
 
 PROMPT_KEYS = ("prompt", "messages", "conversations", "question", "problem", "instruction")
 ANSWER_KEYS = ("answer", "ground_truth", "label", "solution")
@@ -300,7 +302,7 @@ class RowSet:
                 continue
             for index in range(len(table)):
                 if self._check is not None and (done := int(start) + index) % PROGRESS_ROWS == 0 and done:
-                    print(f"hpcrl: {done} of {len(self)} rows of data.{split} are checked", file=sys.stderr, flush=True)
+                    logger.info("%d of %d rows of data.%s are checked", done, len(self), split)
                 try:
                     row = self._parse(number, index)
                     self.domains[start + index] = self._domain_index(row.domain)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import sys
+import logging
 from collections import Counter
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -18,6 +18,8 @@ from hpcrl.data.tasks import Split
 from hpcrl.data.template_forms import TemplateRefusal
 from hpcrl.rollout.outcomes import Dispositions, Settled
 from hpcrl.rollout.types import Disposition, Prompt
+
+logger = logging.getLogger(__name__)
 
 
 def epoch_order(seed: int, name: str, epoch: int, num_rows: int, shuffle: bool = True) -> np.ndarray:
@@ -174,7 +176,7 @@ class PromptSource:
                 parsed = self._rows.row(row)
                 text, token_ids = self._tokens(parsed, row)
             except BadRow as error:  # of a generated source; others are refused before the start
-                print(f"hpcrl: {error}; the row is not evaluated", file=sys.stderr, flush=True)
+                logger.warning("%s; the row is not evaluated", error)
                 continue
             if len(token_ids) <= self._config.max_prompt_tokens:
                 found.append(_prompt(row, 0, row, parsed, text, token_ids))

@@ -10,6 +10,7 @@ from hpcrl.cluster import slurm
 from hpcrl.config import ConfigError
 from hpcrl.launch.help import overview, reference, section
 from hpcrl.launch.start import start
+from hpcrl.system import log
 from hpcrl.system.cli import in_shell, show, use_utf8
 from hpcrl.system.exit_codes import ExitCode
 
@@ -41,4 +42,5 @@ def main(argv: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     use_utf8()
+    log.start("", console="stderr")
     sys.exit(main(sys.argv[1:]))

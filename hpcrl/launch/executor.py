@@ -32,6 +32,7 @@ from hpcrl.launch.prepare import prepare
 from hpcrl.launch.submission import submit
 from hpcrl.run_folder import FINISHED, SLURM, submitted_jobs
 from hpcrl.system.exit_codes import ExitCode
+from hpcrl.system.log import message_of
 
 FORGOTTEN = "FORGOTTEN"
 """State of a job that ended minutes ago and that Slurm no longer knows, if the accounts do not answer either."""
@@ -190,7 +191,7 @@ class RunJob(Job[dict[str, Any]]):
         if str(run.owner.get("job")) in self.links and (error := last_error(run)):
             return f"{run.owner.get('how', 'lost')}: {error}"
         lines = (self.stdout() or "").split("\n")
-        return next((line.removeprefix("hpcrl: ") for line in reversed(lines) if line.strip()), "it never started")
+        return next((message_of(line) for line in reversed(lines) if line.strip()), "it never started")
 
 
 class HpcrlExecutor(Executor):

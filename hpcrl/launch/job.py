@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import sys
@@ -43,9 +44,12 @@ from hpcrl.run_folder import (
     world_folder,
 )
 from hpcrl.system.cli import in_shell, use_utf8
-from hpcrl.system.exit_codes import SIGNAL_CODES, ExitCode
+from hpcrl.system.exit_codes import ASKED, SIGNAL_CODES, ExitCode
 from hpcrl.system.files import committed_step, is_storage_error, step_name, write_durably
+from hpcrl.system.log import HEADER, message_of, start
 from hpcrl.system.signals import STOPPING
+
+logger = logging.getLogger("hpcrl.launch.job")  # not __name__: a program
 
 RESTARTS = "restarts.json"
 PATIENCE_S = 600.0
@@ -65,7 +69,7 @@ SHORT_LIMIT = 5
 """Maximum jobs in a row that ended before a checkpoint: another one of that length would not reach it either."""
 KILLED_EARLY = {128 + number: SIGNAL_CODES.get(number, ExitCode.REQUEUE) for number in STOPPING}
 """srun's message about an agent killed by a signal during its imports, before it could handle signals."""
-OPENED = "hpcrl: attempt {} in job {}, restart {}"
+OPENED = "attempt {} in job {}, restart {}"
 """The first line of an attempt in its job's log."""
 ERROR = re.compile("^hpcrl: |error|fatal|failed|not found|no such", re.IGNORECASE)
 CONSEQUENCE = re.compile(r"srun: error: \S+: tasks? [\d,-]+: ")  # how a task ended; the cause may come later
@@ -100,17 +104,17 @@ def _begin(words: Sequence[str]) -> int:
     if own is not None and own[0] in submitted_jobs(run.run_dir)[1:] and last_end(run.run_dir).get("goes_on") is False:
         why = "the link before this one ended for good"
     if why:
-        print(f"hpcrl: {why}", file=sys.stderr)
+        logger.info(why)
         _end_chain(run.run_dir)
         return NOTHING_TO_DO
     plan = describe(config, layout, model, run, shown)
     said = [f"changed: {', '.join(run.changes)}"] if run.changes else []
     for line in (*said, *described(run.ignored, config.model_dump(mode="json"))):
-        print(f"hpcrl: {line}", file=sys.stderr)
+        logger.info("%s", line)
     opened = open_run(config.model_dump(mode="json"), config.run_dir, config.resume, plan, run.words)
     job = None
     if own is not None:
-        print(OPENED.format(opened.attempt, *own), file=sys.stderr)
+        logger.info(OPENED.format(opened.attempt, *own))
         with contextlib.suppress(slurm.SlurmSilent):  # rank 0 checks again
             job = slurm.find_job(own[0])
     end_at = int(job.end) if job is not None and job.end else 0
@@ -159,16 +163,17 @@ def end(run_dir: Path, attempt: int, step_code: int) -> int:
         with contextlib.suppress(OSError):  # the next launch queries Slurm about the job instead
             close_run(run_dir, attempt, how=name, goes_on=goes_on, why=why)
     except SupersededError as error:
-        print(f"hpcrl: {error}", file=sys.stderr)
+        logger.error("%s", error)
         return ExitCode.SUPERSEDED
-    print(f"hpcrl: attempt {attempt} ended ({name}): {why}", file=sys.stderr, flush=True)
+    fails = code not in (ExitCode.DONE, *ASKED)
+    logger.log(logging.ERROR if fails else logging.INFO, "attempt %d ended (%s): %s", attempt, name, why)
     if not goes_on:
         _end_chain(run_dir)
     elif own is not None and stored_config(run_dir).cluster.after == "requeue":
         if job is None or job.restarts == own[1]:  # otherwise Slurm has requeued it
             slurm.insist(lambda: slurm.requeue(own[0]), PATIENCE_S)  # also kills this process
     elif own is not None and [own[0]] == submitted_jobs(run_dir)[-1:]:
-        print("hpcrl: this was the last link of the chain; launch again to go on", file=sys.stderr)
+        logger.warning("this was the last link of the chain; launch again to go on")
     return code if code is not None else ExitCode.RANK_KILLED
 
 
@@ -183,8 +188,13 @@ def _cause(attempt: int, own: tuple[int, int]) -> str:
         return "see the job's log"
     said = text.rpartition(OPENED.format(attempt, *own))[2].splitlines()
     lines = [line.strip() for line in said if line.strip() and not CONSEQUENCE.match(line)]
-    errors = [line for line in lines if ERROR.search(line)]
-    return (errors or lines[-1:] or ["it said nothing"])[0][:CAUSE_CHARS]
+    errors = [line for line in lines if _is_error(line)]
+    return message_of((errors or lines[-1:] or ["it said nothing"])[0])[:CAUSE_CHARS]
+
+
+def _is_error(line: str) -> bool:
+    header = HEADER.match(line)
+    return header["level"] != "INFO" if header else bool(ERROR.search(line))
 
 
 def _end_chain(run_dir: Path) -> None:
@@ -250,10 +260,10 @@ def main(argv: Sequence[str]) -> int:
             case ["end", run_dir, attempt, code]:
                 return end(Path(run_dir), int(attempt), int(code))
     except ConfigError as error:
-        print(in_shell("\n".join(error.problems)), file=sys.stderr)
+        logger.error("%s", in_shell("\n".join(error.problems)))
         return ExitCode.BAD_INPUT
     except (slurm.SlurmError, OSError) as error:
-        print(f"hpcrl: {error}", file=sys.stderr)
+        logger.error("%s", error)
         return ExitCode.FAILED
     print(in_shell(__doc__))
     return ExitCode.BAD_INPUT
@@ -261,4 +271,5 @@ def main(argv: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     use_utf8()
+    start("launch", console="stderr")
     sys.exit(main(sys.argv[1:]))

@@ -68,7 +68,9 @@ watch() {{
         now=$(stat -c %y "$agent" 2>/dev/null)
         if [ "$now" = "$seen" ]; then still=$((still + 1)); else still=0 most=10 seen=$now what='has ended or hangs'; fi
     done
-    echo "hpcrl: the agent of the first node $what, and the step goes on: it is given up" >&2
+    # As hpcrl.system.log writes, for `hpcrl logs`.
+    now="$(date -u +%Y-%m-%dT%H:%M:%S.%3N)+00:00 ${{SLURMD_NODENAME:-$HOSTNAME}}"
+    echo "$now launch ERROR the agent of the first node $what, and the step goes on: it is given up" >&2
     kill -9 $step
 }}
 trap : USR1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -12,6 +13,8 @@ from hpcrl.messaging.messages import ONE_WAY, Burst, BurstDone, Command, Done, E
 from hpcrl.messaging.queues import ReaderLost
 from hpcrl.messaging.world import World, rank_queue
 from hpcrl.system.clock import AwakeClock
+
+logger = logging.getLogger(__name__)
 
 CHECK_EVERY_S = 10.0  # while no message arrives
 CHECKS_PER_DEADLINE = 8
@@ -278,7 +281,7 @@ class Controller:
         self._world.tell_lost(self.lost)
         self._outstanding = {key: o for key, o in self._outstanding.items() if key[0] != event.rank}
         self._events.append((event.rank, event))
-        print(f"hpcrl: {loss}; the run goes on without it", flush=True)
+        logger.warning("%s; the run goes on without it", loss)
 
     def _lose_late(self, rank: int) -> bool:
         """Continue without a rank that did not answer in time, if possible."""

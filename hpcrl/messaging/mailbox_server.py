@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hmac
+import logging
 import os
 import re
 import secrets
@@ -19,7 +20,6 @@ import socket
 import struct
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from queue import Queue
 from typing import Literal, NamedTuple
@@ -30,6 +30,8 @@ from hpcrl.messaging import network
 from hpcrl.messaging.unblocked import Unblocked
 from hpcrl.messaging.vanished import CLOSE_WAIT, state_of
 from hpcrl.system.exit_codes import ExitCode
+
+logger = logging.getLogger(__name__)
 
 MAX_ENTRY_BYTES = (64 << 20) + 1024
 """A connection with a longer one is closed."""
@@ -267,7 +269,8 @@ def _receive(
             for sender in list(selector.get_map().values()):
                 sender.fileobj.close()  # type: ignore[union-attr]
     except BaseException:
-        traceback.print_exc()
+        with contextlib.suppress(OSError):  # without a reader
+            logger.critical("nothing more can be received", exc_info=True)
         os._exit(ExitCode.STORE_LOST)
 
 

@@ -11,7 +11,7 @@ taken, and the reader learns that its messages have ended.
 from __future__ import annotations
 
 import hmac
-import sys
+import logging
 import threading
 import time
 from collections import defaultdict
@@ -26,6 +26,8 @@ from torch.distributed import DistError, TCPStore
 
 from hpcrl.messaging import network
 from hpcrl.messaging.mailbox_server import MAC_BYTES, Arrival, Arrivals, Push, SenderEnded, mac
+
+logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 64 << 20
 NAMED_REFUSALS = 100  # a flood must not fill the memory or the disk
@@ -203,4 +205,4 @@ class Inbox:
         self.num_refused += 1
         if self.num_refused <= NAMED_REFUSALS:
             self.refused.append(what)
-            print(f"hpcrl control: refused on queue {self.name}: {what}", file=sys.stderr, flush=True)
+            logger.warning("refused on queue %s: %s", self.name, what)

@@ -7,6 +7,7 @@ anything end the ranks whose launcher was killed.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import threading
@@ -19,6 +20,8 @@ from hpcrl.messaging.processes import born, state
 from hpcrl.messaging.queues import ReaderLost
 from hpcrl.messaging.world import CONTROLLER_QUEUE, World
 from hpcrl.system.clock import AwakeClock
+
+logger = logging.getLogger(__name__)
 
 LOOKS = 8  # in the time that a rank may be stopped
 
@@ -42,7 +45,7 @@ class SiblingWatch:
         while not pause.wait(self._stopped_s / LOOKS):
             if os.getppid() != self._parent:
                 with contextlib.suppress(OSError):  # the launcher may have read it
-                    print(f"hpcrl rank {self._world.rank}: its launcher has ended", flush=True)
+                    logger.error("the launcher of this rank has ended")
                 os.kill(os.getpid(), signal.SIGKILL)
             seen = ((rank, pid, state(pid, began)) for rank, pid, began in others)
             rank, pid, found = next((one for one in seen if one[2] != "gone"), (self._world.rank, 0, "runs"))
@@ -54,7 +57,7 @@ class SiblingWatch:
     def _end(self, rank: int, pid: int, cause: str) -> None:
         with contextlib.suppress(ProcessLookupError):  # it has just ended
             os.kill(pid, signal.SIGKILL)
-        print(f"hpcrl rank {self._world.rank}: killed rank {rank}, which {cause}", flush=True)
+        logger.warning("killed rank %d, which %s", rank, cause)
         with contextlib.suppress(ReaderLost):  # of rank 0 itself
             self._world.sender.send(CONTROLLER_QUEUE, Lost(rank, cause, silent=True))
 

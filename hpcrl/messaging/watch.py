@@ -6,8 +6,9 @@ So one thread with its own store client polls the store, and another checks the 
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
-import sys
 import threading
 from collections.abc import Callable
 
@@ -16,15 +17,17 @@ from torch.distributed import TCPStore
 from hpcrl.messaging.bootstrap import WORLD_KEY
 from hpcrl.system.exit_codes import ExitCode
 
+logger = logging.getLogger(__name__)
+
 ROUNDS = 10  # questions in a deadline
 
 
 class StoreWatch:
-    """Ends this process with ExitCode.STORE_LOST and a line on stderr when `store`, which nothing else may use, breaks
+    """Ends this process with ExitCode.STORE_LOST and a message when `store`, which nothing else may use, breaks
     or is silent for deadline_s. `doing`: the rank's activity, for the message."""
 
-    def __init__(self, store: TCPStore, who: str, doing: Callable[[], str], deadline_s: float):
-        self._store, self._who, self._doing, self._deadline_s = store, who, doing, deadline_s
+    def __init__(self, store: TCPStore, doing: Callable[[], str], deadline_s: float):
+        self._store, self._doing, self._deadline_s = store, doing, deadline_s
         self._stopped = threading.Event()
         self._answers = 0
         for target in (self._ask, self._judge):
@@ -53,7 +56,6 @@ class StoreWatch:
 
     def _end(self, what: str) -> None:
         if not self._stopped.is_set():
-            print(
-                f"hpcrl {self._who}: the control store {what} (while in {self._doing()})", file=sys.stderr, flush=True
-            )
+            with contextlib.suppress(OSError):  # its reader may have ended, too
+                logger.error("the control store %s (while in %s)", what, self._doing())
             os._exit(ExitCode.STORE_LOST)

@@ -203,8 +203,7 @@ def join(
     sender = queues.Sender(dialer, key, rank)
     watch = None
     if rank != 0:
-        where = f"rank {rank} on {host}"
-        watch = StoreWatch(queues.connect(*at, start_s), where, lambda: trace.doing, store_s)
+        watch = StoreWatch(queues.connect(*at, start_s), lambda: trace.doing, store_s)
     return World(
         rank=rank,
         size=size,

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from hpcrl.metrics.progress import Progress
 from hpcrl.metrics.trackers.thread import TrackerCall, TrackerThread, log_missed
 from hpcrl.system.files import naming
+from hpcrl.system.log import BARE
+
+logger = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
 
@@ -29,7 +33,6 @@ class MetricsLog:
         resume_step: int,
         max_steps: int,
         eval_every: int = 0,
-        stream: TextIO | None = None,
         trackers: Callable[[], Sequence[TrackerThread]] = tuple,
     ):
         """trackers: starts them; the rows of earlier attempts that they miss are logged to them."""
@@ -42,7 +45,7 @@ class MetricsLog:
         self._path = run_dir / METRICS
         self._file = open(self._path, "ab")  # noqa: SIM115
         self._step = resume_step
-        self._progress = Progress(max(resume_step, 0), max_steps, stream or sys.stdout, eval_every=eval_every)
+        self._progress = Progress(max(resume_step, 0), max_steps, sys.stdout, eval_every=eval_every)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log one step; steps are ascending. On disk when this returns; OSError names a file that is not. Non-finite
@@ -62,11 +65,7 @@ class MetricsLog:
         self._progress.update(step, finite)
         if len(finite) < len(values):
             odd = ", ".join(f"{name} = {value}" for name, value in values.items() if name not in finite)
-            self.note(f"step {step}: not finite: {odd}")
-
-    def note(self, text: str) -> None:
-        """Print a permanent line for the user."""
-        self._progress.note(text)
+            logger.warning("step %d: not finite: %s", step, odd, extra=BARE)
 
     def end_progress(self) -> None:
         """End the live line of a terminal: what is printed from now on stands below it (idempotent)."""

@@ -1,7 +1,8 @@
-"""The progress display of a run: a live bar on a terminal, one plain line per step elsewhere, a summary at the end."""
+"""The progress of a run: a live bar on a terminal, else and in the logs a message per step; a summary at the end."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,9 @@ from rich.progress import Progress as Bar
 from rich.table import Column
 
 from hpcrl.metrics.duration import duration
+from hpcrl.system.log import BARE, UNSHOWN
+
+logger = logging.getLogger(__name__)
 
 RECENT_STEPS = 20
 EVALUATION = "time/val_step"
@@ -61,24 +65,23 @@ class Progress:
         self,
         first_step: int,
         max_steps: int,
-        stream: TextIO,
+        screen: TextIO,
         clock: Callable[[], float] = time.monotonic,
         eval_every: int = 0,
     ):
         self._max_steps, self._eval_every = max_steps, eval_every
         self._evaluation_s = self._evaluated_s = 0.0  # seconds of the last evaluation, of all so far
         self._clock = clock
-        self._stream = stream
         self._last: dict[str, float] = {}
         self._recent: deque[tuple[int, float]] = deque([(first_step, clock())], maxlen=RECENT_STEPS + 1)
         self._bar: Bar | None = None
-        if stream.isatty():
+        if screen.isatty():
             widest = len(f"step {max_steps}/{max_steps}")  # a narrow terminal cuts the bar and the end, not the step
             self._bar = Bar(
                 TextColumn("step {task.completed:.0f}/{task.total:.0f}", table_column=Column(min_width=widest)),
                 BarColumn(bar_width=24),
                 TextColumn("{task.description}"),
-                console=Console(file=stream),
+                console=Console(file=screen),
                 refresh_per_second=REFRESHES_PER_S,
             )
             self._task = self._bar.add_task("starting", total=max_steps, completed=first_step)
@@ -99,15 +102,8 @@ class Progress:
         line = "  ".join(parts) or "starting"
         if self._bar is not None:
             self._bar.update(self._task, completed=step, description=line)
-        else:
-            print(f"step {step}/{self._max_steps}  {line}".rstrip(), file=self._stream, flush=True)
-
-    def note(self, text: str) -> None:
-        """Print a permanent line."""
-        if self._bar is not None:
-            self._bar.console.print(text, markup=False, highlight=False)
-        else:
-            print(text, file=self._stream, flush=True)
+        text = f"step {step}/{self._max_steps}  {line}".rstrip()
+        logger.info("%s", text, extra=BARE if self._bar is None else UNSHOWN)
 
     def close(self) -> None:
         if self._bar is not None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,10 +29,13 @@ from hpcrl.node.forks import AdoptedProcess, RankStart, fork_ranks
 from hpcrl.node.host_memory import OutOfMemoryKills
 from hpcrl.run_folder import AGENT, OUTCOME, VERDICT
 from hpcrl.system.clock import AwakeClock
+from hpcrl.system.log import HEADER, UNSHOWN, message_of
 from hpcrl.system.signals import die_with, held_back
 
 if TYPE_CHECKING:
     from hpcrl.messaging.queues import Sender
+
+logger = logging.getLogger(__name__)
 
 POLL_S = 0.05
 CHECK_EVERY_S = 1.0
@@ -108,6 +111,8 @@ class Agent:
         verdict = Verdict(None)
         try:
             self._start_all()
+            processes = ", ".join(f"{rank} (pid {process.pid})" for rank, process in self._processes.items())
+            logger.info("started rank %s", processes, extra=UNSHOWN)
             self._watch(verdict)
         finally:
             self._end_all(verdict)
@@ -176,6 +181,7 @@ class Agent:
                     verdict.controller_code = code
                 elif rank in verdict.lost:
                     unreported[rank] = verdict.lost[rank]
+                    logger.warning("rank %d is lost: %s", rank, verdict.lost[rank], extra=UNSHOWN)
             # SIGINT or SIGTERM a second time ends everything in a local run. A batch system sends SIGUSR1, then SIGTERM
             # two or three times, while a save may still succeed.
             asked = [number for number in self._signals if number != signal.SIGUSR1]
@@ -186,7 +192,7 @@ class Agent:
                 alive[0].send_signal(forwarded)
                 again = "; again: stop now, without the current step" if self._impatient else ""
                 name = signal.Signals(forwarded).name
-                print(f"hpcrl: {name}: stopping after the current step{again}", file=sys.stderr, flush=True)
+                logger.warning("%s: stopping after the current step%s", name, again)
             # Ranks on other nodes end at Leave or once the store is gone; the ranks of this node get grace_s to end.
             if verdict.controller_code is not None:
                 unreported.clear()
@@ -286,7 +292,7 @@ class Agent:
             self._sender.send("controller", Lost(rank, cause, silent))
         except (ControlError, FileNotFoundError) as error:
             if 0 not in self._ranks:
-                print(f"hpcrl agent: rank {rank}: {cause}; not reported: {error}", file=sys.stderr, flush=True)
+                logger.error("rank %d: %s; not reported: %s", rank, cause, error)
         return True
 
     def _end_all(self, verdict: Verdict) -> None:
@@ -298,21 +304,24 @@ class Agent:
             try:
                 process.wait(KILL_S)
             except subprocess.TimeoutExpired:
-                print(f"hpcrl agent: rank {rank} (pid {process.pid}) does not die", file=sys.stderr, flush=True)
+                logger.error("rank %d (pid %d) does not die", rank, process.pid)
             if rank == 0 and process.returncode is not None:
                 verdict.controller_code = process.returncode
                 verdict.lost[0] = self._cause(0, process.returncode, verdict.silent.get(0))
 
 
 def _last_words(log: Path, start: int) -> str:
-    """The last lines of a log after `start`, in one line; empty if there are none."""
+    """The last lines of a log after `start`, in one line, without what was no problem; empty if there are none."""
     try:
         with open(log, "rb") as file:
             file.seek(max(start, os.fstat(file.fileno()).st_size - LOG_BYTES))
             text = file.read().decode(errors="replace")
     except OSError:
         return ""
-    lines = ["".join(filter(str.isprintable, line)).strip() for line in text.splitlines()]
+    told = [
+        message_of(line) for line in text.splitlines() if not ((at := HEADER.match(line)) and at["level"] == "INFO")
+    ]
+    lines = ["".join(filter(str.isprintable, line)).strip() for line in told]
     shown = [line[:LINE_CHARS] for line in lines if line][-LOG_LINES:]
     return f"; its log ends: {' | '.join(shown)}" if shown else ""
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import signal
 import socket
@@ -26,6 +27,8 @@ import msgspec
 
 from hpcrl.node.devices import VISIBLE
 from hpcrl.system.signals import STOPPING, die_with, held_back
+
+logger = logging.getLogger(__name__)
 
 FORKS = "HPCRL_FORKS"
 """Environment variable of the parent: its end of the socket to the agent."""
@@ -161,8 +164,7 @@ class Parent:
         sys.stdout.flush()
         pids = {}
         if problem := unsafe():
-            text = f"hpcrl: every rank imports by itself: the process to fork has {problem}"
-            print(text, file=sys.stderr, flush=True)
+            logger.warning("every rank imports by itself: the process to fork has %s", problem)
         else:
             for start in self._order.starts:
                 pid = os.fork()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import platform
 import secrets
@@ -42,10 +43,13 @@ from hpcrl.planner.memory import host_bytes, planned_kinds
 from hpcrl.run_folder import CONFIG, stored_config
 from hpcrl.spec.extras import install, version_of
 from hpcrl.spec.tables import ROLES
+from hpcrl.system import log
 from hpcrl.system.cli import in_shell
 from hpcrl.system.clock import AwakeClock
 from hpcrl.system.exit_codes import SIGNAL_CODES, ExitCode
 from hpcrl.system.files import allow_files, backed_off_s, find_room, write_durably
+
+logger = logging.getLogger("hpcrl.node.preflight")  # not __name__: a program, too
 
 CACHED_S = 10.0
 """How long a node waits for files of the first node. Network file systems may cache earlier reads for longer, but
@@ -304,7 +308,7 @@ def examine(node: int, needs: Needs, run_dir: Path, said: Meeting = ALONE, signa
 def _say(text: str) -> None:
     """Print a line about this node; lost where the log's disk is full."""
     with contextlib.suppress(OSError):
-        print(f"hpcrl: node {node_name()} {text}", file=sys.stderr, flush=True)
+        logger.warning("node %s %s", node_name(), text)
 
 
 def judge(reports: Sequence[Report], needs: Sequence[Needs]) -> str:
@@ -570,4 +574,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    log.start("agent", console="stderr")
     sys.exit(main(sys.argv[1:]))

@@ -13,7 +13,7 @@ from hpcrl.config import ConfigError
 from hpcrl.system.files import write_durably
 
 CONFIG, PLAN, FACTS, FINISHED, OWNERS = "config.yaml", "plan.txt", "facts.json", "finished.json", "owners"
-SLURM = "slurm"
+SLURM, LOGS = "slurm", "logs"
 SUBMITTED = f"{SLURM}/submitted.json"
 REFUSED = f"{SLURM}/refused.json"
 AGENT = "agent"
@@ -28,6 +28,11 @@ MOST_PIDS = 1 << 31  # range of the system's calls
 def world_folder(run_dir: Path, attempt: int) -> Path:
     """Rendezvous folder of an attempt's ranks: endpoint, key, traces, verdict, outcome."""
     return run_dir / "world" / f"attempt_{attempt:04d}"
+
+
+def log_folder(run_dir: Path, attempt: int) -> Path:
+    """Folder of an attempt's logs, one of each rank and agent."""
+    return run_dir / LOGS / f"attempt_{attempt:04d}"
 
 
 def record_submission(run_dir: Path, jobs: Sequence[int], cluster: str = "") -> None:

@@ -4,6 +4,7 @@ printed at once, and all are counted in errors.json of the run folder."""
 from __future__ import annotations
 
 import json
+import logging
 import re
 import time
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 from hpcrl.config import ConfigError
 from hpcrl.run_folder.records import damaged, now, read_record
 from hpcrl.system.files import write_durably
+
+logger = logging.getLogger(__name__)
 
 ERRORS = "errors.json"
 ENTRY = {"source": str, "domain": str, "error": str, "count": int, "first": str, "last": str}
@@ -39,7 +42,7 @@ class UserErrors:
         try:
             self._kinds |= {_kind(known): known for known in (() if run_dir is None else read_errors(run_dir))}
         except ConfigError as problem:
-            print(f"hpcrl: {problem}; errors are counted anew", flush=True)
+            logger.warning("%s; errors are counted anew", problem)
         self._printed: set[tuple[str, ...]] = set()  # in this attempt
         self._total = 0  # likewise
         self._written, self._changed = -WRITE_S, False
@@ -59,9 +62,10 @@ class UserErrors:
         self._total, self._changed = self._total + 1, True
         if kind not in self._printed and len(self._printed) < PRINTED_KINDS:
             self._printed.add(kind)
-            print(f"hpcrl: {source} of domain {domain}: {error}; the next ones are counted in {ERRORS}", flush=True)
+            logger.warning("%s of domain %s: %s; the next ones are counted in %s", source, domain, error, ERRORS)
         elif str(self._total).strip("0") == "1":  # 10, 100, ...
-            print(f"hpcrl: {self._total} samples had errors so far, the last: {source} of domain {domain}: {error}")
+            text = "%d samples had errors so far, the last: %s of domain %s: %s"
+            logger.warning(text, self._total, source, domain, error)
         if known["count"] == 1 or time.monotonic() >= self._written + WRITE_S:
             self.write()
 
@@ -73,7 +77,7 @@ class UserErrors:
         try:
             write_durably(self._path, json.dumps({"errors": [*self._kinds.values()]}, indent=1).encode())
         except OSError as problem:
-            print(f"hpcrl: {self._path} cannot be written: {problem}", flush=True)
+            logger.warning("%s cannot be written: %s", self._path, problem)
 
 
 def read_errors(run_dir: Path) -> list[dict[str, Any]]:

@@ -18,11 +18,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
+from hpcrl.system import log
 from hpcrl.system.exit_codes import ExitCode
 
 COMMANDS = {
     "launch": ("hpcrl.launch.__main__", "check a run, print its plan, start it here or submit it to Slurm"),
     "status": ("hpcrl.commands.status", "what a run does: state, step, time left, checkpoints, restarts, errors"),
+    "logs": ("hpcrl.commands.logs", "the messages of all ranks, nodes and attempts of a run, in the order of time"),
     "plot": ("hpcrl.metrics.plot", "draw reward and held-out accuracy of a run"),
     "score": ("hpcrl.commands.score", "try a reward on an answer or on a file of rows, without a run"),
     "convert": ("hpcrl.convert.__main__", "make a checkpoint a model in HF layout, or an HF model one of Megatron"),
@@ -134,6 +136,7 @@ def _short(path: Path) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Call a command with the words after its name; returns its exit code."""
     use_utf8()
+    log.start("", console="stderr")
     words = sys.argv[1:] if argv is None else list(argv)
     width = max(map(len, COMMANDS))
     commands = "\n".join(f"  {name:<{width}}  {what}" for name, (_, what) in COMMANDS.items())

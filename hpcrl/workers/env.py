@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import logging
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -40,6 +41,8 @@ from hpcrl.workers.dialogue import (
 from hpcrl.workers.env_hosts import Hosts, StartedTurn
 from hpcrl.workers.observations import check_continues, observation_ids
 from hpcrl.workers.role import Rank
+
+logger = logging.getLogger(__name__)
 
 ERROR_CHARS = 2000
 LAST_CHARS = 100_000
@@ -330,8 +333,9 @@ class EnvRole:
         if (unread := frozenset(info.get(UNREAD_KEYS, ()))) - self._unread[section]:
             self._unread[section] |= unread
             names = ", ".join(sorted(unread))
-            line = f"hpcrl: env.{section}: nobody sees {names} of info; what the model needs belongs to the observation"
-            print(" ".join(line.split()), flush=True)
+            names = " ".join(names.split())
+            text = "env.%s: nobody sees %s of info; what the model needs belongs to the observation"
+            logger.warning(text, section, names)
 
     def _is_spent(self, turn: Turn, episode: _Episode) -> bool:
         """Whether the episode has no turns, tokens or seconds left."""

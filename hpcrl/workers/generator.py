@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -47,6 +47,8 @@ from hpcrl.system.clock import AwakeClock
 from hpcrl.workers.held_samples import HeldPrompt, HeldSample
 from hpcrl.workers.one_process import OneProcess
 from hpcrl.workers.role import Rank
+
+logger = logging.getLogger(__name__)
 
 
 class GeneratorRole:
@@ -283,7 +285,7 @@ class GeneratorRole:
             try:
                 self._worker.world.mailbox.send(rank, items)
             except ReaderLost as error:  # the controller learns of the loss from the agent and has them re-sent
-                print(f"hpcrl: {len(items)} items did not reach rank {rank}: {error}", file=sys.stderr, flush=True)
+                logger.warning("%d items did not reach rank %d: %s", len(items), rank, error)
 
     def _rescore(self, command: Rescore, seq: int) -> None:
         self._post([self.samples[sample] for sample in command.samples], command.receivers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import logging
 import os
 import time
 import traceback
@@ -29,6 +30,7 @@ from hpcrl.planner.memory import takes_turns
 from hpcrl.rollout.batch import Batch
 from hpcrl.spec.tables import ROLES
 from hpcrl.system.files import is_storage_error
+from hpcrl.system.log import UNSHOWN
 from hpcrl.workers.allocator import grow_segments
 from hpcrl.workers.checkpointing import Saving
 from hpcrl.workers.exchange import Exchange
@@ -36,6 +38,8 @@ from hpcrl.workers.peaks import PHASES, Peaks
 from hpcrl.workers.role import Answers, Role, Serves
 from hpcrl.workers.time_sharing import Turns
 from hpcrl.workers.weight_updates import Publishing
+
+logger = logging.getLogger(__name__)
 
 IDLE_FIRST_S = 0.0005
 BUSY_MOST_S, IDLE_MOST_S = 0.004, 1.0  # between two polls, if a role has own work and if none has
@@ -156,7 +160,7 @@ class Worker:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a user's code may call sys.exit
-            traceback.print_exc()
+            logger.error("failed in %s", f"{what} #{seq}" if seq else what, exc_info=True)
             text = "".join(traceback.format_exception_only(error)).split()
             self.emit(Failed(seq, what, " ".join(text)[:2000], _kind(error)))
             raise Reported from error
@@ -187,7 +191,9 @@ class Worker:
         self.roles[command.role] = role
         self._handlers |= role.handlers()
         address = role.url if isinstance(role, Serves) else ""
-        return Done(seq, texts=[f"{command.role} ready in {time.perf_counter() - started:.1f} s"], address=address)
+        ready = f"{command.role} ready in {time.perf_counter() - started:.1f} s"
+        logger.info(ready, extra=UNSHOWN)
+        return Done(seq, texts=[ready], address=address)
 
     def _build_group(self, command: BuildGroup, seq: int) -> Done:
         build = self.world.group if command.replica is None else self.world.weights_group

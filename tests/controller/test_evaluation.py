@@ -11,6 +11,8 @@ from hpcrl.rollout.loop import Harvest
 from hpcrl.rollout.scheduling.events import DoneSample, Group
 from hpcrl.rollout.types import MAX_HELD_OUT, FinishReason, Sizes, held_out_uid, make_sample_id
 
+pytestmark = pytest.mark.usefixtures("console")
+
 
 def test_rewards_that_could_not_be_computed_are_told_beside_the_score() -> None:
     """They are worth 0: a score of 0 may be the model's fault or the reward's."""

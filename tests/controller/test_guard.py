@@ -11,6 +11,8 @@ from hpcrl.controller.deadline import Deadline
 from hpcrl.controller.guard import Guard, MismatchError, NoProgress
 from hpcrl.metrics.stats import Stat, Stats
 
+pytestmark = pytest.mark.usefixtures("console")
+
 GOOD = {"actor/total_loss": Stat(0.5, 1.0), "actor/skipped_update": Stat(1.0, 4.0)}
 NAN = {"actor/total_loss": Stat(math.nan, 1.0)}
 SKIPPED = {"actor/total_loss": Stat(0.5, 1.0), "actor/skipped_update": Stat(4.0, 4.0)}

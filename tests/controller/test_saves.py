@@ -42,6 +42,8 @@ from hpcrl.run_folder import OWNERS, SupersededError, close_run, open_run
 from hpcrl.system.files import steps_in
 from tests.children import children
 
+pytestmark = pytest.mark.usefixtures("console")
+
 
 class Algorithm:
     """The numbers that an algorithm adapts."""

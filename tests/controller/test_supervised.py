@@ -14,6 +14,8 @@ from hpcrl.controller.supervised import AnswerRows
 from hpcrl.engines.tiny import make_tiny_model
 from hpcrl.rollout.types import Sizes
 
+pytestmark = pytest.mark.usefixtures("console")
+
 FORGETFUL = (
     "{% for m in messages %}{{ m.role }}: "
     "{{ m.content if loop.last or m.role == 'user' else m.content.split('</think>')[-1] }}<|im_end|>{% endfor %}"

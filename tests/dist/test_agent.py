@@ -19,7 +19,9 @@ AGENT = """
 import dataclasses, json, os, sys
 from pathlib import Path
 from hpcrl.node.agent import Agent
+from hpcrl.system import log
 from hpcrl.system.signals import noted
+log.start("agent", console="stderr")
 folder, programs, options = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
 parent = [sys.executable, "-c", sys.argv[4], sys.argv[2]] if sys.argv[4] else []
 argv = lambda rank: [sys.executable, "-c", programs[rank]] if programs[rank] else [str(folder / "missing")]

@@ -28,6 +28,8 @@ from hpcrl.messaging.mailbox_server import Arrival, Arrivals, Intake, Push, Send
 from hpcrl.messaging.queues import Inbox, ReaderLost, Sender, StoreLost
 from hpcrl.system.exit_codes import ExitCode
 
+pytestmark = pytest.mark.usefixtures("console")
+
 KEY, QUEUE = b"k" * 32, "rank/1"
 NO_QUEUE = b"there is no such queue"
 HOST = """
@@ -42,7 +44,9 @@ WATCHED = """
 import sys, time
 from hpcrl.messaging.queues import connect
 from hpcrl.messaging.watch import StoreWatch
-watch = StoreWatch(connect("127.0.0.1", int(sys.argv[1]), 20), "rank 7 on here", lambda: "Burst #3", 1.0)
+from hpcrl.system import log
+log.start("rank 7", file=log.STDERR)
+watch = StoreWatch(connect("127.0.0.1", int(sys.argv[1]), 20), lambda: "Burst #3", 1.0)
 print("up", flush=True)
 if sys.argv[2] == "stop": watch.stop()
 sys.stdin.read()
@@ -199,7 +203,7 @@ def refuse(push: Push, inbox: Inbox, raw: bytes, why: str, capfd: pytest.Capture
     assert inbox.get(5) == (0, sent + 1, m.Leave())
     assert len(inbox.refused) == 1
     assert why in inbox.refused[0]
-    assert f"refused on queue {QUEUE}: {inbox.refused[0]}" in capfd.readouterr().err
+    assert f"refused on queue {QUEUE}: {inbox.refused[0]}" in capfd.readouterr().out
 
 
 def test_forged(push: Push, inbox: Inbox, capfd: pytest.CaptureFixture[str]) -> None:
@@ -558,7 +562,7 @@ def test_a_lost_store_is_noticed_by_everyone(host: tuple[subprocess.Popen[str], 
     process.send_signal(signal.SIGSTOP)  # silent, but its connections stand
     assert left.wait(20) == ExitCode.STORE_LOST
     assert left.stderr is not None
-    assert "hpcrl rank 7 on here: the control store has not answered for 1 s (while in Burst #3)" in left.stderr.read()
+    assert " rank 7 ERROR the control store has not answered for 1 s (while in Burst #3)" in left.stderr.read()
     process.send_signal(signal.SIGCONT)
     late = watched(port, "go")
     assert late.stdout is not None and late.stderr is not None
@@ -566,7 +570,7 @@ def test_a_lost_store_is_noticed_by_everyone(host: tuple[subprocess.Popen[str], 
     process.kill()
     process.wait()
     assert late.wait(20) == ExitCode.STORE_LOST
-    assert "hpcrl rank 7 on here: the control store is gone (while in Burst #3)" in late.stderr.read()
+    assert " rank 7 ERROR the control store is gone (while in Burst #3)" in late.stderr.read()
     start = time.monotonic()
     with pytest.raises(StoreLost, match=f"no control store at 127.0.0.1:{port} within 0.5 s"):
         queues.connect("127.0.0.1", port, 0.5)

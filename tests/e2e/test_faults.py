@@ -128,7 +128,7 @@ def test_ranks_that_die_or_stop_end_the_run_which_resumes(runs: Runs) -> None:
         start,
         ExitCode.RANK_KILLED,
         r"rank 2 \(trainer, generator, reward\) on \S+ is lost: process \d+ on \S+ was killed by SIGSEGV in \w+",
-        r"\(logs: .*attempt_0001\)$",
+        r"\(logs: .*hpcrl logs .*/run\)$",
         within_s=COMMAND_S,
     )
 

@@ -24,7 +24,7 @@ from tests.engines.worlds import VOCAB, Weighted, make_batch, make_model_folder,
 if TYPE_CHECKING:
     from hpcrl.engines.train.megatron.engine import MegatronEngine
 
-pytestmark = [pytest.mark.numerics, pytest.mark.usefixtures("world_of_one")]
+pytestmark = [pytest.mark.numerics, pytest.mark.usefixtures("world_of_one", "console")]
 
 LENGTHS = (9, 12, 5, 14)
 PLAN = [[0, 1], [2, 3]]
@@ -233,7 +233,7 @@ def test_memory_is_registered_and_waited_for_once(
         assert len(waits) == 2 * turn - 1 and all(torch.equal(away[name], state[name]) for name in state)
         state = host.to_device(away)
     assert driver.registered == (4 * 6 if most > 4 else 4)
-    said = capsys.readouterr().err.splitlines()
+    said = capsys.readouterr().out.splitlines()
     assert len(said) == (most == 4)
     assert all(line.startswith("hpcrl: CUDA cannot register host memory (cudaError 2; ulimit -l is ") for line in said)
 

@@ -12,8 +12,10 @@ from hpcrl.cluster import slurm
 from hpcrl.config import Config, ConfigError
 from hpcrl.launch.job import begin, end, main
 from hpcrl.run_folder import OUTCOME, last_end, open_run, read_refusal, record_submission, world_folder
+from hpcrl.system import log
 from hpcrl.system.exit_codes import ExitCode
 from hpcrl.system.files import step_name
+from hpcrl.system.log import message_of
 
 
 def test_a_refused_start_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,10 +42,11 @@ def test_what_a_library_prints_does_not_reach_the_script(tmp_path: Path, capsys:
 def test_a_job_with_other_nodes_than_the_layout_opens_no_attempt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    log.start("launch", console="stderr")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
     assert main(["begin", f"run_dir={tmp_path / 'run'}"]) == ExitCode.BAD_INPUT
-    assert capsys.readouterr().err.startswith("the job has 2 nodes, the layout needs 1; submit with")
+    assert message_of(capsys.readouterr().err).startswith("the job has 2 nodes, the layout needs 1; submit with")
     assert not (tmp_path / "run").exists()
 
 
@@ -51,10 +54,11 @@ def test_a_start_over_in_a_job_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Requeued, it would begin in another folder every time."""
+    log.start("launch", console="stderr")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
     assert main(["begin", f"run_dir={tmp_path / 'run'}", "resume=fresh"]) == ExitCode.BAD_INPUT
-    assert capsys.readouterr().err.startswith("resume: fresh would start over")
+    assert message_of(capsys.readouterr().err).startswith("resume: fresh would start over")
     assert not (tmp_path / "run").exists()
 
 

@@ -18,6 +18,7 @@ from hpcrl.launch.__main__ import main
 from hpcrl.launch.recipes import main as write_recipes
 from hpcrl.launch.recipes import recipes
 from hpcrl.launch.render import render
+from hpcrl.system.log import HEADER
 from tests.conftest import ROOT
 
 RECIPES = {path.stem for path in (ROOT / "slurm").glob("*.sbatch")}
@@ -121,8 +122,9 @@ def test_a_step_without_a_sign_of_life_is_given_up(
     command = ["bash", "-c", script()]
     done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout == f"-m hpcrl.launch.job end {tmp_path}/run 1 {code}\n", done.stderr
-    said = f"hpcrl: the agent of the first node {given_up}, and the step goes on: it is given up\n"
-    assert done.stderr.count("hpcrl: ") == done.stderr.count(said) == bool(given_up), done.stderr
+    said = f"launch ERROR the agent of the first node {given_up}, and the step goes on: it is given up\n"
+    headers = [line for line in done.stderr.splitlines() if HEADER.match(line)]
+    assert len(headers) == done.stderr.count(said) == bool(given_up), done.stderr
 
 
 def test_the_step_is_bound_to_no_core_and_waits_for_all_its_nodes() -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import math
 import pty
 import re
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 
@@ -21,8 +24,12 @@ from hpcrl.metrics.log import MetricsLog, read_metrics
 from hpcrl.metrics.plot import main as plot_command
 from hpcrl.metrics.plot import plot
 from hpcrl.metrics.progress import Progress, summary
+from hpcrl.system import log
 from hpcrl.system.exit_codes import ExitCode
+from hpcrl.system.log import message_of
 from tests.terminal import read_to_end
+
+pytestmark = pytest.mark.usefixtures("console")
 
 
 class Terminal(io.StringIO):
@@ -41,10 +48,11 @@ def board_scalars(run: Path, name: str) -> list[tuple[int, float]]:
 def log_run(run: Path, resume_step: int, last: int, reward: float) -> str:
     screen = io.StringIO()
     trackers = partial(start_trackers, parse({"data": {"train": "rows.jsonl"}}), run, resume_step)
-    log = MetricsLog(run, resume_step, max_steps=6, stream=screen, trackers=trackers)
-    for step in range(resume_step + 1, last + 1):
-        log.log(step, {"critic/rewards/mean": reward + step, "actor/lr": 1e-6})
-    assert log.close() == []
+    with redirect_stdout(screen):
+        metrics = MetricsLog(run, resume_step, max_steps=6, trackers=trackers)
+        for step in range(resume_step + 1, last + 1):
+            metrics.log(step, {"critic/rewards/mean": reward + step, "actor/lr": 1e-6})
+        assert metrics.close() == []
     return screen.getvalue()
 
 
@@ -66,16 +74,15 @@ def test_a_resumed_run_has_every_step_once_everywhere(tmp_path: Path) -> None:
     ]
 
 
-def test_what_is_not_finite_is_null_and_named(tmp_path: Path) -> None:
-    screen = io.StringIO()
-    log = MetricsLog(tmp_path, -1, max_steps=2, stream=screen)
-    log.log(1, {"actor/grad_norm": math.nan, "critic/kl": -math.inf, "critic/rewards/mean": 0.5})
+def test_what_is_not_finite_is_null_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    metrics = MetricsLog(tmp_path, -1, max_steps=2)
+    metrics.log(1, {"actor/grad_norm": math.nan, "critic/kl": -math.inf, "critic/rewards/mean": 0.5})
     with pytest.raises(AssertionError, match="step 1 is logged after step 1"):
-        log.log(1, {})
-    log.close()
+        metrics.log(1, {})
+    metrics.close()
     line = (tmp_path / "metrics.jsonl").read_text()
     assert line == '{"step": 1, "actor/grad_norm": null, "critic/kl": null, "critic/rewards/mean": 0.5}\n'
-    assert "step 1: not finite: actor/grad_norm = nan, critic/kl = -inf\n" in screen.getvalue()
+    assert "step 1: not finite: actor/grad_norm = nan, critic/kl = -inf\n" in capsys.readouterr().out
 
 
 def test_lines_that_are_no_rows_are_left_out(tmp_path: Path) -> None:
@@ -94,7 +101,8 @@ def test_time_left_does_not_jump_where_a_step_is_evaluated() -> None:
     for step in range(11):
         evaluated = step % 3 == 0 or step == 10
         now[0] += (step > 0) + 30.0 * evaluated
-        progress.update(step, {"time/val_step": 30.0} if evaluated else {})
+        with redirect_stdout(screen):
+            progress.update(step, {"time/val_step": 30.0} if evaluated else {})
         left.append(screen.getvalue().splitlines()[-1].partition("ETA ")[2])
     assert left[0] == "", "no step has been timed yet"
     assert left[1:] == [duration(10 - step + 30 * (4 - step // 3)) for step in range(1, 10)] + ["0 s"]
@@ -106,7 +114,8 @@ def lines_of(first_step: int, max_steps: int, steps: list[tuple[int, float]]) ->
     progress = Progress(first_step, max_steps, screen, clock=lambda: now[0])
     for step, seconds in steps:
         now[0] = seconds
-        progress.update(step, {})
+        with redirect_stdout(screen):
+            progress.update(step, {})
     return screen.getvalue().splitlines()
 
 
@@ -139,31 +148,40 @@ def test_the_last_evaluation_stays_on_a_terminal() -> None:
     progress = Progress(0, 10, screen)
     progress.update(0, {"val/score/mean": 0.46})
     progress.update(1, {"critic/rewards/mean": 0.25, "system/tps": 1234.5})
-    progress.note("a line that stays [not markup]")
     progress.close()
     shown = screen.getvalue()
     assert "step 1/10" in shown and "reward 0.250  held-out 0.460  tokens/s 1,234" in shown
-    assert "a line that stays [not markup]" in shown
 
 
 @pytest.mark.parametrize("columns", [60, 80, 200])
-def test_the_bar_is_one_line_of_a_real_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bar_is_one_line_of_a_real_terminal(columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages stand above it, and the steps that it shows are in the log."""
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("TERM", "xterm-256color")
     ours, terminal = pty.openpty()
     with ThreadPoolExecutor(1) as reader, open(terminal, "w") as screen:
         sent = reader.submit(read_to_end, ours)
+        log.start("rank 0", file=tmp_path / "rank_0000.log", console="stdout")
+        monkeypatch.setattr(sys, "stdout", screen)
         progress = Progress(0, 120, screen)
         for step in range(0, 121, 20):
             progress.update(step, {"critic/rewards/mean": 0.5, "val/score/mean": 0.46, "system/tps": 12345.6})
-        progress.note("a line that stays")
+        logging.getLogger("hpcrl.metrics").warning("a line [that] stays")
         progress.close()
+        monkeypatch.undo()
     shown = sent.result()
     assert "\x1b[1A" not in shown, "the cursor goes up where a bar takes more than one line"
     kept = [line.rsplit("\r\x1b[2K", 1)[-1] for line in shown.split("\r\n")]
     kept = [re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", line) for line in kept]
-    assert [line.split("\u2501")[0].rstrip() for line in kept] == ["a line that stays", "step 120/120", ""], kept
+    assert [line.split("\u2501")[0].rstrip() for line in kept] == ["hpcrl: a line [that] stays", "step 120/120", ""], (
+        kept
+    )
     assert max(map(len, kept)) <= columns
+    logged = (tmp_path / "rank_0000.log").read_text().splitlines()
+    assert [message_of(line).split("  ")[0] for line in logged] == [
+        *(f"step {step}/120" for step in range(0, 121, 20)),
+        "a line [that] stays",
+    ]
 
 
 def test_the_summary_tells_steps_times_and_what_was_learnt() -> None:

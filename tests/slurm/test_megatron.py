@@ -87,7 +87,7 @@ def test_it_is_preempted_resumes_and_its_checkpoint_is_converted(cluster: Any, t
     cluster.run("scontrol", "update", f"jobid={job}", "StartTime=now+2", check=False)  # it may run already
     wait_state(cluster, run_dir, job, [COMPLETED])
     said = job_log.read_text()
-    assert "hpcrl: attempt 1 ended (requeue): resumes" in said and "hpcrl: resumed from step_" in said, said
+    assert "launch INFO attempt 1 ended (requeue): resumes" in said and "rank 0 INFO resumed from step_" in said, said
     rows = read_metrics(run_dir)
     assert [row["step"] for row in rows] == list(range(NUM_STEPS + 1))
     assert all(row["actor/grad_norm"] > 0 and row["mismatch/diff/max"] < TOLERANCE for row in rows[1:])

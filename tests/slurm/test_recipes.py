@@ -191,7 +191,7 @@ def test_a_conversion_is_preempted_and_goes_on(large: Any, tmp_path: Path) -> No
     large.run("scontrol", "update", f"jobid={job}", "StartTime=now+2", check=False)  # it may run already
     wait_state(large, run_dir, job, ["COMPLETED"])
     said = log.read_text()
-    assert "hpcrl: attempt 1 ended (requeue): resumes" in said, said
+    assert "launch INFO attempt 1 ended (requeue): resumes" in said, said
     assert f"\n{source}/checkpoints/step_000001 -> {run_dir}/hf: 26 tensors, " in said
     assert {name: (run_dir / "hf" / name).stat().st_ino for name in done} == done, "whole files are not written again"
     model = AutoModelForCausalLM.from_pretrained(run_dir / "hf")

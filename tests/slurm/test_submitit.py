@@ -70,7 +70,7 @@ def test_a_heterogeneous_job_is_waited_for_and_gives_its_result(
     assert job.done() and job.state == "COMPLETED" and job.exception() is None
     assert (result["exit_code"], result["step"], result["metrics"]["step"]) == (0, 2, 2)
     assert (Path(result["hf"]) / "config.json").exists()
-    assert "hpcrl: attempt 1" in (job.stdout() or "") and job.stderr() is None
+    assert "launch INFO attempt 1" in (job.stdout() or "") and job.stderr() is None
     assert job.results() == [result]
 
     again = executor.submit(run, *tiny, *HETJOB, "max_steps=2", "run_name=het")  # finished: nothing is submitted

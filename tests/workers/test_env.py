@@ -27,6 +27,8 @@ from tests.workers import odd_env
 from tests.workers.conftest import Stage
 from tests.workers.test_templates import QWEN2_5, QWEN3
 
+pytestmark = pytest.mark.usefixtures("console")
+
 ODD = {"name": "class", "class_path": "tests.workers.odd_env:OddEnv", "max_turns": 3}
 SETTINGS = {"env": {"default": ODD}}
 KINDS = ("end", "shorten")

@@ -15,6 +15,8 @@ from hpcrl.workers.rank_loop import Reported
 from tests.dist.conftest import Threads
 from tests.workers.conftest import Stage
 
+pytestmark = pytest.mark.usefixtures("console")
+
 
 def make_controller(threads: Threads, needed: bool = True) -> Controller:
     """needed: whether the run ends with the loss of any rank."""

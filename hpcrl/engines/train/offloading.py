@@ -6,15 +6,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import mmap
 import resource
-import sys
 from collections.abc import Hashable, Mapping
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+logger = logging.getLogger(__name__)
 
 K = TypeVar("K", bound=Hashable)
 
@@ -84,8 +86,8 @@ def register(memory: Tensor) -> Tensor:
 def _say_refused(error: str) -> None:
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     allowed = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit >> 10} KiB"
-    text = f"CUDA cannot register host memory ({error}; ulimit -l is {allowed}): copies to and from the host are slower"
-    print(f"hpcrl: {text}", file=sys.stderr, flush=True)
+    text = "CUDA cannot register host memory (%s; ulimit -l is %s): copies to and from the host are slower"
+    logger.warning(text, error, allowed)
 
 
 def _host_memory(num_bytes: int) -> Tensor:

@@ -7,6 +7,7 @@ before, which it has. To a tracker that takes steps back (TrackerSpec.rewinds) t
 
 from __future__ import annotations
 
+import logging
 import queue
 import secrets
 import threading
@@ -17,6 +18,8 @@ from typing import Any
 
 from hpcrl.metrics.trackers.tracker import Tracker
 from hpcrl.system.files import write_durably
+
+logger = logging.getLogger(__name__)
 
 FOLDER = "trackers"
 MOST_WAITING = 10_000
@@ -30,7 +33,7 @@ class TrackerThread:
 
     def __init__(
         self, name: str, make: Callable[[int], Tracker], step_file: Path, resume_step: int, rewinds: bool,
-        timeout_s: float, warn: Callable[[str], None] = lambda text: print(f"hpcrl: {text}", flush=True),
+        timeout_s: float, warn: Callable[[str], None] = logger.warning,
     ):  # fmt: skip
         """make: called with the first step that will be logged. step_file: the file with the last one."""
         self.name, self._timeout_s, self._warn, self._path = name, timeout_s, warn, step_file

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +17,8 @@ from hpcrl.sandbox.client import ENVIRONMENT, Sandbox
 from hpcrl.sandbox.jobs import ChildTask, JobOutcome, Limits
 from hpcrl.sandbox.wire import Unhashed, decode, encode
 from hpcrl.spec.options import read_options
+
+logger = logging.getLogger(__name__)
 
 NAMES = {"python": ("python", "py", "python3"), "cpp": ("cpp", "c++", "cc", "cxx"), "bash": ("bash", "sh", "shell")}
 """Language -> names of its blocks."""
@@ -51,7 +53,7 @@ class CodeReward(PerResponse):
                 f"language={options.language} needs {PROGRAMS[options.language][0]}, which is not installed"
             )
         self._sandbox = Sandbox(int(options.min_level[1]), limits)
-        print(self._sandbox.describe(), file=sys.stderr, flush=True)
+        logger.info(self._sandbox.describe())
 
     def problem_of_row(self, answer: Any, extra: Mapping[str, Any]) -> str:
         """Reports a row without test cases, or with cases of a wrong shape or another language."""

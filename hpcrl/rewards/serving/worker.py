@@ -18,6 +18,7 @@ from hpcrl.config import RewardConfig
 from hpcrl.rewards.reward import Reward, RewardItem, Score, make_reward
 from hpcrl.rewards.serving.guarded import score_each, score_each_async
 from hpcrl.rewards.serving.protocol import LENGTH, Answer, Begin, Item, ItemScore, Ready, from_message, pack
+from hpcrl.system import log
 from hpcrl.system.signals import die_with, let_signals_pass
 
 
@@ -28,6 +29,7 @@ def main() -> None:
     source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
+    log.start_child()
     begin = msgspec.msgpack.decode(_read(source) or b"", type=Begin)
     config = RewardConfig.model_validate_json(begin.section)
     try:
