@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
-from hpcrl import cli
 from hpcrl.config import load
+from hpcrl.system import cli
 from hpcrl.system.exit_codes import ExitCode
 from tests.conftest import ROOT
 

@@ -111,6 +111,6 @@ def experts(count: int, hidden: int, inner: int, fused: bool, stacked: bool) -> 
             yield Entry(fc2, (hidden, inner), down, "layer", expert=expert, split=1)
         else:
             hf = f"mlp.experts.{expert}."
-            gate_up = gated(fc1, f"{hf}gate_proj.weight", f"{hf}up_proj.weight", inner, (hidden,))
-            yield replace(gate_up, expert=expert)
+            both = gated(fc1, f"{hf}gate_proj.weight", f"{hf}up_proj.weight", inner, (hidden,))
+            yield replace(both, expert=expert)
             yield replace(copied(fc2, f"{hf}down_proj.weight", (hidden, inner), split=1), expert=expert)
