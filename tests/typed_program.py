@@ -96,7 +96,7 @@ class StepCredit(Credit):
         reveal_type(index)
         reveal_type(all_sum(batch.rewards))
         reveal_type(batch.lengths)
-        reveal_type(batch.rewards)  # Any: a batch's fields are declared while it runs
+        reveal_type(batch.rewards)
         rewards = required(batch, "token_rewards", "credit of steps")[index]
         returns = discounted_returns(rewards, batch.row_ids[index], 1.0)
         reveal_type(returns)

@@ -45,9 +45,9 @@ class GAECredit(ReturnsCredit[CriticSection], Generic[CriticSection]):
     def assign(self, batch: Batch, table: RewardTable, all_sum: AllSum) -> Stats:
         """See Credit. critic/explained_variance: 1 - Var(R - V) / Var(R) over the model tokens of all ranks."""
         stats, index = super().assign(batch, table, all_sum), model_tokens(batch)
-        returns = batch.returns[index].double()
+        returns = required(batch, "returns", "their variance")[index].double()
         spread = _variance(returns, all_sum)
-        left = _variance(returns - batch.values[index].double(), all_sum)
+        left = _variance(returns - values_of(batch).double(), all_sum)
         return stats | ({"critic/explained_variance": scalar(1 - left / spread)} if spread > 0 else {})
 
 
@@ -64,6 +64,8 @@ def gae(token_rewards: Tensor, values: Tensor, rows: Tensor, gamma: float, lambd
 
 def _variance(values: Tensor, all_sum: AllSum) -> float:
     """Over the values of all ranks; 0 without any. Collective over them."""
+    count: float
+    total: float
     count, total = all_sum(torch.stack([values.new_tensor(float(values.numel())), values.sum()])).tolist()
     squares = all_sum((values - total / max(count, 1.0)).square().sum().reshape(1))
     return float(squares) / max(count, 1.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from hpcrl.algorithms.advantage_estimator import ReturnsCredit
-from hpcrl.algorithms.interface import AllSum, RewardTable
+from hpcrl.algorithms.interface import AllSum, RewardTable, required
 from hpcrl.algorithms.spec import ReMax
 from hpcrl.metrics.stats import Stats, stat
 from hpcrl.rollout.batch import Batch
@@ -24,4 +24,6 @@ class ReMaxCredit(ReturnsCredit[ReMax]):
 
     def assign(self, batch: Batch, table: RewardTable, all_sum: AllSum) -> Stats:
         """See Credit. critic/baseline: the rewards of the greedy responses, one for each row."""
-        return super().assign(batch, table, all_sum) | {"critic/baseline/*": stat(batch.baselines)}
+        return super().assign(batch, table, all_sum) | {
+            "critic/baseline/*": stat(required(batch, "baselines", "remax"))
+        }

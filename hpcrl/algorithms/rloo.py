@@ -15,6 +15,7 @@ class RLOOCredit(ReturnsCredit[RLOO]):
 
     def normalize(self, table: RewardTable) -> Tensor:
         """See ReturnsCredit. A response without siblings has advantage 0, as with GRPO."""
+        counts: Tensor
         _, groups, counts = torch.unique(table.group_ids, return_inverse=True, return_counts=True)
         rewards = table.rewards.double()
         means = (rewards.new_zeros(len(counts)).index_add(0, groups, rewards) / counts)[groups]

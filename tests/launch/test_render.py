@@ -158,8 +158,7 @@ def made() -> dict[str, str]:
 
 def test_there_is_a_script_for_every_recipe() -> None:
     rlvr = {
-        f"rlvr_{name}"
-        for name in ("tiny", "tiny_megatron", "7b", "7b_async", "30b_a3b", "200b", "200b_disaggregated")
+        f"rlvr_{name}" for name in ("tiny", "tiny_megatron", "7b", "7b_async", "30b_a3b", "200b", "200b_disaggregated")
     }
     agentic = {f"agentic_{name}" for name in ("sokoban", "frozenlake", "webshop", "alfworld", "swe", "tool_math")}
     assert rlvr | agentic | {"convert"} == RECIPES
