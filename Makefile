@@ -9,6 +9,7 @@ JOBS ?= 2
 FAST_JOBS ?= 3 # more than cores, since many fast tests wait, but each one imports all tests
 PYTEST_ARGS ?=
 SLURM_ARGS ?=
+DIST_ARGS ?=
 BIN := $(VENV)/bin
 PY := $(BIN)/python
 PIP := $(PY) -m pip install --progress-bar off -c constraints.txt
@@ -22,7 +23,7 @@ OUTSIDE := $(VENV)-outside
 OUTSIDE_PY := $(OUTSIDE)/bin/python
 BENCHES = $(sort $(basename $(notdir $(wildcard tests/bench/*.py))))
 
-.PHONY: help setup demo demo-agentic test test-fast test-avx2 test-outside test-gpu gpu-check gpu-first soak lint fmt type bench docs site recipes slurm-up slurm-down clean
+.PHONY: help setup demo demo-agentic test test-fast test-avx2 test-outside test-gpu gpu-check gpu-first soak ci lint fmt type bench docs docs-check site recipes dist slurm-up slurm-down clean
 
 help: ## list the tasks
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -77,6 +78,9 @@ gpu-first: $(CORE) ## the first half hour on a GPU: all that can be learnt there
 soak: $(DEV) ## long tests: many random kills
 	@$(PYTEST) -m soak --timeout 3600
 
+ci: ## all tests with all components, as root, which installs what Debian has of them: .ci/run
+	@.ci/run
+
 lint: $(DEV) ## ruff, import contracts, shellcheck
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -96,11 +100,18 @@ bench: $(DEV) ## the measurements, one JSON line each
 docs: $(CORE) ## write docs/configuration.md from the schema
 	@$(PY) -m hpcrl.launch --help markdown > docs/configuration.md
 
+docs-check: $(DEV) ## whether links, commands and what is generated in the documents are right
+	@$(PY) -m hpcrl.launch --help markdown | diff docs/configuration.md -
+	@$(PYTEST) tests/test_docs.py tests/test_project.py tests/test_site.py
+
 site: $(DOCS) ## the docs site in site/, with search that works without a server; every link is checked
 	@$(PY) docs/site/build.py site
 
 recipes: $(CORE) ## write slurm/*.sbatch from conf/experiment
 	@$(PY) -m hpcrl.launch.recipes
+
+dist: $(CORE) ## sdist and wheel in dist/, the wheel tried in an environment of its own
+	@env/dist.sh $(PY) $(DIST_ARGS)
 
 slurm-up: ## a Slurm on this machine, for trials: 4 nodes, without root (needs Debian's slurm-wlm)
 	@$(PYTHON) env/slurm/one_machine.py up $(SLURM_ARGS)
@@ -109,7 +120,7 @@ slurm-down: ## stop it, with all its jobs
 	@$(PYTHON) env/slurm/one_machine.py down $(SLURM_ARGS)
 
 clean: ## remove caches (not .venv, not runs)
-	@rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build site
+	@rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist site
 	@find conf docs env hpcrl launch tests -name __pycache__ -prune -exec rm -r {} +
 
 $(VENV)/bin/python:

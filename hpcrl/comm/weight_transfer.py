@@ -27,7 +27,7 @@ from hpcrl.comm.weight_plan import BUCKET_BYTES, Piece, arriving_dtype, padded, 
 from hpcrl.spec.weight_layout import Box, Held, Need, everything
 
 FIRST_SHARE = 0.8
-"""Share of a sender's patience in the first step; it rises to all of it in the last. Receivers take the steps in order:
+"""Fraction of the send timeout allowed in the first step; it rises to 1 in the last. Receivers take the steps in order:
 while a sender of early steps (a first pipeline stage) waits for a replica that hangs, healthy ones take nothing from
 senders of later steps, which must not give up before it."""
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from hpcrl.config.rollout import DomainRolloutConfig
 from hpcrl.config.schema import Config
+from hpcrl.models.families import has_experts
 from hpcrl.spec.kinds import Spec
 from hpcrl.spec.policy_loss import CORRECTION_KEYS, SURROGATE_KEYS
 from hpcrl.spec.problems import Path, Problem, dotted
@@ -86,7 +87,7 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
             yield (*at, "gpu_type"), (*at, "gpus_per_node"), "the component requests no GPUs"
     if config.model.path is not None:
         yield ("model", "tiny"), ("model", "path"), "model.path is given"
-    if config.model.tiny.architecture != "qwen3_moe":
+    if not has_experts(config.model.tiny.architecture):
         yield ("model", "tiny", "num_experts"), ("model", "tiny", "architecture"), "the model has no experts"
     if config.data.val is None:
         yield ("eval",), ("data", "val"), "data.val is null"

@@ -17,7 +17,8 @@ from torch import Tensor
 from hpcrl.convert.file_names import FileNames
 from hpcrl.convert.shards import ShardedCheckpoint
 from hpcrl.convert.weight_files import WeightFiles
-from hpcrl.engines.train.megatron.names import EMBEDDING, FAMILIES, HEAD, VALUE_HEAD, Entry, NameTable, table
+from hpcrl.engines.train.megatron.names import EMBEDDING, HEAD, VALUE_HEAD, Entry, NameTable, table
+from hpcrl.models.families import family_of
 from hpcrl.spec.lora import is_adapter
 from hpcrl.spec.weight_layout import Box
 
@@ -200,7 +201,7 @@ def _inside(name: str) -> str:
 
 def _stored_by_own_layers(entry: Entry, config: Mapping[str, Any]) -> str:
     """The name under which Megatron's own layers store a tensor: mostly that of Transformer Engine's."""
-    if config["model_type"] == "deepseek_v3":
+    if (family := family_of(config["model_type"]).megatron) and family.stores_own_names:
         return entry.name
     name = entry.name.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_")
     return name.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
@@ -238,7 +239,7 @@ class TrainerWeights:
 
     def _check(self, config: Mapping[str, Any]) -> None:
         """Families with a table are compared with config.json."""
-        if config.get("model_type") not in FAMILIES:
+        if family_of(config.get("model_type")).megatron is None:
             return
         expected = table(config, values=self.values).shapes
         for name in [*expected, *self.shapes]:

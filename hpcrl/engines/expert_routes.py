@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from hpcrl.config import Config
-from hpcrl.planner.shapes import ModelShape, read_shape
+from hpcrl.models.families import read_shape
+from hpcrl.models.shape import ModelShape
 from hpcrl.rollout.batch import Batch
 from hpcrl.spec.trajectory import FIELDS, Field, Level, Origin, declare
 

@@ -14,8 +14,9 @@ from hpcrl.launch.machine import device_row, machine_notes
 from hpcrl.launch.model_folder import ModelFolder
 from hpcrl.launch.presets import preset_of
 from hpcrl.launch.resources import memory_rows, node_rows, step_rows, storage_rows, trainer_rows, update_rows
+from hpcrl.models.families import read_shape, shape_of
+from hpcrl.models.shape import CannotPlanError, ModelShape
 from hpcrl.planner.adapters import trained
-from hpcrl.planner.shapes import CannotPlanError, ModelShape, read_shape, shape_of, tiny_config
 from hpcrl.run_folder import RunState
 from hpcrl.spec.extras import version_of
 
@@ -118,7 +119,7 @@ def _folder(path: str | None) -> str:
 
 def plan_shape(config: Config, model: ModelFolder | None) -> ModelShape:
     """The model's parameters. CannotPlanError if its family is not known."""
-    return read_shape(tiny_config(config.model.tiny) if model is None else model.config)
+    return read_shape(config.model.tiny.hf_config() if model is None else model.config)
 
 
 def _resources(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[tuple[str, str]]:

@@ -23,9 +23,9 @@ from hpcrl.launch.plan import ShownRows, plan_shape
 from hpcrl.launch.render import check_prologue, check_words
 from hpcrl.launch.resources import check_host_memory
 from hpcrl.launch.stored import check_rollouts
+from hpcrl.models.shape import CannotPlanError
 from hpcrl.planner.memory import check_sizes
 from hpcrl.planner.served import check_judge_sizes
-from hpcrl.planner.shapes import CannotPlanError
 from hpcrl.run_folder import CONFIG, RunState, check_run
 
 if TYPE_CHECKING:

@@ -60,7 +60,7 @@ timer=
 # first look, when images are pulled and nodes are checked, the step gets eight times as long.
 watch() {{
     trap 'kill $! 2>/dev/null; exit' TERM
-    local agent seen='' now still=0 most=80 what='has not begun'
+    local agent seen='' now still=0 most=80 what='never started'
     printf -v agent '%s/world/attempt_%04d/agent' "$run_dir" "$HPCRL_ATTEMPT"
     while [ $still -lt $most ]; do
         sleep "$look_s" &
@@ -68,7 +68,7 @@ watch() {{
         now=$(stat -c %y "$agent" 2>/dev/null)
         if [ "$now" = "$seen" ]; then still=$((still + 1)); else still=0 most=10 seen=$now what='has ended or hangs'; fi
     done
-    echo "hpcrl: the agent of the first node $what, and the step goes on: it is given up" >&2
+    echo "hpcrl: the first node's agent $what; killing the job step" >&2
     kill -9 $step
 }}
 trap : USR1

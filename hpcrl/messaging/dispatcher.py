@@ -41,7 +41,7 @@ class _Outstanding:
     name: str
     since: float
     allowed_s: float
-    awaited: bool  # by finish(); of other answers only the arrival counts
+    awaited: bool  # finish() returns this answer; otherwise only its arrival is recorded
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 A sender opens one connection for each queue, and first shows that it knows the run's key: the intake sends bytes that
 it has drawn, the sender answers with an HMAC-SHA256 over them, its number and the queue's name, then both. The intake
-answers with the reason why it takes nothing from this connection, which is empty if it does. What follows are entries,
-each behind its length, whose meaning is the matter of hpcrl.messaging.queues. No entry can be read from an intake.
+answers with the reason for a refusal, which is empty if there is none. Length-prefixed messages follow, which
+hpcrl.messaging.queues interprets. No message can be read from an intake.
 """
 
 from __future__ import annotations

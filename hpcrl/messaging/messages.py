@@ -249,7 +249,7 @@ class Weigh(Message):
 
 class Advantages(Message):
     """Fill advantages and returns of the batch; the trainers exchange all rewards. Answered with the weights other than
-    1. numbers: those of the algorithm that change from step to step; domains: name -> its prompts."""
+    1. numbers: the algorithm's adaptive coefficients for this step; domains: name -> its prompts."""
 
     batch: int
     numbers: dict[str, float] = {}
@@ -258,7 +258,7 @@ class Advantages(Message):
 
 class TrainStep(Message):
     """One optimizer step on these rows of the batch; tokens and sequences are the global norms of the loss. numbers:
-    those of the algorithm that change from step to step."""
+    the algorithm's adaptive coefficients for this step."""
 
     batch: int
     micro_batches: list[list[int]]

@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterator
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.comm.weight_plan import BUCKET_BYTES, ITEM_BYTES
 from hpcrl.config import Config, RoleName
+from hpcrl.models.shape import ModelShape
 from hpcrl.planner.activations import FP32
 from hpcrl.planner.adapters import adapters, trained
 from hpcrl.planner.memory_parts import BYTES, PHASES, Part, Phase, split_size
-from hpcrl.planner.shapes import ModelShape
 from hpcrl.planner.trainer import train_plan
 from hpcrl.spec.problems import Problem
 from hpcrl.spec.table import load

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, Problem, RoleName
+from hpcrl.models.families import read_shape
+from hpcrl.models.shape import CannotPlanError, ModelShape
 from hpcrl.planner.adapters import check_targets
 from hpcrl.planner.generator import (
     check_engine_sizes,
@@ -20,7 +22,6 @@ from hpcrl.planner.generator import (
     token_bytes,
 )
 from hpcrl.planner.memory_parts import PHASES, Part, Phase
-from hpcrl.planner.shapes import CannotPlanError, ModelShape, read_shape, tiny_config
 from hpcrl.planner.traffic import weight_groups
 from hpcrl.planner.trainer import check_critic, train_plan
 from hpcrl.spec.table import load
@@ -253,7 +254,7 @@ def planned_kinds(config: Config, layout: RoleLayout) -> list[RankMemory]:
     with contextlib.suppress(CannotPlanError, OSError, ValueError):
         if config.debug != "fake" and config.pipeline_spec.learns:
             path = config.model.path
-            found = json.loads((Path(path) / "config.json").read_text()) if path else tiny_config(config.model.tiny)
+            found = json.loads((Path(path) / "config.json").read_text()) if path else config.model.tiny.hf_config()
             return memory(config, layout, read_shape(found))
     return []
 

@@ -196,9 +196,9 @@ class GenEngineSpec(Spec):
 
     need: Callable[[Any, Any, str, tuple[int, ...], int, int], Need] = all_in_generators_dtype
     """`need(config, model, name, shape, index, num_ranks)`: what rank `index` of the num_ranks of a replica must get of
-    this weight. model: the model's ModelShape (hpcrl.planner.shapes), None if its parameters are not known.
-    load_weights() gets tensors of full shape, those of which the rank needs something; numbers outside the need are
-    arbitrary."""
+    this weight. model: the model's ModelShape (hpcrl.models.shape), None if its parameters are not known.
+    load_weights() gets full-shape tensors for each weight of which this rank needs a part; values outside this part are
+    undefined."""
     families: tuple[str, ...] | None = None
     """Model families it runs, as config.json's model_type; None: all."""
     unsupported: Callable[[Mapping[str, Any], int], Iterable[str]] = lambda model, longest: ()

@@ -18,7 +18,8 @@ from hpcrl.comm.weight_transfer import Channel, Receiving, Schedule, Sending, co
 from hpcrl.engines.gen.generation_engine import ShowsWeights
 from hpcrl.messaging.messages import Done, Pull
 from hpcrl.messaging.world import PEER_SHARE
-from hpcrl.planner.shapes import ModelShape, known_shape
+from hpcrl.models.families import known_shape
+from hpcrl.models.shape import ModelShape
 from hpcrl.spec.tables import GEN_ENGINES
 from hpcrl.spec.weight_layout import Held, Need
 from hpcrl.workers.generator import GeneratorRole

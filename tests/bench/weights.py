@@ -42,8 +42,8 @@ from hpcrl.comm import weight_transfer
 from hpcrl.comm.weight_transfer import Channel, Receiving, Schedule, Sending
 from hpcrl.config import parse
 from hpcrl.engines.train.fsdp2.weights import whole_copy
+from hpcrl.models.families import read_shape
 from hpcrl.planner.generator import update_traffic
-from hpcrl.planner.shapes import read_shape
 from hpcrl.spec.weight_layout import Box, Held, Need, everything
 from tests.bench.machine import tell
 from tests.planner.models import PUBLISHED

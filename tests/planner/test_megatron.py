@@ -21,9 +21,10 @@ from hpcrl.engines.train.megatron.memory import (
 )
 from hpcrl.engines.train.megatron.parallel import split_layers
 from hpcrl.engines.train.megatron.spec import MegatronConfig
+from hpcrl.models.families import read_shape
+from hpcrl.models.shape import ModelShape
 from hpcrl.planner.activations import Tokens
 from hpcrl.planner.generator import hand_over_parts
-from hpcrl.planner.shapes import ModelShape, read_shape
 from hpcrl.planner.trainer import checkpoint_bytes, critic_shape
 from tests.planner.models import PUBLISHED
 from tests.planner.test_parallel import COUNTED, LARGEST, run_of

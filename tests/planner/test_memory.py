@@ -20,12 +20,13 @@ from hpcrl.engines.gen.generation_engine import Request, SamplingParams
 from hpcrl.engines.gen.native import engine as native
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
 from hpcrl.launch.model_folder import inspect_model
+from hpcrl.models.families import read_shape
+from hpcrl.models.shape import CannotPlanError, ModelShape
 from hpcrl.planner import generator
 from hpcrl.planner.advice import advise
 from hpcrl.planner.generator import hand_over_parts
 from hpcrl.planner.memory import CARDS, PROGRAM_BYTES, RankMemory, check_sizes, memory, usable
 from hpcrl.planner.memory_parts import Part
-from hpcrl.planner.shapes import CannotPlanError, ModelShape, read_shape, tiny_config
 from hpcrl.planner.traffic import StepWork, total_bytes
 from hpcrl.planner.trainer import checkpoint_bytes, train_plan
 from hpcrl.spec.tables import GEN_ENGINES
@@ -152,7 +153,7 @@ def test_the_plan_of_an_update_is_that_of_its_transfer(trainers: int, generators
 def test_the_plan_of_an_update_is_that_of_its_transfer_to_a_replica_of_two(engine: str) -> None:
     """A small model in one step, and Qwen2.5-0.5B in several. SGLang's first rank gets everything, vLLM's a half each,
     but for norms, a half of the padded vocabulary, and biases."""
-    for shape in (read_shape(tiny_config(TinyModel())), shape_of("Qwen2.5-0.5B")):
+    for shape in (read_shape(TinyModel().hf_config()), shape_of("Qwen2.5-0.5B")):
         replica = {"num_ranks": 2, "tensor_parallel": 2, "colocate_with": None}
         of_engine = {"engine": engine, "dtype": "bfloat16"}
         config = run(layout={"trainer": {"num_ranks": 1}, "generator": replica}, generator=of_engine, cluster={})

@@ -190,8 +190,7 @@ class RolloutScheduler:
         return self._samples.commands()
 
     def together(self, held: Iterable[int]) -> tuple[list[list[int]], list[int]]:
-        """Of `held`, samples that wait for their siblings at a scorer: those of each group that can be scored now, and
-        those that are no longer needed."""
+        """Split the samples `held` by a scorer for group scoring into complete groups and samples no longer needed."""
         return self._samples.together(held)
 
     # -- state

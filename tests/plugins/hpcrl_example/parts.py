@@ -21,8 +21,8 @@ from hpcrl.engines.gen.native.engine import make as make_native
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.engines.train.fsdp2.engine import make as make_fsdp2
 from hpcrl.metrics.stats import Stats, stat
+from hpcrl.models.shape import ModelShape
 from hpcrl.planner.memory_parts import Part
-from hpcrl.planner.shapes import ModelShape
 from hpcrl.rewards.reward import Reward, RewardItem, Score
 from hpcrl.spec.options import read_options
 

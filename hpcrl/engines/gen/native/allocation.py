@@ -28,7 +28,7 @@ class RequestBlocks:
 
 
 class AdmissionWave:
-    """Requests that get places together; what is missing in the cache is then computed together.
+    """Requests admitted together; their uncached tokens are prefilled in one batch.
 
     share: requests use the same blocks. Else they copy blocks, of this wave only.
     """

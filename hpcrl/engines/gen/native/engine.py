@@ -291,9 +291,10 @@ class NativeEngine:
         return AdmissionWave(self._blocks, share=not self._deterministic)
 
     def _place(self, queued: Queued, wave: AdmissionWave, running: bool = False) -> RequestBlocks | Refusal:
-        """A place for all tokens but the last, of a request that is to run, with room for the last and as many blocks
-        available as others run, so that the new one does not interrupt them at once; or of one that is running, which
-        may not have had more."""
+        """Allocate blocks for all tokens but the last.
+
+        For a new request, also keep one free block per running request so that admission does not preempt any; requests
+        that were already running are exempt."""
         tokens, request, headroom = queued.tokens(), queued.request, 0
         if self._deterministic:
             length = len(request.prompt_ids) + request.params.max_new_tokens

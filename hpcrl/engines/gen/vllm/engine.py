@@ -40,7 +40,7 @@ from hpcrl.engines.gen.vllm.transformers_classes import transformers_classes_kep
 from hpcrl.engines.gen.vllm.weight_readback import shown
 from hpcrl.engines.gen.vllm.weights import reload
 from hpcrl.engines.gen.weight_names import WeightNames
-from hpcrl.planner.shapes import known_shape
+from hpcrl.models.families import known_shape
 from hpcrl.rollout.types import FinishReason
 from hpcrl.spec.trajectory import Field
 

@@ -4,15 +4,12 @@ vllm/model_executor/layers/linear.py, vocab_parallel_embedding.py and fused_moe/
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from hpcrl.models.families import family_of
+from hpcrl.models.shape import ModelShape
 from hpcrl.spec.weight_layout import Box, everything
 
-if TYPE_CHECKING:  # it reads the specifications
-    from hpcrl.planner.shapes import ModelShape
-
-FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral")
-"""Whose slices are tested; ranks get the whole of other families."""
 RESHAPING = {
     *("enable_elastic_ep", "enable_eplb", "eplb_config", "expert_placement_strategy", "hf_config_path"),
     *("model_class_overrides", "model_impl", "prefill_context_parallel_size", "quantization", "quantization_config"),
@@ -24,7 +21,7 @@ VOCABULARY_BLOCK = 64
 
 def are_known(options: Mapping[str, Any], model: ModelShape) -> bool:
     """Whether it is tested how vLLM divides the weights of this model."""
-    return model.family in FAMILIES and not RESHAPING & options.keys()
+    return family_of(model.family).vllm_slices and not RESHAPING & options.keys()
 
 
 def slices(

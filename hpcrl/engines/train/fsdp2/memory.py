@@ -10,10 +10,10 @@ from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, Problem
 from hpcrl.engines.train.fsdp2.spec import BLOCK, LEAST_NUMBERS, FSDP2Config, indivisible_heads, is_whole, problem
 from hpcrl.engines.train.fsdp2.traffic import step_traffic
+from hpcrl.models.shape import CannotPlanError, ModelShape, Parameter
 from hpcrl.planner.activations import FP32, Tokens, fsdp2_activations, logits_bytes, recomputed_layer, recomputed_scores
 from hpcrl.planner.adapters import trained, with_adapters
 from hpcrl.planner.memory_parts import BYTES, PHASES, Change, Part, Phase, PlanRow, samples_of_an_update
-from hpcrl.planner.shapes import CannotPlanError, ModelShape, Parameter
 from hpcrl.planner.traffic import Sent, StepWork
 from hpcrl.planner.trainer import forward_parts
 
@@ -215,8 +215,10 @@ def _indivisible(own: FSDP2Config, shape: ModelShape) -> Iterator[Problem]:
     """Why the model cannot be split."""
     yield from indivisible_heads(own, shape.num_heads, shape.num_kv_heads)
     tensor = own.tensor_parallel
-    if tensor > 1 and shape.family == "phi3":
-        text = f"{tensor}, but phi3 joins its matrices, and these cannot be split; use 1, and context_parallel"
+    if tensor > 1 and shape.decoder.joined:
+        text = (
+            f"{tensor}, but {shape.family} joins its matrices, and these cannot be split; use 1, and context_parallel"
+        )
         yield problem("tensor_parallel", text)
     if len(shape.expert_layers) < shape.num_layers and shape.intermediate_size % tensor:
         yield problem("tensor_parallel", f"{tensor} does not divide intermediate_size, {shape.intermediate_size}")

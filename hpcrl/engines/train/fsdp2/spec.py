@@ -6,12 +6,12 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
+from hpcrl.models.rope import LENGTH_DEPENDENT, rope_types
+from hpcrl.models.transformers_models import untrainable
 from hpcrl.spec.division import Division, DivisionError
 from hpcrl.spec.fields import Positive, Section
 from hpcrl.spec.kinds import ADAMW, Spec, TrainEngineSpec
 from hpcrl.spec.problems import Problem, engine_problem
-from hpcrl.spec.rope import LENGTH_DEPENDENT, rope_types
-from hpcrl.spec.transformers_models import untrainable
 
 AT = ("trainer", "fsdp2")
 problem = functools.partial(engine_problem, AT)
