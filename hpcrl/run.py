@@ -203,8 +203,8 @@ def run_rank(run_dir: Path, place: Place) -> int:
         os.environ |= own_devices(gpus[place.index]) | cache_folders(os.environ)
     import_for(config, layout, [place.index])
     from hpcrl.messaging.network import NoInterfaceError
+    from hpcrl.messaging.node_peers import NodePeerWatch
     from hpcrl.messaging.queues import ControlError
-    from hpcrl.messaging.siblings import SiblingWatch
     from hpcrl.messaging.world import join, pin_threads, seed_generators
     from hpcrl.workers.rank_loop import Reported, Worker, leave_default_group
 
@@ -236,7 +236,7 @@ def run_rank(run_dir: Path, place: Place) -> int:
         print(f"hpcrl rank {place.index}: {error}", file=sys.stderr, flush=True)
         return ExitCode.STORE_LOST
     if place.launcher not in ("agent", "local"):
-        SiblingWatch(world, timeouts.store_s / 2, timeouts.start_s)
+        NodePeerWatch(world, timeouts.store_s / 2, timeouts.start_s)
     worker = Worker(world, config, layout, model_path, run_dir)
     try:
         if place.index == 0:

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 import hpcrl
-from hpcrl.algorithms.advantage_estimator import ReturnsCredit
+from hpcrl.algorithms.advantage_estimator import ReturnsAdvantage
 from hpcrl.algorithms.functional import discounted_returns
 from hpcrl.algorithms.interface import (
+    AdvantageEstimator,
     Algorithm,
     AllSum,
-    Credit,
     Objective,
     Outputs,
     RewardTable,
@@ -78,7 +78,7 @@ class Rank(PolicyLoss):
     shrink: Share = 0.0
 
 
-class RankCredit(ReturnsCredit[Rank]):
+class RankAdvantage(ReturnsAdvantage[Rank]):
     def normalize(self, table: RewardTable) -> Tensor:
         reveal_type(table.rewards)
         reveal_type(table.domains)
@@ -90,7 +90,7 @@ class RankCredit(ReturnsCredit[Rank]):
         return wins.sum(1) / (siblings.sum(1) - 1).clamp(min=1)
 
 
-class StepCredit(Credit):
+class StepAdvantage(AdvantageEstimator):
     def assign(self, batch: Batch, table: RewardTable, all_sum: AllSum) -> Stats:
         index = model_tokens(batch)
         reveal_type(index)
@@ -122,7 +122,7 @@ class Vanilla(Objective):
         return total / (norms.tokens or 1.0), {"actor/total_loss": Stat(total.item(), 1.0)}
 
 
-def algorithms(vanilla: Vanilla, credit: RankCredit, stats: Stats) -> None:
+def algorithms(vanilla: Vanilla, credit: RankAdvantage, stats: Stats) -> None:
     algorithm = Algorithm(vanilla, credit)
     reveal_type(algorithm.reads)
     reveal_type(algorithm.adapt(stats))
@@ -244,9 +244,9 @@ def trackers(run: TrackedRun) -> None:
 ALGORITHM = AlgorithmSpec(
     about="Ranks of rewards.",
     section=Rank,
-    make="my_lab.credit:RankCredit",
+    make="my_lab.estimator:RankAdvantage",
     objective="my_lab.objective:Vanilla",
-    compares_siblings=lambda section: True,
+    compares_group=lambda section: True,
 )
 REWARD = RewardSpec(about="Vowels.", make="my_lab.rewards:Vowels", section=Options)
 ENV = EnvSpec(about="Says back what it heard.", make="my_lab.envs:Echo")

@@ -52,7 +52,7 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
         for key in type(config).model_fields:
             if key not in (*KEYS_OF_ALL, config.pipeline):
                 yield (key,), ("pipeline",), f"the {config.pipeline} pipeline neither trains nor generates"
-    if not config.reinforces:
+    if not config.learns_from_rewards:
         for section in ("algorithm",) if config.evaluates else ("algorithm", "env"):
             yield (section,), ("pipeline",), f"the {config.pipeline} pipeline has none"
         for key in type(config.rollout).model_fields:
@@ -61,8 +61,10 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
     else:
         yield from _unread_objective(config)
         yield from _unread_policies(config)
-    if not config.reinforces or config.debug != "none":
-        cause, what = ("debug", f"debug={config.debug}") if config.reinforces else ("pipeline", config.pipeline)
+    if not config.learns_from_rewards or config.debug != "none":
+        cause, what = (
+            ("debug", f"debug={config.debug}") if config.learns_from_rewards else ("pipeline", config.pipeline)
+        )
         yield ("trainer", "max_mismatch"), (cause,), f"{what} does not train on what it generates"
         if config.debug != "train_only":
             yield ("trainer", "router_replay"), (cause,), f"{what} trains no model on rollouts"
@@ -97,8 +99,14 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
         for key in ("alpha", "target_modules"):
             yield ("trainer", "lora", key), ("trainer", "lora", "rank"), "trainer.lora.rank is 0"
     if not config.uses_critic:
-        name = getattr(config.algorithm, "name", "the algorithm") if config.reinforces else config.pipeline
-        cause = "algorithm" if config.reinforces and config.learns else "debug" if config.reinforces else "pipeline"
+        name = getattr(config.algorithm, "name", "the algorithm") if config.learns_from_rewards else config.pipeline
+        cause = (
+            "algorithm"
+            if config.learns_from_rewards and config.learns
+            else "debug"
+            if config.learns_from_rewards
+            else "pipeline"
+        )
         yield ("critic",), (cause,), f"{name} has no critic"
     elif config.critic.lr_schedule == "constant":
         yield ("critic", "min_lr"), ("critic", "lr_schedule"), "the learning rate is constant"

@@ -20,7 +20,7 @@ from hpcrl.convert.weight_files import WeightFiles
 from hpcrl.engines.train.megatron.names import EMBEDDING, HEAD, VALUE_HEAD, Entry, NameTable, table
 from hpcrl.models.families import family_of
 from hpcrl.spec.lora import is_adapter
-from hpcrl.spec.weight_layout import Box
+from hpcrl.spec.weight_layout import TensorSlice
 
 MAX_SHOWN = 3
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
@@ -60,7 +60,7 @@ class _Where:
     a gate above up that was stored as two tensors, both."""
 
     names: tuple[str, ...]
-    leading: Box
+    leading: TensorSlice
 
 
 class MegatronWeights:
@@ -178,7 +178,7 @@ def _candidates(
     inside = [_inside(entry.name), _inside(fused.name)]
     if inside[0].startswith("pre_mlp_layernorm"):
         inside.append("mlp.linear_fc1.layer_norm_weight")  # Megatron's own layers store it so, with experts or without
-    forms: list[tuple[str, Box, tuple[int, ...]]] = [(name, (), ()) for name in dict.fromkeys(inside)]
+    forms: list[tuple[str, TensorSlice, tuple[int, ...]]] = [(name, (), ()) for name in dict.fromkeys(inside)]
     if entry.expert is not None and (match := _EXPERT.match(inside[0])):
         at = ((entry.expert, entry.expert + 1),)
         forms.append((f"mlp.experts.experts.{match[1]}", at, (num_experts,)))
@@ -229,7 +229,7 @@ class TrainerWeights:
         self.values = f"{self.PREFIX}{VALUE_HEAD}.weight" in checkpoint.tensors
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
-        self._where: dict[str, tuple[str, Box, int]] = {}  # tensor, leading box, first row
+        self._where: dict[str, tuple[str, TensorSlice, int]] = {}  # tensor, leading box, first row
         for name, stored in checkpoint.tensors.items():
             if name.startswith(self.PREFIX):
                 for hf, shape, leading, first in names.of(name.removeprefix(self.PREFIX), stored.shape):

@@ -78,7 +78,7 @@ def _inputs(
         text = f"the files of the model are in {held}; it is kept, and exported to hf/, in {config.model.dtype}"
         yield "", f"note: {text} (model.dtype)"
     yield from _engines(config)
-    if not config.generates and config.reinforces:
+    if not config.generates and config.learns_from_rewards:
         yield "data", f"train rollouts of {config.rollouts}"
     else:
         yield "data", f"train {_sources(config.data, 'train', shown)}"
@@ -142,7 +142,7 @@ def _kind(run: RunState) -> str:
 def _work(config: Config) -> str:
     if config.pipeline_spec.work is not None:
         return config.pipeline_spec.work(config)
-    what = f"{config.pipeline}, {_algorithm(config)}" if config.reinforces else config.pipeline
+    what = f"{config.pipeline}, {_algorithm(config)}" if config.learns_from_rewards else config.pipeline
     save = f"checkpoint every {config.save_every}" if config.save_every else "checkpoint at the end"
     evaluate = f"evaluation every {config.eval_every}" if config.evaluates else "no evaluation"
     return f"{what}, {config.max_steps} steps, {evaluate}, {save}{', deterministic' if config.deterministic else ''}"

@@ -108,7 +108,9 @@ def _cache(config: Config, shape: ModelShape) -> tuple[int, int | None]:
     return paged_cache(config, shape)[0], None
 
 
-def hand_over_parts(config: Config, layout: RoleLayout, shape: ModelShape, roles: Collection[RoleName]) -> list[Part]:
+def rollout_transfer_parts(
+    config: Config, layout: RoleLayout, shape: ModelShape, roles: Collection[RoleName]
+) -> list[Part]:
     """Parts of a rank during the transfer of weights (hpcrl.workers.weight_updates), beside what the training engine
     gathers to yield a tensor: on either side two steps, and where tensors come in pieces the one that is put
     together."""

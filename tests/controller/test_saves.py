@@ -29,9 +29,9 @@ from hpcrl.messaging.messages import (
     Done,
     FinishCheck,
     FinishSave,
-    LoadHeld,
+    LoadPending,
     LoadState,
-    SaveHeld,
+    SavePending,
     SaveState,
 )
 from hpcrl.metrics.log import MetricsLog, read_metrics
@@ -121,10 +121,10 @@ class Ranks:
 
     def _generator(self, rank: int, command: Command) -> Done:
         match command:
-            case SaveHeld():
+            case SavePending():
                 files = seal_files(Path(command.folder), [write_held(Path(command.folder), rank, self.waiting)])
                 return Done(0, files=[(entry.path, entry.size, entry.sha256) for entry in files])
-            case LoadHeld():
+            case LoadPending():
                 self.held_again[rank] = read_held(Path(command.folder), command.files, command.samples)
         return Done(0)
 

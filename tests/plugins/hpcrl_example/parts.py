@@ -12,7 +12,7 @@ from hpcrl_example.specs import CurriculumConfig, LeaveOneOut, NoisyConfig, Vowe
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hpcrl.algorithms.advantage_estimator import ReturnsCredit
+from hpcrl.algorithms.advantage_estimator import ReturnsAdvantage
 from hpcrl.algorithms.interface import RewardTable
 from hpcrl.config import Config, RewardConfig
 from hpcrl.engines.gen.generation_engine import ReplicaRanks
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from hpcrl.workers.role import Rank
 
 
-class LeaveOneOutCredit(ReturnsCredit[LeaveOneOut]):
+class LeaveOneOutAdvantage(ReturnsAdvantage[LeaveOneOut]):
     """See LeaveOneOut."""
 
     def normalize(self, table: RewardTable) -> Tensor:
-        """See ReturnsCredit."""
+        """See ReturnsAdvantage."""
         _, groups, counts = torch.unique(table.group_ids, return_inverse=True, return_counts=True)
         sums = torch.zeros(len(counts)).index_add(0, groups, table.rewards)
         others = (sums[groups] - table.rewards) / (counts[groups] - 1)

@@ -27,7 +27,7 @@ class RequestBlocks:
     version: int
 
 
-class AdmissionWave:
+class PrefillBatch:
     """Requests admitted together; their uncached tokens are prefilled in one batch.
 
     share: requests use the same blocks. Else they copy blocks, of this wave only.

@@ -8,7 +8,7 @@ from typing import Any
 
 from hpcrl.models.families import family_of
 from hpcrl.models.shape import ModelShape
-from hpcrl.spec.weight_layout import Box, everything
+from hpcrl.spec.weight_layout import TensorSlice, everything
 
 RESHAPING = {
     *("enable_elastic_ep", "enable_eplb", "eplb_config", "expert_placement_strategy", "hf_config_path"),
@@ -26,7 +26,7 @@ def are_known(options: Mapping[str, Any], model: ModelShape) -> bool:
 
 def slices(
     options: Mapping[str, Any], model: ModelShape | None, name: str, shape: tuple[int, ...], index: int, num_ranks: int
-) -> tuple[Box, ...]:
+) -> tuple[TensorSlice, ...]:
     """Disjoint boxes of a weight of this name and shape, at least one: what rank `index` of num_ranks reads. options:
     generator.vllm.options. model: None if its parameters are not known."""
     split = model.splits.get(name, "whole") if model is not None and are_known(options, model) else "whole"
@@ -59,6 +59,6 @@ def _words(rows: int, index: int, num_ranks: int) -> tuple[int, int]:
     return first, max(first + 1, min(padded * (index + 1) // num_ranks, rows))
 
 
-def _along(shape: tuple[int, ...], axis: int, first: int, end: int) -> Box:
+def _along(shape: tuple[int, ...], axis: int, first: int, end: int) -> TensorSlice:
     """The tensor between two bounds of an axis."""
     return (*everything(shape[:axis]), (first, end), *everything(shape[axis + 1 :]))

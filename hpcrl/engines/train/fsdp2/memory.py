@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, Problem
-from hpcrl.engines.train.fsdp2.spec import BLOCK, LEAST_NUMBERS, FSDP2Config, indivisible_heads, is_whole, problem
+from hpcrl.engines.train.fsdp2.spec import BLOCK, LEAST_NUMBERS, FSDP2Config, indivisible_heads, is_unsharded, problem
 from hpcrl.engines.train.fsdp2.traffic import step_traffic
 from hpcrl.models.shape import CannotPlanError, ModelShape, Parameter
 from hpcrl.planner.activations import FP32, Tokens, fsdp2_activations, logits_bytes, recomputed_layer, recomputed_scores
@@ -108,7 +108,7 @@ def _held_bytes(config: Config, shape: ModelShape, num_shards: int) -> int:
 
 def fsdp2_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
     """Parts of the first rank, which has the most rows."""
-    if is_whole(config, num_ranks):
+    if is_unsharded(config, num_ranks):
         return _whole_parts(config, shape)
     trainer, own = config.trainer, config.trainer.section(FSDP2Config)
     tokens = _tokens(config, samples_of_an_update(config), num_ranks)
@@ -240,7 +240,7 @@ class FSDP2Plan:
         shape = shape_of_rank(own, shape)
         weights = shard_size(shape, own.num_shards(num_ranks)) * BYTES[config.model.dtype]
         gathered = _gathered_numbers(shape, _stays_gathered(shape, compute, 0)) * compute
-        gathered *= not is_whole(config, num_ranks)
+        gathered *= not is_unsharded(config, num_ranks)
         return forward_parts(config, shape, num_ranks, weights, gathered, own.cpu_offload, own.ranks_of_a_row)
 
     def checkpoint_bytes(self, config: Config, shape: ModelShape) -> int:

@@ -101,7 +101,7 @@ def lacking(own: FSDP2Config, model: Mapping[str, Any]) -> Iterator[str]:
         yield f"cannot pack it ({why}), which trainer.fsdp2.{' '.join(wanted)} needs"
 
 
-def is_whole(config: Any, num_ranks: int) -> bool:
+def is_unsharded(config: Any, num_ranks: int) -> bool:
     """Whether a single rank has plain parameters (FSDP2Engine.sharded is False)."""
     own = config.trainer.section(FSDP2Config)
     return num_ranks == 1 and config.base_dtype == config.trainer.param_dtype and not own.cpu_offload
@@ -181,7 +181,7 @@ SPEC = TrainEngineSpec(
     ),
     plan="hpcrl.engines.train.fsdp2.memory:PLAN",
     unsupported=lacking,
-    whole=is_whole,
+    whole=is_unsharded,
     segments=True,
     computes=frozenset({"entropy"}),
     deterministic=True,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hpcrl.models.families import MEGATRON, family_of, read_shape
 from hpcrl.models.megatron_entries import Entry, EntryRows, LayerSpec, copied
-from hpcrl.spec.weight_layout import Box
+from hpcrl.spec.weight_layout import TensorSlice
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 VALUE_HEAD = "score"
@@ -31,11 +31,11 @@ _GROUPED_EXPERT = re.compile(r"(.*\.mlp\.experts)(\.linear_fc[12]\.)(weight|bias
 
 
 @dataclass(frozen=True)
-class HeldBox:
+class ShardSlice:
     """A box of an HF tensor that a rank holds: rows (first, last + 1) of its shard, one below the other."""
 
     hf: str
-    box: Box
+    box: TensorSlice
     at: tuple[tuple[int, int], ...]
 
 
@@ -113,7 +113,7 @@ def shard_shape(entry: Entry, num_ranks: int) -> tuple[int, ...]:
     return (*entry.shape[: entry.split], size // num_ranks, *entry.shape[entry.split + 1 :])
 
 
-def held(entry: Entry, rank: int = 0, num_ranks: int = 1) -> list[HeldBox]:
+def held(entry: Entry, rank: int = 0, num_ranks: int = 1) -> list[ShardSlice]:
     """The boxes of HF tensors that a tensor parallel rank's shard has, neighbouring rows in one box; none has padding.
 
     A rank has one box of each tensor, except of `stacked` gate and up, and of queries if there are more ranks than key
@@ -166,7 +166,7 @@ def shard(
     return result
 
 
-def parts(entry: Entry, part: Tensor, rank: int = 0, num_ranks: int = 1) -> Iterator[tuple[str, Box, Tensor]]:
+def parts(entry: Entry, part: Tensor, rank: int = 0, num_ranks: int = 1) -> Iterator[tuple[str, TensorSlice, Tensor]]:
     """The inverse: (HF name, box, values) of a rank's shard, in the order of held(). Values that are neighbours in the
     shard are a view of it, others a copy.
 
@@ -189,7 +189,7 @@ def _row_spans(entry: Entry, rank: int, num_ranks: int) -> list[tuple[int, int]]
     return [(number * part + rank * size, number * part + (rank + 1) * size) for number in range(entry.parts)]
 
 
-def _joined(pieces: Sequence[EntryRows], columns: Sequence[tuple[int, int]]) -> Iterator[HeldBox]:
+def _joined(pieces: Sequence[EntryRows], columns: Sequence[tuple[int, int]]) -> Iterator[ShardSlice]:
     """The boxes of pieces of one HF tensor, sorted by its rows."""
     runs: list[list[EntryRows]] = []
     for rows in pieces:
@@ -200,7 +200,7 @@ def _joined(pieces: Sequence[EntryRows], columns: Sequence[tuple[int, int]]) -> 
     for run in runs:
         leading = () if run[0].expert is None else ((run[0].expert, run[0].expert + 1),)
         span = (run[0].first, run[-1].first + run[-1].count)
-        yield HeldBox(run[0].hf, (*leading, span, *columns), tuple((rows.at, rows.at + rows.count) for rows in run))
+        yield ShardSlice(run[0].hf, (*leading, span, *columns), tuple((rows.at, rows.at + rows.count) for rows in run))
 
 
 def _hf_shapes(entries: Sequence[Entry]) -> dict[str, tuple[int, ...]]:
