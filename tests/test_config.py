@@ -862,7 +862,7 @@ def test_config_imports_no_torch_and_composing_changes_no_folder(tmp_path: Path)
         ("cluster.srun_options={export: NONE}", "cluster.srun_options: --export is set by hpcrl itself"),
         ("cluster.sbatch_options={N: 2}", "cluster.sbatch_options.N: expected the long name of an option"),
         ("cluster.sbatch_options=[a=1,a=2]", "cluster.sbatch_options=[a=1,a=2]: cannot be read"),
-        ("cluster.sbatch_options=['a=1','a=2']", "cluster.sbatch_options: expected --a once only"),
+        ("cluster.sbatch_options=['a=1','a=2']", "cluster.sbatch_options: expected --a may be given only once"),
         ('cluster.sbatch_options={comment: "a\nb"}', "cluster.sbatch_options.comment: expected text on one line"),
     ],
 )

@@ -11,9 +11,9 @@ from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import ConfigError, TinyModel, load, parse
 from hpcrl.engines.tiny import make_tiny_model
 from hpcrl.launch.prepare import prepare
+from hpcrl.models.families import read_shape
 from hpcrl.planner.memory import memory
 from hpcrl.planner.memory_parts import PHASES
-from hpcrl.planner.shapes import read_shape, tiny_config
 from hpcrl.planner.trainer import checkpoint_bytes, critic_checkpoint_bytes, critic_parts, critic_shape, trainer_parts
 
 PPO = "algorithm=ppo"
@@ -80,7 +80,7 @@ def test_a_run_without_a_critic_has_no_such_ranks() -> None:
 
 def test_the_plan_counts_a_second_model_without_logits() -> None:
     config = load([PPO, *OWN, "cluster.device=cuda", "model.tiny.tie_word_embeddings=false", "trainer.lora.rank=2"])
-    layout, shape = RoleLayout.from_config(config), read_shape(tiny_config(config.model.tiny))
+    layout, shape = RoleLayout.from_config(config), read_shape(config.model.tiny.hf_config())
     critic = critic_shape(config, shape)
     matrix = shape.vocab_size * shape.hidden_size
     assert critic.num_parameters == shape.num_parameters - matrix + shape.hidden_size + 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -14,17 +15,17 @@ from hpcrl.system.exit_codes import ExitCode
 from tests import in_process
 from tests.conftest import ROOT
 
-DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_every_link_leads_somewhere(document: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", document.read_text()):
         if "://" not in target:
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_every_anchor_is_a_heading(document: Path) -> None:
     for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", document.read_text()):
         headings = re.findall(r"^#+ (.+)$", (document.parent / target if target else document).read_text(), re.M)
@@ -41,9 +42,12 @@ def test_every_document_is_in_the_index() -> None:
 
 def test_every_key_of_the_reference_has_a_row_of_its_own() -> None:
     lines = (ROOT / "docs" / "configuration.md").read_text().splitlines()
-    table = [line for line in lines[3:] if line and not line.startswith("## ")]
+    table = [line for line in lines if line.startswith("|")]
     assert len(table) > 200
     assert [line for line in table if not re.fullmatch(r"\|[^|]+(\|[^|]*)?\|[^|]+\|", line)] == []
+    # Beside them: headings, and between heading and table a line on what the section is.
+    others = [line for line in lines[3:] if line and line not in table]
+    assert all(line.startswith("## ") or before.startswith("## ") for before, line in pairwise(["## ", *others]))
 
 
 def test_every_make_target_that_is_named_exists_and_is_listed() -> None:

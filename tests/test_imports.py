@@ -63,6 +63,7 @@ def test_what_runs_before_the_ranks_imports_no_torch() -> None:
         "commands",
         "config",
         "launch",
+        "models",
         "node",
         "planner",
         "run_folder",

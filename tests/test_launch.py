@@ -284,7 +284,7 @@ def test_a_folder_of_a_family_whose_tensors_are_not_known_is_left_to_the_engine(
 @pytest.mark.parametrize(("ahead", "accepted"), [(1, True), (0, False), (None, False)])
 def test_layers_that_predict_further_tokens_are_not_too_many(ahead: int | None, accepted: bool, tmp_path: Path) -> None:
     """DeepSeek-V3 as published has num_hidden_layers=61 and the weights of layer 61."""
-    from hpcrl.planner.shapes import read_shape
+    from hpcrl.models.families import read_shape
 
     latent = {"kv_lora_rank": 4, "qk_nope_head_dim": 2, "qk_rope_head_dim": 2, "v_head_dim": 2, "q_lora_rank": 4}
     config = (

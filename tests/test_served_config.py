@@ -12,8 +12,8 @@ from hpcrl.config import ConfigError, TinyModel, load
 from hpcrl.engines.tiny import make_tiny_model
 from hpcrl.launch.plan import describe
 from hpcrl.launch.prepare import prepare
+from hpcrl.models.families import read_shape
 from hpcrl.planner.memory import PROGRAM_BYTES, memory
-from hpcrl.planner.shapes import read_shape, tiny_config
 
 JUDGE = "{name: judge, options: {judges: {own: {role: judge}}}}"
 JUDGED = f"+reward.default={JUDGE}"
@@ -94,7 +94,7 @@ def test_the_plan_counts_the_judge(folder: Path) -> None:
     words = [DATA, JUDGED, f"judge.path={folder}", "judge.max_prompt_tokens=400", "judge.max_new_tokens=100"]
     config, layout, model, run, shown = prepare([*words, "dry_run=true", "layout.judge.num_ranks=2"])
     assert layout.ranks["judge"] == (3, 4)
-    shape = read_shape(tiny_config(config.model.tiny))
+    shape = read_shape(config.model.tiny.hf_config())
     (judges,) = (kind for kind in memory(config, layout, shape) if kind.roles == ("judge",))
     sizes = {part.name: part.num_bytes for part in judges.parts}
     judge = read_shape(json.loads((folder / "config.json").read_text()))

@@ -1,1 +1,1 @@
-"""Credits and objectives, one file each; `specs` defines the algorithms as pairs of them."""
+"""Advantage estimators and objectives, one file each; `spec` defines the algorithms as pairs of them."""

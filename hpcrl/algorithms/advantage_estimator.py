@@ -1,4 +1,4 @@
-"""The common part of credits for rewarded responses, which differ in how rewards are normalised.
+"""The common part of advantage estimators for rewarded responses, which differ in how rewards are normalised.
 
 weights       = which responses count, and how much (hpcrl.algorithms.weighting)
 token rewards = clip(normalised reward) on the last model token - kl_reward_coef KL(old, reference) on each, whitened
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hpcrl.algorithms import functional as F
 from hpcrl.algorithms.adaptive import KL_SCALE
-from hpcrl.algorithms.interface import AllSum, Credit, RewardTable, is_last, model_tokens, required
+from hpcrl.algorithms.interface import AdvantageEstimator, AllSum, RewardTable, is_last, model_tokens, required
 from hpcrl.algorithms.weighting import weigh
 from hpcrl.metrics.stats import Stats
 from hpcrl.rollout.batch import Batch
@@ -26,8 +26,8 @@ from hpcrl.spec.policy_loss import PolicyLoss
 LossSection = TypeVar("LossSection", bound=PolicyLoss)
 
 
-class ReturnsCredit(Credit, Generic[LossSection]):
-    """A credit without `normalize`; see the module's docstring."""
+class ReturnsAdvantage(AdvantageEstimator, Generic[LossSection]):
+    """An advantage estimator without `normalize`; see the module's docstring."""
 
     gamma = 1.0
 
@@ -51,7 +51,7 @@ class ReturnsCredit(Credit, Generic[LossSection]):
         return returns, returns
 
     def assign(self, batch: Batch, table: RewardTable, all_sum: AllSum) -> Stats:
-        """See Credit."""
+        """See AdvantageEstimator."""
         config, positions = self.config, positions_in(table, batch)
         weights, stats = self.weigh(table)
         batch.weights = batch.weights * weights[positions]

@@ -1,4 +1,4 @@
-"""Creates the credit and objective with which a run trains."""
+"""Creates the advantage estimator and objective with which a run trains."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def normalize_rewards(
 
     def moments(choice: str) -> tuple[Tensor, Tensor]:
         if choice == "running":
-            assert running is not None, "the credit keeps running statistics"
+            assert running is not None, "the advantage estimator keeps running statistics"
             return running
         return _moments(values, over[choice])
 

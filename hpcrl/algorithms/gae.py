@@ -1,4 +1,4 @@
-"""The credit of PPO with a critic: generalised advantage estimation (GAE, arXiv 1506.02438).
+"""The advantage estimator of PPO with a critic: generalised advantage estimation (GAE, arXiv 1506.02438).
 
 delta_t = x_t + gamma V_(t+1) - V_t      x: token rewards; V_t: the value before token t
 A_t     = delta_t + gamma lambd A_(t+1)  then whitened if asked, and clipped
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.algorithms import functional as F
-from hpcrl.algorithms.advantage_estimator import ReturnsCredit
+from hpcrl.algorithms.advantage_estimator import ReturnsAdvantage
 from hpcrl.algorithms.interface import AllSum, RewardTable, is_last, model_tokens, required
 from hpcrl.algorithms.spec import CriticLoss
 from hpcrl.metrics.stats import Stats, scalar
@@ -25,7 +25,7 @@ from hpcrl.rollout.batch import Batch
 CriticSection = TypeVar("CriticSection", bound=CriticLoss)
 
 
-class GAECredit(ReturnsCredit[CriticSection], Generic[CriticSection]):
+class GAEAdvantage(ReturnsAdvantage[CriticSection], Generic[CriticSection]):
     """See the module's docstring."""
 
     def __init__(self, config: CriticSection):
@@ -33,21 +33,22 @@ class GAECredit(ReturnsCredit[CriticSection], Generic[CriticSection]):
         self.reads |= {"values"}
 
     def normalize(self, table: RewardTable) -> Tensor:
-        """See ReturnsCredit."""
+        """See ReturnsAdvantage."""
         return table.rewards
 
     def propagate(self, token_rewards: Tensor, rows: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """See ReturnsCredit."""
+        """See ReturnsAdvantage."""
         values = values_of(batch)
         advantages = gae(token_rewards, values, rows, self.config.gamma, self.config.lambd)
         return advantages, advantages + values
 
     def assign(self, batch: Batch, table: RewardTable, all_sum: AllSum) -> Stats:
-        """See Credit. critic/explained_variance: 1 - Var(R - V) / Var(R) over the model tokens of all ranks."""
+        """See AdvantageEstimator. critic/explained_variance: 1 - Var(R - V) / Var(R) over the model tokens of all
+        ranks."""
         stats, index = super().assign(batch, table, all_sum), model_tokens(batch)
-        returns = batch.returns[index].double()
+        returns = required(batch, "returns", "their variance")[index].double()
         spread = _variance(returns, all_sum)
-        left = _variance(returns - batch.values[index].double(), all_sum)
+        left = _variance(returns - values_of(batch).double(), all_sum)
         return stats | ({"critic/explained_variance": scalar(1 - left / spread)} if spread > 0 else {})
 
 
@@ -64,6 +65,8 @@ def gae(token_rewards: Tensor, values: Tensor, rows: Tensor, gamma: float, lambd
 
 def _variance(values: Tensor, all_sum: AllSum) -> float:
     """Over the values of all ranks; 0 without any. Collective over them."""
+    count: float
+    total: float
     count, total = all_sum(torch.stack([values.new_tensor(float(values.numel())), values.sum()])).tolist()
     squares = all_sum((values - total / max(count, 1.0)).square().sum().reshape(1))
     return float(squares) / max(count, 1.0)

@@ -1,5 +1,5 @@
-"""The credit of GDPO (arXiv 2601.05242): the parts of a reward are normalised apart within the group, so that a part
-with a large spread does not drown the others.
+"""The advantage estimator of GDPO (arXiv 2601.05242): the parts of a reward are normalised apart within the group, so
+that a part with a large spread does not drown the others.
 
 A = (d - mean) / (std + eps) over the whole step, sample std; d: the decoupled reward, which sums the parts' advantages
 with their weights (hpcrl.rollout.scheduling.policies).
@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hpcrl.algorithms.advantage_estimator import ReturnsCredit
+from hpcrl.algorithms.advantage_estimator import ReturnsAdvantage
 from hpcrl.algorithms.functional import normalize_rewards
 from hpcrl.algorithms.interface import RewardTable
 from hpcrl.algorithms.spec import GDPO
 
 
-class GDPOCredit(ReturnsCredit[GDPO]):
+class GDPOAdvantage(ReturnsAdvantage[GDPO]):
     """See the module's docstring."""
 
     def normalize(self, table: RewardTable) -> Tensor:
-        """See ReturnsCredit. ValueError for rollouts without decoupled rewards, such as those that a run with another
-        algorithm stored."""
+        """See ReturnsAdvantage. ValueError for rollouts without decoupled rewards, such as those that a run with
+        another algorithm stored."""
         if table.decoupled is None:
             raise ValueError("algorithm.name=gdpo needs decoupled rewards, and these rollouts have none")
         return normalize_rewards(table.decoupled, table.group_ids, "all", "all", self.config.std_eps)

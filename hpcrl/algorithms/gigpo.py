@@ -13,14 +13,14 @@ from torch import Tensor
 from hpcrl.algorithms.functional import Over, normalize_rewards
 from hpcrl.algorithms.interface import RewardTable
 from hpcrl.algorithms.spec import GiGPO
-from hpcrl.algorithms.turns import TurnCredit, TurnTable
+from hpcrl.algorithms.turns import TurnAdvantage, TurnTable
 
 
-class GiGPOCredit(TurnCredit[GiGPO]):
+class GiGPOAdvantage(TurnAdvantage[GiGPO]):
     """See the module's docstring."""
 
     def compare(self, turns: TurnTable, table: RewardTable) -> Tensor:
-        """See TurnCredit."""
+        """See TurnAdvantage."""
         config = self.config
         std: Over = "group" if config.std_normalize else None
         episodes = normalize_rewards(table.rewards, table.group_ids, "group", std, config.std_eps)

@@ -1,4 +1,4 @@
-"""The credit of GRPO (arXiv 2402.03300): a response is compared with its siblings, no critic.
+"""The advantage estimator of GRPO (arXiv 2402.03300): a response is compared with its siblings, no critic.
 
 A = (r - group mean) / (group std + eps), sample std; `std_normalize=false` omits the division, which with
 `loss_aggregation=seq-mean-token-sum` is Dr. GRPO (arXiv 2503.20783) up to a constant.
@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hpcrl.algorithms.advantage_estimator import ReturnsCredit
+from hpcrl.algorithms.advantage_estimator import ReturnsAdvantage
 from hpcrl.algorithms.functional import Over, normalize_rewards
 from hpcrl.algorithms.interface import RewardTable
 from hpcrl.algorithms.spec import GRPO
 
 
-class GRPOCredit(ReturnsCredit[GRPO]):
+class GRPOAdvantage(ReturnsAdvantage[GRPO]):
     """See the module's docstring."""
 
     def normalize(self, table: RewardTable) -> Tensor:
-        """See ReturnsCredit."""
+        """See ReturnsAdvantage."""
         config = self.config
         std: Over = "group" if config.std_normalize else None
         return normalize_rewards(table.rewards, table.group_ids, "group", std, config.std_eps)

@@ -1,4 +1,5 @@
-"""The interfaces of an algorithm: a credit, which computes advantages, and an objective, which computes a loss."""
+"""The interfaces of an algorithm: an advantage estimator, which computes advantages, and an objective, which computes a
+loss."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ class RewardTable:
     rewards and scores float32 [N], group_ids and sample_ids int64 [N]; lengths int64 [N]: tokens of the response;
     truncated bool [N]: whether the limit of tokens ended it. domains: name of each domain -> ids of its groups; a group
     of none belongs to one more domain without a name. baselines float32 [N]: the reward of the greedy response to the
-    prompt; only for a credit with a greedy sibling (AlgorithmSpec). decoupled float32 [N]: the decoupled rewards
-    (hpcrl.rollout.scheduling.policies); only for a credit that reads them.
+    prompt; only for an advantage estimator with a greedy sibling (AlgorithmSpec). decoupled float32 [N]: the decoupled
+    rewards (hpcrl.rollout.scheduling.policies); only for an advantage estimator that reads them.
     """
 
     rewards: Tensor
@@ -97,7 +98,8 @@ class Outputs:
 
 
 class Adaptive:
-    """The base of a credit or an objective with numbers that change from step to step. Both read the same numbers."""
+    """The base of an advantage estimator or an objective with numbers that change from step to step. Both read the same
+    numbers."""
 
     numbers: Numbers = MappingProxyType({})
     """Those of the step, set before each command; empty in the first step of a run."""
@@ -108,7 +110,7 @@ class Adaptive:
         return {}
 
 
-class Credit(Adaptive, ABC):
+class AdvantageEstimator(Adaptive, ABC):
     """Turns rewards into advantages. Built once per trainer rank from its section of the configuration."""
 
     reads: frozenset[str] = frozenset()
@@ -144,8 +146,8 @@ class Objective(Adaptive, ABC):
         return self.num_epochs * self.num_mini_batches
 
     def prepare(self, batch: Batch, all_sum: AllSum) -> Stats:
-        """Fill fields of the batch that the loss reads and that depend on the whole step, after the credit. Returns
-        statistics to log. Collective over the ranks of all_sum, which may hold no rows."""
+        """Fill fields of the batch that the loss reads and that depend on the whole step, after the advantage
+        estimator. Returns statistics to log. Collective over the ranks of all_sum, which may hold no rows."""
         return {}
 
     @abstractmethod
@@ -159,15 +161,15 @@ class Objective(Adaptive, ABC):
 
 @dataclass(frozen=True)
 class Algorithm:
-    """An objective and its credit; no credit for objectives that read no advantages."""
+    """An objective and its advantage estimator; none for objectives that read no advantages."""
 
     objective: Objective
-    credit: Credit | None = None
+    estimator: AdvantageEstimator | None = None
 
     @property
     def reads(self) -> frozenset[str]:
-        """Fields of the batch that must be filled before credit and loss."""
-        return self.objective.reads | (self.credit.reads if self.credit is not None else frozenset())
+        """Fields of the batch that must be filled before advantages and loss."""
+        return self.objective.reads | (self.estimator.reads if self.estimator is not None else frozenset())
 
     def take(self, numbers: Numbers) -> None:
         """Let both parts read these numbers."""
@@ -185,7 +187,7 @@ class Algorithm:
 
     @property
     def _parts(self) -> list[Adaptive]:
-        return [part for part in (self.credit, self.objective) if part is not None]
+        return [part for part in (self.estimator, self.objective) if part is not None]
 
 
 def model_tokens(batch: Batch) -> Tensor:

@@ -30,8 +30,8 @@ def batch_stats(batch: Batch, table: RewardTable) -> Stats:
     } | group_outcomes(table)
 
 
-def credit_stats(batch: Batch) -> Stats:
-    """Advantages, returns and a critic's values of this rank's model tokens, after the credit."""
+def advantage_stats(batch: Batch) -> Stats:
+    """Advantages, returns and a critic's values of this rank's model tokens, after the advantage estimator."""
     index = model_tokens(batch)
     filled = {"advantages": batch.advantages, "returns": batch.returns, "values": batch.values}
     return {f"critic/{name}/*": stat(values[index]) for name, values in filled.items() if values is not None}
@@ -39,7 +39,7 @@ def credit_stats(batch: Batch) -> Stats:
 
 def domain_stats(batch: Batch, table: RewardTable) -> Stats:
     """`DOMAIN/...`: all statistics above, and the KL divergence to the reference (k3), of this rank's rows of each
-    domain, after the credit. Nothing for a step of one domain."""
+    domain, after the advantage estimator. Nothing for a step of one domain."""
     stats: Stats = {}
     names, ids = table.domain_ids()
     for number, name in enumerate(names):
@@ -49,7 +49,7 @@ def domain_stats(batch: Batch, table: RewardTable) -> Stats:
             continue
         narrow = {field: tensor for field, tensor in batch.columns.items() if tensor.dim() == 1}  # without large ones
         own = replace(batch, columns=narrow, texts={}).select(rows)
-        found = batch_stats(own, table.select(chosen)) | credit_stats(own)
+        found = batch_stats(own, table.select(chosen)) | advantage_stats(own)
         if own.ref_logprobs is not None and own.old_logprobs is not None:
             index = model_tokens(own)
             kl = kl_divergence(own.old_logprobs[index], own.ref_logprobs[index], "k3")

@@ -5,9 +5,9 @@
 The weight is 1, or with `correction` the importance weight of responses from older weights
 (hpcrl.algorithms.correction). Rows of weight 0 are ignored. A batch trained once on its own rollouts needs no
 old_logprobs: the ratio has value 1 and the gradient of the current log-probs. With `ratio_to=generator` the ratio is
-that to the generator's log-probs, after truncation if there is any, and no old_logprobs are needed. Unless the credit
-reads them, metrics of the policy before the step are then those of the current one, and of several optimizer steps
-there is no mismatch of trainer and generator: they move apart within the step.
+that to the generator's log-probs, after truncation if there is any, and no old_logprobs are needed. Unless the
+advantage estimator reads them, metrics of the policy before the step are then those of the current one, and of several
+optimizer steps there is no mismatch of trainer and generator: they move apart within the step.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""The credit of REINFORCE++ (arXiv 2501.03262): the KL is subtracted from the rewards as they are, and the returns are
-whitened over the tokens of the batch unless whiten_advantages=false."""
+"""The advantage estimator of REINFORCE++ (arXiv 2501.03262): the KL is subtracted from the rewards as they are, and the
+returns are whitened over the tokens of the batch unless whiten_advantages=false."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from hpcrl.algorithms.advantage_estimator import ReturnsCredit
+from hpcrl.algorithms.advantage_estimator import ReturnsAdvantage
 from hpcrl.algorithms.interface import RewardTable
 from hpcrl.algorithms.spec import ReinforcePlusPlus
 
 
-class ReinforcePlusPlusCredit(ReturnsCredit[ReinforcePlusPlus]):
+class ReinforcePlusPlusAdvantage(ReturnsAdvantage[ReinforcePlusPlus]):
     """See the module's docstring."""
 
     def __init__(self, config: ReinforcePlusPlus):
@@ -18,5 +18,5 @@ class ReinforcePlusPlusCredit(ReturnsCredit[ReinforcePlusPlus]):
         self.gamma = config.gamma
 
     def normalize(self, table: RewardTable) -> Tensor:
-        """See ReturnsCredit: a division of the reward alone would change the weight of the KL beside it."""
+        """See ReturnsAdvantage: a division of the reward alone would change the weight of the KL beside it."""
         return table.rewards

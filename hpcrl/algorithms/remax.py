@@ -1,27 +1,30 @@
-"""The credit of ReMax (arXiv 2310.10505): a reward minus the reward of the greedy response to the same prompt."""
+"""The advantage estimator of ReMax (arXiv 2310.10505): a reward minus the reward of the greedy response to the same
+prompt."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from hpcrl.algorithms.advantage_estimator import ReturnsCredit
-from hpcrl.algorithms.interface import AllSum, RewardTable
+from hpcrl.algorithms.advantage_estimator import ReturnsAdvantage
+from hpcrl.algorithms.interface import AllSum, RewardTable, required
 from hpcrl.algorithms.spec import ReMax
 from hpcrl.metrics.stats import Stats, stat
 from hpcrl.rollout.batch import Batch
 
 
-class ReMaxCredit(ReturnsCredit[ReMax]):
+class ReMaxAdvantage(ReturnsAdvantage[ReMax]):
     """See the module's docstring. The baseline depends on the prompt and not on the sampled responses, so that the
     gradient is unbiased, also with a single response per prompt."""
 
     def normalize(self, table: RewardTable) -> Tensor:
-        """See ReturnsCredit. ValueError for rollouts without greedy responses, such as those that a run with another
+        """See ReturnsAdvantage. ValueError for rollouts without greedy responses, such as those that a run with another
         algorithm stored."""
         if table.baselines is None:
             raise ValueError("algorithm.name=remax needs the rewards of greedy responses, and these rollouts have none")
         return table.rewards - table.baselines
 
     def assign(self, batch: Batch, table: RewardTable, all_sum: AllSum) -> Stats:
-        """See Credit. critic/baseline: the rewards of the greedy responses, one for each row."""
-        return super().assign(batch, table, all_sum) | {"critic/baseline/*": stat(batch.baselines)}
+        """See AdvantageEstimator. critic/baseline: the rewards of the greedy responses, one for each row."""
+        return super().assign(batch, table, all_sum) | {
+            "critic/baseline/*": stat(required(batch, "baselines", "remax"))
+        }

@@ -1,20 +1,21 @@
-"""The credit of RLOO (arXiv 2402.14740): a reward minus the mean reward of the group's other responses."""
+"""The advantage estimator of RLOO (arXiv 2402.14740): a reward minus the mean reward of the group's other responses."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from hpcrl.algorithms.advantage_estimator import ReturnsCredit
+from hpcrl.algorithms.advantage_estimator import ReturnsAdvantage
 from hpcrl.algorithms.interface import RewardTable
 from hpcrl.algorithms.spec import RLOO
 
 
-class RLOOCredit(ReturnsCredit[RLOO]):
+class RLOOAdvantage(ReturnsAdvantage[RLOO]):
     """See the module's docstring."""
 
     def normalize(self, table: RewardTable) -> Tensor:
-        """See ReturnsCredit. A response without siblings has advantage 0, as with GRPO."""
+        """See ReturnsAdvantage. A response without siblings has advantage 0, as with GRPO."""
+        counts: Tensor
         _, groups, counts = torch.unique(table.group_ids, return_inverse=True, return_counts=True)
         rewards = table.rewards.double()
         means = (rewards.new_zeros(len(counts)).index_add(0, groups, rewards) / counts)[groups]

@@ -1,4 +1,4 @@
-"""The keys of the algorithms, and the credit and objective of each."""
+"""The keys of the algorithms, and the advantage estimator and objective of each."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class RaftPlusPlus(PolicyLoss):
 
 
 class TurnLoss(PolicyLoss):
-    """Keys of credits for the turns of an episode."""
+    """Keys of advantage estimators for the turns of an episode."""
 
     gamma: Share = 1.0
     """Discount per turn."""
@@ -119,7 +119,7 @@ class GiGPO(TurnLoss):
 
 
 class CriticLoss(PolicyLoss):
-    """Keys of credits from the values of a critic."""
+    """Keys of advantage estimators from the values of a critic."""
 
     gamma: Share = 1.0
     """Discount per model token; tokens of observations between two turns are skipped without a discount."""
@@ -150,47 +150,47 @@ class TurnGAE(CriticLoss):
 GRPO_SPEC = AlgorithmSpec(
     about="Group-relative policy optimisation: each response is compared with its siblings.",
     section=GRPO,
-    make="hpcrl.algorithms.grpo:GRPOCredit",
+    make="hpcrl.algorithms.grpo:GRPOAdvantage",
     objective=POLICY_GRADIENT,
-    compares_siblings=lambda section: True,
+    compares_group=lambda section: True,
 )
 
 GDPO_SPEC = AlgorithmSpec(
     about="GDPO: as grpo, with the parts of a composed reward normalised apart.",
     section=GDPO,
-    make="hpcrl.algorithms.gdpo:GDPOCredit",
+    make="hpcrl.algorithms.gdpo:GDPOAdvantage",
     objective=POLICY_GRADIENT,
-    compares_siblings=lambda section: True,
+    compares_group=lambda section: True,
     decoupling_eps=lambda section: section.std_eps,
 )
 
 REINFORCE_PLUS_PLUS_SPEC = AlgorithmSpec(
     about="REINFORCE++: returns of rewards minus the KL, whitened over the batch.",
     section=ReinforcePlusPlus,
-    make="hpcrl.algorithms.reinforce_plus_plus:ReinforcePlusPlusCredit",
+    make="hpcrl.algorithms.reinforce_plus_plus:ReinforcePlusPlusAdvantage",
     objective=POLICY_GRADIENT,
 )
 
 REINFORCE_SPEC = AlgorithmSpec(
     about="REINFORCE returns, rewards optionally normalised.",
     section=Reinforce,
-    make="hpcrl.algorithms.reinforce:ReinforceCredit",
+    make="hpcrl.algorithms.reinforce:ReinforceAdvantage",
     objective=POLICY_GRADIENT,
-    compares_siblings=lambda section: "group" in (section.norm_mean_type, section.norm_std_type),
+    compares_group=lambda section: "group" in (section.norm_mean_type, section.norm_std_type),
 )
 
 RLOO_SPEC = AlgorithmSpec(
     about="RLOO: each response is compared with the mean of its siblings.",
     section=RLOO,
-    make="hpcrl.algorithms.rloo:RLOOCredit",
+    make="hpcrl.algorithms.rloo:RLOOAdvantage",
     objective=POLICY_GRADIENT,
-    compares_siblings=lambda section: True,
+    compares_group=lambda section: True,
 )
 
 REMAX_SPEC = AlgorithmSpec(
     about="ReMax: each response is compared with the greedy response to its prompt.",
     section=ReMax,
-    make="hpcrl.algorithms.remax:ReMaxCredit",
+    make="hpcrl.algorithms.remax:ReMaxAdvantage",
     objective=POLICY_GRADIENT,
     greedy_sibling=True,
 )
@@ -198,14 +198,14 @@ REMAX_SPEC = AlgorithmSpec(
 RAFT_PLUS_PLUS_SPEC = AlgorithmSpec(
     about="RAFT++: only responses with a positive reward are learned from.",
     section=RaftPlusPlus,
-    make="hpcrl.algorithms.raft_plus_plus:RaftPlusPlusCredit",
+    make="hpcrl.algorithms.raft_plus_plus:RaftPlusPlusAdvantage",
     objective=POLICY_GRADIENT,
 )
 
 GAE_SPEC = AlgorithmSpec(
     about="PPO: advantages from the values of a critic (GAE).",
     section=GAE,
-    make="hpcrl.algorithms.gae:GAECredit",
+    make="hpcrl.algorithms.gae:GAEAdvantage",
     objective=POLICY_GRADIENT,
     uses_critic=lambda section: True,
 )
@@ -213,7 +213,7 @@ GAE_SPEC = AlgorithmSpec(
 TURN_GAE_SPEC = AlgorithmSpec(
     about="PPO: advantages of turns, and of the tokens within a turn, from the values of a critic (bi-level GAE).",
     section=TurnGAE,
-    make="hpcrl.algorithms.turn_gae:TurnGAECredit",
+    make="hpcrl.algorithms.turn_gae:TurnGAEAdvantage",
     objective=POLICY_GRADIENT,
     uses_critic=lambda section: True,
 )
@@ -231,17 +231,17 @@ def _check_turns(config: Any) -> Iterator[Problem]:
 TURN_REINFORCE_SPEC = AlgorithmSpec(
     about="REINFORCE by turn of an episode.",
     section=TurnReinforce,
-    make="hpcrl.algorithms.turn_reinforce:TurnReinforceCredit",
+    make="hpcrl.algorithms.turn_reinforce:TurnReinforceAdvantage",
     objective=POLICY_GRADIENT,
-    compares_siblings=lambda section: "group" in (section.norm_mean_type, section.norm_std_type),
+    compares_group=lambda section: "group" in (section.norm_mean_type, section.norm_std_type),
     check=_check_turns,
 )
 
 GIGPO_SPEC = AlgorithmSpec(
     about="GiGPO: episodes are compared with their group, turns with those that began in the same state.",
     section=GiGPO,
-    make="hpcrl.algorithms.gigpo:GiGPOCredit",
+    make="hpcrl.algorithms.gigpo:GiGPOAdvantage",
     objective=POLICY_GRADIENT,
-    compares_siblings=lambda section: True,
+    compares_group=lambda section: True,
     check=_check_turns,
 )

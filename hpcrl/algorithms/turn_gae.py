@@ -1,4 +1,5 @@
-"""The credit of PPO with a critic over turns: bi-level GAE (VAGEN, arXiv 2510.16907), as in its authors' code.
+"""The advantage estimator of PPO with a critic over turns: bi-level GAE (VAGEN, arXiv 2510.16907), as in its authors'
+code.
 
 delta_k = x_k + turn_gamma V_(k+1) - V_k             over turns; x_k, V_k: reward and value of the last token of turn k
 B_k     = delta_k + turn_gamma turn_lambd B_(k+1)    0 after the last turn
@@ -15,23 +16,23 @@ import torch
 from torch import Tensor
 
 from hpcrl.algorithms.advantage_estimator import clip
-from hpcrl.algorithms.gae import GAECredit, gae, values_of
+from hpcrl.algorithms.gae import GAEAdvantage, gae, values_of
 from hpcrl.algorithms.interface import RewardTable, is_last, model_tokens
 from hpcrl.algorithms.spec import TurnGAE
 from hpcrl.algorithms.turns import turn_rewards, turns_of
 from hpcrl.rollout.batch import Batch
 
 
-class TurnGAECredit(GAECredit[TurnGAE]):
+class TurnGAEAdvantage(GAEAdvantage[TurnGAE]):
     """See the module's docstring."""
 
     def place(self, batch: Batch, table: RewardTable, positions: Tensor, index: Tensor) -> Tensor:
-        """See ReturnsCredit; the reward of a turn is at its last token."""
+        """See ReturnsAdvantage; the reward of a turn is at its last token."""
         turns = turns_of(batch, index)
         return torch.where(is_last(turns), clip(turn_rewards(batch), self.config.reward_clip)[turns], 0.0)
 
     def propagate(self, token_rewards: Tensor, rows: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """See ReturnsCredit."""
+        """See ReturnsAdvantage."""
         config, values, turns = self.config, values_of(batch), turns_of(batch, model_tokens(batch))
         ends = is_last(turns)
         of_turns = gae(token_rewards[ends], values[ends], rows[ends], config.turn_gamma, config.turn_lambd)

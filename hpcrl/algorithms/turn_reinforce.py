@@ -7,14 +7,14 @@ from torch import Tensor
 from hpcrl.algorithms.functional import normalize_rewards
 from hpcrl.algorithms.interface import RewardTable
 from hpcrl.algorithms.spec import TurnReinforce
-from hpcrl.algorithms.turns import TurnCredit, TurnTable
+from hpcrl.algorithms.turns import TurnAdvantage, TurnTable
 
 
-class TurnReinforceCredit(TurnCredit[TurnReinforce]):
+class TurnReinforceAdvantage(TurnAdvantage[TurnReinforce]):
     """See the module's docstring."""
 
     def compare(self, turns: TurnTable, table: RewardTable) -> Tensor:
-        """See TurnCredit."""
+        """See TurnAdvantage."""
         config = self.config
         mean, std = config.norm_mean_type, config.norm_std_type
         return normalize_rewards(turns.returns, turns.group_ids, mean, std, config.std_eps, turns.domain_ids)

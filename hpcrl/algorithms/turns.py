@@ -1,7 +1,7 @@
-"""The common part of credits for turns: every token of a turn has the advantage of its turn.
+"""The common part of advantage estimators for turns: every token of a turn has the advantage of its turn.
 
 G_t = r_t + gamma G_(t+1)       r: the environment's rewards of the turns of an episode; G: their returns
-A_t = clip(compare(G_t))        what a credit compares them with; the same for all model tokens of turn t
+A_t = clip(compare(G_t))        what an advantage estimator compares them with; the same for all model tokens of turn t
 
 Rewards of tokens have no place in it, so that kl_reward_coef and whiten_rewards are refused.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.algorithms import functional as F
-from hpcrl.algorithms.advantage_estimator import ReturnsCredit, clip
+from hpcrl.algorithms.advantage_estimator import ReturnsAdvantage, clip
 from hpcrl.algorithms.interface import AllSum, RewardTable
 from hpcrl.algorithms.spec import TurnLoss
 from hpcrl.rollout.batch import Batch
@@ -45,11 +45,11 @@ class TurnTable:
     own: Tensor
 
 
-class TurnCredit(ReturnsCredit[TurnSection]):
+class TurnAdvantage(ReturnsAdvantage[TurnSection]):
     """See the module's docstring."""
 
     def normalize(self, table: RewardTable) -> Tensor:
-        """See ReturnsCredit; the rewards of whole episodes."""
+        """See ReturnsAdvantage; the rewards of whole episodes."""
         return table.rewards
 
     @abstractmethod
@@ -59,7 +59,7 @@ class TurnCredit(ReturnsCredit[TurnSection]):
     def shares(
         self, batch: Batch, table: RewardTable, positions: Tensor, index: Tensor, all_sum: AllSum
     ) -> tuple[Tensor, Tensor]:
-        """See ReturnsCredit."""
+        """See ReturnsAdvantage."""
         num_turns = batch.cu_turns.diff()
         rows = torch.repeat_interleave(torch.arange(batch.num_sequences, device=num_turns.device), num_turns)
         returns = F.discounted_returns(turn_rewards(batch), rows, self.config.gamma)

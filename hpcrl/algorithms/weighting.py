@@ -52,7 +52,8 @@ def _group_means(table: RewardTable) -> Tensor:
     """float32 [N]: the mean score of each response's group."""
     _, groups, counts = torch.unique(table.group_ids, return_inverse=True, return_counts=True)
     sums = table.scores.new_zeros(len(counts)).index_add(0, groups, table.scores)
-    return (sums / counts)[groups]
+    means: Tensor = (sums / counts)[groups]
+    return means
 
 
 def _rescaled(weights: Tensor, kept: Tensor) -> Tensor:

@@ -214,7 +214,7 @@ def find_latest(root: Path, damage: Callable[[Path, Sequence[FileEntry]], str] =
         if manifest is not None:
             problem = damage(path, manifest.files)
         if manifest is None or problem:
-            problems.append(f"{path.name} is passed over: {problem}")
+            problems.append(f"skipping {path.name}: {problem}")
             continue
         extra = sorted(set(list_files(path)) - {entry.path for entry in manifest.files})
         if extra:

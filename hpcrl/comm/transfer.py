@@ -35,7 +35,7 @@ class PeerLost(RuntimeError):
 
 
 @dataclass
-class Fabric:
+class TransferGroup:
     """A group between roles and the world ranks that are in it, in order."""
 
     group: Any  # dist.ProcessGroupGloo, whose methods torch's stubs lack

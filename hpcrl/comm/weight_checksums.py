@@ -15,14 +15,14 @@ from torch import Tensor
 from hpcrl.comm.batched_p2p import Transfer, begin
 from hpcrl.comm.weight_plan import arriving_dtype
 from hpcrl.comm.weight_transfer import Channel, inside
-from hpcrl.spec.weight_layout import Box, Held, Need, everything, intersection
+from hpcrl.spec.weight_layout import RequiredSlices, TensorShards, TensorSlice, everything, intersection
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 FACTOR = 0x4A8BE9229ED9BA3A  # even: a place times this, plus 1, is odd
 CHUNK = 1 << 20  # numbers at once; each takes up to 40 bytes
 
 
-def checksum(part: Tensor, box: Box, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+def checksum(part: Tensor, box: TensorSlice, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
     """int64 scalar: of the numbers in a box of a tensor of this shape, after conversion to `dtype`."""
     total = torch.zeros((), dtype=torch.int64, device=part.device)
     for chunk, at in _chunks(part, box):
@@ -35,7 +35,7 @@ def checksum(part: Tensor, box: Box, shape: Sequence[int], dtype: torch.dtype | 
     return total
 
 
-def _chunks(part: Tensor, box: Box) -> Iterator[tuple[Tensor, Box]]:
+def _chunks(part: Tensor, box: TensorSlice) -> Iterator[tuple[Tensor, TensorSlice]]:
     """A box of a tensor in pieces of at most CHUNK numbers."""
     axis = next((i for i, size in enumerate(part.shape) if size > 1), None)
     if axis is None or part.numel() <= CHUNK:
@@ -48,9 +48,11 @@ def _chunks(part: Tensor, box: Box) -> Iterator[tuple[Tensor, Box]]:
         yield from _chunks(piece, (*box[:axis], (first, first + piece.shape[axis]), *box[axis + 1 :]))
 
 
-def held_sums(rank: int, layout: Sequence[Held], needs: Sequence[Sequence[Need]], weights: Iterable[Tensor]) -> Tensor:
+def held_sums(
+    rank: int, layout: Sequence[TensorShards], needs: Sequence[Sequence[RequiredSlices]], weights: Iterable[Tensor]
+) -> Tensor:
     """int64 [ranks of a replica, tensors]: this trainer rank's share of the checksums of what each rank of a replica
-    needs. A part that several ranks hold counts on the first. weights: TrainEngine.held_weights()."""
+    needs. A part that several ranks hold counts on the first. weights: TrainEngine.local_shards()."""
     sums = torch.zeros(len(needs), len(layout), dtype=torch.int64)
     own = ((number, held) for number, held in enumerate(layout) if held.part_of(rank) is not None)
     for (number, held), tensor in zip(own, weights, strict=True):
@@ -69,7 +71,7 @@ def held_sums(rank: int, layout: Sequence[Held], needs: Sequence[Sequence[Need]]
 class LoadedSums:
     """The checksums of what a generator rank needs, of tensors under their names."""
 
-    def __init__(self, layout: Sequence[Held], needs: Sequence[Need]):
+    def __init__(self, layout: Sequence[TensorShards], needs: Sequence[RequiredSlices]):
         self._layout, self._needs = layout, needs
         self._numbers = {held.name: number for number, held in enumerate(layout)}
         self.sums = torch.zeros(len(layout), dtype=torch.int64)

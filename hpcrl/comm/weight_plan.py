@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hpcrl.spec.weight_layout import Box, Held, Need, count, intersection
+from hpcrl.spec.weight_layout import RequiredSlices, TensorShards, TensorSlice, count, intersection
 
 BUCKET_BYTES = 256 << 20
 """Most bytes that the ranks of a replica get in one step, so that no rank sends or gets more."""
@@ -25,7 +25,7 @@ class Piece:
     """Part `box` of tensor number `tensor` (of the layout), from one rank to another."""
 
     tensor: int
-    box: Box
+    box: TensorSlice
     dtype: str
     sender: int
     receiver: int
@@ -41,13 +41,13 @@ def padded(size: int) -> int:
     return -(-size // ALIGN) * ALIGN
 
 
-def arriving_dtype(held: Held, need: Need) -> str:
+def arriving_dtype(held: TensorShards, need: RequiredSlices) -> str:
     """The dtype in which a tensor travels; one without fractions stays as it is."""
     return need.dtype if need.dtype and held.dtype in FLOATS else held.dtype
 
 
 def plan_pieces(
-    layout: Sequence[Held], needs: Mapping[int, Sequence[Need]], bucket_bytes: int = BUCKET_BYTES
+    layout: Sequence[TensorShards], needs: Mapping[int, Sequence[RequiredSlices]], bucket_bytes: int = BUCKET_BYTES
 ) -> list[list[Piece]]:
     """The pieces of each step, tensor by tensor. needs: rank of a replica -> its need of every tensor of the layout.
 
@@ -78,7 +78,9 @@ def plan_pieces(
     return steps
 
 
-def _pieces(number: int, held: Held, need: Need, receiver: int, index: int, load: Counter[int]) -> list[Piece]:
+def _pieces(
+    number: int, held: TensorShards, need: RequiredSlices, receiver: int, index: int, load: Counter[int]
+) -> list[Piece]:
     """The pieces of one tensor for one rank. index: its place in the replica. load: bytes that it gets from each
     sender, which grow."""
     dtype, pieces = arriving_dtype(held, need), []

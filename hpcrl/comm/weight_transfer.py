@@ -24,10 +24,10 @@ from torch import Tensor
 
 from hpcrl.comm.batched_p2p import Begun, Transfer, begin, make_communicator
 from hpcrl.comm.weight_plan import BUCKET_BYTES, Piece, arriving_dtype, padded, plan_pieces
-from hpcrl.spec.weight_layout import Box, Held, Need, everything
+from hpcrl.spec.weight_layout import RequiredSlices, TensorShards, TensorSlice, everything
 
 FIRST_SHARE = 0.8
-"""Share of a sender's patience in the first step; it rises to all of it in the last. Receivers take the steps in order:
+"""Fraction of the send timeout allowed in the first step; it rises to 1 in the last. Receivers take the steps in order:
 while a sender of early steps (a first pipeline stage) waits for a replica that hangs, healthy ones take nothing from
 senders of later steps, which must not give up before it."""
 
@@ -41,8 +41,8 @@ class Channel:
 
     group: Any  # ProcessGroupGloo or ProcessGroupNCCL, whose methods torch's stubs lack
     ranks: Sequence[int]
-    layout: Sequence[Held]
-    needs: Mapping[int, Sequence[Need]]
+    layout: Sequence[TensorShards]
+    needs: Mapping[int, Sequence[RequiredSlices]]
 
     @cached_property
     def steps(self) -> list[list[Piece]]:
@@ -74,20 +74,20 @@ def _between(ranks: Sequence[int], rank: int, pair: tuple[int, int], given: Tens
     return Transfer(place, ranks.index(sender), sends=False)
 
 
-def send_layout(group: Any, ranks: Sequence[int], layout: Sequence[Held], receivers: Collection[int]) -> None:
+def send_layout(group: Any, ranks: Sequence[int], layout: Sequence[TensorShards], receivers: Collection[int]) -> None:
     """Tell ranks of the group which tensors there are, and who holds them; they call receive_layout()."""
     data = torch.frombuffer(bytearray(msgspec.msgpack.encode(layout)), dtype=torch.uint8).to(_device(group))
     for tensor in (torch.tensor([len(data)], device=data.device), data):
         begin(group, [Transfer(tensor, ranks.index(receiver), sends=True) for receiver in receivers]).wait()
 
 
-def receive_layout(group: Any, ranks: Sequence[int], sender: int) -> list[Held]:
+def receive_layout(group: Any, ranks: Sequence[int], sender: int) -> list[TensorShards]:
     """The layout that `sender` sends with send_layout()."""
     size = torch.zeros(1, dtype=torch.int64, device=_device(group))
     begin(group, [Transfer(size, ranks.index(sender), sends=False)]).wait()
     data = torch.empty(int(size.item()), dtype=torch.uint8, device=size.device)
     begin(group, [Transfer(data, ranks.index(sender), sends=False)]).wait()
-    return msgspec.msgpack.decode(data.cpu().numpy().tobytes(), type=list[Held])
+    return msgspec.msgpack.decode(data.cpu().numpy().tobytes(), type=list[TensorShards])
 
 
 @dataclass
@@ -249,7 +249,7 @@ class _Arrival:
 
     step: int
     sender: int
-    box: Box
+    box: TensorSlice
     place: int
 
 
@@ -295,7 +295,7 @@ class Receiving:
         if sending is not None:
             sending.finish()
 
-    def _needed(self) -> list[tuple[int, Held, torch.dtype]]:
+    def _needed(self) -> list[tuple[int, TensorShards, torch.dtype]]:
         """The tensors of which this rank gets something, and their dtypes here."""
         pairs = enumerate(zip(self.channel.layout, self.channel.needs[self.rank], strict=True))
         return [(i, held, getattr(torch, arriving_dtype(held, need))) for i, (held, need) in pairs if need.boxes]
@@ -363,13 +363,13 @@ def views(pieces: Sequence[Piece], message: Tensor) -> Iterator[Tensor]:
         start += padded(piece.num_bytes)
 
 
-def inside(tensor: Tensor, box: Box, part: Box) -> Tensor:
+def inside(tensor: Tensor, box: TensorSlice, part: TensorSlice) -> Tensor:
     """The box of a tensor of which `tensor` is the part `part`."""
     index = tuple(slice(a - first, b - first) for (a, b), (first, _) in zip(box, part, strict=True))
     return tensor[index]
 
 
-def _num_bytes(held: Held, dtype: torch.dtype) -> int:
+def _num_bytes(held: TensorShards, dtype: torch.dtype) -> int:
     return math.prod(held.shape) * dtype.itemsize
 
 

@@ -45,6 +45,7 @@ from hpcrl.run_folder import (
     submitted_jobs,
     world_folder,
 )
+from hpcrl.run_folder.changes import read_config
 from hpcrl.run_folder.user_errors import ERRORS, read_errors
 from hpcrl.system.cli import in_shell, show, use_utf8
 from hpcrl.system.exit_codes import ASKED, ExitCode
@@ -63,9 +64,32 @@ class RunFolder:
     folder: Path
 
     @cached_property
+    def values(self) -> dict[str, Any]:
+        """The stored configuration as it stands in its file; empty if no attempt has begun."""
+        return read_config(self.folder) if (self.folder / CONFIG).exists() else {}
+
+    @cached_property
+    def _checked(self) -> tuple[Config | None, str]:
+        try:
+            return stored_config(self.folder) if self.values else None, ""
+        except ConfigError as error:
+            return None, error.problems[0]
+
+    @property
     def config(self) -> Config | None:
-        """The stored configuration; None if no attempt has begun."""
-        return stored_config(self.folder) if (self.folder / CONFIG).exists() else None
+        """The stored configuration, checked; None if no attempt has begun, or if it cannot be checked here."""
+        return self._checked[0]
+
+    @property
+    def obstacle(self) -> str:
+        """Why the stored configuration cannot be checked here, such as a part whose package is not installed; empty if
+        it can be."""
+        return self._checked[1]
+
+    @property
+    def steps(self) -> Any:
+        """The last step that is planned; ? if it is not known."""
+        return self.values.get("max_steps", "?")
 
     @cached_property
     def owners(self) -> dict[int, dict[str, Any]]:
@@ -124,20 +148,23 @@ def describe(run_dir: Path, job: slurm.Job | None, now: float) -> str:
     """The run as lines of `label  text`. `job`: from Slurm or its accounts, None if they know none."""
     run = RunFolder(run_dir)
     config = run.config
-    what = f"{config.run_name} ({config.pipeline})" if config else run_dir.name
+    name, pipeline = (run.values.get(key) for key in ("run_name", "pipeline"))
+    what = f"{name or run_dir.name} ({pipeline})" if pipeline else run_dir.name
     rows = [("run", f"{what}, folder {run_dir}"), ("state", state(run, job))]
     runs = _runs(run, job)
     if config is not None:
         rows += _where(run, config)
-    if config is not None and not config.pipeline_spec.alone:
-        rows.append(("step", _progress(run, config, now, runs)))
-        if runs or not run.finished:
+    if run.values and not (config is not None and config.pipeline_spec.alone):
+        rows.append(("step", _progress(run, now, runs)))
+        if config is not None and (runs or not run.finished):
             rows += [("time", text) for text in _time(run, config, job if runs else None, now)]
         rows.append(("saved", _checkpoint(run, now)))
     rows += _restarts(run)
     rows += [("samples", text) for text in _sample_errors(run)]
     if error := last_error(run):
         rows.append(("error", error))
+    if obstacle := run.obstacle:
+        rows.append(("config", f"roles and times are not shown: {obstacle}"))
     return "\n".join(f"{name:<9}{text}" for name, text in rows)
 
 
@@ -145,7 +172,7 @@ def line(run_dir: Path, job: slurm.Job | None, now: float) -> str:
     """The run in one line."""
     run = RunFolder(run_dir)
     word = state(run, job).split(":")[0]
-    if run.config is None or run.config.pipeline_spec.alone:
+    if not run.values or (run.config is not None and run.config.pipeline_spec.alone):
         return f"{run_dir.name:<24}{word}"
     reward = [f"{name} {form.format(found[1])}" for metric, name, form in SHOWN[:2] if (found := run.newest(metric))]
     left = run.seconds_left()
@@ -153,7 +180,7 @@ def line(run_dir: Path, job: slurm.Job | None, now: float) -> str:
     finished = run.finished
     why = finished["reason"].partition(": ")[2] if finished and finished["step"] < finished["max_steps"] else ""
     early = [f"ended early: {why}"] if why else []
-    return "  ".join((f"{run_dir.name:<24}{word:<12}step {run.step}/{run.config.max_steps}", *reward, *eta, *early))
+    return "  ".join((f"{run_dir.name:<24}{word:<12}step {run.step}/{run.steps}", *reward, *eta, *early))
 
 
 def state(run: RunFolder, job: slurm.Job | None) -> str:
@@ -306,8 +333,8 @@ def _roles(layout: RoleLayout, ranks: Sequence[int] | range) -> str:
     return ", ".join(found)
 
 
-def _progress(run: RunFolder, config: Config, now: float, runs: bool) -> str:
-    parts = [f"{run.step} of {config.max_steps}"]
+def _progress(run: RunFolder, now: float, runs: bool) -> str:
+    parts = [f"{run.step} of {run.steps}"]
     logged = (run.folder / METRICS).stat().st_mtime if run.rows else None
     if runs and run.began is not None and (logged is None or logged < run.began):
         parts[0] += f", attempt {run.attempt} began {duration(now - run.began)} ago and has completed none yet"

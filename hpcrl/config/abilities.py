@@ -28,7 +28,7 @@ def chosen(config: Config) -> Iterator[tuple[Path, str, Spec]]:
         for engine in sorted({config.trainer.engine, config.critic_engine if config.uses_critic else ""} - {""}):
             if (optimizer := TRAIN_ENGINES[engine].optimizers.get(config.trainer.optimizer)) is not None:
                 yield ("trainer", "optimizer"), config.trainer.optimizer, optimizer
-    if config.reinforces:
+    if config.learns_from_rewards:
         yield ("algorithm",), str(getattr(config.algorithm, "name", "")), config.algorithm_spec
     if config.asks("judge"):
         yield JUDGE_ENGINE, config.judge.engine, GEN_ENGINES[config.judge.engine]
@@ -79,12 +79,12 @@ def check_abilities(config: Config) -> Iterator[Problem]:
         if unknown := [role for role in spec.roles if role not in list(ROLES)]:
             text = f"{name} needs the role {unknown[0]}; there are {', '.join(ROLES)}"
             yield Problem(path, f"{dotted(path)}: {text}; install the package that adds it")
-    if not config.reinforces:
+    if not config.learns_from_rewards:
         return
     if config.trainer.router_replay:
         for path, kind, name, able in (
             (trains, "trainer", train_engine, {n: spec.router_replay for n, spec in TRAIN_ENGINES.items()}),
-            (generates, "generator", gen_engine, {n: spec.gives_routes for n, spec in GEN_ENGINES.items()}),
+            (generates, "generator", gen_engine, {n: spec.records_routes for n, spec in GEN_ENGINES.items()}),
         ):
             if (kind == "trainer" or config.generates) and not able.get(name, False):
                 has = " or ".join(n for n in able if able[n])
@@ -167,7 +167,11 @@ def _segments(config: Config) -> Iterator[Problem]:
 def _critic(config: Config) -> Iterator[Problem]:
     """A critic whose engine has none, that never lets the policy learn, or that nothing fills with values."""
     name = str(getattr(config.algorithm, "name", ""))
-    if config.reinforces and config.debug == "rollout_only" and config.algorithm_spec.uses_critic(config.algorithm):
+    if (
+        config.learns_from_rewards
+        and config.debug == "rollout_only"
+        and config.algorithm_spec.uses_critic(config.algorithm)
+    ):
         text = f"algorithm.name: {name} needs values, and debug=rollout_only has no critic; use another algorithm"
         yield Problem(("algorithm", "name"), text, (("debug",), ("algorithm",)))
     if not config.uses_critic:

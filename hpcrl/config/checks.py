@@ -81,7 +81,7 @@ def _values(data: Any, at: Path = ()) -> Iterator[tuple[Path, Any]]:
 def _debug(config: Config) -> Iterator[Problem]:
     if config.debug == "none":
         return
-    if not config.reinforces:
+    if not config.learns_from_rewards:
         text = (
             f"debug: {config.debug} is for pipelines that generate and train; the {config.pipeline} pipeline does not"
         )
@@ -97,10 +97,10 @@ def _debug(config: Config) -> Iterator[Problem]:
 
 
 def _reinforcement(config: Config) -> Iterator[Problem]:
-    if not config.reinforces:
+    if not config.learns_from_rewards:
         return
     algorithm, rollout = config.algorithm, config.rollout
-    if config.algorithm_spec.compares_siblings(algorithm) and rollout.group_size == 1:
+    if config.algorithm_spec.compares_group(algorithm) and rollout.group_size == 1:
         name = getattr(algorithm, "name", "the algorithm")
         text = f"rollout.group_size: {name} compares the responses of a group and needs at least 2, got 1"
         yield Problem(("rollout", "group_size"), text, (("algorithm",),))
@@ -135,7 +135,7 @@ def _sampling(config: Config) -> Iterator[Problem]:
 def _policy_loss(config: Config) -> Iterator[Problem]:
     """Keys of the loss and of the masks that need or contradict each other."""
     algorithm, section = config.algorithm, "algorithm"
-    if not (config.reinforces and config.learns):
+    if not (config.learns_from_rewards and config.learns):
         return
     if algorithm.loss_aggregation == "seq-mean-token-sum-norm" and algorithm.loss_norm_tokens is None:
         text = "seq-mean-token-sum-norm divides by algorithm.loss_norm_tokens; give it, such as rollout.max_new_tokens"
@@ -212,7 +212,7 @@ def _filters(config: Config) -> Iterator[Problem]:
 def _fake(config: Config) -> Iterator[Problem]:
     """Random rewards that reject every group; environments give their own rewards."""
     rollout, rate, at = config.rollout, config.fake.pass_rate, ("fake", "pass_rate")
-    if not config.reinforces or config.debug != "fake" or config.envs or rate not in (0, 1):
+    if not config.learns_from_rewards or config.debug != "fake" or config.envs or rate not in (0, 1):
         return
     way_out = "use a share between 0 and 1, or rollout"
     if rollout.filter_std:

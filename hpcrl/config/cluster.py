@@ -92,7 +92,7 @@ def _as_mapping(value: Any) -> Any:
     for option in value:
         name, given, text = str(option).removeprefix("--").partition("=")
         if name in found:
-            raise ValueError(f"--{name} once only")
+            raise ValueError(f"--{name} may be given only once")
         found[name] = text if given else True
     return found
 

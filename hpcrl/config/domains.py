@@ -58,7 +58,7 @@ class EnvConfig(Section):
     and an error. shorten: the middle of its longest message is left out, so that it fits."""
     episode: Literal["trajectory", "steps"] = "trajectory"
     """trajectory: an episode is one sequence, which grows with every turn. steps: every turn is a sequence of its own,
-    after a prompt that shows the latest turns only; it learns from the credit of its episode."""
+    after a prompt that shows the latest turns only; it learns from the advantage of its episode."""
     history: Natural = 2
     """Earlier turns (observation and action) in the prompt of a turn, with episode=steps; the first prompt is always
     there."""

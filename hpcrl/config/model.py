@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -41,6 +41,23 @@ class TinyModel(Section):
     """Standard deviation of the weights. A larger one, such as 0.1, lets a small model learn sooner to look back."""
     seed: Seed = 0
     """Seed of the weights."""
+
+    def hf_config(self) -> dict[str, Any]:
+        """The config.json of the model, which hpcrl.engines.tiny creates."""
+        return {
+            "model_type": self.architecture,
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.hidden_size // self.num_heads,
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "num_experts": self.num_experts,
+            "num_experts_per_tok": min(2, self.num_experts),
+            "moe_intermediate_size": self.intermediate_size,
+        }
 
 
 class ModelConfig(Section):

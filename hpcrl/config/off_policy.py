@@ -16,7 +16,7 @@ KEEPS_ALL = {"top_p": 1, "top_k": 0, "min_p": 0}
 
 def check_off_policy(config: Config) -> Iterator[Problem]:
     """Corrections and ratios that would drop, or weigh at random, what is learned from."""
-    if config.reinforces and config.learns:
+    if config.learns_from_rewards and config.learns:
         yield from _correction(config)
         yield from _ratio_to_generator(config)
         yield from _whole_responses(config)
@@ -78,7 +78,7 @@ def starts_clipped(config: Config, rollout: RolloutConfig) -> str:
     algorithm, top_p = config.algorithm, rollout.top_p
     lowest = 1 - algorithm.pg_clip_low
     clips = algorithm.compares_with_generator and "pg_clip_low" in SURROGATE_KEYS[algorithm.surrogate]
-    if not (clips and config.reinforces and config.learns and top_p < lowest):
+    if not (clips and config.learns_from_rewards and config.learns and top_p < lowest):
         return ""
     return (
         f"{top_p:g} lets ratios to the generator's log-probs, which are normalised over the tokens that sampling "
@@ -93,7 +93,7 @@ def weighed_shares(config: Config, rollout: RolloutConfig) -> tuple[str, str]:
 
     The generator's log-probs are normalised over the tokens that sampling keeps, the trainer's over all tokens. So the
     ratio of a token is the kept share of probability, and a product of hundreds of such ratios is nearly 0."""
-    levels = config.algorithm.behaviour_levels if config.reinforces and config.learns else {}
+    levels = config.algorithm.behaviour_levels if config.learns_from_rewards and config.learns else {}
     whole = next((key for key, level in levels.items() if level == "sequence"), "")
     given = ", ".join(f"rollout.{key}={getattr(rollout, key):g}" for key in KEEPS_ALL if _cuts(rollout, key))
     return (whole, given) if whole and given else ("", "")

@@ -187,14 +187,14 @@ class Config(Section):
         return own_section(self, self.pipeline, self.pipeline_spec, kind)
 
     @property
-    def reinforces(self) -> bool:
+    def learns_from_rewards(self) -> bool:
         """Whether the run learns from rewards."""
         return self.pipeline_spec.generates
 
     @property
     def generates(self) -> bool:
         """Whether the run generates the responses it learns from."""
-        return self.reinforces and self.debug != "train_only"
+        return self.learns_from_rewards and self.debug != "train_only"
 
     @property
     def learns(self) -> bool:
@@ -214,12 +214,12 @@ class Config(Section):
     @property
     def uses_reference(self) -> bool:
         """Whether the algorithm reads log-probs of the frozen initial policy."""
-        return self.reinforces and self.learns and self.algorithm_spec.uses_reference(self.algorithm)
+        return self.learns_from_rewards and self.learns and self.algorithm_spec.uses_reference(self.algorithm)
 
     @property
     def uses_critic(self) -> bool:
         """Whether the algorithm reads a critic's values."""
-        return self.reinforces and self.learns and self.algorithm_spec.uses_critic(self.algorithm)
+        return self.learns_from_rewards and self.learns and self.algorithm_spec.uses_critic(self.algorithm)
 
     @property
     def critic_engine(self) -> str:
@@ -267,7 +267,7 @@ class Config(Section):
     @property
     def decoupling_eps(self) -> float | None:
         """What is added to the standard deviations of decoupled rewards; None: the algorithm does not read them."""
-        return self.algorithm_spec.decoupling_eps(self.algorithm) if self.reinforces else None
+        return self.algorithm_spec.decoupling_eps(self.algorithm) if self.learns_from_rewards else None
 
     def part_weights(self, domain: str) -> Mapping[str, float]:
         """The weights of the parts of a domain's reward (RewardSpec)."""
@@ -335,7 +335,7 @@ class Config(Section):
     @property
     def max_response_tokens(self) -> int:
         """Maximum response length of training and evaluation, tokens."""
-        lengths = [self.rollout.max_new_tokens] if self.reinforces or self.evaluates else [0]
+        lengths = [self.rollout.max_new_tokens] if self.learns_from_rewards or self.evaluates else [0]
         if self.evaluates and self.eval.max_new_tokens is not None:
             lengths.append(self.eval.max_new_tokens)
         return max(lengths)

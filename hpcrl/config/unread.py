@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from hpcrl.config.rollout import DomainRolloutConfig
 from hpcrl.config.schema import Config
+from hpcrl.models.families import has_experts
 from hpcrl.spec.kinds import Spec
 from hpcrl.spec.policy_loss import CORRECTION_KEYS, SURROGATE_KEYS
 from hpcrl.spec.problems import Path, Problem, dotted
@@ -51,7 +52,7 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
         for key in type(config).model_fields:
             if key not in (*KEYS_OF_ALL, config.pipeline):
                 yield (key,), ("pipeline",), f"the {config.pipeline} pipeline neither trains nor generates"
-    if not config.reinforces:
+    if not config.learns_from_rewards:
         for section in ("algorithm",) if config.evaluates else ("algorithm", "env"):
             yield (section,), ("pipeline",), f"the {config.pipeline} pipeline has none"
         for key in type(config.rollout).model_fields:
@@ -60,8 +61,10 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
     else:
         yield from _unread_objective(config)
         yield from _unread_policies(config)
-    if not config.reinforces or config.debug != "none":
-        cause, what = ("debug", f"debug={config.debug}") if config.reinforces else ("pipeline", config.pipeline)
+    if not config.learns_from_rewards or config.debug != "none":
+        cause, what = (
+            ("debug", f"debug={config.debug}") if config.learns_from_rewards else ("pipeline", config.pipeline)
+        )
         yield ("trainer", "max_mismatch"), (cause,), f"{what} does not train on what it generates"
         if config.debug != "train_only":
             yield ("trainer", "router_replay"), (cause,), f"{what} trains no model on rollouts"
@@ -86,7 +89,7 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
             yield (*at, "gpu_type"), (*at, "gpus_per_node"), "the component requests no GPUs"
     if config.model.path is not None:
         yield ("model", "tiny"), ("model", "path"), "model.path is given"
-    if config.model.tiny.architecture != "qwen3_moe":
+    if not has_experts(config.model.tiny.architecture):
         yield ("model", "tiny", "num_experts"), ("model", "tiny", "architecture"), "the model has no experts"
     if config.data.val is None:
         yield ("eval",), ("data", "val"), "data.val is null"
@@ -96,8 +99,14 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
         for key in ("alpha", "target_modules"):
             yield ("trainer", "lora", key), ("trainer", "lora", "rank"), "trainer.lora.rank is 0"
     if not config.uses_critic:
-        name = getattr(config.algorithm, "name", "the algorithm") if config.reinforces else config.pipeline
-        cause = "algorithm" if config.reinforces and config.learns else "debug" if config.reinforces else "pipeline"
+        name = getattr(config.algorithm, "name", "the algorithm") if config.learns_from_rewards else config.pipeline
+        cause = (
+            "algorithm"
+            if config.learns_from_rewards and config.learns
+            else "debug"
+            if config.learns_from_rewards
+            else "pipeline"
+        )
         yield ("critic",), (cause,), f"{name} has no critic"
     elif config.critic.lr_schedule == "constant":
         yield ("critic", "min_lr"), ("critic", "lr_schedule"), "the learning rate is constant"

@@ -14,9 +14,10 @@ from hpcrl.rollout.types import Sizes, split_sample_id
 
 @dataclass
 class BatchHandle:
-    """A batch on ranks. `rows[rank]`: its samples there, ascending, in the order of the rank's rows; of ranks that work
-    on the same rows (hpcrl.spec.division) only the first is listed. apart: the same of each role that has other ranks.
+    """A batch on ranks.
 
+    rows: rank -> its samples, ascending, in the order of the rank's rows; of each data-parallel group
+    (hpcrl.spec.division) only the first rank is listed. apart: the same mapping for each role on other ranks.
     mini_batches: the samples of each, over all ranks. prompts: the prompt of each sample, if siblings share one.
     keep_together: samples with the same number are always in one micro-batch (preference pairs). weights: of each
     sample in the loss, if not 1. domains: name -> its prompts.

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config
 from hpcrl.controller.checkpoints import Checkpoints
-from hpcrl.controller.clients import Roles, RolloutFabric, Trainer, Weights
+from hpcrl.controller.clients import Roles, RolloutTransfer, Trainer, Weights
 from hpcrl.controller.critic_client import Critic
 from hpcrl.controller.debug import FixedWeights, IdleTrainer, StoredRollouts
 from hpcrl.controller.evaluation import Evaluation
@@ -65,14 +65,14 @@ def build(
     routes_of(config, model_path)  # declares the field, for the hand-over
     trainer = (Trainer if config.learns else IdleTrainer)(controller, layout, config)
     weights = (Weights if config.learns else FixedWeights)(controller, layout)
-    fabric = RolloutFabric(controller, layout)
+    fabric = RolloutTransfer(controller, layout)
     _build_ranks(controller, layout, weights, fabric)
     loop = _make_loop(controller, layout, config, run_dir)
     if loop is not None and config.rollout.max_lag > 0:
         background.listen(loop.background)
     fence = functools.partial(check_owner, run_dir, attempt)
     data: Rollouts | StoredRollouts | AnswerRows
-    if not config.reinforces:
+    if not config.learns_from_rewards:
         data = AnswerRows(trainer, config, tokenizer)
     elif not config.generates:
         data = StoredRollouts(controller, layout, config)
@@ -88,7 +88,7 @@ def build(
     return Parts(roles, trainer, reference, critic, weights, data, evaluation, checkpoint, first_step)
 
 
-def _build_ranks(controller: Controller, layout: RoleLayout, weights: Weights, fabric: RolloutFabric) -> None:
+def _build_ranks(controller: Controller, layout: RoleLayout, weights: Weights, fabric: RolloutTransfer) -> None:
     """Engines and groups, role by role, on all ranks of a role at once, since making a default group is collective."""
     controller.await_world()
     services: dict[str, list[str]] = {}
@@ -123,7 +123,7 @@ def _make_loop(controller: Controller, layout: RoleLayout, config: Config, run_d
 
 def _make_rollouts(
     loop: RolloutLoop,
-    fabric: RolloutFabric,
+    fabric: RolloutTransfer,
     layout: RoleLayout,
     config: Config,
     tokenizer: Any,

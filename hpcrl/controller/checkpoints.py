@@ -21,7 +21,7 @@ from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config
 from hpcrl.controller.long_commands import LongWork, Stalled
 from hpcrl.messaging.dispatcher import Controller, RankFailed, Started
-from hpcrl.messaging.messages import CheckFiles, FinishCheck, FinishSave, LoadHeld, LoadState, SaveHeld, SaveState
+from hpcrl.messaging.messages import CheckFiles, FinishCheck, FinishSave, LoadPending, LoadState, SavePending, SaveState
 from hpcrl.metrics.stats import Stats, merge, scalar
 from hpcrl.rollout.held import drop_others
 from hpcrl.run_folder import check_owner, division_keys
@@ -30,7 +30,7 @@ from hpcrl.system.files import write_durably
 
 logger = logging.getLogger(__name__)
 
-COMMANDS = [c.__name__ for c in (SaveState, SaveHeld, FinishSave, CheckFiles, FinishCheck, LoadState, LoadHeld)]
+COMMANDS = [c.__name__ for c in (SaveState, SavePending, FinishSave, CheckFiles, FinishCheck, LoadState, LoadPending)]
 POLL_EVERY_S = 5.0  # at a running save, within a step
 LOAD_PER_CHECK = 2.0
 """Extra time for loading, as multiple of the time that checking all files took."""
@@ -198,7 +198,7 @@ class Checkpoints:
         for part in self._adapting:
             state |= part.state_dict()
         content = encode_state({**state, "counters": {**self.counters, "step": step}})
-        holders = {rank: SaveHeld(str(folder), samples) for rank, samples in self._owner.held().items()}
+        holders = {rank: SavePending(str(folder), samples) for rank, samples in self._owner.held().items()}
         return content, self._controller.start(holders)
 
     def _drain(self, wait: bool) -> None:
@@ -283,7 +283,7 @@ class Checkpoints:
         names = [entry.path for entry in latest.manifest.files]
         held, folder = self._owner.held(), str(latest.path)
         homes = {rank: replica[0] for replica in self._layout.replicas for rank in replica if replica[0] in held}
-        self._controller.call({rank: LoadHeld(folder, names, held[first]) for rank, first in homes.items()})
+        self._controller.call({rank: LoadPending(folder, names, held[first]) for rank, first in homes.items()})
         self.counters |= {name: value for name, value in state["counters"].items() if name in self.counters}
         self._saved_step = step
         logger.info("resumed from %s", latest.path.name)

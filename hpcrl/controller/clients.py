@@ -13,11 +13,11 @@ from hpcrl.algorithms.factory import make_algorithm
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config
 from hpcrl.controller.batches import BatchHandle, assign_rows, lay_out, moves
-from hpcrl.controller.transfers import hand_overs, token_transfers
+from hpcrl.controller.transfers import rollout_transfers, token_transfers
 from hpcrl.messaging import messages
 from hpcrl.messaging.dispatcher import Controller
 from hpcrl.metrics.stats import Stat, Stats, merge, scalar
-from hpcrl.rollout.loop import Harvest
+from hpcrl.rollout.loop import CollectedRollouts
 from hpcrl.rollout.types import Sizes
 from hpcrl.spec.division import Division
 from hpcrl.spec.tables import ROLES
@@ -59,7 +59,7 @@ class Trainer:
         self._algorithm = make_algorithm(config)  # as the trainer ranks make it
         self._division = layout.division("trainer")
         self.ranks = layout.ranks["trainer"]
-        self._credited: Stats = {}
+        self._advantage_stats: Stats = {}
 
     def logprobs(self, batch: BatchHandle, into: str) -> Stats:
         """Fill a token field with the policy's log-probs; skipped if the algorithm does not read it."""
@@ -72,12 +72,12 @@ class Trainer:
         return self.logprobs(batch, into="old_entropies")
 
     def advantages(self, batch: BatchHandle) -> Stats:
-        """Fill advantages and returns, and the samples' weights if the credit sets them."""
+        """Fill advantages and returns, and the samples' weights if the advantage estimator sets them."""
         fill = messages.Advantages(batch.id, self._algorithm.numbers, batch.domains)
         answers = self._controller.call(dict.fromkeys(self.ranks, fill))
         batch.weights = {sample: weight for answer in answers.values() for sample, weight in answer.weights}
-        self._credited = answers_stats(answers.values())
-        return self._credited
+        self._advantage_stats = answers_stats(answers.values())
+        return self._advantage_stats
 
     def update(self, batch: BatchHandle) -> Stats:
         """All optimizer steps of a batch: the objective's epochs x the batch's mini-batches, without those of which
@@ -90,7 +90,7 @@ class Trainer:
             own, num_empty = updates(self._controller, self._config, "trainer", self._division, batch, epochs, make)
             empty = {"actor/empty_updates": scalar(num_empty)} if num_empty else {}
             stats |= merge([own, empty, timed("time/step_train", start)])
-        self._algorithm.take(self._algorithm.adapt(merge([self._credited, stats])))
+        self._algorithm.take(self._algorithm.adapt(merge([self._advantage_stats, stats])))
         return stats
 
     def state_dict(self) -> dict[str, Any]:
@@ -150,14 +150,14 @@ class Weights:
         if not living:
             return {}
         start = time.perf_counter()
-        pull = messages.Pull(version, living)
+        pull = messages.UpdateWeights(version, living)
         ranks = sorted({*self._trainers, *(rank for number in living for rank in self._replicas[number])})
         answers = self._controller.call(dict.fromkeys(ranks, pull)).values()
         lose_unreached(self._controller, answers)
         return merge([answers_stats(answers), timed("time/step_model_update", start)])
 
 
-class RolloutFabric:
+class RolloutTransfer:
     """The group in which replicas, trainers and references exchange samples."""
 
     NAME = "rollout"
@@ -180,8 +180,8 @@ class RolloutFabric:
         self._controller.call(dict.fromkeys(ranks, build))
         self._epoch += 1
 
-    def hand_over(
-        self, config: Config, step: int, harvest: Harvest, truncated: bool, decoupled: Mapping[int, float]
+    def transfer_rollouts(
+        self, config: Config, step: int, harvest: CollectedRollouts, truncated: bool, decoupled: Mapping[int, float]
     ) -> BatchHandle | None:
         """Move the harvested samples, with their behaviour log-probs if `truncated`, from their replicas to the ranks
         that train on them. decoupled: the decoupled reward of each, if the algorithm reads them. None, with nothing
@@ -208,7 +208,7 @@ class RolloutFabric:
         fields = [field.name for field in generated_fields(truncated, config.by_steps)]
         between = moves(homes, wanted, sizes, readers=handle.rows if config.rollout.save_rollouts else ())
         answers: list[messages.Done] = []
-        for part in hand_overs(handle.id, self.NAME, between, wanted.keys(), scored, fields):
+        for part in rollout_transfers(handle.id, self.NAME, between, wanted.keys(), scored, fields):
             answers += self._controller.call(part).values()
             if lose_unreached(self._controller, answers):
                 _drop(self._controller, self._layout, handle)
@@ -234,7 +234,7 @@ def _pass_on(controller: Controller, divisions: Mapping[str, Division], batch: i
     """Make the heads of data-parallel ranks pass their rows on to the other ranks."""
     for role, division in divisions.items():
         if division.is_split:
-            controller.call(dict.fromkeys(division.ranks, messages.PassOn(batch, role, field)))
+            controller.call(dict.fromkeys(division.ranks, messages.BroadcastBatch(batch, role, field)))
 
 
 def updates(
@@ -269,7 +269,7 @@ def send_tokens(
     (giver, given), (taker, taken) = source, dest
     homes = {sample: rank for rank, samples in batch.rows_of(giver).items() for sample in samples}
     between, heads = moves(homes, batch.rows_of(taker), batch.sizes), {*given.heads, *taken.heads}
-    for part in token_transfers(batch.id, RolloutFabric.NAME, field, between, heads, taker):
+    for part in token_transfers(batch.id, RolloutTransfer.NAME, field, between, heads, taker):
         controller.call(part)
     _pass_on(controller, {taker: taken}, batch.id, field)
 

@@ -37,7 +37,8 @@ class Critic:
         return merge([answers_stats(answers.values()), timed("time/values", start)])
 
     def update(self, batch: BatchHandle) -> Stats:
-        """All optimizer steps of a batch, as many as the policy's, towards the returns that the credit has filled."""
+        """All optimizer steps of a batch, as many as the policy's, towards the returns that the advantage estimator has
+        filled."""
         if not self.ranks:
             return {}
         start = time.perf_counter()
@@ -47,7 +48,7 @@ class Critic:
                 rank: [(sample, batch.weights[sample]) for sample in samples if sample in batch.weights]
                 for rank, samples in batch.rows_of("critic").items()
             }
-            weigh = {rank: messages.Weigh(batch.id, pairs) for rank, pairs in weights.items()}
+            weigh = {rank: messages.SetSampleWeights(batch.id, pairs) for rank, pairs in weights.items()}
             self._controller.call(self._division.spread(weigh))
         epochs = make_value_loss(self._config).num_epochs
         stats, _ = updates(

@@ -20,9 +20,9 @@ from hpcrl.controller.examples import keep_examples, read_examples
 from hpcrl.controller.generation import evaluation_sampling, replica_capacity
 from hpcrl.data import PromptSource
 from hpcrl.messaging.dispatcher import Controller
-from hpcrl.messaging.messages import Peek, PeekEnd
+from hpcrl.messaging.messages import ReadLastObservation, ReadTexts
 from hpcrl.metrics.stats import Stats, merge, scalar
-from hpcrl.rollout.loop import Harvest, RolloutLoop
+from hpcrl.rollout.loop import CollectedRollouts, RolloutLoop
 from hpcrl.rollout.scheduling.events import DoneSample
 from hpcrl.rollout.scheduling.policies import SchedulerConfig
 from hpcrl.rollout.scheduling.scheduler import RolloutScheduler
@@ -83,7 +83,7 @@ class Evaluation:
                 lines.append(f"    {name:>6}  {verdict}  {_short(example['response'])}")
         return "\n".join(["held-out completions before and after:", *lines]) if lines else ""
 
-    def _generate(self, temperature: float, number: int) -> Harvest:
+    def _generate(self, temperature: float, number: int) -> CollectedRollouts:
         # Every prompt counts once; a reward that cannot be computed counts as 0.
         settings = SchedulerConfig(group_size=1, deterministic=self._config.deterministic, accept_errors=True)
         living = {rank: slots for rank, slots in self._slots.items() if rank not in self._controller.lost}
@@ -97,14 +97,14 @@ class Evaluation:
             evaluation_sampling(self._config, temperature),
         )
 
-    def _examples(self, harvest: Harvest) -> list[dict[str, Any]]:
+    def _examples(self, harvest: CollectedRollouts) -> list[dict[str, Any]]:
         """The first completions of prompts without environments."""
         both = zip(self._prompts, harvest.groups, strict=True)  # in order of uid
         chosen = (pair for pair in both if self._config.env_of(pair[0].domain) is None)
         examples = []
         for prompt, group in islice(chosen, self._config.eval.num_examples):
             sample = group.samples[0]
-            answers = self._controller.call({sample.replica: Peek([sample.id])})
+            answers = self._controller.call({sample.replica: ReadTexts([sample.id])})
             if not answers:  # its replica was lost
                 continue
             examples.append(
@@ -117,7 +117,7 @@ class Evaluation:
             )
         return examples
 
-    def _keep_episodes(self, step: int, harvest: Harvest) -> None:
+    def _keep_episodes(self, step: int, harvest: CollectedRollouts) -> None:
         """Write the first, the best and the worst of the held-out episodes of each domain."""
         played: dict[str, list[DoneSample]] = {}
         for prompt, group in zip(self._prompts, harvest.groups, strict=True):
@@ -131,9 +131,9 @@ class Evaluation:
         if not chosen:
             return
         ids = [sample.id for sample in chosen.values()]
-        ends = self._controller.call({rank: PeekEnd(ids) for rank in self._env_ranks})
+        ends = self._controller.call({rank: ReadLastObservation(ids) for rank in self._env_ranks})
         for number, (path, sample) in enumerate(chosen.items()):
-            answers = self._controller.call({sample.replica: Peek([sample.id], whole=True)})
+            answers = self._controller.call({sample.replica: ReadTexts([sample.id], whole=True)})
             if not answers:  # its replica was lost
                 continue
             shown_last = max((done.texts[number] for done in ends.values()), default="") or "[]"
@@ -163,7 +163,7 @@ def _held_out(config: Config, tokenizer: Any) -> list[Prompt]:
     return found
 
 
-def _score_stats(prefix: str, harvest: Harvest, domains: Sequence[str]) -> Stats:
+def _score_stats(prefix: str, harvest: CollectedRollouts, domains: Sequence[str]) -> Stats:
     """Scores and lengths of an evaluation. domains: of its prompts, in order; of several, each has its own too."""
     samples = [group.samples[0] for group in harvest.groups]  # in order of uid
     shown = []

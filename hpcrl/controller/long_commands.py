@@ -55,7 +55,7 @@ class LongWork:
                 self._reached[rank] = num_bytes, now
             elif now - since > self._controller.command_s:
                 raise Stalled(
-                    f"{self._controller.describe(rank)} has got no further in {self._doing} {file} for "
+                    f"{self._controller.describe(rank)} has made no progress {self._doing} {file} for "
                     f"{now - since:.0f} s ({num_bytes} bytes done)"
                 )
         return len(self.answers) == len(self._reached)

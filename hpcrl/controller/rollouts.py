@@ -10,11 +10,11 @@ from typing import Any
 
 from hpcrl.config import Config
 from hpcrl.controller.batches import BatchHandle
-from hpcrl.controller.clients import RolloutFabric, Trainer, timed
+from hpcrl.controller.clients import RolloutTransfer, Trainer, timed
 from hpcrl.controller.generation import training_sampling
 from hpcrl.data import PromptSource
 from hpcrl.metrics.stats import Stat, Stats, merge, scalar
-from hpcrl.rollout.loop import Harvest, RolloutLoop
+from hpcrl.rollout.loop import CollectedRollouts, RolloutLoop
 from hpcrl.rollout.scheduling.policies import SchedulerConfig
 from hpcrl.rollout.scheduling.scheduler import RolloutExhausted, RolloutScheduler
 from hpcrl.rollout.store import DispositionRecord, write_dispositions
@@ -28,7 +28,7 @@ class Rollouts:
     def __init__(
         self,
         loop: RolloutLoop,
-        fabric: RolloutFabric,
+        fabric: RolloutTransfer,
         replicas: Mapping[int, int],
         config: Config,
         source: PromptSource,
@@ -59,7 +59,7 @@ class Rollouts:
                 raise RolloutExhausted(f"{error}{_missing(self.source.owed)}") from None
             parts += [harvest.stats, timed("time/step_generate", start)]
             start = time.perf_counter()
-            handle = self._fabric.hand_over(config, step, harvest, sampling.truncates, self._decoupled(harvest))
+            handle = self._fabric.transfer_rollouts(config, step, harvest, sampling.truncates, self._decoupled(harvest))
             parts.append(timed("time/step_hand_over", start))
             if handle is None:
                 self.scheduler.give_back()
@@ -76,7 +76,7 @@ class Rollouts:
         self.stats = merge([*parts, scheduled, counted, ended])
         return handle
 
-    def _decoupled(self, harvest: Harvest) -> dict[int, float]:
+    def _decoupled(self, harvest: CollectedRollouts) -> dict[int, float]:
         """Sample -> its decoupled reward, if the algorithm reads them."""
         found: dict[int, float] = {}
         if (decoupling := self.scheduler.config.decoupling) is not None:

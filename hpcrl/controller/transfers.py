@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hpcrl.comm.transfer import ragged, ragged_bytes
-from hpcrl.messaging.messages import HandOver, Move, SendTokens
+from hpcrl.messaging.messages import Move, SendTokens, TransferRollouts
 from hpcrl.rollout.types import TOKEN_REWARD
 from hpcrl.spec.trajectory import Level, Origin, fields_of
 
@@ -19,14 +19,14 @@ bytes, together less than 1 MiB. A baseline and a decoupled reward take 4 bytes 
 1, a turn reward 4, a token reward 8."""
 
 
-def hand_overs(
+def rollout_transfers(
     batch: int,
     group: str,
     moves: Sequence[Move],
     dests: Collection[int],
     scored: Mapping[int, Mapping[str, Any]],
     fields: Sequence[str],
-) -> Iterator[dict[int, HandOver]]:
+) -> Iterator[dict[int, TransferRollouts]]:
     """The commands that form a batch on `dests`, part by part, by rank. scored: the scorer's fields of each sample by
     name. fields: names of the generator's fields to transfer."""
     given = {name for values in scored.values() for name in values}
@@ -42,7 +42,7 @@ def hand_overs(
         commands = {}
         for rank, own in part.items():
             gets = [scored[sample] for move in own if move.dest == rank for sample in move.samples]
-            commands[rank] = HandOver(
+            commands[rank] = TransferRollouts(
                 batch=batch,
                 group=group,
                 moves=own,

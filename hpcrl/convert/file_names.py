@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from hpcrl.spec.weight_layout import Box
+from hpcrl.spec.weight_layout import TensorSlice
 
 
 class InFile(NamedTuple):
@@ -17,7 +17,7 @@ class InFile(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    leading: Box
+    leading: TensorSlice
     first_row: int
 
 

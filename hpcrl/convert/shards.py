@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from hpcrl.convert.checkpoints import METADATA
-from hpcrl.spec.weight_layout import Box, intersection
+from hpcrl.spec.weight_layout import TensorSlice, intersection
 
 KNOWN = {
     "torch": {"Size", "device"},
@@ -85,7 +85,7 @@ MAX_PICKLE_BYTES = 1 << 20
 class Chunk:
     """A part of a tensor: where it is in the tensor, and the bytes of its file that torch.save wrote for it."""
 
-    box: Box
+    box: TensorSlice
     file: str
     offset: int
     length: int
@@ -111,7 +111,7 @@ class ShardedCheckpoint:
         self._starts: dict[tuple[str, int], int | None] = {}
         self._lock = threading.Lock()
 
-    def read(self, name: str, box: Box) -> Tensor:
+    def read(self, name: str, box: TensorSlice) -> Tensor:
         """The numbers in a box of a tensor. ValueError if no shard has some of them, or a shard is damaged."""
         shape, dtype, _ = self.tensors[name]
         result = torch.empty([last - first for first, last in box], dtype=dtype)
@@ -145,7 +145,7 @@ class ShardedCheckpoint:
                     where = f"{self.folder / chunk.file} is damaged between byte {chunk.offset} and {last}"
                     raise ValueError(f"{where} ({name} {_text(chunk.box)}): its checksum is wrong ({wrong})")
 
-    def _near(self, name: str, box: Box) -> list[Chunk]:
+    def _near(self, name: str, box: TensorSlice) -> list[Chunk]:
         """The chunks of a tensor that may have something of a box, found by its first entry of the leading dimensions:
         the experts of a large model are ten thousand chunks of one tensor."""
         with self._lock:
@@ -163,7 +163,7 @@ class ShardedCheckpoint:
             return self.tensors[name].chunks
         return [*index.get(at, ()), *index.get(None, ())]
 
-    def _fill(self, place: Tensor, name: str, chunk: Chunk, shared: Box) -> None:
+    def _fill(self, place: Tensor, name: str, chunk: Chunk, shared: TensorSlice) -> None:
         inside = tuple((a - c, b - c) for (a, b), (c, _) in zip(shared, chunk.box, strict=True))
         sizes = [b - a for a, b in chunk.box]
         start = self._start(name, chunk)
@@ -322,7 +322,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return cast(memoryview, tensor.view(-1).view(torch.uint8).numpy().data)
 
 
-def _single(box: Box) -> tuple[int, ...] | None:
+def _single(box: TensorSlice) -> tuple[int, ...] | None:
     """The entry of the leading dimensions that a box of a matrix in a stack lies in; None if in several or no stack."""
     leading = box[:-2] or box[:-1]
     if not leading or any(last - first != 1 for first, last in leading):
@@ -330,7 +330,7 @@ def _single(box: Box) -> tuple[int, ...] | None:
     return tuple(first for first, _ in leading)
 
 
-def _text(box: Box) -> str:
+def _text(box: TensorSlice) -> str:
     return "[" + ", ".join(f"{first}:{last}" for first, last in box) + "]"
 
 

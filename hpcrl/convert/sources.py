@@ -17,9 +17,10 @@ from torch import Tensor
 from hpcrl.convert.file_names import FileNames
 from hpcrl.convert.shards import ShardedCheckpoint
 from hpcrl.convert.weight_files import WeightFiles
-from hpcrl.engines.train.megatron.names import EMBEDDING, FAMILIES, HEAD, VALUE_HEAD, Entry, NameTable, table
+from hpcrl.engines.train.megatron.names import EMBEDDING, HEAD, VALUE_HEAD, Entry, NameTable, table
+from hpcrl.models.families import family_of
 from hpcrl.spec.lora import is_adapter
-from hpcrl.spec.weight_layout import Box
+from hpcrl.spec.weight_layout import TensorSlice
 
 MAX_SHOWN = 3
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
@@ -59,7 +60,7 @@ class _Where:
     a gate above up that was stored as two tensors, both."""
 
     names: tuple[str, ...]
-    leading: Box
+    leading: TensorSlice
 
 
 class MegatronWeights:
@@ -177,7 +178,7 @@ def _candidates(
     inside = [_inside(entry.name), _inside(fused.name)]
     if inside[0].startswith("pre_mlp_layernorm"):
         inside.append("mlp.linear_fc1.layer_norm_weight")  # Megatron's own layers store it so, with experts or without
-    forms: list[tuple[str, Box, tuple[int, ...]]] = [(name, (), ()) for name in dict.fromkeys(inside)]
+    forms: list[tuple[str, TensorSlice, tuple[int, ...]]] = [(name, (), ()) for name in dict.fromkeys(inside)]
     if entry.expert is not None and (match := _EXPERT.match(inside[0])):
         at = ((entry.expert, entry.expert + 1),)
         forms.append((f"mlp.experts.experts.{match[1]}", at, (num_experts,)))
@@ -200,7 +201,7 @@ def _inside(name: str) -> str:
 
 def _stored_by_own_layers(entry: Entry, config: Mapping[str, Any]) -> str:
     """The name under which Megatron's own layers store a tensor: mostly that of Transformer Engine's."""
-    if config["model_type"] == "deepseek_v3":
+    if (family := family_of(config["model_type"]).megatron) and family.stores_own_names:
         return entry.name
     name = entry.name.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_")
     return name.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
@@ -228,7 +229,7 @@ class TrainerWeights:
         self.values = f"{self.PREFIX}{VALUE_HEAD}.weight" in checkpoint.tensors
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
-        self._where: dict[str, tuple[str, Box, int]] = {}  # tensor, leading box, first row
+        self._where: dict[str, tuple[str, TensorSlice, int]] = {}  # tensor, leading box, first row
         for name, stored in checkpoint.tensors.items():
             if name.startswith(self.PREFIX):
                 for hf, shape, leading, first in names.of(name.removeprefix(self.PREFIX), stored.shape):
@@ -238,7 +239,7 @@ class TrainerWeights:
 
     def _check(self, config: Mapping[str, Any]) -> None:
         """Families with a table are compared with config.json."""
-        if config.get("model_type") not in FAMILIES:
+        if family_of(config.get("model_type")).megatron is None:
             return
         expected = table(config, values=self.values).shapes
         for name in [*expected, *self.shapes]:

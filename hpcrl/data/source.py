@@ -16,7 +16,7 @@ from hpcrl.data.files import BadRow
 from hpcrl.data.rows import Row, RowSet, domain_shares, require_same
 from hpcrl.data.tasks import Split
 from hpcrl.data.template_forms import TemplateRefusal
-from hpcrl.rollout.outcomes import Dispositions, Settled
+from hpcrl.rollout.outcomes import ClosedPrompt, PromptLedger
 from hpcrl.rollout.types import Disposition, Prompt
 
 logger = logging.getLogger(__name__)
@@ -65,8 +65,8 @@ class PromptSource:
         self._pattern = [n for _, n in sorted(places)]
         self._num_given = 0  # without those in place of others
         self._owed: list[int] = []  # streams of the prompts to draw in place of others
-        self._dropped: list[Settled] = []
-        self.dispositions = Dispositions()
+        self._dropped: list[ClosedPrompt] = []
+        self.dispositions = PromptLedger()
 
     def _make_streams(self, batch_size: int) -> list[_Stream]:
         names, probs = self._rows.domain_names, self._config.domain_interleave_probs
@@ -148,7 +148,7 @@ class PromptSource:
         """Domain -> number of prompts to draw in place of others."""
         return dict(Counter(self._streams[place].name for place in self._owed))
 
-    def take_dropped(self) -> list[Settled]:
+    def take_dropped(self) -> list[ClosedPrompt]:
         """The prompts that next() skipped since the last call; a resume keeps those not fetched."""
         dropped, self._dropped = self._dropped, []
         return dropped
@@ -231,7 +231,7 @@ class PromptSource:
             stream.num_drawn = state["num_drawn"][stream.name]
         self.dispositions.load_state_dict(state["dispositions"])
         self._dropped = [
-            Settled(uid, epoch, row, domain, Disposition(kind), reason)
+            ClosedPrompt(uid, epoch, row, domain, Disposition(kind), reason)
             for uid, epoch, row, domain, kind, reason in state["dropped"]
         ]
 

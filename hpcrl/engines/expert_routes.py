@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from hpcrl.config import Config
-from hpcrl.planner.shapes import ModelShape, read_shape
+from hpcrl.models.families import read_shape
+from hpcrl.models.shape import ModelShape
 from hpcrl.rollout.batch import Batch
 from hpcrl.spec.trajectory import FIELDS, Field, Level, Origin, declare
 
@@ -43,7 +44,7 @@ class RouteShape:
 def routes_of(config: Config, model_path: Path) -> RouteShape | None:
     """The shape of the routes if the trainer replays them; the field is then declared. Called on every rank that
     handles it, and by the controller. ValueError if the model has no experts."""
-    if not (config.trainer.router_replay and config.reinforces and config.learns) or config.debug == "fake":
+    if not (config.trainer.router_replay and config.learns_from_rewards and config.learns) or config.debug == "fake":
         return None
     shape = RouteShape.of(read_shape(json.loads((model_path / "config.json").read_text())))
     if not shape.num_layers:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpcrl.spec.transformers_models import SCALAR_HEADS
+from hpcrl.models.transformers_models import SCALAR_HEADS
 
 HEAD = "score"
 

@@ -122,7 +122,8 @@ def _imported(class_path: str, section: str) -> Callable[..., Env]:
         raise ValueError(f"{at}: {class_path!r} is no environment: no {' and no '.join(lacking)}")
     if own and (problem := reset_problem(found)):
         raise ValueError(f"{at}: {class_path!r}: {problem}")
-    return found
+    make: Callable[..., Env] = found
+    return make
 
 
 def make_env(config: EnvConfig, row: dict[str, Any], chat_template: str = "") -> Env:

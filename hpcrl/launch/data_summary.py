@@ -66,7 +66,7 @@ def row_checks(config: Config, template: FolderTemplate | None) -> dict[Split, R
     """Split -> the check of its rows; none without a template."""
     if template is None or not template.chat_template:
         return {}
-    learns = config.learns and not config.reinforces
+    learns = config.learns and not config.learns_from_rewards
     return {
         "train": RowCheck(template, _named(config), config.data, answers=learns),
         "val": RowCheck(template, _named(config), config.data),
@@ -107,7 +107,7 @@ def show_rows(
     if check is not None and check.skipped[0]:
         count, where = check.skipped
         shown.notes.append(f"{where}: {REWRITES}; {count} rows of data.train are skipped for it")
-    if train is not None and not (train.unlearnable and not config.reinforces):
+    if train is not None and not (train.unlearnable and not config.learns_from_rewards):
         shown.examples += _examples(config, template, train)
     return shown
 
@@ -118,7 +118,7 @@ def _examples(config: Config, template: FolderTemplate, rows: RowSet) -> Iterato
     if config.env_of(row.domain) is not None:
         return  # the environment may begin otherwise
     try:
-        if config.reinforces:
+        if config.learns_from_rewards:
             yield "example", _quoted(render(template, row.messages, row.tools, **row.variables))
         else:
             *_, (learned, _) = pieces = list(turns_of(template, row))

@@ -126,18 +126,25 @@ def reference() -> str:
     for key in CHOICES:
         for title, entries in _parts(key):
             lines += [f"## {title}", "", "| Name | Part |", "|---|---|"]
-            lines += [f"| `{entry}` | {about} |" for entry, about in entries]
+            lines += [f"| `{entry}` | {_prose(about)} |" for entry, about in entries]
             lines.append("")
     top = [(key, *_lookup(key)) for key in Config.model_fields if key not in _sections()]
     blocks = (block for n, models in _sections().items() for block in (*_blocks(n, models), *_options(n)))
     for title, rows in (("run", top), *blocks):
-        lines += [f"## {title}", "", "| Key | Default | Meaning |", "|---|---|---|"]
+        head, _, about = title.partition(": ") if title.endswith(".") else (title, "", "")
+        lines += [f"## {head}", "", *([_prose(about), ""] if about else [])]
+        lines += ["| Key | Default | Meaning |", "|---|---|---|"]
         lines += [
-            f"| `{key}` | {f'`{shown}`' if (shown := _show(default)) else ''} | {' '.join(text.split())} |"
+            f"| `{key}` | {f'`{shown}`' if (shown := _show(default)) else ''} | {_prose(text)} |"
             for key, default, text in rows
         ]
         lines.append("")
     return "\n".join(lines).rstrip()
+
+
+def _prose(text: str) -> str:
+    """A text for Markdown: words as <think> outside of code are no tags."""
+    return re.sub(r"`[^`]*`|<", lambda found: "&lt;" if found[0] == "<" else found[0], " ".join(text.split()))
 
 
 def _parts(name: str) -> list[tuple[str, list[tuple[str, str]]]]:
@@ -162,8 +169,13 @@ def _blocks(name: str, models: list[type[BaseModel]]) -> list[tuple[str, list[tu
     """(title, keys) of the models of a section; first, if a name selects among them, the keys that all of them have."""
     keys = {model: _keys(model, _stem(name)) for model in models}
     shared = [row for row in keys[models[0]] if all(row in rows for rows in keys.values())] if len(models) > 1 else []
-    own = [(f"{name}: {_doc(model)}", [row for row in rows if row not in shared]) for model, rows in keys.items()]
-    return [(f"{name}: keys of all kinds", shared), *own] if shared else own
+    if not shared:
+        return [(f"{name}: {_doc(model)}", rows) for model, rows in keys.items()]
+    blocks = [(f"{name}: keys of all kinds", shared)]
+    for model, rows in keys.items():
+        (chosen,) = get_args(model.model_fields["name"].annotation)
+        blocks.append((f"{name}.name={chosen}: {_doc(model)}", [row for row in rows if row not in shared]))
+    return blocks
 
 
 def _options(name: str) -> list[tuple[str, list[tuple[str, Any, str]]]]:

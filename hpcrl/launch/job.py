@@ -189,7 +189,7 @@ def _cause(attempt: int, own: tuple[int, int]) -> str:
     said = text.rpartition(OPENED.format(attempt, *own))[2].splitlines()
     lines = [line.strip() for line in said if line.strip() and not CONSEQUENCE.match(line)]
     errors = [line for line in lines if _is_error(line)]
-    return message_of((errors or lines[-1:] or ["it said nothing"])[0])[:CAUSE_CHARS]
+    return message_of((errors or lines[-1:] or ["the log is empty"])[0])[:CAUSE_CHARS]
 
 
 def _is_error(line: str) -> bool:

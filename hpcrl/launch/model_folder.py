@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpcrl.planner.shapes import FAMILIES, CannotPlanError, read_shape, wrong_size
-from hpcrl.spec.transformers_models import SCALAR_HEADS
+from hpcrl.models.families import PLANNED, family_of, read_shape
+from hpcrl.models.shape import CannotPlanError, wrong_size
+from hpcrl.models.transformers_models import SCALAR_HEADS
 
 MAX_SHOWN = 4
 """Maximum number of wrong tensors named; the others are counted."""
@@ -20,8 +21,6 @@ HEAD = "score.weight"
 """The head of an exported critic, which has no vocabulary projection."""
 NO_TOKENIZER = "no tokenizer in"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
-RENAMED = ("qwen2_5_vl",)
-"""Families that files have under other names than transformers."""
 SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 OPTIONAL_SIZES = ("head_dim", "num_key_value_heads", "intermediate_size", "max_position_embeddings")
 
@@ -173,7 +172,7 @@ def _wrong_sizes(found: ModelFolder) -> Iterator[str]:
     not known may lack a size, or have one for each layer."""
     text = found.config.get("text_config")
     config = {**found.config, **(text if isinstance(text, Mapping) else {})}
-    known = found.model_type in FAMILIES
+    known = found.model_type in PLANNED
     for name in (*SIZES, *OPTIONAL_SIZES):
         if config.get(name) is None:
             if known and name in SIZES:
@@ -187,9 +186,9 @@ def _wrong_shapes(found: ModelFolder) -> Iterator[str]:
     have their names in files, too. Of others the engine that loads the model finds what is missing."""
     config, shapes = found.config, found.shapes
     try:
-        shape = read_shape(config) if EMBEDDING in shapes and found.model_type not in RENAMED else None
+        shape = read_shape(config) if EMBEDDING in shapes and not family_of(found.model_type).renamed_in_files else None
     except CannotPlanError as error:
-        if found.model_type in FAMILIES:
+        if found.model_type in PLANNED:
             yield str(error)
         return
     if shape is None:
@@ -204,7 +203,7 @@ def _wrong_shapes(found: ModelFolder) -> Iterator[str]:
             yield f"{name} is missing from the weights"
         elif shapes[name] != wanted:
             yield f"{name} has shape {list(shapes[name])}, config.json requires {list(wanted)}"
-    ahead = config.get("num_nextn_predict_layers") or 0
+    ahead = config.get(family_of(found.model_type).predicts_further) or 0
     if f"model.layers.{shape.num_layers + (ahead if isinstance(ahead, int) else 0)}.input_layernorm.weight" in shapes:
         yield f"the weights have more layers than num_hidden_layers = {shape.num_layers}"
 

@@ -14,8 +14,9 @@ from hpcrl.launch.machine import device_row, machine_notes
 from hpcrl.launch.model_folder import ModelFolder
 from hpcrl.launch.presets import preset_of
 from hpcrl.launch.resources import memory_rows, node_rows, step_rows, storage_rows, trainer_rows, update_rows
+from hpcrl.models.families import read_shape, shape_of
+from hpcrl.models.shape import CannotPlanError, ModelShape
 from hpcrl.planner.adapters import trained
-from hpcrl.planner.shapes import CannotPlanError, ModelShape, read_shape, shape_of, tiny_config
 from hpcrl.run_folder import RunState
 from hpcrl.spec.extras import version_of
 
@@ -77,7 +78,7 @@ def _inputs(
         text = f"the files of the model are in {held}; it is kept, and exported to hf/, in {config.model.dtype}"
         yield "", f"note: {text} (model.dtype)"
     yield from _engines(config)
-    if not config.generates and config.reinforces:
+    if not config.generates and config.learns_from_rewards:
         yield "data", f"train rollouts of {config.rollouts}"
     else:
         yield "data", f"train {_sources(config.data, 'train', shown)}"
@@ -118,7 +119,7 @@ def _folder(path: str | None) -> str:
 
 def plan_shape(config: Config, model: ModelFolder | None) -> ModelShape:
     """The model's parameters. CannotPlanError if its family is not known."""
-    return read_shape(tiny_config(config.model.tiny) if model is None else model.config)
+    return read_shape(config.model.tiny.hf_config() if model is None else model.config)
 
 
 def _resources(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[tuple[str, str]]:
@@ -141,7 +142,7 @@ def _kind(run: RunState) -> str:
 def _work(config: Config) -> str:
     if config.pipeline_spec.work is not None:
         return config.pipeline_spec.work(config)
-    what = f"{config.pipeline}, {_algorithm(config)}" if config.reinforces else config.pipeline
+    what = f"{config.pipeline}, {_algorithm(config)}" if config.learns_from_rewards else config.pipeline
     save = f"checkpoint every {config.save_every}" if config.save_every else "checkpoint at the end"
     evaluate = f"evaluation every {config.eval_every}" if config.evaluates else "no evaluation"
     return f"{what}, {config.max_steps} steps, {evaluate}, {save}{', deterministic' if config.deterministic else ''}"

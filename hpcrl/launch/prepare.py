@@ -23,9 +23,9 @@ from hpcrl.launch.plan import ShownRows, plan_shape
 from hpcrl.launch.render import check_prologue, check_words
 from hpcrl.launch.resources import check_host_memory
 from hpcrl.launch.stored import check_rollouts
+from hpcrl.models.shape import CannotPlanError
 from hpcrl.planner.memory import check_sizes
 from hpcrl.planner.served import check_judge_sizes
-from hpcrl.planner.shapes import CannotPlanError
 from hpcrl.run_folder import CONFIG, RunState, check_run
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def _check_inputs(reading: Reading, config: Config, layout: RoleLayout | None) -
         checks = row_checks(config, template)
         rows, wrong = read_splits(config.data, config.seed, checks)
         wrong += check_own_variables(config, rows)
-        if config.reinforces:
+        if config.learns_from_rewards:
             wrong += check_shares(config.data, rows, config.rollout.num_prompts)
         elif config.learns:
             wrong += check_answers(rows)
@@ -101,7 +101,7 @@ def _check_inputs(reading: Reading, config: Config, layout: RoleLayout | None) -
         ranks = [] if layout is None else check_reward_ranks(config, layout, rows)
         reading.add([Problem((), line, (("layout", "reward"), ("data",))) for line in ranks])
         shown = show_rows(config, template, rows, checks)
-        shown.notes += reward_notes(config, rows) if config.reinforces else []
+        shown.notes += reward_notes(config, rows) if config.learns_from_rewards else []
     reading.add(check_rollouts(config))
     return shown
 

@@ -60,7 +60,7 @@ timer=
 # first look, when images are pulled and nodes are checked, the step gets eight times as long.
 watch() {{
     trap 'kill $! 2>/dev/null; exit' TERM
-    local agent seen='' now still=0 most=80 what='has not begun'
+    local agent seen='' now still=0 most=80 what='never started'
     printf -v agent '%s/world/attempt_%04d/agent' "$run_dir" "$HPCRL_ATTEMPT"
     while [ $still -lt $most ]; do
         sleep "$look_s" &
@@ -70,7 +70,7 @@ watch() {{
     done
     # As hpcrl.system.log writes, for `hpcrl logs`.
     now="$(date -u +%Y-%m-%dT%H:%M:%S.%3N)+00:00 ${{SLURMD_NODENAME:-$HOSTNAME}}"
-    echo "$now launch ERROR the agent of the first node $what, and the step goes on: it is given up" >&2
+    echo "$now launch ERROR the first node's agent $what; killing the job step" >&2
     kill -9 $step
 }}
 trap : USR1

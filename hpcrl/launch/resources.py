@@ -12,12 +12,12 @@ from hpcrl.cluster.placement import Component, Placement
 from hpcrl.config import Config, Problem
 from hpcrl.config.cluster import memory_bytes
 from hpcrl.metrics.duration import duration
+from hpcrl.models.shape import CannotPlanError, ModelShape
 from hpcrl.node.host_memory import memory_limit
 from hpcrl.planner.advice import advise
 from hpcrl.planner.generator import update_traffic
 from hpcrl.planner.memory import CARDS, RESERVE, USUAL_CARD, RankMemory, excess, host_bytes, memory, sends_over_nccl
 from hpcrl.planner.memory_parts import Part, Phase, PlanRow
-from hpcrl.planner.shapes import CannotPlanError, ModelShape
 from hpcrl.planner.traffic import StepWork, total_bytes, weight_groups
 from hpcrl.planner.trainer import checkpoint_bytes, critic_checkpoint_bytes, train_plan
 

@@ -36,7 +36,7 @@ def check_rollouts(config: Config) -> list[Problem]:
 
 def _check_sampling(config: Config, run_dir: Path) -> list[Problem]:
     """Whether the trainer divides logits by the temperature of the stored log-probs, a correction suits their sampling,
-    and there are the greedy responses that a credit reads."""
+    and there are the greedy responses that an advantage estimator reads."""
     if not (run_dir / CONFIG).exists():
         return []
     try:

@@ -9,7 +9,18 @@ from dataclasses import dataclass, replace
 
 from hpcrl.messaging.background import Background, Events
 from hpcrl.messaging.mailbox_server import SenderEnded
-from hpcrl.messaging.messages import ONE_WAY, Burst, BurstDone, Command, Done, Event, Failed, Joined, Leave, Lost
+from hpcrl.messaging.messages import (
+    ONE_WAY,
+    Command,
+    DecodeChunk,
+    DecodeChunkDone,
+    Done,
+    Event,
+    Failed,
+    Joined,
+    Lost,
+    Shutdown,
+)
 from hpcrl.messaging.queues import ReaderLost
 from hpcrl.messaging.world import World, rank_queue
 from hpcrl.system.clock import AwakeClock
@@ -44,7 +55,7 @@ class _Outstanding:
     name: str
     since: float
     allowed_s: float
-    awaited: bool  # by finish(); of other answers only the arrival counts
+    awaited: bool  # finish() returns this answer; otherwise only its arrival is recorded
 
 
 @dataclass(frozen=True)
@@ -181,8 +192,8 @@ class Controller:
             self._lose(Lost(rank, cause, silent=True))
 
     def dismiss(self) -> None:
-        """Send Leave to every other rank and wait for the answers. This rank hosts the store, so it leaves last."""
-        self.call({rank: Leave() for rank in range(self._world.size) if rank != self._world.rank})
+        """Send Shutdown to every other rank and wait for the answers. This rank hosts the store, so it leaves last."""
+        self.call({rank: Shutdown() for rank in range(self._world.size) if rank != self._world.rank})
 
     def _take(self, timeout_s: float) -> bool:
         """Handle one message if there is one within timeout_s, running local commands meanwhile."""
@@ -203,11 +214,11 @@ class Controller:
             case Done():
                 self._answered[sender] = self._clock.now()
                 answered = self._outstanding.pop((sender, event.seq), None)
-                if answered is not None and answered.name == Leave.__name__:
+                if answered is not None and answered.name == Shutdown.__name__:
                     self._left.add(sender)
                 if answered is not None and answered.awaited:
                     self._answers[sender, event.seq] = event
-            case BurstDone():
+            case DecodeChunkDone():
                 self._answered[sender] = self._clock.now()
                 self._outstanding.pop((sender, event.seq), None)
                 self._events.append((sender, event))
@@ -236,7 +247,7 @@ class Controller:
     @staticmethod
     def _is_own(event: Failed) -> bool:
         """Whether the cause is neither the rank's input nor a peer, so that other ranks of its role may succeed."""
-        return not event.seq or (event.command == Burst.__name__ and event.kind == "")
+        return not event.seq or (event.command == DecodeChunk.__name__ and event.kind == "")
 
     def _cause_of(self, sender: int, event: Failed) -> RankFailed | RankLost | RankSilent:
         """The error to raise for a failure. If a peer was lost, waits for the report of the peer or of its agent; a

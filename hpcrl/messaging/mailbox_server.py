@@ -2,8 +2,8 @@
 
 A sender opens one connection for each queue, and first shows that it knows the run's key: the intake sends bytes that
 it has drawn, the sender answers with an HMAC-SHA256 over them, its number and the queue's name, then both. The intake
-answers with the reason why it takes nothing from this connection, which is empty if it does. What follows are entries,
-each behind its length, whose meaning is the matter of hpcrl.messaging.queues. No entry can be read from an intake.
+answers with the reason for a refusal, which is empty if there is none. Length-prefixed messages follow, which
+hpcrl.messaging.queues interprets. No message can be read from an intake.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from typing import Literal, NamedTuple
 from torch.distributed import TCPStore
 
 from hpcrl.messaging import network
-from hpcrl.messaging.unblocked import Unblocked
-from hpcrl.messaging.vanished import CLOSE_WAIT, state_of
+from hpcrl.messaging.dead_host_watch import CLOSE_WAIT, state_of
+from hpcrl.messaging.nonblocking_sender import NonBlockingSender
 from hpcrl.system.exit_codes import ExitCode
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ def owner(queue: str) -> int:
     return int(queue.partition("/")[2] or 0)
 
 
-class Intake:
+class MailboxServer:
     """Receives on a free port of `address`. news: set after every entry, for a reader that waits for several queues."""
 
     def __init__(self, address: str, key: bytes):
@@ -119,8 +119,8 @@ class Dialer:
         unreached: Callable[[int, str], None] | None = None,
     ):
         """Timeouts, for a connection and for an entry. A process receives nothing while native code in it holds the
-        interpreter lock. unreached: of a sender that must not wait (hpcrl.messaging.unblocked), called with a rank that
-        takes nothing, and why."""
+        interpreter lock. unreached: of a sender that must not wait (hpcrl.messaging.nonblocking_sender), called with a
+        rank that takes nothing, and why."""
         self._store, self._key, self._sender, self._connect_s, self._push_s = store, key, sender, connect_s, push_s
         self._unreached = unreached
 
@@ -129,7 +129,7 @@ class Dialer:
         unreached = self._unreached
         if unreached is None:
             return _push_to(self._open(queue))
-        unblocked = Unblocked(
+        unblocked = NonBlockingSender(
             lambda: self._open(queue), self._push_s, lambda error: unreached(owner(queue), f"queue {queue}: {error}")
         )
         return lambda entry: unblocked.send(_framed(entry))
@@ -198,7 +198,7 @@ class _Sender:
         """Pass on what has arrived; whether a whole entry has. OSError if the connection has ended or is to end."""
         received = self.connection.recv(RECEIVE_BYTES)
         if not received:
-            if state_of(self.connection) != CLOSE_WAIT:  # ended on this side, by VanishedWatch
+            if state_of(self.connection) != CLOSE_WAIT:  # ended on this side, by DeadHostWatch
                 raise TimeoutError
             raise ConnectionResetError("its connection has ended")
         self._arrived += received

@@ -48,7 +48,7 @@ class Ask(Message):
     values: dict[str, Any] = {}
 
 
-class Leave(Message):
+class Shutdown(Message):
     """End the rank's loop; its last command."""
 
 
@@ -89,8 +89,9 @@ class Admit(Message):
     sampling: Sampling
 
 
-class Burst(Message):
-    """Decode `num_tokens` iterations. The first rank of a replica answers with BurstDone, its other ranks with Done.
+class DecodeChunk(Message):
+    """Decode `num_tokens` iterations. The first rank of a replica answers with DecodeChunkDone, its other ranks with
+    Done.
 
     receivers, envs: the living reward and env ranks, to which finished samples and turns go by receiver_of()
     (hpcrl.rollout.types).
@@ -102,7 +103,7 @@ class Burst(Message):
 
 
 class AbortSamples(Message):
-    """Stop these samples and drop their state; answered as Burst."""
+    """Stop these samples and drop their state; answered as DecodeChunk."""
 
     samples: list[int]
 
@@ -114,13 +115,13 @@ class Rescore(Message):
     receivers: list[int]
 
 
-class ScoreTogether(Message):
-    """Score these samples, which the reward rank has reported in AwaitSiblings, as one group."""
+class ScoreGroup(Message):
+    """Score these samples, which the reward rank has reported in AwaitGroup, as one group."""
 
     samples: list[int]
 
 
-class Unwanted(Message):
+class DropAwaiting(Message):
     """Drop samples that await siblings on this reward rank."""
 
     samples: list[int]
@@ -132,20 +133,20 @@ class EndEpisodes(Message):
     generator: int
 
 
-class Forget(Message):
+class DropSamples(Message):
     """Drop held samples."""
 
     samples: list[int]
 
 
-class SaveHeld(Message):
+class SavePending(Message):
     """Write held samples into the folder of a checkpoint; answer with the file."""
 
     folder: str
     samples: list[int]
 
 
-class LoadHeld(Message):
+class LoadPending(Message):
     """Hold these samples of a checkpoint; `files`: all files of held samples in it."""
 
     folder: str
@@ -153,14 +154,14 @@ class LoadHeld(Message):
     samples: list[int]
 
 
-class Peek(Message):
+class ReadTexts(Message):
     """Answer with the text of held samples. whole: with all their messages as JSON instead, from the prompt on."""
 
     samples: list[int]
     whole: bool = False
 
 
-class PeekEnd(Message):
+class ReadLastObservation(Message):
     """Answer with what the environment showed after the last turn of held-out samples, messages as JSON; an empty text
     for samples of other ranks."""
 
@@ -181,7 +182,7 @@ class Move(msgspec.Struct, frozen=True, array_like=True):
     text_bytes: list[int] = []
 
 
-class HandOver(Message):
+class TransferRollouts(Message):
     """Carry out the moves that touch this rank, with these of the generator's `fields` (hpcrl.spec.trajectory).
 
     scored: bytes of the scorer's fields for the samples that this rank gets, in order; fields of turns and tokens with
@@ -240,7 +241,7 @@ class SendTokens(Message):
     dest: str = "trainer"
 
 
-class Weigh(Message):
+class SetSampleWeights(Message):
     """Give these samples of the batch on a critic's own rank this weight in the loss, and all others 1."""
 
     batch: int
@@ -249,7 +250,7 @@ class Weigh(Message):
 
 class Advantages(Message):
     """Fill advantages and returns of the batch; the trainers exchange all rewards. Answered with the weights other than
-    1. numbers: those of the algorithm that change from step to step; domains: name -> its prompts."""
+    1. numbers: the algorithm's adaptive coefficients for this step; domains: name -> its prompts."""
 
     batch: int
     numbers: dict[str, float] = {}
@@ -258,7 +259,7 @@ class Advantages(Message):
 
 class TrainStep(Message):
     """One optimizer step on these rows of the batch; tokens and sequences are the global norms of the loss. numbers:
-    those of the algorithm that change from step to step."""
+    the algorithm's adaptive coefficients for this step."""
 
     batch: int
     micro_batches: list[list[int]]
@@ -276,7 +277,7 @@ class TrainCritic(Message):
     sequences: float
 
 
-class PassOn(Message):
+class BroadcastBatch(Message):
     """Send the batch, or this token field of it, from the head of a data-parallel rank to its other ranks."""
 
     batch: int
@@ -301,7 +302,7 @@ class WriteRollouts(Message):
 # -- commands: weights and checkpoints ---------------------------------------------------------------------------
 
 
-class Pull(Message):
+class UpdateWeights(Message):
     """Load the trainers' weights as this version into these replicas, numbers of RoleLayout.replicas. Collective over
     the trainer ranks and the replicas."""
 
@@ -365,33 +366,33 @@ Command = (
     BuildRole
     | BuildGroup
     | Ask
-    | Leave
+    | Shutdown
     | Admit
-    | Burst
+    | DecodeChunk
     | AbortSamples
     | Rescore
-    | ScoreTogether
-    | Unwanted
+    | ScoreGroup
+    | DropAwaiting
     | EndEpisodes
-    | Forget
-    | SaveHeld
-    | LoadHeld
-    | Peek
-    | PeekEnd
-    | HandOver
+    | DropSamples
+    | SavePending
+    | LoadPending
+    | ReadTexts
+    | ReadLastObservation
+    | TransferRollouts
     | LoadRows
     | LoadRollouts
     | Logprobs
     | Values
     | SendTokens
-    | Weigh
+    | SetSampleWeights
     | Advantages
-    | PassOn
+    | BroadcastBatch
     | TrainStep
     | TrainCritic
     | DropBatch
     | WriteRollouts
-    | Pull
+    | UpdateWeights
     | SaveState
     | FinishSave
     | CheckFiles
@@ -403,7 +404,7 @@ Command = (
 )
 
 
-ONE_WAY = (Admit, Rescore, ScoreTogether, Unwanted, EndEpisodes, Forget, DropBatch)
+ONE_WAY = (Admit, Rescore, ScoreGroup, DropAwaiting, EndEpisodes, DropSamples, DropBatch)
 """Commands without an answer; a failure in one is still reported."""
 
 
@@ -459,7 +460,7 @@ class Ended(msgspec.Struct, frozen=True, array_like=True):
     text_bytes: int = 0
 
 
-class BurstDone(Message):
+class DecodeChunkDone(Message):
     """A burst ended: finished samples, samples whose turn ended, tokens decoded, seconds."""
 
     seq: int
@@ -489,7 +490,7 @@ class Scored(Message):
     samples: list[ScoredSample]
 
 
-class AwaitSiblings(Message):
+class AwaitGroup(Message):
     """Samples that reached a reward rank whose reward scores groups."""
 
     samples: list[int]
@@ -517,7 +518,7 @@ class Lost(Message):
     silent: bool = False
 
 
-Event = Joined | Done | Failed | BurstDone | Scored | AwaitSiblings | Observed | Lost
+Event = Joined | Done | Failed | DecodeChunkDone | Scored | AwaitGroup | Observed | Lost
 
 
 # -- mailbox: rank to rank, finished text and turns ---------------------------------------------------------------

@@ -136,7 +136,7 @@ class Inbox:
     """The only reader of a queue."""
 
     def __init__(self, arrivals: Arrivals, name: str, key: bytes, types: Any):
-        """arrivals: of the queue `name` (hpcrl.messaging.mailbox_server.Intake.queue)."""
+        """arrivals: of the queue `name` (hpcrl.messaging.mailbox_server.MailboxServer.queue)."""
         self.name, self._key, self._arrivals = name, key, arrivals
         self.refused: list[str] = []
         self.num_refused = 0

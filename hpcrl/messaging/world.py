@@ -26,11 +26,11 @@ from torch.distributed import distributed_c10d
 from hpcrl.messaging import network, queues
 from hpcrl.messaging.abortable import AbortableGroup, make_nccl
 from hpcrl.messaging.bootstrap import WORLD_KEY, Place, make_key_file, share_endpoint
+from hpcrl.messaging.dead_host_watch import DeadHostWatch
 from hpcrl.messaging.mailbox import Mailbox, mail_queue
-from hpcrl.messaging.mailbox_server import Dialer, Intake, SenderEnded
+from hpcrl.messaging.mailbox_server import Dialer, MailboxServer, SenderEnded
 from hpcrl.messaging.messages import Command, Event, Post
 from hpcrl.messaging.trace import LEAVING, Trace
-from hpcrl.messaging.vanished import VanishedWatch
 from hpcrl.messaging.watch import StoreWatch
 from hpcrl.system.clock import UNCOUNTED
 
@@ -61,14 +61,14 @@ class World:
     place: Place
     folder: Path
     store: dist.TCPStore
-    intake: Intake
+    intake: MailboxServer
     sender: queues.Sender
     commands: queues.Inbox
     events: queues.Inbox | None
     mailbox: Mailbox
     trace: Trace
     watch: StoreWatch | None
-    vanished: VanishedWatch
+    vanished: DeadHostWatch
     timeout_s: float
     token: str = ""
 
@@ -180,7 +180,7 @@ def join(
         endpoint = {"host": address, "port": server.port, "key_file": str(make_key_file(folder, name)), "world": name}
     endpoint = share_endpoint(place, folder, endpoint, start_s)
     key = Path(endpoint["key_file"]).read_bytes()
-    intake = Intake(address, key)
+    intake = MailboxServer(address, key)
     at = (endpoint["host"], int(endpoint["port"]))
     store = server if server is not None else queues.connect(*at, start_s)
     store.set_timeout(timedelta(seconds=store_s))
@@ -219,7 +219,7 @@ def join(
         mailbox=Mailbox(rank, sender, mail),
         trace=trace,
         watch=watch,
-        vanished=VanishedWatch(store_s),
+        vanished=DeadHostWatch(store_s),
         timeout_s=command_s,
         token=hmac.new(key, b"requests", "sha256").hexdigest(),  # the key itself is never sent
     )

@@ -193,7 +193,7 @@ class Agent:
                 again = "; again: stop now, without the current step" if self._impatient else ""
                 name = signal.Signals(forwarded).name
                 logger.warning("%s: stopping after the current step%s", name, again)
-            # Ranks on other nodes end at Leave or once the store is gone; the ranks of this node get grace_s to end.
+            # Ranks on other nodes end at Shutdown or once the store is gone; the ranks of this node get grace_s to end.
             if verdict.controller_code is not None:
                 unreported.clear()
                 deadline = deadline or now + self._grace_s

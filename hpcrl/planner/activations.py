@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hpcrl.config import Config
-from hpcrl.planner.shapes import ModelShape
+from hpcrl.models.shape import ModelShape
 
 FP32 = 4
 INDEX = 8
@@ -64,7 +64,7 @@ def recomputed_layer(shape: ModelShape, tokens: Tokens, num_bytes: int) -> int:
 def recomputed_scores(shape: ModelShape, tokens: Tokens) -> int:
     """Bytes of a block of Gemma 2's soft-capped scores in the backward pass: their tanh, softmax and two gradients."""
     block = min(tokens.longest, QUERY_BLOCK)
-    return 4 * FP32 * tokens.total * shape.num_heads * block if shape.family == "gemma2" else 0
+    return 4 * FP32 * tokens.total * shape.num_heads * block if shape.decoder.soft_capped else 0
 
 
 def forward_only(shape: ModelShape, tokens: Tokens, num_bytes: int) -> int:
@@ -81,18 +81,18 @@ def _widest(shape: ModelShape) -> int:
 
 def _norm(shape: ModelShape, size: int, num_bytes: int) -> int:
     """Per token: the input in fp32, the normalised input (Gemma 2 and 3: in fp32 as well) and the scale."""
-    return size * (FP32 + (FP32 if shape.post_norms else num_bytes)) + FP32
+    return size * (FP32 + (FP32 if shape.decoder.gemma else num_bytes)) + FP32
 
 
 def _layer(shape: ModelShape, layer: int, tokens: Tokens, num_bytes: int) -> int:
     hidden, query, key = shape.hidden_size, shape.query_size, shape.key_size
-    kept = (4 if shape.post_norms else 2) * _norm(shape, hidden, num_bytes)
+    kept = (4 if shape.decoder.gemma else 2) * _norm(shape, hidden, num_bytes)
     kept += 2 * hidden * num_bytes  # input of attention and of the feed-forward layer
     kept += query * num_bytes  # input of the output projection
-    if shape.qk_norm:
+    if shape.decoder.qk_norm:
         kept += _norm(shape, query, num_bytes) + _norm(shape, key, num_bytes)
         kept += FP32 * (shape.num_heads + shape.num_kv_heads - 2)  # one scale per head
-    if shape.family == "gemma2":
+    if shape.decoder.soft_capped:
         kept += (query + 2 * key) * num_bytes  # the rest is computed again (recomputed_scores)
     else:
         kept += (2 * query + 2 * key) * num_bytes + FP32 * shape.num_heads

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from hpcrl.config import Config, LoRAConfig, Problem
-from hpcrl.planner.shapes import ModelShape, Parameter
+from hpcrl.models.shape import ModelShape, Parameter
 from hpcrl.spec.lora import A, B, matches, unknown
 
 

@@ -9,9 +9,9 @@ from pydantic import BaseModel
 
 from hpcrl.cluster.layout import RoleLayout, check_layout
 from hpcrl.config import Config
+from hpcrl.models.shape import ModelShape
 from hpcrl.planner.memory import check_sizes, memory
 from hpcrl.planner.memory_parts import Change
-from hpcrl.planner.shapes import ModelShape
 from hpcrl.planner.trainer import train_plan
 from hpcrl.spec.problems import Path, dotted
 from hpcrl.spec.tables import GEN_ENGINES, ROLES

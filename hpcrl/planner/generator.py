@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterator
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.comm.weight_plan import BUCKET_BYTES, ITEM_BYTES
 from hpcrl.config import Config, RoleName
+from hpcrl.models.shape import ModelShape
 from hpcrl.planner.activations import FP32
 from hpcrl.planner.adapters import adapters, trained
 from hpcrl.planner.memory_parts import BYTES, PHASES, Part, Phase, split_size
-from hpcrl.planner.shapes import ModelShape
 from hpcrl.planner.trainer import train_plan
 from hpcrl.spec.problems import Problem
 from hpcrl.spec.table import load
@@ -108,7 +108,9 @@ def _cache(config: Config, shape: ModelShape) -> tuple[int, int | None]:
     return paged_cache(config, shape)[0], None
 
 
-def hand_over_parts(config: Config, layout: RoleLayout, shape: ModelShape, roles: Collection[RoleName]) -> list[Part]:
+def rollout_transfer_parts(
+    config: Config, layout: RoleLayout, shape: ModelShape, roles: Collection[RoleName]
+) -> list[Part]:
     """Parts of a rank during the transfer of weights (hpcrl.workers.weight_updates), beside what the training engine
     gathers to yield a tensor: on either side two steps, and where tensors come in pieces the one that is put
     together."""

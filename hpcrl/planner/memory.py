@@ -10,17 +10,18 @@ from pathlib import Path
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, Problem, RoleName
+from hpcrl.models.families import read_shape
+from hpcrl.models.shape import CannotPlanError, ModelShape
 from hpcrl.planner.adapters import check_targets
 from hpcrl.planner.generator import (
     check_engine_sizes,
     check_replicas_split,
     generator_parts,
-    hand_over_parts,
+    rollout_transfer_parts,
     shares_weights,
     token_bytes,
 )
 from hpcrl.planner.memory_parts import PHASES, Part, Phase
-from hpcrl.planner.shapes import CannotPlanError, ModelShape, read_shape, tiny_config
 from hpcrl.planner.traffic import weight_groups
 from hpcrl.planner.trainer import check_critic, train_plan
 from hpcrl.spec.table import load
@@ -149,7 +150,7 @@ def _kind(
     may = (
         len({"trainer", "reference", "critic"} & {*roles}) > 0
         and "generator" in roles
-        and may_take_turns(config, layout)
+        and may_share_device(config, layout)
     )
     apart = _summed(config, layout, shape, roles, ranks, shares=False)
     if not may or (mode == "auto" and not on_gpu):
@@ -160,7 +161,7 @@ def _kind(
     return apart
 
 
-def may_take_turns(config: Config, layout: RoleLayout) -> bool:
+def may_share_device(config: Config, layout: RoleLayout) -> bool:
     """Whether trainer and generator share ranks, never work at the same time there, and layout.offload allows it."""
     shared = set(layout.ranks["trainer"]) & set(layout.ranks["generator"])
     return bool(shared) and config.layout.offload != "never" and config.rollout.max_lag == 0
@@ -183,7 +184,7 @@ def _summed(
     if shares:  # what the generator reads stays
         parts = [moved for p in parts for moved in ([p] if lent and p.name == "weights" else _moves_out(p, on_gpu))]
     if layout.replicas and not {"trainer", "generator"}.isdisjoint(roles):
-        parts += hand_over_parts(config, layout, shape, roles)
+        parts += rollout_transfer_parts(config, layout, shape, roles)
         if sends_over_nccl(config, layout):
             groups = weight_groups(config, layout)
             sides = {"trainer": groups.trainer_bytes, "generator": groups.generator_bytes}
@@ -193,7 +194,7 @@ def _summed(
         own = generator_parts(config, shape, awake, ("generate",) if shares else PHASES, on_gpu)
         parts += [part for part in own if part.name != "weights"] if lent else own
     parts.append(Part(roles[0], "program", PROGRAM_BYTES, on_host=True))
-    if config.trainer.router_replay and config.reinforces:
+    if config.trainer.router_replay and config.learns_from_rewards:
         parts += _routes(config, shape, roles, layout)
     if not config.learns:
         parts = [replace(p, during=tuple(phase for phase in p.during if phase not in LEARNING)) for p in parts]
@@ -253,14 +254,14 @@ def planned_kinds(config: Config, layout: RoleLayout) -> list[RankMemory]:
     with contextlib.suppress(CannotPlanError, OSError, ValueError):
         if config.debug != "fake" and config.pipeline_spec.learns:
             path = config.model.path
-            found = json.loads((Path(path) / "config.json").read_text()) if path else tiny_config(config.model.tiny)
+            found = json.loads((Path(path) / "config.json").read_text()) if path else config.model.tiny.hf_config()
             return memory(config, layout, read_shape(found))
     return []
 
 
-def takes_turns(config: Config, layout: RoleLayout) -> bool:
+def shares_device(config: Config, layout: RoleLayout) -> bool:
     """Whether trainer and generator give memory back to each other between phases (layout.offload)."""
-    if not may_take_turns(config, layout):
+    if not may_share_device(config, layout):
         return False
     return config.layout.offload == "always" or any(kind.offloads for kind in planned_kinds(config, layout))
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hpcrl.config import Config, RoleName
-from hpcrl.planner.shapes import ModelShape, Parameter
+from hpcrl.models.shape import ModelShape, Parameter
 from hpcrl.spec.problems import Path
 
 Phase = Literal["train", "update", "reference", "critic", "critic_update", "generate", "publish"]

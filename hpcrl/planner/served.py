@@ -11,10 +11,11 @@ from dataclasses import replace
 
 from hpcrl.config import Config, Problem
 from hpcrl.config.judging import as_judges
+from hpcrl.models.families import shape_of
+from hpcrl.models.shape import ModelShape, Parameter
 from hpcrl.planner.generator import check_engine_sizes, generator_parts, prefill_width
 from hpcrl.planner.memory import has_gpus
 from hpcrl.planner.memory_parts import BYTES, PHASES, Part
-from hpcrl.planner.shapes import ModelShape, Parameter, shape_of
 
 
 def judge_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:

@@ -11,9 +11,10 @@ from typing import Protocol, cast
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, Problem
+from hpcrl.models.families import shape_of
+from hpcrl.models.shape import CannotPlanError, ModelShape, Parameter
 from hpcrl.planner.activations import Tokens, forward_only, logits_bytes
 from hpcrl.planner.memory_parts import BYTES, PHASES, Change, Part, Phase, PlanRow
-from hpcrl.planner.shapes import CannotPlanError, ModelShape, Parameter, shape_of
 from hpcrl.planner.traffic import Sent, StepWork
 from hpcrl.spec.table import load
 from hpcrl.spec.tables import TRAIN_ENGINES

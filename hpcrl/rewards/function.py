@@ -101,7 +101,7 @@ class FunctionReward(Reward):
         return value
 
     def score(self, items: Sequence[RewardItem]) -> Sequence[Score] | Awaitable[Sequence[Score]]:
-        scoring = getattr(self, f"_{self.signature}")(items)
+        scoring: Coroutine[Any, Any, list[Score]] = getattr(self, f"_{self.signature}")(items)
         if self.pool == "async":
             return scoring
         return asyncio.run(scoring) if self._is_async else _result_without_waiting(scoring)
@@ -215,7 +215,8 @@ def _result_without_waiting(coroutine: Coroutine[Any, Any, list[Score]]) -> list
     try:
         coroutine.send(None)
     except StopIteration as done:
-        return done.value
+        scores: list[Score] = done.value
+        return scores
     raise AssertionError("it waited")
 
 
@@ -288,7 +289,8 @@ def recognise(function: Callable[..., Any], signature: str, path: str) -> str:
 
 
 def _data_source(item: RewardItem) -> str:
-    return item.extra.get("data_source", item.domain)
+    source: str = item.extra.get("data_source", item.domain)
+    return source
 
 
 def _extra_info(item: RewardItem) -> Any:

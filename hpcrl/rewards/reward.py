@@ -87,10 +87,12 @@ class Reward(Protocol):
 
     def connect(self, services: Services) -> None:
         """Called before start() in a run, with the ranks that serve models (RewardSpec.asks)."""
+        return None
 
     def start(self) -> None:
         """Called once in the process that scores, before the first response. ValueError if nothing can be scored
         there."""
+        return None
 
     def score(self, items: Sequence[RewardItem]) -> Sequence[Score] | Awaitable[Sequence[Score]]: ...
 

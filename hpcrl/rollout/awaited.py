@@ -16,13 +16,13 @@ class Away:
 
     receiver: that rank; None if its answer arrived before the replica's message about the sample. replica: the first
     rank of the sample's replica; -1 before that message. acting: with an environment, else with a scorer.
-    awaits_siblings: no answer is expected yet. answered: the answer arrived while receiver is None.
+    awaits_group: no answer is expected yet. answered: the answer arrived while receiver is None.
     """
 
     receiver: int | None = None
     replica: int = -1
     acting: bool = False
-    awaits_siblings: bool = False
+    awaits_group: bool = False
     answered: bool = False
 
 
@@ -43,7 +43,7 @@ class Awaited:
         self._controller, self._clock = controller, AwakeClock(controller.command_s)
         self._away: dict[int, Away] = {}
         self._receivers = {rank: Receiver() for rank in receivers}
-        self.siblings_meet = False
+        self.scores_groups = False
         """Whether some reward scores groups."""
 
     def __getitem__(self, sample: int) -> Away:
@@ -59,15 +59,15 @@ class Awaited:
         """The samples that their replica has reported, for which this is true."""
         return [sample for sample, away in self._away.items() if away.replica >= 0 and at(away)]
 
-    def awaiting_siblings(self) -> list[int]:
+    def awaiting_group(self) -> list[int]:
         """Samples that wait at a scorer for their siblings, ascending; also before their replica has reported them."""
         return sorted(sample for receiver in self._receivers.values() for sample in receiver.holding)
 
     def reach(self, sample: int, receiver: int, replica: int, acting: bool) -> None:
         """The sample has been sent to this rank."""
         before = self._away.pop(sample, None)
-        held = before is not None and before.awaits_siblings
-        self._away[sample] = Away(receiver, replica, acting, awaits_siblings=held)
+        held = before is not None and before.awaits_group
+        self._away[sample] = Away(receiver, replica, acting, awaits_group=held)
         if held:
             self._receivers[receiver].holding.add(sample)
         else:
@@ -75,22 +75,22 @@ class Awaited:
 
     def hold(self, scorer: int, samples: Iterable[int]) -> None:
         """These samples await siblings at this scorer, which owes no answer. Its message may arrive before the
-        BurstDone, and after the loss of the replica."""
-        self.siblings_meet = True
+        DecodeChunkDone, and after the loss of the replica."""
+        self.scores_groups = True
         for sample in samples:
             if (away := self._away.get(sample)) is None:
                 away = self._away[sample] = Away(scorer)
-            elif not away.awaits_siblings:
+            elif not away.awaits_group:
                 self._receivers[scorer].waiting -= 1
-            away.awaits_siblings = True
+            away.awaits_group = True
             self._receivers[scorer].holding.add(sample)
 
     def ask(self, samples: Iterable[int]) -> None:
         """The siblings of these samples are complete, so an answer is awaited."""
         for sample in samples:
             away = self._away[sample]
-            assert away.receiver is not None and away.awaits_siblings
-            away.awaits_siblings = False
+            assert away.receiver is not None and away.awaits_group
+            away.awaits_group = False
             self._receivers[away.receiver].holding.remove(sample)
             self._expect(away.receiver)
 
@@ -101,14 +101,15 @@ class Awaited:
             return False
         del self._away[sample]
         receiver = self._receivers[away.receiver]
-        if away.awaits_siblings:
+        if away.awaits_group:
             receiver.holding.remove(sample)
         else:
             receiver.waiting -= 1
         return True
 
     def answered(self, sample: int, wanted: bool) -> None:
-        """An answer has arrived, maybe before the replica's BurstDone: then it is recorded for a wanted sample."""
+        """An answer has arrived, maybe before the replica's DecodeChunkDone: then it is recorded for a wanted
+        sample."""
         if not self.leave(sample) and wanted:
             self._away[sample] = Away(answered=True)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -48,6 +48,36 @@ class Batch:
     cu_seqlens: Tensor
     columns: dict[str, Tensor]
     texts: dict[str, list[str]]
+    if TYPE_CHECKING:  # the fields of hpcrl.spec.trajectory, held in columns; a test compares
+        token_ids: Tensor
+        loss_mask: Tensor
+        gen_logprobs: Tensor
+        versions: Tensor
+        turn_ids: Tensor
+        status: Tensor
+        rewards: Tensor
+        scores: Tensor
+        position_ids: Tensor
+        group_ids: Tensor
+        sample_ids: Tensor
+        weights: Tensor
+        gen_logprobs_behaviour: Tensor | None
+        states: Tensor | None
+        baselines: Tensor | None
+        decoupled_rewards: Tensor | None
+        failed: Tensor | None
+        turn_rewards: Tensor | None
+        token_rewards: Tensor | None
+        on_policy: Tensor | None
+        old_logprobs: Tensor | None
+        old_entropies: Tensor | None
+        ref_logprobs: Tensor | None
+        values: Tensor | None
+        advantages: Tensor | None
+        returns: Tensor | None
+        marked: Tensor | None
+        high_entropy: Tensor | None
+        correction_scale: Tensor | None
 
     def __init__(
         self,
@@ -280,6 +310,7 @@ def place_rewards(given: Sequence[np.ndarray] | None, batch: Batch) -> Tensor:
     written = batch.loss_mask.nonzero()[:, 0]
     turns = batch.cu_turns[batch.row_ids[written]] + batch.turn_ids[written].long()  # sorted
     rest = batch.turn_rewards
+    assert rest is not None
     if given is not None:
         starts = torch.searchsorted(written, batch.cu_seqlens[:-1]).tolist()
         for start, values in zip(starts, given, strict=True):

@@ -13,17 +13,17 @@ class ReplicaLink:
     """Every rank of a replica gets the same commands in the same order. The first rank answers, hands samples over, and
     identifies the replica in events and samples.
 
-    live: samples that the replica decodes or queues. num_bursts: unanswered bursts and aborts. sizes: of ended samples
+    live: samples that the replica decodes or queues. num_chunks: unanswered bursts and aborts. sizes: of ended samples
     that were neither taken nor dropped.
     """
 
     def __init__(self, controller: Controller, ranks: Sequence[int]):
         self._controller = controller
         self.ranks, self.first = tuple(ranks), ranks[0]
-        self.live = self.num_bursts = 0
+        self.live = self.num_chunks = 0
         self._given_up = False
         self.sizes: dict[int, Sizes] = {}
-        self._told: dict[int, messages.Burst] = {}  # by number, bursts with their receivers
+        self._told: dict[int, messages.DecodeChunk] = {}  # by number, bursts with their receivers
         self._dropped: dict[int, Sequence[int]] = {}  # by number, samples of an abort
 
     @property
@@ -35,18 +35,18 @@ class ReplicaLink:
         numbers = [self._controller.send(rank, command) for rank in self.ranks]
         return numbers[0]
 
-    def burst(self, command: messages.Burst) -> None:
+    def burst(self, command: messages.DecodeChunk) -> None:
         self._told[self.send(command)] = command
-        self.num_bursts += 1
+        self.num_chunks += 1
 
     def drop(self, samples: Sequence[int]) -> None:
         """Order samples to be stopped and dropped; answered like a burst."""
         self._dropped[self.send(messages.AbortSamples(list(samples)))] = samples
-        self.num_bursts += 1
+        self.num_chunks += 1
 
-    def burst_done(self, event: messages.BurstDone) -> messages.Burst | None:
+    def burst_done(self, event: messages.DecodeChunkDone) -> messages.DecodeChunk | None:
         """Handle an answer of the first rank; returns its burst, None for an abort."""
-        self.num_bursts -= 1
+        self.num_chunks -= 1
         self.live -= len(event.finished) + len(event.turns)
         for sample in self._dropped.pop(event.seq, ()):
             self.sizes.pop(sample, None)
@@ -58,7 +58,7 @@ class ReplicaLink:
 
     def lose(self) -> bool:
         """Stop waiting for the replica; returns whether this is the first call."""
-        self.live = self.num_bursts = 0
+        self.live = self.num_chunks = 0
         self.sizes, self._dropped = {}, {}
         before, self._given_up = self._given_up, True
         return not before

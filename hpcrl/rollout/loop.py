@@ -19,7 +19,7 @@ from hpcrl.rollout.scheduling.scheduler import RolloutScheduler
 from hpcrl.rollout.types import FinishReason, Prompt, Sizes, is_greedy, receiver_of, split_sample_id
 from hpcrl.run_folder.user_errors import UserErrors
 
-BURSTS_AHEAD = 2
+CHUNKS_AHEAD = 2
 
 
 class BackgroundError(RuntimeError):
@@ -39,7 +39,7 @@ class _Stream:
 
 
 @dataclass
-class Harvest:
+class CollectedRollouts:
     """Result of a drive: the scheduler's groups, the sizes of their samples, and statistics."""
 
     groups: list[events.Group]
@@ -90,7 +90,7 @@ class RolloutLoop:
         prompts: dict[int, Prompt],
         draw: Callable[[int], list[Prompt]],
         sampling: messages.Sampling,
-    ) -> Harvest:
+    ) -> CollectedRollouts:
         """Run until the scheduler's batch is ready and take it. Prompts that are drawn are added to `prompts` (uid ->
         prompt).
 
@@ -118,7 +118,7 @@ class RolloutLoop:
         if not scheduler.generates_ahead:
             self._streams.remove(stream)
             self._awaited.forget_early(stream.prompts.keys())  # no outstanding burst can still report them
-        return Harvest(groups, sizes, stats)
+        return CollectedRollouts(groups, sizes, stats)
 
     def _drive_until_ready(self, scheduler: RolloutScheduler, stream: _Stream) -> None:
         while True:
@@ -165,7 +165,7 @@ class RolloutLoop:
 
     def _bring_together(self, stream: _Stream) -> bool:
         """Have complete groups scored by rewards that score groups; returns whether there were any."""
-        waiting = self._awaited.awaiting_siblings()
+        waiting = self._awaited.awaiting_group()
         if not waiting:
             return False
         complete, unwanted = stream.scheduler.together([s for s in waiting if self._stream_of(s) is stream])
@@ -180,7 +180,7 @@ class RolloutLoop:
                     replica.send(messages.Rescore([sample], receivers[:1]))
             if len(set(receivers)) == 1:
                 self._awaited.ask(samples)
-                self._controller.send(receivers[0], messages.ScoreTogether(samples))
+                self._controller.send(receivers[0], messages.ScoreGroup(samples))
         return bool(complete)
 
     def _release(self, samples: Sequence[int]) -> None:
@@ -191,7 +191,7 @@ class RolloutLoop:
             self._awaited.leave(sample)
         for receiver, held in unwanted.items():
             if receiver not in self._controller.lost:
-                self._controller.send(receiver, messages.Unwanted(held))
+                self._controller.send(receiver, messages.DropAwaiting(held))
 
     def _to_be_reported(self, sample: int) -> bool:
         """Whether the replica of an unwanted sample whose reward awaits siblings will still report the sample's end. A
@@ -206,7 +206,7 @@ class RolloutLoop:
 
     def _on_their_way(self) -> bool:
         """Whether a burst or an answer is outstanding."""
-        return any(replica.num_bursts for replica in self._replicas.values()) or self._awaited.pending
+        return any(replica.num_chunks for replica in self._replicas.values()) or self._awaited.pending
 
     def sizes(self, groups: Iterable[events.Group]) -> dict[int, Sizes]:
         """Sizes of the samples of groups that were not taken yet."""
@@ -233,7 +233,7 @@ class RolloutLoop:
             for sample in group.samples:
                 held.setdefault(sample.replica, []).append(sample.id)
         for first, samples in held.items():
-            self._replicas[first].send(messages.Forget(samples))
+            self._replicas[first].send(messages.DropSamples(samples))
 
     # -- commands ------------------------------------------------------------------------------------------------
 
@@ -255,24 +255,24 @@ class RolloutLoop:
                 replica.drop(samples)
 
     def _keep_busy(self, replicas: Iterable[ReplicaLink]) -> None:
-        ahead = 1 if self._deterministic else BURSTS_AHEAD
+        ahead = 1 if self._deterministic else CHUNKS_AHEAD
         for replica in replicas:
-            while replica.live > 0 and replica.num_bursts < ahead and not replica.lost:
+            while replica.live > 0 and replica.num_chunks < ahead and not replica.lost:
                 receivers, envs = self._alive(self._scorers, replica), self._alive(self._envs, replica)
-                replica.burst(messages.Burst(self._burst_tokens, receivers, envs))
+                replica.burst(messages.DecodeChunk(self._burst_tokens, receivers, envs))
 
     def _settle_down(self, going_on: Collection[ReplicaLink]) -> None:
         """Wait for outstanding bursts, so that at the end of a step all replicas are idle except those that
         continue."""
         pausing = [replica for replica in self._replicas.values() if replica not in going_on]
-        while any(replica.num_bursts > 0 for replica in pausing if not replica.lost):
+        while any(replica.num_chunks > 0 for replica in pausing if not replica.lost):
             self._take_in(self._controller.events())
 
     def _alive(self, ranks: Sequence[int], replica: ReplicaLink) -> list[int]:
         """The environments or scorers for this replica's responses: only itself if all of them generate, since mail
         would only cost time and the load is equal."""
         own = [rank for rank in replica.ranks if rank in ranks]
-        tied = ranks is self._scorers and (self._awaited.siblings_meet or self._scorers_of is not None)
+        tied = ranks is self._scorers and (self._awaited.scores_groups or self._scorers_of is not None)
         if own and self._generating.issuperset(ranks) and not tied:
             return own
         return [rank for rank in ranks if rank not in self._controller.lost]
@@ -298,7 +298,7 @@ class RolloutLoop:
                 self._controller.send(env, messages.EndEpisodes(replica.first))
         self._pace.forget(replica.first)
         at_home = self._awaited.where(lambda away: away.replica == replica.first)
-        self._release([sample for sample in at_home if self._awaited[sample].awaits_siblings])
+        self._release([sample for sample in at_home if self._awaited[sample].awaits_group])
         for sample in at_home:
             self._awaited.leave(sample)
 
@@ -307,7 +307,7 @@ class RolloutLoop:
     def _collect(self) -> None:
         """Wait for events; in deterministic mode for all consequences of a burst, sorted."""
         while True:
-            start, idle = time.perf_counter(), not any(replica.num_bursts for replica in self._replicas.values())
+            start, idle = time.perf_counter(), not any(replica.num_chunks for replica in self._replicas.values())
             self._take_in(self._controller.events())
             self._waited_s += idle * (time.perf_counter() - start)
             self._awaited.check()
@@ -341,7 +341,7 @@ class RolloutLoop:
 
     def _translate(self, rank: int, event: messages.Event) -> Iterator[events.SchedulerEvent]:
         match event:
-            case messages.BurstDone():
+            case messages.DecodeChunkDone():
                 yield from self._burst_done(self._replicas[rank], event)
             case messages.Scored():
                 for result in event.samples:
@@ -349,7 +349,7 @@ class RolloutLoop:
                         "generator" if rank in self._replicas and rank not in self._scorers else "reward", result
                     )
                     yield self._scored(result)
-            case messages.AwaitSiblings():
+            case messages.AwaitGroup():
                 self._awaited.hold(rank, event.samples)
             case messages.Observed():
                 self._report("environment", event.result)
@@ -369,7 +369,7 @@ class RolloutLoop:
                     yield events.ReplicaLost(rank)
                 yield from self._stranded(self._awaited.where(lambda away: away.receiver == rank))
 
-    def _burst_done(self, replica: ReplicaLink, event: messages.BurstDone) -> Iterator[events.SchedulerEvent]:
+    def _burst_done(self, replica: ReplicaLink, event: messages.DecodeChunkDone) -> Iterator[events.SchedulerEvent]:
         told = replica.burst_done(event)
         aborted = tuple((e.sample, e.model_tokens) for e in event.finished if e.reason == FinishReason.ABORT)
         if aborted:
@@ -397,7 +397,7 @@ class RolloutLoop:
         yield from self._stranded([s for s in waiting if self._awaited[s].receiver in self._controller.lost])
 
     def _answered(self, sample: int) -> None:
-        """Its scorer or environment has answered, maybe before the replica's BurstDone."""
+        """Its scorer or environment has answered, maybe before the replica's DecodeChunkDone."""
         uid = split_sample_id(sample)[0]
         self._awaited.answered(sample, wanted=any(uid in stream.prompts for stream in self._streams))
 

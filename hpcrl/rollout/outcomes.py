@@ -10,7 +10,7 @@ from hpcrl.rollout.types import Disposition
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class ClosedPrompt:
     """How one prompt ended. `epoch` and `row` are its origin; `reason` is free text ("std", "312 tokens")."""
 
     uid: int
@@ -21,7 +21,7 @@ class Settled:
     reason: str = ""
 
 
-class Dispositions:
+class PromptLedger:
     """Open prompts by uid, and counts of the settled ones."""
 
     def __init__(self) -> None:
@@ -36,12 +36,12 @@ class Dispositions:
         self._open[uid] = (epoch, row, domain)
         return uid
 
-    def settle(self, uid: int, disposition: Disposition, reason: str = "") -> Settled:
+    def settle(self, uid: int, disposition: Disposition, reason: str = "") -> ClosedPrompt:
         """Close an open prompt; returns the record."""
         assert uid in self._open, f"prompt {uid} is {'settled already' if uid < self._next_uid else 'not drawn yet'}"
         epoch, row, domain = self._open.pop(uid)
         self._counts[domain, disposition.value, reason if disposition is Disposition.FILTERED else ""] += 1
-        return Settled(uid, epoch, row, domain, disposition, reason)
+        return ClosedPrompt(uid, epoch, row, domain, disposition, reason)
 
     def origin(self, uid: int) -> tuple[int, int]:
         """(epoch, row) of an open prompt. KeyError if it is not open."""

@@ -155,7 +155,7 @@ def _mounts_below(base: str) -> list[str]:
 def landlock_version() -> int:
     """The version of Landlock in the kernel; 0 without it."""
     null = ctypes.c_void_p(None)
-    return max(0, _libc.syscall(ctypes.c_long(LANDLOCK_CREATE), null, ctypes.c_size_t(0), ctypes.c_uint32(1)))
+    return max(0, int(_libc.syscall(ctypes.c_long(LANDLOCK_CREATE), null, ctypes.c_size_t(0), ctypes.c_uint32(1))))
 
 
 def landlock_rules(readable: Sequence[str], writable: Sequence[str]) -> int:

@@ -12,7 +12,7 @@ from hpcrl.spec.fields import Section
 from hpcrl.spec.policy_loss import PolicyLoss
 from hpcrl.spec.problems import Problem
 from hpcrl.spec.table import load
-from hpcrl.spec.weight_layout import Need, all_in_generators_dtype
+from hpcrl.spec.weight_layout import RequiredSlices, all_weights
 
 Check = Callable[[Any], Iterable[Problem]]
 
@@ -174,7 +174,7 @@ class TrainEngineSpec(Spec):
     router_replay: bool = False
     """Whether it can choose the experts that the generator chose (the field `routes`, hpcrl.engines.expert_routes)."""
     lora: bool = False
-    """Whether it can train adapters beside frozen weights (hpcrl.engines.train.training_engine.Adapts)."""
+    """Whether it can train adapters beside frozen weights (hpcrl.engines.train.training_engine.TrainsAdapters)."""
     make_critic: str = ""
     """`module:NAME` of make_critic(config, model_path, total_steps), called by all ranks of a critic with
     Config.of_critic(): a ValueEngine (hpcrl.engines.train.training_engine). Empty: it has no value head."""
@@ -194,11 +194,11 @@ class GenEngineSpec(Spec):
     Its section stands under generator.NAME.
     """
 
-    need: Callable[[Any, Any, str, tuple[int, ...], int, int], Need] = all_in_generators_dtype
+    need: Callable[[Any, Any, str, tuple[int, ...], int, int], RequiredSlices] = all_weights
     """`need(config, model, name, shape, index, num_ranks)`: what rank `index` of the num_ranks of a replica must get of
-    this weight. model: the model's ModelShape (hpcrl.planner.shapes), None if its parameters are not known.
-    load_weights() gets tensors of full shape, those of which the rank needs something; numbers outside the need are
-    arbitrary."""
+    this weight. model: the model's ModelShape (hpcrl.models.shape), None if its parameters are not known.
+    load_weights() gets full-shape tensors for each weight of which this rank needs a part; values outside this part are
+    undefined."""
     families: tuple[str, ...] | None = None
     """Model families it runs, as config.json's model_type; None: all."""
     unsupported: Callable[[Mapping[str, Any], int], Iterable[str]] = lambda model, longest: ()
@@ -221,7 +221,7 @@ class GenEngineSpec(Spec):
     """Whether it can compute the vocabulary projection in float32 in a bfloat16 model (generator.head_dtype)."""
     shares_weights: bool = False
     """Whether it can read weights from a trainer's parameters (hpcrl.engines.gen.generation_engine.SharesWeights)."""
-    gives_routes: bool = False
+    records_routes: bool = False
     """Whether it can record the experts that it chooses (the field `routes`, hpcrl.engines.expert_routes)."""
     lora: bool = False
     """Whether it can apply adapters beside the weights of the model's folder (trainer.lora)."""
@@ -237,7 +237,8 @@ class GenEngineSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmSpec(Spec):
-    """A pair of a credit and an objective (hpcrl.algorithms.interface); `make(section)` makes the credit."""
+    """A pair of an advantage estimator and an objective (hpcrl.algorithms.interface); `make(section)` makes the
+    advantage estimator."""
 
     section: type[PolicyLoss]
     objective: str
@@ -248,14 +249,14 @@ class AlgorithmSpec(Spec):
     """Whether it needs the reference policy's log-probs."""
     uses_critic: Callable[[Any], bool] = lambda section: False
     """Whether it needs a critic's values."""
-    compares_siblings: Callable[[Any], bool] = lambda section: False
-    """Whether the credit compares the responses to a prompt, so that a group needs at least two."""
+    compares_group: Callable[[Any], bool] = lambda section: False
+    """Whether the advantage estimator compares the responses to a prompt, so that a group needs at least two."""
     greedy_sibling: bool = False
-    """Whether every prompt gets one more response, decoded greedily, whose reward the credit reads
+    """Whether every prompt gets one more response, decoded greedily, whose reward the advantage estimator reads
     (RewardTable.baselines) and which is not trained on."""
     decoupling_eps: Callable[[Any], float | None] = lambda section: None
     """What is added to the standard deviations of decoupled rewards (hpcrl.rollout.scheduling.policies), which the
-    credit reads (RewardTable.decoupled); None: it does not."""
+    advantage estimator reads (RewardTable.decoupled); None: it does not."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
+import hpcrl
 from hpcrl.system import log
 from hpcrl.system.exit_codes import ExitCode
 
@@ -38,6 +39,7 @@ COMMANDS = {
 
 USAGE = """\
 usage: hpcrl COMMAND [WORD ...]
+       hpcrl --version
 
 Reinforcement learning for large language models, on this machine or as a Slurm job.
 
@@ -144,6 +146,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     match words:
         case ["-h" | "--help" | "help"]:
             show(usage.rstrip())
+            return ExitCode.DONE
+        case ["--version"]:
+            show(f"hpcrl {hpcrl.__version__}")
             return ExitCode.DONE
         case [name, *rest] if name in COMMANDS:
             return int(import_module(COMMANDS[name][0]).main(rest))

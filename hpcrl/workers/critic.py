@@ -8,7 +8,7 @@ from typing import Any
 
 from hpcrl.algorithms.factory import make_value_loss
 from hpcrl.engines.train.training_engine import TrainEngine, ValueEngine, check_objective
-from hpcrl.messaging.messages import Done, ExportCritic, TrainCritic, Values, Weigh
+from hpcrl.messaging.messages import Done, ExportCritic, SetSampleWeights, TrainCritic, Values
 from hpcrl.rollout.batch import Norms
 from hpcrl.spec.tables import TRAIN_ENGINES
 from hpcrl.workers.role import Rank
@@ -35,7 +35,7 @@ class CriticRole(EngineRole):
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
         return super().handlers() | {
             Values: self._values,
-            Weigh: self._weigh,
+            SetSampleWeights: self._weigh,
             TrainCritic: self._train,
             ExportCritic: self.export,
         }
@@ -46,7 +46,7 @@ class CriticRole(EngineRole):
         batch.values = self._ranks.outputs(engine.values(batch, command.micro_batches), batch.num_tokens)
         return Done(seq)
 
-    def _weigh(self, command: Weigh, seq: int) -> Done:
+    def _weigh(self, command: SetSampleWeights, seq: int) -> Done:
         batch, weights = self._worker.batches[command.batch], dict(command.weights)
         given = [weights.get(sample, 1.0) for sample in batch.sample_ids.tolist()]
         batch.weights = batch.weights.new_tensor(given)

@@ -23,7 +23,7 @@ from hpcrl.data.template_forms import chat_template
 from hpcrl.envs.environment import UNREAD_KEYS, Env, begin, checked_reset, checked_step, cut, num_chars
 from hpcrl.envs.examples import example_messages
 from hpcrl.envs.processes import EnvProcess, EnvProcessError
-from hpcrl.messaging.messages import Done, EndEpisodes, Observed, PeekEnd, ScoredSample, Turn, TurnDelta
+from hpcrl.messaging.messages import Done, EndEpisodes, Observed, ReadLastObservation, ScoredSample, Turn, TurnDelta
 from hpcrl.messaging.queues import ReaderLost
 from hpcrl.rewards.grading.extract import after_thinking
 from hpcrl.rewards.serving.guarded import RAISED, describe, sendable
@@ -149,7 +149,7 @@ class EnvRole:
         self._lost: set[int] = set()  # generator ranks
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
-        return {EndEpisodes: self._end_episodes, PeekEnd: self._peek_end}
+        return {EndEpisodes: self._end_episodes, ReadLastObservation: self._peek_end}
 
     @property
     def busy(self) -> bool:
@@ -351,7 +351,7 @@ class EnvRole:
         given = given_start(row["extra"])
         return episode_seed(self._config.seed, split_sample_id(turn.sample)[0]) if given is None else given
 
-    def _peek_end(self, command: PeekEnd, seq: int) -> Done:
+    def _peek_end(self, command: ReadLastObservation, seq: int) -> Done:
         found = [self._ends.get(sample, "") for sample in command.samples]
         self._ends = {}  # of the evaluation that asks
         return Done(seq, texts=found)

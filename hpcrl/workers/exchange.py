@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from hpcrl.comm.transfer import PeerLost, from_ragged
-from hpcrl.messaging.messages import Done, DropBatch, HandOver, Logprobs, Move, SendTokens
+from hpcrl.messaging.messages import Done, DropBatch, Logprobs, Move, SendTokens, TransferRollouts
 from hpcrl.rollout.batch import Batch, on_policy, pack
 from hpcrl.rollout.types import TOKEN_REWARD
 from hpcrl.spec.trajectory import FIELDS, TEXT, Level
@@ -50,13 +50,13 @@ class Exchange:
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
         return {
-            HandOver: self._hand_over,
+            TransferRollouts: self._transfer_rollouts,
             DropBatch: self._drop_batch,
             Logprobs: self._logprobs,
             SendTokens: self._send_tokens,
         }
 
-    def _hand_over(self, command: HandOver, seq: int) -> Done:
+    def _transfer_rollouts(self, command: TransferRollouts, seq: int) -> Done:
         worker = self._worker
         fields = {level: _travelling(command.fields, level) for level in Level}
 

@@ -22,17 +22,17 @@ from hpcrl.engines.gen.generation_engine import GenEngine, PromptRefused, Replic
 from hpcrl.messaging.messages import (
     AbortSamples,
     Admit,
-    Burst,
-    BurstDone,
+    DecodeChunk,
+    DecodeChunkDone,
     Done,
+    DropSamples,
     Ended,
-    Forget,
-    LoadHeld,
-    Peek,
+    LoadPending,
     PromptPayload,
+    ReadTexts,
     Rescore,
     Response,
-    SaveHeld,
+    SavePending,
     Scored,
     ScoredSample,
     Turn,
@@ -44,7 +44,7 @@ from hpcrl.rollout.types import FinishReason, Sample, receiver_of, split_sample_
 from hpcrl.spec.tables import GEN_ENGINES
 from hpcrl.spec.trajectory import TEXT
 from hpcrl.system.clock import AwakeClock
-from hpcrl.workers.held_samples import HeldPrompt, HeldSample
+from hpcrl.workers.held_samples import PromptState, SampleState
 from hpcrl.workers.one_process import OneProcess
 from hpcrl.workers.role import Rank
 
@@ -74,22 +74,22 @@ class GeneratorRole:
         self.engine: GenEngine = make(worker.config, worker.model_path, worker.tokenizer, ranks)
         self._end_ids = end_ids(worker.tokenizer)
         self.trainer = OneProcess.of(worker, self.engine)
-        self.samples: dict[int, HeldSample] = {}
-        self._prompts: WeakValueDictionary[int, HeldPrompt] = WeakValueDictionary()  # alive with any of its samples
-        self._beginning: list[HeldSample] = []  # their environments start in the next burst
+        self.samples: dict[int, SampleState] = {}
+        self._prompts: WeakValueDictionary[int, PromptState] = WeakValueDictionary()  # alive with any of its samples
+        self._beginning: list[SampleState] = []  # their environments start in the next burst
         self._refused: list[Ended] = []  # samples that end in the next burst without a new token
         self._observations: dict[int, TurnDelta] = {}  # by sample, of turns not yet admitted
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
         return {
             Admit: self._admit,
-            Burst: self._burst,
+            DecodeChunk: self._burst,
             AbortSamples: self._abort,
             Rescore: self._rescore,
-            Forget: self._forget,
-            SaveHeld: self._save_held,
-            LoadHeld: self._load_held,
-            Peek: self._peek,
+            DropSamples: self._forget,
+            SavePending: self._save_held,
+            LoadPending: self._load_held,
+            ReadTexts: self._peek,
         }
 
     def look_after(self) -> bool:
@@ -100,7 +100,7 @@ class GeneratorRole:
 
     def pick(self, samples: Sequence[int]) -> dict[str, list[np.ndarray]]:
         """Fields of held samples, one array per sample, and their messages as bytes under TEXT (see
-        Fabric.exchange)."""
+        TransferGroup.exchange)."""
         held = [self.samples[sample].held for sample in samples]
         picked = {name: [sample.columns[name] for sample in held] for name in (held[0].columns if held else ())}
         return picked | {TEXT: [np.frombuffer(sample.text(), np.uint8) for sample in held]}
@@ -119,7 +119,7 @@ class GeneratorRole:
         for sample_id, seed in command.samples:
             uid = split_sample_id(sample_id)[0]
             if sample_id not in self.samples:
-                self.samples[sample_id] = HeldSample(sample_id, prompts[uid])
+                self.samples[sample_id] = SampleState(sample_id, prompts[uid])
             sample = self.samples[sample_id]
             own = rollout.domains.get(sample.prompt.domain)
             limit = min(s.max_new_tokens, (own.max_new_tokens if own is not None else None) or s.max_new_tokens)
@@ -146,10 +146,10 @@ class GeneratorRole:
                 except PromptRefused as error:
                     self._refuse(request, str(error))
 
-    def _prompt(self, payload: PromptPayload) -> HeldPrompt:
+    def _prompt(self, payload: PromptPayload) -> PromptState:
         prompt = self._prompts.get(payload.uid)
         if prompt is None:
-            prompt = self._prompts[payload.uid] = HeldPrompt(payload, self._worker.config)
+            prompt = self._prompts[payload.uid] = PromptState(payload, self._worker.config)
         return prompt
 
     def _refuse(self, request: Request, error: str) -> None:
@@ -164,7 +164,7 @@ class GeneratorRole:
         if self._speaks:
             self._worker.emit(Scored([ScoredSample(request.id, 0.0, 0.0, error)]))
 
-    def _extend(self, samples: Sequence[HeldSample]) -> None:
+    def _extend(self, samples: Sequence[SampleState]) -> None:
         """Add observations to samples that continue, and pass the observations on to the other ranks. Every observation
         has been sent, because the controller only continues answered samples."""
         deadline = self._worker.world.timeout_s
@@ -182,7 +182,7 @@ class GeneratorRole:
         for sample, observation in zip(samples, observations, strict=True):
             sample.observe(observation)
 
-    def _burst(self, command: Burst, seq: int) -> BurstDone | Done:
+    def _burst(self, command: DecodeChunk, seq: int) -> DecodeChunkDone | Done:
         started = time.perf_counter()
         beginning, self._beginning = self._beginning, []
         for sample in beginning:
@@ -208,7 +208,7 @@ class GeneratorRole:
         if not self._speaks:
             return Done(seq)
         played = [end for end in refused if self.samples[end.sample].env is not None]
-        return BurstDone(
+        return DecodeChunkDone(
             seq,
             finished=[*map(self._ended, finished), *(end for end in refused if end not in played)],
             turns=[*map(self._ended, beginning + turns), *played],
@@ -216,10 +216,10 @@ class GeneratorRole:
             seconds=time.perf_counter() - started,
         )
 
-    def _ended(self, sample: HeldSample) -> Ended:
+    def _ended(self, sample: SampleState) -> Ended:
         return sample.ended(with_text=self._worker.config.rollout.save_rollouts)
 
-    def _play(self, samples: Sequence[HeldSample]) -> None:
+    def _play(self, samples: Sequence[SampleState]) -> None:
         """Send each sample's last turn to its environment, or the start of the episode."""
         posts: dict[int, list[Turn]] = defaultdict(list)
         for sample in samples:
@@ -254,7 +254,7 @@ class GeneratorRole:
         inner = turn[:-1] if turn[-1] in self._special else turn
         return self._worker.tokenizer.decode(inner, skip_special_tokens=False) if self._special & {*inner} else ""
 
-    def _post(self, samples: Sequence[HeldSample], receivers: Sequence[int]) -> None:
+    def _post(self, samples: Sequence[SampleState], receivers: Sequence[int]) -> None:
         """Send each sample's last turn to the rank that scores it; after an episode, also its messages."""
         posts: dict[int, list[Response]] = defaultdict(list)
         for sample in samples if receivers else ():
@@ -290,7 +290,7 @@ class GeneratorRole:
     def _rescore(self, command: Rescore, seq: int) -> None:
         self._post([self.samples[sample] for sample in command.samples], command.receivers)
 
-    def _abort(self, command: AbortSamples, seq: int) -> BurstDone | Done:
+    def _abort(self, command: AbortSamples, seq: int) -> DecodeChunkDone | Done:
         outputs = self.engine.abort(command.samples)
         samples = {i: self.samples[i] for i in command.samples if i in self.samples}
         outside = {*(sample.id for sample in self._beginning), *(end.sample for end in self._refused)}
@@ -306,19 +306,19 @@ class GeneratorRole:
         if not self._speaks:
             return Done(seq)
         ended = [Ended(sample, 0, count, str(FinishReason.ABORT)) for sample, count in counts.items()]
-        return BurstDone(seq, finished=ended, turns=[], tokens=0, seconds=0.0)
+        return DecodeChunkDone(seq, finished=ended, turns=[], tokens=0, seconds=0.0)
 
-    def _forget(self, command: Forget, seq: int) -> None:
+    def _forget(self, command: DropSamples, seq: int) -> None:
         self._drop(command.samples)
 
-    def _save_held(self, command: SaveHeld, seq: int) -> Done:
+    def _save_held(self, command: SavePending, seq: int) -> Done:
         folder = Path(command.folder)
         name = write_held(folder, self._worker.world.rank, [self.samples[i].held for i in command.samples])
         return Done(seq, files=[(entry.path, entry.size, entry.sha256) for entry in seal_files(folder, [name])])
 
-    def _load_held(self, command: LoadHeld, seq: int) -> Done:
+    def _load_held(self, command: LoadPending, seq: int) -> Done:
         held = read_held(Path(command.folder), command.files, set(command.samples))
-        self.samples |= {i: HeldSample(i, None, rollout=sample) for i, sample in held.items()}
+        self.samples |= {i: SampleState(i, None, rollout=sample) for i, sample in held.items()}
         return Done(seq)
 
     def _drop(self, samples: Sequence[int]) -> None:
@@ -328,7 +328,7 @@ class GeneratorRole:
         self._beginning = [sample for sample in self._beginning if sample.id in self.samples]
         self._refused = [end for end in self._refused if end.sample in self.samples]
 
-    def _peek(self, command: Peek, seq: int) -> Done:
+    def _peek(self, command: ReadTexts, seq: int) -> Done:
         held = [self.samples[sample].held for sample in command.samples]
         if command.whole:
             return Done(seq, texts=[json.dumps(sample.messages) for sample in held])

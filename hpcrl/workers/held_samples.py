@@ -16,7 +16,7 @@ from hpcrl.rollout.types import FinishReason, Sample
 from hpcrl.spec.trajectory import Field, Level, Origin, fields_of, generated_fields
 
 
-class HeldPrompt:
+class PromptState:
     """A prompt that siblings share. played: its domain has an environment; max_tokens: that the model writes in one of
     its episodes; max_sequence_tokens: of its sequences; by_steps: whose turns are sequences of their own; has_states:
     some environment of the run is such."""
@@ -32,7 +32,7 @@ class HeldPrompt:
 
 
 @dataclass(eq=False)
-class HeldSample:
+class SampleState:
     """A sample.
 
     rollout: its content after its first turn, or from the start of its episode. max_new_tokens: of a turn. env: the
@@ -40,13 +40,13 @@ class HeldSample:
     """
 
     id: int
-    known_prompt: HeldPrompt | None
+    known_prompt: PromptState | None
     max_new_tokens: int = 0
     rollout: Sample | None = None
     env: int | None = None
 
     @property
-    def prompt(self) -> HeldPrompt:
+    def prompt(self) -> PromptState:
         """Its prompt; missing for a finished sample from a checkpoint."""
         assert self.known_prompt is not None, f"sample {self.id} was finished before this start"
         return self.known_prompt

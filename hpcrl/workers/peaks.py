@@ -13,7 +13,16 @@ from pathlib import Path
 
 import torch
 
-from hpcrl.messaging.messages import AbortSamples, Admit, Burst, Logprobs, Pull, TrainCritic, TrainStep, Values
+from hpcrl.messaging.messages import (
+    AbortSamples,
+    Admit,
+    DecodeChunk,
+    Logprobs,
+    TrainCritic,
+    TrainStep,
+    UpdateWeights,
+    Values,
+)
 from hpcrl.metrics.stats import Stats, scalar
 
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -23,9 +32,9 @@ PHASES: dict[type, str] = {
     TrainStep: "train",
     Values: "critic",
     TrainCritic: "critic",
-    Pull: "publish",
+    UpdateWeights: "publish",
     Admit: "generate",
-    Burst: "generate",
+    DecodeChunk: "generate",
     AbortSamples: "generate",
 }
 """Command -> the phase it belongs to; log-probs of the reference are a phase of their own."""

@@ -17,16 +17,16 @@ import torch
 import torch.distributed as dist
 
 from hpcrl.cluster.layout import RoleLayout
-from hpcrl.comm.transfer import Fabric, blames_peer
+from hpcrl.comm.transfer import TransferGroup, blames_peer
 from hpcrl.config import Config
 from hpcrl.data.chat import bind
-from hpcrl.messaging.messages import Ask, BuildGroup, BuildRole, Done, Failed, Joined, Leave, Lost
+from hpcrl.messaging.messages import Ask, BuildGroup, BuildRole, Done, Failed, Joined, Lost, Shutdown
 from hpcrl.messaging.queues import ControlError, ReaderLost, StoreLost
 from hpcrl.messaging.world import CONTROLLER_QUEUE, World
 from hpcrl.node.devices import HIDDEN, VISIBLE, check_device
 from hpcrl.node.numa import address_of, bind_to_gpu
 from hpcrl.planner.generator import shares_weights
-from hpcrl.planner.memory import takes_turns
+from hpcrl.planner.memory import shares_device
 from hpcrl.rollout.batch import Batch
 from hpcrl.spec.tables import ROLES
 from hpcrl.system.files import is_storage_error
@@ -37,7 +37,7 @@ from hpcrl.workers.exchange import Exchange
 from hpcrl.workers.peaks import PHASES, Peaks
 from hpcrl.workers.role import Answers, Role, Serves
 from hpcrl.workers.time_sharing import Turns
-from hpcrl.workers.weight_updates import Publishing
+from hpcrl.workers.weight_updates import WeightUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Worker:
         self.world, self.config, self.layout = world, config, layout
         self.model_path, self.run_dir = model_path, run_dir
         self.batches: dict[int, Batch] = {}
-        self.fabrics: dict[str, Fabric] = {}
+        self.fabrics: dict[str, TransferGroup] = {}
         self.roles: dict[str, Role] = {}
         self.services: dict[str, list[str]] = {}
         self._default_ranks: list[int] | None = None
@@ -65,11 +65,11 @@ class Worker:
             BuildGroup: self._build_group,
             Ask: self._ask,
         }
-        self._publishing = Publishing(self)
+        self._publishing = WeightUpdate(self)
         self._saving = Saving(self)
         self._handlers |= Exchange(self).handlers() | self._publishing.handlers() | self._saving.handlers()
         self._peaks = Peaks()
-        self._turns = Turns(self.roles, shares_weights(config, layout)) if takes_turns(config, layout) else None
+        self._turns = Turns(self.roles, shares_weights(config, layout)) if shares_device(config, layout) else None
         self._left = False
 
     @functools.cached_property
@@ -80,7 +80,7 @@ class Worker:
         return bind(AutoTokenizer.from_pretrained(self.model_path), self.config.data.chat_template_kwargs)
 
     def serve(self) -> None:
-        """Join and execute commands until Leave. Reported if anything raised, which ends the rank."""
+        """Join and execute commands until Shutdown. Reported if anything raised, which ends the rank."""
         self.join()
         idle_s = IDLE_FIRST_S
         while not self._left:
@@ -120,7 +120,7 @@ class Worker:
         _, seq, command = message
         name = type(command).__name__
         self.world.trace.enter(name, seq)
-        if isinstance(command, Leave):
+        if isinstance(command, Shutdown):
             self._left = True
             self.world.leave()
             self.emit(Done(seq))
@@ -197,7 +197,7 @@ class Worker:
 
     def _build_group(self, command: BuildGroup, seq: int) -> Done:
         build = self.world.group if command.replica is None else self.world.weights_group
-        fabric = Fabric(build(command.name, command.ranks, command.epoch), tuple(command.ranks))
+        fabric = TransferGroup(build(command.name, command.ranks, command.epoch), tuple(command.ranks))
         self.fabrics[command.name] = fabric
         if command.replica is not None:
             self._publishing.open(fabric, command.replica)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcrl.messaging.messages import AwaitSiblings, Response, Scored, ScoredSample, ScoreTogether, Unwanted
+from hpcrl.messaging.messages import AwaitGroup, DropAwaiting, Response, Scored, ScoredSample, ScoreGroup
 from hpcrl.rewards.reward import RewardItem, Score
 from hpcrl.rewards.services import Services
 from hpcrl.rewards.serving.pool import RewardPool
@@ -35,7 +35,7 @@ class RewardRole:
         self._held: dict[int, RewardItem] = {}  # waiting for their siblings
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
-        return {ScoreTogether: self._score_together, Unwanted: self._drop}
+        return {ScoreGroup: self._score_together, DropAwaiting: self._drop}
 
     @property
     def busy(self) -> bool:
@@ -63,12 +63,12 @@ class RewardRole:
                 case None:
                     self._arrived.append(item)
         if waiting:
-            self._worker.emit(AwaitSiblings(waiting))
+            self._worker.emit(AwaitGroup(waiting))
 
-    def _score_together(self, command: ScoreTogether, seq: int) -> None:
+    def _score_together(self, command: ScoreGroup, seq: int) -> None:
         self._pool.submit_group([self._held.pop(sample) for sample in command.samples])
 
-    def _drop(self, command: Unwanted, seq: int) -> None:
+    def _drop(self, command: DropAwaiting, seq: int) -> None:
         for sample in command.samples:
             self._held.pop(sample, None)
 

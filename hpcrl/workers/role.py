@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from hpcrl.cluster.layout import RoleLayout
-from hpcrl.comm.transfer import Fabric, blames_peer
+from hpcrl.comm.transfer import TransferGroup, blames_peer
 from hpcrl.config import Config
 from hpcrl.messaging.messages import Done
 from hpcrl.messaging.world import World
@@ -57,7 +57,7 @@ class Rank(Protocol):
     model_path: Path
     run_dir: Path
     batches: dict[int, Batch]
-    fabrics: dict[str, Fabric]
+    fabrics: dict[str, TransferGroup]
     roles: dict[str, Role]
     services: dict[str, list[str]]
 

@@ -12,15 +12,15 @@ from typing import cast
 from hpcrl.messaging.messages import (
     Admit,
     BuildRole,
-    Burst,
+    DecodeChunk,
     Export,
     ExportCritic,
     LoadReference,
     LoadState,
     Logprobs,
-    Pull,
     TrainCritic,
     TrainStep,
+    UpdateWeights,
     Values,
 )
 from hpcrl.workers.generator import GeneratorRole
@@ -36,9 +36,9 @@ TURNS: dict[type, str] = {
     TrainCritic: "train",
     Export: "train",
     ExportCritic: "train",
-    Pull: "publish",
+    UpdateWeights: "publish",
     Admit: "generate",
-    Burst: "generate",
+    DecodeChunk: "generate",
 }
 
 
@@ -47,7 +47,7 @@ TRAIN_ROLES = ("trainer", "critic", "reference")
 
 
 class Turns:
-    """On a rank with a training engine and a generator, if the run offloads (hpcrl.planner.memory.takes_turns).
+    """On a rank with a training engine and a generator, if the run offloads (hpcrl.planner.memory.shares_device).
 
     The generator is built in its own turn: its engine may take a share of the GPU at once, which must be free.
     shares_weights: it reads the trainer's parameters, which stay (hpcrl.planner.generator.shares_weights).

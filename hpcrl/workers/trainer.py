@@ -12,14 +12,21 @@ import torch
 from torch import Tensor
 
 from hpcrl.algorithms.factory import make_algorithm
-from hpcrl.algorithms.interface import Credit, RewardTable
-from hpcrl.algorithms.metrics import batch_stats, credit_stats, domain_stats
+from hpcrl.algorithms.interface import AdvantageEstimator, RewardTable
+from hpcrl.algorithms.metrics import advantage_stats, batch_stats, domain_stats
 from hpcrl.comm.data_parallel import DataParallel
 from hpcrl.data import sft_rows
 from hpcrl.engines.expert_routes import routes_of
-from hpcrl.engines.train.training_engine import Adapts, ComputesEntropies, TrainEngine, check_objective, check_segments
+from hpcrl.engines.train.training_engine import (
+    ComputesEntropies,
+    TrainEngine,
+    TrainsAdapters,
+    check_objective,
+    check_segments,
+)
 from hpcrl.messaging.messages import (
     Advantages,
+    BroadcastBatch,
     Done,
     Export,
     ExportCritic,
@@ -27,7 +34,6 @@ from hpcrl.messaging.messages import (
     LoadRollouts,
     LoadRows,
     Logprobs,
-    PassOn,
     TrainStep,
     WriteRollouts,
 )
@@ -71,7 +77,7 @@ class EngineRole:
         return None
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
-        return {LoadRollouts: self._load_rollouts, PassOn: self._pass_on}
+        return {LoadRollouts: self._load_rollouts, BroadcastBatch: self._pass_on}
 
     def _load_rollouts(self, command: LoadRollouts, seq: int) -> Done:
         stored = RolloutReader(command.run_dir, provisional=True).batch(command.step)
@@ -85,7 +91,9 @@ class EngineRole:
         if command.into == "old_entropies":
             compute = cast(ComputesEntropies, self.engine).entropies  # check_objective
         elif command.role != self.name:  # the reference, which is the trainer's model without adapters
-            compute = cast(Adapts, self.engine).reference_logprobs  # its specification says that it has adapters
+            compute = cast(
+                TrainsAdapters, self.engine
+            ).reference_logprobs  # its specification says that it has adapters
         values = compute(batch, command.micro_batches, self._algorithm.objective.temperature)
         setattr(batch, command.into, self._ranks.outputs(values, batch.num_tokens))
         return Done(seq)
@@ -94,7 +102,7 @@ class EngineRole:
         self.engine.export_hf(Path(command.folder))
         return Done(seq)
 
-    def _pass_on(self, command: PassOn, seq: int) -> Done:
+    def _pass_on(self, command: BroadcastBatch, seq: int) -> Done:
         batches, field = self._worker.batches, command.field
         given: dict[str, Tensor] = {}
         if self._ranks.is_head:
@@ -151,17 +159,17 @@ class TrainerRole(EngineRole):
         return Done(seq)
 
     def _advantages(self, command: Advantages, seq: int) -> Done:
-        batch, credit = self._worker.batches[command.batch], self._algorithm.credit
-        assert credit is not None, "a pipeline without rewards asks for no advantages"
+        batch, estimator = self._worker.batches[command.batch], self._algorithm.estimator
+        assert estimator is not None, "a pipeline without rewards asks for no advantages"
         self._algorithm.take(command.numbers)
         table = _gather_rewards(batch, self._ranks, command.domains)
-        own = _credit(credit, batch, table, self._ranks)
+        own = _fill_advantages(estimator, batch, table, self._ranks)
         own |= self._algorithm.objective.prepare(batch, self._ranks.all_sum)
         if not self._ranks.is_head:
             return Done(seq)
         changed = (batch.weights != 1).nonzero()[:, 0]
         weights = list(zip(batch.sample_ids[changed].tolist(), batch.weights[changed].tolist(), strict=True))
-        stats = batch_stats(batch, table) | credit_stats(batch) | domain_stats(batch, table)
+        stats = batch_stats(batch, table) | advantage_stats(batch) | domain_stats(batch, table)
         return Done(seq, stats=stats | own, weights=weights)
 
     def _train_step(self, command: TrainStep, seq: int) -> Done:
@@ -181,15 +189,15 @@ class TrainerRole(EngineRole):
         return Done(seq)
 
 
-def _credit(credit: Credit, batch: Batch, table: RewardTable, ranks: DataParallel) -> Stats:
-    """Have the credit filled in from the episodes that have not failed, as if there were no others; those that have get
-    the weight 0. Collective over the trainer ranks."""
+def _fill_advantages(estimator: AdvantageEstimator, batch: Batch, table: RewardTable, ranks: DataParallel) -> Stats:
+    """Have the advantage estimator filled in from the episodes that have not failed, as if there were no others; those
+    that have get the weight 0. Collective over the trainer ranks."""
     if batch.failed is None:  # on all of them
-        return credit.assign(batch, table, ranks.all_sum)
+        return estimator.assign(batch, table, ranks.all_sum)
     gone = ranks.all_gather(batch.sample_ids[batch.failed])
     kept = ~batch.failed
     part = batch.select(kept.nonzero()[:, 0].tolist())
-    stats = credit.assign(part, table.select(~torch.isin(table.sample_ids, gone)), ranks.all_sum)
+    stats = estimator.assign(part, table.select(~torch.isin(table.sample_ids, gone)), ranks.all_sum)
     batch.weights = torch.zeros_like(batch.weights).masked_scatter(kept, part.weights)
     tokens = kept[batch.row_ids]
     for field in fields_of(Origin.TRAINING, Level.TOKEN):

@@ -11,16 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpcrl.comm.transfer import Fabric
+from hpcrl.comm.transfer import TransferGroup
 from hpcrl.comm.weight_checksums import LoadedSums, add_sums, held_sums
 from hpcrl.comm.weight_plan import arriving_dtype
 from hpcrl.comm.weight_transfer import Channel, Receiving, Schedule, Sending, connect, receive_layout, send_layout
-from hpcrl.engines.gen.generation_engine import ShowsWeights
-from hpcrl.messaging.messages import Done, Pull
+from hpcrl.engines.gen.generation_engine import ReadsBackWeights
+from hpcrl.messaging.messages import Done, UpdateWeights
 from hpcrl.messaging.world import PEER_SHARE
-from hpcrl.planner.shapes import ModelShape, known_shape
+from hpcrl.models.families import known_shape
+from hpcrl.models.shape import ModelShape
 from hpcrl.spec.tables import GEN_ENGINES
-from hpcrl.spec.weight_layout import Held, Need
+from hpcrl.spec.weight_layout import RequiredSlices, TensorShards
 from hpcrl.workers.generator import GeneratorRole
 from hpcrl.workers.role import Rank, without
 from hpcrl.workers.trainer import TrainerRole
@@ -29,7 +30,7 @@ PATIENCE_SHARE = 0.75
 """Share of the time of a peer that a trainer waits for a replica: other replicas wait for the trainer meanwhile."""
 
 
-class Publishing:
+class WeightUpdate:
     """Exists on every rank; its roles determine its part."""
 
     def __init__(self, worker: Rank):
@@ -39,9 +40,9 @@ class Publishing:
         self._receiving: Receiving | None = None
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
-        return {Pull: self._pull}
+        return {UpdateWeights: self._pull}
 
-    def open(self, fabric: Fabric, number: int) -> None:
+    def open(self, fabric: TransferGroup, number: int) -> None:
         """Connect the trainers and a replica, and tell it the layout of the weights. Called by all ranks of the group,
         after their roles are built."""
         rank, trainers = self._worker.world.rank, self._worker.layout.ranks["trainer"]
@@ -57,7 +58,7 @@ class Publishing:
         needs = dict(zip(replica, self._needs(layout), strict=True))
         self._channels[number] = Channel(fabric.group, fabric.ranks, layout, needs)
 
-    def _pull(self, command: Pull, seq: int) -> Done:
+    def _pull(self, command: UpdateWeights, seq: int) -> Done:
         if self._worker.layout.generates_on_trainers:
             self._gather(command.version)
             return Done(seq)
@@ -83,19 +84,19 @@ class Publishing:
         for _ in named:  # a collective
             pass
         if self._worker.config.check_weights:
-            sums = held_sums(rank, held, needs, engine.held_weights())
+            sums = held_sums(rank, held, needs, engine.local_shards())
             dist.all_reduce(sums)
             if loaded is not None:
                 self._compare(loaded, sums[index], version)
 
-    def _transfer(self, command: Pull, seq: int) -> Done:
+    def _transfer(self, command: UpdateWeights, seq: int) -> Done:
         rank, layout = self._worker.world.rank, self._worker.layout
         sending, loaded = None, None
         if rank in layout.ranks["trainer"]:
             engine = cast(TrainerRole, self._worker.roles["trainer"]).engine
             self._schedule = self._schedule or Schedule(rank, self._channels)
             patience_s = PATIENCE_SHARE * PEER_SHARE * self._worker.world.timeout_s
-            sending = Sending(self._schedule, command.replicas, engine.held_weights(), patience_s)
+            sending = Sending(self._schedule, command.replicas, engine.local_shards(), patience_s)
         if (number := self._own_replica()) in command.replicas:
             channel = self._channels[number]
             self._receiving = self._receiving or Receiving(rank, channel)
@@ -121,7 +122,7 @@ class Publishing:
         if self._schedule is not None:
             engine = cast(TrainerRole, self._worker.roles["trainer"]).engine
             held = self._schedule.layout
-            sums = held_sums(rank, held, self._needs(held), engine.held_weights())
+            sums = held_sums(rank, held, self._needs(held), engine.local_shards())
         for number in replicas:
             if number in self._channels:
                 try:
@@ -144,21 +145,25 @@ class Publishing:
             )
 
     def _load(
-        self, named: Iterable[tuple[str, Tensor]], version: int, layout: Sequence[Held], needs: Sequence[Need]
+        self,
+        named: Iterable[tuple[str, Tensor]],
+        version: int,
+        layout: Sequence[TensorShards],
+        needs: Sequence[RequiredSlices],
     ) -> LoadedSums | None:
         """Load the tensors as they come; their checksums, if those are compared."""
         engine, alone = self._generator.engine, self._generator.trainer
         load = engine.load_weights if alone is None else alone.load
         loaded = LoadedSums(layout, needs) if self._worker.config.check_weights else None
         load(named if loaded is None else loaded.noting(named), version)
-        if loaded is not None and isinstance(engine, ShowsWeights):
+        if loaded is not None and isinstance(engine, ReadsBackWeights):
             for _ in loaded.noting(engine.loaded_weights([held.name for held in layout])):
                 pass
         if self._worker.config.rollout.on_new_weights == "recompute":
             engine.recompute()
         return loaded
 
-    def _needs(self, layout: Sequence[Held]) -> list[list[Need]]:
+    def _needs(self, layout: Sequence[TensorShards]) -> list[list[RequiredSlices]]:
         """What each rank of a replica needs of every tensor."""
         config, size = self._worker.config, self._worker.layout.generator_tensor_parallel
         need, model = GEN_ENGINES[config.gen_engine].need, self._model

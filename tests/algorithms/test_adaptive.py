@@ -52,7 +52,7 @@ def test_the_entropy_bonus_follows_the_target() -> None:
 
 def test_the_loss_and_the_reward_use_the_adapted_coefficients() -> None:
     """A run with factor 3 equals one whose coefficients are three times as large."""
-    losses, credits = [], []
+    losses, estimators = [], []
     for scale, config in (
         (3.0, Reinforce(kl_loss_coef=0.1, kl_reward_coef=0.2, kl_target=1.0, entropy_target=1.0)),
         (1.0, Reinforce(kl_loss_coef=0.3, kl_reward_coef=0.6, entropy_loss_coef=0.7)),
@@ -62,12 +62,12 @@ def test_the_loss_and_the_reward_use_the_adapted_coefficients() -> None:
         pair = make_pair(config)
         pair.take({"actor/kl_scale": scale, "actor/entropy_coef": 0.7})
         advantages(pair, batch, table)
-        credits.append(batch.returns.tolist())
+        estimators.append(batch.returns.tolist())
         assert "entropy" in pair.objective.outputs
         outputs = Outputs(batch.old_logprobs + 0.1, torch.ones(batch.num_tokens))
         losses.append(pair.objective.loss(outputs, batch, Norms(3, 2))[0].item())
     assert losses[0] == pytest.approx(losses[1]) and losses[0] != pytest.approx(losses[2])
-    assert credits[0] == pytest.approx(credits[1]) and credits[0] != pytest.approx(credits[2])
+    assert estimators[0] == pytest.approx(estimators[1]) and estimators[0] != pytest.approx(estimators[2])
 
 
 # -- running statistics and domains
@@ -118,7 +118,7 @@ def test_all_domains_may_be_normalised_together() -> None:
 
 def test_whitened_token_rewards() -> None:
     batch, table = make_batch([[0, 1, 1], [0, 1]], [3.0, 0.0], [0, 1])
-    make_pair(Reinforce(whiten_rewards=True)).credit.assign(batch, table, identity)
+    make_pair(Reinforce(whiten_rewards=True)).estimator.assign(batch, table, identity)
     # token rewards 0, 3, 0: mean 1, unbiased variance (1 + 4 + 1) / 2 = 3; then summed from the end
     b = 1 / math.sqrt(3)
     torch.testing.assert_close(batch.returns, torch.tensor([0, b, 2 * b, 0, -b]))

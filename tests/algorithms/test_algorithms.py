@@ -13,7 +13,7 @@ from hpcrl.algorithms import factory
 from hpcrl.algorithms.cross_entropy import CrossEntropy
 from hpcrl.algorithms.factory import make_algorithm
 from hpcrl.algorithms.interface import Algorithm, Outputs, RewardTable
-from hpcrl.algorithms.metrics import batch_stats, credit_stats, domain_stats
+from hpcrl.algorithms.metrics import advantage_stats, batch_stats, domain_stats
 from hpcrl.algorithms.spec import GRPO, Reinforce, ReinforcePlusPlus
 from hpcrl.config import PolicyLoss, parse
 from hpcrl.metrics.stats import flatten, merge
@@ -50,8 +50,8 @@ def make_batch(masks, rewards, group_ids, seed=0):
 
 def advantages(algorithm: Algorithm, batch, table):
     """Fill them as a trainer role does; what it logs."""
-    own = algorithm.credit.assign(batch, table, identity)
-    return batch_stats(batch, table) | credit_stats(batch) | own
+    own = algorithm.estimator.assign(batch, table, identity)
+    return batch_stats(batch, table) | advantage_stats(batch) | own
 
 
 def norms_of(batch):
@@ -351,7 +351,7 @@ def test_every_algorithm_is_the_pair_that_its_specification_says():
         section = spec.section(name=name)
         pair = factory.make_pair(spec, section)
         module, _, credit = spec.make.partition(":")
-        assert (type(pair.credit).__module__, type(pair.credit).__name__) == (module, credit)
+        assert (type(pair.estimator).__module__, type(pair.estimator).__name__) == (module, credit)
         assert f"{type(pair.objective).__module__}:{type(pair.objective).__name__}" == spec.objective
     assert len({spec.make for _, spec in ALGORITHMS.items()}) == 11
 
@@ -359,7 +359,7 @@ def test_every_algorithm_is_the_pair_that_its_specification_says():
 def test_a_supervised_run_has_an_objective_of_its_own_and_no_credit():
     words = {"algorithm": {"name": "grpo", "ppo_epochs": 3, "kl_loss_coef": 0.1}, "rollout": {"temperature": 0.5}}
     supervised = make_algorithm(parse({"pipeline": "sft"} | words))
-    assert type(supervised.objective) is CrossEntropy and supervised.credit is None
+    assert type(supervised.objective) is CrossEntropy and supervised.estimator is None
     assert (supervised.objective.temperature, supervised.objective.optimizer_steps) == (1.0, 1)
     assert not supervised.reads | supervised.objective.outputs | supervised.objective.logged
     rewarded = make_algorithm(parse(words))
@@ -424,7 +424,7 @@ def test_every_domain_has_its_own_statistics():
     }  # fmt: skip
     assert {name: tuple(stats[name]) for name in expected} == expected
     assert not any(name.startswith("absent") for name in stats)
-    whole = credit_stats(batch)["critic/advantages/*"]
+    whole = advantage_stats(batch)["critic/advantages/*"]
     parts = merge([{"x": stats[f"{name}/critic/advantages/*"]} for name in "ab"])["x"]
     assert parts == pytest.approx(whole)
     old, ref, rows = batch.old_logprobs, batch.ref_logprobs, batch.row_ids

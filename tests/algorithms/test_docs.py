@@ -27,7 +27,7 @@ def written() -> dict[str, Any]:
 
 def test_the_example_of_a_credit(written: dict[str, Any]) -> None:
     batch, table = make_batch([[0, 1, 1], [0, 1], [0, 1], [0, 1], [0, 1]], [1.0, 0.0, 0.0, 4.0, 2.0], [3, 3, 3, 8, 8])
-    written["RankCredit"](Reinforce()).assign(batch, table, lambda tensor: tensor)
+    written["RankAdvantage"](Reinforce()).assign(batch, table, lambda tensor: tensor)
     assert batch.advantages.tolist() == [0, 1, 1, 0, -0.5, 0, -0.5, 0, 1, 0, -1]
 
 

@@ -113,7 +113,7 @@ def test_it_equals_a_naive_loop_with_kl_in_the_reward(gamma: float, lambd: float
     batch, table = mixed_batch()
     config = GAE(gamma=gamma, lambd=lambd, kl_reward_coef=0.3, whiten_advantages=False)
     algorithm = make_pair(config)
-    assert algorithm.credit is not None and algorithm.credit.reads == {"values", "old_logprobs", "ref_logprobs"}
+    assert algorithm.estimator is not None and algorithm.estimator.reads == {"values", "old_logprobs", "ref_logprobs"}
     advantages(algorithm, with_values(batch), table)
     expected = naive(batch, config)
     torch.testing.assert_close(batch.advantages, expected[0])

@@ -1,4 +1,4 @@
-"""GDPO's credit: by hand, and against TRL's formula (multi_objective_aggregation="normalize_then_sum")."""
+"""GDPO's advantages: by hand, and against TRL's formula (multi_objective_aggregation="normalize_then_sum")."""
 
 from __future__ import annotations
 

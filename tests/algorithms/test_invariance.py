@@ -1,4 +1,4 @@
-"""The order of rows, their prompts, their ranks and their micro-batches show in no credit and in no loss."""
+"""The order of rows, their prompts, their ranks and their micro-batches show in no advantage and in no loss."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def by_sample(batch: Batch, *names: str) -> dict[int, Tensor]:
     }
 
 
-# -- credits
+# -- advantage estimators
 
 COMMON: dict[str, Any] = {
     "whiten_advantages": True, "max_len_mask": True, "difficulty_loss_weight": True, "length_loss_weight": True,
@@ -135,7 +135,7 @@ def on_ranks(section: PolicyLoss, parts: list[Batch], sums: bool = True) -> tupl
     table = replace(RewardTable.of(rows_of(ALL)), domains={"a": [1, 3], "b": [2]})
 
     def assign(part: Batch, all_sum: AllSum) -> Stats:
-        credit = make_pair(section).credit
+        credit = make_pair(section).estimator
         assert credit is not None
         return credit.assign(part, table, all_sum)
 

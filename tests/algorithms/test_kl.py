@@ -55,7 +55,7 @@ class Expected:
         logprobs = logits.log_softmax(-1)
         spread, batch = self._spread(logprobs), self._batch
         batch.weights, batch.old_logprobs = logprobs.detach().exp(), spread.detach()
-        self._pair.credit.assign(batch, self._table, lambda tensor: tensor)
+        self._pair.estimator.assign(batch, self._table, lambda tensor: tensor)
         loss, _ = self._pair.objective.loss(Outputs(spread), batch, Norms(1.0, 1.0))
         loss.backward()
         assert logits.grad is not None

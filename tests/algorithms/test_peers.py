@@ -1,4 +1,4 @@
-"""Credits and losses against the formulas of other libraries and papers, worked out anew on padded rows in float64."""
+"""Advantages and losses against the formulas of other libraries and papers, computed on padded rows in float64."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def whitened(returns: Tensor, unbiased: bool) -> Tensor:
 @pytest.mark.parametrize("seed", range(3))
 def test_reinforce_plus_plus_subtracts_the_kl_first_and_then_whitens(seed: int, kl_coef: float, gamma: float) -> None:
     batch, table, rows = random_rows(seed)
-    make_pair(ReinforcePlusPlus(gamma=gamma, kl_reward_coef=kl_coef)).credit.assign(batch, table, lambda x: x)
+    make_pair(ReinforcePlusPlus(gamma=gamma, kl_reward_coef=kl_coef)).estimator.assign(batch, table, lambda x: x)
     returns = returns_with_kl(rows, gamma, kl_coef)
     torch.testing.assert_close(batch.returns, packed(returns, batch), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(batch.advantages, packed(whitened(returns, True), batch), rtol=1e-5, atol=1e-5)

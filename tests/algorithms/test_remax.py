@@ -62,7 +62,7 @@ def test_the_expected_gradient_is_that_of_the_expected_reward() -> None:
         batch, _ = make_batch([[0, 1]], [rewards[token].item()], [0])
         batch.baselines = rewards[logits.argmax()].reshape(1)
         algorithm = make_pair(ReMax())
-        algorithm.credit.assign(batch, RewardTable.of(batch), identity)
+        algorithm.estimator.assign(batch, RewardTable.of(batch), identity)
         logprobs = torch.stack([torch.zeros(()), logits.log_softmax(0)[token]])
         batch.old_logprobs = None
         loss, _ = algorithm.objective.loss(Outputs(logprobs, torch.zeros(2)), batch, Norms(1.0, 1.0))

@@ -1,4 +1,4 @@
-"""Surrogates, credits and weights of responses: each against a plain reading of its formula, and by hand."""
+"""Surrogates, advantages and weights of responses: each against a plain reading of its formula, and by hand."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_the_fourth_aggregation_divides_by_a_constant() -> None:
     assert loss.item() == pytest.approx((2 * 6 - 4) / 8 / 2)
 
 
-# -- credits
+# -- advantage estimators
 
 
 def test_rloo_by_hand() -> None:
@@ -194,7 +194,7 @@ def weighed(rewards: list[float], groups: list[int], lengths: list[int], **keys:
     flat = flatten(advantages(make_pair(GRPO(**keys)), batch, table))
     part, _ = make_batch([[0] + [1] * length for length in lengths], rewards, groups)
     part = part.select([2, 0])
-    make_pair(GRPO(**keys)).credit.assign(part, table, lambda tensor: tensor)
+    make_pair(GRPO(**keys)).estimator.assign(part, table, lambda tensor: tensor)
     assert part.weights.tolist() == batch.weights[[2, 0]].tolist(), "another rank's rows have the weights of the step"
     return batch.weights.tolist(), flat
 

@@ -1,4 +1,4 @@
-"""Credits of turns, by hand."""
+"""Advantages of turns, by hand."""
 
 from __future__ import annotations
 

@@ -25,9 +25,9 @@ from pathlib import Path
 
 import numpy as np
 
-from hpcrl.comm.transfer import Fabric
+from hpcrl.comm.transfer import TransferGroup
 from hpcrl.messaging.bootstrap import Place
-from hpcrl.messaging.messages import Done, DropBatch, HandOver, Leave, Move
+from hpcrl.messaging.messages import Done, DropBatch, Move, Shutdown, TransferRollouts
 from hpcrl.messaging.world import CONTROLLER_QUEUE, World, join, rank_queue
 from tests.bench.machine import tell
 from tests.bench.ray.rollouts import FIELDS, NUM_ROLLOUTS, NUM_TOKENS, checksum, make_rollouts, pack
@@ -51,11 +51,11 @@ def p50_ms(action: Callable[[], object], warmup: int, repeats: int) -> float:
     return statistics.median(times[warmup:]) * 1e3
 
 
-def join_pair(rank: int, folder: Path) -> tuple[World, Fabric]:
+def join_pair(rank: int, folder: Path) -> tuple[World, TransferGroup]:
     """Collective over both processes."""
     place = Place("rank", "agent", rank, node=0, num_nodes=1)
     world = join(place, 2, folder, start_s=TIMEOUT_S, store_s=TIMEOUT_S, command_s=TIMEOUT_S)
-    return world, Fabric(world.group("bench", [SENDER, PEER], 0), [SENDER, PEER])
+    return world, TransferGroup(world.group("bench", [SENDER, PEER], 0), [SENDER, PEER])
 
 
 def run_peer(folder: Path) -> None:
@@ -64,12 +64,12 @@ def run_peer(folder: Path) -> None:
     while (message := world.commands.get(TIMEOUT_S)) is not None:
         _, seq, command = message
         match command:
-            case HandOver():
+            case TransferRollouts():
                 [(_, packed)] = fabric.exchange(PEER, command.moves, TOKEN_FIELDS, [], pick=lambda samples: {})
                 world.sender.send(CONTROLLER_QUEUE, Done(seq, texts=[str(checksum(packed))]))
             case DropBatch():
                 world.sender.send(CONTROLLER_QUEUE, Done(seq))
-            case Leave():
+            case Shutdown():
                 return
 
 
@@ -95,7 +95,7 @@ def measure_hpcrl(calls: int, moves: int) -> dict[str, float]:
 
             def move() -> None:
                 scalars = np.zeros(NUM_ROLLOUTS, np.float32).tobytes()
-                command = HandOver(
+                command = TransferRollouts(
                     batch=0,
                     group="bench",
                     moves=MOVES,
@@ -108,7 +108,7 @@ def measure_hpcrl(calls: int, moves: int) -> dict[str, float]:
                 assert answer().texts == [expected]
 
             result = {"call_ms": p50_ms(call, calls // 10, calls), "move_ms": p50_ms(move, 3, moves)}
-            world.sender.send(rank_queue(PEER), Leave())
+            world.sender.send(rank_queue(PEER), Shutdown())
             assert peer.wait(TIMEOUT_S) == 0
         finally:
             peer.kill()

@@ -27,7 +27,7 @@ from typing import Any
 from hpcrl.messaging import messages as m
 from hpcrl.messaging import queues
 from hpcrl.messaging.dispatcher import Controller
-from hpcrl.messaging.mailbox_server import Dialer, Intake
+from hpcrl.messaging.mailbox_server import Dialer, MailboxServer
 from hpcrl.messaging.trace import Trace
 from hpcrl.messaging.world import CONTROLLER_QUEUE
 from hpcrl.rollout.loop import RolloutLoop
@@ -158,7 +158,7 @@ def connected(num_ranks: int, in_flight: int, steps: int) -> dict[str, Any]:
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         store = queues.serve("127.0.0.1", 60.0)
-        intake = Intake("127.0.0.1", KEY)
+        intake = MailboxServer("127.0.0.1", KEY)
         inbox = queues.Inbox(intake.queue(CONTROLLER_QUEUE), CONTROLLER_QUEUE, KEY, m.Event)
         intake.publish(store, 0)
         sender = queues.Sender(Dialer(store, KEY, 0, 60.0, 60.0), KEY, 0)
@@ -177,7 +177,7 @@ def connected(num_ranks: int, in_flight: int, steps: int) -> dict[str, Any]:
             call_ms = []
             for _ in range(5):
                 start = time.monotonic()
-                controller.call({rank: m.Peek([]) for rank in capacities})
+                controller.call({rank: m.ReadTexts([]) for rank in capacities})
                 call_ms.append(1e3 * (time.monotonic() - start))
             sent, heard = -_count(sender), -sum(inbox._last.values())
             start, cpu, own = time.monotonic(), time.process_time(), time.thread_time()

@@ -16,7 +16,7 @@ from torch.distributed import TCPStore
 
 from hpcrl.messaging import messages as m
 from hpcrl.messaging import queues
-from hpcrl.messaging.mailbox_server import Arrival, Dialer, Intake, Push
+from hpcrl.messaging.mailbox_server import Arrival, Dialer, MailboxServer, Push
 from hpcrl.messaging.world import CONTROLLER_QUEUE, rank_queue
 from hpcrl.rollout.types import split_sample_id
 
@@ -42,17 +42,17 @@ class Script:
             self._begun[sample] = self._burst
             heapq.heappush(self._ends, (self._burst + bursts, sample, self._burst))
 
-    def burst(self, seq: int, num_tokens: int, seconds: float) -> m.BurstDone:
+    def burst(self, seq: int, num_tokens: int, seconds: float) -> m.DecodeChunkDone:
         self._burst += 1
         tokens, ended = num_tokens * len(self._begun), []
         while self._ends and self._ends[0][0] <= self._burst:
             _, sample, begun = heapq.heappop(self._ends)
             if self._begun.get(sample) == begun:
                 ended.append(self._end(sample, num_tokens, "stop"))
-        return m.BurstDone(seq, ended, [], tokens, seconds)
+        return m.DecodeChunkDone(seq, ended, [], tokens, seconds)
 
-    def abort(self, seq: int, samples: list[int]) -> m.BurstDone:
-        return m.BurstDone(seq, [self._end(i, 1, "abort") for i in samples if i in self._begun], [], 0, 0.0)
+    def abort(self, seq: int, samples: list[int]) -> m.DecodeChunkDone:
+        return m.DecodeChunkDone(seq, [self._end(i, 1, "abort") for i in samples if i in self._begun], [], 0, 0.0)
 
     def _end(self, sample: int, num_tokens: int, reason: str) -> m.Ended:
         tokens = num_tokens * (self._burst - self._begun.pop(sample))
@@ -89,7 +89,7 @@ class Cluster:
         self._burst_s = burst_s
         self._replicas = {rank: Script(rank, mean_bursts) for rank in range(1, num_replicas + 1)}
         self._inboxes: dict[int, deque[tuple[int, Any]]] = {rank: deque() for rank in self._replicas}
-        self._decoding: dict[int, tuple[int, m.Burst, float]] = {}
+        self._decoding: dict[int, tuple[int, m.DecodeChunk, float]] = {}
         self._queue: deque[Arrival] = deque()
         self._agenda: list[tuple[float, int, int, Any]] = []  # (time, tie, rank, event; None: a burst ends)
         self._ties = 0
@@ -187,7 +187,7 @@ class Cluster:
                     script.admit(command)
                 case m.AbortSamples():
                     self._say(rank, script.abort(seq, command.samples))
-                case m.Burst():
+                case m.DecodeChunk():
                     seconds = self._burst_s * script.jitter()
                     self._decoding[rank] = seq, command, seconds
                     self._later((self.now if at is None else at) + seconds, rank, None)
@@ -197,7 +197,7 @@ def serve_ranks(port: int, ranks: list[int], mean_bursts: int) -> None:
     """Play these ranks until they are told to leave: a thread each; they share an intake, and have connections of
     their own to the controller."""
     threading.stack_size(1 << 18)
-    store, intake = queues.connect("127.0.0.1", port, 60.0), Intake("127.0.0.1", KEY)
+    store, intake = queues.connect("127.0.0.1", port, 60.0), MailboxServer("127.0.0.1", KEY)
     threads = [threading.Thread(target=_serve, args=(store, intake, rank, mean_bursts)) for rank in ranks]
     for thread in threads:
         thread.start()
@@ -205,7 +205,7 @@ def serve_ranks(port: int, ranks: list[int], mean_bursts: int) -> None:
         thread.join()
 
 
-def _serve(store: TCPStore, intake: Intake, rank: int, mean_bursts: int) -> None:
+def _serve(store: TCPStore, intake: MailboxServer, rank: int, mean_bursts: int) -> None:
     queue = rank_queue(rank)
     inbox = queues.Inbox(intake.queue(queue), queue, KEY, m.Command)
     intake.publish(store, rank)
@@ -218,13 +218,13 @@ def _serve(store: TCPStore, intake: Intake, rank: int, mean_bursts: int) -> None
                 script.admit(command)
             case m.AbortSamples():
                 sender.send(CONTROLLER_QUEUE, script.abort(seq, command.samples))
-            case m.Burst():
+            case m.DecodeChunk():
                 done = script.burst(seq, command.num_tokens, 1e-3)
                 sender.send(CONTROLLER_QUEUE, done)
                 if done.finished:
                     sender.send(CONTROLLER_QUEUE, m.Scored(scores(done.finished)))
-            case m.Peek():
+            case m.ReadTexts():
                 sender.send(CONTROLLER_QUEUE, m.Done(seq))
-            case m.Leave():
+            case m.Shutdown():
                 sender.send(CONTROLLER_QUEUE, m.Done(seq))
                 return

@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from hpcrl.config.engines import TrainerConfig
 from hpcrl.engines.train.fsdp2.packed_attention import shared_prefixes
-from hpcrl.planner.shapes import shape_of
+from hpcrl.models.families import shape_of
 from hpcrl.planner.traffic import Sent, StepWork, total_bytes
 from hpcrl.planner.trainer import train_plan
 from hpcrl.rollout.batch import Batch, MicroBatches

@@ -42,9 +42,9 @@ from hpcrl.comm import weight_transfer
 from hpcrl.comm.weight_transfer import Channel, Receiving, Schedule, Sending
 from hpcrl.config import parse
 from hpcrl.engines.train.fsdp2.weights import whole_copy
+from hpcrl.models.families import read_shape
 from hpcrl.planner.generator import update_traffic
-from hpcrl.planner.shapes import read_shape
-from hpcrl.spec.weight_layout import Box, Held, Need, everything
+from hpcrl.spec.weight_layout import RequiredSlices, TensorShards, TensorSlice, everything
 from tests.bench.machine import tell
 from tests.planner.models import PUBLISHED
 
@@ -69,25 +69,25 @@ class Still(dist.ProcessGroupGloo):
     recv = send
 
 
-def layout_of(mib: int, trainers: int, dtype: str) -> list[Held]:
+def layout_of(mib: int, trainers: int, dtype: str) -> list[TensorShards]:
     """Layers of five matrices of 1024 x 4096 numbers or less and two vectors, `mib` MiB in bf16."""
     shapes = {"qkv": (3 * WIDTH, WIDTH), "out": (WIDTH, WIDTH), "up": (4 * WIDTH, WIDTH), "down": (WIDTH, 4 * WIDTH)}
     shapes |= {"norm": (WIDTH,), "other_norm": (WIDTH,)}
     layers = max(1, (mib << 20) // (2 * sum(torch.Size(shape).numel() for shape in shapes.values())))
     named = {f"{layer}.{name}": shape for layer in range(layers) for name, shape in shapes.items()}
-    return [Held.rows(name, dtype, shape, trainers) for name, shape in named.items()]
+    return [TensorShards.rows(name, dtype, shape, trainers) for name, shape in named.items()]
 
 
-def sliced(held: Held, index: int, num_ranks: int) -> Need:
+def sliced(held: TensorShards, index: int, num_ranks: int) -> RequiredSlices:
     """As tensor-parallel engines do: rows of what goes in, columns of what comes out, all of the vectors."""
-    box: Box = everything(held.shape)
+    box: TensorSlice = everything(held.shape)
     if len(held.shape) == 2 and num_ranks > 1:
         axis = int(held.name.endswith(("out", "down")))
         size = held.shape[axis] // num_ranks
         bounds = [*box]
         bounds[axis] = (index * size, (index + 1) * size)
         box = tuple(bounds)
-    return Need("bfloat16", (box,))
+    return RequiredSlices("bfloat16", (box,))
 
 
 class Carrying(Sending):

@@ -128,7 +128,7 @@ def test_damage_falls_back_and_says_why(tmp_path: Path, file: str, harm, said: s
     harm(tmp_path / "step_000020" / file)
     check_whole(tmp_path, 10)
     assert len(problems := find_latest(tmp_path).problems) == 1
-    assert problems[0].startswith("step_000020 is passed over: ") and said in problems[0]
+    assert problems[0].startswith("skipping step_000020: ") and said in problems[0]
 
 
 @pytest.mark.slow
@@ -145,7 +145,7 @@ def test_no_altered_byte_of_a_manifest_goes_unnoticed(tmp_path: Path) -> None:
         )
         found = find_latest(tmp_path)
         if found.path == tmp_path / "step_000010":
-            assert found.problems[0].startswith("step_000020 is passed over: manifest.json")
+            assert found.problems[0].startswith("skipping step_000020: manifest.json")
         elif found.manifest != original:
             unnoticed.append(place)
     assert unnoticed == []
@@ -171,7 +171,7 @@ def test_any_unreadable_manifest_is_damage(tmp_path: Path, content: bytes | None
     path.mkdir() if content is None else path.write_bytes(content)
     check_whole(tmp_path, 10)
     (problem,) = find_latest(tmp_path).problems
-    assert problem.startswith("step_000020 is passed over: manifest.json ")
+    assert problem.startswith("skipping step_000020: manifest.json ")
 
 
 @pytest.mark.parametrize(

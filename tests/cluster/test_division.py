@@ -9,8 +9,8 @@ import pytest
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, ConfigError, parse
+from hpcrl.models.families import read_shape
 from hpcrl.planner.memory import check_sizes
-from hpcrl.planner.shapes import read_shape
 from hpcrl.spec.division import Division
 from hpcrl.spec.kinds import TrainEngineSpec
 from tests.planner.models import PUBLISHED

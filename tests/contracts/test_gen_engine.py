@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from hpcrl.engines.gen.generation_engine import GenEngine, Output, Request, SamplingParams, SharesWeights, ShowsWeights
+from hpcrl.engines.gen.generation_engine import (
+    GenEngine,
+    Output,
+    ReadsBackWeights,
+    Request,
+    SamplingParams,
+    SharesWeights,
+)
 from hpcrl.rollout.types import FinishReason
 from hpcrl.spec.tables import GEN_ENGINES
 from tests.contracts import factories
@@ -275,7 +282,7 @@ def test_weights_are_taken_before_the_next_overwrites_them(engines: Engines) -> 
 
 def test_weights_that_an_engine_shows_are_those_it_got(engines: Engines) -> None:
     engine = engines.build(1, True)
-    if not isinstance(engine, ShowsWeights):
+    if not isinstance(engine, ReadsBackWeights):
         return  # they are checked as it gets them
     given = dict(engines.weights)
     shown = {name: tensor.clone() for name, tensor in engine.loaded_weights(given)}
@@ -325,7 +332,7 @@ def test_shared_weights_are_read_from_where_they_are(engines: Engines) -> None:
     assert own and all(tensor.is_contiguous() and not tensor.is_inference() for tensor in own.values())
     mine = {name: own[name].copy_(tensor) if name in own else tensor for name, tensor in given.items()}
     engine.load_weights(mine.items(), version=4)
-    if isinstance(engine, ShowsWeights):
+    if isinstance(engine, ReadsBackWeights):
         assert all(torch.equal(shown, given[name]) for name, shown in engine.loaded_weights(given))
     for each in (engine, loaded):
         each.add([ask(0), ask(1)])
@@ -356,7 +363,7 @@ def test_close_drops_everything(engines: Engines) -> None:
 def test_an_engine_that_gives_routes_has_them_in_every_output(engines: Engines, request: pytest.FixtureRequest) -> None:
     """Of finished and aborted responses, and of one that has not begun."""
     name = request.node.callspec.params["engines"]
-    assert (engines.recording is not None) == GEN_ENGINES[name].gives_routes
+    assert (engines.recording is not None) == GEN_ENGINES[name].records_routes
     if engines.recording is None:
         return
     engine, shape = engines.recording()

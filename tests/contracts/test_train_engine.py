@@ -75,7 +75,7 @@ def check_weights(engine: TrainEngine) -> None:
     assert len({held.name for held in layout}) == len(layout)
     assert {held.name: held.shape for held in layout} == {name: tuple(t.shape) for name, t in named.items()}
     mine = [(held.name, part) for held in layout if (part := held.part_of(dist.get_rank())) is not None]
-    parts = [(name, part, tensor.clone()) for (name, part), tensor in zip(mine, engine.held_weights(), strict=True)]
+    parts = [(name, part, tensor.clone()) for (name, part), tensor in zip(mine, engine.local_shards(), strict=True)]
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, parts)
     for held in layout:

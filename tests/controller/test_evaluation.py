@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.controller.evaluation import Evaluation, _folder_name, _score_stats
-from hpcrl.rollout.loop import Harvest
+from hpcrl.rollout.loop import CollectedRollouts
 from hpcrl.rollout.scheduling.events import DoneSample, Group
 from hpcrl.rollout.types import MAX_HELD_OUT, FinishReason, Sizes, held_out_uid, make_sample_id
 
@@ -23,7 +23,7 @@ def test_rewards_that_could_not_be_computed_are_told_beside_the_score() -> None:
         for uid, (score, error) in zip(uids, scored, strict=True)
     ]
     groups = [Group(uid, 0, 0, (sample,)) for uid, sample in zip(uids, samples, strict=True)]
-    harvest = Harvest(groups, {sample.id: Sizes(9, 5) for sample in samples})
+    harvest = CollectedRollouts(groups, {sample.id: Sizes(9, 5) for sample in samples})
     stats = _score_stats("val", harvest, ["a", "a", "a"])
     assert (stats["val/score/*"].total, stats["val/score/*"].count) == (1.0, 3)
     assert stats["val/score_errors"].total == 1 and "val/a/score" not in stats

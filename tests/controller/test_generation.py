@@ -13,7 +13,7 @@ import pytest
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config
-from hpcrl.controller.clients import RolloutFabric
+from hpcrl.controller.clients import RolloutTransfer
 from hpcrl.controller.evaluation import Evaluation
 from hpcrl.controller.generation import evaluation_sampling, replica_capacity, training_sampling
 from hpcrl.controller.rollouts import Rollouts
@@ -59,7 +59,7 @@ def make_evaluation(config: Config, ranks: Any, folder: Path) -> Evaluation:
 def make_rollouts(config: Config, ranks: Any, folder: Path, fence: Callable[[], None] = lambda: None) -> Rollouts:
     source = PromptSource(config.data, "train", Words(), config.seed, config.rollout.num_prompts)
     layout = RoleLayout.from_config(config)
-    fabric, replicas = RolloutFabric(ranks, layout), replica_capacity(config, layout)
+    fabric, replicas = RolloutTransfer(ranks, layout), replica_capacity(config, layout)
     return Rollouts(make_loop(config, ranks), fabric, replicas, config, source, folder, fence)
 
 
@@ -116,7 +116,7 @@ def test_replicas_work_while_a_batch_is_trained_that_was_there_at_once(tmp_path:
         rollouts.next(step)
         kinds = [type(command).__name__ for _, command in ranks.sent]
         admitted.append("Admit" in kinds)
-        assert kinds.count("Admit") == 0 or "Burst" in kinds[kinds.index("Admit") :], kinds
+        assert kinds.count("Admit") == 0 or "DecodeChunk" in kinds[kinds.index("Admit") :], kinds
     assert admitted[1], "the second step adds nothing, so this shows nothing"
 
 

@@ -29,9 +29,9 @@ from hpcrl.messaging.messages import (
     Done,
     FinishCheck,
     FinishSave,
-    LoadHeld,
+    LoadPending,
     LoadState,
-    SaveHeld,
+    SavePending,
     SaveState,
 )
 from hpcrl.metrics.log import MetricsLog, read_metrics
@@ -123,10 +123,10 @@ class Ranks:
 
     def _generator(self, rank: int, command: Command) -> Done:
         match command:
-            case SaveHeld():
+            case SavePending():
                 files = seal_files(Path(command.folder), [write_held(Path(command.folder), rank, self.waiting)])
                 return Done(0, files=[(entry.path, entry.size, entry.sha256) for entry in files])
-            case LoadHeld():
+            case LoadPending():
                 self.held_again[rank] = read_held(Path(command.folder), command.files, command.samples)
         return Done(0)
 
@@ -378,7 +378,7 @@ def test_every_rank_reads_its_share_before_anything_is_loaded(
         ranks.loaded.clear()
         assert make(tmp_path, ranks).restore() == 2 and ranks.cursor == 20
         assert len(ranks.shares) == 4 and ranks.loaded == ["step_000002"] * 2
-        said = f"step_000004 is passed over: {shard} is not what was committed"
+        said = f"skipping step_000004: {shard} is not what was committed"
         assert said in capsys.readouterr().out
         shutil.rmtree(root / "step_000004", ignore_errors=True)
         [aside] = root.glob("step_000004.abandoned-*")
@@ -386,7 +386,7 @@ def test_every_rank_reads_its_share_before_anything_is_loaded(
         aside.rename(root / "step_000004")
     for step in (2, 4):
         flip(root / f"step_{step:06d}" / "shard_2")
-    with pytest.raises(CheckpointError, match=r"step_000004 is passed over: shard_2 .*step_000002 is passed over"):
+    with pytest.raises(CheckpointError, match=r"skipping step_000004: shard_2 .*skipping step_000002: "):
         make(tmp_path, ranks).restore()
 
 
@@ -414,7 +414,7 @@ class StalledRanks(Ranks):
 @pytest.mark.slow
 def test_reading_that_gets_no_further_is_a_hang_and_no_damage(tmp_path: Path, ranks: Ranks) -> None:
     make(tmp_path, ranks).save(2)
-    with pytest.raises(Stalled, match=r"rank 1 \(trainer\) has got no further in reading shard_1 for .*7 bytes done"):
+    with pytest.raises(Stalled, match=r"rank 1 \(trainer\) has made no progress reading shard_1 for .*7 bytes done"):
         make(tmp_path, StalledRanks()).restore()
     assert steps_in(tmp_path / "checkpoints") == [2]
 

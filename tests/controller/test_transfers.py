@@ -11,8 +11,8 @@ import pytest
 from hpcrl.comm.transfer import from_ragged
 from hpcrl.controller import transfers
 from hpcrl.controller.batches import moves
-from hpcrl.controller.transfers import hand_overs, token_transfers
-from hpcrl.messaging.messages import HandOver, Move, SendTokens
+from hpcrl.controller.transfers import rollout_transfers, token_transfers
+from hpcrl.messaging.messages import Move, SendTokens, TransferRollouts
 from hpcrl.rewards.reward import MAX_TOKEN_REWARDS
 from hpcrl.rollout.types import TOKEN_REWARD, Sizes, make_sample_id
 
@@ -20,7 +20,7 @@ LIMIT = 1 << 20
 FIELDS = ["token_ids", "loss_mask", "gen_logprobs", "versions", "turn_ids", "gen_logprobs_behaviour", "status"]
 
 
-def sizes_of(parts: Iterable[Mapping[int, HandOver | SendTokens]]) -> list[int]:
+def sizes_of(parts: Iterable[Mapping[int, TransferRollouts | SendTokens]]) -> list[int]:
     return [len(msgspec.msgpack.encode(command)) for part in parts for command in part.values()]
 
 
@@ -44,14 +44,14 @@ def test_no_message_is_large_at_200000_samples(ranks: int) -> None:
     trainers = list(range(1, 1 + max(1, ranks // 2)))
     generators = list(range(1 + ranks // 2, 1 + max(1, ranks)))
     table, scored = world(200_000, generators, trainers)
-    sizes = sizes_of(hand_overs(1, "rollout", table, trainers, scored, FIELDS))
+    sizes = sizes_of(rollout_transfers(1, "rollout", table, trainers, scored, FIELDS))
     assert max(sizes) < LIMIT
     assert sum(sizes) < 11 << 20  # through rank 0: 2 x 19 + 10 bytes per sample and the moves' heads
     tokens = [Move(move.source, move.dest, move.samples, move.lengths) for move in table]
     fields = sizes_of(token_transfers(1, "rollout", "ref_logprobs", tokens, {*trainers, *generators}))
     assert max(fields) < LIMIT and sum(fields) < 8 << 20
     # One message to all, as large as the step, could not even be sent.
-    whole = HandOver(1, "rollout", table, FIELDS, dict.fromkeys(("rewards", "scores"), b"\0" * 800_000), True)
+    whole = TransferRollouts(1, "rollout", table, FIELDS, dict.fromkeys(("rewards", "scores"), b"\0" * 800_000), True)
     assert len(msgspec.msgpack.encode(whole)) > 4 << 20
 
 
@@ -61,7 +61,7 @@ def test_parts_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     homes = {sample: 4 if sample % 3 else 1 for sample in range(31)}
     table = moves(homes, rows, {sample: Sizes(sample + 1, 1) for sample in range(31)})
     scored = {sample: {"rewards": sample / 8, "scores": -sample / 8, "turn_rewards": ()} for sample in range(31)}
-    parts = list(hand_overs(1, "rollout", table, rows.keys(), scored, FIELDS))
+    parts = list(rollout_transfers(1, "rollout", table, rows.keys(), scored, FIELDS))
     assert len(parts) == 5
     got: dict[int, dict[int, tuple[int, float, float]]] = {rank: {} for rank in rows}
     for part in parts:
@@ -81,7 +81,7 @@ def test_parts_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_without_a_sample_are_told_too() -> None:
-    [part] = hand_overs(1, "rollout", [], [1, 2], {}, FIELDS)
+    [part] = rollout_transfers(1, "rollout", [], [1, 2], {}, FIELDS)
     assert {rank: (command.moves, command.forms) for rank, command in part.items()} == {1: ([], True), 2: ([], True)}
     [transfer] = token_transfers(1, "rollout", "ref_logprobs", [], [1, 2])
     assert sorted(transfer) == [1, 2]
@@ -91,7 +91,7 @@ def test_rewards_of_many_turns_make_more_parts() -> None:
     table, scored = world(20_000, [1], [2])
     for sample in scored:
         scored[sample]["turn_rewards"] = (0.25,) * 50
-    parts = list(hand_overs(1, "rollout", table, [2], scored, FIELDS))
+    parts = list(rollout_transfers(1, "rollout", table, [2], scored, FIELDS))
     assert len(parts) > 4 and max(sizes_of(parts)) < LIMIT
     got = [from_ragged(part[2].scored["turn_rewards"], len(part[2].moves[0].samples), "f4") for part in parts]
     assert sum(len(row) for rows in got for row in rows) == 50 * 20_000
@@ -99,12 +99,12 @@ def test_rewards_of_many_turns_make_more_parts() -> None:
 
 def test_rewards_of_tokens_travel_where_some_sample_has_them() -> None:
     table, scored = world(4_000, [1], [2])
-    [part] = hand_overs(1, "rollout", table, [2], scored, FIELDS)
+    [part] = rollout_transfers(1, "rollout", table, [2], scored, FIELDS)
     assert "token_rewards" not in part[2].scored
     most = np.array([(place, 0.5) for place in range(MAX_TOKEN_REWARDS)], dtype=TOKEN_REWARD).tobytes()
     for sample in list(scored)[::2]:
         scored[sample]["token_rewards"] = most
-    parts = list(hand_overs(1, "rollout", table, [2], scored, FIELDS))
+    parts = list(rollout_transfers(1, "rollout", table, [2], scored, FIELDS))
     assert len(parts) > 4 and max(sizes_of(parts)) < LIMIT
     got = {}
     for part in parts:

@@ -64,7 +64,7 @@ POLITE = HEAD + (
     "signal.signal(signal.SIGTERM, lambda *_: (folder / 'asked').touch()); up(); wait('asked'); wait('end')\n"
     "sys.exit(5)"
 )
-BEATING = HEAD + "from hpcrl.messaging.trace import Trace; Trace.of_process().enter('Burst', 3); up()\n"
+BEATING = HEAD + "from hpcrl.messaging.trace import Trace; Trace.of_process().enter('DecodeChunk', 3); up()\n"
 
 
 def until(condition: Callable[[], bool], what: str, seconds: float = 20) -> None:
@@ -183,7 +183,7 @@ def test_a_killed_rank_is_named_and_takes_its_children_along(node: Node) -> None
     verdict = node.verdict()
     assert verdict["controller_code"] == 0
     assert f"process {rank} on " in verdict["lost"]["1"]
-    assert verdict["lost"]["1"].endswith("was killed by SIGKILL in Burst #3")
+    assert verdict["lost"]["1"].endswith("was killed by SIGKILL in DecodeChunk #3")
 
 
 @pytest.mark.slow
@@ -274,7 +274,7 @@ def test_a_rank_that_stops_beating_is_ended(node: Node) -> None:
     verdict = node.verdict()
     assert list(verdict["silent"]) == ["1"]
     assert "gave no sign of life for" in verdict["lost"]["1"]
-    assert verdict["lost"]["1"].endswith("in Burst #3 and was ended")
+    assert verdict["lost"]["1"].endswith("in DecodeChunk #3 and was ended")
 
 
 @pytest.mark.slow
@@ -366,7 +366,7 @@ def test_an_earlier_start_in_the_same_folder_is_forgotten(node: Node) -> None:
 def test_a_loss_is_told_to_the_controller_even_if_it_comes_up_later(node: Node) -> None:
     from hpcrl.messaging import queues
     from hpcrl.messaging.bootstrap import make_key_file
-    from hpcrl.messaging.mailbox_server import Intake
+    from hpcrl.messaging.mailbox_server import MailboxServer
     from hpcrl.messaging.messages import Event, Lost
     from hpcrl.messaging.world import CONTROLLER_QUEUE
 
@@ -378,7 +378,7 @@ def test_a_loss_is_told_to_the_controller_even_if_it_comes_up_later(node: Node) 
     endpoint = {"host": "127.0.0.1", "port": store.port, "key_file": str(key), "world": "name"}
     (world / "endpoint.tmp").write_text(json.dumps(endpoint))
     (world / "endpoint.tmp").rename(world / "endpoint.json")
-    intake = Intake("127.0.0.1", key.read_bytes())
+    intake = MailboxServer("127.0.0.1", key.read_bytes())
     inbox = queues.Inbox(intake.queue(CONTROLLER_QUEUE), CONTROLLER_QUEUE, key.read_bytes(), Event)
     intake.publish(store, 0)
     message = inbox.get(40)

@@ -157,7 +157,7 @@ def place_of(rank: int) -> Place:
 
 def join_all(folder: Path, delay_s: float) -> list[str]:
     """Ranks 1 and 2 look for the store, rank 0 comes later; returns what each found in the store under its own rank."""
-    from hpcrl.messaging.messages import Leave
+    from hpcrl.messaging.messages import Shutdown
     from hpcrl.messaging.world import join, rank_queue
 
     def run(rank: int) -> str:
@@ -165,7 +165,7 @@ def join_all(folder: Path, delay_s: float) -> list[str]:
         world = join(place_of(rank), 3, folder, start_s=30, store_s=30, command_s=30)
         if rank == 0:
             for other in (1, 2):
-                world.sender.send(rank_queue(other), Leave())
+                world.sender.send(rank_queue(other), Shutdown())
         message = world.commands.get(20) if rank else "sent"
         world.leave()
         left.wait(20)  # the store ends with rank 0's world
@@ -177,7 +177,7 @@ def join_all(folder: Path, delay_s: float) -> list[str]:
 
 
 def test_a_second_start_in_the_same_folder_meets_at_its_own_store(tmp_path: Path) -> None:
-    greeting = ["sent []", "(0, 1, Leave()) []", "(0, 1, Leave()) []"]
+    greeting = ["sent []", "(0, 1, Shutdown()) []", "(0, 1, Shutdown()) []"]
     assert join_all(tmp_path, 0.0) == greeting
     first = json.loads((tmp_path / ENDPOINT).read_text())
     assert join_all(tmp_path, 0.5) == greeting  # the others find the file of the first

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from hpcrl.messaging import mailbox_server as intakes
 from hpcrl.messaging import messages as m
 from hpcrl.messaging import queues
-from hpcrl.messaging.mailbox_server import Arrival, Arrivals, Intake, Push, SenderEnded, connect
+from hpcrl.messaging.mailbox_server import Arrival, Arrivals, MailboxServer, Push, SenderEnded, connect
 from hpcrl.messaging.queues import Inbox, ReaderLost, Sender, StoreLost
 from hpcrl.system.exit_codes import ExitCode
 
@@ -46,7 +46,7 @@ from hpcrl.messaging.queues import connect
 from hpcrl.messaging.watch import StoreWatch
 from hpcrl.system import log
 log.start("rank 7", file=log.STDERR)
-watch = StoreWatch(connect("127.0.0.1", int(sys.argv[1]), 20), lambda: "Burst #3", 1.0)
+watch = StoreWatch(connect("127.0.0.1", int(sys.argv[1]), 20), lambda: "DecodeChunk #3", 1.0)
 print("up", flush=True)
 if sys.argv[2] == "stop": watch.stop()
 sys.stdin.read()
@@ -57,35 +57,35 @@ SCORED = m.ScoredSample(5, 1.0, 0.5, "timeout", {"length": 3.0})
 COMMANDS: list[Any] = [
     m.BuildRole("trainer", [1, 2]),
     m.BuildGroup("fabric", [0, 1, 2], 3),
-    m.Leave(),
+    m.Shutdown(),
     m.Admit([m.PromptPayload(1, "maths", b"\x01\0", b"{}")], [(5, 6)], m.Sampling(8, 0.6, 0.9, 0, 0.1, ["\n", "é"])),
-    m.Burst(16, [1], [2]),
+    m.DecodeChunk(16, [1], [2]),
     m.AbortSamples([1, 2]),
     m.Rescore([1], [2]),
-    m.ScoreTogether([1, 2]),
-    m.Unwanted([3]),
+    m.ScoreGroup([1, 2]),
+    m.DropAwaiting([3]),
     m.EndEpisodes(2),
-    m.Forget([]),
-    m.Peek([2**62]),
-    m.PeekEnd([2**62]),
-    m.HandOver(3, "fabric", [MOVE], ["token_ids"], {"rewards": b"\0" * 8, "scores": b"\xff" * 8}, True),
+    m.DropSamples([]),
+    m.ReadTexts([2**62]),
+    m.ReadLastObservation([2**62]),
+    m.TransferRollouts(3, "fabric", [MOVE], ["token_ids"], {"rewards": b"\0" * 8, "scores": b"\xff" * 8}, True),
     m.LoadRows(1, [0, 1]),
     m.LoadRollouts(1, "runs/a", 3, [7 << 24]),
-    m.SaveHeld("runs/a/checkpoints/step_000002", [7 << 24]),
-    m.LoadHeld("runs/a/checkpoints/step_000002", ["held_rank0002.safetensors"], [7 << 24]),
+    m.SavePending("runs/a/checkpoints/step_000002", [7 << 24]),
+    m.LoadPending("runs/a/checkpoints/step_000002", ["held_rank0002.safetensors"], [7 << 24]),
     m.Logprobs(1, "reference", "ref_logprobs", [[0], [1, 2]]),
     m.SendTokens(1, "fabric", "ref_logprobs", [MOVE]),
     m.SendTokens(1, "fabric", "returns", [MOVE], "critic"),
     m.Values(1, [[0], [1, 2]]),
-    m.Weigh(1, [(7 << 24, 0.5)]),
+    m.SetSampleWeights(1, [(7 << 24, 0.5)]),
     m.Advantages(1),
     m.TrainStep(1, [[0], []], 12.5, 2.0),
     m.TrainCritic(1, [[0], []], 12.5, 2.0),
     m.DropBatch(1),
     m.Ask("witness", "likelihood", {"batch": 1}),
-    m.PassOn(1, "trainer", "ref_logprobs"),
+    m.BroadcastBatch(1, "trainer", "ref_logprobs"),
     m.WriteRollouts(1, "rollouts/step_000001", {"step": 1, "lr": 0.5, "name": "x"}),
-    m.Pull(4, [0, 2]),
+    m.UpdateWeights(4, [0, 2]),
     m.SaveState("checkpoints/x"),
     m.FinishSave(10.0),
     m.CheckFiles("checkpoints/x", [("a", 3, "abc")]),
@@ -98,10 +98,10 @@ COMMANDS: list[Any] = [
 EVENTS: list[Any] = [
     m.Joined("node1", 77),
     m.Done(4, {"loss": (1.0, 2.0, 0.0, 1.0)}, [("a", 3, "00")], ["text"]),
-    m.Failed(4, "Burst", "ValueError: no"),
-    m.BurstDone(4, [m.Ended(5, 9, 4, "stop")], [], 16, 0.1),
+    m.Failed(4, "DecodeChunk", "ValueError: no"),
+    m.DecodeChunkDone(4, [m.Ended(5, 9, 4, "stop")], [], 16, 0.1),
     m.Scored([SCORED]),
-    m.AwaitSiblings([5, 6]),
+    m.AwaitGroup([5, 6]),
     m.Observed(5, True, SCORED),
     m.Lost(2, "was killed"),
 ]
@@ -112,25 +112,25 @@ POSTS: list[Any] = [
 
 
 @pytest.fixture
-def intake() -> Iterator[Intake]:
-    intake = Intake("127.0.0.1", KEY)
+def intake() -> Iterator[MailboxServer]:
+    intake = MailboxServer("127.0.0.1", KEY)
     intake.queue(QUEUE)
     yield intake
     intake.close()
 
 
 @pytest.fixture
-def push(intake: Intake) -> Push:
+def push(intake: MailboxServer) -> Push:
     """The connection of sender 0."""
     return connect("127.0.0.1", intake.port, QUEUE, KEY, 0, 30, 30)
 
 
 @pytest.fixture
-def inbox(intake: Intake) -> Inbox:
+def inbox(intake: MailboxServer) -> Inbox:
     return Inbox(intake.queue(QUEUE), QUEUE, KEY, m.Command)
 
 
-def sender_to(intake: Intake, number: int = 0, key: bytes = KEY) -> Sender:
+def sender_to(intake: MailboxServer, number: int = 0, key: bytes = KEY) -> Sender:
     return Sender(lambda queue: connect("127.0.0.1", intake.port, queue, KEY, number, 30, 30), key, number)
 
 
@@ -142,7 +142,7 @@ class Recorded(Sender):
         self.pushed: list[bytes] = []
         super().__init__(lambda queue: self.pushed.append, key, number)
         for _ in range(sent):
-            self.raw(m.Leave())
+            self.raw(m.Shutdown())
 
     def raw(self, message: Any, queue: str = QUEUE) -> bytes:
         """The bytes that are pushed for a message."""
@@ -164,7 +164,7 @@ def test_samples_cover_every_message() -> None:
     [(COMMANDS, m.Command), (EVENTS, m.Event), (POSTS, m.Post)],
     ids=["commands", "events", "posts"],
 )
-def test_every_message_arrives_as_it_was_sent(intake: Intake, samples: list[Any], types: Any) -> None:
+def test_every_message_arrives_as_it_was_sent(intake: MailboxServer, samples: list[Any], types: Any) -> None:
     sender, inbox = sender_to(intake, 3), Inbox(intake.queue(QUEUE), QUEUE, KEY, types)
     assert [sender.send(QUEUE, message) for message in samples] == list(range(1, len(samples) + 1))
     for number, message in enumerate(samples, 1):
@@ -173,21 +173,21 @@ def test_every_message_arrives_as_it_was_sent(intake: Intake, samples: list[Any]
     assert inbox.refused == []
 
 
-def test_senders_and_queues_are_numbered_apart(intake: Intake, inbox: Inbox) -> None:
+def test_senders_and_queues_are_numbered_apart(intake: MailboxServer, inbox: Inbox) -> None:
     other = Inbox(intake.queue("rank/2"), "rank/2", KEY, m.Command)
     first, second = sender_to(intake, 1), sender_to(intake, -2)
     got = []
     for sender in (first, second, second, first):
-        sender.send(QUEUE, m.Leave())
+        sender.send(QUEUE, m.Shutdown())
         got.append(inbox.get(5)[:2])  # between connections there is no order
-        sender.send("rank/2", m.Leave())
+        sender.send("rank/2", m.Shutdown())
         assert other.get(5)[:2] == got[-1]
     assert got == [(1, 1), (-2, 1), (-2, 2), (1, 2)]
 
 
-def test_threads_share_a_sender(intake: Intake, inbox: Inbox) -> None:
+def test_threads_share_a_sender(intake: MailboxServer, inbox: Inbox) -> None:
     sender = sender_to(intake, 1)
-    threads = [threading.Thread(target=lambda: [sender.send(QUEUE, m.Leave()) for _ in range(50)]) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: [sender.send(QUEUE, m.Shutdown()) for _ in range(50)]) for _ in range(4)]
     for thread in threads:
         thread.start()
     assert [inbox.get(5)[1] for _ in range(200)] == list(range(1, 201))
@@ -199,8 +199,8 @@ def test_threads_share_a_sender(intake: Intake, inbox: Inbox) -> None:
 def refuse(push: Push, inbox: Inbox, raw: bytes, why: str, capfd: pytest.CaptureFixture[str], sent: int = 0) -> None:
     """`raw` is refused and named, and the good message behind it arrives. sent: messages of sender 0 that count."""
     push(raw)
-    push(Recorded(sent=sent).raw(m.Leave()))
-    assert inbox.get(5) == (0, sent + 1, m.Leave())
+    push(Recorded(sent=sent).raw(m.Shutdown()))
+    assert inbox.get(5) == (0, sent + 1, m.Shutdown())
     assert len(inbox.refused) == 1
     assert why in inbox.refused[0]
     assert f"refused on queue {QUEUE}: {inbox.refused[0]}" in capfd.readouterr().out
@@ -223,11 +223,11 @@ def test_replayed(push: Push, inbox: Inbox, capfd: pytest.CaptureFixture[str]) -
 
 
 def test_replayed_from_another_queue(push: Push, inbox: Inbox, capfd: pytest.CaptureFixture[str]) -> None:
-    refuse(push, inbox, raw_of(m.Leave(), queue="rank/2"), "wrong signature", capfd)
+    refuse(push, inbox, raw_of(m.Shutdown(), queue="rank/2"), "wrong signature", capfd)
 
 
 @pytest.mark.parametrize("sent", [[2, 1], [1, 3], [1, 3, 2]], ids=["out of order", "lost", "lost and late"])
-def test_a_gap_ends_what_its_sender_says_and_nothing_else(intake: Intake, inbox: Inbox, sent: list[int]) -> None:
+def test_a_gap_ends_what_its_sender_says_and_nothing_else(intake: MailboxServer, inbox: Inbox, sent: list[int]) -> None:
     recorded, other = Recorded(4), sender_to(intake, 5)
     raws = {number: recorded.raw(m.Advantages(number)) for number in range(1, 4)}
     broken = connect("127.0.0.1", intake.port, QUEUE, KEY, 4, 30, 30)
@@ -245,7 +245,7 @@ def test_a_gap_ends_what_its_sender_says_and_nothing_else(intake: Intake, inbox:
     assert ended == [SenderEnded(4, "gap", f"queue rank/1: {gap}")]
 
 
-def test_a_second_process_with_a_ranks_number_is_told_and_changes_nothing(intake: Intake, inbox: Inbox) -> None:
+def test_a_second_process_with_a_ranks_number_is_told_and_changes_nothing(intake: MailboxServer, inbox: Inbox) -> None:
     """It was refused as a replay up to the number that the first had reached, and believed from there on."""
     first, second = sender_to(intake, 4), sender_to(intake, 4)
     for step in range(3):
@@ -262,17 +262,17 @@ def test_nobody_speaks_for_another(push: Push, inbox: Inbox, capfd: pytest.Captu
     refuse(push, inbox, Recorded(4).raw(m.Export("hf")), "message 1 of sender 4 from sender 0", capfd)
 
 
-def test_a_wrong_key_and_a_wrong_queue_are_answered(intake: Intake) -> None:
+def test_a_wrong_key_and_a_wrong_queue_are_answered(intake: MailboxServer) -> None:
     for queue, key, why in ((QUEUE, b"j" * 32, "does not know the key of this run"), ("rank/9", KEY, "no such queue")):
         with pytest.raises(ConnectionRefusedError, match=f"refused sender 3 of queue {queue}: .*{why}"):
             connect("127.0.0.1", intake.port, queue, key, 3, 30, 30)
 
 
-def test_the_end_of_a_sender_is_told_after_its_last_message(intake: Intake, inbox: Inbox) -> None:
+def test_the_end_of_a_sender_is_told_after_its_last_message(intake: MailboxServer, inbox: Inbox) -> None:
     sender = sender_to(intake, 4)
-    sender.send(QUEUE, m.Leave())
+    sender.send(QUEUE, m.Shutdown())
     del sender  # closes its connection
-    assert inbox.get(5) == (4, 1, m.Leave())
+    assert inbox.get(5) == (4, 1, m.Shutdown())
     assert inbox.get(5) is None
     assert inbox.take_ended() == [SenderEnded(4, "closed", "its connection has ended")]
 
@@ -297,33 +297,33 @@ def test_wrong_schema(push: Push, inbox: Inbox, body: Any, capfd: pytest.Capture
     refuse(push, inbox, raw_of(body), "message 1 of sender 0 does not fit the schema", capfd, sent=1)
 
 
-def test_the_sender_refuses_what_is_too_large(intake: Intake, inbox: Inbox) -> None:
+def test_the_sender_refuses_what_is_too_large(intake: MailboxServer, inbox: Inbox) -> None:
     sender = sender_to(intake)
     with pytest.raises(ValueError, match=r"Done to rank/1 has 671088\d\d bytes, over the limit of 67108864: store "):
         sender.send(QUEUE, m.Done(1, texts=["x" * (64 << 20)]))
     assert inbox.get() is None
-    assert sender.send(QUEUE, m.Leave()) == 1  # the refused one used no number
-    assert inbox.get(5) == (0, 1, m.Leave())
+    assert sender.send(QUEUE, m.Shutdown()) == 1  # the refused one used no number
+    assert inbox.get(5) == (0, 1, m.Shutdown())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_bytes", [intakes.RECEIVE_BYTES, 5 << 20, queues.MAX_MESSAGE_BYTES])
-def test_a_large_message_arrives_as_a_whole(intake: Intake, inbox: Inbox, num_bytes: int) -> None:
+def test_a_large_message_arrives_as_a_whole(intake: MailboxServer, inbox: Inbox, num_bytes: int) -> None:
     message = m.Export("x" * (num_bytes - 13))  # 13: the list, the tag and the string's head
     sender = sender_to(intake)
     assert sender.send(QUEUE, message) == 1
-    assert sender.send(QUEUE, m.Leave()) == 2
+    assert sender.send(QUEUE, m.Shutdown()) == 2
     assert inbox.get(20) == (0, 1, message)
-    assert inbox.get(5) == (0, 2, m.Leave())
+    assert inbox.get(5) == (0, 2, m.Shutdown())
     assert inbox.refused == []
 
 
-def test_a_flood_is_counted_and_holds_nobody_up(push: Push, intake: Intake, inbox: Inbox) -> None:
+def test_a_flood_is_counted_and_holds_nobody_up(push: Push, intake: MailboxServer, inbox: Inbox) -> None:
     for _ in range(queues.NAMED_REFUSALS + 50):
         push(b"flood")
-    push(raw_of(m.Leave()))
+    push(raw_of(m.Shutdown()))
     wait_for(lambda: intake.queue(QUEUE).qsize() == queues.NAMED_REFUSALS + 51)
-    assert inbox.get(0.0) == (0, 1, m.Leave()), "a reader who does not wait passes over all that is there"
+    assert inbox.get(0.0) == (0, 1, m.Shutdown()), "a reader who does not wait passes over all that is there"
     assert inbox.num_refused == queues.NAMED_REFUSALS + 50
     assert len(inbox.refused) == queues.NAMED_REFUSALS
 
@@ -370,7 +370,7 @@ def tamper(genuine: list[bytes], number: int, kind: str, *how: Any) -> list[tupl
 @pytest.mark.timeout(30)
 def test_signals_prolong_no_wait() -> None:
     """Signals that come while the time of a wait runs out; queue.SimpleQueue would wait forever after some hundreds."""
-    intake = Intake("127.0.0.1", KEY)
+    intake = MailboxServer("127.0.0.1", KEY)
     inbox = Inbox(intake.queue(QUEUE), QUEUE, KEY, m.Command)
     before = signal.signal(signal.SIGUSR1, lambda *_: None)
     rng, begun, waits = random.Random(0), time.monotonic(), 0
@@ -429,13 +429,13 @@ def test_an_empty_queue_costs_the_time_asked_for(inbox: Inbox, timeout_s: float)
 
 
 def test_a_blocked_get_wakes_up(inbox: Inbox, push: Push) -> None:
-    threading.Timer(0.3, lambda: push(raw_of(m.Leave()))).start()
+    threading.Timer(0.3, lambda: push(raw_of(m.Shutdown()))).start()
     start = time.monotonic()
-    assert inbox.get(60) == (0, 1, m.Leave())
+    assert inbox.get(60) == (0, 1, m.Shutdown())
     assert time.monotonic() - start < 5
 
 
-def test_news_tell_of_every_queue(intake: Intake, push: Push) -> None:
+def test_news_tell_of_every_queue(intake: MailboxServer, push: Push) -> None:
     assert not intake.news.is_set()
     intake.queue("mail/1")
     for there in (push, connect("127.0.0.1", intake.port, "mail/1", KEY, 0, 30, 30)):
@@ -448,23 +448,23 @@ def test_news_tell_of_every_queue(intake: Intake, push: Push) -> None:
 # -- a reader that is gone ---------------------------------------------------------------------------------------
 
 
-def test_a_lost_reader_is_named_and_not_tried_again(intake: Intake, inbox: Inbox) -> None:
+def test_a_lost_reader_is_named_and_not_tried_again(intake: MailboxServer, inbox: Inbox) -> None:
     sender = sender_to(intake)
-    sender.send(QUEUE, m.Leave())
+    sender.send(QUEUE, m.Shutdown())
     assert inbox.get(5) is not None
     intake.close()
-    with pytest.raises(ReaderLost, match="Leave to rank/1 was not sent, its reader is gone: ") as first:
+    with pytest.raises(ReaderLost, match="Shutdown to rank/1 was not sent, its reader is gone: ") as first:
         for _ in range(20):  # the first ones may still go into the socket
-            sender.send(QUEUE, m.Leave())
+            sender.send(QUEUE, m.Shutdown())
             time.sleep(0.05)
     start = time.monotonic()
     for late in (sender, sender_to(intake)):  # one that never knew it
         for _ in range(3):
             with pytest.raises(ReaderLost, match="its reader is gone"):
-                late.send(QUEUE, m.Leave())
+                late.send(QUEUE, m.Shutdown())
     assert time.monotonic() - start < 10, "a sender that waits for the timeout would seem lost itself"
     with pytest.raises(ReaderLost) as last:
-        sender.send(QUEUE, m.Leave())
+        sender.send(QUEUE, m.Shutdown())
     assert last.value.seq > first.value.seq, "each has its own number"
 
 
@@ -504,20 +504,22 @@ def test_what_is_no_intake_is_named() -> None:
 def test_a_wrong_address_in_the_store_is_named(address: str) -> None:
     store = queues.serve("127.0.0.1", 5)
     store.set("intake/7", address)
-    with pytest.raises(ReaderLost, match=r"Leave to rank/7 was not sent, .* the store has a wrong address of rank 7"):
-        Sender(intakes.Dialer(store, KEY, 0, 5, 5), KEY, 0).send("rank/7", m.Leave())
+    with pytest.raises(
+        ReaderLost, match=r"Shutdown to rank/7 was not sent, .* the store has a wrong address of rank 7"
+    ):
+        Sender(intakes.Dialer(store, KEY, 0, 5, 5), KEY, 0).send("rank/7", m.Shutdown())
 
 
 def test_a_rank_without_an_intake_is_named() -> None:
     store = queues.serve("127.0.0.1", 0.3)
     sender = Sender(intakes.Dialer(store, KEY, 0, 0.3, 0.3), KEY, 0)
-    with pytest.raises(ReaderLost, match=r"Leave to mail/99 was not sent, .*: the store has no address of rank 99"):
-        sender.send("mail/99", m.Leave())
+    with pytest.raises(ReaderLost, match=r"Shutdown to mail/99 was not sent, .*: the store has no address of rank 99"):
+        sender.send("mail/99", m.Shutdown())
 
 
 def test_a_closed_intake_leaves_no_thread() -> None:
     before = set(threading.enumerate())
-    intake = Intake("127.0.0.1", KEY)
+    intake = MailboxServer("127.0.0.1", KEY)
     (own,) = set(threading.enumerate()) - before
     intake.close()
     intake.close()  # harmless
@@ -562,7 +564,7 @@ def test_a_lost_store_is_noticed_by_everyone(host: tuple[subprocess.Popen[str], 
     process.send_signal(signal.SIGSTOP)  # silent, but its connections stand
     assert left.wait(20) == ExitCode.STORE_LOST
     assert left.stderr is not None
-    assert " rank 7 ERROR the control store has not answered for 1 s (while in Burst #3)" in left.stderr.read()
+    assert " rank 7 ERROR the control store has not answered for 1 s (while in DecodeChunk #3)" in left.stderr.read()
     process.send_signal(signal.SIGCONT)
     late = watched(port, "go")
     assert late.stdout is not None and late.stderr is not None
@@ -570,7 +572,7 @@ def test_a_lost_store_is_noticed_by_everyone(host: tuple[subprocess.Popen[str], 
     process.kill()
     process.wait()
     assert late.wait(20) == ExitCode.STORE_LOST
-    assert " rank 7 ERROR the control store is gone (while in Burst #3)" in late.stderr.read()
+    assert " rank 7 ERROR the control store is gone (while in DecodeChunk #3)" in late.stderr.read()
     start = time.monotonic()
     with pytest.raises(StoreLost, match=f"no control store at 127.0.0.1:{port} within 0.5 s"):
         queues.connect("127.0.0.1", port, 0.5)
@@ -599,7 +601,7 @@ def long(entry: bytes) -> bytes:
 
 
 @pytest.fixture
-def stranger(intake: Intake) -> Iterator[socket.socket]:
+def stranger(intake: MailboxServer) -> Iterator[socket.socket]:
     with socket.create_connection(("127.0.0.1", intake.port), 5) as connection:
         yield connection
 
@@ -618,13 +620,13 @@ def stranger(intake: Intake) -> Iterator[socket.socket]:
     ids=["nothing", "a byte", "random", "ones", "zeros", "http", "a queue's name"],
 )
 def test_noise_at_the_port_has_no_effect(
-    intake: Intake, push: Push, inbox: Inbox, stranger: socket.socket, noise: bytes
+    intake: MailboxServer, push: Push, inbox: Inbox, stranger: socket.socket, noise: bytes
 ) -> None:
     stranger.sendall(noise)
     with socket.create_connection(("127.0.0.1", intake.port)) as ends:
         ends.sendall(noise)
-    push(raw_of(m.Leave()))
-    assert inbox.get(5) == (0, 1, m.Leave())
+    push(raw_of(m.Shutdown()))
+    assert inbox.get(5) == (0, 1, m.Shutdown())
     assert inbox.num_refused == 0
 
 
@@ -642,10 +644,10 @@ def test_without_the_key_nothing_is_added(
     push: Push, inbox: Inbox, stranger: socket.socket, queue: str, key: bytes, drawn: bytes | None, number: str
 ) -> None:
     with contextlib.suppress(ConnectionError):
-        stranger.sendall(hello(stranger, queue, key, drawn, number) + long(raw_of(m.Leave())))
+        stranger.sendall(hello(stranger, queue, key, drawn, number) + long(raw_of(m.Shutdown())))
         assert stranger.recv(200, socket.MSG_WAITALL)[1:] in (b"it does not know the key of this run", NO_QUEUE)
-    push(raw_of(m.Leave()))
-    assert inbox.get(5) == (0, 1, m.Leave())
+    push(raw_of(m.Shutdown()))
+    assert inbox.get(5) == (0, 1, m.Shutdown())
     assert inbox.get(0.1) is None and inbox.num_refused == 0
 
 
@@ -657,8 +659,8 @@ def test_an_entry_that_is_too_long_ends_its_connection_at_once(
     said, most = hello(stranger), intakes.MAX_ENTRY_BYTES if knows_the_key else intakes.MAX_HELLO_BYTES
     stranger.sendall((said if knows_the_key else b"") + (most + 1).to_bytes(4, "little"))
     assert stranger.recv(2, socket.MSG_WAITALL) == (b"\0" if knows_the_key else b""), "the connection ends"
-    push(raw_of(m.Leave()))
-    assert (inbox.get(5) or inbox.get(5)) == (0, 1, m.Leave()), "behind the end of the other"
+    push(raw_of(m.Shutdown()))
+    assert (inbox.get(5) or inbox.get(5)) == (0, 1, m.Shutdown()), "behind the end of the other"
 
 
 def test_one_who_stops_in_the_middle_holds_nobody_up(push: Push, inbox: Inbox, stranger: socket.socket) -> None:
@@ -666,13 +668,13 @@ def test_one_who_stops_in_the_middle_holds_nobody_up(push: Push, inbox: Inbox, s
     for piece in (said[:3], said[3:40], said[40:], entry[:2], entry[2:500]):
         stranger.sendall(piece)
         time.sleep(0.02)
-    push(raw_of(m.Leave()))
-    assert inbox.get(5) == (0, 1, m.Leave())
+    push(raw_of(m.Shutdown()))
+    assert inbox.get(5) == (0, 1, m.Shutdown())
     stranger.sendall(entry[500:])
     assert inbox.get(5) == (7, 1, m.Export("x" * 1000))
 
 
-def test_too_many_connections_are_a_delay(intake: Intake, inbox: Inbox) -> None:
+def test_too_many_connections_are_a_delay(intake: MailboxServer, inbox: Inbox) -> None:
     """As long as no file can be opened, the intake waits; then it takes what has come."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with socket.socket() as late:
@@ -685,8 +687,8 @@ def test_too_many_connections_are_a_delay(intake: Intake, inbox: Inbox) -> None:
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         late.settimeout(5)
-        late.sendall(hello(late) + long(Recorded(7).raw(m.Leave())))
-        assert inbox.get(5) == (7, 1, m.Leave())
+        late.sendall(hello(late) + long(Recorded(7).raw(m.Shutdown())))
+        assert inbox.get(5) == (7, 1, m.Shutdown())
 
 
 def test_the_key_is_in_no_message() -> None:

@@ -13,7 +13,17 @@ import pytest
 from hpcrl.messaging.background import Background
 from hpcrl.messaging.dispatcher import MAX_TAKEN, Controller, RankFailed, RankLost, RankSilent
 from hpcrl.messaging.mailbox_server import Push, SenderEnded
-from hpcrl.messaging.messages import Advantages, Burst, Done, Failed, Forget, Joined, Lost, Scored, ScoredSample
+from hpcrl.messaging.messages import (
+    Advantages,
+    DecodeChunk,
+    Done,
+    DropSamples,
+    Failed,
+    Joined,
+    Lost,
+    Scored,
+    ScoredSample,
+)
 from hpcrl.messaging.queues import Sender
 from hpcrl.messaging.world import CONTROLLER_QUEUE
 from hpcrl.system.clock import AwakeClock
@@ -97,12 +107,12 @@ def test_a_rank_that_does_not_answer_is_named_after_the_deadline(threads: Any) -
 def test_an_answer_that_nobody_waits_for_is_wanted_but_not_kept(threads: Any) -> None:
     """As those to bursts from the ranks of a replica after its first."""
     controller = make_controller(threads, command_s=0.5)
-    say(threads, Done(controller.send(1, Burst(4, []))))
+    say(threads, Done(controller.send(1, DecodeChunk(4, []))))
     while controller._outstanding:
         assert controller._take(0.5)
     assert not controller._answers and not controller._events
-    controller.send(1, Burst(4, []))
-    with pytest.raises(RankSilent, match=r"rank 1 \(no role\) in command Burst #\d+"):
+    controller.send(1, DecodeChunk(4, []))
+    with pytest.raises(RankSilent, match=r"rank 1 \(no role\) in command DecodeChunk #\d+"):
         while True:
             controller._take(0.1)
 
@@ -223,14 +233,14 @@ def test_a_rank_that_cannot_be_reached_is_given_up_with_the_reason(
     world = replace(threads.worlds[0], sender=Sender(dial, b"k" * 32, 0))
     controller = Controller(world, lambda rank: (), command_s=4.0, start_s=20.0, survivable=lambda *_: not needed)
     controller.built = True
-    controller.send(2, Forget([5]))  # one that nobody answers
-    why = "Forget to rank/2 was not sent, its reader is gone: no route to host"
+    controller.send(2, DropSamples([5]))  # one that nobody answers
+    why = "DropSamples to rank/2 was not sent, its reader is gone: no route to host"
     if needed:
         with pytest.raises(RankSilent, match=f"rank 2 .*is lost: {why}"):
             controller.events()
         return
     assert controller.events() == [(2, Lost(2, why, silent=True))] and controller.lost == {2}
-    assert controller.send(2, Forget([5])) == -1
+    assert controller.send(2, DropSamples([5])) == -1
 
 
 @pytest.mark.parametrize("closed", [True, False])

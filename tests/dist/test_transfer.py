@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcrl.comm.transfer import Fabric
+from hpcrl.comm.transfer import TransferGroup
 from hpcrl.messaging.messages import Move
 from tests.dist.conftest import SIZE, Threads
 
@@ -47,8 +47,8 @@ def picker(lengths: dict[int, int], fields: Sequence[tuple[str, np.dtype]]) -> C
 
 
 @pytest.fixture(scope="module")
-def fabrics(threads: Threads) -> list[Fabric]:
-    return threads.every(lambda rank: Fabric(threads.worlds[rank].group("fabric", RANKS, 0), RANKS))
+def fabrics(threads: Threads) -> list[TransferGroup]:
+    return threads.every(lambda rank: TransferGroup(threads.worlds[rank].group("fabric", RANKS, 0), RANKS))
 
 
 PAIRS = st.lists(st.tuples(st.sampled_from(RANKS), st.sampled_from(RANKS)), unique=True)
@@ -59,7 +59,7 @@ SAMPLES = st.lists(st.integers(0, 40), max_size=5)  # lengths of the samples of 
 @given(pairs=PAIRS, sizes=st.lists(SAMPLES, min_size=SIZE * SIZE, max_size=SIZE * SIZE), truncated=st.booleans())
 def test_every_bit_arrives(
     threads: Threads,
-    fabrics: list[Fabric],
+    fabrics: list[TransferGroup],
     pairs: list[tuple[int, int]],
     sizes: list[list[int]],
     truncated: bool,
@@ -82,7 +82,7 @@ def test_every_bit_arrives(
                 assert fields[name].tobytes() == b"".join(parts), (move, name)
 
 
-def test_a_rank_keeps_what_it_need_not_send_in_the_same_form(threads: Threads, fabrics: list[Fabric]) -> None:
+def test_a_rank_keeps_what_it_need_not_send_in_the_same_form(threads: Threads, fabrics: list[TransferGroup]) -> None:
     held = {"token_ids": [np.arange(6, dtype=np.int64)[::2]], "secret": [np.zeros(3)]}  # another dtype, not contiguous
     moves = [Move(0, 0, [1], [3]), Move(0, 1, [1], [3])]
     fields = [("token_ids", np.dtype(np.int32))]
@@ -93,17 +93,17 @@ def test_a_rank_keeps_what_it_need_not_send_in_the_same_form(threads: Threads, f
     assert kept["token_ids"].tolist() == sent["token_ids"].tolist() == [0, 2, 4]
 
 
-def test_other_lengths_than_announced_are_refused_before_anything_is_sent(fabrics: list[Fabric]) -> None:
+def test_other_lengths_than_announced_are_refused_before_anything_is_sent(fabrics: list[TransferGroup]) -> None:
     moves = [Move(0, 1, [1, 2], [3, 4])]
     held = {"token_ids": [np.zeros(3, dtype=np.int32), np.zeros(5, dtype=np.int32)]}
     with pytest.raises(ValueError, match=r"2 samples from rank 0 to 1: token_ids has 8 values where .* counted 7"):
         fabrics[0].exchange(0, moves, [("token_ids", np.dtype(np.int32))], [], lambda _: held)
 
 
-def test_groups_of_other_names_epochs_and_ranks_do_not_mix(threads: Threads, fabrics: list[Fabric]) -> None:
-    def make(rank: int) -> list[Fabric]:
-        pair = [Fabric(threads.worlds[rank].group("pair", (2, 0), 0), (2, 0))] if rank != 1 else []
-        return [*pair, Fabric(threads.worlds[rank].group("fabric", RANKS, 1), RANKS)]
+def test_groups_of_other_names_epochs_and_ranks_do_not_mix(threads: Threads, fabrics: list[TransferGroup]) -> None:
+    def make(rank: int) -> list[TransferGroup]:
+        pair = [TransferGroup(threads.worlds[rank].group("pair", (2, 0), 0), (2, 0))] if rank != 1 else []
+        return [*pair, TransferGroup(threads.worlds[rank].group("fabric", RANKS, 1), RANKS)]
 
     made = threads.every(make)
     fields = [("token_ids", np.dtype(np.int32))]
@@ -129,7 +129,7 @@ def test_first_contacts_in_a_triangle_do_not_wait_for_each_other(threads: Thread
     epoch = 2 + list(itertools.permutations(RANKS)).index(order)
     groups = threads.every(lambda rank: replace(threads.worlds[rank], timeout_s=5).group("fabric", RANKS, epoch))
     own = [[move for move in moves if rank in (move.source, move.dest)] for rank in RANKS]
-    received = threads.every(lambda r: Fabric(groups[r], RANKS).exchange(r, own[r], fields, [], lambda _: held))
+    received = threads.every(lambda r: TransferGroup(groups[r], RANKS).exchange(r, own[r], fields, [], lambda _: held))
     assert [len(received[rank]) for rank in order] == [0, 1, 2]
 
 
@@ -140,7 +140,7 @@ def test_a_silent_member_is_waited_for_as_long_as_configured(threads: Threads) -
     groups = threads.every(lambda rank: replace(threads.worlds[rank], timeout_s=0.5).group("silent", RANKS, 0))
     start = time.monotonic()
     with pytest.raises(RuntimeError, match=r"[Tt]ime(d )?out"):
-        Fabric(groups[0], RANKS).exchange(0, [Move(1, 0, [1], [8])], fields, [], lambda _: {})
+        TransferGroup(groups[0], RANKS).exchange(0, [Move(1, 0, [1], [8])], fields, [], lambda _: {})
     assert 0.4 < time.monotonic() - start < 10
 
 
@@ -150,13 +150,13 @@ from pathlib import Path
 import numpy as np
 from hpcrl.messaging.bootstrap import Place
 from hpcrl.messaging.messages import Move
-from hpcrl.comm.transfer import Fabric, PeerLost
+from hpcrl.comm.transfer import TransferGroup, PeerLost
 from hpcrl.messaging.world import join
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
 LENGTH, FIELDS = 1 << 20, [("token_ids", np.dtype(np.int32))]
 world = join(Place("rank", "agent", rank, 0, 1), 3, folder, start_s=60, store_s=60, command_s=20)
 def make(ranks, epoch):
-    return Fabric(world.group("fabric", ranks, epoch), ranks)
+    return TransferGroup(world.group("fabric", ranks, epoch), ranks)
 def exchange(fabric, *pairs):
     moves = [Move(source, dest, [1], [LENGTH]) for source, dest in pairs]
     held = {"token_ids": [np.full(LENGTH, rank, dtype=np.int32)]}

@@ -30,7 +30,7 @@ from hpcrl.comm.weight_transfer import (
 from hpcrl.messaging.abortable import AbortableGroup
 from hpcrl.messaging.world import World
 from hpcrl.rollout.store import RolloutReader
-from hpcrl.spec.weight_layout import Box, Held, Need, everything
+from hpcrl.spec.weight_layout import RequiredSlices, TensorShards, TensorSlice, everything
 from tests.dist.conftest import SIZE, Threads
 from tests.dist.like_nccl import WHOLE, LikeNCCL
 from tests.planner.measuring import peak_bytes
@@ -65,18 +65,18 @@ def assert_same(got: Named, expected: Named) -> None:
         assert torch.equal(bits_of(got[name]), bits_of(tensor)), name
 
 
-def layout_of(named: Named, ranks: Sequence[int], rows: bool) -> list[Held]:
+def layout_of(named: Named, ranks: Sequence[int], rows: bool) -> list[TensorShards]:
     """Rows divided over the ranks, or everything on all of them."""
     found = []
     for name, tensor in named.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
         divided = rows and tensor.ndim > 0
-        made = Held.rows if divided else Held.whole
+        made = TensorShards.rows if divided else TensorShards.whole
         found.append(made(name, dtype, tensor.shape, len(ranks) if divided else range(len(ranks))).of(ranks))
     return found
 
 
-def held(named: Named, layout: Sequence[Held], rank: int) -> Iterator[Tensor]:
+def held(named: Named, layout: Sequence[TensorShards], rank: int) -> Iterator[Tensor]:
     """What an engine yields: copies in one memory, which the next overwrites."""
     memory = torch.empty(4096, dtype=torch.uint8)
     for item in layout:
@@ -90,8 +90,8 @@ def transfer(
     threads: Threads,
     name: str,
     named: Named,
-    layout: list[Held],
-    needs: dict[int, list[Need]],
+    layout: list[TensorShards],
+    needs: dict[int, list[RequiredSlices]],
     times: int = 1,
     kind: Callable[[World, Any], Any] | None = None,
 ) -> list[Named]:
@@ -123,8 +123,8 @@ def transfer(
     return threads.every(update)
 
 
-def all_of(named: Named, dtype: str = "") -> list[Need]:
-    return [Need(dtype, (everything(tensor.shape),)) for tensor in named.values()]
+def all_of(named: Named, dtype: str = "") -> list[RequiredSlices]:
+    return [RequiredSlices(dtype, (everything(tensor.shape),)) for tensor in named.values()]
 
 
 @pytest.fixture
@@ -151,13 +151,16 @@ def test_ranks_of_a_replica_get_their_slices_in_their_dtype(threads: Threads, sm
     """Rank 0 holds everything, ranks 1 and 2 need half of the columns, and the whole of what has none."""
     named = {name: tensor for name, tensor in make_weights("float32").items() if tensor.ndim != 3}
 
-    def half(shape: Sequence[int], index: int) -> Box:
+    def half(shape: Sequence[int], index: int) -> TensorSlice:
         if len(shape) < 2:
             return everything(shape)
         middle = shape[1] // 2
         return (0, shape[0]), ((0, middle), (middle, shape[1]))[index]
 
-    needs = {rank: [Need("bfloat16", (half(tensor.shape, rank - 1),)) for tensor in named.values()] for rank in (1, 2)}
+    needs = {
+        rank: [RequiredSlices("bfloat16", (half(tensor.shape, rank - 1),)) for tensor in named.values()]
+        for rank in (1, 2)
+    }
     got = transfer(threads, "slices", named, layout_of(named, [0], False), needs)
     for rank in (1, 2):
         assert list(got[rank]) == list(named)
@@ -298,7 +301,7 @@ def test_stages_give_up_the_replica_that_hangs_and_not_the_one_that_waits(small_
     """Rank 0 holds the first four of six tensors, rank 1 the others. Rank 3 generates and takes nothing; rank 2
     generates, too, and takes nothing of rank 1 before rank 0 has given rank 3 up."""
     named = {name: tensor for name, tensor in make_weights("float32").items() if tensor.numel() > 1}
-    layout = [Held.whole(name, "float32", t.shape, [i // 4]) for i, (name, t) in enumerate(named.items())]
+    layout = [TensorShards.whole(name, "float32", t.shape, [i // 4]) for i, (name, t) in enumerate(named.items())]
     threads = Threads(tmp_path, 4)
     kept: list[Any] = []  # a group that ends is not a replica that hangs
 

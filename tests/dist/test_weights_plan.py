@@ -9,13 +9,13 @@ import torch
 
 from hpcrl.comm.weight_plan import padded, plan_pieces
 from hpcrl.comm.weight_transfer import Channel, Schedule
-from hpcrl.spec.weight_layout import Box, Held, Need, count, everything
+from hpcrl.spec.weight_layout import RequiredSlices, TensorShards, TensorSlice, count, everything
 
 SHAPES = [(12, 7), (1,), (9, 4, 3), (0, 4), (), (40,), (64, 64)]
-ALL = [Need("bfloat16", (everything(shape),)) for shape in SHAPES]
+ALL = [RequiredSlices("bfloat16", (everything(shape),)) for shape in SHAPES]
 HALVES = [
     [
-        Need(
+        RequiredSlices(
             "",
             (((0, s[0]), (i * s[1] // 2, (i + 1) * s[1] // 2), *everything(s[2:])),)
             if len(s) > 1
@@ -27,17 +27,20 @@ HALVES = [
 ]
 
 
-def rows(ranks: list[int]) -> list[Held]:
+def rows(ranks: list[int]) -> list[TensorShards]:
     size = len(ranks)
-    made = (Held.rows("w", "float32", s, size) if s else Held.whole("w", "float32", s, range(size)) for s in SHAPES)
+    made = (
+        TensorShards.rows("w", "float32", s, size) if s else TensorShards.whole("w", "float32", s, range(size))
+        for s in SHAPES
+    )
     return [held.of(ranks) for held in made]
 
 
-def copies(ranks: list[int]) -> list[Held]:
-    return [Held.whole("w", "float32", shape, ranks) for shape in SHAPES]
+def copies(ranks: list[int]) -> list[TensorShards]:
+    return [TensorShards.whole("w", "float32", shape, ranks) for shape in SHAPES]
 
 
-def at(box: Box) -> tuple[slice, ...]:
+def at(box: TensorSlice) -> tuple[slice, ...]:
     return tuple(slice(*bounds) for bounds in box)
 
 
@@ -49,7 +52,7 @@ def at(box: Box) -> tuple[slice, ...]:
 @pytest.mark.parametrize("needs", [{1: ALL}, {1: ALL, 2: ALL}, {1: HALVES[0], 2: HALVES[1]}, {5: ALL}], ids=list)
 @pytest.mark.parametrize("step_bytes", [64, 1024, 1 << 20])
 def test_every_needed_number_comes_once_from_who_holds_it(
-    layout: list[Held], needs: dict[int, list[Need]], step_bytes: int
+    layout: list[TensorShards], needs: dict[int, list[RequiredSlices]], step_bytes: int
 ) -> None:
     counts = {rank: [torch.zeros(shape) for shape in SHAPES] for rank in needs}
     steps = plan_pieces(layout, needs, step_bytes)
@@ -69,22 +72,25 @@ def test_every_needed_number_comes_once_from_who_holds_it(
 
 
 def test_who_holds_a_need_sends_it_to_itself_and_copies_are_shared_out() -> None:
-    layout = [Held.whole(f"w{i}", "float32", (16, 16), [3, 4, 5]) for i in range(30)]
-    need = [Need("", (everything((16, 16)),))] * 30
+    layout = [TensorShards.whole(f"w{i}", "float32", (16, 16), [3, 4, 5]) for i in range(30)]
+    need = [RequiredSlices("", (everything((16, 16)),))] * 30
     pieces = [piece for step in plan_pieces(layout, {4: need, 7: need}) for piece in step]
     assert {piece.sender for piece in pieces if piece.receiver == 4} == {4}
     assert Counter(piece.sender for piece in pieces if piece.receiver == 7) == {3: 10, 4: 10, 5: 10}
 
 
 def test_all_senders_of_a_large_tensor_have_a_part_in_each_step() -> None:
-    layout, need = [Held.rows("w", "float32", (4096, 8), 4)], [Need("", (everything((4096, 8)),))]
+    layout, need = [TensorShards.rows("w", "float32", (4096, 8), 4)], [RequiredSlices("", (everything((4096, 8)),))]
     steps = plan_pieces(layout, {9: need}, 4096)
     assert len(steps) == 32
     assert all({piece.sender for piece in step} == {0, 1, 2, 3} for step in steps)
 
 
 def test_a_large_tensor_that_several_ranks_hold_is_divided_among_them() -> None:
-    layout, need = [Held.whole("w", "float32", (4096, 256), [0, 1, 2])], [Need("", (everything((4096, 256)),))]
+    layout, need = (
+        [TensorShards.whole("w", "float32", (4096, 256), [0, 1, 2])],
+        [RequiredSlices("", (everything((4096, 256)),))],
+    )
     channels = {replica: Channel(None, (0, 1, 2, replica), layout, {replica: need}) for replica in (3, 4, 5, 6)}
     sent = [sum(p.num_bytes for p in plan_pieces(layout, {3: need})[0] if p.sender == rank) for rank in (0, 1, 2)]
     assert sum(sent) == 4 << 20 and max(sent) < 1.01 * min(sent)
@@ -92,7 +98,7 @@ def test_a_large_tensor_that_several_ranks_hold_is_divided_among_them() -> None:
 
 
 @pytest.mark.parametrize("layout", [rows([0, 1]), copies([0, 1])], ids=["rows", "copies"])
-def test_what_replicas_get_alike_is_packed_once(layout: list[Held]) -> None:
+def test_what_replicas_get_alike_is_packed_once(layout: list[TensorShards]) -> None:
     channels = {
         replica: Channel(None, (0, 1, *ranks), layout, {rank: HALVES[i] for i, rank in enumerate(ranks)})
         for replica, ranks in enumerate([(2, 3), (4, 5), (6, 7)])
@@ -109,13 +115,13 @@ def test_what_replicas_get_alike_is_packed_once(layout: list[Held]) -> None:
 
 
 def test_a_number_that_nobody_holds_is_an_error() -> None:
-    layout = [Held("w", "float32", (4, 4), ((((0, 3), (0, 4)), (0,)),))]
+    layout = [TensorShards("w", "float32", (4, 4), ((((0, 3), (0, 4)), (0,)),))]
     with pytest.raises(
         ValueError, match="generator rank 1 needs 16 numbers of weight w, and the trainer ranks hold 12"
     ):
-        plan_pieces(layout, {1: [Need("", (everything((4, 4)),))]})
+        plan_pieces(layout, {1: [RequiredSlices("", (everything((4, 4)),))]})
 
 
 def test_integers_travel_as_they_are() -> None:
-    layout, need = [Held.whole("w", "int64", (3,), [0])], [Need("bfloat16", (everything((3,)),))]
+    layout, need = [TensorShards.whole("w", "int64", (3,), [0])], [RequiredSlices("bfloat16", (everything((3,)),))]
     assert [piece.dtype for step in plan_pieces(layout, {1: need}) for piece in step] == ["int64"]

@@ -202,9 +202,9 @@ def intrude(run_dir: Path, queue: str) -> None:
         Dialer(store, key, taken, 10, 10)(queue)
     push = Dialer(store, key, 77, 10, 10)(queue)
     push(b"no message at all, but longer than a signature is")
-    push(forged(os.urandom(32), queue, messages.Leave(), sender=77))
+    push(forged(os.urandom(32), queue, messages.Shutdown(), sender=77))
     push(b"")
-    push(forged(key, queue, messages.Leave(), sender=taken))
+    push(forged(key, queue, messages.Shutdown(), sender=taken))
 
 
 def forged(key: bytes, queue: str, message: messages.Message, sender: int) -> bytes:
@@ -307,7 +307,7 @@ ENDS = {
     "a learning rate that breaks the weights": (
         ["trainer.lr=1e30"],
         ExitCode.NO_PROGRESS,
-        r"rank 0 .* failed in command Burst #\d+: .*not finite under weights version 1",
+        r"rank 0 .* failed in command DecodeChunk #\d+: .*not finite under weights version 1",
     ),
     "a loss that is not a number": (
         ["algorithm=reinforce", REWARD + "huge_reward", "max_steps=9"],

@@ -43,7 +43,7 @@ def test_siblings_are_scored_together_whoever_is_lost(
     train = f"[{{path:{digit_data},tag:played}},{{path:{digit_data},tag:plain}}]"
     inputs = [f"model.path={digit_model}", f"data.train={train}", f"data.val={digit_data}"]
     words, run_dir = [*inputs, *WORDS, *LAYOUT, f"rollout.max_lag={max_lag}"], tmp_path / "run"
-    dies = f"{scorer}:ScoreTogether:9:SIGKILL {replica}:Burst:30:SIGKILL"
+    dies = f"{scorer}:ScoreGroup:9:SIGKILL {replica}:DecodeChunk:30:SIGKILL"
     start = Start(run_dir, words, {"PYTHONPATH": f"{ROOT}:{ROOT}/tests/e2e/dies", "HPCRL_TEST_DIES": dies})
     start.wait_until(lambda: kill and start.step >= 5, 200.0)
     start.kill()
@@ -89,7 +89,9 @@ def check_rewards(run_dir: Path, data: Path) -> None:
             if len(expected) == 1:
                 assert tokens.tolist() == [places.get(place, 0.0) for place in range(len(tokens))]
             returns = batch.returns[at][batch.loss_mask[at]]
-            assert returns.tolist() == tokens.flip(0).cumsum(0).flip(0).tolist(), "what the credit has read"
+            assert returns.tolist() == tokens.flip(0).cumsum(0).flip(0).tolist(), (
+                "what the advantage estimator has read"
+            )
             seen.add((domains[uid], len(expected)))
             rewards |= set(expected)
     assert seen >= {("played", 2), ("plain", 1)} and len(rewards) > 4

@@ -54,7 +54,7 @@ def test_all_messages_of_two_attempts(tmp_path: Path, digit_model: Path, digit_d
         r"rank 1 INFO trainer ready in [\d.]+ s",
         r"rank 1 WARNING a_lab\.rewards: scores a response",
         r"rank 0 INFO step 1/2000  reward .*",
-        r"rank 1 ERROR failed in Burst #\d+",
+        r"rank 1 ERROR failed in DecodeChunk #\d+",
         r"rank 0 ERROR the run ends",
         r"agent ERROR rank 1 \(.*\) on \S+ failed in command .*",
         r"agent INFO started rank 0 .*",  # the second attempt
@@ -63,6 +63,6 @@ def test_all_messages_of_two_attempts(tmp_path: Path, digit_model: Path, digit_d
     for pattern in in_order:
         place = next((i for i, line in enumerate(told) if i >= place and re.fullmatch(pattern, line)), -1)
         assert place >= 0, (pattern, "\n".join(merged))
-    failed = next(i for i, line in enumerate(merged) if "rank 1 ERROR failed in Burst" in line)
+    failed = next(i for i, line in enumerate(merged) if "rank 1 ERROR failed in DecodeChunk" in line)
     end = next(i for i in range(failed + 1, len(merged)) if not merged[i].startswith("  "))
     assert merged[failed + 1] == "  Traceback (most recent call last):" and "not finite" in merged[end - 1]

@@ -11,9 +11,9 @@ import yaml
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import parse
 from hpcrl.metrics.log import read_metrics
+from hpcrl.models.families import read_shape
 from hpcrl.planner.memory import PROGRAM_BYTES, memory
 from hpcrl.planner.memory_parts import Phase
-from hpcrl.planner.shapes import read_shape, tiny_config
 from tests.e2e.program import Start
 
 WORDS = [
@@ -47,7 +47,7 @@ def test_peaks_of_one_process_are_within_a_tenth_of_the_plan(tmp_path: Path) -> 
     assert start.wait() == 0, start.text
     config = parse(yaml.safe_load((run_dir / "config.yaml").read_text()))
     config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"device": "cpu"})})
-    shape = read_shape(tiny_config(config.model.tiny))
+    shape = read_shape(config.model.tiny.hf_config())
     [rank] = memory(config, RoleLayout.from_config(config), shape)
     assert rank.peak(on_host=True)[0] == "train"
     last = read_metrics(run_dir)[-1]

@@ -30,11 +30,14 @@ timeouts.command_s={COMMAND_S} max_steps={NUM_STEPS} generator.max_slots=2
     [
         pytest.param(
             ["rollout.max_lag=0"],
-            "2:HandOver:4:SIGKILL 3:Pull:6:SIGKILL 4:Burst:40:SIGSTOP",
+            "2:TransferRollouts:4:SIGKILL 3:UpdateWeights:6:SIGKILL 4:DecodeChunk:40:SIGSTOP",
             marks=pytest.mark.soak,
         ),
-        (["rollout.max_lag=1"], "2:HandOver:4:SIGSTOP 3:Pull:6:SIGKILL 4:SaveHeld:4:SIGKILL"),
-        (["env=scripted", "layout.env.num_ranks=1"], "2:HandOver:3:SIGKILL 3:Burst:20:SIGKILL 4:Burst:60:SIGKILL"),
+        (["rollout.max_lag=1"], "2:TransferRollouts:4:SIGSTOP 3:UpdateWeights:6:SIGKILL 4:SavePending:4:SIGKILL"),
+        (
+            ["env=scripted", "layout.env.num_ranks=1"],
+            "2:TransferRollouts:3:SIGKILL 3:DecodeChunk:20:SIGKILL 4:DecodeChunk:60:SIGKILL",
+        ),
     ],
     ids=["sync", "async", "environments"],
 )
@@ -53,7 +56,7 @@ def test_replicas_are_lost_one_after_another(
     check_accounts(tmp_path / "run")
 
 
-@pytest.mark.parametrize(("least", "command"), [(2, "HandOver"), (1, "BuildGroup")])
+@pytest.mark.parametrize(("least", "command"), [(2, "TransferRollouts"), (1, "BuildGroup")])
 def test_a_replica_that_the_run_needs_ends_it(
     tmp_path: Path, digit_model: Path, digit_data: Path, least: int, command: str
 ) -> None:

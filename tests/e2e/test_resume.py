@@ -282,7 +282,7 @@ def damage_and_finish(runs: Runs, name: str) -> None:
     file.write_bytes(content)
     start = runs.start(name)
     assert start.wait() == ExitCode.DONE, start.text
-    assert f"{step_name(newest)} is passed over: {file.name} is not what was committed" in start.text
+    assert f"skipping {step_name(newest)}: {file.name} is not what was committed" in start.text
     assert f"resumed from {step_name(older)}" in start.text
     assert differences(remains(runs.folder / name), runs.undisturbed) == []
 

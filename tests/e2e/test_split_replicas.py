@@ -56,8 +56,10 @@ def test_a_split_replica_gives_the_numbers_of_a_whole_one(runs: Runs, layout: st
     code, text = runs.start("whole", [*whole, *TWO_TURNS])
     assert code == ExitCode.DONE, text
     other = 3 if layout == "apart" else 2
-    code, text = runs.start("split", [*split, *TWO_TURNS], f"{other}:Burst:60:SIGKILL")
-    assert code == ExitCode.RANK_KILLED and f"hpcrl: rank {other} (" in text and "killed by SIGKILL in Burst" in text
+    code, text = runs.start("split", [*split, *TWO_TURNS], f"{other}:DecodeChunk:60:SIGKILL")
+    assert (
+        code == ExitCode.RANK_KILLED and f"hpcrl: rank {other} (" in text and "killed by SIGKILL in DecodeChunk" in text
+    )
     assert 0 < committed_step(runs.folder / "split") < NUM_STEPS, text
     code, text = runs.start("split", [*split, *TWO_TURNS])
     assert code == ExitCode.DONE, text
@@ -69,7 +71,7 @@ def test_what_split_replicas_hold_comes_back_after_a_resume(runs: Runs) -> None:
     """Two replicas of two ranks generate ahead; the second rank of one is killed after some of their work was saved."""
     words = [*LAYOUTS["apart"][1], "layout.generator.num_ranks=4", "rollout.max_lag=1", "env.played.name=scripted"]
     words.append("save_every=1")  # a save begins when the one before is committed, so that some are by the fifth update
-    code, text = runs.start("run", words, "3:Pull:5:SIGKILL")
+    code, text = runs.start("run", words, "3:UpdateWeights:5:SIGKILL")
     assert code == ExitCode.RANK_KILLED, text
     saved = committed_step(runs.folder / "run")
     assert 0 < saved < NUM_STEPS, text

@@ -134,7 +134,7 @@ def test_experts_are_replayed_and_bfloat16_differs_as_with_the_native_engine(run
 
 def test_a_run_goes_on_after_the_second_rank_of_a_replica_was_killed(runs: Runs, native: list[dict[str, Any]]) -> None:
     words = [*ALL, "generator.engine=vllm", *LAYOUTS["apart_split"], "save_every=1"]
-    code, text = runs.start("killed", words, "3:Pull:4:SIGKILL")
+    code, text = runs.start("killed", words, "3:UpdateWeights:4:SIGKILL")
     assert code == ExitCode.RANK_KILLED and re.search(r"hpcrl: rank 3 .*killed by SIGKILL", text), text
     assert committed_step(runs.folder / "killed") in (1, 2), text
     code, text = runs.start("killed", [*ALL, "generator.engine=vllm", *LAYOUTS["single"]])  # fewer starts of vLLM
@@ -156,11 +156,13 @@ def test_a_preempted_run_goes_on(runs: Runs, native: list[dict[str, Any]]) -> No
 def test_an_asynchronous_run_loses_replicas_and_names_them_with_their_last_lines(runs: Runs) -> None:
     words = [*WORDS, *APART, "generator.engine=vllm", "layout.generator.num_ranks=3", "rollout.max_lag=1"]
     words += ["rollout.on_new_weights=recompute", "timeouts.command_s=30"]
-    code, text = runs.start("lost", words, "2:Burst:12:SIGKILL 3:Burst:24:SIGSTOP")
+    code, text = runs.start("lost", words, "2:DecodeChunk:12:SIGKILL 3:DecodeChunk:24:SIGSTOP")
     assert code == ExitCode.DONE, text
     lost = dict(re.findall(r"rank (\d) \(generator\).* is lost: (.*); the run goes on without it", text))
     assert lost.keys() == {"2", "3"}, text
-    assert re.search(r"killed by SIGKILL in Burst #\d+; its log ends: .*at the end: SIGKILL before Burst", lost["2"])
-    silent = r"gave no sign of life for \d+ s in Burst #\d+ and was ended"
-    assert re.search(rf"{silent}; its log ends: .*at the end: SIGSTOP before Burst", lost["3"])
+    assert re.search(
+        r"killed by SIGKILL in DecodeChunk #\d+; its log ends: .*at the end: SIGKILL before DecodeChunk", lost["2"]
+    )
+    silent = r"gave no sign of life for \d+ s in DecodeChunk #\d+ and was ended"
+    assert re.search(rf"{silent}; its log ends: .*at the end: SIGSTOP before DecodeChunk", lost["3"])
     check_accounts(runs.folder / "lost")

@@ -124,7 +124,7 @@ rank_siblings.scores = "groups"  # type: ignore[attr-defined]
 STEPWISE = AlgorithmSpec(
     about="What a response is given from each token on.",
     section=PolicyLoss,
-    make="tests.e2e.step_credit:StepCredit",
+    make="tests.e2e.step_advantage:StepAdvantage",
     objective=POLICY_GRADIENT,
 )
 

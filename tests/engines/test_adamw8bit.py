@@ -14,7 +14,7 @@ from torch import Tensor
 from hpcrl.config import ConfigError, LoRAConfig, parse
 from hpcrl.config.abilities import check_built
 from hpcrl.launch.model_folder import inspect_model
-from hpcrl.planner.shapes import read_shape
+from hpcrl.models.families import read_shape
 from hpcrl.planner.trainer import checkpoint_bytes, trainer_parts
 from hpcrl.spec import kinds
 from tests.checkpoint.writing import write_files

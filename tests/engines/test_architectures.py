@@ -170,7 +170,7 @@ def test_no_family_of_transformers_is_left_out() -> None:
     """Those of the tested version; a newer one may have more."""
     from importlib.metadata import version
 
-    from hpcrl.spec.transformers_models import causal_families
+    from hpcrl.models.transformers_models import causal_families
 
     if version("transformers") != "5.19.0":
         pytest.skip("the table is of transformers 5.19.0")

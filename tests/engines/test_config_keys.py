@@ -186,7 +186,6 @@ def test_of_the_other_families_too(engine: str, family: str, world_of_one: None,
 
 
 def test_no_family_is_left_out() -> None:
-    from hpcrl.engines.gen.native.families import FAMILIES as OF_NATIVE
-    from hpcrl.engines.train.megatron.families import FAMILIES as OF_MEGATRON
+    from hpcrl.models.families import MEGATRON, NATIVE
 
-    assert set(FAMILIES["megatron"]) == set(OF_MEGATRON) and set(FAMILIES["native"]) == set(OF_NATIVE)
+    assert set(FAMILIES["megatron"]) == set(MEGATRON) and set(FAMILIES["native"]) == set(NATIVE)

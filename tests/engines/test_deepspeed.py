@@ -21,7 +21,7 @@ from hpcrl.config import ConfigError, TrainerConfig, parse
 from hpcrl.engines.train.deepspeed.spec import DeepSpeedConfig
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.metrics.stats import Stats
-from hpcrl.planner.memory import may_take_turns
+from hpcrl.planner.memory import may_share_device
 from hpcrl.rollout.batch import Batch, Norms
 from tests.checkpoint.writing import write_files
 from tests.engines.moving import Left
@@ -166,7 +166,7 @@ def test_a_frozen_engine(
     from hpcrl.engines.train.deepspeed import state_memory
 
     left = _take_turns(monkeypatch)
-    turns = state_memory.HostTurns(engine.module, getattr(engine.model, "optimizer", None), None, torch.device("cpu"))
+    turns = state_memory.HostOffload(engine.module, getattr(engine.model, "optimizer", None), None, torch.device("cpu"))
     for turn in (lambda: turns.offload(weights=True), turns.onload):
         turn()
         assert left.overwrite() >= engine.num_parameters * getattr(torch, dtype).itemsize
@@ -241,7 +241,10 @@ def test_turns_with_a_generator_change_nothing(
     left = _take_turns(monkeypatch)
     batch = make_batch(LENGTHS)
     stays, moves = (make_engine(folder, case, param_dtype=dtype) for _ in range(2))
-    turns, moved = state_memory.HostTurns(moves.module, moves.model.optimizer, moves.optimizer, torch.device("cpu")), []
+    turns, moved = (
+        state_memory.HostOffload(moves.module, moves.model.optimizer, moves.optimizer, torch.device("cpu")),
+        [],
+    )
     for _ in range(2):
         for engine in (stays, moves):
             engine.train_step(batch, PLAN, Weighted(TEMPERATURE, entropy=True), norms_of(batch))
@@ -278,7 +281,7 @@ def test_turns_with_a_generator_are_planned() -> None:
     for max_lag, may in ((0, True), (1, False)):
         sections = {"trainer": {"engine": "deepspeed"}, "rollout": {"max_lag": max_lag}}
         config = parse({**sections, "layout": {**ranks, "offload": "always"}, "generator": {"engine": "vllm"}})
-        assert may_take_turns(config, RoleLayout.from_config(config)) == may
+        assert may_share_device(config, RoleLayout.from_config(config)) == may
 
 
 @pytest.mark.slow

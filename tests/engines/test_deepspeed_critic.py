@@ -15,7 +15,7 @@ from hpcrl.config import TrainerConfig, parse
 from hpcrl.engines.train.deepspeed.spec import DeepSpeedConfig
 from hpcrl.engines.train.training_engine import ValueEngine, check_objective
 from hpcrl.launch.model_folder import inspect_model
-from hpcrl.planner.shapes import read_shape
+from hpcrl.models.families import read_shape
 from hpcrl.planner.trainer import critic_parts
 from hpcrl.rollout.batch import Batch, Norms
 from tests.checkpoint.writing import write_files

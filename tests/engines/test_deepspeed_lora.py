@@ -14,7 +14,7 @@ from torch import Tensor
 from hpcrl.config import TrainerConfig, parse
 from hpcrl.engines.train.deepspeed.spec import DeepSpeedConfig
 from hpcrl.launch.model_folder import inspect_model
-from hpcrl.planner.shapes import read_shape
+from hpcrl.models.families import read_shape
 from hpcrl.planner.trainer import checkpoint_bytes, trainer_parts
 from hpcrl.rollout.batch import Batch
 from tests.checkpoint.writing import write_files

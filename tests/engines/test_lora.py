@@ -25,8 +25,8 @@ from hpcrl.engines.gen.native.engine import NativeEngine
 from hpcrl.engines.train.fsdp2 import engine as fsdp2
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
+from hpcrl.models.families import read_shape
 from hpcrl.planner.adapters import adapters
-from hpcrl.planner.shapes import read_shape
 from hpcrl.rollout.batch import Batch, batch_from_samples
 from hpcrl.rollout.types import FinishReason, Sample
 from hpcrl.workers.one_process import OneProcess

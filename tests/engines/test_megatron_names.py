@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hpcrl.engines.train.megatron.names import NameTable, held, parts, shard, shard_shape, table
-from hpcrl.planner.shapes import read_shape
+from hpcrl.models.families import read_shape
 
 CONF = Path(__file__).parents[2] / "conf" / "model" / "Qwen"
 SMALL: dict[str, Any] = {

@@ -15,7 +15,7 @@ from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.engines.train.fsdp2.muon import COEFFICIENTS, STEPS, orthogonalized
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
 from hpcrl.launch.model_folder import inspect_model
-from hpcrl.planner.shapes import read_shape
+from hpcrl.models.families import read_shape
 from hpcrl.planner.trainer import checkpoint_bytes, trainer_parts
 from tests.checkpoint.writing import write_files
 from tests.engines.test_critic import Squares, critic_folder, make_critic

@@ -37,8 +37,8 @@ from transformers import (
 from hpcrl.engines.gen.generation_engine import Output, Request, SamplingParams
 from hpcrl.engines.gen.native.architecture import read_architecture
 from hpcrl.engines.gen.native.engine import NativeEngine
-from hpcrl.engines.gen.native.families import unsupported
 from hpcrl.engines.gen.native.transformer import Transformer
+from hpcrl.engines.gen.native.unsupported import unsupported
 from hpcrl.engines.gen.native.weights import FusedWeights
 from hpcrl.engines.hf_folder import read_safetensors
 from hpcrl.engines.tiny import make_tokenizer

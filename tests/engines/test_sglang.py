@@ -22,7 +22,7 @@ from hpcrl.engines.gen.sglang.child import last_error
 from hpcrl.engines.gen.sglang.server import Made
 from hpcrl.engines.gen.sglang.sizes import cache, check
 from hpcrl.engines.tiny import make_tiny_model
-from hpcrl.planner.shapes import read_shape, tiny_config
+from hpcrl.models.families import read_shape
 from hpcrl.rollout.types import FinishReason
 from hpcrl.spec.installed import fields
 from hpcrl.spec.tables import GEN_ENGINES
@@ -397,7 +397,7 @@ def test_a_mixture_whose_head_is_its_embedding_is_refused() -> None:
     config, _ = planned([])
     for tied, lines in ((False, 0), (True, 1)):
         spec = MODEL.model_copy(update={"architecture": "qwen3_moe", "num_experts": 4, "tie_word_embeddings": tied})
-        found = [problem.text for problem in check(config, read_shape(tiny_config(spec)))]
+        found = [problem.text for problem in check(config, read_shape(spec.hf_config()))]
         assert len(found) == lines and all("sglang cannot run qwen3_moe: its head is its emb" in text for text in found)
 
 

@@ -11,8 +11,8 @@ from transformers import AutoConfig
 
 from hpcrl.config import parse
 from hpcrl.config.abilities import check_trainable
-from hpcrl.engines.train.megatron.families import attention_kinds
-from hpcrl.spec.rope import rope_types
+from hpcrl.models.rope import rope_types
+from hpcrl.models.windows import attention_kinds
 from tests.test_launch import CONFIG, SHORT, refused, write_model
 
 AT = ("model", "path")

@@ -21,7 +21,7 @@ from hpcrl.engines.expert_routes import RouteShape
 from hpcrl.engines.gen.generation_engine import Output, ReplicaRanks, Request, SamplingParams
 from hpcrl.engines.tiny import make_tiny_model
 from hpcrl.node.devices import show_peers
-from hpcrl.spec.weight_layout import Held, Need, everything
+from hpcrl.spec.weight_layout import RequiredSlices, TensorShards, everything
 from tests.contracts.gen.vllm import leave_groups
 from tests.engines.test_head_dtype import large_logits
 from tests.engines.test_lora import LORA, check_generator
@@ -187,8 +187,8 @@ def not_loaded(engine: Any, model: Any) -> list[str]:
     """The weights that the engine shows otherwise than the model has them, by checksums as of check_weights=true; all
     that it does not show."""
     named = dict(model.named_parameters())
-    layout = [Held.whole(name, "float32", tensor.shape, [0]) for name, tensor in named.items()]
-    needs = [Need("float32", (everything(tensor.shape),)) for tensor in named.values()]
+    layout = [TensorShards.whole(name, "float32", tensor.shape, [0]) for name, tensor in named.items()]
+    needs = [RequiredSlices("float32", (everything(tensor.shape),)) for tensor in named.values()]
     loaded = LoadedSums(layout, needs)
     for _ in loaded.noting(engine.loaded_weights(list(named))):
         pass

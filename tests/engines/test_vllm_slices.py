@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from hpcrl.engines.gen.generation_engine import Output, ReplicaRanks, Request, SamplingParams
 from hpcrl.engines.gen.vllm.slices import slices
-from hpcrl.planner.shapes import ModelShape, Parameter, known_shape, read_shape
+from hpcrl.models.families import known_shape, read_shape
+from hpcrl.models.shape import ModelShape, Parameter
 from hpcrl.spec.weight_layout import everything
 from tests.contracts.gen.vllm import leave_groups
 from tests.engines.test_vllm import HEADS, answers, make_engine, weights_of

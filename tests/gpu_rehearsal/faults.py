@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpcrl.comm.transfer import Fabric
+from hpcrl.comm.transfer import TransferGroup
 from hpcrl.engines.gen.generation_engine import Request, SamplingParams
 from hpcrl.engines.gen.native.engine import NativeEngine
 from hpcrl.engines.gen.native.paged_attention import Decoding
@@ -288,11 +288,11 @@ def test_rollouts_travel_over_gloo_between_ranks_with_gpus_too(tmp_path: Any) ->
     held = {"token_ids": [np.arange(3, dtype=np.int32)]}
     with gpu() as ledger, ledger.section("test"):
         box = Mailbox()
-        Fabric(box, (0, 1)).exchange(0, moves, fields, [], lambda _: held)
-        ((_, got),) = Fabric(box, (0, 1)).exchange(1, moves, fields, [], lambda _: held)
+        TransferGroup(box, (0, 1)).exchange(0, moves, fields, [], lambda _: held)
+        ((_, got),) = TransferGroup(box, (0, 1)).exchange(1, moves, fields, [], lambda _: held)
         assert got["token_ids"].tolist() == [0, 1, 2] and not counted(ledger)
         with pytest.raises(RuntimeError, match="device type cpu"):
-            Fabric(Transfers(box), (0, 1)).exchange(0, moves, fields, [], lambda _: held)
+            TransferGroup(Transfers(box), (0, 1)).exchange(0, moves, fields, [], lambda _: held)
 
 
 def test_a_head_of_the_wrong_device_shows(ledger: Ledger) -> None:

@@ -30,7 +30,7 @@ from hpcrl.engines.train.fsdp2.engine import SMALL_MODEL_BYTES, FSDP2Engine
 from hpcrl.messaging.abortable import AbortableGroup
 from hpcrl.rollout.batch import Batch
 from hpcrl.spec.trajectory import FIELDS, declare
-from hpcrl.spec.weight_layout import Need, everything
+from hpcrl.spec.weight_layout import RequiredSlices, everything
 from tests.engines.worlds import make_batch, make_model_folder, norms_of, run_ranks
 from tests.gpu_rehearsal.device import SYNCHRONIZE, gpu, waits
 from tests.gpu_rehearsal.ledger import Ledger
@@ -169,7 +169,7 @@ def _megatron(folder: Path, device: str, section: Section) -> Numbers:
 
 
 def _moves(self: Any, tensors: Collection[Tensor], moved: Any) -> None:
-    """In place of DeepSpeed's HostTurns._move, since there is no memory of the device: copies elsewhere, waited for
+    """In place of DeepSpeed's HostOffload._move, since there is no memory of the device: copies elsewhere, waited for
     once. What still refers to the old memory finds NaN."""
     from hpcrl.engines.train.deepspeed.state_memory import move
 
@@ -194,7 +194,7 @@ def _deepspeed(stage: int, param_dtype: str) -> Callable[[Path, str, Section], N
         config = trainer_config(param_dtype=param_dtype)
         zero = DeepSpeedConfig(zero_stage=stage)
         engine = ZeroEngine(config.trainer, folder, zero=zero, dtype=torch.float32, total_steps=9, device=device)
-        with mock.patch("hpcrl.engines.train.deepspeed.state_memory.HostTurns._move", _moves):
+        with mock.patch("hpcrl.engines.train.deepspeed.state_memory.HostOffload._move", _moves):
             return _trains(engine, config, f"deepspeed {stage}", section)
 
     return run
@@ -292,13 +292,13 @@ def _weights(folder: Path, device: str, section: Section) -> Numbers:
         send_layout(group, ranks, layout, replica)
     else:
         assert receive_layout(group, ranks, 0) == layout
-    needs = {1: [Need("bfloat16", (everything(held.shape),)) for held in layout]}
+    needs = {1: [RequiredSlices("bfloat16", (everything(held.shape),)) for held in layout]}
     channel = Channel(group, ranks, layout, needs)
     schedule, receiving = Schedule(rank, {0: channel}), Receiving(rank, channel) if rank in replica else None
-    sums = held_sums(rank, layout, [*needs.values()], engine.held_weights())
+    sums = held_sums(rank, layout, [*needs.values()], engine.local_shards())
     if receiving is None:
         with section("weights: sent"):
-            sending = Sending(schedule, [0], engine.held_weights(), 60.0)
+            sending = Sending(schedule, [0], engine.local_shards(), 60.0)
             sending.finish()
         with section("weights: checked"):
             add_sums(channel, rank, ranks, sums)
@@ -307,7 +307,7 @@ def _weights(folder: Path, device: str, section: Section) -> Numbers:
     generator = NativeEngine(folder, **sizes, device=device, load=False)
     loaded = LoadedSums(layout, needs[1])
     with section("weights: received"):
-        sending = Sending(schedule, [0], engine.held_weights(), 60.0)
+        sending = Sending(schedule, [0], engine.local_shards(), 60.0)
         generator.load_weights(receiving.tensors(sending), version=1)
     with section("weights: checked"):
         for _ in loaded.noting(generator.loaded_weights([held.name for held in layout])):

@@ -14,11 +14,11 @@ from hpcrl.config import load
 from hpcrl.launch.__main__ import main
 from hpcrl.launch.machine import MOST_PER_CPU, check_machine, device_row, machine_notes
 from hpcrl.launch.resources import check_host_memory, size
+from hpcrl.models.families import read_shape
 from hpcrl.node.devices import VISIBLE
 from hpcrl.node.host_memory import memory_limit
 from hpcrl.node.preflight import examine, judge, needs_of
 from hpcrl.planner.memory import PROGRAM_BYTES
-from hpcrl.planner.shapes import read_shape, tiny_config
 from hpcrl.spec.extras import without
 from hpcrl.system.exit_codes import ExitCode
 
@@ -149,7 +149,7 @@ def test_a_plan_beyond_this_machines_memory_is_refused_before_anything_is_writte
 def test_a_plan_beyond_the_memory_key_is_refused() -> None:
     def problems(*words: str) -> list[str]:
         config = load(["+cluster=slurm", *words])
-        shape = read_shape(tiny_config(config.model.tiny))
+        shape = read_shape(config.model.tiny.hf_config())
         return [problem.text for problem in check_host_memory(config, RoleLayout.from_config(config), shape)]
 
     component = "cluster.components={cpu: {roles: [controller, trainer], memory: %s}}"

@@ -107,7 +107,7 @@ AGENT = "run/world/attempt_0001/agent"
         (0.1, f"touch {AGENT}; exec sleep 60", 137, "has ended or hangs"),  # its daemon died
         (0.1, f"for i in $(seq 25); do touch {AGENT}; sleep .1; done; exit 10", 10, ""),
         (0.1, "sleep 2.5", 0, ""),  # no agent has begun: an image is on its way
-        (0.01, "exec sleep 60", 137, "has not begun"),  # its daemon died before the agent was started
+        (0.01, "exec sleep 60", 137, "never started"),  # its daemon died before the agent was started
     ],
 )
 def test_a_step_without_a_sign_of_life_is_given_up(
@@ -122,7 +122,7 @@ def test_a_step_without_a_sign_of_life_is_given_up(
     command = ["bash", "-c", script()]
     done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout == f"-m hpcrl.launch.job end {tmp_path}/run 1 {code}\n", done.stderr
-    said = f"launch ERROR the agent of the first node {given_up}, and the step goes on: it is given up\n"
+    said = f"launch ERROR the first node's agent {given_up}; killing the job step\n"
     headers = [line for line in done.stderr.splitlines() if HEADER.match(line)]
     assert len(headers) == done.stderr.count(said) == bool(given_up), done.stderr
 
@@ -160,8 +160,7 @@ def made() -> dict[str, str]:
 
 def test_there_is_a_script_for_every_recipe() -> None:
     rlvr = {
-        f"rlvr_{name}"
-        for name in ("tiny", "tiny_megatron", "7b", "7b_async", "30b_a3b", "200b", "200b_disaggregated", "vl_7b")
+        f"rlvr_{name}" for name in ("tiny", "tiny_megatron", "7b", "7b_async", "30b_a3b", "200b", "200b_disaggregated")
     }
     agentic = {f"agentic_{name}" for name in ("sokoban", "frozenlake", "webshop", "alfworld", "swe", "tool_math")}
     assert rlvr | agentic | {"convert"} == RECIPES

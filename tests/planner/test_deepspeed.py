@@ -15,7 +15,8 @@ from hpcrl.config import Config, TrainerConfig, parse
 from hpcrl.engines.train.deepspeed import memory
 from hpcrl.engines.train.deepspeed.spec import BUCKET_NUMBERS, DeepSpeedConfig
 from hpcrl.launch.model_folder import inspect_model
-from hpcrl.planner.shapes import ModelShape, read_shape
+from hpcrl.models.families import read_shape
+from hpcrl.models.shape import ModelShape
 from hpcrl.planner.trainer import checkpoint_bytes, reference_parts, trainer_parts
 from tests.engines.worlds import Weighted, make_batch, make_model_folder, norms_of, run_ranks
 from tests.planner.measuring import bytes_of, least_peak_bytes

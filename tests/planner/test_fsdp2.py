@@ -13,9 +13,10 @@ from hpcrl.engines.train.fsdp2 import engine, logits
 from hpcrl.engines.train.fsdp2 import memory as fsdp2
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
 from hpcrl.launch.model_folder import inspect_model
+from hpcrl.models.families import read_shape
+from hpcrl.models.shape import ModelShape
 from hpcrl.planner import activations
 from hpcrl.planner.activations import Tokens, fsdp2_activations
-from hpcrl.planner.shapes import ModelShape, read_shape
 from hpcrl.planner.trainer import checkpoint_bytes, trainer_parts
 from tests.engines.worlds import FAMILIES, make_model_folder, run_ranks
 from tests.planner.measuring import held_bytes, make_engine, saved_bytes, step_peak

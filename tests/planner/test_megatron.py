@@ -21,9 +21,10 @@ from hpcrl.engines.train.megatron.memory import (
 )
 from hpcrl.engines.train.megatron.parallel import split_layers
 from hpcrl.engines.train.megatron.spec import MegatronConfig
+from hpcrl.models.families import read_shape
+from hpcrl.models.shape import ModelShape
 from hpcrl.planner.activations import Tokens
-from hpcrl.planner.generator import hand_over_parts
-from hpcrl.planner.shapes import ModelShape, read_shape
+from hpcrl.planner.generator import rollout_transfer_parts
 from hpcrl.planner.trainer import checkpoint_bytes, critic_shape
 from tests.planner.models import PUBLISHED
 from tests.planner.test_parallel import COUNTED, LARGEST, run_of
@@ -93,7 +94,7 @@ def test_no_rank_holds_a_copy_of_the_weights_that_travel(shape: ModelShape) -> N
     gate and up of the 128 experts of a layer, 2 x 1536 x 4096 each in bf16. Nothing in host memory."""
     config = run_of(256, generator=8, **LARGEST)
     config = config.model_copy(update={"generator": config.generator.model_copy(update={"dtype": "bfloat16"})})
-    parts = hand_over_parts(config, RoleLayout.from_config(config), shape, ("trainer", "generator"))
+    parts = rollout_transfer_parts(config, RoleLayout.from_config(config), shape, ("trainer", "generator"))
     assert [(part.role, part.num_bytes, part.on_host) for part in parts] == [
         ("trainer", 2 * (256 << 20), False),
         ("generator", 2 * (32 << 20) + 2 * 128 * 3072 * 4096, False),

@@ -20,16 +20,17 @@ from hpcrl.engines.gen.generation_engine import Request, SamplingParams
 from hpcrl.engines.gen.native import engine as native
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
 from hpcrl.launch.model_folder import inspect_model
+from hpcrl.models.families import read_shape
+from hpcrl.models.shape import CannotPlanError, ModelShape
 from hpcrl.planner import generator
 from hpcrl.planner.advice import advise
-from hpcrl.planner.generator import hand_over_parts
+from hpcrl.planner.generator import rollout_transfer_parts
 from hpcrl.planner.memory import CARDS, PROGRAM_BYTES, RankMemory, check_sizes, memory, usable
 from hpcrl.planner.memory_parts import Part
-from hpcrl.planner.shapes import CannotPlanError, ModelShape, read_shape, tiny_config
 from hpcrl.planner.traffic import StepWork, total_bytes
 from hpcrl.planner.trainer import checkpoint_bytes, train_plan
 from hpcrl.spec.tables import GEN_ENGINES
-from hpcrl.spec.weight_layout import Held, all_in_generators_dtype
+from hpcrl.spec.weight_layout import TensorShards, all_weights
 from tests.engines.worlds import make_model_folder
 from tests.planner.models import PUBLISHED
 from tests.planner.test_parallel import LARGEST, run_of
@@ -134,15 +135,17 @@ def test_the_plan_of_an_update_is_that_of_its_transfer(trainers: int, generators
     config = run(layout=apart, cluster={})
     ranks = RoleLayout.from_config(config)
     senders, receivers = ranks.ranks["trainer"], ranks.ranks["generator"]
-    held = [Held.rows(p.name, "float32", p.shape, trainers).of(senders) for p in shape.parameters]
-    needs = [all_in_generators_dtype(config, shape, item.name, item.shape, 0, 1) for item in held]
+    held = [TensorShards.rows(p.name, "float32", p.shape, trainers).of(senders) for p in shape.parameters]
+    needs = [all_weights(config, shape, item.name, item.shape, 0, 1) for item in held]
     channels = {i: Channel(None, (*senders, rank), held, {rank: needs}) for i, rank in enumerate(receivers)}
     found = [Schedule(rank, channels) for rank in senders]
     arriving = Receiving(receivers[0], channels[0])
     received, sent = generator.update_traffic(config, ranks, shape)
     assert received == 2 * shape.num_parameters <= arriving.num_bytes <= 1.05 * received
     assert sent == received * generators // trainers
-    planned = {part.name: part.num_bytes for part in hand_over_parts(config, ranks, shape, ("trainer", "generator"))}
+    planned = {
+        part.name: part.num_bytes for part in rollout_transfer_parts(config, ranks, shape, ("trainer", "generator"))
+    }
     assert max(s.most_bytes for s in found) * 2 == pytest.approx(planned["weights to send"], rel=0.02)
     widest, largest = max(sum(sizes.values()) for sizes in arriving.sizes), 2 * shape.vocab_size * shape.hidden_size
     assert 2 * widest + largest == pytest.approx(planned["weights received"], rel=0.02)
@@ -152,12 +155,12 @@ def test_the_plan_of_an_update_is_that_of_its_transfer(trainers: int, generators
 def test_the_plan_of_an_update_is_that_of_its_transfer_to_a_replica_of_two(engine: str) -> None:
     """A small model in one step, and Qwen2.5-0.5B in several. SGLang's first rank gets everything, vLLM's a half each,
     but for norms, a half of the padded vocabulary, and biases."""
-    for shape in (read_shape(tiny_config(TinyModel())), shape_of("Qwen2.5-0.5B")):
+    for shape in (read_shape(TinyModel().hf_config()), shape_of("Qwen2.5-0.5B")):
         replica = {"num_ranks": 2, "tensor_parallel": 2, "colocate_with": None}
         of_engine = {"engine": engine, "dtype": "bfloat16"}
         config = run(layout={"trainer": {"num_ranks": 1}, "generator": replica}, generator=of_engine, cluster={})
         layout, need = RoleLayout.from_config(config), GEN_ENGINES[engine].need
-        held = [Held.whole(p.name, "float32", p.shape, [1]) for p in shape.parameters]
+        held = [TensorShards.whole(p.name, "float32", p.shape, [1]) for p in shape.parameters]
         needs = {
             2 + index: [need(config, shape, item.name, item.shape, index, 2) for item in held] for index in range(2)
         }
@@ -167,7 +170,7 @@ def test_the_plan_of_an_update_is_that_of_its_transfer_to_a_replica_of_two(engin
         assert received <= first.num_bytes <= 1.05 * received and sent <= first.num_bytes + second.num_bytes
         half = 1.0 if engine == "sglang" else 0.5
         assert received == pytest.approx(half * 2 * shape.num_parameters, rel=0.05)
-        to_send, to_get = hand_over_parts(config, layout, shape, ("trainer", "generator"))
+        to_send, to_get = rollout_transfer_parts(config, layout, shape, ("trainer", "generator"))
         widest = max(sum(sizes.values()) for sizes in first.sizes)
         largest = 2 * shape.vocab_size * shape.hidden_size
         assert to_get.num_bytes == pytest.approx(2 * widest + largest, rel=0.02)

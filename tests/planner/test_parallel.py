@@ -10,8 +10,8 @@ from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, ConfigError, parse
 from hpcrl.engines.train.megatron.parallel import Degrees, padded_vocabulary, split_layers
 from hpcrl.engines.train.megatron.spec import ENDS, MegatronConfig
+from hpcrl.models.families import read_shape
 from hpcrl.planner.memory import check_sizes
-from hpcrl.planner.shapes import read_shape
 from tests.planner.models import PUBLISHED
 
 FIRST, LAST = ENDS

@@ -12,7 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from hpcrl.config import TinyModel
 from hpcrl.engines.tiny import make_tiny_model
 from hpcrl.launch.model_folder import inspect_model
-from hpcrl.planner.shapes import CannotPlanError, read_shape, tiny_config
+from hpcrl.models.families import read_shape
+from hpcrl.models.shape import CannotPlanError
 from tests.engines.worlds import LATENT
 from tests.planner.models import PUBLISHED, published
 
@@ -80,7 +81,7 @@ def test_the_tiny_model_is_planned_as_it_is_made(architecture: Any, tmp_path: Pa
     tiny = TinyModel(architecture=architecture, tie_word_embeddings=architecture != "llama")
     make_tiny_model(tiny, tmp_path / "tiny")
     written = inspect_model(tmp_path / "tiny")
-    assert planned(tiny_config(tiny)) == built(written.config) == planned(written.config)
+    assert planned(tiny.hf_config()) == built(written.config) == planned(written.config)
 
 
 def test_active_parameters_of_a_mixture() -> None:

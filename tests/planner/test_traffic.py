@@ -16,7 +16,8 @@ from hpcrl.config import Config, parse
 from hpcrl.engines.train.deepspeed.traffic import step_traffic as zero_traffic
 from hpcrl.engines.train.fsdp2.traffic import step_traffic as fsdp2_traffic
 from hpcrl.launch.resources import step_rows
-from hpcrl.planner.shapes import CannotPlanError, ModelShape, read_shape
+from hpcrl.models.families import read_shape
+from hpcrl.models.shape import CannotPlanError, ModelShape
 from hpcrl.planner.traffic import Sent, StepWork, total_bytes
 from hpcrl.planner.trainer import train_plan
 

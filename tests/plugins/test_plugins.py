@@ -119,6 +119,22 @@ def test_a_run_of_added_parts_trains_and_resumes(site: Path, tmp_path: Path) -> 
     assert [attempt["kind"] for attempt in attempts] == ["fresh", "resume"]
 
 
+def test_without_the_package_the_status_of_its_run_is_shown(site: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shown = {}
+    assert call(site, *WORDS, f"run_dir={run}", "debug=fake").returncode == 0
+    for where, paths in (("with", [str(ROOT), str(site)]), ("without", [str(ROOT)])):
+        environ = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+        command = [sys.executable, "-m", "hpcrl", "status", str(run)]
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        shown[where] = done.stdout.splitlines()
+    labels = {where: [line.split()[0] for line in lines] for where, lines in shown.items()}
+    assert labels["without"] == ["run", "state", "step", "saved", "config"] and "config" not in labels["with"]
+    assert shown["without"][:3] == [line for line in shown["with"] if line.split()[0] in labels["without"][:3]]
+    assert "2 of 2" in shown["without"][2] and "config.yaml: pipeline: " in shown["without"][4]
+
+
 def test_without_the_package_its_names_are_unknown(tmp_path: Path) -> None:
     refused = call(None, "trainer.engine=noisy", f"run_dir={tmp_path / 'run'}", "dry_run=true")
     assert refused.returncode == ExitCode.BAD_INPUT and "trainer.engine: expected" in refused.stderr

@@ -135,12 +135,12 @@ def test_the_example_of_rewards_of_tokens_and_of_a_credit_that_reads_them(writte
     batch = pack([1], [7], columns, turn_rewards=[score.turn_rewards], token_rewards=[tokens]).check()
     names: dict[str, Any] = {}
     exec(written.read_text(), names)
-    names["StepCredit"](None).assign(batch, None, lambda tensor: tensor)
+    names["StepAdvantage"](None).assign(batch, None, lambda tensor: tensor)
     assert batch.advantages.tolist() == [0, 0, 0.75, 0.75, 0.875, 0.875, 1]
     assert torch.equal(batch.returns, batch.advantages)
     batch.token_rewards = None
     with pytest.raises(ValueError, match=r"batch\.token_rewards must be filled for credit of steps"):
-        names["StepCredit"](None).assign(batch, None, lambda tensor: tensor)
+        names["StepAdvantage"](None).assign(batch, None, lambda tensor: tensor)
 
 
 class Raising(Reward):

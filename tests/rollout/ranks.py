@@ -35,7 +35,7 @@ class Ranks:
         match command:
             case m.Admit():
                 running |= {sample: self._bursts(split_sample_id(sample)[0]) for sample, _ in command.samples}
-            case m.Burst():
+            case m.DecodeChunk():
                 for sample in running:
                     running[sample] -= 1
                 ended = [sample for sample, left in running.items() if left <= 0]
@@ -67,4 +67,4 @@ class Ranks:
         for sample in samples:
             del self._running[rank][sample]
         ended = [m.Ended(sample, 10 + split_sample_id(sample)[0] % 7, 4, reason) for sample in samples]
-        self.say(rank, m.BurstDone(self._seq, ended, [], 4, 0.1))
+        self.say(rank, m.DecodeChunkDone(self._seq, ended, [], 4, 0.1))

@@ -15,7 +15,7 @@ from hpcrl.rollout.scheduling.events import Decoded, Rewarded
 from hpcrl.rollout.scheduling.policies import SchedulerConfig
 from hpcrl.rollout.scheduling.scheduler import RolloutScheduler
 from hpcrl.rollout.types import FinishReason
-from hpcrl.workers.trainer import _credit
+from hpcrl.workers.trainer import _fill_advantages
 from tests.algorithms.pairs import make_pair
 from tests.algorithms.test_algorithms import make_batch
 from tests.rollout.test_greedy import greedy_of
@@ -42,14 +42,14 @@ def test_a_failed_episode_is_no_baseline_and_has_no_weight(section: Any) -> None
     batch, _ = make_batch(MASKS, REWARDS, GROUPS)
     batch.failed = torch.tensor([False, False, True, False, False])
     without = batch.select([0, 1, 3, 4])
-    credit = make_pair(section).credit
+    credit = make_pair(section).estimator
     credit.assign(without, RewardTable.of(without), ONE_RANK.all_sum)
-    _credit(credit, batch, RewardTable.of(batch), ONE_RANK)
+    _fill_advantages(credit, batch, RewardTable.of(batch), ONE_RANK)
     assert batch.weights.tolist() == [1, 1, 0, 1, 1]
     assert not batch.advantages[6:8].any() and batch.advantages.shape == batch.loss_mask.shape
     assert torch.equal(batch.select([0, 1, 3, 4]).advantages, without.advantages)
     plain, _ = make_batch(MASKS, REWARDS, GROUPS)
-    _credit(credit, plain, RewardTable.of(plain), ONE_RANK)
+    _fill_advantages(credit, plain, RewardTable.of(plain), ONE_RANK)
     assert not torch.equal(plain.select([0, 1, 3, 4]).advantages, without.advantages), "else the test shows nothing"
     assert bool(batch.check().advantages.isfinite().all())
 
@@ -57,7 +57,7 @@ def test_a_failed_episode_is_no_baseline_and_has_no_weight(section: Any) -> None
 def test_a_step_of_failed_episodes_alone_teaches_nothing() -> None:
     batch, _ = make_batch(MASKS, REWARDS, GROUPS)
     batch.failed = torch.ones(5, dtype=torch.bool)
-    _credit(make_pair(GRPO()).credit, batch, RewardTable.of(batch), ONE_RANK)
+    _fill_advantages(make_pair(GRPO()).estimator, batch, RewardTable.of(batch), ONE_RANK)
     assert not batch.weights.any() and not batch.advantages.any()
 
 

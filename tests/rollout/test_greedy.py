@@ -47,7 +47,7 @@ def test_a_group_waits_for_it_and_keeps_its_reward_alone(deterministic: bool, gr
     assert metrics["scheduler/aborted"][0] == 0, "it ended, and nothing of it was wasted"
 
 
-def test_it_is_none_of_the_redundant_members_and_none_of_them_stands_in_for_it() -> None:
+def test_greedy_sample_is_not_a_spare_member() -> None:
     scheduler, _ = started(SchedulerConfig(2, extra_members=1, greedy_sibling=True), 1, {0: 8})
     a, b, c = ids(0, 3)
     assert scheduler.plan(ended({a: 1.0, b: 1.0, c: 1.0})) == [] and not scheduler.ready()

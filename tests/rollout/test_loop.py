@@ -81,7 +81,7 @@ def test_bad_data_in_the_background_is_no_error_of_what_was_waited_for() -> None
     loop.drive(scheduler, {}, draw, SAMPLING)
     with pytest.raises(BackgroundError, match=r"train\.jsonl:812") as raised:
         for _ in range(20):
-            loop.background(loop._controller.events() if loop._replicas[GENERATOR].num_bursts else [])
+            loop.background(loop._controller.events() if loop._replicas[GENERATOR].num_chunks else [])
             if scheduler.ready():
                 scheduler.take()
             scheduler.begin_step(scheduler.version + 1, 1)
@@ -108,7 +108,7 @@ def test_an_answer_that_a_lost_replica_leaves_behind_ends_with_its_evaluation() 
     ranks = Ranks()
     loop = make_loop(ranks)
     steps(loop, SchedulerConfig(1, max_lag=1), [2], prompts())
-    left = make_sample_id(HELD_OUT, 5, 0)  # its replica died before it said BurstDone
+    left = make_sample_id(HELD_OUT, 5, 0)  # its replica died before it said DecodeChunkDone
     ranks.say(SCORER, m.Scored([m.ScoredSample(left, 1.0, 1.0)]))
     scheduler = RolloutScheduler(SchedulerConfig(1), {GENERATOR: 8})
     scheduler.begin_step(0, 2)
@@ -180,7 +180,7 @@ def test_every_rank_of_a_replica_hears_the_same_commands_in_the_same_order(max_l
         loop.forget(loop.drive(scheduler, known, draw, SAMPLING).groups)
     heard = {rank: [command for to, command in ranks.sent if to == rank] for rank in (1, 3, 4, 5)}
     assert heard[4] == heard[1] and heard[5] == heard[3]
-    assert {m.Admit, m.Burst, m.Forget} <= {type(command) for command in heard[1]}
+    assert {m.Admit, m.DecodeChunk, m.DropSamples} <= {type(command) for command in heard[1]}
     assert max_lag or m.AbortSamples in {type(command) for command in heard[1] + heard[3]}
     for (rank, command), (next_rank, same) in pairwise(ranks.sent):
         assert rank not in (1, 3) or (next_rank, same) == ({1: 4, 3: 5}[rank], command)
@@ -287,4 +287,4 @@ class PlayedRanks(Ranks):
             )
             self.say(3, m.Observed(end.sample, over, result, add_reward=True))  # before the burst is told of
             self._begun.add(end.sample)
-        self.say(rank, m.BurstDone(self._seq, finished, turns, 4, 0.1))
+        self.say(rank, m.DecodeChunkDone(self._seq, finished, turns, 4, 0.1))

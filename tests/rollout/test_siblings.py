@@ -36,31 +36,31 @@ class GroupRanks(Ranks):
         match command:
             case m.Admit():
                 running |= {sample: 1 + split_sample_id(sample)[2] for sample, _ in command.samples}
-            case m.Burst():
+            case m.DecodeChunk():
                 finished = [end.sample for _, event in self._events for end in self._ended(event, seq)]
                 self._arrive(finished, command.receivers)
             case m.Rescore():
                 self._arrive(command.samples, command.receivers)
-            case m.ScoreTogether():
+            case m.ScoreGroup():
                 assert set(command.samples) <= self.waiting[rank], "all of them are there"
                 self.waiting[rank] -= set(command.samples)
                 self.scored.append(command.samples)
                 scored = [m.ScoredSample(sample, float(sample % 2), float(sample % 2)) for sample in command.samples]
                 self._scores.append((rank, m.Scored(scored)))
-            case m.Unwanted():
+            case m.DropAwaiting():
                 assert set(command.samples) <= self.waiting[rank]
                 self.waiting[rank] -= set(command.samples)
                 self.unwanted += command.samples
         return seq
 
     def _ended(self, event: Any, seq: int) -> list[m.Ended]:
-        return event.finished if isinstance(event, m.BurstDone) and event.seq == seq else []
+        return event.finished if isinstance(event, m.DecodeChunkDone) and event.seq == seq else []
 
     def _arrive(self, samples: list[int], receivers: list[int]) -> None:
         for sample in samples:
             scorer = receiver_of(sample, self.scorers, receivers)
             self.waiting[scorer].add(sample)
-            self._events.appendleft((scorer, m.AwaitSiblings([sample])))  # it overtakes the BurstDone
+            self._events.appendleft((scorer, m.AwaitGroup([sample])))  # it overtakes the DecodeChunkDone
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -85,10 +85,10 @@ def test_siblings_of_several_replicas_meet_and_are_scored_together(deterministic
 
 
 class EarlyRanks(GroupRanks):
-    """What a scorer says arrives some turns before the BurstDone of the same responses."""
+    """What a scorer says arrives some turns before the DecodeChunkDone of the same responses."""
 
     def events(self) -> list[tuple[int, m.Event]]:
-        early = [said for said in self._events if isinstance(said[1], m.AwaitSiblings)]
+        early = [said for said in self._events if isinstance(said[1], m.AwaitGroup)]
         if not early and self._scores:
             early, self._scores = list(self._scores), deque()
         self._events = deque(said for said in self._events if said not in early)
@@ -120,7 +120,7 @@ class DyingRanks(GroupRanks):
         if rank in self.lost:
             return -1
         seq = super().send(rank, command)
-        if rank == 1 and self.waiting[3] and isinstance(command, m.Burst):
+        if rank == 1 and self.waiting[3] and isinstance(command, m.DecodeChunk):
             said = {type(event): (sender, event) for sender, event in self._events}
             said[m.Lost] = (1, m.Lost(1, "killed"))
             self._events.clear()
@@ -131,7 +131,7 @@ class DyingRanks(GroupRanks):
 
 @pytest.mark.parametrize(
     "order",
-    [["AwaitSiblings", "Lost"], ["Lost", "AwaitSiblings"], ["BurstDone", "Lost", "AwaitSiblings"]],
+    [["AwaitGroup", "Lost"], ["Lost", "AwaitGroup"], ["DecodeChunkDone", "Lost", "AwaitGroup"]],
     ids=" ".join,
 )
 def test_a_response_of_a_lost_replica_does_not_stay_at_its_scorer(order: list[str]) -> None:

@@ -112,7 +112,7 @@ def test_metrics_belong_to_rows_also_of_a_sibling_that_began_anew(tmp_path: Path
 def test_a_step_is_read_again_as_it_was_generated(tmp_path: Path) -> None:
     batch = make_batch([3, 7])
     trained = replace(batch, old_logprobs=torch.randn(batch.num_tokens), advantages=torch.randn(batch.num_tokens))
-    trained.weights = torch.tensor([0.5, 1.0, 0.0, 2.0])  # as a credit weighs rows
+    trained.weights = torch.tensor([0.5, 1.0, 0.0, 2.0])  # as an advantage estimator weighs rows
     write(tmp_path, 1, 0, 1, trained)
     reader = RolloutReader(tmp_path, provisional=True)
     assert_equal(reader.batch(1), trained)

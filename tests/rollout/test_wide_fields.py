@@ -15,7 +15,7 @@ from hpcrl.rollout.held import read_held, write_held
 from hpcrl.rollout.store import RolloutReader, write_rollouts
 from hpcrl.rollout.types import FinishReason, Sample
 from hpcrl.spec.trajectory import FIELDS, Field, Level, Origin, declare
-from hpcrl.workers.held_samples import HeldPrompt, HeldSample
+from hpcrl.workers.held_samples import PromptState, SampleState
 
 WIDTH, NONE = 4, 255
 FIELD = Field("wide", "uint8", Level.TOKEN, Origin.GENERATOR, "numbers", fill=NONE, width=WIDTH)
@@ -34,12 +34,12 @@ def output(first: int, count: int) -> Output:
     return Output(1, ids, zeros, np.zeros(count, np.int32), FinishReason.STOP, columns={"wide": column})
 
 
-def episode() -> HeldSample:
+def episode() -> SampleState:
     """A prompt of two tokens, a turn of three, an observation of two, a turn of one."""
-    prompt = HeldPrompt.__new__(HeldPrompt)
+    prompt = PromptState.__new__(PromptState)
     prompt.token_ids, prompt.messages = np.array([90, 91], np.int32), []
     prompt.by_steps = prompt.has_states = False
-    held = HeldSample(1 << 24, prompt)
+    held = SampleState(1 << 24, prompt)
     held.end_turn(output(10, 3), "a")
     held.observe(TurnDelta(held.id, np.array([80, 81], np.int32).tobytes(), b'[{"role": "user"}]'))
     held.end_turn(output(20, 1), "b")

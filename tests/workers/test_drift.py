@@ -20,7 +20,7 @@ from hpcrl.engines.gen.generation_engine import Output
 from hpcrl.messaging.messages import PromptPayload, TurnDelta
 from hpcrl.rollout.types import FinishReason
 from hpcrl.workers.dialogue import first_prompt
-from hpcrl.workers.held_samples import HeldPrompt, HeldSample
+from hpcrl.workers.held_samples import PromptState, SampleState
 from hpcrl.workers.observations import observation_ids
 from tests.workers.test_templates import ASKED, QWEN2_5, QWEN3, TOOL, results
 
@@ -49,12 +49,12 @@ def rendered(tokenizer: Any, messages: list[dict[str, Any]], ask: bool = True) -
     return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask))
 
 
-def episode(tokenizer: Any, turn: list[int], observation: list[dict[str, Any]]) -> HeldSample:
+def episode(tokenizer: Any, turn: list[int], observation: list[dict[str, Any]]) -> SampleState:
     """What a generator rank holds after the first prompt, a turn of these tokens, and an observation."""
     messages, prompt = first_prompt(tokenizer, {"messages": ASKED, "tools": None}, ASKED)
     config = parse({"env": {"default": {"name": "scripted"}}})
     meta = json.dumps({"messages": messages}).encode()
-    sample = HeldSample(1 << 24, HeldPrompt(PromptPayload(1, "default", prompt.tobytes(), meta), config))
+    sample = SampleState(1 << 24, PromptState(PromptPayload(1, "default", prompt.tobytes(), meta), config))
     count, fill = len(turn), np.zeros(len(turn), np.float32)
     output = Output(1 << 24, np.array(turn, np.int32), fill, np.zeros(count, np.int32), FinishReason.STOP)
     sample.end_turn(output, tokenizer.decode(turn))

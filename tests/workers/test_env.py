@@ -17,7 +17,7 @@ import pytest
 from hpcrl.data.env_sources import HALF, MAX_SEED
 from hpcrl.envs.environment import num_chars
 from hpcrl.envs.examples import example_messages
-from hpcrl.messaging.messages import EndEpisodes, Observed, PeekEnd, Turn, TurnDelta
+from hpcrl.messaging.messages import EndEpisodes, Observed, ReadLastObservation, Turn, TurnDelta
 from hpcrl.rollout.types import episode_seed, held_out_uid, make_sample_id
 from hpcrl.workers import env as role_env
 from hpcrl.workers.env import EnvRole
@@ -554,8 +554,8 @@ def test_what_a_held_out_episode_shows_last_is_kept_for_the_evaluation(stage: St
         play(stage, role, turn(sample, "plain"))
         for ended in (False, True):
             assert play(stage, role, turn(sample)).ended is ended
-    handler = role.handlers()[PeekEnd]
-    asked = PeekEnd([own, other, make_sample_id(held_out_uid(0, 2), 0, 0)])
+    handler = role.handlers()[ReadLastObservation]
+    asked = ReadLastObservation([own, other, make_sample_id(held_out_uid(0, 2), 0, 0)])
     assert handler(asked, 7).texts == ['[{"role": "user", "content": "again"}]', "", ""]
     assert handler(asked, 8).texts == ["", "", ""], "kept for one evaluation"
     play(stage, role, turn(own, "endless at the end"))

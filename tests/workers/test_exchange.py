@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from hpcrl.comm.transfer import Fabric
+from hpcrl.comm.transfer import TransferGroup
 from hpcrl.controller import transfers
 from hpcrl.controller.batches import moves
-from hpcrl.controller.transfers import hand_overs, token_transfers
-from hpcrl.messaging.messages import HandOver
+from hpcrl.controller.transfers import rollout_transfers, token_transfers
+from hpcrl.messaging.messages import TransferRollouts
 from hpcrl.rollout.types import TOKEN_REWARD, Sizes, make_sample_id
 from hpcrl.spec.trajectory import FIELDS as DECLARED
 from hpcrl.spec.trajectory import TEXT, Field, Level, Origin, declare
@@ -65,7 +65,7 @@ def workers(threads: Threads, stage: Stage) -> list[Worker]:
     made[0].roles["generator"] = cast(Any, SimpleNamespace(pick=pick))
     groups = threads.every(lambda rank: threads.worlds[rank].group("rollout", (0, 1, 2), 0))
     for worker, group in zip(made, groups, strict=True):
-        worker.fabrics["rollout"] = Fabric(group, (0, 1, 2))
+        worker.fabrics["rollout"] = TransferGroup(group, (0, 1, 2))
     return made
 
 
@@ -74,11 +74,11 @@ def test_tokens_of_weights_that_max_lag_forbids_are_refused(threads: Threads, wo
     rows, exchanges = {0: SAMPLES, 1: [], 2: []}, [Exchange(worker) for worker in workers]
     scored = {sample: {"rewards": 0.0, "scores": 0.0, "turn_rewards": ()} for sample in SAMPLES}
     between = moves(dict.fromkeys(SAMPLES, 0), rows, sizes)
-    (commands,) = hand_overs(8, "rollout", between, rows, scored, FIELDS)
+    (commands,) = rollout_transfers(8, "rollout", between, rows, scored, FIELDS)
 
     def carry_out(rank: int) -> str:
         try:
-            exchanges[rank].handlers()[HandOver](commands[rank], 1)
+            exchanges[rank].handlers()[TransferRollouts](commands[rank], 1)
         except RuntimeError as error:
             return str(error)
         return ""
@@ -87,9 +87,9 @@ def test_tokens_of_weights_that_max_lag_forbids_are_refused(threads: Threads, wo
 
 
 def test_a_field_that_a_destination_has_not_declared_is_refused(threads: Threads, workers: list[Worker]) -> None:
-    command = HandOver(9, "rollout", [], ["token_ids", "entropies"], {}, False)
+    command = TransferRollouts(9, "rollout", [], ["token_ids", "entropies"], {}, False)
     with pytest.raises(ValueError, match="fields entropies are handed over to a rank that has not declared them"):
-        Exchange(workers[1]).handlers()[HandOver](command, 1)
+        Exchange(workers[1]).handlers()[TransferRollouts](command, 1)
 
 
 @pytest.mark.parametrize("part_samples", [100, 5], ids=["whole", "in parts"])
@@ -120,7 +120,7 @@ def test_batches_and_fields_arrive(
     between = moves(dict.fromkeys(SAMPLES, 0), rows, sizes, readers=trained)
     for worker in workers:
         worker.roles.pop("trainer", None)  # what trainers tell each other needs their default group
-    carry_out(hand_overs(7, "rollout", between, rows, scored, FIELDS))
+    carry_out(rollout_transfers(7, "rollout", between, rows, scored, FIELDS))
     assert not any(exchange._shares for exchange in exchanges)
     for rank, samples in rows.items():
         batch = workers[rank].batches[7]

@@ -42,7 +42,7 @@ def role(stage: Stage, model_folder: Path) -> GeneratorRole:
     role.engine.load_weights(read_safetensors(model_folder), version=0)
     stage.empty(1)
     admit(role, {uid: ("d", ids) for uid, ids in PROMPTS.items()}, SAMPLES)
-    begun = carry_out(role, m.Burst(8, [2], [1]))
+    begun = carry_out(role, m.DecodeChunk(8, [2], [1]))
     assert [(e.sample, e.model_tokens) for e in begun.turns] == [(sample, 0) for sample in SAMPLES]
     assert [(turn.sample, turn.begins) for turn in stage.mail(1, m.Turn)] == [(sample, True) for sample in SAMPLES]
     stage.send(1, 2, [m.TurnDelta(sample, b"") for sample in SAMPLES])  # each begins with the prompt of its row
@@ -58,7 +58,7 @@ def admit(role: GeneratorRole, prompts: dict[int, tuple[str, list[int]]], sample
     carry_out(role, m.Admit(payloads, [(sample, 3) for sample in samples], SAMPLING))
 
 
-def carry_out(role: GeneratorRole, command: m.Command) -> m.BurstDone:
+def carry_out(role: GeneratorRole, command: m.Command) -> m.DecodeChunkDone:
     return role.handlers()[type(command)](command, 1)
 
 
@@ -67,19 +67,19 @@ def test_a_refused_prompt_ends_its_samples_and_no_others(stage: Stage, role: Gen
     assert [result.sample for result in scored] == SAMPLES[2:]
     assert all("outside the vocabulary" in result.error for result in scored[:2])
     assert all("exceed the engine's max_length" in result.error for result in scored[2:])
-    done = carry_out(role, m.Burst(8, [2], [1]))
+    done = carry_out(role, m.DecodeChunk(8, [2], [1]))
     assert sorted(e.sample for e in done.turns) == SAMPLES
     tokens = {e.sample: e.model_tokens for e in done.turns}
     assert all(tokens[sample] > 0 for sample in SAMPLES[:2]) and not any(tokens[sample] for sample in SAMPLES[2:])
-    assert not carry_out(role, m.Burst(8, [2], [1])).turns
+    assert not carry_out(role, m.DecodeChunk(8, [2], [1])).turns
 
 
 def test_only_responses_that_an_environment_continues_are_kept(stage: Stage, role: GeneratorRole) -> None:
-    carry_out(role, m.Burst(8, [2], [1]))
+    carry_out(role, m.DecodeChunk(8, [2], [1]))
     kept = role.engine._blocks.match(role.samples[SAMPLES[0]].held.token_ids[:-1])
     assert kept.tail_tokens == len(role.samples[SAMPLES[0]].held.token_ids) - 1
     admit(role, {9: ("plain", [6, 7, 8])}, [make_sample_id(9, 0, 0)])
-    carry_out(role, m.Burst(8, [], [1]))
+    carry_out(role, m.DecodeChunk(8, [], [1]))
     plain = role.samples[make_sample_id(9, 0, 0)].held.token_ids
     assert len(plain) > 3 and role.engine._blocks.match(plain[:-1]).tail_tokens == 2
 
@@ -88,12 +88,12 @@ def test_a_refused_sample_that_is_dropped_first_is_answered_for(stage: Stage, ro
     stage.heard()
     aborted = carry_out(role, m.AbortSamples(SAMPLES[1:3]))
     assert [(e.sample, e.reason) for e in aborted.finished] == [(sample, "abort") for sample in SAMPLES[1:3]]
-    assert sorted(e.sample for e in carry_out(role, m.Burst(8, [2], [1])).turns) == [SAMPLES[0], *SAMPLES[3:]]
+    assert sorted(e.sample for e in carry_out(role, m.DecodeChunk(8, [2], [1])).turns) == [SAMPLES[0], *SAMPLES[3:]]
 
 
 def test_a_refused_next_turn_keeps_what_was_generated(stage: Stage, role: GeneratorRole) -> None:
     stage.heard()
-    before = {e.sample: e for e in carry_out(role, m.Burst(8, [2], [1])).turns}
+    before = {e.sample: e for e in carry_out(role, m.DecodeChunk(8, [2], [1])).turns}
     good, bad = SAMPLES[:2]
     for sample, ids in ((good, [9, 9]), (bad, [9, 10**6])):
         said = b'[{"role": "user", "content": "again"}]'
@@ -101,7 +101,7 @@ def test_a_refused_next_turn_keeps_what_was_generated(stage: Stage, role: Genera
     carry_out(role, m.Admit([], [(good, 3), (bad, 3)], SAMPLING))
     [scored] = stage.heard()
     assert scored.samples[0].sample == bad and "outside the vocabulary" in scored.samples[0].error
-    after = {e.sample: e for e in carry_out(role, m.Burst(8, [2], [1])).turns}
+    after = {e.sample: e for e in carry_out(role, m.DecodeChunk(8, [2], [1])).turns}
     assert after[bad].total_tokens == before[bad].total_tokens == len(role.samples[bad].held.token_ids)
     assert after[bad].model_tokens == before[bad].model_tokens
     assert after[good].total_tokens > before[good].total_tokens + 2
@@ -115,17 +115,17 @@ def test_a_refused_next_turn_keeps_what_was_generated(stage: Stage, role: Genera
 
 def test_a_dropped_turn_counts_with_those_before_it(stage: Stage, role: GeneratorRole) -> None:
     stage.heard()
-    before = {e.sample: e.model_tokens for e in carry_out(role, m.Burst(8, [2], [1])).turns}
+    before = {e.sample: e.model_tokens for e in carry_out(role, m.DecodeChunk(8, [2], [1])).turns}
     stage.send(1, 2, [m.TurnDelta(SAMPLES[0], np.array([9], dtype=np.int32).tobytes())])
     carry_out(role, m.Admit([], [(SAMPLES[0], 3)], SAMPLING))
-    carry_out(role, m.Burst(1, [2], [1]))
+    carry_out(role, m.DecodeChunk(1, [2], [1]))
     aborted = carry_out(role, m.AbortSamples(SAMPLES[:2]))
     assert [(e.sample, e.model_tokens) for e in aborted.finished] == [(SAMPLES[0], before[SAMPLES[0]] + 1)]
 
 
 def test_environments_hear_how_much_room_there_is_and_what_was_dropped(stage: Stage, role: GeneratorRole) -> None:
     stage.heard()
-    done = carry_out(role, m.Burst(8, [2], [1]))
+    done = carry_out(role, m.DecodeChunk(8, [2], [1]))
     total = {e.sample: e.total_tokens for e in done.turns}
     turns = stage.mail(1, m.Turn)
     assert sorted(turn.sample for turn in turns) == SAMPLES[:2]
@@ -148,7 +148,7 @@ def test_environments_hear_special_tokens_but_the_last(
     new = {"token_ids": np.array(ids, dtype=np.int32), "gen_logprobs": np.zeros(len(ids), dtype=np.float32)}
     new["versions"] = np.zeros(len(ids), dtype=np.int32)
     role.engine.step = lambda count: [replace(o, **new) for o in burst(count)]  # type: ignore[method-assign]
-    carry_out(role, m.Burst(8, [2], [1]))
+    carry_out(role, m.DecodeChunk(8, [2], [1]))
     turns = stage.mail(1, m.Turn)
     assert {(turn.marked, turn.text) for turn in turns} == {(marked, "F" * ids.count(40))}
 
@@ -157,8 +157,8 @@ def test_a_text_tells_that_its_prompt_has_begun_the_reasoning(stage: Stage, role
     sample, prompt = make_sample_id(9, 0, 0), role._worker.tokenizer.encode("<think>\n", add_special_tokens=False)
     for uid, ids in ((9, prompt), (10, prompt[:-2])):
         admit(role, {uid: ("plain", ids)}, [make_sample_id(uid, 0, 0)])
-    carry_out(role, m.Burst(8, [], [1]))
-    [text, other] = role.handlers()[m.Peek](m.Peek([sample, make_sample_id(10, 0, 0)]), 1).texts
+    carry_out(role, m.DecodeChunk(8, [], [1]))
+    [text, other] = role.handlers()[m.ReadTexts](m.ReadTexts([sample, make_sample_id(10, 0, 0)]), 1).texts
     turn = role.samples[sample].held
     written = role._worker.tokenizer.decode(turn.token_ids[turn.loss_mask], skip_special_tokens=True)
     assert text == f"<think>\n{written}" == turn.messages[-1]["content"] and not other.startswith("<think>")
@@ -180,10 +180,10 @@ def test_a_field_of_the_engine_is_kept_and_read_again(
     carry_out(role, m.AbortSamples(SAMPLES))
     admit(role, {9: ("d", [5, 6])}, [sample])
     for observation in ([], [9, 9]):
-        carry_out(role, m.Burst(8, [2], [1]))
+        carry_out(role, m.DecodeChunk(8, [2], [1]))
         stage.send(1, 2, [m.TurnDelta(sample, np.array(observation, dtype=np.int32).tobytes())])
         carry_out(role, m.Admit([], [(sample, 3)], SAMPLING))
-    carry_out(role, m.Burst(8, [2], [1]))
+    carry_out(role, m.DecodeChunk(8, [2], [1]))
     held = role.samples[sample].held
     assert held.entropies.dtype == np.float16
     assert held.entropies.tolist() == [0.5 if written else -2.0 for written in held.loss_mask]
@@ -199,7 +199,7 @@ def test_domains_with_and_without_environments_share_a_burst(stage: Stage, role:
     stage.heard()
     single = [make_sample_id(9, 0, member) for member in range(2)]
     admit(role, {9: ("plain", [5, 6])}, single)
-    done = carry_out(role, m.Burst(8, [2], [1]))
+    done = carry_out(role, m.DecodeChunk(8, [2], [1]))
     assert sorted(e.sample for e in done.turns) == SAMPLES and sorted(e.sample for e in done.finished) == single
     assert {turn.sample for turn in stage.mail(1, m.Turn)} == set(SAMPLES[:2])
     responses = stage.mail(2, m.Response)
@@ -221,11 +221,11 @@ def test_a_reward_gets_all_turns_of_an_episode(stage: Stage, role: GeneratorRole
     stage.heard()
     stage.mail(2, m.Response)
     sample = SAMPLES[0]
-    carry_out(role, m.Burst(8, [2], [1]))
+    carry_out(role, m.DecodeChunk(8, [2], [1]))
     said = b'[{"role": "assistant", "content": "ha"}]'
     stage.send(1, 2, [m.TurnDelta(sample, np.array([9, 9], dtype=np.int32).tobytes(), said)])
     carry_out(role, m.Admit([], [(sample, 3)], SAMPLING))
-    carry_out(role, m.Burst(8, [2], [1]))
+    carry_out(role, m.DecodeChunk(8, [2], [1]))
     carry_out(role, m.Rescore([sample], [2]))
     [response] = stage.mail(2, m.Response)
     held = role.samples[sample].held
@@ -239,10 +239,10 @@ def test_the_first_observation_takes_the_place_of_the_prompt(stage: Stage, role:
     stage.heard()
     sample, said = make_sample_id(9, 0, 0), [{"role": "user", "content": "a board"}]
     admit(role, {9: ("d", [5, 6])}, [sample])
-    carry_out(role, m.Burst(8, [2], [1]))
+    carry_out(role, m.DecodeChunk(8, [2], [1]))
     stage.send(1, 2, [m.TurnDelta(sample, np.array([7, 8, 9], dtype=np.int32).tobytes(), json.dumps(said).encode())])
     carry_out(role, m.Admit([], [(sample, 3)], SAMPLING))
-    [end] = carry_out(role, m.Burst(8, [2], [1])).turns
+    [end] = carry_out(role, m.DecodeChunk(8, [2], [1])).turns
     held = role.samples[sample].held
     assert held.token_ids[:3].tolist() == [7, 8, 9] and len(held.token_ids) == end.total_tokens > 3
     assert held.turn_ids.tolist() == [-1] * 3 + [0] * end.model_tokens
@@ -252,7 +252,7 @@ def test_the_first_observation_takes_the_place_of_the_prompt(stage: Stage, role:
     admit(role, {10: ("d", [5, 6])}, [other])
     aborted = carry_out(role, m.AbortSamples([other]))
     assert [(e.sample, e.model_tokens, e.reason) for e in aborted.finished] == [(other, 0, "abort")]
-    assert not carry_out(role, m.Burst(8, [2], [1])).turns and other not in role.samples
+    assert not carry_out(role, m.DecodeChunk(8, [2], [1])).turns and other not in role.samples
     stage.mail(1, m.Turn)
 
 
@@ -263,7 +263,7 @@ def test_the_turns_of_an_episode_share_its_tokens(stage: Stage, role: GeneratorR
     admit(role, {9: ("short", [5, 6])}, [sample])
     while written[-1] < 6:
         stage.empty(1)
-        carry_out(role, m.Burst(8, [2], [1]))
+        carry_out(role, m.DecodeChunk(8, [2], [1]))
         [turn] = stage.mail(1, m.Turn)
         written.append(turn.written)
         assert turn.begins or 0 < turn.written - written[-2] <= min(4, 6 - written[-2])
@@ -285,13 +285,13 @@ def test_a_turn_by_steps_follows_its_own_prompt(
     monkeypatch.setattr(role.engine, "add", lambda rs: (asked.extend((r.prompt_ids, r.continues) for r in rs), add(rs)))
     for prompt, said in (([7, 8, 9], QUESTION + wall), ([7, 9, 9, 4], lake), ([7, 3], wall)):
         stage.empty(1)
-        carry_out(role, m.Burst(8, [2], [1]))
+        carry_out(role, m.DecodeChunk(8, [2], [1]))
         [turn] = stage.mail(1, m.Turn)
         assert turn.room == SETTINGS["data"]["max_prompt_tokens"], "however long the row is"
         stage.send(1, 2, [m.TurnDelta(sample, np.array(prompt, np.int32).tobytes(), json.dumps(said).encode())])
         carry_out(role, m.Admit([], [(sample, 3)], SAMPLING))
     assert asked == [([7, 8, 9], False), ([7, 9, 9, 4], False), ([7, 3], False)]
-    carry_out(role, m.Burst(8, [2], [1]))
+    carry_out(role, m.DecodeChunk(8, [2], [1]))
     held = role.samples[sample].held
     assert [message["content"] for message in held.messages[:2]] == ["?", "wall"] and len(held.messages) == 7
     counts = [int((held.turn_ids == turn).sum()) for turn in range(3)]
@@ -314,10 +314,10 @@ def test_a_refused_prompt_of_a_step_leaves_no_trace(stage: Stage, role: Generato
     admit(role, {9: ("steps", [5, 6])}, [sample])
     for prompt in ([], [10**6, 4]):
         stage.empty(1)
-        carry_out(role, m.Burst(8, [2], [1]))
+        carry_out(role, m.DecodeChunk(8, [2], [1]))
         stage.send(1, 2, [m.TurnDelta(sample, np.array(prompt, np.int32).tobytes(), json.dumps(QUESTION).encode())])
         carry_out(role, m.Admit([], [(sample, 3)], SAMPLING))
-    [end] = carry_out(role, m.Burst(8, [2], [1])).turns
+    [end] = carry_out(role, m.DecodeChunk(8, [2], [1])).turns
     held = role.samples[sample].held
     assert end.total_tokens == len(held.token_ids) == len(held.states) == 2 + end.model_tokens
     assert held.states.nonzero()[0].tolist() == [0] and held.messages[-1]["role"] == "assistant"
@@ -339,5 +339,5 @@ def test_responses_end_as_tokenizer_and_template_say(stage: Stage, model_folder:
     sampling = m.Sampling(8, 0.0, 1.0, 0, 0.0, [])
     payload = m.PromptPayload(9, "plain", np.array([5, 6], dtype=np.int32).tobytes(), META)
     carry_out(role, m.Admit([payload], [(make_sample_id(9, 0, 0), 3)], sampling))
-    (ended,) = carry_out(role, m.Burst(8, [2], [])).finished
+    (ended,) = carry_out(role, m.DecodeChunk(8, [2], [])).finished
     assert (ended.model_tokens, ended.reason) == (1, "stop")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hpcrl.messaging.mailbox_server import Arrival
-from hpcrl.messaging.messages import BuildRole, Done, Leave, Observed, Turn
+from hpcrl.messaging.messages import BuildRole, Done, Observed, Shutdown, Turn
 from hpcrl.messaging.world import rank_queue
 from tests.dist.conftest import Threads
 from tests.workers.conftest import Stage
@@ -66,7 +66,7 @@ def test_an_idle_rank_sleeps_and_answers_at_once(threads: Threads, stage: Stage,
     finally:
         for _ in range(3000):  # of what others may send
             world.intake.queue(rank_queue(rank)).put(Arrival(0, b"noise"))
-        sender.send(rank_queue(rank), Leave())
+        sender.send(rank_queue(rank), Shutdown())
     event, seconds = answer(threads)
     assert isinstance(event, Done) and seconds < AT_ONCE_S
     serving.join(5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hpcrl.messaging.messages import Burst, Forget, Logprobs, Pull, TrainStep
+from hpcrl.messaging.messages import DecodeChunk, DropSamples, Logprobs, TrainStep, UpdateWeights
 from hpcrl.metrics.stats import flatten, merge
 from hpcrl.workers.peaks import Peaks, take_peak, trim_heap
 
@@ -25,10 +25,10 @@ def test_peaks_belong_to_the_phase_of_their_command() -> None:
     peaks = Peaks()
     sizes = {"train": 96, "generate": 32, "publish": 64, "reference": 16}
     commands = {
-        "generate": Burst(1, [], []),
+        "generate": DecodeChunk(1, [], []),
         "train": TrainStep(1, [], 1.0, 1.0),
         "reference": Logprobs(1, "reference", "ref_logprobs", []),
-        "publish": Pull(1, []),
+        "publish": UpdateWeights(1, []),
     }
     trim_heap()
     take_peak()
@@ -37,7 +37,7 @@ def test_peaks_belong_to_the_phase_of_their_command() -> None:
         peaks.enter(command)
         filled = torch.ones(sizes[phase] * MIB // 4)
         del filled
-        peaks.enter(Forget([]))  # belongs to no phase
+        peaks.enter(DropSamples([]))  # belongs to no phase
     found = flatten(peaks.take())
     assert found.keys() == {f"system/{phase}/peak_gib" for phase in sizes}
     for phase, size in sizes.items():

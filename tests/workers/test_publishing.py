@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from hpcrl.cluster.layout import RoleLayout
-from hpcrl.comm.transfer import Fabric
+from hpcrl.comm.transfer import TransferGroup
 from hpcrl.engines.gen.native.engine import NativeEngine
-from hpcrl.messaging.messages import Pull
+from hpcrl.messaging.messages import UpdateWeights
 from hpcrl.workers.generator import GeneratorRole
 from hpcrl.workers.one_process import OneProcess
 from hpcrl.workers.trainer import TrainerRole
@@ -46,14 +46,14 @@ class Pair:
         def build(rank: int) -> None:
             if rank in self.workers and len(ranks) > 1:
                 group = self.workers[rank].world.group("weights", ranks, epoch)
-                self.workers[rank]._publishing.open(Fabric(group, ranks), 0)
+                self.workers[rank]._publishing.open(TransferGroup(group, ranks), 0)
 
         threads.every(build)
 
     def update(self, version: int) -> None:
         def pull(rank: int) -> None:
             if rank in self.workers:
-                self.workers[rank]._handlers[Pull](Pull(version, [0]), 1)
+                self.workers[rank]._handlers[UpdateWeights](UpdateWeights(version, [0]), 1)
 
         self._threads.every(pull)
 
@@ -133,7 +133,7 @@ def test_an_engine_that_shows_nothing_is_checked_as_it_gets_the_weights(pair: Pa
         pair.role.trainer = OneProcess(closed, pair.trainer.engine, shared=False)
     pair.update(1)
     assert len(closed.names) > 5 and pair.same()
-    given = pair.trainer.engine.held_weights
+    given = pair.trainer.engine.local_shards
 
     def other() -> Iterator[torch.Tensor]:  # at the second call, which is for the checksums
         for number, tensor in enumerate(given()):
@@ -141,7 +141,7 @@ def test_an_engine_that_shows_nothing_is_checked_as_it_gets_the_weights(pair: Pa
         calls.append(1)
 
     calls: list[int] = [] if pair.generator != TRAINER else [1]
-    pair.trainer.engine.held_weights = other
+    pair.trainer.engine.local_shards = other
     with pytest.raises(RuntimeError, match=r"check_weights: .* of weights 2"):
         pair.update(2)
 

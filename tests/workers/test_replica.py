@@ -77,7 +77,7 @@ def test_the_first_rank_speaks_and_the_other_does_the_same(stage: Stage, replica
     replica.tell(m.Admit(payloads, [(sample, 3) for sample in (PLAYED, REFUSED, PLAIN)], SAMPLING))
     [refused] = [result for event in stage.heard() for result in event.samples]
     assert refused.sample == REFUSED and "outside the vocabulary" in refused.error
-    done, silent = replica.tell(m.Burst(8, [0], [0]))
+    done, silent = replica.tell(m.DecodeChunk(8, [0], [0]))
     assert silent == m.Done(1)
     assert sorted(end.sample for end in done.finished) == [REFUSED, PLAIN]
     assert [end.sample for end in done.turns] == [PLAYED]
@@ -87,15 +87,15 @@ def test_the_first_rank_speaks_and_the_other_does_the_same(stage: Stage, replica
         # It reaches the first rank alone, which passes it on.
         stage.send(0, 1, [m.TurnDelta(PLAYED, np.array(observation, dtype=np.int32).tobytes(), said)])
         replica.tell(m.Admit([], [(PLAYED, 3)], SAMPLING))
-        done, silent = replica.tell(m.Burst(8, [0], [0]))
+        done, silent = replica.tell(m.DecodeChunk(8, [0], [0]))
         assert [end.sample for end in done.turns] == [PLAYED] and silent == m.Done(1)
         assert [turn.sample for turn in stage.mail(0, m.Turn)] == [PLAYED]
     assert other.samples[PLAYED].held.turn_ids[-1] == 1 and not first._observations and not other._observations
     assert replica.same([PLAYED, PLAIN])
     done, silent = replica.tell(m.AbortSamples([PLAYED, REFUSED]))
-    assert isinstance(done, m.BurstDone) and silent == m.Done(1)
+    assert isinstance(done, m.DecodeChunkDone) and silent == m.Done(1)
     assert [(turn.sample, turn.reason) for turn in stage.mail(0, m.Turn)] == [(PLAYED, "abort")]
-    replica.tell(m.Forget([PLAIN]))
+    replica.tell(m.DropSamples([PLAIN]))
     assert not first.samples and not other.samples and not stage.heard()
 
 
@@ -104,7 +104,11 @@ def test_an_observation_that_is_passed_on_early_is_kept(stage: Stage, replica: R
     first, other = replica.roles
     sample = make_sample_id(7, 0, 0)
     payload = m.PromptPayload(7, "d", np.array([5, 6], dtype=np.int32).tobytes(), META)
-    commands = [m.Admit([payload], [(sample, 3)], SAMPLING), m.Burst(1, [0], [0]), m.Admit([], [(sample, 3)], SAMPLING)]
+    commands = [
+        m.Admit([payload], [(sample, 3)], SAMPLING),
+        m.DecodeChunk(1, [0], [0]),
+        m.Admit([], [(sample, 3)], SAMPLING),
+    ]
     stage.send(0, 1, [m.TurnDelta(sample, np.array([7, 8, 9], dtype=np.int32).tobytes())])
     for role in (first, other):
         engine, role.engine = role.engine, role.engine._whole

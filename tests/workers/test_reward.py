@@ -48,9 +48,9 @@ def test_a_reward_rank_keeps_responses_until_their_group_is_named(threads: Threa
         earlier = [("first", ids)]
         posts = [m.Response(sample, "maths", text, meta, "stop", ids, earlier) for sample, text in texts.items()]
         stage.send(1, 2, posts)
-        assert next_event(m.AwaitSiblings).samples == samples
-        send(m.Unwanted(samples[:1]))
-        send(m.ScoreTogether(samples[1:]))
+        assert next_event(m.AwaitGroup).samples == samples
+        send(m.DropAwaiting(samples[:1]))
+        send(m.ScoreGroup(samples[1:]))
         scored = next_event(m.Scored).samples
         assert {each.sample: each.reward for each in scored} == {samples[1]: 1.0, samples[2]: 0.0}
         won, lost = sorted(scored, key=lambda each: each.sample)
@@ -59,7 +59,7 @@ def test_a_reward_rank_keeps_responses_until_their_group_is_named(threads: Threa
         assert (lost.turn_rewards, lost.token_rewards) == ([0.5, -0.5], b"")
         assert worker.roles["reward"]._held == {}
     finally:
-        send(m.Leave())
+        send(m.Shutdown())
         serving.join(20)
         worker.close()
     assert not serving.is_alive() and world is worker.world

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hpcrl.algorithms.interface import Algorithm, AllSum, Credit, RewardTable
+from hpcrl.algorithms.interface import AdvantageEstimator, Algorithm, AllSum, RewardTable
 from hpcrl.messaging.messages import Advantages
 from hpcrl.metrics.stats import Stats, scalar
 from hpcrl.rollout.batch import Batch
@@ -28,7 +28,7 @@ def role(stage: Stage) -> Iterator[TrainerRole]:
     dist.destroy_process_group()
 
 
-class Halves(Credit):
+class Halves(AdvantageEstimator):
     """Advantage 1, and half the weight for rewards of 0."""
 
     def assign(self, batch: Batch, table: RewardTable, all_sum: AllSum) -> Stats:

@@ -15,18 +15,18 @@ from hpcrl.messaging.messages import (
     Admit,
     BuildGroup,
     BuildRole,
-    Burst,
+    DecodeChunk,
+    DropSamples,
     Export,
-    Forget,
     LoadState,
     Logprobs,
-    Pull,
     Sampling,
     TrainCritic,
     TrainStep,
+    UpdateWeights,
     Values,
 )
-from hpcrl.planner.memory import takes_turns
+from hpcrl.planner.memory import shares_device
 from hpcrl.workers.rank_loop import leave_default_group
 from hpcrl.workers.time_sharing import Turns
 from tests.workers.conftest import Stage
@@ -61,15 +61,15 @@ class Recorder:
 
 STEP: list[Any] = [
     BuildRole("generator", [0]),
-    Pull(1, [0]),
+    UpdateWeights(1, [0]),
     Admit([], [], SAMPLING),
-    Burst(4, [], []),
-    Burst(4, [], []),
-    Forget([]),
+    DecodeChunk(4, [], []),
+    DecodeChunk(4, [], []),
+    DropSamples([]),
     Logprobs(1, "trainer", "old_logprobs", []),
     TrainStep(1, [], 1.0, 1.0),
     TrainStep(1, [], 1.0, 1.0),
-    Pull(2, [0]),
+    UpdateWeights(2, [0]),
     Export("folder"),
 ]
 
@@ -153,7 +153,7 @@ def test_a_generator_is_built_on_a_gpu_without_trainers(
         noting(kind, method, name)
     worker = stage.worker(2, {"debug": "fake", "layout": {"offload": offload}})
     try:
-        for command in (BuildRole("trainer", [2]), BuildRole("generator", [2]), Pull(0, [0])):
+        for command in (BuildRole("trainer", [2]), BuildRole("generator", [2]), UpdateWeights(0, [0])):
             stage.command(2, command)
             assert worker.execute_one(10.0)
     finally:
@@ -191,4 +191,4 @@ def test_a_rank_with_one_role_keeps_everything(role: str) -> None:
 def test_when_ranks_take_turns(changes: dict[str, Any], shared: bool, expected: bool) -> None:
     generator = (1, 2) if shared else (3,)
     ranks = {"controller": (0,), "trainer": (1, 2), "generator": generator, "reference": (), "reward": (), "env": ()}
-    assert takes_turns(parse(changes), RoleLayout(MappingProxyType(ranks), 4)) == expected
+    assert shares_device(parse(changes), RoleLayout(MappingProxyType(ranks), 4)) == expected

@@ -139,7 +139,7 @@ class SharesWeights(Protocol):
 
 
 @runtime_checkable
-class ShowsWeights(Protocol):
+class ReadsBackWeights(Protocol):
     """A generation engine that can give weights back, for check_weights=true; other weights are checked as it gets
     them."""
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from hpcrl.config import LoRAConfig
+from hpcrl.models.families import known_shape
 from hpcrl.planner.adapters import adapters
-from hpcrl.planner.shapes import known_shape
 
 
 class WeightNames:

@@ -1,4 +1,4 @@
-"""What every rank of an engine does, and fails in, together."""
+"""Run a function on all ranks of an engine; if it fails on one, raise on all."""
 
 from __future__ import annotations
 

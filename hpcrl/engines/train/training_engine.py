@@ -17,7 +17,7 @@ from hpcrl.algorithms.interface import Objective
 from hpcrl.checkpoint.writer import Files
 from hpcrl.metrics.stats import Stats
 from hpcrl.rollout.batch import Batch, MicroBatches, Norms
-from hpcrl.spec.weight_layout import Held
+from hpcrl.spec.weight_layout import TensorShards
 
 
 class TrainEngine(Protocol):
@@ -55,17 +55,17 @@ class TrainEngine(Protocol):
         adapters alone (hpcrl.spec.lora). Collective: every rank must exhaust it. A rank yields its share of the
         parameters according to the division; all shares together have each name once."""
 
-    def weight_layout(self) -> list[Held]:
+    def weight_layout(self) -> list[TensorShards]:
         """The tensors of all shares, in a fixed order, and which ranks of the engine hold which part. The same on all
         ranks and at all times."""
 
-    def held_weights(self) -> Iterator[Tensor]:
+    def local_shards(self) -> Iterator[Tensor]:
         """This rank's part of every tensor of the layout of which it holds one, in that order: possibly the parameters
         themselves. Every rank must exhaust it; it may be collective."""
 
     def offload(self, weights: bool = True) -> None:
         """Move gradients and optimizer state, and the parameters unless weights=False, to host memory (idempotent).
-        Before log-probs, a step, named_weights() or held_weights() of what was moved, onload() moves it back."""
+        Before log-probs, a step, named_weights() or local_shards() of what was moved, onload() moves it back."""
 
     def onload(self) -> None:
         """Move them back (idempotent)."""
@@ -108,7 +108,7 @@ class ComputesEntropies(Protocol):
         """float32 [T], nats, of softmax(logits / temperature); otherwise as TrainEngine.logprobs()."""
 
 
-class Adapts(Protocol):
+class TrainsAdapters(Protocol):
     """A training engine with adapters beside frozen weights (trainer.lora), which are those of the reference policy."""
 
     def reference_logprobs(self, batch: Batch, micro_batches: MicroBatches, temperature: float) -> Tensor | None:

@@ -83,7 +83,8 @@ def _shown(value: Any) -> Any:
     """A value that JSON does not know as one that it knows: numbers and arrays of numpy and torch, otherwise a text."""
     if callable(listed := getattr(value, "tolist", None)):
         return listed()
-    plain = type(value).__str__ is object.__str__ and type(value).__repr__ is object.__repr__
+    kind: Any = type(value)
+    plain = kind.__str__ is object.__str__ and kind.__repr__ is object.__repr__
     if plain or callable(value) or isinstance(value, Awaitable | Iterator | AsyncIterator):
         raise TypeError(f"the tool returned a value of the type {type(value).__name__}, which has no text")
     return str(value)

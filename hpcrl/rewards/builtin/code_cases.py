@@ -261,7 +261,8 @@ def _parametrised(decorator: ast.expr) -> Iterator[str]:
 def setup_of(prompt: str, entry_point: str) -> str:
     """The Python of a prompt that begins the function `entry_point`: the whole prompt, a block of it, or its part
     between the markers of a chat template; empty without one."""
-    for text in [prompt, *CLOSED_BLOCK.findall(prompt), *_MARKER.split(prompt)]:
+    texts: list[str] = [prompt, *CLOSED_BLOCK.findall(prompt), *_MARKER.split(prompt)]
+    for text in texts:
         if definition(text, entry_point) is not None:
             return text
     return ""

@@ -75,7 +75,7 @@ class JudgeReward(Reward):
             max_requests_per_s=judge.max_requests_per_s,
         )
 
-    async def score(self, items: Sequence[RewardItem]) -> list[Score]:  # type: ignore[override]
+    async def score(self, items: Sequence[RewardItem]) -> list[Score]:
         return list(await asyncio.gather(*map(self._judged, items)))
 
     async def _judged(self, item: RewardItem) -> Score:

@@ -50,7 +50,7 @@ class RewardModelReward(Reward):
             token=self._services.token,
         )
 
-    async def score(self, items: Sequence[RewardItem]) -> list[Score]:  # type: ignore[override]
+    async def score(self, items: Sequence[RewardItem]) -> list[Score]:
         loop = asyncio.get_running_loop()
         asked = [loop.run_in_executor(self._threads, self._ask, item) for item in items]
         return list(await asyncio.gather(*asked))

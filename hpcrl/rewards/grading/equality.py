@@ -282,7 +282,8 @@ def _verify(gold: str, given: str) -> bool:
 def _parse(text: str) -> list[Any]:
     from math_verify import ExprExtractionConfig, parse  # imports sympy
 
-    return parse(f"${_spaced(text)}$", [_latex(), ExprExtractionConfig()], parsing_timeout=None)
+    found: list[Any] = parse(f"${_spaced(text)}$", [_latex(), ExprExtractionConfig()], parsing_timeout=None)
+    return found
 
 
 @lru_cache(maxsize=1)

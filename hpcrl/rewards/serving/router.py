@@ -99,7 +99,7 @@ def validate_rewards(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
             problem = _check_parts(section)
         if problem:
             problems.append(f"reward.{name}: {problem}")
-    if config.reinforces:
+    if config.learns_from_rewards:
         problems += _check_domains(config, Router(config), rows)
     return problems
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from hpcrl.rollout.scheduling.events import PromptOutcome
+from hpcrl.rollout.scheduling.events import EndedPrompt
 from hpcrl.rollout.scheduling.groups import LiveGroup
 from hpcrl.rollout.scheduling.replicas import Replicas
 from hpcrl.rollout.types import Disposition
@@ -31,7 +31,7 @@ class Accounts:
 
     def __init__(self) -> None:
         self.tally = Tally(COUNTS)
-        self._settled: list[PromptOutcome] = []
+        self._settled: list[EndedPrompt] = []
         self._lost: list[int] = []  # prompts that ended without being trained
         self._taken: list[LiveGroup] = []  # the last batch, which may still be given back
         self._lag_from = -1  # its version
@@ -47,7 +47,7 @@ class Accounts:
         scored = [] if disposition is Disposition.FAILED else group.samples
         rewards = tuple(sample.done.reward for sample in scored)
         metrics = tuple(sample.done.metrics for sample in scored)
-        self._settled.append(PromptOutcome(group.uid, group.attempt, disposition, reason, rewards, metrics))
+        self._settled.append(EndedPrompt(group.uid, group.attempt, disposition, reason, rewards, metrics))
         if disposition is not Disposition.TRAINED:
             self._lost.append(group.uid)
 
@@ -69,7 +69,7 @@ class Accounts:
         lost, self._lost = self._lost, []
         return lost
 
-    def settled(self) -> list[PromptOutcome]:
+    def settled(self) -> list[EndedPrompt]:
         """Prompts that ended since the last call."""
         settled, self._settled = self._settled, []
         return settled
@@ -102,7 +102,7 @@ class Accounts:
 
     def restore(self, saved: Iterable[Mapping[str, Any]]) -> None:
         """Continue from the result of saved()."""
-        self._settled = [PromptOutcome.restored(end) for end in saved]
+        self._settled = [EndedPrompt.restored(end) for end in saved]
 
     def _count_batch(self, replicas: Replicas) -> None:
         """Count the last batch: its lag, the lengths of its responses, and its spread over the replicas."""

@@ -184,7 +184,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptOutcome:
+class EndedPrompt:
     """How a prompt ended. `reason`: the filter, or the cause of the last failure. `rewards` and `metrics` of the
     samples: in order of member, empty if the prompt failed."""
 
@@ -200,7 +200,7 @@ class PromptOutcome:
         return asdict(self) | {"disposition": str(self.disposition)}
 
     @classmethod
-    def restored(cls, saved: Mapping[str, Any]) -> PromptOutcome:
+    def restored(cls, saved: Mapping[str, Any]) -> EndedPrompt:
         """What saved() wrote."""
         kept = {name: tuple(saved.get(name, ())) for name in ("rewards", "metrics")}
         return cls(**{**saved, **kept, "disposition": Disposition(saved["disposition"])})

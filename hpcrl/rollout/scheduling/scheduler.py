@@ -12,7 +12,7 @@ The scheduler is a pure state machine: no torch, no clock, no randomness. The ro
         for command in scheduler.plan():
             send it to command.replica
     groups = scheduler.take()          # `need` groups in order of uid; give_back() if they cannot be transferred
-    ended = scheduler.settled()        # one PromptOutcome per prompt that ended
+    ended = scheduler.settled()        # one EndedPrompt per prompt that ended
     stats = scheduler.metrics()        # name -> (sum, count, min, max) since the last call
 
 The scheduler knows a prompt by its uid and a response by its sample id (hpcrl.rollout.types).
@@ -43,8 +43,8 @@ from hpcrl.rollout.scheduling.accounts import Accounts
 from hpcrl.rollout.scheduling.events import (
     ENV_LOST,
     REPLICA_LOST,
+    EndedPrompt,
     Group,
-    PromptOutcome,
     SchedulerCommand,
     SchedulerEvent,
 )
@@ -190,13 +190,12 @@ class RolloutScheduler:
         return self._samples.commands()
 
     def together(self, held: Iterable[int]) -> tuple[list[list[int]], list[int]]:
-        """Of `held`, samples that wait for their siblings at a scorer: those of each group that can be scored now, and
-        those that are no longer needed."""
+        """Split the samples `held` by a scorer for group scoring into complete groups and samples no longer needed."""
         return self._samples.together(held)
 
     # -- state
 
-    def settled(self) -> list[PromptOutcome]:
+    def settled(self) -> list[EndedPrompt]:
         """Prompts that ended since the last call."""
         return self._accounts.settled()
 

@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hpcrl.models.families import read_shape
+from hpcrl.models.shape import ModelShape
 from hpcrl.node.gpus import CPU, GpuNeeds, unusable
-from hpcrl.planner.shapes import ModelShape, read_shape
 
 MODEL = Path(__file__).parents[3] / "conf/model/Qwen/Qwen2.5-7B/config.json"
 SMALL = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}

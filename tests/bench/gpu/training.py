@@ -12,7 +12,7 @@ from hpcrl.config import parse
 from hpcrl.engines.gen.native.engine import NativeEngine
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.engines.train.training_engine import TrainEngine
-from hpcrl.planner.shapes import ModelShape
+from hpcrl.models.shape import ModelShape
 from hpcrl.planner.trainer import trainer_parts
 from hpcrl.rollout.batch import Batch
 from hpcrl.spec.tables import TRAIN_ENGINES

@@ -12,7 +12,7 @@ from hpcrl_example.specs import CurriculumConfig, LeaveOneOut, NoisyConfig, Vowe
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hpcrl.algorithms.advantage_estimator import ReturnsCredit
+from hpcrl.algorithms.advantage_estimator import ReturnsAdvantage
 from hpcrl.algorithms.interface import RewardTable
 from hpcrl.config import Config, RewardConfig
 from hpcrl.engines.gen.generation_engine import ReplicaRanks
@@ -21,8 +21,8 @@ from hpcrl.engines.gen.native.engine import make as make_native
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.engines.train.fsdp2.engine import make as make_fsdp2
 from hpcrl.metrics.stats import Stats, stat
+from hpcrl.models.shape import ModelShape
 from hpcrl.planner.memory_parts import Part
-from hpcrl.planner.shapes import ModelShape
 from hpcrl.rewards.reward import Reward, RewardItem, Score
 from hpcrl.spec.options import read_options
 
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from hpcrl.workers.role import Rank
 
 
-class LeaveOneOutCredit(ReturnsCredit[LeaveOneOut]):
+class LeaveOneOutAdvantage(ReturnsAdvantage[LeaveOneOut]):
     """See LeaveOneOut."""
 
     def normalize(self, table: RewardTable) -> Tensor:
-        """See ReturnsCredit."""
+        """See ReturnsAdvantage."""
         _, groups, counts = torch.unique(table.group_ids, return_inverse=True, return_counts=True)
         sums = torch.zeros(len(counts)).index_add(0, groups, table.rewards)
         others = (sums[groups] - table.rewards) / (counts[groups] - 1)

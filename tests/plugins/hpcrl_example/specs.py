@@ -23,7 +23,7 @@ from hpcrl.spec.kinds import (
 )
 from hpcrl.spec.policy_loss import PolicyLoss
 from hpcrl.spec.problems import Problem
-from hpcrl.spec.weight_layout import Need
+from hpcrl.spec.weight_layout import RequiredSlices
 
 
 class LeaveOneOut(PolicyLoss):
@@ -36,9 +36,9 @@ class LeaveOneOut(PolicyLoss):
 LEAVE_ONE_OUT = AlgorithmSpec(
     about="A response is compared with the mean of its siblings.",
     section=LeaveOneOut,
-    make="hpcrl_example.parts:LeaveOneOutCredit",
+    make="hpcrl_example.parts:LeaveOneOutAdvantage",
     objective=POLICY_GRADIENT,
-    compares_siblings=lambda section: True,
+    compares_group=lambda section: True,
 )
 
 
@@ -109,11 +109,11 @@ STAGES = TrainEngineSpec(
 )
 
 
-def _columns(config: Any, model: Any, name: str, shape: tuple[int, ...], index: int, num_ranks: int) -> Need:
+def _columns(config: Any, model: Any, name: str, shape: tuple[int, ...], index: int, num_ranks: int) -> RequiredSlices:
     """All of A, and a share of B's columns, in the trainer's type."""
     width = shape[1] if name == "A" else -(-shape[1] // num_ranks)
     first = 0 if name == "A" else index * width
-    return Need("", (((0, shape[0]), (first, min(first + width, shape[1]))),))
+    return RequiredSlices("", (((0, shape[0]), (first, min(first + width, shape[1]))),))
 
 
 COLUMNS = GenEngineSpec(

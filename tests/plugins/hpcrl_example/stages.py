@@ -29,7 +29,7 @@ from hpcrl.engines.train.schedule import learning_rate
 from hpcrl.metrics.stats import Stats, merge, scalar
 from hpcrl.rollout.batch import Batch, MicroBatches, Norms
 from hpcrl.rollout.types import FinishReason
-from hpcrl.spec.weight_layout import Held
+from hpcrl.spec.weight_layout import TensorShards
 
 NAMES = ("A", "B")
 WIDTH = 8
@@ -145,15 +145,15 @@ class StagesEngine:
         for name, weight in self.weights.items():
             yield name, weight.detach().to(dtypes.get(name, weight.dtype), copy=True)
 
-    def weight_layout(self) -> list[Held]:
+    def weight_layout(self) -> list[TensorShards]:
         """See TrainEngine."""
         size, num = dist.get_world_size(), self._config.section(StagesConfig).num
         return [
-            Held.whole(name, "float64", self._shapes[name], range(stage % num, size, num))
+            TensorShards.whole(name, "float64", self._shapes[name], range(stage % num, size, num))
             for stage, name in enumerate(NAMES)
         ]
 
-    def held_weights(self) -> Iterator[Tensor]:
+    def local_shards(self) -> Iterator[Tensor]:
         """See TrainEngine."""
         yield from self.weights.values()
 

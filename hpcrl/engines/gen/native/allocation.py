@@ -27,8 +27,8 @@ class RequestBlocks:
     version: int
 
 
-class AdmissionWave:
-    """Requests that get places together; what is missing in the cache is then computed together.
+class PrefillBatch:
+    """Requests admitted together; their uncached tokens are prefilled in one batch.
 
     share: requests use the same blocks. Else they copy blocks, of this wave only.
     """

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpcrl.engines.gen.native.families import FAMILIES, Family, unsupported
+from hpcrl.engines.gen.native.unsupported import unsupported
+from hpcrl.models.families import NATIVE, family_of
+from hpcrl.models.shape import Decoder
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Rope:
 class Architecture:
     """A decoder of blocks with grouped-query rotary attention and a gated (or mixture of experts) MLP."""
 
-    family: Family
+    decoder: Decoder
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -78,18 +80,19 @@ class Architecture:
 
 
 def read_architecture(path: Path) -> Architecture:
-    """Architecture of the HF folder `path`. ValueError if there is no config.json, the family is not one of FAMILIES or
+    """Architecture of the HF folder `path`. ValueError if there is no config.json, the family is not in NATIVE or
     the config needs a feature that is not implemented (rotary embeddings that depend on the length, quantisation,
     activations other than the family's, attention in both directions)."""
     if not (path / "config.json").is_file():
         raise ValueError(f"model folder {path} has no config.json")
     model_type = json.loads((path / "config.json").read_text()).get("model_type")
-    if model_type not in FAMILIES:
-        raise ValueError(f"model_type {model_type!r} in {path}/config.json: the native generator runs {(*FAMILIES,)}")
+    if model_type not in NATIVE:
+        raise ValueError(f"model_type {model_type!r} in {path}/config.json: the native generator runs {NATIVE}")
     from transformers import AutoConfig  # takes a second; fills in the defaults of every family
 
     config = AutoConfig.from_pretrained(path)
-    family = FAMILIES[config.model_type]  # of mistral with layer_types it makes ministral
+    decoder = family_of(config.model_type).decoder  # of mistral with layer_types it makes ministral
+    assert decoder is not None
     for feature in unsupported(config.to_dict()):
         raise ValueError(
             f"{path}/config.json: {feature} is not implemented by the native generator; use another engine"
@@ -97,11 +100,11 @@ def read_architecture(path: Path) -> Architecture:
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     bias = getattr(config, "attention_bias", False)
-    kinds = _layer_types(config, family)
+    kinds = _layer_types(config, decoder)
     ropes = tuple(dict.fromkeys(_rope(config, kind, head_dim) for kind in kinds))
-    scalar = config.query_pre_attn_scalar if family.gemma else head_dim
+    scalar = config.query_pre_attn_scalar if decoder.gemma else head_dim
     return Architecture(
-        family=family,
+        decoder=decoder,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         num_layers=config.num_hidden_layers,
@@ -111,18 +114,17 @@ def read_architecture(path: Path) -> Architecture:
         intermediate_size=config.intermediate_size,
         norm_eps=config.rms_norm_eps,
         tied=config.tie_word_embeddings,
-        qkv_bias=bias or family.qkv_bias,
+        qkv_bias=bias or decoder.qkv_bias,
         out_bias=bias,
-        expert_layers=_expert_layers(config) if family.mixture else frozenset(),
-        num_experts=config.num_experts if family.mixture else 0,
-        experts_per_token=config.num_experts_per_tok if family.mixture else 0,
-        expert_size=config.moe_intermediate_size if family.mixture else 0,
-        normalize_experts=config.norm_topk_prob if family.mixture else False,
-        embedding_scale=config.hidden_size**0.5 if family.gemma else 1.0,
+        expert_layers=_expert_layers(config) if decoder.experts else frozenset(),
+        num_experts=config.num_experts if decoder.experts else 0,
+        experts_per_token=config.num_experts_per_tok if decoder.experts else 0,
+        expert_size=config.moe_intermediate_size if decoder.experts else 0,
+        normalize_experts=config.norm_topk_prob if decoder.experts else False,
+        embedding_scale=config.hidden_size**0.5 if decoder.gemma else 1.0,
         attention_scale=scalar**-0.5,
-        # Gemma 3 has the key and ignores it.
-        attention_softcap=config.attn_logit_softcapping if model_type == "gemma2" else None,
-        logit_softcap=config.final_logit_softcapping if family.gemma else None,
+        attention_softcap=config.attn_logit_softcapping if decoder.soft_capped else None,
+        logit_softcap=config.final_logit_softcapping if decoder.gemma else None,
         ropes=ropes,
         rope_of_layer=tuple(ropes.index(_rope(config, kind, head_dim)) for kind in kinds),
         windows=tuple(config.sliding_window if kind == "sliding_attention" else None for kind in kinds),
@@ -139,10 +141,10 @@ def _expert_layers(config: Any) -> frozenset[int]:
     )
 
 
-def _layer_types(config: Any, family: Family) -> list[str]:
-    if family.windows == "by layer":
+def _layer_types(config: Any, decoder: Decoder) -> list[str]:
+    if decoder.windows == "by layer":
         return list(config.layer_types)
-    sliding = family.windows == "all" and config.sliding_window is not None
+    sliding = decoder.windows == "all" and config.sliding_window is not None
     return ["sliding_attention" if sliding else "full_attention"] * config.num_hidden_layers
 
 

@@ -21,11 +21,11 @@ from hpcrl.config import Config, LoRAConfig
 from hpcrl.engines.expert_routes import RouteShape, routes_of
 from hpcrl.engines.gen.checks import check_requests
 from hpcrl.engines.gen.generation_engine import Output, ReplicaRanks, Request
-from hpcrl.engines.gen.native.allocation import AdmissionWave, Refusal, RequestBlocks
+from hpcrl.engines.gen.native.allocation import PrefillBatch, Refusal, RequestBlocks
 from hpcrl.engines.gen.native.architecture import read_architecture
 from hpcrl.engines.gen.native.blocks import Blocks
 from hpcrl.engines.gen.native.kv import NOWHERE, KVCache, block_bytes
-from hpcrl.engines.gen.native.output_buffer import Tape
+from hpcrl.engines.gen.native.output_buffer import OutputBuffer
 from hpcrl.engines.gen.native.paged_attention import Adding, Decoding
 from hpcrl.engines.gen.native.slots import Queued, Slots
 from hpcrl.engines.gen.native.spec import NativeConfig
@@ -130,7 +130,7 @@ class NativeEngine:
             )
         self._waiting: dict[int, Queued] = {}
         self._routes = routes.field if routes is not None else None
-        self._slots, self._tape = Slots(max_slots, longest), Tape(max_slots, self._routes)
+        self._slots, self._tape = Slots(max_slots, longest), OutputBuffer(max_slots, self._routes)
         self._blocks = Blocks(num_blocks, kv_bucket)
         self._cache = KVCache(self._arch, num_blocks, kv_bucket, dtype, self._device)
         self._awaited = 0  # blocks that must be available before the next admission
@@ -216,7 +216,7 @@ class NativeEngine:
         return FusedWeights(self._arch, self._dtype, self._device, self._float32_head, shared, self._lora, base)
 
     def loaded_weights(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """See ShowsWeights."""
+        """See ReadsBackWeights."""
         assert self._weights is not None, "load_weights() comes before"
         return self._weights.loaded(names)
 
@@ -287,13 +287,14 @@ class NativeEngine:
             self._compute(wave, adding)
             queue = next_wave
 
-    def _wave(self) -> AdmissionWave:
-        return AdmissionWave(self._blocks, share=not self._deterministic)
+    def _wave(self) -> PrefillBatch:
+        return PrefillBatch(self._blocks, share=not self._deterministic)
 
-    def _place(self, queued: Queued, wave: AdmissionWave, running: bool = False) -> RequestBlocks | Refusal:
-        """A place for all tokens but the last, of a request that is to run, with room for the last and as many blocks
-        available as others run, so that the new one does not interrupt them at once; or of one that is running, which
-        may not have had more."""
+    def _place(self, queued: Queued, wave: PrefillBatch, running: bool = False) -> RequestBlocks | Refusal:
+        """Allocate blocks for all tokens but the last.
+
+        For a new request, also keep one free block per running request so that admission does not preempt any; requests
+        that were already running are exempt."""
         tokens, request, headroom = queued.tokens(), queued.request, 0
         if self._deterministic:
             length = len(request.prompt_ids) + request.params.max_new_tokens
@@ -308,7 +309,7 @@ class NativeEngine:
         self._slots.kv_version[slot] = place.version
         return _Missing(slot, queued.tokens()[place.num_cached : -1], place.num_cached)
 
-    def _compute(self, wave: AdmissionWave, added: list[_Missing]) -> None:
+    def _compute(self, wave: PrefillBatch, added: list[_Missing]) -> None:
         """Copy and compute what is missing in the cache, a limited number of tokens at a time."""
         self._plan = None
         self._settle()
@@ -489,7 +490,7 @@ class NativeEngine:
 
 
 def _output(request: Request, columns: Mapping[str, np.ndarray], reason: FinishReason) -> Output:
-    """columns: as in Tape.content."""
+    """columns: as in OutputBuffer.content."""
     behaviour = columns["gen_logprobs_behaviour"] if request.params.truncates else None
     return Output(
         id=request.id,

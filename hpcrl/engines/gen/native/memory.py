@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from hpcrl.config import Config
 from hpcrl.engines.gen.native.spec import NativeConfig
+from hpcrl.models.shape import ModelShape
 from hpcrl.planner.generator import token_bytes, too_small_cache
-from hpcrl.planner.shapes import ModelShape
 from hpcrl.spec.problems import Problem
 
 

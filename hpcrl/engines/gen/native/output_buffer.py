@@ -19,10 +19,10 @@ class Track:
 
     start: int
     stretches: list[tuple[int, int]]  # (slot, first iteration in it)
-    before: Mapping[str, np.ndarray]  # columns of its tokens from before it was interrupted, as of Tape.content
+    before: Mapping[str, np.ndarray]  # columns of its tokens from before it was interrupted, as of OutputBuffer.content
 
 
-class Tape:
+class OutputBuffer:
     """Rows of token ids, log-probs, behaviour log-probs, weight versions and maybe routes from iteration `_base` on."""
 
     def __init__(self, num_slots: int, routes: Field | None = None):

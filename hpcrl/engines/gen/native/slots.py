@@ -17,7 +17,8 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """A request that waits for a slot. before: the tokens it has already, as in Tape.content, if it was interrupted."""
+    """A request that waits for a slot. before: the tokens it has already, as in OutputBuffer.content, if it was
+    interrupted."""
 
     request: Request
     before: Mapping[str, np.ndarray]

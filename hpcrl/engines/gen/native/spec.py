@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from hpcrl.engines.gen.native.families import FAMILIES, unsupported
+from hpcrl.engines.gen.native.unsupported import unsupported
+from hpcrl.models.families import NATIVE
 from hpcrl.spec.fields import Positive, PositiveFloat, Section
 from hpcrl.spec.kinds import GenEngineSpec
 from hpcrl.spec.problems import Problem
@@ -46,9 +47,9 @@ SPEC = GenEngineSpec(
     check=_check,
     plan="hpcrl.engines.gen.native.memory:cache",
     check_sizes="hpcrl.engines.gen.native.memory:check",
-    families=tuple(FAMILIES),
+    families=NATIVE,
     unsupported=unsupported,
-    gives_routes=True,
+    records_routes=True,
     recompute=True,
     shares_weights=True,
     deterministic=True,

@@ -22,7 +22,7 @@ class Transformer:
         self._arch, self._weights, self._rotations = architecture, weights, rotations
         positions = len(rotations[0])
         self._windows = [None if w is None or w >= positions else w for w in architecture.windows]
-        self._gate = _gelu_gated if architecture.family.gemma else _silu_gated
+        self._gate = _gelu_gated if architecture.decoder.gemma else _silu_gated
         self.routes: list[Tensor] | None = None  # if set, gets the chosen experts [T, k] of each layer that has some
 
     def prefill(self, ids: Tensor, positions: Tensor, cache: KVCache, adding: Adding) -> None:

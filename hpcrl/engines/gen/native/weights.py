@@ -228,7 +228,7 @@ class FusedWeights:
 
     def _norm(self, name: str, *shape: int) -> Tensor:
         """[H] or `shape`: the factors of a norm, in Gemma's families weight + 1 in float32."""
-        plain = not self._arch.family.gemma
+        plain = not self._arch.decoder.gemma
         weight = torch.empty(
             shape or (self._arch.hidden_size,), dtype=self._dtype if plain else torch.float32, device=self._device
         )
@@ -238,7 +238,7 @@ class FusedWeights:
 
     def _layer(self, index: int) -> Layer:
         a, prefix = self._arch, f"model.layers.{index}."
-        hidden, attention, gemma = a.hidden_size, prefix + "self_attn.", a.family.gemma
+        hidden, attention, gemma = a.hidden_size, prefix + "self_attn.", a.decoder.gemma
         after = prefix + "post_attention_layernorm.weight"  # in Gemma's families the norm of attention's result
         adapters: dict[str, list[LowRank]] = {"qkv": [], "out": [], "gate_up": [], "down": []}
         layer = Layer(
@@ -246,7 +246,7 @@ class FusedWeights:
             attention_post_norm=self._norm(after) if gemma else None,
             qkv=self._matrix(hidden, a.num_qkv_heads * a.head_dim),
             qkv_bias=self._empty(a.num_qkv_heads * a.head_dim) if a.qkv_bias else None,
-            qk_norm=self._qk_norm(attention) if a.family.qk_norm else None,
+            qk_norm=self._qk_norm(attention) if a.decoder.qk_norm else None,
             out=self._matrix(a.num_heads * a.head_dim, hidden),
             out_bias=self._empty(hidden) if a.out_bias else None,
             mlp_norm=self._norm(prefix + "pre_feedforward_layernorm.weight" if gemma else after),
@@ -257,7 +257,7 @@ class FusedWeights:
         self._linear(attention + "o_proj", layer.out, adapters=adapters["out"])
         if layer.out_bias is not None:
             self._target(attention + "o_proj.bias", layer.out_bias)
-        if a.family.fused:
+        if a.decoder.joined:
             self._linear(attention + "qkv_proj", layer.qkv, rotary_heads=a.num_qk_heads, adapters=adapters["qkv"])
             return layer
         bounds = {"q": (0, a.num_heads), "k": (a.num_heads, a.num_qk_heads), "v": (a.num_qk_heads, a.num_qkv_heads)}
@@ -274,13 +274,13 @@ class FusedWeights:
         norm = self._norm(prefix + "q_norm.weight", a.num_qk_heads, a.head_dim)
         for which, heads in (("q", norm[: a.num_heads]), ("k", norm[a.num_heads :])):
             name = f"{prefix}{which}_norm.weight"
-            self._target(name, heads, shape=(a.head_dim,), rotary_heads=1, add=1.0 if a.family.gemma else 0.0)
+            self._target(name, heads, shape=(a.head_dim,), rotary_heads=1, add=1.0 if a.decoder.gemma else 0.0)
         return norm
 
     def _dense(self, prefix: str, adapters: dict[str, list[LowRank]]) -> Dense:
         hidden, size = self._arch.hidden_size, self._arch.intermediate_size
         mlp = Dense(gate_up=self._matrix(hidden, 2 * size), down=self._matrix(size, hidden))
-        if self._arch.family.fused:
+        if self._arch.decoder.joined:
             self._linear(prefix + "gate_up_proj", mlp.gate_up, adapters=adapters["gate_up"])
         else:
             self._linear(prefix + "gate_proj", mlp.gate_up, slice(size), adapters=adapters["gate_up"])

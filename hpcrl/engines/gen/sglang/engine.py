@@ -31,7 +31,8 @@ from hpcrl.engines.gen.sglang.sizes import SPARE_TOKENS, cache_tokens
 from hpcrl.engines.gen.sglang.spec import MOST_KEPT, TRUNCATED, SGLangConfig, share
 from hpcrl.engines.gen.stops import StopStrings
 from hpcrl.engines.gen.weight_names import WeightNames
-from hpcrl.planner.shapes import CannotPlanError, read_shape
+from hpcrl.models.families import read_shape
+from hpcrl.models.shape import CannotPlanError
 from hpcrl.rollout.types import FinishReason
 
 ALONE = ReplicaRanks((0,))

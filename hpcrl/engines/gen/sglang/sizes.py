@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from hpcrl.config import Config
 from hpcrl.engines.gen.sglang.spec import MOST_KEPT, TRUNCATED, SGLangConfig
+from hpcrl.models.shape import ModelShape
 from hpcrl.planner.generator import paged_cache, token_bytes, too_small_cache
-from hpcrl.planner.shapes import ModelShape
 from hpcrl.spec.problems import Problem
 
 SPARE_TOKENS = 8

@@ -11,7 +11,7 @@ from hpcrl.spec.fields import NUMBER, Section
 from hpcrl.spec.installed import fields, unknown_options
 from hpcrl.spec.kinds import GenEngineSpec
 from hpcrl.spec.problems import Problem
-from hpcrl.spec.weight_layout import Need, all_in_generators_dtype
+from hpcrl.spec.weight_layout import RequiredSlices, all_weights
 
 OWN = {
     "model_path": "model.path",
@@ -94,9 +94,9 @@ def share(config: Any) -> float | None:
     return given or (BESIDE_SHARE if config.layout.generator.colocate_with is not None else None)
 
 
-def _need(config: Any, model: Any, name: str, shape: Sequence[int], index: int, num_ranks: int) -> Need:
+def _need(config: Any, model: Any, name: str, shape: Sequence[int], index: int, num_ranks: int) -> RequiredSlices:
     """The first rank passes all weights on to the engine, tensor by tensor; the others get none."""
-    return all_in_generators_dtype(config, model, name, shape, index, num_ranks) if index == 0 else Need("", ())
+    return all_weights(config, model, name, shape, index, num_ranks) if index == 0 else RequiredSlices("", ())
 
 
 SPEC = GenEngineSpec(

@@ -40,7 +40,7 @@ from hpcrl.engines.gen.vllm.transformers_classes import transformers_classes_kep
 from hpcrl.engines.gen.vllm.weight_readback import shown
 from hpcrl.engines.gen.vllm.weights import reload
 from hpcrl.engines.gen.weight_names import WeightNames
-from hpcrl.planner.shapes import known_shape
+from hpcrl.models.families import known_shape
 from hpcrl.rollout.types import FinishReason
 from hpcrl.spec.trajectory import Field
 
@@ -254,7 +254,7 @@ class VLLMEngine:
             self._queue(request)
 
     def loaded_weights(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """See ShowsWeights: nothing of adapters, and of models of which it is not known how vLLM divides them."""
+        """See ReadsBackWeights: nothing of adapters, and of models of which it is not known how vLLM divides them."""
         if self._adapter is None and self._model is not None and are_known(self._options, self._model):
             place = self._replica.index, len(self._replica.ranks)
             yield from shown(self._runner.get_model(), self._model, names, self._options, *place)

@@ -9,8 +9,8 @@ from typing import Any, get_args
 import torch
 
 from hpcrl.config import LoRAConfig
+from hpcrl.models.families import read_shape
 from hpcrl.planner.adapters import adapters
-from hpcrl.planner.shapes import read_shape
 from hpcrl.spec.lora import adapted
 
 NUMBER = 1

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config
 from hpcrl.engines.gen.vllm.spec import VLLMConfig
+from hpcrl.models.shape import ModelShape
 from hpcrl.planner.generator import token_bytes, too_small_cache
-from hpcrl.planner.shapes import ModelShape
 from hpcrl.spec.problems import Problem
 from hpcrl.spec.tables import ROLES
 

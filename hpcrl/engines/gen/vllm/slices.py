@@ -4,15 +4,12 @@ vllm/model_executor/layers/linear.py, vocab_parallel_embedding.py and fused_moe/
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hpcrl.spec.weight_layout import Box, everything
+from hpcrl.models.families import family_of
+from hpcrl.models.shape import ModelShape
+from hpcrl.spec.weight_layout import TensorSlice, everything
 
-if TYPE_CHECKING:  # it reads the specifications
-    from hpcrl.planner.shapes import ModelShape
-
-FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral")
-"""Whose slices are tested; ranks get the whole of other families."""
 RESHAPING = {
     *("enable_elastic_ep", "enable_eplb", "eplb_config", "expert_placement_strategy", "hf_config_path"),
     *("model_class_overrides", "model_impl", "prefill_context_parallel_size", "quantization", "quantization_config"),
@@ -24,12 +21,12 @@ VOCABULARY_BLOCK = 64
 
 def are_known(options: Mapping[str, Any], model: ModelShape) -> bool:
     """Whether it is tested how vLLM divides the weights of this model."""
-    return model.family in FAMILIES and not RESHAPING & options.keys()
+    return family_of(model.family).vllm_slices and not RESHAPING & options.keys()
 
 
 def slices(
     options: Mapping[str, Any], model: ModelShape | None, name: str, shape: tuple[int, ...], index: int, num_ranks: int
-) -> tuple[Box, ...]:
+) -> tuple[TensorSlice, ...]:
     """Disjoint boxes of a weight of this name and shape, at least one: what rank `index` of num_ranks reads. options:
     generator.vllm.options. model: None if its parameters are not known."""
     split = model.splits.get(name, "whole") if model is not None and are_known(options, model) else "whole"
@@ -62,6 +59,6 @@ def _words(rows: int, index: int, num_ranks: int) -> tuple[int, int]:
     return first, max(first + 1, min(padded * (index + 1) // num_ranks, rows))
 
 
-def _along(shape: tuple[int, ...], axis: int, first: int, end: int) -> Box:
+def _along(shape: tuple[int, ...], axis: int, first: int, end: int) -> TensorSlice:
     """The tensor between two bounds of an axis."""
     return (*everything(shape[:axis]), (first, end), *everything(shape[axis + 1 :]))

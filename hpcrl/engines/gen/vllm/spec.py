@@ -14,7 +14,7 @@ from hpcrl.spec.fields import NUMBER, Section
 from hpcrl.spec.installed import fields, folder_of, table_keys, unknown_options
 from hpcrl.spec.kinds import GenEngineSpec
 from hpcrl.spec.problems import Problem
-from hpcrl.spec.weight_layout import Need
+from hpcrl.spec.weight_layout import RequiredSlices
 
 OWN = {
     "model": "model.path",
@@ -118,10 +118,10 @@ def start_share(config: Any) -> float:
     return TURNS_SHARE if on_trainers and in_step and config.layout.offload != "never" else BESIDE_SHARE
 
 
-def _need(config: Any, model: Any, name: str, shape: tuple[int, ...], index: int, num_ranks: int) -> Need:
+def _need(config: Any, model: Any, name: str, shape: tuple[int, ...], index: int, num_ranks: int) -> RequiredSlices:
     """The slices that vLLM's loaders take of each tensor."""
     options = config.generator.section(VLLMConfig).options
-    return Need(config.generator.dtype, slices(options, model, name, shape, index, num_ranks))
+    return RequiredSlices(config.generator.dtype, slices(options, model, name, shape, index, num_ranks))
 
 
 SPEC = GenEngineSpec(
@@ -138,7 +138,7 @@ SPEC = GenEngineSpec(
     recompute=True,
     float32_head=True,
     lora=True,
-    gives_routes=True,
+    records_routes=True,
     plan="hpcrl.engines.gen.vllm.memory:cache",
     check_sizes="hpcrl.engines.gen.vllm.memory:check",
     memory_share=_planned_share,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.engines.gen.vllm.slices import slices
-from hpcrl.planner.shapes import ModelShape
+from hpcrl.models.shape import ModelShape
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")

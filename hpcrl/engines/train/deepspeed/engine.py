@@ -18,7 +18,7 @@ from hpcrl.engines.train.deepspeed import zero
 from hpcrl.engines.train.deepspeed.checkpoint import ZeroCheckpoints
 from hpcrl.engines.train.deepspeed.local_disk import LocalDisk
 from hpcrl.engines.train.deepspeed.spec import DeepSpeedConfig
-from hpcrl.engines.train.deepspeed.state_memory import HostTurns, move, optimizer_tensors, weight_tensors
+from hpcrl.engines.train.deepspeed.state_memory import HostOffload, move, optimizer_tensors, weight_tensors
 from hpcrl.engines.train.fail_together import agreed
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine, arguments
 from hpcrl.engines.train.fsdp2.model import PackedCausalLM
@@ -28,7 +28,7 @@ from hpcrl.engines.train.fsdp2.trial import idle_parameters
 from hpcrl.engines.train.fsdp2.weights import fingerprint
 from hpcrl.engines.train.schedule import learning_rate, update_stats
 from hpcrl.metrics.stats import Stats
-from hpcrl.spec.weight_layout import Held
+from hpcrl.spec.weight_layout import TensorShards
 
 
 def make(config: Config, model_path: Path, total_steps: int, trainable: bool) -> ZeroEngine:
@@ -161,15 +161,15 @@ class ZeroEngine(FSDP2Engine):
             else:
                 yield name, zero.whole(parameter, wanted)
 
-    def weight_layout(self) -> list[Held]:
+    def weight_layout(self) -> list[TensorShards]:
         """See TrainEngine. ZeRO-3 divides a parameter's numbers, not its rows: every rank gathers it."""
         return self._layout(self.weights.names, self.dtype)
 
-    def _layout(self, names: Sequence[str], dtype: torch.dtype) -> list[Held]:
+    def _layout(self, names: Sequence[str], dtype: torch.dtype) -> list[TensorShards]:
         kind, ranks = str(dtype).removeprefix("torch."), range(self.data_parallel_size)
-        return [Held.whole(name, kind, zero.shape_of(self.weights[name]), ranks) for name in names]
+        return [TensorShards.whole(name, kind, zero.shape_of(self.weights[name]), ranks) for name in names]
 
-    def held_weights(self) -> Iterator[Tensor]:
+    def local_shards(self) -> Iterator[Tensor]:
         """See TrainEngine. Collective."""
         return (tensor for _, tensor in self.named_weights())
 
@@ -185,8 +185,8 @@ class ZeroEngine(FSDP2Engine):
             self._turns.onload()
 
     @functools.cached_property
-    def _turns(self) -> HostTurns:
-        return HostTurns(self.module, getattr(self.model, "optimizer", None), self.optimizer, self.device)
+    def _turns(self) -> HostOffload:
+        return HostOffload(self.module, getattr(self.model, "optimizer", None), self.optimizer, self.device)
 
     def _split_summary(self) -> dict[str, Any]:
         places = {"optimizer": self.zero.offload_optimizer, "parameters": self.zero.offload_parameters}

@@ -8,10 +8,10 @@ from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, Problem
 from hpcrl.engines.train.deepspeed.spec import BUCKET_NUMBERS, DeepSpeedConfig
 from hpcrl.engines.train.deepspeed.traffic import step_traffic
+from hpcrl.models.shape import CannotPlanError, ModelShape
 from hpcrl.planner.activations import FP32, Tokens, fsdp2_activations, logits_bytes, recomputed_layer, recomputed_scores
 from hpcrl.planner.adapters import trained, with_adapters
 from hpcrl.planner.memory_parts import BYTES, PHASES, Change, Part, Phase, PlanRow, samples_of_an_update
-from hpcrl.planner.shapes import CannotPlanError, ModelShape
 from hpcrl.planner.traffic import Sent, StepWork
 from hpcrl.planner.trainer import forward_parts
 

@@ -8,10 +8,10 @@ from typing import Any, Literal
 from pydantic import Field
 
 from hpcrl.engines.train.fsdp2.spec import check_attention, unpackable
+from hpcrl.models.transformers_models import untrainable
 from hpcrl.spec.fields import Section
 from hpcrl.spec.kinds import TrainEngineSpec
 from hpcrl.spec.problems import Problem
-from hpcrl.spec.transformers_models import untrainable
 
 AT = ("trainer", "deepspeed")
 BUCKET_NUMBERS = 500_000_000

@@ -53,7 +53,7 @@ def optimizer_tensors(module: nn.Module, zero: Any, optimizer: torch.optim.Optim
             yield from (mapping.optim_fragment or {}).values()
 
 
-class HostTurns:
+class HostOffload:
     """Moves the state on the device to host memory and back, and frees buffers of gradients meanwhile."""
 
     def __init__(

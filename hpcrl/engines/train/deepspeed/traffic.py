@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hpcrl.config import Config
+from hpcrl.models.shape import ModelShape
 from hpcrl.planner.activations import FP32
 from hpcrl.planner.adapters import trained, with_adapters
 from hpcrl.planner.memory_parts import BYTES
-from hpcrl.planner.shapes import ModelShape
 from hpcrl.planner.traffic import Sent, StepWork, exchanged
 
 

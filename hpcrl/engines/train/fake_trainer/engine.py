@@ -22,7 +22,7 @@ from hpcrl.engines.train.fake_trainer.spec import SPEC
 from hpcrl.engines.train.schedule import learning_rate, update_stats
 from hpcrl.metrics.stats import Stats, merge
 from hpcrl.rollout.batch import Batch, MicroBatches, Norms
-from hpcrl.spec.weight_layout import Held
+from hpcrl.spec.weight_layout import TensorShards
 
 VOCABULARY = 64
 """Size of the table; the square of a real vocabulary would not fit in memory."""
@@ -128,11 +128,11 @@ class FakeTrainEngine:
         """See TrainEngine."""
         yield "transitions", self.transitions.detach().to(dtypes.get("transitions", torch.float32), copy=True)
 
-    def weight_layout(self) -> list[Held]:
+    def weight_layout(self) -> list[TensorShards]:
         """See TrainEngine."""
-        return [Held.whole("transitions", "float32", self.transitions.shape, range(self.data_parallel_size))]
+        return [TensorShards.whole("transitions", "float32", self.transitions.shape, range(self.data_parallel_size))]
 
-    def held_weights(self) -> Iterator[Tensor]:
+    def local_shards(self) -> Iterator[Tensor]:
         """See TrainEngine."""
         yield self.transitions.detach()
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from hpcrl.engines.train.fsdp2.exchange import Axis, TokenRanks
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config, indivisible_heads
-from hpcrl.spec.weight_layout import Held
+from hpcrl.spec.weight_layout import TensorShards
 
 
 class Grid:
@@ -69,18 +69,18 @@ class Grid:
         )
         return cast(Tensor, whole)
 
-    def held(self, name: str, dtype: str, shape: Sequence[int], dim: int | None) -> Held:
+    def held(self, name: str, dtype: str, shape: Sequence[int], dim: int | None) -> TensorShards:
         """Where a tensor lies whose parts are divided by rows; `shape`: of the whole."""
         sizes, first = list(shape), dim or 0
         if dim is not None:
             sizes[dim] //= self.num_parts
-        rows, parts = Held.rows(name, dtype, sizes, self.num_shards), []
+        rows, parts = TensorShards.rows(name, dtype, sizes, self.num_shards), []
         for part in range(self.num_parts if dim is not None else 1):
             holders = range(self.num_parts) if dim is None else (part,)
             for box, (shard,) in rows.parts:
                 start, end = (bound + part * sizes[first] for bound in box[first])
                 parts.append(((*box[:first], (start, end), *box[first + 1 :]), self._holders(shard, holders)))
-        return Held(name, dtype, tuple(shape), tuple(parts))
+        return TensorShards(name, dtype, tuple(shape), tuple(parts))
 
     def _holders(self, shard: int, parts: Sequence[int]) -> tuple[int, ...]:
         return tuple(

@@ -45,7 +45,7 @@ from hpcrl.engines.train.training_engine import check_micro_batches
 from hpcrl.metrics.stats import Stats, merge
 from hpcrl.rollout.batch import Batch, MicroBatches, Norms
 from hpcrl.rollout.device_copies import to_device, to_host
-from hpcrl.spec.weight_layout import Held
+from hpcrl.spec.weight_layout import TensorShards
 
 SMALL_MODEL_BYTES = 4 << 30
 """A model whose full parameters and fp32 gradients take less stays gathered during a command: one all-gather before it
@@ -294,7 +294,7 @@ class FSDP2Engine:
         return torch.cat(pieces) if pieces else torch.zeros(0)
 
     def reference_logprobs(self, batch: Batch, micro_batches: MicroBatches, temperature: float) -> Tensor:
-        """See Adapts."""
+        """See TrainsAdapters."""
         assert self.lora is not None, "the engine was built without adapters"
         with self.lora.off(), contextlib.nullcontext() if self.replay is None else self.replay.off():
             return self.logprobs(batch, micro_batches, temperature)
@@ -423,11 +423,11 @@ class FSDP2Engine:
                 parameter.data = tensor
         self._lent = True
 
-    def weight_layout(self) -> list[Held]:
+    def weight_layout(self) -> list[TensorShards]:
         """See TrainEngine."""
         return self.weights.layout()
 
-    def held_weights(self) -> Iterator[Tensor]:
+    def local_shards(self) -> Iterator[Tensor]:
         """See TrainEngine. No collective."""
         return self.weights.held()
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpcrl.models.families import family_of
+
 BLOCK_NUMBERS = 1 << 24
 """Logits per softmax call and numbers of the matrix converted at once, which bounds the temporary tensors beside a
 chunk."""
@@ -42,7 +44,7 @@ class Head:
 
         scaling = value("logits_scaling") or 1.0
         scale = value("logit_scale", "lm_head_multiplier") or 1.0
-        scale *= scaling if config.model_type == "hyperclovax" else 1.0 / scaling
+        scale *= scaling if family_of(config.model_type).multiplies_logits else 1.0 / scaling
         return cls(value("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"), scale)
 
 

@@ -16,13 +16,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hpcrl.config import LoRAConfig
+from hpcrl.models.families import family_of
 from hpcrl.spec.lora import A, B, adapted, is_adapter, matches, unknown
 
-EXPERT_NAMES = {
-    "qwen2_moe": frozenset({"gate", "gate_proj", "up_proj", "down_proj"}),
-    "mixtral": frozenset({"gate", "w1", "w2", "w3"}),
-}
-"""transformers' form of conversion of stacked experts -> the names that peft (0.21) replaces by experts' parameters."""
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 """The files of an adapter in peft's layout."""
 
@@ -55,7 +51,8 @@ class Adapters:
         from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN
 
         names = {module.rpartition(".")[2] for module in modules if matches(module, self.config.target_modules)}
-        if taken := sorted(names & EXPERT_NAMES.get(_MODEL_TO_CONVERSION_PATTERN.get(family, family), frozenset())):
+        stacked_as = _MODEL_TO_CONVERSION_PATTERN.get(family, family)
+        if taken := sorted(names & family_of(stacked_as).peft_experts):
             others = ",".join(sorted(names - set(taken))) or "layers of the attention"
             raise ValueError(
                 f"trainer.lora.target_modules: {', '.join(taken)} of {family} are dense layers that peft takes for "

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, Problem
-from hpcrl.engines.train.fsdp2.spec import BLOCK, LEAST_NUMBERS, FSDP2Config, indivisible_heads, is_whole, problem
+from hpcrl.engines.train.fsdp2.spec import BLOCK, LEAST_NUMBERS, FSDP2Config, indivisible_heads, is_unsharded, problem
 from hpcrl.engines.train.fsdp2.traffic import step_traffic
+from hpcrl.models.shape import CannotPlanError, ModelShape, Parameter
 from hpcrl.planner.activations import FP32, Tokens, fsdp2_activations, logits_bytes, recomputed_layer, recomputed_scores
 from hpcrl.planner.adapters import trained, with_adapters
 from hpcrl.planner.memory_parts import BYTES, PHASES, Change, Part, Phase, PlanRow, samples_of_an_update
-from hpcrl.planner.shapes import CannotPlanError, ModelShape, Parameter
 from hpcrl.planner.traffic import Sent, StepWork
 from hpcrl.planner.trainer import forward_parts
 
@@ -108,7 +108,7 @@ def _held_bytes(config: Config, shape: ModelShape, num_shards: int) -> int:
 
 def fsdp2_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
     """Parts of the first rank, which has the most rows."""
-    if is_whole(config, num_ranks):
+    if is_unsharded(config, num_ranks):
         return _whole_parts(config, shape)
     trainer, own = config.trainer, config.trainer.section(FSDP2Config)
     tokens = _tokens(config, samples_of_an_update(config), num_ranks)
@@ -215,8 +215,10 @@ def _indivisible(own: FSDP2Config, shape: ModelShape) -> Iterator[Problem]:
     """Why the model cannot be split."""
     yield from indivisible_heads(own, shape.num_heads, shape.num_kv_heads)
     tensor = own.tensor_parallel
-    if tensor > 1 and shape.family == "phi3":
-        text = f"{tensor}, but phi3 joins its matrices, and these cannot be split; use 1, and context_parallel"
+    if tensor > 1 and shape.decoder.joined:
+        text = (
+            f"{tensor}, but {shape.family} joins its matrices, and these cannot be split; use 1, and context_parallel"
+        )
         yield problem("tensor_parallel", text)
     if len(shape.expert_layers) < shape.num_layers and shape.intermediate_size % tensor:
         yield problem("tensor_parallel", f"{tensor} does not divide intermediate_size, {shape.intermediate_size}")
@@ -238,7 +240,7 @@ class FSDP2Plan:
         shape = shape_of_rank(own, shape)
         weights = shard_size(shape, own.num_shards(num_ranks)) * BYTES[config.model.dtype]
         gathered = _gathered_numbers(shape, _stays_gathered(shape, compute, 0)) * compute
-        gathered *= not is_whole(config, num_ranks)
+        gathered *= not is_unsharded(config, num_ranks)
         return forward_parts(config, shape, num_ranks, weights, gathered, own.cpu_offload, own.ranks_of_a_row)
 
     def checkpoint_bytes(self, config: Config, shape: ModelShape) -> int:

@@ -28,7 +28,7 @@ from hpcrl.engines.train.fsdp2.model_kind import CAUSAL, Kind
 from hpcrl.engines.train.fsdp2.packed_attention import PACKED_ATTENTION, PackedLayout
 from hpcrl.engines.train.fsdp2.spec import unpackable
 from hpcrl.engines.train.fsdp2.tensor_parallel import TensorParallel
-from hpcrl.spec.rope import rope_types
+from hpcrl.models.rope import rope_types
 from hpcrl.system.files import new_folder
 
 WEIGHT_FILES = (

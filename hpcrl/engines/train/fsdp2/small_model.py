@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hpcrl.engines.train.fsdp2.model_kind import Kind
+from hpcrl.models.families import family_of
 
 REACH = 8
 """Tokens of a window, of a chunk or block of tokens, and of those that an indexer chooses."""
@@ -43,10 +44,6 @@ WIDTHS = {  # name -> its small value, unless it is smaller already; the first t
 INNER = re.compile(r"intermediate_size|ffn|^d_?ff$|^dim_ff$|^d_inner$|feed_forward_size$|mamba_d_ssm$")
 TOKEN = re.compile(r"(_token_id|_index|_token_ids)$")
 KEPT = ("max_window_layers", "layer_types", "max_position_embeddings", "topk_group")
-OF_FAMILY: dict[str, dict[str, Any]] = {
-    "mamba2": {"num_heads": 8, "head_dim": HEAD_DIM, "n_groups": 1},
-}
-"""Sizes that must fit to others."""
 
 
 def small_config(config: PreTrainedConfig, ranks: tuple[int, int] = (1, 1)) -> PreTrainedConfig:
@@ -83,7 +80,7 @@ def _small(full: Mapping[str, Any], tensor: int, context: int) -> dict[str, Any]
     for name in ("mamba_d_head", "mamba_head_dim"):
         if name in found and isinstance(full[name], int):
             found["mamba_n_heads" if name == "mamba_d_head" else "mamba_num_heads"] = 2 * hidden // found[name]
-    return found | OF_FAMILY.get(str(full.get("model_type")), {})
+    return found | dict(family_of(full.get("model_type")).small_sizes)
 
 
 def _size(name: str, value: int, heads: int, keys: int, hidden: int) -> int:

@@ -6,12 +6,12 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
+from hpcrl.models.rope import LENGTH_DEPENDENT, rope_types
+from hpcrl.models.transformers_models import untrainable
 from hpcrl.spec.division import Division, DivisionError
 from hpcrl.spec.fields import Positive, Section
 from hpcrl.spec.kinds import ADAMW, Spec, TrainEngineSpec
 from hpcrl.spec.problems import Problem, engine_problem
-from hpcrl.spec.rope import LENGTH_DEPENDENT, rope_types
-from hpcrl.spec.transformers_models import untrainable
 
 AT = ("trainer", "fsdp2")
 problem = functools.partial(engine_problem, AT)
@@ -101,7 +101,7 @@ def lacking(own: FSDP2Config, model: Mapping[str, Any]) -> Iterator[str]:
         yield f"cannot pack it ({why}), which trainer.fsdp2.{' '.join(wanted)} needs"
 
 
-def is_whole(config: Any, num_ranks: int) -> bool:
+def is_unsharded(config: Any, num_ranks: int) -> bool:
     """Whether a single rank has plain parameters (FSDP2Engine.sharded is False)."""
     own = config.trainer.section(FSDP2Config)
     return num_ranks == 1 and config.base_dtype == config.trainer.param_dtype and not own.cpu_offload
@@ -181,7 +181,7 @@ SPEC = TrainEngineSpec(
     ),
     plan="hpcrl.engines.train.fsdp2.memory:PLAN",
     unsupported=lacking,
-    whole=is_whole,
+    whole=is_unsharded,
     segments=True,
     computes=frozenset({"entropy"}),
     deterministic=True,

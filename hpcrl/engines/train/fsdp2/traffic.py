@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from hpcrl.config import Config
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
+from hpcrl.models.shape import ModelShape
 from hpcrl.planner.activations import FP32
 from hpcrl.planner.adapters import trained, with_adapters
 from hpcrl.planner.memory_parts import BYTES
-from hpcrl.planner.shapes import ModelShape
 from hpcrl.planner.traffic import Sent, StepWork, exchanged
 
 

@@ -17,7 +17,7 @@ from hpcrl.comm.weight_checksums import held_sums
 from hpcrl.engines.train.fsdp2.device_mesh import Grid
 from hpcrl.engines.train.fsdp2.exchange import stack
 from hpcrl.spec.lora import is_adapter
-from hpcrl.spec.weight_layout import Held, Need, everything
+from hpcrl.spec.weight_layout import RequiredSlices, TensorShards, everything
 
 
 class NamedWeights:
@@ -54,11 +54,11 @@ class NamedWeights:
         """Of the weights beside which adapters are trained."""
         return [name for name in self.all_names if name not in set(self.names)]
 
-    def layout(self) -> list[Held]:
+    def layout(self) -> list[TensorShards]:
         """See TrainEngine.weight_layout."""
         return self._layout(self.names)
 
-    def _layout(self, names: Sequence[str]) -> list[Held]:
+    def _layout(self, names: Sequence[str]) -> list[TensorShards]:
         found = []
         for name in names:
             tensor = self[name]
@@ -78,14 +78,14 @@ class NamedWeights:
         return part if dim is None else torch.cat(list(stack(part, self._grid.tokens.tensor)), dim)
 
     def held(self) -> Iterator[Tensor]:
-        """See TrainEngine.held_weights. No collective: the shards as they are."""
+        """See TrainEngine.local_shards. No collective: the shards as they are."""
         shards = (local(tensor).detach() for _, tensor in self.items())
         return (shard for shard in shards if shard.numel())
 
 
-def fingerprint(layout: Sequence[Held], held: Iterable[Tensor]) -> str:
+def fingerprint(layout: Sequence[TensorShards], held: Iterable[Tensor]) -> str:
     """Of the weights' bits, however they are divided. held: this rank's parts, on one device. Collective."""
-    needs = [[Need("", (everything(whole.shape),)) for whole in layout]]
+    needs = [[RequiredSlices("", (everything(whole.shape),)) for whole in layout]]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     sums = held_sums(dist.get_rank(), layout, needs, held).to(device)
     dist.all_reduce(sums)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hpcrl.engines.train.megatron.spec import MegatronConfig
+from hpcrl.models.shape import ModelShape
 from hpcrl.planner.activations import FP32, INDEX, Tokens
-from hpcrl.planner.shapes import ModelShape
 
 
 def megatron_activations(
@@ -26,7 +26,7 @@ def _megatron_layer(shape: ModelShape, megatron: MegatronConfig, layer: int, tok
     hidden = shape.hidden_size
     kept = 4 * hidden * num_bytes // outer  # input and output of two norms
     kept += 2 * (shape.query_size + shape.key_size) * num_bytes // tensor + FP32 * shape.num_heads // tensor
-    if shape.qk_norm:
+    if shape.decoder.qk_norm:
         kept += (shape.query_size + shape.key_size) * num_bytes // tensor
     if layer in shape.expert_layers:
         routed = (hidden + 3 * shape.expert_size // megatron.expert_tensor_parallel) * num_bytes + 2 * INDEX

@@ -47,7 +47,7 @@ from hpcrl.engines.train.training_engine import check_micro_batches
 from hpcrl.metrics.stats import Stats, merge
 from hpcrl.rollout.batch import Batch, MicroBatches, Norms
 from hpcrl.rollout.device_copies import to_host
-from hpcrl.spec.weight_layout import Held
+from hpcrl.spec.weight_layout import TensorShards
 
 
 def make(config: Config, model_path: Path, total_steps: int, trainable: bool) -> MegatronEngine:
@@ -330,11 +330,11 @@ class MegatronEngine:
         self._gather()
         yield from self.weights.whole(self.weights.parameters, dtypes)
 
-    def weight_layout(self) -> list[Held]:
+    def weight_layout(self) -> list[TensorShards]:
         """See TrainEngine."""
         return self.weights.layout(self.dtype)
 
-    def held_weights(self) -> Iterator[Tensor]:
+    def local_shards(self) -> Iterator[Tensor]:
         """See TrainEngine. Collective."""
         self._gather()
         yield from self.weights.held()

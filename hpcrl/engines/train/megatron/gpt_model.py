@@ -28,13 +28,15 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from hpcrl.engines.train.megatron.families import attention_kinds, lacking
 from hpcrl.engines.train.megatron.latent import latent_options
 from hpcrl.engines.train.megatron.local_layers import PackedAttention, RMSNorm
 from hpcrl.engines.train.megatron.logprobs import vocabulary_logprobs
 from hpcrl.engines.train.megatron.parallel import padded_vocabulary, split_layers
 from hpcrl.engines.train.megatron.spec import COUNTED, ENDS, SPEC, MegatronConfig
-from hpcrl.planner.shapes import CannotPlanError, ModelShape, read_shape
+from hpcrl.engines.train.megatron.unsupported import lacking
+from hpcrl.models.families import read_shape
+from hpcrl.models.shape import CannotPlanError, ModelShape
+from hpcrl.models.windows import attention_kinds
 from hpcrl.system.clock import UNCOUNTED
 
 LATENT_EPS = 1e-6
@@ -166,7 +168,7 @@ def transformer_config(
         activation_func=F.silu,
         add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,
-        qk_layernorm=shape.qk_norm or latent,
+        qk_layernorm=shape.decoder.qk_norm or latent,
         window_size=None if model.window is None else (model.window - 1, 0),
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -305,5 +307,5 @@ def _use_own_layers(submodules: Any, shape: ModelShape) -> None:
         # Megatron's local layers divide these two and gather the latents, and lose the gradient of the positions' part
         # from the heads of other tensor parallel ranks. A copy on each rank, as with Transformer Engine, does not.
         attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
-    elif shape.qk_norm:
+    elif shape.decoder.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpcrl.planner.shapes import ModelShape
+from hpcrl.models.shape import ModelShape
 
 
 def latent_options(shape: ModelShape, hf: Any) -> dict[str, Any]:

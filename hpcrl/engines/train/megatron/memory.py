@@ -18,9 +18,9 @@ from hpcrl.engines.train.megatron.parallel import (
 )
 from hpcrl.engines.train.megatron.spec import MegatronConfig
 from hpcrl.engines.train.megatron.traffic import stage_traffic
+from hpcrl.models.shape import CannotPlanError, ModelShape, Parameter
 from hpcrl.planner.activations import FP32, Tokens, logits_bytes
 from hpcrl.planner.memory_parts import BYTES, Change, Part, PlanRow, samples_of_an_update, split_size
-from hpcrl.planner.shapes import CannotPlanError, ModelShape, Parameter
 from hpcrl.planner.traffic import Sent, StepWork, total_bytes
 from hpcrl.planner.trainer import forward_parts
 

@@ -13,8 +13,8 @@ from itertools import accumulate, pairwise
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, Problem
 from hpcrl.engines.train.megatron.spec import COUNTED, MegatronConfig, indivisible, problem
+from hpcrl.models.shape import ModelShape
 from hpcrl.planner.memory_parts import samples_of_an_update
-from hpcrl.planner.shapes import ModelShape
 
 VOCABULARY_MULTIPLE = 128
 """Megatron pads the vocabulary to a multiple of this on each tensor parallel rank."""

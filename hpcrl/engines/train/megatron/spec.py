@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from hpcrl.engines.train.megatron.families import lacking
+from hpcrl.engines.train.megatron.unsupported import lacking
 from hpcrl.spec.division import Division, DivisionError
 from hpcrl.spec.fields import NonNegative, Positive, Section
 from hpcrl.spec.kinds import TrainEngineSpec

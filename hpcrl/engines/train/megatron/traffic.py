@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from hpcrl.config import Config
 from hpcrl.engines.train.megatron.parallel import Degrees, StageLayers, own, padded_vocabulary
 from hpcrl.engines.train.megatron.spec import MegatronConfig
+from hpcrl.models.shape import ModelShape
 from hpcrl.planner.activations import FP32
 from hpcrl.planner.memory_parts import BYTES
-from hpcrl.planner.shapes import ModelShape
 from hpcrl.planner.traffic import Sent, StepWork, exchanged
 
 

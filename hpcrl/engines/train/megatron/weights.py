@@ -22,7 +22,7 @@ from hpcrl.engines.train.megatron.gpt_model import Description
 from hpcrl.engines.train.megatron.names import HEAD, Entry, LayerSpec, NameTable, held, parts, shard, table
 from hpcrl.engines.train.megatron.parallel import padded_vocabulary, split_layers
 from hpcrl.engines.train.megatron.spec import MegatronConfig
-from hpcrl.spec.weight_layout import Box, Held
+from hpcrl.spec.weight_layout import TensorShards, TensorSlice
 
 EXPERT_BIAS = "router.expert_bias"
 """The end of the name of the bias of a router, which is in fp32 whatever the type of the parameters."""
@@ -262,10 +262,10 @@ class HFWeights:
 
     # ---- parts
 
-    def layout(self, dtype: torch.dtype) -> list[Held]:
+    def layout(self, dtype: torch.dtype) -> list[TensorShards]:
         """See TrainEngine.weight_layout."""
         return [
-            Held(
+            TensorShards(
                 name,
                 str(self._dtype(run[0], dtype)).removeprefix("torch."),
                 self.table.shapes[name],
@@ -281,15 +281,15 @@ class HFWeights:
         """Of a tensor of a model whose parameters have this type."""
         return torch.float32 if entry.name.endswith(EXPERT_BIAS) else dtype
 
-    def _parts_of(self, run: Sequence[Entry], name: str) -> tuple[tuple[Box, tuple[int, ...]], ...]:
-        found: dict[Box, list[int]] = {}
+    def _parts_of(self, run: Sequence[Entry], name: str) -> tuple[tuple[TensorSlice, tuple[int, ...]], ...]:
+        found: dict[TensorSlice, list[int]] = {}
         for rank in range(self._num_ranks):
             place = Coordinates.of(rank, self._num_ranks, self._megatron)
             if place.stage == self.stage_of(run[0]):
                 found.setdefault(self._box(run, name, place), []).append(rank)
         return tuple((box, tuple(ranks)) for box, ranks in sorted(found.items()))
 
-    def _box(self, run: Sequence[Entry], name: str, place: Coordinates) -> Box:
+    def _box(self, run: Sequence[Entry], name: str, place: Coordinates) -> TensorSlice:
         """The part of an HF tensor that a rank holds, or gathers because what it holds is not a box."""
         if run[0].expert is not None:
             each = len(run) // self._megatron.expert_parallel
@@ -308,7 +308,7 @@ class HFWeights:
         )
 
     def held(self) -> Iterator[Tensor]:
-        """See TrainEngine.held_weights. Collective over tensor parallel ranks."""
+        """See TrainEngine.local_shards. Collective over tensor parallel ranks."""
         for run in self._runs(self._place.stage):
             own = [(entry, self.parameters[entry.name]) for entry in run if entry.name in self.parameters]
             if run[0].expert is not None:

@@ -27,7 +27,7 @@ _INFO = struct.Struct("=3xB20xI16xI8xI")
 were sent (again) and since the last answer."""
 
 
-class VanishedWatch:
+class DeadHostWatch:
     """Ends this process's TCP connections, those of libraries included, to hosts that do not answer for deadline_s at
     most."""
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 MAX_UNSENT_BYTES = 256 << 20
 
 
-class Unblocked:
+class NonBlockingSender:
     """Sends over a connection what it has room for. A thread makes the connection, and sends the rest in order."""
 
     def __init__(self, connect: Callable[[], socket.socket], push_s: float, failed: Callable[[OSError], None]):

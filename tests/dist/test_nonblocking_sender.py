@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hpcrl.messaging import unblocked
+from hpcrl.messaging import nonblocking_sender
 from hpcrl.messaging.mailbox_server import Dialer
 from hpcrl.messaging.messages import Export
 from hpcrl.messaging.queues import ReaderLost, Sender, serve
@@ -20,11 +20,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 
 KEY, QUEUE = b"k" * 32, "rank/1"
 READER = """
-from hpcrl.messaging.mailbox_server import Intake
+from hpcrl.messaging.mailbox_server import MailboxServer
 from hpcrl.messaging.messages import Command
 from hpcrl.messaging.queues import Inbox
 key = b"k" * 32
-own = Intake("127.0.0.1", key)
+own = MailboxServer("127.0.0.1", key)
 inbox = Inbox(own.queue("rank/1"), "rank/1", key, Command)
 print(own.port, flush=True)
 while message := inbox.get(60):
@@ -89,7 +89,7 @@ def test_a_rank_that_takes_nothing_is_told_once(reader: Reader) -> None:
 
 
 def test_no_more_is_kept_than_the_limit(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unblocked, "MAX_UNSENT_BYTES", 40 << 20)
+    monkeypatch.setattr(nonblocking_sender, "MAX_UNSENT_BYTES", 40 << 20)
     reader.process.send_signal(signal.SIGSTOP)
     sender = reader.sender()
     with pytest.raises(ReaderLost, match=r"its reader is gone: \d+ bytes wait for it, over the limit of 41943040"):

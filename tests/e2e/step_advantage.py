@@ -1,17 +1,17 @@
-"""A credit that reads rewards of tokens; on the trainers only, since it imports torch."""
+"""An advantage estimator that reads rewards of tokens; on the trainers only, since it imports torch."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from hpcrl.algorithms import functional as F
-from hpcrl.algorithms.interface import AllSum, Credit, RewardTable, model_tokens, required
+from hpcrl.algorithms.interface import AdvantageEstimator, AllSum, RewardTable, model_tokens, required
 from hpcrl.metrics.stats import Stats
 from hpcrl.rollout.batch import Batch
 from hpcrl.spec.policy_loss import PolicyLoss
 
 
-class StepCredit(Credit):
+class StepAdvantage(AdvantageEstimator):
     """The advantage of a token is what its response is given from there on."""
 
     def __init__(self, config: PolicyLoss):

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 LOOKS = 8  # in the time that a rank may be stopped
 
 
-class SiblingWatch:
+class NodePeerWatch:
     """Kills the next living rank of this node, and tells the controller, when a signal has stopped it for stopped_s.
     Ends this process when its launcher has ended."""
 

@@ -10,6 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from hpcrl.models.families import family_of
+
 TABLE = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 SCALAR_HEADS = ("ForSequenceClassification", "ForTokenClassification")
 """Endings of the architectures of reward models; the second is that of an exported critic."""
@@ -31,23 +33,13 @@ def causal_families() -> frozenset[str]:
     return frozenset()
 
 
-OTHER_HEAD = "its vocabulary projection is not one matrix after the decoder"
-UNTRAINABLE = {
-    "bert": OTHER_HEAD,
-    "llama4": "its model returns no hidden states",
-    "llama4_text": "its model returns no hidden states",
-}
-"""Why no engine that reads hidden states trains a family, whatever its config says. Of families that are not here the
-engine tries a small model before it reads weights (hpcrl.engines.train.fsdp2.trial)."""
-
-
 def untrainable(model: Mapping[str, Any]) -> Iterator[str]:
     """Why an engine that trains decoders of transformers cannot train that of this config.json
     (TrainEngineSpec.unsupported)."""
     family, known = model.get("model_type"), causal_families()
     if known and family not in known:
         yield f"trains decoders of transformers, and {version('transformers')} has none of model_type={family}"
-    elif family in UNTRAINABLE:
-        yield f"does not train model_type={family}: {UNTRAINABLE[str(family)]}"
+    elif why := family_of(family).untrainable:
+        yield f"does not train model_type={family}: {why}"
     if model.get("quantization_config"):
         yield "has no quantized weights (quantization_config); convert them to bfloat16"

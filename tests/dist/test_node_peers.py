@@ -14,8 +14,8 @@ import pytest
 from torch.distributed import TCPStore
 
 from hpcrl.messaging.messages import Lost
+from hpcrl.messaging.node_peers import NodePeerWatch
 from hpcrl.messaging.processes import born, state
-from hpcrl.messaging.siblings import SiblingWatch
 
 RENAMED = r"printf '\xfc) Z (' > /proc/$$/comm; read -r"
 """A process of a name that is neither UTF-8 nor easy to tell from what follows it."""
@@ -45,7 +45,7 @@ def test_the_next_living_rank_is_watched_whatever_its_name() -> None:
         assert renamed == b"\xfc) Z (\n"
         ranks[1].send_signal(19)
         ranks[2].send_signal(19)
-        SiblingWatch(world, stopped_s=0.8, start_s=10)
+        NodePeerWatch(world, stopped_s=0.8, start_s=10)
         lost = sender.sent.get(timeout=20)
         assert (lost.rank, lost.silent) == (2, True) and lost.cause.startswith("was stopped (SIGSTOP) for ")
         ranks[3].kill()

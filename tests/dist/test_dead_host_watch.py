@@ -13,10 +13,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from hpcrl.messaging.mailbox_server import Intake, SenderEnded, connect
+from hpcrl.messaging.dead_host_watch import DeadHostWatch
+from hpcrl.messaging.mailbox_server import MailboxServer, SenderEnded, connect
 from hpcrl.messaging.messages import Event, Export, Joined
 from hpcrl.messaging.queues import Inbox, Sender
-from hpcrl.messaging.vanished import VanishedWatch
 from tests.e2e.cutting_off import cut_off
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
@@ -25,10 +25,10 @@ KEY, DEADLINE_S = b"k" * 32, 3.0
 SLACK_S = 5.0  # for a box whose cores are busy
 OTHER = """
 import sys, time
-from hpcrl.messaging.mailbox_server import Intake, connect
+from hpcrl.messaging.mailbox_server import MailboxServer, connect
 from hpcrl.messaging.messages import Joined
 from hpcrl.messaging.queues import Sender
-key, own = b"k" * 32, Intake("127.0.0.1", b"k" * 32)
+key, own = b"k" * 32, MailboxServer("127.0.0.1", b"k" * 32)
 own.queue("rank/1")
 sender = Sender(lambda queue: connect("127.0.0.1", int(sys.argv[1]), queue, key, 1, 30, 30), key, 1)
 sender.send("controller", Joined("x", 1))
@@ -38,17 +38,17 @@ time.sleep(100)
 
 
 @pytest.fixture
-def intake() -> Iterator[Intake]:
-    intake = Intake("127.0.0.1", KEY)
+def intake() -> Iterator[MailboxServer]:
+    intake = MailboxServer("127.0.0.1", KEY)
     intake.queue("controller")
-    watch = VanishedWatch(DEADLINE_S)
+    watch = DeadHostWatch(DEADLINE_S)
     yield intake
     watch.stop()
     intake.close()
 
 
 @pytest.fixture
-def other(intake: Intake) -> Iterator[tuple[subprocess.Popen[str], int]]:
+def other(intake: MailboxServer) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """A process that has said Joined, and the port of its own intake."""
     process = subprocess.Popen([sys.executable, "-c", OTHER, str(intake.port)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -57,7 +57,7 @@ def other(intake: Intake) -> Iterator[tuple[subprocess.Popen[str], int]]:
     process.communicate()
 
 
-def test_a_host_that_says_nothing_is_missed(intake: Intake, other: tuple[subprocess.Popen[str], int]) -> None:
+def test_a_host_that_says_nothing_is_missed(intake: MailboxServer, other: tuple[subprocess.Popen[str], int]) -> None:
     inbox = Inbox(intake.queue("controller"), "controller", KEY, Event)
     assert inbox.get(10) == (1, 1, Joined("x", 1))
     time.sleep(DEADLINE_S / 4)  # the watch has seen the connection
@@ -83,7 +83,7 @@ def test_a_message_to_a_host_that_is_gone_waits_no_longer(other: tuple[subproces
 @pytest.mark.parametrize("full", [False, True], ids=["idle", "reads nothing"])
 def test_a_process_that_is_stopped_is_no_host_that_is_gone(full: bool) -> None:
     """Its kernel answers: a suspended job, or a rank that computes, loses no connection."""
-    watch = VanishedWatch(DEADLINE_S / 3)
+    watch = DeadHostWatch(DEADLINE_S / 3)
     with socket.create_server(("127.0.0.1", 0)) as server:
         program = f"import socket, time; c = socket.create_connection(('127.0.0.1', {server.getsockname()[1]})); "
         process = subprocess.Popen([sys.executable, "-c", program + "c.send(b'.'); time.sleep(100)"])

@@ -1,0 +1,41 @@
+"""What the native generator lacks of the features that the config.json of a family it runs may have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hpcrl.models.families import family_of
+from hpcrl.models.rope import rope_type, ropes
+
+FIXED_ROPE = ("linear", "llama3", "yarn", "longrope")
+"""Kinds of rotary embedding (rope_type), besides the default, that rotate a position by the same angle in sequences of
+any length, longrope up to the model's original length."""
+
+
+def unsupported(model: Mapping[str, Any], longest: int = 0) -> Iterator[str]:
+    """The features that the engine would compute wrongly. longest: tokens of the longest sequence, as far as it is
+    known."""
+    decoder = family_of(model["model_type"]).decoder
+    assert decoder is not None
+    sections = ropes(model)
+    for rope in sections:
+        kind = rope_type(rope)
+        limit = rope.get("original_max_position_embeddings", model.get("original_max_position_embeddings"))
+        if kind not in ("default", *FIXED_ROPE):
+            yield f"rope type {kind!r}"
+        if kind == "longrope" and isinstance(limit, int) and longest > limit:
+            yield f"rope type {kind!r} in sequences of {longest} tokens, beyond the original {limit},"
+    factors = [section.get("partial_rotary_factor") for section in (*sections, model)]
+    if not decoder.partly_rotated:
+        yield from (f"partial_rotary_factor {factor!r}" for factor in factors if factor not in (None, 1.0))
+    kinds = model.get("layer_types")
+    if decoder.windows == "by layer" and isinstance(kinds, list):
+        others = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
+        yield from (f"a layer of type {kind!r}" for kind in others[:1])
+    key, act = ("hidden_activation", "gelu_pytorch_tanh") if decoder.gemma else ("hidden_act", "silu")
+    if (model.get(key) or act) != act:
+        yield f"{key} {model[key]!r}"
+    for name in ("mlp_bias", "use_bidirectional_attention", "quantization_config"):
+        if model.get(name):
+            yield name

@@ -1,0 +1,31 @@
+"""Why the Megatron engine does not train a model, from its config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hpcrl.models.families import MEGATRON, family_of
+from hpcrl.models.rope import rope_types
+from hpcrl.models.windows import attention_kinds
+
+SILU = ("silu", "swish")
+"""Names of the one activation that Megatron-Core's layers are given here."""
+
+
+def lacking(own: object, model: Mapping[str, Any]) -> Iterator[str]:
+    """See TrainEngineSpec.unsupported; the keys of the engine do not matter."""
+    family = family_of(model.get("model_type")).megatron
+    if family is None:
+        yield f"trains {', '.join(MEGATRON)}, not {model.get('model_type')}"
+        return
+    if model.get("quantization_config"):
+        yield "has no quantized weights (quantization_config); convert them to bfloat16"
+    yield from (f"has no {key}=true" for key in family.biases if model.get(key))
+    if (activation := model.get("hidden_act") or "silu") not in SILU:
+        yield f"has no hidden_act={activation}, only silu"
+    for kind in sorted(rope_types(model).difference(family.rope_types)):
+        yield f"has no rope_type={kind}, only {', '.join(family.rope_types)}"
+    yield from family.lacks(model)
+    if len(kinds := attention_kinds(model)) > 1:
+        yield f"has no layers of {len(kinds)} kinds of attention ({', '.join(sorted(kinds))})"

@@ -1,0 +1,181 @@
+"""Decoders with grouped-query attention: their parameters, and their layers in Megatron-Core."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from hpcrl.models.megatron_entries import Entry, EntryRows, LayerSpec, copied, dense, experts
+from hpcrl.models.shape import CannotPlanError, Decoder, ModelShape, Parameter, ParameterEntry, ParameterSplit, size
+
+EXPERT_DEFAULTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "decoder_sparse_step": 1}
+
+
+def grouped_shape(family: str, decoder: Decoder, config: Mapping[str, Any], prefix: str = "model.") -> ModelShape:
+    """The decoder of a config.json, with the defaults of transformers 5 for missing keys. prefix: of its parameters.
+
+    CannotPlanError if a size is missing, too large or not a whole number above 0.
+    """
+    heads, hidden = size(config, "num_attention_heads"), size(config, "hidden_size")
+    bias = decoder.reads_bias and bool(config.get("attention_bias", False))
+    routed = {key: size(config, key, default) for key, default in EXPERT_DEFAULTS.items()} if decoder.experts else {}
+    layers = size(config, "num_hidden_layers")
+    dense_layers = config.get("mlp_only_layers") or ()
+    if not isinstance(dense_layers, list | tuple):
+        raise CannotPlanError(f"mlp_only_layers in config.json is {dense_layers!r}, a list of layers is needed")
+    shape = ModelShape(
+        family=family,
+        decoder=decoder,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=size(config, "num_key_value_heads", heads),
+        head_dim=size(config, "head_dim", decoder.head_dim or hidden // heads),
+        intermediate_size=size(config, "intermediate_size"),
+        vocab_size=size(config, "vocab_size"),
+        tied=bool(config.get("tie_word_embeddings", decoder.gemma)),
+        qkv_bias=bias or decoder.qkv_bias,
+        out_bias=bias,
+        mlp_bias=decoder.reads_mlp_bias and bool(config.get("mlp_bias", False)),
+        num_experts=routed.get("num_experts", 0),
+        experts_per_token=routed.get("num_experts_per_tok", 0),
+        expert_size=routed.get("moe_intermediate_size", 0),
+        expert_layers=frozenset(
+            layer
+            for layer in range(layers)
+            if routed and layer not in dense_layers and (layer + 1) % routed["decoder_sparse_step"] == 0
+        ),
+    )
+    inside = [[*_attention(shape), *_mlp(shape, layer), *norms(shape)] for layer in range(layers)]
+    return replace(shape, parameters=tuple(decoder_parameters(shape, inside, prefix)))
+
+
+def decoder_parameters(
+    shape: ModelShape, layers: Sequence[Sequence[ParameterEntry]], prefix: str = "model."
+) -> Iterator[Parameter]:
+    """The language model, in the order of transformers; layers: the entries of each."""
+    vocabulary = (shape.vocab_size, shape.hidden_size)
+    yield Parameter(prefix + "embed_tokens.weight", vocabulary, "vocabulary")
+    for layer, entries in enumerate(layers):
+        for name, sizes, split in entries:
+            yield Parameter(f"{prefix}layers.{layer}.{name}", sizes, split, layer)
+    yield Parameter(prefix + "norm.weight", (shape.hidden_size,), "whole")
+    if not shape.tied:
+        yield Parameter("lm_head.weight", vocabulary, "vocabulary")
+
+
+def _attention(shape: ModelShape) -> Iterator[ParameterEntry]:
+    hidden, at = shape.hidden_size, "self_attn."
+    if shape.decoder.joined:
+        yield at + "qkv_proj.weight", (shape.query_size + 2 * shape.key_size, hidden), "column"
+        yield at + "o_proj.weight", (hidden, shape.query_size), "row"
+        return
+    sizes: tuple[tuple[str, int, ParameterSplit], ...] = (
+        ("q", shape.query_size, "column"),
+        ("k", shape.key_size, "key"),
+        ("v", shape.key_size, "key"),
+    )
+    for which, rows, split in sizes:
+        yield f"{at}{which}_proj.weight", (rows, hidden), split
+        if shape.qkv_bias:
+            yield f"{at}{which}_proj.bias", (rows,), split
+    yield at + "o_proj.weight", (hidden, shape.query_size), "row"
+    if shape.out_bias:
+        yield at + "o_proj.bias", (hidden,), "whole"
+    if shape.decoder.qk_norm:
+        yield at + "q_norm.weight", (shape.head_dim,), "whole"
+        yield at + "k_norm.weight", (shape.head_dim,), "whole"
+
+
+def _mlp(shape: ModelShape, layer: int) -> Iterator[ParameterEntry]:
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    if layer in shape.expert_layers:
+        yield from routed_experts(shape)
+        return
+    if shape.decoder.joined:
+        yield "mlp.gate_up_proj.weight", (2 * inner, hidden), "column"
+        yield "mlp.down_proj.weight", (hidden, inner), "row"
+        return
+    yield from gated_mlp("mlp.", hidden, inner, shape.mlp_bias)
+
+
+def routed_experts(shape: ModelShape) -> Iterator[ParameterEntry]:
+    """Experts, stacked as in transformers' memory, and their router."""
+    count, inner, hidden = shape.num_experts, shape.expert_size, shape.hidden_size
+    yield "mlp.experts.gate_up_proj", (count, 2 * inner, hidden), "expert"
+    yield "mlp.experts.down_proj", (count, hidden, inner), "expert"
+    yield "mlp.gate.weight", (count, hidden), "whole"
+
+
+def gated_mlp(at: str, hidden: int, inner: int, bias: bool = False) -> Iterator[ParameterEntry]:
+    """gate_proj, up_proj and down_proj."""
+    entries: tuple[tuple[str, tuple[int, int], ParameterSplit], ...] = (
+        ("gate", (inner, hidden), "column"),
+        ("up", (inner, hidden), "column"),
+        ("down", (hidden, inner), "row"),
+    )
+    for which, sizes, split in entries:
+        yield f"{at}{which}_proj.weight", sizes, split
+        if bias:
+            yield f"{at}{which}_proj.bias", sizes[:1], "whole" if which == "down" else "column"
+
+
+def norms(shape: ModelShape) -> Iterator[ParameterEntry]:
+    names = ["input_layernorm", "post_attention_layernorm"]
+    if shape.decoder.gemma:
+        names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    for name in names:
+        yield f"{name}.weight", (shape.hidden_size,), "whole"
+
+
+class GroupedLayers:
+    """The layers in Megatron-Core (MegatronLayers)."""
+
+    def __init__(self, config: Mapping[str, Any], shape: ModelShape):
+        self._shape = shape
+        self.hidden, self.vocabulary = shape.hidden_size, shape.vocab_size
+        self.num_layers, self.tied = shape.num_layers, shape.tied
+        if shape.num_heads % shape.num_kv_heads:
+            raise ValueError(
+                f"config.json: num_attention_heads={shape.num_heads} is not a multiple of "
+                f"num_key_value_heads={shape.num_kv_heads}"
+            )
+
+    def attention(self, layers: LayerSpec) -> Iterator[Entry]:
+        shape, at, hf, hidden = self._shape, "self_attention.", "self_attn.", self.hidden
+        norm = at + "linear_qkv.layer_norm_weight" if layers == "fused" else "input_layernorm.weight"
+        yield copied(norm, "input_layernorm.weight", (hidden,))
+        yield _qkv(shape, "weight", (hidden,))
+        if shape.qkv_bias:
+            yield _qkv(shape, "bias", ())
+        if shape.decoder.qk_norm:
+            yield copied(at + "q_layernorm.weight", hf + "q_norm.weight", (shape.head_dim,))
+            yield copied(at + "k_layernorm.weight", hf + "k_norm.weight", (shape.head_dim,))
+        yield copied(at + "linear_proj.weight", hf + "o_proj.weight", (hidden, shape.query_size), split=1)
+        if shape.out_bias:
+            yield copied(at + "linear_proj.bias", hf + "o_proj.bias", (hidden,))
+
+    def mlp(self, layer: int, fused: bool, stacked: bool) -> Iterator[Entry]:
+        shape, mixed = self._shape, layer in self._shape.expert_layers
+        norm = "mlp.linear_fc1.layer_norm_weight" if fused and not mixed else "pre_mlp_layernorm.weight"
+        yield copied(norm, "post_attention_layernorm.weight", (self.hidden,))
+        if mixed:
+            yield copied("mlp.router.weight", "mlp.gate.weight", (shape.num_experts, self.hidden))
+            yield from experts(shape.num_experts, self.hidden, shape.expert_size, fused, stacked)
+        else:
+            yield from dense("mlp.", "mlp.", self.hidden, shape.intermediate_size, shape.mlp_bias)
+
+
+def _qkv(shape: ModelShape, which: str, rest: Sequence[int]) -> Entry:
+    """Of each group of heads that share a key: its query rows, its key rows, its value rows."""
+    key = shape.head_dim
+    query = shape.query_size // shape.num_kv_heads
+    rows = []
+    for group in range(shape.num_kv_heads):
+        at = group * (query + 2 * key)
+        for name, count in (("q", query), ("k", key), ("v", key)):
+            rows.append(EntryRows(f"self_attn.{name}_proj.{which}", group * count, at, count))
+            at += count
+    sizes = (shape.query_size + 2 * shape.key_size, *rest)
+    return Entry(f"self_attention.linear_qkv.{which}", sizes, tuple(rows), "layer", split=0)

@@ -1,0 +1,12 @@
+"""Llama 1 to 3 (arXiv 2407.21783), and models of their form."""
+
+from hpcrl.models.family import Family, MegatronModel
+from hpcrl.models.shape import Decoder
+
+FAMILY = Family(
+    model_types=("llama",),
+    decoder=Decoder(reads_bias=True, reads_mlp_bias=True),
+    native=True,
+    megatron=MegatronModel(biases=("attention_bias", "mlp_bias")),
+    vllm_slices=True,
+)

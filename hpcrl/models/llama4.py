@@ -1,0 +1,5 @@
+"""Llama 4."""
+
+from hpcrl.models.family import Family
+
+FAMILY = Family(model_types=("llama4", "llama4_text"), untrainable="its model returns no hidden states")

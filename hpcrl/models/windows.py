@@ -1,0 +1,24 @@
+"""Which layers of a model have a sliding window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hpcrl.models.families import family_of
+
+
+def attention_kinds(model: Mapping[str, Any]) -> set[str]:
+    """Of full_attention and sliding_attention, those that layers have, as transformers reads a config.json of a family
+    whose decoder is known."""
+    decoder, window = family_of(model.get("model_type")).decoder, model.get("sliding_window", 4096)
+    if decoder is None or decoder.windows == "none":
+        return {"full_attention"}
+    if isinstance(named := model.get("layer_types"), list):
+        return set(map(str, named))
+    if window is None or (decoder.window_switch and not model.get("use_sliding_window")):
+        return {"full_attention"}
+    first, layers = model.get("max_window_layers", 28), model.get("num_hidden_layers", 0)
+    if decoder.windows == "all" or not isinstance(first, int) or first <= 0:
+        return {"sliding_attention"}
+    return {"full_attention", *(("sliding_attention",) if isinstance(layers, int) and first < layers else ())}
