@@ -22,6 +22,7 @@ from hpcrl.messaging.messages import Failed
 from hpcrl.metrics.log import MetricsLog
 from hpcrl.node.agent import Verdict
 from hpcrl.rollout.store import write_dispositions
+from hpcrl.system import log
 from hpcrl.system.exit_codes import ExitCode
 from hpcrl.system.files import new_folder, write_durably
 from hpcrl.workers.rank_loop import _kind
@@ -100,6 +101,7 @@ def test_a_verdict_that_cannot_be_written_gets_out(tmp_path: Path, capsys: pytes
     place = SimpleNamespace(place=SimpleNamespace(launcher="agent"), folder=world)
     code = _tell(place, ExitCode.NOT_SAVED, "checkpoint of step 3 not written")
     assert capsys.readouterr().out == "hpcrl: checkpoint of step 3 not written\n"
+    log.start("agent", console="stderr")
     layout = RoleLayout.from_config(Config())
     verdict = Verdict(code, lost={0: "process 1 exited with code 18"}, signal_number=15)
     assert run._conclude(verdict, layout, tmp_path, 1) == ExitCode.NOT_SAVED

@@ -68,8 +68,10 @@ def start(who: str, *, file: Path | None = None, console: Literal["stdout", "std
 
 def start_child() -> None:
     """The same in a process that a rank has started."""
-    rank = os.environ.get("HPCRL_RANK")  # set by an agent, whose ranks have a log as standard error
-    start(f"rank {rank}", file=STDERR) if rank is not None else start("", console="stderr")
+    if (rank := os.environ.get("HPCRL_RANK")) is not None:  # set by an agent: standard error is a log
+        start(f"rank {rank}", file=STDERR)
+    else:
+        start("", console="stderr")
 
 
 def stop() -> None:

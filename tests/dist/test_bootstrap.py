@@ -22,6 +22,7 @@ import psutil
 import pytest
 
 from hpcrl.messaging.bootstrap import ENDPOINT, Place, find_place, make_key_file, share_endpoint
+from hpcrl.run_folder import log_folder
 from hpcrl.system.exit_codes import ExitCode
 from hpcrl.system.files import backed_off_s
 
@@ -328,8 +329,12 @@ def test_an_engine_is_imported_when_its_rank_has_one_gpu(tmp_path: Path, launche
 @pytest.mark.slow
 def test_torchrun_trains(run_dir: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "-m", "hpcrl.run"]
-    start(command, run_dir, prepare_run(run_dir, 2))
+    attempt = prepare_run(run_dir, 2)
+    start(command, run_dir, attempt)
     assert steps_done(run_dir) == [1, 2]
+    for rank in range(3):  # which no agent keeps
+        text = (log_folder(run_dir, attempt) / f"rank_{rank:04d}.log").read_text()
+        assert f" rank {rank} INFO process " in text and ("INFO step 2/2 " in text) == (rank == 0)
     assert (run_dir / "hf" / "model.safetensors").exists()
 
 

@@ -146,7 +146,7 @@ def test_ranks_that_die_or_stop_end_the_run_which_resumes(runs: Runs) -> None:
         start, ExitCode.RANK_KILLED, r"rank 0 \(controller\) is lost: .* was killed by SIGKILL in \w+", within_s=GRACE_S
     )
     for rank in (1, 2):
-        assert re.search(rf"rank {rank}\b.*: the control store is gone", log_of(run_dir, rank, attempt=3))
+        assert re.search(rf" rank {rank} ERROR the control store is gone \(while in ", log_of(run_dir, rank, attempt=3))
 
     start = runs.running("run", past=newest(run_dir))
     (run_dir / "checkpoints").rename(run_dir / "kept")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
@@ -84,6 +85,13 @@ def rough_reward(
         elif name == "kill":
             os.abort()
         return float("nan")
+    return float(solution_str == ground_truth)
+
+
+def talking_reward(data_source: str, solution_str: str, ground_truth: str) -> float:
+    """Tells what it does in two ways."""
+    logging.getLogger("a_lab.rewards").warning("scores a response")
+    print("printed by a reward", flush=True)
     return float(solution_str == ground_truth)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ import pytest
 from hpcrl.run_folder import OWNERS
 from hpcrl.system.exit_codes import ExitCode
 from hpcrl.system.files import committed_step, step_name, steps_in
+from hpcrl.system.log import HEADER
+from tests.conftest import ROOT
 from tests.slurm.jobs import CANCELLED, FAILED, Run, ranks, show, step_of, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -56,6 +60,26 @@ def test_a_hang_is_named_and_the_job_requeued(cluster: Any, tmp_path: Path, tiny
     said = run.wait_end()
     assert re.search(r"rank 2 \(env\) on \S+ is lost: .* gave no sign of life for \d+ s", said)
     assert re.search(r"attempt 1 ended \(deadline\): crash 1", said)
+    assert " rank 0 INFO step 20/20 " in said
+    command = [sys.executable, "-m", "hpcrl", "logs", str(run.dir)]
+    merged = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True).stdout
+    headers = [line for line in merged.splitlines() if HEADER.match(line)]
+    assert len(headers) == len(set(headers)), "what the job's log repeats comes once"
+    assert {"launch", "agent", "rank 0", "rank 1", "rank 2"} == {found["who"] for found in HEADER.finditer(merged)}
+    in_order = (
+        " launch INFO attempt 1 in job ",
+        " rank 2 INFO env ready",
+        "the run ends",
+        " agent ERROR rank 2 (env) ",
+    )
+    in_order += (
+        " agent ERROR rank 2 (env) ",
+        " launch ERROR attempt 1 ended",
+        " launch INFO attempt 2 in job ",
+        " rank 0 INFO step 20/20 ",
+    )
+    places = [next(i for i, line in enumerate(headers) if text in line) for text in in_order]
+    assert places == sorted(places), merged
 
 
 def test_a_job_that_is_suspended_for_long_goes_on(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
