@@ -180,7 +180,7 @@ def test_follows_what_is_written_until_it_is_stopped(run: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background ignores it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - a background job ignores it
     ) as process:
         assert process.stdout is not None and process.stderr is not None
         assert "attempt 1 ended" in process.stdout.readline()

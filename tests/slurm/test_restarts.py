@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ import pytest
 from hpcrl.run_folder import OWNERS
 from hpcrl.system.exit_codes import ExitCode
 from hpcrl.system.files import committed_step, step_name, steps_in
+from hpcrl.system.log import HEADER
+from tests.conftest import ROOT
 from tests.slurm.jobs import CANCELLED, FAILED, Run, ranks, show, step_of, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -68,7 +72,12 @@ def test_a_hang_is_named_and_the_job_requeued(cluster: Any, tmp_path: Path, tiny
         "the run ends",
         " agent ERROR rank 2 (env) ",
     )
-    in_order += (" launch ERROR attempt 1 ended", " launch INFO attempt 2 in job ", " rank 0 INFO step 20/20 ")
+    in_order += (
+        " agent ERROR rank 2 (env) ",
+        " launch ERROR attempt 1 ended",
+        " launch INFO attempt 2 in job ",
+        " rank 0 INFO step 20/20 ",
+    )
     places = [next(i for i, line in enumerate(headers) if text in line) for text in in_order]
     assert places == sorted(places), merged
 
