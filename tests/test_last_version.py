@@ -19,20 +19,20 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from hpcrl.exitcodes import ExitCode
-from hpcrl.files import step_name
-from hpcrl.rundir import read_finished, stored_config
-from hpcrl.rundir.records import read_attempts
-from hpcrl.trajectory import FIELDS
 from safetensors.torch import load_file
 
-from hpcrl import status
+from hpcrl.commands import status
 from hpcrl.config import Config
 from hpcrl.convert.__main__ import main as convert
 from hpcrl.launch.__main__ import main as launch
 from hpcrl.metrics.log import METRICS, read_metrics
 from hpcrl.rollout.store import RolloutReader
 from hpcrl.rollout.types import Disposition
+from hpcrl.run_folder import read_finished, stored_config
+from hpcrl.run_folder.records import read_attempts
+from hpcrl.spec.trajectory import FIELDS
+from hpcrl.system.exit_codes import ExitCode
+from hpcrl.system.files import step_name
 from tests import in_process
 from tests.conftest import ROOT
 
