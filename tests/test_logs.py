@@ -59,7 +59,7 @@ def run(tmp_path: Path) -> Path:
         at(0, "n1", "launch", OPENED.format(1, 7, 0)),
         at(1, "n1", "rank 0", "step 1/9"),
         "srun: error: n2: task 1: Killed\n",
-        at(5, "n1", "rank 0", lost, "WARNING"),
+        "0: " + at(5, "n1", "rank 0", lost, "WARNING"),  # srun --label
         at(8, "n1", "launch", "attempt 1 ended (rank_killed): crash 1", "ERROR"),
         at(15, "n1", "launch", OPENED.format(2, 7, 1)),
         at(20, "n1", "rank 0", "resumed from step_000001"),

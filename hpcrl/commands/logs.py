@@ -39,6 +39,8 @@ FOLDER = re.compile(r"attempt_(\d+)")
 NAME = re.compile(r"(rank|agent)_(\d+)\.log")
 OPENED = re.compile(rb"attempt (\d+) in job ")
 """The first message of an attempt in its job's log (hpcrl.launch.job)."""
+LABEL = re.compile(rb"^ *\d+: (?=\d{4}-\d\d-\d\dT)")
+"""What srun puts before a line with its option label."""
 DURATION = re.compile(r"(\d+)([smhd])")
 UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 MOST_BYTES = 1 << 20
@@ -98,6 +100,7 @@ class LogFile:
                 if not (is_whole or to_end):
                     break
                 self._place += len(piece)
+                piece = LABEL.sub(b"", piece, count=1) if self.attempt is None else piece
                 header = HEADER.match(piece)
                 if header is not None:
                     at, who, level = (header[name].decode() for name in ("time", "who", "level"))

@@ -24,6 +24,7 @@ from hpcrl.launch.job import begin
 from hpcrl.launch.prepare import prepare
 from hpcrl.run_folder import CONFIG, close_run, open_run, stored_config
 from hpcrl.run_folder.changes import differences
+from hpcrl.system import log
 from hpcrl.system.exit_codes import ExitCode
 from tests.conftest import ROOT
 from tests.launch.test_hub import COMMIT, add, cache  # noqa: F401
@@ -71,6 +72,7 @@ def in_job(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     """`job begin` with these words in job 9, as at each of its starts; closes the attempt."""
     monkeypatch.setenv("SLURM_JOB_ID", "9")
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
+    log.start("launch", console="stderr")
     code = begin(words)
     for folder in Path("runs").iterdir():
         if (folder / CONFIG).exists():

@@ -24,7 +24,7 @@ def links_of(run: Run) -> list[int]:
 def stop(run: Run, job: int) -> None:
     """Tell the job that its time is nearly over, as Slurm does, once it has itself trained two steps."""
     told = run.dir / "slurm" / f"job-{job}.log"
-    wait_until(lambda: told.exists() and told.read_text().count("\nstep ") >= 2, lambda: run.log)
+    wait_until(lambda: told.exists() and told.read_text().count(" INFO step ") >= 2, lambda: run.log)
     run.cluster.run("scancel", "--signal=USR1", str(job))
 
 

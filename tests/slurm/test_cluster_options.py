@@ -85,7 +85,8 @@ def test_a_run_in_a_reservation_uses_its_nodes(cluster: Any, tmp_path: Path, tin
     words.append("cluster.srun_options={mpi: none, label: true}")
     job = submit(cluster, tmp_path / "run", *tiny, *HETJOB, *words, "max_steps=1")
     wait_state(cluster, tmp_path / "run", job, (COMPLETED,))
-    assert re.search(r"^0: step 1/1 ", log(tmp_path / "run"), re.MULTILINE), "srun has labelled what the agents print"
+    found = re.search(r"^0: \S+ n\d rank 0 INFO step 1/1 ", log(tmp_path / "run"), re.MULTILINE)
+    assert found is not None, "srun has labelled what the agents print"
     shown = cluster.run("scontrol", "--oneliner", "show", "job", str(job))
     assert set(re.findall(r" NodeList=(\S+)", shown)) == {"n2", "n3"}
     missing = launch(cluster, tmp_path / "other", *tiny, "cluster.reservation=none_such", "max_steps=1")

@@ -72,7 +72,9 @@ def test_a_script_submitted_by_hand_keeps_what_its_first_start_found(
         check=True,
     )
     job = submitted.stdout.strip()
-    wait_until(lambda: log.exists() and "\nstep " in log.read_text(), lambda: log.read_text() if log.exists() else "")
+    wait_until(
+        lambda: log.exists() and " INFO step " in log.read_text(), lambda: log.read_text() if log.exists() else ""
+    )
     write(tmp_path, "9e-1")
     cluster.run("scancel", "--signal=USR1", job)
     wait_until(lambda: "attempt 1 ended (requeue)" in log.read_text(), log.read_text)

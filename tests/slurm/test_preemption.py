@@ -18,7 +18,7 @@ SAVE_EVERY = 4
 def losses(log: str) -> list[tuple[int, int]]:
     """(last step told of before, or -1; step gone on from) of every start that resumed."""
     starts = re.split(r"rank 0 INFO resumed from step_", log)
-    last = [max(map(int, re.findall(r"^step (\d+)/", text, re.MULTILINE)), default=-1) for text in starts]
+    last = [max(map(int, re.findall(r" rank 0 INFO step (\d+)/", text)), default=-1) for text in starts]
     return [(before, int(text[:6])) for before, text in zip(last, starts[1:], strict=False)]
 
 

@@ -23,6 +23,7 @@ from hpcrl.launch.recipes import recipes
 from hpcrl.metrics.log import read_metrics
 from hpcrl.spec.tables import PIPELINES
 from hpcrl.system.exit_codes import ExitCode
+from hpcrl.system.log import message_of
 from tests import in_process
 from tests.conftest import ROOT
 from tests.slurm.jobs import show, submit, wait_state, wait_until
@@ -163,7 +164,7 @@ def test_words_added_by_hand_may_not_change_the_nodes(large: Any, tmp_path: Path
     job = sbatch(large, f"--output={log}", str(script("rlvr_tiny")), *words)
     wait_state(large, run_dir, job, ["FAILED"], timeout_s=60)
     (line,) = log.read_text().splitlines()
-    assert line.startswith("the job has 1 + 2 + 1 nodes, the layout needs 1 + 3 + 1; submit with")
+    assert message_of(line).startswith("the job has 1 + 2 + 1 nodes, the layout needs 1 + 3 + 1; submit with")
     assert not run_dir.exists()
 
 
@@ -192,7 +193,7 @@ def test_a_conversion_is_preempted_and_goes_on(large: Any, tmp_path: Path) -> No
     wait_state(large, run_dir, job, ["COMPLETED"])
     said = log.read_text()
     assert "launch INFO attempt 1 ended (requeue): resumes" in said, said
-    assert f"\n{source}/checkpoints/step_000001 -> {run_dir}/hf: 26 tensors, " in said
+    assert f" rank 0 INFO {source}/checkpoints/step_000001 -> {run_dir}/hf: 26 tensors, " in said
     assert {name: (run_dir / "hf" / name).stat().st_ino for name in done} == done, "whole files are not written again"
     model = AutoModelForCausalLM.from_pretrained(run_dir / "hf")
     expected = AutoModelForCausalLM.from_pretrained(source / "hf").state_dict()
@@ -204,7 +205,8 @@ def test_a_job_of_what_is_not_built_says_so_and_is_not_requeued(large: Any, tmp_
     words = [f"run_dir={tmp_path / 'run'}", "pipeline=rlvr_vl"]
     job = sbatch(large, f"--output={log}", str(script("rlvr_tiny")), *words)
     wait_state(large, tmp_path / "run", job, ["FAILED"], timeout_s=60)
-    assert "pipeline: rlvr_vl is not built yet" in log.read_text().splitlines()
+    (line,) = log.read_text().splitlines()
+    assert message_of(line).startswith("pipeline: rlvr_vl is not built yet")
     assert not (tmp_path / "run").exists()
     assert show(large, job)["Restarts"] == "0"
 
