@@ -88,12 +88,12 @@ def test_the_console_of_a_job_is_its_log(monkeypatch: pytest.MonkeyPatch, capsys
     assert capsys.readouterr().err == "2026-11-28T19:00:01.123+00:00 node01 agent WARNING a loss\n"
 
 
-def test_rank_0_leaves_errors_to_its_agent(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rank_0_leaves_errors_to_its_agent(capfd: pytest.CaptureFixture[str]) -> None:
     """Which shows one line at the end of the run; standard error is the log."""
     log.start("rank 0", file=log.STDERR, console="stdout")
     OURS.error("the run ends")
     OURS.warning("goes on")
-    out, err = capsys.readouterr()
+    out, err = capfd.readouterr()
     assert out == "hpcrl: goes on\n" and err.count("node01 rank 0 ") == 2
 
 

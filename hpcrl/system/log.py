@@ -53,7 +53,7 @@ def start(who: str, *, file: Path | None = None, console: Literal["stdout", "std
     root, ours, header = logging.getLogger(), logging.getLogger(OURS), _Header(who)
     ours.setLevel(logging.INFO)
     if file is not None:
-        root.addHandler(_Lines(header, _writer_to("stderr") if file == STDERR else lambda text: _append(file, text)))
+        root.addHandler(_Lines(header, _write_to_stderr if file == STDERR else lambda text: _append(file, text)))
         sys.excepthook, threading.excepthook = _uncaught, _uncaught_in_thread
         logging.captureWarnings(file == STDERR)
     if console is not None:
@@ -154,6 +154,12 @@ def _writer_to(name: Literal["stdout", "stderr"]) -> Callable[[str], None]:
         stream.flush()
 
     return write
+
+
+def _write_to_stderr(text: str) -> None:
+    if (stream := sys.__stderr__) is not None:  # not what a progress bar has put in its place, which is the terminal
+        stream.write(text)
+        stream.flush()
 
 
 def _append(path: Path, text: str) -> None:
