@@ -17,7 +17,7 @@ import pytest
 from hpcrl.system import log
 
 AT = datetime(2026, 11, 28, 19, 0, 1, 123_000, UTC).timestamp()
-OURS, OTHERS = logging.getLogger("hpcrl.controller.main"), logging.getLogger("vllm.engine")
+OURS, OTHERS = logging.getLogger("hpcrl.controller.main"), logging.getLogger("library.engine")
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ def test_the_form_in_a_file(written: Callable[[], str]) -> None:
         f"{header} WARNING step 7: not finite: loss",
         "  and more",
         f"{header} INFO resumed",
-        f"{header} ERROR vllm.engine: no weight",
+        f"{header} ERROR library.engine: no weight",
         f"{header} INFO between",
         f"{header} ERROR failed",
     ]
@@ -75,7 +75,7 @@ def test_a_user_gets_the_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     OTHERS.warning("a library's")
     assert capsys.readouterr() == ("step 1/6  reward 0.5\nhpcrl: a loss\n", "")
     texts = [log.message_of(line) for line in (tmp_path / "log").read_text().splitlines()]
-    assert texts == ["step 1/6  reward 0.5", "a loss", "pid 7", "vllm.engine: a library's"]
+    assert texts == ["step 1/6  reward 0.5", "a loss", "pid 7", "library.engine: a library's"]
     log.start("rank 2", console="stderr")
     OURS.error("cannot join")
     assert capsys.readouterr() == ("", "hpcrl rank 2: cannot join\n")

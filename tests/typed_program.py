@@ -336,7 +336,7 @@ def reading_rollouts() -> None:
     reveal_type(reader.steps())
     rollouts = reader.read(1)
     reveal_type(rollouts.batch)
-    reveal_type(rollouts.batch.rewards)  # Any: a batch's fields are declared while it runs
+    reveal_type(rollouts.batch.rewards)
     reveal_type(rollouts.texts)
     reveal_type(rollouts.metrics)
     reveal_type(rollouts.facts)  # Any: text or numbers that a run has stored

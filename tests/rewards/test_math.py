@@ -398,7 +398,7 @@ def test_a_timeout_is_an_error_and_no_gold_answer_is_remembered_by_it(monkeypatc
 def test_importing_sympy_does_not_count_and_simple_answers_do_not_need_it():
     code = """if True:
         import sys
-        from hpcrl.rewards import equality
+        from hpcrl.rewards.grading import equality
         equality.LIMIT_S = 0.3  # the import takes more
         assert equality.equivalent("1/2", "0.5") and not equality.equivalent("18", "19 apples")
         assert "sympy" not in sys.modules

@@ -50,5 +50,7 @@ def switch_off(cluster: Any, run: Run, rank: int) -> None:
     of_hpcrl = [p for p in there if p == own or "hpcrl.run" in " ".join(p.cmdline())]
     assert len(of_hpcrl) >= 2, "the agent and the rank"
     for process in of_hpcrl:
-        process.suspend()  # first: what it sends unheard, its kernel would repeat, and a node that is off does not
+        process.suspend()
+    time.sleep(1)  # what they have sent arrives: unheard, their kernel would repeat it, and a node that is off does not
+    for process in of_hpcrl:
         cut_off(process.pid)
