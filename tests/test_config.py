@@ -75,7 +75,7 @@ def test_a_deleted_key_has_its_default_again() -> None:
 
 def test_later_words_win_and_groups_come_before_values() -> None:
     assert load(["seed=1", "seed=2"]).seed == 2
-    assert load(["algorithm=grpo", "algorithm=reinforce"]).algorithm.name == "reinforce"
+    assert load(["algorithm=grpo", "algorithm=reinforce"]).algorithm.advantage_estimator == "reinforce"
     assert load(["layout.trainer.num_ranks=3", "layout=disaggregated"]).layout.trainer.num_ranks == 3
 
 
@@ -281,12 +281,12 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
         ),
         (["trainer.lora.alpha=8"], "trainer.lora.alpha: not read here, trainer.lora.rank is 0"),
         (
-            ["generator.engine=vllm", "generator.native.kv_bucket=64"],
-            "generator.native.kv_bucket: not read here, the engine is vllm",
+            ["generator.engine=vllm", "generator.native.block_tokens=64"],
+            "generator.native.block_tokens: not read here, the engine is vllm",
         ),
         (
-            ["generator.native.kv_bucket=100000000"],
-            "generator.native.kv_bucket: 100000000 tokens of cache per response, but the longest has 1280",
+            ["generator.native.block_tokens=100000000"],
+            "generator.native.block_tokens: 100000000 tokens of cache per response, but the longest has 1280",
         ),
         (["model.tiny.vocab_size=1"], "model.tiny.vocab_size: expected at least 259, got 1"),
         (["model.tiny.num_layers=1000000"], "model.tiny.num_layers: expected at most 1000"),
@@ -353,24 +353,33 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
         ),
         (["data.domain_interleave_probs={a:.5,b:.4}"], "data.domain_interleave_probs: the shares must add up to 1"),
         (["pipeline=sft", "sft.stop_score=.2"], "sft.stop_score: needs held-out evaluation"),
-        (["rollout.max_lag=0.01"], "rollout.max_lag: 0.01 of 64 prompts is less than one, so that nothing can be gen"),
-        (["rollout.max_lag=1", "deterministic=true"], "rollout.max_lag: 1, but deterministic=true generates nothing"),
-        (["rollout.max_lag=1.001"], "rollout.max_lag: 0.001 of 64 prompts is less than one, so that nothing can be"),
         (
-            ["rollout.max_lag=2", "rollout.max_generated_groups=64"],
-            "rollout.max_generated_groups: 64 is less than the 192 that a step may start with max_lag 2; use at least",
+            ["rollout.max_staleness=0.01"],
+            "rollout.max_staleness: 0.01 of 64 prompts is less than one, so nothing can be gen",
         ),
         (
-            ["rollout.max_lag=100"],
-            "rollout.max_lag: 100, but with max_steps=100 no token can have a lag above 99; use at",
+            ["rollout.max_staleness=1", "deterministic=true"],
+            "rollout.max_staleness: 1, but deterministic=true generates nothing",
         ),
         (
-            ["rollout.max_lag=.5", "max_steps=1"],
-            "rollout.max_lag: 0.5, but with max_steps=1 no token can have a lag above 0",
+            ["rollout.max_staleness=1.001"],
+            "rollout.max_staleness: 0.001 of 64 prompts is less than one, so nothing can be",
         ),
         (
-            ["rollout.max_lag=1.5", "max_steps=2"],
-            "rollout.max_lag: 1.5, but with max_steps=2 no token can have a lag above",
+            ["rollout.max_staleness=2", "rollout.max_generated_groups=64"],
+            "rollout.max_generated_groups: 64 is less than the 192 that a step may start with max_staleness 2; use",
+        ),
+        (
+            ["rollout.max_staleness=100"],
+            "rollout.max_staleness: 100, but with max_steps=100 no staleness can be above 99; use at",
+        ),
+        (
+            ["rollout.max_staleness=.5", "max_steps=1"],
+            "rollout.max_staleness: 0.5, but with max_steps=1 no staleness can be above 0",
+        ),
+        (
+            ["rollout.max_staleness=1.5", "max_steps=2"],
+            "rollout.max_staleness: 1.5, but with max_steps=2 no staleness can be above",
         ),
         (
             ["rollout.extra_prompts=400", "rollout.num_prompts=8"],
@@ -511,7 +520,7 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
             "algorithm.kl_loss_estimator: expected abs, k2, k3 or k3_weighted (in the loss, the expected gradient of "
             "k1 is zero, so it would have no effect), got 'k1'",
         ),
-        (["debug=train_only"], "rollouts: debug=train_only needs the run folder with the rollouts"),
+        (["debug=train_only"], "load_rollouts: debug=train_only needs the run folder with the rollouts"),
         (["debug=fake", "pipeline=sft"], "debug: fake is for pipelines that generate and train; the sft pipeline does"),
         (
             ["debug=rollout_only", "algorithm.kl_reward_coef=.1"],
@@ -543,7 +552,7 @@ def test_a_single_response_beside_a_greedy_one_may_be_filtered_by_equal_rewards(
 
 
 def test_recomputing_with_an_engine_that_cannot_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ("rollout.max_lag=1", "rollout.on_new_weights=recompute")
+    words = ("rollout.max_staleness=1", "rollout.on_new_weights=recompute")
     assert load(words).rollout.on_new_weights == "recompute"
     monkeypatch.setitem(vars(GEN_ENGINES["native"]), "recompute", False)
     line = "rollout.on_new_weights: the native generator cannot recompute; use continue or restart"
@@ -553,11 +562,11 @@ def test_recomputing_with_an_engine_that_cannot_is_refused(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     "words",
     [
-        ["rollout.max_lag=99"],
-        ["rollout.max_lag=.5", "max_steps=2"],
+        ["rollout.max_staleness=99"],
+        ["rollout.max_staleness=.5", "max_steps=2"],
         ["rollout.extra_prompts=152", "rollout.num_prompts=8"],
         ["rollout.top_k=2"],
-        ["rollout.temperature=.01", "rollout.top_p=.001", "generator.native.kv_bucket=4096", "trainer.eps=1"],
+        ["rollout.temperature=.01", "rollout.top_p=.001", "generator.native.block_tokens=4096", "trainer.eps=1"],
         ["eval_every=0"],
         ["eval_every=1", "data.val=task:add"],
         ["debug=fake", "fake.pass_rate=0", "rollout.filter_mean_high=1"],
@@ -583,12 +592,12 @@ def test_what_is_just_possible_is_allowed(words: list[str]) -> None:
     ("words", "correction"),
     [
         ([], "none"),
-        (["rollout.max_lag=4"], "truncate"),
-        (["rollout.max_lag=.5", "algorithm=gspo"], "truncate"),
-        (["rollout.max_lag=1", "algorithm=kimi", "algorithm.correction_high=3"], "truncate"),
-        (["rollout.max_lag=1", "algorithm.correction=none"], "none"),
-        (["rollout.max_lag=1", "algorithm.correction=mask"], "mask"),
-        (["rollout.max_lag=1", "algorithm.ratio_to=generator"], "none"),
+        (["rollout.max_staleness=4"], "truncate"),
+        (["rollout.max_staleness=.5", "algorithm=gspo"], "truncate"),
+        (["rollout.max_staleness=1", "algorithm=kimi", "algorithm.correction_high=3"], "truncate"),
+        (["rollout.max_staleness=1", "algorithm.correction=none"], "none"),
+        (["rollout.max_staleness=1", "algorithm.correction=mask"], "mask"),
+        (["rollout.max_staleness=1", "algorithm.ratio_to=generator"], "none"),
         (["+experiment=rlvr_async", "~algorithm.correction", "~algorithm.correction_level"], "truncate"),
         (["+experiment=rlvr_7b_async", "~algorithm.correction"], "truncate"),
     ],
@@ -642,11 +651,11 @@ def test_the_limit_of_a_step_without_one_is_the_schedulers() -> None:
             ["algorithm.kl_reward_coef=.1", "algorithm.kl_loss_estimator=k3"],
             "algorithm.kl_loss_estimator: not read here, kl_loss_coef is 0",
         ),
-        (["rollout.on_stale=cancel"], "rollout.on_stale: not read here, max_lag is 0"),
+        (["rollout.on_stale=cancel"], "rollout.on_stale: not read here, max_staleness is 0"),
         (["deterministic=true", "rollout.prompt_affinity=true"], "rollout.prompt_affinity: not read here, determini"),
         (
-            ["deterministic=true", "rollout.spare_slow_replicas=false"],
-            "rollout.spare_slow_replicas: not read here, deterministic=true distributes responses by their ids",
+            ["deterministic=true", "rollout.speed_aware_routing=false"],
+            "rollout.speed_aware_routing: not read here, deterministic=true distributes responses by their ids",
         ),
         (
             ["debug=rollout_only", "algorithm.correction=mask"],
@@ -658,7 +667,7 @@ def test_the_limit_of_a_step_without_one_is_the_schedulers() -> None:
         ),
         (["algorithm.correction_high=3"], "algorithm.correction_high: not read here, correction is none"),
         (
-            ["algorithm.ratio_to=generator", "rollout.max_lag=1", "algorithm.correction_high=3"],
+            ["algorithm.ratio_to=generator", "rollout.max_staleness=1", "algorithm.correction_high=3"],
             "algorithm.correction_high: not read here, correction is none",
         ),
         (
@@ -681,8 +690,8 @@ def test_the_limit_of_a_step_without_one_is_the_schedulers() -> None:
         (["model.path=m", "model.tiny.seed=1"], "model.tiny.seed: not read here, model.path is given"),
         (["eval.temperature=1"], "eval.temperature: not read here, data.val is null"),
         (["trainer.min_lr=1e-9"], "trainer.min_lr: not read here, the learning rate is constant"),
-        (["rollouts=runs/demo"], "rollouts: not read here, debug is none"),
-        (["debug=fake", "rollouts=runs/demo"], "rollouts: not read here, debug is fake"),
+        (["load_rollouts=runs/demo"], "load_rollouts: not read here, debug is none"),
+        (["debug=fake", "load_rollouts=runs/demo"], "load_rollouts: not read here, debug is fake"),
         (["fake.decode_s=1"], "fake.decode_s: not read here, debug is none"),
         (["layout.trainer.min_ranks=2"], "layout.trainer.min_ranks: not read here"),
     ],
@@ -693,7 +702,7 @@ def test_a_key_that_nothing_reads_is_refused_where_the_user_set_it(words: list[s
 
 
 def test_training_alone_reads_of_the_rollouts_what_evaluation_reads_and_the_size_of_a_batch() -> None:
-    alone, read = ["debug=train_only", "rollouts=runs/demo"], {"num_prompts", "group_size", "min_replicas"}
+    alone, read = ["debug=train_only", "load_rollouts=runs/demo"], {"num_prompts", "group_size", "min_replicas"}
     read |= {"max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop"}
     keys = {key: "null" if info.default is None else info.default for key, info in RolloutConfig.model_fields.items()}
     keys["domains.a.filter_std"], keys["domains.a.max_new_tokens"] = "true", keys.pop("domains") or 4
@@ -707,7 +716,7 @@ def test_training_alone_reads_of_the_rollouts_what_evaluation_reads_and_the_size
 def test_an_experiments_keys_are_not_held_against_a_choice_on_the_command_line() -> None:
     assert load(["+experiment=demo", "pipeline=sft"]).algorithm.num_mini_batches == 4
     assert load(["+experiment=demo", "data.val=null"]).eval.num_prompts == 256
-    assert load(["+experiment=rlvr_async", "debug=train_only", "rollouts=runs/demo"]).rollout.max_lag == 1
+    assert load(["+experiment=rlvr_async", "debug=train_only", "load_rollouts=runs/demo"]).rollout.max_staleness == 1
     assert load(["+experiment=rlvr_async", "debug=rollout_only"]).algorithm.correction == "truncate"
     assert "algorithm.pg_clip_low: not read here" in problems("+experiment=demo_sft", "algorithm.pg_clip_low=.1")[0]
 
@@ -715,11 +724,11 @@ def test_an_experiments_keys_are_not_held_against_a_choice_on_the_command_line()
 @pytest.mark.parametrize(
     "words",
     [
-        ["debug=train_only", "rollouts=runs/demo", "max_steps=1"],
-        ["debug=train_only", "rollouts=runs/demo", "deterministic=true"],
-        ["debug=train_only", "rollouts=runs/demo", "rollout.top_k=1"],
+        ["debug=train_only", "load_rollouts=runs/demo", "max_steps=1"],
+        ["debug=train_only", "load_rollouts=runs/demo", "deterministic=true"],
+        ["debug=train_only", "load_rollouts=runs/demo", "rollout.top_k=1"],
         ["debug=rollout_only", "rollout.top_p=.9"],
-        ["debug=rollout_only", "rollout.max_lag=0"],
+        ["debug=rollout_only", "rollout.max_staleness=0"],
     ],
 )
 def test_half_a_run_is_not_held_against_what_only_the_other_half_reads(words: list[str]) -> None:
@@ -932,7 +941,9 @@ def test_one_limit_of_a_sequence_takes_the_place_of_many_full_turns() -> None:
     assert list(check_length(limited, 32000, "limit")) == [] and list(check_length(plain, 32000, "limit")) != []
 
 
-@pytest.mark.parametrize("kind", ["algorithm.name", "pipeline", "trainer.engine", "generator.engine", "trackers"])
+@pytest.mark.parametrize(
+    "kind", ["algorithm.advantage_estimator", "pipeline", "trainer.engine", "generator.engine", "trackers"]
+)
 @pytest.mark.parametrize(
     ("path", "why"),
     [
@@ -969,8 +980,8 @@ def test_an_interpolation_that_fails_names_its_word(words: list[str], said: list
 
 
 def test_the_name_of_a_preset_is_no_name_of_an_algorithm() -> None:
-    (line,) = problems("algorithm.name=ppo")
-    assert line.endswith("got 'ppo'; ppo is a preset: algorithm=ppo (override 'algorithm.name=ppo')")
+    (line,) = problems("algorithm.advantage_estimator=ppo")
+    assert line.endswith("got 'ppo'; ppo is a preset: algorithm=ppo (override 'algorithm.advantage_estimator=ppo')")
 
 
 @pytest.mark.parametrize("name", groups()["algorithm"])

@@ -34,7 +34,10 @@ def refused(*words: str) -> list[str]:
         ([PPO, "critic.min_lr=1e-6"], "critic.min_lr: not read here, the learning rate is constant"),
         ([PPO, "critic.engine=fake"], "critic.engine: expected fsdp2 or megatron or deepspeed, got 'fake'"),
         ([PPO, "critic.warmup_steps=5", "max_steps=5"], "critic.warmup_steps: 5 of max_steps=5 steps leave none"),
-        ([PPO, "debug=rollout_only"], "algorithm.name: gae needs values, and debug=rollout_only has no critic"),
+        (
+            [PPO, "debug=rollout_only"],
+            "algorithm.advantage_estimator: gae needs values, and debug=rollout_only has no critic",
+        ),
         (
             [PPO, "critic.lr=1e-5", "critic.lr_schedule=cosine", "critic.min_lr=1e-4"],
             "critic.min_lr: 0.0001 is above critic.lr, which is 1e-05",
@@ -75,7 +78,7 @@ def test_a_run_without_a_critic_has_no_such_ranks() -> None:
     colocated = RoleLayout.from_config(load([PPO]))
     assert colocated.ranks["critic"] == colocated.ranks["trainer"] == (1, 2)
     assert parse({"critic": {"warmup_steps": 3}}).policy_waits == 0
-    assert parse({"algorithm": {"name": "gae"}, "critic": {"warmup_steps": 3}}).policy_waits == 3
+    assert parse({"algorithm": {"advantage_estimator": "gae"}, "critic": {"warmup_steps": 3}}).policy_waits == 3
 
 
 def test_the_plan_counts_a_second_model_without_logits() -> None:

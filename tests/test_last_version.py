@@ -39,7 +39,7 @@ from tests.conftest import ROOT
 pytestmark = pytest.mark.timeout(180)
 
 ARCHIVE = ROOT / "tests" / "fixtures" / "runs_0_1.tar.xz"
-NUM_STEPS, MAX_LAG = 6, 1
+NUM_STEPS, MAX_STALENESS = 6, 1
 MODELS = {"ahead": ("hf",), "ppo": ("hf", "hf_critic"), "episodes": (), "sft": ("hf",), "fake": ()}
 """Run -> the models to which its checkpoint is converted: none if it has adapters, or no model at all."""
 NEEDS = {"ppo": "deepspeed", "sft": "megatron"}
@@ -81,7 +81,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "data.max_prompt_tokens": 48,
         "data.overlong_prompts": "truncate",
         "data.system_prompt": "Sort.",
-        "data.tag_key": "domain",
+        "data.domain_key": "domain",
         "data.domain_interleave_probs": {"digits": 0.75, "sums": 0.25},
         "rollout.num_prompts": 4,
         "rollout.group_size": 4,
@@ -91,20 +91,20 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "rollout.top_k": 200,
         "rollout.min_p": 0.001,
         "rollout.stop": ["zz"],
-        "rollout.max_lag": MAX_LAG,
+        "rollout.max_staleness": MAX_STALENESS,
         "rollout.on_new_weights": "recompute",
         "rollout.extra_prompts": 1,
         "rollout.extra_members": 1,
-        "rollout.siblings_together": False,
+        "rollout.group_affinity": False,
         "rollout.prompt_affinity": True,
         "rollout.routing": "expected_length",
-        "rollout.spare_slow_replicas": False,
+        "rollout.speed_aware_routing": False,
         "rollout.max_attempts": 4,
         "rollout.filter_mean_low": 0.1,
         "rollout.filter_std": True,
         "rollout.domains.sums.max_new_tokens": 4,
         "rollout.max_generated_groups": 300,
-        "algorithm.name": "grpo",
+        "algorithm.advantage_estimator": "grpo",
         "algorithm.std_eps": 1e-5,
         "algorithm.whiten_advantages": True,
         "algorithm.pg_clip_low": 0.1,
@@ -147,10 +147,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "trainer.max_mismatch": 0.5,
         "trainer.logits_chunk_tokens": 128,
         "trainer.fsdp2.packing": "off",
-        "generator.max_slots": 6,
+        "generator.max_num_seqs": 6,
         "generator.max_requests": 40,
-        "generator.burst_tokens": 2,
-        "generator.native.kv_bucket": 16,
+        "generator.decode_chunk_tokens": 2,
+        "generator.native.block_tokens": 16,
         "generator.native.kv_cache_gib": 0.01,
         "eval.num_prompts": 4,
         "eval.temperature": 0.5,
@@ -171,7 +171,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "ppo": {
         "deterministic": True,
         "data.shuffle": False,
-        "algorithm.name": "gae",
+        "algorithm.advantage_estimator": "gae",
         "algorithm.gamma": 0.98,
         "algorithm.lambd": 0.9,
         "algorithm.whiten_rewards": True,
@@ -198,7 +198,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "env.lake.episode": "steps",
         "env.lake.history": 1,
         "env.lake.add_reward": True,
-        "algorithm.name": "gigpo",
+        "algorithm.advantage_estimator": "gigpo",
         "algorithm.gamma": 0.9,
         "algorithm.step_weight": 0.5,
         "algorithm.std_normalize": False,
@@ -217,7 +217,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "fake": {
         "debug": "fake",
         "env.default.name": "scripted",
-        "algorithm.name": "reinforce",
+        "algorithm.advantage_estimator": "reinforce",
         "algorithm.norm_mean_type": "running",
         "algorithm.norm_std_type": "running",
         "fake.median_tokens": 3,
@@ -349,6 +349,8 @@ def test_resume(
     assert [float(value) for value in summary.groups()] == pytest.approx(ends, abs=1e-3)
     check_continued(name, rows, whole)
     if name == "ahead":
+        old, new = {"scheduler/version_lag/max", "sums/score"}, {"scheduler/staleness/max", "domain/sums/score"}
+        assert old.isdisjoint(set().union(*rows)) and new <= set().union(*rows[:step])
         check_state_was_read(last / "runs" / name / "checkpoints" / step_name(step), run, rows)
     status.main([str(run)])
     said = capfd.readouterr().out
@@ -371,7 +373,7 @@ def check_state_was_read(checkpoint: Path, run: Path, rows: list[dict[str, Any]]
         metric: state["algorithm"][RENAMED.get(metric, metric)] for metric in ADAPTED
     }
     assert first["critic/kl"] < 1e-3, "the reference is that of step 2; to the initial model the KL is .0025"
-    fresh = [group for group in state["scheduler"]["finished"] if group["version"] >= first["step"] - 1 - MAX_LAG]
+    fresh = [group for group in state["scheduler"]["finished"] if group["version"] >= first["step"] - 1 - MAX_STALENESS]
     held = {sample["id"] for group in fresh for sample in group["samples"]}
     trained = {
         sample for step in range(first["step"], NUM_STEPS + 1) for sample in reader.batch(step).sample_ids.tolist()
@@ -389,7 +391,13 @@ def check_state_was_read(checkpoint: Path, run: Path, rows: list[dict[str, Any]]
 def test_training_on_stored_rollouts(last: Path, expected: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     """With the configuration that the run stored, from the weights that it began with."""
     run, step = last / "runs" / "episodes", expected["episodes"]["step"]
-    words = [f"run_dir={tmp_path}/alone", "debug=train_only", f"rollouts={run}", f"max_steps={step}", "eval_every=0"]
+    words = [
+        f"run_dir={tmp_path}/alone",
+        "debug=train_only",
+        f"load_rollouts={run}",
+        f"max_steps={step}",
+        "eval_every=0",
+    ]
     done = in_process.run(launch, "--config", str(run / "config.yaml"), *words, at=tmp_path)
     assert done.returncode == ExitCode.DONE, done.stderr
     there, here = read_metrics(run)[1:], read_metrics(tmp_path / "alone")[1:]

@@ -111,7 +111,7 @@ def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path) -> None:
 
 def test_the_plan_of_an_asynchronous_run_says_what_its_log_probs_are(tmp_path: Path) -> None:
     words = ["+experiment=rlvr_async", "cluster=local", f"model.path={write_model(tmp_path / 'model')}", "dry_run=true"]
-    plan = launch(*words, "rollout.max_lag=1.5", at=tmp_path).stdout
+    plan = launch(*words, "rollout.max_staleness=1.5", at=tmp_path).stdout
     assert "async   up to 1.5 steps behind, on_stale=wait; correction: truncate weights of each sequence" in plan
     ahead = launch(*words, "~algorithm.correction", "~algorithm.correction_level", at=tmp_path).stdout
     assert "correction: truncate weights of each token" in ahead and "note: without correction" not in ahead
@@ -121,7 +121,7 @@ def test_the_plan_of_an_asynchronous_run_says_what_its_log_probs_are(tmp_path: P
     assert "correction: none, the loss has the ratio of each token to the generator's log-probs" in bypass
     assert "log-probs belong to no single policy: token/mixed_weights_ratio" in plan
     assert "no single policy" not in launch(*words, "rollout.on_new_weights=recompute", at=tmp_path).stdout
-    assert "async " not in launch(*words, "rollout.max_lag=0", at=tmp_path).stdout
+    assert "async " not in launch(*words, "rollout.max_staleness=0", at=tmp_path).stdout
 
 
 @pytest.mark.slow

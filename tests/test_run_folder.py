@@ -347,11 +347,14 @@ def test_keys_that_may_change_exist_and_are_documented() -> None:
 def test_a_key_below_one_that_may_change_may_change(tmp_path: Path) -> None:
     """And one that only begins like it may not."""
     run = tmp_path / "demo"
-    config = CONFIG | {"layout": {"trainer": {"num_ranks": 2}}, "generator": {"max_slots": 8, "dtype": "float32"}}
+    config = CONFIG | {"layout": {"trainer": {"num_ranks": 2}}, "generator": {"max_num_seqs": 8, "dtype": "float32"}}
     close_run(run, open_run(config, run, "auto").attempt)
-    moved = config | {"layout": {"trainer": {"num_ranks": 4}}, "generator": {"max_slots": 4, "dtype": "float32"}}
-    assert check_run(moved, run, "auto").changes == ["generator.max_slots: 8 -> 4", "layout.trainer.num_ranks: 2 -> 4"]
-    other = config | {"generator": {"max_slots": 8, "max_slots_2": 1, "dtype": "bfloat16"}}
+    moved = config | {"layout": {"trainer": {"num_ranks": 4}}, "generator": {"max_num_seqs": 4, "dtype": "float32"}}
+    assert check_run(moved, run, "auto").changes == [
+        "generator.max_num_seqs: 8 -> 4",
+        "layout.trainer.num_ranks: 2 -> 4",
+    ]
+    other = config | {"generator": {"max_num_seqs": 8, "max_num_seqs_2": 1, "dtype": "bfloat16"}}
     with pytest.raises(ConfigError) as refused:
         check_run(other, run, "auto")
     assert len(refused.value.problems) == 3, refused.value.problems

@@ -44,8 +44,8 @@ def refused(*words: str) -> list[str]:
         (["judge.path=/m"], "judge.path: not read here, no reward asks it (reward.DOMAIN.options.judges"),
         (["layout.judge.num_ranks=2"], "layout.judge.num_ranks: not read here, no reward asks it"),
         (["reward_model.path=/m"], "reward_model.path: not read here, no reward asks it (reward.DOMAIN.name="),
-        ([JUDGED, "judge.path=/m", "judge.vllm.eager=true"], "judge.vllm.eager: not read here, the engine is native"),
-        ([JUDGED, "judge.path=/m", "judge.native.kv_bucket=9999"], "judge.native.kv_bucket: 9999 tokens of cache"),
+        ([JUDGED, "judge.path=/m", "judge.vllm.enforce_eager=true"], "judge.vllm.enforce_eager: not read here, the "),
+        ([JUDGED, "judge.path=/m", "judge.native.block_tokens=9999"], "judge.native.block_tokens: 9999 tokens of cac"),
         ([JUDGED, "judge.path=/m", "judge.engine=vllm", "deterministic=true"], "deterministic: the vllm judge"),
         (
             [JUDGED, "judge.path=/m", "layout.judge.num_ranks=2", "layout.judge.tensor_parallel=2"],
@@ -99,7 +99,7 @@ def test_the_plan_counts_the_judge(folder: Path) -> None:
     sizes = {part.name: part.num_bytes for part in judges.parts}
     judge = read_shape(json.loads((folder / "config.json").read_text()))
     assert sizes["weights"] == 4 * judge.num_parameters and sizes["program"] == PROGRAM_BYTES
-    tokens = config.judge.max_slots * 512  # 16 blocks of 32 tokens for 500
+    tokens = config.judge.max_num_seqs * 512  # 16 blocks of 32 tokens for 500
     token = 2 * judge.num_layers * judge.num_kv_heads * judge.head_dim * 4
     assert sizes["KV cache"] == tokens * token * (judge.num_layers + 1) // judge.num_layers
     text = describe(config, layout, model, run, shown)

@@ -319,7 +319,7 @@ def launching() -> None:
     env: EnvConfig | None = config.env["default"]
     assert env is not None
     reveal_type(trainer.section(Options).most)
-    reveal_type(generator.max_slots)
+    reveal_type(generator.max_num_seqs)
     reveal_type(env.max_turns)
     reveal_type(prepare(["+experiment=demo"])[1])
     reveal_type(start(["+experiment=demo"]))

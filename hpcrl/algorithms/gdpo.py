@@ -22,5 +22,5 @@ class GDPOAdvantage(ReturnsAdvantage[GDPO]):
         """See ReturnsAdvantage. ValueError for rollouts without decoupled rewards, such as those that a run with
         another algorithm stored."""
         if table.decoupled is None:
-            raise ValueError("algorithm.name=gdpo needs decoupled rewards, and these rollouts have none")
+            raise ValueError("algorithm.advantage_estimator=gdpo needs decoupled rewards, and these rollouts have none")
         return normalize_rewards(table.decoupled, table.group_ids, "all", "all", self.config.std_eps)

@@ -38,8 +38,8 @@ def advantage_stats(batch: Batch) -> Stats:
 
 
 def domain_stats(batch: Batch, table: RewardTable) -> Stats:
-    """`DOMAIN/...`: all statistics above, and the KL divergence to the reference (k3), of this rank's rows of each
-    domain, after the advantage estimator. Nothing for a step of one domain."""
+    """`domain/DOMAIN/...`: all statistics above, and the KL divergence to the reference (k3), of this rank's rows of
+    each domain, after the advantage estimator. Nothing for a step of one domain."""
     stats: Stats = {}
     names, ids = table.domain_ids()
     for number, name in enumerate(names):
@@ -55,7 +55,7 @@ def domain_stats(batch: Batch, table: RewardTable) -> Stats:
             kl = kl_divergence(own.old_logprobs[index], own.ref_logprobs[index], "k3")
             weights = own.weights[own.row_ids[index]]
             found["critic/kl"] = Stat((weights * kl).sum().item(), weights.sum().item())
-        stats |= {f"{name}/{key}": value for key, value in found.items()}
+        stats |= {f"domain/{name}/{key}": value for key, value in found.items()}
     return stats
 
 
@@ -117,7 +117,7 @@ class LossSums:
     def add_correction(self, correction: Correction) -> None:
         """What the off-policy correction did to the token losses."""
         self.add_tokens("actor/correction_mean", correction.weights)
-        self.add_tokens("actor/correction_cut", correction.cut)
+        self.add_tokens("actor/correction_clipfrac", correction.cut)
         if correction.rejected is not None:
             self.add_tokens("actor/rejected_ratio", correction.rejected)
 

@@ -20,7 +20,8 @@ class ReMaxAdvantage(ReturnsAdvantage[ReMax]):
         """See ReturnsAdvantage. ValueError for rollouts without greedy responses, such as those that a run with another
         algorithm stored."""
         if table.baselines is None:
-            raise ValueError("algorithm.name=remax needs the rewards of greedy responses, and these rollouts have none")
+            text = "the rewards of greedy responses, and these rollouts have none"
+            raise ValueError(f"algorithm.advantage_estimator=remax needs {text}")
         return table.rewards - table.baselines
 
     def assign(self, batch: Batch, table: RewardTable, all_sum: AllSum) -> Stats:

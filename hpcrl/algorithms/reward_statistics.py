@@ -35,7 +35,7 @@ def running_moments(table: RewardTable, numbers: Numbers) -> tuple[tuple[Tensor,
         mean += (own - mean) * new / total
         means[number], stds[number] = mean, (squares / max(total - 1, 1)) ** 0.5
         stats |= {f"{key}^": scalar(value) for key, value in zip(keys, (total, mean, squares), strict=True)}
-        domain = f"{name}/" if name else ""
+        domain = f"domain/{name}/" if name else ""
         stats[f"{domain}critic/running_mean"] = scalar(mean)
         stats[f"{domain}critic/running_std"] = scalar(stds[number].item())
     return (means[ids], stds[ids]), stats

@@ -223,7 +223,8 @@ def _check_turns(config: Any) -> Iterator[Problem]:
     """Keys for tokens that rewards of turns do not have."""
     for key in ("kl_reward_coef", "whiten_rewards"):
         if value := getattr(config.algorithm, key):
-            text = f"algorithm.{key}: {value} acts on rewards of tokens, and {config.algorithm.name} has those of turns"
+            estimator = config.algorithm.advantage_estimator
+            text = f"algorithm.{key}: {value} acts on rewards of tokens, and {estimator} has rewards of turns"
             way_out = "kl_loss_coef" if key == "kl_reward_coef" else "whiten_advantages"
             yield Problem(("algorithm", key), f"{text}; use algorithm.{way_out}", (("algorithm",),))
 

@@ -14,7 +14,7 @@ from hpcrl.spec.problems import Path, Problem, dotted
 from hpcrl.spec.table import SpecTable
 from hpcrl.spec.tables import ENVS, GEN_ENGINES, REWARDS, ROLES, TRACKERS, TRAIN_ENGINES
 
-CRITIC_ENGINE = ("critic", "engine")
+CRITIC_ENGINE, ESTIMATOR = ("critic", "engine"), ("algorithm", "advantage_estimator")
 
 
 def chosen(config: Config) -> Iterator[tuple[Path, str, Spec]]:
@@ -29,7 +29,7 @@ def chosen(config: Config) -> Iterator[tuple[Path, str, Spec]]:
             if (optimizer := TRAIN_ENGINES[engine].optimizers.get(config.trainer.optimizer)) is not None:
                 yield ("trainer", "optimizer"), config.trainer.optimizer, optimizer
     if config.learns_from_rewards:
-        yield ("algorithm",), str(getattr(config.algorithm, "name", "")), config.algorithm_spec
+        yield ("algorithm",), str(getattr(config.algorithm, "advantage_estimator", "")), config.algorithm_spec
     if config.asks("judge"):
         yield JUDGE_ENGINE, config.judge.engine, GEN_ENGINES[config.judge.engine]
     for domain, reward in config.reward.items():
@@ -90,7 +90,7 @@ def check_abilities(config: Config) -> Iterator[Problem]:
                 has = " or ".join(n for n in able if able[n])
                 text = f"the {name} {kind} does not support it; use false or {dotted(path)}={has}"
                 yield Problem(("trainer", "router_replay"), f"trainer.router_replay: {text}", (path,))
-    if config.rollout.on_new_weights == "recompute" and config.rollout.max_lag and not generator.recompute:
+    if config.rollout.on_new_weights == "recompute" and config.rollout.max_staleness and not generator.recompute:
         instead = _able(GEN_ENGINES, generates, lambda spec: spec.recompute)
         text = f"the {gen_engine} generator cannot recompute; use continue or restart{instead}"
         yield Problem(("rollout", "on_new_weights"), f"rollout.on_new_weights: {text}", (generates,))
@@ -166,14 +166,14 @@ def _segments(config: Config) -> Iterator[Problem]:
 
 def _critic(config: Config) -> Iterator[Problem]:
     """A critic whose engine has none, that never lets the policy learn, or that nothing fills with values."""
-    name = str(getattr(config.algorithm, "name", ""))
+    name = str(getattr(config.algorithm, "advantage_estimator", ""))
     if (
         config.learns_from_rewards
         and config.debug == "rollout_only"
         and config.algorithm_spec.uses_critic(config.algorithm)
     ):
-        text = f"algorithm.name: {name} needs values, and debug=rollout_only has no critic; use another algorithm"
-        yield Problem(("algorithm", "name"), text, (("debug",), ("algorithm",)))
+        text = f"{dotted(ESTIMATOR)}: {name} needs values, and debug=rollout_only has no critic; use another algorithm"
+        yield Problem(ESTIMATOR, text, (("debug",), ("algorithm",)))
     if not config.uses_critic:
         return
     critic, engine = config.critic, config.critic.engine or config.trainer.engine

@@ -46,7 +46,7 @@ NAMED: tuple[tuple[tuple[str, ...], SpecTable[Any], type[Section] | None], ...] 
     (("pipeline",), PIPELINES, Config),
     (("trainer", "engine"), TRAIN_ENGINES, TrainerConfig),
     (("generator", "engine"), GEN_ENGINES, GeneratorConfig),
-    (("algorithm", "name"), ALGORITHMS, None),
+    (("algorithm", "advantage_estimator"), ALGORITHMS, None),
 )
 """Keys that select a part with its own section, in the order of Named's fields, and what holds these sections."""
 
@@ -96,7 +96,7 @@ def config_class(named: Named = Named()) -> type[Config]:
     tracking = with_fields(TrackingConfig, **_sections(trackers))
     algorithms = [_named(name, spec) for name, spec in _choices(ALGORITHMS, named.algorithm).items()]
     union = functools.reduce(operator.or_, algorithms)  # of one member: the member itself, without discriminator
-    algorithm: Any = Annotated[union, Field(discriminator="name")] if len(algorithms) > 1 else union
+    algorithm: Any = Annotated[union, Field(discriminator="advantage_estimator")] if len(algorithms) > 1 else union
     fields: dict[str, Any] = {
         "pipeline": (_literal(pipelines), Config.model_fields["pipeline"].default),
         "algorithm": (algorithm, Field(algorithms[0]())),
@@ -130,12 +130,12 @@ def _clash(base: type[Section], name: str, spec: Spec) -> str:
 
 
 def _named(name: str, spec: Spec) -> type[Section]:
-    """The section of an algorithm, with the name that selects it."""
+    """The section of an algorithm, with the key that selects it."""
     assert spec.section is not None, f"{name} has a section"
-    if "name" in spec.section.model_fields:
+    if "advantage_estimator" in spec.section.model_fields:
         return spec.section
-    key: Any = (Literal[name], Field(name, description="The algorithm."))  # type: ignore[valid-type]
-    return with_fields(spec.section, name=key)
+    key: Any = (Literal[name], Field(name, description="The advantage estimator."))  # type: ignore[valid-type]
+    return with_fields(spec.section, advantage_estimator=key)
 
 
 def _engine(base: type[S], engines: Mapping[str, Spec]) -> type[S]:

@@ -86,8 +86,10 @@ def _debug(config: Config) -> Iterator[Problem]:
             f"debug: {config.debug} is for pipelines that generate and train; the {config.pipeline} pipeline does not"
         )
         yield Problem(("debug",), text, (("pipeline",),))
-    elif config.debug == "train_only" and config.rollouts is None:
-        yield Problem(("rollouts",), "rollouts: debug=train_only needs the run folder with the rollouts", (("debug",),))
+    elif config.debug == "train_only" and config.load_rollouts is None:
+        yield Problem(
+            ("load_rollouts",), "load_rollouts: debug=train_only needs the run folder with the rollouts", (("debug",),)
+        )
     elif config.debug == "rollout_only" and config.algorithm.kl_reward_coef > 0:
         text = (
             f"algorithm.kl_reward_coef: {config.algorithm.kl_reward_coef:g} needs log-probs, and debug=rollout_only "
@@ -298,32 +300,34 @@ def check_replicas(config: Config, replicas: int) -> Iterator[Problem]:
 
 
 def _asynchronous(config: Config) -> Iterator[Problem]:
-    rollout, at = config.rollout, ("rollout", "max_lag")
-    if not config.generates or rollout.max_lag == 0:
+    rollout, at = config.rollout, ("rollout", "max_staleness")
+    if not config.generates or rollout.max_staleness == 0:
         return
     if config.deterministic:
-        text = f"rollout.max_lag: {rollout.max_lag:g}, but deterministic=true generates nothing ahead; use 0"
+        text = (
+            f"rollout.max_staleness: {rollout.max_staleness:g}, but deterministic=true generates nothing ahead; use 0"
+        )
         yield Problem(at, text, (("deterministic",),))
-    whole, part = divmod(rollout.max_lag, 1)
+    whole, part = divmod(rollout.max_staleness, 1)
     if 0 < part * rollout.num_prompts < 1 - 1e-9:
         text = (
-            f"rollout.max_lag: {part:.3g} of {rollout.num_prompts} prompts is less than one, so that nothing can be "
-            f"generated ahead by it; use {whole:g} or at least {whole + 1 / rollout.num_prompts:.4g}"
+            f"rollout.max_staleness: {part:.3g} of {rollout.num_prompts} prompts is less than one, so nothing can be "
+            f"generated ahead; use {whole:g} or at least {whole + 1 / rollout.num_prompts:.4g}"
         )
         yield Problem(at, text, (("rollout", "num_prompts"),))
     furthest = config.max_steps - 1  # the last step trains version max_steps - 1, the oldest rollouts are of version 0
-    if ceil(rollout.max_lag) > furthest:
+    if ceil(rollout.max_staleness) > furthest:
         text = (
-            f"rollout.max_lag: {rollout.max_lag:g}, but with max_steps={config.max_steps} no token can have a lag "
-            f"above {furthest}; use at most {furthest}"
+            f"rollout.max_staleness: {rollout.max_staleness:g}, but with max_steps={config.max_steps} no staleness "
+            f"can be above {furthest}; use at most {furthest}"
         )
         yield Problem(at, text, (("max_steps",),))
-    ahead = int(rollout.max_lag * rollout.num_prompts + 1e-9)
+    ahead = int(rollout.max_staleness * rollout.num_prompts + 1e-9)
     wanted, limit = rollout.num_prompts + rollout.extra_prompts + ahead, rollout.max_generated_groups
     if limit is not None and wanted - ahead <= limit < wanted:
         text = (
-            f"rollout.max_generated_groups: {limit} is less than the {wanted} that a step may start with max_lag "
-            f"{rollout.max_lag:g}; use at least {wanted}"
+            f"rollout.max_generated_groups: {limit} is less than the {wanted} that a step may start with max_staleness "
+            f"{rollout.max_staleness:g}; use at least {wanted}"
         )
         yield Problem(("rollout", "max_generated_groups"), text, (at,))
 

@@ -41,9 +41,9 @@ class LayoutConfig(Section):
     """Name of the layout, for display only."""
 
     offload: Literal["auto", "never", "always"] = "auto"
-    """Give memory back between phases where trainer and generator share ranks and rollout.max_lag=0: the generator
-    sleeps while the trainer works; optimizer, gradients and then weights are in host memory while the generator works.
-    auto: on GPUs, if the engine sleeps or the plan does not fit 80 GB cards otherwise."""
+    """Give memory back between phases where trainer and generator share ranks and rollout.max_staleness=0: the
+    generator sleeps while the trainer works; optimizer, gradients and then weights are in host memory while the
+    generator works. auto: on GPUs, if the engine sleeps or the plan does not fit 80 GB cards otherwise."""
 
     if TYPE_CHECKING:  # a field for each role of the table
 

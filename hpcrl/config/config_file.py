@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from hpcrl.config.renamed_keys import with_new_names, words_with_new_names
 from hpcrl.spec.problems import ConfigError, Path
 
 WORDS = "# words: "
@@ -72,7 +73,8 @@ def read_config_file(path: FilePath) -> ConfigFile:
                 f"+experiment={name}"
             ]
         )
-    return ConfigFile(path, data, text.startswith(WORDS) or (path.parent / OWNERS).is_dir(), words_in(text))
+    of_run = text.startswith(WORDS) or (path.parent / OWNERS).is_dir()
+    return ConfigFile(path, with_new_names(data) if of_run else data, of_run, words_in(text))
 
 
 def words_in(text: str) -> tuple[str, ...] | None:
@@ -84,7 +86,8 @@ def words_in(text: str) -> tuple[str, ...] | None:
         words = json.loads(first.removeprefix(WORDS))
     except ValueError:
         return None
-    return tuple(words) if isinstance(words, list) and all(isinstance(word, str) for word in words) else None
+    known = isinstance(words, list) and all(isinstance(word, str) for word in words)
+    return words_with_new_names(words) if known else None
 
 
 def write_config(config: Mapping[str, Any], words: Sequence[str] | None) -> bytes:

@@ -20,8 +20,8 @@ class DataSource(Section):
     path: str
     """File, pattern, folder, name of a data set in the local Hugging Face cache, task:NAME, reasoning_gym:NAME,
     env:DOMAIN or expert:NAME."""
-    tag: str | None = None
-    """Domain of all rows of this source; null: each row's own tag."""
+    domain: str | None = None
+    """Domain of all rows of this source; null: each row's own, from the column data.domain_key."""
     size: Annotated[int, Field(ge=1, lt=MOST_ROWS), NUMBER] | None = None
     """Rows per epoch of a generated source."""
     options: dict[str, Any] = {}
@@ -83,7 +83,7 @@ class DataConfig(Section):
 
     train: Sources = "task:sort_digits"
     """File (jsonl, json, csv, tsv, parquet, arrow), pattern, folder, name of a cached data set of the hub, task:NAME,
-    reasoning_gym:NAME, env:DOMAIN, expert:NAME, or a list of these or of {path, tag, size, options}."""
+    reasoning_gym:NAME, env:DOMAIN, expert:NAME, or a list of these or of {path, domain, size, options}."""
     val: Sources | None = None
     """Held-out prompts, in the same forms; null: no evaluation."""
     prompt_key: str | None = None
@@ -91,7 +91,7 @@ class DataConfig(Section):
     exists."""
     answer_key: str | None = None
     """Column of the answer; null: answer, ground_truth, label, solution, reward_model.ground_truth (verl)."""
-    tag_key: str = "tag"
+    domain_key: str = "tag"
     """Column of the domain."""
     system_prompt: str | None = None
     """System message before every prompt that has none; an empty text is an empty system message, which replaces the

@@ -83,11 +83,11 @@ class GeneratorConfig(Section):
 
     engine: str = "native"
     """Generation engine."""
-    max_slots: Positive = 256
+    max_num_seqs: Positive = 256
     """Maximum responses that a replica decodes at once."""
     max_requests: Positive | None = None
-    """Maximum responses assigned to a replica, including those that wait for a slot; null: twice max_slots."""
-    burst_tokens: Positive = 16
+    """Maximum responses assigned to a replica, including those that wait for a slot; null: twice max_num_seqs."""
+    decode_chunk_tokens: Positive = 16
     """Decode steps per burst, between two reads of the inbox."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and KV cache, by default bfloat16 if the configuration asks for GPUs."""
@@ -102,7 +102,7 @@ class GeneratorConfig(Section):
     @property
     def most_requests(self) -> int:
         """max_requests, or its default."""
-        return self.max_requests or 2 * self.max_slots
+        return self.max_requests or 2 * self.max_num_seqs
 
 
 class JudgeConfig(GeneratorConfig):
@@ -110,12 +110,12 @@ class JudgeConfig(GeneratorConfig):
 
     path: str | None = None
     """Folder in HF layout, with a tokenizer that has a chat template."""
-    max_slots: Positive = 32
+    max_num_seqs: Positive = 32
     """Requests that a rank decodes at once."""
     max_requests: Positive | None = None
     """Requests that a rank accepts at once, including those that wait for a slot; further ones are refused, and
-    repeated by the reward; null: four times max_slots."""
-    burst_tokens: Positive = 4
+    repeated by the reward; null: four times max_num_seqs."""
+    decode_chunk_tokens: Positive = 4
     """Decode steps per burst; new requests join between two bursts."""
     max_prompt_tokens: Positive = 8192
     """Maximum length of a question, tokens; a longer one is refused, and the judge has no vote on its response."""
@@ -129,4 +129,4 @@ class JudgeConfig(GeneratorConfig):
     @property
     def most_requests(self) -> int:
         """max_requests, or its default."""
-        return self.max_requests or 4 * self.max_slots
+        return self.max_requests or 4 * self.max_num_seqs

@@ -18,7 +18,7 @@ FOREIGN: dict[str, str] = {
     "delta": "algorithm.dual_clip",
     "use_pg_clip_range": "algorithm.pg_clip_low and algorithm.pg_clip_high",
     # The loss
-    "adv_estimator": "algorithm.name",
+    "adv_estimator": "algorithm.advantage_estimator",
     "loss_mode": "algorithm.surrogate",
     "pg_variant": "algorithm.surrogate",
     "importance_sampling": "algorithm.ratio_level (seq of ROLL: geometric)",
@@ -115,7 +115,7 @@ FOREIGN: dict[str, str] = {
     "max_response_length": "rollout.max_new_tokens",
     "max_completion_length": "rollout.max_new_tokens",
     "response_length": "rollout.max_new_tokens",
-    "async_generation_ratio": "rollout.max_lag",
+    "async_generation_ratio": "rollout.max_staleness",
     "max_additional_running_prompts": "rollout.extra_prompts",
     # Environments
     "num_env_groups": "rollout.num_prompts, groups of one start",
@@ -137,7 +137,6 @@ FOREIGN: dict[str, str] = {
     "test_freq": "eval_every",
     "total_training_steps": "max_steps",
     "tensor_model_parallel_size": "layout.generator.tensor_parallel",
-    "gpu_memory_utilization": "generator.vllm.memory_share",
     "n_gpus_per_node": "cluster.components.NAME.gpus_per_node",
     "nnodes": "cluster.components.NAME.ranks_per_node; the number of nodes follows from the layout",
 }

@@ -73,7 +73,7 @@ def _ratio_to_generator(config: Config) -> Iterator[Problem]:
 
 
 def starts_clipped(config: Config, rollout: RolloutConfig) -> str:
-    """Why top-p of this section takes ratios to the generator's log-probs out of the clip range even without lag; empty
+    """Why top-p of this section takes ratios to the generator's log-probs out of the clip range even at staleness 0; empty
     if it does not."""
     algorithm, top_p = config.algorithm, rollout.top_p
     lowest = 1 - algorithm.pg_clip_low
@@ -106,7 +106,7 @@ def _whole_responses(config: Config) -> Iterator[Problem]:
         cut = [name for name in KEEPS_ALL if _cuts(rollout, name)]
         text = (
             f"algorithm.{key}: sequence multiplies the shares of probability that {given} keeps at each "
-            "token, so that long responses get almost no weight even without lag; use token, turn or geometric, or "
+            "token, so long responses get almost no weight even at staleness 0; use token, turn or geometric, or "
             + " ".join(f"rollout.{name}={KEEPS_ALL[name]}" for name in cut)
         )
         involved = (("algorithm", "correction"), *(("rollout", name) for name in cut))

@@ -20,6 +20,7 @@ from hpcrl.config.domains import EnvConfig, RewardConfig
 from hpcrl.config.folders import groups
 from hpcrl.config.foreign_keys import FOREIGN
 from hpcrl.config.part_names import UNAVAILABLE
+from hpcrl.config.renamed_keys import new_name
 from hpcrl.config.schema import Config
 from hpcrl.config.unread import check_unread
 from hpcrl.spec.problems import ConfigError, Path, Problem, dotted, shortened
@@ -145,7 +146,9 @@ def _validate(given: Mapping[str, Any], composition: Composition) -> Reading:
     if not data.get("run_dir"):
         data["run_dir"] = f"runs/{data.get('run_name', Config.model_fields['run_name'].default)}"
     if isinstance(data.get("algorithm"), dict):
-        data["algorithm"].setdefault("name", config_class().model_fields["algorithm"].default.name)
+        data["algorithm"].setdefault(
+            "advantage_estimator", config_class().model_fields["algorithm"].default.advantage_estimator
+        )
     reading = Reading(None, composition)
     for problem in check_placeholders(data):
         reading.problems.append(problem)
@@ -201,6 +204,8 @@ def _hint(path: Path, data: Mapping[str, Any]) -> str:
         return SPLIT[path]
     if path == ("experiment",):
         return "unknown key; the file of an experiment must begin with the line # @package _global_"
+    if renamed := new_name(path):
+        return f"unknown key; it is now {dotted(renamed)}"
     of_algorithm = path[1] if len(path) > 1 and path[0] == "algorithm" else None
     if readers := [name for name, model in _algorithms().items() if of_algorithm in model.model_fields]:
         return f"read by {' and '.join('algorithm=' + r for r in readers)} only"
@@ -267,7 +272,7 @@ def _key_path(loc: tuple[int | str, ...]) -> Path:
 
 def _algorithms() -> dict[str, type[BaseModel]]:
     return {
-        get_args(m.model_fields["name"].annotation)[0]: m
+        get_args(m.model_fields["advantage_estimator"].annotation)[0]: m
         for m in get_args(config_class().model_fields["algorithm"].annotation)
     }
 

@@ -45,12 +45,12 @@ class RolloutConfig(Section):
     """Minimum probability of a kept token, relative to the most likely token; 0: off."""
     stop: list[str] = []
     """Strings that end a response."""
-    max_lag: NonNegative = 0
-    """Maximum lag of a token's weights behind the weights being trained, steps; 0: synchronous; 0.5: lag 1 for half of
+    max_staleness: NonNegative = 0
+    """Maximum staleness of a token, steps by which its weights are behind those being trained; 0: synchronous; 0.5: 1 for half of
     a batch."""
     on_stale: Literal["wait", "cancel"] = "wait"
-    """Groups that would become too old for max_lag: the batch waits for them, or they are cancelled and restarted,
-    which is faster and favours short responses."""
+    """Groups that would become too old for max_staleness: the batch waits for them, or they are cancelled and
+    restarted, which is faster and favours short responses."""
     on_new_weights: Literal["continue", "recompute", "restart"] = "continue"
     """Responses in progress when weights arrive: continue with the KV cache of the old weights (log-probs of no single
     policy, token/mixed_weights_ratio), recompute the cache, or restart (at most max_attempts times)."""
@@ -59,13 +59,13 @@ class RolloutConfig(Section):
     extra_members: Natural = 0
     """Redundant responses per prompt, beyond group_size; the first group_size responses count, which favours short
     responses (scheduler/kept_length, scheduler/aborted_length)."""
-    siblings_together: bool = True
+    group_affinity: bool = True
     """Send all responses to a prompt to one replica while it has room; false: each to the least loaded replica."""
     prompt_affinity: bool = False
     """Send a restarted prompt to the replica that has its prefix, if there is room."""
     routing: Literal["count", "expected_length"] = "count"
     """Unit of a replica's load: responses, or tokens expected from recent lengths in each response's domain."""
-    spare_slow_replicas: bool = True
+    speed_aware_routing: bool = True
     """Give fewer responses to a replica that decodes more slowly than others under equal load
     (scheduler/replica_speed)."""
     min_replicas: Positive = 1

@@ -87,7 +87,7 @@ class Config(Section):
     """Partial run: generate only, train only on another run's rollouts, or both with engines without a model (fake)."""
     check_weights: bool = False
     """Compare checksums of the weights of trainer and generators after every update; slow."""
-    rollouts: str | None = None
+    load_rollouts: str | None = None
     """Run folder whose rollouts are used by debug=train_only."""
     model: ModelConfig = ModelConfig()
     """The policy."""
@@ -154,7 +154,8 @@ class Config(Section):
         if not isinstance(data, dict) or not _generates_ahead(data.get("rollout")):
             return data
         default = cls.model_fields["algorithm"].get_default(call_default_factory=True)
-        given = data.get("algorithm", {"name": default.name} if hasattr(default, "name") else {})
+        estimator = getattr(default, "advantage_estimator", None)
+        given = data.get("algorithm", {"advantage_estimator": estimator} if estimator else {})
         if not isinstance(given, dict):
             return data
         surrogate = str(given.get("surrogate", "ppo"))
@@ -170,7 +171,7 @@ class Config(Section):
     @property
     def algorithm_spec(self) -> AlgorithmSpec:
         """The specification of the algorithm."""
-        return ALGORITHMS[str(getattr(self.algorithm, "name", ""))]
+        return ALGORITHMS[str(getattr(self.algorithm, "advantage_estimator", ""))]
 
     @property
     def train_engine(self) -> str:
@@ -342,9 +343,9 @@ class Config(Section):
 
 
 def _generates_ahead(rollout: Any) -> bool:
-    """Whether a section `rollout`, not yet checked, has a max_lag above 0."""
+    """Whether a section `rollout`, not yet checked, has a max_staleness above 0."""
     try:
-        return isinstance(rollout, dict) and float(rollout.get("max_lag", 0)) > 0
+        return isinstance(rollout, dict) and float(rollout.get("max_staleness", 0)) > 0
     except (TypeError, ValueError):  # which the type of the key refuses
         return False
 

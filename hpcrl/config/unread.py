@@ -75,7 +75,7 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
         if not env.examples:
             yield ("env", name, "examples_path"), ("env", name, "examples"), "no examples are shown"
     if config.debug != "train_only":
-        yield ("rollouts",), ("debug",), f"debug is {config.debug}"
+        yield ("load_rollouts",), ("debug",), f"debug is {config.debug}"
     if config.debug != "fake":
         yield ("fake",), ("debug",), f"debug is {config.debug}"
     if config.cluster.after != "chain":
@@ -175,11 +175,11 @@ def _unread_policies(config: Config) -> Iterator[tuple[Path, Path, str]]:
     if config.debug == "rollout_only":
         for key in ("correction", *CORRECTION_KEYS):
             yield ("algorithm", key), ("debug",), "debug=rollout_only does not train"
-    if rollout.max_lag == 0:
+    if rollout.max_staleness == 0:
         for key in ("on_stale", "on_new_weights"):
-            yield ("rollout", key), ("rollout", "max_lag"), "max_lag is 0, so nothing is generated ahead"
+            yield ("rollout", key), ("rollout", "max_staleness"), "max_staleness is 0, so nothing is generated ahead"
     if config.deterministic:
-        for key in ("siblings_together", "prompt_affinity", "routing", "spare_slow_replicas"):
+        for key in ("group_affinity", "prompt_affinity", "routing", "speed_aware_routing"):
             yield ("rollout", key), ("deterministic",), "deterministic=true distributes responses by their ids"
     for key, readers in CORRECTION_KEYS.items():
         if correction not in readers:

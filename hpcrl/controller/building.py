@@ -68,7 +68,7 @@ def build(
     fabric = RolloutTransfer(controller, layout)
     _build_ranks(controller, layout, weights, fabric)
     loop = _make_loop(controller, layout, config, run_dir)
-    if loop is not None and config.rollout.max_lag > 0:
+    if loop is not None and config.rollout.max_staleness > 0:
         background.listen(loop.background)
     fence = functools.partial(check_owner, run_dir, attempt)
     data: Rollouts | StoredRollouts | AnswerRows
@@ -113,7 +113,7 @@ def _make_loop(controller: Controller, layout: RoleLayout, config: Config, run_d
         layout.ranks["reward"],
         layout.ranks["env"],
         seed=config.seed,
-        burst_tokens=config.generator.burst_tokens,
+        decode_chunk_tokens=config.generator.decode_chunk_tokens,
         deterministic=config.deterministic,
         free=[replica[0] for replica in layout.free_replicas],
         scorers_of=layout.scorers_of if layout.scorers else None,

@@ -19,6 +19,7 @@ from hpcrl.checkpoint.lineage import abandon_after, cut_metrics, gaps, since
 from hpcrl.checkpoint.state import STATE, encode_state, read_state
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config
+from hpcrl.config.renamed_keys import with_new_keys
 from hpcrl.controller.long_commands import LongWork, Stalled
 from hpcrl.messaging.dispatcher import Controller, RankFailed, Started
 from hpcrl.messaging.messages import CheckFiles, FinishCheck, FinishSave, LoadPending, LoadState, SavePending, SaveState
@@ -339,7 +340,7 @@ def _sharing(role: str) -> str:
 def _moved(before: dict[str, Any], now: dict[str, Any]) -> str:
     """Differences from the layout that wrote a checkpoint, as text; empty without any."""
     # What earlier versions did not write.
-    before = dict.fromkeys(map(_sharing, ROLES), 1) | {f"{role} ranks": [] for role in ROLES} | before
+    before = dict.fromkeys(map(_sharing, ROLES), 1) | {f"{role} ranks": [] for role in ROLES} | with_new_keys(before)
     keys = [key for key in now if before.get(key) != now[key]]
     return ", ".join(f"{key} {_shown(before.get(key))} (now {_shown(now[key])})" for key in keys)
 

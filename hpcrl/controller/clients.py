@@ -154,7 +154,7 @@ class Weights:
         ranks = sorted({*self._trainers, *(rank for number in living for rank in self._replicas[number])})
         answers = self._controller.call(dict.fromkeys(ranks, pull)).values()
         lose_unreached(self._controller, answers)
-        return merge([answers_stats(answers), timed("time/step_model_update", start)])
+        return merge([answers_stats(answers), timed("time/step_update_weights", start)])
 
 
 class RolloutTransfer:

@@ -46,9 +46,9 @@ class StoredRollouts:
     """debug=train_only: each batch is that of the same step in another run's rollout store."""
 
     def __init__(self, controller: Controller, layout: RoleLayout, config: Config):
-        assert config.rollouts is not None, "checked by hpcrl.config"
+        assert config.load_rollouts is not None, "checked by hpcrl.config"
         self._controller, self._layout, self._config = controller, layout, config
-        self._run_dir = Path(config.rollouts).absolute()
+        self._run_dir = Path(config.load_rollouts).absolute()
         self._reader = RolloutReader(self._run_dir, provisional=True)
         self.stats: Stats = {}
 

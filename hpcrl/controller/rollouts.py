@@ -60,7 +60,7 @@ class Rollouts:
             parts += [harvest.stats, timed("time/step_generate", start)]
             start = time.perf_counter()
             handle = self._fabric.transfer_rollouts(config, step, harvest, sampling.truncates, self._decoupled(harvest))
-            parts.append(timed("time/step_hand_over", start))
+            parts.append(timed("time/step_rollout_transfer", start))
             if handle is None:
                 self.scheduler.give_back()
                 self._loop.restore_sizes(harvest.groups, harvest.sizes)

@@ -216,7 +216,7 @@ def _no_number(value: Any) -> str:
 
 
 def _domain(raw: dict[str, Any], config: DataConfig, where: str) -> str:
-    for key in (config.tag_key, "data_source"):
+    for key in (config.domain_key, "data_source"):
         tag = raw.get(key)
         if isinstance(tag, list) and len(tag) == 1:  # open-instruct's list of verifiers
             tag = tag[0]
@@ -244,7 +244,7 @@ def sources(config: DataConfig, split: Split) -> list[DataSource]:
 def start_domains(config: DataConfig, split: Split) -> dict[str, str]:
     """Domain -> path of the sources whose rows are starts of an environment."""
     given = (source for source in sources(config, split) if source.path.startswith(STARTS))
-    return {source.tag or source.path.removeprefix(STARTS): source.path for source in given}
+    return {source.domain or source.path.removeprefix(STARTS): source.path for source in given}
 
 
 class ChecksRows(Protocol):
@@ -296,7 +296,7 @@ class RowSet:
         for number, table in enumerate(self.tables):
             start, end = self._starts[number : number + 2]
             if table.fixed_domain is not None:  # generated rows are correct by construction
-                self.domains[start:end] = self._domain_index(self.sources[number].tag or table.fixed_domain)
+                self.domains[start:end] = self._domain_index(self.sources[number].domain or table.fixed_domain)
                 if self._check is not None:
                     yield self._check.problem_of(self._parse(number, 0), table.where(0))
                 continue
@@ -345,7 +345,7 @@ class RowSet:
 
     def _parse(self, number: int, index: int) -> Row:
         table, source = self.tables[number], self.sources[number]
-        fixed = source.tag or table.fixed_domain
+        fixed = source.domain or table.fixed_domain
         return parse_row(table.row(index), self._config, fixed, table.where(index), table.padded)
 
     def rows_of(self, domain: str) -> tuple[int, str]:
@@ -371,8 +371,9 @@ class RowSet:
 
     def fingerprint(self) -> dict[str, str]:
         """Source -> what its rows and their domains depend on, to check a cursor."""
+        key = self._config.domain_key
         return {
-            f"{number} {source.path}": f"{len(table)} rows {table.digest} tag {source.tag or self._config.tag_key}"
+            f"{number} {source.path}": f"{len(table)} rows {table.digest} tag {source.domain or key}"
             for number, (source, table) in enumerate(zip(self.sources, self.tables, strict=True))
         }
 

@@ -17,6 +17,7 @@ from typing import Any
 from hpcrl.config import Config, ConfigError, Reading, read, read_data
 from hpcrl.config.compose import Composition, Override, split_file
 from hpcrl.config.config_file import ConfigFile
+from hpcrl.config.renamed_keys import words_with_new_names
 from hpcrl.launch.hub import find_model
 from hpcrl.run_folder import CONFIG, MAY_CHANGE, SLURM, division_keys, stored_config
 from hpcrl.run_folder.changes import differences, dotted_leaves, is_below, read_words
@@ -53,7 +54,7 @@ def settle(argv: Sequence[str]) -> LaunchConfig:
     if made is None or stored is None or reading.composition.data.get("resume") == "fresh":
         return LaunchConfig(reading, words)
     now = None if reading.problems else reading.config
-    if _settings(words) == _settings(made):
+    if _settings(words_with_new_names(words)) == _settings(made):
         then, overrides = now, []
     elif now is None:
         return LaunchConfig(reading, words)

@@ -47,12 +47,12 @@ IMPORTANT = (
     *("seed", "model.path", "data.train", "data.val"),
     *("rollout.num_prompts", "rollout.group_size", "rollout.max_new_tokens", "rollout.temperature"),
     *("algorithm.num_mini_batches", "trainer.lr", "trainer.max_tokens_per_micro_batch"),
-    *("generator.max_slots", "timeouts.command_s"),
+    *("generator.max_num_seqs", "timeouts.command_s"),
 )
 
 CHOICES: dict[str, tuple[str, SpecTable[Any]]] = {
     "pipeline": ("pipeline", PIPELINES),
-    "algorithm": ("algorithm.name", ALGORITHMS),
+    "algorithm": ("algorithm.advantage_estimator", ALGORITHMS),
     "trainer": ("trainer.engine", TRAIN_ENGINES),
     "generator": ("generator.engine", GEN_ENGINES),
     "reward": ("reward.NAME.name", REWARDS),
@@ -172,9 +172,10 @@ def _blocks(name: str, models: list[type[BaseModel]]) -> list[tuple[str, list[tu
     if not shared:
         return [(f"{name}: {_doc(model)}", rows) for model, rows in keys.items()]
     blocks = [(f"{name}: keys of all kinds", shared)]
+    selecting, _ = CHOICES[name]
     for model, rows in keys.items():
-        (chosen,) = get_args(model.model_fields["name"].annotation)
-        blocks.append((f"{name}.name={chosen}: {_doc(model)}", [row for row in rows if row not in shared]))
+        (chosen,) = get_args(model.model_fields[selecting.rpartition(".")[2]].annotation)
+        blocks.append((f"{selecting}={chosen}: {_doc(model)}", [row for row in rows if row not in shared]))
     return blocks
 
 

@@ -79,7 +79,7 @@ def _inputs(
         yield "", f"note: {text} (model.dtype)"
     yield from _engines(config)
     if not config.generates and config.learns_from_rewards:
-        yield "data", f"train rollouts of {config.rollouts}"
+        yield "data", f"train rollouts of {config.load_rollouts}"
     else:
         yield "data", f"train {_sources(config.data, 'train', shown)}"
         if config.envs:
@@ -94,7 +94,7 @@ def _inputs(
     if layout.replicas:
         yield "", _generation(config, layout)
     yield from _served(config, layout)
-    if config.generates and config.rollout.max_lag > 0:
+    if config.generates and config.rollout.max_staleness > 0:
         yield from _asynchrony(config)
 
 
@@ -103,7 +103,7 @@ def _served(config: Config, layout: RoleLayout) -> Iterator[tuple[str, str]]:
     judge, scores = config.judge, config.reward_model
     if ranks := len(layout.ranks["judge"]):
         lengths = f"questions up to {judge.max_prompt_tokens} tokens, answers up to {judge.max_new_tokens}"
-        slots = f"{ranks} rank(s) x {judge.max_slots} slots, {judge.engine}"
+        slots = f"{ranks} rank(s) x {judge.max_num_seqs} slots, {judge.engine}"
         yield "judge", f"{_folder(judge.path)}, {judge.dtype}; {lengths}; {slots}"
     if ranks := len(layout.ranks["reward_model"]):
         yield "scores", f"{_folder(scores.path)}, {scores.dtype}; up to {scores.max_tokens} tokens; {ranks} rank(s)"
@@ -150,7 +150,7 @@ def _work(config: Config) -> str:
 
 def _algorithm(config: Config) -> str:
     """The algorithm, with the preset that the configuration has if it is named otherwise."""
-    name, preset = getattr(config.algorithm, "name", ""), preset_of(config)
+    name, preset = getattr(config.algorithm, "advantage_estimator", ""), preset_of(config)
     return name if preset in ("", name) else f"algorithm={preset} ({name})"
 
 
@@ -170,7 +170,7 @@ def _debug(config: Config) -> str:
     fake = config.fake
     return {
         "rollout_only": "rollout_only: no log-probs, no optimizer step; the initial weights stay",
-        "train_only": f"train_only: nothing is generated for training; step N trains on step N of {config.rollouts}",
+        "train_only": f"train_only: generates nothing for training; step N trains on step N of {config.load_rollouts}",
         "fake": "fake: engines without a model (only its tokenizer is used), with durations "
         f"{fake.decode_s:g} s per decode step, {fake.logprobs_s:g} s for the log-probs of a batch, {fake.train_s:g} s "
         f"per optimizer step; random rewards, {fake.pass_rate:.0%} pass",
@@ -245,7 +245,7 @@ def _batch(config: Config, layout: RoleLayout) -> str:
 
 
 def _generation(config: Config, layout: RoleLayout) -> str:
-    replicas, slots = len(layout.replicas), config.generator.max_slots
+    replicas, slots = len(layout.replicas), config.generator.max_num_seqs
     return (
         f"prompts up to {config.data.max_prompt_tokens} tokens, responses up to {config.max_response_tokens}; "
         f"{replicas} generator replica(s) x {slots} slots = {replicas * slots} responses at once"
@@ -254,7 +254,7 @@ def _generation(config: Config, layout: RoleLayout) -> str:
 
 def _asynchrony(config: Config) -> Iterator[tuple[str, str]]:
     rollout, algorithm = config.rollout, config.algorithm
-    behind = f"up to {rollout.max_lag:g} steps behind, on_stale={rollout.on_stale}"
+    behind = f"up to {rollout.max_staleness:g} steps behind, on_stale={rollout.on_stale}"
     corrected = str(algorithm.correction)
     for key, what in (("correction_level", " weights"), ("rejection_level", ", rejection by the ratio")):
         if level := algorithm.correction_levels.get(key):

@@ -7,6 +7,7 @@ from pathlib import Path
 from hpcrl.config import Config, ConfigError, Problem
 from hpcrl.config.off_policy import starts_clipped, weighed_shares
 from hpcrl.run_folder import CONFIG, stored_config
+from hpcrl.spec.problems import dotted
 from hpcrl.system.files import steps_in
 
 
@@ -19,18 +20,20 @@ def stored_steps(run_dir: Path) -> int:
 
 
 def check_rollouts(config: Config) -> list[Problem]:
-    """Problems of the run named by `rollouts`; none for other modes."""
-    if config.debug != "train_only" or config.rollouts is None:
+    """Problems of the run named by `load_rollouts`; none for other modes."""
+    if config.debug != "train_only" or config.load_rollouts is None:
         return []
-    run_dir = Path(config.rollouts)
+    run_dir = Path(config.load_rollouts)
     count = stored_steps(run_dir)
     if not count:
-        text = f"rollouts: {run_dir} has no rollouts/step_000001; give the folder of a run that stored its rollouts"
-        return [Problem(("rollouts",), text)]
+        text = (
+            f"load_rollouts: {run_dir} has no rollouts/step_000001; give the folder of a run that stored its rollouts"
+        )
+        return [Problem(("load_rollouts",), text)]
     problems = []
     if count < config.max_steps:
         text = f"max_steps: {config.max_steps}, and {run_dir} has rollouts of {count} steps; use max_steps={count}"
-        problems.append(Problem(("max_steps",), text, (("rollouts",),)))
+        problems.append(Problem(("max_steps",), text, (("load_rollouts",),)))
     return problems + _check_sampling(config, run_dir)
 
 
@@ -42,31 +45,31 @@ def _check_sampling(config: Config, run_dir: Path) -> list[Problem]:
     try:
         stored = stored_config(run_dir)
     except ConfigError as error:
-        return [Problem(("rollouts",), f"rollouts: {line}") for line in error.problems]
+        return [Problem(("load_rollouts",), f"load_rollouts: {line}") for line in error.problems]
     problems, asked, drawn = [], config.rollout.temperature, stored.rollout
     if config.algorithm_spec.greedy_sibling and not stored.algorithm_spec.greedy_sibling:
-        text = (
-            f"algorithm.name: it needs the reward of a greedy response to every prompt, and the rollouts of {run_dir} "
-            "were drawn without; use those of a run with the same algorithm"
-        )
-        problems.append(Problem(("algorithm", "name"), text, (("rollouts",),)))
+        text = f"the reward of a greedy response to every prompt, and the rollouts of {run_dir} were drawn without"
+        problems.append(_lacking(text))
     if config.decoupling_eps is not None and stored.decoupling_eps is None:
-        text = (
-            f"algorithm.name: it needs decoupled rewards, and the rollouts of {run_dir} have none; use those of a run "
-            "with the same algorithm"
-        )
-        problems.append(Problem(("algorithm", "name"), text, (("rollouts",),)))
+        text = f"decoupled rewards, and the rollouts of {run_dir} have none"
+        problems.append(_lacking(text))
     key, given = weighed_shares(config, drawn)
     if key:
         text = (
             f"algorithm.{key}: sequence multiplies the shares of probability that sampling kept at each "
             f"token, and the rollouts of {run_dir} were drawn with {given}; use token, turn or geometric"
         )
-        problems.append(Problem(("algorithm", key), text, (("rollouts",),)))
+        problems.append(Problem(("algorithm", key), text, (("load_rollouts",),)))
     if text := starts_clipped(config, drawn):
         text = f"algorithm.ratio_to: the rollouts of {run_dir} were drawn with rollout.top_p={text}"
-        problems.append(Problem(("algorithm", "ratio_to"), text, (("rollouts",),)))
+        problems.append(Problem(("algorithm", "ratio_to"), text, (("load_rollouts",),)))
     if drawn.temperature != asked:
         text = f"rollout.temperature: {asked:g}, and the rollouts of {run_dir} were drawn at {drawn.temperature:g}"
-        problems.append(Problem(("rollout", "temperature"), f"{text}; use that", (("rollouts",),)))
+        problems.append(Problem(("rollout", "temperature"), f"{text}; use that", (("load_rollouts",),)))
     return problems
+
+
+def _lacking(text: str) -> Problem:
+    path = ("algorithm", "advantage_estimator")
+    why = f"{dotted(path)}: it needs {text}; use the rollouts of a run with the same algorithm"
+    return Problem(path, why, (("load_rollouts",),))

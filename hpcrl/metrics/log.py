@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +23,20 @@ from hpcrl.system.log import BARE
 logger = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
+
+RENAMED = {
+    # until 0.5
+    "actor/correction_cut": "actor/correction_clipfrac",
+    "judge/told_to_wait": "judge/refused",
+    "reward_model/told_to_wait": "reward_model/refused",
+    "scheduler/stale": "scheduler/late_events",
+    "time/step_hand_over": "time/step_rollout_transfer",
+    "time/step_model_update": "time/step_update_weights",
+    **{f"scheduler/version_lag/{part}": f"scheduler/staleness/{part}" for part in ("mean", "max", "min")},
+}
+"""Metric of an earlier version -> its name now."""
+_OF_DOMAIN = re.compile(r"(?!domain/|val/|env/).+/(score$|(actor|critic|group|token)/)")
+"""Metrics of a domain in earlier versions, now below `domain/`."""
 
 
 class MetricsLog:
@@ -89,7 +105,8 @@ class MetricsLog:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Rows of metrics.jsonl, None for non-finite values; empty without a file.
+    """Rows of metrics.jsonl, None for non-finite values; empty without a file. Metrics of earlier versions have their
+    new names.
 
     Lines without a step and truncated lines, left by a kill or by a superseded attempt, are skipped; the next resume
     moves them away.
@@ -103,5 +120,10 @@ def _row(line: bytes) -> dict[str, Any] | None:
     with contextlib.suppress(ValueError):
         row = json.loads(line)
         if line.endswith(b"\n") and isinstance(row, dict) and isinstance(row.get("step"), int):
-            return row
+            return {_name_now(name): value for name, value in row.items()}
     return None
+
+
+@functools.cache
+def _name_now(name: str) -> str:
+    return f"domain/{name}" if _OF_DOMAIN.match(name) else RENAMED.get(name, name)

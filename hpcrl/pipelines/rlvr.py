@@ -15,8 +15,8 @@ SPEC = PipelineSpec(about="Reinforcement learning from verifiable rewards.", mak
 def rlvr(run: Run) -> None:
     """Train the policy of `run` to its last step.
 
-    In the background: with rollout.max_lag above 0, replicas that do not train generate for later steps while the run
-    waits for other ranks (RolloutLoop.background); a running save is committed while the run waits for responses
+    In the background: with rollout.max_staleness above 0, replicas that do not train generate for later steps while the
+    run waits for other ranks (RolloutLoop.background); a running save is committed while the run waits for responses
     (Checkpoints.commit_if_written); roles on rank 0 work in every wait (Worker.pump).
     """
     run.publish(run.first_step)

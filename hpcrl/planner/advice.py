@@ -66,8 +66,8 @@ def _changes(config: Config, shape: ModelShape) -> Iterator[Change]:
     if trainer.logits_chunk_tokens > SMALLEST_CHUNK:
         yield ("trainer", "logits_chunk_tokens"), SMALLEST_CHUNK
     yield from own.get("recompute", ())
-    if generator.max_slots >= 2 * SMALLEST_SLOTS:
-        yield ("generator", "max_slots"), generator.max_slots // 2
+    if generator.max_num_seqs >= 2 * SMALLEST_SLOTS:
+        yield ("generator", "max_num_seqs"), generator.max_num_seqs // 2
     yield ("trainer", "param_dtype"), "bfloat16"
     yield ("generator", "dtype"), "bfloat16"
     if GEN_ENGINES[generator.engine].tensor_parallel:

@@ -28,7 +28,7 @@ def generator_parts(
 ) -> list[Part]:
     """Parts of a generator rank. resident, cached: phases in which the weights and the KV cache are on the device."""
     generator, rollout, tensor = config.generator, config.rollout, config.layout.generator.tensor_parallel
-    num_bytes, slots = BYTES[generator.dtype], generator.max_slots
+    num_bytes, slots = BYTES[generator.dtype], generator.max_num_seqs
     weights = sum(split_size(p, shape, tensor, tensor) for p in shape.parameters) * num_bytes
     low_rank, engine = sum(p.size for p in adapters(config.lora, shape)) * num_bytes, GEN_ENGINES[config.gen_engine]
     away = tuple(phase for phase in PHASES if phase not in resident) if config.lora is not None else ()
@@ -67,7 +67,7 @@ def shares_weights(config: Config, layout: RoleLayout) -> bool:
         in_one_process(config, layout)
         and GEN_ENGINES[config.gen_engine].shares_weights
         and config.generator.dtype == config.base_dtype
-        and config.rollout.max_lag == 0
+        and config.rollout.max_staleness == 0
     )
 
 
@@ -84,7 +84,7 @@ def paged_cache(config: Config, shape: ModelShape) -> tuple[int, int]:
     """The `plan` of an engine whose cache uses free memory in pages: bytes for all slots at full length, and the least,
     for one."""
     longest = token_bytes(config, shape) * config.max_sequence_tokens
-    return longest * config.generator.max_slots, longest
+    return longest * config.generator.max_num_seqs, longest
 
 
 def too_small_cache(config: Config, engine: str, given: int | None, least: int) -> Iterator[Problem]:

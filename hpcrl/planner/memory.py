@@ -164,7 +164,7 @@ def _kind(
 def may_share_device(config: Config, layout: RoleLayout) -> bool:
     """Whether trainer and generator share ranks, never work at the same time there, and layout.offload allows it."""
     shared = set(layout.ranks["trainer"]) & set(layout.ranks["generator"])
-    return bool(shared) and config.layout.offload != "never" and config.rollout.max_lag == 0
+    return bool(shared) and config.layout.offload != "never" and config.rollout.max_staleness == 0
 
 
 def _summed(
@@ -211,7 +211,7 @@ def _routes(config: Config, shape: ModelShape, roles: Collection[RoleName], layo
         yield Part("trainer", "routes", 2 * held * shape.route_bytes, on_host=True)
     if "generator" in roles:  # and those of running responses, in a table that doubles when it is full
         held = -(-samples // len(layout.replicas)) * longest
-        running = 2 * config.generator.max_slots * config.max_response_tokens
+        running = 2 * config.generator.max_num_seqs * config.max_response_tokens
         yield Part("generator", "routes", (held + running) * shape.route_bytes, on_host=True)
 
 

@@ -62,7 +62,7 @@ class RolloutLoop:
         envs: Sequence[int],
         *,
         seed: int,
-        burst_tokens: int,
+        decode_chunk_tokens: int,
         deterministic: bool,
         free: Collection[int] = (),
         scorers_of: Callable[[str], Sequence[int]] | None = None,
@@ -71,7 +71,7 @@ class RolloutLoop:
         """replicas: the ranks of each, by first rank. free: the replicas whose ranks neither train nor control, so that
         they may continue while others do. scorers_of: those of a domain, if some of them score one domain only. errors:
         what counts the errors of samples."""
-        self._controller, self._seed, self._burst_tokens = controller, seed, burst_tokens
+        self._controller, self._seed, self._decode_chunk_tokens = controller, seed, decode_chunk_tokens
         self._deterministic = deterministic
         self._replicas = {ranks[0]: ReplicaLink(controller, ranks) for ranks in replicas}
         self._generating = frozenset(rank for replica in self._replicas.values() for rank in replica.ranks)
@@ -259,7 +259,7 @@ class RolloutLoop:
         for replica in replicas:
             while replica.live > 0 and replica.num_chunks < ahead and not replica.lost:
                 receivers, envs = self._alive(self._scorers, replica), self._alive(self._envs, replica)
-                replica.burst(messages.DecodeChunk(self._burst_tokens, receivers, envs))
+                replica.burst(messages.DecodeChunk(self._decode_chunk_tokens, receivers, envs))
 
     def _settle_down(self, going_on: Collection[ReplicaLink]) -> None:
         """Wait for outstanding bursts, so that at the end of a step all replicas are idle except those that
@@ -431,7 +431,7 @@ class RolloutLoop:
         stream, prompt = self._stream_of(result.sample), self._prompt_of(result.sample)
         if stream is not None and prompt is not None:
             stats = {f"env/{prompt.domain}/{name}": scalar(value) for name, value in result.metrics.items()}
-            stream.stats.append(stats | ({f"{prompt.domain}/score": scalar(result.score)} if scored else {}))
+            stream.stats.append(stats | ({f"domain/{prompt.domain}/score": scalar(result.score)} if scored else {}))
 
 
 def _order(event: events.SchedulerEvent) -> tuple:

@@ -11,15 +11,16 @@ import yaml
 
 from hpcrl.config import Config, ConfigError, parse
 from hpcrl.config.config_file import words_in
+from hpcrl.config.renamed_keys import with_new_names
 from hpcrl.run_folder.records import CONFIG
 from hpcrl.spec.tables import GEN_ENGINES, TRAIN_ENGINES
 
 _DIVISION = (
     "trainer.max_tokens_per_micro_batch",
     "trainer.logits_chunk_tokens",
-    "generator.max_slots",
-    "generator.burst_tokens",
-    *(f"judge.{key}" for key in ("max_slots", "max_requests", "burst_tokens")),
+    "generator.max_num_seqs",
+    "generator.decode_chunk_tokens",
+    *(f"judge.{key}" for key in ("max_num_seqs", "max_requests", "decode_chunk_tokens")),
     *(f"reward_model.{key}" for key in ("max_tokens_per_batch", "max_requests")),
 )
 MAY_CHANGE = (
@@ -68,14 +69,14 @@ def stored_config(run_dir: Path) -> Config:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.yaml as stored. ConfigError if it is damaged."""
+    """config.yaml, with the keys of this version. ConfigError if it is damaged."""
     try:
         stored = yaml.safe_load((folder / CONFIG).read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError([f"{folder / CONFIG} cannot be read: {' '.join(str(error).split())}"]) from error
     if not isinstance(stored, dict):
         raise ConfigError([f"{folder / CONFIG} contains no configuration; {folder} is not a run folder of hpcrl"])
-    return stored
+    return with_new_names(stored)
 
 
 def read_words(folder: Path) -> tuple[str, ...] | None:

@@ -134,10 +134,10 @@ class PolicyLoss(Section):
     advantage_clip: PositiveFloat | None = None
     """Advantages are clamped to +- this value; null: off."""
     correction: Literal["none", "truncate", "mask", "reject"] = "none"
-    """Off-policy correction, by default truncate with rollout.max_lag above 0: token losses are multiplied by the ratio
-    of the trainer's probabilities before the step to the generator's, clipped at correction_high (truncate, TIS) or
-    dropped outside correction_low..correction_high (mask, MIS). reject: responses with any ratio outside these bounds
-    are dropped, all others keep weight 1."""
+    """Off-policy correction, by default truncate with rollout.max_staleness above 0: token losses are multiplied by the
+    ratio of the trainer's probabilities before the step to the generator's, clipped at correction_high (truncate, TIS)
+    or dropped outside correction_low..correction_high (mask, MIS). reject: responses with any ratio outside these
+    bounds are dropped, all others keep weight 1."""
     correction_level: Literal["token", "turn", "geometric", "sequence"] = "token"
     """Level of the ratio: per token, the geometric mean over a turn of the model, or the geometric mean or the product
     over a response."""

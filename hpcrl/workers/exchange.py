@@ -78,11 +78,11 @@ class Exchange:
         if worker.config.debug != "rollout_only":  # which keeps its initial weights
             rollout, trained = worker.config.rollout, command.batch - 1
             batch.on_policy = on_policy(batch, trained, rollout.on_new_weights == "recompute")
-            oldest = trained - math.ceil(rollout.max_lag)
+            oldest = trained - math.ceil(rollout.max_staleness)
             versions = batch.versions[batch.loss_mask]
             if bool((versions < oldest).any()):
                 text = f"step {command.batch} got a token of weights {int(versions.min())}"
-                raise RuntimeError(f"{text}; rollout.max_lag allows {oldest}")
+                raise RuntimeError(f"{text}; rollout.max_staleness allows {oldest}")
         return Done(seq)
 
     def _drop_batch(self, command: DropBatch, seq: int) -> None:

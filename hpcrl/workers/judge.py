@@ -67,13 +67,13 @@ class JudgeRole:
         make = GEN_ENGINES[config.gen_engine].load()
         self.engine: GenEngine = make(config, path, self._tokenizer, ReplicaRanks((rank,)))
         self.engine.load_weights(read_safetensors(path), version=0)
-        self._burst, self._most_prompt = config.generator.burst_tokens, config.data.max_prompt_tokens
+        self._burst, self._most_prompt = config.generator.decode_chunk_tokens, config.data.max_prompt_tokens
         self._most_new = config.rollout.max_new_tokens
         self._questions: dict[int, Question] = {}  # by request
         self._texts = TurnTexts(self._tokenizer)
         self._prompts: dict[int, list[int]] = {}  # their last tokens
         self._num_asked = 0
-        self._load = Load("judge", self.engine.max_slots)
+        self._load = Load("judge", self.engine.max_num_seqs)
         world = worker.world
         most = config.generator.most_requests
         self._service = Service(world.address, world.token, {PATH: ChatRequest}, most, world.intake.news.set)

@@ -43,7 +43,7 @@ class Load:
             f"{role}/in_flight/max^": scalar(most),
             f"{role}/slots_used": Stat(self._slot_s, self._busy_s * self._slots),
             f"{role}/answered": scalar(answered),
-            f"{role}/told_to_wait": scalar(refused),
+            f"{role}/refused": scalar(refused),
         }
         self._total_s = self._busy_s = self._request_s = self._slot_s = 0.0
         self._most, self._num_answered = self._open, 0

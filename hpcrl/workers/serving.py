@@ -63,7 +63,7 @@ class Service:
         self._decoders = {path: msgspec.json.Decoder(kind) for path, kind in paths.items()}
         self._token, self._most, self._wake = token, most, wake
         self._open, self._lock = 0, threading.Lock()
-        self._told_to_wait = 0
+        self._refused = 0
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         kind = type("_Server", (_Server,), {"address_family": family})
         self._server = kind((address, 0), self)
@@ -87,7 +87,7 @@ class Service:
     def take_refused(self) -> int:
         """Questions that were told to come back since the last call."""
         with self._lock:
-            count, self._told_to_wait = self._told_to_wait, 0
+            count, self._refused = self._refused, 0
         return count
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ class Service:
             return _error(400, f"the request is not as expected: {error}")
         with self._lock:
             if self._open >= self._most:
-                self._told_to_wait += 1
+                self._refused += 1
                 return _error(503, f"{self._open} requests are open, the most is {self._most}")
             self._arrived.put(question)
             self._open += 1

@@ -92,7 +92,7 @@ def test_running_statistics_are_those_of_all_steps_of_the_domain() -> None:
     batch, table = make_batch([[0, 1]], [6.0], [9])
     table = RewardTable(**{**vars(table), "domains": {"a": [9]}})
     stats = advantages(pair, batch, table)
-    assert stats["a/critic/running_mean"].total == pytest.approx(4.5), "1, 3, 8, 6"
+    assert stats["domain/a/critic/running_mean"].total == pytest.approx(4.5), "1, 3, 8, 6"
     numbers = pair.adapt(stats)
     assert numbers["_reward_moments/count/b"] == 2, "a domain without prompts in a step keeps its statistics"
 

@@ -357,7 +357,10 @@ def test_every_algorithm_is_the_pair_that_its_specification_says():
 
 
 def test_a_supervised_run_has_an_objective_of_its_own_and_no_credit():
-    words = {"algorithm": {"name": "grpo", "ppo_epochs": 3, "kl_loss_coef": 0.1}, "rollout": {"temperature": 0.5}}
+    words = {
+        "algorithm": {"advantage_estimator": "grpo", "ppo_epochs": 3, "kl_loss_coef": 0.1},
+        "rollout": {"temperature": 0.5},
+    }
     supervised = make_algorithm(parse({"pipeline": "sft"} | words))
     assert type(supervised.objective) is CrossEntropy and supervised.estimator is None
     assert (supervised.objective.temperature, supervised.objective.optimizer_steps) == (1.0, 1)
@@ -416,16 +419,18 @@ def test_every_domain_has_its_own_statistics():
     assert domain_stats(batch, replace(table, domains={"one": [1, 2, 3]})) == {}, "they are those of the batch"
     stats = domain_stats(batch, replace(table, domains={"a": [1], "b": [2, 3], "absent": []}))
     expected = {
-        "a/critic/score/*": (8.0, 4, 0.0, 5.0), "b/critic/score/*": (4.5, 3, 0.5, 3.0),
-        "a/critic/rewards/*": (8.0, 4, 0.0, 5.0), "b/token/response_length/*": (10.0, 3, 2.0, 4.0),
-        "a/token/response_length/*": (7.0, 4, 0.0, 4.0), "b/token/prompt_length/*": (4.0, 3, 1.0, 2.0),
-        "a/actor/valid_sample_ratio": (3.0, 4, 0.0, 1.0), "b/actor/valid_sample_ratio": (2.0, 3, 0.0, 1.0),
-        "a/token/response_length/clip_ratio": (1.0, 4, 0.0, 1.0), "b/group/all_correct_ratio": (1.0, 2, 0.0, 1.0),
+        "domain/a/critic/score/*": (8.0, 4, 0.0, 5.0), "domain/b/critic/score/*": (4.5, 3, 0.5, 3.0),
+        "domain/a/critic/rewards/*": (8.0, 4, 0.0, 5.0), "domain/b/token/response_length/*": (10.0, 3, 2.0, 4.0),
+        "domain/a/token/response_length/*": (7.0, 4, 0.0, 4.0), "domain/b/token/prompt_length/*": (4.0, 3, 1.0, 2.0),
+        "domain/a/actor/valid_sample_ratio": (3.0, 4, 0.0, 1.0),
+        "domain/b/actor/valid_sample_ratio": (2.0, 3, 0.0, 1.0),
+        "domain/a/token/response_length/clip_ratio": (1.0, 4, 0.0, 1.0),
+        "domain/b/group/all_correct_ratio": (1.0, 2, 0.0, 1.0),
     }  # fmt: skip
     assert {name: tuple(stats[name]) for name in expected} == expected
-    assert not any(name.startswith("absent") for name in stats)
+    assert not any(name.startswith("domain/absent") for name in stats)
     whole = advantage_stats(batch)["critic/advantages/*"]
-    parts = merge([{"x": stats[f"{name}/critic/advantages/*"]} for name in "ab"])["x"]
+    parts = merge([{"x": stats[f"domain/{name}/critic/advantages/*"]} for name in "ab"])["x"]
     assert parts == pytest.approx(whole)
     old, ref, rows = batch.old_logprobs, batch.ref_logprobs, batch.row_ids
     for name, first, last in (("a", 0, 3), ("b", 4, 6)):
@@ -433,9 +438,9 @@ def test_every_domain_has_its_own_statistics():
         weights = [float(batch.weights[rows[t]]) for t in chosen]
         gaps = [float(ref[t] - old[t]) for t in chosen]
         total = sum(w * (math.exp(gap) - gap - 1) for w, gap in zip(weights, gaps, strict=True))
-        assert stats[f"{name}/critic/kl"][:2] == pytest.approx((total, sum(weights)))
+        assert stats[f"domain/{name}/critic/kl"][:2] == pytest.approx((total, sum(weights)))
     batch.ref_logprobs = None
-    assert "a/critic/kl" not in domain_stats(batch, replace(table, domains={"a": [1], "b": [2, 3]}))
+    assert "domain/a/critic/kl" not in domain_stats(batch, replace(table, domains={"a": [1], "b": [2, 3]}))
 
 
 def test_responses_of_mixed_weights_are_counted():

@@ -89,7 +89,7 @@ def test_losses_are_those_of_the_formulas(surrogate: str) -> None:
 
 def test_a_penalty_without_effect_and_empty_bounds_are_refused() -> None:
     def section(**keys: Any) -> Any:
-        return parse({"algorithm": {"name": "grpo", **keys}}).algorithm
+        return parse({"algorithm": {"advantage_estimator": "grpo", **keys}}).algorithm
 
     with pytest.raises(ValueError, match="kl_cov penalises how far"):
         section(surrogate="kl_cov")

@@ -74,7 +74,7 @@ def run(name: str, form: str, credit: str, seed: int, folder: Path) -> Line:
     run_dir, section = folder / f"{name}_{form}_{credit}_{seed}", f"env.{env.section}"
     words = [f"+experiment={env.experiment}", f"model.path={folder / f'{name}_sft' / 'hf'}", f"seed={seed}"]
     words += [f"max_steps={env.steps}", f"eval_every={env.steps // EVALUATIONS}"]
-    words += ["layout=single", "save_every=0", "rollout.save_rollouts=false", f"algorithm.name={credit}"]
+    words += ["layout=single", "save_every=0", "rollout.save_rollouts=false", f"algorithm.advantage_estimator={credit}"]
     words += [f"{section}.episode={form}"]
     words += [f"{section}.history=100", "data.max_prompt_tokens=1024"] if form == "steps" else []
     line = {"environment": name, "form": form, "credit": credit, "seed": seed, "steps": env.steps}

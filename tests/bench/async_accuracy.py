@@ -1,4 +1,4 @@
-"""Whether asynchronous training learns as well as synchronous training: the demonstration at max_lag 0, 1, 2 and 4.
+"""Whether asynchronous training learns as well as synchronous training: the demonstration at staleness 0, 1, 2 and 4.
 
     python -m tests.bench.async_accuracy --model runs/demo_sft/hf [--runs FOLDER] [--plot FILE]
 
@@ -24,13 +24,13 @@ from tests.bench.vs_trl import launch
 
 DEFAULTS = ["~algorithm.correction", "~algorithm.correction_level"]  # without what the recipe sets
 VARIANTS = {
-    "sync": ["rollout.max_lag=0", "algorithm.correction=none"],
-    "lag_1": ["rollout.max_lag=1"],
-    "lag_2": ["rollout.max_lag=2"],
-    "lag_4": ["rollout.max_lag=4"],
-    "lag_4_defaults": ["rollout.max_lag=4", *DEFAULTS],
-    "lag_4_generator": ["rollout.max_lag=4", "~algorithm.correction", "algorithm.ratio_to=generator"],
-    "lag_4_uncorrected": ["rollout.max_lag=4", "algorithm.correction=none"],
+    "sync": ["rollout.max_staleness=0", "algorithm.correction=none"],
+    "lag_1": ["rollout.max_staleness=1"],
+    "lag_2": ["rollout.max_staleness=2"],
+    "lag_4": ["rollout.max_staleness=4"],
+    "lag_4_defaults": ["rollout.max_staleness=4", *DEFAULTS],
+    "lag_4_generator": ["rollout.max_staleness=4", "~algorithm.correction", "algorithm.ratio_to=generator"],
+    "lag_4_uncorrected": ["rollout.max_staleness=4", "algorithm.correction=none"],
 }
 FIGURES = {"sampled": "val/sampled/score/mean", "greedy": "val/score/mean"}
 T_90 = {
@@ -75,7 +75,7 @@ def summary(runs: dict[str, list[list[dict[str, float | None]]]]) -> dict[str, o
     for variant, seeds in runs.items():
         last = [rows[-1] for rows in seeds]
         shown: dict[str, object] = {name: [round(v, 3) for v in values] for name, values in ends[variant].items()}
-        shown["lag_mean"] = round(statistics.mean(float(row["scheduler/version_lag/mean"] or 0.0) for row in last), 2)
+        shown["lag_mean"] = round(statistics.mean(float(row["scheduler/staleness/mean"] or 0.0) for row in last), 2)
         steps = [float(row["time/step_total"] or 0.0) for rows in seeds for row in rows[3:]]
         shown["step_s"] = round(statistics.median(steps), 3)
         if variant != "sync" and "sync" in ends:

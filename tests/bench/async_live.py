@@ -2,7 +2,7 @@
 
     python -m tests.bench.async_live [--steps N] [--only answers|environments]
 
-Four processes each time: controller, trainer, generator, reward. max_lag 0 against 1 and 2. The model is random, 4
+Four processes each time: controller, trainer, generator, reward. staleness 0 against 1 and 2. The model is random, 4
 layers of 256, and ends an answer at every token with probability 1/64 (vs_trl's long setting): the longest of 128 is
 about seven times the median. One JSON line: seconds of a step, of it the trainer waiting for a batch and for its
 weights to be taken, decode rate, the speed-up, and its bound: sync generation + training over the longer of the two.
@@ -31,7 +31,7 @@ rollout.num_prompts=8 rollout.group_size=8 rollout.max_new_tokens=16 algorithm.n
 env.default.class_path=tests.bench.slow_env:SlowEnv env.default.max_turns=3 env.default.num_threads=256
 +env.default.options.mean_s=0.2 +env.default.options.std_s=0.06
 layout.env.num_ranks=1 layout.reward.num_ranks=null layout.reward.colocate_with=env
-generator.max_slots=64 generator.max_requests=256 generator.burst_tokens=4
+generator.max_num_seqs=64 generator.max_requests=256 generator.decode_chunk_tokens=4
 """
 TAILS = {"answers": ANSWERS, "environments": LATE}
 FIGURES = {
@@ -39,16 +39,21 @@ FIGURES = {
     "waits_for_batch_s": "time/step_generate",
     "train_s": "time/step_train",
     "old_logprobs_s": "time/old_log_probs",
-    "publish_s": "time/step_model_update",
+    "publish_s": "time/step_update_weights",
     "decode_tps": "system/decode_tps",
-    "lag": "scheduler/version_lag/mean",
+    "lag": "scheduler/staleness/mean",
 }
 
 
-def measure(model: Path, rows: Path, sizes: str, max_lag: int, steps: int, run_dir: Path) -> dict[str, float]:
+def measure(model: Path, rows: Path, sizes: str, max_staleness: int, steps: int, run_dir: Path) -> dict[str, float]:
     """Means over the steps after the warm ones."""
     words = ["pipeline=rlvr", "algorithm=grpo", *LAYOUT.split(), *sizes.split(), "save_every=0", "eval_every=0"]
-    words += [f"model.path={model}", f"data.train={rows}", f"rollout.max_lag={max_lag}", f"max_steps={steps}"]
+    words += [
+        f"model.path={model}",
+        f"data.train={rows}",
+        f"rollout.max_staleness={max_staleness}",
+        f"max_steps={steps}",
+    ]
     launch([*words, "reward.default.name=exact_match", "trainer.lr=1e-5"], run_dir)
     metrics = [row for row in read_metrics(run_dir) if row["step"] > WARM_STEPS]
     found = {name: statistics.mean(float(row.get(key) or 0.0) for row in metrics) for name, key in FIGURES.items()}

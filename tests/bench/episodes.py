@@ -47,7 +47,7 @@ pipeline=agentic algorithm=grpo debug=fake layout=disaggregated layout.trainer.n
 layout.reward.num_ranks=null layout.reward.colocate_with=env data.train=env:default cluster.oversubscribe=true
 env.default.name=class env.default.class_path=tests.bench.slow_env:LateEnv save_every=0 eval_every=0
 fake.train_s=0.05 fake.logprobs_s=0.01 fake.publish_s=0 fake.prefill_s=0 rollout.save_rollouts=false
-data.max_prompt_tokens=32 rollout.max_new_tokens=64 generator.burst_tokens=4 algorithm.num_mini_batches=1
+data.max_prompt_tokens=32 rollout.max_new_tokens=64 generator.decode_chunk_tokens=4 algorithm.num_mini_batches=1
 trackers=[] cluster.device=cpu
 """
 
@@ -114,12 +114,12 @@ def _decoding_s(row: dict[str, Any]) -> float:
 def world(slots: int, turns: int, latency: Latency) -> World:
     """What the processes do, in the simulator's terms."""
     lengths = Lengths("lognormal", TOKENS, TAIL, 64, 0.0)
-    return World(2, slots, lengths, 1.0, turns, latency, Latency(0.0), DECODE_S, 0.0, burst_tokens=4)
+    return World(2, slots, lengths, 1.0, turns, latency, Latency(0.0), DECODE_S, 0.0, decode_chunk_tokens=4)
 
 
 def environments(folder: Path, steps: int) -> dict[str, Any]:
     """Lockstep against each episode on its own."""
-    keys: dict[str, object] = {"rollout.num_prompts": 16, "rollout.group_size": 8, "generator.max_slots": 64}
+    keys: dict[str, object] = {"rollout.num_prompts": 16, "rollout.group_size": 8, "generator.max_num_seqs": 64}
     keys |= {"env.default.max_turns": 5, "env.default.options.mean_s": 0.2, "env.default.options.std_s": 0.2}
     keys |= {"fake.decode_s": DECODE_S, "fake.median_tokens": TOKENS, "fake.tail": TAIL, "layout.env.num_ranks": 1}
     found: dict[str, Any] = {}
@@ -135,7 +135,7 @@ def environments(folder: Path, steps: int) -> dict[str, Any]:
 
 def redundant(folder: Path, steps: int) -> dict[str, Any]:
     """32 x 8 against 36 x 9."""
-    keys: dict[str, object] = {"rollout.num_prompts": 32, "rollout.group_size": 8, "generator.max_slots": 162}
+    keys: dict[str, object] = {"rollout.num_prompts": 32, "rollout.group_size": 8, "generator.max_num_seqs": 162}
     keys |= {"env.default.max_turns": 10, "env.default.options.mean_s": 0.2, "env.default.options.std_s": 0.1}
     keys |= {"env.default.options.turns": 10, "env.default.options.slow_share": 0.01, "layout.env.num_ranks": 1}
     keys |= {"env.default.options.hung_share": 0.002, "env.default.timeout_s": HUNG_AFTER_S}
@@ -164,7 +164,7 @@ def turn(folder: Path, steps: int) -> dict[str, Any]:
 
 def concurrent(folder: Path, steps: int) -> dict[str, Any]:
     """Two thousand episodes at once."""
-    keys: dict[str, object] = {"rollout.num_prompts": 250, "rollout.group_size": 8, "generator.max_slots": 1000}
+    keys: dict[str, object] = {"rollout.num_prompts": 250, "rollout.group_size": 8, "generator.max_num_seqs": 1000}
     keys |= {"env.default.max_turns": 4, "env.default.options.mean_s": 1.0, "env.default.options.std_s": 0.3}
     keys |= {"env.default.options.turns": 4, "layout.env.num_ranks": 2}
     keys |= {"fake.decode_s": DECODE_S, "fake.median_tokens": TOKENS, "fake.tail": TAIL}

@@ -72,7 +72,7 @@ def native(
     path: Path, prompts: list[list[int]], lengths: list[int], slots: int, dtype: torch.dtype = torch.float32
 ) -> Callable[[], int]:
     """One run of the native engine; returns the number of tokens."""
-    engine = NativeEngine(path, max_slots=slots, max_length=512, dtype=dtype)
+    engine = NativeEngine(path, max_num_seqs=slots, max_length=512, dtype=dtype)
     weights = list(read_safetensors(path))
     requests = [
         Request(i, prompt, SamplingParams(max_new_tokens=length, ignore_eos=True), seed=i)

@@ -79,7 +79,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, process_group(0, 1, f"{folder}/store"):
         for way, (dtype, head) in WAYS.items():
             generator = NativeEngine(
-                args.model, max_slots=64, max_length=longest, dtype=getattr(torch, dtype), float32_head=head is not None
+                args.model,
+                max_num_seqs=64,
+                max_length=longest,
+                dtype=getattr(torch, dtype),
+                float32_head=head is not None,
             )
             trainer = make_engine(args.model, param_dtype=dtype, head_dtype=head)
             found[way] = [float(f"{d:.2g}") for d in differences(trainer, generator, prompts, args.tokens)]

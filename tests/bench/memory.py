@@ -105,7 +105,7 @@ def run_hpcrl(model: Path, rows: Path, dtype: str, folder: Path, limit_bytes: fl
         "model.dtype": dtype,
         "trainer.param_dtype": dtype,
         "generator.dtype": dtype,
-        "generator.max_slots": NUM_PROMPTS * GROUP_SIZE,
+        "generator.max_num_seqs": NUM_PROMPTS * GROUP_SIZE,
         "cluster.threads_per_rank": THREADS,
         "data.train": rows,
         "data.max_prompt_tokens": 128,

@@ -90,7 +90,7 @@ def vllm(path: Path, length: int):
             return outputs
 
     blocks = SLOTS * -(-length // BLOCK_TOKENS) + 1
-    sizes = {"max_slots": SLOTS, "max_length": length, "cache_bytes": blocks * BLOCK_TOKENS * KV_TOKEN_BYTES}
+    sizes = {"max_num_seqs": SLOTS, "max_length": length, "cache_bytes": blocks * BLOCK_TOKENS * KV_TOKEN_BYTES}
     return MeasuredVLLM(path, dtype="float32", **sizes)
 
 
@@ -174,7 +174,7 @@ def main() -> None:
         for name in args.only:
             length = 512 if name == "singles" else 4096 if name == "episodes" else PROMPT + 256
             kinds = (Forgetful, Measured) if name == "episodes" else (Measured,)
-            sizes = {"max_slots": SLOTS, "max_length": length, "dtype": torch.float32}
+            sizes = {"max_num_seqs": SLOTS, "max_length": length, "dtype": torch.float32}
             engines = [vllm(Path(folder), length)] if args.vllm else [kind(Path(folder), **sizes) for kind in kinds]
             rates: list[list[float]] = [[] for _ in engines]
             for _ in range(args.repeats):

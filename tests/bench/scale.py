@@ -39,11 +39,11 @@ from tests.bench.scale_ranks import KEY, Cluster, serve_ranks
 
 IN_FLIGHT = 100_000
 GROUP_SIZE = 8
-BURST_TOKENS = 16
+DECODE_CHUNK_TOKENS = 16
 ITERATION_S = 0.025  # of decoding: 40 tokens a second and response
 MEAN_BURSTS = 16  # of a response
 REPLICAS_PER_SCORER = 64
-MAX_LAG = 4  # keeps the replicas full: five batches are on their way
+MAX_STALENESS = 4  # keeps the replicas full: five batches are on their way
 PROMPT_TOKENS = 200
 CLIENTS = 3  # processes that play the ranks
 SAMPLING = m.Sampling(4096, 1.0, 1.0, 0, 0.0, [])
@@ -67,8 +67,8 @@ def make_controller(folder: str, sender: queues.Sender, inbox: queues.Inbox, siz
 
 def train_steps(loop: RolloutLoop, capacities: dict[int, int], in_flight: int, steps: int) -> dict[str, int]:
     """Drive `steps` batches of a quarter of what is in flight; counts of what was trained."""
-    scheduler = RolloutScheduler(SchedulerConfig(GROUP_SIZE, max_lag=MAX_LAG), capacities)
-    need = max(1, in_flight // GROUP_SIZE // MAX_LAG)
+    scheduler = RolloutScheduler(SchedulerConfig(GROUP_SIZE, max_staleness=MAX_STALENESS), capacities)
+    need = max(1, in_flight // GROUP_SIZE // MAX_STALENESS)
     known: dict[int, Prompt] = {}
     uids = iter(range(1 << 40))
     trained: list[int] = []
@@ -97,7 +97,7 @@ def loop_of(controller: Controller, capacities: dict[int, int], scorers: list[in
         scorers,
         [],
         seed=0,
-        burst_tokens=BURST_TOKENS,
+        decode_chunk_tokens=DECODE_CHUNK_TOKENS,
         deterministic=False,
         free=list(capacities),
     )
@@ -109,7 +109,7 @@ def virtual(num_replicas: int, in_flight: int, steps: int) -> dict[str, Any]:
     capacities = dict.fromkeys(range(1, num_replicas + 1), capacity)
     scorers = list(range(num_replicas + 1, num_replicas + 1 + -(-num_replicas // REPLICAS_PER_SCORER)))
     before_mib = rss_mib()
-    burst_s = BURST_TOKENS * ITERATION_S
+    burst_s = DECODE_CHUNK_TOKENS * ITERATION_S
     with tempfile.TemporaryDirectory() as folder:
         cluster = Cluster(num_replicas, burst_s, MEAN_BURSTS)
         inbox = queues.Inbox(cluster, CONTROLLER_QUEUE, KEY, m.Event)  # type: ignore[arg-type]
@@ -130,9 +130,9 @@ def virtual(num_replicas: int, in_flight: int, steps: int) -> dict[str, Any]:
         "capacity": capacity,
         "scorers": len(scorers),
         "in_flight": num_replicas * capacity,
-        "burst_tokens": BURST_TOKENS,
+        "decode_chunk_tokens": DECODE_CHUNK_TOKENS,
         "burst_s": burst_s,
-        "mean_response_tokens": BURST_TOKENS * MEAN_BURSTS,
+        "mean_response_tokens": DECODE_CHUNK_TOKENS * MEAN_BURSTS,
         **counts,
         "events": events.count,
         "events_per_cpu_s": round(events.count / cpu_s),

@@ -28,7 +28,7 @@ PARTS = {
     "step_s": "time/step_total",
     "generate_s": "time/step_generate",
     "train_s": "time/step_train",
-    "publish_s": "time/step_model_update",
+    "publish_s": "time/step_update_weights",
     "response_tokens": "token/response_length/mean",
 }
 

@@ -67,9 +67,9 @@ def test_roles_that_nobody_needs_take_no_ranks() -> None:
 
 def test_half_a_run_takes_the_ranks_of_its_half() -> None:
     words = ("layout=disaggregated", KL, "env=scripted")
-    training = layout(*words, "debug=train_only", "rollouts=runs/demo")
+    training = layout(*words, "debug=train_only", "load_rollouts=runs/demo")
     assert (training.ranks["trainer"], training.ranks["reference"], training.world_size) == ((1, 2), (3,), 4)
-    evaluating = layout(*words, "debug=train_only", "rollouts=runs/demo", "data.val=task:sort_digits")
+    evaluating = layout(*words, "debug=train_only", "load_rollouts=runs/demo", "data.val=task:sort_digits")
     assert evaluating.world_size == layout(*words).world_size == layout(*words, "debug=fake").world_size == 8
     generating = layout(*words, "debug=rollout_only")
     assert (generating.ranks["trainer"], generating.ranks["reference"], generating.world_size) == ((1, 2), (), 7)
@@ -139,7 +139,7 @@ def test_impossible_layouts_are_refused_with_their_numbers(words: list[str], exp
     [
         (["rollout.min_replicas=9"], "rollout.min_replicas: 9, but layout.generator gives 2 replicas"),
         (
-            ["rollout.extra_members=3", "generator.max_slots=2", "layout=disaggregated"],
+            ["rollout.extra_members=3", "generator.max_num_seqs=2", "layout=disaggregated"],
             "rollout.extra_members: a prompt has 11 responses, but 2 replicas get at most 8 responses at once",
         ),
         (
@@ -147,7 +147,7 @@ def test_impossible_layouts_are_refused_with_their_numbers(words: list[str], exp
             "generator.max_requests: 3: a prompt has 8 responses, but 2 replicas get at most 6 responses at once",
         ),
         (
-            ["rollout.extra_prompts=1000", "generator.max_slots=4"],
+            ["rollout.extra_prompts=1000", "generator.max_num_seqs=4"],
             "rollout.extra_prompts: 1000 redundant prompts have 8000 responses, but 2 replicas get at most 16",
         ),
     ],
@@ -181,7 +181,7 @@ def test_every_layout_is_either_refused_or_sound(roles: dict, has_env: bool, has
         {
             "layout": roles,
             "env": {"default": {"name": "scripted"}} if has_env else None,
-            "algorithm": {"name": "grpo", "kl_loss_coef": 0.1 if has_kl else 0.0},
+            "algorithm": {"advantage_estimator": "grpo", "kl_loss_coef": 0.1 if has_kl else 0.0},
         }
     )
     if check_layout(config):

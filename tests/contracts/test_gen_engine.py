@@ -100,7 +100,7 @@ def test_every_request_ends_once_with_arrays_of_its_length(engines: Engines) -> 
 
 def test_a_step_is_so_many_tokens_of_as_many_requests_as_there_are_slots(engines: Engines) -> None:
     engine = engines.build(2, True)
-    assert engine.max_slots == 2
+    assert engine.max_num_seqs == 2
     engine.add([ask(0, 9), ask(1, 9), ask(2, 9)])
     assert engine.progress() == {0: 0, 1: 0, 2: 0}
     assert engine.step(4) == [] and engine.progress() == {0: 4, 1: 4, 2: 0}

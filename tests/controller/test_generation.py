@@ -48,8 +48,10 @@ def configure(folder: Path, **sections: dict[str, Any]) -> Config:
 
 
 def make_loop(config: Config, ranks: Any) -> RolloutLoop:
-    free = [0] if config.rollout.max_lag else []
-    return RolloutLoop(ranks, [[0]], [0], [], seed=0, burst_tokens=4, deterministic=config.deterministic, free=free)
+    free = [0] if config.rollout.max_staleness else []
+    return RolloutLoop(
+        ranks, [[0]], [0], [], seed=0, decode_chunk_tokens=4, deterministic=config.deterministic, free=free
+    )
 
 
 def make_evaluation(config: Config, ranks: Any, folder: Path) -> Evaluation:
@@ -109,7 +111,7 @@ def test_the_rewards_of_filtered_groups_are_recorded(tmp_path: Path) -> None:
 
 def test_replicas_work_while_a_batch_is_trained_that_was_there_at_once(tmp_path: Path) -> None:
     """The second step's batch waits finished when the step begins; what the step adds must not wait for the third."""
-    config = configure(tmp_path, rollout={"num_prompts": 4, "group_size": 2, "max_lag": 1})
+    config = configure(tmp_path, rollout={"num_prompts": 4, "group_size": 2, "max_staleness": 1})
     rollouts, admitted = make_rollouts(config, ranks := Ranks(), tmp_path), []
     for step in (1, 2, 3):
         del ranks.sent[:]
@@ -134,7 +136,7 @@ def test_a_superseded_attempt_writes_no_rollouts(tmp_path: Path) -> None:
 
 
 def test_a_resume_knows_the_prompts_of_groups_that_were_finished_ahead(tmp_path: Path) -> None:
-    config = configure(tmp_path, rollout={"num_prompts": 2, "group_size": 2, "max_lag": 1.0})
+    config = configure(tmp_path, rollout={"num_prompts": 2, "group_size": 2, "max_staleness": 1.0})
     rollouts = make_rollouts(config, Ranks(), tmp_path)
     rollouts.next(1)
     state = json.loads(json.dumps(rollouts.state_dict()))

@@ -90,7 +90,7 @@ class Loop:
 
 
 def test_a_domain_that_starves_a_mix_is_named(tmp_path: Path) -> None:
-    words = ["data.train=[{path:task:add,tag:hard},{path:task:add,tag:easy}]", "rollout.filter_std=true"]
+    words = ["data.train=[{path:task:add,domain:hard},{path:task:add,domain:easy}]", "rollout.filter_std=true"]
     words += ["data.domain_interleave_probs={hard:.5,easy:.5}", "rollout.num_prompts=4", "rollout.group_size=2"]
     config = load(words)
     source = PromptSource(config.data, "train", Words(), 0, config.rollout.num_prompts)

@@ -108,7 +108,7 @@ def test_a_wrong_source_is_named_before_the_start(path: str, options: dict[str, 
 
 
 def test_starts_without_an_environment_say_what_they_lack() -> None:
-    data = {"train": [{"path": "env:frozen_lake", "tag": "lake"}]}
+    data = {"train": [{"path": "env:frozen_lake", "domain": "lake"}]}
     config = parse({"data": data, "env": {"frozen_lake": None}})
     found, problems = read_splits(config.data, 0)
     assert problems == validate_rewards(config, found) == []

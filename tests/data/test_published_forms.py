@@ -115,12 +115,12 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     # huggingface.co/datasets/allenai/RLVR-GSM-MATH-IF-Mixed-Constraints; open-instruct's verifiers by `dataset`
     "open-instruct": (
         {"messages": USER, "ground_truth": "4", "dataset": "gsm8k"},
-        {"tag_key": "dataset"},
+        {"domain_key": "dataset"},
         {"messages": USER, "answer": "4", "domain": "gsm8k"},
     ),
     "open-instruct with lists": (
         {"messages": USER, "ground_truth": ["4"], "dataset": ["gsm8k"]},
-        {"tag_key": "dataset"},
+        {"domain_key": "dataset"},
         {"messages": USER, "answer": ["4"], "domain": "gsm8k"},
     ),
     # github.com/tatsu-lab/stanford_alpaca; axolotl's type alpaca
@@ -184,7 +184,7 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
             "tools": json.dumps([TOOL]),
             "category": "sums",
         },
-        {"tag_key": "category"},
+        {"domain_key": "category"},
         {
             "messages": [
                 {"role": "system", "content": "S"},

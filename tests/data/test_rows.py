@@ -48,7 +48,7 @@ def test_configured_keys_win(write_jsonl):
     path = write_jsonl(
         "a.jsonl", {"prompt": "no", "answer": "no", "ask": "2+2?", "gold": "4", "kind": "sum", "tag": "no"}
     )
-    row = only_row(path, prompt_key="ask", answer_key="gold", tag_key="kind", system_prompt="Be brief.")
+    row = only_row(path, prompt_key="ask", answer_key="gold", domain_key="kind", system_prompt="Be brief.")
     assert row.messages == [{"role": "system", "content": "Be brief."}, *USER]
     assert (row.answer, row.domain) == ("4", "sum")
 
@@ -89,7 +89,7 @@ def test_verl_parquet(tmp_path: Path):
 def test_sources_follow_each_other_and_a_tag_covers_a_source(write_jsonl):
     a = write_jsonl("a.jsonl", {"prompt": "p0", "tag": "x"}, {"prompt": "p1"})
     b = write_jsonl("b.jsonl", {"prompt": "p2", "tag": "x"})
-    found = RowSet(DataConfig(train=[a, DataSource(path=b, tag="y"), "task:add"]), "train", seed=0)
+    found = RowSet(DataConfig(train=[a, DataSource(path=b, domain="y"), "task:add"]), "train", seed=0)
     assert [found.row(n).messages[0]["content"] for n in range(3)] == ["p0", "p1", "p2"]
     assert [found.row(n).domain for n in range(4)] == ["x", "default", "y", "add"]
     assert found.domain_names == ["x", "default", "y", "add"]

@@ -29,7 +29,7 @@ class SplitEngine:
 
     def __init__(self, whole: NativeEngine, replica: ReplicaRanks):
         self._whole, self._replica = whole, replica
-        self.max_slots = whole.max_slots
+        self.max_num_seqs = whole.max_num_seqs
 
     @property
     def version(self) -> int:

@@ -130,7 +130,7 @@ def test_episodes_go_on_while_others_are_trained_and_a_kill_loses_none(
     """On ranks of their own, with weights that arrive within episodes."""
     words = ["+experiment=agentic_tiny", *more, f"model.path={walker_model}", "rollout.max_new_tokens=8"]
     words += ["layout=disaggregated", "layout.trainer.num_ranks=1", "layout.generator.num_ranks=1", "save_every=1"]
-    words += ["rollout.max_lag=1", "algorithm.correction=truncate", "max_steps=8", "eval_every=8"]
+    words += ["rollout.max_staleness=1", "algorithm.correction=truncate", "max_steps=8", "eval_every=8"]
     run_dir = tmp_path / "run"
     start = Start(run_dir, words)
     start.wait_until(lambda: start.step > 3)
@@ -141,7 +141,7 @@ def test_episodes_go_on_while_others_are_trained_and_a_kill_loses_none(
     check_accounts(run_dir, prompts_stay=False)
     _, *rows = read_metrics(run_dir)
     assert [row["step"] for row in rows] == [*range(1, 9)]
-    assert max(row["scheduler/version_lag/max"] or 0.0 for row in rows) == 1
+    assert max(row["scheduler/staleness/max"] or 0.0 for row in rows) == 1
     failed = [row[name] for row in rows for name in ("env/default/failed", "env/steps/failed") if name in row]
     assert failed and not any(failed) and all(row["actor/grad_norm"] is not None for row in rows)
 
@@ -160,7 +160,7 @@ def test_the_small_twin_of_the_worlds_runs(tmp_path: Path) -> None:
     game.seeds, game.nb_rooms, game.nb_objects, game.quest_length, game.path = 1, 2, 4, 1, str(tmp_path / "game.z8")
     textworld.make(game)
     games, domains = ("push", "shop", "fix", "home"), ("push", "shop", "fix", "home", "sums")
-    data = "[{path: task:add, tag: sums}, " + ", ".join(f"{{path: env:{name}}}" for name in games) + "]"
+    data = "[{path: task:add, domain: sums}, " + ", ".join(f"{{path: env:{name}}}" for name in games) + "]"
     shares = ", ".join(f"{name}: 0.2" for name in domains)
     words = ["+experiment=agentic_worlds_tiny", "max_steps=1", "eval_every=1", f"data.train={data}", f"data.val={data}"]
     words += [f"data.domain_interleave_probs={{{shares}}}", "rollout.num_prompts=5", "eval.num_prompts=5"]

@@ -91,7 +91,7 @@ def test_a_critic_on_ranks_of_its_own_learns_what_it_learns_with_the_trainer(tmp
 
 
 def test_only_the_critic_learns_in_its_warm_up(tmp_path: Path, digit_model: Path, inputs: list[str]) -> None:
-    apart = ["layout=disaggregated", *OWN_RANKS, "rollout.max_lag=1"]
+    apart = ["layout=disaggregated", *OWN_RANKS, "rollout.max_staleness=1"]
     more = ["critic.warmup_steps=2", "trainer.lr_schedule=linear", "deterministic=false", *apart]
     for last in (3, 4):
         start = Start(tmp_path / "run", [*inputs, *more, f"max_steps={last}"])

@@ -20,7 +20,7 @@ NUM_STEPS = 3
 SHOWN = ("actor/total_loss", "actor/grad_norm", "critic/kl", "critic/rewards/mean", "token/response_length/mean")
 WORDS = f"""
 max_steps={NUM_STEPS} save_every=2 rollout.num_prompts=4 rollout.group_size=4 rollout.max_new_tokens=3
-data.max_prompt_tokens=32 generator.max_slots=8 algorithm.num_mini_batches=2 algorithm.kl_loss_coef=0.1
+data.max_prompt_tokens=32 generator.max_num_seqs=8 algorithm.num_mini_batches=2 algorithm.kl_loss_coef=0.1
 trainer.lr=1e-3 reward.default.name=exact_match
 """.split()
 
@@ -56,7 +56,7 @@ def test_training_alone_on_stored_rollouts_ends_with_the_same_weights(
 ) -> None:
     """Bit for bit on the same layout, without prompts."""
     words = [f"model.path={digit_model}", "data.train=gone.jsonl", "deterministic=true", "debug=train_only"]
-    start = finish(tmp_path / "alone", *words, f"rollouts={whole}")
+    start = finish(tmp_path / "alone", *words, f"load_rollouts={whole}")
     assert "1-2     trainer, reference\n" in start.text, start.text
     assert differing(tmp_path / "alone", whole) == set() != differing(tmp_path / "alone", digit_model)
     assert not (tmp_path / "alone" / "rollouts").exists()
@@ -66,7 +66,7 @@ def test_training_alone_on_stored_rollouts_ends_with_the_same_weights(
 
 def test_training_alone_reads_the_rollouts_over_other_ranks(tmp_path: Path, digit_model: Path, whole: Path) -> None:
     """One trainer and a reference of its own, on what two ranks stored: the same losses but for their sums' order."""
-    words = [f"model.path={digit_model}", "debug=train_only", f"rollouts={whole}", "layout=disaggregated"]
+    words = [f"model.path={digit_model}", "debug=train_only", f"load_rollouts={whole}", "layout=disaggregated"]
     finish(tmp_path / "alone", *words, "layout.trainer.num_ranks=1")
     for there, here in zip(read_metrics(whole)[1:], read_metrics(tmp_path / "alone")[1:], strict=True):
         assert {name: here[name] for name in SHOWN} == pytest.approx({name: there[name] for name in SHOWN}, rel=1e-4)
@@ -97,9 +97,9 @@ def test_fake_engines_take_their_time_and_all_else_is_as_ever(tmp_path: Path) ->
     rows = read_metrics(tmp_path / "run")[1:]
     for row in rows:  # two optimizer steps of a step, eight slots
         assert row["time/step_train"] >= 2 * 0.3 and row["time/old_log_probs"] >= 0.2
-        assert row["time/step_model_update"] >= 0.1 and row["system/decode_tps"] <= 8 / 0.02
+        assert row["time/step_update_weights"] >= 0.1 and row["system/decode_tps"] <= 8 / 0.02
         assert row["token/response_length/mean"] == 2 and 0.3 < row["critic/rewards/mean"] < 1
-    assert max(row["scheduler/version_lag/max"] for row in rows) == 1
+    assert max(row["scheduler/staleness/max"] for row in rows) == 1
     assert committed_step(tmp_path / "run") == NUM_STEPS and (tmp_path / "run/hf/model.safetensors").exists()
 
 
@@ -136,9 +136,9 @@ def test_a_run_folder_stays_with_its_mode_and_its_rollouts(tmp_path: Path, input
     changed = refused(whole, *inputs, "deterministic=true", "debug=fake")
     assert "use its values, another run_name, or resume=fresh" in changed and 'debug: "none" -> "fake"' in changed
     alone = [*inputs, "debug=train_only"]
-    few = refused(tmp_path / "a", *alone, f"rollouts={whole}", "max_steps=9")
+    few = refused(tmp_path / "a", *alone, f"load_rollouts={whole}", "max_steps=9")
     assert f"max_steps: 9, and {whole} has rollouts of 3 steps; use max_steps=3" in few
-    none = refused(tmp_path / "a", *alone, f"rollouts={tmp_path}")
-    assert f"rollouts: {tmp_path} has no rollouts/step_000001" in none
-    warm = refused(tmp_path / "a", *alone, f"rollouts={whole}", "rollout.temperature=0.5")
+    none = refused(tmp_path / "a", *alone, f"load_rollouts={tmp_path}")
+    assert f"load_rollouts: {tmp_path} has no rollouts/step_000001" in none
+    warm = refused(tmp_path / "a", *alone, f"load_rollouts={whole}", "rollout.temperature=0.5")
     assert "rollout.temperature: 0.5, and the rollouts of" in warm and "were drawn at 1; use that" in warm

@@ -57,7 +57,12 @@ def test_a_kill_changes_no_bit(tmp_path: Path, inputs: list[str]) -> None:
 
 
 def test_it_works_ahead_with_redundant_members_and_restarts(tmp_path: Path, inputs: list[str]) -> None:
-    ahead = ["layout=disaggregated", "rollout.max_lag=1", "rollout.extra_members=1", "rollout.on_new_weights=restart"]
+    ahead = [
+        "layout=disaggregated",
+        "rollout.max_staleness=1",
+        "rollout.extra_members=1",
+        "rollout.on_new_weights=restart",
+    ]
     start = Start(tmp_path / "run", [*inputs, *ahead, "max_steps=4"])
     assert start.wait() == ExitCode.DONE, start.text
     check_rows(tmp_path / "run", 4)

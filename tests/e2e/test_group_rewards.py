@@ -24,25 +24,26 @@ NUM_STEPS, COMMAND_S = 8, 14.0
 LAYOUT = f"""
 layout=disaggregated layout.trainer.num_ranks=1 layout.generator.num_ranks=3 layout.reward.num_ranks=2
 layout.env.colocate_with=trainer layout.env.num_ranks=null layout.reference.colocate_with=trainer
-layout.reference.num_ranks=null timeouts.command_s={COMMAND_S} max_steps={NUM_STEPS} generator.max_slots=2
+layout.reference.num_ranks=null timeouts.command_s={COMMAND_S} max_steps={NUM_STEPS} generator.max_num_seqs=2
 reward.default.name=function reward.default.function={ROOT}/tests/e2e/user_code.py:rank_siblings
-env.played.name=scripted env.played.add_reward=true algorithm=null algorithm.name=tests.e2e.user_code:STEPWISE
+env.played.name=scripted env.played.add_reward=true algorithm=null
+algorithm.advantage_estimator=tests.e2e.user_code:STEPWISE
 """.split()
 
 
 @pytest.mark.parametrize(
-    ("max_lag", "scorer", "replica", "kill"),
+    ("max_staleness", "scorer", "replica", "kill"),
     [(1, "5", "3", True), pytest.param(2, "6", "2", False, marks=pytest.mark.soak)],
-    ids=["resumed", "max_lag 2"],
+    ids=["resumed", "max_staleness 2"],
 )
 def test_siblings_are_scored_together_whoever_is_lost(
-    tmp_path: Path, digit_model: Path, digit_data: Path, max_lag: int, scorer: str, replica: str, kill: bool
+    tmp_path: Path, digit_model: Path, digit_data: Path, max_staleness: int, scorer: str, replica: str, kill: bool
 ) -> None:
     """A scorer dies with the siblings that wait there, a replica with some of a group; then, in one of the runs,
     everything is killed and goes on. One of two domains has an environment, to whose rewards the group's are added."""
-    train = f"[{{path:{digit_data},tag:played}},{{path:{digit_data},tag:plain}}]"
+    train = f"[{{path:{digit_data},domain:played}},{{path:{digit_data},domain:plain}}]"
     inputs = [f"model.path={digit_model}", f"data.train={train}", f"data.val={digit_data}"]
-    words, run_dir = [*inputs, *WORDS, *LAYOUT, f"rollout.max_lag={max_lag}"], tmp_path / "run"
+    words, run_dir = [*inputs, *WORDS, *LAYOUT, f"rollout.max_staleness={max_staleness}"], tmp_path / "run"
     dies = f"{scorer}:ScoreGroup:9:SIGKILL {replica}:DecodeChunk:30:SIGKILL"
     start = Start(run_dir, words, {"PYTHONPATH": f"{ROOT}:{ROOT}/tests/e2e/dies", "HPCRL_TEST_DIES": dies})
     start.wait_until(lambda: kill and start.step >= 5, 200.0)

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 STAGES = [
     ["layout=colocated"],
     ["layout=single"],
-    ["layout=colocated", "layout.trainer.num_ranks=4", "generator.max_slots=4"],
+    ["layout=colocated", "layout.trainer.num_ranks=4", "generator.max_num_seqs=4"],
     ["layout=disaggregated", "layout.trainer.num_ranks=1"],
 ]
 
@@ -47,4 +47,4 @@ def test_resume_on_another_layout(
         seconds = counters(run_dir)["seconds"]
     assert [row["step"] for row in read_metrics(run_dir)] == list(range(len(stages) + 1))
     assert "trainer ranks" in start.text.split("was written with ")[1]
-    assert ("generator.max_slots 4 (now 8)" in start.text) == (stages is STAGES)
+    assert ("generator.max_num_seqs 4 (now 8)" in start.text) == (stages is STAGES)

@@ -34,8 +34,8 @@ actor/train_infer_ratio_sequence_mean mismatch/diff/mean mismatch/kl_k3 mismatch
 token/prompt_length/mean token/response_length/max token/total_length/min
 token/response_length/clip_ratio group/all_correct_ratio group/all_incorrect_ratio group/mixed_ratio
 system/global_step system/samples system/tps time/step_total time/step_generate time/step_train
-time/step_model_update time/old_log_probs scheduler/off_policy_ratio scheduler/group_filter_count
-scheduler/query_use_count sort_digits/score
+time/step_update_weights time/old_log_probs scheduler/off_policy_ratio scheduler/group_filter_count
+scheduler/query_use_count domain/sort_digits/score
 """.split()  # noqa: SIM905
 
 

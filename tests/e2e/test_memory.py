@@ -18,7 +18,7 @@ from tests.e2e.program import Start
 
 WORDS = [
     *("pipeline=rlvr", "algorithm=grpo", "layout=single", "data.train=task:sort_digits", "data.max_prompt_tokens=24"),
-    *("rollout.num_prompts=4", "rollout.group_size=4", "rollout.max_new_tokens=100", "generator.max_slots=16"),
+    *("rollout.num_prompts=4", "rollout.group_size=4", "rollout.max_new_tokens=100", "generator.max_num_seqs=16"),
     *("reward.default.name=exact_match", "rollout.filter_std=false", "max_steps=2", "eval_every=0", "save_every=0"),
     *("model.tiny.vocab_size=12000", "model.tiny.hidden_size=512", "model.tiny.intermediate_size=1536"),
     *("model.tiny.num_layers=3", "trainer.lr=1e-5"),

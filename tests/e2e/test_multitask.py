@@ -34,7 +34,7 @@ def test_a_preempted_run_of_four_domains_keeps_its_shares_and_accounts(tmp_path:
     words = f"""
     +experiment=rlvr_multitask max_steps={NUM_STEPS} save_every=1 eval_every={NUM_STEPS} eval.num_prompts=8
     rollout.domains.gym.max_new_tokens=7
-    rollout.num_prompts=10 rollout.group_size=2 algorithm.num_mini_batches=1 generator.max_slots=32
+    rollout.num_prompts=10 rollout.group_size=2 algorithm.num_mini_batches=1 generator.max_num_seqs=32
     """.split()
     part = f"name:judge,weight:.25,options:{{judges:{{one:{{url:'http://127.0.0.1:{judge.port}/v1',model:grader}}}}}}"
     words.append(f"reward.instructions.options.parts.judge={{{part}}}")

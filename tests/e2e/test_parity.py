@@ -33,7 +33,7 @@ GRADIENTS = 1e-5  # of the parameter's largest
 WORDS = """
 algorithm.num_mini_batches=1 algorithm.kl_reward_coef=0.1 algorithm.kl_loss_coef=0.1 trainer.lr=1e-3 trainer.eps=1e-3
 env.default.name=scripted rollout.num_prompts=8 rollout.group_size=4
-rollout.max_new_tokens=4 data.max_prompt_tokens=64 generator.max_slots=16 max_steps=2 save_every=1
+rollout.max_new_tokens=4 data.max_prompt_tokens=64 generator.max_num_seqs=16 max_steps=2 save_every=1
 """.split()  # noqa: SIM905
 
 

@@ -20,7 +20,7 @@ NUM_STEPS, COMMAND_S = 16, 14.0
 APART = f"""
 layout=disaggregated layout.trainer.num_ranks=1 layout.generator.num_ranks=4 layout.reward.colocate_with=trainer
 layout.reward.num_ranks=null layout.reference.colocate_with=trainer layout.reference.num_ranks=null
-timeouts.command_s={COMMAND_S} max_steps={NUM_STEPS} generator.max_slots=2
+timeouts.command_s={COMMAND_S} max_steps={NUM_STEPS} generator.max_num_seqs=2
 """.split()
 """Rank 1 trains, 2 to 5 generate."""
 
@@ -29,11 +29,11 @@ timeouts.command_s={COMMAND_S} max_steps={NUM_STEPS} generator.max_slots=2
     ("more", "dies"),
     [
         pytest.param(
-            ["rollout.max_lag=0"],
+            ["rollout.max_staleness=0"],
             "2:TransferRollouts:4:SIGKILL 3:UpdateWeights:6:SIGKILL 4:DecodeChunk:40:SIGSTOP",
             marks=pytest.mark.soak,
         ),
-        (["rollout.max_lag=1"], "2:TransferRollouts:4:SIGSTOP 3:UpdateWeights:6:SIGKILL 4:SavePending:4:SIGKILL"),
+        (["rollout.max_staleness=1"], "2:TransferRollouts:4:SIGSTOP 3:UpdateWeights:6:SIGKILL 4:SavePending:4:SIGKILL"),
         (
             ["env=scripted", "layout.env.num_ranks=1"],
             "2:TransferRollouts:3:SIGKILL 3:DecodeChunk:20:SIGKILL 4:DecodeChunk:60:SIGKILL",

@@ -43,7 +43,7 @@ TIMED = ("time/", "system/tps", "system/decode_tps", *(f"system/{phase}/" for ph
 WORDS = f"""
 max_steps={NUM_STEPS} save_every=2 eval_every=3 eval.num_prompts=4
 rollout.num_prompts=4 rollout.group_size=4 rollout.max_new_tokens=3 data.max_prompt_tokens=32 rollout.filter_std=true
-rollout.extra_prompts=2 generator.max_slots=8 generator.burst_tokens=2 algorithm.num_mini_batches=2
+rollout.extra_prompts=2 generator.max_num_seqs=8 generator.decode_chunk_tokens=2 algorithm.num_mini_batches=2
 algorithm.kl_loss_coef=0.1 trainer.lr=1e-3 reward.default.name=exact_match reward.default.timeout_s=100
 """.split()
 
@@ -63,14 +63,14 @@ VARIANTS = {
     ],
     "disaggregated": ["deterministic=true", "env.default.name=scripted", "layout=disaggregated"],
     "default": [],
-    "ahead": ["layout=disaggregated", "rollout.max_lag=1", "rollout.on_new_weights=recompute"],
-    "carried_over": ["rollout.max_lag=1", "generator.burst_tokens=1"],
+    "ahead": ["layout=disaggregated", "rollout.max_staleness=1", "rollout.on_new_weights=recompute"],
+    "carried_over": ["rollout.max_staleness=1", "generator.decode_chunk_tokens=1"],
     "partial_overlap": [
         "layout.generator.colocate_with=null",
         "layout.generator.num_ranks=3",
         "layout.trainer.colocate_with=generator",
         "layout.trainer.num_ranks=1",
-        "rollout.max_lag=2",
+        "rollout.max_staleness=2",
         "rollout.on_new_weights=restart",
     ],
 }
@@ -106,7 +106,7 @@ def variants(tmp_path_factory: pytest.TempPathFactory, digit_model: Path, digit_
     for name, more in VARIANTS.items():
         train: Any = digit_data if "deterministic=true" in more else few
         if name == "two_turns":  # a domain with an environment and one without, in every batch
-            train = f"[{{path:{digit_data},tag:played}},{{path:{digit_data},tag:plain}}]"
+            train = f"[{{path:{digit_data},domain:played}},{{path:{digit_data},domain:plain}}]"
         inputs = [f"model.path={digit_model}", f"data.train={train}", f"data.val={digit_data}"]
         made[name] = Runs(tmp_path_factory.mktemp(name), [*inputs, *WORDS, *more])
     return made
@@ -364,7 +364,7 @@ def test_there_is_something_to_lose(runs: Runs, digit_model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variant", "max_lag", "kills"),
+    ("variant", "max_staleness", "kills"),
     [
         pytest.param("default", 0, (1, 3, 2), marks=pytest.mark.soak),
         ("ahead", 1, (1, 3, 2)),
@@ -373,24 +373,24 @@ def test_there_is_something_to_lose(runs: Runs, digit_model: Path) -> None:
     ],
 )
 def test_every_prompt_ends_once_outside_deterministic_mode(
-    variants: dict[str, Runs], variant: str, max_lag: int, kills: tuple[int, ...]
+    variants: dict[str, Runs], variant: str, max_staleness: int, kills: tuple[int, ...]
 ) -> None:
-    check_kills(variants[variant], random.Random(7), kills, max_lag)
+    check_kills(variants[variant], random.Random(7), kills, max_staleness)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize(("variant", "max_lag"), [("default", 0), ("ahead", 1)])
-def test_every_prompt_ends_once_after_twenty_kills(variants: dict[str, Runs], variant: str, max_lag: int) -> None:
+@pytest.mark.parametrize(("variant", "max_staleness"), [("default", 0), ("ahead", 1)])
+def test_every_prompt_ends_once_after_twenty_kills(variants: dict[str, Runs], variant: str, max_staleness: int) -> None:
     rng = random.Random(11)
     words = [*variants[variant].words, "max_steps=60", "trainer.lr=1e-5"]  # else all is right soon, and filtered
     folder = variants[variant].folder / "soaked"
     folder.mkdir()
-    check_kills(Runs(folder, words), rng, [rng.randrange(4) for _ in range(20)], max_lag)
+    check_kills(Runs(folder, words), rng, [rng.randrange(4) for _ in range(20)], max_staleness)
 
 
-def check_kills(runs: Runs, rng: random.Random, after_steps: Sequence[int], max_lag: int) -> None:
-    """The accounts are right after every kill and at the end, and what is trained is as fresh as max_lag says."""
+def check_kills(runs: Runs, rng: random.Random, after_steps: Sequence[int], max_staleness: int) -> None:
+    """The accounts are right after every kill and at the end, and what is trained is as fresh as max_staleness says."""
     for after_step in after_steps:
         kill_somewhere(runs, "killed", rng, after_step)
         check_accounts(runs.folder / "killed")
@@ -402,7 +402,7 @@ def check_kills(runs: Runs, rng: random.Random, after_steps: Sequence[int], max_
     for step in reader.steps():
         batch = reader.batch(step)
         lags |= set((step - 1 - batch.versions[batch.loss_mask]).tolist())
-    assert {0, min(max_lag, 1)} <= lags <= set(range(max_lag + 1))
+    assert {0, min(max_staleness, 1)} <= lags <= set(range(max_staleness + 1))
 
 
 def check_accounts(run_dir: Path, prompts_stay: bool = True) -> None:
@@ -422,8 +422,10 @@ def check_accounts(run_dir: Path, prompts_stay: bool = True) -> None:
     assert sum(count for *_, count in ledger["counts"]) == len(ended)
     rollout = parse(yaml.safe_load((run_dir / "config.yaml").read_text())).rollout
     on_their_way = set(open_uids) - untold  # what ended since the last step is told after the next
-    assert len(on_their_way) <= (1 + rollout.max_lag) * rollout.num_prompts + rollout.extra_prompts
-    patience = 4 * rollout.max_attempts * (math.ceil(rollout.max_lag) + 1) + math.ceil(rollout.max_lag) + 1  # steps
+    assert len(on_their_way) <= (1 + rollout.max_staleness) * rollout.num_prompts + rollout.extra_prompts
+    patience = (
+        4 * rollout.max_attempts * (math.ceil(rollout.max_staleness) + 1) + math.ceil(rollout.max_staleness) + 1
+    )  # steps
     begun = RolloutReader(run_dir).batch(step - patience).group_ids.max().item() if step > patience else -1
     assert min(on_their_way, default=math.inf) > begun, "an old epoch is still open"
     prompts = drawn(run_dir, ledger["next_uid"])

@@ -30,7 +30,7 @@ def test_a_slow_domain_delays_no_other_and_its_ranks_stand_in_for_each_other(
 ) -> None:
     """No response of the slow domain is scored before all of the other in the step; a rank of the slow one is lost."""
     (notes := tmp_path / "notes").mkdir()
-    train = f"[{{path:{digit_data},tag:slow}},{{path:{digit_data},tag:fast}}]"
+    train = f"[{{path:{digit_data},domain:slow}},{{path:{digit_data},domain:fast}}]"
     words = [f"model.path={digit_model}", f"data.train={train}", f"reward.default.options.folder={notes}", *WORDS]
     start = Start(tmp_path / "run", words, {"PYTHONPATH": str(ROOT)})
     assert start.wait() == ExitCode.DONE, start.text

@@ -20,7 +20,7 @@ layout=disaggregated layout.trainer.num_ranks=1 layout.generator.num_ranks=1
 layout.reward.colocate_with=generator layout.reward.num_ranks=null
 model.tiny.architecture=qwen3_moe model.tiny.num_experts=8 model.tiny.hidden_size=32 trainer.router_replay=true
 data.train=task:sort_digits data.max_prompt_tokens=64 rollout.num_prompts=4 rollout.group_size=2
-rollout.max_new_tokens=6 rollout.max_lag=1 generator.dtype=bfloat16 save_every=1 eval_every=0
+rollout.max_new_tokens=6 rollout.max_staleness=1 generator.dtype=bfloat16 save_every=1 eval_every=0
 """.split()  # noqa: SIM905
 
 

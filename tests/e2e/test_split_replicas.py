@@ -45,7 +45,7 @@ class Runs:
 
 @pytest.fixture
 def runs(tmp_path: Path, digit_model: Path, digit_data: Path) -> Runs:
-    train = f"[{{path:{digit_data},tag:played}},{{path:{digit_data},tag:plain}}]"
+    train = f"[{{path:{digit_data},domain:played}},{{path:{digit_data},domain:plain}}]"
     return Runs(tmp_path, digit_model, train, digit_data)
 
 
@@ -69,7 +69,12 @@ def test_a_split_replica_gives_the_numbers_of_a_whole_one(runs: Runs, layout: st
 
 def test_what_split_replicas_hold_comes_back_after_a_resume(runs: Runs) -> None:
     """Two replicas of two ranks generate ahead; the second rank of one is killed after some of their work was saved."""
-    words = [*LAYOUTS["apart"][1], "layout.generator.num_ranks=4", "rollout.max_lag=1", "env.played.name=scripted"]
+    words = [
+        *LAYOUTS["apart"][1],
+        "layout.generator.num_ranks=4",
+        "rollout.max_staleness=1",
+        "env.played.name=scripted",
+    ]
     words.append("save_every=1")  # a save begins when the one before is committed, so that some are by the fifth update
     code, text = runs.start("run", words, "3:UpdateWeights:5:SIGKILL")
     assert code == ExitCode.RANK_KILLED, text

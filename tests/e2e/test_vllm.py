@@ -40,14 +40,14 @@ LAYOUTS = {
     "colocated_split": ["layout=colocated", "layout.generator.tensor_parallel=2"],
     "apart_split": [*APART, "layout.generator.num_ranks=2", "layout.generator.tensor_parallel=2"],
 }
-AHEAD = [*ALL, *APART, "layout.generator.num_ranks=1", "rollout.max_lag=1"]
+AHEAD = [*ALL, *APART, "layout.generator.num_ranks=1", "rollout.max_staleness=1"]
 EXPERTS = """
 layout=single model.tiny.architecture=qwen3_moe model.tiny.num_experts=8 model.tiny.hidden_size=64
 model.tiny.num_heads=2 model.tiny.num_kv_heads=1 trainer.param_dtype=bfloat16 generator.dtype=bfloat16
 trainer.router_replay=true data.train=task:sort_digits data.max_prompt_tokens=64 rollout.num_prompts=8
 rollout.group_size=4 rollout.max_new_tokens=8 rollout.filter_std=false max_steps=2 save_every=0 eval_every=0
 """.split()  # noqa: SIM905
-SAME = ("critic/score/mean", "token/response_length/mean", "token/response_length/max", "default/score")
+SAME = ("critic/score/mean", "token/response_length/mean", "token/response_length/max", "domain/default/score")
 CLOSE = ("actor/pg_loss", "actor/grad_norm", "critic/entropy/mean", "actor/ratio_mean")
 
 
@@ -113,7 +113,7 @@ def test_an_asynchronous_run_is_the_same_as_with_the_native_engine(runs: Runs) -
         for step in (1, 2, 3):
             batch = RolloutReader(runs.folder / f"ahead_{engine}").batch(step)
             assert batch.versions[batch.loss_mask].unique().tolist() == [max(0, step - 2)]
-    of_the_batch = {*SAME} - {"default/score"}  # of all that was scored meanwhile, also for later steps
+    of_the_batch = {*SAME} - {"domain/default/score"}  # of all that was scored meanwhile, also for later steps
     check_same(runs.folder / "ahead_vllm", read_metrics(runs.folder / "ahead_native"), of_the_batch)
 
 
@@ -154,7 +154,7 @@ def test_a_preempted_run_goes_on(runs: Runs, native: list[dict[str, Any]]) -> No
 
 @pytest.mark.soak
 def test_an_asynchronous_run_loses_replicas_and_names_them_with_their_last_lines(runs: Runs) -> None:
-    words = [*WORDS, *APART, "generator.engine=vllm", "layout.generator.num_ranks=3", "rollout.max_lag=1"]
+    words = [*WORDS, *APART, "generator.engine=vllm", "layout.generator.num_ranks=3", "rollout.max_staleness=1"]
     words += ["rollout.on_new_weights=recompute", "timeouts.command_s=30"]
     code, text = runs.start("lost", words, "2:DecodeChunk:12:SIGKILL 3:DecodeChunk:24:SIGSTOP")
     assert code == ExitCode.DONE, text

@@ -136,7 +136,7 @@ def native(folder: Path, model: Any) -> float:
     from hpcrl.engines.gen.generation_engine import Request, SamplingParams
     from hpcrl.engines.gen.native.engine import NativeEngine
 
-    engine = NativeEngine(folder, max_slots=4, max_length=64, dtype=torch.float32)
+    engine = NativeEngine(folder, max_num_seqs=4, max_length=64, dtype=torch.float32)
     engine.add([Request(i, ids, SamplingParams(NEW_TOKENS, ignore_eos=True), seed=i) for i, ids in enumerate(PROMPTS)])
     outputs = {output.id: output for _ in range(NEW_TOKENS + 1) for output in engine.step(NEW_TOKENS)}
     worst = 0.0

@@ -278,8 +278,8 @@ def _same_state(engine: ZeroEngine, other: ZeroEngine) -> None:
 
 def test_turns_with_a_generator_are_planned() -> None:
     ranks = {"trainer": {"num_ranks": 2}, "generator": {"colocate_with": "trainer"}}
-    for max_lag, may in ((0, True), (1, False)):
-        sections = {"trainer": {"engine": "deepspeed"}, "rollout": {"max_lag": max_lag}}
+    for max_staleness, may in ((0, True), (1, False)):
+        sections = {"trainer": {"engine": "deepspeed"}, "rollout": {"max_staleness": max_staleness}}
         config = parse({**sections, "layout": {**ranks, "offload": "always"}, "generator": {"engine": "vllm"}})
         assert may_share_device(config, RoleLayout.from_config(config)) == may
 

@@ -109,7 +109,10 @@ def test_the_plan_counts_its_state(stage: int, tmp_path: Path, world_of_one: Non
 
     folder = make_model_folder("qwen2", tmp_path / "base")
     critic = make(folder, stage)
-    words = {"trainer": {"engine": "deepspeed", "deepspeed": {"zero_stage": stage}}, "algorithm": {"name": "gae"}}
+    words = {
+        "trainer": {"engine": "deepspeed", "deepspeed": {"zero_stage": stage}},
+        "algorithm": {"advantage_estimator": "gae"},
+    }
     parts = critic_parts(parse(words), read_shape(inspect_model(folder).config), 1)
     planned = {part.name: part.num_bytes for part in reversed(parts)}
     assert critic.optimizer is not None

@@ -33,7 +33,7 @@ def test_a_generator_sleeps_for_slots_given_decode_steps_done_and_weights_taken(
     monkeypatch.setattr(fake, "time", SimpleNamespace(sleep=slept.append))
     lengths = {0: 2, 1: 2, 2: 5}
     engine = FakeEngine(
-        max_slots=2, max_length=64, lengths=lambda r: lengths[r.id], decode_s=1.0, prefill_s=100.0, load_s=7.0
+        max_num_seqs=2, max_length=64, lengths=lambda r: lengths[r.id], decode_s=1.0, prefill_s=100.0, load_s=7.0
     )
     engine.load_weights([("a", torch.zeros(1))], version=0)
     engine.add([request(number, 8) for number in lengths])

@@ -41,7 +41,7 @@ def large_logits(folder: Path, tied: bool, **changes: int) -> Path:
 
 
 def native(folder: Path, float32_head: bool) -> NativeEngine:
-    return NativeEngine(folder, max_slots=16, max_length=40, dtype=torch.bfloat16, float32_head=float32_head)
+    return NativeEngine(folder, max_num_seqs=16, max_length=40, dtype=torch.bfloat16, float32_head=float32_head)
 
 
 def make_megatron(folder: Path, **config: Any) -> MegatronEngine:

@@ -248,7 +248,9 @@ def check_generator(trainer: FSDP2Engine, generator: GenEngine, load: Callable[[
 
 
 def native(folder: Path) -> NativeEngine:
-    return NativeEngine(folder, max_slots=4, max_length=32, dtype=torch.float32, kv_bucket=8, lora=LORA, load=False)
+    return NativeEngine(
+        folder, max_num_seqs=4, max_length=32, dtype=torch.float32, block_tokens=8, lora=LORA, load=False
+    )
 
 
 @pytest.mark.slow

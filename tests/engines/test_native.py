@@ -141,9 +141,9 @@ def qwen2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     return model, folder
 
 
-def engine_of(folder: Path, max_slots: int = 4, **options: Any) -> NativeEngine:
-    defaults = {"max_length": 128, "dtype": torch.float32, "kv_bucket": 16}
-    return NativeEngine(folder, max_slots=max_slots, **(defaults | options))
+def engine_of(folder: Path, max_num_seqs: int = 4, **options: Any) -> NativeEngine:
+    defaults = {"max_length": 128, "dtype": torch.float32, "block_tokens": 16}
+    return NativeEngine(folder, max_num_seqs=max_num_seqs, **(defaults | options))
 
 
 def prompt_of(seed: int, length: int) -> list[int]:
@@ -258,7 +258,7 @@ def test_a_layer_takes_few_operations_to_decode(family: str, most: int, tmp_path
         config = type(CONFIGS[family])(**CONFIGS[family].to_dict() | {"num_hidden_layers": layers, "layer_types": None})
         folder = tmp_path / str(layers)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-        engine = NativeEngine(folder, max_slots=4, max_length=64, dtype=torch.float32)
+        engine = NativeEngine(folder, max_num_seqs=4, max_length=64, dtype=torch.float32)
         engine.add([Request(i, [5 + i] * 9, SamplingParams(40, ignore_eos=True), seed=i) for i in range(4)])
         engine.step(4)
         with Operations() as operations:
@@ -326,7 +326,7 @@ def test_an_update_in_flight_keeps_the_cache_and_uses_the_new_weights(model_fold
     """Reference: the old model's keys and values of what it was fed, then the new model over that cache."""
     old, folder = model_folder
     new = make_model(old.config, seed=1)
-    engine = engine_of(folder, max_slots=2)
+    engine = engine_of(folder, max_num_seqs=2)
     requests = [Request(i, prompt_of(i, 6 + 5 * i), SamplingParams(14), seed=i) for i in range(2)]
     engine.add(requests)
     engine.step(5)
@@ -354,7 +354,7 @@ def test_a_recomputed_cache_is_that_of_the_new_weights(model_folder: tuple[Any, 
     """The next log-probs are transformers' under the new weights alone; the control above has those of a kept cache."""
     old, folder = model_folder
     new = make_model(old.config, seed=1)
-    engine = engine_of(folder, max_slots=4)
+    engine = engine_of(folder, max_num_seqs=4)
     requests = [Request(i, prompt_of(i, 1 + 5 * i), SamplingParams(9 + 5 * (i % 2)), seed=i) for i in range(5)]
     requests[3] = replace(requests[3], prompt_ids=requests[2].prompt_ids)
     engine.add(requests)
@@ -376,7 +376,7 @@ def test_siblings_share_a_prefill_without_noticing(qwen2: tuple[Any, Path]) -> N
     model, folder = qwen2
     prompts = [prompt_of(0, 11), prompt_of(1, 30), prompt_of(2, 1)]
     requests = [Request(i, prompts[i % 3], SamplingParams(9 + i), seed=i) for i in range(9)]
-    outputs = run(engine_of(folder, max_slots=9), requests)
+    outputs = run(engine_of(folder, max_num_seqs=9), requests)
     assert max(largest_error(model, requests, outputs)) < 1e-4
     assert len({outputs[i].token_ids.tobytes() for i in range(9)}) == 9
 
@@ -385,7 +385,7 @@ def test_many_requests_through_few_slots(qwen2: tuple[Any, Path]) -> None:
     """Slots change hands, the cache grows past its first size, aborts and moves happen on the way."""
     model, folder = qwen2
     rng = np.random.default_rng(5)
-    engine = engine_of(folder, max_slots=7, kv_bucket=8)
+    engine = engine_of(folder, max_num_seqs=7, block_tokens=8)
     requests = [
         Request(i, prompt_of(i, int(rng.integers(1, 40))), SamplingParams(int(rng.integers(1, 60))), seed=i)
         for i in range(40)
@@ -424,7 +424,7 @@ def test_end_of_sequence_ids(qwen2: tuple[Any, Path], tmp_path: Path) -> None:
 def test_stop_strings_end_responses_where_they_are_complete(qwen2: tuple[Any, Path]) -> None:
     _, folder = qwen2
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=make_tokenizer(VOCAB))
-    engine = engine_of(folder, max_slots=8, tokenizer=tokenizer)
+    engine = engine_of(folder, max_num_seqs=8, tokenizer=tokenizer)
     free = run(engine, [Request(i, prompt_of(i, 6), SamplingParams(40), seed=i) for i in range(8)])
     stops = {i: (tokenizer.decode(free[i].token_ids[10:13]).strip("\ufffd")[:3] or "never", "e") for i in range(8)}
     requests = [
@@ -458,14 +458,14 @@ def test_deterministic_mode_gives_the_same_bits_whatever_ran_before(qwen2: tuple
         outputs |= {o.id: o for o in engine.abort([2])}
         return bits(outputs | run(engine, requests[7:]))
 
-    fresh, used = (engine_of(folder, max_slots=5, deterministic=True) for _ in range(2))
+    fresh, used = (engine_of(folder, max_num_seqs=5, deterministic=True) for _ in range(2))
     run(used, [Request(i, prompt_of(50 + i, 60), SamplingParams(60), seed=i) for i in range(8)])
     assert calls(fresh) == calls(used) == calls(used)
 
 
 def test_deterministic_mode_gives_the_same_bits_whoever_else_is_live(qwen2: tuple[Any, Path]) -> None:
     _, folder = qwen2
-    engine = engine_of(folder, max_slots=6, deterministic=True)
+    engine = engine_of(folder, max_num_seqs=6, deterministic=True)
     requests = [Request(i, prompt_of(i, 9), SamplingParams(12), seed=i) for i in range(6)]
     together = bits(run(engine, requests))
     for count in (1, 3):
@@ -474,7 +474,7 @@ def test_deterministic_mode_gives_the_same_bits_whoever_else_is_live(qwen2: tupl
 
 def test_the_cache_is_as_large_as_needed(qwen2: tuple[Any, Path]) -> None:
     _, folder = qwen2
-    engine = engine_of(folder, max_slots=2, max_length=256, kv_bucket=16)
+    engine = engine_of(folder, max_num_seqs=2, max_length=256, block_tokens=16)
     assert engine._cache.capacity == 0
     run(engine, [Request(0, prompt_of(0, 10), SamplingParams(10), seed=0)])
     assert engine._cache.capacity == 2
@@ -565,8 +565,8 @@ def test_bad_folders_and_sizes_are_refused(qwen2: tuple[Any, Path], tmp_path: Pa
         engine_of(tmp_path)
     with pytest.raises(ValueError, match="max_length 512 exceeds the 256 positions"):
         engine_of(folder, max_length=512)
-    with pytest.raises(ValueError, match="max_slots is 0"):
-        engine_of(folder, max_slots=0)
+    with pytest.raises(ValueError, match="max_num_seqs is 0"):
+        engine_of(folder, max_num_seqs=0)
     config = json.loads((folder / "config.json").read_text()) | {"hidden_size": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")

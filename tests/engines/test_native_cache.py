@@ -51,7 +51,7 @@ class Counting(NativeEngine):
 
 def counting(folder: Path, **options: Any) -> Counting:
     return Counting(
-        folder, **({"max_slots": 4, "max_length": 128, "dtype": torch.float32, "kv_bucket": BLOCK} | options)
+        folder, **({"max_num_seqs": 4, "max_length": 128, "dtype": torch.float32, "block_tokens": BLOCK} | options)
     )
 
 
@@ -89,7 +89,7 @@ def test_a_prompt_is_computed_once_however_many_waves_admit_its_group(length: in
 
 def test_siblings_share_the_memory_of_their_prompt(qwen3: tuple[Any, Path]) -> None:
     _, folder = qwen3
-    engine = engine_of(folder, max_slots=8, kv_bucket=BLOCK)
+    engine = engine_of(folder, max_num_seqs=8, block_tokens=BLOCK)
     engine.add(group(prompt_of(0, 6 * BLOCK + 3), 8))
     engine.step(2)
     assert used(engine) == 6 + 8
@@ -102,7 +102,7 @@ def test_siblings_share_the_memory_of_their_prompt(qwen3: tuple[Any, Path]) -> N
 def test_groups_of_different_sizes_share_their_prompts(qwen3: tuple[Any, Path]) -> None:
     """The blocks of a large group do not make the product of a small one as large."""
     model, folder = qwen3
-    engine = engine_of(folder, max_slots=24, kv_bucket=BLOCK)
+    engine = engine_of(folder, max_num_seqs=24, block_tokens=BLOCK)
     sizes = {1: 33, 2: 50, 3: 70, 13: 34}
     requests = [
         r for size, length in sizes.items() for r in group(prompt_of(size, length), size, first_id=100 * size, new=3)
@@ -131,7 +131,7 @@ def test_prompts_with_a_common_beginning_share_it(qwen3: tuple[Any, Path]) -> No
 def test_an_episode_computes_its_observations_only(deterministic: bool, qwen3: tuple[Any, Path]) -> None:
     """Every turn begins with the tokens of the turns before it; deterministic mode computes them again."""
     model, folder = qwen3
-    engine = counting(folder, max_slots=3, deterministic=deterministic)
+    engine = counting(folder, max_num_seqs=3, deterministic=deterministic)
     contexts = {i: prompt_of(i % 2, 21) for i in range(4)}
     new = 0
     for turn in range(4):
@@ -169,12 +169,12 @@ def test_a_small_budget_makes_requests_wait_and_changes_no_response(
         )
         for i in range(24)
     ]
-    roomy = run(engine_of(folder, max_slots=6, kv_bucket=BLOCK), requests)
+    roomy = run(engine_of(folder, max_num_seqs=6, block_tokens=BLOCK), requests)
     for num_blocks in (8, 11, 17):
         engine = engine_of(
             folder,
-            max_slots=6,
-            kv_bucket=BLOCK,
+            max_num_seqs=6,
+            block_tokens=BLOCK,
             kv_cache_bytes=budget(num_blocks, folder),
             deterministic=deterministic,
         )
@@ -200,7 +200,7 @@ def test_an_interrupted_request_can_be_aborted_with_its_tokens(qwen3: tuple[Any,
     _, folder = qwen3
     requests = [Request(i, prompt_of(i, 30), SamplingParams(90, ignore_eos=True), seed=i) for i in range(3)]
     whole = run(engine_of(folder), requests)
-    engine = engine_of(folder, kv_bucket=BLOCK, kv_cache_bytes=budget(9, folder))
+    engine = engine_of(folder, block_tokens=BLOCK, kv_cache_bytes=budget(9, folder))
     engine.add(requests)
     while not any(count for i, count in engine.progress().items() if i in engine._waiting):
         engine.step(1)
@@ -216,9 +216,9 @@ def test_an_interrupted_request_can_be_aborted_with_its_tokens(qwen3: tuple[Any,
 def test_a_budget_below_one_request_is_refused(qwen3: tuple[Any, Path]) -> None:
     _, folder = qwen3
     least = budget(8, folder)
-    engine_of(folder, kv_bucket=BLOCK, kv_cache_bytes=least)
+    engine_of(folder, block_tokens=BLOCK, kv_cache_bytes=least)
     with pytest.raises(ValueError, match=f"kv_cache_bytes is {least - 1}, but .* max_length 128 needs {least}"):
-        engine_of(folder, kv_bucket=BLOCK, kv_cache_bytes=least - 1)
+        engine_of(folder, block_tokens=BLOCK, kv_cache_bytes=least - 1)
 
 
 def test_the_least_recently_used_prefixes_go_first(qwen3: tuple[Any, Path]) -> None:
@@ -241,7 +241,7 @@ def test_the_least_recently_used_prefixes_go_first(qwen3: tuple[Any, Path]) -> N
 def test_new_weights_empty_the_cache_of_prefixes(lag: int, later: int, computed: int, qwen3: tuple[Any, Path]) -> None:
     """... unless older ones may be used; then a response goes on from keys and values of the old weights."""
     _, folder = qwen3
-    engine = counting(folder, prefix_lag=lag)
+    engine = counting(folder, prefix_staleness=lag)
     prompt = prompt_of(0, 40)
     run(engine, group(prompt, 1))
     new = make_model(CONFIGS["qwen3"], seed=1)
@@ -257,7 +257,7 @@ def test_new_weights_empty_the_cache_of_prefixes(lag: int, later: int, computed:
 def test_siblings_that_come_after_new_weights_compute_their_prompt(qwen3: tuple[Any, Path]) -> None:
     """Those that run keep their keys and values, and nobody else gets them."""
     _, folder = qwen3
-    engine = counting(folder, max_slots=2)
+    engine = counting(folder, max_num_seqs=2)
     prompt = prompt_of(0, 40)
     engine.add(group(prompt, 2, new=30))
     engine.step(3)
@@ -271,7 +271,7 @@ def test_siblings_that_come_after_new_weights_compute_their_prompt(qwen3: tuple[
 
 def test_recomputing_shares_prompts_too(qwen3: tuple[Any, Path]) -> None:
     _, folder = qwen3
-    engine = counting(folder, max_slots=4, kv_cache_bytes=budget(9, folder))
+    engine = counting(folder, max_num_seqs=4, kv_cache_bytes=budget(9, folder))
     requests = group(prompt_of(0, 5 * BLOCK), 4, new=20)
     engine.add(requests)
     engine.step(6)
@@ -291,7 +291,7 @@ def test_recomputing_shares_prompts_too(qwen3: tuple[Any, Path]) -> None:
 
 def test_memory_is_given_back_after_long_sequences(qwen3: tuple[Any, Path]) -> None:
     model, folder = qwen3
-    engine = engine_of(folder, max_slots=4, kv_bucket=BLOCK)
+    engine = engine_of(folder, max_num_seqs=4, block_tokens=BLOCK)
     run(engine, [Request(i, prompt_of(i, 10), SamplingParams(110, ignore_eos=True), seed=i) for i in range(4)])
     long = engine._cache.capacity
     assert 32 <= long <= 36
@@ -332,7 +332,7 @@ def test_a_cache_that_changes_its_size_needs_one_layer_beside_it(
 def test_new_weights_may_come_at_any_time(qwen3: tuple[Any, Path]) -> None:
     """Also when a reserved block is about to be used, for which there is no memory yet."""
     model, folder = qwen3
-    engine = engine_of(folder, max_slots=1, kv_bucket=4, deterministic=True)
+    engine = engine_of(folder, max_num_seqs=1, block_tokens=4, deterministic=True)
     request = Request(0, prompt_of(0, 10), SamplingParams(30, ignore_eos=True), seed=0)
     expected = run(engine, [request])[0]
     engine.sleep()
@@ -349,7 +349,7 @@ def test_prompts_that_nobody_asks_for_again_do_not_make_the_cache_grow(qwen3: tu
     _, folder = qwen3
 
     def capacity(continues: bool) -> int:
-        engine = engine_of(folder, max_slots=2, kv_bucket=BLOCK)
+        engine = engine_of(folder, max_num_seqs=2, block_tokens=BLOCK)
         params = SamplingParams(6, ignore_eos=True)
         run(engine, [Request(i, prompt_of(i, 3 * BLOCK), params, seed=i, continues=continues) for i in range(12)])
         return engine._cache.capacity
@@ -388,7 +388,7 @@ def test_blocks_by_their_tokens() -> None:
 def test_a_response_that_began_under_too_old_weights_is_not_kept(lag: int, qwen3: tuple[Any, Path]) -> None:
     """Its next turn, and a sibling of it, get the log-probs of the new weights."""
     _, folder = qwen3
-    engine = counting(folder, prefix_lag=lag)
+    engine = counting(folder, prefix_staleness=lag)
     prompt = prompt_of(0, 40)
     first = Request(0, prompt, SamplingParams(20, ignore_eos=True), seed=0, continues=True)
     engine.add([first])
@@ -409,7 +409,7 @@ def test_a_response_that_began_under_too_old_weights_is_not_kept(lag: int, qwen3
 def test_recomputing_needs_no_more_blocks_than_there_are(qwen3: tuple[Any, Path]) -> None:
     """Also when running requests have filled their blocks, so that one of them is about to be interrupted."""
     model, folder = qwen3
-    engine = counting(folder, max_slots=2, max_length=5 * BLOCK, kv_cache_bytes=budget(5, folder))
+    engine = counting(folder, max_num_seqs=2, max_length=5 * BLOCK, kv_cache_bytes=budget(5, folder))
     requests = [Request(i, prompt_of(i, 20), SamplingParams(30, ignore_eos=True), seed=i) for i in range(2)]
     engine.add(requests)
     while engine._slots.positions[0] < 2 * BLOCK:
@@ -421,7 +421,7 @@ def test_recomputing_needs_no_more_blocks_than_there_are(qwen3: tuple[Any, Path]
 
 def test_who_waits_behind_an_aborted_request_is_admitted(qwen3: tuple[Any, Path]) -> None:
     _, folder = qwen3
-    engine = engine_of(folder, kv_bucket=BLOCK, kv_cache_bytes=budget(8, folder))
+    engine = engine_of(folder, block_tokens=BLOCK, kv_cache_bytes=budget(8, folder))
     params = SamplingParams(20, ignore_eos=True)
     engine.add([Request(i, prompt_of(i, length), params, seed=i) for i, length in enumerate((60, 90, 5))])
     engine.step(1)
@@ -439,7 +439,7 @@ def test_any_order_of_calls_leaves_no_trace_in_responses(mode: str, qwen3: tuple
     models = [make_model(CONFIGS["qwen3"], seed) for seed in range(3)]
     for seed in range(3):
         rng = np.random.default_rng(seed)
-        engine = engine_of(folder, max_slots=6, max_length=40, kv_bucket=4, kv_cache_bytes=budget(4, folder))
+        engine = engine_of(folder, max_num_seqs=6, max_length=40, block_tokens=4, kv_cache_bytes=budget(4, folder))
         stems = [prompt_of(10 * seed + i, 15) for i in range(2)]
         born: dict[int, int] = {}
         requests: dict[int, Request] = {}

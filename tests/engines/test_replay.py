@@ -70,10 +70,10 @@ def generated(
     """Responses of unequal length, more than slots, so that requests move between slots; two share a prompt."""
     engine = NativeEngine(
         folder,
-        max_slots=3,
+        max_num_seqs=3,
         max_length=200,
         dtype=dtype,
-        kv_bucket=8,
+        block_tokens=8,
         kv_cache_bytes=kv_cache_bytes,
         routes=SHAPE,
         load=weights is None,
@@ -150,12 +150,12 @@ def test_recorded_choices_are_those_of_the_model(full: bool, folder: Path, monke
 
 
 def test_a_request_that_has_not_begun_has_no_routes(folder: Path) -> None:
-    engine = NativeEngine(folder, max_slots=1, max_length=64, dtype=torch.float32, kv_bucket=8, routes=SHAPE)
+    engine = NativeEngine(folder, max_num_seqs=1, max_length=64, dtype=torch.float32, block_tokens=8, routes=SHAPE)
     engine.add([Request(i, [1, 2], SamplingParams(9), seed=i) for i in range(2)])
     engine.step(3)
     shapes = [output.columns["routes"].shape for output in engine.abort([0, 1])]
     assert shapes == [(3, 4), (0, 4)]
-    plain = NativeEngine(folder, max_slots=1, max_length=64, dtype=torch.float32, kv_bucket=8)
+    plain = NativeEngine(folder, max_num_seqs=1, max_length=64, dtype=torch.float32, block_tokens=8)
     plain.add([Request(0, [1, 2], SamplingParams(2), seed=0)])
     assert plain.step(2)[0].columns == {}
 

@@ -112,8 +112,8 @@ class Counting(Answers):
     def call(self, name: str, *arguments: Any) -> Any:
         if name != "burst":
             return None
-        jobs, num_tokens, max_slots = arguments
-        counts = [(job.id, min(job.left, num_tokens)) for job in jobs[:max_slots]]
+        jobs, num_tokens, max_num_seqs = arguments
+        counts = [(job.id, min(job.left, num_tokens)) for job in jobs[:max_num_seqs]]
         return [Made(i, 0, [i] * count, [-float(i)] * count, [], False) for i, count in counts]
 
 
@@ -253,7 +253,7 @@ def test_a_response_does_not_depend_on_how_others_are_sampled(folder: Path) -> N
     for request in requests:
         alone = answers(engine, [request])[request.id]
         assert together[request.id].token_ids.tolist() == alone.token_ids.tolist()
-    crowded = make_engine(folder, max_slots=2)  # a waiting request takes a slot of its kind, or one of a later burst
+    crowded = make_engine(folder, max_num_seqs=2)  # a waiting request takes a slot of its kind, or one of a later burst
     crowded.load_weights(weights_of(folder), 0)
     for i, output in answers(crowded, requests[::-1], burst=5).items():
         assert output.token_ids.tolist() == together[i].token_ids.tolist()
@@ -403,5 +403,5 @@ def test_a_mixture_whose_head_is_its_embedding_is_refused() -> None:
 
 def test_the_plan_counts_the_cache_that_was_given() -> None:
     assert cache(*planned(["generator.sglang.kv_cache_gib=2"])) == (2 << 30, 2 << 30)
-    whole, least = cache(*planned(["generator.max_slots=3"]))
+    whole, least = cache(*planned(["generator.max_num_seqs=3"]))
     assert whole == 3 * least

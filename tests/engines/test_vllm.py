@@ -48,7 +48,7 @@ def no_groups_left() -> Iterator[None]:
 def make_engine(folder: Path, ranks: ReplicaRanks | None = None, **settings: Any) -> Any:
     from hpcrl.engines.gen.vllm.engine import VLLMEngine
 
-    more: dict[str, Any] = {"max_slots": 4, "max_length": 64, "dtype": "float32", "cache_bytes": 1 << 24} | settings
+    more: dict[str, Any] = {"max_num_seqs": 4, "max_length": 64, "dtype": "float32", "cache_bytes": 1 << 24} | settings
     return VLLMEngine(folder, replica=ranks or ReplicaRanks((0,)), load=False, **more)
 
 

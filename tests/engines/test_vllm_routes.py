@@ -66,7 +66,7 @@ def vllm(folder: Path, blocks: int = 64, **options: Any) -> GenEngine:
 
     return VLLMEngine(
         folder,
-        max_slots=3,
+        max_num_seqs=3,
         max_length=200,
         dtype="float32",
         cache_bytes=blocks * 3 * 2 * 32 * 32 * 4,  # layers, keys and values, tokens, numbers per token, bytes
@@ -92,7 +92,9 @@ def engine(folder: Path) -> Iterator[GenEngine]:
 
 
 def native(folder: Path) -> GenEngine:
-    return NativeEngine(folder, max_slots=3, max_length=200, dtype=torch.float32, kv_bucket=8, routes=SHAPE, load=False)
+    return NativeEngine(
+        folder, max_num_seqs=3, max_length=200, dtype=torch.float32, block_tokens=8, routes=SHAPE, load=False
+    )
 
 
 def prompt_of(request: int) -> list[int]:

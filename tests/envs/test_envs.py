@@ -57,7 +57,7 @@ def test_what_a_column_is_missing_for_and_an_unknown_option_are_errors() -> None
 
 
 def test_an_environment_of_a_domain_that_no_prompt_has_is_named() -> None:
-    data = {"train": [{"path": "task:add", "tag": "maze"}, {"path": "task:add", "tag": "plain"}]}
+    data = {"train": [{"path": "task:add", "domain": "maze"}, {"path": "task:add", "domain": "plain"}]}
     env = {"maze": {}, "mazes": {}, "default": {}, "plain": None}
     config = parse({"data": data, "env": env})
     rows, problems = read_splits(config.data, config.seed)

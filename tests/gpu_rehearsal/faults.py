@@ -103,7 +103,7 @@ def test_a_wait_in_each_layer_of_the_generator_grows_with_it(
 
     monkeypatch.setattr(Decoding, "attend", waiting)
     folder = make_model_folder("qwen2", tmp_path / "model", num_hidden_layers=layers)
-    engine = NativeEngine(folder, max_slots=1, max_length=16, dtype=torch.float32, device="cuda")
+    engine = NativeEngine(folder, max_num_seqs=1, max_length=16, dtype=torch.float32, device="cuda")
     engine.add([Request(0, [1, 2, 3], SamplingParams(3, ignore_eos=True), seed=0)])
     engine.step(3)
     by_place = ledger.sections["test"]

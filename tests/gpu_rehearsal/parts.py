@@ -219,7 +219,7 @@ def _outputs(engine: NativeEngine) -> Numbers:
 @mock.patch("hpcrl.engines.gen.sampling.adds_in_order", lambda device: False)  # the CPU's numbers would be others
 def _native(folder: Path, device: str, section: Section) -> Numbers:
     """Responses that share a prefix, which are interrupted, aborted, and computed again under new weights."""
-    sizes: dict[str, Any] = {"max_slots": 8, "max_length": 48, "kv_bucket": 8, "dtype": torch.bfloat16}
+    sizes: dict[str, Any] = {"max_num_seqs": 8, "max_length": 48, "block_tokens": 8, "dtype": torch.bfloat16}
     engine = NativeEngine(folder, **sizes, float32_head=True, prefix_lag=1, device=device)
     prompts = [[5, 6, 7, 8, 9, 10, 11, 12, 13, *[20 + i] * (3 * i + 1)] for i in range(len(REQUESTS))]
     requests = [Request(i, prompts[i], params, seed=i) for i, params in enumerate(REQUESTS)]
@@ -252,7 +252,7 @@ def _experts(folder: Path, device: str, section: Section) -> Numbers:
     shape = RouteShape(layers, EXPERTS["num_experts_per_tok"], EXPERTS["num_experts"])
     batch = batch_to_train()
     declare(shape.field)
-    sizes: dict[str, Any] = {"max_slots": 4, "max_length": 32, "dtype": torch.float32}
+    sizes: dict[str, Any] = {"max_num_seqs": 4, "max_length": 32, "dtype": torch.float32}
     generator = NativeEngine(folder, **sizes, device=device, routes=shape)
     prompts = [row.tolist() for row in batch.token_ids.split(list(LENGTHS))]
     generator.add([Request(i, prompt, REQUESTS[i], seed=i) for i, prompt in enumerate(prompts)])
@@ -303,7 +303,7 @@ def _weights(folder: Path, device: str, section: Section) -> Numbers:
         with section("weights: checked"):
             add_sums(channel, rank, ranks, sums)
         return {"errors": [*sending.errors]}
-    sizes: dict[str, Any] = {"max_slots": 2, "max_length": 16, "dtype": torch.bfloat16}
+    sizes: dict[str, Any] = {"max_num_seqs": 2, "max_length": 16, "dtype": torch.bfloat16}
     generator = NativeEngine(folder, **sizes, device=device, load=False)
     loaded = LoadedSums(layout, needs[1])
     with section("weights: received"):

@@ -291,7 +291,11 @@ def test_a_sweep_and_an_executor_submit_fixed_configurations(
         ("seed: 1", ["--config"], "--config: no file is named; write --config FILE"),
         ("seed: 1", ["--config=b.yaml"], "--config: mine.yaml and b.yaml; give one file, and further values"),
         ("seed: 1", ["+experiment=demo"], "+experiment=demo: --config mine.yaml takes the place of an experiment"),
-        ("generator: {native: {kv_bucket: 48}, engine: vllm}", [], "generator.native.kv_bucket: not read here, the e"),
+        (
+            "generator: {native: {block_tokens: 48}, engine: vllm}",
+            [],
+            "generator.native.block_tokens: not read here, the e",
+        ),
         ("1: 2\n? [a]\n: 3", [], "--config mine.yaml: "),
     ],
 )
@@ -336,7 +340,7 @@ def test_the_documented_files_are_configurations(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     config = load(["+experiment=my"])
     assert (config.run_name, config.trainer.lr, config.rollout.max_new_tokens) == ("my", 2e-4, 48)
-    assert (config.algorithm.name, config.rollout.num_prompts) == ("gae", 64)
+    assert (config.algorithm.advantage_estimator, config.rollout.num_prompts) == ("gae", 64)
 
 
 VALUES = st.recursive(

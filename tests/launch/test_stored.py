@@ -28,22 +28,29 @@ def test_whole_responses_of_cut_sampling_are_not_weighed(tmp_path: Path, level: 
     told = [
         str(problem.text)
         for problem in check_rollouts(
-            parse({"debug": "train_only", "rollouts": str(run_dir), "max_steps": 1, "algorithm": algorithm})
+            parse({"debug": "train_only", "load_rollouts": str(run_dir), "max_steps": 1, "algorithm": algorithm})
         )
     ]
     assert len(told) == problems and all(
         f"{run_dir} were drawn with rollout.top_k=50; use token" in text for text in told
     )
     uncut = stored(tmp_path / "uncut")
-    data = {"debug": "train_only", "rollouts": str(uncut), "max_steps": 1, "algorithm": algorithm}
+    data = {"debug": "train_only", "load_rollouts": str(uncut), "max_steps": 1, "algorithm": algorithm}
     assert check_rollouts(parse(data | {"rollout": {"top_k": 50}})) == []
 
 
 @pytest.mark.parametrize(("name", "told"), [("remax", "were drawn without"), ("gdpo", "needs decoupled rewards")])
 def test_rollouts_without_what_a_credit_reads_are_refused(name: str, told: str, tmp_path: Path) -> None:
     run_dir = stored(tmp_path / "run")
-    data = {"debug": "train_only", "rollouts": str(run_dir), "max_steps": 1, "algorithm": {"name": name}}
+    data = {
+        "debug": "train_only",
+        "load_rollouts": str(run_dir),
+        "max_steps": 1,
+        "algorithm": {"advantage_estimator": name},
+    }
     (problem,) = check_rollouts(parse(data))
-    assert problem.path == ("algorithm", "name") and told in problem.text
-    (run_dir / CONFIG).write_text(yaml.safe_dump(parse({"algorithm": {"name": name}}).model_dump(mode="json")))
+    assert problem.path == ("algorithm", "advantage_estimator") and told in problem.text
+    (run_dir / CONFIG).write_text(
+        yaml.safe_dump(parse({"algorithm": {"advantage_estimator": name}}).model_dump(mode="json"))
+    )
     assert check_rollouts(parse(data)) == []

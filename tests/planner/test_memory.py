@@ -44,7 +44,7 @@ def shape_of(name: str) -> ModelShape:
 
 def run(num_ranks: int = 8, **changes: Any) -> Config:
     layout = {"trainer": {"num_ranks": num_ranks}, "generator": {"colocate_with": "trainer"}}
-    bf16 = {"trainer": {"param_dtype": "bfloat16"}, "generator": {"dtype": "bfloat16", "max_slots": 32}}
+    bf16 = {"trainer": {"param_dtype": "bfloat16"}, "generator": {"dtype": "bfloat16", "max_num_seqs": 32}}
     return parse({"layout": layout, "cluster": GPU_NODES, **bf16, **changes})
 
 
@@ -63,9 +63,11 @@ def test_the_engine_has_the_constants_of_the_plan() -> None:
 @pytest.mark.parametrize("cluster", [{"device": "cpu"}, {"device": "cuda"}], ids=str)
 def test_a_head_in_float32_is_a_copy_of_the_matrix_on_cpus(cluster: dict[str, str], tmp_path: Path) -> None:
     shape = read_shape(inspect_model(make_model_folder("qwen3", tmp_path / "qwen3")).config)
-    settings = {"dtype": "bfloat16", "head_dtype": "float32", "max_slots": 3}
+    settings = {"dtype": "bfloat16", "head_dtype": "float32", "max_num_seqs": 3}
     config = parse({"generator": settings, "cluster": cluster})
-    engine = native.NativeEngine(tmp_path / "qwen3", max_slots=3, max_length=9, dtype=torch.bfloat16, float32_head=True)
+    engine = native.NativeEngine(
+        tmp_path / "qwen3", max_num_seqs=3, max_length=9, dtype=torch.bfloat16, float32_head=True
+    )
     assert engine._weights is not None
     held = engine._weights._converted_head
     planned = [
@@ -87,10 +89,12 @@ def test_the_native_engine_holds_no_more_than_planned(lengths: tuple[int, int], 
         {
             "data": {"max_prompt_tokens": prompt},
             "rollout": {"max_new_tokens": response},
-            "generator": {"max_slots": 3, "native": {"kv_bucket": 4}},
+            "generator": {"max_num_seqs": 3, "native": {"block_tokens": 4}},
         }
     )
-    engine = native.NativeEngine(folder, max_slots=3, max_length=prompt + response, dtype=torch.float32, kv_bucket=4)
+    engine = native.NativeEngine(
+        folder, max_num_seqs=3, max_length=prompt + response, dtype=torch.float32, block_tokens=4
+    )
     engine.add([Request(i, list(range(prompt)), SamplingParams(response, ignore_eos=True), i) for i in range(3)])
     while engine.progress():
         engine.step(8)
@@ -113,7 +117,7 @@ def test_a_budget_of_the_native_engine_is_planned_or_refused() -> None:
     shape = shape_of("Qwen2.5-7B")
     planned = {}
     for gib in (None, 1.0, 0.0683593750, 0.06):
-        config = run(generator={"dtype": "bfloat16", "max_slots": 32, "native": {"kv_cache_gib": gib}})
+        config = run(generator={"dtype": "bfloat16", "max_num_seqs": 32, "native": {"kv_cache_gib": gib}})
         planned[gib] = next(p.num_bytes for p in generator.generator_parts(config, shape, (), ()) if "KV" in p.name)
         problems = [p.text for p in check_sizes(config, RoleLayout.from_config(config), shape)]
         assert bool(problems) == (gib == 0.06)
@@ -246,10 +250,10 @@ def test_a_vllm_generator_keeps_within_its_share_of_a_card() -> None:
     assert turns.offloads and not beside.offloads
     assert (turns.fits(card), turns.responses(card)) == (True, 64)
     assert turns.peak(least=True)[1] < usable(CARDS["48 GB"]) < beside.peak(least=True)[1]
-    room = {share: of_7b(f"generator.vllm.memory_share={share}").responses(card) for share in (0.25, 0.3)}
+    room = {share: of_7b(f"generator.vllm.gpu_memory_utilization={share}").responses(card) for share in (0.25, 0.3)}
     assert room[0.25] > 0 and (room[0.3] - room[0.25]) == pytest.approx(0.05 * card / response, abs=1)
-    assert not of_7b("generator.vllm.memory_share=0.15").fits(card)
-    given = of_7b("generator.vllm.memory_share=0.15", "generator.vllm.kv_cache_gib=10")
+    assert not of_7b("generator.vllm.gpu_memory_utilization=0.15").fits(card)
+    given = of_7b("generator.vllm.gpu_memory_utilization=0.15", "generator.vllm.kv_cache_gib=10")
     assert given.fits(card) and given.responses(card) == 10 * 2**30 // response
     (problem,) = check_sizes(
         config := load(["+cluster=slurm", "+experiment=rlvr_7b", "generator.vllm.kv_cache_gib=0.3"]),

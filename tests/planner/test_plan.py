@@ -118,13 +118,13 @@ def test_wrong_sizes_are_refused_with_their_numbers(tmp_path: Path, capsys: pyte
 
 def test_weights_may_be_missing_for_a_plan_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = write_config(tmp_path / "model", "Qwen2.5-0.5B")
-    assert main([*words(model, "generator.max_slots=4"), "dry_run=true"]) == ExitCode.DONE
+    assert main([*words(model, "generator.max_num_seqs=4"), "dry_run=true"]) == ExitCode.DONE
     said = capsys.readouterr().out
     assert f"note: model.path: no weights in {model}" in said
     assert "494M parameters" in said
     assert "memory  rank 1-2 (trainer, generator): " in said
     assert "fits" not in said, "no rank is on a GPU"
-    assert main(words(model, "generator.max_slots=4")) == ExitCode.BAD_INPUT
+    assert main(words(model, "generator.max_num_seqs=4")) == ExitCode.BAD_INPUT
     assert f"model.path: no weights in {model}" in capsys.readouterr().err
 
 
@@ -161,7 +161,7 @@ def test_host_memory_of_a_nodes_ranks_is_added_up(
     controller and reward have."""
     model = write_config(tmp_path / "model", "Qwen2.5-0.5B")
     given = GPU_NODE % (f", memory: {memory}" if memory else "")
-    assert main([*words(model, given, "generator.max_slots=4"), "dry_run=true"]) == ExitCode.DONE
+    assert main([*words(model, given, "generator.max_num_seqs=4"), "dry_run=true"]) == ExitCode.DONE
     said = capsys.readouterr().out
     assert "in host memory 3.3 GiB at most" in said
     ((both, compared),) = re.findall(r"all ranks of a node of node together: (.+) of host memory at most(.*)", said)
@@ -204,7 +204,7 @@ def test_a_checkpoint_that_the_file_system_cannot_take_is_said(
     model = write_config(tmp_path / "model", "Qwen2.5-0.5B")
     free = os.statvfs_result((4096, 4096, 1 << 30, 1 << 20, 1 << 20, 0, 0, 0, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda _: free)  # 4 GiB; three checkpoints take 16.6
-    assert main([*words(model, "generator.max_slots=4"), "dry_run=true"]) == ExitCode.DONE
+    assert main([*words(model, "generator.max_num_seqs=4"), "dry_run=true"]) == ExitCode.DONE
     assert "the file system of the run folder has 4 GiB free, which is not enough" in capsys.readouterr().out
 
 

@@ -22,7 +22,7 @@ EXAMPLE = Path(__file__).parent / "hpcrl_example"
 WORDS = [
     "pipeline=curriculum",
     "algorithm=null",
-    "algorithm.name=leave_one_out",
+    "algorithm.advantage_estimator=leave_one_out",
     "algorithm.shrink=0.25",
     "reward.default.name=vowels",
     "reward.default.options.most=4",
@@ -35,7 +35,7 @@ WORDS = [
     "rollout.num_prompts=4",
     "rollout.group_size=2",
     "rollout.max_new_tokens=8",
-    "data.train=[{path: 'task:sort_digits'}, {path: 'task:sort_digits', tag: other}]",
+    "data.train=[{path: 'task:sort_digits'}, {path: 'task:sort_digits', domain: other}]",
     "save_every=1",
     "max_steps=2",
 ]
@@ -145,7 +145,7 @@ def test_a_specification_is_named_by_its_path_without_an_entry_point(site: Path,
     shutil.copytree(EXAMPLE, site / "elsewhere" / "hpcrl_example", dirs_exist_ok=True)
     words = [
         "algorithm=null",
-        "algorithm.name=hpcrl_example.specs:LEAVE_ONE_OUT",
+        "algorithm.advantage_estimator=hpcrl_example.specs:LEAVE_ONE_OUT",
         "algorithm.shrink=0.5",
         "trainer.engine=hpcrl_example.specs:NOISY",
         "trainer.own.factor=3",

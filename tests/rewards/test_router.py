@@ -38,7 +38,7 @@ def test_own_section_then_default():
 def test_sources_bring_their_rewards(tmp_path: Path):
     gsm8k = jsonl(tmp_path / "gsm8k.jsonl", {"question": "q", "answer": "5\n#### 5"})
     boxed = jsonl(tmp_path / "boxed.jsonl", {"problem": "q", "solution": r"\boxed{5}", "tag": "algebra"})
-    train = ["task:sort_digits", DataSource(path="task:add", tag="sums"), "reasoning_gym:gcd", gsm8k, boxed]
+    train = ["task:sort_digits", DataSource(path="task:add", domain="sums"), "reasoning_gym:gcd", gsm8k, boxed]
     router = Router(Config(data=DataConfig(train=train)))
     assert {domain: section.name for domain, section in router.sections.items()} == {
         "sort_digits": "sort_digits", "sums": "exact_match", "gcd": "reasoning_gym", "default": "math",
@@ -87,7 +87,7 @@ def test_a_product_is_refused_where_parts_are_normalised_apart(rule: str) -> Non
         "product": ["reward.default: options.rule: product is no sum whose parts can be normalised apart; use sum"],
     }
     sections = {"reward": {"default": {"name": "composed", "options": options}}}
-    assert validate_rewards(parse(sections | {"algorithm": {"name": "gdpo"}})) == told[rule]
+    assert validate_rewards(parse(sections | {"algorithm": {"advantage_estimator": "gdpo"}})) == told[rule]
     assert validate_rewards(parse(sections)) == []
 
 
@@ -175,7 +175,11 @@ def test_limits_of_a_domain_that_no_row_is_of_are_named(tmp_path: Path):
 
 @pytest.mark.parametrize(("domains", "added", "said"), [("add:2", "", 0), ("game:1", "", 1), ("add:2", "true", 1)])
 def test_a_domain_that_its_environment_rewards_needs_no_ranks_and_gets_none(domains: str, added: str, said: int):
-    words = ["pipeline=agentic", "data.train=[{path:env:default,tag:game},{path:task:add,tag:add}]", "env.default=null"]
+    words = [
+        "pipeline=agentic",
+        "data.train=[{path:env:default,domain:game},{path:task:add,domain:add}]",
+        "env.default=null",
+    ]
     words += ["env.game.name=frozen_lake", f"layout.reward.domains={{{domains}}}"]
     config = load([*words, *([f"env.game.add_reward={added}", "reward.default.name=exact_match"] if added else [])])
     found = check_reward_ranks(config, RoleLayout.from_config(config), read_splits(config.data, 0)[0])

@@ -67,6 +67,6 @@ def test_groups_whose_parts_differ_pass_the_filter_of_equal_rewards() -> None:
     cancelling = [scored({"right": 1.0, "short": 0.0}), scored({"right": 0.0, "short": 4.0})]
     equal = [scored({"right": 1.0, "short": 0.0})] * 2
     for algorithm, told in (("grpo", "std"), ("gdpo", "")):
-        config = SchedulerConfig.of(parse(words | {"algorithm": {"name": algorithm}}))
+        config = SchedulerConfig.of(parse(words | {"algorithm": {"advantage_estimator": algorithm}}))
         assert rejecting_filter(cancelling, config, domain="maths") == told
         assert rejecting_filter(equal, config, domain="maths") == "std"

@@ -84,7 +84,7 @@ def test_a_failed_greedy_response_is_no_baseline() -> None:
 
 
 def test_a_checkpoint_keeps_the_mark() -> None:
-    config = SchedulerConfig(2, max_lag=1)
+    config = SchedulerConfig(2, max_staleness=1)
     scheduler, _ = started(config, 1, {0: 8})
     scheduler.plan(played(dict(zip(ids(0, 2), [None, 1.0], strict=True))))
     resumed = RolloutScheduler(config, {0: 8})

@@ -29,7 +29,7 @@ class OneReplica(RolloutScheduler):
 
 
 def test_an_engine_shares_its_time_among_its_slots():
-    world = World(1, 2, LONG, decode_a_s=1.0, decode_b_s=0.5, burst_tokens=1)
+    world = World(1, 2, LONG, decode_a_s=1.0, decode_b_s=0.5, decode_chunk_tokens=1)
     engine = Engine(world, 0)
     engine.add([Request(1, 10), Request(2, 4), Request(3, 3)])
     ends = {}
@@ -41,7 +41,7 @@ def test_an_engine_shares_its_time_among_its_slots():
 
 
 def test_ends_are_reported_when_their_burst_ends_and_drops_make_room():
-    engine = Engine(World(1, 1, LONG, decode_a_s=1.0, decode_b_s=0.0, burst_tokens=8), 0)
+    engine = Engine(World(1, 1, LONG, decode_a_s=1.0, decode_b_s=0.0, decode_chunk_tokens=8), 0)
     engine.add([Request(1, 3), Request(2, 100), Request(3, 1)])
     engine.advance(engine.next_time())
     assert engine.time == 3.0 and engine.reported() == []
@@ -70,7 +70,7 @@ def test_outcomes_follow_their_laws():
 def test_no_sample_is_lost_and_no_bound_is_broken(lag, agents, overlap):
     world = replace(World(3, 4, LONG, pass_rate=0.7), **(AGENTS if agents else {}))
     training = Training(need=6, steps=6, train_s=20.0, publish_s=1.0, overlap=overlap and lag > 0)
-    config = policy(4, filter_std=True, extra_prompts=2, extra_members=1, max_lag=lag)
+    config = policy(4, filter_std=True, extra_prompts=2, extra_members=1, max_staleness=lag)
     run = Simulation(world, config, training, seed=1).run()
     assert run.kept == 6 * 6 * 4 and run.dropped > 0
     assert run.admitted == run.kept + run.dropped + run.held
@@ -99,7 +99,7 @@ def test_the_queue_beats_batch_rollout_where_groups_are_filtered():
 
 
 def test_the_first_proposition_bounds_synchronous_steps():
-    world = World(4, 4, LONG, decode_b_s=0.0, burst_tokens=1, reward=Latency(0.0))
+    world = World(4, 4, LONG, decode_b_s=0.0, decode_chunk_tokens=1, reward=Latency(0.0))
     run = Simulation(world, policy(4), Training(need=32, steps=6)).run()
     seconds = [tokens * world.decode_a_s for tokens in run.lengths]
     mean_s = sum(seconds) / len(seconds)
@@ -116,7 +116,7 @@ def test_the_second_proposition_is_the_first_with_the_best_share_of_trainers():
 
 def test_saturated_generators_are_never_idle():
     world, training = World(4, 2, LONG), Training(need=48, steps=8, train_s=1.0, overlap=True)
-    run = Simulation(world, policy(4, max_lag=1), training).run()
+    run = Simulation(world, policy(4, max_staleness=1), training).run()
     assert 48 * 4 * sum(run.lengths) / len(run.lengths) / max(run.lengths) >= 8
     assert steady_efficiency(run, world, training, skipped=3) >= 0.95
 
@@ -130,7 +130,7 @@ class Leaky(RolloutScheduler):
 
 def test_a_broken_scheduler_shows():
     world, training = World(4, 2, LONG), Training(need=48, steps=5, train_s=1.0, overlap=True)
-    config = policy(4, max_lag=1)
+    config = policy(4, max_staleness=1)
     right = Simulation(world, config, training).run()
     idle = Simulation(world, config, training, scheduler=OneReplica).run()
     assert idle.time > 2 * right.time

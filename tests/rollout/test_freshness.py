@@ -1,4 +1,4 @@
-"""The arithmetic of max_lag at its boundaries."""
+"""The arithmetic of max_staleness at its boundaries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def groups(*lags: int) -> list[LiveGroup]:
 
 
 @pytest.mark.parametrize(
-    ("max_lag", "lags", "old"),
+    ("max_staleness", "lags", "old"),
     [
         (1.5, [2, 2, 2, 2], [2, 3]),  # half of 4 may be 2 behind
         (1.5, [2, 2], []),
@@ -27,12 +27,14 @@ def groups(*lags: int) -> list[LiveGroup]:
         (2.75, [3, 3, 3, 3], [3]),
     ],
 )
-def test_a_share_of_a_batch_may_be_one_version_further_behind(max_lag: float, lags: list[int], old: list[int]) -> None:
-    assert [group.uid for group in Freshness(max_lag).too_old(groups(*lags), VERSION, NEED)] == old
+def test_a_share_of_a_batch_may_be_one_version_further_behind(
+    max_staleness: float, lags: list[int], old: list[int]
+) -> None:
+    assert [group.uid for group in Freshness(max_staleness).too_old(groups(*lags), VERSION, NEED)] == old
 
 
 @pytest.mark.parametrize(
-    ("max_lag", "lags", "due"),
+    ("max_staleness", "lags", "due"),
     [
         (1.0, [1], [(1, 0)]),  # (groups, room later): the next batch would find it 2 behind
         (1.5, [1, 1], []),  # the share of the next batch has room for both
@@ -46,8 +48,10 @@ def test_a_share_of_a_batch_may_be_one_version_further_behind(max_lag: float, la
         (2.0, [0] * 9, []),
     ],
 )
-def test_what_later_batches_cannot_take_is_due(max_lag: float, lags: list[int], due: list[tuple[int, int]]) -> None:
-    found = Freshness(max_lag).due(groups(*lags), {0}, VERSION, NEED)
+def test_what_later_batches_cannot_take_is_due(
+    max_staleness: float, lags: list[int], due: list[tuple[int, int]]
+) -> None:
+    found = Freshness(max_staleness).due(groups(*lags), {0}, VERSION, NEED)
     assert [(len(entry.uids), entry.later) for entry in found] == due
     assert all(entry.open == {0} & entry.uids for entry in found)
 

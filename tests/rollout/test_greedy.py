@@ -80,7 +80,7 @@ def test_a_reward_that_scores_groups_scores_it_with_its_siblings(done: tuple[int
 
 
 def test_a_group_that_waits_in_a_checkpoint_keeps_its_baseline() -> None:
-    config = SchedulerConfig(2, greedy_sibling=True, max_lag=1)
+    config = SchedulerConfig(2, greedy_sibling=True, max_staleness=1)
     scheduler, _ = started(config, 1, {0: 8})
     scheduler.plan(ended({**dict.fromkeys(ids(0, 2), 1.0), greedy_of(0): 0.25}))
     state = json.loads(json.dumps(scheduler.state_dict()))

@@ -24,7 +24,7 @@ SAMPLING = m.Sampling(8, 1.0, 1.0, 0, 0.0, [])
 
 
 def make_loop(ranks: Any, deterministic: bool = False) -> RolloutLoop:
-    return RolloutLoop(ranks, [[GENERATOR]], [SCORER], [], seed=0, burst_tokens=4, deterministic=deterministic)
+    return RolloutLoop(ranks, [[GENERATOR]], [SCORER], [], seed=0, decode_chunk_tokens=4, deterministic=deterministic)
 
 
 def prompts(first: int = 0, number: int = 1_000_000) -> Iterator[Prompt]:
@@ -54,7 +54,7 @@ def test_a_held_out_prompt_that_cannot_be_scored_is_worth_nothing(deterministic:
     config = SchedulerConfig(1, accept_errors=True, deterministic=deterministic)
     (harvest,) = steps(make_loop(ranks, deterministic), config, [3], prompts(HELD_OUT, 3))
     assert [group.samples[0].score for group in harvest.groups] == [1.0, 0.0, 1.0]
-    assert harvest.stats["maths/score"].total == 2.0
+    assert harvest.stats["domain/maths/score"].total == 2.0
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -76,7 +76,7 @@ def test_bad_data_in_the_background_is_no_error_of_what_was_waited_for() -> None
         return [prompt for _, prompt in fresh]
 
     loop, source = make_loop(Ranks()), prompts()
-    scheduler = RolloutScheduler(SchedulerConfig(1, max_lag=1), {GENERATOR: 1})
+    scheduler = RolloutScheduler(SchedulerConfig(1, max_staleness=1), {GENERATOR: 1})
     scheduler.begin_step(0, 1)
     loop.drive(scheduler, {}, draw, SAMPLING)
     with pytest.raises(BackgroundError, match=r"train\.jsonl:812") as raised:
@@ -107,7 +107,7 @@ def test_an_answer_that_a_lost_replica_leaves_behind_ends_with_its_evaluation() 
     """Beside a stream that stays: else a later response under the same id would never be waited for."""
     ranks = Ranks()
     loop = make_loop(ranks)
-    steps(loop, SchedulerConfig(1, max_lag=1), [2], prompts())
+    steps(loop, SchedulerConfig(1, max_staleness=1), [2], prompts())
     left = make_sample_id(HELD_OUT, 5, 0)  # its replica died before it said DecodeChunkDone
     ranks.say(SCORER, m.Scored([m.ScoredSample(left, 1.0, 1.0)]))
     scheduler = RolloutScheduler(SchedulerConfig(1), {GENERATOR: 8})
@@ -132,7 +132,7 @@ def test_the_loss_of_a_rank_moves_only_the_environments_it_had() -> None:
 
 def test_environments_are_told_once_of_a_lost_replica() -> None:
     ranks = Ranks()
-    loop = RolloutLoop(ranks, [[1], [2]], [SCORER], [3, 4, 5], seed=0, burst_tokens=4, deterministic=False)  # type: ignore[arg-type]
+    loop = RolloutLoop(ranks, [[1], [2]], [SCORER], [3, 4, 5], seed=0, decode_chunk_tokens=4, deterministic=False)  # type: ignore[arg-type]
     ranks.lost |= {1, 4}
     loop.tell_lost()
     loop.tell_lost()
@@ -142,7 +142,7 @@ def test_environments_are_told_once_of_a_lost_replica() -> None:
 def test_an_environment_stays_where_it_is_when_a_rank_beside_the_replicas_is_lost() -> None:
     """Not moved to the replica itself, though all that are left are replicas."""
     ranks = Ranks()
-    loop = RolloutLoop(ranks, [[1], [3]], [], [1, 3, 4], seed=0, burst_tokens=4, deterministic=False)
+    loop = RolloutLoop(ranks, [[1], [3]], [], [1, 3, 4], seed=0, decode_chunk_tokens=4, deterministic=False)
 
     def place_of(uid: int) -> int:
         return receiver_of(make_sample_id(uid, 0, 0), [1, 3, 4], loop._alive([1, 3, 4], loop._replicas[1]))
@@ -154,8 +154,12 @@ def test_an_environment_stays_where_it_is_when_a_rank_beside_the_replicas_is_los
 
 
 def test_replicas_that_train_are_given_nothing_in_the_background() -> None:
-    loop = RolloutLoop(Ranks(), [[1], [3]], [SCORER], [], seed=0, burst_tokens=4, deterministic=False, free=[3])
-    scheduler, known, draw = RolloutScheduler(SchedulerConfig(1, max_lag=1), {1: 8, 3: 8}), {}, draw_from(prompts())
+    loop = RolloutLoop(Ranks(), [[1], [3]], [SCORER], [], seed=0, decode_chunk_tokens=4, deterministic=False, free=[3])
+    scheduler, known, draw = (
+        RolloutScheduler(SchedulerConfig(1, max_staleness=1), {1: 8, 3: 8}),
+        {},
+        draw_from(prompts()),
+    )
 
     def paused() -> list[int]:
         return [rank for rank, replica in scheduler._samples.replicas.items() if replica.paused]
@@ -168,12 +172,14 @@ def test_replicas_that_train_are_given_nothing_in_the_background() -> None:
         assert paused() == [1]
 
 
-@pytest.mark.parametrize("max_lag", [0, 1])
-def test_every_rank_of_a_replica_hears_the_same_commands_in_the_same_order(max_lag: int) -> None:
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_every_rank_of_a_replica_hears_the_same_commands_in_the_same_order(max_staleness: int) -> None:
     """Of all kinds, and each before anyone hears another. The first rank alone answers."""
     ranks = SplitRanks(bursts=lambda uid: 1 + 9 * (uid % 2))
-    loop = RolloutLoop(ranks, [[1, 4], [3, 5]], [SCORER], [], seed=0, burst_tokens=4, deterministic=False, free=[1, 3])
-    scheduler = RolloutScheduler(SchedulerConfig(2, 2, max_lag=max_lag), {1: 8, 3: 8})
+    loop = RolloutLoop(
+        ranks, [[1, 4], [3, 5]], [SCORER], [], seed=0, decode_chunk_tokens=4, deterministic=False, free=[1, 3]
+    )
+    scheduler = RolloutScheduler(SchedulerConfig(2, 2, max_staleness=max_staleness), {1: 8, 3: 8})
     known, draw = {}, draw_from(prompts())
     for version in range(3):
         scheduler.begin_step(version, 2)
@@ -181,7 +187,7 @@ def test_every_rank_of_a_replica_hears_the_same_commands_in_the_same_order(max_l
     heard = {rank: [command for to, command in ranks.sent if to == rank] for rank in (1, 3, 4, 5)}
     assert heard[4] == heard[1] and heard[5] == heard[3]
     assert {m.Admit, m.DecodeChunk, m.DropSamples} <= {type(command) for command in heard[1]}
-    assert max_lag or m.AbortSamples in {type(command) for command in heard[1] + heard[3]}
+    assert max_staleness or m.AbortSamples in {type(command) for command in heard[1] + heard[3]}
     for (rank, command), (next_rank, same) in pairwise(ranks.sent):
         assert rank not in (1, 3) or (next_rank, same) == ({1: 4, 3: 5}[rank], command)
 
@@ -200,7 +206,7 @@ def test_sizes_outlive_a_step_until_their_group_is_taken() -> None:
     """With a lag, groups that a step finishes ahead are trained by the next."""
     ranks = Ranks()
     loop = make_loop(ranks)
-    first, second = steps(loop, SchedulerConfig(1, max_lag=1), [2, 2], prompts())
+    first, second = steps(loop, SchedulerConfig(1, max_staleness=1), [2, 2], prompts())
     assert [group.version for group in second.groups] == [0, 0]
     for harvest in (first, second):
         expected = {make_sample_id(group.uid, 0, 0): Sizes(10 + group.uid % 7, 4) for group in harvest.groups}
@@ -247,14 +253,14 @@ def test_the_work_of_a_burst_does_not_grow_with_what_is_scored() -> None:
 def test_a_reward_is_added_to_that_of_an_environment(deterministic: bool) -> None:
     """Samples of even prompts are played by rank 3 and scored by rank 2 afterwards; the others are scored alone."""
     ranks = PlayedRanks()
-    loop = RolloutLoop(ranks, [[GENERATOR]], [SCORER], [3], seed=0, burst_tokens=4, deterministic=deterministic)
+    loop = RolloutLoop(ranks, [[GENERATOR]], [SCORER], [3], seed=0, decode_chunk_tokens=4, deterministic=deterministic)
     (harvest,) = steps(loop, SchedulerConfig(2, deterministic=deterministic), [4], prompts(0, 4))
     rewards = {group.uid: [sample.reward for sample in group.samples] for group in harvest.groups}
     assert rewards == {uid: [1.5, 1.5] if uid % 2 == 0 else [1.0, 1.0] for uid in range(4)}
     assert [sample.score for group in harvest.groups for sample in group.samples] == [1.0] * 8
     turns = {group.uid: {sample.turn_rewards for sample in group.samples} for group in harvest.groups}
     assert turns == {uid: {(0.25, 1.25)} if uid % 2 == 0 else {()} for uid in range(4)}
-    assert harvest.stats["maths/score"].count == 8 and harvest.stats["env/maths/success"].count == 4
+    assert harvest.stats["domain/maths/score"].count == 8 and harvest.stats["env/maths/success"].count == 4
     rescored = {sample for _, command in ranks.sent if isinstance(command, m.Rescore) for sample in command.samples}
     assert {split_sample_id(sample)[0] for sample in rescored} == {0, 2}
     assert not loop._awaited._away and not loop._awaited.pending

@@ -74,7 +74,7 @@ def test_a_spare_member_stands_in_for_one_that_fails():
 
 
 def test_spare_members_outlive_a_replica():
-    config = SchedulerConfig(2, extra_members=1, siblings_together=False)
+    config = SchedulerConfig(2, extra_members=1, group_affinity=False)
     scheduler, commands = started(config, 1, {0: 4, 1: 4, 2: 4})
     assert {command.replica: len(command.sample_ids) for command in commands} == {0: 1, 1: 1, 2: 1}
     homes = {command.replica: command.sample_ids[0] for command in commands}
@@ -85,8 +85,8 @@ def test_spare_members_outlive_a_replica():
 
 @pytest.mark.parametrize("on_stale", ["wait", "cancel"])
 def test_a_straggler_is_waited_for_or_cancelled(on_stale):
-    """Prompt 0 takes longer than a step; with max_lag=1 it may be trained at version 1 at the latest."""
-    scheduler, _ = started(SchedulerConfig(1, max_lag=1, on_stale=on_stale), 3, {0: 8})
+    """Prompt 0 takes longer than a step; with max_staleness=1 it may be trained at version 1 at the latest."""
+    scheduler, _ = started(SchedulerConfig(1, max_staleness=1, on_stale=on_stale), 3, {0: 8})
     scheduler.plan(ended(*ids(1, 1)))
     assert [group.uid for group in scheduler.take()] == [1]
     scheduler.begin_step(1, 1)
@@ -104,7 +104,7 @@ def test_a_straggler_is_waited_for_or_cancelled(on_stale):
 
 
 def test_new_weights_restart_what_is_on_its_way():
-    config = SchedulerConfig(2, max_lag=1, on_new_weights="restart", max_attempts=2)
+    config = SchedulerConfig(2, max_staleness=1, on_new_weights="restart", max_attempts=2)
     scheduler, _ = started(config, 2, {0: 8})
     (a, b), (c, d) = ids(0, 2), ids(1, 2)
     scheduler.plan(ended(a, b, c))
@@ -120,7 +120,7 @@ def test_new_weights_restart_what_is_on_its_way():
 
 
 def test_restarts_end_after_max_attempts_and_make_a_group_fresh():
-    config = SchedulerConfig(1, max_lag=4, on_new_weights="restart", max_attempts=2)
+    config = SchedulerConfig(1, max_staleness=4, on_new_weights="restart", max_attempts=2)
     scheduler, _ = started(config, 1, {0: 1})
     for version in range(1, 5):
         scheduler.begin_step(version, 1)
@@ -132,7 +132,7 @@ def test_restarts_end_after_max_attempts_and_make_a_group_fresh():
 
 
 def test_kept_samples_are_not_restarted():
-    scheduler, _ = started(SchedulerConfig(1, max_lag=1, on_new_weights="recompute"), 1, {0: 8})
+    scheduler, _ = started(SchedulerConfig(1, max_staleness=1, on_new_weights="recompute"), 1, {0: 8})
     scheduler.begin_step(1, 1)
     assert scheduler.plan() == []
 
@@ -173,7 +173,7 @@ def test_a_replica_that_carries_more_is_not_taken_for_slow():
 
 def test_siblings_spread_over_replicas_or_stay_together():
     for together, spread in ((True, {0: 4}), (False, {0: 2, 1: 2})):
-        _, commands = started(SchedulerConfig(4, siblings_together=together), 1, {0: 8, 1: 8})
+        _, commands = started(SchedulerConfig(4, group_affinity=together), 1, {0: 8, 1: 8})
         assert {command.replica: len(command.sample_ids) for command in commands} == spread
 
 

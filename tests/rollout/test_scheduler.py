@@ -213,14 +213,14 @@ def check_accounting(scheduler, batches, ends, offered):
     extra_prompts=st.integers(0, 4),
     deterministic=st.booleans(),
     max_turns=st.integers(1, 3),
-    max_lag=st.sampled_from([0, 0, 0.5, 1, 2, 3.5]),
+    max_staleness=st.sampled_from([0, 0, 0.5, 1, 2, 3.5]),
     policies=st.fixed_dictionaries(
         {
             "extra_members": st.integers(0, 2),
             "on_stale": st.sampled_from(["wait", "cancel"]),
             "on_new_weights": st.sampled_from(["continue", "recompute", "restart"]),
             "max_attempts": st.sampled_from([1, 3, 10]),
-            "siblings_together": st.booleans(),
+            "group_affinity": st.booleans(),
             "prompt_affinity": st.booleans(),
             "routing": st.sampled_from(["count", "expected_length"]),
             "greedy_sibling": st.booleans(),
@@ -230,12 +230,12 @@ def check_accounting(scheduler, batches, ends, offered):
     chaos=st.booleans(),
 )
 def test_accounting_budget_and_termination_under_random_events(
-    seed, replicas, capacity, group_size, need, extra_prompts, deterministic, max_turns, max_lag, policies, chaos
+    seed, replicas, capacity, group_size, need, extra_prompts, deterministic, max_turns, max_staleness, policies, chaos
 ):
     rng = random.Random(seed)
     world = World(rng, deterministic, {n: capacity for n in range(replicas)}, error_rate=0.1, max_turns=max_turns)
     config = SchedulerConfig(
-        group_size, extra_prompts, filter_std=group_size > 1, deterministic=deterministic, max_lag=max_lag,
+        group_size, extra_prompts, filter_std=group_size > 1, deterministic=deterministic, max_staleness=max_staleness,
         max_generated_groups=100_000, **policies,
     )  # fmt: skip
     scheduler = RolloutScheduler(config, world.capacities, kind_of=lambda uid: str(uid % 3))
@@ -271,17 +271,20 @@ def test_accounting_budget_and_termination_under_random_events(
     for version, batch in enumerate(batches):
         assert len(batch) == need and [g.uid for g in batch] == sorted(g.uid for g in batch)
         lags = [version - group.version for group in batch]
-        assert max(lags) <= -(-max_lag // 1) and sum(lag > max_lag // 1 for lag in lags) <= (max_lag % 1) * need
+        assert (
+            max(lags) <= -(-max_staleness // 1)
+            and sum(lag > max_staleness // 1 for lag in lags) <= (max_staleness % 1) * need
+        )
         for group in batch:
             uids, attempts, members = zip(*(split_sample_id(sample.id) for sample in group.samples), strict=True)
             assert set(uids) == {group.uid} and max(attempts) <= group.attempt
             assert len(set(members)) == group_size and max(members) < group_size + policies["extra_members"]
             assert (group.baseline is not None) == policies["greedy_sibling"]
-            restarts = policies["on_new_weights"] == "restart" and max_lag > 0
+            restarts = policies["on_new_weights"] == "restart" and max_staleness > 0
             assert len(set(attempts)) == 1 or restarts or policies["restart_failed_episodes"]
     if policies["on_stale"] == "wait" and extra_prompts == 0:
         assert scheduler.metrics()["scheduler/cancelled"][0] == 0
-    if max_lag == 0 or deterministic:
+    if max_staleness == 0 or deterministic:
         assert in_flight(scheduler) == 0 and not any(world.running.values()) and not any(world.held.values())
 
 
@@ -326,19 +329,21 @@ def test_default_mode_does_depend_on_the_order_of_events():
     seed=st.integers(0, 2**32),
     need=st.integers(1, 4),
     extra_prompts=st.integers(0, 2),
-    max_lag=st.sampled_from([0, 0.5, 1, 2]),
+    max_staleness=st.sampled_from([0, 0.5, 1, 2]),
     on_stale=st.sampled_from(["wait", "cancel"]),
     max_attempts=st.integers(1, 2),
     place=st.sampled_from([0, 6, 11]),
 )
 def test_every_epoch_is_closed_whatever_is_long_in_it(
-    seed, need, extra_prompts, max_lag, on_stale, max_attempts, place
+    seed, need, extra_prompts, max_staleness, on_stale, max_attempts, place
 ):
     """Epochs of twelve rows, one of them, at the same place of each, fifty times as long. The run is killed again and
-    again and goes on from what it had committed. A prompt ends within as many steps as the rules of max_attempts and
-    max_lag allow, so that all old epochs are closed: each row trained once, the long one as often as the others."""
+    again and goes on from what it had committed. A prompt ends within as many steps as max_attempts
+    and max_staleness allow, so all old epochs are closed: each row trained once, the long one as often as others."""
     rng, rows, steps = random.Random(seed), 12, 60
-    config = SchedulerConfig(2, extra_prompts, max_attempts=max_attempts, max_lag=max_lag, on_stale=on_stale)
+    config = SchedulerConfig(
+        2, extra_prompts, max_attempts=max_attempts, max_staleness=max_staleness, on_stale=on_stale
+    )
     committed = (0, None, [], 0)  # steps, the scheduler's state, prompts that ended and when, prompts drawn
     while committed[0] < steps:
         done, state, ends, next_uid = committed
@@ -367,7 +372,7 @@ def test_every_epoch_is_closed_whatever_is_long_in_it(
     assert {disposition for _, disposition, _ in ends} == {Disposition.TRAINED}
     trained = [uid for uid, _, _ in ends]
     assert len(set(trained)) == len(trained) == steps * need
-    patience = 4 * max_attempts * (math.ceil(max_lag) + 1) + math.ceil(max_lag) + 2
+    patience = 4 * max_attempts * (math.ceil(max_staleness) + 1) + math.ceil(max_staleness) + 2
     begun = max(uid for uid, _, version in ends if version < steps - patience)
     assert set(range(begun)) <= set(trained)
     epochs = Counter(uid // rows for uid in trained)
@@ -431,7 +436,7 @@ def test_siblings_go_together_to_the_roomiest_replica():
 
 
 def test_siblings_apart_balance_sample_by_sample():
-    _, commands = started(SchedulerConfig(2, siblings_together=False), 2, {7: 4, 9: 4}, 2)
+    _, commands = started(SchedulerConfig(2, group_affinity=False), 2, {7: 4, 9: 4}, 2)
     a, b, c, d = ids_of(0, 2) + ids_of(1, 2)
     assert commands == [Generate(7, (a, c)), Generate(9, (b, d))]
 
@@ -486,7 +491,7 @@ def test_over_sampled_groups_are_dropped_and_come_first_next_step():
     assert scheduler.plan([Rewarded(first[0], 1.0, 1.0), Aborted(((first[1], 3),))]) == []
     metrics = scheduler.metrics()
     assert metrics["scheduler/aborted"][0] == 2 and metrics["scheduler/aborted_length"] == (8.0, 2.0, 3.0, 5.0)
-    assert metrics["scheduler/stale"][0] == 1 and metrics["scheduler/kept_length"] == (10.0, 2.0, 5.0, 5.0)
+    assert metrics["scheduler/late_events"][0] == 1 and metrics["scheduler/kept_length"] == (10.0, 2.0, 5.0, 5.0)
     scheduler.begin_step(1, 1)
     assert scheduler.wants() == 1
     assert scheduler.plan() == [Generate(0, ids_of(0, 2, attempt=1))]
@@ -497,7 +502,7 @@ def test_over_sampled_groups_are_dropped_and_come_first_next_step():
 
 
 def test_what_is_spread_over_replicas_and_what_waits_for_room_is_told():
-    scheduler, _ = started(SchedulerConfig(4, siblings_together=False), 2, {0: 2, 1: 4}, 2)
+    scheduler, _ = started(SchedulerConfig(4, group_affinity=False), 2, {0: 2, 1: 4}, 2)
     first, second = ids_of(0, 4), ids_of(1, 4)
     assert scheduler.metrics()["scheduler/waiting/*"] == (2.0, 1.0, 2.0, 2.0)
     places = {i: name for name in (0, 1) for i in scheduler._samples.replicas[name].samples}
@@ -572,7 +577,7 @@ def test_in_deterministic_mode_the_turns_of_others_do_not_wait_for_a_sample_that
 
 
 def test_what_starts_anew_does_not_count_against_the_limit():
-    config = SchedulerConfig(1, max_generated_groups=4, max_attempts=1, siblings_together=False)
+    config = SchedulerConfig(1, max_generated_groups=4, max_attempts=1, group_affinity=False)
     scheduler, _ = started(config, 4, {0: 8, 1: 8}, 4)
     (command,) = scheduler.plan([ReplicaLost(1)])
     assert command.replica == 0 and len(command.sample_ids) == 2
@@ -647,7 +652,7 @@ def test_answers_about_samples_of_another_scheduler_are_stale():
     """A held-out sample is answered twice, the second time in training: its uid is above all that were offered."""
     scheduler, _ = started(SchedulerConfig(1), 1, {0: 4}, 1)
     assert scheduler.plan(score(make_sample_id(1 << 38, 0, 0))) == []
-    assert scheduler.metrics()["scheduler/stale"][0] == 1
+    assert scheduler.metrics()["scheduler/late_events"][0] == 1
 
 
 def test_ends_carry_the_rewards_of_filtered_groups_too():
@@ -679,7 +684,7 @@ def test_step_that_can_get_no_batch_says_why():
 
 def test_the_counts_of_a_starved_step_are_of_one_period():
     """Groups that were on their way when the step opened count, and what became of others before does not."""
-    config = SchedulerConfig(1, filter_mean_low=0.0, max_generated_groups=4, max_lag=1)
+    config = SchedulerConfig(1, filter_mean_low=0.0, max_generated_groups=4, max_staleness=1)
     scheduler, _ = started(config, 2, {0: 8}, 1)
     scheduler.plan([finish(*ids_of(0, 1)), *score(*ids_of(0, 1))])
     scheduler.take()
@@ -699,7 +704,7 @@ def test_the_counts_of_a_starved_step_are_of_one_period():
 
 def test_what_starts_after_weights_arrived_has_them():
     """Between their arrival and the step that trains on them: held-out prompts, a checkpoint."""
-    scheduler, _ = started(SchedulerConfig(1, max_lag=1), 1, {0: 8}, 1)
+    scheduler, _ = started(SchedulerConfig(1, max_staleness=1), 1, {0: 8}, 1)
     scheduler.plan([finish(*ids_of(0, 1)), *score(*ids_of(0, 1))])
     scheduler.take()
     scheduler.metrics()
@@ -709,11 +714,11 @@ def test_what_starts_after_weights_arrived_has_them():
     scheduler.begin_step(1, 1)
     scheduler.plan([finish(*ids_of(1, 1)), *score(*ids_of(1, 1))])
     assert [group.version for group in scheduler.take()] == [1]
-    assert scheduler.metrics()["scheduler/version_lag/*"] == (0.0, 1.0, 0.0, 0.0)
+    assert scheduler.metrics()["scheduler/staleness/*"] == (0.0, 1.0, 0.0, 0.0)
 
 
 def test_weights_restart_what_is_on_its_way_when_they_arrive_and_nothing_later():
-    scheduler, _ = started(SchedulerConfig(1, max_lag=1, on_new_weights="restart"), 2, {0: 8}, 1)
+    scheduler, _ = started(SchedulerConfig(1, max_staleness=1, on_new_weights="restart"), 2, {0: 8}, 1)
     scheduler.plan([finish(*ids_of(0, 1)), *score(*ids_of(0, 1))])
     scheduler.take()
     scheduler.weights_arrived(1)
@@ -736,7 +741,7 @@ def test_bad_calls_are_refused():
 
 
 def test_state_survives_json_and_restarts_what_was_in_flight():
-    config = SchedulerConfig(2, max_lag=1)
+    config = SchedulerConfig(2, max_staleness=1)
     scheduler, _ = started(config, 3, {0: 8, 1: 8}, 2)
     done = ids_of(1, 2)
     scheduler.plan([finish(*done, replica=1), *score(*done)])
@@ -755,21 +760,21 @@ def test_state_survives_json_and_restarts_what_was_in_flight():
     assert {sample.replica for sample in smaller.finished()[0].samples} == {4}
 
 
-@pytest.mark.parametrize("max_lag", [1, 2, 3])
-def test_a_batch_waits_for_what_later_ones_would_have_no_room_for_in_time(max_lag):
+@pytest.mark.parametrize("max_staleness", [1, 2, 3])
+def test_a_batch_waits_for_what_later_ones_would_have_no_room_for_in_time(max_staleness):
     """A batch of one group a step; two of the first weights are written on and on, while every other ends at once. The
     last two batches that may take them must: the one before the last, which could go on with another, waits."""
-    config = SchedulerConfig(1, max_lag=max_lag, max_generated_groups=1000)
+    config = SchedulerConfig(1, max_staleness=max_staleness, max_generated_groups=1000)
     scheduler = RolloutScheduler(config, {0: 64})
     long, uid = {make_sample_id(0, 0, 0), make_sample_id(1, 0, 0)}, 0
-    for version in range(max_lag + 1):
+    for version in range(max_staleness + 1):
         scheduler.begin_step(version, 1)
         for _ in range(3):
             fresh = range(uid, uid := uid + scheduler.wants())
             scheduler.offer(fresh)
             admitted = [i for command in scheduler.plan() for i in command.sample_ids if isinstance(command, Generate)]
             scheduler.tell([finish(*(ended := set(admitted) - long)), *score(*ended)])
-        if version < max_lag - 1:
+        if version < max_staleness - 1:
             assert scheduler.ready() and {group.uid for group in scheduler.take()}.isdisjoint({0, 1})
             continue
         assert not scheduler.ready()
@@ -780,7 +785,7 @@ def test_a_batch_waits_for_what_later_ones_would_have_no_room_for_in_time(max_la
 
 
 def test_paused_replicas_are_given_nothing_until_they_go_on():
-    scheduler, commands = started(SchedulerConfig(1, max_lag=1), 4, {0: 8, 1: 8}, 4)
+    scheduler, commands = started(SchedulerConfig(1, max_staleness=1), 4, {0: 8, 1: 8}, 4)
     assert {command.replica for command in commands} == {0, 1}
     scheduler.pause(frozenset({0}))
     scheduler.offer(range(4, 8))
@@ -793,8 +798,8 @@ def test_paused_replicas_are_given_nothing_until_they_go_on():
 
 
 def test_generation_goes_on_between_steps_only_with_lag():
-    for max_lag, wanted in ((0, 0), (1, 1)):
-        scheduler, _ = started(SchedulerConfig(1, max_lag=max_lag), 1, {0: 8}, 1)
+    for max_staleness, wanted in ((0, 0), (1, 1)):
+        scheduler, _ = started(SchedulerConfig(1, max_staleness=max_staleness), 1, {0: 8}, 1)
         (a,) = ids_of(0, 1)
         scheduler.plan([finish(a), *score(a)])
         scheduler.take()
@@ -803,7 +808,7 @@ def test_generation_goes_on_between_steps_only_with_lag():
 
 def test_config_is_read_from_the_run_configuration():
     config = Config.model_validate(
-        {"rollout": {"group_size": 4, "extra_prompts": 2, "max_lag": 1}, "deterministic": True}
+        {"rollout": {"group_size": 4, "extra_prompts": 2, "max_staleness": 1}, "deterministic": True}
     )
     read = SchedulerConfig.of(config)
-    assert (read.group_size, read.extra_prompts, read.max_lag, read.deterministic) == (4, 2, 1, True)
+    assert (read.group_size, read.extra_prompts, read.max_staleness, read.deterministic) == (4, 2, 1, True)

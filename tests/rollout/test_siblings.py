@@ -67,8 +67,8 @@ class GroupRanks(Ranks):
 @pytest.mark.parametrize("scorers", [[3, 4], [1, 2]], ids=["apart", "with the replicas"])
 def test_siblings_of_several_replicas_meet_and_are_scored_together(deterministic: bool, scorers: list[int]) -> None:
     ranks = GroupRanks(scorers)
-    loop = RolloutLoop(ranks, [[1], [2]], scorers, [], seed=0, burst_tokens=4, deterministic=deterministic)  # type: ignore[arg-type]
-    scheduler = RolloutScheduler(SchedulerConfig(4, deterministic=deterministic, siblings_together=False), REPLICAS)
+    loop = RolloutLoop(ranks, [[1], [2]], scorers, [], seed=0, decode_chunk_tokens=4, deterministic=deterministic)  # type: ignore[arg-type]
+    scheduler = RolloutScheduler(SchedulerConfig(4, deterministic=deterministic, group_affinity=False), REPLICAS)
     known, draw, spread = {}, draw_from(prompts()), False
     for version in range(3):
         scheduler.begin_step(version, 2)
@@ -98,7 +98,7 @@ class EarlyRanks(GroupRanks):
 @pytest.mark.parametrize("ranks_class", [GroupRanks, EarlyRanks])
 def test_what_redundancy_leaves_over_is_forgotten(ranks_class: type[GroupRanks]) -> None:
     ranks = ranks_class([3])
-    loop = RolloutLoop(ranks, [[1], [2]], [3], [], seed=0, burst_tokens=4, deterministic=False)  # type: ignore[arg-type]
+    loop = RolloutLoop(ranks, [[1], [2]], [3], [], seed=0, decode_chunk_tokens=4, deterministic=False)  # type: ignore[arg-type]
     scheduler = RolloutScheduler(SchedulerConfig(2, extra_members=2), REPLICAS)
     known, draw = {}, draw_from(prompts())
     for version in range(3):
@@ -137,8 +137,8 @@ class DyingRanks(GroupRanks):
 def test_a_response_of_a_lost_replica_does_not_stay_at_its_scorer(order: list[str]) -> None:
     """Its siblings never come: the group starts anew, with other members."""
     ranks = DyingRanks(order)
-    loop = RolloutLoop(ranks, [[1], [2]], [3], [], seed=0, burst_tokens=4, deterministic=False)  # type: ignore[arg-type]
-    scheduler = RolloutScheduler(SchedulerConfig(2, max_lag=1), REPLICAS)
+    loop = RolloutLoop(ranks, [[1], [2]], [3], [], seed=0, decode_chunk_tokens=4, deterministic=False)  # type: ignore[arg-type]
+    scheduler = RolloutScheduler(SchedulerConfig(2, max_staleness=1), REPLICAS)
     scheduler.begin_step(0, 2)
     groups = loop.drive(scheduler, {}, draw_from(prompts()), SAMPLING).groups
     assert ranks.lost == {1} and len(groups) == 2
@@ -149,7 +149,7 @@ def test_a_response_of_a_lost_replica_does_not_stay_at_its_scorer(order: list[st
 
 def test_held_out_samples_are_groups_of_one() -> None:
     ranks = GroupRanks([3])
-    loop = RolloutLoop(ranks, [[1], [2]], [3], [], seed=0, burst_tokens=4, deterministic=True)  # type: ignore[arg-type]
+    loop = RolloutLoop(ranks, [[1], [2]], [3], [], seed=0, decode_chunk_tokens=4, deterministic=True)  # type: ignore[arg-type]
     scheduler = RolloutScheduler(SchedulerConfig(1, deterministic=True, accept_errors=True), REPLICAS)
     scheduler.begin_step(0, 3)
     harvest = loop.drive(scheduler, {}, draw_from(prompts(HELD_OUT, 3)), SAMPLING)

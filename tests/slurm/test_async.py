@@ -22,7 +22,7 @@ def test_an_asynchronous_job_is_preempted_with_its_accounts_in_order(
     """Its samples are episodes of two turns, whose last one the reward scores."""
     words = [*tiny, "deterministic=false", "layout=disaggregated", "layout.trainer.num_ranks=1"]
     words += ["pipeline=agentic", "env=scripted", "env.default.add_reward=true"]
-    words += ["layout.generator.num_ranks=2", "rollout.max_lag=1", "algorithm.correction=truncate"]
+    words += ["layout.generator.num_ranks=2", "rollout.max_staleness=1", "algorithm.correction=truncate"]
     words += [f"cluster.components={COMPONENTS}", "rollout.save_rollouts=true", "max_steps=24"]
     run = Run(cluster, tmp_path, *words)
     run.wait_step(4)
@@ -33,5 +33,5 @@ def test_an_asynchronous_job_is_preempted_with_its_accounts_in_order(
     run.wait_end()
     check_accounts(run.dir)
     rows = [row for row in read_metrics(run.dir) if row["step"]]
-    assert max(row["scheduler/version_lag/max"] or 0.0 for row in rows) == 1 and run.restarts == 1
+    assert max(row["scheduler/staleness/max"] or 0.0 for row in rows) == 1 and run.restarts == 1
     assert max(row.get("env/default/turns") or 0.0 for row in rows) > 1

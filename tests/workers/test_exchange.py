@@ -69,7 +69,7 @@ def workers(threads: Threads, stage: Stage) -> list[Worker]:
     return made
 
 
-def test_tokens_of_weights_that_max_lag_forbids_are_refused(threads: Threads, workers: list[Worker]) -> None:
+def test_tokens_of_weights_that_max_staleness_forbids_are_refused(threads: Threads, workers: list[Worker]) -> None:
     sizes = {sample: Sizes(length, length - 1) for sample, length in LENGTHS.items()}
     rows, exchanges = {0: SAMPLES, 1: [], 2: []}, [Exchange(worker) for worker in workers]
     scored = {sample: {"rewards": 0.0, "scores": 0.0, "turn_rewards": ()} for sample in SAMPLES}
@@ -83,7 +83,7 @@ def test_tokens_of_weights_that_max_lag_forbids_are_refused(threads: Threads, wo
             return str(error)
         return ""
 
-    assert threads.every(carry_out) == ["step 8 got a token of weights 6; rollout.max_lag allows 7", "", ""]
+    assert threads.every(carry_out) == ["step 8 got a token of weights 6; rollout.max_staleness allows 7", "", ""]
 
 
 def test_a_field_that_a_destination_has_not_declared_is_refused(threads: Threads, workers: list[Worker]) -> None:

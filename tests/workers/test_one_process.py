@@ -42,7 +42,7 @@ class Pair:
         self.batch = make_batch([12, 9, 17])
 
     def new_generator(self, dtype: torch.dtype) -> NativeEngine:
-        return NativeEngine(self.folder, max_slots=4, max_length=32, dtype=dtype, kv_bucket=8, load=False)
+        return NativeEngine(self.folder, max_num_seqs=4, max_length=32, dtype=dtype, block_tokens=8, load=False)
 
     def load(self, version: int) -> None:
         self.link.load(self.link.weights(), version)
@@ -147,7 +147,7 @@ def test_a_checkpoint_fills_the_shared_tensors(tmp_path: Path) -> None:
     ("changes", "together", "shared"),
     [
         ({}, True, True),
-        ({"rollout": {"max_lag": 1}}, True, False),
+        ({"rollout": {"max_staleness": 1}}, True, False),
         ({"generator": {"dtype": "bfloat16"}}, True, False),
         ({"trainer": {"param_dtype": "bfloat16"}}, False, False),
         ({"trainer": {"fsdp2": {"cpu_offload": True}}}, False, False),

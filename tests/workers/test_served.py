@@ -88,7 +88,7 @@ def go_with(count: int, ranks: list[Serving]) -> None:
 
 
 def judge(serving: Any, echo: Path, **more: Any) -> Serving:
-    section = {"path": str(echo), "max_prompt_tokens": 64, "max_new_tokens": 24, "max_slots": 4, **more}
+    section = {"path": str(echo), "max_prompt_tokens": 64, "max_new_tokens": 24, "max_num_seqs": 4, **more}
     return serving(JudgeRole, judge=section, reward=JUDGES)  # type: ignore[no-any-return]
 
 
@@ -156,7 +156,7 @@ def test_a_full_rank_says_so_and_a_client_that_left_is_forgotten(serving: Any, e
     assert rank.role.busy
     status, text = rank.post("/v1/chat/completions", body)
     assert status == 503 and "1 requests are open, the most is 1" in text
-    assert flatten(rank.role.answer("load", {}))["judge/told_to_wait"] == 1
+    assert flatten(rank.role.answer("load", {}))["judge/refused"] == 1
     rank.role._burst = 0  # it decodes nothing more
     gone.close()
     deadline = time.monotonic() + 20
@@ -253,7 +253,7 @@ def test_the_load_counts_time_with_requests(monkeypatch: pytest.MonkeyPatch) -> 
     load.answered(5)
     assert flatten(load.take(3)) == pytest.approx({
         "judge/busy": 3 / 8, "judge/in_flight/mean": 3.0, "judge/in_flight/max": 4, "judge/slots_used": 5 / 6,
-        "judge/answered": 5, "judge/told_to_wait": 3,
+        "judge/answered": 5, "judge/refused": 3,
     })  # fmt: skip
     now[0] += 1
     assert flatten(load.take(0))["judge/busy"] == 0

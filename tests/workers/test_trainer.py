@@ -22,7 +22,7 @@ EPOCHS = itertools.count()
 
 @pytest.fixture
 def role(stage: Stage) -> Iterator[TrainerRole]:
-    worker = stage.worker(2, {"algorithm": {"name": "grpo", "kl_loss_coef": 0.1, "ppo_epochs": 2}})
+    worker = stage.worker(2, {"algorithm": {"advantage_estimator": "grpo", "kl_loss_coef": 0.1, "ppo_epochs": 2}})
     worker.world.default_group("training", [2], next(EPOCHS))
     yield TrainerRole(worker)
     dist.destroy_process_group()

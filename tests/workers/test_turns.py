@@ -31,7 +31,7 @@ from hpcrl.workers.rank_loop import leave_default_group
 from hpcrl.workers.time_sharing import Turns
 from tests.workers.conftest import Stage
 
-MANY = {"max_slots": 1 << 22}
+MANY = {"max_num_seqs": 1 << 22}
 SAMPLING = Sampling(4, 1.0, 1.0, 0, 0.0, [])
 
 
@@ -177,7 +177,7 @@ def test_a_rank_with_one_role_keeps_everything(role: str) -> None:
         ({}, True, False),  # CPUs
         ({"layout": {"offload": "always"}}, True, True),
         ({"layout": {"offload": "always"}}, False, False),
-        ({"layout": {"offload": "always"}, "rollout": {"max_lag": 1}}, True, False),
+        ({"layout": {"offload": "always"}, "rollout": {"max_staleness": 1}}, True, False),
         ({"cluster": {"device": "cuda"}}, True, False),  # fits any card
         ({"cluster": {"device": "cuda"}, "generator": MANY}, True, True),
         (

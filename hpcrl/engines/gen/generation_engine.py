@@ -92,7 +92,7 @@ class GenEngine(Protocol):
     """
 
     version: int  # version of the loaded weights, -1 before the first load
-    max_slots: int  # requests decoded at once; more wait in order of add()
+    max_num_seqs: int  # requests decoded at once; more wait in order of add()
 
     def add(self, requests: Sequence[Request]) -> None:
         """Queue requests. ValueError names a request whose id is in use or whose parameters are invalid; PromptRefused

@@ -71,11 +71,11 @@ def built_in_rewards(config: Config) -> dict[str, RewardConfig]:
             if is_generated(source.path):
                 domain, name = built_in_reward(source.path)
                 if name is not None:
-                    found.setdefault(source.tag or domain, RewardConfig.model_validate({"name": name}))
+                    found.setdefault(source.domain or domain, RewardConfig.model_validate({"name": name}))
                 continue
             try:
                 table = open_table(source, config.seed, split)
-                row = parse_row(table.row(0), config.data, source.tag, table.where(0), table.padded)
+                row = parse_row(table.row(0), config.data, source.domain, table.where(0), table.padded)
             except ValueError:  # read_splits tells the user
                 continue
             answer = row.answer

@@ -20,7 +20,7 @@ COUNTS = (
     "redundant",
     "failed",
     "score_errors",
-    "stale",
+    "late_events",
 )
 """Reported even when nothing happened."""
 FILTERS = ("filtered_mean_low", "filtered_mean_high", "filtered_std")
@@ -34,7 +34,7 @@ class Accounts:
         self._settled: list[EndedPrompt] = []
         self._lost: list[int] = []  # prompts that ended without being trained
         self._taken: list[LiveGroup] = []  # the last batch, which may still be given back
-        self._lag_from = -1  # its version
+        self._staleness_from = -1  # its version
         self._before: dict[str, int] = {}  # counts when the step was opened
 
     def open_step(self, replicas: Replicas) -> None:
@@ -53,7 +53,7 @@ class Accounts:
 
     def take(self, batch: list[LiveGroup], version: int) -> None:
         """Take the batch for training this version: its prompts are settled as trained."""
-        self._taken, self._lag_from = batch, version
+        self._taken, self._staleness_from = batch, version
         for group in batch:
             self.settle(group, Disposition.TRAINED)
 
@@ -105,15 +105,15 @@ class Accounts:
         self._settled = [EndedPrompt.restored(end) for end in saved]
 
     def _count_batch(self, replicas: Replicas) -> None:
-        """Count the last batch: its lag, the lengths of its responses, and its spread over the replicas."""
+        """Count the last batch: its staleness, the lengths of its responses, and its spread over the replicas."""
         taken, self._taken = self._taken, []
         if not taken:
             return
         tokens = dict.fromkeys(replicas, 0)
         for group in taken:
-            lag = self._lag_from - group.version
-            self.tally.record("version_lag/*", lag)
-            self.tally.record("off_policy_ratio", float(lag > 0))
+            staleness = self._staleness_from - group.version
+            self.tally.record("staleness/*", staleness)
+            self.tally.record("off_policy_ratio", float(staleness > 0))
             self.tally.record("replicas_per_group", len({sample.replica for sample in group.samples}))
             for sample in group.samples:
                 self.tally.record("kept_length", sample.done.num_tokens)

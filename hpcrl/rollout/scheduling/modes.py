@@ -57,7 +57,7 @@ class Flow:
     judges_at_once = True
 
     def __init__(self, config: SchedulerConfig, kind_of: Callable[[int], str]):
-        self._together, self._by_length = config.siblings_together, config.routing == "expected_length"
+        self._together, self._by_length = config.group_affinity, config.routing == "expected_length"
         self._kind_of, self._lengths = kind_of, Lengths()
 
     def may_start(self, num_open: int) -> bool:

@@ -31,7 +31,7 @@ class SchedulerConfig:
     extra_members: int = 0
     max_attempts: int = 3
     restart_failed_episodes: bool = False
-    max_lag: float = 0.0
+    max_staleness: float = 0.0
     on_stale: Literal["wait", "cancel"] = "wait"
     on_new_weights: Literal["continue", "recompute", "restart"] = "continue"
     filter_mean_low: float | None = None
@@ -39,11 +39,11 @@ class SchedulerConfig:
     filter_std: bool = False
     domains: Mapping[str, DomainRolloutConfig] = field(default_factory=dict)
     max_generated_groups: int | None = None  # null: 20 x need
-    siblings_together: bool = True
+    group_affinity: bool = True
     prompt_affinity: bool = False
     routing: Literal["count", "expected_length"] = "count"
     min_replicas: int = 1
-    spare_slow_replicas: bool = True
+    speed_aware_routing: bool = True
     deterministic: bool = False
     accept_errors: bool = False  # a group of errors counts with its rewards of 0 instead of restarting
     greedy_sibling: bool = False  # one more response per prompt, decoded greedily

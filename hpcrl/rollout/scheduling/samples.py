@@ -40,9 +40,9 @@ from hpcrl.rollout.types import FinishReason
 class Samples:
     """The samples that are neither dropped nor taken. `replicas`: living replicas; `waiting`: samples without one."""
 
-    def __init__(self, capacities: Mapping[int, int], tally: Tally, spare_slow_replicas: bool):
+    def __init__(self, capacities: Mapping[int, int], tally: Tally, speed_aware_routing: bool):
         self.replicas = Replicas(capacities)
-        self._tally, self._spare_slow_replicas = tally, spare_slow_replicas
+        self._tally, self._speed_aware_routing = tally, speed_aware_routing
         self._living: dict[int, LiveSample] = {}
         self.waiting = Waiting(self._living)
         self._orders = Outbox()
@@ -95,7 +95,7 @@ class Samples:
             case ReplicaLost():
                 yield from self._replica_lost(event.replica)
             case Paced():
-                if event.replica in self.replicas and self._spare_slow_replicas:
+                if event.replica in self.replicas and self._speed_aware_routing:
                     self.replicas.tell_speed(event.replica, event.speed)
 
     def _decoded(self, event: Decoded) -> Iterator[tuple[LiveSample, str]]:
@@ -131,7 +131,7 @@ class Samples:
         sample = self._living.get(sample_id)
         if sample is not None and sample.state in states:
             return sample
-        self._tally.count("stale")
+        self._tally.count("late_events")
         return None
 
     def together(self, held: Iterable[int]) -> tuple[list[list[int]], list[int]]:

@@ -25,13 +25,13 @@ taken or dropped. The other files:
 
     samples.py     states of samples, load of replicas, commands to replicas
     modes.py       when groups start, where samples run, when verdicts are given: Flow, or Wave if deterministic
-    selection.py   which groups form the batch, and for which groups it waits; freshness.py: max_lag
+    selection.py   which groups form the batch, and for which groups it waits; freshness.py: max_staleness
     accounts.py    how prompts ended, and the counts and values of the step
     policies.py    settings and filters
 
-With max_lag=0, groups in flight are dropped when the batch is ready, and their prompts return to the head of the queue.
-With on_new_weights=restart, unfinished samples restart when weights arrive. In deterministic mode, offer all prompts
-that wants() asks for before plan().
+With max_staleness=0, groups in flight are dropped when the batch is ready, and their prompts return to the head of the
+queue. With on_new_weights=restart, unfinished samples restart when weights arrive. In deterministic mode, offer all
+prompts that wants() asks for before plan().
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class RolloutScheduler:
         self._newest = -1  # weights on the replicas
         self._accounts = Accounts()
         self._tally = self._accounts.tally
-        self._samples = Samples(replicas, self._tally, config.spare_slow_replicas)
+        self._samples = Samples(replicas, self._tally, config.speed_aware_routing)
         self._mode: Mode = Wave() if config.deterministic else Flow(config, kind_of)
         self._selection = Selection(config)
         self._queue = PromptQueue()
@@ -91,7 +91,7 @@ class RolloutScheduler:
 
     def begin_step(self, version: int, need: int) -> None:
         """Open the step that trains weights `version`, which the replicas have, on `need` groups. Restarts groups that
-        are too old for max_lag."""
+        are too old for max_staleness."""
         if need < 1 or version < self.version:
             raise ValueError(f"begin_step needs need >= 1 and a version of {self.version} or later: {version=} {need=}")
         self._accounts.open_step(self._samples.replicas)

@@ -23,7 +23,7 @@ class Selection:
     """The batch being formed. `valid`: groups by uid that wait to be taken, in order of acceptance."""
 
     def __init__(self, config: SchedulerConfig):
-        self._fresh = Freshness(0.0 if config.deterministic else config.max_lag)
+        self._fresh = Freshness(0.0 if config.deterministic else config.max_staleness)
         self._waits = config.on_stale == "wait" and self.generates_ahead
         # In order of uid, as in deterministic mode, every prompt gets its turn.
         self._max_dropped = None if config.deterministic else config.max_attempts
@@ -36,7 +36,7 @@ class Selection:
     @property
     def generates_ahead(self) -> bool:
         """Whether groups may be trained in a later step than that of their start."""
-        return self._fresh.max_lag > 0
+        return self._fresh.max_staleness > 0
 
     @property
     def is_full(self) -> bool:
@@ -99,7 +99,9 @@ class Selection:
             raise ValueError(f"take() before ready(): {len(self.valid)} valid groups, {self.need} needed")
         picked = sorted(self.pick(), key=lambda group: group.uid)
         if old := self._fresh.too_old(picked, self.version, self.need):
-            raise AssertionError(f"the batch of version {self.version} would have groups of {old[0].version}: max_lag")
+            raise AssertionError(
+                f"the batch of version {self.version} would have groups of {old[0].version}: max_staleness"
+            )
         for group in picked:
             del self.valid[group.uid]
         self.is_closed = True

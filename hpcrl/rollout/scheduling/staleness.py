@@ -1,4 +1,4 @@
-"""How far the weights of a rollout may lag behind the weights it trains: the arithmetic of max_lag."""
+"""How far the weights of a rollout may lag behind the weights it trains: the arithmetic of max_staleness."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ class Due:
 
 @dataclass(frozen=True, slots=True)
 class Freshness:
-    """max_lag steps: no group further behind than ceil(max_lag), and at most the share max_lag - floor(max_lag) of a
-    batch further than floor(max_lag)."""
+    """max_staleness steps: no group further behind than ceil(max_staleness), and at most the share max_staleness -
+    floor(max_staleness) of a batch further than floor(max_staleness)."""
 
-    max_lag: float
+    max_staleness: float
 
     def ahead(self, need: int) -> int:
         """Useful number of groups beyond a batch of `need`: those that can still be trained later."""
-        return math.floor(self.max_lag * need + 1e-9)
+        return math.floor(self.max_staleness * need + 1e-9)
 
     def too_old(self, groups: Iterable[LiveGroup], version: int, need: int) -> list[LiveGroup]:
         """The groups that no batch may take from now on; among equal ages the last ones."""
         room, old = self._tolerated(need), []
         for group in groups:
-            lag = version - group.version
-            if lag == self._whole + 1 and room > 0:
+            staleness = version - group.version
+            if staleness == self._whole + 1 and room > 0:
                 room -= 1
-            elif lag > self._whole:
+            elif staleness > self._whole:
                 old.append(group)
         return old
 
@@ -67,8 +67,8 @@ class Freshness:
 
     @property
     def _whole(self) -> int:
-        return math.floor(self.max_lag)
+        return math.floor(self.max_staleness)
 
     def _tolerated(self, need: int) -> int:
         """Number of groups of a batch that may lag one version more than whole steps allow."""
-        return math.floor((self.max_lag - self._whole) * need + 1e-9)
+        return math.floor((self.max_staleness - self._whole) * need + 1e-9)

@@ -54,7 +54,7 @@ def fixed(decode: str) -> dict[str, Any]:
         "slow_factor": settings.Latency(0).slow_factor,
         "hung_after_s": scenarios.HUNG_AFTER_S,
         "reward": asdict(world.reward),
-        "burst_tokens": world.burst_tokens,
+        "decode_chunk_tokens": world.decode_chunk_tokens,
         "requests_per_slot": world.requests_per_slot,
         "batch_rollout_share": scenarios.ROLLOUT_SHARE,
         "devices": scenarios.DEVICES,

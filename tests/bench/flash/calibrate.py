@@ -28,7 +28,7 @@ PROMPT, ITERATIONS, BURST = 16, 12, 4
 
 def iteration_s(path: Path, live: int, device: str) -> float:
     """Median seconds of an iteration with `live` requests."""
-    engine = NativeEngine(path, max_slots=live, max_length=256, dtype=torch.float32, device=device)
+    engine = NativeEngine(path, max_num_seqs=live, max_length=256, dtype=torch.float32, device=device)
     rng = np.random.default_rng(0)
     sampling = SamplingParams(max_new_tokens=200, ignore_eos=True)
     engine.add([Request(i, rng.integers(0, VOCAB, PROMPT).tolist(), sampling, seed=i) for i in range(live)])

@@ -88,7 +88,7 @@ class Engine:
             if self._live.get(sample_id, (0, -1))[1] == end:
                 del self._live[sample_id]
                 self._unreported.append(sample_id)
-                burst = self._world.burst_tokens
+                burst = self._world.decode_chunk_tokens
                 self._report_at = min(self._report_at, math.ceil(self._count / burst) * burst)
         self._fill()
 

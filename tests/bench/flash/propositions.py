@@ -24,7 +24,7 @@ LONG = Lengths("lognormal", shape=1.0)
 
 def constant_rate(replicas: int, slots: int, lengths: Lengths) -> World:
     """The propositions' world: a slot's rate does not depend on the others; ends are seen at once and cost nothing."""
-    return World(replicas, slots, lengths, decode_b_s=0.0, burst_tokens=1, reward=Latency(0.0))
+    return World(replicas, slots, lengths, decode_b_s=0.0, decode_chunk_tokens=1, reward=Latency(0.0))
 
 
 def skipped(run: Run) -> str:
@@ -43,7 +43,7 @@ def proposed(lag: int, slots: int, group_size: int, trained_by: float) -> dict[s
     it, and does as long as the trainer never waits, whatever the samples.
     """
     world, batch = constant_rate(8, slots, LONG), 512
-    config, need, steps = policy(group_size, max_lag=lag), batch // group_size, 16
+    config, need, steps = policy(group_size, max_staleness=lag), batch // group_size, 16
     run = Simulation(world, config, Training(need, steps, overlap=lag > 0)).run()
     lengths_s = [tokens * world.decode_a_s for tokens in run.lengths]
     mean_s, longest_s = sum(lengths_s) / len(lengths_s), max(lengths_s)
@@ -93,7 +93,7 @@ def saturated() -> list[dict[str, Any]]:
     for lag, tail in ((1, "lognormal"), (2, "lognormal"), (1, "pareto")):
         lengths = replace(LONG, law=tail, shape=1.2 if tail == "pareto" else 1.0)
         world, training = World(8, 8, lengths), Training(128, 16, 1.0, overlap=True)
-        run = Simulation(world, policy(8, max_lag=lag), training).run()
+        run = Simulation(world, policy(8, max_staleness=lag), training).run()
         check(run, world, training)
         most_slots = 128 * 8 * (sum(run.lengths) / len(run.lengths)) / max(run.lengths)
         assert most_slots >= 64, f"64 slots are more than work / longest = {most_slots:.0f}"

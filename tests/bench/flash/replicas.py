@@ -19,8 +19,8 @@ def measure_replicas() -> dict[str, Any]:
         slowness = ((0, factor),) if factor > 1 else ()
         world = World(8, 32, Lengths(), requests_per_slot=requests, slowness=slowness, told_pace=told)
         for together in (True, False):
-            run = Simulation(world, policy(8, siblings_together=together), training).run()
+            run = Simulation(world, policy(8, group_affinity=together), training).run()
             share = check(run, world, training)
-            row = {"requests_per_slot": requests, "slow": factor, "told": told, "siblings_together": together}
+            row = {"requests_per_slot": requests, "slow": factor, "told": told, "group_affinity": together}
             rows.append(row | {"rollout_s": run.rollout_s, "efficiency": share})
     return {"bench": "flash.replicas", "rows": rows}

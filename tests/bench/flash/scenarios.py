@@ -94,7 +94,7 @@ def replication_points(decode: str) -> Iterator[Point]:
         point = {"replicas x slots": f"{replicas} x {slots}", "prompt_share": prompt_share, "tail": tail}
         point |= baseline(world, 16, training)
         for name, together in {"together_s": True, "ours_s": False}.items():
-            point[name] = simulate(world, policy(16, siblings_together=together), training).rollout_s
+            point[name] = simulate(world, policy(16, group_affinity=together), training).rollout_s
         yield point | {
             "speedup": point["batch_s"] / point["ours_s"],
             "against_together": point["together_s"] / point["ours_s"],
@@ -146,7 +146,7 @@ def async_points(
             generators = min(world.replicas - 1, max(1, round(balanced * share)))
             split = replace(world, replicas=generators)
             training = Training(need, 10, train_s * world.replicas / (world.replicas - generators), overlap=True)
-            run = simulate(split, policy(8, max_lag=lag, on_stale=stale, filter_std=filtered), training)
+            run = simulate(split, policy(8, max_staleness=lag, on_stale=stale, filter_std=filtered), training)
             seconds = (run.steps[-1].taken - run.steps[SKIPPED - 1].taken) / (len(run.steps) - SKIPPED)
             used = {"generators": generators, "efficiency": steady_efficiency(run, split, training, SKIPPED)}
             found.append((seconds, used | {"cancelled": run.count("cancelled"), "stale_wait_s": run.stale_wait_s}))
@@ -206,13 +206,13 @@ SCENARIOS = {
         {"slots": 512, "pass_rate": 0.5, "tail": "lognormal 1", "lag": 2, "on_stale": "wait"},
         ("lag", "on_stale"),
         rlvr_points,
-        "64 x 8 on 32 devices: batch rollout then training against max_lag on the better of two splits",
+        "64 x 8 on 32 devices: batch rollout then training against max_staleness on the better of two splits",
     ),
     "agentic": Scenario(
         2.72,
         {"slots": 512, "turns": 10, "stragglers": "1 % slow", "lag": 2},
         ("turns", "stragglers"),
         agentic_points,
-        "32 x 8 environments of N(10, 10) s on 32 devices: lockstep then training against max_lag on the better split",
+        "32 x 8 environments of N(10, 10) s on 32 devices: lockstep, then training against max_staleness",
     ),
 }

@@ -47,8 +47,8 @@ class World:
 
     turns: answers of a sample; with an environment, which acts after each, and without one always 1. pass_rate: share
     of groups whose rewards are not all equal. requests_per_slot: requests the scheduler gives a replica for each of its
-    slots (production: 2). burst_tokens: iterations after which ends are reported. slowness: (replica, factor) of those
-    slower than the others; told_pace: the scheduler hears of it.
+    slots (production: 2). decode_chunk_tokens: iterations after which ends are reported. slowness: (replica, factor) of
+    slow replicas; told_pace: the scheduler hears of it.
     """
 
     replicas: int
@@ -60,7 +60,7 @@ class World:
     reward: Latency = Latency(1.0, 0.5)
     decode_a_s: float = A_S
     decode_b_s: float = A_S * B_OVER_A["native"]
-    burst_tokens: int = 16
+    decode_chunk_tokens: int = 16
     requests_per_slot: int = 2
     slowness: tuple[tuple[int, float], ...] = ()
     told_pace: bool = False

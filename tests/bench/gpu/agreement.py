@@ -29,7 +29,7 @@ def native(check: Check) -> Iterator[Row]:
         for head in (None, "float32"):
             engine = NativeEngine(
                 check.folder(),
-                max_slots=64,
+                max_num_seqs=64,
                 max_length=sum(_sizes(check)),
                 dtype=torch.bfloat16,
                 float32_head=head is not None,

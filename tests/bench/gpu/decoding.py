@@ -31,7 +31,7 @@ def native(check: Check) -> Iterator[Row]:
             engine.close()
         engine = NativeEngine(
             check.empty_folder(few_layers=False),
-            max_slots=slots,
+            max_num_seqs=slots,
             max_length=sum(_sizes(check)),
             dtype=torch.bfloat16,
             device=check.device,
@@ -59,12 +59,12 @@ def vllm_engine(check: Check, folder: Path, max_length: int, **replica: Any) -> 
 
     return VLLMEngine(
         folder,
-        max_slots=check.pick(64, 4),
+        max_num_seqs=check.pick(64, 4),
         max_length=max_length,
         dtype="bfloat16",
         cache_bytes=None if check.on_gpu else 64 << 20,
-        memory_share=0.5,
-        eager=not check.on_gpu,
+        gpu_memory_utilization=0.5,
+        enforce_eager=not check.on_gpu,
         head_dtype="float32",
         sleeps=check.on_gpu,
         load=False,

@@ -136,6 +136,6 @@ def _gave_back(check: Check, trainer: FSDP2Engine, work: Any) -> Iterator[Row]:
 def _update(check: Check, trainer: FSDP2Engine) -> Row:
     """The trainer's weights into a native generator, as with layout=single."""
     generator = NativeEngine(
-        check.folder(), max_slots=4, max_length=64, dtype=torch.bfloat16, device=check.device, load=False
+        check.folder(), max_num_seqs=4, max_length=64, dtype=torch.bfloat16, device=check.device, load=False
     )
     return updated(check, "training", trainer, generator)

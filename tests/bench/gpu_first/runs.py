@@ -16,7 +16,7 @@ from tests.bench.gpu.common import Row
 
 UNITS = {"KiB": 2**-20, "MiB": 2**-10, "GiB": 1.0}
 TIMED = ("time/", "system/", "scheduler/")
-PHASES = {"generation": "time/step_generate", "training": "time/step_train", "new weights": "time/step_model_update"}
+PHASES = {"generation": "time/step_generate", "training": "time/step_train", "new weights": "time/step_update_weights"}
 MISMATCH = {"difference of probabilities": "mismatch/diff/mean", "KL of log-probs": "mismatch/kl_k3"}
 
 

@@ -17,7 +17,7 @@ NamedWeights = list[tuple[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Engines:
-    """How to build one kind of engine: build(max_slots, load), and weights it accepts. `factory(folder)` of a module
+    """How to build one kind of engine: build(max_num_seqs, load), and weights it accepts. `factory(folder)` of a module
     returns it; the engine has VOCAB tokens and sequences of up to MAX_LENGTH. close: called after the last test."""
 
     build: Callable[[int, bool], GenEngine]

@@ -12,9 +12,9 @@ from tests.contracts.gen import MAX_LENGTH, VOCAB, Engines
 def factory(tmp: Path) -> Engines:
     weights = [("a", torch.ones(2, 3)), ("b", torch.zeros(4))]
 
-    def build(max_slots: int, load: bool) -> GenEngine:
+    def build(max_num_seqs: int, load: bool) -> GenEngine:
         engine = FakeEngine(
-            max_slots=max_slots,
+            max_num_seqs=max_num_seqs,
             max_length=MAX_LENGTH,
             vocab_size=VOCAB,
             lengths=lambda request: request.params.max_new_tokens,

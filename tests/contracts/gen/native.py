@@ -18,9 +18,14 @@ def factory(tmp: Path) -> Engines:
 
     make_tiny_model(TinyModel(vocab_size=VOCAB), tmp / "model")
 
-    def build(max_slots: int, load: bool) -> GenEngine:
+    def build(max_num_seqs: int, load: bool) -> GenEngine:
         return NativeEngine(
-            tmp / "model", max_slots=max_slots, max_length=MAX_LENGTH, dtype=torch.float32, kv_bucket=8, load=load
+            tmp / "model",
+            max_num_seqs=max_num_seqs,
+            max_length=MAX_LENGTH,
+            dtype=torch.float32,
+            block_tokens=8,
+            load=load,
         )
 
     weights = AutoModelForCausalLM.from_pretrained(tmp / "model").state_dict()
@@ -31,4 +36,4 @@ def factory(tmp: Path) -> Engines:
 def _recording(folder: Path) -> tuple[GenEngine, RouteShape]:
     make_tiny_model(TinyModel(vocab_size=VOCAB, architecture="qwen3_moe", num_experts=5), folder)
     shape, dtype = RouteShape(num_layers=2, experts_per_token=2, num_experts=5), torch.float32
-    return NativeEngine(folder, max_slots=2, max_length=MAX_LENGTH, dtype=dtype, routes=shape), shape
+    return NativeEngine(folder, max_num_seqs=2, max_length=MAX_LENGTH, dtype=dtype, routes=shape), shape

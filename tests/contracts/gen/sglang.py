@@ -21,15 +21,15 @@ ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",  # it compiles parts of itself, which takes longer than the tests
 }
 OPTIONS = {"device": "cpu", "attention_backend": "torch_native"}
-LIMITS: dict[str, Any] = {"max_slots": 8, "max_length": MAX_LENGTH, "dtype": "float32", "cache_tokens": 1024}
+LIMITS: dict[str, Any] = {"max_num_seqs": 8, "max_length": MAX_LENGTH, "dtype": "float32", "cache_tokens": 1024}
 
 
 def factory(tmp: Path) -> Engines:
     pytest.importorskip("sglang", reason="SGLang is not installed; make test-outside")
     weights = weights_of(make_model(tmp / "model"))
 
-    def build(max_slots: int, load: bool) -> GenEngine:
-        engine = make_engine(tmp / "model", max_slots=max_slots)
+    def build(max_num_seqs: int, load: bool) -> GenEngine:
+        engine = make_engine(tmp / "model", max_num_seqs=max_num_seqs)
         if load:
             engine.load_weights(weights, 0)
         return engine
@@ -86,7 +86,7 @@ SERVERS: list[Any] = []
 def shared(arguments: Mapping[str, Any], environment: Mapping[str, str]) -> Shared:
     """A server for as many slots as any engine has: of two in turn, since no test has more engines at once."""
     if len(SERVERS) < 2:
-        given = {"max_running_requests": LIMITS["max_slots"], "enable_memory_saver": False}  # which takes CUDA
+        given = {"max_running_requests": LIMITS["max_num_seqs"], "enable_memory_saver": False}  # which takes CUDA
         SERVERS.append(own({**arguments, **given}, environment))
         atexit.register(SERVERS[-1].close)
     else:

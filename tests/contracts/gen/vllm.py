@@ -25,10 +25,12 @@ def factory(tmp: Path) -> Engines:
 
     make_tiny_model(MODEL, tmp / "model")
 
-    def build(max_slots: int, load: bool, folder: Path = tmp / "model", routes: RouteShape | None = None) -> GenEngine:
+    def build(
+        max_num_seqs: int, load: bool, folder: Path = tmp / "model", routes: RouteShape | None = None
+    ) -> GenEngine:
         return VLLMEngine(
             folder,
-            max_slots=max_slots,
+            max_num_seqs=max_num_seqs,
             max_length=MAX_LENGTH,
             dtype="float32",
             cache_bytes=CACHE_BYTES,

@@ -209,7 +209,7 @@ class StagesGenerator:
     """GenEngine that samples from the product; the ranks of a replica share the columns of B."""
 
     def __init__(self, config: Config, vocab_size: int, eos_id: int, replica: ReplicaRanks):
-        self.version, self.max_slots = -1, config.generator.max_slots
+        self.version, self.max_num_seqs = -1, config.generator.max_num_seqs
         self._max_length, self._vocab_size, self._eos_id = config.max_sequence_tokens, vocab_size, eos_id
         self._place, self._num_ranks, self._group = replica.index, len(replica.ranks), replica.group
         self._growing: dict[int, _Growing] = {}
@@ -229,7 +229,7 @@ class StagesGenerator:
         """See GenEngine."""
         finished = []
         for _ in range(num_tokens):
-            live = list(self._growing.values())[: self.max_slots]
+            live = list(self._growing.values())[: self.max_num_seqs]
             if not live:
                 break
             last = torch.tensor([(growing.token_ids or list(growing.request.prompt_ids))[-1] for growing in live])

@@ -53,7 +53,7 @@ def make(config: Config, model_path: Path, tokenizer: Any, replica: ReplicaRanks
     """The engine of debug=fake."""
     fake = config.fake
     return FakeEngine(
-        max_slots=config.generator.max_slots,
+        max_num_seqs=config.generator.max_num_seqs,
         max_length=config.max_sequence_tokens,
         vocab_size=len(tokenizer),
         lengths=long_tailed(fake.median_tokens, fake.tail),
@@ -76,7 +76,7 @@ class FakeEngine:
     def __init__(
         self,
         *,
-        max_slots: int,
+        max_num_seqs: int,
         max_length: int,
         vocab_size: int = 320,
         eos_id: int | None = None,
@@ -88,7 +88,7 @@ class FakeEngine:
         stops: bool = True,
     ):
         self.version = -1
-        self.max_slots = max_slots
+        self.max_num_seqs = max_num_seqs
         self.weights: dict[str, torch.Tensor] = {}
         self._max_length, self._vocab_size, self._eos_id = max_length, vocab_size, eos_id
         self._lengths, self._shapes = lengths, shapes
@@ -116,7 +116,7 @@ class FakeEngine:
             raise ValueError("the generator has no weights: call load_weights() before step()")
         finished, seconds = [], 0.0
         for _ in range(num_tokens):
-            for request_id in list(self._waiting)[: self.max_slots - len(self._live)]:
+            for request_id in list(self._waiting)[: self.max_num_seqs - len(self._live)]:
                 self._live[request_id] = self._waiting.pop(request_id)
                 seconds += self._prefill_s
             seconds += self._decode_s * bool(self._live)

@@ -50,13 +50,13 @@ def make(config: Config, model_path: Path, tokenizer: Any, replica: ReplicaRanks
     return NativeEngine(
         model_path,
         tokenizer=tokenizer,
-        max_slots=config.generator.max_slots,
+        max_num_seqs=config.generator.max_num_seqs,
         max_length=config.max_sequence_tokens,
         dtype=getattr(torch, config.generator.dtype),
         float32_head=config.generator.head_dtype == "float32",
-        kv_bucket=section.kv_bucket,
+        block_tokens=section.block_tokens,
         kv_cache_bytes=section.kv_cache_bytes,
-        prefix_lag=ceil(rollout.max_lag) if rollout.on_new_weights == "continue" else 0,
+        prefix_staleness=ceil(rollout.max_staleness) if rollout.on_new_weights == "continue" else 0,
         device="cuda" if torch.cuda.is_available() else "cpu",
         deterministic=config.deterministic,
         routes=routes_of(config, model_path),
@@ -76,15 +76,15 @@ class _Missing(NamedTuple):
 class NativeEngine:
     """GenEngine for HF folders of the families in families.py. ValueError if the folder or the sizes are invalid.
 
-    tokenizer: needed for stop strings only. max_slots: requests decoded at once. max_length: maximum tokens of prompt
-    and response together. float32_head: compute the vocabulary projection in float32. kv_bucket: tokens of a block of
-    the KV cache. kv_cache_bytes: the most memory of the KV cache, by default that of max_slots requests of full length;
-    requests wait, or are interrupted and their keys and values computed again, when it is used up. prefix_lag: a prefix
-    in the cache serves later requests under weights that are at most this many versions newer. deterministic: always
-    decode max_slots rows, reserve a request's full length at admission and share the prefill of requests that are
-    admitted together, but no blocks, so that a request's bits depend on no other requests than those. routes: record
-    the chosen experts in the column `routes` of outputs. load=False leaves the weights to load_weights(). lora: it gets
-    those of adapters, and all others are read from the folder at its first call.
+    tokenizer: needed for stop strings only. max_num_seqs: requests decoded at once. max_length: maximum tokens of
+    prompt and response together. float32_head: compute the vocabulary projection in float32. block_tokens: tokens of a
+    block of the KV cache. kv_cache_bytes: the most memory of the KV cache, by default that of max_num_seqs requests of
+    full length; requests wait, or are interrupted and their keys and values computed again, when it is used up.
+    prefix_staleness: a prefix in the cache serves later requests under weights that are at most this many versions newer.
+    deterministic: always decode max_num_seqs rows, reserve a request's full length at admission and share the prefill
+    of requests that are admitted together, but no blocks, so that a request's bits depend on no other requests than
+    those. routes: record the chosen experts in the column `routes` of outputs. load=False leaves the weights to
+    load_weights(). lora: it gets those of adapters, and all others are read from the folder at its first call.
     """
 
     def __init__(
@@ -92,20 +92,24 @@ class NativeEngine:
         model_path: Path,
         *,
         tokenizer: Any = None,
-        max_slots: int,
+        max_num_seqs: int,
         max_length: int,
         dtype: torch.dtype,
         float32_head: bool = False,
-        kv_bucket: int = 32,
+        block_tokens: int = 32,
         kv_cache_bytes: int | None = None,
-        prefix_lag: int = 0,
+        prefix_staleness: int = 0,
         device: torch.device | str = "cpu",
         deterministic: bool = False,
         routes: RouteShape | None = None,
         lora: LoRAConfig | None = None,
         load: bool = True,
     ):
-        for name, value in {"max_slots": max_slots, "max_length": max_length, "kv_bucket": kv_bucket}.items():
+        for name, value in {
+            "max_num_seqs": max_num_seqs,
+            "max_length": max_length,
+            "block_tokens": block_tokens,
+        }.items():
             if value < 1:
                 raise ValueError(f"{name} is {value}, at least 1 is needed")
         self._model_path, self._lora = Path(model_path), lora
@@ -115,24 +119,24 @@ class NativeEngine:
                 f"max_length {max_length} exceeds the {self._arch.max_positions} positions of the model in {model_path}"
             )
         self.version = -1
-        self.max_slots = max_slots
-        self._max_length, self._deterministic, self._prefix_lag = max_length, deterministic, prefix_lag
+        self.max_num_seqs = max_num_seqs
+        self._max_length, self._deterministic, self._prefix_staleness = max_length, deterministic, prefix_staleness
         self._dtype, self._device, self._float32_head = dtype, torch.device(device), float32_head
         self._stops = StopStrings(tokenizer, self._arch.vocab_size) if tokenizer is not None else None
-        longest = ceil(max_length / kv_bucket)
-        num_blocks = max_slots * longest
+        longest = ceil(max_length / block_tokens)
+        num_blocks = max_num_seqs * longest
         if kv_cache_bytes is not None:
-            num_blocks = min(num_blocks, kv_cache_bytes // block_bytes(self._arch, kv_bucket, dtype))
+            num_blocks = min(num_blocks, kv_cache_bytes // block_bytes(self._arch, block_tokens, dtype))
         if num_blocks < longest:
-            least = longest * block_bytes(self._arch, kv_bucket, dtype)
+            least = longest * block_bytes(self._arch, block_tokens, dtype)
             raise ValueError(
                 f"kv_cache_bytes is {kv_cache_bytes}, but one request of max_length {max_length} needs {least}"
             )
         self._waiting: dict[int, Queued] = {}
         self._routes = routes.field if routes is not None else None
-        self._slots, self._tape = Slots(max_slots, longest), OutputBuffer(max_slots, self._routes)
-        self._blocks = Blocks(num_blocks, kv_bucket)
-        self._cache = KVCache(self._arch, num_blocks, kv_bucket, dtype, self._device)
+        self._slots, self._tape = Slots(max_num_seqs, longest), OutputBuffer(max_num_seqs, self._routes)
+        self._blocks = Blocks(num_blocks, block_tokens)
+        self._cache = KVCache(self._arch, num_blocks, block_tokens, dtype, self._device)
         self._awaited = 0  # blocks that must be available before the next admission
         self._weights: FusedWeights | None = None
         self._model: Transformer | None = None
@@ -202,7 +206,7 @@ class NativeEngine:
             self._weights = weights
             self._model = Transformer(self._arch, weights, self._arch.rotations(self._max_length, self._device))
         self.version = version
-        self._blocks.forget_before(version - self._prefix_lag if self._prefix_lag else ALL_VERSIONS)
+        self._blocks.forget_before(version - self._prefix_staleness if self._prefix_staleness else ALL_VERSIONS)
         self._settle(trim=True)
 
     def share_weights(self) -> dict[str, torch.Tensor]:
@@ -263,8 +267,8 @@ class NativeEngine:
 
     def _admit(self) -> None:
         """Move waiting requests into free slots, first come, first served, as far as there are blocks."""
-        free = self.max_slots - self._slots.num_live
-        if not self._waiting or free < min(len(self._waiting), max(1, self.max_slots // ADMISSION_SHARE)):
+        free = self.max_num_seqs - self._slots.num_live
+        if not self._waiting or free < min(len(self._waiting), max(1, self.max_num_seqs // ADMISSION_SHARE)):
             return
         if self._blocks.available < self._awaited:
             return
@@ -352,7 +356,7 @@ class NativeEngine:
         others = self._other_blocks(ids)
         if (lacking := sum(map(len, groups)) + len(others) - cache.capacity) > 0:
             # Before the cache grows; but the last blocks of prompts, which nobody shares, stay for waiting siblings.
-            blocks.spare(min(lacking, len(blocks.idle) - self.max_slots))
+            blocks.spare(min(lacking, len(blocks.idle) - self.max_num_seqs))
             others = self._other_blocks(ids)
         (cache.trim if trim else cache.settle)(groups, others)
 
@@ -376,7 +380,7 @@ class NativeEngine:
             self._extend()
         self._settle()
         live = slots.num_live
-        counts = np.zeros(self.max_slots if self._deterministic else live, dtype=np.int64)
+        counts = np.zeros(self.max_num_seqs if self._deterministic else live, dtype=np.int64)
         counts[:live] = self._read_blocks()
         ids = slots.blocks[: len(counts), : counts.max()]
         places = np.where(np.arange(ids.shape[1]) < counts[:, None], self._cache.places[ids], 0)
@@ -413,7 +417,7 @@ class NativeEngine:
         if self._decoding is None or iteration == self._planned_until:
             self._decoding = self._plan_decoding()
         live = slots.num_live
-        rows = self.max_slots if self._deterministic else live
+        rows = self.max_num_seqs if self._deterministic else live
         plan = self._plan or self._replan(rows)
         # Old values of free slots must not point past the read range.
         slots.positions[live:rows] = 0
@@ -460,7 +464,7 @@ class NativeEngine:
         """Let the cache know the blocks of these slots by all of their tokens, except those of too old weights."""
         for slot in slots if not self._deterministic else ():
             version, request = int(self._slots.kv_version[slot]), self._slots.requests[slot]
-            if version < self.version - self._prefix_lag:
+            if version < self.version - self._prefix_staleness:
                 continue
             tokens = Queued(request, self._tape.content(self._slots.tracks[slot])).tokens()
             cached = tokens[: self._slots.positions[slot]]

@@ -14,7 +14,7 @@ from hpcrl.spec.problems import Problem
 def cache(config: Config, shape: ModelShape) -> tuple[int, None]:
     """Bytes of the cache at its largest, and of the copy of one layer while it grows."""
     one = _block_bytes(config, shape)
-    num_blocks, budget = config.generator.max_slots * _longest(config), _budget(config)
+    num_blocks, budget = config.generator.max_num_seqs * _longest(config), _budget(config)
     if budget is not None:
         num_blocks = min(num_blocks, budget // one)
     return num_blocks * one + num_blocks * one // shape.num_layers, None
@@ -30,9 +30,9 @@ def _budget(config: Config) -> int | None:
 
 
 def _block_bytes(config: Config, shape: ModelShape) -> int:
-    return token_bytes(config, shape) * config.generator.section(NativeConfig).kv_bucket
+    return token_bytes(config, shape) * config.generator.section(NativeConfig).block_tokens
 
 
 def _longest(config: Config) -> int:
     """Blocks of the longest sequence."""
-    return -(-config.max_sequence_tokens // config.generator.section(NativeConfig).kv_bucket)
+    return -(-config.max_sequence_tokens // config.generator.section(NativeConfig).block_tokens)

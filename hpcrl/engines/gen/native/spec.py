@@ -17,10 +17,10 @@ LARGE_BUCKET = 4096  # tokens; up to this a bucket may exceed the longest sequen
 class NativeConfig(Section):
     """The memory of the embedded engine."""
 
-    kv_bucket: Positive = 32
+    block_tokens: Positive = 32
     """Tokens of a block of the KV cache; responses with a common prefix share blocks."""
     kv_cache_gib: PositiveFloat | None = None
-    """Maximum memory of the KV cache, GiB; responses wait while it is full; null: max_slots at full length."""
+    """Maximum memory of the KV cache, GiB; responses wait while it is full; null: max_num_seqs at full length."""
 
     @property
     def kv_cache_bytes(self) -> int | None:
@@ -29,12 +29,12 @@ class NativeConfig(Section):
 
 
 def _check(config: Any) -> Iterator[Problem]:
-    bucket, longest = config.generator.section(NativeConfig).kv_bucket, config.max_sequence_tokens
+    bucket, longest = config.generator.section(NativeConfig).block_tokens, config.max_sequence_tokens
     if bucket > max(longest, LARGE_BUCKET):
         text = f"{bucket} tokens of cache per response, but the longest has {longest}; use less"
         yield Problem(
-            ("generator", "native", "kv_bucket"),
-            f"generator.native.kv_bucket: {text}",
+            ("generator", "native", "block_tokens"),
+            f"generator.native.block_tokens: {text}",
             (("rollout", "max_new_tokens"), ("data", "max_prompt_tokens")),
         )
 
@@ -43,7 +43,7 @@ SPEC = GenEngineSpec(
     about="The embedded engine: continuous batching in the rank's process, with torch only.",
     make="hpcrl.engines.gen.native.engine:make",
     section=NativeConfig,
-    resume_keys=("kv_bucket", "kv_cache_gib"),
+    resume_keys=("block_tokens", "kv_cache_gib"),
     check=_check,
     plan="hpcrl.engines.gen.native.memory:cache",
     check_sizes="hpcrl.engines.gen.native.memory:check",

@@ -60,12 +60,12 @@ def make(config: Config, model_path: Path, tokenizer: Any, replica: ReplicaRanks
     return SGLangEngine(
         model_path,
         tokenizer=tokenizer,
-        max_slots=config.generator.max_slots,
+        max_num_seqs=config.generator.max_num_seqs,
         max_length=config.max_sequence_tokens,
         dtype=config.generator.dtype,
         replica=replica,
         cache_tokens=_cache_tokens(config, model_path),
-        memory_share=share(config),
+        mem_fraction_static=share(config),
         float32_head=config.generator.head_dtype is not None,
         sleeps=torch.cuda.is_available() and config.layout.generator.colocate_with is not None,
         options=own.options,
@@ -95,10 +95,10 @@ class _Growing(Growing):
 class SGLangEngine:
     """GenEngine of SGLang 0.5.23, for folders in HF layout.
 
-    max_slots: requests decoded at once. max_length: maximum tokens of prompt and response together. cache_tokens: of
-    the KV cache; None: what is left of memory_share of the card. sleeps: whether sleep() frees memory, which takes
-    CUDA. options: more arguments of SGLang's ServerArgs, by name. load=False leaves the weights to load_weights().
-    start: makes the Server from its arguments and the environment of its process.
+    max_num_seqs: requests decoded at once. max_length: maximum tokens of prompt and response together. cache_tokens: of
+    the KV cache; None: what is left of mem_fraction_static of the card. sleeps: whether sleep() frees memory, which
+    takes CUDA. options: more arguments of SGLang's ServerArgs, by name. load=False leaves the weights to
+    load_weights(). start: makes the Server from its arguments and the environment of its process.
 
     ValueError if SGLang refuses the folder, the sizes or an option, or if the replica's ranks are on several hosts. The
     constructor, load_weights(), step(), sleep() and wake() are collective within the replica.
@@ -110,12 +110,12 @@ class SGLangEngine:
         *,
         start: Callable[[Mapping[str, Any], Mapping[str, str]], Calls],
         tokenizer: Any = None,
-        max_slots: int,
+        max_num_seqs: int,
         max_length: int,
         dtype: str,
         replica: ReplicaRanks = ALONE,
         cache_tokens: int | None = None,
-        memory_share: float | None = None,
+        mem_fraction_static: float | None = None,
         float32_head: bool = False,
         sleeps: bool = False,
         options: Mapping[str, Any] | None = None,
@@ -129,9 +129,9 @@ class SGLangEngine:
             "load_format": "auto" if load else "dummy",
             "dtype": dtype,
             "context_length": max_length + SPARE_TOKENS,
-            "max_running_requests": max_slots,
+            "max_running_requests": max_num_seqs,
             "max_total_tokens": cache_tokens,
-            "mem_fraction_static": memory_share,
+            "mem_fraction_static": mem_fraction_static,
             "tp_size": len(replica.ranks),
             "enable_memory_saver": sleeps,
             "enable_deterministic_inference": True,  # without it, SGLang ignores the seeds of requests
@@ -148,7 +148,7 @@ class SGLangEngine:
                 named = f" with generator.sglang.options={dict(options)}" if options else ""
                 raise ValueError(f"SGLang refuses {model_path}{named}: {' '.join(str(error).split())}") from error
         self.version = 0 if load else -1
-        self.max_slots = max_slots
+        self.max_num_seqs = max_num_seqs
         self._sleeps, self._asleep = sleeps, frozenset[str]()
         self._max_length, self._vocab_size = max_length, int(config.get("text_config", config)["vocab_size"])
         self._names = WeightNames.of(Path(model_path))
@@ -187,7 +187,7 @@ class SGLangEngine:
         self._wake(ALL_MEMORY)
         first = sorted(self._growing.values(), key=lambda growing: not growing.token_ids)
         jobs = [self._job(growing) for growing in first] if self._server is not None else []
-        made = msgspec.msgpack.decode(self._ask("burst", jobs, num_tokens, self.max_slots), type=list[Made])
+        made = msgspec.msgpack.decode(self._ask("burst", jobs, num_tokens, self.max_num_seqs), type=list[Made])
         ended: list[tuple[int, int, FinishReason, _Growing]] = []
         for item in made:
             growing = self._growing[item.id]

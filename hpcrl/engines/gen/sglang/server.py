@@ -55,15 +55,15 @@ class Server:
         """The method of this name."""
         return getattr(self, name)(*arguments)
 
-    def burst(self, jobs: Sequence[Continuation], num_tokens: int, max_slots: int) -> list[Made]:
-        """Continue the jobs, in max_slots slots and in order, for num_tokens iterations of each slot.
+    def burst(self, jobs: Sequence[Continuation], num_tokens: int, max_num_seqs: int) -> list[Made]:
+        """Continue the jobs, in max_num_seqs slots and in order, for num_tokens iterations of each slot.
 
         Those with and without truncation run one after the other, and a slot has jobs of one kind: if one request of a
         batch truncates or is greedy, SGLang assigns the noise of every request to tokens sorted by probability, else by
         id. A response would depend on its batch.
         """
         made: list[Made] = []
-        begin, wait = jobs[:max_slots], jobs[max_slots:]
+        begin, wait = jobs[:max_num_seqs], jobs[max_num_seqs:]
 
         async def slot(job: Continuation | None, waiting: Iterator[Continuation]) -> None:
             start = 0

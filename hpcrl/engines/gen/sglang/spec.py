@@ -18,14 +18,14 @@ OWN = {
     "tokenizer_path": "model.path",
     "dtype": "generator.dtype",
     "enable_fp32_lm_head": "generator.head_dtype",
-    "max_running_requests": "generator.max_slots",
+    "max_running_requests": "generator.max_num_seqs",
     "context_length": "data.max_prompt_tokens and rollout.max_new_tokens",
     "tp_size": "layout.generator.tensor_parallel",
     "pp_size": "layout.generator.tensor_parallel",
     "dp_size": "layout.generator.num_ranks",
     "enable_memory_saver": "layout.generator",
     "max_total_tokens": "generator.sglang.kv_cache_gib",
-    "mem_fraction_static": "generator.sglang.memory_share",
+    "mem_fraction_static": "generator.sglang.mem_fraction_static",
     "random_seed": "seed",
     **dict.fromkeys(
         (
@@ -56,8 +56,8 @@ class SGLangConfig(Section):
     """SGLang, in processes of its own beside the first rank of each replica."""
 
     kv_cache_gib: Annotated[float, Field(gt=0), NUMBER] | None = None
-    """KV cache on the GPU of each rank, GiB; null: what memory_share leaves."""
-    memory_share: Annotated[float, Field(gt=0, lt=1), NUMBER] | None = None
+    """KV cache on the GPU of each rank, GiB; null: what mem_fraction_static leaves."""
+    mem_fraction_static: Annotated[float, Field(gt=0, lt=1), NUMBER] | None = None
     """Share of the GPU for weights and KV cache; null: SGLang's choice, beside a trainer on the same GPU 0.5."""
     options: dict[str, Any] = Field(default_factory=dict)
     """More arguments of SGLang's ServerArgs, by name. Their values are checked by SGLang when the generator starts."""
@@ -90,7 +90,7 @@ def _notes(config: Any) -> Iterator[str]:
 
 def share(config: Any) -> float | None:
     """SGLang's mem_fraction_static; None: its own choice."""
-    given: float | None = config.generator.section(SGLangConfig).memory_share
+    given: float | None = config.generator.section(SGLangConfig).mem_fraction_static
     return given or (BESIDE_SHARE if config.layout.generator.colocate_with is not None else None)
 
 
@@ -107,7 +107,7 @@ SPEC = GenEngineSpec(
     section=SGLangConfig,
     check=_check,
     notes=_notes,
-    resume_keys=("kv_cache_gib", "memory_share"),
+    resume_keys=("kv_cache_gib", "mem_fraction_static"),
     need=_need,
     tensor_parallel=True,
     recompute=True,

@@ -67,13 +67,13 @@ def make(config: Config, model_path: Path, tokenizer: Any, replica: ReplicaRanks
     return VLLMEngine(
         model_path,
         tokenizer=tokenizer,
-        max_slots=config.generator.max_slots,
+        max_num_seqs=config.generator.max_num_seqs,
         max_length=config.max_sequence_tokens,
         dtype=config.generator.dtype,
         replica=replica,
         cache_bytes=_cache_bytes(config, own, model_path),
-        memory_share=start_share(config),
-        eager=own.eager or not torch.cuda.is_available(),
+        gpu_memory_utilization=start_share(config),
+        enforce_eager=own.enforce_eager or not torch.cuda.is_available(),
         head_dtype=config.generator.head_dtype,
         sleeps=shares_gpu(config),
         custom_all_reduce=own.custom_all_reduce,
@@ -115,12 +115,12 @@ class _Growing(Growing):
 class VLLMEngine:
     """GenEngine of vLLM 0.32, for folders in HF layout.
 
-    max_slots: requests decoded at once. max_length: maximum tokens of prompt and response together. cache_bytes: of the
-    KV cache on each rank; None: what is left of memory_share of the card. head_dtype: type of the vocabulary
-    projection; None: dtype. sleeps: whether sleep() tells vLLM to sleep, which frees memory on GPUs. custom_all_reduce:
-    the ranks of the replica see each other's GPUs. options: more arguments of vLLM's EngineArgs, by name. routes:
-    record the chosen experts in the column `routes` of outputs. load=False leaves the weights to load_weights(). lora:
-    it gets those of adapters, and vLLM reads all others.
+    max_num_seqs: requests decoded at once. max_length: maximum tokens of prompt and response together. cache_bytes: of
+    the KV cache on each rank; None: what is left of gpu_memory_utilization of the card. head_dtype: type of the
+    vocabulary projection; None: dtype. sleeps: whether sleep() tells vLLM to sleep, which frees memory on GPUs.
+    custom_all_reduce: the ranks of the replica see each other's GPUs. options: more arguments of vLLM's EngineArgs, by
+    name. routes: record the chosen experts in the column `routes` of outputs. load=False leaves the weights to
+    load_weights(). lora: it gets those of adapters, and vLLM reads all others.
 
     ValueError if vLLM refuses the folder, the sizes or an option. The constructor is collective within the replica.
     """
@@ -130,13 +130,13 @@ class VLLMEngine:
         model_path: Path,
         *,
         tokenizer: Any = None,
-        max_slots: int,
+        max_num_seqs: int,
         max_length: int,
         dtype: str,
         replica: ReplicaRanks = ALONE,
         cache_bytes: int | None = None,
-        memory_share: float = 0.9,
-        eager: bool = True,
+        gpu_memory_utilization: float = 0.9,
+        enforce_eager: bool = True,
         head_dtype: str | None = None,
         sleeps: bool = False,
         custom_all_reduce: bool = False,
@@ -155,10 +155,10 @@ class VLLMEngine:
             "load_format": "auto" if load or lora is not None else "dummy",
             "dtype": dtype,
             "max_model_len": max_length,
-            "max_num_seqs": max_slots,
+            "max_num_seqs": max_num_seqs,
             "kv_cache_memory_bytes": cache_bytes,
-            "gpu_memory_utilization": memory_share,
-            "enforce_eager": eager,
+            "gpu_memory_utilization": gpu_memory_utilization,
+            "enforce_eager": enforce_eager,
             "hf_overrides": {"head_dtype": head_dtype} if head_dtype else {},
             "enable_sleep_mode": sleeps and torch.cuda.is_available(),
             "enable_prefix_caching": True,
@@ -182,7 +182,7 @@ class VLLMEngine:
                 text = " ".join(str(error).partition(" [type=")[0].split())  # pydantic's errors have several lines
                 raise ValueError(f"vLLM refuses {model_path}{named}: {text}") from error
         self.version = 0 if load else -1
-        self.max_slots = max_slots
+        self.max_num_seqs = max_num_seqs
         self._max_length, self._vocab_size = max_length, config.model_config.get_vocab_size()
         self._names, self._model = WeightNames.of(Path(model_path), lora), known_shape(Path(model_path))
         self._replica, self._options = replica, dict(options or {})

@@ -23,7 +23,7 @@ def cache(config: Config, shape: ModelShape) -> tuple[int, int]:
     if given is not None:
         return given, given
     blocks, block = _longest(config), _block_bytes(config, shape)
-    return (config.generator.max_slots * blocks + 1) * block, (blocks + 1) * block
+    return (config.generator.max_num_seqs * blocks + 1) * block, (blocks + 1) * block
 
 
 def check(config: Config, shape: ModelShape) -> Iterator[Problem]:

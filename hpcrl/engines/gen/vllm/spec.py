@@ -21,15 +21,15 @@ OWN = {
     "tokenizer": "model.path",
     "dtype": "generator.dtype",
     "hf_overrides": "generator.head_dtype, or config.json of the model,",
-    "max_num_seqs": "generator.max_slots",
+    "max_num_seqs": "generator.max_num_seqs",
     "max_model_len": "data.max_prompt_tokens and rollout.max_new_tokens",
     "tensor_parallel_size": "layout.generator.tensor_parallel",
     "data_parallel_size": "layout.generator.num_ranks",
     "pipeline_parallel_size": "layout.generator.tensor_parallel",
     "distributed_executor_backend": "layout.generator",
     "kv_cache_memory_bytes": "generator.vllm.kv_cache_gib",
-    "gpu_memory_utilization": "generator.vllm.memory_share",
-    "enforce_eager": "generator.vllm.eager",
+    "gpu_memory_utilization": "generator.vllm.gpu_memory_utilization",
+    "enforce_eager": "generator.vllm.enforce_eager",
     "disable_custom_all_reduce": "generator.vllm.custom_all_reduce",
     "enable_sleep_mode": "layout.generator",
     "seed": "seed",
@@ -55,11 +55,12 @@ class VLLMConfig(Section):
     """vLLM, in the rank's own process."""
 
     kv_cache_gib: Annotated[float, Field(gt=0), NUMBER] | None = None
-    """KV cache of each rank, GiB; null: what memory_share leaves; on a CPU, max_slots sequences of full length."""
-    memory_share: Annotated[float, Field(gt=0, le=1), NUMBER] | None = None
+    """KV cache of each rank, GiB; null: what gpu_memory_utilization leaves; on a CPU, max_num_seqs sequences of full
+    length."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1), NUMBER] | None = None
     """Share of the GPU for weights, activations and KV cache; null: 0.9, beside a trainer on the same GPU 0.5, in turns
     with it (layout.offload) 0.8."""
-    eager: bool = False
+    enforce_eager: bool = False
     """Capture no CUDA graphs: vLLM starts sooner and decodes more slowly. Always so on a CPU."""
     custom_all_reduce: bool = False
     """Sum over the ranks of a replica with vLLM's own kernel in place of NCCL, where NVLink connects their GPUs. A rank
@@ -111,10 +112,10 @@ def _planned_share(config: Any) -> float:
 
 def start_share(config: Any) -> float:
     """Share of the GPU that must be free when the engine is made, and of which the KV cache takes the rest."""
-    given = config.generator.section(VLLMConfig).memory_share
+    given = config.generator.section(VLLMConfig).gpu_memory_utilization
     if given is not None or not shares_gpu(config):
         return given or ALONE_SHARE
-    on_trainers, in_step = config.layout.generator.colocate_with == "trainer", config.rollout.max_lag == 0
+    on_trainers, in_step = config.layout.generator.colocate_with == "trainer", config.rollout.max_staleness == 0
     return TURNS_SHARE if on_trainers and in_step and config.layout.offload != "never" else BESIDE_SHARE
 
 
@@ -132,7 +133,7 @@ SPEC = GenEngineSpec(
     section=VLLMConfig,
     check=_check,
     unsupported=_unsupported,
-    resume_keys=("kv_cache_gib", "memory_share", "eager", "custom_all_reduce"),
+    resume_keys=("kv_cache_gib", "gpu_memory_utilization", "enforce_eager", "custom_all_reduce"),
     need=_need,
     tensor_parallel=True,
     recompute=True,
