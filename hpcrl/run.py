@@ -30,7 +30,7 @@ from hpcrl.node.caches import cache_folders
 from hpcrl.node.devices import BY_BUS, HIDDEN, ORDER, bind_gpus, own_devices, show_peers, visible_gpus
 from hpcrl.node.forks import FORKS, Parent
 from hpcrl.node.gpus import AskedToStopError, GpuNeeds, look, mislisted
-from hpcrl.node.preflight import meeting_folder, preflight, see_run, stopped
+from hpcrl.node.preflight import preflight, rendezvous_folder, see_run, stopped
 from hpcrl.run_folder import (
     OUTCOME,
     VERDICT,
@@ -141,7 +141,7 @@ def run_node(run_dir: Path, attempt: int, node: int, num_nodes: int, signals: Se
 
 def check_nodes(config: Config, run_dir: Path, world: Path, node: int, num_nodes: int, signals: Sequence[int]) -> int:
     """Exit code of the preflight of a Slurm job's nodes; called by the agents of all nodes. It ends hanging nodes."""
-    judgement = preflight(config, run_dir, meeting_folder(world), node, num_nodes, signals)
+    judgement = preflight(config, run_dir, rendezvous_folder(world), node, num_nodes, signals)
     if judgement.message:
         _say(judgement.message, logging.INFO if judgement.code in ASKED else logging.ERROR)
     if node == 0 and judgement.code != ExitCode.DONE:

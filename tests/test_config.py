@@ -23,7 +23,7 @@ from hpcrl.launch.presets import preset_of
 from hpcrl.rollout.scheduling.policies import SchedulerConfig
 from hpcrl.rollout.scheduling.scheduler import RolloutScheduler
 from hpcrl.rollout.scheduling.selection import PATIENCE
-from hpcrl.rollout.types import MAX_ATTEMPTS, MAX_GROUP_SIZE, MAX_HELD_OUT
+from hpcrl.rollout.types import MAX_ATTEMPTS, MAX_GROUP_SIZE, MAX_VALIDATION_ROWS
 from hpcrl.spec.fields import Section
 from hpcrl.spec.tables import GEN_ENGINES
 
@@ -490,7 +490,7 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
                 "rollout.min_p=.1",
             ],
             "algorithm.correction_level: sequence multiplies the shares of probability that rollout.top_k=50, "
-            "rollout.min_p=0.1 keeps at each token, so that long responses get almost no weight even without lag; use "
+            "rollout.min_p=0.1 keeps at each token, so long responses get almost no weight even at staleness 0; use "
             "token, turn or geometric, or rollout.top_k=0 rollout.min_p=0",
         ),
         (
@@ -758,9 +758,9 @@ def test_limits_of_sample_ids_are_those_of_the_schema() -> None:
     for key, limit in (("group_size", MAX_GROUP_SIZE), ("max_attempts", most_attempts)):
         with pytest.raises(ConfigError, match=f"rollout.{key}: expected at most {limit}"):
             parse({"rollout": {key: limit + 1}})
-    assert parse({"eval": {"num_prompts": MAX_HELD_OUT}}).eval
-    with pytest.raises(ConfigError, match=f"eval.num_prompts: expected at most {MAX_HELD_OUT}"):
-        parse({"eval": {"num_prompts": MAX_HELD_OUT + 1}})
+    assert parse({"eval": {"num_prompts": MAX_VALIDATION_ROWS}}).eval
+    with pytest.raises(ConfigError, match=f"eval.num_prompts: expected at most {MAX_VALIDATION_ROWS}"):
+        parse({"eval": {"num_prompts": MAX_VALIDATION_ROWS + 1}})
 
 
 def test_the_families_of_the_native_generator_are_its_own() -> None:

@@ -21,7 +21,7 @@ from hpcrl.messaging.dispatcher import RankFailed
 from hpcrl.messaging.messages import Failed
 from hpcrl.metrics.log import MetricsLog
 from hpcrl.node.agent import Verdict
-from hpcrl.rollout.store import write_dispositions
+from hpcrl.rollout.store import write_outcomes
 from hpcrl.system import log
 from hpcrl.system.exit_codes import ExitCode
 from hpcrl.system.files import new_folder, write_durably
@@ -43,11 +43,11 @@ def test_a_durable_file_is_named_and_stays_as_it_was(tmp_path: Path) -> None:
 def test_rollouts_that_do_not_fit_are_named_and_leave_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "step_000001"
     folder.mkdir()
-    (folder / ".dispositions.h5.tmp").symlink_to(FULL)
-    with pytest.raises(OSError, match=f"No space left on device: '{folder}/dispositions.h5'"):
-        write_dispositions(folder, [])
+    (folder / ".outcomes.h5.tmp").symlink_to(FULL)
+    with pytest.raises(OSError, match=f"No space left on device: '{folder}/outcomes.h5'"):
+        write_outcomes(folder, [])
     assert list(folder.iterdir()) == []
-    with h5py.File(write_dispositions(folder, [])) as file:
+    with h5py.File(write_outcomes(folder, [])) as file:
         assert file.attrs["num_prompts"] == 0
 
 

@@ -27,7 +27,7 @@ from hpcrl.convert.__main__ import main as convert
 from hpcrl.launch.__main__ import main as launch
 from hpcrl.metrics.log import METRICS, read_metrics
 from hpcrl.rollout.store import RolloutReader
-from hpcrl.rollout.types import Disposition
+from hpcrl.rollout.types import PromptOutcome
 from hpcrl.run_folder import read_finished, stored_config
 from hpcrl.run_folder.records import read_attempts
 from hpcrl.spec.trajectory import FIELDS
@@ -291,7 +291,7 @@ def test_stored_rollouts(last: Path, expected: dict[str, dict[str, Any]], name: 
         parts = {part for metrics in rollouts.metrics for part in metrics}
         assert parts >= {"ahead": {"first", "second"}, "ppo": set()}.get(name, {"turns", "return"})
     assert known == FIELDS, "a field of the last version is unknown"
-    trained = [record for record in reader.dispositions() if record.disposition is Disposition.TRAINED]
+    trained = [record for record in reader.outcomes() if record.outcome is PromptOutcome.TRAINED]
     assert len(trained) == 4 * step and all(len(record.rewards) == 4 for record in trained)
 
 
@@ -379,12 +379,12 @@ def check_state_was_read(checkpoint: Path, run: Path, rows: list[dict[str, Any]]
         sample for step in range(first["step"], NUM_STEPS + 1) for sample in reader.batch(step).sample_ids.tolist()
     }
     assert held and held <= trained, "responses that waited are not trained on"
-    ended = {record.uid: record for record in reader.dispositions()}  # a prompt that ended twice is an error
+    ended = {record.uid: record for record in reader.outcomes()}  # a prompt that ended twice is an error
     under_way = {uid for uid, *_ in state["scheduler"]["queue"]}
     assert under_way and all(ended[uid].attempt > 0 for uid in under_way), "prompts under way are not started again"
-    counts = Counter(record.disposition for record in ended.values())
-    assert rows[-1]["prompts/trained"] == counts[Disposition.TRAINED] == 4 * NUM_STEPS
-    assert rows[-1]["prompts/filtered"] == counts[Disposition.FILTERED] > 0
+    counts = Counter(record.outcome for record in ended.values())
+    assert rows[-1]["prompts/trained"] == counts[PromptOutcome.TRAINED] == 4 * NUM_STEPS
+    assert rows[-1]["prompts/filtered"] == counts[PromptOutcome.FILTERED] > 0
 
 
 @pytest.mark.slow

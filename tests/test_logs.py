@@ -151,7 +151,7 @@ def test_refused_in_a_line(run: Path, capsys: pytest.CaptureFixture[str], words:
 
 def test_since_finds_its_place_in_a_long_file(run: Path, show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
     """Most of which is not read; long messages and lines without an end are no obstacle."""
-    monkeypatch.setattr(logs, "MOST_BYTES", 4096)
+    monkeypatch.setattr(logs, "MAX_BYTES", 4096)
     path = run / "logs" / "attempt_0002" / "rank_0001.log"
     lines = [at(21 + i / 1000, "n2", "rank 1", f"line {i} " + "x" * (i % 300)) for i in range(9000)]
     lines[7000] += "raw\n" * 5000

@@ -48,7 +48,7 @@ def test_many_kinds_fill_neither_console_nor_file(tmp_path: Path, capsys: pytest
         errors.report("reward", "maths", "E" * (number + 1))
     errors.write()
     kinds = read_errors(tmp_path)
-    assert len(kinds) == user_errors.MOST_KINDS + 1 and kinds[-1]["error"] == OTHERS and kinds[-1]["count"] == 150
+    assert len(kinds) == user_errors.MAX_KINDS + 1 and kinds[-1]["error"] == OTHERS and kinds[-1]["count"] == 150
     assert len(capsys.readouterr().out.splitlines()) == user_errors.PRINTED_KINDS + 1  # and after 100 errors in all
 
 

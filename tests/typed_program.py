@@ -52,7 +52,7 @@ from hpcrl.metrics.stats import Stat, Stats
 from hpcrl.metrics.trackers.tracker import TrackedRun, Tracker
 from hpcrl.rewards.reward import ModelTurn, PerResponse, Reward, RewardItem, Score, make_reward
 from hpcrl.rollout.batch import Batch, Norms
-from hpcrl.rollout.store import DispositionRecord, RolloutReader
+from hpcrl.rollout.store import OutcomeRecord, RolloutReader
 from hpcrl.spec.fields import Positive, Section, Share
 from hpcrl.spec.kinds import (
     AlgorithmSpec,
@@ -343,8 +343,8 @@ def reading_rollouts() -> None:
     reveal_type(rollouts.messages(0))  # Any: messages in chat form are JSON
     reveal_type(reader.sizes(1))
     reveal_type(reader.domains(1))
-    endings: list[DispositionRecord] = reader.dispositions()
-    reveal_type(endings[0].disposition)
+    endings: list[OutcomeRecord] = reader.outcomes()
+    reveal_type(endings[0].outcome)
     reveal_type(endings[0].rewards)
     declare(Field("surprise", "float32", Level.TOKEN, Origin.TRAINING, "how odd a token is", optional=True))
 

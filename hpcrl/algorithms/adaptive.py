@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from hpcrl.algorithms.interface import Numbers
+from hpcrl.algorithms.interface import Coefficients
 from hpcrl.metrics.stats import Stat
 from hpcrl.spec.policy_loss import PolicyLoss
 
@@ -21,19 +21,19 @@ KL_SCALE = "actor/kl_scale"
 ENTROPY_COEF = "actor/entropy_coef"
 ENTROPY_LEVEL = "_entropy_level"
 """The coefficient c, also in steps in which the bonus has weight 0."""
-MOST_ERROR = 0.2
+MAX_ERROR = 0.2
 
 
-def adapted(config: PolicyLoss, numbers: Numbers, stats: Mapping[str, Stat]) -> dict[str, float]:
+def adapted(config: PolicyLoss, coefficients: Coefficients, stats: Mapping[str, Stat]) -> dict[str, float]:
     """The coefficients for the next step, by those of this one and its statistics."""
-    new = {name: numbers[name] for name in (KL_SCALE, ENTROPY_COEF, ENTROPY_LEVEL) if name in numbers}
+    new = {name: coefficients[name] for name in (KL_SCALE, ENTROPY_COEF, ENTROPY_LEVEL) if name in coefficients}
     if config.kl_target is not None and (kl := _mean(stats, "critic/kl")) is not None:
-        error = min(max(kl / config.kl_target - 1.0, -MOST_ERROR), MOST_ERROR)
+        error = min(max(kl / config.kl_target - 1.0, -MAX_ERROR), MAX_ERROR)
         share = min(stats["critic/score/*"].count / config.kl_horizon, 1.0)  # of a longer step it would be below 0
-        new[KL_SCALE] = numbers.get(KL_SCALE, 1.0) * (1.0 + error * share)
+        new[KL_SCALE] = coefficients.get(KL_SCALE, 1.0) * (1.0 + error * share)
     if config.entropy_target is not None and (entropy := _mean(stats, "critic/entropy/mean")) is not None:
         below = entropy < config.entropy_target
-        level = numbers.get(ENTROPY_LEVEL, config.entropy_loss_coef)
+        level = coefficients.get(ENTROPY_LEVEL, config.entropy_loss_coef)
         new[ENTROPY_LEVEL] = max(0.0, level + (config.entropy_coef_step if below else -config.entropy_coef_step))
         new[ENTROPY_COEF] = new[ENTROPY_LEVEL] if below else 0.0
     return new

@@ -80,7 +80,7 @@ class ReturnsAdvantage(AdvantageEstimator, Generic[LossSection]):
             old = required(batch, "old_logprobs", "kl_reward_coef > 0")[index]
             ref = required(batch, "ref_logprobs", "kl_reward_coef > 0")[index]
             kl = F.kl_divergence(old, ref, config.kl_reward_estimator)
-            coefficient = config.kl_reward_coef * self.numbers.get(KL_SCALE, 1.0)
+            coefficient = config.kl_reward_coef * self.coefficients.get(KL_SCALE, 1.0)
             token_rewards = token_rewards - coefficient * kl  # not clipped, or it would not hold the policy
         token_rewards = F.whiten(token_rewards, all_sum) if config.whiten_rewards else token_rewards
         return self.propagate(token_rewards, rows, batch)

@@ -19,7 +19,7 @@ from hpcrl.algorithms.policy_tokens import PolicyTokens
 from hpcrl.rollout.batch import Batch
 from hpcrl.spec.policy_loss import PolicyLoss
 
-LEAST_MEAN = 1e-8
+MIN_MEAN = 1e-8
 """Of the weights; below it they are not divided by it."""
 
 
@@ -64,7 +64,7 @@ def mean_weight(config: PolicyLoss, batch: Batch, all_sum: AllSum) -> float:
         counts = counts * is_last(sequences)
     total, count = all_sum(torch.stack([(counts * found.weights).sum(), counts.sum()])).tolist()
     mean = total / count if count else 1.0
-    return mean if mean > LEAST_MEAN else 1.0
+    return mean if mean > MIN_MEAN else 1.0
 
 
 def corrected(config: PolicyLoss, old: Tensor, behaviour: Tensor, sequences: Tensor, turns: Tensor) -> Correction:

@@ -32,14 +32,14 @@ def mark(config: PolicyLoss, batch: Batch, all_sum: AllSum) -> Stats:
     sums = torch.stack([advantages.sum(), old.sum(), old.new_tensor(float(len(index)))])
     total_advantage, total_old, count = all_sum(sums).tolist()
     covariances = (advantages - total_advantage / max(count, 1)) * (old - total_old / max(count, 1))
-    numbers = token_numbers(batch.row_ids[index], batch.sample_ids)
+    coefficients = token_numbers(batch.row_ids[index], batch.sample_ids)
     at_most = max(int(config.cov_share * count), 1)
     marked = torch.zeros_like(index, dtype=torch.bool)
     if config.surrogate == "clip_cov":
         within = (covariances > config.cov_low) & (covariances < config.cov_high)
-        marked[within] = largest(torch.zeros_like(covariances[within]), numbers[within], at_most, all_sum)
+        marked[within] = largest(torch.zeros_like(covariances[within]), coefficients[within], at_most, all_sum)
     else:
-        marked = largest(covariances, numbers, at_most, all_sum)
+        marked = largest(covariances, coefficients, at_most, all_sum)
     batch.marked = torch.zeros_like(batch.loss_mask).index_copy(0, index, marked)
     return {"actor/covariance/*": stat(covariances), "actor/marked_ratio": stat(marked)}
 

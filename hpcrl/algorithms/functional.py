@@ -187,7 +187,7 @@ def clipped_policy_loss(
     return loss, clipped.to(loss.dtype)
 
 
-def token_coefficients(rows: Tensor, weights: Tensor, mode: Aggregation, norm_tokens: int | None = None) -> Tensor:
+def token_weights(rows: Tensor, weights: Tensor, mode: Aggregation, norm_tokens: int | None = None) -> Tensor:
     """float32 [M]: each token's coefficient in the sum of the aggregation: the row's weight, divided by the row's
     number of model tokens for seq-mean-token-mean, by norm_tokens for seq-mean-token-sum-norm. weights [B]."""
     coefficients = weights[rows]

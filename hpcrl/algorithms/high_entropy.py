@@ -20,7 +20,7 @@ def choose_high_entropy(share: float, batch: Batch, all_sum: AllSum) -> Stats:
     index = model_tokens(batch)
     entropies = required(batch, "old_entropies", "entropy_share below 1")[index]
     count = int(all_sum(torch.tensor([len(index)])))
-    numbers = token_numbers(batch.row_ids[index], batch.sample_ids)
-    chosen = largest(entropies, numbers, 1 + int(share * (count - 1)), all_sum)
+    coefficients = token_numbers(batch.row_ids[index], batch.sample_ids)
+    chosen = largest(entropies, coefficients, 1 + int(share * (count - 1)), all_sum)
     batch.high_entropy = torch.zeros_like(batch.loss_mask).index_copy(0, index, chosen)
     return {"actor/high_entropy/*": stat(entropies, chosen)}

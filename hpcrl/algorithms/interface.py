@@ -15,7 +15,7 @@ from torch import Tensor
 from hpcrl.metrics.stats import Stat, Stats
 from hpcrl.rollout.batch import STATUS, Batch, Norms
 
-Numbers = Mapping[str, float]
+Coefficients = Mapping[str, float]
 """Numbers by name that an algorithm changes from step to step, such as a coefficient. Rank 0 holds them, sends them
 with every command and saves them in every checkpoint."""
 
@@ -101,12 +101,12 @@ class Adaptive:
     """The base of an advantage estimator or an objective with numbers that change from step to step. Both read the same
     numbers."""
 
-    numbers: Numbers = MappingProxyType({})
+    coefficients: Coefficients = MappingProxyType({})
     """Those of the step, set before each command; empty in the first step of a run."""
 
-    def adapt(self, stats: Mapping[str, Stat]) -> Numbers:
-        """Its numbers for the next step, by `numbers` and by the statistics of this one, merged over all ranks. Called
-        on rank 0; the same arguments give the same bits."""
+    def adapt(self, stats: Mapping[str, Stat]) -> Coefficients:
+        """Its numbers for the next step, by `coefficients` and by the statistics of this one, merged over all ranks.
+        Called on rank 0; the same arguments give the same bits."""
         return {}
 
 
@@ -171,15 +171,15 @@ class Algorithm:
         """Fields of the batch that must be filled before advantages and loss."""
         return self.objective.reads | (self.estimator.reads if self.estimator is not None else frozenset())
 
-    def take(self, numbers: Numbers) -> None:
+    def take(self, coefficients: Coefficients) -> None:
         """Let both parts read these numbers."""
         for part in self._parts:
-            part.numbers = numbers
+            part.coefficients = coefficients
 
     @property
-    def numbers(self) -> dict[str, float]:
+    def coefficients(self) -> dict[str, float]:
         """The numbers that both parts read."""
-        return dict(self.objective.numbers)
+        return dict(self.objective.coefficients)
 
     def adapt(self, stats: Mapping[str, Stat]) -> dict[str, float]:
         """The numbers of the next step, see Adaptive."""

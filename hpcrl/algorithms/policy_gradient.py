@@ -22,7 +22,7 @@ from hpcrl.algorithms.adaptive import ENTROPY_COEF, KL_SCALE, adapted
 from hpcrl.algorithms.correction import behaviour_logprobs, corrected, far_off, mean_weight
 from hpcrl.algorithms.covariance import mark
 from hpcrl.algorithms.high_entropy import choose_high_entropy
-from hpcrl.algorithms.interface import AllSum, Numbers, Objective, Outputs, model_tokens, required
+from hpcrl.algorithms.interface import AllSum, Coefficients, Objective, Outputs, model_tokens, required
 from hpcrl.algorithms.metrics import LossSums
 from hpcrl.algorithms.policy_tokens import PolicyTokens
 from hpcrl.algorithms.surrogates import SURROGATES
@@ -87,18 +87,18 @@ class PolicyGradient(Objective):
         if config.entropy_share < 1:
             chosen = required(batch, "high_entropy", "entropy_share below 1")[index]
             token_losses = torch.where(chosen, token_losses, 0.0)
-        coefficients = F.token_coefficients(rows, batch.weights, config.loss_aggregation, config.loss_norm_tokens)
+        coefficients = F.token_weights(rows, batch.weights, config.loss_aggregation, config.loss_norm_tokens)
         total = pg_loss = (coefficients * token_losses).sum()
         sums = LossSums(batch, rows, coefficients, config.loss_aggregation)
         sums.add_loss("actor/pg_loss", pg_loss)
         if config.kl_loss_coef > 0:
             ref = required(batch, "ref_logprobs", "kl_loss_coef > 0")[index]
             kl_loss = (coefficients * _divergence(config, tokens, ref)).sum()
-            total = total + config.kl_loss_coef * self.numbers.get(KL_SCALE, 1.0) * kl_loss
+            total = total + config.kl_loss_coef * self.coefficients.get(KL_SCALE, 1.0) * kl_loss
             sums.add_loss("actor/kl_loss", kl_loss)
         if self.outputs:
             assert outputs.entropy is not None, "an entropy bonus needs the engine's entropy"
-            bonus = self.numbers.get(ENTROPY_COEF, config.entropy_loss_coef)
+            bonus = self.coefficients.get(ENTROPY_COEF, config.entropy_loss_coef)
             total = total - bonus * (coefficients * outputs.entropy[index]).sum()
         sums.add_loss("actor/total_loss", total)
         sums.add_policy(F.importance_ratio(logprobs, base), logprobs - base, clipped)
@@ -115,9 +115,9 @@ class PolicyGradient(Objective):
             sums.add_tokens("critic/kl", F.kl_divergence(old, batch.ref_logprobs[index], "k3"))
         return total / F.denominator(norms, config.loss_aggregation), sums.stats()
 
-    def adapt(self, stats: Mapping[str, Stat]) -> Numbers:
+    def adapt(self, stats: Mapping[str, Stat]) -> Coefficients:
         """See Adaptive: the coefficients of the KL terms and of the entropy bonus."""
-        return adapted(self.config, self.numbers, stats)
+        return adapted(self.config, self.coefficients, stats)
 
 
 def _divergence(config: PolicyLoss, tokens: PolicyTokens, reference: Tensor) -> Tensor:

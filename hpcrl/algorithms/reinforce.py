@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hpcrl.algorithms.advantage_estimator import ReturnsAdvantage
 from hpcrl.algorithms.functional import normalize_rewards
-from hpcrl.algorithms.interface import AllSum, Numbers, RewardTable
+from hpcrl.algorithms.interface import AllSum, Coefficients, RewardTable
 from hpcrl.algorithms.reward_statistics import carried, running_moments
 from hpcrl.algorithms.spec import Reinforce
 from hpcrl.metrics.stats import Stat, Stats
@@ -28,14 +28,14 @@ class ReinforceAdvantage(ReturnsAdvantage[Reinforce]):
         """See ReturnsAdvantage."""
         config, rewards, groups = self.config, table.rewards, table.group_ids
         mean, std = config.norm_mean_type, config.norm_std_type
-        running = running_moments(table, self.numbers)[0] if self._runs else None
+        running = running_moments(table, self.coefficients)[0] if self._runs else None
         return normalize_rewards(rewards, groups, mean, std, config.std_eps, table.domain_ids()[1], running)
 
     def assign(self, batch: Batch, table: RewardTable, all_sum: AllSum) -> Stats:
         """See ReturnsAdvantage."""
         stats = super().assign(batch, table, all_sum)
-        return stats | running_moments(table, self.numbers)[1] if self._runs else stats
+        return stats | running_moments(table, self.coefficients)[1] if self._runs else stats
 
-    def adapt(self, stats: Mapping[str, Stat]) -> Numbers:
+    def adapt(self, stats: Mapping[str, Stat]) -> Coefficients:
         """See Adaptive: the running moments."""
-        return {**super().adapt(stats), **carried(self.numbers, stats)}
+        return {**super().adapt(stats), **carried(self.coefficients, stats)}

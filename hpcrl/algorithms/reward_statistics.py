@@ -11,13 +11,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from hpcrl.algorithms.interface import Numbers, RewardTable
+from hpcrl.algorithms.interface import Coefficients, RewardTable
 from hpcrl.metrics.stats import Stat, Stats, scalar
 
 PREFIX = "_reward_moments/"
 
 
-def running_moments(table: RewardTable, numbers: Numbers) -> tuple[tuple[Tensor, Tensor], Stats]:
+def running_moments(table: RewardTable, coefficients: Coefficients) -> tuple[tuple[Tensor, Tensor], Stats]:
     """((mean, standard deviation), statistics): float64 [N] each, of each row's domain with this step included. The
     statistics hold the merged moments, which `carried` reads; every rank computes the same."""
     names, ids = table.domain_ids()
@@ -28,7 +28,7 @@ def running_moments(table: RewardTable, numbers: Numbers) -> tuple[tuple[Tensor,
         if not rewards.numel():
             continue
         keys = [f"{PREFIX}{part}/{name}" for part in ("count", "mean", "squares")]
-        count, mean, squares = (numbers.get(key, 0.0) for key in keys)
+        count, mean, squares = (coefficients.get(key, 0.0) for key in keys)
         new, own = rewards.numel(), rewards.mean().item()
         total = count + new
         squares += (rewards - own).square().sum().item() + (own - mean) ** 2 * count * new / total
@@ -41,7 +41,7 @@ def running_moments(table: RewardTable, numbers: Numbers) -> tuple[tuple[Tensor,
     return (means[ids], stds[ids]), stats
 
 
-def carried(numbers: Numbers, stats: Mapping[str, Stat]) -> dict[str, float]:
+def carried(coefficients: Coefficients, stats: Mapping[str, Stat]) -> dict[str, float]:
     """The moments for the next step: a domain that the step lacks keeps its own."""
-    before = {name: value for name, value in numbers.items() if name.startswith(PREFIX)}
+    before = {name: value for name, value in coefficients.items() if name.startswith(PREFIX)}
     return before | {name[:-1]: stat.high for name, stat in stats.items() if name.startswith(PREFIX)}

@@ -22,20 +22,20 @@ def token_numbers(rows: Tensor, sample_ids: Tensor) -> Tensor:
     sorted; sample_ids int64 [B]."""
     places = torch.arange(len(rows), device=rows.device)
     places = places - torch.searchsorted(rows, rows)
-    numbers = sample_ids[rows] * MULTIPLIERS[0] + (places + 1) * MULTIPLIERS[1]
+    coefficients = sample_ids[rows] * MULTIPLIERS[0] + (places + 1) * MULTIPLIERS[1]
     for shift in (30, 27):
-        numbers = (numbers ^ ((numbers >> shift) & ((1 << (64 - shift)) - 1))) * MULTIPLIERS[2]
-    return (numbers >> (64 - TIE_BITS)) & ((1 << TIE_BITS) - 1)
+        coefficients = (coefficients ^ ((coefficients >> shift) & ((1 << (64 - shift)) - 1))) * MULTIPLIERS[2]
+    return (coefficients >> (64 - TIE_BITS)) & ((1 << TIE_BITS) - 1)
 
 
-def largest(values: Tensor, numbers: Tensor, count: int, all_sum: AllSum) -> Tensor:
+def largest(values: Tensor, coefficients: Tensor, count: int, all_sum: AllSum) -> Tensor:
     """bool [M]: whether an entry is one of the `count` largest of all ranks (of all entries if there are fewer), among
     equal ones those with the largest numbers (token_numbers). values float [M], compared in float32.
 
     Digit by digit from the most significant one, by counts over all ranks. Collective over the ranks of all_sum, which
     may hold no entries.
     """
-    keys = (_ordered(values) << TIE_BITS) + numbers
+    keys = (_ordered(values) << TIE_BITS) + coefficients
     chosen, undecided = torch.zeros_like(keys, dtype=torch.bool), torch.ones_like(keys, dtype=torch.bool)
     left = min(count, int(all_sum(undecided.sum())))
     for digit in reversed(range(DIGITS)):

@@ -192,7 +192,7 @@ REMAX_SPEC = AlgorithmSpec(
     section=ReMax,
     make="hpcrl.algorithms.remax:ReMaxAdvantage",
     objective=POLICY_GRADIENT,
-    greedy_sibling=True,
+    greedy_baseline=True,
 )
 
 RAFT_PLUS_PLUS_SPEC = AlgorithmSpec(

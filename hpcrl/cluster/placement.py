@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from hpcrl.cluster.layout import CONTROLLER, RoleLayout
 from hpcrl.config import ClusterConfig, ComponentConfig, Config, ConfigError, Problem
 
-MOST_PER_NODE = 1024
+MAX_PER_NODE = 1024
 """Ranks."""
 
 
@@ -101,7 +101,7 @@ def _check(config: Config, layout: RoleLayout) -> Iterator[Problem]:
 
 def _check_sizes(config: Config, layout: RoleLayout) -> Iterator[Problem]:
     for name, spec, ranks in _shares(config, layout) if config.cluster.name == "slurm" else ():
-        if spec.ranks_per_node is None and len(ranks) > MOST_PER_NODE:
+        if spec.ranks_per_node is None and len(ranks) > MAX_PER_NODE:
             text = f"{len(ranks)} ranks are more than one node can hold; give cluster.components.{name}.ranks_per_node"
             yield Problem(("cluster", "components"), f"cluster.components: {text}", (("layout",),))
         size, gpus = spec.ranks_per_node or len(ranks), spec.gpus_per_node

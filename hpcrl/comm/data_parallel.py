@@ -27,7 +27,7 @@ class DataParallel:
             self._across = world.group(f"{role}/across/{across[0]}", across, 0, of_engine=True)
             self._inside = world.group(f"{role}/inside/{group[0]}", group, 0, of_engine=True)
 
-    def pass_on(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def broadcast(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of the head, in host memory. Called by all ranks of a data-parallel rank that has several."""
         kinds = [(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors.items()]
         header = torch.frombuffer(bytearray(msgspec.msgpack.encode(kinds)), dtype=torch.uint8)

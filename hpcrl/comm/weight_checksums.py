@@ -15,17 +15,17 @@ from torch import Tensor
 from hpcrl.comm.batched_p2p import Transfer, begin
 from hpcrl.comm.weight_plan import arriving_dtype
 from hpcrl.comm.weight_transfer import Channel, inside
-from hpcrl.spec.weight_layout import RequiredSlices, TensorShards, TensorSlice, everything, intersection
+from hpcrl.spec.weight_layout import RequiredSlices, TensorShards, TensorSlice, full_slice, intersection
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 FACTOR = 0x4A8BE9229ED9BA3A  # even: a place times this, plus 1, is odd
 CHUNK = 1 << 20  # numbers at once; each takes up to 40 bytes
 
 
-def checksum(part: Tensor, box: TensorSlice, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+def checksum(part: Tensor, tensor_slice: TensorSlice, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
     """int64 scalar: of the numbers in a box of a tensor of this shape, after conversion to `dtype`."""
     total = torch.zeros((), dtype=torch.int64, device=part.device)
-    for chunk, at in _chunks(part, box):
+    for chunk, at in _chunks(part, tensor_slice):
         places = torch.zeros((), dtype=torch.int64, device=part.device)
         for (first, last), size in zip(at, shape, strict=True):
             places = (places * size)[..., None] + torch.arange(first, last, device=part.device)
@@ -35,20 +35,20 @@ def checksum(part: Tensor, box: TensorSlice, shape: Sequence[int], dtype: torch.
     return total
 
 
-def _chunks(part: Tensor, box: TensorSlice) -> Iterator[tuple[Tensor, TensorSlice]]:
+def _chunks(part: Tensor, tensor_slice: TensorSlice) -> Iterator[tuple[Tensor, TensorSlice]]:
     """A box of a tensor in pieces of at most CHUNK numbers."""
     axis = next((i for i, size in enumerate(part.shape) if size > 1), None)
     if axis is None or part.numel() <= CHUNK:
-        yield part, box
+        yield part, tensor_slice
         return
     step = max(1, CHUNK * part.shape[axis] // part.numel())
     for start in range(0, part.shape[axis], step):
         piece = part.narrow(axis, start, min(step, part.shape[axis] - start))
-        first = box[axis][0] + start
-        yield from _chunks(piece, (*box[:axis], (first, first + piece.shape[axis]), *box[axis + 1 :]))
+        first = tensor_slice[axis][0] + start
+        yield from _chunks(piece, (*tensor_slice[:axis], (first, first + piece.shape[axis]), *tensor_slice[axis + 1 :]))
 
 
-def held_sums(
+def shard_checksums(
     rank: int, layout: Sequence[TensorShards], needs: Sequence[Sequence[RequiredSlices]], weights: Iterable[Tensor]
 ) -> Tensor:
     """int64 [ranks of a replica, tensors]: this trainer rank's share of the checksums of what each rank of a replica
@@ -56,14 +56,14 @@ def held_sums(
     sums = torch.zeros(len(needs), len(layout), dtype=torch.int64)
     own = ((number, held) for number, held in enumerate(layout) if held.part_of(rank) is not None)
     for (number, held), tensor in zip(own, weights, strict=True):
-        box, holders = next(part for part in held.parts if rank in part[1])
+        tensor_slice, holders = next(part for part in held.parts if rank in part[1])
         if holders[0] != rank:
             continue
         for index, need in enumerate(needs):
             dtype = getattr(torch, arriving_dtype(held, need[number]))
-            for wanted in need[number].boxes:
-                if (shared := intersection(box, wanted)) is not None:
-                    part = inside(tensor.detach(), shared, box)
+            for wanted in need[number].slices:
+                if (shared := intersection(tensor_slice, wanted)) is not None:
+                    part = inside(tensor.detach(), shared, tensor_slice)
                     sums[index, number] += checksum(part, shared, held.shape, dtype).cpu()
     return sums
 
@@ -82,9 +82,9 @@ class LoadedSums:
             number = self._numbers[name]
             held, need, self.sums[number] = self._layout[number], self._needs[number], 0
             dtype = getattr(torch, arriving_dtype(held, need))
-            for box in need.boxes:
-                part = inside(tensor, box, everything(held.shape))
-                self.sums[number] += checksum(part, box, held.shape, dtype).cpu()
+            for tensor_slice in need.slices:
+                part = inside(tensor, tensor_slice, full_slice(held.shape))
+                self.sums[number] += checksum(part, tensor_slice, held.shape, dtype).cpu()
             yield name, tensor
 
     def differing(self, expected: Tensor) -> list[str]:
@@ -93,8 +93,8 @@ class LoadedSums:
 
 
 def add_sums(channel: Channel, rank: int, trainers: Sequence[int], own: Tensor) -> Tensor:
-    """int64 [tensors]: what all trainers have in held_sums() for this rank of the replica. Called by the trainers, with
-    `own`, and the ranks of the replica, which alone use the result."""
+    """int64 [tensors]: what all trainers have in shard_checksums() for this rank of the replica. Called by the
+    trainers, with `own`, and the ranks of the replica, which alone use the result."""
     transfers, got = [], []
     total = torch.zeros(len(channel.layout), dtype=torch.int64, device=channel.device)
     for index, receiver in enumerate(channel.needs):

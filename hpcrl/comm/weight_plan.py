@@ -22,10 +22,10 @@ ITEM_BYTES = FLOATS | {"int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Part `box` of tensor number `tensor` (of the layout), from one rank to another."""
+    """Part `tensor_slice` of tensor number `tensor` (of the layout), from one rank to another."""
 
     tensor: int
-    box: TensorSlice
+    tensor_slice: TensorSlice
     dtype: str
     sender: int
     receiver: int
@@ -33,7 +33,7 @@ class Piece:
     @property
     def num_bytes(self) -> int:
         """Bytes in a message, without padding."""
-        return count(self.box) * ITEM_BYTES[self.dtype]
+        return count(self.tensor_slice) * ITEM_BYTES[self.dtype]
 
 
 def padded(size: int) -> int:
@@ -84,13 +84,13 @@ def _pieces(
     """The pieces of one tensor for one rank. index: its place in the replica. load: bytes that it gets from each
     sender, which grow."""
     dtype, pieces = arriving_dtype(held, need), []
-    for wanted in need.boxes:
+    for wanted in need.slices:
         found = 0
         for part, holders in held.parts:
-            if (box := intersection(part, wanted)) is None:
+            if (tensor_slice := intersection(part, wanted)) is None:
                 continue
-            found += count(box)
-            piece = Piece(number, box, dtype, receiver, receiver)
+            found += count(tensor_slice)
+            piece = Piece(number, tensor_slice, dtype, receiver, receiver)
             if receiver in holders:
                 pieces.append(piece)
                 continue
@@ -108,11 +108,11 @@ def _pieces(
 
 def _cut(piece: Piece, most_bytes: int) -> list[Piece]:
     """The piece in chunks of at most most_bytes, or of one number."""
-    axis = next((i for i, (first, last) in enumerate(piece.box) if last - first > 1), None)
+    axis = next((i for i, (first, last) in enumerate(piece.tensor_slice) if last - first > 1), None)
     if piece.num_bytes <= most_bytes or axis is None:
         return [piece]
-    first, last = piece.box[axis]
+    first, last = piece.tensor_slice[axis]
     rows = max(1, most_bytes * (last - first) // piece.num_bytes)
     bounds = ((start, min(start + rows, last)) for start in range(first, last, rows))
-    boxes = ((*piece.box[:axis], bound, *piece.box[axis + 1 :]) for bound in bounds)
-    return [chunk for box in boxes for chunk in _cut(replace(piece, box=box), most_bytes)]
+    slices = ((*piece.tensor_slice[:axis], bound, *piece.tensor_slice[axis + 1 :]) for bound in bounds)
+    return [chunk for tensor_slice in slices for chunk in _cut(replace(piece, tensor_slice=tensor_slice), most_bytes)]

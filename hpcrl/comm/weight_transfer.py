@@ -24,9 +24,9 @@ from torch import Tensor
 
 from hpcrl.comm.batched_p2p import Begun, Transfer, begin, make_communicator
 from hpcrl.comm.weight_plan import BUCKET_BYTES, Piece, arriving_dtype, padded, plan_pieces
-from hpcrl.spec.weight_layout import RequiredSlices, TensorShards, TensorSlice, everything
+from hpcrl.spec.weight_layout import RequiredSlices, TensorShards, TensorSlice, full_slice
 
-FIRST_SHARE = 0.8
+FIRST_STEP_TIMEOUT_FRACTION = 0.8
 """Fraction of the send timeout allowed in the first step; it rises to 1 in the last. Receivers take the steps in order:
 while a sender of early steps (a first pipeline stage) waits for a replica that hangs, healthy ones take nothing from
 senders of later steps, which must not give up before it."""
@@ -100,7 +100,9 @@ class _Message:
 
     def has(self, pieces: Sequence[Piece]) -> bool:
         """Whether these pieces are the same parts of the weights."""
-        contents = [[(piece.tensor, piece.box, piece.dtype) for piece in some] for some in (self.pieces, pieces)]
+        contents = [
+            [(piece.tensor, piece.tensor_slice, piece.dtype) for piece in some] for some in (self.pieces, pieces)
+        ]
         return contents[0] == contents[1]
 
 
@@ -223,7 +225,7 @@ class Sending:
         for piece, view in sorted(places, key=lambda place: place[0].tensor):
             part = self._schedule.parts[piece.tensor]
             assert part is not None, "the plan has a rank send what it holds"
-            view.copy_(inside(self._draw(piece.tensor), piece.box, part))
+            view.copy_(inside(self._draw(piece.tensor), piece.tensor_slice, part))
 
     def _draw(self, number: int) -> Tensor:
         while self._tensor is None or self._tensor[0] < number:
@@ -233,7 +235,9 @@ class Sending:
     def _wait(self, step: int) -> None:
         """Wait for the messages of a step, whose buffer is needed again."""
         late = step / max(1, len(self._schedule.steps) - 1)
-        deadline = time.monotonic() + self._patience_s * (FIRST_SHARE + (1 - FIRST_SHARE) * late)
+        deadline = time.monotonic() + self._patience_s * (
+            FIRST_STEP_TIMEOUT_FRACTION + (1 - FIRST_STEP_TIMEOUT_FRACTION) * late
+        )
         for key, work in self._works.pop(step, ()):
             if key in self.errors:
                 continue
@@ -249,7 +253,7 @@ class _Arrival:
 
     step: int
     sender: int
-    box: TensorSlice
+    tensor_slice: TensorSlice
     place: int
 
 
@@ -265,7 +269,7 @@ class Receiving:
             for piece in all_pieces:
                 if piece.receiver == rank:
                     place = len(pieces[piece.sender])
-                    self._arrivals[piece.tensor].append(_Arrival(step, piece.sender, piece.box, place))
+                    self._arrivals[piece.tensor].append(_Arrival(step, piece.sender, piece.tensor_slice, place))
                     pieces[piece.sender].append(piece)
             self.pieces.append(pieces)
         self.sizes = [{s: sum(padded(p.num_bytes) for p in own) for s, own in pieces.items()} for pieces in self.pieces]
@@ -290,7 +294,7 @@ class Receiving:
             tensor = whole[: _num_bytes(held, dtype)].view(dtype).view(held.shape)
             for arrival in self._arrivals[number]:
                 view = arrived.view(arrival)
-                inside(tensor, arrival.box, everything(held.shape)).copy_(view)
+                inside(tensor, arrival.tensor_slice, full_slice(held.shape)).copy_(view)
             yield held.name, tensor
         if sending is not None:
             sending.finish()
@@ -298,12 +302,12 @@ class Receiving:
     def _needed(self) -> list[tuple[int, TensorShards, torch.dtype]]:
         """The tensors of which this rank gets something, and their dtypes here."""
         pairs = enumerate(zip(self.channel.layout, self.channel.needs[self.rank], strict=True))
-        return [(i, held, getattr(torch, arriving_dtype(held, need))) for i, (held, need) in pairs if need.boxes]
+        return [(i, held, getattr(torch, arriving_dtype(held, need))) for i, (held, need) in pairs if need.slices]
 
     def _is_one(self, number: int) -> bool:
         """Whether the tensor comes in one piece, which needs no other place."""
         arrivals = self._arrivals[number]
-        return len(arrivals) == 1 and arrivals[0].box == everything(self.channel.layout[number].shape)
+        return len(arrivals) == 1 and arrivals[0].tensor_slice == full_slice(self.channel.layout[number].shape)
 
 
 class _Arrived:
@@ -358,14 +362,14 @@ def views(pieces: Sequence[Piece], message: Tensor) -> Iterator[Tensor]:
     start = 0
     for piece in pieces:
         dtype = getattr(torch, piece.dtype)
-        shape = [last - first for first, last in piece.box]
+        shape = [last - first for first, last in piece.tensor_slice]
         yield message[start : start + piece.num_bytes].view(dtype).view(shape)
         start += padded(piece.num_bytes)
 
 
-def inside(tensor: Tensor, box: TensorSlice, part: TensorSlice) -> Tensor:
+def inside(tensor: Tensor, tensor_slice: TensorSlice, part: TensorSlice) -> Tensor:
     """The box of a tensor of which `tensor` is the part `part`."""
-    index = tuple(slice(a - first, b - first) for (a, b), (first, _) in zip(box, part, strict=True))
+    index = tuple(slice(a - first, b - first) for (a, b), (first, _) in zip(tensor_slice, part, strict=True))
     return tensor[index]
 
 

@@ -43,7 +43,7 @@ LABEL = re.compile(rb"^ *\d+: (?=\d{4}-\d\d-\d\dT)")
 """What srun puts before a line with its option label."""
 DURATION = re.compile(r"(\d+)([smhd])")
 UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 """Longest piece of a line that is read at once, and the distance up to which --since searches a file."""
 CLOCKS_S = 60.0
 """How much the clock of the file system may be behind a node's."""
@@ -95,8 +95,8 @@ class LogFile:
                 self._place = self._skip(file, status.st_size)
                 yield from self._begin_without_header(file, status.st_mtime, status.st_size)
             file.seek(self._place)
-            while piece := file.readline(MOST_BYTES):
-                is_whole = piece.endswith(b"\n") or len(piece) == MOST_BYTES
+            while piece := file.readline(MAX_BYTES):
+                is_whole = piece.endswith(b"\n") or len(piece) == MAX_BYTES
                 if not (is_whole or to_end):
                     break
                 self._place += len(piece)
@@ -120,7 +120,7 @@ class LogFile:
     def _begin_without_header(self, file: BinaryIO, changed: float, size: int) -> Iterator[Line]:
         """What comes before the first message has its time, or that of the file's last change, and a header here."""
         file.seek(self._place)
-        if not HEADER.match(file.readline(MOST_BYTES)):
+        if not HEADER.match(file.readline(MAX_BYTES)):
             found = _first_header(file, self._place, size)
             at = found[1] if found is not None else _in_header(changed)
             self._begin(at, self.who, "INFO", b"")
@@ -132,7 +132,7 @@ class LogFile:
     def _skip(self, file: BinaryIO, size: int) -> int:
         """A place from which on the file has all that is wanted, found without reading all before."""
         low, high = 0, size if self._wanted.since and self.attempt is not None else 0
-        while high - low > MOST_BYTES:
+        while high - low > MAX_BYTES:
             middle = (low + high) // 2
             found = _first_header(file, middle, high)
             if found is not None and found[1] < self._wanted.since:
@@ -147,7 +147,7 @@ def _first_header(file: BinaryIO, start: int, end: int) -> tuple[int, str] | Non
     file.seek(start)
     if start:
         file.readline()
-    while (place := file.tell()) < end and (line := file.readline(MOST_BYTES)):
+    while (place := file.tell()) < end and (line := file.readline(MAX_BYTES)):
         if header := HEADER.match(line):
             return place, header["time"].decode()
     return None

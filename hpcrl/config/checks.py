@@ -11,14 +11,14 @@ from hpcrl.config.cluster import SET_FOR_SBATCH, SET_FOR_SRUN
 from hpcrl.config.domains import EnvConfig, RewardConfig
 from hpcrl.config.judging import JUDGE_ENGINE, as_judges, check_judge, check_reward_model
 from hpcrl.config.off_policy import check_off_policy
-from hpcrl.config.rollout import MOST_MEMBERS, RolloutConfig
+from hpcrl.config.rollout import MAX_MEMBERS, RolloutConfig
 from hpcrl.config.schema import Config
 from hpcrl.spec.kinds import Spec
 from hpcrl.spec.problems import PLACEHOLDER, Path, Problem, dotted
 from hpcrl.spec.table import SpecTable
 from hpcrl.spec.tables import ENVS, REWARDS
 
-LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 100.0
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
 
 
 FREE_TEXT = frozenset(("system_prompt", "stop", "options", "chat_template_kwargs"))
@@ -123,10 +123,10 @@ def _sampling(config: Config) -> Iterator[Problem]:
     """Values that the engines' number types cannot represent, or that end every response before its first token."""
     for section in ("rollout", "eval"):
         temperature = getattr(config, section).temperature
-        if 0 < temperature < LEAST_TEMPERATURE or temperature > MOST_TEMPERATURE:
+        if 0 < temperature < MIN_TEMPERATURE or temperature > MAX_TEMPERATURE:
             text = (
-                f"{section}.temperature: {temperature:g} is out of range; use {LEAST_TEMPERATURE:g} to "
-                f"{MOST_TEMPERATURE:g}" + (", or 0 for greedy" if section == "eval" else "")
+                f"{section}.temperature: {temperature:g} is out of range; use {MIN_TEMPERATURE:g} to "
+                f"{MAX_TEMPERATURE:g}" + (", or 0 for greedy" if section == "eval" else "")
             )
             yield Problem((section, "temperature"), text)
     for index, text in enumerate(config.rollout.stop):
@@ -174,7 +174,7 @@ def _thresholds(config: Config, rollout: RolloutConfig, at: Path) -> Iterator[Pr
         for name in ("filter_mean_low", "filter_mean_high", "filter_std")
         if getattr(rollout, name) not in (None, False)
     ]
-    if config.algorithm_spec.greedy_sibling and "filter_std" in active:
+    if config.algorithm_spec.greedy_baseline and "filter_std" in active:
         active.remove("filter_std")  # it compares with the greedy response, too
     if active and rollout.group_size == 1:
         text = f"{key}.{active[0]}: a filter compares the responses of a group, and rollout.group_size is 1"
@@ -258,10 +258,8 @@ def _redundancy(config: Config) -> Iterator[Problem]:
         )
         yield Problem(members, text, (("deterministic",),))
     count = rollout.group_size + rollout.extra_members
-    if count > MOST_MEMBERS:
-        text = (
-            f"rollout.extra_members: with group_size {rollout.group_size} at most {MOST_MEMBERS - rollout.group_size}"
-        )
+    if count > MAX_MEMBERS:
+        text = f"rollout.extra_members: with group_size {rollout.group_size} at most {MAX_MEMBERS - rollout.group_size}"
         yield Problem(members, text, (("rollout", "group_size"),))
 
 
@@ -276,7 +274,7 @@ def check_replicas(config: Config, replicas: int) -> Iterator[Problem]:
             "or raise layout.generator.num_ranks"
         )
         yield Problem(("rollout", "min_replicas"), text, (layout,))
-    room, greedy = replicas * config.generator.most_requests, config.algorithm_spec.greedy_sibling
+    room, greedy = replicas * config.generator.most_requests, config.algorithm_spec.greedy_baseline
     members = rollout.group_size + rollout.extra_members + greedy
     has = f"but {replicas} replicas get at most {room} responses at once"
     if config.generator.max_requests is not None and members > room:

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, PlainValidator
 from hpcrl.spec.fields import NUMBER, Count, Natural, Positive, PositiveFloat, Section, with_fields
 from hpcrl.spec.tables import ROLES
 
-MOST_RANKS = 1 << 16
+MAX_RANKS = 1 << 16
 """Maximum ranks of a role."""
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ else:
 class RoleConfig(Section):
     """The ranks of a role: its own, or shared with another role."""
 
-    num_ranks: Annotated[int, Field(ge=1, le=MOST_RANKS), NUMBER] | None = None
+    num_ranks: Annotated[int, Field(ge=1, le=MAX_RANKS), NUMBER] | None = None
     """Number of ranks; with colocate_with: how many of the other role's ranks, from the first; null: all of them."""
     colocate_with: RoleName | None = None
     """Role whose ranks this role shares."""

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Discriminator, Field, Tag
 
 from hpcrl.spec.fields import NUMBER, Positive, Section, Share
 
-MOST_ROWS = 1 << 24
+MAX_ROWS = 1 << 24
 """Maximum rows of a generated source: the order of an epoch is kept in memory."""
 
 
@@ -22,7 +22,7 @@ class DataSource(Section):
     env:DOMAIN or expert:NAME."""
     domain: str | None = None
     """Domain of all rows of this source; null: each row's own, from the column data.domain_key."""
-    size: Annotated[int, Field(ge=1, lt=MOST_ROWS), NUMBER] | None = None
+    size: Annotated[int, Field(ge=1, lt=MAX_ROWS), NUMBER] | None = None
     """Rows per epoch of a generated source."""
     options: dict[str, Any] = {}
     """Arguments of the task of a generated source."""

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from hpcrl.spec.fields import NUMBER, Positive, PositiveFloat, Section, Seed
 
-LEAST_VOCABULARY = 259
+MIN_VOCABULARY = 259
 """Tokens of the tokenizer created for model.tiny: every byte and three special tokens."""
 
 
@@ -17,7 +17,7 @@ class TinyModel(Section):
 
     architecture: Literal["qwen2", "qwen3", "qwen3_moe", "llama", "gemma2"] = "qwen2"
     """Model family."""
-    vocab_size: Annotated[int, Field(ge=LEAST_VOCABULARY, le=1 << 20), NUMBER] = 320
+    vocab_size: Annotated[int, Field(ge=MIN_VOCABULARY, le=1 << 20), NUMBER] = 320
     """Rows of the embedding; the tokenizer is trained to at most this many tokens."""
     corpus: list[str] = []
     """Texts of the task, whose words become tokens before others do, as far as vocab_size goes."""

@@ -73,8 +73,8 @@ def _ratio_to_generator(config: Config) -> Iterator[Problem]:
 
 
 def starts_clipped(config: Config, rollout: RolloutConfig) -> str:
-    """Why top-p of this section takes ratios to the generator's log-probs out of the clip range even at staleness 0; empty
-    if it does not."""
+    """Why top-p of this section takes ratios to the generator's log-probs out of the clip range even at staleness 0;
+    empty if it does not."""
     algorithm, top_p = config.algorithm, rollout.top_p
     lowest = 1 - algorithm.pg_clip_low
     clips = algorithm.compares_with_generator and "pg_clip_low" in SURROGATE_KEYS[algorithm.surrogate]

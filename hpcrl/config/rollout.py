@@ -8,8 +8,8 @@ from pydantic import Field
 
 from hpcrl.spec.fields import NUMBER, Float, Natural, NonNegative, Positive, Section, Share
 
-MOST_MEMBERS = (1 << 14) - 1
-MOST_HELD_OUT = 1 << 20
+MAX_MEMBERS = (1 << 14) - 1
+MAX_VALIDATION_PROMPTS = 1 << 20
 """Limits of a sample id (hpcrl.rollout.types)."""
 
 
@@ -31,7 +31,7 @@ class RolloutConfig(Section):
 
     num_prompts: Positive = 64
     """Prompts (groups) per step."""
-    group_size: Annotated[int, Field(ge=1, le=MOST_MEMBERS), NUMBER] = 8
+    group_size: Annotated[int, Field(ge=1, le=MAX_MEMBERS), NUMBER] = 8
     """Responses per prompt."""
     max_new_tokens: Positive = 256
     """Maximum response length, tokens."""
@@ -46,8 +46,8 @@ class RolloutConfig(Section):
     stop: list[str] = []
     """Strings that end a response."""
     max_staleness: NonNegative = 0
-    """Maximum staleness of a token, steps by which its weights are behind those being trained; 0: synchronous; 0.5: 1 for half of
-    a batch."""
+    """Maximum staleness of a token, steps by which its weights are behind those being trained; 0: synchronous; 0.5: 1
+    for half of a batch."""
     on_stale: Literal["wait", "cancel"] = "wait"
     """Groups that would become too old for max_staleness: the batch waits for them, or they are cancelled and
     restarted, which is faster and favours short responses."""
@@ -102,7 +102,7 @@ class RolloutConfig(Section):
 class EvalConfig(Section):
     """Held-out evaluation on data.val."""
 
-    num_prompts: Annotated[int, Field(ge=1, le=MOST_HELD_OUT), NUMBER] = 256
+    num_prompts: Annotated[int, Field(ge=1, le=MAX_VALIDATION_PROMPTS), NUMBER] = 256
     """Held-out prompts per evaluation."""
     temperature: NonNegative = 0.0
     """Sampling temperature; 0: greedy."""

@@ -121,7 +121,7 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
             yield ("tracking", name), ("trackers",), f"the trackers are {', '.join(config.trackers) or 'none'}"
     if not config.trackers:
         yield ("tracking",), ("trackers",), "there is no tracker"
-    fewer = [name for name, role in ROLES.items() if role.least_ranks is not None and not role.forms_replicas]
+    fewer = [name for name, role in ROLES.items() if role.min_ranks is not None and not role.forms_replicas]
     for role in (name for name in ROLES if name not in fewer):
         yield ("layout", role, "min_ranks"), (), f"only {' and '.join(fewer)} continue with fewer ranks"
     for role in (name for name in ROLES if name != "reward"):

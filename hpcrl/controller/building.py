@@ -65,8 +65,8 @@ def build(
     routes_of(config, model_path)  # declares the field, for the hand-over
     trainer = (Trainer if config.learns else IdleTrainer)(controller, layout, config)
     weights = (Weights if config.learns else FixedWeights)(controller, layout)
-    fabric = RolloutTransfer(controller, layout)
-    _build_ranks(controller, layout, weights, fabric)
+    transfer_group = RolloutTransfer(controller, layout)
+    _build_ranks(controller, layout, weights, transfer_group)
     loop = _make_loop(controller, layout, config, run_dir)
     if loop is not None and config.rollout.max_staleness > 0:
         background.listen(loop.background)
@@ -78,7 +78,7 @@ def build(
         data = StoredRollouts(controller, layout, config)
     else:
         assert loop is not None, "the layout of a run that generates has generators"
-        data = _make_rollouts(loop, fabric, layout, config, tokenizer, run_dir, fence)
+        data = _make_rollouts(loop, transfer_group, layout, config, tokenizer, run_dir, fence)
     evaluation = Evaluation(loop, controller, layout, config, tokenizer, run_dir) if loop is not None else None
     reference = Reference(controller, layout, config, run_dir)
     checkpoint = Checkpoints(controller, layout, config, run_dir, attempt, data, [trainer, reference])
@@ -88,7 +88,7 @@ def build(
     return Parts(roles, trainer, reference, critic, weights, data, evaluation, checkpoint, first_step)
 
 
-def _build_ranks(controller: Controller, layout: RoleLayout, weights: Weights, fabric: RolloutTransfer) -> None:
+def _build_ranks(controller: Controller, layout: RoleLayout, weights: Weights, transfer_group: RolloutTransfer) -> None:
     """Engines and groups, role by role, on all ranks of a role at once, since making a default group is collective."""
     controller.await_world()
     services: dict[str, list[str]] = {}
@@ -99,7 +99,7 @@ def _build_ranks(controller: Controller, layout: RoleLayout, weights: Weights, f
             if addresses := [built[rank].address for rank in ranks if built[rank].address]:
                 services[role] = addresses
     if layout.ranks["generator"] or layout.ranks["reference"] or layout.ranks["critic"]:
-        fabric.build()
+        transfer_group.build()
     weights.build_groups()
     controller.built = True
 
@@ -123,7 +123,7 @@ def _make_loop(controller: Controller, layout: RoleLayout, config: Config, run_d
 
 def _make_rollouts(
     loop: RolloutLoop,
-    fabric: RolloutTransfer,
+    transfer_group: RolloutTransfer,
     layout: RoleLayout,
     config: Config,
     tokenizer: Any,
@@ -131,7 +131,7 @@ def _make_rollouts(
     fence: Callable[[], None],
 ) -> Rollouts:
     source = PromptSource(config.data, "train", tokenizer, config.seed, config.rollout.num_prompts)
-    return Rollouts(loop, fabric, replica_capacity(config, layout), config, source, run_dir, fence)
+    return Rollouts(loop, transfer_group, replica_capacity(config, layout), config, source, run_dir, fence)
 
 
 def _load_tokenizer(model_path: Path, config: Config) -> Any:

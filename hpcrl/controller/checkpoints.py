@@ -24,7 +24,7 @@ from hpcrl.controller.long_commands import LongWork, Stalled
 from hpcrl.messaging.dispatcher import Controller, RankFailed, Started
 from hpcrl.messaging.messages import CheckFiles, FinishCheck, FinishSave, LoadPending, LoadState, SavePending, SaveState
 from hpcrl.metrics.stats import Stats, merge, scalar
-from hpcrl.rollout.held import drop_others
+from hpcrl.rollout.pending import drop_others
 from hpcrl.run_folder import check_owner, division_keys
 from hpcrl.spec.tables import ROLES
 from hpcrl.system.files import write_durably

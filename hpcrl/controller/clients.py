@@ -73,7 +73,7 @@ class Trainer:
 
     def advantages(self, batch: BatchHandle) -> Stats:
         """Fill advantages and returns, and the samples' weights if the advantage estimator sets them."""
-        fill = messages.Advantages(batch.id, self._algorithm.numbers, batch.domains)
+        fill = messages.Advantages(batch.id, self._algorithm.coefficients, batch.domains)
         answers = self._controller.call(dict.fromkeys(self.ranks, fill))
         batch.weights = {sample: weight for answer in answers.values() for sample, weight in answer.weights}
         self._advantage_stats = answers_stats(answers.values())
@@ -83,10 +83,10 @@ class Trainer:
         """All optimizer steps of a batch: the objective's epochs x the batch's mini-batches, without those of which
         masks leave nothing to learn from, and none while only the critic learns (critic.warmup_steps). Then the
         algorithm adapts its numbers."""
-        start, numbers = time.perf_counter(), self._algorithm.numbers
-        stats = {name: scalar(value) for name, value in numbers.items() if not name.startswith("_")}
+        start, coefficients = time.perf_counter(), self._algorithm.coefficients
+        stats = {name: scalar(value) for name, value in coefficients.items() if not name.startswith("_")}
         if batch.step > self._config.policy_waits:
-            make, epochs = partial(messages.TrainStep, numbers=numbers), self._algorithm.objective.num_epochs
+            make, epochs = partial(messages.TrainStep, coefficients=coefficients), self._algorithm.objective.num_epochs
             own, num_empty = updates(self._controller, self._config, "trainer", self._division, batch, epochs, make)
             empty = {"actor/empty_updates": scalar(num_empty)} if num_empty else {}
             stats |= merge([own, empty, timed("time/step_train", start)])
@@ -95,7 +95,7 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """What the algorithm adapts from step to step; JSON-able."""
-        return {"algorithm": dict(self._algorithm.numbers)}
+        return {"algorithm": dict(self._algorithm.coefficients)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state; a checkpoint of an earlier version has none."""
@@ -181,12 +181,12 @@ class RolloutTransfer:
         self._epoch += 1
 
     def transfer_rollouts(
-        self, config: Config, step: int, harvest: CollectedRollouts, truncated: bool, decoupled: Mapping[int, float]
+        self, config: Config, step: int, collected: CollectedRollouts, truncated: bool, decoupled: Mapping[int, float]
     ) -> BatchHandle | None:
         """Move the harvested samples, with their behaviour log-probs if `truncated`, from their replicas to the ranks
         that train on them. decoupled: the decoupled reward of each, if the algorithm reads them. None, with nothing
         changed, if a replica that held some of them was lost."""
-        groups, sizes = harvest.groups, harvest.sizes
+        groups, sizes = collected.groups, collected.sizes
         homes = {sample.id: sample.replica for group in groups for sample in group.samples}
         if not self._controller.lost.isdisjoint(homes.values()):
             return None
@@ -214,7 +214,7 @@ class RolloutTransfer:
                 _drop(self._controller, self._layout, handle)
                 self.build()
                 return None
-        _pass_on(self._controller, self._divisions, handle.id)
+        _broadcast(self._controller, self._divisions, handle.id)
         return handle
 
 
@@ -230,7 +230,7 @@ def _drop(controller: Controller, layout: RoleLayout, batch: BatchHandle) -> Non
         controller.send(rank, messages.DropBatch(batch.id))
 
 
-def _pass_on(controller: Controller, divisions: Mapping[str, Division], batch: int, field: str = "") -> None:
+def _broadcast(controller: Controller, divisions: Mapping[str, Division], batch: int, field: str = "") -> None:
     """Make the heads of data-parallel ranks pass their rows on to the other ranks."""
     for role, division in divisions.items():
         if division.is_split:
@@ -271,7 +271,7 @@ def send_tokens(
     between, heads = moves(homes, batch.rows_of(taker), batch.sizes), {*given.heads, *taken.heads}
     for part in token_transfers(batch.id, RolloutTransfer.NAME, field, between, heads, taker):
         controller.call(part)
-    _pass_on(controller, {taker: taken}, batch.id, field)
+    _broadcast(controller, {taker: taken}, batch.id, field)
 
 
 def fill_logprobs(

@@ -26,7 +26,7 @@ from hpcrl.rollout.loop import CollectedRollouts, RolloutLoop
 from hpcrl.rollout.scheduling.events import DoneSample
 from hpcrl.rollout.scheduling.policies import SchedulerConfig
 from hpcrl.rollout.scheduling.scheduler import RolloutScheduler
-from hpcrl.rollout.types import Prompt, held_out_uid
+from hpcrl.rollout.types import Prompt, validation_uid
 from hpcrl.system.files import step_name
 
 SHOWN_CHARS = 100
@@ -48,7 +48,7 @@ class Evaluation:
         self._loop, self._controller, self._config, self._tokenizer = loop, controller, config, tokenizer
         self._slots, self._env_ranks = replica_capacity(config, layout), layout.ranks["env"]
         self._run_dir, self._episodes = run_dir, run_dir / "episodes"
-        self._prompts = _held_out(config, tokenizer) if config.data.val else []
+        self._prompts = _validation_prompts(config, tokenizer) if config.data.val else []
         self._domains = [prompt.domain for prompt in self._prompts]
 
     def scores(self, step: int) -> Stats:
@@ -58,11 +58,11 @@ class Evaluation:
         if not self._prompts:
             return {}
         start, config = time.perf_counter(), self._config
-        harvest = self._generate(config.eval.temperature, 2 * step)
-        stats = _score_stats("val", harvest, self._domains)
-        self._keep_episodes(step, harvest)
-        decorate("examples", lambda: keep_examples(self._run_dir, step, self._examples(harvest)), None)
-        self._loop.forget(harvest.groups)
+        collected = self._generate(config.eval.temperature, 2 * step)
+        stats = _score_stats("val", collected, self._domains)
+        self._keep_episodes(step, collected)
+        decorate("examples", lambda: keep_examples(self._run_dir, step, self._examples(collected)), None)
+        self._loop.forget(collected.groups)
         if config.rollout.temperature != config.eval.temperature:
             sampled = self._generate(config.rollout.temperature, 2 * step + 1)
             stats |= _score_stats("val/sampled", sampled, self._domains)
@@ -89,17 +89,17 @@ class Evaluation:
         living = {rank: slots for rank, slots in self._slots.items() if rank not in self._controller.lost}
         scheduler = RolloutScheduler(settings, living)
         scheduler.begin_step(0, len(self._prompts))
-        waiting = (replace(prompt, uid=held_out_uid(number, i)) for i, prompt in enumerate(self._prompts))
-        return self._loop.drive(
+        waiting = (replace(prompt, uid=validation_uid(number, i)) for i, prompt in enumerate(self._prompts))
+        return self._loop.collect(
             scheduler,
             {},
             lambda count: [prompt for prompt, _ in zip(waiting, range(count), strict=False)],
             evaluation_sampling(self._config, temperature),
         )
 
-    def _examples(self, harvest: CollectedRollouts) -> list[dict[str, Any]]:
+    def _examples(self, collected: CollectedRollouts) -> list[dict[str, Any]]:
         """The first completions of prompts without environments."""
-        both = zip(self._prompts, harvest.groups, strict=True)  # in order of uid
+        both = zip(self._prompts, collected.groups, strict=True)  # in order of uid
         chosen = (pair for pair in both if self._config.env_of(pair[0].domain) is None)
         examples = []
         for prompt, group in islice(chosen, self._config.eval.num_examples):
@@ -117,10 +117,10 @@ class Evaluation:
             )
         return examples
 
-    def _keep_episodes(self, step: int, harvest: CollectedRollouts) -> None:
+    def _keep_episodes(self, step: int, collected: CollectedRollouts) -> None:
         """Write the first, the best and the worst of the held-out episodes of each domain."""
         played: dict[str, list[DoneSample]] = {}
-        for prompt, group in zip(self._prompts, harvest.groups, strict=True):
+        for prompt, group in zip(self._prompts, collected.groups, strict=True):
             if self._config.env_of(prompt.domain) is not None:
                 played.setdefault(prompt.domain, []).append(group.samples[0])
         chosen: dict[Path, DoneSample] = {}
@@ -151,7 +151,7 @@ def _worth(sample: DoneSample) -> tuple[float, float]:
     return sample.score, sample.reward
 
 
-def _held_out(config: Config, tokenizer: Any) -> list[Prompt]:
+def _validation_prompts(config: Config, tokenizer: Any) -> list[Prompt]:
     """The prompts of an evaluation. ValueError if all prompts of data.val are over-long."""
     source = PromptSource(config.data, "val", tokenizer, config.seed, 1)
     found = source.head(config.eval.num_prompts)
@@ -163,16 +163,16 @@ def _held_out(config: Config, tokenizer: Any) -> list[Prompt]:
     return found
 
 
-def _score_stats(prefix: str, harvest: CollectedRollouts, domains: Sequence[str]) -> Stats:
+def _score_stats(prefix: str, collected: CollectedRollouts, domains: Sequence[str]) -> Stats:
     """Scores and lengths of an evaluation. domains: of its prompts, in order; of several, each has its own too."""
-    samples = [group.samples[0] for group in harvest.groups]  # in order of uid
+    samples = [group.samples[0] for group in collected.groups]  # in order of uid
     shown = []
     for sample, domain in zip(samples, domains, strict=True):
-        told = {"score": scalar(sample.score), "response_length": scalar(harvest.sizes[sample.id].model)}
+        told = {"score": scalar(sample.score), "response_length": scalar(collected.sizes[sample.id].model)}
         shown.append({f"{prefix}/{name}/*": value for name, value in told.items()})
         if len(set(domains)) > 1:
             shown.append({f"{prefix}/{domain}/{name}": value for name, value in told.items()})
-    played = {f"{prefix}/{name}": stat for name, stat in harvest.stats.items() if name.startswith("env/")}
+    played = {f"{prefix}/{name}": stat for name, stat in collected.stats.items() if name.startswith("env/")}
     return merge(shown) | played | {f"{prefix}/score_errors": scalar(sum(bool(sample.error) for sample in samples))}
 
 

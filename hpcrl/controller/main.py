@@ -151,6 +151,6 @@ def _survivable(config: Config, layout: RoleLayout, rank: int, lost: Collection[
     if any(role.forms_replicas for role in roles.values()) and (rank,) not in layout.free_replicas:
         return False
     return all(
-        role.least_ranks is not None and len(set(layout.peers_of(name, rank)) - set(lost)) >= role.least_ranks(config)
+        role.min_ranks is not None and len(set(layout.peers_of(name, rank)) - set(lost)) >= role.min_ranks(config)
         for name, role in roles.items()
     )

@@ -1,4 +1,4 @@
-"""Training rollouts: from prompts to a batch on the trainer ranks, with the disposition of every prompt."""
+"""Training rollouts: from prompts to a batch on the trainer ranks, with the outcome of every prompt."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hpcrl.metrics.stats import Stat, Stats, merge, scalar
 from hpcrl.rollout.loop import CollectedRollouts, RolloutLoop
 from hpcrl.rollout.scheduling.policies import SchedulerConfig
 from hpcrl.rollout.scheduling.scheduler import RolloutExhausted, RolloutScheduler
-from hpcrl.rollout.store import DispositionRecord, write_dispositions
+from hpcrl.rollout.store import OutcomeRecord, write_outcomes
 from hpcrl.rollout.types import Prompt, Sizes
 from hpcrl.system.files import step_name
 
@@ -28,7 +28,7 @@ class Rollouts:
     def __init__(
         self,
         loop: RolloutLoop,
-        fabric: RolloutTransfer,
+        transfer_group: RolloutTransfer,
         replicas: Mapping[int, int],
         config: Config,
         source: PromptSource,
@@ -36,12 +36,12 @@ class Rollouts:
         fence: Callable[[], None],
     ):
         """replicas: replica_capacity(). fence: raises if another attempt has taken over the run."""
-        self._loop, self._fabric, self._config = loop, fabric, config
+        self._loop, self._fabric, self._config = loop, transfer_group, config
         self.source, self._folder = source, run_dir / "rollouts"
         self._fence = fence
         self._prompts: dict[int, Prompt] = {}
         self.scheduler = RolloutScheduler(SchedulerConfig.of(config), replicas, lambda uid: self._prompts[uid].domain)
-        self._records: list[DispositionRecord] = []
+        self._records: list[OutcomeRecord] = []
         self.stats: Stats = {}
 
     def next(self, step: int) -> BatchHandle:
@@ -53,40 +53,42 @@ class Rollouts:
         while handle is None:
             start = time.perf_counter()
             try:
-                harvest = self._loop.drive(self.scheduler, self._prompts, self._draw, sampling)
+                collected = self._loop.collect(self.scheduler, self._prompts, self._draw, sampling)
             except RolloutExhausted as error:
                 self._replace_lost()
                 raise RolloutExhausted(f"{error}{_missing(self.source.owed)}") from None
-            parts += [harvest.stats, timed("time/step_generate", start)]
+            parts += [collected.stats, timed("time/step_generate", start)]
             start = time.perf_counter()
-            handle = self._fabric.transfer_rollouts(config, step, harvest, sampling.truncates, self._decoupled(harvest))
+            handle = self._fabric.transfer_rollouts(
+                config, step, collected, sampling.truncates, self._decoupled(collected)
+            )
             parts.append(timed("time/step_rollout_transfer", start))
             if handle is None:
                 self.scheduler.give_back()
-                self._loop.restore_sizes(harvest.groups, harvest.sizes)
+                self._loop.restore_sizes(collected.groups, collected.sizes)
         for uid in sorted(set(handle.prompts.values())):
             handle.domains.setdefault(self._prompts[uid].domain, []).append(uid)
-        self._loop.forget(harvest.groups)
+        self._loop.forget(collected.groups)
         self._loop.background([])  # after the hand-over, which earlier bursts would delay
         self._record()
-        total = sum(size.total for size in harvest.sizes.values())
+        total = sum(size.total for size in collected.sizes.values())
         scheduled = {name: Stat(*value) for name, value in self.scheduler.metrics().items()}
-        ended = {f"prompts/{name}": scalar(n) for name, n in self.source.dispositions.counts().items()}
-        counted = {"_tokens": scalar(total), "_samples": scalar(len(harvest.sizes))}
+        ended = {f"prompts/{name}": scalar(n) for name, n in self.source.ledger.counts().items()}
+        counted = {"_tokens": scalar(total), "_samples": scalar(len(collected.sizes))}
         self.stats = merge([*parts, scheduled, counted, ended])
         return handle
 
-    def _decoupled(self, harvest: CollectedRollouts) -> dict[int, float]:
+    def _decoupled(self, collected: CollectedRollouts) -> dict[int, float]:
         """Sample -> its decoupled reward, if the algorithm reads them."""
         found: dict[int, float] = {}
         if (decoupling := self.scheduler.config.decoupling) is not None:
-            for group in harvest.groups:
+            for group in collected.groups:
                 values = decoupling.rewards(self._prompts[group.uid].domain, group.samples)
                 found |= zip((sample.id for sample in group.samples), values, strict=True)
         return found
 
     def store(self, batch: BatchHandle, trainer: Trainer) -> None:
-        """Write the step's rollouts and the dispositions of its prompts, unless the fence raises."""
+        """Write the step's rollouts and the outcomes of its prompts, unless the fence raises."""
         if not self._config.rollout.save_rollouts:
             self._records.clear()
             return
@@ -94,7 +96,7 @@ class Rollouts:
         folder = self._folder / step_name(batch.step)
         folder.mkdir(parents=True, exist_ok=True)
         finish = trainer.write_rollouts(batch, folder, {"step": batch.step, "weight_version": batch.step - 1})
-        write_dispositions(folder, self._records)
+        write_outcomes(folder, self._records)
         finish()
         self._records.clear()
 
@@ -120,7 +122,7 @@ class Rollouts:
         self.scheduler.load_state_dict(state["scheduler"])
         sizes = {sample: Sizes(*size) for sample, *size in state["scheduler"].get("sizes", [])}
         self._loop.restore_sizes(self.scheduler.finished(), sizes)
-        self._prompts = {uid: self.source.prompt(uid) for uid in self.source.dispositions.open_uids}
+        self._prompts = {uid: self.source.prompt(uid) for uid in self.source.ledger.open_uids}
 
     def _draw(self, count: int) -> list[Prompt]:
         self._replace_lost()
@@ -132,15 +134,15 @@ class Rollouts:
             self.source.replace(self._prompts[uid].domain)
 
     def _record(self) -> None:
-        """Record the disposition of every prompt that ended in this step."""
+        """Record the outcome of every prompt that ended in this step."""
         self._replace_lost()
-        for end in self.scheduler.settled():
-            domain = self.source.dispositions.settle(end.uid, end.disposition, end.reason).domain
+        for end in self.scheduler.ended_prompts():
+            domain = self.source.ledger.close_prompt(end.uid, end.outcome, end.reason).domain
             del self._prompts[end.uid]
-            ended = end.uid, end.attempt, end.disposition, end.reason
-            self._records.append(DispositionRecord(*ended, domain, end.rewards, end.metrics))
+            ended = end.uid, end.attempt, end.outcome, end.reason
+            self._records.append(OutcomeRecord(*ended, domain, end.rewards, end.metrics))
         for long in self.source.take_dropped():
-            self._records.append(DispositionRecord(long.uid, 0, long.disposition, long.reason, long.domain))
+            self._records.append(OutcomeRecord(long.uid, 0, long.outcome, long.reason, long.domain))
 
 
 def _missing(owed: Mapping[str, int]) -> str:

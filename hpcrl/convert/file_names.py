@@ -52,8 +52,8 @@ class FileNames:
                 for expert in range(count):
                     for number, in_file in enumerate(names):
                         full = name.removesuffix(in_memory) + in_file.replace("*", str(expert))
-                        box = ((expert, expert + 1),)
-                        yield InFile(self._rename(full), (size, columns), box, number * size)
+                        tensor_slice = ((expert, expert + 1),)
+                        yield InFile(self._rename(full), (size, columns), tensor_slice, number * size)
                 return
         yield InFile(self._rename(name), shape, (), 0)
 

@@ -85,7 +85,7 @@ MAX_PICKLE_BYTES = 1 << 20
 class Chunk:
     """A part of a tensor: where it is in the tensor, and the bytes of its file that torch.save wrote for it."""
 
-    box: TensorSlice
+    tensor_slice: TensorSlice
     file: str
     offset: int
     length: int
@@ -111,19 +111,19 @@ class ShardedCheckpoint:
         self._starts: dict[tuple[str, int], int | None] = {}
         self._lock = threading.Lock()
 
-    def read(self, name: str, box: TensorSlice) -> Tensor:
+    def read(self, name: str, tensor_slice: TensorSlice) -> Tensor:
         """The numbers in a box of a tensor. ValueError if no shard has some of them, or a shard is damaged."""
         shape, dtype, _ = self.tensors[name]
-        result = torch.empty([last - first for first, last in box], dtype=dtype)
+        result = torch.empty([last - first for first, last in tensor_slice], dtype=dtype)
         found = 0
-        for chunk in self._near(name, box):
-            shared = intersection(box, chunk.box)
+        for chunk in self._near(name, tensor_slice):
+            shared = intersection(tensor_slice, chunk.tensor_slice)
             if shared is not None:
-                place = result[tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(shared, box, strict=True))]
+                place = result[tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(shared, tensor_slice, strict=True))]
                 self._fill(place, name, chunk, shared)
                 found += place.numel()
         if found < result.numel():
-            raise ValueError(f"{self.folder}: no shard has part {_text(box)} of {name} {list(shape)}")
+            raise ValueError(f"{self.folder}: no shard has part {_text(tensor_slice)} of {name} {list(shape)}")
         return result
 
     def check_sums(self, names: Collection[str], go_on: Callable[[], None]) -> None:
@@ -143,29 +143,31 @@ class ShardedCheckpoint:
                 if wrong is not None:
                     last = chunk.offset + chunk.length
                     where = f"{self.folder / chunk.file} is damaged between byte {chunk.offset} and {last}"
-                    raise ValueError(f"{where} ({name} {_text(chunk.box)}): its checksum is wrong ({wrong})")
+                    raise ValueError(f"{where} ({name} {_text(chunk.tensor_slice)}): its checksum is wrong ({wrong})")
 
-    def _near(self, name: str, box: TensorSlice) -> list[Chunk]:
+    def _near(self, name: str, tensor_slice: TensorSlice) -> list[Chunk]:
         """The chunks of a tensor that may have something of a box, found by its first entry of the leading dimensions:
         the experts of a large model are ten thousand chunks of one tensor."""
         with self._lock:
             if name not in self._by_index:
                 shape, _, chunks = self.tensors[name]
-                if sum(math.prod(last - first for first, last in chunk.box) for chunk in chunks) != math.prod(shape):
+                if sum(math.prod(last - first for first, last in chunk.tensor_slice) for chunk in chunks) != math.prod(
+                    shape
+                ):
                     raise ValueError(f"{self.folder}: the shards of {name} {list(shape)} overlap or lack a part")
                 index: dict[tuple[int, ...] | None, list[Chunk]] = {}
                 for chunk in self.tensors[name].chunks:
-                    index.setdefault(_single(chunk.box), []).append(chunk)
+                    index.setdefault(_single(chunk.tensor_slice), []).append(chunk)
                 self._by_index[name] = index
         index = self._by_index[name]
-        at = _single(box)
+        at = _single(tensor_slice)
         if at is None:
             return self.tensors[name].chunks
         return [*index.get(at, ()), *index.get(None, ())]
 
     def _fill(self, place: Tensor, name: str, chunk: Chunk, shared: TensorSlice) -> None:
-        inside = tuple((a - c, b - c) for (a, b), (c, _) in zip(shared, chunk.box, strict=True))
-        sizes = [b - a for a, b in chunk.box]
+        inside = tuple((a - c, b - c) for (a, b), (c, _) in zip(shared, chunk.tensor_slice, strict=True))
+        sizes = [b - a for a, b in chunk.tensor_slice]
         start = self._start(name, chunk)
         if start is None:
             try:
@@ -202,7 +204,7 @@ class ShardedCheckpoint:
         """Where a chunk's numbers begin in its file; None if they are not in the order of its rows."""
         place = (chunk.file, chunk.offset)
         if place not in self._starts:
-            stored, sizes = self.tensors[name], tuple(b - a for a, b in chunk.box)
+            stored, sizes = self.tensors[name], tuple(b - a for a, b in chunk.tensor_slice)
             try:
                 head = _head(self._view(chunk))
                 if head.shape != sizes or head.dtype != stored.dtype:
@@ -210,7 +212,7 @@ class ShardedCheckpoint:
             except Exception as error:  # a damaged archive may raise anything
                 text = " ".join(str(error).split())[:200]
                 where = f"{self.folder / chunk.file} is damaged at byte {chunk.offset}"
-                raise ValueError(f"{where} ({name} {_text(chunk.box)}): {text}") from error
+                raise ValueError(f"{where} ({name} {_text(chunk.tensor_slice)}): {text}") from error
             self._starts[place] = chunk.offset + head.start if head.contiguous else None
         return self._starts[place]
 
@@ -322,16 +324,16 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return cast(memoryview, tensor.view(-1).view(torch.uint8).numpy().data)
 
 
-def _single(box: TensorSlice) -> tuple[int, ...] | None:
+def _single(tensor_slice: TensorSlice) -> tuple[int, ...] | None:
     """The entry of the leading dimensions that a box of a matrix in a stack lies in; None if in several or no stack."""
-    leading = box[:-2] or box[:-1]
+    leading = tensor_slice[:-2] or tensor_slice[:-1]
     if not leading or any(last - first != 1 for first, last in leading):
         return None
     return tuple(first for first, _ in leading)
 
 
-def _text(box: TensorSlice) -> str:
-    return "[" + ", ".join(f"{first}:{last}" for first, last in box) + "]"
+def _text(tensor_slice: TensorSlice) -> str:
+    return "[" + ", ".join(f"{first}:{last}" for first, last in tensor_slice) + "]"
 
 
 def _tensors(folder: Path) -> dict[str, Stored]:
@@ -358,8 +360,10 @@ def _stored(name: str, entry: Any, storage: Any) -> Stored:
         place = storage[MetadataIndex(name, offsets)]
         if getattr(place, "transform_descriptors", None):
             raise ValueError(f"{name} is stored through {place.transform_descriptors}, which is not supported")
-        box = tuple((int(first), int(first) + int(size)) for first, size in zip(offsets, chunk.sizes, strict=True))
-        chunks.append(Chunk(box, str(place.relative_path), int(place.offset), int(place.length)))
+        tensor_slice = tuple(
+            (int(first), int(first) + int(size)) for first, size in zip(offsets, chunk.sizes, strict=True)
+        )
+        chunks.append(Chunk(tensor_slice, str(place.relative_path), int(place.offset), int(place.length)))
     return Stored(tuple(map(int, entry.size)), entry.properties.dtype, chunks)
 
 

@@ -122,8 +122,8 @@ class MegatronWeights:
             low, high = max(first, number * rows), min(last, (number + 1) * rows)
             if low < high:
                 inside = (low - number * rows, high - number * rows)
-                box = (*where.leading, inside, *((0, size) for size in entry.shape[1:]))
-                parts.append(self._checkpoint.read(name, box).view(high - low, *entry.shape[1:]))
+                tensor_slice = (*where.leading, inside, *((0, size) for size in entry.shape[1:]))
+                parts.append(self._checkpoint.read(name, tensor_slice).view(high - low, *entry.shape[1:]))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _find(self, local: NameTable, fused: NameTable) -> dict[str, _Where]:
@@ -254,8 +254,8 @@ class TrainerWeights:
         """Rows of an HF tensor."""
         stored, leading, start = self._where[name]
         shape = self.shapes[name]
-        box = (*leading, (start + first, start + last), *((0, size) for size in shape[1:]))
-        return self._checkpoint.read(stored, box).view(last - first, *shape[1:])
+        tensor_slice = (*leading, (start + first, start + last), *((0, size) for size in shape[1:]))
+        return self._checkpoint.read(stored, tensor_slice).view(last - first, *shape[1:])
 
     def check_sums(self, go_on: Callable[[], None]) -> None:
         """See TensorSource."""

@@ -16,8 +16,8 @@ from hpcrl.data.files import BadRow
 from hpcrl.data.rows import Row, RowSet, domain_shares, require_same
 from hpcrl.data.tasks import Split
 from hpcrl.data.template_forms import TemplateRefusal
-from hpcrl.rollout.outcomes import ClosedPrompt, PromptLedger
-from hpcrl.rollout.types import Disposition, Prompt
+from hpcrl.rollout.prompt_ledger import ClosedPrompt, PromptLedger
+from hpcrl.rollout.types import Prompt, PromptOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class _Stream:
 
 
 class PromptSource:
-    """An endless stream of the prompts of a split. `dispositions` holds drawn prompts that are not settled yet.
+    """An endless stream of the prompts of a split. `ledger` holds drawn prompts that are not closed yet.
 
     With data.domain_interleave_probs, every `batch_size` prompts contain int(p x batch_size) of each domain, spread
     evenly; the last domain gets the remainder. A prompt that cannot be trained is replaced from its own domain: one
@@ -66,7 +66,7 @@ class PromptSource:
         self._num_given = 0  # without those in place of others
         self._owed: list[int] = []  # streams of the prompts to draw in place of others
         self._dropped: list[ClosedPrompt] = []
-        self.dispositions = PromptLedger()
+        self.ledger = PromptLedger()
 
     def _make_streams(self, batch_size: int) -> list[_Stream]:
         names, probs = self._rows.domain_names, self._config.domain_interleave_probs
@@ -108,7 +108,7 @@ class PromptSource:
         return len(self._rows)
 
     def next(self) -> Prompt:
-        """Draw the next prompt. Over-long prompts on the way are settled as too_long (data.overlong_prompts=drop),
+        """Draw the next prompt. Over-long prompts on the way are closed as too_long (data.overlong_prompts=drop),
         rows that the chat template refuses and unusable rows of generated sources as failed.
 
         ValueError if a whole epoch has no usable prompt, or if a prompt is over the limit
@@ -123,10 +123,10 @@ class PromptSource:
                 parsed = self._rows.row(row)
                 text, token_ids = self._tokens(parsed, row)
             except BadRow as error:
-                uid, unusable = self.dispositions.open(epoch, row, self._rows.domain_of(row)), str(error)
-                self._dropped.append(self.dispositions.settle(uid, Disposition.FAILED, unusable))
+                uid, unusable = self.ledger.open(epoch, row, self._rows.domain_of(row)), str(error)
+                self._dropped.append(self.ledger.close_prompt(uid, PromptOutcome.FAILED, unusable))
                 continue
-            uid = self.dispositions.open(epoch, row, parsed.domain)
+            uid = self.ledger.open(epoch, row, parsed.domain)
             if len(token_ids) <= self._config.max_prompt_tokens:
                 if owed:
                     self._owed.pop(0)
@@ -134,7 +134,7 @@ class PromptSource:
                     self._num_given += 1
                 return _prompt(uid, epoch, row, parsed, text, token_ids)
             reason = f"{len(token_ids)} tokens"
-            self._dropped.append(self.dispositions.settle(uid, Disposition.TOO_LONG, reason))
+            self._dropped.append(self.ledger.close_prompt(uid, PromptOutcome.TOO_LONG, reason))
         raise ValueError(unusable or self._all_too_long(stream))
 
     def replace(self, domain: str) -> None:
@@ -155,7 +155,7 @@ class PromptSource:
 
     def prompt(self, uid: int) -> Prompt:
         """An open prompt again, after a resume or for another attempt. KeyError if it is not open."""
-        epoch, row = self.dispositions.origin(uid)
+        epoch, row = self.ledger.origin(uid)
         parsed = self._rows.row(row)
         text, token_ids = self._tokens(parsed, row)
         return _prompt(uid, epoch, row, parsed, text, token_ids)
@@ -217,8 +217,8 @@ class PromptSource:
             "num_given": self._num_given,
             "owed": [self._streams[place].name for place in self._owed],
             "num_drawn": {stream.name: stream.num_drawn for stream in self._streams},
-            "dispositions": self.dispositions.state_dict(),
-            "dropped": [[*astuple(s)[:4], s.disposition.value, s.reason] for s in self._dropped],
+            "ledger": self.ledger.state_dict(),
+            "dropped": [[*astuple(s)[:4], s.outcome.value, s.reason] for s in self._dropped],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -229,9 +229,9 @@ class PromptSource:
         self._owed = [names.index(name) for name in state.get("owed", [])]
         for stream in self._streams:
             stream.num_drawn = state["num_drawn"][stream.name]
-        self.dispositions.load_state_dict(state["dispositions"])
+        self.ledger.load_state_dict(state["ledger"] if "ledger" in state else state["dispositions"])  # until 0.5
         self._dropped = [
-            ClosedPrompt(uid, epoch, row, domain, Disposition(kind), reason)
+            ClosedPrompt(uid, epoch, row, domain, PromptOutcome(kind), reason)
             for uid, epoch, row, domain, kind, reason in state["dropped"]
         ]
 

@@ -25,13 +25,13 @@ from transformers import (
 )
 
 from hpcrl.config import TinyModel
-from hpcrl.config.model import LEAST_VOCABULARY
+from hpcrl.config.model import MIN_VOCABULARY
 from hpcrl.data.templates import CHATML, END, PAD, START
 from hpcrl.engines.hf_folder import save_model
 from hpcrl.system.files import give_usual_modes
 
 SPECIAL_TOKENS = (PAD, START, END)
-assert 256 + len(SPECIAL_TOKENS) == LEAST_VOCABULARY  # every byte has a token, so any text can be encoded
+assert 256 + len(SPECIAL_TOKENS) == MIN_VOCABULARY  # every byte has a token, so any text can be encoded
 
 # Digits one by one, as Qwen2 splits them; a word takes the space before it.
 SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

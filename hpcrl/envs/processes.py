@@ -27,7 +27,7 @@ LENGTH = struct.Struct("<I")
 PID = struct.Struct("<i")
 """Of a new process, or minus the error number of the fork that failed."""
 START_TIMEOUT_S = 120.0
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 """Longest message from a process."""
 CLOSE_S = 5
 """Seconds for the close() of an environment, which is then killed."""
@@ -162,7 +162,7 @@ class EnvProcess:
         self._at_work = True  # stays if the process has ended, so that close() kills what it has left
         try:
             write(self._connection, msgspec.msgpack.encode(message))
-            returned = msgspec.msgpack.decode(read(self._connection, MOST_BYTES), type=EnvReturned)
+            returned = msgspec.msgpack.decode(read(self._connection, MAX_BYTES), type=EnvReturned)
         except (OSError, EOFError):
             raise EnvProcessError("the environment's process has ended") from None
         except ValueError as error:

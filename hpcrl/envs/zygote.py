@@ -28,7 +28,7 @@ import msgspec
 from hpcrl.config import EnvConfig
 from hpcrl.envs.environment import begin, checked_reset, checked_step, cut
 from hpcrl.envs.factory import env_class, make_env
-from hpcrl.envs.processes import CLOSE_S, MOST_BYTES, PID, EnvCall, EnvReturned, MakeEnv, ResetEnv, read, write
+from hpcrl.envs.processes import CLOSE_S, MAX_BYTES, PID, EnvCall, EnvReturned, MakeEnv, ResetEnv, read, write
 from hpcrl.rewards.serving.guarded import describe
 from hpcrl.system.scratch import own_folder, remove_tree
 from hpcrl.system.signals import adopt_orphans, die_with, let_signals_pass
@@ -148,8 +148,8 @@ def _serve(config: EnvConfig, connection: socket.socket) -> None:
                 observation, reward, terminated, truncated, info = checked_step(returned(env.step(call.action)))
                 value = [observation, float(reward), bool(terminated), bool(truncated), info]
             body = msgspec.msgpack.encode(EnvReturned(value), enc_hook=_plain)
-            if len(body) > MOST_BYTES and isinstance(value, list) and config.long_observation == "shorten":
-                value[0] = cut(value[0], MOST_BYTES // 16)
+            if len(body) > MAX_BYTES and isinstance(value, list) and config.long_observation == "shorten":
+                value[0] = cut(value[0], MAX_BYTES // 16)
                 body = msgspec.msgpack.encode(EnvReturned(value), enc_hook=_plain)
         except BaseException as error:  # user code may call sys.exit
             text = describe(error)

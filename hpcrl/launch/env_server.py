@@ -31,13 +31,13 @@ import msgspec
 
 from hpcrl.config import Config, load
 from hpcrl.config.reading import ConfigError
-from hpcrl.envs.adapters.remote import MOST_BYTES
+from hpcrl.envs.adapters.remote import MAX_BYTES
 from hpcrl.envs.environment import UNREAD_KEYS, Env, begin, checked_reset, checked_step
 from hpcrl.envs.factory import check_env, make_env
 from hpcrl.rewards.serving.guarded import RAISED, describe
 from hpcrl.system.exit_codes import ExitCode
 
-MOST_SESSIONS = 4096
+MAX_SESSIONS = 4096
 READ_S = 30.0
 """Time for the next bytes of a request."""
 DISCARD_S, DISCARDED_BYTES = 0.2, 1 << 16
@@ -112,7 +112,7 @@ class EnvServer(http.server.ThreadingHTTPServer):
         at: tuple[str, int],
         token: str = "",
         idle_s: float = 600.0,
-        max_sessions: int = MOST_SESSIONS,
+        max_sessions: int = MAX_SESSIONS,
     ):
         for section, env in config.envs.items():
             check_env(env, section)
@@ -146,8 +146,8 @@ class EnvServer(http.server.ThreadingHTTPServer):
             raise EnvRefused(401, "the token is wrong")
         if path not in _ANSWERS:
             raise EnvRefused(404, f"nothing is served at {path[:60]!r}")
-        if not length.isdecimal() or int(length) > MOST_BYTES:
-            raise EnvRefused(413, f"a request has a Content-Length of at most {MOST_BYTES} bytes")
+        if not length.isdecimal() or int(length) > MAX_BYTES:
+            raise EnvRefused(413, f"a request has a Content-Length of at most {MAX_BYTES} bytes")
         return int(length)
 
     def answer(self, path: str, body: bytes) -> dict[str, Any]:
@@ -256,7 +256,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.close_connection, end = True, time.monotonic() + READ_S
         self.connection.settimeout(DISCARD_S)
         with contextlib.suppress(OSError):
-            for _ in range(2 * MOST_BYTES // DISCARDED_BYTES):
+            for _ in range(2 * MAX_BYTES // DISCARDED_BYTES):
                 if time.monotonic() > end or not self.rfile.read1(DISCARDED_BYTES):
                     return
 
@@ -278,7 +278,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--port", type=int, default=0, help="port; 0: a free one")
     parser.add_argument("--token-env", default="", help="environment variable with the token that clients need")
     parser.add_argument("--idle-s", type=float, default=600.0, help="a session without requests for so long is closed")
-    parser.add_argument("--max-sessions", type=int, default=MOST_SESSIONS, help="sessions at a time")
+    parser.add_argument("--max-sessions", type=int, default=MAX_SESSIONS, help="sessions at a time")
     parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help="the configuration, of which env is read")
     given = parser.parse_args(argv)
     token = os.environ.get(given.token_env, "") if given.token_env else ""

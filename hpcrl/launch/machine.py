@@ -12,7 +12,7 @@ from hpcrl.node.devices import VISIBLE, bind_gpus, visible_gpus
 from hpcrl.node.gpus import GpuNeeds, unusable
 from hpcrl.spec.problems import dotted
 
-MOST_PER_CPU = 64
+MAX_PER_CPU = 64
 """Maximum threads and processes of a run per core: with more, a machine runs out of memory or process ids before
 training."""
 
@@ -72,7 +72,7 @@ def _excess(config: Config, layout: RoleLayout) -> str:
     for domain, env in config.envs.items():
         ranks = len(layout.ranks["env"])
         parts[f"{ranks} env ranks x {env.num_threads or 1} threads of {domain}"] = ranks * (env.num_threads or 1)
-    count, limit = sum(parts.values()), MOST_PER_CPU * cpus
+    count, limit = sum(parts.values()), MAX_PER_CPU * cpus
     if count <= limit:
         return ""
     return f"{' + '.join(parts)} = {count:,} on this machine of {cpus} core(s), whose limit is {limit}"

@@ -236,7 +236,7 @@ def _batch(config: Config, layout: RoleLayout) -> str:
         return f"the stored responses of a step; {updates} optimizer step(s) over {trainers}"
     extra = f" (+ {rollout.extra_prompts} redundant prompts)" if rollout.extra_prompts else ""
     extra += (
-        f" (+ {rollout.num_prompts} greedy responses, not trained on)" if config.algorithm_spec.greedy_sibling else ""
+        f" (+ {rollout.num_prompts} greedy responses, not trained on)" if config.algorithm_spec.greedy_baseline else ""
     )
     responses = f"{rollout.num_prompts} prompts x {rollout.group_size} = {samples} responses a step{extra}"
     if not config.learns:

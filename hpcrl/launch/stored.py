@@ -47,7 +47,7 @@ def _check_sampling(config: Config, run_dir: Path) -> list[Problem]:
     except ConfigError as error:
         return [Problem(("load_rollouts",), f"load_rollouts: {line}") for line in error.problems]
     problems, asked, drawn = [], config.rollout.temperature, stored.rollout
-    if config.algorithm_spec.greedy_sibling and not stored.algorithm_spec.greedy_sibling:
+    if config.algorithm_spec.greedy_baseline and not stored.algorithm_spec.greedy_baseline:
         text = f"the reward of a greedy response to every prompt, and the rollouts of {run_dir} were drawn without"
         problems.append(_lacking(text))
     if config.decoupling_eps is not None and stored.decoupling_eps is None:

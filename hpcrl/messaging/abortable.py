@@ -24,7 +24,7 @@ from hpcrl.system.clock import AwakeClock
 
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 LOOK_EVERY_S = 0.5  # between two looks at the lost ranks
-FIRST_PAUSE_S, MOST_PAUSE_S = 50e-6, 2e-3  # between two looks at the work
+FIRST_PAUSE_S, MAX_PAUSE_S = 50e-6, 2e-3  # between two looks at the work
 
 
 class GroupLost(RuntimeError):
@@ -108,7 +108,7 @@ class AbortableGroup:
             if now > allowed_s:
                 self._give_up(f"no answer for {allowed_s:.3g} s")
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, MOST_PAUSE_S)
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
         work.wait()  # raises what went wrong; on CUDA, later work on this rank's current stream comes after
 
     def _give_up(self, why: str) -> None:

@@ -82,9 +82,9 @@ class MailboxServer:
         self._server = network.listen(address)
         self._server.setblocking(False)
         self.address, self.port = address, int(self._server.getsockname()[1])
-        self.news = threading.Event()
+        self.wakeup = threading.Event()
         self._queues: dict[str, Arrivals] = {}
-        arguments = (self._server, selectors.DefaultSelector(), key, self._queues, self.news)
+        arguments = (self._server, selectors.DefaultSelector(), key, self._queues, self.wakeup)
         threading.Thread(target=_receive, args=arguments, name="intake", daemon=True).start()
 
     def queue(self, name: str) -> Arrivals:
@@ -257,14 +257,14 @@ def _receive(
     selector: selectors.BaseSelector,
     key: bytes,
     queues: Mapping[str, Arrivals],
-    news: threading.Event,
+    wakeup: threading.Event,
 ) -> None:
     """Until the server is shut down. A process that could no longer hear ends."""
     taken: set[tuple[int, str]] = set()
     try:
         with selector, server:
             selector.register(server, selectors.EVENT_READ)
-            while _receive_once(server, selector, key, taken, queues, news):
+            while _receive_once(server, selector, key, taken, queues, wakeup):
                 pass
             for sender in list(selector.get_map().values()):
                 sender.fileobj.close()  # type: ignore[union-attr]
@@ -280,7 +280,7 @@ def _receive_once(
     key: bytes,
     taken: set[tuple[int, str]],
     queues: Mapping[str, Arrivals],
-    news: threading.Event,
+    wakeup: threading.Event,
 ) -> bool:
     """Whether to go on."""
     for ready, _ in selector.select():
@@ -290,13 +290,13 @@ def _receive_once(
             continue
         try:
             if ready.data.take(queues):
-                news.set()
+                wakeup.set()
         except BlockingIOError:
             continue
         except OSError as error:
             selector.unregister(ready.fileobj)
             if ready.data.end(error):
-                news.set()
+                wakeup.set()
     return True
 
 

@@ -253,7 +253,7 @@ class Advantages(Message):
     1. numbers: the algorithm's adaptive coefficients for this step; domains: name -> its prompts."""
 
     batch: int
-    numbers: dict[str, float] = {}
+    coefficients: dict[str, float] = {}
     domains: dict[str, list[int]] = {}
 
 
@@ -265,7 +265,7 @@ class TrainStep(Message):
     micro_batches: list[list[int]]
     tokens: float
     sequences: float
-    numbers: dict[str, float] = {}
+    coefficients: dict[str, float] = {}
 
 
 class TrainCritic(Message):
@@ -558,7 +558,7 @@ class Turn(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknow
     marked: str = ""
 
 
-class TurnDelta(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+class Observation(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
     """An observation on its way to all ranks of the replica that holds the sample: int32 token ids, and messages in
     chat form as JSON. The first one is the whole prompt; without tokens the row's own prompt stays."""
 
@@ -570,4 +570,4 @@ class TurnDelta(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_u
 class Post(Message):
     """A batch of mailbox items."""
 
-    items: list[Response | Turn | TurnDelta]
+    items: list[Response | Turn | Observation]

@@ -61,7 +61,7 @@ class World:
     place: Place
     folder: Path
     store: dist.TCPStore
-    intake: MailboxServer
+    mailbox_server: MailboxServer
     sender: queues.Sender
     commands: queues.Inbox
     events: queues.Inbox | None
@@ -78,10 +78,10 @@ class World:
         if self.watch is not None:
             self.watch.stop()
         self.vanished.stop()
-        self.intake.close()
+        self.mailbox_server.close()
 
     @cached_property
-    def _meetings(self) -> dist.Store:
+    def _rendezvous_store(self) -> dist.Store:
         """The store in which the members of groups find each other. NCCL fetches the id of a communicator at the first
         use of its group, and of every group that an engine makes inside its default group, with the timeout of the
         store that it got; a later pipeline stage comes minutes after the first one. The connection is its own: a member
@@ -97,7 +97,7 @@ class World:
         Pairs connect at their first communication, so there is no full mesh. A higher epoch makes a new group.
         of_engine: collectives may last as long as the controller allows the command, not counting pauses of the job.
         """
-        store = dist.PrefixStore(f"group/{name}/{epoch}", self._meetings)
+        store = dist.PrefixStore(f"group/{name}/{epoch}", self._rendezvous_store)
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=self.address, lazy_init=True)]
@@ -111,13 +111,13 @@ class World:
         NCCL makes the communicator and its connections later (hpcrl.comm.weight_transfer.connect), with the store's
         timeout alone: if a rank dies before, the controller's deadline ends the attempt.
         """
-        store = dist.PrefixStore(f"gpus/{name}/{epoch}", self._meetings)
+        store = dist.PrefixStore(f"gpus/{name}/{epoch}", self._rendezvous_store)
         own = str(torch.cuda.get_device_properties(0).uuid) if torch.cuda.is_available() else ""
         store.set(str(self.rank), own)
         gpus = [store.get(str(rank)) for rank in ranks]
         if not all(gpus) or len(set(gpus)) < len(gpus):
             return self.group(name, ranks, epoch)
-        store = dist.PrefixStore(f"group/{name}/{epoch}", self._meetings)
+        store = dist.PrefixStore(f"group/{name}/{epoch}", self._rendezvous_store)
         nccl = make_nccl(store, list(ranks).index(self.rank), len(ranks))
         return AbortableGroup(nccl, name, ranks, PEER_SHARE * self.timeout_s, self.lost_ranks)
 
@@ -139,7 +139,7 @@ class World:
         os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-            store=dist.PrefixStore(f"default/{name}/{epoch}", self._meetings),
+            store=dist.PrefixStore(f"default/{name}/{epoch}", self._rendezvous_store),
             rank=list(ranks).index(self.rank),
             world_size=len(ranks),
             timeout=UNCOUNTED,
@@ -180,23 +180,23 @@ def join(
         endpoint = {"host": address, "port": server.port, "key_file": str(make_key_file(folder, name)), "world": name}
     endpoint = share_endpoint(place, folder, endpoint, start_s)
     key = Path(endpoint["key_file"]).read_bytes()
-    intake = MailboxServer(address, key)
+    mailbox_server = MailboxServer(address, key)
     at = (endpoint["host"], int(endpoint["port"]))
     store = server if server is not None else queues.connect(*at, start_s)
     store.set_timeout(timedelta(seconds=store_s))
 
     def inbox(name: str, types: Any) -> queues.Inbox:
-        return queues.Inbox(intake.queue(name), name, key, types)
+        return queues.Inbox(mailbox_server.queue(name), name, key, types)
 
     commands, mail = inbox(rank_queue(rank), Command), inbox(mail_queue(rank), Post)
     events = inbox(CONTROLLER_QUEUE, Event) if rank == 0 else None
     try:
-        intake.publish(store, rank)
+        mailbox_server.publish(store, rank)
     except RuntimeError as error:
         raise queues.StoreLost("the control store is gone") from error
 
     def unreached(other: int, why: str) -> None:
-        intake.queue(CONTROLLER_QUEUE).put(SenderEnded(other, "unreached", why))
+        mailbox_server.queue(CONTROLLER_QUEUE).put(SenderEnded(other, "unreached", why))
 
     push_s = max(store_s, PUSH_SHARE * command_s)
     dialer = Dialer(store, key, rank, store_s, push_s, unreached if rank == 0 else None)
@@ -212,7 +212,7 @@ def join(
         place=place,
         folder=folder,
         store=store,
-        intake=intake,
+        mailbox_server=mailbox_server,
         sender=sender,
         commands=commands,
         events=events,

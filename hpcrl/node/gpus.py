@@ -41,10 +41,10 @@ from hpcrl.spec.extras import DAMAGED, install, packages_of
 from hpcrl.spec.kinds import GenEngineSpec, TrainEngineSpec
 from hpcrl.spec.problems import dotted
 
-LEAST_DRIVERS = {12: "driver 525 or newer", 13: "driver 580 or newer"}
+MIN_DRIVERS = {12: "driver 525 or newer", 13: "driver 580 or newer"}
 """Major version of CUDA -> the first driver that runs all builds for it
 (https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html)."""
-MOST_TAKEN = 0.1
+MAX_TAKEN = 0.1
 """Share of a GPU that others may use: vLLM asks for the other nine tenths."""
 FREED_S, ANSWERS_S, POLL_S = 20.0, 120.0, 0.2
 """How long a GPU may take until it is free of the run's last processes; how long the driver may take to answer, which
@@ -249,7 +249,7 @@ def _driver_problem(gpus: Sequence[str], environ: Mapping[str, str], torch: Torc
         version, count, refused = found.splitlines()[-1].split(" ", 2)
         driver, major = int(version), int(torch.cuda.partition(".")[0])
         if driver // 1000 < major:
-            least = LEAST_DRIVERS.get(major, "a newer driver")
+            least = MIN_DRIVERS.get(major, "a newer driver")
             return (
                 f"has a driver for CUDA {driver // 1000}.{driver % 1000 // 10}, and {torch} needs {least}: load "
                 f"NVIDIA's cuda-compat-{major}, first in LD_LIBRARY_PATH (cluster.modules, cluster.prologue), install "
@@ -320,7 +320,7 @@ def _memory(
                 f"has GPU(s) {','.join(whole)} divided by MIG, of which CUDA shows a process one part at most: name "
                 f"parts, {VISIBLE}=MIG-UUID,... (nvidia-smi -L), {CPU}"
             )
-        full = [card for card in cards if card.used_mib > MOST_TAKEN * card.total_mib]
+        full = [card for card in cards if card.used_mib > MAX_TAKEN * card.total_mib]
         if not full or needs.shares:
             unseen = ",".join(gpu for gpu in gpus if not any(_is_named(card, gpu) for card in cards))
             return Findings(

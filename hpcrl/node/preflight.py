@@ -148,7 +148,7 @@ class Needs:
 NOTHING = Needs((), 0, 0, 0)
 
 
-class Meeting(NamedTuple):
+class Rendezvous(NamedTuple):
     """Findings of a node for its report, besides its properties."""
 
     nonce: str = ""
@@ -156,7 +156,7 @@ class Meeting(NamedTuple):
     unreached: str = ""
 
 
-ALONE = Meeting()
+ALONE = Rendezvous()
 
 
 def preflight(
@@ -169,7 +169,7 @@ def preflight(
     signals of this process, which batch systems send to all nodes. DEADLINE if a node did not report, BAD_INPUT if a
     node is unsuitable, else the signal's code. Only node 0 and a node that sees no other node have a message."""
     try:
-        judgement = _meet(config, run_dir, meeting, node, num_nodes, signals)
+        judgement = _rendezvous(config, run_dir, meeting, node, num_nodes, signals)
     except AskedToStopError:
         judgement = Judgement(ExitCode.DONE, "")
     if judgement.code == ExitCode.DONE and signals:
@@ -186,7 +186,9 @@ def stopped(signals: Sequence[int], node: int) -> Judgement:
     return Judgement(SIGNAL_CODES.get(name, ExitCode.REQUEUE), text if node == 0 else "")
 
 
-def _meet(config: Config, run_dir: Path, meeting: Path, node: int, num_nodes: int, signals: Sequence[int]) -> Judgement:
+def _rendezvous(
+    config: Config, run_dir: Path, meeting: Path, node: int, num_nodes: int, signals: Sequence[int]
+) -> Judgement:
     meeting.mkdir(parents=True, exist_ok=True)
     start_s = config.timeouts.start_s
     with contextlib.ExitStack() as stack:
@@ -207,7 +209,7 @@ def _meet(config: Config, run_dir: Path, meeting: Path, node: int, num_nodes: in
         if num_nodes != len(needs):
             text = f"the step runs on {num_nodes} node(s), the layout places its ranks on {len(needs)}"
             return Judgement(ExitCode.BAD_INPUT, text if node == 0 else "")
-        said = Meeting(canary.nonce, _hash(run_dir), unreachable(canary.address, canary.port) if canary.port else "")
+        said = Rendezvous(canary.nonce, _hash(run_dir), unreachable(canary.address, canary.port) if canary.port else "")
         _write(meeting / _report_name(node), examine(node, needs[node], run_dir, said, signals))
         if node == 0:
             return _judge_all(needs, meeting, canary, start_s, run_dir, signals)
@@ -267,7 +269,7 @@ def _peers(layout: RoleLayout, roles: Sequence[RoleName]) -> int:
     return len({CONTROLLER, *(rank for role in roles for peer in ROLES[role].peers for rank in layout.ranks[peer])})
 
 
-def examine(node: int, needs: Needs, run_dir: Path, said: Meeting = ALONE, signals: Sequence[int] = ()) -> Report:
+def examine(node: int, needs: Needs, run_dir: Path, said: Rendezvous = ALONE, signals: Sequence[int] = ()) -> Report:
     """The report of this machine; raises this process's limit on open files, which its ranks inherit. AskedToStopError
     after a signal."""
     found = look(needs.gpu, os.environ, signals, _say)
@@ -371,7 +373,7 @@ def read_judgement(world: Path) -> Judgement | None:
     return _read(newest / VERDICT, Judgement) if newest is not None else None
 
 
-def meeting_folder(world: Path) -> Path:
+def rendezvous_folder(world: Path) -> Path:
     """Folder for the files of this start: named after the Slurm step, so that it has no files of earlier starts."""
     job, step = slurm.own_job(os.environ), os.environ.get("SLURM_STEP_ID")
     assert job is not None and step is not None, "in a Slurm step"
@@ -563,7 +565,7 @@ def main(argv: Sequence[str]) -> int:
         judgement = Judgement(ExitCode.BAD_INPUT if message else ExitCode.DONE, message)
     else:
         world = run_dir / "world"
-        judgement = preflight(config, run_dir, meeting_folder(world), place.node, place.num_nodes)
+        judgement = preflight(config, run_dir, rendezvous_folder(world), place.node, place.num_nodes)
         reports = read_reports(world) if place.node == 0 else []
     if judgement.message:
         print(f"hpcrl: {judgement.message}", file=sys.stderr)

@@ -133,7 +133,7 @@ def needed_bytes(config: Config, layout: RoleLayout, shape: ModelShape) -> list[
     need, size = GEN_ENGINES[config.gen_engine].need, layout.generator_tensor_parallel
     return [
         sum(
-            ITEM_BYTES[needed.dtype or config.model.dtype] * sum(map(count, needed.boxes))
+            ITEM_BYTES[needed.dtype or config.model.dtype] * sum(map(count, needed.slices))
             for p in trained(config, shape).parameters
             for needed in (need(config, shape, p.name, p.shape, index, size),)
         )

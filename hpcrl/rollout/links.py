@@ -35,7 +35,7 @@ class ReplicaLink:
         numbers = [self._controller.send(rank, command) for rank in self.ranks]
         return numbers[0]
 
-    def burst(self, command: messages.DecodeChunk) -> None:
+    def decode_chunk(self, command: messages.DecodeChunk) -> None:
         self._told[self.send(command)] = command
         self.num_chunks += 1
 
@@ -44,7 +44,7 @@ class ReplicaLink:
         self._dropped[self.send(messages.AbortSamples(list(samples)))] = samples
         self.num_chunks += 1
 
-    def burst_done(self, event: messages.DecodeChunkDone) -> messages.DecodeChunk | None:
+    def decode_chunk_done(self, event: messages.DecodeChunkDone) -> messages.DecodeChunk | None:
         """Handle an answer of the first rank; returns its burst, None for an abort."""
         self.num_chunks -= 1
         self.live -= len(event.finished) + len(event.turns)

@@ -84,7 +84,7 @@ class RolloutLoop:
         self._waited_s = 0.0  # in this drive, for scorers and environments alone
         self._streams: list[_Stream] = []  # the driven one is last
 
-    def drive(
+    def collect(
         self,
         scheduler: RolloutScheduler,
         prompts: dict[int, Prompt],
@@ -129,7 +129,7 @@ class RolloutLoop:
                     break
             self._keep_busy(self._replicas.values())
             if self._on_their_way():
-                self._collect()
+                self._wait_for_events()
             elif not any(moved) and not stream.arrived:
                 raise scheduler.exhausted("no response is on its way and no prompt is left to draw")
 
@@ -168,7 +168,7 @@ class RolloutLoop:
         waiting = self._awaited.awaiting_group()
         if not waiting:
             return False
-        complete, unwanted = stream.scheduler.together([s for s in waiting if self._stream_of(s) is stream])
+        complete, unwanted = stream.scheduler.complete_groups([s for s in waiting if self._stream_of(s) is stream])
         self._release([sample for sample in unwanted if not self._to_be_reported(sample)])
         for samples in complete:
             receivers = [self._receiver(sample) for sample in samples]
@@ -259,7 +259,7 @@ class RolloutLoop:
         for replica in replicas:
             while replica.live > 0 and replica.num_chunks < ahead and not replica.lost:
                 receivers, envs = self._alive(self._scorers, replica), self._alive(self._envs, replica)
-                replica.burst(messages.DecodeChunk(self._decode_chunk_tokens, receivers, envs))
+                replica.decode_chunk(messages.DecodeChunk(self._decode_chunk_tokens, receivers, envs))
 
     def _settle_down(self, going_on: Collection[ReplicaLink]) -> None:
         """Wait for outstanding bursts, so that at the end of a step all replicas are idle except those that
@@ -304,7 +304,7 @@ class RolloutLoop:
 
     # -- events --------------------------------------------------------------------------------------------------
 
-    def _collect(self) -> None:
+    def _wait_for_events(self) -> None:
         """Wait for events; in deterministic mode for all consequences of a burst, sorted."""
         while True:
             start, idle = time.perf_counter(), not any(replica.num_chunks for replica in self._replicas.values())
@@ -342,7 +342,7 @@ class RolloutLoop:
     def _translate(self, rank: int, event: messages.Event) -> Iterator[events.SchedulerEvent]:
         match event:
             case messages.DecodeChunkDone():
-                yield from self._burst_done(self._replicas[rank], event)
+                yield from self._decode_chunk_done(self._replicas[rank], event)
             case messages.Scored():
                 for result in event.samples:
                     self._report(
@@ -369,8 +369,10 @@ class RolloutLoop:
                     yield events.ReplicaLost(rank)
                 yield from self._stranded(self._awaited.where(lambda away: away.receiver == rank))
 
-    def _burst_done(self, replica: ReplicaLink, event: messages.DecodeChunkDone) -> Iterator[events.SchedulerEvent]:
-        told = replica.burst_done(event)
+    def _decode_chunk_done(
+        self, replica: ReplicaLink, event: messages.DecodeChunkDone
+    ) -> Iterator[events.SchedulerEvent]:
+        told = replica.decode_chunk_done(event)
         aborted = tuple((e.sample, e.model_tokens) for e in event.finished if e.reason == FinishReason.ABORT)
         if aborted:
             yield events.Aborted(aborted)

@@ -21,29 +21,29 @@ import torch
 
 from hpcrl import __version__
 from hpcrl.rollout.batch import STATUS, Batch, concat, place_rewards
-from hpcrl.rollout.types import Disposition, split_sample_id
+from hpcrl.rollout.types import PromptOutcome, split_sample_id
 from hpcrl.spec.trajectory import FIELDS, TEXT, Field, Level, Origin, declare
 from hpcrl.system.cli import ArgumentParser, use_utf8
 from hpcrl.system.exit_codes import ExitCode
 from hpcrl.system.files import STEP_NAME, committed_step, step_name, steps_in, write_durably
 
 T = TypeVar("T")
-SCHEMA_VERSIONS = {"rollouts": 2, "dispositions": 2}
-"""Versions of written files. Version 1 can be read too: fields without descriptions, dispositions without metrics."""
+SCHEMA_VERSIONS = {"rollouts": 2, "outcomes": 2}
+"""Versions of written files. Version 1 can be read too: fields without descriptions, outcomes without metrics."""
 CHUNK = 65536
-DISPOSITIONS = "dispositions.h5"
+OUTCOMES, OUTCOMES_UNTIL_0_5 = "outcomes.h5", "dispositions.h5"
 STORED = {"bool": "uint8"}
 """Dtypes that are stored as another dtype."""
 
 
 @dataclass(frozen=True, slots=True)
-class DispositionRecord:
+class OutcomeRecord:
     """How one prompt ended in a step. rewards and metrics (name -> value) of its samples: in order of member, empty
     without samples."""
 
     uid: int
     attempt: int
-    disposition: Disposition
+    outcome: PromptOutcome
     reason: str = ""
     domain: str = ""
     rewards: tuple[float, ...] = ()
@@ -102,22 +102,22 @@ def write_rollouts(
     return folder / f"rank_{rank:05d}.h5"
 
 
-def write_dispositions(folder: Path, records: Iterable[DispositionRecord]) -> Path:
-    """Write how prompts ended in this step to `<folder>/dispositions.h5` and return the path. Called by the controller.
+def write_outcomes(folder: Path, records: Iterable[OutcomeRecord]) -> Path:
+    """Write how prompts ended in this step to `<folder>/outcomes.h5` and return the path. Called by the controller.
     ValueError if the file exists."""
     records = list(records)
-    kinds = list(Disposition)
-    with _new_file(folder / DISPOSITIONS, "dispositions", {"num_prompts": len(records)}) as file:
+    kinds = list(PromptOutcome)
+    with _new_file(folder / OUTCOMES, "outcomes", {"num_prompts": len(records)}) as file:
         _put(file, "uid", np.array([r.uid for r in records], np.int64))
         _put(file, "attempt", np.array([r.attempt for r in records], np.int32))
-        _put(file, "disposition", np.array([kinds.index(r.disposition) for r in records], np.uint8))
-        file["disposition"].attrs["meaning"] = ",".join(kinds)
+        _put(file, "outcome", np.array([kinds.index(r.outcome) for r in records], np.uint8))
+        file["outcome"].attrs["meaning"] = ",".join(kinds)
         _put(file, "rewards/values", np.array([reward for r in records for reward in r.rewards], np.float64))
         _put(file, "rewards/offsets", _offsets([len(r.rewards) for r in records]))
         _put_texts(file, "reason", [r.reason for r in records])
         _put_texts(file, "domain", [r.domain for r in records])
         _put_texts(file, "metrics", [json.dumps(r.metrics, sort_keys=True) if any(r.metrics) else "" for r in records])
-    return folder / DISPOSITIONS
+    return folder / OUTCOMES
 
 
 class RolloutReader:
@@ -148,9 +148,8 @@ class RolloutReader:
 
     @staticmethod
     def _metrics(folder: Path, batch: Batch) -> list[Mapping[str, float]]:
-        """The metrics of each row, from the prompts' dispositions."""
-        path = folder / DISPOSITIONS
-        stored = {record.uid: record.metrics for record in _read_dispositions(path)} if path.exists() else {}
+        """The metrics of each row, from the prompts' outcomes."""
+        stored = {record.uid: record.metrics for record in _read_outcomes(folder)}
         ids = batch.sample_ids.tolist()
         siblings: dict[int, list[int]] = {}
         for sample in sorted(ids, key=lambda sample: split_sample_id(sample)[2]):  # attempts of siblings may differ
@@ -173,20 +172,19 @@ class RolloutReader:
         return dict(zip(batch.sample_ids.tolist(), pairs, strict=True))
 
     def domains(self, step: int) -> dict[str, list[int]]:
-        """Domain -> its prompts that were trained on in this step; empty if the step has no dispositions."""
-        path, found = self._folder(step) / DISPOSITIONS, dict[str, list[int]]()
-        for record in _read_dispositions(path) if path.exists() else ():
-            if record.disposition is Disposition.TRAINED:
+        """Domain -> its prompts that were trained on in this step; empty if the step has no outcomes."""
+        found = dict[str, list[int]]()
+        for record in _read_outcomes(self._folder(step)):
+            if record.outcome is PromptOutcome.TRAINED:
                 found.setdefault(record.domain, []).append(record.uid)
         return found
 
-    def dispositions(self) -> list[DispositionRecord]:
+    def outcomes(self) -> list[OutcomeRecord]:
         """How every prompt ended, in order of steps. ValueError if a prompt ended twice."""
         seen: dict[int, int] = {}
-        records: list[DispositionRecord] = []
+        records: list[OutcomeRecord] = []
         for step in self.steps():
-            path = self._folder(step) / DISPOSITIONS
-            for record in _read_dispositions(path) if path.exists() else ():
+            for record in _read_outcomes(self._folder(step)):
                 if record.uid in seen:
                     raise ValueError(f"prompt {record.uid} ended twice, in steps {seen[record.uid]} and {step}")
                 seen[record.uid] = step
@@ -285,24 +283,28 @@ def _read_rollouts(path: Path, step: int) -> tuple[StepRollouts, int]:
     return _reading(path, "rollouts", read)
 
 
-def _read_dispositions(path: Path) -> list[DispositionRecord]:
-    def read(file: h5py.File) -> list[DispositionRecord]:
-        kinds = [Disposition(name) for name in file["disposition"].attrs["meaning"].split(",")]
+def _read_outcomes(folder: Path) -> list[OutcomeRecord]:
+    """The records in the folder of a step; none if it has none."""
+
+    def read(file: h5py.File) -> list[OutcomeRecord]:
+        codes = file["outcome" if "outcome" in file else "disposition"]
+        kinds = [PromptOutcome(name) for name in codes.attrs["meaning"].split(",")]
         values, ends = file["rewards/values"][()].tolist(), file["rewards/offsets"][()].tolist()
         metrics = _get_texts(file["metrics"]) if "metrics" in file else [""] * len(file["uid"])
         columns = zip(
             file["uid"][()].tolist(),
             file["attempt"][()].tolist(),
-            (kinds[code] for code in file["disposition"][()].tolist()),
+            (kinds[code] for code in codes[()].tolist()),
             _get_texts(file["reason"]),
             _get_texts(file["domain"]),
             (tuple(values[start:end]) for start, end in pairwise(ends)),
             (tuple(json.loads(text)) if text else () for text in metrics),
             strict=True,
         )
-        return [DispositionRecord(*column) for column in columns]
+        return [OutcomeRecord(*column) for column in columns]
 
-    return _reading(path, "dispositions", read)
+    path = next((path for name in (OUTCOMES, OUTCOMES_UNTIL_0_5) if (path := folder / name).exists()), None)
+    return [] if path is None else _reading(path, "outcomes", read)
 
 
 def _reading(path: Path, kind: str, read: Callable[[h5py.File], T]) -> T:
@@ -311,7 +313,9 @@ def _reading(path: Path, kind: str, read: Callable[[h5py.File], T]) -> T:
         with h5py.File(path, "r", locking=False) as file:
             schema, version = file.attrs.get("schema"), file.attrs.get("schema_version")
             newest = SCHEMA_VERSIONS[kind]
-            if schema != f"hpcrl.{kind}" or version not in range(1, newest + 1):
+            if schema != f"hpcrl.{path.stem if path.name == OUTCOMES_UNTIL_0_5 else kind}" or version not in range(
+                1, newest + 1
+            ):
                 raise ValueError(f"schema {schema} {version}, this version reads hpcrl.{kind} 1 to {newest}")
             return read(file)
     except (OSError, KeyError, ValueError, RuntimeError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""The types of a rollout: prompts, sample ids, samples, dispositions. No torch, so that the scheduler and its tests
+"""The types of a rollout: prompts, sample ids, samples, outcomes. No torch, so that the scheduler and its tests
 stay pure."""
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ GREEDY_MEMBER = (1 << MEMBER_BITS) - 1
 MAX_GROUP_SIZE = GREEDY_MEMBER
 """Largest number of sampled responses to a prompt."""
 MAX_ATTEMPTS = 1 << ATTEMPT_BITS
-HELD_OUT = 1 << 38
+FIRST_VALIDATION_UID = 1 << 38
 """First number of held-out prompts, apart from those of training."""
 ROW_BITS = 20
-MAX_HELD_OUT = 1 << ROW_BITS
+MAX_VALIDATION_ROWS = 1 << ROW_BITS
 
 
-class Disposition(StrEnum):
+class PromptOutcome(StrEnum):
     """How a prompt of an epoch ended; exactly one of these on the committed lineage."""
 
     TRAINED = "trained"
@@ -72,23 +72,23 @@ def is_greedy(sample_id: int) -> bool:
     return split_sample_id(sample_id)[2] == GREEDY_MEMBER
 
 
-def held_out_uid(evaluation: int, row: int) -> int:
+def validation_uid(evaluation: int, row: int) -> int:
     """Uid of a held-out prompt in the n-th evaluation. Uids differ between evaluations, since a late answer must not
     count in the next one, and repeat after 262,144 evaluations."""
-    assert row < MAX_HELD_OUT, "checked by hpcrl.config"
-    return HELD_OUT + (evaluation % (HELD_OUT >> ROW_BITS) << ROW_BITS) + row
+    assert row < MAX_VALIDATION_ROWS, "checked by hpcrl.config"
+    return FIRST_VALIDATION_UID + (evaluation % (FIRST_VALIDATION_UID >> ROW_BITS) << ROW_BITS) + row
 
 
-def is_held_out(sample_id: int) -> bool:
+def is_validation(sample_id: int) -> bool:
     """Whether the sample is of an evaluation."""
-    return split_sample_id(sample_id)[0] >= HELD_OUT
+    return split_sample_id(sample_id)[0] >= FIRST_VALIDATION_UID
 
 
 def episode_seed(seed: int, uid: int) -> int:
     """31-bit seed of the environments of a prompt, as common random generators take no more: below 2**30 in training,
     from there on for a held-out prompt, which has the same one in every evaluation."""
-    held_out = uid >= HELD_OUT
-    origin = HELD_OUT + uid % MAX_HELD_OUT if held_out else uid
+    held_out = uid >= FIRST_VALIDATION_UID
+    origin = FIRST_VALIDATION_UID + uid % MAX_VALIDATION_ROWS if held_out else uid
     digest = hashlib.blake2b(f"{seed}/{origin}/episode".encode(), digest_size=4).digest()
     return (int.from_bytes(digest, "little") >> 2) | (held_out << 30)
 

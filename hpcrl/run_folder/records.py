@@ -22,7 +22,7 @@ OUTCOME = "outcome.json"
 """In the same folder: exit code of the run, written by the agent of rank 0."""
 VERDICT = "verdict.json"
 """In the same folder: exit code and message of a failed run, written by the controller for its agent."""
-MOST_PIDS = 1 << 31  # range of the system's calls
+MAX_PIDS = 1 << 31  # range of the system's calls
 
 
 def world_folder(run_dir: Path, attempt: int) -> Path:
@@ -72,7 +72,7 @@ def read_owner(run_dir: Path, attempt: int) -> dict[str, Any]:
             raise damaged(path, f"job is {owner['job']}")
     if "pid" in owner or not ("job" in owner or "ended" in owner):
         owner = read_record(path, pid=int, host=str, process_start=float)
-        if owner and not 0 < owner["pid"] < MOST_PIDS:
+        if owner and not 0 < owner["pid"] < MAX_PIDS:
             raise damaged(path, f"pid is {owner['pid']}")
     return owner
 

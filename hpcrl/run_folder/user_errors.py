@@ -18,9 +18,9 @@ logger = logging.getLogger(__name__)
 
 ERRORS = "errors.json"
 ENTRY = {"source": str, "domain": str, "error": str, "count": int, "first": str, "last": str}
-MOST_CHARS = 600
+MAX_CHARS = 600
 """Longest text of an error."""
-MOST_KINDS = 50
+MAX_KINDS = 50
 """Kinds of errors that are kept apart; further ones are counted together."""
 PRINTED_KINDS = 10
 """Kinds of errors of which the first is printed."""
@@ -49,11 +49,11 @@ class UserErrors:
 
     def report(self, source: str, domain: str, error: str) -> None:
         """Count an error. source: environment, reward or generator."""
-        error = " ".join(error[:MOST_CHARS].split())
+        error = " ".join(error[:MAX_CHARS].split())
         error = "".join(sign if sign.isprintable() else "?" for sign in error)
         entry: dict[str, Any] = {"source": source, "domain": domain, "error": error, "count": 0, "first": now()}
         kind = _kind(entry)
-        if kind not in self._kinds and len(self._kinds) >= MOST_KINDS:
+        if kind not in self._kinds and len(self._kinds) >= MAX_KINDS:
             entry |= {"source": "", "domain": "", "error": OTHERS}
             kind = _kind(entry)
         known = self._kinds.setdefault(kind, entry)

@@ -43,7 +43,7 @@ IGNORED = (signal.SIGPIPE, signal.SIGXFSZ)
 MISSING = "there is no "
 FOLDER = "hpcrl_temporary_folder"
 """Name in the module of the code of what makes a folder for tests, which its process can read."""
-MOST_KINDS = 20
+MAX_KINDS = 20
 """Bases of an exception that are looked at."""
 
 
@@ -219,7 +219,7 @@ class _Link:
     def _image(self, names: Sequence[str]) -> type[Exception]:
         """The exception type of the tests that stands for one of the code, whose bases have these names: a built-in
         one itself, which only Python's own can be, another as a class of its own below the image of its next base."""
-        for place, name in enumerate(map(str, names[:MOST_KINDS])):
+        for place, name in enumerate(map(str, names[:MAX_KINDS])):
             module, _, own = name.partition(".")
             builtin = getattr(builtins, own, None) if module == "builtins" else None
             if isinstance(builtin, type) and issubclass(builtin, Exception):

@@ -132,7 +132,7 @@ class RoleSpec(Spec):
     """Whether its ranks answer requests of rewards (hpcrl.workers.role.Serves), and the question `load`."""
     peers: tuple[str, ...] = ()
     """Roles whose ranks it communicates with, besides the controller."""
-    least_ranks: Callable[[Any], int] | None = None
+    min_ranks: Callable[[Any], int] | None = None
     """Minimum number of its ranks for a run to continue; None: the run ends with the first lost rank."""
     imports: Callable[[Any], str] = lambda config: ""
     """The slowest module that its ranks import; all of them import it in parallel before they meet."""
@@ -251,7 +251,7 @@ class AlgorithmSpec(Spec):
     """Whether it needs a critic's values."""
     compares_group: Callable[[Any], bool] = lambda section: False
     """Whether the advantage estimator compares the responses to a prompt, so that a group needs at least two."""
-    greedy_sibling: bool = False
+    greedy_baseline: bool = False
     """Whether every prompt gets one more response, decoded greedily, whose reward the advantage estimator reads
     (RewardTable.baselines) and which is not trained on."""
     decoupling_eps: Callable[[Any], float | None] = lambda section: None

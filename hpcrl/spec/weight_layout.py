@@ -32,12 +32,12 @@ class TensorShards(msgspec.Struct, frozen=True, array_like=True):
     @classmethod
     def whole(cls, name: str, dtype: str, shape: Sequence[int], ranks: Sequence[int]) -> TensorShards:
         """A tensor that each of these ranks holds."""
-        return cls(name, dtype, tuple(shape), ((everything(shape), tuple(ranks)),))
+        return cls(name, dtype, tuple(shape), ((full_slice(shape), tuple(ranks)),))
 
     @classmethod
     def rows(cls, name: str, dtype: str, shape: Sequence[int], num_ranks: int) -> TensorShards:
         """A tensor whose rows are divided into equal blocks, one for each rank; the last ranks get fewer or none."""
-        num_rows, rest = shape[0], everything(shape[1:])
+        num_rows, rest = shape[0], full_slice(shape[1:])
         block = max(1, -(-num_rows // num_ranks))
         bounds = [(first, min(first + block, num_rows)) for first in range(0, num_rows, block)]
         return cls(name, dtype, tuple(shape), tuple(((rows, *rest), (i,)) for i, rows in enumerate(bounds)))
@@ -57,10 +57,10 @@ class RequiredSlices(msgspec.Struct, frozen=True, array_like=True):
     (empty: the trainer's)."""
 
     dtype: str
-    boxes: tuple[TensorSlice, ...]
+    slices: tuple[TensorSlice, ...]
 
 
-def everything(shape: Sequence[int]) -> TensorSlice:
+def full_slice(shape: Sequence[int]) -> TensorSlice:
     """The box that covers a tensor."""
     return tuple((0, size) for size in shape)
 
@@ -78,4 +78,4 @@ def count(box: TensorSlice) -> int:
 
 def all_weights(config: Any, model: Any, name: str, shape: Sequence[int], index: int, num_ranks: int) -> RequiredSlices:
     """The need of an engine that reads every tensor on every rank, and keeps it in generator.dtype."""
-    return RequiredSlices(config.generator.dtype, (everything(shape),))
+    return RequiredSlices(config.generator.dtype, (full_slice(shape),))

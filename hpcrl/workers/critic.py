@@ -35,7 +35,7 @@ class CriticRole(EngineRole):
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
         return super().handlers() | {
             Values: self._values,
-            SetSampleWeights: self._weigh,
+            SetSampleWeights: self._set_sample_weights,
             TrainCritic: self._train,
             ExportCritic: self.export,
         }
@@ -46,7 +46,7 @@ class CriticRole(EngineRole):
         batch.values = self._ranks.outputs(engine.values(batch, command.micro_batches), batch.num_tokens)
         return Done(seq)
 
-    def _weigh(self, command: SetSampleWeights, seq: int) -> Done:
+    def _set_sample_weights(self, command: SetSampleWeights, seq: int) -> Done:
         batch, weights = self._worker.batches[command.batch], dict(command.weights)
         given = [weights.get(sample, 1.0) for sample in batch.sample_ids.tolist()]
         batch.weights = batch.weights.new_tensor(given)

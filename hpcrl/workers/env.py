@@ -23,11 +23,11 @@ from hpcrl.data.template_forms import chat_template
 from hpcrl.envs.environment import UNREAD_KEYS, Env, begin, checked_reset, checked_step, cut, num_chars
 from hpcrl.envs.examples import example_messages
 from hpcrl.envs.processes import EnvProcess, EnvProcessError
-from hpcrl.messaging.messages import Done, EndEpisodes, Observed, ReadLastObservation, ScoredSample, Turn, TurnDelta
+from hpcrl.messaging.messages import Done, EndEpisodes, Observation, Observed, ReadLastObservation, ScoredSample, Turn
 from hpcrl.messaging.queues import ReaderLost
 from hpcrl.rewards.grading.extract import after_thinking
 from hpcrl.rewards.serving.guarded import RAISED, describe, sendable
-from hpcrl.rollout.types import FinishReason, episode_seed, is_held_out, split_sample_id
+from hpcrl.rollout.types import FinishReason, episode_seed, is_validation, split_sample_id
 from hpcrl.spec.trajectory import MAX_REWARD
 from hpcrl.system.clock import AwakeClock
 from hpcrl.workers.dialogue import (
@@ -155,7 +155,7 @@ class EnvRole:
     def busy(self) -> bool:
         return bool(self._playing)
 
-    def look_after(self) -> bool:
+    def poll(self) -> bool:
         arrived, self._now = self._worker.world.mailbox.receive(Turn), self._clock.now()
         for turn in arrived:
             if turn.reason == FinishReason.ABORT:
@@ -199,7 +199,7 @@ class EnvRole:
                 continue
             playing = _Playing(turn, self._episodes[turn.sample], section, self._config.turn_timeout_s(config))
             self._playing.append(playing)
-            playing.played.add_done_callback(lambda _: self._worker.world.intake.news.set())
+            playing.played.add_done_callback(lambda _: self._worker.world.mailbox_server.wakeup.set())
             ended = functools.partial(self._ended, playing)
             self._worker.world.trace.beside(self._in_thread(playing))
             work, env = self._play(turn, playing.episode), playing.episode.env
@@ -220,11 +220,11 @@ class EnvRole:
         """Report the result of a turn: the observation to the generator rank, the state of the sample to the
         controller."""
         worker, turn, episode = self._worker, playing.turn, playing.episode
-        config, reply, failed = self._env(turn), TurnDelta(turn.sample, b""), False
+        config, reply, failed = self._env(turn), Observation(turn.sample, b""), False
         try:
             played = playing.played.result()
             result, ended = played.result, played.ended
-            if ended and is_held_out(turn.sample):
+            if ended and is_validation(turn.sample):
                 with contextlib.suppress(TypeError, ValueError):  # nobody needs it any more
                     if num_chars(shown := cut(as_messages(played.observation), LAST_CHARS)) < 2 * LAST_CHARS:
                         self._ends[turn.sample] = json.dumps(shown)
@@ -255,7 +255,7 @@ class EnvRole:
                 worker.world.mailbox.send(turn.reply_to, [reply])
         worker.emit(Observed(turn.sample, ended, result, config.add_reward and not result.error, failed))
 
-    def _reply(self, turn: Turn, episode: _Episode, observation: Any) -> TurnDelta:
+    def _reply(self, turn: Turn, episode: _Episode, observation: Any) -> Observation:
         """An observation as messages, and as tokens: those that follow the turn or, by steps, the next turn's own
         prompt. _NoRoom if they are too many; TypeError for an observation that is neither text nor messages."""
         config, tokens = self._env(turn), functools.partial(self._tokens, turn, episode)
@@ -278,7 +278,7 @@ class EnvRole:
         episode.shown.append(messages)
         if not turn.begins:
             episode.said.append(self._remembered(turn))
-        return TurnDelta(turn.sample, token_ids.tobytes(), json.dumps(messages).encode())
+        return Observation(turn.sample, token_ids.tobytes(), json.dumps(messages).encode())
 
     def _tokens(self, turn: Turn, episode: _Episode, observation: Any) -> tuple[Messages, np.ndarray]:
         tokenizer, tools, config = self._worker.tokenizer, episode.row["tools"], self._env(turn)

@@ -21,7 +21,7 @@ from hpcrl.rewards.serving.guarded import RAISED
 
 WhenOver = Callable[[Any], object]
 """Gets what a turn has returned or raised, where it was played."""
-MOST_WAITING = 32
+MAX_WAITING = 32
 """Turns of a section that are played at a time by default, if they wait."""
 SEEN_S, BUSY_SHARE = 0.05, 0.1
 """A turn that after these seconds has computed for less than this share of them is one that waits; a thread that
@@ -85,7 +85,7 @@ class Hosts:
         if config.num_threads is not None or self._deterministic:
             return len(started) < (config.num_threads or 1)
         at_work = 1 if self._where[section] == "thread" else len(os.sched_getaffinity(0))
-        return len(started) < MOST_WAITING and sum(not one.waits() for one in started) < at_work
+        return len(started) < MAX_WAITING and sum(not one.waits() for one in started) < at_work
 
     def start(self, section: str, work: Coroutine[Any, Any, Any], ended: WhenOver, env: Env | None) -> StartedTurn:
         """Begin the work on an environment, if it has been made. RuntimeError if the section's processes can no longer

@@ -63,7 +63,7 @@ class Exchange:
         def pick(samples: Sequence[int]) -> dict[str, list[np.ndarray]]:
             return cast(GeneratorRole, worker.roles["generator"]).pick(samples)
 
-        exchange = worker.fabrics[command.group].exchange
+        exchange = worker.transfer_groups[command.group].exchange
         try:
             received = exchange(worker.world.rank, command.moves, fields[Level.TOKEN], fields[Level.ROW], pick, TEXT)
         except PeerLost as lost:
@@ -103,7 +103,7 @@ class Exchange:
             values = getattr(batch, command.field).numpy()
             return {command.field: [values[starts[rows[s]] : starts[rows[s] + 1]] for s in samples]}
 
-        received = worker.fabrics[command.group].exchange(
+        received = worker.transfer_groups[command.group].exchange(
             worker.world.rank, command.moves, [(command.field, _FLOAT)], [], pick
         )
         if command.dest in worker.roles:  # also without rows: the filled fields of a batch are the same on all of them

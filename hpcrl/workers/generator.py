@@ -28,6 +28,7 @@ from hpcrl.messaging.messages import (
     DropSamples,
     Ended,
     LoadPending,
+    Observation,
     PromptPayload,
     ReadTexts,
     Rescore,
@@ -36,10 +37,9 @@ from hpcrl.messaging.messages import (
     Scored,
     ScoredSample,
     Turn,
-    TurnDelta,
 )
 from hpcrl.messaging.queues import ReaderLost
-from hpcrl.rollout.held import read_held, write_held
+from hpcrl.rollout.pending import read_pending, write_pending
 from hpcrl.rollout.types import FinishReason, Sample, receiver_of, split_sample_id
 from hpcrl.spec.tables import GEN_ENGINES
 from hpcrl.spec.trajectory import TEXT
@@ -78,12 +78,12 @@ class GeneratorRole:
         self._prompts: WeakValueDictionary[int, PromptState] = WeakValueDictionary()  # alive with any of its samples
         self._beginning: list[SampleState] = []  # their environments start in the next burst
         self._refused: list[Ended] = []  # samples that end in the next burst without a new token
-        self._observations: dict[int, TurnDelta] = {}  # by sample, of turns not yet admitted
+        self._observations: dict[int, Observation] = {}  # by sample, of turns not yet admitted
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
         return {
             Admit: self._admit,
-            DecodeChunk: self._burst,
+            DecodeChunk: self._decode_chunk,
             AbortSamples: self._abort,
             Rescore: self._rescore,
             DropSamples: self._forget,
@@ -92,7 +92,7 @@ class GeneratorRole:
             ReadTexts: self._peek,
         }
 
-    def look_after(self) -> bool:
+    def poll(self) -> bool:
         return False
 
     def close(self) -> None:
@@ -172,7 +172,7 @@ class GeneratorRole:
         while missing := [sample.id for sample in samples if sample.id not in self._observations]:
             if clock.now() > deadline:
                 raise TimeoutError(f"no observation for samples {sorted(missing)[:4]} within the deadline")
-            for item in self._worker.world.mailbox.receive(TurnDelta, 1.0):
+            for item in self._worker.world.mailbox.receive(Observation, 1.0):
                 # A sample unknown to the first rank was dropped meanwhile. Observations that it passes on may arrive
                 # early.
                 if item.sample in self.samples or not self._speaks:
@@ -182,7 +182,7 @@ class GeneratorRole:
         for sample, observation in zip(samples, observations, strict=True):
             sample.observe(observation)
 
-    def _burst(self, command: DecodeChunk, seq: int) -> DecodeChunkDone | Done:
+    def _decode_chunk(self, command: DecodeChunk, seq: int) -> DecodeChunkDone | Done:
         started = time.perf_counter()
         beginning, self._beginning = self._beginning, []
         for sample in beginning:
@@ -280,7 +280,7 @@ class GeneratorRole:
         texts = self._texts.of([turn.tolist() for turn in turns], prompts)
         return [(text, np.asarray(ids, dtype=np.int32).tobytes()) for text, ids in zip(texts, turns, strict=True)]
 
-    def _mail(self, posts: Mapping[int, Sequence[Response | Turn | TurnDelta]]) -> None:
+    def _mail(self, posts: Mapping[int, Sequence[Response | Turn | Observation]]) -> None:
         for rank, items in posts.items() if self._speaks else ():
             try:
                 self._worker.world.mailbox.send(rank, items)
@@ -313,11 +313,11 @@ class GeneratorRole:
 
     def _save_held(self, command: SavePending, seq: int) -> Done:
         folder = Path(command.folder)
-        name = write_held(folder, self._worker.world.rank, [self.samples[i].held for i in command.samples])
+        name = write_pending(folder, self._worker.world.rank, [self.samples[i].held for i in command.samples])
         return Done(seq, files=[(entry.path, entry.size, entry.sha256) for entry in seal_files(folder, [name])])
 
     def _load_held(self, command: LoadPending, seq: int) -> Done:
-        held = read_held(Path(command.folder), command.files, set(command.samples))
+        held = read_pending(Path(command.folder), command.files, set(command.samples))
         self.samples |= {i: SampleState(i, None, rollout=sample) for i, sample in held.items()}
         return Done(seq)
 

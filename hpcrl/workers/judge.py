@@ -67,7 +67,7 @@ class JudgeRole:
         make = GEN_ENGINES[config.gen_engine].load()
         self.engine: GenEngine = make(config, path, self._tokenizer, ReplicaRanks((rank,)))
         self.engine.load_weights(read_safetensors(path), version=0)
-        self._burst, self._most_prompt = config.generator.decode_chunk_tokens, config.data.max_prompt_tokens
+        self._decode_chunk, self._most_prompt = config.generator.decode_chunk_tokens, config.data.max_prompt_tokens
         self._most_new = config.rollout.max_new_tokens
         self._questions: dict[int, Question] = {}  # by request
         self._texts = TurnTexts(self._tokenizer)
@@ -76,7 +76,7 @@ class JudgeRole:
         self._load = Load("judge", self.engine.max_num_seqs)
         world = worker.world
         most = config.generator.most_requests
-        self._service = Service(world.address, world.token, {PATH: ChatRequest}, most, world.intake.news.set)
+        self._service = Service(world.address, world.token, {PATH: ChatRequest}, most, world.mailbox_server.wakeup.set)
         self.url = self._service.url
 
     @property
@@ -86,7 +86,7 @@ class JudgeRole:
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
         return {}
 
-    def look_after(self) -> bool:
+    def poll(self) -> bool:
         arrived = self._service.take()
         for question in arrived:
             self._admit(question)
@@ -98,7 +98,7 @@ class JudgeRole:
         if not self._questions:
             return bool(arrived)
         with torch.no_grad():
-            outputs = self.engine.step(self._burst)
+            outputs = self.engine.step(self._decode_chunk)
         self._load.answered(len(outputs))
         for output in outputs:
             question = self._questions.pop(output.id)

@@ -36,7 +36,7 @@ from hpcrl.workers.checkpointing import Saving
 from hpcrl.workers.exchange import Exchange
 from hpcrl.workers.peaks import PHASES, Peaks
 from hpcrl.workers.role import Answers, Role, Serves
-from hpcrl.workers.time_sharing import Turns
+from hpcrl.workers.time_sharing import TimeSharing
 from hpcrl.workers.weight_updates import WeightUpdate
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class Worker:
         self.world, self.config, self.layout = world, config, layout
         self.model_path, self.run_dir = model_path, run_dir
         self.batches: dict[int, Batch] = {}
-        self.fabrics: dict[str, TransferGroup] = {}
+        self.transfer_groups: dict[str, TransferGroup] = {}
         self.roles: dict[str, Role] = {}
         self.services: dict[str, list[str]] = {}
         self._default_ranks: list[int] | None = None
@@ -69,7 +69,7 @@ class Worker:
         self._saving = Saving(self)
         self._handlers |= Exchange(self).handlers() | self._publishing.handlers() | self._saving.handlers()
         self._peaks = Peaks()
-        self._turns = Turns(self.roles, shares_weights(config, layout)) if shares_device(config, layout) else None
+        self._turns = TimeSharing(self.roles, shares_weights(config, layout)) if shares_device(config, layout) else None
         self._left = False
 
     @functools.cached_property
@@ -84,12 +84,12 @@ class Worker:
         self.join()
         idle_s = IDLE_FIRST_S
         while not self._left:
-            self.world.intake.news.clear()
+            self.world.mailbox_server.wakeup.clear()
             # Always both: commands queue up, and the own work of a role must not wait for them.
             if self.execute_one(0.0) | self._look_after():
                 idle_s = IDLE_FIRST_S
             elif not self._left:
-                self.world.intake.news.wait(idle_s)
+                self.world.mailbox_server.wakeup.wait(idle_s)
                 busy = any(role.busy for role in self.roles.values())
                 idle_s = min(BUSY_MOST_S if busy else IDLE_MOST_S, idle_s * 2)
 
@@ -150,7 +150,7 @@ class Worker:
             self.emit(Lost(ended.sender, ended.why))
         for name, role in self.roles.items():
             with self._reporting(0, f"the work of its {name} role"):
-                happened |= role.look_after()
+                happened |= role.poll()
         return happened
 
     @contextlib.contextmanager
@@ -197,10 +197,10 @@ class Worker:
 
     def _build_group(self, command: BuildGroup, seq: int) -> Done:
         build = self.world.group if command.replica is None else self.world.weights_group
-        fabric = TransferGroup(build(command.name, command.ranks, command.epoch), tuple(command.ranks))
-        self.fabrics[command.name] = fabric
+        transfer_group = TransferGroup(build(command.name, command.ranks, command.epoch), tuple(command.ranks))
+        self.transfer_groups[command.name] = transfer_group
         if command.replica is not None:
-            self._publishing.open(fabric, command.replica)
+            self._publishing.open(transfer_group, command.replica)
         return Done(seq)
 
     def _ask(self, command: Ask, seq: int) -> Done:

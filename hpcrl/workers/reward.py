@@ -41,7 +41,7 @@ class RewardRole:
     def busy(self) -> bool:
         return self._pool.pending > 0 or bool(self._arrived)
 
-    def look_after(self) -> bool:
+    def poll(self) -> bool:
         arrived = self._worker.world.mailbox.receive(Response)
         self._arrived += map(_item, arrived)
         self._sort()

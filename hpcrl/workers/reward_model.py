@@ -52,7 +52,7 @@ class RewardModelRole:
         self._waiting: deque[tuple[Question, list[int]]] = deque()
         self._load = Load("reward_model", config.max_requests)
         most = config.max_requests
-        self._service = Service(world.address, world.token, {PATH: ScoreRequest}, most, world.intake.news.set)
+        self._service = Service(world.address, world.token, {PATH: ScoreRequest}, most, world.mailbox_server.wakeup.set)
         self.url = self._service.url
 
     @property
@@ -62,7 +62,7 @@ class RewardModelRole:
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
         return {}
 
-    def look_after(self) -> bool:
+    def poll(self) -> bool:
         for question in self._service.take():
             try:
                 self._waiting.append((question, self._tokens(question.asked)))

@@ -25,7 +25,7 @@ class Role(Protocol):
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
         """Command type -> handler(command, seq)."""
 
-    def look_after(self) -> bool:
+    def poll(self) -> bool:
         """Advance asynchronous work without blocking; returns whether anything happened."""
 
     def close(self) -> None:
@@ -57,7 +57,7 @@ class Rank(Protocol):
     model_path: Path
     run_dir: Path
     batches: dict[int, Batch]
-    fabrics: dict[str, TransferGroup]
+    transfer_groups: dict[str, TransferGroup]
     roles: dict[str, Role]
     services: dict[str, list[str]]
 

@@ -20,9 +20,9 @@ import msgspec
 
 from hpcrl.rewards.services import LOAD_HEADER
 
-MOST_BYTES = 8 << 20
+MAX_BYTES = 8 << 20
 """Largest request; the four texts that a judge sees, at their largest, are 4 MiB of ASCII."""
-MOST_CONNECTIONS = 2048
+MAX_CONNECTIONS = 2048
 READ_S = 30.0
 """Time for the next bytes of a request."""
 LOOK_S = 0.5
@@ -104,8 +104,8 @@ class Service:
         length = given.get("Content-Length", "")
         if not length.isdecimal():
             return _error(411, "a request needs a Content-Length")
-        if int(length) > MOST_BYTES:
-            return _error(413, f"a request has at most {MOST_BYTES} bytes")
+        if int(length) > MAX_BYTES:
+            return _error(413, f"a request has at most {MAX_BYTES} bytes")
         body = read(int(length))
         if len(body) < int(length):
             return None
@@ -134,7 +134,7 @@ class _Server(http.server.ThreadingHTTPServer):
 
     def __init__(self, at: tuple[str, int], service: Service):
         self.service = service
-        self._room = threading.Semaphore(MOST_CONNECTIONS)
+        self._room = threading.Semaphore(MAX_CONNECTIONS)
         super().__init__(at, _Handler)
 
     def server_bind(self) -> None:

@@ -63,7 +63,7 @@ GENERATOR = RoleSpec(
     holds_model=True,
     forms_replicas=True,
     peers=("trainer", "generator", "reference", "critic", "reward", "env"),
-    least_ranks=lambda config: config.rollout.min_replicas,
+    min_ranks=lambda config: config.rollout.min_replicas,
     imports=_tokenizer,
 )
 
@@ -101,7 +101,7 @@ def _serving(role: str) -> dict[str, Any]:
         "holds_model": True,
         "serves": True,
         "peers": ("reward",),
-        "least_ranks": lambda config: config.layout.of(role).min_ranks,
+        "min_ranks": lambda config: config.layout.of(role).min_ranks,
     }
 
 
@@ -126,7 +126,7 @@ REWARD = RoleSpec(
     make="hpcrl.workers.reward:RewardRole",
     needed=_generates,
     peers=("generator", "judge", "reward_model"),
-    least_ranks=lambda config: config.layout.reward.min_ranks,
+    min_ranks=lambda config: config.layout.reward.min_ranks,
 )
 
 ENV = RoleSpec(
@@ -134,6 +134,6 @@ ENV = RoleSpec(
     make="hpcrl.workers.env:EnvRole",
     needed=lambda config: _generates(config) and bool(config.envs),
     peers=("generator",),
-    least_ranks=lambda config: config.layout.env.min_ranks,
+    min_ranks=lambda config: config.layout.env.min_ranks,
     imports=_tokenizer,
 )

@@ -27,7 +27,7 @@ from hpcrl.workers.generator import GeneratorRole
 from hpcrl.workers.role import Role
 from hpcrl.workers.trainer import EngineRole
 
-TURNS: dict[type, str] = {
+PHASE_OF: dict[type, str] = {
     Logprobs: "train",
     TrainStep: "train",
     LoadReference: "train",
@@ -46,7 +46,7 @@ TRAIN_ROLES = ("trainer", "critic", "reference")
 """Roles with a training engine."""
 
 
-class Turns:
+class TimeSharing:
     """On a rank with a training engine and a generator, if the run offloads (hpcrl.planner.memory.shares_device).
 
     The generator is built in its own turn: its engine may take a share of the GPU at once, which must be free.
@@ -66,7 +66,7 @@ class Turns:
                 for engine in engines.values():
                     engine.offload(weights=not self._shares_weights)
             return
-        turn = TURNS.get(type(command), self._turn)
+        turn = PHASE_OF.get(type(command), self._turn)
         if turn == self._turn or not engines or "generator" not in self._roles:
             return
         generator = cast(GeneratorRole, self._roles["generator"]).engine

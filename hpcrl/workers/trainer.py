@@ -70,14 +70,14 @@ class EngineRole:
         engine: TrainEngine = make(config, model_path, total_steps, self.trainable)
         return engine
 
-    def look_after(self) -> bool:
+    def poll(self) -> bool:
         return False
 
     def close(self) -> None:
         return None
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
-        return {LoadRollouts: self._load_rollouts, BroadcastBatch: self._pass_on}
+        return {LoadRollouts: self._load_rollouts, BroadcastBatch: self._broadcast}
 
     def _load_rollouts(self, command: LoadRollouts, seq: int) -> Done:
         stored = RolloutReader(command.run_dir, provisional=True).batch(command.step)
@@ -102,13 +102,13 @@ class EngineRole:
         self.engine.export_hf(Path(command.folder))
         return Done(seq)
 
-    def _pass_on(self, command: BroadcastBatch, seq: int) -> Done:
+    def _broadcast(self, command: BroadcastBatch, seq: int) -> Done:
         batches, field = self._worker.batches, command.field
         given: dict[str, Tensor] = {}
         if self._ranks.is_head:
             batch = batches[command.batch]
             given = {field: getattr(batch, field)} if field else {"cu_seqlens": batch.cu_seqlens, **batch.columns}
-        passed = self._ranks.pass_on(given)
+        passed = self._ranks.broadcast(given)
         if field:
             setattr(batches[command.batch], field, passed[field])
         elif not self._ranks.is_head:
@@ -161,7 +161,7 @@ class TrainerRole(EngineRole):
     def _advantages(self, command: Advantages, seq: int) -> Done:
         batch, estimator = self._worker.batches[command.batch], self._algorithm.estimator
         assert estimator is not None, "a pipeline without rewards asks for no advantages"
-        self._algorithm.take(command.numbers)
+        self._algorithm.take(command.coefficients)
         table = _gather_rewards(batch, self._ranks, command.domains)
         own = _fill_advantages(estimator, batch, table, self._ranks)
         own |= self._algorithm.objective.prepare(batch, self._ranks.all_sum)
@@ -173,7 +173,7 @@ class TrainerRole(EngineRole):
         return Done(seq, stats=stats | own, weights=weights)
 
     def _train_step(self, command: TrainStep, seq: int) -> Done:
-        self._algorithm.take(command.numbers)
+        self._algorithm.take(command.coefficients)
         stats = self.engine.train_step(
             self._worker.batches[command.batch],
             command.micro_batches,

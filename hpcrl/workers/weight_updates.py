@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcrl.comm.transfer import TransferGroup
-from hpcrl.comm.weight_checksums import LoadedSums, add_sums, held_sums
+from hpcrl.comm.weight_checksums import LoadedSums, add_sums, shard_checksums
 from hpcrl.comm.weight_plan import arriving_dtype
 from hpcrl.comm.weight_transfer import Channel, Receiving, Schedule, Sending, connect, receive_layout, send_layout
 from hpcrl.engines.gen.generation_engine import ReadsBackWeights
@@ -40,25 +40,25 @@ class WeightUpdate:
         self._receiving: Receiving | None = None
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
-        return {UpdateWeights: self._pull}
+        return {UpdateWeights: self._update_weights}
 
-    def open(self, fabric: TransferGroup, number: int) -> None:
+    def open(self, transfer_group: TransferGroup, number: int) -> None:
         """Connect the trainers and a replica, and tell it the layout of the weights. Called by all ranks of the group,
         after their roles are built."""
         rank, trainers = self._worker.world.rank, self._worker.layout.ranks["trainer"]
         replica = self._worker.layout.replicas[number]
-        connect(fabric.group, fabric.ranks, rank, trainers, replica)
+        connect(transfer_group.group, transfer_group.ranks, rank, trainers, replica)
         if rank in trainers:
             engine = cast(TrainerRole, self._worker.roles["trainer"]).engine
             layout = [held.of(trainers) for held in engine.weight_layout()]
             if rank == trainers[0]:
-                send_layout(fabric.group, fabric.ranks, layout, set(replica) - set(trainers))
+                send_layout(transfer_group.group, transfer_group.ranks, layout, set(replica) - set(trainers))
         else:
-            layout = receive_layout(fabric.group, fabric.ranks, trainers[0])
+            layout = receive_layout(transfer_group.group, transfer_group.ranks, trainers[0])
         needs = dict(zip(replica, self._needs(layout), strict=True))
-        self._channels[number] = Channel(fabric.group, fabric.ranks, layout, needs)
+        self._channels[number] = Channel(transfer_group.group, transfer_group.ranks, layout, needs)
 
-    def _pull(self, command: UpdateWeights, seq: int) -> Done:
+    def _update_weights(self, command: UpdateWeights, seq: int) -> Done:
         if self._worker.layout.generates_on_trainers:
             self._gather(command.version)
             return Done(seq)
@@ -84,7 +84,7 @@ class WeightUpdate:
         for _ in named:  # a collective
             pass
         if self._worker.config.check_weights:
-            sums = held_sums(rank, held, needs, engine.local_shards())
+            sums = shard_checksums(rank, held, needs, engine.local_shards())
             dist.all_reduce(sums)
             if loaded is not None:
                 self._compare(loaded, sums[index], version)
@@ -122,7 +122,7 @@ class WeightUpdate:
         if self._schedule is not None:
             engine = cast(TrainerRole, self._worker.roles["trainer"]).engine
             held = self._schedule.layout
-            sums = held_sums(rank, held, self._needs(held), engine.local_shards())
+            sums = shard_checksums(rank, held, self._needs(held), engine.local_shards())
         for number in replicas:
             if number in self._channels:
                 try:

@@ -41,11 +41,11 @@ def test_the_kl_coefficients_follow_the_target(kl: float, factor: float) -> None
 
 def test_the_entropy_bonus_follows_the_target() -> None:
     config = GRPO(entropy_target=0.5, entropy_coef_step=0.1)
-    numbers: dict[str, float] = {}
+    coefficients: dict[str, float] = {}
     coefs = []
     for entropy in (0.4, 0.4, 0.6, 0.4, 0.6, 0.6, 0.6, 0.6, 0.4):
-        numbers = adapted(config, numbers, told(0.0, entropy))
-        coefs.append(numbers["actor/entropy_coef"])
+        coefficients = adapted(config, coefficients, told(0.0, entropy))
+        coefs.append(coefficients["actor/entropy_coef"])
     assert coefs == pytest.approx([0.1, 0.2, 0, 0.2, 0, 0, 0, 0, 0.1])
     assert adapted(GRPO(entropy_target=0.5, entropy_loss_coef=1.0), {}, told(0, 0.4))["actor/entropy_coef"] == 1.005
 
@@ -93,8 +93,8 @@ def test_running_statistics_are_those_of_all_steps_of_the_domain() -> None:
     table = RewardTable(**{**vars(table), "domains": {"a": [9]}})
     stats = advantages(pair, batch, table)
     assert stats["domain/a/critic/running_mean"].total == pytest.approx(4.5), "1, 3, 8, 6"
-    numbers = pair.adapt(stats)
-    assert numbers["_reward_moments/count/b"] == 2, "a domain without prompts in a step keeps its statistics"
+    coefficients = pair.adapt(stats)
+    assert coefficients["_reward_moments/count/b"] == 2, "a domain without prompts in a step keeps its statistics"
 
 
 def test_statistics_of_the_batch_are_those_of_the_domain() -> None:

@@ -173,7 +173,7 @@ def test_aggregation():
     values, norms = torch.tensor([1.0, 2.0, 6.0, 4.0]), Norms(tokens=5.0, sequences=3.0)
     expected = {"token-mean": 17 / 5, "seq-mean-token-sum": 17 / 3, "seq-mean-token-mean": (3 + 8) / 3}
     for mode, result in expected.items():
-        total = (F.token_coefficients(rows, weights, mode) * values).sum() / F.denominator(norms, mode)
+        total = (F.token_weights(rows, weights, mode) * values).sum() / F.denominator(norms, mode)
         close(total, result)
     assert F.denominator(Norms(0.0, 0.0), "token-mean") == 1.0
 

@@ -13,10 +13,12 @@ from tests.algorithms.test_invariance import together
 def test_the_largest_of_all_ranks_are_those_of_a_sort(count: int) -> None:
     values = torch.cat([torch.randn(90, generator=torch.Generator().manual_seed(1)), torch.zeros(20), -torch.zeros(10)])
     values[:4] = torch.tensor([3e38, -3e38, 1e-30, -1e-30])
-    numbers = torch.randperm(120, generator=torch.Generator().manual_seed(2)) * 1000
-    order = sorted(range(120), key=lambda i: (values[i].item(), numbers[i].item()), reverse=True)
+    coefficients = torch.randperm(120, generator=torch.Generator().manual_seed(2)) * 1000
+    order = sorted(range(120), key=lambda i: (values[i].item(), coefficients[i].item()), reverse=True)
     parts = [torch.arange(0, 50), torch.arange(0), torch.arange(50, 120)]
-    chosen = together(parts, lambda part, all_sum: largest(values[part], numbers[part], count, all_sum).nonzero()[:, 0])
+    chosen = together(
+        parts, lambda part, all_sum: largest(values[part], coefficients[part], count, all_sum).nonzero()[:, 0]
+    )
     found = [int(part[place]) for part, places in zip(parts, chosen, strict=True) for place in places]
     assert sorted(found) == sorted(order[:count])
 
@@ -24,9 +26,9 @@ def test_the_largest_of_all_ranks_are_those_of_a_sort(count: int) -> None:
 def test_numbers_of_tokens_follow_from_sample_and_place() -> None:
     samples = torch.arange(500) * (1 << 24)
     rows = torch.arange(500).repeat_interleave(40)
-    numbers = token_numbers(rows, samples)
-    assert len(numbers.unique()) > 19_980 and int(numbers.min()) >= 0 and int(numbers.max()) < 2**31
-    shares = (numbers.view(500, 40) < 2**30).float()
+    coefficients = token_numbers(rows, samples)
+    assert len(coefficients.unique()) > 19_980 and int(coefficients.min()) >= 0 and int(coefficients.max()) < 2**31
+    shares = (coefficients.view(500, 40) < 2**30).float()
     assert abs(shares.mean() - 0.5) < 0.02 and shares.mean(0).std() < 0.05 and shares.mean(1).std() < 0.11
     alone = token_numbers(torch.zeros(40, dtype=torch.int64), samples[7:8])
-    assert alone.tolist() == numbers.view(500, 40)[7].tolist()
+    assert alone.tolist() == coefficients.view(500, 40)[7].tolist()

@@ -60,12 +60,12 @@ def join_pair(rank: int, folder: Path) -> tuple[World, TransferGroup]:
 
 def run_peer(folder: Path) -> None:
     """Answers commands as a rank does, until it is told to leave."""
-    world, fabric = join_pair(PEER, folder)
+    world, transfer_group = join_pair(PEER, folder)
     while (message := world.commands.get(TIMEOUT_S)) is not None:
         _, seq, command = message
         match command:
             case TransferRollouts():
-                [(_, packed)] = fabric.exchange(PEER, command.moves, TOKEN_FIELDS, [], pick=lambda samples: {})
+                [(_, packed)] = transfer_group.exchange(PEER, command.moves, TOKEN_FIELDS, [], pick=lambda samples: {})
                 world.sender.send(CONTROLLER_QUEUE, Done(seq, texts=[str(checksum(packed))]))
             case DropBatch():
                 world.sender.send(CONTROLLER_QUEUE, Done(seq))
@@ -77,7 +77,7 @@ def measure_hpcrl(calls: int, moves: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         peer = subprocess.Popen([sys.executable, "-m", "tests.bench.control", "--peer", folder], cwd=ROOT)
         try:
-            world, fabric = join_pair(SENDER, Path(folder))
+            world, transfer_group = join_pair(SENDER, Path(folder))
             rollouts = make_rollouts()
             expected = str(checksum(pack(rollouts)))
 
@@ -104,7 +104,7 @@ def measure_hpcrl(calls: int, moves: int) -> dict[str, float]:
                     forms=True,
                 )
                 world.sender.send(rank_queue(PEER), command)
-                fabric.exchange(SENDER, MOVES, TOKEN_FIELDS, [], pick)
+                transfer_group.exchange(SENDER, MOVES, TOKEN_FIELDS, [], pick)
                 assert answer().texts == [expected]
 
             result = {"call_ms": p50_ms(call, calls // 10, calls), "move_ms": p50_ms(move, 3, moves)}

@@ -81,10 +81,10 @@ def train_steps(loop: RolloutLoop, capacities: dict[int, int], in_flight: int, s
 
     for version in range(steps):
         scheduler.begin_step(version, need)
-        harvest = loop.drive(scheduler, known, draw, SAMPLING)
-        loop.forget(harvest.groups)
-        trained += [sample.id for group in harvest.groups for sample in group.samples]
-        for end in scheduler.settled():
+        collected = loop.collect(scheduler, known, draw, SAMPLING)
+        loop.forget(collected.groups)
+        trained += [sample.id for group in collected.groups for sample in group.samples]
+        for end in scheduler.ended_prompts():
             del known[end.uid]
     assert len(trained) == len(set(trained)) == steps * need * GROUP_SIZE, "a sample trained twice or never"
     return {"trained": len(trained), "prompts_on_their_way": len(known)}
@@ -158,9 +158,9 @@ def connected(num_ranks: int, in_flight: int, steps: int) -> dict[str, Any]:
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         store = queues.serve("127.0.0.1", 60.0)
-        intake = MailboxServer("127.0.0.1", KEY)
-        inbox = queues.Inbox(intake.queue(CONTROLLER_QUEUE), CONTROLLER_QUEUE, KEY, m.Event)
-        intake.publish(store, 0)
+        mailbox_server = MailboxServer("127.0.0.1", KEY)
+        inbox = queues.Inbox(mailbox_server.queue(CONTROLLER_QUEUE), CONTROLLER_QUEUE, KEY, m.Event)
+        mailbox_server.publish(store, 0)
         sender = queues.Sender(Dialer(store, KEY, 0, 60.0, 60.0), KEY, 0)
         controller = make_controller(folder, sender, inbox, num_ranks + 1)
         controller._hosts[0] = "here"

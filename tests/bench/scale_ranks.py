@@ -34,18 +34,18 @@ class Script:
         self._rate = 1.0 / mean_bursts
         self._ends: list[tuple[int, int, int]] = []  # heap of (burst, sample, burst it began at)
         self._begun: dict[int, int] = {}
-        self._burst = 0
+        self._decode_chunk = 0
 
     def admit(self, command: m.Admit) -> None:
         for sample, _ in command.samples:
             bursts = 1 + int(self._draw.expovariate(self._rate))
-            self._begun[sample] = self._burst
-            heapq.heappush(self._ends, (self._burst + bursts, sample, self._burst))
+            self._begun[sample] = self._decode_chunk
+            heapq.heappush(self._ends, (self._decode_chunk + bursts, sample, self._decode_chunk))
 
     def burst(self, seq: int, num_tokens: int, seconds: float) -> m.DecodeChunkDone:
-        self._burst += 1
+        self._decode_chunk += 1
         tokens, ended = num_tokens * len(self._begun), []
-        while self._ends and self._ends[0][0] <= self._burst:
+        while self._ends and self._ends[0][0] <= self._decode_chunk:
             _, sample, begun = heapq.heappop(self._ends)
             if self._begun.get(sample) == begun:
                 ended.append(self._end(sample, num_tokens, "stop"))
@@ -55,7 +55,7 @@ class Script:
         return m.DecodeChunkDone(seq, [self._end(i, 1, "abort") for i in samples if i in self._begun], [], 0, 0.0)
 
     def _end(self, sample: int, num_tokens: int, reason: str) -> m.Ended:
-        tokens = num_tokens * (self._burst - self._begun.pop(sample))
+        tokens = num_tokens * (self._decode_chunk - self._begun.pop(sample))
         return m.Ended(sample, PROMPT_TOKENS + tokens, tokens, reason)
 
     def jitter(self) -> float:
@@ -197,18 +197,18 @@ def serve_ranks(port: int, ranks: list[int], mean_bursts: int) -> None:
     """Play these ranks until they are told to leave: a thread each; they share an intake, and have connections of
     their own to the controller."""
     threading.stack_size(1 << 18)
-    store, intake = queues.connect("127.0.0.1", port, 60.0), MailboxServer("127.0.0.1", KEY)
-    threads = [threading.Thread(target=_serve, args=(store, intake, rank, mean_bursts)) for rank in ranks]
+    store, mailbox_server = queues.connect("127.0.0.1", port, 60.0), MailboxServer("127.0.0.1", KEY)
+    threads = [threading.Thread(target=_serve, args=(store, mailbox_server, rank, mean_bursts)) for rank in ranks]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
 
 
-def _serve(store: TCPStore, intake: MailboxServer, rank: int, mean_bursts: int) -> None:
+def _serve(store: TCPStore, mailbox_server: MailboxServer, rank: int, mean_bursts: int) -> None:
     queue = rank_queue(rank)
-    inbox = queues.Inbox(intake.queue(queue), queue, KEY, m.Command)
-    intake.publish(store, rank)
+    inbox = queues.Inbox(mailbox_server.queue(queue), queue, KEY, m.Command)
+    mailbox_server.publish(store, rank)
     sender, script = queues.Sender(Dialer(store, KEY, rank, 60.0, 60.0), KEY, rank), Script(rank, mean_bursts)
     sender.send(CONTROLLER_QUEUE, m.Joined("here", rank))
     while (message := inbox.get(60.0)) is not None:

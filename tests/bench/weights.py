@@ -41,10 +41,10 @@ from hpcrl.cluster.layout import RoleLayout
 from hpcrl.comm import weight_transfer
 from hpcrl.comm.weight_transfer import Channel, Receiving, Schedule, Sending
 from hpcrl.config import parse
-from hpcrl.engines.train.fsdp2.weights import whole_copy
+from hpcrl.engines.train.fsdp2.weights import full_tensor
 from hpcrl.models.families import read_shape
 from hpcrl.planner.generator import update_traffic
-from hpcrl.spec.weight_layout import RequiredSlices, TensorShards, TensorSlice, everything
+from hpcrl.spec.weight_layout import RequiredSlices, TensorShards, TensorSlice, full_slice
 from tests.bench.machine import tell
 from tests.planner.models import PUBLISHED
 
@@ -80,14 +80,14 @@ def layout_of(mib: int, trainers: int, dtype: str) -> list[TensorShards]:
 
 def sliced(held: TensorShards, index: int, num_ranks: int) -> RequiredSlices:
     """As tensor-parallel engines do: rows of what goes in, columns of what comes out, all of the vectors."""
-    box: TensorSlice = everything(held.shape)
+    tensor_slice: TensorSlice = full_slice(held.shape)
     if len(held.shape) == 2 and num_ranks > 1:
         axis = int(held.name.endswith(("out", "down")))
         size = held.shape[axis] // num_ranks
-        bounds = [*box]
+        bounds = [*tensor_slice]
         bounds[axis] = (index * size, (index + 1) * size)
-        box = tuple(bounds)
-    return RequiredSlices("bfloat16", (box,))
+        tensor_slice = tuple(bounds)
+    return RequiredSlices("bfloat16", (tensor_slice,))
 
 
 class Carrying(Sending):
@@ -141,8 +141,8 @@ class Rank:
         self.receiving = Receiving(rank, next(iter(channels.values()))) if rank >= trainers else None
         channel = next(iter(channels.values()))
         first_rank = min(channel.needs)
-        boxes = [box for need in channel.needs[first_rank] for box in need.boxes]
-        self.received = sum(2 * torch.Size([b - a for a, b in box]).numel() for box in boxes)
+        slices = [tensor_slice for need in channel.needs[first_rank] for tensor_slice in need.slices]
+        self.received = sum(2 * torch.Size([b - a for a, b in tensor_slice]).numel() for tensor_slice in slices)
         self.works = {
             "plain": self._broadcast,
             "copies": self._transfer(still),
@@ -164,10 +164,10 @@ class Rank:
             return send
         receiving = Receiving(self.rank, next(iter(channels.values())))
         needs = receiving.channel.needs[self.rank]
-        boxes = {held.name: need.boxes[0] for held, need in zip(self.layout, needs, strict=True)}
+        slices = {held.name: need.slices[0] for held, need in zip(self.layout, needs, strict=True)}
 
         def receive() -> None:
-            named = ((name, tensor[tuple(slice(*b) for b in boxes[name])]) for name, tensor in receiving.tensors())
+            named = ((name, tensor[tuple(slice(*b) for b in slices[name])]) for name, tensor in receiving.tensors())
             self._load(named, copies)
 
         return receive
@@ -176,7 +176,7 @@ class Rank:
         def full() -> Iterator[tuple[str, Tensor]]:
             for held, shard in zip(self.layout, self.shards, strict=True):
                 sharded = DTensor.from_local(shard, self.mesh, [Shard(0)], run_check=False)
-                yield held.name, whole_copy(sharded, torch.bfloat16)
+                yield held.name, full_tensor(sharded, torch.bfloat16)
 
         self._load(full(), load)
 

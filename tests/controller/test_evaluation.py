@@ -9,7 +9,7 @@ import pytest
 from hpcrl.controller.evaluation import Evaluation, _folder_name, _score_stats
 from hpcrl.rollout.loop import CollectedRollouts
 from hpcrl.rollout.scheduling.events import DoneSample, Group
-from hpcrl.rollout.types import MAX_HELD_OUT, FinishReason, Sizes, held_out_uid, make_sample_id
+from hpcrl.rollout.types import MAX_VALIDATION_ROWS, FinishReason, Sizes, make_sample_id, validation_uid
 
 pytestmark = pytest.mark.usefixtures("console")
 
@@ -17,23 +17,27 @@ pytestmark = pytest.mark.usefixtures("console")
 def test_rewards_that_could_not_be_computed_are_told_beside_the_score() -> None:
     """They are worth 0: a score of 0 may be the model's fault or the reward's."""
     scored = [(1.0, ""), (0.0, ""), (0.0, "the reward function raised KeyError")]
-    uids = [held_out_uid(4, row) for row in range(len(scored))]
+    uids = [validation_uid(4, row) for row in range(len(scored))]
     samples = [
         DoneSample(make_sample_id(uid, 0, 0), 1, 5, FinishReason.STOP, score, score, error)
         for uid, (score, error) in zip(uids, scored, strict=True)
     ]
     groups = [Group(uid, 0, 0, (sample,)) for uid, sample in zip(uids, samples, strict=True)]
-    harvest = CollectedRollouts(groups, {sample.id: Sizes(9, 5) for sample in samples})
-    stats = _score_stats("val", harvest, ["a", "a", "a"])
+    collected = CollectedRollouts(groups, {sample.id: Sizes(9, 5) for sample in samples})
+    stats = _score_stats("val", collected, ["a", "a", "a"])
     assert (stats["val/score/*"].total, stats["val/score/*"].count) == (1.0, 3)
     assert stats["val/score_errors"].total == 1 and "val/a/score" not in stats
-    stats = _score_stats("val", harvest, ["a", "b", "a"])
+    stats = _score_stats("val", collected, ["a", "b", "a"])
     assert [(stats[f"val/{name}/score"].total, stats[f"val/{name}/score"].count) for name in "ab"] == [(1, 2), (0, 1)]
 
 
 def test_held_out_prompts_have_numbers_of_their_own_in_every_evaluation() -> None:
-    uids = {held_out_uid(evaluation, row) for evaluation in (0, 1, 2, 9, 262_143) for row in (0, 1, MAX_HELD_OUT - 1)}
-    assert len(uids) == 15 and held_out_uid(262_144, 3) == held_out_uid(0, 3)
+    uids = {
+        validation_uid(evaluation, row)
+        for evaluation in (0, 1, 2, 9, 262_143)
+        for row in (0, 1, MAX_VALIDATION_ROWS - 1)
+    }
+    assert len(uids) == 15 and validation_uid(262_144, 3) == validation_uid(0, 3)
     assert make_sample_id(max(uids), 0, 0) < 1 << 63
 
 

@@ -20,7 +20,7 @@ from hpcrl.controller.rollouts import Rollouts
 from hpcrl.data import PromptSource
 from hpcrl.rollout.loop import RolloutLoop
 from hpcrl.rollout.store import RolloutReader
-from hpcrl.rollout.types import Disposition, split_sample_id
+from hpcrl.rollout.types import PromptOutcome, split_sample_id
 from hpcrl.run_folder import OWNERS, SupersededError, check_owner, open_run
 from hpcrl.system.files import steps_in
 from tests.rollout.ranks import Ranks
@@ -61,8 +61,8 @@ def make_evaluation(config: Config, ranks: Any, folder: Path) -> Evaluation:
 def make_rollouts(config: Config, ranks: Any, folder: Path, fence: Callable[[], None] = lambda: None) -> Rollouts:
     source = PromptSource(config.data, "train", Words(), config.seed, config.rollout.num_prompts)
     layout = RoleLayout.from_config(config)
-    fabric, replicas = RolloutTransfer(ranks, layout), replica_capacity(config, layout)
-    return Rollouts(make_loop(config, ranks), fabric, replicas, config, source, folder, fence)
+    transfer_group, replicas = RolloutTransfer(ranks, layout), replica_capacity(config, layout)
+    return Rollouts(make_loop(config, ranks), transfer_group, replicas, config, source, folder, fence)
 
 
 def test_truncation_is_that_of_training_at_its_temperature_alone(tmp_path: Path) -> None:
@@ -102,9 +102,9 @@ def test_the_rewards_of_filtered_groups_are_recorded(tmp_path: Path) -> None:
     rollouts = make_rollouts(config, Ranks(score=score), tmp_path)
     batch = rollouts.next(1)
     rollouts.store(batch, cast(Any, SimpleNamespace(write_rollouts=lambda *_: lambda: None)))
-    records = {record.uid: record for record in RolloutReader(tmp_path, provisional=True).dispositions()}
-    assert {uid: (r.disposition, r.rewards) for uid, r in records.items()} == {
-        uid: (Disposition.FILTERED, (1.0, 1.0)) if uid % 3 == 0 else (Disposition.TRAINED, (1.0, 0.0))
+    records = {record.uid: record for record in RolloutReader(tmp_path, provisional=True).outcomes()}
+    assert {uid: (r.outcome, r.rewards) for uid, r in records.items()} == {
+        uid: (PromptOutcome.FILTERED, (1.0, 1.0)) if uid % 3 == 0 else (PromptOutcome.TRAINED, (1.0, 0.0))
         for uid in range(6)
     }
 

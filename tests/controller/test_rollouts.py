@@ -16,7 +16,7 @@ from hpcrl.data import PromptSource
 from hpcrl.rollout.scheduling.events import Decoded, Generate, Rewarded
 from hpcrl.rollout.scheduling.policies import SchedulerConfig
 from hpcrl.rollout.scheduling.scheduler import RolloutExhausted, RolloutScheduler
-from hpcrl.rollout.types import Disposition, FinishReason, Prompt, split_sample_id
+from hpcrl.rollout.types import FinishReason, Prompt, PromptOutcome, split_sample_id
 from tests.rollout.ranks import Ranks
 from tests.rollout.test_loop import GENERATOR, SAMPLING, draw_from, make_loop, prompts
 
@@ -43,9 +43,9 @@ def test_a_domain_may_have_filters_of_its_own() -> None:
     kinds = {uid: "code" if uid % 2 else "maths" for uid in range(100)}
     scheduler = RolloutScheduler(config, {GENERATOR: 64}, kinds.__getitem__)
     scheduler.begin_step(0, 5)
-    harvest = make_loop(Ranks()).drive(scheduler, {}, draw_from(prompts()), SAMPLING)
-    assert [kinds[group.uid] for group in harvest.groups] == ["code"] * 5
-    assert {end.reason for end in scheduler.settled() if kinds[end.uid] == "maths"} == {"std"}
+    collected = make_loop(Ranks()).collect(scheduler, {}, draw_from(prompts()), SAMPLING)
+    assert [kinds[group.uid] for group in collected.groups] == ["code"] * 5
+    assert {end.reason for end in scheduler.ended_prompts() if kinds[end.uid] == "maths"} == {"std"}
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -60,18 +60,18 @@ def test_every_batch_has_its_shares_though_prompts_are_filtered(tmp_path: Path, 
     loop, rollouts._records = make_loop(Ranks(score=two_in_five_filtered), deterministic), []
     for step in range(30):
         rollouts.scheduler.begin_step(step, 10)
-        harvest = loop.drive(rollouts.scheduler, rollouts._prompts, rollouts._draw, SAMPLING)
-        domains = Counter(rollouts._prompts[group.uid].domain for group in harvest.groups)
+        collected = loop.collect(rollouts.scheduler, rollouts._prompts, rollouts._draw, SAMPLING)
+        domains = Counter(rollouts._prompts[group.uid].domain for group in collected.groups)
         assert domains == {"maths": 4, "code": 3, "gym": 2, "essays": 1}
         rollouts._record()
-    counts = Counter(record.disposition for record in rollouts._records)
-    assert counts[Disposition.TRAINED] == 300 and counts[Disposition.FILTERED] > 150
+    counts = Counter(record.outcome for record in rollouts._records)
+    assert counts[PromptOutcome.TRAINED] == 300 and counts[PromptOutcome.FILTERED] > 150
 
 
 class Loop:
     """Generates at once; the responses to a prompt of the domain `hard` all have reward 0, others differ."""
 
-    def drive(
+    def collect(
         self,
         scheduler: RolloutScheduler,
         prompts: dict[int, Prompt],

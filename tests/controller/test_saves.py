@@ -36,7 +36,7 @@ from hpcrl.messaging.messages import (
 )
 from hpcrl.metrics.log import MetricsLog, read_metrics
 from hpcrl.metrics.stats import scalar
-from hpcrl.rollout.held import read_held, write_held
+from hpcrl.rollout.pending import read_pending, write_pending
 from hpcrl.rollout.types import FinishReason, Sample
 from hpcrl.run_folder import OWNERS, SupersededError, close_run, open_run
 from hpcrl.system.files import steps_in
@@ -124,10 +124,10 @@ class Ranks:
     def _generator(self, rank: int, command: Command) -> Done:
         match command:
             case SavePending():
-                files = seal_files(Path(command.folder), [write_held(Path(command.folder), rank, self.waiting)])
+                files = seal_files(Path(command.folder), [write_pending(Path(command.folder), rank, self.waiting)])
                 return Done(0, files=[(entry.path, entry.size, entry.sha256) for entry in files])
             case LoadPending():
-                self.held_again[rank] = read_held(Path(command.folder), command.files, command.samples)
+                self.held_again[rank] = read_pending(Path(command.folder), command.files, command.samples)
         return Done(0)
 
 
@@ -189,7 +189,7 @@ def test_responses_that_wait_to_be_trained_are_part_of_it(tmp_path: Path, ranks:
     manifest = find_latest(tmp_path / "checkpoints").manifest
     assert manifest is not None
     sealed = [entry.path for entry in manifest.files]  # so that damage is noticed
-    assert [name for name in sealed if name.startswith("held")] == ["held_rank0003.safetensors"]
+    assert [name for name in sealed if name.startswith("pending")] == ["pending_rank0003.safetensors"]
     make(tmp_path, ranks).restore()
     assert sorted(ranks.held_again) == [3, 4], "every rank of the replica"
     for again in ranks.held_again.values():

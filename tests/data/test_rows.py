@@ -19,7 +19,7 @@ from hpcrl.data.rows import MAX_ROW_BYTES, RowSet, domain_shares
 from hpcrl.data.tasks import GeneratedTask
 from hpcrl.messaging.queues import MAX_MESSAGE_BYTES
 from hpcrl.rollout.admission import admissions
-from hpcrl.rollout.types import Disposition, make_sample_id
+from hpcrl.rollout.types import PromptOutcome, make_sample_id
 
 USER = [{"role": "user", "content": "2+2?"}]
 
@@ -194,7 +194,7 @@ def test_a_row_that_cannot_be_used_at_run_time_costs_itself(tokenizer, monkeypat
     source = PromptSource(DataConfig(train="task:add", shuffle=False), "train", tokenizer, seed=0, batch_size=2)
     assert [source.next().row for _ in range(3)] == [0, 2, 3]
     (lost,) = source.take_dropped()
-    assert (lost.row, lost.disposition, lost.domain) == (1, Disposition.FAILED, "add")
+    assert (lost.row, lost.outcome, lost.domain) == (1, PromptOutcome.FAILED, "add")
     assert lost.reason.startswith("task:add[1]: 16.0 MiB of answer")
 
 

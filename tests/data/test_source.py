@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hpcrl.config import DataConfig, DataSource
 from hpcrl.data import PromptSource, epoch_order
 from hpcrl.data.chat import encode, plain, render
-from hpcrl.rollout.types import Disposition, Prompt
+from hpcrl.rollout.types import Prompt, PromptOutcome
 
 DOMAINS = {"a": 5, "b": 3, "c": 4}
 SHORT = 10  # tokens: the longer half of the prompts below has more
@@ -106,9 +106,9 @@ def test_resume_continues_exactly(tokenizer, tmp_path_factory, data):
         first.next()
         if n < stop // 2:
             taken += first.take_dropped()
-    open_uids = first.dispositions.open_uids
+    open_uids = first.ledger.open_uids
     for uid in open_uids[::2]:
-        first.dispositions.settle(uid, Disposition.TRAINED)
+        first.ledger.close_prompt(uid, PromptOutcome.TRAINED)
     second = source(tokenizer, config)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert [second.next() for _ in range(30)] == expected[stop:]
@@ -117,7 +117,7 @@ def test_resume_continues_exactly(tokenizer, tmp_path_factory, data):
         assert second.prompt(uid) == by_uid[uid]
     dropped = whole.take_dropped()
     assert taken + second.take_dropped() == dropped and bool(dropped) == (limit == SHORT)
-    counts = second.dispositions.counts()
+    counts = second.ledger.counts()
     assert (counts["too_long"], counts["trained"]) == (len(dropped), len(open_uids[::2]))
 
 
@@ -132,7 +132,7 @@ def test_what_is_filtered_is_replaced_from_its_own_domain_also_after_a_resume(to
             for prompt in waiting:
                 seen += 1
                 filtered = seen % 3 == 0
-                prompts.dispositions.settle(prompt.uid, Disposition.FILTERED if filtered else Disposition.TRAINED)
+                prompts.ledger.close_prompt(prompt.uid, PromptOutcome.FILTERED if filtered else PromptOutcome.TRAINED)
                 if filtered:
                     prompts.replace(prompt.domain)
                 else:
@@ -191,10 +191,10 @@ def test_long_prompts_are_dropped_and_counted(tokenizer, write_jsonl):
         (0, 0, 0), (3, 3, 0), (4, 0, 1), (7, 3, 1),
     ]  # fmt: skip
     dropped = prompts.take_dropped()
-    assert [(d.uid, d.row, d.disposition) for d in dropped] == [
+    assert [(d.uid, d.row, d.outcome) for d in dropped] == [
         (1, 1, "too_long"), (2, 2, "too_long"), (5, 1, "too_long"), (6, 2, "too_long"),
     ]  # fmt: skip
-    assert dropped[0].reason.endswith(" tokens") and prompts.dispositions.open_uids == [0, 3, 4, 7]
+    assert dropped[0].reason.endswith(" tokens") and prompts.ledger.open_uids == [0, 3, 4, 7]
 
 
 def test_a_dropped_prompt_is_replaced_from_its_own_domain(tokenizer, write_jsonl):
@@ -205,7 +205,7 @@ def test_a_dropped_prompt_is_replaced_from_its_own_domain(tokenizer, write_jsonl
     prompts = source(tokenizer, config, batch_size=8)
     for _ in range(5):
         assert Counter(prompts.next().domain for _ in range(8)) == {"a": 2, "b": 6}
-    assert prompts.dispositions.counts("b")["too_long"] > prompts.dispositions.counts("a")["too_long"] > 0
+    assert prompts.ledger.counts("b")["too_long"] > prompts.ledger.counts("a")["too_long"] > 0
 
 
 def test_long_prompts_are_cut_at_the_head_of_the_last_message(tokenizer, write_jsonl):
@@ -312,7 +312,7 @@ def test_evaluation_takes_the_first_rows_in_order(tokenizer, write_jsonl):
     path = long_file(write_jsonl)
     val = PromptSource(DataConfig(val=path, max_prompt_tokens=40), "val", tokenizer, seed=3, batch_size=8)
     assert [p.uid for p in val.head(5)] == [0, 3] and [p.uid for p in val.head(1)] == [0]
-    assert all(isinstance(p, Prompt) for p in val.head(2)) and val.dispositions.num_drawn == 0
+    assert all(isinstance(p, Prompt) for p in val.head(2)) and val.ledger.num_drawn == 0
 
 
 def test_a_missing_split_is_named(tokenizer):
@@ -324,8 +324,8 @@ def test_gsm8k_prompts(tokenizer, shared_data):
     prompts = source(tokenizer, DataConfig(train=str(shared_data / "gsm8k" / "train.jsonl"), max_prompt_tokens=120))
     drawn = [prompts.next() for _ in range(100)]
     assert all(len(p.token_ids) <= 120 and "####" in p.answer for p in drawn)
-    dropped = prompts.dispositions.counts()["too_long"]
-    assert dropped > 0 and prompts.dispositions.num_drawn == 100 + dropped
+    dropped = prompts.ledger.counts()["too_long"]
+    assert dropped > 0 and prompts.ledger.num_drawn == 100 + dropped
 
 
 def test_a_row_that_the_template_refuses_costs_itself(tokenizer, monkeypatch, write_jsonl):
@@ -340,7 +340,7 @@ def test_a_row_that_the_template_refuses_costs_itself(tokenizer, monkeypatch, wr
     prompts = source(tokenizer, config)
     assert [prompts.next().row for _ in range(4)] == [0, 2, 3, 0]
     (lost,) = prompts.take_dropped()
-    assert (lost.row, lost.disposition) == (1, Disposition.FAILED)
+    assert (lost.row, lost.outcome) == (1, PromptOutcome.FAILED)
     assert lost.reason == f"{path}:2: the chat template refuses the row: TemplateError: no 1"
     again = source(tokenizer, config)
     again.load_state_dict(prompts.state_dict())

@@ -378,9 +378,9 @@ def test_a_loss_is_told_to_the_controller_even_if_it_comes_up_later(node: Node) 
     endpoint = {"host": "127.0.0.1", "port": store.port, "key_file": str(key), "world": "name"}
     (world / "endpoint.tmp").write_text(json.dumps(endpoint))
     (world / "endpoint.tmp").rename(world / "endpoint.json")
-    intake = MailboxServer("127.0.0.1", key.read_bytes())
-    inbox = queues.Inbox(intake.queue(CONTROLLER_QUEUE), CONTROLLER_QUEUE, key.read_bytes(), Event)
-    intake.publish(store, 0)
+    mailbox_server = MailboxServer("127.0.0.1", key.read_bytes())
+    inbox = queues.Inbox(mailbox_server.queue(CONTROLLER_QUEUE), CONTROLLER_QUEUE, key.read_bytes(), Event)
+    mailbox_server.publish(store, 0)
     message = inbox.get(40)
     assert message is not None
     sender, _, lost = message
@@ -388,7 +388,7 @@ def test_a_loss_is_told_to_the_controller_even_if_it_comes_up_later(node: Node) 
     assert isinstance(lost, Lost)
     assert (lost.rank, lost.silent) == (1, False)
     assert lost.cause.endswith("exited with code 3")
-    intake.close()
+    mailbox_server.close()
     node.release()
     node.verdict()
 

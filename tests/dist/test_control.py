@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcrl.messaging import mailbox_server as intakes
+from hpcrl.messaging import mailbox_server as module
 from hpcrl.messaging import messages as m
 from hpcrl.messaging import queues
 from hpcrl.messaging.mailbox_server import Arrival, Arrivals, MailboxServer, Push, SenderEnded, connect
@@ -72,7 +72,7 @@ COMMANDS: list[Any] = [
     m.LoadRows(1, [0, 1]),
     m.LoadRollouts(1, "runs/a", 3, [7 << 24]),
     m.SavePending("runs/a/checkpoints/step_000002", [7 << 24]),
-    m.LoadPending("runs/a/checkpoints/step_000002", ["held_rank0002.safetensors"], [7 << 24]),
+    m.LoadPending("runs/a/checkpoints/step_000002", ["pending_rank0002.safetensors"], [7 << 24]),
     m.Logprobs(1, "reference", "ref_logprobs", [[0], [1, 2]]),
     m.SendTokens(1, "fabric", "ref_logprobs", [MOVE]),
     m.SendTokens(1, "fabric", "returns", [MOVE], "critic"),
@@ -106,32 +106,32 @@ EVENTS: list[Any] = [
     m.Lost(2, "was killed"),
 ]
 POSTS: list[Any] = [
-    m.Post([m.Response(5, "maths", "4", b"{}", "stop"), m.TurnDelta(5, b"\0\0\0\0", b"[]")]),
+    m.Post([m.Response(5, "maths", "4", b"{}", "stop"), m.Observation(5, b"\0\0\0\0", b"[]")]),
     m.Post([m.Turn(5, "maths", "", b"{}", "stop", 2, 3, 4, begins=True)]),
 ]
 
 
 @pytest.fixture
-def intake() -> Iterator[MailboxServer]:
-    intake = MailboxServer("127.0.0.1", KEY)
-    intake.queue(QUEUE)
-    yield intake
-    intake.close()
+def mailbox_server() -> Iterator[MailboxServer]:
+    mailbox_server = MailboxServer("127.0.0.1", KEY)
+    mailbox_server.queue(QUEUE)
+    yield mailbox_server
+    mailbox_server.close()
 
 
 @pytest.fixture
-def push(intake: MailboxServer) -> Push:
+def push(mailbox_server: MailboxServer) -> Push:
     """The connection of sender 0."""
-    return connect("127.0.0.1", intake.port, QUEUE, KEY, 0, 30, 30)
+    return connect("127.0.0.1", mailbox_server.port, QUEUE, KEY, 0, 30, 30)
 
 
 @pytest.fixture
-def inbox(intake: MailboxServer) -> Inbox:
-    return Inbox(intake.queue(QUEUE), QUEUE, KEY, m.Command)
+def inbox(mailbox_server: MailboxServer) -> Inbox:
+    return Inbox(mailbox_server.queue(QUEUE), QUEUE, KEY, m.Command)
 
 
-def sender_to(intake: MailboxServer, number: int = 0, key: bytes = KEY) -> Sender:
-    return Sender(lambda queue: connect("127.0.0.1", intake.port, queue, KEY, number, 30, 30), key, number)
+def sender_to(mailbox_server: MailboxServer, number: int = 0, key: bytes = KEY) -> Sender:
+    return Sender(lambda queue: connect("127.0.0.1", mailbox_server.port, queue, KEY, number, 30, 30), key, number)
 
 
 class Recorded(Sender):
@@ -164,8 +164,8 @@ def test_samples_cover_every_message() -> None:
     [(COMMANDS, m.Command), (EVENTS, m.Event), (POSTS, m.Post)],
     ids=["commands", "events", "posts"],
 )
-def test_every_message_arrives_as_it_was_sent(intake: MailboxServer, samples: list[Any], types: Any) -> None:
-    sender, inbox = sender_to(intake, 3), Inbox(intake.queue(QUEUE), QUEUE, KEY, types)
+def test_every_message_arrives_as_it_was_sent(mailbox_server: MailboxServer, samples: list[Any], types: Any) -> None:
+    sender, inbox = sender_to(mailbox_server, 3), Inbox(mailbox_server.queue(QUEUE), QUEUE, KEY, types)
     assert [sender.send(QUEUE, message) for message in samples] == list(range(1, len(samples) + 1))
     for number, message in enumerate(samples, 1):
         assert inbox.get(5) == (3, number, message)
@@ -173,9 +173,9 @@ def test_every_message_arrives_as_it_was_sent(intake: MailboxServer, samples: li
     assert inbox.refused == []
 
 
-def test_senders_and_queues_are_numbered_apart(intake: MailboxServer, inbox: Inbox) -> None:
-    other = Inbox(intake.queue("rank/2"), "rank/2", KEY, m.Command)
-    first, second = sender_to(intake, 1), sender_to(intake, -2)
+def test_senders_and_queues_are_numbered_apart(mailbox_server: MailboxServer, inbox: Inbox) -> None:
+    other = Inbox(mailbox_server.queue("rank/2"), "rank/2", KEY, m.Command)
+    first, second = sender_to(mailbox_server, 1), sender_to(mailbox_server, -2)
     got = []
     for sender in (first, second, second, first):
         sender.send(QUEUE, m.Shutdown())
@@ -185,8 +185,8 @@ def test_senders_and_queues_are_numbered_apart(intake: MailboxServer, inbox: Inb
     assert got == [(1, 1), (-2, 1), (-2, 2), (1, 2)]
 
 
-def test_threads_share_a_sender(intake: MailboxServer, inbox: Inbox) -> None:
-    sender = sender_to(intake, 1)
+def test_threads_share_a_sender(mailbox_server: MailboxServer, inbox: Inbox) -> None:
+    sender = sender_to(mailbox_server, 1)
     threads = [threading.Thread(target=lambda: [sender.send(QUEUE, m.Shutdown()) for _ in range(50)]) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -227,13 +227,15 @@ def test_replayed_from_another_queue(push: Push, inbox: Inbox, capfd: pytest.Cap
 
 
 @pytest.mark.parametrize("sent", [[2, 1], [1, 3], [1, 3, 2]], ids=["out of order", "lost", "lost and late"])
-def test_a_gap_ends_what_its_sender_says_and_nothing_else(intake: MailboxServer, inbox: Inbox, sent: list[int]) -> None:
-    recorded, other = Recorded(4), sender_to(intake, 5)
+def test_a_gap_ends_what_its_sender_says_and_nothing_else(
+    mailbox_server: MailboxServer, inbox: Inbox, sent: list[int]
+) -> None:
+    recorded, other = Recorded(4), sender_to(mailbox_server, 5)
     raws = {number: recorded.raw(m.Advantages(number)) for number in range(1, 4)}
-    broken = connect("127.0.0.1", intake.port, QUEUE, KEY, 4, 30, 30)
+    broken = connect("127.0.0.1", mailbox_server.port, QUEUE, KEY, 4, 30, 30)
     for number in sent:
         broken(raws[number])
-    wait_for(lambda: intake.queue(QUEUE).qsize() == len(sent))
+    wait_for(lambda: mailbox_server.queue(QUEUE).qsize() == len(sent))
     other.send(QUEUE, m.Advantages(7))
     got, ended = [], []
     for _ in range(10):
@@ -245,9 +247,11 @@ def test_a_gap_ends_what_its_sender_says_and_nothing_else(intake: MailboxServer,
     assert ended == [SenderEnded(4, "gap", f"queue rank/1: {gap}")]
 
 
-def test_a_second_process_with_a_ranks_number_is_told_and_changes_nothing(intake: MailboxServer, inbox: Inbox) -> None:
+def test_a_second_process_with_a_ranks_number_is_told_and_changes_nothing(
+    mailbox_server: MailboxServer, inbox: Inbox
+) -> None:
     """It was refused as a replay up to the number that the first had reached, and believed from there on."""
-    first, second = sender_to(intake, 4), sender_to(intake, 4)
+    first, second = sender_to(mailbox_server, 4), sender_to(mailbox_server, 4)
     for step in range(3):
         first.send(QUEUE, m.Advantages(step))
     for _ in range(5):
@@ -262,14 +266,14 @@ def test_nobody_speaks_for_another(push: Push, inbox: Inbox, capfd: pytest.Captu
     refuse(push, inbox, Recorded(4).raw(m.Export("hf")), "message 1 of sender 4 from sender 0", capfd)
 
 
-def test_a_wrong_key_and_a_wrong_queue_are_answered(intake: MailboxServer) -> None:
+def test_a_wrong_key_and_a_wrong_queue_are_answered(mailbox_server: MailboxServer) -> None:
     for queue, key, why in ((QUEUE, b"j" * 32, "does not know the key of this run"), ("rank/9", KEY, "no such queue")):
         with pytest.raises(ConnectionRefusedError, match=f"refused sender 3 of queue {queue}: .*{why}"):
-            connect("127.0.0.1", intake.port, queue, key, 3, 30, 30)
+            connect("127.0.0.1", mailbox_server.port, queue, key, 3, 30, 30)
 
 
-def test_the_end_of_a_sender_is_told_after_its_last_message(intake: MailboxServer, inbox: Inbox) -> None:
-    sender = sender_to(intake, 4)
+def test_the_end_of_a_sender_is_told_after_its_last_message(mailbox_server: MailboxServer, inbox: Inbox) -> None:
+    sender = sender_to(mailbox_server, 4)
     sender.send(QUEUE, m.Shutdown())
     del sender  # closes its connection
     assert inbox.get(5) == (4, 1, m.Shutdown())
@@ -297,8 +301,8 @@ def test_wrong_schema(push: Push, inbox: Inbox, body: Any, capfd: pytest.Capture
     refuse(push, inbox, raw_of(body), "message 1 of sender 0 does not fit the schema", capfd, sent=1)
 
 
-def test_the_sender_refuses_what_is_too_large(intake: MailboxServer, inbox: Inbox) -> None:
-    sender = sender_to(intake)
+def test_the_sender_refuses_what_is_too_large(mailbox_server: MailboxServer, inbox: Inbox) -> None:
+    sender = sender_to(mailbox_server)
     with pytest.raises(ValueError, match=r"Done to rank/1 has 671088\d\d bytes, over the limit of 67108864: store "):
         sender.send(QUEUE, m.Done(1, texts=["x" * (64 << 20)]))
     assert inbox.get() is None
@@ -307,10 +311,10 @@ def test_the_sender_refuses_what_is_too_large(intake: MailboxServer, inbox: Inbo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_bytes", [intakes.RECEIVE_BYTES, 5 << 20, queues.MAX_MESSAGE_BYTES])
-def test_a_large_message_arrives_as_a_whole(intake: MailboxServer, inbox: Inbox, num_bytes: int) -> None:
+@pytest.mark.parametrize("num_bytes", [module.RECEIVE_BYTES, 5 << 20, queues.MAX_MESSAGE_BYTES])
+def test_a_large_message_arrives_as_a_whole(mailbox_server: MailboxServer, inbox: Inbox, num_bytes: int) -> None:
     message = m.Export("x" * (num_bytes - 13))  # 13: the list, the tag and the string's head
-    sender = sender_to(intake)
+    sender = sender_to(mailbox_server)
     assert sender.send(QUEUE, message) == 1
     assert sender.send(QUEUE, m.Shutdown()) == 2
     assert inbox.get(20) == (0, 1, message)
@@ -318,11 +322,11 @@ def test_a_large_message_arrives_as_a_whole(intake: MailboxServer, inbox: Inbox,
     assert inbox.refused == []
 
 
-def test_a_flood_is_counted_and_holds_nobody_up(push: Push, intake: MailboxServer, inbox: Inbox) -> None:
+def test_a_flood_is_counted_and_holds_nobody_up(push: Push, mailbox_server: MailboxServer, inbox: Inbox) -> None:
     for _ in range(queues.NAMED_REFUSALS + 50):
         push(b"flood")
     push(raw_of(m.Shutdown()))
-    wait_for(lambda: intake.queue(QUEUE).qsize() == queues.NAMED_REFUSALS + 51)
+    wait_for(lambda: mailbox_server.queue(QUEUE).qsize() == queues.NAMED_REFUSALS + 51)
     assert inbox.get(0.0) == (0, 1, m.Shutdown()), "a reader who does not wait passes over all that is there"
     assert inbox.num_refused == queues.NAMED_REFUSALS + 50
     assert len(inbox.refused) == queues.NAMED_REFUSALS
@@ -370,8 +374,8 @@ def tamper(genuine: list[bytes], number: int, kind: str, *how: Any) -> list[tupl
 @pytest.mark.timeout(30)
 def test_signals_prolong_no_wait() -> None:
     """Signals that come while the time of a wait runs out; queue.SimpleQueue would wait forever after some hundreds."""
-    intake = MailboxServer("127.0.0.1", KEY)
-    inbox = Inbox(intake.queue(QUEUE), QUEUE, KEY, m.Command)
+    mailbox_server = MailboxServer("127.0.0.1", KEY)
+    inbox = Inbox(mailbox_server.queue(QUEUE), QUEUE, KEY, m.Command)
     before = signal.signal(signal.SIGUSR1, lambda *_: None)
     rng, begun, waits = random.Random(0), time.monotonic(), 0
 
@@ -389,7 +393,7 @@ def test_signals_prolong_no_wait() -> None:
     finally:
         sender.join()
         signal.signal(signal.SIGUSR1, before)
-        intake.close()
+        mailbox_server.close()
     assert waits > 500
 
 
@@ -435,30 +439,30 @@ def test_a_blocked_get_wakes_up(inbox: Inbox, push: Push) -> None:
     assert time.monotonic() - start < 5
 
 
-def test_news_tell_of_every_queue(intake: MailboxServer, push: Push) -> None:
-    assert not intake.news.is_set()
-    intake.queue("mail/1")
-    for there in (push, connect("127.0.0.1", intake.port, "mail/1", KEY, 0, 30, 30)):
+def test_news_tell_of_every_queue(mailbox_server: MailboxServer, push: Push) -> None:
+    assert not mailbox_server.wakeup.is_set()
+    mailbox_server.queue("mail/1")
+    for there in (push, connect("127.0.0.1", mailbox_server.port, "mail/1", KEY, 0, 30, 30)):
         there(b"entry")
-        assert intake.news.wait(5)
-        intake.news.clear()
-    assert intake.queue(QUEUE).get() == intake.queue("mail/1").get() == Arrival(0, b"entry")
+        assert mailbox_server.wakeup.wait(5)
+        mailbox_server.wakeup.clear()
+    assert mailbox_server.queue(QUEUE).get() == mailbox_server.queue("mail/1").get() == Arrival(0, b"entry")
 
 
 # -- a reader that is gone ---------------------------------------------------------------------------------------
 
 
-def test_a_lost_reader_is_named_and_not_tried_again(intake: MailboxServer, inbox: Inbox) -> None:
-    sender = sender_to(intake)
+def test_a_lost_reader_is_named_and_not_tried_again(mailbox_server: MailboxServer, inbox: Inbox) -> None:
+    sender = sender_to(mailbox_server)
     sender.send(QUEUE, m.Shutdown())
     assert inbox.get(5) is not None
-    intake.close()
+    mailbox_server.close()
     with pytest.raises(ReaderLost, match="Shutdown to rank/1 was not sent, its reader is gone: ") as first:
         for _ in range(20):  # the first ones may still go into the socket
             sender.send(QUEUE, m.Shutdown())
             time.sleep(0.05)
     start = time.monotonic()
-    for late in (sender, sender_to(intake)):  # one that never knew it
+    for late in (sender, sender_to(mailbox_server)):  # one that never knew it
         for _ in range(3):
             with pytest.raises(ReaderLost, match="its reader is gone"):
                 late.send(QUEUE, m.Shutdown())
@@ -476,7 +480,7 @@ def test_a_reader_that_hangs_costs_the_timeout_once(greets: bool) -> None:
 
         def greet() -> None:
             connection, _ = server.accept()
-            held.enter_context(connection).sendall(bytes(intakes.DRAWN_BYTES))
+            held.enter_context(connection).sendall(bytes(module.DRAWN_BYTES))
 
         if greets:
             threading.Thread(target=greet).start()
@@ -507,26 +511,26 @@ def test_a_wrong_address_in_the_store_is_named(address: str) -> None:
     with pytest.raises(
         ReaderLost, match=r"Shutdown to rank/7 was not sent, .* the store has a wrong address of rank 7"
     ):
-        Sender(intakes.Dialer(store, KEY, 0, 5, 5), KEY, 0).send("rank/7", m.Shutdown())
+        Sender(module.Dialer(store, KEY, 0, 5, 5), KEY, 0).send("rank/7", m.Shutdown())
 
 
 def test_a_rank_without_an_intake_is_named() -> None:
     store = queues.serve("127.0.0.1", 0.3)
-    sender = Sender(intakes.Dialer(store, KEY, 0, 0.3, 0.3), KEY, 0)
+    sender = Sender(module.Dialer(store, KEY, 0, 0.3, 0.3), KEY, 0)
     with pytest.raises(ReaderLost, match=r"Shutdown to mail/99 was not sent, .*: the store has no address of rank 99"):
         sender.send("mail/99", m.Shutdown())
 
 
 def test_a_closed_intake_leaves_no_thread() -> None:
     before = set(threading.enumerate())
-    intake = MailboxServer("127.0.0.1", KEY)
+    mailbox_server = MailboxServer("127.0.0.1", KEY)
     (own,) = set(threading.enumerate()) - before
-    intake.close()
-    intake.close()  # harmless
+    mailbox_server.close()
+    mailbox_server.close()  # harmless
     own.join(5)
     assert not own.is_alive()
     with pytest.raises(ConnectionRefusedError):
-        connect("127.0.0.1", intake.port, QUEUE, KEY, 0, 5, 5)
+        connect("127.0.0.1", mailbox_server.port, QUEUE, KEY, 0, 5, 5)
 
 
 def start_host() -> tuple[subprocess.Popen[str], int]:
@@ -590,9 +594,9 @@ def hello(
     connection: socket.socket, queue: str = QUEUE, key: bytes = KEY, drawn: bytes | None = None, number: str = "7"
 ) -> bytes:
     """What a sender says first; drawn: in answer to another number than the connection's own."""
-    own = connection.recv(intakes.DRAWN_BYTES, socket.MSG_WAITALL)
+    own = connection.recv(module.DRAWN_BYTES, socket.MSG_WAITALL)
     who = f"{number} {queue}".encode()
-    return long(intakes.mac(key, (drawn or own) + who) + who)
+    return long(module.mac(key, (drawn or own) + who) + who)
 
 
 def long(entry: bytes) -> bytes:
@@ -601,8 +605,8 @@ def long(entry: bytes) -> bytes:
 
 
 @pytest.fixture
-def stranger(intake: MailboxServer) -> Iterator[socket.socket]:
-    with socket.create_connection(("127.0.0.1", intake.port), 5) as connection:
+def stranger(mailbox_server: MailboxServer) -> Iterator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", mailbox_server.port), 5) as connection:
         yield connection
 
 
@@ -620,10 +624,10 @@ def stranger(intake: MailboxServer) -> Iterator[socket.socket]:
     ids=["nothing", "a byte", "random", "ones", "zeros", "http", "a queue's name"],
 )
 def test_noise_at_the_port_has_no_effect(
-    intake: MailboxServer, push: Push, inbox: Inbox, stranger: socket.socket, noise: bytes
+    mailbox_server: MailboxServer, push: Push, inbox: Inbox, stranger: socket.socket, noise: bytes
 ) -> None:
     stranger.sendall(noise)
-    with socket.create_connection(("127.0.0.1", intake.port)) as ends:
+    with socket.create_connection(("127.0.0.1", mailbox_server.port)) as ends:
         ends.sendall(noise)
     push(raw_of(m.Shutdown()))
     assert inbox.get(5) == (0, 1, m.Shutdown())
@@ -635,7 +639,7 @@ def test_noise_at_the_port_has_no_effect(
     [
         (QUEUE, b"j" * 32, None, "7"),
         ("rank/2", KEY, None, "7"),
-        (QUEUE, KEY, bytes(intakes.DRAWN_BYTES), "7"),
+        (QUEUE, KEY, bytes(module.DRAWN_BYTES), "7"),
         (QUEUE, KEY, None, "--5"),
     ],
     ids=["another key", "a queue of nobody", "an old answer", "no number"],
@@ -656,7 +660,7 @@ def test_an_entry_that_is_too_long_ends_its_connection_at_once(
     push: Push, inbox: Inbox, stranger: socket.socket, knows_the_key: bool
 ) -> None:
     """Its memory is not even asked for."""
-    said, most = hello(stranger), intakes.MAX_ENTRY_BYTES if knows_the_key else intakes.MAX_HELLO_BYTES
+    said, most = hello(stranger), module.MAX_ENTRY_BYTES if knows_the_key else module.MAX_HELLO_BYTES
     stranger.sendall((said if knows_the_key else b"") + (most + 1).to_bytes(4, "little"))
     assert stranger.recv(2, socket.MSG_WAITALL) == (b"\0" if knows_the_key else b""), "the connection ends"
     push(raw_of(m.Shutdown()))
@@ -674,14 +678,14 @@ def test_one_who_stops_in_the_middle_holds_nobody_up(push: Push, inbox: Inbox, s
     assert inbox.get(5) == (7, 1, m.Export("x" * 1000))
 
 
-def test_too_many_connections_are_a_delay(intake: MailboxServer, inbox: Inbox) -> None:
+def test_too_many_connections_are_a_delay(mailbox_server: MailboxServer, inbox: Inbox) -> None:
     """As long as no file can be opened, the intake waits; then it takes what has come."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with socket.socket() as late:
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # whatever other threads of this process close
         try:
             late.settimeout(0.3)
-            late.connect(("127.0.0.1", intake.port))
+            late.connect(("127.0.0.1", mailbox_server.port))
             with pytest.raises(TimeoutError):
                 late.recv(1)
         finally:
@@ -694,4 +698,4 @@ def test_too_many_connections_are_a_delay(intake: MailboxServer, inbox: Inbox) -
 def test_the_key_is_in_no_message() -> None:
     raw = raw_of(m.Export("hf"))
     assert KEY not in raw
-    assert msgspec.msgpack.decode(raw[intakes.MAC_BYTES :]) == [0, 1, msgspec.msgpack.encode(["Export", "hf"])]
+    assert msgspec.msgpack.decode(raw[module.MAC_BYTES :]) == [0, 1, msgspec.msgpack.encode(["Export", "hf"])]

@@ -49,7 +49,7 @@ def make_controller(
 
 def say(threads: Any, *events: Any) -> None:
     """Rank 1 says something to the controller, whose queue holds it at the return: the reader is this thread."""
-    queue = threads.worlds[0].intake.queue(CONTROLLER_QUEUE)
+    queue = threads.worlds[0].mailbox_server.queue(CONTROLLER_QUEUE)
     expected = queue.qsize() + len(events)
     for event in events:
         threads.worlds[1].sender.send(CONTROLLER_QUEUE, event)
@@ -251,7 +251,9 @@ def test_a_peer_whose_process_has_ended_is_the_cause_of_a_failure(
     monkeypatch.setattr("hpcrl.messaging.dispatcher.CAUSE_S", 0.2)
     controller = make_controller(threads)
     if closed:
-        threads.worlds[0].intake.queue(CONTROLLER_QUEUE).put(SenderEnded(2, "closed", "its connection has ended"))
+        threads.worlds[0].mailbox_server.queue(CONTROLLER_QUEUE).put(
+            SenderEnded(2, "closed", "its connection has ended")
+        )
     say(threads, Failed(3, "TrainStep", "gloo: Connection closed by peer", kind="peer"))
     error, text = (RankLost, "rank 2 .* is lost: its conn") if closed else (RankFailed, "rank 1 .* failed in .*: gloo")
     with pytest.raises(error, match=text):

@@ -38,27 +38,31 @@ time.sleep(100)
 
 
 @pytest.fixture
-def intake() -> Iterator[MailboxServer]:
-    intake = MailboxServer("127.0.0.1", KEY)
-    intake.queue("controller")
+def mailbox_server() -> Iterator[MailboxServer]:
+    mailbox_server = MailboxServer("127.0.0.1", KEY)
+    mailbox_server.queue("controller")
     watch = DeadHostWatch(DEADLINE_S)
-    yield intake
+    yield mailbox_server
     watch.stop()
-    intake.close()
+    mailbox_server.close()
 
 
 @pytest.fixture
-def other(intake: MailboxServer) -> Iterator[tuple[subprocess.Popen[str], int]]:
+def other(mailbox_server: MailboxServer) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """A process that has said Joined, and the port of its own intake."""
-    process = subprocess.Popen([sys.executable, "-c", OTHER, str(intake.port)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", OTHER, str(mailbox_server.port)], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     yield process, int(process.stdout.readline())
     process.kill()
     process.communicate()
 
 
-def test_a_host_that_says_nothing_is_missed(intake: MailboxServer, other: tuple[subprocess.Popen[str], int]) -> None:
-    inbox = Inbox(intake.queue("controller"), "controller", KEY, Event)
+def test_a_host_that_says_nothing_is_missed(
+    mailbox_server: MailboxServer, other: tuple[subprocess.Popen[str], int]
+) -> None:
+    inbox = Inbox(mailbox_server.queue("controller"), "controller", KEY, Event)
     assert inbox.get(10) == (1, 1, Joined("x", 1))
     time.sleep(DEADLINE_S / 4)  # the watch has seen the connection
     assert cut_off(other[0].pid) >= 2

@@ -47,7 +47,7 @@ def picker(lengths: dict[int, int], fields: Sequence[tuple[str, np.dtype]]) -> C
 
 
 @pytest.fixture(scope="module")
-def fabrics(threads: Threads) -> list[TransferGroup]:
+def transfer_groups(threads: Threads) -> list[TransferGroup]:
     return threads.every(lambda rank: TransferGroup(threads.worlds[rank].group("fabric", RANKS, 0), RANKS))
 
 
@@ -59,7 +59,7 @@ SAMPLES = st.lists(st.integers(0, 40), max_size=5)  # lengths of the samples of 
 @given(pairs=PAIRS, sizes=st.lists(SAMPLES, min_size=SIZE * SIZE, max_size=SIZE * SIZE), truncated=st.booleans())
 def test_every_bit_arrives(
     threads: Threads,
-    fabrics: list[TransferGroup],
+    transfer_groups: list[TransferGroup],
     pairs: list[tuple[int, int]],
     sizes: list[list[int]],
     truncated: bool,
@@ -71,7 +71,7 @@ def test_every_bit_arrives(
         moves.append(Move(source, dest, samples, [lengths[s] for s in samples]))
     tokens = [*TOKEN_FIELDS, BEHAVIOUR] if truncated else TOKEN_FIELDS
     pick = picker(lengths, [*tokens, *ROW_FIELDS])
-    received = threads.every(lambda rank: fabrics[rank].exchange(rank, moves, tokens, ROW_FIELDS, pick))
+    received = threads.every(lambda rank: transfer_groups[rank].exchange(rank, moves, tokens, ROW_FIELDS, pick))
     for rank in RANKS:
         assert [move for move, _ in received[rank]] == [move for move in moves if move.dest == rank]
         for move, fields in received[rank]:
@@ -82,25 +82,29 @@ def test_every_bit_arrives(
                 assert fields[name].tobytes() == b"".join(parts), (move, name)
 
 
-def test_a_rank_keeps_what_it_need_not_send_in_the_same_form(threads: Threads, fabrics: list[TransferGroup]) -> None:
+def test_a_rank_keeps_what_it_need_not_send_in_the_same_form(
+    threads: Threads, transfer_groups: list[TransferGroup]
+) -> None:
     held = {"token_ids": [np.arange(6, dtype=np.int64)[::2]], "secret": [np.zeros(3)]}  # another dtype, not contiguous
     moves = [Move(0, 0, [1], [3]), Move(0, 1, [1], [3])]
     fields = [("token_ids", np.dtype(np.int32))]
-    received = threads.every(lambda rank: fabrics[rank].exchange(rank, moves, fields, [], lambda _: held))
+    received = threads.every(lambda rank: transfer_groups[rank].exchange(rank, moves, fields, [], lambda _: held))
     (_, kept), (_, sent) = received[0][0], received[1][0]
     assert list(kept) == list(sent) == ["token_ids"]
     assert kept["token_ids"].dtype == sent["token_ids"].dtype == np.int32
     assert kept["token_ids"].tolist() == sent["token_ids"].tolist() == [0, 2, 4]
 
 
-def test_other_lengths_than_announced_are_refused_before_anything_is_sent(fabrics: list[TransferGroup]) -> None:
+def test_other_lengths_than_announced_are_refused_before_anything_is_sent(transfer_groups: list[TransferGroup]) -> None:
     moves = [Move(0, 1, [1, 2], [3, 4])]
     held = {"token_ids": [np.zeros(3, dtype=np.int32), np.zeros(5, dtype=np.int32)]}
     with pytest.raises(ValueError, match=r"2 samples from rank 0 to 1: token_ids has 8 values where .* counted 7"):
-        fabrics[0].exchange(0, moves, [("token_ids", np.dtype(np.int32))], [], lambda _: held)
+        transfer_groups[0].exchange(0, moves, [("token_ids", np.dtype(np.int32))], [], lambda _: held)
 
 
-def test_groups_of_other_names_epochs_and_ranks_do_not_mix(threads: Threads, fabrics: list[TransferGroup]) -> None:
+def test_groups_of_other_names_epochs_and_ranks_do_not_mix(
+    threads: Threads, transfer_groups: list[TransferGroup]
+) -> None:
     def make(rank: int) -> list[TransferGroup]:
         pair = [TransferGroup(threads.worlds[rank].group("pair", (2, 0), 0), (2, 0))] if rank != 1 else []
         return [*pair, TransferGroup(threads.worlds[rank].group("fabric", RANKS, 1), RANKS)]
@@ -108,11 +112,15 @@ def test_groups_of_other_names_epochs_and_ranks_do_not_mix(threads: Threads, fab
     made = threads.every(make)
     fields = [("token_ids", np.dtype(np.int32))]
     moves = [Move(0, 2, [7], [1])]
-    for number, fabric in {1: [row[0] for row in made], 2: [row[-1] for row in made], 3: fabrics}.items():
+    for number, transfer_group in {
+        1: [row[0] for row in made],
+        2: [row[-1] for row in made],
+        3: transfer_groups,
+    }.items():
         held = {"token_ids": [np.array([number], dtype=np.int32)]}
         received = threads.every(
-            lambda rank, fabric=fabric, held=held: (
-                fabric[rank].exchange(rank, moves, fields, [], lambda _: held) if rank != 1 else []
+            lambda rank, transfer_group=transfer_group, held=held: (
+                transfer_group[rank].exchange(rank, moves, fields, [], lambda _: held) if rank != 1 else []
             )
         )
         assert received[2][0][1]["token_ids"].tolist() == [number]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.comm import weight_checksums, weight_transfer
-from hpcrl.comm.weight_checksums import LoadedSums, add_sums, checksum, held_sums
+from hpcrl.comm.weight_checksums import LoadedSums, add_sums, checksum, shard_checksums
 from hpcrl.comm.weight_transfer import (
     Channel,
     Receiving,
@@ -30,7 +30,7 @@ from hpcrl.comm.weight_transfer import (
 from hpcrl.messaging.abortable import AbortableGroup
 from hpcrl.messaging.world import World
 from hpcrl.rollout.store import RolloutReader
-from hpcrl.spec.weight_layout import RequiredSlices, TensorShards, TensorSlice, everything
+from hpcrl.spec.weight_layout import RequiredSlices, TensorShards, TensorSlice, full_slice
 from tests.dist.conftest import SIZE, Threads
 from tests.dist.like_nccl import WHOLE, LikeNCCL
 from tests.planner.measuring import peak_bytes
@@ -124,7 +124,7 @@ def transfer(
 
 
 def all_of(named: Named, dtype: str = "") -> list[RequiredSlices]:
-    return [RequiredSlices(dtype, (everything(tensor.shape),)) for tensor in named.values()]
+    return [RequiredSlices(dtype, (full_slice(tensor.shape),)) for tensor in named.values()]
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ def test_ranks_of_a_replica_get_their_slices_in_their_dtype(threads: Threads, sm
 
     def half(shape: Sequence[int], index: int) -> TensorSlice:
         if len(shape) < 2:
-            return everything(shape)
+            return full_slice(shape)
         middle = shape[1] // 2
         return (0, shape[0]), ((0, middle), (middle, shape[1]))[index]
 
@@ -252,7 +252,7 @@ def test_ranks_of_a_replica_that_also_train_send_to_each_other(
             got = {name: tensor.clone() for name, tensor in loaded.noting(Receiving(rank, channel).tensors(sending))}
         else:
             sending.finish()
-        sums = add_sums(channel, rank, range(SIZE), held_sums(rank, layout, needs, held(named, layout, rank)))
+        sums = add_sums(channel, rank, range(SIZE), shard_checksums(rank, layout, needs, held(named, layout, rank)))
         return got, loaded.differing(sums) if got else []
 
     wanted = {name: tensor.detach().bfloat16() for name, tensor in named.items()}
@@ -333,30 +333,33 @@ def test_stages_give_up_the_replica_that_hangs_and_not_the_one_that_waits(small_
 def test_checksums_of_parts_add_up_and_see_every_bit_and_place() -> None:
     for name, tensor in {**make_weights("float32"), **make_weights("bfloat16")}.items():
         tensor, shape = tensor.detach().clone(), tensor.shape
-        whole = checksum(tensor, everything(shape), shape)
+        whole = checksum(tensor, full_slice(shape), shape)
         for axis, size in enumerate(shape):
-            cut = [[*everything(shape)], [*everything(shape)]]
+            cut = [[*full_slice(shape)], [*full_slice(shape)]]
             cut[0][axis], cut[1][axis] = (0, size // 3), (size // 3, size)
-            parts = [checksum(inside(tensor, tuple(box), everything(shape)), tuple(box), shape) for box in cut]
+            parts = [
+                checksum(inside(tensor, tuple(tensor_slice), full_slice(shape)), tuple(tensor_slice), shape)
+                for tensor_slice in cut
+            ]
             assert sum(parts) == whole, name
         flat = tensor.view(-1).view(DTYPES[str(tensor.dtype).removeprefix("torch.")]) if tensor.is_contiguous() else []
         for place in range(len(flat)):
             flat[place] ^= 1 << (place % 15)
-            assert checksum(tensor, everything(shape), shape) != whole, (name, place)
+            assert checksum(tensor, full_slice(shape), shape) != whole, (name, place)
             flat[place] ^= 1 << (place % 15)
         if len(flat) > 1 and flat[0] != flat[-1]:
             flat[[0, -1]] = flat[[-1, 0]]
-            assert checksum(tensor, everything(shape), shape) != whole, name
+            assert checksum(tensor, full_slice(shape), shape) != whole, name
 
 
 def test_a_checksum_takes_little_memory_however_large_a_row_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     experts = torch.randn(2, 64, 512)
-    box = ((1, 3), (0, 64), (3, 515))
-    expected = checksum(experts.bfloat16(), box, (4, 64, 520))
+    tensor_slice = ((1, 3), (0, 64), (3, 515))
+    expected = checksum(experts.bfloat16(), tensor_slice, (4, 64, 520))
     monkeypatch.setattr(weight_checksums, "CHUNK", 1 << 12)
     found: list[Tensor] = []
     peak = peak_bytes(
-        lambda: found.append(checksum(experts, box, (4, 64, 520), torch.bfloat16)), tmp_path / "trace.json"
+        lambda: found.append(checksum(experts, tensor_slice, (4, 64, 520), torch.bfloat16)), tmp_path / "trace.json"
     )
     assert peak < 40 << 12
     assert found == [expected]
@@ -364,8 +367,8 @@ def test_a_checksum_takes_little_memory_however_large_a_row_is(monkeypatch: pyte
 
 def test_zeros_of_both_signs_have_one_checksum() -> None:
     zeros, signed = torch.zeros(3), torch.tensor([0.0, -0.0, 0.0])
-    assert checksum(zeros, everything((3,)), (3,)) == checksum(signed, everything((3,)), (3,))
-    assert checksum(zeros, everything((3,)), (3,)) != checksum(signed + 1e-30, everything((3,)), (3,))
+    assert checksum(zeros, full_slice((3,)), (3,)) == checksum(signed, full_slice((3,)), (3,))
+    assert checksum(zeros, full_slice((3,)), (3,)) != checksum(signed + 1e-30, full_slice((3,)), (3,))
 
 
 @pytest.mark.gpu

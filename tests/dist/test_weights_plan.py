@@ -9,17 +9,17 @@ import torch
 
 from hpcrl.comm.weight_plan import padded, plan_pieces
 from hpcrl.comm.weight_transfer import Channel, Schedule
-from hpcrl.spec.weight_layout import RequiredSlices, TensorShards, TensorSlice, count, everything
+from hpcrl.spec.weight_layout import RequiredSlices, TensorShards, TensorSlice, count, full_slice
 
 SHAPES = [(12, 7), (1,), (9, 4, 3), (0, 4), (), (40,), (64, 64)]
-ALL = [RequiredSlices("bfloat16", (everything(shape),)) for shape in SHAPES]
+ALL = [RequiredSlices("bfloat16", (full_slice(shape),)) for shape in SHAPES]
 HALVES = [
     [
         RequiredSlices(
             "",
-            (((0, s[0]), (i * s[1] // 2, (i + 1) * s[1] // 2), *everything(s[2:])),)
+            (((0, s[0]), (i * s[1] // 2, (i + 1) * s[1] // 2), *full_slice(s[2:])),)
             if len(s) > 1
-            else (everything(s),),
+            else (full_slice(s),),
         )
         for s in SHAPES
     ]
@@ -40,8 +40,8 @@ def copies(ranks: list[int]) -> list[TensorShards]:
     return [TensorShards.whole("w", "float32", shape, ranks) for shape in SHAPES]
 
 
-def at(box: TensorSlice) -> tuple[slice, ...]:
-    return tuple(slice(*bounds) for bounds in box)
+def at(tensor_slice: TensorSlice) -> tuple[slice, ...]:
+    return tuple(slice(*bounds) for bounds in tensor_slice)
 
 
 @pytest.mark.parametrize(
@@ -61,26 +61,28 @@ def test_every_needed_number_comes_once_from_who_holds_it(
     pieces = [piece for step in steps for piece in step]
     assert [piece.tensor for piece in pieces] == sorted(piece.tensor for piece in pieces)
     for piece in pieces:
-        counts[piece.receiver][piece.tensor][at(piece.box)] += 1
+        counts[piece.receiver][piece.tensor][at(piece.tensor_slice)] += 1
         part = layout[piece.tensor].part_of(piece.sender)
-        assert part is not None and all(a <= c <= d <= b for (a, b), (c, d) in zip(part, piece.box, strict=True))
+        assert part is not None and all(
+            a <= c <= d <= b for (a, b), (c, d) in zip(part, piece.tensor_slice, strict=True)
+        )
     for rank, own in needs.items():
         for number, need in enumerate(own):
-            for box in need.boxes:
-                counts[rank][number][at(box)] -= 1
+            for tensor_slice in need.slices:
+                counts[rank][number][at(tensor_slice)] -= 1
         assert not any(count.any() for count in counts[rank]), rank
 
 
 def test_who_holds_a_need_sends_it_to_itself_and_copies_are_shared_out() -> None:
     layout = [TensorShards.whole(f"w{i}", "float32", (16, 16), [3, 4, 5]) for i in range(30)]
-    need = [RequiredSlices("", (everything((16, 16)),))] * 30
+    need = [RequiredSlices("", (full_slice((16, 16)),))] * 30
     pieces = [piece for step in plan_pieces(layout, {4: need, 7: need}) for piece in step]
     assert {piece.sender for piece in pieces if piece.receiver == 4} == {4}
     assert Counter(piece.sender for piece in pieces if piece.receiver == 7) == {3: 10, 4: 10, 5: 10}
 
 
 def test_all_senders_of_a_large_tensor_have_a_part_in_each_step() -> None:
-    layout, need = [TensorShards.rows("w", "float32", (4096, 8), 4)], [RequiredSlices("", (everything((4096, 8)),))]
+    layout, need = [TensorShards.rows("w", "float32", (4096, 8), 4)], [RequiredSlices("", (full_slice((4096, 8)),))]
     steps = plan_pieces(layout, {9: need}, 4096)
     assert len(steps) == 32
     assert all({piece.sender for piece in step} == {0, 1, 2, 3} for step in steps)
@@ -89,7 +91,7 @@ def test_all_senders_of_a_large_tensor_have_a_part_in_each_step() -> None:
 def test_a_large_tensor_that_several_ranks_hold_is_divided_among_them() -> None:
     layout, need = (
         [TensorShards.whole("w", "float32", (4096, 256), [0, 1, 2])],
-        [RequiredSlices("", (everything((4096, 256)),))],
+        [RequiredSlices("", (full_slice((4096, 256)),))],
     )
     channels = {replica: Channel(None, (0, 1, 2, replica), layout, {replica: need}) for replica in (3, 4, 5, 6)}
     sent = [sum(p.num_bytes for p in plan_pieces(layout, {3: need})[0] if p.sender == rank) for rank in (0, 1, 2)]
@@ -110,7 +112,7 @@ def test_what_replicas_get_alike_is_packed_once(layout: list[TensorShards]) -> N
                 assert receiver in channels[replica].needs
                 got[receiver] += sum(piece.num_bytes for piece in message.pieces)
             assert [receiver - message.receivers[0][1] for _, receiver in message.receivers] == [0, 2, 4]
-    wanted = [sum(4 * count(box) for need in half for box in need.boxes) for half in HALVES]
+    wanted = [sum(4 * count(tensor_slice) for need in half for tensor_slice in need.slices) for half in HALVES]
     assert got == {rank: wanted[rank % 2] for rank in range(2, 8)}
 
 
@@ -119,9 +121,9 @@ def test_a_number_that_nobody_holds_is_an_error() -> None:
     with pytest.raises(
         ValueError, match="generator rank 1 needs 16 numbers of weight w, and the trainer ranks hold 12"
     ):
-        plan_pieces(layout, {1: [RequiredSlices("", (everything((4, 4)),))]})
+        plan_pieces(layout, {1: [RequiredSlices("", (full_slice((4, 4)),))]})
 
 
 def test_integers_travel_as_they_are() -> None:
-    layout, need = [TensorShards.whole("w", "int64", (3,), [0])], [RequiredSlices("bfloat16", (everything((3,)),))]
+    layout, need = [TensorShards.whole("w", "int64", (3,), [0])], [RequiredSlices("bfloat16", (full_slice((3,)),))]
     assert [piece.dtype for step in plan_pieces(layout, {1: need}) for piece in step] == ["int64"]

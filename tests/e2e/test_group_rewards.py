@@ -69,7 +69,7 @@ def check_rewards(run_dir: Path, data: Path) -> None:
     """Every trained response has the rewards that follow from what its group said, by turn and token."""
     answers = {row["prompt"]: row["answer"] for row in map(json.loads, data.read_text().splitlines())}
     reader = RolloutReader(run_dir)
-    domains = {record.uid: record.domain for record in reader.dispositions()}
+    domains = {record.uid: record.domain for record in reader.outcomes()}
     seen, rewards = set(), set()
     for step in reader.steps():
         rollouts = reader.read(step)

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hpcrl.metrics.log import read_metrics
 from hpcrl.rollout.store import RolloutReader
-from hpcrl.rollout.types import Disposition
+from hpcrl.rollout.types import PromptOutcome
 from tests.terminal import read_to_end
 
 pytestmark = [pytest.mark.slow, pytest.mark.numerics, pytest.mark.timeout(600)]
@@ -126,14 +126,14 @@ def test_generator_and_trainer_agree(trained: tuple[Path, str]) -> None:
     assert (batch.versions[batch.loss_mask] == NUM_STEPS - 1).all()
 
 
-def test_every_prompt_has_one_disposition(trained: tuple[Path, str]) -> None:
-    records = RolloutReader(trained[0]).dispositions()
+def test_every_prompt_has_one_outcome(trained: tuple[Path, str]) -> None:
+    records = RolloutReader(trained[0]).outcomes()
     uids = [record.uid for record in records]
     assert len(set(uids)) == len(uids)
-    ended = [record.disposition for record in records]
-    assert ended.count(Disposition.TRAINED) == NUM_STEPS * 64
+    ended = [record.outcome for record in records]
+    assert ended.count(PromptOutcome.TRAINED) == NUM_STEPS * 64
     last = read_metrics(trained[0])[-1]
-    assert {d: ended.count(d) for d in Disposition} == {d: last[f"prompts/{d}"] for d in Disposition}
+    assert {d: ended.count(d) for d in PromptOutcome} == {d: last[f"prompts/{d}"] for d in PromptOutcome}
 
 
 def test_the_export_answers_as_the_run_did(trained: tuple[Path, str]) -> None:

@@ -63,7 +63,7 @@ def test_a_preempted_run_of_four_domains_keeps_its_shares_and_accounts(tmp_path:
         assert max(lengths) > 7
         parts = {uid: row for uid, row in zip(batch.group_ids.tolist(), rollouts.metrics, strict=True)}
         assert all(parts[uid]["judge"] == 1.0 for uid in domains["instructions"]), "each part's value is stored"
-    uids = [record.uid for record in reader.dispositions()]
+    uids = [record.uid for record in reader.outcomes()]
     assert sorted(uids) == list(range(NUM_STEPS * 10)), "each prompt ended once"
     rows = read_metrics(run_dir)
     assert [row["step"] for row in rows] == list(range(NUM_STEPS + 1))

@@ -126,7 +126,7 @@ def test_domains_with_and_without_an_environment_mix_in_a_batch(variants: dict[s
     assert {key for key in state if "count" in key} == {f"_reward_moments/count/{name}" for name in ("played", "plain")}
     domains, both = set(), 0
     reader = RolloutReader(runs.folder / "undisturbed")
-    named = {record.uid: record.domain for record in reader.dispositions()}
+    named = {record.uid: record.domain for record in reader.outcomes()}
     for step in reader.steps():
         rollouts = reader.read(step)
         batch = rollouts.batch.check()
@@ -155,7 +155,7 @@ def remains(run_dir: Path) -> dict[str, Any]:
     for step in reader.steps():
         for path in sorted((run_dir / "rollouts" / step_name(step)).iterdir()):
             left[f"rollouts {step} {path.name}"] = path.read_bytes()
-    left["dispositions"] = "\n".join(map(repr, reader.dispositions()))
+    left["outcomes"] = "\n".join(map(repr, reader.outcomes()))
     left["metrics"] = "\n".join(
         f"{row['step']} {name} {value}"
         for row in rows
@@ -347,18 +347,18 @@ def test_the_comparison_notices(runs: Runs) -> None:
     weight.view(-1).view(torch.uint8)[7] ^= 1
     other = undisturbed | {
         name: weight,
-        "dispositions": undisturbed["dispositions"].replace("attempt=0", "attempt=1", 1),
+        "outcomes": undisturbed["outcomes"].replace("attempt=0", "attempt=1", 1),
     }
     del other["rollouts 3 rank_00001.h5"]
     found = differences(undisturbed, other)
-    assert [line.split(":")[0] for line in found] == sorted([name, "dispositions", "rollouts 3 rank_00001.h5"])
+    assert [line.split(":")[0] for line in found] == sorted([name, "outcomes", "rollouts 3 rank_00001.h5"])
     assert differences(undisturbed, undisturbed | {}) == []
 
 
 def test_there_is_something_to_lose(runs: Runs, digit_model: Path) -> None:
     """Training changes the weights and prompts end in several ways; otherwise resuming would be easy."""
     undisturbed = runs.undisturbed
-    assert {"TRAINED", "FILTERED"} <= set(re.findall("Disposition.([A-Z_]+)", undisturbed["dispositions"]))
+    assert {"TRAINED", "FILTERED"} <= set(re.findall("PromptOutcome.([A-Z_]+)", undisturbed["outcomes"]))
     assert undisturbed["hf/model.safetensors"] != (digit_model / "model.safetensors").read_bytes()
     assert len({line for line in undisturbed["metrics"].splitlines() if " actor/grad_norm " in line}) == NUM_STEPS
 
@@ -406,18 +406,18 @@ def check_kills(runs: Runs, rng: random.Random, after_steps: Sequence[int], max_
 
 
 def check_accounts(run_dir: Path, prompts_stay: bool = True) -> None:
-    """On the committed lineage each prompt has one disposition or is open, and the ledger's counts are those. Open are
+    """On the committed lineage each prompt has one outcome or is open, and the ledger's counts are those. Open are
     no more than may be on their way, and none that the rules of starvation would have let in long ago. prompts_stay: no
     environment replaces them."""
     step = committed_step(run_dir)
     if step < 0:
         return
     state = read_state(run_dir / "checkpoints" / step_name(step))
-    ledger, untold = state["cursor"]["dispositions"], {end["uid"] for end in state["scheduler"]["settled"]}
-    ended = RolloutReader(run_dir).dispositions()  # which refuses a prompt that ended twice
+    ledger, untold = state["cursor"]["ledger"], {end["uid"] for end in state["scheduler"]["ended_prompts"]}
+    ended = RolloutReader(run_dir).outcomes()  # which refuses a prompt that ended twice
     open_uids = [uid for uid, *_ in ledger["open"]]
     assert sorted([*(record.uid for record in ended), *open_uids]) == list(range(ledger["next_uid"]))
-    counts = Counter(record.disposition.value for record in ended)
+    counts = Counter(record.outcome.value for record in ended)
     assert counts == Counter({kind: sum(c for _, k, _, c in ledger["counts"] if k == kind) for kind in counts})
     assert sum(count for *_, count in ledger["counts"]) == len(ended)
     rollout = parse(yaml.safe_load((run_dir / "config.yaml").read_text())).rollout

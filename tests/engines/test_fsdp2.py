@@ -27,7 +27,7 @@ from hpcrl.engines.train.fsdp2 import checkpoint, model, probe
 from hpcrl.engines.train.fsdp2 import engine as fsdp2
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
-from hpcrl.engines.train.fsdp2.weights import whole_copy
+from hpcrl.engines.train.fsdp2.weights import full_tensor
 from hpcrl.engines.train.schedule import learning_rate
 from hpcrl.engines.train.training_engine import check_segments
 from hpcrl.rollout.batch import Batch
@@ -587,7 +587,7 @@ def _whole_copies() -> dict[str, list[Tensor]]:
         placements: list[Placement] = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
         sharded = [distribute_tensor(tensor, mesh, placements) for tensor in _tensors()]
         with torch.inference_mode():
-            copies[name] = [whole_copy(tensor, torch.bfloat16) for tensor in sharded]
+            copies[name] = [full_tensor(tensor, torch.bfloat16) for tensor in sharded]
     return copies
 
 

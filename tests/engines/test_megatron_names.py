@@ -96,7 +96,7 @@ def test_a_padded_vocabulary_ends_with_zeros_that_no_hf_tensor_gets() -> None:
     last = shard(entry, tensors, 2, 3)  # rows 8 to 11
     assert last.dtype == torch.float64 and not last.any()
     assert list(parts(entry, last, 2, 3)) == []
-    assert [(part.box, part.at) for part in held(entry, 1, 3)] == [(((4, 6), (0, 4)), ((0, 2),))]
+    assert [(part.tensor_slice, part.at) for part in held(entry, 1, 3)] == [(((4, 6), (0, 4)), ((0, 2),))]
 
 
 @pytest.mark.parametrize("layers", ["local", "fused"])
@@ -124,8 +124,8 @@ def test_the_boxes_of_all_ranks_cover_each_tensor_once(config: dict[str, Any], s
             for rank in range(num_ranks if entry.split is not None else 1):
                 part = shard(entry, tensors, rank, num_ranks)
                 assert part.shape == shard_shape(entry, num_ranks)
-                for name, box, values in parts(entry, part, rank, num_ranks):
-                    place = back[name][tuple(slice(*span) for span in box)]
+                for name, tensor_slice, values in parts(entry, part, rank, num_ranks):
+                    place = back[name][tuple(slice(*span) for span in tensor_slice)]
                     assert bool((place == -1).all()), "two ranks have it"
                     place.copy_(values)
         assert all(torch.equal(back[name], tensor) for name, tensor in tensors.items())
@@ -163,7 +163,7 @@ def test_a_stage_and_an_expert_parallel_rank_find_their_entries() -> None:
     assert grouped.rows == entry.rows
     stacked = table(small("qwen3_moe"), stacked=True).find(entry.name)
     both = ("model.layers.1.mlp.experts.gate_up_proj", ((3, 4), (0, 4), (0, 4)))
-    assert [(part.hf, part.box) for part in held(stacked)] == [both]
+    assert [(part.hf, part.tensor_slice) for part in held(stacked)] == [both]
     tied = table(small("qwen2", tie_word_embeddings=True))
     assert tied.find("output_layer.weight") is tied.find("embedding.word_embeddings.weight")
     assert names.find("output_layer.weight").place == "head"

@@ -159,11 +159,11 @@ def mixed_requests(count: int = 12) -> list[Request]:
     ]
 
 
-def run(engine: NativeEngine, requests: Sequence[Request], burst: int = 7) -> dict[int, Output]:
+def run(engine: NativeEngine, requests: Sequence[Request], decode_chunk: int = 7) -> dict[int, Output]:
     engine.add(requests)
     outputs: dict[int, Output] = {}
     while engine.progress():
-        outputs |= {o.id: o for o in engine.step(burst)}
+        outputs |= {o.id: o for o in engine.step(decode_chunk)}
     return outputs
 
 

@@ -73,11 +73,11 @@ def ask(number: int, new: int = 12, **params: Any) -> Request:
     return Request(number, [(11 * number + k) % VOCAB for k in range(4 + number)], sampling, seed=number)
 
 
-def answers(engine: Any, requests: list[Request], burst: int = 4) -> dict[int, Any]:
+def answers(engine: Any, requests: list[Request], decode_chunk: int = 4) -> dict[int, Any]:
     engine.add(requests)
     found = {}
     while engine.progress():
-        found |= {output.id: output for output in engine.step(burst)}
+        found |= {output.id: output for output in engine.step(decode_chunk)}
     return found
 
 
@@ -255,7 +255,7 @@ def test_a_response_does_not_depend_on_how_others_are_sampled(folder: Path) -> N
         assert together[request.id].token_ids.tolist() == alone.token_ids.tolist()
     crowded = make_engine(folder, max_num_seqs=2)  # a waiting request takes a slot of its kind, or one of a later burst
     crowded.load_weights(weights_of(folder), 0)
-    for i, output in answers(crowded, requests[::-1], burst=5).items():
+    for i, output in answers(crowded, requests[::-1], decode_chunk=5).items():
         assert output.token_ids.tolist() == together[i].token_ids.tolist()
 
 
@@ -314,8 +314,8 @@ def test_a_stop_string_ends_a_response_wherever_bursts_end(folder: Path) -> None
     )
     stop = decode(whole[last - 1 : last + 1])
     first = next(k for k in range(1, 41) if stop in decode(whole[:k]))
-    for burst in (1, 3, 40):
-        output = answers(engine, [ask(0, 40, stop=(stop,))], burst)[0]
+    for decode_chunk in (1, 3, 40):
+        output = answers(engine, [ask(0, 40, stop=(stop,))], decode_chunk)[0]
         assert output.finish_reason is FinishReason.STOP and output.token_ids.tolist() == whole[:first].tolist()
         assert len(output.gen_logprobs) == len(output.versions) == first
 
@@ -371,8 +371,8 @@ def planned(words: list[str], vocab_size: int = 151936) -> tuple[Config, Any]:
 def test_the_first_rank_gets_the_weights_whole_and_the_others_none() -> None:
     config, _ = planned([])
     need = GEN_ENGINES["sglang"].need
-    assert need(config, None, "w", (4, 6), 0, 2).boxes == (((0, 4), (0, 6)),)
-    assert need(config, None, "w", (4, 6), 1, 2).boxes == ()
+    assert need(config, None, "w", (4, 6), 0, 2).slices == (((0, 4), (0, 6)),)
+    assert need(config, None, "w", (4, 6), 1, 2).slices == ()
 
 
 @pytest.mark.parametrize(

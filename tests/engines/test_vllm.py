@@ -15,13 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hpcrl.comm.weight_checksums import LoadedSums, held_sums
+from hpcrl.comm.weight_checksums import LoadedSums, shard_checksums
 from hpcrl.config import TinyModel, load
 from hpcrl.engines.expert_routes import RouteShape
 from hpcrl.engines.gen.generation_engine import Output, ReplicaRanks, Request, SamplingParams
 from hpcrl.engines.tiny import make_tiny_model
 from hpcrl.node.devices import show_peers
-from hpcrl.spec.weight_layout import RequiredSlices, TensorShards, everything
+from hpcrl.spec.weight_layout import RequiredSlices, TensorShards, full_slice
 from tests.contracts.gen.vllm import leave_groups
 from tests.engines.test_head_dtype import large_logits
 from tests.engines.test_lora import LORA, check_generator
@@ -188,11 +188,11 @@ def not_loaded(engine: Any, model: Any) -> list[str]:
     that it does not show."""
     named = dict(model.named_parameters())
     layout = [TensorShards.whole(name, "float32", tensor.shape, [0]) for name, tensor in named.items()]
-    needs = [RequiredSlices("float32", (everything(tensor.shape),)) for tensor in named.values()]
+    needs = [RequiredSlices("float32", (full_slice(tensor.shape),)) for tensor in named.values()]
     loaded = LoadedSums(layout, needs)
     for _ in loaded.noting(engine.loaded_weights(list(named))):
         pass
-    return loaded.differing(held_sums(0, layout, [needs], named.values())[0])
+    return loaded.differing(shard_checksums(0, layout, [needs], named.values())[0])
 
 
 @pytest.mark.numerics

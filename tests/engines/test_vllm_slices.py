@@ -17,7 +17,7 @@ from hpcrl.engines.gen.generation_engine import Output, ReplicaRanks, Request, S
 from hpcrl.engines.gen.vllm.slices import slices
 from hpcrl.models.families import known_shape, read_shape
 from hpcrl.models.shape import ModelShape, Parameter
-from hpcrl.spec.weight_layout import everything
+from hpcrl.spec.weight_layout import full_slice
 from tests.contracts.gen.vllm import leave_groups
 from tests.engines.test_vllm import HEADS, answers, make_engine, weights_of
 from tests.engines.worlds import make_model_folder, run_ranks
@@ -40,11 +40,11 @@ def parts(model: ModelShape, named: Named, index: int, less: str = "") -> Iterat
     """The tensors with NaN outside a rank's slices; the slices of the tensor `less` lack their last row or column."""
     for name, tensor in named:
         there = torch.full_like(tensor, torch.nan)
-        for box in slices({}, model, name, tuple(tensor.shape), index, 2):
-            cut = [*box]
+        for tensor_slice in slices({}, model, name, tuple(tensor.shape), index, 2):
+            cut = [*tensor_slice]
             if name == less:
-                axis = next((i for i, (a, b) in enumerate(box) if b - a < tensor.shape[i]), 0)
-                cut[axis] = (box[axis][0], box[axis][1] - 1)
+                axis = next((i for i, (a, b) in enumerate(tensor_slice) if b - a < tensor.shape[i]), 0)
+                cut[axis] = (tensor_slice[axis][0], tensor_slice[axis][1] - 1)
             inside = tuple(slice(*bounds) for bounds in cut)
             there[inside] = tensor[inside]
         yield name, there
@@ -56,7 +56,7 @@ def not_shown(model: ModelShape, engine: Any, named: Named, index: int) -> list[
     found = []
     for name, tensor in named:
         boxes = slices({}, model, name, tuple(tensor.shape), index, 2)
-        cuts = [tuple(slice(*bounds) for bounds in box) for box in boxes]
+        cuts = [tuple(slice(*bounds) for bounds in tensor_slice) for tensor_slice in boxes]
         if name not in shown or not all(torch.equal(shown[name][cut], tensor[cut]) for cut in cuts):
             found.append(name)
     return found
@@ -96,7 +96,7 @@ def pieces(which: str, name: str, size: int, **options: Any) -> list[tuple[tuple
     for index in range(size):
         boxes = slices(options, model, name, shape, index, size)
         axes = [axis for axis in range(len(shape)) if boxes[0][axis] != (0, shape[axis])]
-        found.append(tuple(box[axes[0]] for box in boxes) if axes else ())
+        found.append(tuple(tensor_slice[axes[0]] for tensor_slice in boxes) if axes else ())
     return found
 
 
@@ -135,7 +135,7 @@ def test_the_vocabulary_is_padded_as_vllm_pads_it(words: int, expected: list[tup
     found = [slices({}, model, "lm_head.weight", (words, 8), index, 4) for index in range(4)]
     assert found == [((rows, (0, 8)),) for rows in expected or [(0, 16), (16, 32), (32, 48), (48, 60)]]
     found = [slices({}, model, "lm_head.weight", (20, 8), index, 4) for index in range(4)]
-    assert [box[0][0] for box in found] == [(0, 16), (16, 20), (19, 20), (19, 20)]
+    assert [tensor_slice[0][0] for tensor_slice in found] == [(0, 16), (16, 20), (19, 20), (19, 20)]
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_the_vocabulary_is_padded_as_vllm_pads_it(words: int, expected: list[tup
 )
 def test_ranks_get_the_whole_of_what_vllm_may_divide_otherwise(model: ModelShape | None, options: Any) -> None:
     name, shape = "model.layers.0.self_attn.q_proj.weight", (64, 32)
-    assert slices(options, model, name, shape, 1, 2) == (everything(shape),)
+    assert slices(options, model, name, shape, 1, 2) == (full_slice(shape),)
     assert slices({}, shape_of("Qwen3-30B-A3B"), name, shape, 1, 2) == (((32, 64), (0, 32)),)
 
 

@@ -99,7 +99,7 @@ def test_an_endless_observation_is_shortened_where_asked(tmp_path: Path) -> None
     env = make(several, "endless", tmp_path)
     env.reset(1)
     text = env.step("x")[0]
-    assert text.startswith("again again ") and " characters left out]\n" in text and len(text) < processes.MOST_BYTES
+    assert text.startswith("again again ") and " characters left out]\n" in text and len(text) < processes.MAX_BYTES
     env.close()
     several.close()
 

@@ -287,12 +287,12 @@ def test_rollouts_travel_over_gloo_between_ranks_with_gpus_too(tmp_path: Any) ->
     moves, fields = [Move(0, 1, [7], [3])], [("token_ids", np.dtype(np.int32))]
     held = {"token_ids": [np.arange(3, dtype=np.int32)]}
     with gpu() as ledger, ledger.section("test"):
-        box = Mailbox()
-        TransferGroup(box, (0, 1)).exchange(0, moves, fields, [], lambda _: held)
-        ((_, got),) = TransferGroup(box, (0, 1)).exchange(1, moves, fields, [], lambda _: held)
+        tensor_slice = Mailbox()
+        TransferGroup(tensor_slice, (0, 1)).exchange(0, moves, fields, [], lambda _: held)
+        ((_, got),) = TransferGroup(tensor_slice, (0, 1)).exchange(1, moves, fields, [], lambda _: held)
         assert got["token_ids"].tolist() == [0, 1, 2] and not counted(ledger)
         with pytest.raises(RuntimeError, match="device type cpu"):
-            TransferGroup(Transfers(box), (0, 1)).exchange(0, moves, fields, [], lambda _: held)
+            TransferGroup(Transfers(tensor_slice), (0, 1)).exchange(0, moves, fields, [], lambda _: held)
 
 
 def test_a_head_of_the_wrong_device_shows(ledger: Ledger) -> None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcrl.algorithms.factory import make_algorithm
-from hpcrl.comm.weight_checksums import LoadedSums, add_sums, held_sums
+from hpcrl.comm.weight_checksums import LoadedSums, add_sums, shard_checksums
 from hpcrl.comm.weight_transfer import Channel, Receiving, Schedule, Sending, connect, receive_layout, send_layout
 from hpcrl.config import parse
 from hpcrl.engines.expert_routes import RouteShape
@@ -30,7 +30,7 @@ from hpcrl.engines.train.fsdp2.engine import SMALL_MODEL_BYTES, FSDP2Engine
 from hpcrl.messaging.abortable import AbortableGroup
 from hpcrl.rollout.batch import Batch
 from hpcrl.spec.trajectory import FIELDS, declare
-from hpcrl.spec.weight_layout import RequiredSlices, everything
+from hpcrl.spec.weight_layout import RequiredSlices, full_slice
 from tests.engines.worlds import make_batch, make_model_folder, norms_of, run_ranks
 from tests.gpu_rehearsal.device import SYNCHRONIZE, gpu, waits
 from tests.gpu_rehearsal.ledger import Ledger
@@ -42,14 +42,14 @@ FEW, MORE = 2, 4
 """Layers of the models, whose tables are compared."""
 
 Section = Callable[[str], AbstractContextManager[None]]
-Numbers = dict[str, Any]
+Coefficients = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Part:
     """run(folder of a model, device, section) on each of `ranks` ranks: what it computes there, on the host."""
 
-    run: Callable[[Path, str, Section], Numbers]
+    run: Callable[[Path, str, Section], Coefficients]
     ranks: int = 1
 
 
@@ -57,8 +57,8 @@ class Part:
 class Result:
     """Of a rank: its numbers on the device and on the CPU, and what was counted with FEW and with MORE layers."""
 
-    found: Numbers
-    wanted: Numbers
+    found: Coefficients
+    wanted: Coefficients
     counted: Mapping[int, Mapping[str, Counter[tuple[str, str]]]]
 
 
@@ -94,10 +94,10 @@ def trainer_config(**trainer: Any) -> Any:
     )
 
 
-def _trains(engine: Any, config: Any, name: str, section: Section) -> Numbers:
+def _trains(engine: Any, config: Any, name: str, section: Section) -> Coefficients:
     """Everything that a trainer's engine does."""
     batch, objective = batch_to_train(), make_algorithm(config).objective
-    found: Numbers = {}
+    found: Coefficients = {}
 
     def step() -> Any:
         return engine.train_step(batch, PLAN, objective, norms_of(batch))
@@ -123,10 +123,10 @@ def _trains(engine: Any, config: Any, name: str, section: Section) -> Numbers:
     return found
 
 
-def _fsdp2(param_dtype: str, by_layer: bool = False) -> Callable[[Path, str, Section], Numbers]:
+def _fsdp2(param_dtype: str, by_layer: bool = False) -> Callable[[Path, str, Section], Coefficients]:
     """by_layer: as a model that is too large to be gathered as a whole."""
 
-    def run(folder: Path, device: str, section: Section) -> Numbers:
+    def run(folder: Path, device: str, section: Section) -> Coefficients:
         config = trainer_config(param_dtype=param_dtype)
         with mock.patch("hpcrl.engines.train.fsdp2.engine.SMALL_MODEL_BYTES", 0 if by_layer else SMALL_MODEL_BYTES):
             engine = FSDP2Engine(config.trainer, folder, dtype=torch.float32, total_steps=9, device=device)
@@ -147,7 +147,7 @@ class _Instead:
         return getattr(self._module, name)
 
 
-def _megatron(folder: Path, device: str, section: Section) -> Numbers:
+def _megatron(folder: Path, device: str, section: Section) -> Coefficients:
     """With Megatron-Core's layers for machines without Transformer Engine, on the device."""
     from hpcrl.engines.train.megatron import engine, gpt_model, weights
 
@@ -182,8 +182,8 @@ def _moves(self: Any, tensors: Collection[Tensor], moved: Any) -> None:
     move(tensors, elsewhere)
 
 
-def _deepspeed(stage: int, param_dtype: str) -> Callable[[Path, str, Section], Numbers]:
-    def run(folder: Path, device: str, section: Section) -> Numbers:
+def _deepspeed(stage: int, param_dtype: str) -> Callable[[Path, str, Section], Coefficients]:
+    def run(folder: Path, device: str, section: Section) -> Coefficients:
         from deepspeed.accelerator import set_accelerator
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
         from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
@@ -208,8 +208,8 @@ REQUESTS = (
 )
 
 
-def _outputs(engine: NativeEngine) -> Numbers:
-    found: Numbers = {}
+def _outputs(engine: NativeEngine) -> Coefficients:
+    found: Coefficients = {}
     for output in engine.step(20):
         arrays = (output.token_ids, output.gen_logprobs, output.versions, output.gen_logprobs_behaviour)
         found |= {f"{output.id} {i}": torch.from_numpy(a) for i, a in enumerate(arrays) if a is not None}
@@ -217,7 +217,7 @@ def _outputs(engine: NativeEngine) -> Numbers:
 
 
 @mock.patch("hpcrl.engines.gen.sampling.adds_in_order", lambda device: False)  # the CPU's numbers would be others
-def _native(folder: Path, device: str, section: Section) -> Numbers:
+def _native(folder: Path, device: str, section: Section) -> Coefficients:
     """Responses that share a prefix, which are interrupted, aborted, and computed again under new weights."""
     sizes: dict[str, Any] = {"max_num_seqs": 8, "max_length": 48, "block_tokens": 8, "dtype": torch.bfloat16}
     engine = NativeEngine(folder, **sizes, float32_head=True, prefix_lag=1, device=device)
@@ -245,7 +245,7 @@ EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 
 @mock.patch("hpcrl.engines.gen.sampling.adds_in_order", lambda device: False)
-def _experts(folder: Path, device: str, section: Section) -> Numbers:
+def _experts(folder: Path, device: str, section: Section) -> Coefficients:
     """The generator records the experts that it chooses, and the trainer chooses them again."""
     layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
     folder = make_model_folder("qwen3_moe", folder / "experts", num_hidden_layers=layers, **EXPERTS)
@@ -260,7 +260,7 @@ def _experts(folder: Path, device: str, section: Section) -> Numbers:
     with section("experts: 4 tokens"):
         generator.step(4)
     outputs = generator.step(20)
-    found: Numbers = {f"routes {output.id}": torch.from_numpy(output.columns["routes"]) for output in outputs}
+    found: Coefficients = {f"routes {output.id}": torch.from_numpy(output.columns["routes"]) for output in outputs}
     routes = torch.cat([found[f"routes {i}"] for i in range(len(prompts))])
     batch.routes = routes[: batch.num_tokens]  # any choices
     config = trainer_config(param_dtype="float32")
@@ -276,7 +276,7 @@ def _experts(folder: Path, device: str, section: Section) -> Numbers:
     return found | {name: tensor.cpu() for name, tensor in engine.named_weights()}
 
 
-def _weights(folder: Path, device: str, section: Section) -> Numbers:
+def _weights(folder: Path, device: str, section: Section) -> Coefficients:
     """From two trainer ranks to the generator of the second one."""
     rank, ranks, replica = dist.get_rank(), (0, 1), (1,)
     config = trainer_config(param_dtype="bfloat16")
@@ -292,10 +292,10 @@ def _weights(folder: Path, device: str, section: Section) -> Numbers:
         send_layout(group, ranks, layout, replica)
     else:
         assert receive_layout(group, ranks, 0) == layout
-    needs = {1: [RequiredSlices("bfloat16", (everything(held.shape),)) for held in layout]}
+    needs = {1: [RequiredSlices("bfloat16", (full_slice(held.shape),)) for held in layout]}
     channel = Channel(group, ranks, layout, needs)
     schedule, receiving = Schedule(rank, {0: channel}), Receiving(rank, channel) if rank in replica else None
-    sums = held_sums(rank, layout, [*needs.values()], engine.local_shards())
+    sums = shard_checksums(rank, layout, [*needs.values()], engine.local_shards())
     if receiving is None:
         with section("weights: sent"):
             sending = Sending(schedule, [0], engine.local_shards(), 60.0)

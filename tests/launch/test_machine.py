@@ -12,7 +12,7 @@ from hpcrl.cluster.layout import RoleLayout
 from hpcrl.cluster.placement import check_placement
 from hpcrl.config import load
 from hpcrl.launch.__main__ import main
-from hpcrl.launch.machine import MOST_PER_CPU, check_machine, device_row, machine_notes
+from hpcrl.launch.machine import MAX_PER_CPU, check_machine, device_row, machine_notes
 from hpcrl.launch.resources import check_host_memory, size
 from hpcrl.models.families import read_shape
 from hpcrl.node.devices import VISIBLE
@@ -22,7 +22,7 @@ from hpcrl.planner.memory import PROGRAM_BYTES
 from hpcrl.spec.extras import without
 from hpcrl.system.exit_codes import ExitCode
 
-ROOM = MOST_PER_CPU * len(os.sched_getaffinity(0))
+ROOM = MAX_PER_CPU * len(os.sched_getaffinity(0))
 
 
 def check(*words: str) -> list[str]:

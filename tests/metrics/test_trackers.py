@@ -320,7 +320,7 @@ def test_tensorboard_shows_tables_that_a_response_cannot_leave(tmp_path: Path) -
 def test_a_run_longer_than_the_queue_and_than_the_timeout_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hpcrl.metrics.trackers.thread.MOST_WAITING", 5)
+    monkeypatch.setattr("hpcrl.metrics.trackers.thread.MAX_WAITING", 5)
 
     class Slow(Recorder):
         def log(self, step: int, metrics: Mapping[str, float]) -> None:

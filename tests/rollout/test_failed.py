@@ -77,7 +77,7 @@ def test_filters_look_at_the_others() -> None:
 
 
 def test_a_failed_greedy_response_is_no_baseline() -> None:
-    scheduler, _ = started(SchedulerConfig(2, greedy_sibling=True), 1, {0: 8})
+    scheduler, _ = started(SchedulerConfig(2, greedy_baseline=True), 1, {0: 8})
     a, b = ids(0, 2)
     commands = scheduler.plan(played({a: 1.0, b: 0.0, greedy_of(0): None}))
     assert not scheduler.ready() and commands[-1].sample_ids == (*ids(0, 2, attempt=1), greedy_of(0, 1))

@@ -29,7 +29,7 @@ def ended(rewards: dict[int, float]) -> list[Any]:
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("greedy_last", [False, True])
 def test_a_group_waits_for_it_and_keeps_its_reward_alone(deterministic: bool, greedy_last: bool) -> None:
-    config = SchedulerConfig(2, greedy_sibling=True, deterministic=deterministic)
+    config = SchedulerConfig(2, greedy_baseline=True, deterministic=deterministic)
     scheduler, commands = started(config, 1, {0: 8})
     (a, b), greedy = ids(0, 2), greedy_of(0)
     assert commands == [Generate(0, (a, b, greedy))]
@@ -40,7 +40,7 @@ def test_a_group_waits_for_it_and_keeps_its_reward_alone(deterministic: bool, gr
     assert scheduler.plan(ended(last)) == [Drop(0, (greedy,))] and scheduler.ready()
     (group,) = scheduler.take()
     assert [sample.id for sample in group.samples] == [a, b] and group.baseline == 0.5
-    (end,) = scheduler.settled()
+    (end,) = scheduler.ended_prompts()
     assert end.rewards == (1.0, 0.0)
     metrics = scheduler.metrics()
     assert metrics["scheduler/kept_length"][1] == 2 and metrics["scheduler/redundant"][0] == 0
@@ -48,20 +48,20 @@ def test_a_group_waits_for_it_and_keeps_its_reward_alone(deterministic: bool, gr
 
 
 def test_greedy_sample_is_not_a_spare_member() -> None:
-    scheduler, _ = started(SchedulerConfig(2, extra_members=1, greedy_sibling=True), 1, {0: 8})
+    scheduler, _ = started(SchedulerConfig(2, extra_members=1, greedy_baseline=True), 1, {0: 8})
     a, b, c = ids(0, 3)
     assert scheduler.plan(ended({a: 1.0, b: 1.0, c: 1.0})) == [] and not scheduler.ready()
     assert scheduler.plan(ended({greedy_of(0): 0.0})) == [Drop(0, (c, greedy_of(0)))]
     assert [sample.id for sample in scheduler.take()[0].samples] == [a, b]
 
-    scheduler, _ = started(SchedulerConfig(2, extra_members=1, greedy_sibling=True), 1, {0: 8})
+    scheduler, _ = started(SchedulerConfig(2, extra_members=1, greedy_baseline=True), 1, {0: 8})
     again = Generate(0, (*ids(0, 3, attempt=1), greedy_of(0, 1)))
     assert scheduler.plan([SamplesFailed((greedy_of(0),), "its environment crashed")])[-1] == again
 
 
 @pytest.mark.parametrize(("baseline", "kept"), [(1.0, False), (0.0, True)])
 def test_equal_rewards_teach_something_beside_another_baseline(baseline: float, kept: bool) -> None:
-    scheduler, _ = started(SchedulerConfig(2, filter_std=True, greedy_sibling=True), 1, {0: 8})
+    scheduler, _ = started(SchedulerConfig(2, filter_std=True, greedy_baseline=True), 1, {0: 8})
     scheduler.plan(ended({**dict.fromkeys(ids(0, 2), 1.0), greedy_of(0): baseline}))
     assert scheduler.ready() == kept
 
@@ -69,18 +69,18 @@ def test_equal_rewards_teach_something_beside_another_baseline(baseline: float, 
 @pytest.mark.parametrize("done", [(), (0,)])
 def test_a_reward_that_scores_groups_scores_it_with_its_siblings(done: tuple[int, ...]) -> None:
     """done: members that needed no scorer."""
-    scheduler, _ = started(SchedulerConfig(2, extra_members=1, greedy_sibling=True), 1, {0: 8})
+    scheduler, _ = started(SchedulerConfig(2, extra_members=1, greedy_baseline=True), 1, {0: 8})
     (a, b, c), greedy = ids(0, 3), greedy_of(0)
     scheduler.plan([Decoded(0, tuple((sample, 5, FinishReason.STOP) for sample in (a, b, c)))])
     scheduler.plan([Rewarded((a, b, c)[member], 0.0, 0.0) for member in done])
     waiting = [sample for member, sample in enumerate((a, b, c)) if member not in done]
-    assert scheduler.together(waiting) == ([], []), "without the greedy response the group is not complete"
+    assert scheduler.complete_groups(waiting) == ([], []), "without the greedy response the group is not complete"
     scheduler.plan([Decoded(0, ((greedy, 5, FinishReason.STOP),))])
-    assert scheduler.together([*waiting, greedy]) == ([[*waiting[: 2 - len(done)], greedy]], [])
+    assert scheduler.complete_groups([*waiting, greedy]) == ([[*waiting[: 2 - len(done)], greedy]], [])
 
 
 def test_a_group_that_waits_in_a_checkpoint_keeps_its_baseline() -> None:
-    config = SchedulerConfig(2, greedy_sibling=True, max_staleness=1)
+    config = SchedulerConfig(2, greedy_baseline=True, max_staleness=1)
     scheduler, _ = started(config, 1, {0: 8})
     scheduler.plan(ended({**dict.fromkeys(ids(0, 2), 1.0), greedy_of(0): 0.25}))
     state = json.loads(json.dumps(scheduler.state_dict()))

@@ -15,7 +15,7 @@ from hpcrl.messaging import messages as m
 from hpcrl.rollout.loop import BackgroundError, RolloutLoop
 from hpcrl.rollout.scheduling.policies import SchedulerConfig
 from hpcrl.rollout.scheduling.scheduler import RolloutExhausted, RolloutScheduler
-from hpcrl.rollout.types import HELD_OUT, Prompt, Sizes, make_sample_id, receiver_of, split_sample_id
+from hpcrl.rollout.types import FIRST_VALIDATION_UID, Prompt, Sizes, make_sample_id, receiver_of, split_sample_id
 from hpcrl.system.exit_codes import ExitCode
 from tests.rollout.ranks import SCORER, Ranks
 
@@ -40,7 +40,7 @@ def steps(loop: RolloutLoop, config: SchedulerConfig, needs: list[int], source: 
     scheduler, known, draw, harvests = RolloutScheduler(config, {GENERATOR: 8}), {}, draw_from(source), []
     for version, need in enumerate(needs):
         scheduler.begin_step(version, need)
-        harvests.append(loop.drive(scheduler, known, draw, SAMPLING))
+        harvests.append(loop.collect(scheduler, known, draw, SAMPLING))
     return harvests
 
 
@@ -50,11 +50,11 @@ def fails_on(uid: int) -> Callable[[int], Any]:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_held_out_prompt_that_cannot_be_scored_is_worth_nothing(deterministic: bool) -> None:
-    ranks = Ranks(score=fails_on(HELD_OUT + 1))
+    ranks = Ranks(score=fails_on(FIRST_VALIDATION_UID + 1))
     config = SchedulerConfig(1, accept_errors=True, deterministic=deterministic)
-    (harvest,) = steps(make_loop(ranks, deterministic), config, [3], prompts(HELD_OUT, 3))
-    assert [group.samples[0].score for group in harvest.groups] == [1.0, 0.0, 1.0]
-    assert harvest.stats["domain/maths/score"].total == 2.0
+    (collected,) = steps(make_loop(ranks, deterministic), config, [3], prompts(FIRST_VALIDATION_UID, 3))
+    assert [group.samples[0].score for group in collected.groups] == [1.0, 0.0, 1.0]
+    assert collected.stats["domain/maths/score"].total == 2.0
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -78,7 +78,7 @@ def test_bad_data_in_the_background_is_no_error_of_what_was_waited_for() -> None
     loop, source = make_loop(Ranks()), prompts()
     scheduler = RolloutScheduler(SchedulerConfig(1, max_staleness=1), {GENERATOR: 1})
     scheduler.begin_step(0, 1)
-    loop.drive(scheduler, {}, draw, SAMPLING)
+    loop.collect(scheduler, {}, draw, SAMPLING)
     with pytest.raises(BackgroundError, match=r"train\.jsonl:812") as raised:
         for _ in range(20):
             loop.background(loop._controller.events() if loop._replicas[GENERATOR].num_chunks else [])
@@ -93,14 +93,14 @@ def test_bad_data_in_the_background_is_no_error_of_what_was_waited_for() -> None
 def test_a_late_answer_about_a_held_out_sample_does_not_hurt_training() -> None:
     ranks = Ranks()
     loop = make_loop(ranks)
-    steps(loop, SchedulerConfig(1, accept_errors=True), [2], prompts(HELD_OUT, 2))
-    ranks.say(SCORER, m.Scored([m.ScoredSample(make_sample_id(HELD_OUT, 0, 0), 1.0, 1.0)]))
-    (harvest,) = steps(loop, SchedulerConfig(2), [2], prompts())
-    assert len(harvest.groups) == 2
+    steps(loop, SchedulerConfig(1, accept_errors=True), [2], prompts(FIRST_VALIDATION_UID, 2))
+    ranks.say(SCORER, m.Scored([m.ScoredSample(make_sample_id(FIRST_VALIDATION_UID, 0, 0), 1.0, 1.0)]))
+    (collected,) = steps(loop, SchedulerConfig(2), [2], prompts())
+    assert len(collected.groups) == 2
     # Nor the same sample's next evaluation: its answer is the new one, not the one that came too late.
     ranks._score = lambda _: (0.5, "")
-    (harvest,) = steps(loop, SchedulerConfig(1), [1], prompts(HELD_OUT, 1))
-    assert [group.samples[0].reward for group in harvest.groups] == [0.5]
+    (collected,) = steps(loop, SchedulerConfig(1), [1], prompts(FIRST_VALIDATION_UID, 1))
+    assert [group.samples[0].reward for group in collected.groups] == [0.5]
 
 
 def test_an_answer_that_a_lost_replica_leaves_behind_ends_with_its_evaluation() -> None:
@@ -108,11 +108,11 @@ def test_an_answer_that_a_lost_replica_leaves_behind_ends_with_its_evaluation() 
     ranks = Ranks()
     loop = make_loop(ranks)
     steps(loop, SchedulerConfig(1, max_staleness=1), [2], prompts())
-    left = make_sample_id(HELD_OUT, 5, 0)  # its replica died before it said DecodeChunkDone
+    left = make_sample_id(FIRST_VALIDATION_UID, 5, 0)  # its replica died before it said DecodeChunkDone
     ranks.say(SCORER, m.Scored([m.ScoredSample(left, 1.0, 1.0)]))
     scheduler = RolloutScheduler(SchedulerConfig(1), {GENERATOR: 8})
     scheduler.begin_step(0, 2)
-    loop.drive(scheduler, {}, draw_from(prompts(HELD_OUT, 2)), SAMPLING)
+    loop.collect(scheduler, {}, draw_from(prompts(FIRST_VALIDATION_UID, 2)), SAMPLING)
     assert loop._streams and not loop._awaited._away
 
 
@@ -166,7 +166,7 @@ def test_replicas_that_train_are_given_nothing_in_the_background() -> None:
 
     for version in range(2):
         scheduler.begin_step(version, 4)
-        loop.drive(scheduler, known, draw, SAMPLING)
+        loop.collect(scheduler, known, draw, SAMPLING)
         assert paused() == []
         loop.background([])
         assert paused() == [1]
@@ -183,7 +183,7 @@ def test_every_rank_of_a_replica_hears_the_same_commands_in_the_same_order(max_s
     known, draw = {}, draw_from(prompts())
     for version in range(3):
         scheduler.begin_step(version, 2)
-        loop.forget(loop.drive(scheduler, known, draw, SAMPLING).groups)
+        loop.forget(loop.collect(scheduler, known, draw, SAMPLING).groups)
     heard = {rank: [command for to, command in ranks.sent if to == rank] for rank in (1, 3, 4, 5)}
     assert heard[4] == heard[1] and heard[5] == heard[3]
     assert {m.Admit, m.DecodeChunk, m.DropSamples} <= {type(command) for command in heard[1]}
@@ -208,9 +208,9 @@ def test_sizes_outlive_a_step_until_their_group_is_taken() -> None:
     loop = make_loop(ranks)
     first, second = steps(loop, SchedulerConfig(1, max_staleness=1), [2, 2], prompts())
     assert [group.version for group in second.groups] == [0, 0]
-    for harvest in (first, second):
-        expected = {make_sample_id(group.uid, 0, 0): Sizes(10 + group.uid % 7, 4) for group in harvest.groups}
-        assert harvest.sizes == expected
+    for collected in (first, second):
+        expected = {make_sample_id(group.uid, 0, 0): Sizes(10 + group.uid % 7, 4) for group in collected.groups}
+        assert collected.sizes == expected
 
 
 def test_sizes_of_dropped_samples_are_dropped() -> None:
@@ -236,7 +236,7 @@ def test_the_work_of_a_burst_does_not_grow_with_what_is_scored() -> None:
     def cost(outstanding: int) -> float:
         """CPU-seconds of 500 bursts with one answer each while so many other responses wait at the scorer."""
         loop = make_loop(Ranks())
-        samples = [make_sample_id(HELD_OUT + uid, 0, 0) for uid in range(outstanding)]
+        samples = [make_sample_id(FIRST_VALIDATION_UID + uid, 0, 0) for uid in range(outstanding)]
         loop._reach(loop._replicas[GENERATOR], samples, [SCORER], acting=False)
         before = time.thread_time()
         for uid in range(500):
@@ -254,13 +254,13 @@ def test_a_reward_is_added_to_that_of_an_environment(deterministic: bool) -> Non
     """Samples of even prompts are played by rank 3 and scored by rank 2 afterwards; the others are scored alone."""
     ranks = PlayedRanks()
     loop = RolloutLoop(ranks, [[GENERATOR]], [SCORER], [3], seed=0, decode_chunk_tokens=4, deterministic=deterministic)
-    (harvest,) = steps(loop, SchedulerConfig(2, deterministic=deterministic), [4], prompts(0, 4))
-    rewards = {group.uid: [sample.reward for sample in group.samples] for group in harvest.groups}
+    (collected,) = steps(loop, SchedulerConfig(2, deterministic=deterministic), [4], prompts(0, 4))
+    rewards = {group.uid: [sample.reward for sample in group.samples] for group in collected.groups}
     assert rewards == {uid: [1.5, 1.5] if uid % 2 == 0 else [1.0, 1.0] for uid in range(4)}
-    assert [sample.score for group in harvest.groups for sample in group.samples] == [1.0] * 8
-    turns = {group.uid: {sample.turn_rewards for sample in group.samples} for group in harvest.groups}
+    assert [sample.score for group in collected.groups for sample in group.samples] == [1.0] * 8
+    turns = {group.uid: {sample.turn_rewards for sample in group.samples} for group in collected.groups}
     assert turns == {uid: {(0.25, 1.25)} if uid % 2 == 0 else {()} for uid in range(4)}
-    assert harvest.stats["domain/maths/score"].count == 8 and harvest.stats["env/maths/success"].count == 4
+    assert collected.stats["domain/maths/score"].count == 8 and collected.stats["env/maths/success"].count == 4
     rescored = {sample for _, command in ranks.sent if isinstance(command, m.Rescore) for sample in command.samples}
     assert {split_sample_id(sample)[0] for sample in rescored} == {0, 2}
     assert not loop._awaited._away and not loop._awaited.pending

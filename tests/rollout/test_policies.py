@@ -172,8 +172,8 @@ def test_a_replica_that_carries_more_is_not_taken_for_slow():
 
 
 def test_siblings_spread_over_replicas_or_stay_together():
-    for together, spread in ((True, {0: 4}), (False, {0: 2, 1: 2})):
-        _, commands = started(SchedulerConfig(4, group_affinity=together), 1, {0: 8, 1: 8})
+    for complete_groups, spread in ((True, {0: 4}), (False, {0: 2, 1: 2})):
+        _, commands = started(SchedulerConfig(4, group_affinity=complete_groups), 1, {0: 8, 1: 8})
         assert {command.replica: len(command.sample_ids) for command in commands} == spread
 
 

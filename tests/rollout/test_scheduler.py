@@ -30,7 +30,7 @@ from hpcrl.rollout.scheduling.events import (
 )
 from hpcrl.rollout.scheduling.policies import SchedulerConfig
 from hpcrl.rollout.scheduling.scheduler import RolloutExhausted, RolloutScheduler
-from hpcrl.rollout.types import Disposition, FinishReason, make_sample_id, split_sample_id
+from hpcrl.rollout.types import FinishReason, PromptOutcome, make_sample_id, split_sample_id
 
 STOP = FinishReason.STOP
 SEARCH = settings(deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate))  # a seed cannot be shrunk
@@ -97,7 +97,7 @@ class World:
             if not self.deterministic:
                 assert len(self.running[name]) <= self.capacities[name]
 
-    def burst(self, name: int) -> Decoded | None:
+    def decode_chunk(self, name: int) -> Decoded | None:
         """One burst of eight tokens on a replica."""
         if not self.running[name]:
             return None
@@ -123,8 +123,8 @@ class World:
         """Some of the things that could happen next; now and then none, more rarely the wrong ones."""
         events = []
         for name in self.rng.sample(list(self.running), self.rng.randint(0, len(self.running))):
-            if burst := self.burst(name):
-                events.append(burst)
+            if decode_chunk := self.decode_chunk(name):
+                events.append(decode_chunk)
         for i in self.some(self.scoring):
             events.append(Rewarded(i, self.score(i), self.score(i), self.error(i), failed=bool(self.error(i))))
         if answered := self.some(self.acting):
@@ -173,7 +173,7 @@ def run_steps(scheduler, world, need, steps, disturb=None, break_hand_over=None)
             next_uid = run_turn(scheduler, world, next_uid, disturb)
             assert in_flight(scheduler) + len(scheduler.finished()) <= scheduler.budget + redundant
         scheduler.pause(frozenset())
-        ends += scheduler.settled()
+        ends += scheduler.ended_prompts()
     return batches, ends, next_uid
 
 
@@ -196,7 +196,7 @@ def check_accounting(scheduler, batches, ends, offered):
     waiting = {uid for uid, _, _ in state["queue"]} | {group["uid"] for group in state["finished"]}
     assert waiting | set(times) == set(range(offered)) and not waiting & set(times)
     taken = [group.uid for batch in batches for group in batch]
-    assert sorted(taken) == sorted(end.uid for end in ends if end.disposition is Disposition.TRAINED)
+    assert sorted(taken) == sorted(end.uid for end in ends if end.outcome is PromptOutcome.TRAINED)
 
 
 # -- properties
@@ -223,7 +223,7 @@ def check_accounting(scheduler, batches, ends, offered):
             "group_affinity": st.booleans(),
             "prompt_affinity": st.booleans(),
             "routing": st.sampled_from(["count", "expected_length"]),
-            "greedy_sibling": st.booleans(),
+            "greedy_baseline": st.booleans(),
             "restart_failed_episodes": st.booleans(),
         }
     ),
@@ -279,7 +279,7 @@ def test_accounting_budget_and_termination_under_random_events(
             uids, attempts, members = zip(*(split_sample_id(sample.id) for sample in group.samples), strict=True)
             assert set(uids) == {group.uid} and max(attempts) <= group.attempt
             assert len(set(members)) == group_size and max(members) < group_size + policies["extra_members"]
-            assert (group.baseline is not None) == policies["greedy_sibling"]
+            assert (group.baseline is not None) == policies["greedy_baseline"]
             restarts = policies["on_new_weights"] == "restart" and max_staleness > 0
             assert len(set(attempts)) == 1 or restarts or policies["restart_failed_episodes"]
     if policies["on_stale"] == "wait" and extra_prompts == 0:
@@ -301,7 +301,7 @@ def test_deterministic_mode_ignores_the_order_of_events(order, extra_prompts, ma
 
     def run(seed):
         world = World(random.Random(seed), True, {0: 4, 1: 4}, error_rate=0.1, max_turns=max_turns)
-        config = SchedulerConfig(3, extra_prompts, filter_std=True, deterministic=True, greedy_sibling=greedy)
+        config = SchedulerConfig(3, extra_prompts, filter_std=True, deterministic=True, greedy_baseline=greedy)
         scheduler = RolloutScheduler(config, world.capacities)
         batches, ends, _ = run_steps(scheduler, world, 4, 3)
         # without over-sampling nothing is dropped, and the next turns come at the same place too
@@ -363,13 +363,13 @@ def test_every_epoch_is_closed_whatever_is_long_in_it(
                 del world.held[sample.replica][sample.id]
             for _ in range(rng.randrange(4) if scheduler.generates_ahead else 0):
                 next_uid = run_turn(scheduler, world, next_uid)
-            ends = [*ends, *((end.uid, end.disposition, version) for end in scheduler.settled())]
+            ends = [*ends, *((end.uid, end.outcome, version) for end in scheduler.ended_prompts())]
             if rng.random() < 0.3:
                 committed = (version + 1, json.dumps(scheduler.state_dict()), ends, next_uid)
         if killed_after >= steps:
             committed = (steps, json.dumps(scheduler.state_dict()), ends, next_uid)
     _, _, ends, next_uid = committed
-    assert {disposition for _, disposition, _ in ends} == {Disposition.TRAINED}
+    assert {outcome for _, outcome, _ in ends} == {PromptOutcome.TRAINED}
     trained = [uid for uid, _, _ in ends]
     assert len(set(trained)) == len(trained) == steps * need
     patience = 4 * max_attempts * (math.ceil(max_staleness) + 1) + math.ceil(max_staleness) + 2
@@ -457,8 +457,8 @@ def test_wants_replaces_filtered_groups_within_the_budget():
     (a,), (b,) = ids_of(0, 1), ids_of(1, 1)
     commands = scheduler.plan([finish(a, b), *score(a, reward=0.0), *score(b)])
     assert commands == [Drop(0, (a,))] and scheduler.wants() == 1  # b counts until it is taken
-    end = scheduler.settled()[0]
-    assert (end.uid, end.disposition, end.reason) == (0, Disposition.FILTERED, "mean_low")
+    end = scheduler.ended_prompts()[0]
+    assert (end.uid, end.outcome, end.reason) == (0, PromptOutcome.FILTERED, "mean_low")
 
 
 @pytest.mark.parametrize(
@@ -478,7 +478,7 @@ def test_filters(rewards, scores, reason):
     scheduler.plan([finish(*ids), *(Rewarded(i, r, s) for i, r, s in zip(ids, rewards, scores, strict=True))])
     assert scheduler.ready() == (reason == "")
     if reason:
-        assert scheduler.settled()[0].reason == reason
+        assert scheduler.ended_prompts()[0].reason == reason
         assert scheduler.metrics()[f"scheduler/filtered_{reason}"] == (1.0, 1.0, 1.0, 1.0)
 
 
@@ -558,12 +558,12 @@ def test_a_batch_that_could_not_be_handed_over_is_given_back():
     assert [group.uid for group in scheduler.take()] == [0, 1, 2]
     scheduler.tell([ReplicaLost(1)])
     scheduler.give_back()
-    assert not scheduler.ready() and scheduler.settled() == []
+    assert not scheduler.ready() and scheduler.ended_prompts() == []
     assert scheduler.plan() == [Generate(0, ids_of(1, 1, attempt=1))]
     (again,) = ids_of(1, 1, attempt=1)
     scheduler.plan([finish(again), *score(again)])
     assert [(group.uid, group.attempt) for group in scheduler.take()] == [(0, 0), (1, 1), (2, 0)]
-    assert [end.uid for end in scheduler.settled()] == [0, 1, 2]
+    assert [end.uid for end in scheduler.ended_prompts()] == [0, 1, 2]
 
 
 def test_in_deterministic_mode_the_turns_of_others_do_not_wait_for_a_sample_that_failed():
@@ -581,12 +581,12 @@ def test_what_starts_anew_does_not_count_against_the_limit():
     scheduler, _ = started(config, 4, {0: 8, 1: 8}, 4)
     (command,) = scheduler.plan([ReplicaLost(1)])
     assert command.replica == 0 and len(command.sample_ids) == 2
-    assert scheduler.settled() == [], "one lost replica is no fault of the prompt's"
+    assert scheduler.ended_prompts() == [], "one lost replica is no fault of the prompt's"
     scheduler.plan([SamplesFailed(command.sample_ids, ENV_LOST)])
-    assert scheduler.settled() == [], "nor is a lost environment"
+    assert scheduler.ended_prompts() == [], "nor is a lost environment"
     with pytest.raises(RolloutExhausted, match="failed 1, the last by crash"):
         scheduler.plan([SamplesFailed(ids_of(0, 1), "crash")])
-    assert [(end.uid, end.disposition) for end in scheduler.settled()] == [(0, Disposition.FAILED)]
+    assert [(end.uid, end.outcome) for end in scheduler.ended_prompts()] == [(0, PromptOutcome.FAILED)]
 
 
 def test_prompt_fails_after_max_attempts_with_its_cause():
@@ -594,8 +594,8 @@ def test_prompt_fails_after_max_attempts_with_its_cause():
     for attempt in range(2):
         (a,) = ids_of(0, 1, attempt)
         scheduler.plan([SamplesFailed((a,), "environment crashed")])
-    assert [(e.uid, e.attempt, e.disposition, e.reason) for e in scheduler.settled()] == [
-        (0, 1, Disposition.FAILED, "environment crashed")
+    assert [(e.uid, e.attempt, e.outcome, e.reason) for e in scheduler.ended_prompts()] == [
+        (0, 1, PromptOutcome.FAILED, "environment crashed")
     ]
 
 
@@ -662,7 +662,7 @@ def test_ends_carry_the_rewards_of_filtered_groups_too():
         [finish(a, b, c, d), *score(a, b, reward=0.5), *score(c), *score(d, reward=0.0), SamplesFailed((e,), "x")]
     )
     scheduler.take()
-    assert [(end.uid, end.rewards) for end in scheduler.settled()] == [(0, (0.5, 0.5)), (2, ()), (1, (1.0, 0.0))]
+    assert [(end.uid, end.rewards) for end in scheduler.ended_prompts()] == [(0, (0.5, 0.5)), (2, ()), (1, (1.0, 0.0))]
 
 
 def test_lost_scorer_has_its_samples_scored_again_once():

@@ -11,7 +11,7 @@ from hpcrl.messaging import messages as m
 from hpcrl.rollout.loop import RolloutLoop
 from hpcrl.rollout.scheduling.policies import SchedulerConfig
 from hpcrl.rollout.scheduling.scheduler import RolloutScheduler
-from hpcrl.rollout.types import HELD_OUT, receiver_of, split_sample_id
+from hpcrl.rollout.types import FIRST_VALIDATION_UID, receiver_of, split_sample_id
 from tests.rollout.ranks import Ranks
 from tests.rollout.test_loop import SAMPLING, draw_from, prompts
 
@@ -72,9 +72,9 @@ def test_siblings_of_several_replicas_meet_and_are_scored_together(deterministic
     known, draw, spread = {}, draw_from(prompts()), False
     for version in range(3):
         scheduler.begin_step(version, 2)
-        harvest = loop.drive(scheduler, known, draw, SAMPLING)
-        assert len(harvest.groups) == 2
-        for group in harvest.groups:
+        collected = loop.collect(scheduler, known, draw, SAMPLING)
+        assert len(collected.groups) == 2
+        for group in collected.groups:
             assert [sample.reward for sample in group.samples] == [float(sample.id % 2) for sample in group.samples]
             assert sorted(sample.id for sample in group.samples) in map(sorted, ranks.scored)
             spread |= {sample.replica for sample in group.samples} == {1, 2}
@@ -103,7 +103,7 @@ def test_what_redundancy_leaves_over_is_forgotten(ranks_class: type[GroupRanks])
     known, draw = {}, draw_from(prompts())
     for version in range(3):
         scheduler.begin_step(version, 2)
-        groups = loop.drive(scheduler, known, draw, SAMPLING).groups
+        groups = loop.collect(scheduler, known, draw, SAMPLING).groups
         assert all(len(group.samples) == 2 for group in groups)
     assert all(len(samples) == 2 for samples in ranks.scored)
     assert not loop._awaited.pending and not ranks.waiting[3]
@@ -140,7 +140,7 @@ def test_a_response_of_a_lost_replica_does_not_stay_at_its_scorer(order: list[st
     loop = RolloutLoop(ranks, [[1], [2]], [3], [], seed=0, decode_chunk_tokens=4, deterministic=False)  # type: ignore[arg-type]
     scheduler = RolloutScheduler(SchedulerConfig(2, max_staleness=1), REPLICAS)
     scheduler.begin_step(0, 2)
-    groups = loop.drive(scheduler, {}, draw_from(prompts()), SAMPLING).groups
+    groups = loop.collect(scheduler, {}, draw_from(prompts()), SAMPLING).groups
     assert ranks.lost == {1} and len(groups) == 2
     assert len(ranks.unwanted) == 1 and split_sample_id(ranks.unwanted[0])[2] == 0
     trained = {sample.id for group in groups for sample in group.samples}
@@ -152,5 +152,5 @@ def test_held_out_samples_are_groups_of_one() -> None:
     loop = RolloutLoop(ranks, [[1], [2]], [3], [], seed=0, decode_chunk_tokens=4, deterministic=True)  # type: ignore[arg-type]
     scheduler = RolloutScheduler(SchedulerConfig(1, deterministic=True, accept_errors=True), REPLICAS)
     scheduler.begin_step(0, 3)
-    harvest = loop.drive(scheduler, {}, draw_from(prompts(HELD_OUT, 3)), SAMPLING)
-    assert len(harvest.groups) == 3 and all(len(samples) == 1 for samples in ranks.scored)
+    collected = loop.collect(scheduler, {}, draw_from(prompts(FIRST_VALIDATION_UID, 3)), SAMPLING)
+    assert len(collected.groups) == 3 and all(len(samples) == 1 for samples in ranks.scored)

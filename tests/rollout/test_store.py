@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from hpcrl.rollout.batch import Batch, batch_from_samples, concat
-from hpcrl.rollout.store import DispositionRecord, RolloutReader, main, write_dispositions, write_rollouts
-from hpcrl.rollout.types import Disposition, FinishReason, Sample, make_sample_id
+from hpcrl.rollout.store import OutcomeRecord, RolloutReader, main, write_outcomes, write_rollouts
+from hpcrl.rollout.types import FinishReason, PromptOutcome, Sample, make_sample_id
 from hpcrl.spec.trajectory import FIELDS, TEXT, Field, Level, Origin, declare
 from hpcrl.system.exit_codes import ExitCode
 
@@ -94,13 +94,13 @@ def test_metrics_belong_to_rows_also_of_a_sibling_that_began_anew(tmp_path: Path
     batch.sample_ids[0] = make_sample_id(3, 1, 0)
     write(tmp_path, 1, 0, 1, batch)
     reader = RolloutReader(tmp_path, provisional=True)
-    assert reader.read(1).metrics == [{}] * 6, "without dispositions"
+    assert reader.read(1).metrics == [{}] * 6, "without outcomes"
     records = [
-        DispositionRecord(7, 0, Disposition.TRAINED, rewards=(1.0, 0.0), metrics=({"length": -0.5}, {})),
-        DispositionRecord(3, 1, Disposition.TRAINED, rewards=(1.0, 0.0), metrics=({"judge": 0.1}, {"judge": 0.9})),
-        DispositionRecord(8, 0, Disposition.TRAINED, rewards=(1.0, 0.0)),
+        OutcomeRecord(7, 0, PromptOutcome.TRAINED, rewards=(1.0, 0.0), metrics=({"length": -0.5}, {})),
+        OutcomeRecord(3, 1, PromptOutcome.TRAINED, rewards=(1.0, 0.0), metrics=({"judge": 0.1}, {"judge": 0.9})),
+        OutcomeRecord(8, 0, PromptOutcome.TRAINED, rewards=(1.0, 0.0)),
     ]
-    write_dispositions(tmp_path / "rollouts/step_000001", records)
+    write_outcomes(tmp_path / "rollouts/step_000001", records)
     rollouts = reader.read(1)
     assert [rollouts.batch.sample_ids[row].item() for row in (0, 1)] == [
         make_sample_id(3, 0, 1),
@@ -136,8 +136,8 @@ def test_equal_batches_give_equal_files(tmp_path: Path) -> None:
     other = make_batch([1, 2])
     other.gen_logprobs[4] = torch.nextafter(other.gen_logprobs[4], torch.tensor(0.0))
     assert digest(first) == digest(same) != digest(write(tmp_path / "c", 1, 0, 1, other))
-    records = [DispositionRecord(1, 0, Disposition.TRAINED, domain="maths", rewards=(0.1, 1.0))]
-    paths = [write_dispositions(tmp_path / run / "rollouts/step_000001", records) for run in "ab"]
+    records = [OutcomeRecord(1, 0, PromptOutcome.TRAINED, domain="maths", rewards=(0.1, 1.0))]
+    paths = [write_outcomes(tmp_path / run / "rollouts/step_000001", records) for run in "ab"]
     assert digest(paths[0]) == digest(paths[1])
 
 
@@ -167,21 +167,21 @@ def test_the_documented_fields_are_those_of_the_table() -> None:
     assert table == expected
 
 
-def test_dispositions_come_back_and_a_second_ending_is_an_error(tmp_path: Path) -> None:
+def test_outcomes_come_back_and_a_second_ending_is_an_error(tmp_path: Path) -> None:
     metrics = ({"correct": 1.0}, {}, {"correct": 0.25, "length": -0.5})
     records = [
-        DispositionRecord(4, 1, Disposition.TRAINED, "", "maths", (1.0, float("nan"), 0.25), metrics),
-        DispositionRecord(5, 0, Disposition.FILTERED, "std", "code", (0.0, 0.0)),
-        DispositionRecord(2**40, 0, Disposition.TOO_LONG, "1200 tokens"),
+        OutcomeRecord(4, 1, PromptOutcome.TRAINED, "", "maths", (1.0, float("nan"), 0.25), metrics),
+        OutcomeRecord(5, 0, PromptOutcome.FILTERED, "std", "code", (0.0, 0.0)),
+        OutcomeRecord(2**40, 0, PromptOutcome.TOO_LONG, "1200 tokens"),
     ]
     for step, part in ((1, records[:2]), (2, records[2:]), (3, [])):
-        write_dispositions(tmp_path / f"rollouts/step_{step:06d}", part)
+        write_outcomes(tmp_path / f"rollouts/step_{step:06d}", part)
     commit_up_to(tmp_path, 3)
-    assert repr(RolloutReader(tmp_path).dispositions()) == repr(records)
-    write_dispositions(tmp_path / "rollouts/step_000004", records[1:2])
-    assert len(RolloutReader(tmp_path).dispositions()) == 3, "step 4 is past the checkpoint"
+    assert repr(RolloutReader(tmp_path).outcomes()) == repr(records)
+    write_outcomes(tmp_path / "rollouts/step_000004", records[1:2])
+    assert len(RolloutReader(tmp_path).outcomes()) == 3, "step 4 is past the checkpoint"
     with pytest.raises(ValueError, match="prompt 5 ended twice, in steps 1 and 4"):
-        RolloutReader(tmp_path, provisional=True).dispositions()
+        RolloutReader(tmp_path, provisional=True).outcomes()
 
 
 def test_the_reader_follows_the_committed_lineage(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from hpcrl.engines.gen.generation_engine import Output
-from hpcrl.messaging.messages import TurnDelta
+from hpcrl.messaging.messages import Observation
 from hpcrl.rollout.batch import Batch, batch_from_samples, concat
-from hpcrl.rollout.held import read_held, write_held
+from hpcrl.rollout.pending import read_pending, write_pending
 from hpcrl.rollout.store import RolloutReader, write_rollouts
 from hpcrl.rollout.types import FinishReason, Sample
 from hpcrl.spec.trajectory import FIELDS, Field, Level, Origin, declare
@@ -41,7 +41,7 @@ def episode() -> SampleState:
     prompt.by_steps = prompt.has_states = False
     held = SampleState(1 << 24, prompt)
     held.end_turn(output(10, 3), "a")
-    held.observe(TurnDelta(held.id, np.array([80, 81], np.int32).tobytes(), b'[{"role": "user"}]'))
+    held.observe(Observation(held.id, np.array([80, 81], np.int32).tobytes(), b'[{"role": "user"}]'))
     held.end_turn(output(20, 1), "b")
     return held
 
@@ -52,7 +52,7 @@ VALUES = [NONE, NONE, 10, 11, 12, NONE, NONE, 20]
 def test_turns_and_observations_add_up() -> None:
     held = episode()
     assert held.held.columns["wide"].tolist() == [[value] * WIDTH for value in VALUES]
-    held.observe(TurnDelta(held.id, np.array([82], np.int32).tobytes(), b'[{"role": "user"}]'))
+    held.observe(Observation(held.id, np.array([82], np.int32).tobytes(), b'[{"role": "user"}]'))
     held.take_back()
     assert held.held.columns["wide"].shape == (8, WIDTH)
 
@@ -63,7 +63,7 @@ def batch_of(*samples: Sample) -> Batch:
 
 def test_checkpoints_and_files_keep_them(tmp_path: Path) -> None:
     sample = episode().held
-    again = read_held(tmp_path, [write_held(tmp_path, 0, [sample, sample])], [sample.id])[sample.id]
+    again = read_pending(tmp_path, [write_pending(tmp_path, 0, [sample, sample])], [sample.id])[sample.id]
     batch = batch_of(sample, again)
     assert batch.wide.dtype == torch.uint8 and batch.wide.tolist() == 2 * [[value] * WIDTH for value in VALUES]
     assert concat([batch.select([1]), batch_of(), batch.select([])]).wide.shape == (8, WIDTH)

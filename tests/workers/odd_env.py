@@ -166,7 +166,7 @@ class Waiting(OddEnv):
         super().close()
 
 
-class Meeting:
+class Rendezvous:
     """Of several tasks."""
 
     def __init__(self, count: int):
@@ -179,4 +179,4 @@ class Meeting:
         await self._all.wait()
 
 
-TOGETHER = Meeting(20)
+TOGETHER = Rendezvous(20)

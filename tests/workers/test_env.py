@@ -17,8 +17,8 @@ import pytest
 from hpcrl.data.env_sources import HALF, MAX_SEED
 from hpcrl.envs.environment import num_chars
 from hpcrl.envs.examples import example_messages
-from hpcrl.messaging.messages import EndEpisodes, Observed, ReadLastObservation, Turn, TurnDelta
-from hpcrl.rollout.types import episode_seed, held_out_uid, make_sample_id
+from hpcrl.messaging.messages import EndEpisodes, Observation, Observed, ReadLastObservation, Turn
+from hpcrl.rollout.types import episode_seed, make_sample_id, validation_uid
 from hpcrl.workers import env as role_env
 from hpcrl.workers.env import EnvRole
 from tests.children import runs
@@ -60,11 +60,11 @@ def role(stage: Stage) -> Iterator[EnvRole]:
 
 def settle(role: EnvRole) -> None:
     """Until it has nothing to do, and what it has ended is closed."""
-    role.look_after()
+    role.poll()
     deadline = time.monotonic() + 20
     while role.busy or any(thread.name == "close" for thread in threading.enumerate()):
         assert time.monotonic() < deadline
-        role.look_after()
+        role.poll()
         time.sleep(0.001)
 
 
@@ -88,7 +88,7 @@ def first_turn(stage: Stage, role: EnvRole, how: str, room: int = 100, reason: s
 def test_a_held_out_environment_is_the_same_episode_in_every_evaluation(stage: Stage, role: EnvRole) -> None:
     """And its seed is one that numpy's older generators take."""
     odd_env.SEEDS.clear()
-    for uid in (3, 4, held_out_uid(0, 3), held_out_uid(7, 3), held_out_uid(7, 4)):
+    for uid in (3, 4, validation_uid(0, 3), validation_uid(7, 3), validation_uid(7, 4)):
         for member in range(2):
             assert not play(stage, role, turn(make_sample_id(uid, 0, member), "plain")).result.error
     one, other, held_out, later, next_row = odd_env.SEEDS[::2]
@@ -101,13 +101,13 @@ def test_seeds_of_training_and_of_held_out_prompts_are_of_different_halves() -> 
     """As those of env:DOMAIN, by which environments choose held-out goals and games."""
     uids = range(100)
     assert max(episode_seed(0, uid) for uid in uids) < HALF
-    assert min(episode_seed(0, held_out_uid(1, uid)) for uid in uids) >= HALF
-    assert max(episode_seed(0, held_out_uid(1, uid)) for uid in uids) < MAX_SEED
+    assert min(episode_seed(0, validation_uid(1, uid)) for uid in uids) >= HALF
+    assert max(episode_seed(0, validation_uid(1, uid)) for uid in uids) < MAX_SEED
 
 
 def test_a_row_can_give_the_seed_of_its_episodes(stage: Stage, role: EnvRole) -> None:
     odd_env.SEEDS.clear()
-    for uid, start in ((5, 77), (6, 77), (8, 0), (held_out_uid(2, 3), 1 << 30)):
+    for uid, start in ((5, 77), (6, 77), (8, 0), (validation_uid(2, 3), 1 << 30)):
         sent = turn(make_sample_id(uid, 0, 0), "plain", columns={"hint": "left", "env_seed": start})
         assert not play(stage, role, sent).result.error
     expected = [int(np.random.RandomState(start).randint(1 << 30)) for start in (77, 77, 0, 1 << 30)]
@@ -253,7 +253,7 @@ def test_an_episode_ends_with_its_budgets_of_tokens_and_seconds(stage: Stage) ->
         assert not first.ended and "truncated" not in first.result.metrics
         end = time.monotonic() + 1.2 * (domain == "seconds")
         while time.monotonic() < end:  # as a rank that waits for mail does
-            role.look_after()
+            role.poll()
             time.sleep(0.05)
         last = play(stage, role, msgspec.structs.replace(turn(sample, domain=domain), written=10))
         assert last.ended and not last.result.error
@@ -275,7 +275,7 @@ def test_episodes_of_dropped_samples_are_closed(stage: Stage, role: EnvRole, how
     assert len(odd_env.OPEN) == 1
     assert [event.sample for event in stage.heard()] == [samples[0]]
     stage.send(1, 1, [turn(make_sample_id(next(UIDS), 0, 0), reason="abort")])  # one that it never had
-    assert role.look_after() and not stage.heard()
+    assert role.poll() and not stage.heard()
 
 
 def test_episodes_of_a_lost_generator_are_closed_and_its_late_turns_are_not_played(stage: Stage, role: EnvRole) -> None:
@@ -285,10 +285,10 @@ def test_episodes_of_a_lost_generator_are_closed_and_its_late_turns_are_not_play
     settle(role)
     assert len(odd_env.OPEN) == 3
     stage.send(1, 1, [turn(second)])
-    role.look_after()  # its turn is at work now
+    role.poll()  # its turn is at work now
     role.handlers()[EndEpisodes](EndEpisodes(2), 0)
     settle(role)
-    assert len(odd_env.OPEN) == 1 and len(stage.mail(1, TurnDelta)) == 1, "the episode of another rank goes on"
+    assert len(odd_env.OPEN) == 1 and len(stage.mail(1, Observation)) == 1, "the episode of another rank goes on"
     stage.heard()
     stage.send(1, 1, [turn(third, "plain")])
     settle(role)
@@ -301,11 +301,11 @@ def test_a_close_that_hangs_stops_no_other_episode(stage: Stage) -> None:
     stage.send(1, 1, [turn(hangs, "closes slowly"), turn(other, "plain")])
     settle(role)
     stage.send(1, 1, [turn(hangs, reason="abort"), turn(other)])
-    role.look_after()
+    role.poll()
     deadline = time.monotonic() + 20
     while role.busy:
         assert time.monotonic() < deadline
-        role.look_after()
+        role.poll()
     assert len(stage.heard()) == 3 and len(odd_env.OPEN) == 2
     odd_env.RELEASE.set()
     role.close()
@@ -353,7 +353,7 @@ def test_one_that_computes_without_end_is_interrupted(stage: Stage) -> None:
     deadline = time.monotonic() + 20
     while odd_env.OPEN:  # its thread closes it
         assert time.monotonic() < deadline
-        role.look_after()
+        role.poll()
         time.sleep(0.01)
     assert not any(thread.name == "environment" for thread in threading.enumerate())
     role.close()
@@ -363,7 +363,7 @@ def test_one_that_computes_without_end_is_interrupted(stage: Stage) -> None:
 @pytest.mark.slow
 def test_coroutines_all_play_at_once_and_one_that_hangs_is_cancelled(stage: Stage) -> None:
     waiting = {**ODD, "class_path": "tests.workers.odd_env:Waiting", "timeout_s": 1.0}
-    role, odd_env.TOGETHER = EnvRole(stage.worker(1, {"env": {"default": waiting}})), odd_env.Meeting(20)
+    role, odd_env.TOGETHER = EnvRole(stage.worker(1, {"env": {"default": waiting}})), odd_env.Rendezvous(20)
     together, hangs = [make_sample_id(next(UIDS), 0, 0) for _ in range(20)], make_sample_id(next(UIDS), 0, 0)
     stage.send(1, 1, [turn(hangs, "hangs"), *(turn(sample, "meets") for sample in together)])
     settle(role)
@@ -432,10 +432,10 @@ def test_the_timeout_of_a_turn_does_not_count_a_pause_of_the_job(stage: Stage) -
     sample = make_sample_id(next(UIDS), 0, 0)
     assert not play(stage, role, turn(sample, "hangs")).ended
     stage.send(1, 1, [turn(sample)])
-    role.look_after()
+    role.poll()
     assert role.busy
     time.sleep(1.0)  # nobody looks at the clock, as where Slurm suspends the job
-    assert not role.look_after()
+    assert not role.poll()
     odd_env.RELEASE.set()
     settle(role)
     [played] = stage.heard()
@@ -549,13 +549,13 @@ def test_special_tokens_reach_environments_that_ask_for_them(stage: Stage, envir
 
 
 def test_what_a_held_out_episode_shows_last_is_kept_for_the_evaluation(stage: Stage, role: EnvRole) -> None:
-    own, other = (make_sample_id(uid, 0, 0) for uid in (held_out_uid(0, 1), next(UIDS)))
+    own, other = (make_sample_id(uid, 0, 0) for uid in (validation_uid(0, 1), next(UIDS)))
     for sample in (own, other):
         play(stage, role, turn(sample, "plain"))
         for ended in (False, True):
             assert play(stage, role, turn(sample)).ended is ended
     handler = role.handlers()[ReadLastObservation]
-    asked = ReadLastObservation([own, other, make_sample_id(held_out_uid(0, 2), 0, 0)])
+    asked = ReadLastObservation([own, other, make_sample_id(validation_uid(0, 2), 0, 0)])
     assert handler(asked, 7).texts == ['[{"role": "user", "content": "again"}]', "", ""]
     assert handler(asked, 8).texts == ["", "", ""], "kept for one evaluation"
     play(stage, role, turn(own, "endless at the end"))

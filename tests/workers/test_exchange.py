@@ -65,7 +65,7 @@ def workers(threads: Threads, stage: Stage) -> list[Worker]:
     made[0].roles["generator"] = cast(Any, SimpleNamespace(pick=pick))
     groups = threads.every(lambda rank: threads.worlds[rank].group("rollout", (0, 1, 2), 0))
     for worker, group in zip(made, groups, strict=True):
-        worker.fabrics["rollout"] = TransferGroup(group, (0, 1, 2))
+        worker.transfer_groups["rollout"] = TransferGroup(group, (0, 1, 2))
     return made
 
 

@@ -65,7 +65,7 @@ def test_an_idle_rank_sleeps_and_answers_at_once(threads: Threads, stage: Stage,
             time.sleep(1.5)
     finally:
         for _ in range(3000):  # of what others may send
-            world.intake.queue(rank_queue(rank)).put(Arrival(0, b"noise"))
+            world.mailbox_server.queue(rank_queue(rank)).put(Arrival(0, b"noise"))
         sender.send(rank_queue(rank), Shutdown())
     event, seconds = answer(threads)
     assert isinstance(event, Done) and seconds < AT_ONCE_S

@@ -38,8 +38,8 @@ class Serving:
     """A role on a thread, which does not work before go()."""
 
     def __init__(self, make: Any, **sections: Any):
-        news = threading.Event()
-        world = SimpleNamespace(rank=0, address="127.0.0.1", token=TOKEN, intake=SimpleNamespace(news=news))
+        wakeup = threading.Event()
+        world = SimpleNamespace(rank=0, address="127.0.0.1", token=TOKEN, mailbox_server=SimpleNamespace(wakeup=wakeup))
         config = parse({"data": {"train": "rows.jsonl"}, **sections})
         self.role = make(SimpleNamespace(config=config, world=world))
         self._stop, self._thread = threading.Event(), threading.Thread(target=self._work)
@@ -49,7 +49,7 @@ class Serving:
 
     def _work(self) -> None:
         while not self._stop.is_set():
-            if not self.role.look_after():
+            if not self.role.poll():
                 time.sleep(0.002)
 
     def close(self) -> None:
@@ -151,17 +151,17 @@ def test_a_full_rank_says_so_and_a_client_that_left_is_forgotten(serving: Any, e
     body = json.dumps({"messages": [{"role": "user", "content": "verdict 01234567: V"}], "max_tokens": 24}).encode()
     gone = http.client.HTTPConnection(rank.role.url.removeprefix("http://"))
     gone.request("POST", "/v1/chat/completions", body, {"Authorization": f"Bearer {TOKEN}"})
-    while not rank.role.look_after():
+    while not rank.role.poll():
         time.sleep(0.01)
     assert rank.role.busy
     status, text = rank.post("/v1/chat/completions", body)
     assert status == 503 and "1 requests are open, the most is 1" in text
     assert flatten(rank.role.answer("load", {}))["judge/refused"] == 1
-    rank.role._burst = 0  # it decodes nothing more
+    rank.role._decode_chunk = 0  # it decodes nothing more
     gone.close()
     deadline = time.monotonic() + 20
     while rank.role.busy:
-        rank.role.look_after()
+        rank.role.poll()
         assert time.monotonic() < deadline
     assert rank.role.engine.progress() == {}
 

@@ -31,7 +31,7 @@ def test_a_rank_says_that_its_commands_were_tampered_with(
     worker, queue = stage.worker(rank, {}), rank_queue(rank)
     for batch in (1, 2):
         threads.worlds[0].sender.send(queue, DropBatch(batch))
-    entries = threads.worlds[rank].intake.queue(queue)
+    entries = threads.worlds[rank].mailbox_server.queue(queue)
     first, second = entries.get(timeout=5), entries.get(timeout=5)
     for raw in (second,) if attack == "lost" else (second, first):
         entries.put(raw)
@@ -51,7 +51,7 @@ def test_the_controller_loses_a_rank_whose_events_were_reordered(
     rank = 2 if needed else 1
     for seq in (1, 2):
         threads.worlds[rank].sender.send(CONTROLLER_QUEUE, Done(seq))
-    entries = threads.worlds[0].intake.queue(CONTROLLER_QUEUE)
+    entries = threads.worlds[0].mailbox_server.queue(CONTROLLER_QUEUE)
     arrived: list[Arrival | SenderEnded] = []
     while len(arrived) < 2:  # a test before may have left entries of another rank
         arrived += [entry for entry in [entries.get(timeout=5)] if entry.sender == rank]

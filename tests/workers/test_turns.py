@@ -28,7 +28,7 @@ from hpcrl.messaging.messages import (
 )
 from hpcrl.planner.memory import shares_device
 from hpcrl.workers.rank_loop import leave_default_group
-from hpcrl.workers.time_sharing import Turns
+from hpcrl.workers.time_sharing import TimeSharing
 from tests.workers.conftest import Stage
 
 MANY = {"max_num_seqs": 1 << 22}
@@ -74,8 +74,8 @@ STEP: list[Any] = [
 ]
 
 
-def turns_of(engine: Recorder, *roles: str) -> Turns:
-    return Turns({role: SimpleNamespace(engine=engine) for role in roles})  # type: ignore[misc]
+def turns_of(engine: Recorder, *roles: str) -> TimeSharing:
+    return TimeSharing({role: SimpleNamespace(engine=engine) for role in roles})  # type: ignore[misc]
 
 
 def test_memory_moves_once_for_each_turn() -> None:
@@ -104,7 +104,7 @@ def test_a_generator_with_unfinished_responses_stays_awake() -> None:
 def test_other_engines_move_with_the_trainer_and_away_while_weights_are_published(role: str) -> None:
     trainer, other, generator = Recorder(), Recorder(), Recorder()
     engines = {"trainer": trainer, role: other, "generator": generator}
-    turns = Turns({role: SimpleNamespace(engine=engine) for role, engine in engines.items()})  # type: ignore[misc]
+    turns = TimeSharing({role: SimpleNamespace(engine=engine) for role, engine in engines.items()})  # type: ignore[misc]
     for command in [*STEP[:7], Values(1, []), TrainCritic(1, [], 1.0, 1.0), TrainStep(1, [], 1.0, 1.0), STEP[9]]:
         turns.enter(command)
     assert trainer.calls == ["offload all", "onload", "offload state", "offload all", "onload", "offload state"]
@@ -123,7 +123,7 @@ def test_a_checkpoint_is_read_while_the_generator_sleeps() -> None:
 def test_a_generator_that_reads_the_trainers_weights_leaves_them_where_they_are() -> None:
     engine = Recorder()
     roles: Any = {role: SimpleNamespace(engine=engine) for role in ("trainer", "generator")}
-    Turns(roles, shares_weights=True).enter(STEP[0])
+    TimeSharing(roles, shares_weights=True).enter(STEP[0])
     assert engine.calls == ["offload state"]
 
 

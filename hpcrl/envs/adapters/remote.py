@@ -22,7 +22,7 @@ import httpx2
 from hpcrl.envs.spec import RemoteOptions
 
 PAUSE_S = 0.2
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 """Longest request, and longest answer."""
 
 
@@ -113,9 +113,9 @@ async def _read(answer: httpx2.Response) -> bytes:
     read = bytearray()
     async for part in answer.aiter_raw():
         read += part
-        if len(read) > MOST_BYTES:
+        if len(read) > MAX_BYTES:
             break
-    return bytes(read[:MOST_BYTES])
+    return bytes(read[:MAX_BYTES])
 
 
 @functools.cache

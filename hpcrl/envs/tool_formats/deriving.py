@@ -57,7 +57,7 @@ TOOLS = [
     }
     for name, arguments in zip(NAMES, ARGUMENTS, strict=True)
 ]
-MOST_SHOWN = 400
+MAX_SHOWN = 400
 """Characters of a rendered call that an error shows."""
 
 
@@ -103,7 +103,7 @@ def derive(chat_template: str, wanted: str = "auto") -> str:
         for name in names:
             if _reads(name, rendered):
                 return name
-    text = shortened(renderings[0].text, MOST_SHOWN)
+    text = shortened(renderings[0].text, MAX_SHOWN)
     if wanted == "auto":
         raise ValueError(
             f"format: the model's chat template writes calls in none of the known formats, but as {text!r}; "
@@ -145,7 +145,7 @@ def _told(parsed: Parsed) -> str:
     if not parsed.calls:
         return "no call"
     calls = [call.problem or f"{call.name}({json.dumps(call.arguments, ensure_ascii=False)})" for call in parsed.calls]
-    return repr(shortened("; ".join(calls), MOST_SHOWN))
+    return repr(shortened("; ".join(calls), MAX_SHOWN))
 
 
 class _Unrenderable(Exception):

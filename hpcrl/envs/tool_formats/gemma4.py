@@ -12,7 +12,7 @@ NAME = re.compile(r"\s*call:\s*([^\s{}<]{1,256})\s*(?=\{)")
 KEY = re.compile(r'\s*(?:<\|"\|>)?([^:{}\[\],<>]{1,256}?)(?:<\|"\|>)?\s*:')
 BARE = re.compile(r"[^,{}\[\]<]*")
 SPACE = re.compile(r"\s*")
-MOST_DEPTH = 100
+MAX_DEPTH = 100
 
 
 class _Broken(ValueError):
@@ -20,7 +20,7 @@ class _Broken(ValueError):
 
 
 def _value(text: str, at: int, depth: int) -> tuple[Any, int]:
-    if depth > MOST_DEPTH:
+    if depth > MAX_DEPTH:
         raise _Broken(NESTED)
     at = _skip(text, at)
     if text.startswith(QUOTE, at):

@@ -31,10 +31,10 @@ BETWEEN = re.compile(r"[\s,;]*")
 """Between two calls in JSON."""
 OPENED = re.compile("|".join(map(re.escape, REASONING)))
 REASONING_MARK = re.compile("|".join(map(re.escape, [*REASONING, *REASONING.values()])))
-MOST_STARTS = 500
+MAX_STARTS = 500
 """Maximum places of a response at which a call is looked for, since each decoder error counts the lines before it."""
 NESTED = "it is nested too deeply"
-MOST_LITERAL = 100_000
+MAX_LITERAL = 100_000
 """Characters of a value that is read as Python's."""
 
 
@@ -99,8 +99,8 @@ def marked(start: str, scan: Scan) -> Callable[[str, Schemas], Parsed]:
         opened = OPENED.search(text, at)
         starts = 0
         while call := pattern.search(text, at):
-            if (starts := starts + 1) > MOST_STARTS:
-                calls.append(ToolCall(problem=f"there are more than {MOST_STARTS} calls"))
+            if (starts := starts + 1) > MAX_STARTS:
+                calls.append(ToolCall(problem=f"there are more than {MAX_STARTS} calls"))
                 at = len(text)
                 break
             if opened and opened.start() < at:
@@ -131,7 +131,7 @@ def _after_reasoning(text: str, pattern: re.Pattern[str], scan: Scan, schemas: S
     if mark is None or mark[0] in REASONING:
         return 0
     at = 0
-    for _ in range(MOST_STARTS):
+    for _ in range(MAX_STARTS):
         if (call := pattern.search(text, at, mark.start())) is None:
             break
         found, end = scan(text, call, schemas)
@@ -256,7 +256,7 @@ def _value(text: str) -> Any:
         pass
     if text in ("True", "False", "None"):
         return {"True": True, "False": False, "None": None}[text]
-    if text[:1] in ("{", "[") and len(text) <= MOST_LITERAL:
+    if text[:1] in ("{", "[") and len(text) <= MAX_LITERAL:
         try:
             found = ast.literal_eval(text)
             json.dumps(found)

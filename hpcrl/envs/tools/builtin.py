@@ -15,8 +15,8 @@ from hpcrl.envs.tools.tool import Result, Tool, schema
 from hpcrl.sandbox.client import Sandbox
 from hpcrl.sandbox.jobs import ChildTask, Limits, SandboxError
 
-MOST_CHARS = 500
-MOST_BITS = 10_000
+MAX_CHARS = 500
+MAX_BITS = 10_000
 Number = int | float
 
 _idle: defaultdict[tuple[int, Limits], queue.Queue[Sandbox]] = defaultdict(queue.Queue)
@@ -85,8 +85,8 @@ class CalculatorTool:
     def call(self, arguments: dict[str, Any], timeout_s: float) -> Result:
         """The value; an error for what is no expression, and for numbers that are too large."""
         text = arguments["expression"].strip()
-        if len(text) > MOST_CHARS:
-            return Result(f"an expression has at most {MOST_CHARS} characters", error=True)
+        if len(text) > MAX_CHARS:
+            return Result(f"an expression has at most {MAX_CHARS} characters", error=True)
         try:
             return Result(str(_value(ast.parse(text, mode="eval").body)))
         except (ArithmeticError, ValueError) as error:
@@ -118,8 +118,8 @@ def _value(node: ast.expr) -> Number:
         case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATIONS:
             one, other = _value(left), _value(right)
             bits = one.bit_length() * other if isinstance(one, int) and isinstance(other, int) else 0
-            if isinstance(op, ast.Pow) and bits > MOST_BITS:
-                raise OverflowError(f"the number has more than {MOST_BITS} bits")
+            if isinstance(op, ast.Pow) and bits > MAX_BITS:
+                raise OverflowError(f"the number has more than {MAX_BITS} bits")
             found = OPERATIONS[type(op)](one, other)
             if isinstance(found, complex):
                 raise ValueError("the value is not a real number")

@@ -15,7 +15,7 @@ from typing import Any
 
 from hpcrl.envs.tools.tool import Result
 
-MOST_ITEMS = 10_000
+MAX_ITEMS = 10_000
 """Maximum items of a generator."""
 
 
@@ -51,7 +51,7 @@ def _value(returned: Any, timeout_s: float) -> Any:
     """What a call has returned: a coroutine's result, the items of a generator."""
     if inspect.isawaitable(returned) or isinstance(returned, AsyncIterator):
         return asyncio.run(_awaited(returned, timeout_s))
-    return _items(itertools.islice(returned, MOST_ITEMS + 1)) if isinstance(returned, Iterator) else returned
+    return _items(itertools.islice(returned, MAX_ITEMS + 1)) if isinstance(returned, Iterator) else returned
 
 
 async def _awaited(returned: Any, timeout_s: float) -> Any:
@@ -60,7 +60,7 @@ async def _awaited(returned: Any, timeout_s: float) -> Any:
             items: list[Any] = []
             async for item in returned:
                 items.append(item)
-                if len(items) > MOST_ITEMS:
+                if len(items) > MAX_ITEMS:
                     break
             return _items(items)
         found = await returned
@@ -69,8 +69,8 @@ async def _awaited(returned: Any, timeout_s: float) -> Any:
 
 def _items(found: Iterable[Any]) -> list[Any]:
     items = list(found)
-    if len(items) > MOST_ITEMS:
-        raise ValueError(f"the tool yields more than {MOST_ITEMS} items")
+    if len(items) > MAX_ITEMS:
+        raise ValueError(f"the tool yields more than {MAX_ITEMS} items")
     return items
 
 

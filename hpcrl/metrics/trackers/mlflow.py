@@ -15,7 +15,7 @@ from hpcrl.metrics.trackers.spec import MLflowConfig
 from hpcrl.metrics.trackers.tracker import TrackedRun, flat
 from hpcrl.system.files import write_durably
 
-MOST_METRICS, MOST_PARAMS, MOST_PARAM_CHARS = 1000, 100, 6000
+MAX_METRICS, MAX_PARAMS, MAX_PARAM_CHARS = 1000, 100, 6000
 """Limits of one call of the client, and of a value."""
 
 
@@ -47,7 +47,7 @@ class MLflow:
         from mlflow.entities import Metric
 
         now, entries = int(time.time() * 1000), iter(metrics.items())
-        while part := [Metric(name, value, now, step) for name, value in islice(entries, MOST_METRICS)]:
+        while part := [Metric(name, value, now, step) for name, value in islice(entries, MAX_METRICS)]:
             self._client.log_batch(self._id, metrics=part)
 
     def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -67,5 +67,5 @@ class MLflow:
         from mlflow.entities import Param
 
         entries = iter(flat(config).items())
-        while part := [Param(name, value[:MOST_PARAM_CHARS]) for name, value in islice(entries, MOST_PARAMS)]:
+        while part := [Param(name, value[:MAX_PARAM_CHARS]) for name, value in islice(entries, MAX_PARAMS)]:
             self._client.log_batch(self._id, params=part)

@@ -22,7 +22,7 @@ from hpcrl.system.files import write_durably
 logger = logging.getLogger(__name__)
 
 FOLDER = "trackers"
-MOST_WAITING = 10_000
+MAX_WAITING = 10_000
 """Calls that a slow tracker may be behind."""
 
 TrackerCall = Callable[[Tracker], object]
@@ -42,7 +42,7 @@ class TrackerThread:
             self.last_step = min(self.last_step, resume_step)
         first = self.last_step + 1
         self._calls: queue.Queue[TrackerCall | None] = queue.Queue()
-        self._most = MOST_WAITING
+        self._most = MAX_WAITING
         self._lock = threading.Lock()
         self._since: float | None = time.monotonic()
         self._ended, self._finishing, self._hint = False, False, ""

@@ -26,7 +26,7 @@ PROGRAMS = {"cpp": ("g++", "main.cpp"), "bash": ("bash", "main.sh")}
 COMPILE = ("-O2", "-std=c++17", "-pipe", "-o", "main")
 SHARE_OF_TIMEOUT = 0.8
 """Of reward.*.timeout_s, for all cases of a response: a slow response is wrong, and no error."""
-LEAST_S = 0.05
+MIN_S = 0.05
 CLOSE = {"rel_tol": 1e-6, "abs_tol": 1e-9}
 
 
@@ -148,7 +148,7 @@ class _Run:
     ) -> JobOutcome | None:
         """How the tasks ended; None if not well, or if no time is left."""
         limit_s = min(self._left_s, most_s or self._options.case_timeout_s)
-        if limit_s < LEAST_S:
+        if limit_s < MIN_S:
             self.stopped.add("time")
             return None
         outcome = self._sandbox.run(tasks, limit_s, keep_files)

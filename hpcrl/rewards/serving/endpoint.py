@@ -28,9 +28,9 @@ from typing import Any
 
 from hpcrl.rewards.services import DOWN_S, LOAD_HEADER, Addresses
 
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 """Longest answer that is read."""
-MOST_WAIT_S = 30.0
+MAX_WAIT_S = 30.0
 """Longest pause between two attempts, also if the server asks for more."""
 TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504, 529})
 
@@ -97,8 +97,8 @@ class Endpoint:
             if self._several and self._addresses.any_up():
                 continue
             # Jitter, so that the threads that failed together do not return together.
-            wait_s = min(max(wait_s, pause_s * random.uniform(0.5, 1.0)), MOST_WAIT_S)
-            pause_s = min(2 * pause_s, MOST_WAIT_S)
+            wait_s = min(max(wait_s, pause_s * random.uniform(0.5, 1.0)), MAX_WAIT_S)
+            pause_s = min(2 * pause_s, MAX_WAIT_S)
             if wait_s >= deadline - time.monotonic():
                 break
             time.sleep(wait_s)
@@ -139,8 +139,8 @@ class Endpoint:
             body = bytearray()
             while block := response.read1(1 << 16):
                 body += block
-                if len(body) > MOST_BYTES:
-                    raise ValueError(f"the answer has more than {MOST_BYTES} bytes")
+                if len(body) > MAX_BYTES:
+                    raise ValueError(f"the answer has more than {MAX_BYTES} bytes")
                 if time.monotonic() > end:  # it drips: the timeout of the socket is of one read
                     raise TimeoutError("the answer did not end in time")
             if response.length:  # of what the headers promised

@@ -9,7 +9,7 @@ from typing import Any
 from hpcrl.rollout.scheduling.events import EndedPrompt
 from hpcrl.rollout.scheduling.groups import LiveGroup
 from hpcrl.rollout.scheduling.replicas import Replicas
-from hpcrl.rollout.types import Disposition
+from hpcrl.rollout.types import PromptOutcome
 
 COUNTS = (
     "group_filter_count",
@@ -31,7 +31,7 @@ class Accounts:
 
     def __init__(self) -> None:
         self.tally = Tally(COUNTS)
-        self._settled: list[EndedPrompt] = []
+        self._ended: list[EndedPrompt] = []
         self._lost: list[int] = []  # prompts that ended without being trained
         self._taken: list[LiveGroup] = []  # the last batch, which may still be given back
         self._staleness_from = -1  # its version
@@ -42,26 +42,26 @@ class Accounts:
         self._count_batch(replicas)
         self._before = self.tally.counts()
 
-    def settle(self, group: LiveGroup, disposition: Disposition, reason: str = "") -> None:
+    def close_prompt(self, group: LiveGroup, outcome: PromptOutcome, reason: str = "") -> None:
         """Record the end of the group's prompt."""
-        scored = [] if disposition is Disposition.FAILED else group.samples
+        scored = [] if outcome is PromptOutcome.FAILED else group.samples
         rewards = tuple(sample.done.reward for sample in scored)
         metrics = tuple(sample.done.metrics for sample in scored)
-        self._settled.append(EndedPrompt(group.uid, group.attempt, disposition, reason, rewards, metrics))
-        if disposition is not Disposition.TRAINED:
+        self._ended.append(EndedPrompt(group.uid, group.attempt, outcome, reason, rewards, metrics))
+        if outcome is not PromptOutcome.TRAINED:
             self._lost.append(group.uid)
 
     def take(self, batch: list[LiveGroup], version: int) -> None:
-        """Take the batch for training this version: its prompts are settled as trained."""
+        """Take the batch for training this version: its prompts are closed as trained."""
         self._taken, self._staleness_from = batch, version
         for group in batch:
-            self.settle(group, Disposition.TRAINED)
+            self.close_prompt(group, PromptOutcome.TRAINED)
 
     def give_back(self) -> list[LiveGroup]:
         """Undo the last take(); returns its batch."""
         taken, self._taken = self._taken, []
         uids = {group.uid for group in taken}
-        self._settled = [end for end in self._settled if end.uid not in uids]
+        self._ended = [end for end in self._ended if end.uid not in uids]
         return taken
 
     def lost(self) -> list[int]:
@@ -69,10 +69,10 @@ class Accounts:
         lost, self._lost = self._lost, []
         return lost
 
-    def settled(self) -> list[EndedPrompt]:
+    def ended_prompts(self) -> list[EndedPrompt]:
         """Prompts that ended since the last call."""
-        settled, self._settled = self._settled, []
-        return settled
+        ended_prompts, self._ended = self._ended, []
+        return ended_prompts
 
     def metrics(self, replicas: Replicas) -> dict[str, tuple[float, float, float, float]]:
         """(sum, count, min, max) by name since the last call."""
@@ -93,16 +93,16 @@ class Accounts:
     def losses(self) -> str:
         """Counts of this step's lost groups by cause."""
         counts = ", ".join(f"{name} {self._num_lost(name)}" for name in (*FILTERS, "failed"))
-        last = [f", the last by {s.reason}" for s in self._settled if s.disposition is Disposition.FAILED][-1:]
+        last = [f", the last by {s.reason}" for s in self._ended if s.outcome is PromptOutcome.FAILED][-1:]
         return f"{counts}{''.join(last)}"
 
     def saved(self) -> list[dict[str, Any]]:
-        """The ends that settled() has not returned yet, JSON-able."""
-        return [end.saved() for end in self._settled]
+        """The ends that ended_prompts() has not returned yet, JSON-able."""
+        return [end.saved() for end in self._ended]
 
     def restore(self, saved: Iterable[Mapping[str, Any]]) -> None:
         """Continue from the result of saved()."""
-        self._settled = [EndedPrompt.restored(end) for end in saved]
+        self._ended = [EndedPrompt.restored(end) for end in saved]
 
     def _count_batch(self, replicas: Replicas) -> None:
         """Count the last batch: its staleness, the lengths of its responses, and its spread over the replicas."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from hpcrl.rollout.types import Disposition, FinishReason
+from hpcrl.rollout.types import FinishReason, PromptOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,20 +190,21 @@ class EndedPrompt:
 
     uid: int
     attempt: int
-    disposition: Disposition
+    outcome: PromptOutcome
     reason: str = ""
     rewards: tuple[float, ...] = ()
     metrics: tuple[Mapping[str, float], ...] = ()
 
     def saved(self) -> dict[str, Any]:
         """JSON-able content."""
-        return asdict(self) | {"disposition": str(self.disposition)}
+        return asdict(self) | {"outcome": str(self.outcome)}
 
     @classmethod
     def restored(cls, saved: Mapping[str, Any]) -> EndedPrompt:
         """What saved() wrote."""
-        kept = {name: tuple(saved.get(name, ())) for name in ("rewards", "metrics")}
-        return cls(**{**saved, **kept, "disposition": Disposition(saved["disposition"])})
+        outcome = PromptOutcome(saved["outcome"] if "outcome" in saved else saved["disposition"])  # until 0.5
+        rewards, metrics = (tuple(saved.get(name, ())) for name in ("rewards", "metrics"))
+        return cls(saved["uid"], saved["attempt"], outcome, saved["reason"], rewards, metrics)
 
 
 class Outbox:

@@ -19,8 +19,8 @@ class Mode(Protocol):
     """The decisions of a mode. Callers act on each item of route() and turns() before they take the next, which may
     depend on it."""
 
-    judges_at_once: bool
-    """Whether a group gets its verdict as soon as possible, instead of through next_verdict()."""
+    decides_at_once: bool
+    """Whether a group gets its verdict as soon as possible, instead of through next_decided()."""
 
     def may_start(self, num_open: int) -> bool:
         """Whether groups may be started while this many have no verdict."""
@@ -30,7 +30,7 @@ class Mode(Protocol):
         """These groups are started, in this order."""
         ...
 
-    def next_verdict(self, open_groups: Mapping[int, LiveGroup]) -> LiveGroup | None:
+    def next_decided(self, open_groups: Mapping[int, LiveGroup]) -> LiveGroup | None:
         """The group that gets its verdict now; None if there is none."""
         ...
 
@@ -54,7 +54,7 @@ class Flow:
     kind_of: class of a prompt (its domain); responses to prompts of one class have similar lengths.
     """
 
-    judges_at_once = True
+    decides_at_once = True
 
     def __init__(self, config: SchedulerConfig, kind_of: Callable[[int], str]):
         self._together, self._by_length = config.group_affinity, config.routing == "expected_length"
@@ -66,7 +66,7 @@ class Flow:
     def started(self, uids: Sequence[int]) -> None:
         pass
 
-    def next_verdict(self, open_groups: Mapping[int, LiveGroup]) -> LiveGroup | None:
+    def next_decided(self, open_groups: Mapping[int, LiveGroup]) -> LiveGroup | None:
         return None
 
     def learn(self, sample: LiveSample) -> None:
@@ -103,7 +103,7 @@ class Wave:
     slots. The next wave starts after the end of this one. Verdicts are given in order of uid. The samples of a replica
     take their next turn together."""
 
-    judges_at_once = False
+    decides_at_once = False
 
     def __init__(self) -> None:
         self._uids: deque[int] = deque()  # of the wave, without a verdict, in order
@@ -115,7 +115,7 @@ class Wave:
         if uids:
             self._uids = deque(uids)
 
-    def next_verdict(self, open_groups: Mapping[int, LiveGroup]) -> LiveGroup | None:
+    def next_decided(self, open_groups: Mapping[int, LiveGroup]) -> LiveGroup | None:
         while self._uids:
             group = open_groups.get(self._uids[0])
             if group is not None and not (group.cause or group.is_done_whole):
@@ -141,6 +141,6 @@ class Wave:
         """In order of id, once none of the replica's samples decodes or is with its environment."""
         if replica.running or replica.acting:
             return
-        together = sorted(replica.answered)
+        complete_groups = sorted(replica.answered)
         replica.answered.clear()
-        yield from together
+        yield from complete_groups

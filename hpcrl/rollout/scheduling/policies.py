@@ -46,14 +46,14 @@ class SchedulerConfig:
     speed_aware_routing: bool = True
     deterministic: bool = False
     accept_errors: bool = False  # a group of errors counts with its rewards of 0 instead of restarting
-    greedy_sibling: bool = False  # one more response per prompt, decoded greedily
+    greedy_baseline: bool = False  # one more response per prompt, decoded greedily
     decoupling: Decoupling | None = None
 
     @classmethod
     def of(cls, config: Config) -> SchedulerConfig:
         shared = {name: getattr(config.rollout, name) for name in cls.__slots__ if name in RolloutConfig.model_fields}
-        greedy, decoupling = config.algorithm_spec.greedy_sibling, Decoupling.of(config)
-        return cls(**shared, deterministic=config.deterministic, greedy_sibling=greedy, decoupling=decoupling)
+        greedy, decoupling = config.algorithm_spec.greedy_baseline, Decoupling.of(config)
+        return cls(**shared, deterministic=config.deterministic, greedy_baseline=greedy, decoupling=decoupling)
 
     def of_domain(self, domain: str) -> SchedulerConfig:
         """The settings for prompts of a domain, which may have filters of its own."""

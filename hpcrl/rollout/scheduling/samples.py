@@ -134,8 +134,8 @@ class Samples:
         self._tally.count("late_events")
         return None
 
-    def together(self, held: Iterable[int]) -> tuple[list[list[int]], list[int]]:
-        """See RolloutScheduler.together()."""
+    def complete_groups(self, held: Iterable[int]) -> tuple[list[list[int]], list[int]]:
+        """See RolloutScheduler.complete_groups()."""
         groups: dict[int, list[LiveSample]] = {}
         unwanted = []
         for sample_id in held:

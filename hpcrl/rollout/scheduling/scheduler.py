@@ -12,7 +12,7 @@ The scheduler is a pure state machine: no torch, no clock, no randomness. The ro
         for command in scheduler.plan():
             send it to command.replica
     groups = scheduler.take()          # `need` groups in order of uid; give_back() if they cannot be transferred
-    ended = scheduler.settled()        # one EndedPrompt per prompt that ended
+    ended = scheduler.ended_prompts()        # one EndedPrompt per prompt that ended
     stats = scheduler.metrics()        # name -> (sum, count, min, max) since the last call
 
 The scheduler knows a prompt by its uid and a response by its sample id (hpcrl.rollout.types).
@@ -53,7 +53,7 @@ from hpcrl.rollout.scheduling.modes import Flow, Mode, Wave
 from hpcrl.rollout.scheduling.policies import SchedulerConfig, rejecting_filter
 from hpcrl.rollout.scheduling.samples import Samples
 from hpcrl.rollout.scheduling.selection import Selection
-from hpcrl.rollout.types import Disposition, split_sample_id
+from hpcrl.rollout.types import PromptOutcome, split_sample_id
 
 POISON = 3
 """A prompt has failed after the loss of this many replicas or env ranks that worked on it: it may be the cause."""
@@ -120,7 +120,7 @@ class RolloutScheduler:
         return self._selection.is_ready()
 
     def take(self) -> list[Group]:
-        """Close the step and return its groups in order of uid; their prompts are settled as trained. ValueError unless
+        """Close the step and return its groups in order of uid; their prompts are closed as trained. ValueError unless
         ready()."""
         batch = self._selection.take()
         self._accounts.take(batch, self.version)
@@ -131,7 +131,7 @@ class RolloutScheduler:
 
     def give_back(self) -> None:
         """Undo take() because its groups could not be transferred: groups of a lost replica restart, the others wait to
-        be taken again. Call it before settled() and metrics()."""
+        be taken again. Call it before ended_prompts() and metrics()."""
         taken = self._accounts.give_back()
         self._selection.give_back(taken)
         for group in taken:
@@ -163,8 +163,8 @@ class RolloutScheduler:
                     self._give_up(sample, cause)
                 else:
                     self._done(sample)
-        while not self._selection.is_full and (group := self._mode.next_verdict(self._open)) is not None:
-            self._judge(group)
+        while not self._selection.is_full and (group := self._mode.next_decided(self._open)) is not None:
+            self._decide(group)
 
     def plan(self, events: Iterable[SchedulerEvent] = ()) -> list[SchedulerCommand]:
         """tell() the events and return the new commands, Drops first.
@@ -189,15 +189,15 @@ class RolloutScheduler:
         self._tally.record("waiting/*", self._samples.waiting.size)
         return self._samples.commands()
 
-    def together(self, held: Iterable[int]) -> tuple[list[list[int]], list[int]]:
+    def complete_groups(self, held: Iterable[int]) -> tuple[list[list[int]], list[int]]:
         """Split the samples `held` by a scorer for group scoring into complete groups and samples no longer needed."""
-        return self._samples.together(held)
+        return self._samples.complete_groups(held)
 
     # -- state
 
-    def settled(self) -> list[EndedPrompt]:
+    def ended_prompts(self) -> list[EndedPrompt]:
         """Prompts that ended since the last call."""
-        return self._accounts.settled()
+        return self._accounts.ended_prompts()
 
     def lost(self) -> list[int]:
         """Prompts that ended without being trained since the last call: each needs another in its place."""
@@ -237,14 +237,14 @@ class RolloutScheduler:
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able state: prompts to start (those in flight with attempt + 1), valid groups that wait to be taken, and
-        ends that settled() has not returned yet."""
+        ends that ended_prompts() has not returned yet."""
         started = [[group.uid, group.attempt + 1, group.failures] for group in self._open.values()]
         return {
             "version": self.version,
             "newest_uid": self._queue.newest_uid,
             "queue": sorted(self._queue.saved() + started),
             "finished": [group.saved() for group in self._selection.valid.values()],
-            "settled": self._accounts.saved(),
+            "ended_prompts": self._accounts.saved(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -252,7 +252,7 @@ class RolloutScheduler:
         finished()."""
         self._queue.restore(state["newest_uid"], state["queue"])
         self._selection.version = self._newest = state["version"]
-        self._accounts.restore(state.get("settled", []))
+        self._accounts.restore(state["ended_prompts"] if "ended_prompts" in state else state.get("settled", []))
         for saved in state["finished"]:
             group = LiveGroup.restored(saved, list(self._samples.replicas))
             self._selection.accept(group)
@@ -283,7 +283,7 @@ class RolloutScheduler:
         starts = [self._queue.pop() for _ in range(min(self._startable(), len(self._queue)))]
         for start in starts:
             config = self.config
-            group = LiveGroup(start, self._newest, config.num_members, config.group_size, config.greedy_sibling)
+            group = LiveGroup(start, self._newest, config.num_members, config.group_size, config.greedy_baseline)
             self._open[group.uid] = group
             self._selection.expect(group)
             for sample in group.everyone:
@@ -301,8 +301,8 @@ class RolloutScheduler:
             self._replace(sample)
             return
         self._mode.learn(sample)
-        if group.num_done >= group.keep and group.is_greedy_done and self._mode.judges_at_once:
-            self._judge(group)
+        if group.num_done >= group.keep and group.is_greedy_done and self._mode.decides_at_once:
+            self._decide(group)
 
     def _give_up(self, sample: LiveSample, cause: str) -> None:
         """A sample cannot end. Its group continues without it if it has members to spare, and restarts otherwise."""
@@ -315,12 +315,12 @@ class RolloutScheduler:
             self._samples.abort(sample)
         elif not group.cause:
             group.cause = cause
-            if self._mode.judges_at_once:
-                self._judge(group)
+            if self._mode.decides_at_once:
+                self._decide(group)
             else:
                 self._samples.drop(sample)  # otherwise the turns of its siblings would wait for it
 
-    def _judge(self, group: LiveGroup) -> None:
+    def _decide(self, group: LiveGroup) -> None:
         if not group.cause:
             for sample in group.surplus():
                 group.samples.remove(sample)
@@ -341,7 +341,7 @@ class RolloutScheduler:
             self._tally.count("group_filter_count")
             self._tally.count(f"filtered_{reason}")
             self._release(group)
-            self._accounts.settle(group, Disposition.FILTERED, reason)
+            self._accounts.close_prompt(group, PromptOutcome.FILTERED, reason)
         else:
             self._selection.accept(self._open.pop(group.uid))
 
@@ -362,7 +362,7 @@ class RolloutScheduler:
         allowed = max(self.config.max_attempts, POISON) if blameless else self.config.max_attempts
         if group.failures >= allowed:
             self._tally.count("failed")
-            self._accounts.settle(group, Disposition.FAILED, cause)
+            self._accounts.close_prompt(group, PromptOutcome.FAILED, cause)
             return
         if home in self._samples.replicas and self.config.prompt_affinity:
             group.home = home

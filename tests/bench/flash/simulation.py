@@ -241,7 +241,7 @@ class Simulation:
         batch = self._scheduler.take()
         samples = [self._samples.pop(sample.id) for group in batch for sample in group.samples]
         self._run.kept += len(samples)
-        self._scheduler.settled()
+        self._scheduler.ended_prompts()
         trained = self._now + self._training.train_s
         self._run.steps.append(
             Step(

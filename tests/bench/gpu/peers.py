@@ -20,7 +20,7 @@ from hpcrl.comm.batched_p2p import Begun, Transfer, begin
 from hpcrl.comm.weight_transfer import Channel, Receiving, Schedule, Sending, connect
 from hpcrl.messaging.abortable import AbortableGroup, make_nccl
 from hpcrl.planner.traffic import SEND_BYTES, seconds_to_make
-from hpcrl.spec.weight_layout import CHANNELS, RequiredSlices, everything
+from hpcrl.spec.weight_layout import CHANNELS, RequiredSlices, full_slice
 from hpcrl.workers.allocator import grow_segments
 from tests.bench.gpu.common import GB, Check, Row, median
 from tests.bench.weights import layout_of
@@ -125,7 +125,7 @@ def _update(group: Any, rank: int, device: str, mib: int) -> None:
     connect(group, RANKS, rank, [0], [1])
     made = time.perf_counter() - began, (free - _free_bytes(device)) / MIB
     layout = layout_of(mib, 1, "float32")
-    needs = {1: [RequiredSlices("bfloat16", (everything(held.shape),)) for held in layout]}
+    needs = {1: [RequiredSlices("bfloat16", (full_slice(held.shape),)) for held in layout]}
     channel = Channel(group, RANKS, layout, needs)
     shards = [torch.ones(held.shape, device=device) for held in layout] if rank == 0 else []
     places = [torch.empty(held.shape, dtype=torch.bfloat16, device=device) for held in layout] if rank == 1 else []

@@ -29,7 +29,7 @@ from tests.bench.gpu_first.report import Report, tally
 from tests.bench.gpu_first.running import ROOT, Outcome, missing, run_step
 from tests.bench.gpu_first.steps import STEPS, Setting, Step
 
-LEAST_SHARE = 0.5
+MIN_SHARE = 0.5
 """Of a step's time limit: with less time left it is not begun."""
 
 
@@ -39,7 +39,7 @@ def run_all(names: Sequence[str], setting: Setting, folder: Path, seconds: float
     for number, name in enumerate(names, 1):
         step, left_s = steps[name], seconds - (time.monotonic() - started)
         limit_s, left = min(step.limit_s, left_s), f"{max(left_s, 0):.0f} s left" if math.isfinite(left_s) else ""
-        short = f"{left} (--minutes)" if left_s < LEAST_SHARE * step.limit_s else ""
+        short = f"{left} (--minutes)" if left_s < MIN_SHARE * step.limit_s else ""
         print(
             f"{number} of {len(names)}  {name}: {step.teaches} (up to {step.limit_s:.0f} s)  {left}".rstrip(),
             flush=True,

@@ -113,7 +113,7 @@ class WitnessRole:
         """See Role."""
         return {}
 
-    def look_after(self) -> bool:
+    def poll(self) -> bool:
         """See Role."""
         return False
 

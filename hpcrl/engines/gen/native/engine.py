@@ -80,10 +80,10 @@ class NativeEngine:
     prompt and response together. float32_head: compute the vocabulary projection in float32. block_tokens: tokens of a
     block of the KV cache. kv_cache_bytes: the most memory of the KV cache, by default that of max_num_seqs requests of
     full length; requests wait, or are interrupted and their keys and values computed again, when it is used up.
-    prefix_staleness: a prefix in the cache serves later requests under weights that are at most this many versions newer.
-    deterministic: always decode max_num_seqs rows, reserve a request's full length at admission and share the prefill
-    of requests that are admitted together, but no blocks, so that a request's bits depend on no other requests than
-    those. routes: record the chosen experts in the column `routes` of outputs. load=False leaves the weights to
+    prefix_staleness: a prefix in the cache serves later requests under weights that are at most this many versions
+    newer. deterministic: always decode max_num_seqs rows, reserve a request's full length at admission and share the
+    prefill of requests that are admitted together, but no blocks, so that a request's bits depend on no other requests
+    than those. routes: record the chosen experts in the column `routes` of outputs. load=False leaves the weights to
     load_weights(). lora: it gets those of adapters, and all others are read from the folder at its first call.
     """
 

@@ -28,7 +28,7 @@ from hpcrl.engines.gen.partial_response import Growing
 from hpcrl.engines.gen.sglang.child import Child
 from hpcrl.engines.gen.sglang.server import Continuation, Made
 from hpcrl.engines.gen.sglang.sizes import SPARE_TOKENS, cache_tokens
-from hpcrl.engines.gen.sglang.spec import MOST_KEPT, TRUNCATED, SGLangConfig, share
+from hpcrl.engines.gen.sglang.spec import MAX_KEPT, TRUNCATED, SGLangConfig, share
 from hpcrl.engines.gen.stops import StopStrings
 from hpcrl.engines.gen.weight_names import WeightNames
 from hpcrl.models.families import read_shape
@@ -136,7 +136,7 @@ class SGLangEngine:
             "enable_memory_saver": sleeps,
             "enable_deterministic_inference": True,  # without it, SGLang ignores the seeds of requests
             "enable_fp32_lm_head": float32_head,
-            "sampling_mask_max_tokens": MOST_KEPT,
+            "sampling_mask_max_tokens": MAX_KEPT,
             "random_seed": 0,
             "sleep_on_idle": True,  # else a core of each node asks for work without a pause
         } | dict(options or {})
@@ -166,7 +166,7 @@ class SGLangEngine:
             has_tokenizer=self._stops is not None,
         )
         for request in requests:
-            if request.params.truncates and (request.params.min_p or not 2 <= self._top_k(request) <= MOST_KEPT):
+            if request.params.truncates and (request.params.min_p or not 2 <= self._top_k(request) <= MAX_KEPT):
                 raise ValueError(f"request {request.id}: {TRUNCATED}, but not with top_k 1 or min_p")
         for request in requests:
             self._growing[request.id] = _Growing(request, self._num_added)

@@ -55,7 +55,7 @@ class Server:
         """The method of this name."""
         return getattr(self, name)(*arguments)
 
-    def burst(self, jobs: Sequence[Continuation], num_tokens: int, max_num_seqs: int) -> list[Made]:
+    def decode_chunk(self, jobs: Sequence[Continuation], num_tokens: int, max_num_seqs: int) -> list[Made]:
         """Continue the jobs, in max_num_seqs slots and in order, for num_tokens iterations of each slot.
 
         Those with and without truncation run one after the other, and a slot has jobs of one kind: if one request of a

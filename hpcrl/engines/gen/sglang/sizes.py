@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hpcrl.config import Config
-from hpcrl.engines.gen.sglang.spec import MOST_KEPT, TRUNCATED, SGLangConfig
+from hpcrl.engines.gen.sglang.spec import MAX_KEPT, TRUNCATED, SGLangConfig
 from hpcrl.models.shape import ModelShape
 from hpcrl.planner.generator import paged_cache, token_bytes, too_small_cache
 from hpcrl.spec.problems import Problem
@@ -32,8 +32,8 @@ def check(config: Config, shape: ModelShape) -> Iterator[Problem]:
     given, rollout = config.generator.section(SGLangConfig).kv_cache_gib, config.rollout
     least = (config.max_sequence_tokens + SPARE_TOKENS) * token_bytes(config, shape)
     yield from too_small_cache(config, "sglang", None if given is None else int(given * 2**30), least)
-    if rollout.top_p < 1 and not rollout.top_k and shape.vocab_size > MOST_KEPT:
-        text = f"0, with rollout.top_p={rollout.top_p:g}, but {TRUNCATED}; use {MOST_KEPT}"
+    if rollout.top_p < 1 and not rollout.top_k and shape.vocab_size > MAX_KEPT:
+        text = f"0, with rollout.top_p={rollout.top_p:g}, but {TRUNCATED}; use {MAX_KEPT}"
         yield Problem(("rollout", "top_k"), f"rollout.top_k: {text}", (("rollout", "top_p"), ("model",)))
     if shape.tied and shape.expert_layers:
         text = "its head is its embedding, which SGLang does not do for mixtures of experts; use native or vllm"

@@ -45,10 +45,10 @@ OWN = {
 
 BESIDE_SHARE = 0.5
 """Default share of a GPU on which other roles are."""
-MOST_KEPT = 4096
+MAX_KEPT = 4096
 """Largest top_k with which SGLang gives the log-probs after truncation (its sampling_mask_max_tokens)."""
 TRUNCATED = (
-    f"SGLang gives the log-probs of truncated sampling, which corrections need, only with top_k up to {MOST_KEPT}"
+    f"SGLang gives the log-probs of truncated sampling, which corrections need, only with top_k up to {MAX_KEPT}"
 )
 
 
@@ -75,7 +75,7 @@ def _check(config: Any) -> Iterator[Problem]:
     if rollout.min_p:
         text = "SGLang cannot draw with min_p from a response's own seed; use 0 with top_p or top_k, or another engine"
         yield Problem(("rollout", "min_p"), f"rollout.min_p: {text}")
-    if rollout.top_k > MOST_KEPT:
+    if rollout.top_k > MAX_KEPT:
         yield Problem(("rollout", "top_k"), f"rollout.top_k: {rollout.top_k}, but {TRUNCATED}; use less")
 
 

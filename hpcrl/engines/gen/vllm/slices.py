@@ -8,7 +8,7 @@ from typing import Any
 
 from hpcrl.models.families import family_of
 from hpcrl.models.shape import ModelShape
-from hpcrl.spec.weight_layout import TensorSlice, everything
+from hpcrl.spec.weight_layout import TensorSlice, full_slice
 
 RESHAPING = {
     *("enable_elastic_ep", "enable_eplb", "eplb_config", "expert_placement_strategy", "hf_config_path"),
@@ -31,7 +31,7 @@ def slices(
     generator.vllm.options. model: None if its parameters are not known."""
     split = model.splits.get(name, "whole") if model is not None and are_known(options, model) else "whole"
     if num_ranks == 1 or split == "whole" or model is None:
-        return (everything(shape),)
+        return (full_slice(shape),)
     if split == "vocabulary":
         return (_along(shape, 0, *_words(shape[0], index, num_ranks)),)
     axis, number, blocks = 0, 1, num_ranks  # matrices stacked along an axis, and into how many blocks each is divided
@@ -61,4 +61,4 @@ def _words(rows: int, index: int, num_ranks: int) -> tuple[int, int]:
 
 def _along(shape: tuple[int, ...], axis: int, first: int, end: int) -> TensorSlice:
     """The tensor between two bounds of an axis."""
-    return (*everything(shape[:axis]), (first, end), *everything(shape[axis + 1 :]))
+    return (*full_slice(shape[:axis]), (first, end), *full_slice(shape[axis + 1 :]))

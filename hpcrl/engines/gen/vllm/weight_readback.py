@@ -33,8 +33,8 @@ def shown(
             continue
         whole = own.new_empty(shapes[name])
         boxes = slices(options, model, name, shapes[name], index, num_ranks)
-        for box, piece in zip(boxes, own.chunk(len(boxes), 1) if len(boxes) > 1 else (own,), strict=True):
-            whole[tuple(slice(*bounds) for bounds in box)] = piece
+        for tensor_slice, piece in zip(boxes, own.chunk(len(boxes), 1) if len(boxes) > 1 else (own,), strict=True):
+            whole[tuple(slice(*bounds) for bounds in tensor_slice)] = piece
         yield name, whole
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hpcrl.engines.train.fsdp2.optimizer import ForMatrices
-from hpcrl.engines.train.fsdp2.spec import BLOCK, LEAST_NUMBERS
+from hpcrl.engines.train.fsdp2.spec import BLOCK, MIN_NUMBERS
 from hpcrl.engines.train.fsdp2.weights import local
 
 MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))
@@ -28,7 +28,7 @@ class AdamW8bit(ForMatrices):
     def takes(parameter: Tensor) -> bool:
         """See ForMatrices. Short rows would be mostly filling."""
         size = parameter.numel()
-        return size >= LEAST_NUMBERS and size // parameter.shape[0] >= BLOCK
+        return size >= MIN_NUMBERS and size // parameter.shape[0] >= BLOCK
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         own, gradient = local(parameter), local(cast(Tensor, parameter.grad))

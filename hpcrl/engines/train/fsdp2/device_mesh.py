@@ -16,7 +16,7 @@ from hpcrl.engines.train.fsdp2.spec import FSDP2Config, indivisible_heads
 from hpcrl.spec.weight_layout import TensorShards
 
 
-class Grid:
+class ParallelMesh:
     """A rank's place: rank = ((replica x shards) + shard) x tensor_parallel + tensor rank. Neighbours among the shards
     that have the same rows divide the tokens (context parallel).
 
@@ -77,9 +77,11 @@ class Grid:
         rows, parts = TensorShards.rows(name, dtype, sizes, self.num_shards), []
         for part in range(self.num_parts if dim is not None else 1):
             holders = range(self.num_parts) if dim is None else (part,)
-            for box, (shard,) in rows.parts:
-                start, end = (bound + part * sizes[first] for bound in box[first])
-                parts.append(((*box[:first], (start, end), *box[first + 1 :]), self._holders(shard, holders)))
+            for tensor_slice, (shard,) in rows.parts:
+                start, end = (bound + part * sizes[first] for bound in tensor_slice[first])
+                parts.append(
+                    ((*tensor_slice[:first], (start, end), *tensor_slice[first + 1 :]), self._holders(shard, holders))
+                )
         return TensorShards(name, dtype, tuple(shape), tuple(parts))
 
     def _holders(self, shard: int, parts: Sequence[int]) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ from hpcrl.engines.train import offloading
 from hpcrl.engines.train.dcp import Base
 from hpcrl.engines.train.fail_together import agreed
 from hpcrl.engines.train.fsdp2 import checkpoint
-from hpcrl.engines.train.fsdp2.device_mesh import Grid, check_heads
+from hpcrl.engines.train.fsdp2.device_mesh import ParallelMesh, check_heads
 from hpcrl.engines.train.fsdp2.lora import Adapters
 from hpcrl.engines.train.fsdp2.model import Inputs, PackedCausalLM, empty_model, read_model, write_model
 from hpcrl.engines.train.fsdp2.model_kind import CAUSAL
@@ -105,7 +105,7 @@ class FSDP2Engine:
         self.config, self.model_path, self.total_steps = config, Path(model_path), total_steps
         self.own = own or FSDP2Config()
         self.device, self.trainable = torch.device(device), trainable
-        self.grid = Grid(self.own, self.device)
+        self.grid = ParallelMesh(self.own, self.device)
         self.data_parallel_rank = self.grid.rank // self.grid.tokens.all.size
         self.data_parallel_size = self.grid.num_data_parallel
         self.optimizer_step = 0
@@ -406,7 +406,7 @@ class FSDP2Engine:
             self.model.unshard()  # one collective, in the type of the computation, instead of one per tensor
         try:
             for name in names:
-                yield name, self.weights.whole_copy(name, dtypes.get(name, self.dtype))
+                yield name, self.weights.full_tensor(name, dtypes.get(name, self.dtype))
         finally:
             self._reshard()
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, Problem
-from hpcrl.engines.train.fsdp2.spec import BLOCK, LEAST_NUMBERS, FSDP2Config, indivisible_heads, is_unsharded, problem
+from hpcrl.engines.train.fsdp2.spec import BLOCK, MIN_NUMBERS, FSDP2Config, indivisible_heads, is_unsharded, problem
 from hpcrl.engines.train.fsdp2.traffic import step_traffic
 from hpcrl.models.shape import CannotPlanError, ModelShape, Parameter
 from hpcrl.planner.activations import FP32, Tokens, fsdp2_activations, logits_bytes, recomputed_layer, recomputed_scores
@@ -65,7 +65,7 @@ def _has_own_update(config: Config, parameter: Parameter) -> bool:
     """Whether the optimizer treats it as a matrix of a layer, and not with AdamW."""
     if parameter.layer is None or len(parameter.shape) < 2 or config.trainer.optimizer == "adamw":
         return False
-    is_large = parameter.size >= LEAST_NUMBERS and parameter.size // parameter.shape[0] >= BLOCK
+    is_large = parameter.size >= MIN_NUMBERS and parameter.size // parameter.shape[0] >= BLOCK
     return is_large or config.trainer.optimizer == "muon"
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hpcrl.engines.train.fsdp2.optimizer import ForMatrices
-from hpcrl.engines.train.fsdp2.weights import local, whole_copy
+from hpcrl.engines.train.fsdp2.weights import full_tensor, local
 
 MOMENTUM = 0.95
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -51,7 +51,7 @@ def _whole(parameter: Tensor, part: Tensor, dtype: torch.dtype) -> Tensor:
         return part.to(dtype)
     mesh, placements = parameter.device_mesh, parameter.placements
     whole = DTensor.from_local(part, mesh, placements, shape=parameter.shape, stride=parameter.stride())
-    return whole_copy(whole, dtype)
+    return full_tensor(whole, dtype)
 
 
 def _part(parameter: Tensor, whole: Tensor) -> Tensor:

@@ -17,14 +17,14 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
-from hpcrl.engines.train.fsdp2.device_mesh import Grid
+from hpcrl.engines.train.fsdp2.device_mesh import ParallelMesh
 from hpcrl.engines.train.fsdp2.model import PackedCausalLM
 
 
 def shard(
     model: PackedCausalLM,
     source: PreTrainedModel | None,
-    grid: Grid,
+    grid: ParallelMesh,
     *,
     device: torch.device,
     compute_dtype: torch.dtype,

@@ -147,7 +147,7 @@ def _needs(config: Any, name: str, what: str, without: tuple[str, ...]) -> Itera
             yield Problem(("trainer", "optimizer"), f"trainer.optimizer: {text}", ((*AT, key),))
 
 
-BLOCK, LEAST_NUMBERS = 256, 4096
+BLOCK, MIN_NUMBERS = 256, 4096
 """Numbers that have a scale together in bitsandbytes, and those of the smallest matrix with moments in 8 bits; matrices
 with rows shorter than a block have none."""
 OPTIMIZERS = {

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from hpcrl.comm.weight_checksums import held_sums
-from hpcrl.engines.train.fsdp2.device_mesh import Grid
+from hpcrl.comm.weight_checksums import shard_checksums
+from hpcrl.engines.train.fsdp2.device_mesh import ParallelMesh
 from hpcrl.engines.train.fsdp2.exchange import stack
 from hpcrl.spec.lora import is_adapter
-from hpcrl.spec.weight_layout import RequiredSlices, TensorShards, everything
+from hpcrl.spec.weight_layout import RequiredSlices, TensorShards, full_slice
 
 
 class NamedWeights:
@@ -27,7 +27,7 @@ class NamedWeights:
     split_dims: name -> the dimension in which a matrix is split over tensor parallel ranks.
     """
 
-    def __init__(self, hf: PreTrainedModel, grid: Grid, split_dims: Mapping[str, int], adapters: bool = False):
+    def __init__(self, hf: PreTrainedModel, grid: ParallelMesh, split_dims: Mapping[str, int], adapters: bool = False):
         self._hf, self._grid, self.split_dims = hf, grid, split_dims
         first: dict[int, str] = {}
         for name, tensor in hf.state_dict(keep_vars=True).items():
@@ -68,9 +68,9 @@ class NamedWeights:
             found.append(self._grid.held(name, str(tensor.dtype).removeprefix("torch."), shape, dim))
         return found
 
-    def whole_copy(self, name: str, dtype: torch.dtype) -> Tensor:
+    def full_tensor(self, name: str, dtype: torch.dtype) -> Tensor:
         """A copy of a whole parameter, converted before it is gathered. Collective if it is sharded or split."""
-        return self.from_parts(name, whole_copy(self[name], dtype))
+        return self.from_parts(name, full_tensor(self[name], dtype))
 
     def from_parts(self, name: str, part: Tensor) -> Tensor:
         """A whole matrix from its tensor parallel parts; other tensors unchanged. Collective over these ranks."""
@@ -85,9 +85,9 @@ class NamedWeights:
 
 def fingerprint(layout: Sequence[TensorShards], held: Iterable[Tensor]) -> str:
     """Of the weights' bits, however they are divided. held: this rank's parts, on one device. Collective."""
-    needs = [[RequiredSlices("", (everything(whole.shape),)) for whole in layout]]
+    needs = [[RequiredSlices("", (full_slice(whole.shape),)) for whole in layout]]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    sums = held_sums(dist.get_rank(), layout, needs, held).to(device)
+    sums = shard_checksums(dist.get_rank(), layout, needs, held).to(device)
     dist.all_reduce(sums)
     return hashlib.sha256(sums.cpu().numpy().tobytes()).hexdigest()[:16]
 
@@ -97,7 +97,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def whole_copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def full_tensor(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A copy of the whole tensor, converted before it is gathered. Collective if it is sharded."""
     if isinstance(tensor, DTensor) and tensor.device_mesh.size() > 1:
         mesh = tensor.device_mesh

@@ -133,11 +133,13 @@ def _of_shard(
     for key, flat in state.items():
         low, high = max(at, first), min(at + values.numel(), first + flat.numel())
         for offset, size, span in _boxes(tuple(values.shape), low - at, high - at):
-            box = flat[span.start + at - first : span.stop + at - first].view(*leading, *size)
+            tensor_slice = flat[span.start + at - first : span.stop + at - first].view(*leading, *size)
             start = [*shard.global_offset]
             for axis, more in enumerate(offset, len(leading)):
                 start[axis] += more
-            yield StatePiece(f"{STATE}{key}.{shard.key}", tuple(shard.global_shape), tuple(start), box, written)
+            yield StatePiece(
+                f"{STATE}{key}.{shard.key}", tuple(shard.global_shape), tuple(start), tensor_slice, written
+            )
 
 
 def _boxes(shape: tuple[int, ...], low: int, high: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], range]]:

@@ -35,7 +35,7 @@ class ShardSlice:
     """A box of an HF tensor that a rank holds: rows (first, last + 1) of its shard, one below the other."""
 
     hf: str
-    box: TensorSlice
+    tensor_slice: TensorSlice
     at: tuple[tuple[int, int], ...]
 
 
@@ -153,7 +153,7 @@ def shard(
     for part in held(entry, rank, num_ranks):
         if part.hf not in tensors:
             raise ValueError(f"the HF tensor {part.hf} of Megatron's {entry.name} is missing")
-        read = tensors[part.hf][tuple(slice(*span) for span in part.box)]
+        read = tensors[part.hf][tuple(slice(*span) for span in part.tensor_slice)]
         if result is None:
             result = torch.zeros(shard_shape(entry, num_ranks), dtype=dtype or read.dtype)
         read = read.reshape(-1, *result.shape[1:])
@@ -177,7 +177,7 @@ def parts(entry: Entry, part: Tensor, rank: int = 0, num_ranks: int = 1) -> Iter
     for piece in held(entry, rank, num_ranks):
         rows = [part[first:last] for first, last in piece.at]
         values = rows[0] if len(rows) == 1 else torch.cat(rows)
-        yield piece.hf, piece.box, values.view(tuple(last - first for first, last in piece.box))
+        yield piece.hf, piece.tensor_slice, values.view(tuple(last - first for first, last in piece.tensor_slice))
 
 
 def _row_spans(entry: Entry, rank: int, num_ranks: int) -> list[tuple[int, int]]:

@@ -287,7 +287,7 @@ class HFWeights:
             place = Coordinates.of(rank, self._num_ranks, self._megatron)
             if place.stage == self.stage_of(run[0]):
                 found.setdefault(self._box(run, name, place), []).append(rank)
-        return tuple((box, tuple(ranks)) for box, ranks in sorted(found.items()))
+        return tuple((tensor_slice, tuple(ranks)) for tensor_slice, ranks in sorted(found.items()))
 
     def _box(self, run: Sequence[Entry], name: str, place: Coordinates) -> TensorSlice:
         """The part of an HF tensor that a rank holds, or gathers because what it holds is not a box."""
@@ -297,7 +297,7 @@ class HFWeights:
             return ((place.expert * each, (place.expert + 1) * each), *((0, size) for size in shape[1:]))
         if self._is_gathered(run[0]):
             return tuple((0, size) for size in self.table.shapes[name])
-        return next(part.box for part in held(run[0], *self.rank_of(run[0], place)) if part.hf == name)
+        return next(part.tensor_slice for part in held(run[0], *self.rank_of(run[0], place)) if part.hf == name)
 
     def _is_gathered(self, entry: Entry) -> bool:
         """Whether some rank holds no part of one of the HF tensors, or several."""

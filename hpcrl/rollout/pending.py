@@ -15,10 +15,10 @@ from hpcrl.rollout.types import Sample
 from hpcrl.spec.trajectory import FIELDS, Level
 from hpcrl.system.files import write_durably
 
-PATTERN = "held_rank*.safetensors"
+PATTERN, PATTERN_UNTIL_0_5 = "pending_rank*.safetensors", "held_rank*.safetensors"
 
 
-def write_held(folder: Path, rank: int, samples: Sequence[Sample]) -> str:
+def write_pending(folder: Path, rank: int, samples: Sequence[Sample]) -> str:
     """Write a rank's responses, at least one; returns the file's name."""
     columns = {name: np.concatenate([sample.columns[name] for sample in samples]) for name in samples[0].columns}
     texts = [sample.text() for sample in samples]
@@ -38,11 +38,13 @@ def drop_others(folder: Path, names: Collection[str]) -> None:
             path.unlink()
 
 
-def read_held(folder: Path, names: Iterable[str], wanted: Collection[int]) -> dict[int, Sample]:
+def read_pending(folder: Path, names: Iterable[str], wanted: Collection[int]) -> dict[int, Sample]:
     """The wanted responses by sample id, from the checkpoint's files `names`. ValueError if a response is missing or a
     file unreadable."""
     found: dict[int, Sample] = {}
-    for path in sorted(folder / name for name in names if fnmatch(name, PATTERN)):
+    for path in sorted(
+        folder / name for name in names if any(fnmatch(name, pattern) for pattern in (PATTERN, PATTERN_UNTIL_0_5))
+    ):
         try:
             columns = load_file(path)
             ids, offsets = columns.pop("ids").tolist(), columns.pop("offsets").tolist()

@@ -1,4 +1,4 @@
-"""The ledger of prompts: every prompt drawn is open until it is settled, exactly once."""
+"""The ledger of prompts: every prompt drawn is open until it is closed, exactly once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from hpcrl.rollout.types import Disposition
+from hpcrl.rollout.types import PromptOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,12 +17,12 @@ class ClosedPrompt:
     epoch: int
     row: int
     domain: str
-    disposition: Disposition
+    outcome: PromptOutcome
     reason: str = ""
 
 
 class PromptLedger:
-    """Open prompts by uid, and counts of the settled ones."""
+    """Open prompts by uid, and counts of the closed ones."""
 
     def __init__(self) -> None:
         self._next_uid = 0
@@ -36,12 +36,12 @@ class PromptLedger:
         self._open[uid] = (epoch, row, domain)
         return uid
 
-    def settle(self, uid: int, disposition: Disposition, reason: str = "") -> ClosedPrompt:
+    def close_prompt(self, uid: int, outcome: PromptOutcome, reason: str = "") -> ClosedPrompt:
         """Close an open prompt; returns the record."""
-        assert uid in self._open, f"prompt {uid} is {'settled already' if uid < self._next_uid else 'not drawn yet'}"
+        assert uid in self._open, f"prompt {uid} is {'closed already' if uid < self._next_uid else 'not drawn yet'}"
         epoch, row, domain = self._open.pop(uid)
-        self._counts[domain, disposition.value, reason if disposition is Disposition.FILTERED else ""] += 1
-        return ClosedPrompt(uid, epoch, row, domain, disposition, reason)
+        self._counts[domain, outcome.value, reason if outcome is PromptOutcome.FILTERED else ""] += 1
+        return ClosedPrompt(uid, epoch, row, domain, outcome, reason)
 
     def origin(self, uid: int) -> tuple[int, int]:
         """(epoch, row) of an open prompt. KeyError if it is not open."""
@@ -59,11 +59,11 @@ class PromptLedger:
         return self._next_uid
 
     def counts(self, domain: str | None = None) -> dict[str, int]:
-        """Disposition -> number of prompts settled with it (of one domain)."""
-        totals = dict.fromkeys((d.value for d in Disposition), 0)
-        for (name, disposition, _), count in self._counts.items():
+        """PromptOutcome -> number of prompts closed with it (of one domain)."""
+        totals = dict.fromkeys((d.value for d in PromptOutcome), 0)
+        for (name, outcome, _), count in self._counts.items():
             if domain in (None, name):
-                totals[disposition] += count
+                totals[outcome] += count
         return totals
 
     def state_dict(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpcrl.rollout.held import read_held, write_held
+from hpcrl.rollout.pending import read_pending, write_pending
 from hpcrl.rollout.types import FinishReason, Sample
 
 
@@ -30,10 +30,10 @@ def sample(sample_id: int, count: int, reason: FinishReason, truncated: bool = F
 def test_what_two_ranks_wrote_a_third_reads(tmp_path: Path, truncated: bool) -> None:
     a = [sample(1 << 40, 5, FinishReason.STOP, truncated), sample(7, 1, FinishReason.LENGTH, truncated)]
     b = [sample(3, 8, FinishReason.STOP, truncated)]
-    assert write_held(tmp_path, 2, a) == "held_rank0002.safetensors"
-    names = ["state.json", "held_rank0002.safetensors", write_held(tmp_path, 3, b)]
-    (tmp_path / "held_rank0004.safetensors").write_bytes(b"of a rank that was lost while it wrote")
-    found = read_held(tmp_path, names, {7, 3, 1 << 40})
+    assert write_pending(tmp_path, 2, a) == "pending_rank0002.safetensors"
+    names = ["state.json", "pending_rank0002.safetensors", write_pending(tmp_path, 3, b)]
+    (tmp_path / "pending_rank0004.safetensors").write_bytes(b"of a rank that was lost while it wrote")
+    found = read_pending(tmp_path, names, {7, 3, 1 << 40})
     assert found.keys() == {7, 3, 1 << 40}
     for one in (*a, *b):
         other = found[one.id]
@@ -44,13 +44,13 @@ def test_what_two_ranks_wrote_a_third_reads(tmp_path: Path, truncated: bool) -> 
             assert left is right is None or (left.dtype == right.dtype and (left == right).all())
             if right is not None:
                 right[:] = 0  # its own memory, which may be written
-    assert read_held(tmp_path, names, {3}).keys() == {3}
+    assert read_pending(tmp_path, names, {3}).keys() == {3}
 
 
 def test_what_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
-    names = [write_held(tmp_path, 1, [sample(3, 4, FinishReason.STOP)])]
+    names = [write_pending(tmp_path, 1, [sample(3, 4, FinishReason.STOP)])]
     with pytest.raises(ValueError, match=r"lacks 2 responses that its state has, e\.g\. sample 4"):
-        read_held(tmp_path, names, {3, 4, 5})
-    (tmp_path / "held_rank0001.safetensors").write_bytes(b"\0" * 20)
-    with pytest.raises(ValueError, match=r"held_rank0001\.safetensors cannot be read"):
-        read_held(tmp_path, names, {3})
+        read_pending(tmp_path, names, {3, 4, 5})
+    (tmp_path / "pending_rank0001.safetensors").write_bytes(b"\0" * 20)
+    with pytest.raises(ValueError, match=r"pending_rank0001\.safetensors cannot be read"):
+        read_pending(tmp_path, names, {3})
