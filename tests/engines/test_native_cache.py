@@ -68,7 +68,7 @@ def group(prompt: Sequence[int], size: int, first_id: int = 0, new: int = 12) ->
 def used(engine: NativeEngine) -> int:
     """Blocks that requests use; by what they use, and by what is left."""
     blocks = engine._blocks
-    assert np.count_nonzero(blocks.users) == blocks.num_blocks - blocks.available
+    assert np.count_nonzero(blocks.users) == blocks.num_blocks - blocks.num_free
     return int(np.count_nonzero(blocks.users))
 
 
@@ -184,7 +184,7 @@ def test_a_small_budget_makes_requests_wait_and_changes_no_response(
         progress = engine.progress()
         while progress:
             outputs |= {o.id: o for o in engine.step(3)}
-            waiting = [i for i, queued in engine._waiting.items() if len(queued.before["token_ids"])]
+            waiting = [i for i, queued in engine._waiting.items() if len(queued.output_so_far["token_ids"])]
             interrupted += len(waiting)
             before, progress = progress, engine.progress()
             assert all(progress[i] >= before[i] for i in progress)
@@ -246,7 +246,7 @@ def test_new_weights_empty_the_cache_of_prefixes(lag: int, later: int, computed:
     run(engine, group(prompt, 1))
     new = make_model(CONFIGS["qwen3"], seed=1)
     engine.load_weights(new.state_dict().items(), version=later)
-    assert (not engine._blocks.idle) == bool(computed)
+    assert (not engine._blocks.evictable) == bool(computed)
     request = Request(0, prompt, SamplingParams(1, ignore_eos=True), seed=0)
     outputs = run(engine, [request])
     assert engine.prefilled == 39 * (1 + computed)
@@ -316,11 +316,11 @@ def test_a_cache_that_changes_its_size_needs_one_layer_beside_it(
 
     def change() -> None:
         nonlocal first
-        cache.settle([blocks[:3], blocks[3:9]], blocks[9:], before)
+        cache.compact([blocks[:3], blocks[3:9]], blocks[9:], before)
         first = cache.places
         for layer in cache.layers:
             layer.copy_(held)
-        cache.settle([blocks[3:9]], np.r_[9:after, 0:3], after)
+        cache.compact([blocks[3:9]], np.r_[9:after, 0:3], after)
 
     planned = most * block_bytes(architecture, BLOCK, torch.float32) * (1 + 1 / architecture.num_layers)
     assert peak_bytes(change, tmp_path / "trace.json") <= planned + 4096  # beside it, where blocks go
@@ -361,8 +361,8 @@ def test_prompts_that_nobody_asks_for_again_do_not_make_the_cache_grow(qwen3: tu
 def test_blocks_by_their_tokens() -> None:
     """Against a model: every known prefix is found, the longest first, and evicted last block first."""
     blocks, tokens = Blocks(6, 4), np.arange(10, dtype=np.int32)
-    mine = blocks.take(3)
-    assert blocks.learn(tokens, mine, 5) == mine and blocks.available == 3
+    mine = blocks.allocate(3)
+    assert blocks.insert(tokens, mine, 5) == mine and blocks.num_free == 3
     for length, (full, tail) in {3: (0, 3), 4: (1, 0), 7: (1, 3), 9: (2, 1), 10: (2, 2)}.items():
         found = blocks.match(tokens[:length])
         assert (found.blocks, found.tail_tokens) == (mine[:full], tail)
@@ -371,17 +371,17 @@ def test_blocks_by_their_tokens() -> None:
     longer = np.arange(12, dtype=np.int32)
     found = blocks.match(longer)
     assert (found.blocks, found.tail, found.tail_tokens, found.version) == (mine[:2], mine[2], 2, 5)
-    assert blocks.learn(longer, mine, 4) == [mine[2]], "a block that was filled further is known by all of its tokens"
+    assert blocks.insert(longer, mine, 4) == [mine[2]], "a block that was filled further is known by all of its tokens"
     assert blocks.match(longer).blocks == mine and blocks.match(longer).version == 4
-    blocks.share(mine[:1])
-    blocks.release(mine)
-    assert blocks.available == 5 and blocks.idle == [mine[2], mine[1]]
-    blocks.take(4)
+    blocks.add_users(mine[:1])
+    blocks.free(mine)
+    assert blocks.num_free == 5 and blocks.evictable == [mine[2], mine[1]]
+    blocks.allocate(4)
     assert blocks.match(longer).blocks == mine[:2]
-    blocks.take(1)
-    assert blocks.match(longer).blocks == mine[:1] and blocks.available == 0
-    blocks.forget_before(6)
-    assert blocks.match(longer).blocks == [] and blocks.available == 0, "it is still in use"
+    blocks.allocate(1)
+    assert blocks.match(longer).blocks == mine[:1] and blocks.num_free == 0
+    blocks.evict_before(6)
+    assert blocks.match(longer).blocks == [] and blocks.num_free == 0, "it is still in use"
 
 
 @pytest.mark.parametrize("lag", [0, 1])
@@ -414,7 +414,7 @@ def test_recomputing_needs_no_more_blocks_than_there_are(qwen3: tuple[Any, Path]
     engine.add(requests)
     while engine._slots.positions[0] < 2 * BLOCK:
         engine.step(1)
-    assert engine._slots.num_live == 2 and engine._blocks.available == 1
+    assert engine._slots.num_live == 2 and engine._blocks.num_free == 1
     engine.recompute()
     assert largest_error(model, requests, run(engine, []))[0] < 1e-4
 

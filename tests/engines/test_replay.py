@@ -127,7 +127,7 @@ def test_recorded_choices_are_those_of_the_model(full: bool, folder: Path, monke
     """As transformers' routers choose on the whole sequence, whatever slots a request went through and whether it was
     interrupted."""
     interrupted: list[int] = []
-    interrupt = NativeEngine._interrupt
+    interrupt = NativeEngine._preempt
     monkeypatch.setattr(
         NativeEngine, "_interrupt", lambda self, slot: (interrupted.append(slot), interrupt(self, slot))
     )

@@ -15,7 +15,7 @@ from torch import Tensor
 from hpcrl.comm.transfer import TransferGroup
 from hpcrl.engines.gen.generation_engine import Request, SamplingParams
 from hpcrl.engines.gen.native.engine import NativeEngine
-from hpcrl.engines.gen.native.paged_attention import Decoding
+from hpcrl.engines.gen.native.paged_attention import DecodeAttention
 from hpcrl.engines.train import offloading
 from hpcrl.engines.train.fsdp2.logits import Head, token_logprobs
 from hpcrl.messaging.messages import Move
@@ -95,13 +95,13 @@ def test_a_wait_in_a_loop_over_layers_grows_with_it(layers: int, ledger: Ledger)
 def test_a_wait_in_each_layer_of_the_generator_grows_with_it(
     layers: int, ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    attend = Decoding.attend
+    attend = DecodeAttention.attend
 
-    def waiting(self: Decoding, q: Tensor, *others: Any) -> Tensor:
+    def waiting(self: DecodeAttention, q: Tensor, *others: Any) -> Tensor:
         assert float(q.sum()) != 0
         return attend(self, q, *others)
 
-    monkeypatch.setattr(Decoding, "attend", waiting)
+    monkeypatch.setattr(DecodeAttention, "attend", waiting)
     folder = make_model_folder("qwen2", tmp_path / "model", num_hidden_layers=layers)
     engine = NativeEngine(folder, max_num_seqs=1, max_length=16, dtype=torch.float32, device="cuda")
     engine.add([Request(0, [1, 2, 3], SamplingParams(3, ignore_eos=True), seed=0)])

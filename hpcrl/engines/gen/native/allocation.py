@@ -10,10 +10,10 @@ import numpy as np
 from hpcrl.engines.gen.native.blocks import Blocks, Match
 
 
-class Refusal(Enum):
+class AllocationFailure(Enum):
     """Why a request gets no place."""
 
-    NEXT_WAVE = auto()  # its tokens continue some that this wave computes
+    NEXT_BATCH = auto()  # its tokens continue some that this wave computes
     FULL = auto()  # too few blocks are available
 
 
@@ -40,35 +40,37 @@ class PrefillBatch:
         self.copies: list[tuple[int, int]] = []  # (from, to), before anything is computed
         self.late_copies: list[tuple[int, int]] = []  # of what this wave computes
 
-    def place(self, tokens: np.ndarray, num_blocks: int, headroom: int, version: int) -> RequestBlocks | Refusal:
+    def allocate(
+        self, tokens: np.ndarray, num_blocks: int, headroom: int, version: int
+    ) -> RequestBlocks | AllocationFailure:
         """A place of `num_blocks` for tokens (int32 [n]) that are computed with weights of this version, as long as
         `headroom` blocks stay available."""
         match, size = self._blocks.match(tokens), self._blocks.block_tokens
         in_wave = not self._computed.isdisjoint((*match.blocks, match.tail))
         if in_wave and len(match.blocks) * size + match.tail_tokens < len(tokens):
             if self._share:
-                return Refusal.NEXT_WAVE
+                return AllocationFailure.NEXT_BATCH
             match = Match([])
         shared, copied = (match.blocks, []) if self._share else ([], match.blocks)
         # If memory is short, a tail that is kept for its prefix only is better overwritten than copied.
         for tail in ([match.tail], []) if match.tail is not None else ([],):
             copies = [*copied, *tail]
-            self._blocks.share((*shared, *copies))
-            if num_blocks - len(shared) + headroom <= self._blocks.available:
+            self._blocks.add_users((*shared, *copies))
+            if num_blocks - len(shared) + headroom <= self._blocks.num_free:
                 break
-            self._blocks.release((*shared, *copies))
+            self._blocks.free((*shared, *copies))
         else:
-            return Refusal.FULL
-        new = self._blocks.take(num_blocks - len(shared))
+            return AllocationFailure.FULL
+        new = self._blocks.allocate(num_blocks - len(shared))
         (self.late_copies if in_wave else self.copies).extend(zip(copies, new, strict=False))
         self._pinned += copies
         if match.version is not None:
             version = min(version, match.version)
         place = RequestBlocks([*shared, *new], len(match.blocks) * size + (match.tail_tokens if tail else 0), version)
-        self._computed.update(self._blocks.learn(tokens, place.blocks, version))
+        self._computed.update(self._blocks.insert(tokens, place.blocks, version))
         return place
 
     def end(self) -> None:
         """To be called after the copies."""
         for block in self._pinned:
-            self._blocks.release([block])
+            self._blocks.free([block])

@@ -55,12 +55,12 @@ class Blocks:
         self._root = _Prefix(-1, b"", sys.maxsize, None)
 
     @property
-    def available(self) -> int:
+    def num_free(self) -> int:
         """The number of blocks that `take` can give."""
         return len(self._unused) + len(self._idle)
 
     @property
-    def idle(self) -> list[int]:
+    def evictable(self) -> list[int]:
         """Blocks that are kept for their prefixes only."""
         return list(self._idle)
 
@@ -68,24 +68,24 @@ class Blocks:
         """The number of blocks that hold this many tokens."""
         return -(-num_tokens // self.block_tokens)
 
-    def take(self, count: int) -> list[int]:
+    def allocate(self, count: int) -> list[int]:
         """Blocks for one user; the least recently used prefixes are forgotten if too few are unused. At most
-        `available`."""
+        `num_free`."""
         while len(self._unused) < count:
             # The blocks of a prefix became idle last to first: a block goes after those that continue it, unless they
             # continue another request's block of the same tokens; then nobody finds them and they go in their turn.
-            self._forget(next(iter(self._idle)))
+            self._evict(next(iter(self._idle)))
         taken = [self._unused.pop() for _ in range(count)]
         self.users[taken] = 1
         return taken
 
-    def share(self, blocks: Collection[int]) -> None:
+    def add_users(self, blocks: Collection[int]) -> None:
         """One more user for each of these blocks."""
         for block in blocks:
             self._idle.pop(block, None)
             self.users[block] += 1
 
-    def release(self, blocks: Sequence[int]) -> None:
+    def free(self, blocks: Sequence[int]) -> None:
         """One user less for each of these blocks of one prefix, first to last."""
         for block in reversed(blocks):
             self.users[block] -= 1
@@ -117,7 +117,7 @@ class Blocks:
                 return Match(found, tail.block, length, tail.version)
         return Match(found, version=at.version if found else None)
 
-    def learn(self, tokens: np.ndarray, blocks: Sequence[int], version: int, continues: bool = False) -> list[int]:
+    def insert(self, tokens: np.ndarray, blocks: Sequence[int], version: int, continues: bool = False) -> list[int]:
         """Know `blocks`, which hold `tokens` (int32 [n]), by their tokens. Returns those of them that were not known;
         where other blocks are known by the same tokens, those stay. continues: a later request is expected to begin
         with these tokens."""
@@ -136,17 +136,17 @@ class Blocks:
             at.continues |= continues
         return new
 
-    def spare(self, count: int) -> None:
+    def evict(self, count: int) -> None:
         """Forget up to `count` blocks, the least recently used, that no request uses or is expected to begin with."""
         for block in [block for block in self._idle if not self._known[block].continues][: max(0, count)]:
-            self._forget(block)
+            self._evict(block)
 
-    def forget_before(self, version: int) -> None:
+    def evict_before(self, version: int) -> None:
         """Forget what comes from older weights than these."""
         for block in [block for block, prefix in self._known.items() if prefix.version < version]:
-            self._forget(block)
+            self._evict(block)
 
-    def _forget(self, block: int) -> None:
+    def _evict(self, block: int) -> None:
         self._unlink(block)
         if block in self._idle:
             del self._idle[block]

@@ -21,13 +21,13 @@ from hpcrl.config import Config, LoRAConfig
 from hpcrl.engines.expert_routes import RouteShape, routes_of
 from hpcrl.engines.gen.checks import check_requests
 from hpcrl.engines.gen.generation_engine import Output, ReplicaRanks, Request
-from hpcrl.engines.gen.native.allocation import PrefillBatch, Refusal, RequestBlocks
+from hpcrl.engines.gen.native.allocation import AllocationFailure, PrefillBatch, RequestBlocks
 from hpcrl.engines.gen.native.architecture import read_architecture
 from hpcrl.engines.gen.native.blocks import Blocks
-from hpcrl.engines.gen.native.kv import NOWHERE, KVCache, block_bytes
+from hpcrl.engines.gen.native.kv import NO_INDEX, KVCache, block_bytes
 from hpcrl.engines.gen.native.output_buffer import OutputBuffer
-from hpcrl.engines.gen.native.paged_attention import Adding, Decoding
-from hpcrl.engines.gen.native.slots import Queued, Slots
+from hpcrl.engines.gen.native.paged_attention import DecodeAttention, PrefillAttention
+from hpcrl.engines.gen.native.slots import Slots, WaitingRequest
 from hpcrl.engines.gen.native.spec import NativeConfig
 from hpcrl.engines.gen.native.transformer import Transformer
 from hpcrl.engines.gen.native.weights import FusedWeights
@@ -65,7 +65,7 @@ def make(config: Config, model_path: Path, tokenizer: Any, replica: ReplicaRanks
     )
 
 
-class _Missing(NamedTuple):
+class _UncachedTokens(NamedTuple):
     """Tokens of a slot, from position `start` on, that are not in the cache."""
 
     slot: int
@@ -132,16 +132,16 @@ class NativeEngine:
             raise ValueError(
                 f"kv_cache_bytes is {kv_cache_bytes}, but one request of max_length {max_length} needs {least}"
             )
-        self._waiting: dict[int, Queued] = {}
+        self._waiting: dict[int, WaitingRequest] = {}
         self._routes = routes.field if routes is not None else None
-        self._slots, self._tape = Slots(max_num_seqs, longest), OutputBuffer(max_num_seqs, self._routes)
+        self._slots, self._output_buffer = Slots(max_num_seqs, longest), OutputBuffer(max_num_seqs, self._routes)
         self._blocks = Blocks(num_blocks, block_tokens)
         self._cache = KVCache(self._arch, num_blocks, block_tokens, dtype, self._device)
-        self._awaited = 0  # blocks that must be available before the next admission
+        self._blocks_needed = 0  # blocks that must be available before the next admission
         self._weights: FusedWeights | None = None
         self._model: Transformer | None = None
         self._plan: SamplingPlan | None = None  # None: the slots have changed
-        self._decoding: Decoding | None = None  # None: the blocks of the slots have changed
+        self._decoding: DecodeAttention | None = None  # None: the blocks of the slots have changed
         self._planned_until = 0  # iteration
         self._stop_groups: list[tuple[tuple[str, ...], np.ndarray]] = []
         if load:
@@ -156,7 +156,7 @@ class NativeEngine:
             vocab_size=self._arch.vocab_size,
             has_tokenizer=self._stops is not None,
         )
-        self._waiting.update((request.id, Queued(request, self._tape.nothing)) for request in requests)
+        self._waiting.update((request.id, WaitingRequest(request, self._output_buffer.nothing)) for request in requests)
 
     @torch.inference_mode()
     def abort(self, ids: Sequence[int]) -> list[Output]:
@@ -167,9 +167,9 @@ class NativeEngine:
                 outputs[request_id] = self._output(self._slots.slot_of[request_id], FinishReason.ABORT)
             elif request_id in self._waiting:
                 queued = self._waiting.pop(request_id)
-                outputs[request_id] = _output(queued.request, queued.before, FinishReason.ABORT)
-                self._awaited = 0  # the next in line may need less
-        self._vacate([self._slots.slot_of[i] for i in outputs if i in self._slots.slot_of])
+                outputs[request_id] = _output(queued.request, queued.output_so_far, FinishReason.ABORT)
+                self._blocks_needed = 0  # the next in line may need less
+        self._free_slots([self._slots.slot_of[i] for i in outputs if i in self._slots.slot_of])
         return list(outputs.values())
 
     @torch.inference_mode()
@@ -183,14 +183,14 @@ class NativeEngine:
             if not self._slots.num_live:
                 break
             finished += self._iterate()
-        self._tape.forget(min((track.start for track in self._slots.tracks), default=self._tape.end))
+        self._output_buffer.forget(min((span.start for span in self._slots.spans), default=self._output_buffer.end))
         return finished
 
     def progress(self) -> dict[int, int]:
         """See GenEngine."""
-        running = zip(self._slots.requests, self._slots.tracks, strict=True)
-        waiting = {i: len(queued.before["token_ids"]) for i, queued in self._waiting.items()}
-        return {request.id: self._tape.length(track) for request, track in running} | waiting
+        running = zip(self._slots.requests, self._slots.spans, strict=True)
+        waiting = {i: len(queued.output_so_far["token_ids"]) for i, queued in self._waiting.items()}
+        return {request.id: self._output_buffer.length(span) for request, span in running} | waiting
 
     @torch.inference_mode()
     def load_weights(self, named: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
@@ -206,8 +206,8 @@ class NativeEngine:
             self._weights = weights
             self._model = Transformer(self._arch, weights, self._arch.rotations(self._max_length, self._device))
         self.version = version
-        self._blocks.forget_before(version - self._prefix_staleness if self._prefix_staleness else ALL_VERSIONS)
-        self._settle(trim=True)
+        self._blocks.evict_before(version - self._prefix_staleness if self._prefix_staleness else ALL_VERSIONS)
+        self._compact(trim=True)
 
     def share_weights(self) -> dict[str, torch.Tensor]:
         """See SharesWeights."""
@@ -230,22 +230,24 @@ class NativeEngine:
         if self.version < 0 and self._slots.num_live:
             raise ValueError("the generator has no weights: call load_weights() before recompute()")
         slots = self._slots
-        self._blocks.forget_before(ALL_VERSIONS)
+        self._blocks.evict_before(ALL_VERSIONS)
         for slot in range(slots.num_live):
-            self._blocks.release(slots.blocks_of(slot))
+            self._blocks.free(slots.blocks_of(slot))
             slots.set_blocks(slot, [])
-        running = zip(slots.requests, slots.tracks, strict=True)
-        queue = {i: Queued(request, self._tape.content(track)) for i, (request, track) in enumerate(running)}
+        running = zip(slots.requests, slots.spans, strict=True)
+        queue = {
+            i: WaitingRequest(request, self._output_buffer.content(span)) for i, (request, span) in enumerate(running)
+        }
         while queue:
-            wave, adding, places = self._wave(), [], {}
+            prefill_batch, adding, places = self._prefill_batch(), [], {}
             for slot, queued in queue.items():
-                place = self._place(queued, wave, running=True)
-                assert place is not Refusal.FULL, "what shared blocks before does so again"
+                place = self._allocate(queued, prefill_batch, running=True)
+                assert place is not AllocationFailure.FULL, "what shared blocks before does so again"
                 if isinstance(place, RequestBlocks):
                     places[slot] = place
             for slot, place in places.items():
-                adding.append(self._occupy(slot, queue.pop(slot), place))
-            self._compute(wave, adding)
+                adding.append(self._assign_blocks(slot, queue.pop(slot), place))
+            self._compute(prefill_batch, adding)
 
     def sleep(self) -> None:
         """See GenEngine. ValueError while requests are running."""
@@ -270,31 +272,33 @@ class NativeEngine:
         free = self.max_num_seqs - self._slots.num_live
         if not self._waiting or free < min(len(self._waiting), max(1, self.max_num_seqs // ADMISSION_SHARE)):
             return
-        if self._blocks.available < self._awaited:
+        if self._blocks.num_free < self._blocks_needed:
             return
-        queue, self._awaited = list(islice(self._waiting.values(), free)), 0
-        while queue and not self._awaited:
-            wave, adding, next_wave = self._wave(), [], []
+        queue, self._blocks_needed = list(islice(self._waiting.values(), free)), 0
+        while queue and not self._blocks_needed:
+            prefill_batch, adding, next_batch = self._prefill_batch(), [], []
             for queued in queue:
-                place = self._place(queued, wave)
-                if place is Refusal.FULL:
-                    self._awaited = self._blocks.available + 1
+                place = self._allocate(queued, prefill_batch)
+                if place is AllocationFailure.FULL:
+                    self._blocks_needed = self._blocks.num_free + 1
                     break
-                if place is Refusal.NEXT_WAVE:
-                    next_wave.append(queued)
+                if place is AllocationFailure.NEXT_BATCH:
+                    next_batch.append(queued)
                     continue
                 request = queued.request
                 del self._waiting[request.id]
                 eos = () if request.params.ignore_eos else self._arch.eos_ids
-                slot = self._slots.add(queued, (*eos, *request.params.stop_token_ids), self._tape.end)
-                adding.append(self._occupy(slot, queued, place))
-            self._compute(wave, adding)
-            queue = next_wave
+                slot = self._slots.add(queued, (*eos, *request.params.stop_token_ids), self._output_buffer.end)
+                adding.append(self._assign_blocks(slot, queued, place))
+            self._compute(prefill_batch, adding)
+            queue = next_batch
 
-    def _wave(self) -> PrefillBatch:
+    def _prefill_batch(self) -> PrefillBatch:
         return PrefillBatch(self._blocks, share=not self._deterministic)
 
-    def _place(self, queued: Queued, wave: PrefillBatch, running: bool = False) -> RequestBlocks | Refusal:
+    def _allocate(
+        self, queued: WaitingRequest, prefill_batch: PrefillBatch, running: bool = False
+    ) -> RequestBlocks | AllocationFailure:
         """Allocate blocks for all tokens but the last.
 
         For a new request, also keep one free block per running request so that admission does not preempt any; requests
@@ -306,18 +310,18 @@ class NativeEngine:
             length = len(tokens) - 1
         else:
             length, headroom = len(tokens), self._slots.num_live
-        return wave.place(tokens[:-1], self._blocks.blocks_for(length), headroom, self.version)
+        return prefill_batch.allocate(tokens[:-1], self._blocks.blocks_for(length), headroom, self.version)
 
-    def _occupy(self, slot: int, queued: Queued, place: RequestBlocks) -> _Missing:
+    def _assign_blocks(self, slot: int, queued: WaitingRequest, place: RequestBlocks) -> _UncachedTokens:
         self._slots.set_blocks(slot, place.blocks)
         self._slots.kv_version[slot] = place.version
-        return _Missing(slot, queued.tokens()[place.num_cached : -1], place.num_cached)
+        return _UncachedTokens(slot, queued.tokens()[place.num_cached : -1], place.num_cached)
 
-    def _compute(self, wave: PrefillBatch, added: list[_Missing]) -> None:
+    def _compute(self, prefill_batch: PrefillBatch, added: list[_UncachedTokens]) -> None:
         """Copy and compute what is missing in the cache, a limited number of tokens at a time."""
         self._plan = None
-        self._settle()
-        self._cache.copy(wave.copies)
+        self._compact()
+        self._cache.copy(prefill_batch.copies)
         rows = sorted((row for row in added if len(row.tokens)), key=lambda row: -len(row.tokens))
         # The longest first: neighbours of similar length waste little padding.
         for queue in ([row for row in rows if not row.start], [row for row in rows if row.start]):
@@ -326,12 +330,12 @@ class NativeEngine:
                 count = max(1, min(PREFILL_TOKENS // len(queue[0].tokens), PREFILL_READS // reads))
                 self._prefill(queue[:count])
                 del queue[:count]
-        self._cache.copy(wave.late_copies)
-        wave.end()
+        self._cache.copy(prefill_batch.late_copies)
+        prefill_batch.end()
         if self._deterministic:
-            self._blocks.forget_before(ALL_VERSIONS)
+            self._blocks.evict_before(ALL_VERSIONS)
 
-    def _prefill(self, rows: list[_Missing]) -> None:
+    def _prefill(self, rows: list[_UncachedTokens]) -> None:
         assert self._model is not None
         slots = [row.slot for row in rows]
         starts = np.array([row.start for row in rows])
@@ -339,10 +343,10 @@ class NativeEngine:
         places = self._cache.places[self._slots.blocks[slots, : self._blocks.blocks_for(int(ends.max()))]]
         positions = np.concatenate([np.arange(start, end) for start, end in zip(starts, ends, strict=True)])
         ids = np.concatenate([row.tokens for row in rows]).astype(np.int64)
-        adding = Adding.plan(self._cache, places, starts, ends)
+        adding = PrefillAttention.plan(self._cache, places, starts, ends)
         self._model.prefill(self._tensor(ids), self._tensor(positions), self._cache, adding)
 
-    def _settle(self, trim: bool = False) -> None:
+    def _compact(self, trim: bool = False) -> None:
         """Give all blocks in use a place in memory; trim: give memory back."""
         slots, blocks, cache = self._slots, self._blocks, self._cache
         self._decoding = None
@@ -356,16 +360,16 @@ class NativeEngine:
         others = self._other_blocks(ids)
         if (lacking := sum(map(len, groups)) + len(others) - cache.capacity) > 0:
             # Before the cache grows; but the last blocks of prompts, which nobody shares, stay for waiting siblings.
-            blocks.spare(min(lacking, len(blocks.idle) - self.max_num_seqs))
+            blocks.evict(min(lacking, len(blocks.evictable) - self.max_num_seqs))
             others = self._other_blocks(ids)
-        (cache.trim if trim else cache.settle)(groups, others)
+        (cache.trim if trim else cache.compact)(groups, others)
 
     def _other_blocks(self, read: np.ndarray) -> np.ndarray:
         """int64 [n]: the blocks in memory that are to be kept, except those that are read."""
         kept = self._blocks.users > 0
-        kept[self._blocks.idle] = True
+        kept[self._blocks.evictable] = True
         kept[read] = False
-        return np.flatnonzero(kept & (self._cache.places != NOWHERE))
+        return np.flatnonzero(kept & (self._cache.places != NO_INDEX))
 
     def _read_blocks(self) -> np.ndarray:
         """int64 [live]: the blocks that each slot reads in the next iterations."""
@@ -373,19 +377,19 @@ class NativeEngine:
         wanted = (slots.positions[:live] + LOOKAHEAD) // self._blocks.block_tokens + 1
         return np.minimum(wanted, slots.num_blocks[:live])
 
-    def _plan_decoding(self) -> Decoding:
+    def _plan_decoding(self) -> DecodeAttention:
         """Take blocks for the next tokens of every slot, and plan how they are read."""
         slots, size = self._slots, self._blocks.block_tokens
         if not self._deterministic:  # then they are reserved
             self._extend()
-        self._settle()
+        self._compact()
         live = slots.num_live
         counts = np.zeros(self.max_num_seqs if self._deterministic else live, dtype=np.int64)
         counts[:live] = self._read_blocks()
         ids = slots.blocks[: len(counts), : counts.max()]
         places = np.where(np.arange(ids.shape[1]) < counts[:, None], self._cache.places[ids], 0)
-        self._planned_until = self._tape.end + int((counts[:live] * size - slots.positions[:live]).min())
-        return Decoding.plan(self._cache, places, counts, self._arch)
+        self._planned_until = self._output_buffer.end + int((counts[:live] * size - slots.positions[:live]).min())
+        return DecodeAttention.plan(self._cache, places, counts, self._arch)
 
     def _extend(self) -> None:
         """Take blocks for the next tokens; if there are too few even for the next one, interrupt requests."""
@@ -393,27 +397,27 @@ class NativeEngine:
         while True:
             live = slots.num_live
             positions, held = slots.positions[:live], slots.num_blocks[:live]
-            last = positions + slots.last_iteration[:live] - self._tape.end
+            last = positions + slots.last_iteration[:live] - self._output_buffer.end
             for ahead in (LOOKAHEAD, 0):
                 missing = np.maximum(np.minimum(positions + ahead, last) // size + 1 - held, 0)
-                if missing.sum() <= self._blocks.available:
+                if missing.sum() <= self._blocks.num_free:
                     for slot in np.flatnonzero(missing).tolist():
-                        slots.set_blocks(slot, [*slots.blocks_of(slot), *self._blocks.take(int(missing[slot]))])
+                        slots.set_blocks(slot, [*slots.blocks_of(slot), *self._blocks.allocate(int(missing[slot]))])
                     return
-            self._interrupt(int(slots.order[:live].argmax()))
+            self._preempt(int(slots.order[:live].argmax()))
 
-    def _interrupt(self, slot: int) -> None:
+    def _preempt(self, slot: int) -> None:
         """Let a request wait again, before all others; it goes on later from the tokens that it has."""
-        request, columns = self._slots.requests[slot], self._tape.content(self._slots.tracks[slot])
-        self._waiting = {request.id: Queued(request, columns)} | self._waiting
-        self._awaited = 0
-        self._learn([slot])
-        self._vacate([slot])
+        request, columns = self._slots.requests[slot], self._output_buffer.content(self._slots.spans[slot])
+        self._waiting = {request.id: WaitingRequest(request, columns)} | self._waiting
+        self._blocks_needed = 0
+        self._insert_blocks([slot])
+        self._free_slots([slot])
 
     def _iterate(self) -> list[Output]:
         """One decode iteration: every live request gets a token. Returns those that finished, in order of slot."""
         assert self._model is not None
-        slots, iteration = self._slots, self._tape.end
+        slots, iteration = self._slots, self._output_buffer.end
         if self._decoding is None or iteration == self._planned_until:
             self._decoding = self._plan_decoding()
         live = slots.num_live
@@ -431,7 +435,7 @@ class NativeEngine:
         if not np.isfinite(logprobs[:live]).all():
             bad = slots.requests[int(np.argmin(np.isfinite(logprobs[:live])))].id
             raise FloatingPointError(f"request {bad}: the logits are not finite under weights version {self.version}")
-        self._tape.write(self.version, ids, logprobs, behaviour, *chosen)
+        self._output_buffer.write(self.version, ids, logprobs, behaviour, *chosen)
         slots.tokens[:rows] = ids
         slots.positions[:live] += 1
         return self._collect(ids[:live], iteration)
@@ -449,34 +453,34 @@ class NativeEngine:
         for stop, members in self._stop_groups:
             assert self._stops is not None  # add() refuses stop strings without a tokenizer
             for slot in members[self._stops.closers(stop)[ids[members]]]:
-                tail = self._tape.read(self._slots.tracks[slot], "token_ids", last=self._stops.window(stop))
+                tail = self._output_buffer.read(self._slots.spans[slot], "token_ids", last=self._stops.window(stop))
                 stopped[slot] |= self._stops.completes(stop, tail.tolist())
         done = np.flatnonzero(stopped | (self._slots.last_iteration[: len(ids)] == iteration)).tolist()
         outputs = [self._output(slot, FinishReason.STOP if stopped[slot] else FinishReason.LENGTH) for slot in done]
-        self._learn([slot for slot in done if self._slots.requests[slot].continues])
-        self._vacate(done)
+        self._insert_blocks([slot for slot in done if self._slots.requests[slot].continues])
+        self._free_slots(done)
         return outputs
 
     def _output(self, slot: int, reason: FinishReason) -> Output:
-        return _output(self._slots.requests[slot], self._tape.content(self._slots.tracks[slot]), reason)
+        return _output(self._slots.requests[slot], self._output_buffer.content(self._slots.spans[slot]), reason)
 
-    def _learn(self, slots: Sequence[int]) -> None:
+    def _insert_blocks(self, slots: Sequence[int]) -> None:
         """Let the cache know the blocks of these slots by all of their tokens, except those of too old weights."""
         for slot in slots if not self._deterministic else ():
             version, request = int(self._slots.kv_version[slot]), self._slots.requests[slot]
             if version < self.version - self._prefix_staleness:
                 continue
-            tokens = Queued(request, self._tape.content(self._slots.tracks[slot])).tokens()
+            tokens = WaitingRequest(request, self._output_buffer.content(self._slots.spans[slot])).tokens()
             cached = tokens[: self._slots.positions[slot]]
-            self._blocks.learn(cached, self._slots.blocks_of(slot), version, request.continues)
+            self._blocks.insert(cached, self._slots.blocks_of(slot), version, request.continues)
 
-    def _vacate(self, done: Sequence[int]) -> None:
+    def _free_slots(self, done: Sequence[int]) -> None:
         """Free these slots; the last live requests move into the gaps."""
         if not done:
             return
         for slot in done:
-            self._blocks.release(self._slots.blocks_of(slot))
-        self._slots.remove(done, self._tape.end)
+            self._blocks.free(self._slots.blocks_of(slot))
+        self._slots.remove(done, self._output_buffer.end)
         self._plan = self._decoding = None
 
     def _replan(self, rows: int) -> SamplingPlan:

@@ -11,7 +11,7 @@ from torch import Tensor
 from hpcrl.engines.gen.native.architecture import Architecture
 from hpcrl.rollout.device_copies import to_device
 
-NOWHERE = -1
+NO_INDEX = -1
 
 
 def block_bytes(architecture: Architecture, block_tokens: int, dtype: torch.dtype) -> int:
@@ -23,7 +23,7 @@ def block_bytes(architecture: Architecture, block_tokens: int, dtype: torch.dtyp
 class KVCache:
     """Keys and values of blocks: one tensor [2 (k, v), places, kv_heads, block_tokens, head_dim] per layer.
 
-    `settle` puts blocks that about as many requests read next to each other, so that attention reads each of the
+    `compact` puts blocks that about as many requests read next to each other, so that attention reads each of the
     `ranges` of places with one batched product and without a copy. All places hold finite numbers, so that masking what
     is not part of a request suffices.
     """
@@ -38,13 +38,13 @@ class KVCache:
 
     def clear(self) -> None:
         """Free the memory."""
-        self.places = np.full(self.max_blocks, NOWHERE)  # of each block; int64
+        self.places = np.full(self.max_blocks, NO_INDEX)  # of each block; int64
         self.ranges: list[tuple[int, int]] = []  # (first place, end) of each group of blocks
         self.capacity = 0
         self._most = 0  # blocks held at once since the last trim
         self.layers = [layer[:, :0].clone() for layer in self.layers]
 
-    def settle(self, groups: Sequence[np.ndarray], others: np.ndarray, capacity: int | None = None) -> None:
+    def compact(self, groups: Sequence[np.ndarray], others: np.ndarray, capacity: int | None = None) -> None:
         """Place all blocks that are in use, int64 [n] each: the first group, which changes most, at the first places,
         the further groups at the last, others between.
 
@@ -57,7 +57,7 @@ class KVCache:
             capacity = self.capacity if enough else min(self.max_blocks, max(len(blocks), self.capacity * 5 // 4))
         ends = capacity - np.cumsum([0, *map(len, groups[1:])])
         self.ranges = [(0, len(groups[0])), *zip(ends[1:].tolist(), ends[:-1].tolist(), strict=True)]
-        self.places = np.full(self.max_blocks, NOWHERE)
+        self.places = np.full(self.max_blocks, NO_INDEX)
         for group, (first, end) in zip(groups, self.ranges, strict=True):
             self._place(group, old, first, end)
         self._place(others, old, len(groups[0]), int(ends[-1]))
@@ -75,7 +75,7 @@ class KVCache:
 
     def _move(self, sources: np.ndarray, targets: np.ndarray, capacity: int) -> None:
         resized = capacity != self.capacity
-        moves = (sources != NOWHERE) & ((sources != targets) | resized)
+        moves = (sources != NO_INDEX) & ((sources != targets) | resized)
         if not resized and not moves.any():
             return
         if resized:
@@ -97,9 +97,9 @@ class KVCache:
                 torch.index_select(layer, 1, index, out=self.layers[i])
 
     def trim(self, groups: Sequence[np.ndarray], others: np.ndarray) -> None:
-        """`settle`, in no more memory than was needed at once since the last trim."""
+        """`compact`, in no more memory than was needed at once since the last trim."""
         now = sum(map(len, groups)) + len(others)
-        self.settle(groups, others, max(now, min(self.capacity, self._most)))
+        self.compact(groups, others, max(now, min(self.capacity, self._most)))
         self._most = now
 
     def write(self, layer: int, places: Tensor, slots: Tensor, kv: Tensor) -> None:

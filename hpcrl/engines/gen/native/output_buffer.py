@@ -14,12 +14,14 @@ from hpcrl.spec.trajectory import Field
 
 
 @dataclass(slots=True)
-class Track:
+class OutputSpan:
     """Location of a request on the tape: the iteration of its first token there and its slots over time."""
 
     start: int
-    stretches: list[tuple[int, int]]  # (slot, first iteration in it)
-    before: Mapping[str, np.ndarray]  # columns of its tokens from before it was interrupted, as of OutputBuffer.content
+    segments: list[tuple[int, int]]  # (slot, first iteration in it)
+    output_so_far: Mapping[
+        str, np.ndarray
+    ]  # columns of its tokens from before it was interrupted, as of OutputBuffer.content
 
 
 class OutputBuffer:
@@ -57,25 +59,25 @@ class OutputBuffer:
         self._versions[row] = version
         self.end += 1
 
-    def length(self, track: Track) -> int:
+    def length(self, span: OutputSpan) -> int:
         """The number of the request's tokens so far."""
-        return len(track.before["token_ids"]) + self.end - track.start
+        return len(span.output_so_far["token_ids"]) + self.end - span.start
 
-    def read(self, track: Track, name: str, last: int | None = None) -> np.ndarray:
+    def read(self, span: OutputSpan, name: str, last: int | None = None) -> np.ndarray:
         """The request's values of one column, all of them or the `last` ones, as a separate array."""
-        column, start, before = self._columns[name], track.start, track.before[name]
+        column, start, before = self._columns[name], span.start, span.output_so_far[name]
         if last is not None:
             start = max(start, self.end - last)
             before = before[max(0, len(before) - (last - (self.end - start))) :]
-        firsts = [max(first, start) - self._base for _, first in track.stretches] + [self.end - self._base]
-        parts = [column[firsts[i] : firsts[i + 1], slot] for i, (slot, _) in enumerate(track.stretches)]
+        firsts = [max(first, start) - self._base for _, first in span.segments] + [self.end - self._base]
+        parts = [column[firsts[i] : firsts[i + 1], slot] for i, (slot, _) in enumerate(span.segments)]
         return np.concatenate([before, *parts])
 
-    def content(self, track: Track) -> dict[str, np.ndarray]:
+    def content(self, span: OutputSpan) -> dict[str, np.ndarray]:
         """All of the request's values by column, and the weight version of each token as `versions`."""
-        versions = self._versions[track.start - self._base : self.end - self._base]
-        columns = {name: self.read(track, name) for name in self._columns}
-        return columns | {"versions": np.concatenate([track.before["versions"], versions])}
+        versions = self._versions[span.start - self._base : self.end - self._base]
+        columns = {name: self.read(span, name) for name in self._columns}
+        return columns | {"versions": np.concatenate([span.output_so_far["versions"], versions])}
 
     def forget(self, before: int) -> None:
         """Drop the iterations before this one, once they are most of the tape."""

@@ -23,7 +23,7 @@ from hpcrl.rollout.device_copies import to_device
 
 
 @dataclass(frozen=True)
-class Decoding:
+class DecodeAttention:
     """How R rows, one query each, read the cache. A unit is one kv head of one pair (row, block that the row reads).
     Units come in the order in which the products over blocks compute them.
 
@@ -42,7 +42,7 @@ class Decoding:
     offsets: Tensor
 
     @classmethod
-    def plan(cls, cache: KVCache, places: np.ndarray, counts: np.ndarray, arch: Architecture) -> Decoding:
+    def plan(cls, cache: KVCache, places: np.ndarray, counts: np.ndarray, arch: Architecture) -> DecodeAttention:
         """Row r reads its first counts[r] >= 0 blocks at places[r]; int64 [R, B] and [R]."""
         heads, group = arch.num_kv_heads, arch.num_heads // arch.num_kv_heads
         rows, width = places.shape
@@ -118,7 +118,7 @@ class Decoding:
 
 
 @dataclass(frozen=True)
-class Adding:
+class PrefillAttention:
     """How N rows of new tokens, T in total, attend to each other and to what their rows have in the cache.
 
     places, slots: int64 [T], the block's place and the position in it where each token's key and value belong.
@@ -135,7 +135,7 @@ class Adding:
     starts: Tensor
 
     @classmethod
-    def plan(cls, cache: KVCache, places: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> Adding:
+    def plan(cls, cache: KVCache, places: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> PrefillAttention:
         """Row n has starts[n] tokens in its blocks at places[n], and gets those up to ends[n]; int64 [N(, B)]."""
         block, device, lengths = cache.block_tokens, cache.layers[0].device, ends - starts
         longest, most = int(lengths.max()), int(starts.max())

@@ -9,23 +9,23 @@ import numpy as np
 import torch
 
 from hpcrl.engines.gen.generation_engine import Request
-from hpcrl.engines.gen.native.output_buffer import Track
+from hpcrl.engines.gen.native.output_buffer import OutputSpan
 from hpcrl.engines.gen.sampling import SamplingPlan, stream_origin
 
 NO_TOKEN = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Queued:
+class WaitingRequest:
     """A request that waits for a slot. before: the tokens it has already, as in OutputBuffer.content, if it was
     interrupted."""
 
     request: Request
-    before: Mapping[str, np.ndarray]
+    output_so_far: Mapping[str, np.ndarray]
 
     def tokens(self) -> np.ndarray:
         """int32: its prompt and what it has of its response."""
-        return np.concatenate((np.asarray(self.request.prompt_ids, dtype=np.int32), self.before["token_ids"]))
+        return np.concatenate((np.asarray(self.request.prompt_ids, dtype=np.int32), self.output_so_far["token_ids"]))
 
 
 class Slots:
@@ -34,7 +34,7 @@ class Slots:
     def __init__(self, num_slots: int, max_blocks: int):
         self.num_live = self._num_added = 0
         self.requests: list[Request] = []
-        self.tracks: list[Track] = []
+        self.spans: list[OutputSpan] = []
         self.slot_of: dict[int, int] = {}
         self.blocks = np.zeros((num_slots, max_blocks), dtype=np.int64)  # ids, in the order of the tokens
         self.num_blocks = np.zeros(num_slots, dtype=np.int64)
@@ -53,13 +53,13 @@ class Slots:
     def _columns(self) -> list[np.ndarray]:
         return [value for value in vars(self).values() if isinstance(value, np.ndarray)]
 
-    def add(self, queued: Queued, stop_ids: tuple[int, ...], iteration: int) -> int:
+    def add(self, queued: WaitingRequest, stop_ids: tuple[int, ...], iteration: int) -> int:
         """Put a request, whose next token comes at `iteration`, into the next slot; returns the slot."""
         slot, request, params = self.num_live, queued.request, queued.request.params
         self.num_live += 1
         self._num_added += 1
         self.requests.append(request)
-        self.tracks.append(Track(iteration, [(slot, iteration)], queued.before))
+        self.spans.append(OutputSpan(iteration, [(slot, iteration)], queued.output_so_far))
         self.slot_of[request.id] = slot
         self.order[slot] = self._num_added
         if len(stop_ids) > self.stop_ids.shape[1]:
@@ -67,7 +67,7 @@ class Slots:
             self.stop_ids = np.concatenate((self.stop_ids, more), axis=1)
         self.stop_ids[slot] = NO_TOKEN
         self.stop_ids[slot, : len(stop_ids)] = stop_ids
-        earlier = queued.before["token_ids"]
+        earlier = queued.output_so_far["token_ids"]
         self.tokens[slot] = earlier[-1] if len(earlier) else request.prompt_ids[-1]
         self.positions[slot] = len(request.prompt_ids) + len(earlier) - 1
         first = iteration - len(earlier)  # had the request never been interrupted
@@ -98,10 +98,10 @@ class Slots:
             for column in self._columns():
                 column[targets] = column[sources]
         for source, target in zip(sources, targets, strict=True):
-            self.requests[target], self.tracks[target] = self.requests[source], self.tracks[source]
-            self.tracks[target].stretches.append((target, iteration))
+            self.requests[target], self.spans[target] = self.requests[source], self.spans[source]
+            self.spans[target].segments.append((target, iteration))
             self.slot_of[self.requests[target].id] = target
-        del self.requests[left:], self.tracks[left:]
+        del self.requests[left:], self.spans[left:]
         self.num_live = left
 
     def plan(self, rows: int, vocab_size: int, device: torch.device) -> SamplingPlan:

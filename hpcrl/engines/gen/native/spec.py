@@ -11,7 +11,7 @@ from hpcrl.spec.fields import Positive, PositiveFloat, Section
 from hpcrl.spec.kinds import GenEngineSpec
 from hpcrl.spec.problems import Problem
 
-LARGE_BUCKET = 4096  # tokens; up to this a bucket may exceed the longest sequence
+LARGE_BLOCK = 4096  # tokens; up to this a bucket may exceed the longest sequence
 
 
 class NativeConfig(Section):
@@ -30,7 +30,7 @@ class NativeConfig(Section):
 
 def _check(config: Any) -> Iterator[Problem]:
     bucket, longest = config.generator.section(NativeConfig).block_tokens, config.max_sequence_tokens
-    if bucket > max(longest, LARGE_BUCKET):
+    if bucket > max(longest, LARGE_BLOCK):
         text = f"{bucket} tokens of cache per response, but the longest has {longest}; use less"
         yield Problem(
             ("generator", "native", "block_tokens"),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hpcrl.engines.gen.native.architecture import Architecture
 from hpcrl.engines.gen.native.kv import KVCache
-from hpcrl.engines.gen.native.paged_attention import Adding, Decoding
+from hpcrl.engines.gen.native.paged_attention import DecodeAttention, PrefillAttention
 from hpcrl.engines.gen.native.weights import Dense, Experts, FusedWeights, Layer, LowRank
 
 
@@ -25,7 +25,7 @@ class Transformer:
         self._gate = _gelu_gated if architecture.decoder.gemma else _silu_gated
         self.routes: list[Tensor] | None = None  # if set, gets the chosen experts [T, k] of each layer that has some
 
-    def prefill(self, ids: Tensor, positions: Tensor, cache: KVCache, adding: Adding) -> None:
+    def prefill(self, ids: Tensor, positions: Tensor, cache: KVCache, adding: PrefillAttention) -> None:
         """Write the keys and values of T tokens of several rows into the cache. ids, positions: int64 [T]."""
         a = self._arch
         rotations = [r[positions][:, None] for r in self._rotations]
@@ -36,7 +36,9 @@ class Transformer:
             if i + 1 < a.num_layers:
                 x = self._block(layer, x, adding.attend(heads, cache.layers[i], a, self._windows[i]))
 
-    def decode(self, ids: Tensor, positions: Tensor, num_live: int, cache: KVCache, decoding: Decoding) -> Tensor:
+    def decode(
+        self, ids: Tensor, positions: Tensor, num_live: int, cache: KVCache, decoding: DecodeAttention
+    ) -> Tensor:
         """Logits float32 [R, vocab] after feeding token ids[i] at positions[i] of row i, whose key and value are
         stored for the first num_live rows; int64 [R]."""
         a = self._arch
