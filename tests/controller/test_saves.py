@@ -492,9 +492,9 @@ def test_lost_history_is_told_at_resume(tmp_path: Path, ranks: Ranks, capsys: py
     make(tmp_path, ranks).restore()
     said = capsys.readouterr().out
     assert (
-        f"hpcrl: {tmp_path}/metrics.jsonl lacks steps 2 (of 3): damaged, or removed; the run goes on without\n" in said
+        f"hpcrl: {tmp_path}/metrics.jsonl lacks steps 2 (of 3): damaged, or removed; continuing without it\n" in said
     )
-    assert f"hpcrl: {tmp_path}/rollouts lacks steps 1 (of 3): damaged, or removed; the run goes on without\n" in said
+    assert f"hpcrl: {tmp_path}/rollouts lacks steps 1 (of 3): damaged, or removed; continuing without it\n" in said
 
 
 def test_a_run_without_a_checkpoint_does_not_speak_of_step_minus_one(

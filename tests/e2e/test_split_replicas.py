@@ -80,7 +80,7 @@ def test_what_split_replicas_hold_comes_back_after_a_resume(runs: Runs) -> None:
     assert code == ExitCode.RANK_KILLED, text
     saved = committed_step(runs.folder / "run")
     assert 0 < saved < NUM_STEPS, text
-    held = sorted(path.name for path in (runs.folder / "run" / "checkpoints" / step_name(saved)).glob("held*"))
+    held = sorted(path.name for path in (runs.folder / "run" / "checkpoints" / step_name(saved)).glob("pending*"))
     assert held and set(held) <= {"pending_rank0002.safetensors", "pending_rank0004.safetensors"}
     code, text = runs.start("run", words)
     assert code == ExitCode.DONE and f"resumed from {step_name(saved)}" in text, text
