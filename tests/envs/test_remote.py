@@ -192,7 +192,7 @@ def test_a_session_that_nobody_asks_for_is_closed() -> None:
             if CLOSED:
                 break
             threading.Event().wait(0.02)
-        with pytest.raises(RemoteEnvError, match="there is no such session: it was closed, left for too long"):
+        with pytest.raises(RemoteEnvError, match="there is no such session: it was closed, idle too long"):
             made.step("late")
 
 

@@ -180,14 +180,13 @@ def test_a_step_that_does_not_start_names_its_cause(cluster: Any, tmp_path: Path
     run = Run(cluster, tmp_path, *words, f"cluster.prologue='export PATH={tmp_path}:$PATH'", "max_steps=1")
     run.wait_restart(1)
     said = run.wait_end(FAILED)
-    told = (
-        r"ended \(not_started\): the step ended with code 255 before any agent began: FATAL: image.sif: no such file; "
-    )
+    told = r"ended \(not_started\): the step ended with code 255 before any agent started: FATAL: "
+        "image.sif: no such file; "
     assert re.findall(rf"attempt (\d) {told}crash (\d)", said) == [("1", "1"), ("2", "2")]
     runtime.unlink()
     again = Run(cluster, tmp_path, *run.words)
     said = again.wait_end(FAILED)[len(said) :]
-    told = r"attempt 3 ended \(bad_input\): .* before any agent began: .*apptainer.*; does not resume by itself"
+    told = r"attempt 3 ended \(bad_input\): .* before any agent started: .*apptainer.*; does not resume by itself"
     assert again.restarts == 0 and re.search(told, said), said
 
 
