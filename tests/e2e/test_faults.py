@@ -287,7 +287,7 @@ ENDS = {
         [ENV, "+env.default.options.how=exit", "+env.default.options.after=20"],
         ExitCode.RANK_KILLED,
         r"rank 0 \(controller, trainer, .*env\) is lost: process \d+ on \S+ exited with code 0 in .*, while a thread "
-        r"played env\.default, whose code may have ended it \(env\.default\.runs_in=process confines it",
+        r"ran env\.default, whose code may have ended it \(env\.default\.runs_in=process confines it",
     ),
     "an environment that always raises": (
         [ENV, "+env.default.options.how=sys.exit", "rollout.max_attempts=1"],

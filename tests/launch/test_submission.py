@@ -125,7 +125,7 @@ def test_a_job_that_has_all_but_ended_needs_no_scancel(site: Path, launch: Launc
     make_slurm(site, state="COMPLETING")
     code, _, error = launch()
     assert code == ExitCode.BAD_INPUT and "scancel" not in error
-    assert "belongs to job 9, which is completing; it has all but ended: wait a moment" in error
+    assert "belongs to job 9, which is completing; it is about to end: wait a moment" in error
 
 
 def test_a_federations_cluster_is_kept(site: Path, launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
