@@ -318,7 +318,7 @@ def test_a_failure_while_training_goes_on_comes_up_at_the_next_boundary(tmp_path
     last_writer().suspend()
     checkpoints.maybe_save(4)
     last_writer().kill()
-    with pytest.raises(NotSavedError, match=rf"of step 4 not written to {root}: .*shard_2 was ended by SIGKILL"):
+    with pytest.raises(NotSavedError, match=rf"of step 4 not written to {root}: .*shard_2 was killed by SIGKILL"):
         for _ in range(1000):
             checkpoints.maybe_save(5)
             time.sleep(0.01)

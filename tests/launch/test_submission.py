@@ -135,7 +135,7 @@ def test_a_federations_cluster_is_kept(site: Path, launch: Launch, capsys: pytes
     assert "  stop    scancel --clusters=there 9\n" in out
     assert json.loads((site / "run" / SUBMITTED).read_text())["cluster"] == "there"
     assert status(["run"]) == ExitCode.DONE
-    assert "unknown: job 9: ask on cluster there, this is here" in capsys.readouterr().out
+    assert "unknown: job 9: run this on cluster there, not on here" in capsys.readouterr().out
 
 
 def test_variables_of_the_shell_are_named_and_those_of_the_run_win(
