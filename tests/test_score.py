@@ -57,7 +57,7 @@ def test_the_turns_of_an_episode(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["--reward", f"{tmp_path}/mine.py:f", "--file", f"{tmp_path}/rows.jsonl"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[1:3] == ["reward  1.5, score 1", "turns   0.5, 1"] and "turns   1.5" in lines
-    assert "error   the turn_rewards add up to 0.5, the reward is 1.5" in lines
+    assert "error   the turn_rewards add up to 0.5, but the reward is 1.5" in lines
 
 
 @pytest.mark.parametrize(
