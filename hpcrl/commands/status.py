@@ -82,8 +82,7 @@ class RunFolder:
 
     @property
     def obstacle(self) -> str:
-        """Why the stored configuration cannot be checked here, such as a part whose package is not installed; else
-        empty."""
+        """Why the stored configuration cannot be checked here, such as a missing package of a part; else empty."""
         return self._checked[1]
 
     @property

@@ -365,8 +365,7 @@ def default_threads() -> int:
 
 
 def copy_small_files(origin: Path, target: Path) -> None:
-    """Copy tokenizer and generation config of a model folder: everything except weights, config.json and a checkpoint's
-    own files."""
+    """Copy tokenizer and generation config of a model folder: all but weights, config.json and checkpoint files."""
     for file in sorted(origin.iterdir()):
         known = file.suffix in (".json", ".jinja", ".txt", ".model", ".tiktoken")
         if file.is_file() and known and file.name not in NOT_COPIED and not file.name.endswith(".index.json"):

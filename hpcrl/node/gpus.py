@@ -210,8 +210,7 @@ def mislisted(needs: GpuNeeds, environ: Mapping[str, str], devices: Path = Path(
 
 
 def _engine_problems(engines: Mapping[str, str], torch: TorchBuild) -> Iterator[str]:
-    """Engines whose packages require another torch or were built for another CUDA, by their requirements, version or
-    name."""
+    """Engines whose package requires another torch or CUDA, by its requirements, version or name."""
     for module, extra in engines.items():
         for package in packages_of(module):
             try:

@@ -507,8 +507,7 @@ def _newest_meeting(world: Path) -> Path | None:
 
 
 def _await(look: Callable[[], T | None], seconds: float, signals: Sequence[int]) -> T | None:
-    """The first result of `look` that is not None; None if it stays None for `seconds`. AskedToStopError after a
-    signal."""
+    """The first result of `look` that is not None; None after `seconds`. AskedToStopError after a signal."""
     clock = AwakeClock(seconds)
     while (found := look()) is None and (waited_s := clock.now()) < seconds:
         if signals:

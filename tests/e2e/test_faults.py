@@ -275,7 +275,7 @@ def test_without_the_process_that_forks_environments_the_run_ends_and_resumes(ru
     start = runs.start("run", *words)
     _, parent = waiting(start, runs.folder)
     os.kill(parent, signal.SIGKILL)
-    cause = r"the process that forks those of environment class has ended with code -9"
+    cause = r"the process that forks environments of class has ended with code -9"
     assert_ended(start, ExitCode.RANK_FAILED, cause, within_s=COMMAND_S)
     start = runs.ended("run", *words)
     assert start.process.returncode == ExitCode.DONE, start.text
