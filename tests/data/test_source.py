@@ -155,12 +155,12 @@ def test_a_changed_file_or_setting_is_refused_by_name(tokenizer, mixed_file, wri
     state = source(tokenizer, config).state_dict()
     source(tokenizer, config).load_state_dict(state)
     cases = {
-        "seed is not what": source(tokenizer, config, seed=1),
-        "shuffle is not what": source(tokenizer, config.model_copy(update={"shuffle": False})),
-        "task:add is not what": source(
+        "seed differs from": source(tokenizer, config, seed=1),
+        "shuffle differs from": source(tokenizer, config.model_copy(update={"shuffle": False})),
+        "task:add differs from": source(
             tokenizer, DataConfig(train=[mixed_file, DataSource(path="task:add", options={"max_digits": 1})])
         ),
-        "mixed.jsonl is not what": source(
+        "mixed.jsonl differs from": source(
             tokenizer, DataConfig(train=[DataSource(path=mixed_file, tag="t"), "task:add"])
         ),
     }
