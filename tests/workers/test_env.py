@@ -145,7 +145,7 @@ def test_numbers_of_numpy_travel(stage: Stage, role: EnvRole) -> None:
         ("huge", "environment class: ValueError: after step() reward=1e+39; at most 1e+30 is possible"),
         (
             "forgets",
-            "environment class: TypeError: step() must return (observation, reward, terminated, truncated, info), and "
+            "environment class: TypeError: step() must return (observation, reward, terminated, truncated, info), but "
             "returned 4 values",
         ),
         ("no info", "environment class: TypeError: step() must return a mapping as info, but returned list"),
