@@ -149,7 +149,7 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
         f"model.path: no weights in {model} (*.safetensors)",
         "bad.jsonl:2: ",
         "missing.jsonl",
-        f"run folder {tmp_path}/file/run cannot be made: {tmp_path}/file is not a folder",
+        f"run folder {tmp_path}/file/run cannot be created: {tmp_path}/file is not a folder",
     ]
     assert len(lines) == len(expected), lines
     for line, part in zip(lines, expected, strict=True):

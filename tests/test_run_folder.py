@@ -179,7 +179,7 @@ def test_a_run_killed_in_an_interactive_job_goes_on_there(tmp_path: Path, monkey
         process.kill()
         end(process)
     assert open_run(CONFIG, tmp_path / "local", "auto").attempt == 2
-    with pytest.raises(ConfigError, match=r"is held by job 7 .*Slurm cannot say whether it lives"):
+    with pytest.raises(ConfigError, match=r"is held by job 7 .*Slurm cannot tell whether it lives"):
         open_run(config, tmp_path / "slurm", "auto")
 
 
@@ -258,7 +258,7 @@ def test_an_unwritable_place_is_named() -> None:
 
 def test_a_name_that_no_file_can_have_is_named(tmp_path: Path) -> None:
     """Also below a folder that is still to be made."""
-    with pytest.raises(ConfigError, match=r"cannot be made: a name has 300 characters, 255 may be"):
+    with pytest.raises(ConfigError, match=r"cannot be created: a name of 300 characters, limit 255"):
         check_run(CONFIG, tmp_path / "runs" / ("x" * 300), "auto")
 
 
@@ -272,7 +272,7 @@ def test_a_live_owner_is_named_and_a_dead_one_taken_over(tmp_path: Path) -> None
     holder.wait()
     assert open_run(CONFIG, run, "auto").attempt == 2
     check_owner(run, 2)
-    with pytest.raises(SupersededError, match=r"attempt 1 .* may not commit: attempt 2 has taken the run over"):
+    with pytest.raises(SupersededError, match=r"attempt 1 .* may not commit: attempt 2 now owns the run"):
         check_owner(run, 1)
 
 
@@ -390,5 +390,5 @@ def test_a_job_of_another_cluster_may_live(tmp_path: Path, monkeypatch: pytest.M
         if cluster == "here":
             assert check_run(CONFIG, run, "auto").kind == "resume"
         else:
-            with pytest.raises(ConfigError, match=f"job 7.*, on cluster there, and this is here; .* remove {run}"):
+            with pytest.raises(ConfigError, match=f"job 7.*, on cluster there, but this is here; .* remove {run}"):
                 check_run(CONFIG, run, "auto")

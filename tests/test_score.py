@@ -57,7 +57,7 @@ def test_the_turns_of_an_episode(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["--reward", f"{tmp_path}/mine.py:f", "--file", f"{tmp_path}/rows.jsonl"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[1:3] == ["reward  1.5, score 1", "turns   0.5, 1"] and "turns   1.5" in lines
-    assert "error   the turn_rewards add up to 0.5, the reward is 1.5" in lines
+    assert "error   the turn_rewards add up to 0.5, but the reward is 1.5" in lines
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_the_turns_of_an_episode(tmp_path: Path, capsys: pytest.CaptureFixture[s
         ([], "give a response, or --file with rows"),
         (["x"], "give --answer, which the reward math compares with"),
         (["--file", "open.jsonl"], 'open.jsonl: no row has an "answer", which the reward math compares with'),
-        (["--file", "open.jsonl", "--answer", "3"], "--file goes without a response, --answer, "),
+        (["--file", "open.jsonl", "--answer", "3"], "--file excludes a response, --answer, "),
         (["--answer", "3", "\udcff"], "a response, the prompt or the answer is not UTF-8 text"),
         (["--reward", f"{'x' * 300}.py:f", "x"], "x.py:f: File name too long"),
         (["--reward", "~nobody-has-this-name/f.py:f", "x"], "f.py:f: Could not determine home directory"),
@@ -81,8 +81,8 @@ def test_the_turns_of_an_episode(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["--file", "bad.jsonl"], 'bad.jsonl:2: expected an object with a text "response", there is: respons'),
         (["--file", "broken.jsonl"], "broken.jsonl:1: not JSON: "),
         (["--file", "empty.jsonl"], "empty.jsonl: no rows"),
-        (["--file", "half.jsonl"], "half.jsonl:2: a text with half a character: '\\ud800'"),
-        (["--file", "half.jsonl", "--json"], "half.jsonl:2: a text with half a character: '\\ud800'"),
+        (["--file", "half.jsonl"], "half.jsonl:2: a text has a lone surrogate: '\\ud800'"),
+        (["--file", "half.jsonl", "--json"], "half.jsonl:2: a text has a lone surrogate: '\\ud800'"),
         (["--file", "deep.jsonl"], "deep.jsonl:1: maximum recursion depth exceeded"),
         (["--answer", "3", "--column", f"level={'[' * 100_000}", "x"], "--column level: maximum recursion depth"),
         (["--answer", "3", "--column", f"level={'9' * 5000}", "x"], "--column level: Exceeds the limit (4300 digits)"),

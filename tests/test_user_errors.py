@@ -30,7 +30,7 @@ def test_the_first_of_each_kind_is_printed_and_all_are_counted(
     kinds = read_errors(tmp_path)
     assert [(kind["domain"], kind["count"]) for kind in kinds] == [("maze", 12), ("maze", 1), ("maths", 1)]
     shown = status.describe(tmp_path, None, 0.0)
-    assert "12 with an error, the last 20" in shown and "maze.py:7" in shown and "judge.py:3" in shown
+    assert "12 samples with an error, the last 20" in shown and "maze.py:7" in shown and "judge.py:3" in shown
 
 
 def test_another_attempt_goes_on_counting_and_prints_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

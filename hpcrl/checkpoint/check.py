@@ -15,7 +15,7 @@ class _Stopped(Exception):
 
 
 class FileCheck:
-    """Reads files in a thread, so that an unresponsive file system blocks the thread and not the rank."""
+    """Reads files in a thread, so an unresponsive file system blocks the thread and not the rank."""
 
     def __init__(self, folder: Path, entries: Sequence[FileEntry]):
         self._folder, self._entries = folder, entries
@@ -24,7 +24,7 @@ class FileCheck:
         threading.Thread(target=self._run, name="check", daemon=True).start()
 
     def result(self, wait_s: float) -> str | None:
-        """The damage of the first damaged file; empty if all are intact; None if neither is known within wait_s."""
+        """The first damaged file's damage; empty if all files are intact; None if unknown after wait_s."""
         try:
             return self._found.result(wait_s)
         except TimeoutError:
@@ -35,7 +35,7 @@ class FileCheck:
         return self._file, self._reached
 
     def stop(self) -> None:
-        """Stop reading; there may be no result."""
+        """Stop reading; result() may then stay None."""
         self._stopped = True
 
     def _run(self) -> None:

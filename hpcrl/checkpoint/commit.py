@@ -1,4 +1,4 @@
-"""The commit protocol: under its final name, a checkpoint is complete and verifiable, or it does not exist.
+"""The commit protocol: a checkpoint under its final name is complete and verifiable, or does not exist.
 
 Files only, no collectives. One save is
 
@@ -43,8 +43,8 @@ class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`world` is the layout that wrote the checkpoint, in any JSON form. Manifests of earlier versions also have a hash
-    of the configuration and the version of the weights, which their checksum covers; new ones omit both."""
+    """`world` is the layout that wrote the checkpoint, in any JSON form. Earlier versions of hpcrl also stored
+    a hash of the configuration and the weight version, which the checksum covers; new manifests omit both."""
 
     config_hash: str | msgspec.UnsetType = msgspec.UNSET
     weight_version: int | msgspec.UnsetType = msgspec.UNSET
@@ -105,8 +105,8 @@ def list_files(folder: Path) -> list[str]:
 
 
 def seal_files(folder: Path, names: Iterable[str]) -> list[FileEntry]:
-    """Sync the files a rank wrote to disk and return their sizes and hashes, in the order given. Every rank calls this
-    for its own files: on a network file system, only the writer's fsync reaches the disk.
+    """Sync a rank's files to disk and return their sizes and hashes, in the order given. Every rank calls this for its
+    own files: on a network file system, only the writer's fsync reaches the disk.
 
     ValueError for a name that is missing or outside `folder`.
     """
@@ -173,7 +173,7 @@ def set_latest(root: Path, step: int) -> None:
 def damage_of(folder: Path, entry: FileEntry, read: Callable[[int], None] = lambda _: None) -> str:
     """The damage of a checkpoint's file; empty if its content is as committed.
 
-    `read` gets the number of bytes of every part read; an exception that it raises ends the reading.
+    `read` gets the number of bytes of each part read; an exception that it raises ends the check.
     """
     try:
         same = _sha256(folder / entry.path, read) == entry.sha256
@@ -189,7 +189,7 @@ def first_damage(folder: Path, entries: Sequence[FileEntry], read: Callable[[int
 
 
 def problem_of(path: Path, damage: Callable[[Path, Sequence[FileEntry]], str] = first_damage) -> str:
-    """Why the checkpoint in a folder, which may have been copied under another name, is not as committed; else empty.
+    """Why the checkpoint in a folder, which may be a copy under another name, is not as committed; else empty.
 
     damage: as for find_latest."""
     match = STEP_NAME.fullmatch(path.name)
@@ -201,13 +201,13 @@ def find_latest(root: Path, damage: Callable[[Path, Sequence[FileEntry]], str] =
     """The newest checkpoint whose files have their committed sizes and hashes. Writes nothing.
 
     damage: verifies the contents of files whose sizes are right. `problems` lists damaged checkpoints, which are
-    skipped. A committed folder that LATEST does not name (after a kill in between) counts. ValueError if there are
-    checkpoints but none is usable: starting over silently would discard the run.
+    skipped. A committed folder counts even if LATEST does not name it, after a kill before that. ValueError if there
+    are checkpoints but none is usable: starting over silently would discard the run.
     """
     steps = steps_in(root)
     problems: list[str] = []
     if steps and (named := _named(root)) != step_name(steps[-1]):
-        problems.append(f"LATEST names {named}, the newest committed folder is {step_name(steps[-1])}")
+        problems.append(f"LATEST names {named}, but the newest committed folder is {step_name(steps[-1])}")
     for step in reversed(steps):
         path = root / step_name(step)
         manifest, problem = _verify(path, step)
@@ -218,7 +218,7 @@ def find_latest(root: Path, damage: Callable[[Path, Sequence[FileEntry]], str] =
             continue
         extra = sorted(set(list_files(path)) - {entry.path for entry in manifest.files})
         if extra:
-            problems.append(f"{path.name} holds files that are not part of it, ignored: {', '.join(extra[:5])}")
+            problems.append(f"{path.name} contains extra files, ignored: {', '.join(extra[:5])}")
         return Latest(path, manifest, problems)
     if steps:
         raise ValueError(
@@ -228,7 +228,7 @@ def find_latest(root: Path, damage: Callable[[Path, Sequence[FileEntry]], str] =
 
 
 def _named(root: Path) -> str:
-    """Content of LATEST, for a message; after a crash of the machine it may be any bytes."""
+    """Content of LATEST, for a message; after a machine crash it may be any bytes."""
     try:
         text = (root / LATEST).read_text(errors="backslashreplace").strip()
     except FileNotFoundError:
@@ -248,7 +248,7 @@ def _verify(path: Path, step: int | None) -> tuple[Manifest | None, str]:
     except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: bytes that are not text
         return None, f"{MANIFEST} cannot be read ({error})"
     if step not in (None, manifest.step) or manifest.format not in (UNSEALED, FORMAT):
-        return None, f"{MANIFEST} says format {manifest.format}, step {manifest.step}; expected {FORMAT} and {step}"
+        return None, f"{MANIFEST} has format {manifest.format}, step {manifest.step}; expected {FORMAT} and {step}"
     if (manifest.format != UNSEALED or manifest.sha256) and manifest.sha256 != sealed:
         return None, f"{MANIFEST} is not what was committed (its checksum does not match its content)"
     for entry in manifest.files:
@@ -260,7 +260,7 @@ def _verify(path: Path, step: int | None) -> tuple[Manifest | None, str]:
         if size is None:
             return None, f"{entry.path} is missing"
         if size != entry.size:
-            return None, f"{entry.path} has {size} bytes, {entry.size} were committed"
+            return None, f"{entry.path} has {size} bytes, but {entry.size} were committed"
     return manifest, ""
 
 

@@ -1,7 +1,7 @@
 """The committed lineage: on resume, results of a killed attempt past its checkpoint are moved away.
 
-Rollouts, metrics and checkpoints are labelled with the number of completed steps, which is also the version of the
-weights. A run that resumes at checkpoint 12 keeps everything up to label 12.
+Rollouts, metrics and checkpoints are labelled with the number of completed steps, which is also the weight version. A
+run that resumes at checkpoint 12 keeps everything up to label 12.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def abandon_after(run_dir: Path, step: int, attempt: int) -> list[str]:
     can be newer) are renamed and deleted by the next commit. After a kill at any point, the next call completes the
     move.
     """
-    # Checkpoints first: if one of them became readable again, its rollouts would still be needed.
+    # Checkpoints first: if a damaged one became readable again, its rollouts would still be needed.
     moved = _abandon_checkpoints(run_dir / "checkpoints", step, attempt)
     target = run_dir / "abandoned" / str(attempt)
     past = [n for n in steps_in(run_dir / "rollouts") if n > step]
@@ -96,7 +96,7 @@ def _abandon_checkpoints(root: Path, step: int, attempt: int) -> list[str]:
         if number > step:
             name = f"{step_name(number)}.abandoned-{attempt}"
             rename_durably(root / step_name(number), root / name)
-            moved.append(f"checkpoint {step_name(number)} set aside as {name} until the next commit")
+            moved.append(f"checkpoint {step_name(number)} renamed to {name} until the next commit")
     return moved
 
 

@@ -1,7 +1,7 @@
-"""The small state of a run in a checkpoint: one JSON file, sealed like every other file.
+"""A run's small state in a checkpoint: one JSON file, sealed like every other file.
 
-Every section is a dict that its owner writes and reads (state_dict / load_state_dict): the data cursor with the ledger
-of prompts, the rollout scheduler, counters.
+Every section is a dict that its owner writes and reads (state_dict / load_state_dict): the data cursor with the prompt
+ledger, the rollout scheduler, counters.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ SECTIONS = ("cursor", "scheduler", "counters")
 
 
 def encode_state(state: dict[str, Any]) -> bytes:
-    """The content of state.json. Tuples are read back as lists, everything else equal. ValueError names an entry that
-    JSON would change (non-finite numbers, keys that are not strings, arrays) or the missing section."""
+    """The content of state.json. Tuples are read back as lists, everything else unchanged. ValueError names an entry
+    that JSON would change (non-finite numbers, keys that are not strings, arrays) or the missing section."""
     _check_sections(state, STATE)
     _check_plain(state, "state")
     return json.dumps({"format": FORMAT, **state}, allow_nan=False, indent=1).encode()
@@ -33,7 +33,7 @@ def read_state(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{path} cannot be read: {error}") from error
     found = state.pop("format", None) if isinstance(state, dict) else None
     if found != FORMAT:
-        raise ValueError(f"{path} has format {found}, this version reads {FORMAT}")
+        raise ValueError(f"{path} has format {found}, but this version reads {FORMAT}")
     _check_sections(state, path)
     return state
 

@@ -5,7 +5,7 @@
 The data is in anonymous shared memory: nothing is copied, and nothing is left if either process is killed. The process
 does not import torch, so it starts in a tenth of a second and stays small.
 
-Where training waits for the save, its tensors need no copy: a thread of the rank writes them from where they are.
+If training waits for the save, tensors need no copy: a thread of the rank writes them directly from its memory.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ COUNTER_BYTES = 8
 
 
 class SharedFile:
-    """The content of a file in memory that another process can map."""
+    """A file's content in memory that another process can map."""
 
     def __init__(self, size: int):
         """OSError if there is not enough memory. `size` is at least 1."""
@@ -49,7 +49,7 @@ class SharedFile:
 
 
 class Pieces:
-    """The content of a file in consecutive parts of the rank's own memory, which must not change before the file is
+    """A file's content as consecutive parts of the rank's own memory, which must not change before the file is
     written."""
 
     def __init__(self, size: int, parts: Iterable[memoryview]):
@@ -61,14 +61,14 @@ Files = dict[str, bytes | SharedFile | Pieces]
 
 
 class _Request(msgspec.Struct):
-    """folder: where to write; files: name -> content, or the index of the descriptor that has the content."""
+    """folder: where to write; files: name -> content, or the index of the file descriptor with the content."""
 
     folder: str
     files: dict[str, bytes | int]
 
 
 class _Answer(msgspec.Struct):
-    """One answer per written file; the last has no entry but the total seconds, or the error."""
+    """One answer per written file; the last has, instead of an entry, the total seconds or the error."""
 
     entry: FileEntry | None = None
     seconds: float = 0.0
@@ -87,7 +87,7 @@ class Written(NamedTuple):
 def _write(
     folder: Path, name: str, parts: Iterable[memoryview], wrote: Callable[[int], None] = lambda _: None
 ) -> FileEntry:
-    """`wrote` is called with a number of bytes whenever so many more are on disk."""
+    """`wrote` is called with the number of bytes after each sync to disk."""
     digest, size, unsynced = hashlib.sha256(), 0, 0
     if (inner := (folder / name).parent) != folder:  # never the folder itself, which a later attempt may have removed
         inner.mkdir(exist_ok=True)
@@ -98,7 +98,7 @@ def _write(
             while rest:  # a write may be partial
                 rest = rest[file.write(rest) :]
             size, unsynced = size + len(chunk), unsynced + len(chunk)
-            if unsynced >= CHUNK_BYTES:  # the whole file synced at its end only might look like a hang
+            if unsynced >= CHUNK_BYTES:  # one sync at the end of a large file might look like a hang
                 os.fsync(file.fileno())
                 wrote(unsynced)
                 unsynced = 0
@@ -113,7 +113,7 @@ class Writer:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None  # to the process
-        self._answers: socket.socket | None = None  # from who writes the current files
+        self._answers: socket.socket | None = None  # from the writer of the current files
         self._folder = Path()
         self._names: list[str] = []
         self._entries: list[FileEntry] = []
@@ -151,8 +151,8 @@ class Writer:
             raise self._ended() from error
 
     def result(self, wait_s: float | None) -> Written | None:
-        """The files once all are on disk; None if that takes longer than wait_s (None: no limit). OSError names a file
-        that could not be written, also if the process was killed."""
+        """Wait until all files are on disk; None if that takes longer than wait_s (None: no limit). OSError names a
+        file that could not be written, also if the process was killed."""
         assert self.busy and self._answers is not None, "nothing is being written"
         deadline = time.monotonic() + wait_s if wait_s is not None else None
         while True:
@@ -179,7 +179,7 @@ class Writer:
         return self._file(), int.from_bytes(self._counter.buffer[:], sys.byteorder)
 
     def close(self) -> None:
-        """End the process, whatever it is doing."""
+        """Kill the process, even while it writes."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -196,7 +196,7 @@ class Writer:
 
     def _receive(self) -> bytes:
         assert self._answers is not None
-        with contextlib.suppress(ConnectionResetError):  # it ended before reading the request
+        with contextlib.suppress(ConnectionResetError):  # the process ended before reading the request
             return self._answers.recv(1 << 16)
         return b""
 
@@ -205,11 +205,11 @@ class Writer:
             return OSError(f"the thread that writes {self._file()} ended")
         assert self._process is not None
         code = self._process.wait()
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         return OSError(f"the process that writes {self._file()} {how} (pid {self._process.pid})")
 
     def _file(self) -> str:
-        """The first path not known to be written; after the last file, the folder itself."""
+        """The first path not reported as written; after the last file, the folder itself."""
         return str(self._folder / [*self._names, ""][len(self._entries)])
 
 
@@ -242,7 +242,7 @@ def _parts(files: Files) -> dict[str, Iterable[memoryview]]:
 
 
 def _serve_here(channel: socket.socket, *work: Any) -> None:
-    with channel:  # whose end shows an unforeseen error
+    with channel:  # closed after an unforeseen error, which the reader then detects
         _serve(channel, *work)
 
 
@@ -251,7 +251,7 @@ def _serve(channel: socket.socket, folder: Path, files: Mapping[str, Iterable[me
     path, start = folder, time.perf_counter()
 
     def wrote(num_bytes: int) -> None:
-        # Progress is in shared memory: the socket would fill up during a long step of the rank and block this process.
+        # Progress is in shared memory: during a rank's long step the socket would fill up and block this process.
         total = int.from_bytes(counter[:], sys.byteorder) + num_bytes
         counter[:] = total.to_bytes(COUNTER_BYTES, sys.byteorder)
 

@@ -1,13 +1,13 @@
-"""The messages of a run in the order of time: of all ranks, agents and jobs, on all nodes, in all attempts.
+"""Prints a run's messages in order of time, from all ranks, agents and jobs, on all nodes, in all attempts.
 
     python -m hpcrl logs RUN                                everything; RUN is a folder, a name in runs/ or a job
     python -m hpcrl logs RUN --level warning --since 10m    what went wrong in the last ten minutes, on any node
-    python -m hpcrl logs RUN --rank 0,3                     of two ranks; agent: of all agents; launch: of the job
+    python -m hpcrl logs RUN --rank 0,3                     two ranks; also agent (all agents), launch (batch script)
     python -m hpcrl logs RUN --attempt 2 --since 2026-11-28T19:00
     python -m hpcrl logs RUN --lines 20 --follow            the last lines, then new ones until Ctrl-C
 
-A message is `TIME HOST rank N LEVEL TEXT`. Times are UTC, on the clock of the host. A line without this header, such as
-a library's output or a crash, comes with the message before it in its file. The order of a file's lines is kept.
+A message is `TIME HOST rank N LEVEL TEXT`. Times are UTC, by the host's clock. A line without this header, such as a
+library's output or a crash, belongs to the previous message in its file. The order of a file's lines is kept.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ HEADER = re.compile(log.HEADER.pattern.encode())
 FOLDER = re.compile(r"attempt_(\d+)")
 NAME = re.compile(r"(rank|agent)_(\d+)\.log")
 OPENED = re.compile(rb"attempt (\d+) in job ")
-"""The first message of an attempt in its job's log (hpcrl.launch.job)."""
+"""An attempt's first message in its job's log (hpcrl.launch.job)."""
 LABEL = re.compile(rb"^ *\d+: (?=\d{4}-\d\d-\d\dT)")
-"""What srun puts before a line with its option label."""
+"""Prefix of a line from srun --label."""
 DURATION = re.compile(r"(\d+)([smhd])")
 UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 MAX_BYTES = 1 << 20
-"""Longest piece of a line that is read at once, and the distance up to which --since searches a file."""
+"""Maximum bytes of a line that are read at once, and the precision of --since's binary search in a file."""
 CLOCKS_S = 60.0
-"""How much the clock of the file system may be behind a node's."""
+"""Maximum lag of the file system's clock behind a node's."""
 POLL_S = 0.5
 OTHERS = {"agent", "launch"}
-"""Who writes messages beside ranks."""
+"""Writers of messages other than ranks."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which messages are shown. ranks, since: as in headers, all if empty; level: index in LEVELS."""
+    """The messages to show. ranks, since: as in headers, all if empty; level: index in LEVELS."""
 
     ranks: frozenset[str] = frozenset()
     level: int = 0
@@ -62,12 +62,12 @@ class Wanted:
     attempt: int | None = None
 
     def of(self, attempt: int | None, who: str) -> bool:
-        """Whether messages of these are wanted."""
+        """Whether messages of this attempt and writer are wanted."""
         return self.attempt in (None, attempt) and (not self.ranks or who in self.ranks)
 
 
 class Line(NamedTuple):
-    """time: of its message, never before that of an earlier line of its file."""
+    """time: its message's time, or the time of an earlier line of its file if that is later."""
 
     time: str
     source: LogFile
@@ -76,8 +76,8 @@ class Line(NamedTuple):
 
 
 class LogFile:
-    """A file of messages. attempt: None for the log of a job, which has all attempts and repeats what rank 0 and the
-    agents show."""
+    """A file of messages. attempt: None for a job's log, which covers all attempts and repeats the console messages of
+    rank 0 and the agents."""
 
     def __init__(self, path: Path, who: str, attempt: int | None, wanted: Wanted):
         self.path, self.attempt = path, attempt
@@ -86,7 +86,7 @@ class LogFile:
         self._place, self._time, self._shown = 0, "", False
 
     def lines(self, to_end: bool) -> Iterator[Line]:
-        """The wanted lines after the last call, one at a time. to_end: also a last line that is not complete."""
+        """The wanted lines written since the last call. to_end: also an incomplete last line."""
         with open(self.path, "rb") as file:
             status = os.fstat(file.fileno())
             if status.st_size <= self._place or _in_header(status.st_mtime + CLOCKS_S) < self._wanted.since:
@@ -118,7 +118,7 @@ class LogFile:
         )
 
     def _begin_without_header(self, file: BinaryIO, changed: float, size: int) -> Iterator[Line]:
-        """What comes before the first message has its time, or that of the file's last change, and a header here."""
+        """Adds a header to lines before the first message, with its time or else the file's time of last change."""
         file.seek(self._place)
         if not HEADER.match(file.readline(MAX_BYTES)):
             found = _first_header(file, self._place, size)
@@ -130,7 +130,7 @@ class LogFile:
                 )
 
     def _skip(self, file: BinaryIO, size: int) -> int:
-        """A place from which on the file has all that is wanted, found without reading all before."""
+        """An offset before which no message is wanted, found by binary search."""
         low, high = 0, size if self._wanted.since and self.attempt is not None else 0
         while high - low > MAX_BYTES:
             middle = (low + high) // 2
@@ -143,7 +143,7 @@ class LogFile:
 
 
 def _first_header(file: BinaryIO, start: int, end: int) -> tuple[int, str] | None:
-    """Place and time of the first message that begins in this range, in which a message may have begun before."""
+    """Offset and time of the first message that begins in this range, which may begin within a message."""
     file.seek(start)
     if start:
         file.readline()
@@ -154,7 +154,7 @@ def _first_header(file: BinaryIO, start: int, end: int) -> tuple[int, str] | Non
 
 
 class RunLogs:
-    """The log files of a run, and how far each was read."""
+    """A run's log files, and how far each was read."""
 
     def __init__(self, run_dir: Path, wanted: Wanted):
         self._run_dir, self._wanted = run_dir, wanted
@@ -162,7 +162,7 @@ class RunLogs:
         self._find()
 
     def check(self) -> None:
-        """ValueError if the run has no logs, or none of what is wanted."""
+        """ValueError if the run has no logs, or none of the wanted attempt or ranks."""
         if not self._files:
             raise ValueError(f"{self._run_dir} has no logs yet")
         attempts = {file.attempt for file in self._files.values() if file.attempt is not None}
@@ -175,7 +175,7 @@ class RunLogs:
             raise ValueError(f"--rank {_number_of(who)}: no log of this rank; {last}")
 
     def lines(self, to_end: bool = True) -> Iterator[Line]:
-        """What is new since the last call, in the order of time."""
+        """The lines since the last call, in order of time."""
         self._find()
         by_attempt: dict[int, list[LogFile]] = {}
         jobs = []
@@ -184,7 +184,7 @@ class RunLogs:
                 jobs.append(file.lines(to_end))
             elif self._wanted.of(file.attempt, file.who):
                 by_attempt.setdefault(file.attempt, []).append(file)
-        # An attempt begins when the one before has ended: only its files are open.
+        # An attempt begins after the previous one has ended, so only one attempt's files are open at a time.
         of_run = chain.from_iterable(_merged(file.lines(to_end) for file in by_attempt[n]) for n in sorted(by_attempt))
         return _without_copies(_merged([_ascending(of_run), *jobs]))
 
@@ -207,7 +207,7 @@ def _merged(files: Iterable[Iterable[Line]]) -> Iterator[Line]:
 
 
 def _ascending(lines: Iterable[Line]) -> Iterator[Line]:
-    """The lines; one that is before an earlier one has its time, as in a file."""
+    """The lines; a line older than the line before it gets that line's time, as within a file."""
     latest = ""
     for line in lines:
         latest = max(latest, line.time)
@@ -215,7 +215,7 @@ def _ascending(lines: Iterable[Line]) -> Iterator[Line]:
 
 
 def _without_copies(lines: Iterable[Line]) -> Iterator[Line]:
-    """Leaves out of the logs of jobs what the run's own logs, which come first, have at the same time."""
+    """Drops from jobs' logs the messages that the run's own logs, which come first, have at the same time."""
     now, seen = "", set[bytes]()
     for line in lines:
         if line.time != now:
@@ -237,7 +237,7 @@ def _in_header(seconds: float) -> str:
 
 
 def _since(word: str) -> str:
-    """A duration or a time, as in headers. ValueError says which are possible."""
+    """A duration or a time, as in headers. ValueError lists the accepted forms."""
     try:
         if found := DURATION.fullmatch(word):
             at = datetime.now(UTC) - timedelta(**{UNITS[found[2]]: int(found[1])})
@@ -252,7 +252,7 @@ def _since(word: str) -> str:
 
 
 def _ranks(word: str) -> frozenset[str]:
-    """Ranks as in headers. ValueError says which are possible."""
+    """Ranks as in headers. ValueError lists the accepted forms."""
     words = word.split(",")
     if not all(one.isdecimal() or one in OTHERS for one in words):
         raise ValueError(f"--rank {word}: ranks separated by commas (0,3), agent or launch")
@@ -275,10 +275,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the messages; returns the exit code."""
     parser = ArgumentParser("hpcrl logs", __doc__)
     parser.add_argument("run", metavar="RUN")
-    parser.add_argument("--rank", metavar="N,N", help="only these; agent, launch: of the agents, of the batch script")
-    parser.add_argument("--level", metavar="LEVEL", help="only from this level on: info, warning, error")
-    parser.add_argument("--since", metavar="WHEN", help="only since then: 90s, 10m, 2h, 3d ago, or a time in UTC")
-    parser.add_argument("--attempt", metavar="N", help="only of this attempt")
+    parser.add_argument("--rank", metavar="N,N", help="only these; also agent (all agents), launch (batch script)")
+    parser.add_argument("--level", metavar="LEVEL", help="minimum level: info, warning, error")
+    parser.add_argument("--since", metavar="WHEN", help="only messages since 90s, 10m, 2h, 3d ago, or a time in UTC")
+    parser.add_argument("--attempt", metavar="N", help="only this attempt")
     parser.add_argument("--lines", metavar="N", help="only the last lines")
     parser.add_argument("--follow", action="store_true", help="wait for new messages, until Ctrl-C")
     try:

@@ -6,8 +6,8 @@
 
 Prints for each response its reward and score, the extracted answer, and the reward's metrics. A file has one JSON
 object per line with "response" (a text, or a list of the model's turns), optionally "answer", "prompt" and "domain";
-other keys are columns of the row. Responses of one call, or rows with the same prompt, are siblings for a reward that
-scores groups. Does not import torch itself.
+other keys are columns of the row. Responses of one command, or rows with the same prompt, form a group for a reward
+that scores groups. Does not import torch itself.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ MAX_SHOWN_CHARS = 200
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0, 1 if a response could not be scored, 2 on bad input. Stops if the reader of its output has stopped."""
+    """Returns 0, 1 if a response could not be scored, 2 on bad input. Stops when the output's reader has stopped."""
     try:
         words = _parser().parse_args(argv)
         reward = _reward(words)
         rows = _rows_of(words)
         reward.start()
     except (ValueError, OSError) as error:
-        print(f"hpcrl score: {' '.join(str(error).split())} (--help tells more)", file=sys.stderr)
+        print(f"hpcrl score: {' '.join(str(error).split())} (see --help)", file=sys.stderr)
         return ExitCode.BAD_INPUT
     scores: list[Score] = []
     try:
@@ -71,7 +71,7 @@ def _summary(scores: Sequence[Score]) -> str:
 
 
 def _print(text: str) -> None:
-    """Print with escapes for what the output's encoding lacks, such as a lone surrogate in a reward's error."""
+    """Print with escapes for characters that the output's encoding lacks, such as a lone surrogate in an error."""
     encoding = sys.stdout.encoding or "utf-8"
     print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
@@ -79,11 +79,11 @@ def _print(text: str) -> None:
 def _parser() -> ArgumentParser:
     parser = ArgumentParser("hpcrl score", __doc__)
     names = ", ".join(name for name, spec in REWARDS.items() if not spec.imports_code)
-    parser.add_argument("response", nargs="*", help="what a model has written; - reads it from standard input")
+    parser.add_argument("response", nargs="*", help="the model's text; - reads it from standard input")
     parser.add_argument(
         "--reward", default="math", metavar="NAME", help=f"{names}, or package.module:callable or file.py:callable"
     )
-    parser.add_argument("--answer", help="the gold answer, as a row of the data would have it")
+    parser.add_argument("--answer", help="the gold answer, as in a data row")
     parser.add_argument("--prompt", default="", help="the prompt")
     parser.add_argument("--file", metavar="JSONL", help="rows instead of responses")
     parser.add_argument(
@@ -98,7 +98,7 @@ def _parser() -> ArgumentParser:
 
 
 def _reward(words: argparse.Namespace) -> Reward:
-    """The reward of the options. ValueError on invalid options."""
+    """The reward that the arguments choose. ValueError on invalid options."""
     if ":" not in words.reward and words.reward not in list(REWARDS):
         names = ", ".join(name for name, spec in REWARDS.items() if not spec.imports_code)
         raise ValueError(f"--reward {words.reward}: there are {names}, and package.module:callable or file.py:callable")
@@ -131,7 +131,7 @@ def _pairs(option: str, words: Sequence[str]) -> dict[str, Any]:
 def _rows_of(words: argparse.Namespace) -> list[tuple[str, RewardItem]]:
     """(place, row) of each response to score. ValueError on invalid input."""
     if words.file and (words.response or words.answer is not None or words.prompt or words.column):
-        raise ValueError("--file goes without a response, --answer, --prompt and --column: its rows have them")
+        raise ValueError("--file excludes a response, --answer, --prompt and --column: its rows have them")
     rows = list(_rows(Path(words.file))) if words.file else _arguments(words)
     compares = ":" not in words.reward and REWARDS[words.reward].compares_answer
     if compares and all(item.answer is None for _, item in rows):
@@ -183,14 +183,14 @@ def _rows(file: Path) -> Iterator[tuple[str, RewardItem]]:
 
 
 def _row(line: str, where: str) -> Any:
-    """The JSON value of a line. ValueError if it is not JSON, or has a text that cannot be written as UTF-8."""
+    """The JSON value of a line. ValueError if it is not JSON, or has text that is not valid Unicode."""
     try:
         row = json.loads(line)
         json.dumps(row, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: not JSON: {error.msg} (column {error.colno})") from error
     except UnicodeEncodeError as error:
-        raise ValueError(f"{where}: a text with half a character: {error.object[error.start]!a}") from error
+        raise ValueError(f"{where}: a text has a lone surrogate: {error.object[error.start]!a}") from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
         raise ValueError(f"{where}: {error}") from error
     return row

@@ -3,7 +3,7 @@
     python -m hpcrl status [RUN|JOBID]      a run's folder, its name in runs/, or a job; default: all runs in runs/
 
 Everything except the job's state is read from the run folder, so the command works during the run, after its end, and
-if Slurm has forgotten the job or has no accounting. It writes nothing and imports no torch.
+even if Slurm no longer lists the job or has no accounting. It writes nothing and does not import torch.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class RunFolder:
 
     @cached_property
     def values(self) -> dict[str, Any]:
-        """The stored configuration as it stands in its file; empty if no attempt has begun."""
+        """The stored configuration, unchecked; empty if no attempt has begun."""
         return read_config(self.folder) if (self.folder / CONFIG).exists() else {}
 
     @cached_property
@@ -82,13 +82,12 @@ class RunFolder:
 
     @property
     def obstacle(self) -> str:
-        """Why the stored configuration cannot be checked here, such as a part whose package is not installed; empty if
-        it can be."""
+        """Why the stored configuration cannot be checked here, such as a missing package of a part; else empty."""
         return self._checked[1]
 
     @property
     def steps(self) -> Any:
-        """The last step that is planned; ? if it is not known."""
+        """The last planned step; ? if unknown."""
         return self.values.get("max_steps", "?")
 
     @cached_property
@@ -145,7 +144,7 @@ class RunFolder:
 
 
 def describe(run_dir: Path, job: slurm.Job | None, now: float) -> str:
-    """The run as lines of `label  text`. `job`: from Slurm or its accounts, None if they know none."""
+    """The run as lines of `label  text`. `job`: from Slurm or its accounting, None if neither lists one."""
     run = RunFolder(run_dir)
     config = run.config
     name, pipeline = (run.values.get(key) for key in ("run_name", "pipeline"))
@@ -185,7 +184,7 @@ def line(run_dir: Path, job: slurm.Job | None, now: float) -> str:
 
 def state(run: RunFolder, job: slurm.Job | None) -> str:
     """One of queued, requeued, held, starting, running, ending, finished, stopped, refused, lost, never started,
-    unknown; then maybe a colon and details."""
+    unknown; then optionally a colon and details."""
     owner, attempt = run.owner, run.attempt
     mine = job is not None and owner.get("job") == job.id and owner.get("restarts") == job.restarts
     if job is not None and job.lives:
@@ -208,7 +207,7 @@ def state(run: RunFolder, job: slurm.Job | None) -> str:
         return f"finished: {finished['reason']}, {finished['at']}"
     if job is not None and job.state == "UNKNOWN" and "ended" not in owner:
         return f"unknown: job {job.id}: {job.reason}"
-    says = f"job {job.id} is {job.state.lower()}" if job is not None else "Slurm knows no job of it"
+    says = f"job {job.id} is {job.state.lower()}" if job is not None else "Slurm lists no job of this run"
     if job is not None and job.state == "OUT_OF_MEMORY":
         says = f"job {job.id} was killed for lack of memory (OUT_OF_MEMORY): raise the memory of its components"
     if refused := read_refusal(run.folder):
@@ -217,8 +216,8 @@ def state(run: RunFolder, job: slurm.Job | None) -> str:
     if not attempt:
         return f"never started: {says}" if (run.folder / SUBMITTED).exists() else "never started"
     if "ended" in owner:
-        # What was to happen next has not: no job of the run is queued.
-        why = "no job of it is queued" if owner.get("goes_on") else owner.get("why")
+        # The run should continue, but no job of the run is queued.
+        why = "no job of this run is queued" if owner.get("goes_on") else owner.get("why")
         how = f" ({owner['how']}): {why}" if "how" in owner else ""
         return f"stopped: attempt {attempt} ended {owner['ended']}{how}; the same command resumes it"
     holder = says if lives_as_job(owner) else f"pid {owner.get('pid')} on {owner.get('host')} is gone"
@@ -251,13 +250,13 @@ def _sample_errors(run: RunFolder) -> Iterable[str]:
     known = sorted(read_errors(run.folder), key=lambda kind: -kind["count"])
     for kind in known[:SHOWN_ERRORS]:
         whose = f"{kind['source']} of domain {kind['domain']}: " if kind["source"] else ""
-        yield f"{kind['count']} with an error, the last {kind['last']}: {whose}{kind['error']}"
+        yield f"{kind['count']} samples with an error, the last {kind['last']}: {whose}{kind['error']}"
     if left := known[SHOWN_ERRORS:]:
-        yield f"{sum(kind['count'] for kind in left)} with {len(left)} other kinds of errors: {run.folder / ERRORS}"
+        yield f"{sum(kind['count'] for kind in left)} samples with {len(left)} other kinds: {run.folder / ERRORS}"
 
 
 def find_run(name: str) -> Path:
-    """Folder of a run, given as a folder, a name under runs/ or a job. ConfigError if there is none."""
+    """A run's folder, given as a folder, a name under runs/ or a job. ConfigError if there is none."""
     for folder in (Path(name), RUNS / name):
         if (folder / CONFIG).exists() or (folder / SUBMITTED).exists():
             return folder
@@ -282,13 +281,13 @@ def find_run(name: str) -> Path:
 
 
 def find_job(run: RunFolder) -> slurm.Job | None:
-    """The current or waiting job of this run, else its last job; None if Slurm knows none. Its state is UNKNOWN, with
-    the reason, if Slurm cannot be queried or belongs to another cluster."""
+    """The current or waiting job of this run, else its last job; None if Slurm lists none. Its state is UNKNOWN, with
+    the reason, if Slurm cannot be queried or the job belongs to another cluster."""
     cluster = read_record(run.folder / SUBMITTED).get("cluster") or run.owner.get("cluster", "")
     numbers = [*([run.owner["job"]] if lives_as_job(run.owner) else []), *submitted_jobs(run.folder)]
     try:
         if numbers and cluster and (here := slurm.cluster_name()) != cluster:  # the same id is another job here
-            return slurm.Job(numbers[-1], "UNKNOWN", 0, False, f"ask on cluster {cluster}, this is {here}", None)
+            return slurm.Job(numbers[-1], "UNKNOWN", 0, False, f"run this on cluster {cluster}, not on {here}", None)
         known = [job for number in dict.fromkeys(numbers) if (job := slurm.find_job(number)) is not None]
     except slurm.SlurmError as error:
         return slurm.Job(numbers[-1], "UNKNOWN", 0, False, str(error), None)
@@ -337,7 +336,7 @@ def _progress(run: RunFolder, now: float, runs: bool) -> str:
     parts = [f"{run.step} of {run.steps}"]
     logged = (run.folder / METRICS).stat().st_mtime if run.rows else None
     if runs and run.began is not None and (logged is None or logged < run.began):
-        parts[0] += f", attempt {run.attempt} began {duration(now - run.began)} ago and has completed none yet"
+        parts[0] += f", attempt {run.attempt} began {duration(now - run.began)} ago and has completed no step yet"
     elif runs and logged is not None:
         stalled = now - logged > max(STALLED_S, STALLED * (run.step_s or 0.0))
         parts[0] += f", {duration(now - logged)} ago{', much longer than a step takes' if stalled else ''}"
@@ -356,14 +355,14 @@ def _time(run: RunFolder, config: Config, job: slurm.Job | None, now: float) -> 
     if left is None or not left:
         return
     if job is None or job.end is None:
-        yield f"{duration(left)} to go at this rate"
+        yield f"{duration(left)} left at this rate"
         return
     limit = job.end - now
     how = "it is requeued and resumes" if config.cluster.after == "requeue" else "the next job resumes"
     if job.preempted:
-        yield f"{duration(left)} to go; the job is being preempted: the run saves, {how}"
+        yield f"{duration(left)} left; the job is being preempted: the run saves, {how}"
         return
-    text = f"{duration(left)} to go, the job's time limit is in {duration(max(limit, 0))}"
+    text = f"{duration(left)} left, the job's time limit is in {duration(max(limit, 0))}"
     if left > limit:
         step = run.step + int(max(limit - config.cluster.signal_lead_s, 0) / (run.step_s or 1))
         text += f": not enough, around step {step} {how}"
@@ -379,7 +378,7 @@ def _checkpoint(run: RunFolder, now: float) -> str:
 
 
 def _restarts(run: RunFolder) -> Iterable[tuple[str, str]]:
-    """Earlier attempts, newest first; another job, such as the link of a chain before this one, is no restart."""
+    """Earlier attempts, newest first; another job, such as the previous job of a chain, does not count as a restart."""
     earlier = [attempt for attempt in sorted(run.owners, reverse=True) if attempt != run.attempt]
     if earlier:
         jobs = [run.owners[attempt].get("job") for attempt in sorted(run.owners)]

@@ -3,7 +3,7 @@
 python -m hpcrl track RUN_DIR TRACKER [URI]      every step of metrics.jsonl that the tracker does not have,
                                                  the held-out completions and the plot
 
-Weights & Biases and SwanLab read their keys as usual.
+Weights & Biases and SwanLab find their API keys as usual.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         words = parser.parse_args(argv)
         run_dir, name, config = words.run_dir, words.name, _config(words.run_dir, words.name, words.uri)
     except ValueError as error:
-        print(f"{error} (--help tells more)", file=sys.stderr)
+        print(f"{error} (see --help)", file=sys.stderr)
         return ExitCode.BAD_INPUT
     failed: list[str] = []
     tracker = TrackerThread(
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         tracker.put(functools.partial(_put_table, step, as_table(step, examples)))
     if (plot := run_dir / "plot.png").is_file():
         tracker.put(lambda tracker: tracker.image("plot", plot))
-    tracker.drain()  # however long all of it takes
+    tracker.drain()  # without a limit on the total time
     tracker.close(within_s=config.tracking.timeout_s)
     if failed:
         print(f"hpcrl: {failed[0]}", file=sys.stderr)
@@ -71,7 +71,7 @@ def _put_table(step: int, rows: list[dict[str, Any]], tracker: Tracker) -> None:
 
 
 def _config(run_dir: Path, name: str, uri: str | None) -> Config:
-    """The configuration with this tracker and the network. ConfigError says what is wrong."""
+    """The configuration with this tracker and network access. ConfigError for an unknown or uninstalled tracker."""
     spec = TRACKERS[name]
     if lacking := spec.lacking():
         raise ConfigError([f"{name} is not installed; {install(lacking)}"])

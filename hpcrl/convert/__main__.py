@@ -6,7 +6,7 @@
 
 Reads torch_dist of Megatron-LM and the checkpoints of hpcrl's trainers; needs no GPU and no Megatron. The checkpoint is
 a run folder (its newest checkpoint), a step_NNNNNN folder of it, or a folder of Megatron-LM. Numbers pass through
-memory in blocks of rows. After a kill the same command goes on with the files that are missing.
+memory in blocks of rows. After a kill the same command continues with the missing files.
 """
 
 from __future__ import annotations
@@ -34,37 +34,37 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"hpcrl.convert: {' '.join(str(error).split())}", file=sys.stderr)
         return ExitCode.NOT_SAVED if is_storage_error(error) else ExitCode.BAD_INPUT
     except KeyboardInterrupt:
-        print("hpcrl.convert: interrupted; the same command goes on from here", file=sys.stderr)
+        print("hpcrl.convert: interrupted; the same command continues from here", file=sys.stderr)
         return ExitCode.INTERRUPTED
     return ExitCode.DONE
 
 
 def _parser() -> ArgumentParser:
     parser = ArgumentParser("hpcrl.convert", __doc__)
-    parser.add_argument("--checkpoint", required=True, type=Path, metavar="DIR", help="what is converted")
+    parser.add_argument("--checkpoint", required=True, type=Path, metavar="DIR", help="what to convert")
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="a new or empty folder")
     parser.add_argument("--to", choices=("hf", "megatron"), default="hf", help="default: hf")
     parser.add_argument(
-        "--model", type=Path, metavar="DIR", help="folder with config.json and tokenizer, where the checkpoint has none"
+        "--model", type=Path, metavar="DIR", help="folder with config.json and tokenizer, if the checkpoint has none"
     )
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: as in the checkpoint")
     parser.add_argument(
-        "--verify", action="store_true", help="compare the checkpoint's checksums; read the output back and compare it"
+        "--verify", action="store_true", help="verify the checkpoint's checksums; read the output back and compare it"
     )
     parser.add_argument(
         "--skip-hashes", action="store_true", help="compare a checkpoint of hpcrl with its manifest by file sizes only"
     )
-    parser.add_argument("--shard-gb", type=float, default=4.0, help="GB of a weight file at most, or one tensor (4)")
-    parser.add_argument("--threads", type=int, help="threads that write; default: cores, at most 8")
+    parser.add_argument("--shard-gb", type=float, default=4.0, help="maximum GB of a file, or one tensor (4)")
+    parser.add_argument("--threads", type=int, help="number of writing threads; default: cores, at most 8")
     return parser
 
 
 def _convert(words: argparse.Namespace) -> str:
-    """A line about what was done."""
+    """Convert; returns a one-line summary."""
     for name, value in (("--shard-gb", words.shard_gb), ("--threads", words.threads)):
         if value is not None and not 0 < value < 1e9:
             raise ValueError(f"{name} {value}: a number above 0 and below 1e9 is needed")
-    import torch  # and what needs it: --help is quick
+    import torch  # imported here with its dependents to keep --help fast
 
     from hpcrl.convert.conversions import ConvertOptions, to_hf, to_megatron
 

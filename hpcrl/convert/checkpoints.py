@@ -15,18 +15,18 @@ from hpcrl.run_folder import CONFIG, stored_config
 from hpcrl.system.files import steps_in
 
 METADATA = ".metadata"
-"""The index of a checkpoint of torch.distributed.checkpoint."""
+"""The index file of a torch.distributed.checkpoint checkpoint."""
 CHECKPOINTS = "checkpoints"
 ITERATION = "latest_checkpointed_iteration.txt"
 DEPTH, MAX_SHOWN = 4, 3
-"""Levels of folders below the given one in which a checkpoint is looked for, and how many of several are named."""
+"""How many levels of subfolders are searched for a checkpoint, and how many of several are named."""
 TOLD_BYTES = 10_000_000_000
 OTHER_FORMATS = {
     "mp_rank_*": "Megatron's old format; save it as torch_dist (--ckpt-format torch_dist)",
     "*/model_optim_rng.pt": "Megatron's old format; save it as torch_dist (--ckpt-format torch_dist)",
     ".zarray": "Megatron's zarr format; save it as torch_dist (--ckpt-format torch_dist)",
     "*/.zarray": "Megatron's zarr format; save it as torch_dist (--ckpt-format torch_dist)",
-    "zero_pp_rank_*": "a checkpoint of DeepSpeed, which is not read; use the model that the run exports, its folder hf",
+    "zero_pp_rank_*": "a DeepSpeed checkpoint, which is not supported; use the model in the run's folder hf",
     "model_world_size_*_rank_*.pt": "a checkpoint of verl's FSDP trainer, which python -m verl.model_merger converts",
     "*.safetensors": "a model in HF layout already; --to megatron converts it to Megatron's",
 }
@@ -47,10 +47,17 @@ def find(
     tell: Callable[[str], None],
     go_on: Callable[[], None] = lambda: None,
 ) -> Found:
-    """The newest valid checkpoint of a run folder of hpcrl, that of a step, or of the critic in it, the newest or a
-    given one of Megatron-LM. hashes: the SHA-256 of each file of an hpcrl checkpoint is checked, else its size only;
-    `tell` is told what takes long, and an exception of `go_on` ends it. ValueError if there is none, if it is damaged,
-    or if the model is not known."""
+    """Find a checkpoint: the newest valid one of an hpcrl run folder, of a step folder or of the critic in it, or the
+    newest or a given one of Megatron-LM.
+
+    Args:
+        hashes: check the SHA-256 of each file of an hpcrl checkpoint, else only its size.
+        tell: gets a line before a long operation.
+        go_on: polled meanwhile; its exception ends the search.
+
+    Raises:
+        ValueError: there is no checkpoint, it is damaged, or its model is unknown.
+    """
 
     def damage(folder: Path, entries: Sequence[FileEntry]) -> str:
         size = sum(entry.size for entry in entries)
@@ -67,7 +74,7 @@ def find(
         for problem in latest.problems:
             tell(problem)
         if latest.path is None:
-            raise ValueError(f"--checkpoint {path}: the run has no checkpoint yet")
+            raise ValueError(f"--checkpoint {path}: this run has no checkpoint yet")
         folder = latest.path
     elif step := next((step for step in (path, path.absolute().parent) if (step / MANIFEST).is_file()), None):
         if problem := problem_of(step, damage):
@@ -91,7 +98,7 @@ def read_config(model: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read: {error}; --model names the folder of the model") from error
+        raise ValueError(f"{path} cannot be read: {error}; set --model to the model's folder") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path} is not a JSON object")
     return config
@@ -101,7 +108,7 @@ def _iteration(path: Path) -> Path:
     word = (path / ITERATION).read_text(errors="replace").strip()
     folder = path / (f"iter_{int(word):07d}" if re.fullmatch(r"\d{1,9}", word) else word[:40])
     if not folder.is_dir():
-        raise ValueError(f"{path / ITERATION} names {word[:40]!r}, and there is no folder {folder}")
+        raise ValueError(f"{path / ITERATION} names {word[:40]!r}, but there is no folder {folder}")
     return folder
 
 
@@ -133,5 +140,5 @@ def _model_of(folder: Path, run: Path | None) -> Path:
             return run / "model"
         if (Path(path) / "config.json").is_file():
             return Path(path)
-        raise ValueError(f"the model of the run, {path}, has no config.json here; --model names a copy of it")
-    raise ValueError(f"{folder} has no config.json: --model names the folder of the model (config.json, tokenizer)")
+        raise ValueError(f"the run's model, {path}, has no config.json here; set --model to a copy of the model")
+    raise ValueError(f"{folder} has no config.json: set --model to the model's folder (config.json, tokenizer)")

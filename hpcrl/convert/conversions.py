@@ -23,17 +23,25 @@ from hpcrl.convert.streaming import OutFile, default_threads, write_folder
 
 SHARD_BYTES = 4_000_000_000
 VOCABULARY_MULTIPLE = 128
-"""Rows of the embedding are padded to a multiple of this; Megatron loads another padding too."""
+"""Embedding rows are padded to a multiple of this; Megatron also loads other paddings."""
 
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """model: folder of config.json and tokenizer, where the source has none. dtype: None: as in the source. verify:
-    read the output back. hashes: check the SHA-256 of each file of an hpcrl checkpoint. most_bytes: of a weight
-    file. num_threads: that write (default: cores, at most 8). stream: of progress (default: stderr).
-    go_on: called by all threads between two blocks; its exception ends the conversion, from which the same call goes
-    on. fence: called before the output gets its name. again: an output that is complete may be there, since an earlier
-    call of the same work was perhaps killed after its last file."""
+    """Options of a conversion.
+
+    Args:
+        model: folder of config.json and tokenizer, if the source has none.
+        dtype: None: as in the source.
+        verify: read the output back and compare it.
+        hashes: check the SHA-256 of each file of an hpcrl checkpoint.
+        most_bytes: maximum size of a weight file.
+        num_threads: number of writing threads (default: cores, at most 8).
+        stream: for progress (default: stderr).
+        go_on: called by all threads between two blocks; its exception ends the conversion; the same call resumes it.
+        fence: called before the output gets its final name.
+        again: the complete output may exist, since an earlier call may have been killed after its last file.
+    """
 
     model: Path | None = None
     dtype: torch.dtype | None = None
@@ -49,7 +57,7 @@ class ConvertOptions:
 
 @dataclass(frozen=True)
 class Converted:
-    """source: the checkpoint that was read. written_bytes: by this call, the rest of total_bytes by earlier ones."""
+    """source: the checkpoint that was read. written_bytes: by this call; earlier calls wrote the rest."""
 
     source: Path
     num_tensors: int
@@ -97,9 +105,9 @@ def to_megatron(checkpoint: Path, output: Path, options: ConvertOptions) -> Conv
 
 
 def _critic(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What config.json of a critic has in place of a language model's: transformers' model for token classification,
-    with a single label."""
-    from transformers.models.auto import modeling_auto  # seconds, which no other conversion needs
+    """The entries of config.json in which a critic differs from a language model: transformers' model for token
+    classification, with a single label."""
+    from transformers.models.auto import modeling_auto  # takes seconds; only critics need it
 
     name = modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES[config["model_type"]]
     return {"architectures": [name], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
@@ -131,6 +139,6 @@ def _write(
 
 
 def _identity(folder: Path) -> Any:
-    """The files of a source: a conversion that was killed goes on only if they are the same."""
+    """Identifies a source's files: a killed conversion is resumed only if they are unchanged."""
     files = [(file.name, file.stat()) for file in sorted(folder.iterdir()) if file.is_file()]
     return str(folder.resolve()), [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]

@@ -1,6 +1,6 @@
-"""The tensors of files that a tensor of a transformers model in memory becomes: another name, or one for each expert.
+"""Maps a tensor of a transformers model in memory to its tensors in files: another name, or one tensor per expert.
 
-From transformers' own table of conversions, in reverse, for the forms of conversion that are known here.
+Reverses transformers' own table of conversions, for the forms of conversion that are supported here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hpcrl.spec.weight_layout import TensorSlice
 
 
 class InFile(NamedTuple):
-    """A tensor of a file: where it is in a tensor in memory, which is stacked over experts."""
+    """A tensor of a file, and its position in a tensor in memory, which is stacked over experts."""
 
     name: str
     shape: tuple[int, ...]
@@ -22,7 +22,7 @@ class InFile(NamedTuple):
 
 
 class FileNames:
-    """Of a model_type. ValueError if transformers does not know it, or stores it through another form of conversion."""
+    """The file names of a model_type. ValueError if transformers lacks it or uses another form of conversion."""
 
     def __init__(self, model_type: Any):
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
@@ -44,7 +44,7 @@ class FileNames:
                 raise ValueError(f"files of model_type {model_type!r} are made by {type(rule).__name__} of {names}")
 
     def of(self, name: str, shape: tuple[int, ...]) -> Iterator[InFile]:
-        """The tensors of files for a tensor in memory."""
+        """The tensors in files for a tensor in memory."""
         for in_memory, names in self._stacked:
             if name.endswith(in_memory):
                 count, rows, columns = shape
@@ -64,15 +64,15 @@ class FileNames:
 
 
 def _plain(pattern: str) -> str:
-    """The text of a pattern that escapes its dots. ValueError for one that is more than text."""
+    """The text of a pattern that only escapes dots. ValueError for any other pattern."""
     text = re.sub(r"\\(?=[.])", "", pattern)
     if re.search(r"[\\^$()+?|\[\]{}]", text):
-        raise ValueError(f"its names in files are a pattern: {pattern}")
+        raise ValueError(f"its file names are a pattern, not text: {pattern}")
     return text
 
 
 def _stacks_experts(operations: list[Any], num_sources: int) -> bool:
-    """Whether these operations stack the experts, then put gate above up."""
+    """Whether these operations stack the experts, then concatenate gate and up."""
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
     dims = [(type(operation), getattr(operation, "dim", None)) for operation in operations]

@@ -1,5 +1,5 @@
-"""Reads checkpoints of torch.distributed.checkpoint, which Megatron's torch_dist are too, box by box: no process group,
-no Megatron, and of a tensor only what is asked for is in memory."""
+"""Reads slices of torch.distributed.checkpoint checkpoints, which include Megatron's torch_dist, without a process
+group and without Megatron; only the requested slice of a tensor is in memory."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ KNOWN = {
     "pathlib": {"PosixPath"},
     "pathlib._local": {"PosixPath"},
 }
-"""The classes that the metadata of a checkpoint may name; a pickle with others could run anything."""
+"""Classes that a checkpoint's metadata may name; a pickle with other classes could run any code."""
 STAND_INS = {"megatron.core.dist_checkpointing.strategies.torch": {"MCoreMetadata", "MCoreSavePlan"}}
-"""Megatron's own, of which nothing is needed."""
+"""Megatron's own classes, whose content is not needed."""
 
 
 class _StandIn:
-    """Takes the state of a class that is not here."""
+    """Accepts and ignores the state of a class that is not installed."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         pass
@@ -67,7 +67,7 @@ class _Unpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
-        raise ValueError(f"it asks for {module}.{name}, which no checkpoint needs")
+        raise ValueError(f"it names {module}.{name}, which no checkpoint needs")
 
 
 STORAGES = {
@@ -83,7 +83,7 @@ MAX_PICKLE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a tensor: where it is in the tensor, and the bytes of its file that torch.save wrote for it."""
+    """A part of a tensor: its slice, and the range of its file that torch.save wrote for it."""
 
     tensor_slice: TensorSlice
     file: str
@@ -112,7 +112,7 @@ class ShardedCheckpoint:
         self._lock = threading.Lock()
 
     def read(self, name: str, tensor_slice: TensorSlice) -> Tensor:
-        """The numbers in a box of a tensor. ValueError if no shard has some of them, or a shard is damaged."""
+        """The values in a slice of a tensor. ValueError if no shard has some of them, or a shard is damaged."""
         shape, dtype, _ = self.tensors[name]
         result = torch.empty([last - first for first, last in tensor_slice], dtype=dtype)
         found = 0
@@ -127,8 +127,8 @@ class ShardedCheckpoint:
         return result
 
     def check_sums(self, names: Collection[str], go_on: Callable[[], None]) -> None:
-        """Read these tensors' shards and compare them with the CRC-32 that torch.save stored; hpcrl stores none, but a
-        manifest with hashes. ValueError names the file of a shard that is damaged. go_on: called before each shard; its
+        """Read these tensors' shards and compare them with the CRC-32 that torch.save stored (hpcrl's checkpoints have
+        a manifest with hashes instead). ValueError names a damaged shard's file. go_on: called before each shard; its
         exception ends the check."""
         for name in sorted(names):
             for chunk in self.tensors[name].chunks:
@@ -146,8 +146,8 @@ class ShardedCheckpoint:
                     raise ValueError(f"{where} ({name} {_text(chunk.tensor_slice)}): its checksum is wrong ({wrong})")
 
     def _near(self, name: str, tensor_slice: TensorSlice) -> list[Chunk]:
-        """The chunks of a tensor that may have something of a box, found by its first entry of the leading dimensions:
-        the experts of a large model are ten thousand chunks of one tensor."""
+        """The chunks of a tensor that may overlap a slice, found by its first index in the leading dimensions: the
+        experts of a large model are ten thousand chunks of one tensor."""
         with self._lock:
             if name not in self._by_index:
                 shape, _, chunks = self.tensors[name]
@@ -188,7 +188,7 @@ class ShardedCheckpoint:
             self._numbers(target, chunk, start + first * place.element_size())
 
     def _numbers(self, target: Tensor, chunk: Chunk, offset: int) -> None:
-        """Read consecutive numbers of a file."""
+        """Read consecutive values of a file."""
         direct = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
         buffer = bytes_of(direct)
         descriptor = self._file(chunk.file)
@@ -201,7 +201,7 @@ class ShardedCheckpoint:
             target.copy_(direct)
 
     def _start(self, name: str, chunk: Chunk) -> int | None:
-        """Where a chunk's numbers begin in its file; None if they are not in the order of its rows."""
+        """Offset of a chunk's values in its file; None if they are not in row-major order."""
         place = (chunk.file, chunk.offset)
         if place not in self._starts:
             stored, sizes = self.tensors[name], tuple(b - a for a, b in chunk.tensor_slice)
@@ -234,7 +234,7 @@ class ShardedCheckpoint:
 
 
 def _is_right(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bool:
-    """Whether an entry has its checksum."""
+    """Whether an entry's content matches its checksum."""
     try:
         with archive.open(entry) as file:
             while file.read(BLOCK_BYTES):
@@ -245,7 +245,7 @@ def _is_right(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bool:
 
 
 class _Head(NamedTuple):
-    """What torch.save wrote about a tensor; start: the first byte of its numbers."""
+    """torch.save's description of a tensor; start: the first byte of its values."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -254,7 +254,7 @@ class _Head(NamedTuple):
 
 
 class _HeadUnpickler(pickle.Unpickler):
-    """Reads the pickle of torch.save without making a tensor, which would take ten times as long."""
+    """Reads torch.save's pickle without creating a tensor, which would take ten times as long."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
@@ -263,7 +263,7 @@ class _HeadUnpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module == "torch" and name in STORAGES:
             return STORAGES[name]
-        raise ValueError(f"it asks for {module}.{name}")
+        raise ValueError(f"it names {module}.{name}")
 
     def persistent_load(self, pid: Any) -> Any:
         return pid
@@ -325,7 +325,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def _single(tensor_slice: TensorSlice) -> tuple[int, ...] | None:
-    """The entry of the leading dimensions that a box of a matrix in a stack lies in; None if in several or no stack."""
+    """The index in the leading dimensions of a slice of one matrix in a stack; None if several or no stack."""
     leading = tensor_slice[:-2] or tensor_slice[:-1]
     if not leading or any(last - first != 1 for first, last in leading):
         return None

@@ -1,6 +1,6 @@
-"""Where the numbers of a conversion come from: HF tensors out of a checkpoint, Megatron tensors out of an HF model.
+"""Sources of a conversion's tensors: HF tensors from a checkpoint, Megatron tensors from an HF model.
 
-Each is read by rows, so that memory holds a block of rows and never a tensor.
+Each is read by rows, so memory holds a block of rows and never a whole tensor.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class TensorSource(Protocol):
 
     @property
     def values(self) -> bool:
-        """Whether the model is a critic: a head of values in place of the vocabulary's."""
+        """Whether the model is a critic, with a value head instead of a vocabulary projection."""
 
     def read(self, name: str, first: int, last: int) -> Tensor:
         """Rows of a tensor. Threads may call it at the same time."""
 
     def check_sums(self, go_on: Callable[[], None]) -> None:
-        """Compare what is read with the checksums that are stored beside it. ValueError names the file that is damaged.
-        go_on: called between two blocks; its exception ends the check."""
+        """Compare the stored tensors with their stored checksums. ValueError names a damaged file. go_on: called
+        between two blocks; its exception ends the check."""
 
     def close(self) -> None:
         """Close the files."""
@@ -56,15 +56,15 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True)
 class _Where:
-    """An entry of the table in a checkpoint: the tensor, the indices of layer and expert in its leading dimensions; for
-    a gate above up that was stored as two tensors, both."""
+    """Location of a table entry in a checkpoint: the tensor, and the indices of layer and expert in its leading
+    dimensions; both tensors for concatenated gate and up that were stored separately."""
 
     names: tuple[str, ...]
     leading: TensorSlice
 
 
 class MegatronWeights:
-    """HF tensors out of Megatron's torch_dist. ValueError if the checkpoint is not of the model of config.json."""
+    """HF tensors from Megatron's torch_dist. ValueError if the checkpoint does not match config.json."""
 
     def __init__(self, checkpoint: ShardedCheckpoint, config: Mapping[str, Any]):
         self._checkpoint = checkpoint
@@ -75,7 +75,7 @@ class MegatronWeights:
         vocabulary = config.get("vocab_size")
         if isinstance(vocabulary, int) and rows < vocabulary:
             raise ValueError(
-                f"{checkpoint.folder}: {prefix + EMBEDDING} has {rows} rows, config.json has vocab_size={vocabulary}: "
+                f"{checkpoint.folder}: {prefix + EMBEDDING} has {rows} rows, but config.json vocab_size={vocabulary}: "
                 "the checkpoint is of another model"
             )
         self.values = prefix + HEAD.replace("weight", "bias") in checkpoint.tensors
@@ -162,7 +162,7 @@ class MegatronWeights:
 
 
 def megatron_prefix(checkpoint: ShardedCheckpoint) -> str | None:
-    """What stands before Megatron's names in a checkpoint; None if there are none."""
+    """Prefix of Megatron's names in a checkpoint; None if it has no such names."""
     names = [name for name in checkpoint.tensors if name.endswith(EMBEDDING) and not _NO_WEIGHT.match(name)]
     return min(names, key=len).removesuffix(EMBEDDING) if names else None
 
@@ -170,14 +170,14 @@ def megatron_prefix(checkpoint: ShardedCheckpoint) -> str | None:
 def _candidates(
     entry: Entry, fused: Entry, num_layers: int, num_experts: int
 ) -> Iterator[tuple[_Where, tuple[int, ...]]]:
-    """Where torch_dist may have a tensor, and the shape it has there: under the names of either kind of layers, the
-    layers in one tensor or each in its own, the experts too, gate and up too."""
+    """Possible locations of a tensor in torch_dist, with its shape there: under the names of either kind of layers,
+    with layers, experts, and gate and up each stacked in one tensor or stored separately."""
     if entry.layer is None:
         yield _Where((entry.name,), ()), entry.shape
         return
     inside = [_inside(entry.name), _inside(fused.name)]
     if inside[0].startswith("pre_mlp_layernorm"):
-        inside.append("mlp.linear_fc1.layer_norm_weight")  # Megatron's own layers store it so, with experts or without
+        inside.append("mlp.linear_fc1.layer_norm_weight")  # the name in Megatron's own layers, with or without experts
     forms: list[tuple[str, TensorSlice, tuple[int, ...]]] = [(name, (), ()) for name in dict.fromkeys(inside)]
     if entry.expert is not None and (match := _EXPERT.match(inside[0])):
         at = ((entry.expert, entry.expert + 1),)
@@ -200,7 +200,7 @@ def _inside(name: str) -> str:
 
 
 def _stored_by_own_layers(entry: Entry, config: Mapping[str, Any]) -> str:
-    """The name under which Megatron's own layers store a tensor: mostly that of Transformer Engine's."""
+    """The name under which Megatron's own layers store a tensor: mostly Transformer Engine's name."""
     if (family := family_of(config["model_type"]).megatron) and family.stores_own_names:
         return entry.name
     name = entry.name.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_")
@@ -208,8 +208,8 @@ def _stored_by_own_layers(entry: Entry, config: Mapping[str, Any]) -> str:
 
 
 class TrainerWeights:
-    """HF tensors out of a checkpoint of an engine that keeps transformers' names (fsdp2). ValueError for a family whose
-    names in files transformers makes in a way that is not known, or if the checkpoint has adapters only."""
+    """HF tensors from a checkpoint of an engine that keeps transformers' names (fsdp2). ValueError for a family whose
+    file names transformers derives in an unsupported way, or if the checkpoint has only adapters."""
 
     PREFIX = "model.hf."
 
@@ -217,13 +217,11 @@ class TrainerWeights:
         try:
             names = FileNames(config.get("model_type"))
         except ValueError as error:
-            raise ValueError(
-                f"{checkpoint.folder}: {error}; use the model that the run exports, in its folder hf"
-            ) from error
+            raise ValueError(f"{checkpoint.folder}: {error}; use the exported model in the run's folder hf") from error
         if any(is_adapter(name) for name in checkpoint.tensors):
             raise ValueError(
-                f"{checkpoint.folder} has adapters alone (trainer.lora); use the model that the run exports, in its "
-                "folder hf, into which they are merged"
+                f"{checkpoint.folder} has only adapters (trainer.lora); use the exported model in the run's folder "
+                "hf, into which they are merged"
             )
         self._checkpoint = checkpoint
         self.values = f"{self.PREFIX}{VALUE_HEAD}.weight" in checkpoint.tensors
@@ -238,7 +236,7 @@ class TrainerWeights:
         self._check(config)
 
     def _check(self, config: Mapping[str, Any]) -> None:
-        """Families with a table are compared with config.json."""
+        """Compare the checkpoint with config.json, for families with a name table."""
         if family_of(config.get("model_type")).megatron is None:
             return
         expected = table(config, values=self.values).shapes
@@ -267,8 +265,8 @@ class TrainerWeights:
 
 
 class ModelWeights:
-    """Megatron tensors out of an HF model, norms under the names that either kind of layers loads. ValueError if the
-    model is not that of its config.json. homogeneous: all layers have the same tensors."""
+    """Megatron tensors from an HF model, with norms under names that either kind of layers loads. ValueError if the
+    model does not match its config.json. homogeneous: all layers have the same tensors."""
 
     values = False
 
@@ -277,8 +275,8 @@ class ModelWeights:
         self._files = WeightFiles(folder)
         if f"{VALUE_HEAD}.weight" in self._files.tensors:
             raise ValueError(
-                f"{folder} is a critic, whose head of values ({VALUE_HEAD}.weight) would be lost; only language models "
-                "become checkpoints of Megatron"
+                f"{folder} is a critic, whose value head ({VALUE_HEAD}.weight) would be lost; only language models "
+                "can be converted to Megatron"
             )
         for name, shape in self.table.shapes.items():
             place = self._files.tensors.get(name)
@@ -319,7 +317,7 @@ class ModelWeights:
         return torch.zeros((last - first, *entry.shape[1:]), dtype=self.dtypes[name]) if result is None else result
 
     def check_sums(self, go_on: Callable[[], None]) -> None:
-        """Nothing: files of safetensors have no checksums."""
+        """Does nothing: safetensors files have no checksums."""
 
     def close(self) -> None:
         """Close the files."""
@@ -327,7 +325,7 @@ class ModelWeights:
 
 
 def opened(folder: Path, config: Mapping[str, Any]) -> TensorSource:
-    """The HF tensors of the checkpoint in a folder. ValueError if it is damaged or of another model."""
+    """The HF tensors of the checkpoint in a folder. ValueError if it is damaged or does not match `config`."""
     checkpoint = ShardedCheckpoint(folder)
     if megatron_prefix(checkpoint) is not None:
         return MegatronWeights(checkpoint, config)

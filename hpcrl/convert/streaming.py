@@ -1,5 +1,5 @@
-"""Writes files whose layout is known beforehand from numbers that are read row by row: in parallel, resumable after a
-kill, and complete under their final name or not there."""
+"""Writes files of known layout from tensors that are read row by row: in parallel, resumable after a kill, and complete
+under their final name or absent."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from hpcrl.metrics.duration import duration
 from hpcrl.system.files import find_room, fsync_path, naming, remove, rename_durably, write_durably
 
 BLOCK_BYTES = 2 << 20
-"""Numbers that a thread holds at once, in the dtype of the checkpoint and once more in that of the output. Larger
-blocks are slower: malloc gives their memory back, and each has new pages."""
+"""Values that a thread holds at once, in the checkpoint's dtype and once more in the output's dtype. Larger blocks are
+slower: malloc returns their memory to the system, so each block gets new pages."""
 PART_BYTES = 32 << 20
-"""Of a file, for one thread: the threads write the files one after another, all threads the same one."""
+"""Part of a file for one thread: all threads write parts of the same file, one file after another."""
 SYNC_BYTES = 256 << 20
 PLAN = "plan.sha256"
 NOT_COPIED = ("config.json", "metadata.json", "manifest.json", "state.json", "trainer.json")
@@ -41,7 +41,7 @@ REPORT_S = 10.0
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of numbers in a file: rows of a tensor from row `first`, in this shape."""
+    """The position of a tensor's values in a file: rows from row `first`, in this shape."""
 
     name: str
     offset: int
@@ -52,7 +52,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class OutFile:
-    """A file to write: its size, the bytes that are known by offset, and the tensors."""
+    """A file to write: its size, known bytes by offset, and the tensors."""
 
     name: str
     size: int
@@ -70,12 +70,12 @@ class Block:
 
     @property
     def offset(self) -> int:
-        """Where they are in the file."""
+        """The rows' offset in the file."""
         dtype = getattr(torch, self.slot.dtype)
         return self.slot.offset + self.first * math.prod(self.slot.shape[1:]) * int(dtype.itemsize)
 
     def read(self, source: TensorSource) -> memoryview:
-        """Their bytes in the file."""
+        """The rows' bytes, as in the file."""
         slot = self.slot
         rows = source.read(slot.name, slot.first + self.first, slot.first + self.last)
         return bytes_of(rows.to(getattr(torch, slot.dtype)).contiguous())
@@ -91,7 +91,7 @@ class Progression:
         go_on: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """go_on: called with every addition, and may raise."""
+        """go_on: called at every add(), and may raise."""
         self._total, self._stream, self._go_on, self._clock = total, stream, go_on, clock
         self._done = self._skipped = 0
         self._began = self._told = clock()
@@ -104,13 +104,13 @@ class Progression:
             self._bar.start()
 
     def skip(self, num_bytes: int) -> None:
-        """Bytes that an earlier attempt has written."""
+        """Count bytes that an earlier call has written."""
         self._skipped += num_bytes
         if self._bar is not None:
             self._bar.update(self._task, total=self._total - self._skipped)
 
     def add(self, num_bytes: int) -> None:
-        """More bytes are done."""
+        """Count bytes as done."""
         self._go_on()
         with self._lock:
             self._done += num_bytes
@@ -121,7 +121,7 @@ class Progression:
                 print(self.line(), file=self._stream, flush=True)
 
     def line(self) -> str:
-        """What is done, the rate, and the time left."""
+        """Bytes done, rate, and time left, as text."""
         seconds = max(self._clock() - self._began, 1e-9)
         rate, done = self._done / seconds, self._done + self._skipped
         left = f"  ETA {duration((self._total - done) / rate)}" if rate else ""
@@ -146,12 +146,17 @@ def write_folder(
     fence: Callable[[], None] = lambda: None,
     again: bool = False,
 ) -> int:
-    """Write the files, and what `small` adds, into the new folder `output`; returns the bytes written by this call.
+    """Write the files, and the files that `small` adds, into the new folder `output`; returns the bytes that this call
+    has written. A killed call leaves `.NAME.converting`, from which a call with the same `identity` continues.
 
-    A killed call leaves `.NAME.converting`, from which one with the same `identity` goes on. verify: read everything
-    back and compare it. go_on, fence: as in ConvertOptions. again: if the output exists with these files, all is done.
-    ValueError if the output exists, another process writes it, or the disk has too little room;
-    OSError if a file cannot be written.
+    Args:
+        verify: read everything back and compare it.
+        go_on, fence: as in ConvertOptions.
+        again: if the output exists with these files, return 0 at once.
+
+    Raises:
+        ValueError: the output exists, another process writes it, or the disk has too little space.
+        OSError: a file cannot be written.
     """
     if output.is_symlink() or (output.exists() and (not output.is_dir() or any(output.iterdir()))):
         if again and all(_size(output / file.name) == file.size for file in files):
@@ -204,14 +209,14 @@ def _alone(partial: Path, output: Path) -> Iterator[None]:
         except OSError as error:
             if error.errno in (errno.EAGAIN, errno.EACCES):
                 raise ValueError(f"--output {output}: another conversion is writing it") from error
-            # A file system without locks: the conversion goes on without this check.
+            # A file system without locks: the conversion continues without this check.
         yield
     finally:
         os.close(descriptor)
 
 
 def _resumed(partial: Path, files: Sequence[OutFile], identity: Any) -> set[str]:
-    """The files that an earlier call of the same work has completed; everything else is removed."""
+    """The files that an earlier call with the same identity has completed; other files are removed."""
     text = repr((identity, [(file.name, file.size, file.slots) for file in files]))
     plan = hashlib.sha256(text.encode()).hexdigest().encode()
     same = (partial / PLAN).is_file() and (partial / PLAN).read_bytes() == plan
@@ -238,7 +243,7 @@ def _in_threads(jobs: Sequence[Callable[[threading.Event], None]], num_threads: 
         try:
             wait(running, return_when=FIRST_EXCEPTION)
         finally:
-            stopped.set()  # after an error or Ctrl-C the others end at their next block
+            stopped.set()  # after an error or Ctrl-C the other threads end at their next block
             threads.shutdown(cancel_futures=True)
     for future in running:
         if not future.cancelled() and (error := future.exception()) is not None:
@@ -246,7 +251,7 @@ def _in_threads(jobs: Sequence[Callable[[threading.Event], None]], num_threads: 
 
 
 class _Growing:
-    """A file that several threads write, part by part. It gets its name when all parts are there."""
+    """A file that several threads write, part by part. It gets its final name when all parts are written."""
 
     def __init__(self, folder: Path, file: OutFile, source: TensorSource, progress: Progression):
         self._path, self._temporary = folder / file.name, folder / f"{file.name}.part"
@@ -257,11 +262,11 @@ class _Growing:
         self._out: BinaryIO | None = None
 
     def jobs(self) -> list[Callable[[threading.Event], None]]:
-        """One for each part."""
+        """One job per part."""
         return [functools.partial(self._write, part) for part in self._parts]
 
     def drop(self) -> None:
-        """Remove what is not whole: it would keep a full disk full."""
+        """Remove an incomplete file, which would keep a full disk full."""
         if self._out is not None:
             self._out.close()
             self._temporary.unlink(missing_ok=True)
@@ -305,7 +310,7 @@ class _Growing:
 def _checking(
     folder: Path, file: OutFile, source: TensorSource, progress: Progression
 ) -> list[Callable[[threading.Event], None]]:
-    """Jobs that read a file back, one for each part."""
+    """Jobs that read a file back, one per part."""
 
     def check(part: Sequence[Block], known: Sequence[tuple[int, bytes]], stopped: threading.Event) -> None:
         with open(folder / file.name, "rb", buffering=0) as written:
@@ -323,7 +328,7 @@ def _checking(
                 progress.add(len(numbers))
 
     with open(folder / file.name, "rb", buffering=0) as written:
-        os.posix_fadvise(written.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # what is on the disk is compared
+        os.posix_fadvise(written.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # compare the disk's content, not the cache's
     first, *others = _parts(file, source)
     return [functools.partial(check, first, file.known), *(functools.partial(check, part, ()) for part in others)]
 
@@ -355,13 +360,12 @@ def _parts(file: OutFile, source: TensorSource) -> list[list[Block]]:
 
 
 def default_threads() -> int:
-    """As many as this process has cores, at most 8: a thread waits for one disk most of its time."""
+    """This process's number of cores, at most 8: threads mostly wait for one disk."""
     return min(8, len(os.sched_getaffinity(0)))
 
 
 def copy_small_files(origin: Path, target: Path) -> None:
-    """Tokenizer and generation config of a model folder: everything but its weights, config.json, and what a checkpoint
-    has beside them."""
+    """Copy tokenizer and generation config of a model folder: all but weights, config.json and checkpoint files."""
     for file in sorted(origin.iterdir()):
         known = file.suffix in (".json", ".jinja", ".txt", ".model", ".tiktoken")
         if file.is_file() and known and file.name not in NOT_COPIED and not file.name.endswith(".index.json"):

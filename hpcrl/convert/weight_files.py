@@ -1,4 +1,4 @@
-"""Weight files in HF layout: headers read and written without the numbers, which are read and written row by row."""
+"""Weight files in HF layout: headers are read and written separately, tensors row by row."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from hpcrl.convert.shards import bytes_of
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
-ALIGNMENT = 8  # of the first number in a file
+ALIGNMENT = 8  # of the first value in a file
 MAX_HEADER_BYTES = 100_000_000
-"""As in safetensors."""
+"""Names as in safetensors."""
 
 
 class TensorPlace(NamedTuple):
-    """Where a tensor is in a file: its first byte, and the bytes of a row."""
+    """Location of a tensor in a file: its first byte, and the bytes of a row."""
 
     file: str
     offset: int
@@ -73,7 +73,7 @@ class WeightFiles:
 
 
 def header(tensors: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> tuple[bytes, dict[str, int]]:
-    """The bytes before the numbers of a file with these tensors (shape, dtype), and the first byte of each."""
+    """The header of a file with these tensors (shape, dtype), and each tensor's first byte."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at, starts = 0, {}
     for name, (shape, dtype) in tensors.items():
@@ -106,7 +106,7 @@ def _file_names(folder: Path) -> list[str]:
 
 
 def _check_bytes(name: str, entry: Any) -> None:
-    """ValueError if a tensor's type and shape do not have as many bytes as its place."""
+    """ValueError if the size of a tensor's data does not match its dtype and shape."""
     first, last = entry["data_offsets"]
     sizes = [first, last, *entry["shape"]]
     if not all(type(size) is int and size >= 0 for size in sizes) or not entry["shape"]:
@@ -135,7 +135,7 @@ def _header(path: Path) -> dict[str, TensorPlace]:
         raise ValueError(f"{path} is damaged: {error}") from error
     if wrong is not None:
         kind = entries[wrong]["dtype"]
-        raise ValueError(f"{path}: {wrong} is {kind}; only {', '.join(DTYPES)} can be converted (dequantise it before)")
+        raise ValueError(f"{path}: {wrong} is {kind}; only {', '.join(DTYPES)} can be converted (dequantise it first)")
     return {
         name: TensorPlace(
             path.name, 8 + length + entry["data_offsets"][0], tuple(entry["shape"]), DTYPES[entry["dtype"]]

@@ -1,4 +1,4 @@
-"""Prompts: their sources, the reading of rows, the order of drawing. Imports no torch."""
+"""Prompts: sources, reading of rows, order of drawing. Does not import torch."""
 
 from hpcrl.data.answers import SFTRows, sft_rows
 from hpcrl.data.rows import check_answers, check_shares, read_splits

@@ -1,4 +1,4 @@
-"""Rows of the supervised pipeline: a prompt and its written answer, with the answer marked."""
+"""Rows of the supervised pipeline: a prompt and its reference answer, with a loss mask on the answer."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from hpcrl.data.tasks import Split
 from hpcrl.data.template_forms import TemplateRefusal
 
 REWRITES = (
-    "the chat template rewrites earlier turns, so that their answers cannot be marked; split the row into one row per "
-    "answer"
+    "the chat template rewrites earlier turns, so their answers cannot be masked; split the row into one row per answer"
 )
 
 
 class SFTRows:
-    """Random access to (token_ids, loss_mask). Every assistant turn is marked, including its end token, unless the
-    message has `weight: 0`."""
+    """Random access to (token_ids, loss_mask). The mask covers every assistant turn, including its end token, unless
+    the message has `weight: 0`."""
 
     def __init__(self, config: DataConfig, split: Split, tokenizer: Any, seed: int):
         if tokenizer.eos_token_id is None:
@@ -33,7 +32,7 @@ class SFTRows:
         self._tokenizer = tokenizer
 
     def state_dict(self) -> dict[str, Any]:
-        """Identification of the data. The rows of a step follow from the step and the seed."""
+        """Identification of the data. Step and seed determine a step's rows."""
         return {"cursor": {**self._rows.fingerprint(), "seed": str(self._seed)}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -47,7 +46,7 @@ class SFTRows:
         """Token ids and loss mask of a row, of equal length. BadRow if the chat template refuses the row or rewrites
         earlier turns, or if a generated row has no answer.
 
-        The prompt has the tokens that PromptSource gives; the answer is tokenised separately, as in generation.
+        The prompt has the same tokens as in PromptSource; the answer is tokenised separately, as in generation.
         """
         row = self._rows.row(index)
         if obstacle := learning_obstacle(row):
@@ -56,7 +55,7 @@ class SFTRows:
         mask: list[bool] = []
         try:
             for text, learned in turns_of(self._tokenizer, row):
-                # Only the first piece may get the special tokens that a tokenizer without a chat template adds.
+                # Without a chat template, the tokenizer may add its special tokens only to the first piece.
                 new = encode(self._tokenizer, text, begins=not ids)
                 ids.extend(new)
                 mask.extend([learned] * len(new))
@@ -68,15 +67,15 @@ class SFTRows:
 
 
 class LeftOut(ValueError):
-    """The chat template would not show what is to be learned."""
+    """The chat template would omit text that is to be trained on."""
 
 
 class Rewritten(LeftOut):
-    """The chat template shows an earlier turn otherwise than where it was the last."""
+    """The chat template renders an earlier turn differently than when it was the last turn."""
 
 
 def turns_of(tokenizer: Any, row: Row) -> Iterator[tuple[str, bool]]:
-    """The pieces of a row as (rendered text, whether it is learned). Raises what the chat template raises, and
+    """The pieces of a row as (rendered text, whether it is trained on). Raises the chat template's errors, and
     LeftOut."""
     assert row.turn is not None, "a row without an answer has an obstacle"
     end = end_of_turn(tokenizer) or tokenizer.eos_token
@@ -103,8 +102,8 @@ def turns_of(tokenizer: Any, row: Row) -> Iterator[tuple[str, bool]]:
 
 
 def _last(tokenizer: Any, row: Row, done: str, end: str) -> str:
-    """The last turn with its end, as the template shows it after its prompt `done`; its text alone where the template
-    has no place for it, or would cut it."""
+    """The last turn with its end token, as the template renders it after its prompt `done`; only its text if the
+    template does not render it, or would cut it."""
     turn = row.turn
     assert turn is not None
     text = ""
@@ -117,14 +116,14 @@ def _last(tokenizer: Any, row: Row, done: str, end: str) -> str:
         return (written if found else written.rstrip()) + end
     if (key := next((key for key in lacking if key != "content"), None)) is not None:
         raise LeftOut(
-            f"the chat template does not show {key} of the last turn, so it would not be learned; leave it out, or "
-            "write it into content as the model should"
+            f"the chat template does not show {key} of the last turn, so it would not be trained on; leave it out, or "
+            "write it into content in the form that the model should write"
         )
     return str(marked(tokenizer, turn["content"])) + end
 
 
 def _lacking(turn: dict[str, Any], shown: str) -> list[str]:
-    """Keys of a turn that a rendered text does not show, whatever the spaces."""
+    """Keys of a turn whose values are not in a rendered text, ignoring white space."""
     text = "".join(shown.split())
     parts = {key: [turn[key]] for key in ("content", *THOUGHTS) if turn.get(key)}
     calls = [call["function"] for call in turn.get("tool_calls", [])]

@@ -1,7 +1,8 @@
 """From messages to token ids, through the tokenizer's chat template if it has one.
 
-Only the template writes special tokens: `<|im_end|>` in a message, a tool call or a tool is encoded as plain text; else
-it would end the message. Without a template, the prompt is the text itself, including any special tokens.
+Only the template writes special tokens: `<|im_end|>` in a message, a tool call or a tool is encoded as plain text,
+since it would otherwise end the message. Without a template, the prompt is the text itself, including any special
+tokens.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ MARK = "\ue000"  # private use area; inserted after the first character of text 
 def render(
     tokenizer: Any, messages: Messages, tools: list[dict[str, Any]] | None, ask: bool = True, **variables: Any
 ) -> str:
-    """The text of messages, for encode(); with `ask` it ends where the model's answer starts. What the template would
-    leave out without a word is written in another form (as_taken).
+    """The text of messages, for encode(); with `ask` it ends where the model's answer starts. Content that the template
+    would silently omit is written in another form (as_taken).
 
     Special tokens in messages and tools contain a MARK, which plain() removes. Without a chat template: the contents,
-    one paragraph each. variables: what else the template reads, such as enable_thinking; they win over those of
-    bind(). TemplateRefusal if the template raises an error, of whatever kind, or would leave calls of tools out.
+    one paragraph each. variables: further variables of the template, such as enable_thinking; they override bind()'s.
+    TemplateRefusal if the template raises any error, or would omit tool calls.
     """
     if getattr(tokenizer, "chat_template", None):
         messages, tools = as_taken(tokenizer, messages, tools)
@@ -35,19 +36,18 @@ def render(
 
 
 def bind(tokenizer: Any, variables: dict[str, Any]) -> Any:
-    """The tokenizer, with variables that render() gives to its chat template everywhere (data.chat_template_kwargs)."""
+    """The tokenizer, with variables that render() always passes to its chat template (data.chat_template_kwargs)."""
     setattr(tokenizer, VARIABLES, variables)
     return tokenizer
 
 
 @functools.lru_cache(maxsize=8)
 def end_of_turn(tokenizer: Any) -> str | None:
-    """The added token with which the chat template ends a turn of the model; None if it writes none there, and without
-    a template."""
+    """The added token with which the chat template ends a model turn; None if it writes none, or without a template."""
     turn = [{"role": "user", "content": "0"}, {"role": "assistant", "content": CONTENT}]
     try:
         after = render(tokenizer, turn, None, ask=False).partition(CONTENT)[2].lstrip()
-    except TemplateRefusal:  # no row can be rendered then
+    except TemplateRefusal:  # then no row can be rendered either
         return None
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     ends = (token.content for token in added if token.content.strip() and after.startswith(token.content))
@@ -55,8 +55,8 @@ def end_of_turn(tokenizer: Any) -> str | None:
 
 
 def end_ids(tokenizer: Any) -> tuple[int, ...]:
-    """The tokens that end a response by tokenizer and chat template, which the model folder's generation config may
-    lack: a base model's tokenizer and config end with <|endoftext|> where the template ends turns with <|im_end|>."""
+    """The tokens that end a response according to tokenizer and chat template, which the model folder's generation
+    config may lack: a base model's tokenizer and config have <|endoftext|>, but its template <|im_end|>."""
     text = end_of_turn(tokenizer)
     added = getattr(tokenizer, "added_tokens_decoder", {})
     ids = [tokenizer.eos_token_id, *(number for number, token in added.items() if token.content == text)]
@@ -64,8 +64,8 @@ def end_ids(tokenizer: Any) -> tuple[int, ...]:
 
 
 def marked(tokenizer: Any, value: Any) -> Any:
-    """A value of a row with a MARK in every special token of its texts, also of keys and of nested values; unchanged
-    without a chat template. encode() then makes plain text of them."""
+    """A value of a row with a MARK in every special token of its texts, including keys and nested values; unchanged
+    without a chat template. encode() then encodes them as plain text."""
     special = _special(tokenizer) if getattr(tokenizer, "chat_template", None) else None
     if special is None:
         return value
@@ -123,8 +123,8 @@ def cut_to_fit(
 ) -> tuple[str, list[int]] | None:
     """(text, token ids) with the start of the last message cut so that at most `max_tokens` remain.
 
-    The template, all other messages, and the end of the last message (usually the question) are kept. None if these
-    alone are too long.
+    The template, all other messages, and the end of the last message (usually the question) are kept. None if they are
+    already too long.
     """
     content = messages[-1]["content"]
 

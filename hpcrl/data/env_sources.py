@@ -1,7 +1,8 @@
-"""Rows of environments: `env:DOMAIN` gives starts, `expert:NAME` what the expert of a built-in environment does there.
+"""Rows from environments: `env:DOMAIN` gives episode starts, `expert:NAME` dialogues of a built-in environment's
+expert.
 
-The start of an episode follows from the row's column env_seed, so that siblings start alike. Numbers below 2**30 belong
-to train, the others to val.
+The row's column env_seed determines the start of an episode, so group members start equally. Seeds below 2**30 belong
+to train, others to val.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ HALF = MAX_SEED // 2
 
 
 def episode_start(name: str, seed: int, split: str, index: int) -> int:
-    """The 31-bit seed of the environment of a row, a function of the arguments alone."""
+    """The 31-bit seed of a row's environment, a function of the arguments only."""
     digest = hashlib.blake2b(f"{name}/{seed}/{split}/{index}/start".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") % HALF + (HALF if split == "val" else 0)
 
 
 def given_start(columns: Mapping[str, Any]) -> int | None:
-    """The seed of the environment that a row's columns give, None without one. ValueError if it is no such number."""
+    """The environment seed in a row's columns, None without one. ValueError if it is not a valid seed."""
     given = columns.get(SEED_COLUMN)
     if given is None or (type(given) is int and 0 <= given < MAX_SEED):
         return given
@@ -37,11 +38,11 @@ def given_start(columns: Mapping[str, Any]) -> int | None:
 
 
 class StartTask:
-    """Starts for the environment of a domain. ValueError if options are given, which belong to the environment."""
+    """Starts for a domain's environment. ValueError if options are given, which belong to the environment's section."""
 
     def __init__(self, name: str, options: dict[str, Any], size: int, seed: int, split: str):
         if options:
-            raise ValueError(f"env:{name}: the options of an environment are those of env.{name}.options")
+            raise ValueError(f"env:{name}: give the environment's options in env.{name}.options")
         self.name, self.size = name, size
         self._seed, self._split = seed, split
 
@@ -85,7 +86,7 @@ class ExpertTask:
     def row(self, index: int) -> dict[str, Any]:
         start = episode_start(self.name, self._seed, self._split, index)
         env, rng = self._make(self._env_options), random.Random(f"{start}/expert")
-        env.max_turns = self._options.max_turns  # as make_env() does it
+        env.max_turns = self._options.max_turns  # as in make_env()
         observation, info = env.reset(start)
         messages: list[dict[str, Any]] = []
         for _ in range(self._options.max_turns):

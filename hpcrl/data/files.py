@@ -1,4 +1,4 @@
-"""Tables of rows: one for each file format, and of generated tasks. Random access by index, no tokenizer, no torch."""
+"""Tables of rows: one for each file format and one for generated tasks. Random access, no tokenizer, no torch."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ PACKED = {
 }
 """First bytes of other formats that a file with a supported name may have."""
 ENDINGS = {"gzip": ".gz", "zstd": ".zst", "parquet": ".parquet", "arrow": ".arrow"}
-"""Format -> the ending under which a file of it is read."""
+"""Format -> the file name ending with which it can be read."""
 BATCH_ROWS = (256, 16, 1)
-"""Rows of a parquet file that are decoded at once, fewer where Arrow cannot: it decodes at most 2 GiB of nested text in
+"""Rows of a parquet file that are decoded at once; fewer if needed, since Arrow decodes at most 2 GiB of nested text in
 one piece."""
-NO_IMAGES = "images cannot be trained by this version; use rows of text only"
+NO_IMAGES = "this version cannot train on images; use rows with text only"
 
 
 class BadRow(ValueError):
@@ -43,7 +43,7 @@ class BadRow(ValueError):
 
 class Table(Protocol):
     """Rows as plain dicts. `digest` changes with the content. `fixed_domain`: the domain of all rows, if known.
-    `padded`: absent keys of nested values are null, as Arrow keeps them."""
+    `padded`: absent keys of nested values are null, as in Arrow."""
 
     fixed_domain: str | None
     padded: bool
@@ -61,7 +61,7 @@ class Table(Protocol):
 
 
 def read_bytes(path: Path) -> bytes:
-    """The content of a file of text, unpacked if its name ends in .gz or .zst. ValueError if it has another format."""
+    """The content of a text file, unpacked if its name ends in .gz or .zst. ValueError if it has another format."""
     content = path.read_bytes()
     kind = next((name for magic, name in PACKED.items() if content.startswith(magic)), None)
     unpack = {".gz": gzip.decompress, ".zst": _unpack_zstd}.get(path.suffix)
@@ -96,7 +96,7 @@ class JsonTable:
         self._bytes = content = read_bytes(path)
         self._array: list[msgspec.Raw] | None = None
         if (start := content.removeprefix(b"\xef\xbb\xbf")).lstrip().startswith(b"["):
-            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):  # else the lines are named
+            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):  # reading by lines names the wrong line
                 self._array = msgspec.json.decode(start, type=list[msgspec.Raw])
         ends = np.flatnonzero(np.frombuffer(content, np.uint8) == ord("\n"))
         starts = np.concatenate([[0], ends + 1])
@@ -172,7 +172,7 @@ class CsvTable:
         values = self._rows[index][1]
         if len(values) != len(self._columns):
             raise BadRow(
-                f"{self.where(index)}: {len(values)} values, the first line names {len(self._columns)} columns"
+                f"{self.where(index)}: {len(values)} values, but the first line names {len(self._columns)} columns"
             )
         return {name: value or None for name, value in zip(self._columns, values, strict=True)}
 
@@ -181,8 +181,8 @@ class CsvTable:
 
 
 class ArrowTable:
-    """A parquet file, or an Arrow file or stream (of `datasets`), of any writer. Dates and decimals become text, NaN
-    becomes null: pandas writes missing numbers as NaN."""
+    """A parquet file, or an Arrow file or stream (of `datasets`), from any writer. Dates and decimals become text, NaN
+    becomes null, since pandas writes missing numbers as NaN."""
 
     fixed_domain: str | None = None
     padded = True
@@ -249,7 +249,7 @@ def _parquet_batches(path: Path) -> tuple[Any, list[Any]]:
 
 
 def _arrow_batches(path: Path) -> tuple[Any, list[Any]]:
-    """Schema and record batches of an Arrow file or stream, mapped and not copied."""
+    """Schema and record batches of an Arrow file or stream, memory-mapped without a copy."""
     import pyarrow as arrow
 
     source = arrow.memory_map(str(path))
@@ -326,7 +326,7 @@ UNPACKED = (".gz", ".zst")
 
 
 def ending(path: Path) -> str:
-    """The ending that gives a file's format, without one of packing."""
+    """The file name ending that determines the format, without .gz or .zst."""
     packed = path.suffix in UNPACKED
     found = path.with_suffix("").suffix if packed else path.suffix
     return "" if packed and FORMATS.get(found) is ArrowTable else found

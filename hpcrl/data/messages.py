@@ -1,5 +1,5 @@
-"""Messages and tools of a row in the forms in which data sets are published, as one form: OpenAI's, with arguments of
-calls as objects and without the nulls that Arrow writes for absent keys."""
+"""Converts a row's messages and tools from the forms of published data sets to one form: OpenAI's, with call arguments
+as objects and without the nulls that Arrow writes for absent keys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Messages = list[dict[str, Any]]
 
 ROLES = ("system", "user", "assistant", "tool")
 OTHER_ROLES = {"developer": "system", "function": "tool"}
-"""OpenAI's names of a role -> the name that chat templates know."""
+"""OpenAI's name of a role -> its name in chat templates."""
 SPEAKERS = {
     "human": "user",
     "gpt": "assistant",
@@ -34,8 +34,8 @@ EXAMPLES = ("default", "const", "example", "enum", "examples")
 
 
 def read_messages(value: Any, where: str, key: str, padded: bool = False) -> Messages:
-    """The messages of column `key`: text is one user message, a JSON list of messages is read as such. padded: absent
-    keys are null (Arrow). BadRow names the message that cannot be used."""
+    """The messages of column `key`: text is one user message, a JSON list of messages is parsed. padded: absent keys
+    are null (Arrow). BadRow names the invalid message."""
     if isinstance(value, str):
         if not value.strip():
             raise BadRow(f"{where}: {key} is empty")
@@ -43,13 +43,13 @@ def read_messages(value: Any, where: str, key: str, padded: bool = False) -> Mes
     if value == []:
         raise BadRow(f"{where}: {key} is empty")
     if not isinstance(value, list):
-        raise BadRow(f"{where}: {key} must be text or a list of messages, it is {type(value).__name__}")
+        raise BadRow(f"{where}: {key} must be text or a list of messages, not {type(value).__name__}")
     padded = padded or _is_padded(value)
     return [_message(message, f"{where}: {key}[{n}]", padded) for n, message in enumerate(value)]
 
 
 def read_tools(value: Any, where: str, padded: bool = False) -> list[dict[str, Any]] | None:
-    """The tools of a row, also from JSON text; None if there are none. BadRow if they are no list of objects."""
+    """A row's tools, also from JSON text; None if there are none. BadRow if they are not a list of objects."""
     if value is None or (isinstance(value, str) and not value.strip()):
         return None
     tools = _from_json(value) if isinstance(value, str) else value
@@ -65,14 +65,14 @@ def one_turn(text: str) -> dict[str, Any]:
 
 
 def _listed(text: str) -> Messages | None:
-    """The messages that a text holds as JSON (ROLL), None for any other text."""
+    """The messages in a JSON text (ROLL), None for any other text."""
     found = _from_json(text) if text.lstrip().startswith("[") else None
     is_list = isinstance(found, list) and all(isinstance(m, dict) and ("role" in m or "from" in m) for m in found)
     return found if is_list and found else None
 
 
 def _from_json(text: str) -> Any:
-    """The value of a JSON text; None if it is none."""
+    """The value of a JSON text; None for any other text."""
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
@@ -80,7 +80,7 @@ def _from_json(text: str) -> Any:
 
 
 def _is_padded(messages: list[Any]) -> bool:
-    """Whether the messages look like an export from Arrow, where each has all keys, null for absent ones."""
+    """Whether the messages look like an export from Arrow, in which each has all keys, null for absent ones."""
     keys = [message.keys() for message in messages if isinstance(message, dict)]
     return any(m.get("tool_calls", 0) is None for m in messages if isinstance(m, dict)) and all(
         mine == keys[0] for mine in keys
@@ -119,7 +119,7 @@ def _message(message: Any, place: str, padded: bool) -> dict[str, Any]:
 
 
 def _speaker(turn: dict[str, Any], place: str) -> dict[str, Any]:
-    """A turn of ShareGPT with the keys of OpenAI."""
+    """A ShareGPT turn with OpenAI's keys."""
     speaker, value = turn.pop("from"), turn.pop("value", None)
     role = SPEAKERS.get(speaker) if isinstance(speaker, str) else None
     if role is None:
@@ -133,13 +133,13 @@ def _speaker(turn: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def _text(parts: list[Any], place: str) -> str:
-    """The text of a content that is a list of parts, one paragraph line each as in vLLM."""
+    """The text of a content that is a list of parts, one line each as in vLLM."""
     texts = []
     for n, part in enumerate(parts):
         kind = part.get("type", "text") if isinstance(part, dict) else "text"
         text = part.get("text") if isinstance(part, dict) else part
         if kind not in TEXT_PARTS or not isinstance(text, str):
-            raise BadRow(f"{place}.content[{n}] must be text, its type is {str(kind)[:40]!r}")
+            raise BadRow(f"{place}.content[{n}] must be text, not of type {str(kind)[:40]!r}")
         texts.append(text)
     return "\n".join(texts)
 
@@ -177,15 +177,15 @@ def _arguments(value: Any, place: str, padded: bool) -> dict[str, Any]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """A nested value without keys that are null; elements of lists stay."""
+    """A nested value without keys that are null; elements of lists are kept."""
     if isinstance(value, dict):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _schema(value: Any, padded: bool, named: bool = False) -> Any:
-    """A tool's description without keys that are null, except the examples of values (EXAMPLES) where nothing is
-    padded. named: the keys are names of parameters, not keywords."""
+    """A tool's description without keys that are null, except example values (EXAMPLES) if not padded. named: the keys
+    are parameter names, not keywords."""
     if isinstance(value, list):
         return [_schema(inner, padded) for inner in value]
     if not isinstance(value, dict):

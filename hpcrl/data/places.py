@@ -1,5 +1,5 @@
-"""Where the rows of a source are: a file, a pattern, a folder of files, a folder of datasets.save_to_disk, or a data
-set of the hub in the local Hugging Face cache. Downloads nothing."""
+"""Finds the files of a source: a file, a pattern, a folder of files, a folder of datasets.save_to_disk, or a hub data
+set in the local Hugging Face cache. Downloads nothing."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hpcrl.data.files import FORMATS, ShardedTable, Table, TaskTable, ending, op
 from hpcrl.data.tasks import Split, is_generated, make_task
 
 HUB_NAME = re.compile(r"([A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*)(?:/(.+))?")
-"""A data set of the hub, and a file, folder or pattern in it."""
+"""A hub data set, and a file, folder or pattern in it."""
 NOT_ROWS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
-"""Files that `datasets` writes beside the rows."""
+"""Files that `datasets` writes in addition to the rows."""
 NUMBER = re.compile(r"(?<![A-Za-z0-9])(\d+|of|[0-9a-f]*\d[0-9a-f]{3,}|c000)(?![A-Za-z0-9])")
-"""What differs between the names of files that belong together: numbers and digests."""
+"""The differences between the names of files that belong together: numbers and digests."""
 MAX_SEEN = 50_000
 MAX_NAMED = 6
 
@@ -42,7 +42,7 @@ def open_table(source: DataSource, seed: int, split: Split) -> Table:
 
 
 def is_missing(path: str) -> bool:
-    """Whether nothing is where a source that is not generated points to."""
+    """Whether the files of a source, unless it is generated, do not exist."""
     try:
         find_rows(path)
     except FileNotFoundError:
@@ -60,8 +60,8 @@ class NothingThere(FileNotFoundError, ValueError):
 
 
 def find_rows(given: str) -> Path | list[Path]:
-    """The file of a source, or the files of several in order. ValueError if there are none, or which are meant is not
-    clear; NothingThere if the source does not exist."""
+    """A source's file, or its files in order. ValueError if there are none or the choice is ambiguous; NothingThere if
+    the source does not exist."""
     path = Path(given).expanduser()
     try:
         there = path.exists()
@@ -97,7 +97,7 @@ def _matching(pattern: Path) -> list[Path]:
 
 
 def _cached(given: str) -> tuple[Path, str, str] | None:
-    """(snapshot, name, rest of the path) of a hub name in the local cache, None if it is not there or no such name."""
+    """(snapshot, name, rest of the path) of a hub name in the local cache; None if it is not cached or no such name."""
     name = HUB_NAME.fullmatch(given)
     if name is None:
         return None
@@ -111,7 +111,7 @@ def _cached(given: str) -> tuple[Path, str, str] | None:
 
 
 def _of_folder(folder: Path, given: str) -> list[Path]:
-    """The files of a folder's rows: those of save_to_disk in its order, else all of one kind and split."""
+    """A folder's row files: save_to_disk's files in its order, else all files of one kind and split."""
     if (state := folder / "state.json").is_file():
         return _saved_to_disk(state, given)
     if (splits := folder / "dataset_dict.json").is_file():
@@ -131,7 +131,7 @@ def _saved_to_disk(state: Path, given: str) -> list[Path]:
         names = [entry["filename"] for entry in _read_json(state)["_data_files"]]
         return [state.parent / name for name in names]
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{given}: {state.name} is not that of datasets.save_to_disk") from error
+        raise ValueError(f"{given}: {state.name} is not from datasets.save_to_disk") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _families(folder: Path) -> dict[str, list[Path]]:
-    """Pattern -> the files of a folder that belong together: their names differ in numbers and digests only."""
+    """Pattern -> the files of a folder that belong together: their names differ only in numbers and digests."""
     found: dict[str, list[Path]] = {}
     num_seen = 0
     for place, folders, names in os.walk(folder):
@@ -160,6 +160,6 @@ def _families(folder: Path) -> dict[str, list[Path]]:
 
 
 def _shown(families: dict[str, list[Path]], given: str) -> str:
-    """The patterns of families, and how one is given."""
+    """The patterns of families, in the form in which a user gives one."""
     shown = [f"{given.rstrip('/')}/{pattern}" for pattern in families]
     return " or ".join(shown[:MAX_NAMED]) + (f" and {len(shown) - MAX_NAMED} more" if len(shown) > MAX_NAMED else "")

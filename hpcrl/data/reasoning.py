@@ -1,7 +1,7 @@
-"""The text of a model's turn as rewards and environments see it: its reasoning within <think> and </think>, whatever
-marks the model's family has, and no control tokens.
+"""The text of a model's turn for rewards and environments: with its reasoning within <think> and </think>, whatever
+marks the model's family uses, and without control tokens.
 
-Text from a model is hostile: nothing here takes time that grows with the square of the text.
+Text from a model is hostile: nothing here takes quadratic time.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ REASONING = {
     "Here are my reasoning steps:": "[BEGIN FINAL RESPONSE]",
 }
 """Marks around reasoning: Qwen, DeepSeek, GLM and others; Magistral; Seed-OSS; MiniMax-M3; Command; Gemma 4; Apertus;
-Apriel. Those of other families are found in what their template renders."""
+Apriel. Other families' marks are found in the text that their template renders."""
 ANSWER = {"<response></response>": ("<response>", "</response>"), "[END FINAL RESPONSE]": ("[END FINAL RESPONSE]",)}
-"""What a template says of the marks of an answer -> the marks: Granite 3.3; Apriel."""
+"""Text in a template that mentions the marks of an answer -> the marks: Granite 3.3; Apriel."""
 MESSAGE, HEADER_CHARS = "<|message|>", 1000
 END = re.compile(r"<\|(?:end|return|call|start)\|>")
 CHANNEL = re.compile(r"<\|channel\|>\s*(\w{1,32})")
 TAIL_TOKENS = 32
-"""Tokens of a prompt that tell whether it begins the reasoning; the longest such mark is shorter."""
+"""Number of last tokens of a prompt in which a mark that begins the reasoning is searched; every mark is shorter."""
 ASKED, THOUGHT, SAID = "0ASKED0", "0THOUGHT0", "0SAID0"
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking", "thought")
 
@@ -45,7 +45,7 @@ class TurnTexts:
         added = tokenizer.added_tokens_decoder
         texts = [token.content for token in added.values()]
         known = {**_rendered_marks(tokenizer, template), **REASONING}
-        # A mark counts where the model's folder has it: others are text of the task.
+        # A mark counts only if the model's folder has it: other marks are text of the task.
         self._marks = {
             begin: end
             for begin, end in known.items()
@@ -63,16 +63,16 @@ class TurnTexts:
         self._control = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def of(self, turns: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]]) -> list[str]:
-        """The text of each turn. prompts: at least the last TAIL_TOKENS tokens before each. A turn whose prompt has
-        begun the reasoning (<think> at its end) begins with <think>."""
-        if not turns:  # of which transformers makes one text
+        """The text of each turn. prompts: at least the last TAIL_TOKENS tokens before each turn. A turn whose prompt
+        has begun the reasoning (<think> at its end) begins with <think>."""
+        if not turns:  # transformers would decode an empty list to one text
             return []
         decode = self._tokenizer.batch_decode
         texts = decode([list(turn) for turn in turns], skip_special_tokens=True)
         tails = decode([list(prompt[-TAIL_TOKENS:]) for prompt in prompts], skip_special_tokens=False)
         found = []
         for turn, text, tail in zip(turns, texts, tails, strict=True):
-            if not self._wanted.isdisjoint(turn):  # special tokens are marks
+            if not self._wanted.isdisjoint(turn):  # some special tokens are marks
                 kept = [number for number in turn if number in self._wanted or number not in self._special]
                 text = self._marked(decode([kept], skip_special_tokens=False)[0], tail)
                 found.append(self._control.sub("", text))
@@ -96,8 +96,8 @@ class TurnTexts:
 
 
 def _channels(text: str) -> Iterable[str]:
-    """The messages of a response of gpt-oss (github.com/openai/harmony): that of the channel analysis as reasoning,
-    others as they are, calls with their headers."""
+    """The messages of a gpt-oss response (github.com/openai/harmony): the channel analysis as reasoning, other messages
+    unchanged, calls with their headers."""
     at = 0
     while (begins := text.find(MESSAGE, at)) >= 0:
         header = END.split(text[max(at, begins - HEADER_CHARS) : begins])[-1]
@@ -120,7 +120,7 @@ def _without(text: str, *marks: str) -> str:
 
 
 def _rendered_marks(tokenizer: Any, template: str) -> dict[str, str]:
-    """What the template writes before and after the reasoning of a turn; empty if it shows none."""
+    """The marks that the template writes before and after a turn's reasoning; empty if it shows no reasoning."""
     asked = {"role": "user", "content": ASKED}
     turn = {"role": "assistant", "content": SAID, **dict.fromkeys(THOUGHT_KEYS, THOUGHT)}
     try:

@@ -1,4 +1,4 @@
-"""Renders the rows of a data set with the model's chat template before the start, as the run will."""
+"""Renders a data set's rows with the model's chat template before the start, as the run will."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hpcrl.data.template_forms import TemplateRefusal
 
 
 class RowCheck:
-    """Finds the rows that a chat template refuses. answers: the answers are learned from, so they are rendered too.
-    After the scan `skipped` are the number of rows whose earlier turns the template rewrites, and `file:line` of the
-    first: a supervised run skips them."""
+    """Finds rows that a chat template refuses. answers: render the answers too, since they are trained on. After the
+    scan, `skipped` has the number of rows whose earlier turns the template rewrites, which a supervised run skips, and
+    `file:line` of the first."""
 
     def __init__(self, template: Any, model: str, config: DataConfig, answers: bool = False):
         self._template, self._model, self._config, self._answers = template, model, config, answers
@@ -22,8 +22,8 @@ class RowCheck:
         self.skipped = (0, "")
 
     def problem_of(self, row: Row, where: str) -> str:
-        """A line that says why a row cannot be rendered; empty if it can. data.system_prompt is named once, if it is
-        the reason."""
+        """Why a row cannot be rendered, in one line; empty if it can. If data.system_prompt is the reason, it is
+        reported only once."""
         added = self._config.system_prompt is not None and row.messages[0]["content"] == self._config.system_prompt
         messages = row.messages[1:] if added and self._without_system else row.messages
         try:

@@ -1,4 +1,4 @@
-"""Interprets rows (prompt, answer, tools, domain, under any column name) and finds the errors of a data set."""
+"""Parses rows (prompt, answer, tools, domain, under any column name) and finds a data set's errors."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ RESPONSE_KEYS = ("response", "completion", "output")
 PICTURE_NAMES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 VARIABLES_KEY = "chat_template_kwargs"
 DEFAULT_DOMAIN = "default"
-PROGRESS_ROWS = 100_000  # between lines of progress: these rows take half a minute
-MAX_PROBLEMS = 10  # lines shown; the others are counted
+PROGRESS_ROWS = 100_000  # rows between progress lines, about half a minute
+MAX_PROBLEMS = 10  # lines shown; further problems are counted
 MAX_ROW_BYTES = 16 << 20
 """Limit for the JSON of a row's answer and other columns, which go to the reward or environment with each response: a
-message between ranks holds 64 MiB, including the prompt, and has the answer twice."""
+message between ranks is at most 64 MiB, including the prompt, and contains the answer twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """`messages` end with the turn to answer; `turn` is a reference answer for the SFT pipeline, an assistant turn with
-    what it has besides `content`; `extra` holds all columns except the prompt, that of the answer included;
-    `variables` are the row's own for the chat template."""
+    all its keys; `extra` has all columns except the prompt, including the answer; `variables` are the row's own
+    variables for the chat template."""
 
     messages: Messages
     answer: Any
@@ -54,8 +54,13 @@ class Row:
 def parse_row(
     raw: dict[str, Any], config: DataConfig, fixed_domain: str | None, where: str, padded: bool = False
 ) -> Row:
-    """Read a raw row; `fixed_domain` replaces its tag. padded: absent keys of nested values are null. BadRow describes
-    the error."""
+    """Parse a raw row. BadRow describes an error.
+
+    Args:
+        fixed_domain: domain that replaces the row's tag; None: use the tag.
+        where: place of the row, for errors.
+        padded: absent keys of nested values are null.
+    """
     key = _first(raw, config.prompt_key, PROMPT_KEYS)
     if place := _image_in(raw, key):
         raise BadRow(f"{where}: {place}: {NO_IMAGES}")
@@ -88,7 +93,7 @@ def parse_row(
 
 
 def _with_context(messages: Messages, raw: dict[str, Any], key: str, where: str) -> Messages:
-    """The messages with what the columns `system`, `input` and `history` of ShareGPT and Alpaca files add."""
+    """The messages with the content of the columns `system`, `input` and `history` of ShareGPT and Alpaca files."""
     if key not in ("conversations", "instruction"):
         return messages
     if key == "instruction" and isinstance(given := raw.get("input"), str) and given.strip():
@@ -108,7 +113,7 @@ def _with_context(messages: Messages, raw: dict[str, Any], key: str, where: str)
 def _split_turn(
     messages: Messages, raw: dict[str, Any], where: str, padded: bool
 ) -> tuple[Messages, dict[str, Any] | None]:
-    """The messages up to the turn to answer, and the answer that is written in a column or as the last message."""
+    """The messages up to the turn to answer, and the answer from a column or the last message."""
     for name in RESPONSE_KEYS:
         written = raw.get(name)
         if isinstance(written, str):
@@ -131,7 +136,7 @@ def _variables(given: Any, where: str, padded: bool) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise BadRow(f"{where}: {VARIABLES_KEY} must be an object, or the JSON text of one")
     if taken := next((name for name in given if name in NOT_VARIABLES), None):
-        raise BadRow(f"{where}: {VARIABLES_KEY}.{taken} is no variable of a chat template; {NOT_VARIABLES[taken]}")
+        raise BadRow(f"{where}: {VARIABLES_KEY}.{taken} is not a template variable; {NOT_VARIABLES[taken]}")
     return {name: value for name, value in given.items() if value is not None or not padded}
 
 
@@ -155,7 +160,7 @@ def learning_obstacle(row: Row) -> str:
 
 def _image_in(raw: dict[str, Any], key: str | None) -> str | None:
     """The place of a row's first image, None if it has none: `images` or `image` of the row or of a message of column
-    `key`, or a part of a message's content. A row's `image` may be a text of another meaning, such as a container."""
+    `key`, or a part of a message's content. A row's `image` may be text of another meaning, such as a container."""
     if raw.get("images"):
         return "images"
     image = raw.get("image")
@@ -180,14 +185,14 @@ def _check_size(written: str | None, extra: dict[str, Any], where: str) -> None:
     is not a column."""
     try:
         num_bytes = len(msgspec.json.encode((written, extra)))
-    except TypeError as error:  # a number of numpy, from a generated source
+    except TypeError as error:  # a numpy number, from a generated source
         raise BadRow(f"{where}: a column cannot be sent: {error}") from error
     if num_bytes > MAX_ROW_BYTES:
         sizes = {name: len(msgspec.json.encode(value)) for name, value in {"the answer": written, **extra}.items()}
         largest = max(sizes, key=sizes.__getitem__)
         raise BadRow(
             f"{where}: {num_bytes / 2**20:.1f} MiB of answer and other columns would go with every response to the "
-            f"reward, at most {MAX_ROW_BYTES >> 20} do (the largest: {largest}); store the path of a file instead"
+            f"reward, but the limit is {MAX_ROW_BYTES >> 20} (the largest: {largest}); store the path of a file instead"
         )
 
 
@@ -208,7 +213,7 @@ def _answer(raw: dict[str, Any], config: DataConfig, where: str) -> Any:
 
 
 def _no_number(value: Any) -> str:
-    """What of an answer is no number that could be compared, such as inf; empty if nothing."""
+    """The part of an answer that is a non-finite number, such as inf; empty if there is none."""
     if isinstance(value, float):
         return "" if math.isfinite(value) else str(value)
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -242,25 +247,25 @@ def sources(config: DataConfig, split: Split) -> list[DataSource]:
 
 
 def start_domains(config: DataConfig, split: Split) -> dict[str, str]:
-    """Domain -> path of the sources whose rows are starts of an environment."""
+    """Domain -> path of the sources whose rows are episode starts of an environment."""
     given = (source for source in sources(config, split) if source.path.startswith(STARTS))
     return {source.domain or source.path.removeprefix(STARTS): source.path for source in given}
 
 
 class ChecksRows(Protocol):
-    """A check of rows that needs more than the row, such as the chat template."""
+    """A check of rows that needs other data than the row, such as the chat template."""
 
     def problem_of(self, row: Row, where: str) -> str:
-        """A line; empty without a problem."""
+        """The row's problem in one line, or empty."""
 
 
 class RowSet:
-    """All rows of a split, checked, source after source. ValueError lists all problems. check: of rows that were read,
-    and of the first row of a generated source.
+    """All rows of a split, checked, source after source. ValueError lists all problems. check: applied to rows from
+    files, and to the first row of a generated source.
 
     `domain_names`: in order of appearance; `domains`: int32 [rows], each row's index into domain_names; `unanswered`:
-    domain -> number of rows without an answer, and `file:line` of the first; `unlearnable`: learning_obstacle() -> the
-    same two of the rows that have it; `own_variables`: domain -> the same two of rows with variables for the template.
+    domain -> number of rows without an answer, and `file:line` of the first; `unlearnable`: learning_obstacle() ->
+    number and first of such rows; `own_variables`: domain -> number and first of rows with template variables.
     """
 
     def __init__(self, config: DataConfig, split: Split, seed: int, check: ChecksRows | None = None):
@@ -292,7 +297,7 @@ class RowSet:
             raise ValueError("\n".join(problems))
 
     def _scan(self, split: Split) -> Iterator[str]:
-        """Find the domain of every row; yields one problem per unusable row, or an empty text."""
+        """Find the domain of every row; yields a problem, or an empty text, per row."""
         for number, table in enumerate(self.tables):
             start, end = self._starts[number : number + 2]
             if table.fixed_domain is not None:  # generated rows are correct by construction
@@ -354,7 +359,7 @@ class RowSet:
         return len(rows), self.where(int(rows[0]))
 
     def read_rows(self, domain: str) -> Iterator[tuple[str, Row]]:
-        """(`file:line`, row) of each row of a domain that was read and not generated."""
+        """(`file:line`, row) of each row of a domain that is from a file, not generated."""
         for number, table in enumerate(self.tables):
             start, end = self._starts[number : number + 2]
             if table.fixed_domain is None:
@@ -363,14 +368,14 @@ class RowSet:
 
     def domains_in_turn(self) -> np.ndarray:
         """int64 [rows]: the first row of each domain, then the second of each, and so on."""
-        place = np.empty(len(self), dtype=np.int64)  # of each row among those of its domain
+        place = np.empty(len(self), dtype=np.int64)  # each row's index within its domain
         for domain in range(len(self.domain_names)):
             mine = np.flatnonzero(self.domains == domain)
             place[mine] = np.arange(len(mine))
         return np.lexsort((self.domains, place))
 
     def fingerprint(self) -> dict[str, str]:
-        """Source -> what its rows and their domains depend on, to check a cursor."""
+        """Source -> properties that determine its rows and their domains, to check a cursor."""
         key = self._config.domain_key
         return {
             f"{number} {source.path}": f"{len(table)} rows {table.digest} tag {source.domain or key}"
@@ -384,7 +389,7 @@ def require_same(was: dict[str, str], now: dict[str, str], place: str) -> None:
         before, after = was.get(key, "absent"), now.get(key, "absent")
         if before != after:
             raise ValueError(
-                f"{place}: {key} is not what the checkpoint was made with (it was {before}, it is {after}); "
+                f"{place}: {key} differs from the checkpoint (it was {before}, it is {after}); "
                 "restore it, or start a new run with resume=fresh"
             )
 
@@ -410,8 +415,8 @@ def domain_shares(names: list[str], probs: dict[str, float], batch_size: int) ->
 def read_splits(
     config: DataConfig, seed: int, checks: Mapping[Split, ChecksRows] | None = None
 ) -> tuple[dict[Split, RowSet], list[str]]:
-    """The valid rows of data.train and data.val, and all errors of the others that can be found without a tokenizer,
-    one line each. checks: what else to check of the rows of a split."""
+    """The valid rows of data.train and data.val, and all errors of other rows that can be found without a tokenizer,
+    one line each. checks: further checks of a split's rows."""
     found: dict[Split, RowSet] = {}
     problems: list[str] = []
     splits: tuple[Split, ...] = ("train", "val")
@@ -425,7 +430,7 @@ def read_splits(
 
 
 def check_answers(rows: Mapping[Split, RowSet]) -> list[str]:
-    """One line for each reason why rows of data.train cannot be learned from by a supervised pipeline."""
+    """One line for each reason why a supervised pipeline cannot learn from rows of data.train."""
     if "train" not in rows:
         return []
     return [

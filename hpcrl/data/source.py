@@ -23,17 +23,17 @@ logger = logging.getLogger(__name__)
 
 
 def epoch_order(seed: int, name: str, epoch: int, num_rows: int, shuffle: bool = True) -> np.ndarray:
-    """int64 [num_rows]: the order of an epoch, a function of the arguments alone."""
+    """int64 [num_rows]: the order of an epoch, a function of the arguments only."""
     if not shuffle:
         return np.arange(num_rows)
     digest = hashlib.blake2b(f"{seed}/{name}/{epoch}".encode(), digest_size=32).digest()
-    # RandomState's streams are frozen; those of numpy's Generator may change between versions.
+    # RandomState's streams are frozen; the streams of numpy's Generator may change between versions.
     return np.random.RandomState(np.frombuffer(digest, np.uint32)).permutation(num_rows)
 
 
 @dataclass(slots=True)
 class _Stream:
-    """Rows that are drawn together: those of one domain, or all rows if no mix is configured."""
+    """Rows that are drawn together: one domain's rows, or all rows if no mix is configured."""
 
     name: str
     rows: np.ndarray
@@ -43,11 +43,11 @@ class _Stream:
 
 
 class PromptSource:
-    """An endless stream of the prompts of a split. `ledger` holds drawn prompts that are not closed yet.
+    """An endless stream of a split's prompts. `ledger` has drawn prompts that have no outcome yet.
 
     With data.domain_interleave_probs, every `batch_size` prompts contain int(p x batch_size) of each domain, spread
-    evenly; the last domain gets the remainder. A prompt that cannot be trained is replaced from its own domain: one
-    dropped for its length at once, others when replace() tells of them.
+    evenly; the last domain gets the remainder. A prompt that cannot be trained is replaced from its own domain: a
+    prompt dropped for its length at once, other prompts when replace() is called.
     """
 
     def __init__(self, config: DataConfig, split: Split, tokenizer: Any, seed: int, batch_size: int):
@@ -63,8 +63,8 @@ class PromptSource:
         # The stream of each prompt of a batch, spread so that any part of a batch has about the same mix.
         places = [((i + 0.5) / s.share, n) for n, s in enumerate(self._streams) for i in range(s.share)]
         self._pattern = [n for _, n in sorted(places)]
-        self._num_given = 0  # without those in place of others
-        self._owed: list[int] = []  # streams of the prompts to draw in place of others
+        self._num_given = 0  # without replacements
+        self._owed: list[int] = []  # streams of the replacements to draw
         self._dropped: list[ClosedPrompt] = []
         self.ledger = PromptLedger()
 
@@ -85,7 +85,7 @@ class PromptSource:
                 raise ValueError(self._all_too_long(stream))
 
     def _fits(self, row: int) -> bool:
-        """Whether a row can be drawn; a row that is unusable for another reason than its length may pass."""
+        """Whether a row's length allows drawing it; a row that is unusable for another reason may pass."""
         try:
             return len(self._tokens(self._rows.row(row), row)[1]) <= self._config.max_prompt_tokens
         except BadRow:
@@ -108,8 +108,8 @@ class PromptSource:
         return len(self._rows)
 
     def next(self) -> Prompt:
-        """Draw the next prompt. Over-long prompts on the way are closed as too_long (data.overlong_prompts=drop),
-        rows that the chat template refuses and unusable rows of generated sources as failed.
+        """Draw the next prompt. Over-long prompts before it get the outcome too_long (data.overlong_prompts=drop), rows
+        that the chat template refuses and unusable rows of generated sources the outcome failed.
 
         ValueError if a whole epoch has no usable prompt, or if a prompt is over the limit
         (data.overlong_prompts=error).
@@ -138,14 +138,13 @@ class PromptSource:
         raise ValueError(unusable or self._all_too_long(stream))
 
     def replace(self, domain: str) -> None:
-        """A prompt of this domain was filtered or has failed: draw another of the domain next. Without a mix of
-        domains nothing needs to be replaced."""
+        """Draw another prompt of this domain next, since one was filtered or failed; no effect without a mix."""
         owed = [place for place, stream in enumerate(self._streams) if stream.name == domain]
         self._owed += owed if self._mixed else []
 
     @property
     def owed(self) -> dict[str, int]:
-        """Domain -> number of prompts to draw in place of others."""
+        """Domain -> number of replacements to draw."""
         return dict(Counter(self._streams[place].name for place in self._owed))
 
     def take_dropped(self) -> list[ClosedPrompt]:
@@ -162,7 +161,7 @@ class PromptSource:
 
     @property
     def _mixed(self) -> bool:
-        """Whether domains have shares of a batch; otherwise its size has no influence."""
+        """Whether domains have shares of a batch; otherwise the batch size has no influence."""
         return len(self._streams) > 1
 
     def head(self, count: int) -> list[Prompt]:
@@ -175,7 +174,7 @@ class PromptSource:
             try:
                 parsed = self._rows.row(row)
                 text, token_ids = self._tokens(parsed, row)
-            except BadRow as error:  # of a generated source; others are refused before the start
+            except BadRow as error:  # from a generated source; other rows are refused before the start
                 logger.warning("%s; the row is not evaluated", error)
                 continue
             if len(token_ids) <= self._config.max_prompt_tokens:
@@ -203,7 +202,7 @@ class PromptSource:
             return plain(text), token_ids
         if self._config.overlong_prompts == "error":
             raise ValueError(
-                f"{self._rows.where(row)}: the prompt has {len(token_ids)} tokens, data.max_prompt_tokens={limit} "
+                f"{self._rows.where(row)}: the prompt has {len(token_ids)} tokens, but data.max_prompt_tokens={limit} "
                 "(data.overlong_prompts=drop or truncate accepts it)"
             )
         fitting = cut_to_fit(self._tokenizer, parsed.messages, parsed.tools, limit, **parsed.variables)
@@ -211,7 +210,7 @@ class PromptSource:
         return plain(text), token_ids
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-compatible cursor: what was drawn, the open prompts, and the identification of the data."""
+        """JSON-compatible cursor: the drawn and open prompts, and the identification of the data."""
         return {
             "data": self._identity(),
             "num_given": self._num_given,

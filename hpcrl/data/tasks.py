@@ -1,5 +1,5 @@
 """Built-in prompt sources that generate their rows: `task:NAME` (sort_digits, add, program, repeat),
-`reasoning_gym:NAME`, and those of environments (hpcrl.data.env_sources), `env:DOMAIN` and `expert:NAME`.
+`reasoning_gym:NAME`, and from environments (hpcrl.data.env_sources), `env:DOMAIN` and `expert:NAME`.
 
 A row is a function of (seed, split, index) only. Rows have the keys of a jsonl file: prompt, answer, other columns.
 """
@@ -23,9 +23,9 @@ DEFAULT_SIZE: dict[Split, int] = {"train": 65536, "val": 1024}
 
 WORDS = ("cat", "dog", "sun", "sea", "red", "ice", "oak", "bee", "fox", "owl", "rye", "ink")
 
-HELD_OUT = 16  # one content in this many belongs to val, the others to train
+HELD_OUT = 16  # one row content in this many belongs to val, the others to train
 
-# For gold answers or for wrong answers, these verifiers give the wrong result (reasoning-gym 0.1.25).
+# These verifiers give wrong results for gold answers or for wrong answers (reasoning-gym 0.1.25).
 BROKEN_REASONING_GYM = {
     **dict.fromkeys(
         ("boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"),
@@ -130,8 +130,8 @@ GENERATED = ("task:", "reasoning_gym:", *(f"{kind}:" for kind in EPISODES))
 
 
 class GeneratedTask:
-    """A task of `TASKS`. Its content alone decides whether a row is held out, so that train and val are disjoint under
-    any two seeds."""
+    """A task of `TASKS`. Only a row's content decides whether it is held out, so train and val are disjoint under any
+    two seeds."""
 
     def __init__(self, name: str, options: dict[str, Any], size: int, seed: int, split: Split):
         self.name = name
@@ -189,7 +189,7 @@ def make_task(path: str, options: dict[str, Any], size: int | None, seed: int, s
         return EPISODES[kind](name, options, rows, seed, split)
     if kind == "reasoning_gym":
         if name in BROKEN_REASONING_GYM:
-            raise ValueError(f"{path} is left out: {BROKEN_REASONING_GYM[name]}")
+            raise ValueError(f"{path} is not supported: {BROKEN_REASONING_GYM[name]}")
         if rows >= 1 << 24:
             raise ValueError(f"{path}: size={rows} must be below {1 << 24}")
         return ReasoningGymTask(name, options, rows, seed, split)
@@ -202,7 +202,7 @@ def make_task(path: str, options: dict[str, Any], size: int | None, seed: int, s
 
 
 def built_in_reward(path: str) -> tuple[str, str | None]:
-    """(domain, name of the reward) of a generated source; no reward if an environment gives them."""
+    """(domain, name of the reward) of a generated source; no reward if an environment gives rewards."""
     kind, _, name = path.partition(":")
     if kind in EPISODES:
         return name, None

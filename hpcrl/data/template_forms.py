@@ -1,7 +1,7 @@
-"""The forms in which a chat template takes what messages hold, and messages in these forms.
+"""Detects the forms of content that a chat template shows, and converts messages to these forms.
 
-Templates differ in whether they show tools, calls and results, and in how they want them written. What a template would
-leave out without a word is written in a form that it shows, or refused.
+Templates differ in whether they show tools, calls and results, and in the forms that they require. Content that a
+template would silently omit is converted to a form that it shows, or refused.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from hpcrl.data.messages import Messages
 
 Tools = list[dict[str, Any]]
 VARIABLES = "chat_template_variables"
-"""Attribute of a tokenizer: what render() gives to its chat template everywhere."""
+"""Attribute of a tokenizer: variables that render() always passes to its chat template."""
 TEXT, CALLED, RESULT = "0TEXT0", "0CALLED0", "0RESULT0"
-"""Stand for texts of a message; letters and digits, which no template trims or escapes."""
+"""Placeholders for texts of a message; letters and digits, which no template trims or escapes."""
 TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -41,11 +41,11 @@ For each call, write a JSON object with the name of the function and its argumen
 <tool_call>
 {"name": <name of the function>, "arguments": <object of its arguments>}
 </tool_call>"""
-"""How tools are described to a model whose chat template does not show them: in the form of Hermes."""
+"""Description of tools for a model whose chat template does not show them, in Hermes' form."""
 
 
 class TemplateRefusal(ValueError):
-    """The chat template cannot show the messages. reason: why."""
+    """The chat template cannot render the messages. reason: why."""
 
     def __init__(self, reason: str):
         super().__init__(f"the chat template refuses the messages: {reason}")
@@ -53,14 +53,13 @@ class TemplateRefusal(ValueError):
 
 
 def chat_template(tokenizer: Any) -> str:
-    """The tokenizer's chat template, that for tools if there are several; empty without one."""
+    """The tokenizer's chat template, the one for tools if there are several; empty without one."""
     template = getattr(tokenizer, "chat_template", None) or ""
     return template if isinstance(template, str) else template.get("tool_use") or template.get("default", "")
 
 
 def apply_template(tokenizer: Any, messages: Messages, tools: Tools | None, ask: bool, **variables: Any) -> str:
-    """The text that the template writes. TemplateRefusal for an error of whatever kind: a template is a program of the
-    model's folder."""
+    """The text that the template renders. TemplateRefusal for any error: a template is a program."""
     given = getattr(tokenizer, VARIABLES, {}) | variables
     how = given | {"tools": tools, "tokenize": False, "add_generation_prompt": ask}
     try:
@@ -70,12 +69,12 @@ def apply_template(tokenizer: Any, messages: Messages, tools: Tools | None, ask:
 
 
 def as_taken(tokenizer: Any, messages: Messages, tools: Tools | None) -> tuple[Messages, Tools | None]:
-    """Messages and tools in the forms that the template shows. TemplateRefusal if it shows no calls of tools, and there
-    are some.
+    """Messages and tools in the forms that the template shows. TemplateRefusal if there are tool calls but the template
+    shows none.
 
     - Tools that it does not show are described in the first user message (Gemma 2, Phi-3).
-    - Results of tools that it does not show become a user's message, all that follow one another one.
-    - Arguments of calls become JSON as text (DeepSeek-V3); a text becomes a list of one part (SmolVLM).
+    - Tool results that it does not show become a user message; consecutive results become one message.
+    - Call arguments become JSON text (DeepSeek-V3); a text becomes a list of one part (SmolVLM).
     """
     key = chat_template(tokenizer)
     if tools and not _shows_tools(tokenizer, key):
@@ -92,13 +91,13 @@ def as_taken(tokenizer: Any, messages: Messages, tools: Tools | None) -> tuple[M
 
 
 def shows_results(tokenizer: Any, results: Messages, called: bool) -> bool:
-    """Whether the template shows these results of tools after a turn: called: one with its calls, else one of text."""
+    """Whether the template shows these tool results after a turn. called: after a turn with calls, else with text."""
     keys = tuple(sorted({key for message in results for key in message}))
     return _shows_results(tokenizer, chat_template(tokenizer), keys, called)
 
 
 def _shown(tokenizer: Any, messages: Messages, tools: Tools | None, *texts: str) -> bool:
-    """Whether the texts are in what the template writes."""
+    """Whether the texts are in the template's output."""
     try:
         text = apply_template(tokenizer, [ASKED, *messages], tools, ask=True)
     except TemplateRefusal:
@@ -139,7 +138,7 @@ def _form_of_calls(tokenizer: Any, template: str) -> tuple[str | None, bool] | N
             messages = [ASKED, _written(_one_call(), *form), *later]
             if TEXT in (text := apply_template(tokenizer, messages, tools, ask=bool(later))):
                 shown[form].append(text)
-    # Wrong, though without an error: an object that is written as Python has it, a None that is written out.
+    # Wrong, though without an error: an object in Python's notation, or the text None.
     faults = {form: sum(text.count("None") + (f"'{TEXT}'" in text) for text in shown[form]) for form in forms}
     best = min(forms, key=lambda form: (-len(shown[form]), faults[form]))
     return best if shown[best] else None
@@ -163,7 +162,7 @@ def _with_calls(tokenizer: Any, template: str, message: dict[str, Any]) -> dict[
 
 
 def _written(message: dict[str, Any], content: str | None, as_text: bool) -> dict[str, Any]:
-    """A turn with calls: content in place of an empty one, arguments as JSON text or as objects."""
+    """A turn with calls: `content` instead of an empty content, arguments as JSON text or as objects."""
     calls = []
     for call in message["tool_calls"]:
         function = call.get("function", call)
@@ -191,7 +190,7 @@ def _with_results(tokenizer: Any, messages: Messages) -> Messages:
     called = told = False
     for results, group in itertools.groupby(messages, lambda message: message["role"] == "tool"):
         some = list(group)
-        if told and some[0]["role"] == "user":  # not every template takes two
+        if told and some[0]["role"] == "user":  # some templates refuse two user messages in a row
             some[0] = {**some[0], "content": f"{found.pop()['content']}\n\n{some[0]['content']}"}
         if told := results and not shows_results(tokenizer, some, called):
             texts = [f"<tool_response>\n{message['content']}\n</tool_response>" for message in some]
@@ -202,7 +201,7 @@ def _with_results(tokenizer: Any, messages: Messages) -> Messages:
 
 
 def _described(messages: Messages, tools: Tools) -> Messages:
-    """The messages with the tools before the text of the first user message, or of the first message at all."""
+    """The messages with the tools before the text of the first user message, or else of the first message."""
     lines = "\n".join(json.dumps(tool) for tool in tools)
     place = next((n for n, message in enumerate(messages) if message["role"] == "user"), 0)
     told = {**messages[place], "content": f"{DESCRIPTION.replace('{tools}', lines)}\n\n{messages[place]['content']}"}

@@ -1,5 +1,5 @@
-"""The chat template of a model folder, rendered without transformers, whose import takes seconds: what a launch needs
-to check rows and to show a prompt. The rendering is that of transformers' apply_chat_template()."""
+"""Renders a model folder's chat template without transformers, whose import takes seconds, so a launch can check rows
+and show a prompt. The result equals transformers' apply_chat_template()."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ class _Added(msgspec.Struct):
 
 
 class _TokenizerFile(msgspec.Struct):
-    """What is read of tokenizer.json; its vocabulary is skipped."""
+    """The parts of tokenizer.json that are read; its vocabulary is skipped."""
 
     added_tokens: list[_Added] = []
 
 
 @dataclass(eq=False)
 class FolderTemplate:
-    """What a model folder says of its chat template and special tokens, with the names that a tokenizer of transformers
-    has, so that render() takes either. special_tokens: role, such as eos_token -> text."""
+    """A model folder's chat template and special tokens, with the attribute names of transformers' tokenizers, so
+    render() accepts either. special_tokens: role, such as eos_token -> text."""
 
     chat_template: str | dict[str, str] | None
     special_tokens: dict[str, str] = field(default_factory=dict)
@@ -80,13 +80,13 @@ class FolderTemplate:
         documents: list[dict[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The rendered text. Raises what the template raises."""
+        """The rendered text. Raises the template's errors."""
         assert not tokenize, "a folder's template has no tokens"
         values = {"messages": messages, "tools": tools, "documents": documents, **self.special_tokens, **variables}
         return _compiled(self.text(bool(tools))).render(**values, add_generation_prompt=add_generation_prompt)
 
     def text(self, with_tools: bool) -> str:
-        """The template for messages with or without tools, of those that the folder has."""
+        """The folder's template for messages with or without tools."""
         if isinstance(self.chat_template, str):
             return self.chat_template
         named = self.chat_template or {}
@@ -107,8 +107,8 @@ def tiny_template() -> FolderTemplate:
 
 
 def read_template(folder: Path) -> FolderTemplate:
-    """The template of a folder in HF layout; without one if the folder has none. ValueError if a file cannot be read,
-    or if the template is no valid one."""
+    """The template of a folder in HF layout; an empty one if the folder has none. ValueError if a file cannot be read,
+    or if the template is invalid."""
     config = _read(folder / "tokenizer_config.json")
     mapped = {**_read(folder / "special_tokens_map.json"), **config}
     special = {name: text for name, value in mapped.items() if name.endswith("_token") and (text := _content(value))}
@@ -116,13 +116,13 @@ def read_template(folder: Path) -> FolderTemplate:
     if found.chat_template:
         try:
             found.variables()
-        except Exception as error:  # jinja2's own, or a recursion that is too deep
+        except Exception as error:  # jinja2's own errors, or too deep a recursion
             raise ValueError(f"the chat template of {folder} is not valid: {error}") from error
     return found
 
 
 def _template(folder: Path, config: Mapping[str, Any]) -> str | dict[str, str] | None:
-    """As transformers reads it: files before the entry of tokenizer_config.json."""
+    """The template as transformers finds it: files take precedence over tokenizer_config.json's entry."""
     named = {}
     if (file := folder / TEMPLATE_FILE).is_file():
         named["default"] = _text(file)
@@ -173,14 +173,14 @@ def _text(path: Path) -> str:
 
 @functools.cache
 def _environment() -> Any:
-    """jinja2 as transformers sets it up."""
+    """A jinja2 environment configured as in transformers."""
     from jinja2 import nodes
     from jinja2.exceptions import TemplateError
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """{% generation %} marks what the model has written, and changes no text."""
+        """{% generation %} marks the model's text, and changes no text."""
 
         tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it
 

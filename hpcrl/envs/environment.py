@@ -13,10 +13,10 @@ to images: {"role": "user", "content": "...", "images": ["file.png"]}."""
 
 class Env(Protocol):
     """One episode. `info["metrics"]` (name -> float) is logged under env/<domain>/. The texts `info["prefix"]` and
-    `info["suffix"]` are shown before and after the observation, as in GEM. Nobody sees other keys of info.
+    `info["suffix"]` are shown before and after the observation, as in GEM. Other keys of info are ignored.
 
-    The constructor gets env.<domain>.options, and the columns of the prompt's row (answer, prompt, messages and the
-    columns of the data) that it names; with **columns it gets all of them. An environment that holds a resource (a
+    The constructor gets env.<domain>.options, and the columns of the prompt's row (answer, prompt, messages and data
+    columns) that its parameters name; with **columns it gets all of them. An environment that holds a resource (a
     process, a file) also has close(), called once after its last step, even if the episode has not ended.
 
     A class may declare `runs_in` (env.<domain>.runs_in): "thread", "task" if its methods are coroutines, "process"; and
@@ -29,8 +29,8 @@ class Env(Protocol):
 
         The observation is the first prompt: a text replaces the last message of the row's prompt, a list of messages
         replaces all messages, and an empty text keeps the row's prompt. `info["tools"]` are tools in OpenAI form that
-        the chat template shows the model, beside those of the row. If `info["terminated"]` or `info["truncated"]` is
-        true, the episode ends before its first turn.
+        the chat template shows the model, in addition to the row's tools. If `info["terminated"]` or
+        `info["truncated"]` is true, the episode ends before its first turn.
         """
 
     def step(self, action: str) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
@@ -40,11 +40,11 @@ class Env(Protocol):
 KEPT = ("metrics", "tools", "terminated", "truncated")
 """Keys of info that are read."""
 UNREAD_KEYS = "hpcrl_unread"
-"""Key of info under which the names of keys stand that are not read."""
+"""Key of info that lists the ignored keys."""
 
 
 def begin(env: Any, seed: int) -> Any:
-    """What reset() of an environment returns, which may take the seed by its name only (gymnasium)."""
+    """Call reset(), which may take the seed only as keyword (gymnasium)."""
     return env.reset(seed=seed) if _names_seed(env.reset) else env.reset(seed)
 
 
@@ -52,14 +52,14 @@ def reset_problem(made: type) -> str:
     """Why reset() of a class cannot be called with a seed; empty if it can, or if its parameters are unknown."""
     function = inspect.getattr_static(made, "reset")
     if not callable(made.reset):  # type: ignore[attr-defined]
-        return "reset is no method"
+        return "reset is not a method"
     own = () if isinstance(function, staticmethod | classmethod) else (None,)
     try:
         signature = inspect.signature(made.reset)  # type: ignore[attr-defined]
         signature.bind(*own, seed=0) if _names_seed(made.reset) else signature.bind(*own, 0)  # type: ignore[attr-defined]
     except TypeError as error:
         return f"reset() must take a seed, as in reset(self, seed): {error}"
-    except ValueError:  # of a function in C
+    except ValueError:  # a C function has no signature
         return ""
     return ""
 
@@ -73,15 +73,15 @@ def _names_seed(reset: Callable[..., Any]) -> bool:
 
 
 def checked_reset(returned: Any) -> tuple[Observation, dict[str, Any]]:
-    """What reset() returned: the observation with prefix and suffix, and what is read of info. TypeError unless it is
-    (observation, info)."""
+    """reset()'s result: the observation with prefix and suffix, and the keys of info that are read. TypeError unless it
+    is (observation, info)."""
     observation, info = _values(returned, "reset()", "observation", "info")
     return _whole(observation, info), _kept(info)
 
 
 def checked_step(returned: Any) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
-    """What step() returned, as from checked_reset(). TypeError unless it is (observation, reward, terminated,
-    truncated, info)."""
+    """step()'s result, with observation and info as in checked_reset(). TypeError unless it is (observation, reward,
+    terminated, truncated, info)."""
     values = _values(returned, "step()", "observation", "reward", "terminated", "truncated", "info")
     observation, reward, terminated, truncated, info = values
     return _whole(observation, info), reward, terminated, truncated, _kept(info)
@@ -101,7 +101,7 @@ def _whole(observation: Observation, info: Mapping[str, Any]) -> Observation:
 
 
 def _after(text: str, suffix: str) -> str:
-    """The text with a suffix, which begins on a line of its own."""
+    """The text with a suffix, which begins on a new line."""
     return f"{text}\n{suffix}" if text and suffix and not text.endswith("\n") else f"{text}{suffix}"
 
 
@@ -116,16 +116,16 @@ def _values(returned: Any, call: str, *names: str) -> list[Any]:
     """The values of these names that a call returned. The last, a mapping, may be None."""
     if not isinstance(returned, (tuple, list)) or len(returned) != len(names):
         got = f"{len(returned)} values" if isinstance(returned, (tuple, list)) else type(returned).__name__
-        raise TypeError(f"{call} must return ({', '.join(names)}), and returned {got}")
+        raise TypeError(f"{call} must return ({', '.join(names)}), but returned {got}")
     *values, info = returned
     if info is not None and not isinstance(info, Mapping):
-        raise TypeError(f"{call} must return a mapping as info, and returned {type(info).__name__}")
+        raise TypeError(f"{call} must return a mapping as info, but returned {type(info).__name__}")
     return [*values, info or {}]
 
 
 def shortened(text: str, most_chars: int) -> str:
-    """The text; of a longer one the beginning and the end, together most_chars, around a line that says what is left
-    out."""
+    """The text; a longer text is cut to its beginning and end, most_chars in total, around a line with the number of
+    characters left out."""
     if len(text) <= most_chars:
         return text
     half = most_chars // 2
@@ -133,14 +133,14 @@ def shortened(text: str, most_chars: int) -> str:
 
 
 def num_chars(observation: Observation) -> int:
-    """Characters of an observation: of all texts of its messages, and one for each message."""
+    """Number of characters of an observation: the texts of all messages, plus one for each message."""
     if isinstance(observation, str):
         return len(observation)
     return sum(1 + sum(len(text) for text in message.values() if isinstance(text, str)) for message in observation)
 
 
 def cut(observation: Observation, most_chars: int) -> Observation:
-    """The observation with most_chars of its longest message, as shortened() leaves them."""
+    """The observation with its longest message cut to most_chars by shortened()."""
     if isinstance(observation, str):
         return shortened(observation, most_chars)
     if not observation:

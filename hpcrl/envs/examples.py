@@ -1,5 +1,5 @@
-"""Example episodes before the first prompt of every episode (env.NAME.examples): dialogues of a file, or episodes that
-the environment's expert plays from starts of their own."""
+"""Example episodes before the first prompt of every episode (env.NAME.examples): dialogues from a file, or episodes
+that the environment's expert plays from separate starts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hpcrl.data.rows import parse_row
 
 
 def example_messages(config: EnvConfig, section: str, seed: int) -> Messages:
-    """The messages of all examples, each of which ends with the assistant; the same for all prompts and on all ranks.
-    ValueError says what is wrong with the file."""
+    """The messages of all examples, each of which ends with the assistant; equal for all prompts and on all ranks.
+    ValueError if the file is invalid."""
     if not config.examples:
         return []
     if config.examples_path is None:
@@ -28,7 +28,7 @@ def example_messages(config: EnvConfig, section: str, seed: int) -> Messages:
 def _of_file(path: str, count: int) -> Messages:
     table = open_table(DataSource(path=path), seed=0, split="train")
     if len(table) < count:
-        raise ValueError(f"{path}: has {len(table)} dialogues, and examples={count} are to be shown")
+        raise ValueError(f"{path}: has {len(table)} dialogues, fewer than examples={count}")
     messages: Messages = []
     for number in range(count):
         where = table.where(number)
@@ -36,6 +36,6 @@ def _of_file(path: str, count: int) -> Messages:
         if row.messages[0]["role"] == "system":
             raise ValueError(f"{where}: an example has no system message; the row's own stands before all examples")
         if row.turn is None or not row.turn["content"]:
-            raise ValueError(f"{where}: an example ends with a message of the assistant")
+            raise ValueError(f"{where}: an example must end with an assistant message")
         messages += [*row.messages, row.turn]
     return messages

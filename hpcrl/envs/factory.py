@@ -1,4 +1,4 @@
-"""The environment of a domain's prompts, from its section of the configuration."""
+"""Creates the environment of a domain from its section of the configuration."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def env_class(config: EnvConfig, section: str = "default") -> Callable[..., Env]
 
 
 def runs_in(config: EnvConfig, section: str = "default") -> str:
-    """thread, task or process: what the section says, else what the environment's class declares as `runs_in`."""
+    """thread, task or process: from the section, else from the environment class's `runs_in`."""
     made: Any = env_class(config, section)
     declared = getattr(getattr(made, "func", made), "runs_in", "thread")
     if declared not in get_args(RunsIn):
@@ -53,13 +53,13 @@ def runs_in(config: EnvConfig, section: str = "default") -> str:
 
 
 def _has_coroutines(made: Any) -> bool:
-    """Whether one method of a class is a coroutine, or it is unknown what is made."""
+    """Whether a method of the class is a coroutine; True if the constructor's class is unknown."""
     methods = [inspect.unwrap(getattr(made, name)) for name in ("reset", "step") if hasattr(made, name)]
     return not inspect.isclass(made) or not methods or any(map(inspect.iscoroutinefunction, methods))
 
 
 def check_env(config: EnvConfig, section: str, chat_template: str = "") -> None:
-    """ValueError if this section names no environment that an env rank can make, for a model with this template."""
+    """ValueError if an env rank cannot create this section's environment for a model with this template."""
     made = env_class(config, section)
     _probe(config, section, own_code=True)
     if ENVS[config.name].section is not None and "chat_template" in inspect.signature(made).parameters:
@@ -81,7 +81,7 @@ def _probe(config: EnvConfig, section: str, own_code: bool) -> None:
 
 
 def _check_template(config: Config, env: EnvConfig, section: str) -> None:
-    """ValueError for wrong options, or ones that do not fit the model's chat template, if its folder is here."""
+    """ValueError for wrong options, or, if the model's folder is here, options that do not fit its chat template."""
     spec = ENVS[env.name]
     assert spec.section is not None, "only typed options are checked"
     options = _options(spec.section, env, section)
@@ -104,7 +104,7 @@ def _options(schema: type[Section], config: EnvConfig, section: str) -> Section:
 
 @functools.cache
 def _imported(class_path: str, section: str) -> Callable[..., Env]:
-    """What an import path names; a file is executed once in a process. ValueError says what is wrong with it."""
+    """The class at an import path; a file is executed once per process. ValueError if the path is wrong."""
     at = f"env.{section}.class_path"
     module, _, name = class_path.rpartition(":")
     try:
@@ -116,10 +116,10 @@ def _imported(class_path: str, section: str) -> Callable[..., Env]:
     if not callable(found):
         raise ValueError(f"{at}: {class_path!r} is not a class but {found!r}")
     lacking = [f"{method}()" for method in ("reset", "step") if not hasattr(found, method)]
-    # Another class may make any object.
+    # Any other callable may create any object.
     own = inspect.isclass(found) and found.__new__ is object.__new__ and not hasattr(found, "__getattr__")
     if lacking and own:
-        raise ValueError(f"{at}: {class_path!r} is no environment: no {' and no '.join(lacking)}")
+        raise ValueError(f"{at}: {class_path!r} is not an environment: no {' and no '.join(lacking)}")
     if own and (problem := reset_problem(found)):
         raise ValueError(f"{at}: {class_path!r}: {problem}")
     make: Callable[..., Env] = found
@@ -127,9 +127,9 @@ def _imported(class_path: str, section: str) -> Callable[..., Env]:
 
 
 def make_env(config: EnvConfig, row: dict[str, Any], chat_template: str = "") -> Env:
-    """A new environment for one sample of a prompt whose row is {prompt, answer, messages, extra: other columns}. One
-    that names `chat_template` gets that of the model's tokenizer, empty without one; one whose class has `max_turns =
-    None` gets the section's."""
+    """A new environment for one sample of a prompt whose row is {prompt, answer, messages, extra: other columns}. A
+    parameter `chat_template` gets the tokenizer's template, empty without one; an environment whose class has
+    `max_turns = None` gets the section's value."""
     made = env_class(config)
     known = {**row["extra"], **{name: row.get(name) for name in ("prompt", "answer", "messages")}}
     parameters = inspect.signature(made).parameters.values()
@@ -145,9 +145,9 @@ def make_env(config: EnvConfig, row: dict[str, Any], chat_template: str = "") ->
 
 
 def validate_envs(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
-    """One line for every environment whose options are wrong, as far as a section types them and its library is here,
-    whose class cannot be imported, which cannot play a row, or whose domain has no prompts, by the rows that could be
-    read; and for starts of episodes without one, and examples that cannot be shown."""
+    """Problems of environments, one line each: wrong options (of typed sections whose library is installed here), a
+    class that cannot be imported, rows that the environment cannot play, a domain without prompts, episode starts
+    without an environment, and unusable examples. Checks only the rows that could be read."""
     problems = [
         f"data.{split}: {path} gives starts of an environment; set "
         + " or ".join(dict.fromkeys([f"env.{domain}.name", "env.default.name"]))
@@ -187,7 +187,7 @@ def validate_envs(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
 
 
 def _row_problems(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
-    """The first row of each domain that its environment cannot play, with the number of such rows."""
+    """Reports the first row of each domain that its environment cannot play, with the number of such rows."""
     problems = []
     for split, found in rows.items():
         for domain in found.domain_names:

@@ -1,8 +1,8 @@
-"""Environments in processes of their own (env.NAME.runs_in=process): one that hangs, crashes, leaks or forks is killed
-with all its processes, and costs its own episode only.
+"""Environments in separate processes (env.NAME.runs_in=process): an environment that hangs, crashes, leaks or forks is
+killed with all its processes, and costs only its own episode.
 
-A process of each section (hpcrl.envs.zygote) has imported the environment and forks one process per episode, which
-takes milliseconds. It dies with the rank, and the others with it.
+One process per section (hpcrl.envs.zygote) has imported the environment and forks one process per episode, which takes
+milliseconds. It dies with the rank, and its forks die with it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from hpcrl.system.signals import held_back
 
 LENGTH = struct.Struct("<I")
 PID = struct.Struct("<i")
-"""Of a new process, or minus the error number of the fork that failed."""
+"""Process id of a new process, or minus the error number of a failed fork."""
 START_TIMEOUT_S = 120.0
 MAX_BYTES = 64 << 20
-"""Longest message from a process."""
+"""Maximum size of a message from a process."""
 CLOSE_S = 5
-"""Seconds for the close() of an environment, which is then killed."""
+"""Timeout of an environment's close(), after which its process is killed."""
 
 
 class MakeEnv(msgspec.Struct, tag="make"):
@@ -52,7 +52,7 @@ EnvCall = MakeEnv | ResetEnv | StepEnv
 
 
 class EnvReturned(msgspec.Struct):
-    """What a call returned, in terms of JSON; `error`: what it raised."""
+    """A call's result as JSON types, or its exception in `error`."""
 
     value: Any = None
     error: str = ""
@@ -63,8 +63,8 @@ class EnvProcessError(RuntimeError):
 
 
 class EnvProcesses:
-    """The processes of a section's environments. Create it on the main thread: Linux kills them when the thread that
-    started them ends. Other methods may be called in any thread."""
+    """The processes of a section's environments. Create it on the main thread: Linux kills the processes when the
+    thread that started them ends. Other methods may be called in any thread."""
 
     def __init__(self, config: EnvConfig, section: str = "default"):
         """section: its name in the configuration, for errors. ValueError if the environment cannot be loaded in a
@@ -89,16 +89,16 @@ class EnvProcesses:
         except (OSError, EOFError) as error:
             self.close()
             raise ValueError(f"env.{section}: the process that loads it ends or does not answer: {error}") from error
-        self._control.settimeout(None)  # an answer that comes late must not be taken for the next one
+        self._control.settimeout(None)  # a late answer must not be mistaken for the next one
 
     def check(self) -> None:
-        """RuntimeError if there can be no more processes, which is no fault of a sample."""
+        """RuntimeError if no more processes can be forked, which is not an error of a sample."""
         if (code := self._zygote.poll()) is not None:
-            raise RuntimeError(f"the process that forks those of environment {self._name} has ended with code {code}")
+            raise RuntimeError(f"the process that forks environments of {self._name} has ended with code {code}")
 
     def make(self, row: dict[str, Any], chat_template: str = "") -> EnvProcess:
-        """An environment for a row, in a new process, which makes it in its first call. EnvProcessError if there can be
-        no process."""
+        """An environment for a row, in a new process, which creates it in its first call. EnvProcessError if no process
+        can be forked."""
         ours, theirs = socket.socketpair()
         with theirs, self._lock:
             try:
@@ -113,7 +113,7 @@ class EnvProcesses:
         return EnvProcess(ours, pid, MakeEnv(row, chat_template))
 
     def close(self) -> None:
-        """End all processes (idempotent): those of closed environments have CLOSE_S seconds."""
+        """End all processes (idempotent); processes of closed environments get CLOSE_S seconds."""
         self._control.close()
         try:
             self._zygote.wait(2 * CLOSE_S)
@@ -123,13 +123,13 @@ class EnvProcesses:
 
 
 class EnvProcess:
-    """An environment in another process, with the protocol of Env. close() may be called in another thread than the one
-    that waits for a call, which then raises EnvProcessError."""
+    """An environment in another process, with the Env protocol. close() may be called in another thread than a waiting
+    call, which then raises EnvProcessError."""
 
     def __init__(self, connection: socket.socket, pid: int, make: MakeEnv):
         self._connection, self._pid, self._make = connection, pid, make
         self._at_work, self._closed = False, False
-        self.special_tokens = False  # of the environment, once it is made
+        self.special_tokens = False  # from the environment after reset()
 
     def reset(self, seed: int) -> Any:
         """See Env."""
@@ -141,12 +141,12 @@ class EnvProcess:
         return self._call(StepEnv(action))
 
     def busy_s(self) -> float:
-        """See busy_s() of its process."""
+        """busy_s() of the environment's process."""
         return busy_s(str(self._pid))
 
     def close(self) -> None:
-        """Let the environment close itself, and end its process with all that it started (idempotent); at once if it is
-        at work or has ended by itself."""
+        """Call the environment's close(), then end its process with all child processes (idempotent); without close()
+        if a call is running or the process has ended."""
         if self._closed:
             return
         self._closed = True
@@ -158,8 +158,8 @@ class EnvProcess:
         self._connection.close()
 
     def _call(self, message: EnvCall) -> Any:
-        """What comes back. EnvProcessError if it raises, or its process is gone."""
-        self._at_work = True  # stays if the process has ended, so that close() kills what it has left
+        """The call's result. EnvProcessError if the call raises, or the process is gone."""
+        self._at_work = True  # stays true if the process has ended: close() then kills its remaining children
         try:
             write(self._connection, msgspec.msgpack.encode(message))
             returned = msgspec.msgpack.decode(read(self._connection, MAX_BYTES), type=EnvReturned)
@@ -174,7 +174,7 @@ class EnvProcess:
 
 
 def computed_s(task: str) -> float:
-    """Seconds for which a process or thread has computed, by its folder in /proc; 0 if it is gone."""
+    """CPU seconds of a process or thread, from its folder in /proc; 0 if it is gone."""
     try:
         user, system = Path(f"/proc/{task}/stat").read_text().rpartition(")")[2].split()[11:13]
     except OSError:
@@ -183,7 +183,7 @@ def computed_s(task: str) -> float:
 
 
 def busy_s(task: str) -> float:
-    """Seconds for which a process or thread has computed or waited for a core; 0 if it is gone."""
+    """Seconds in which a process or thread has computed or waited for a core; 0 if it is gone."""
     try:
         computed, delayed, *_ = Path(f"/proc/{task}/schedstat").read_text().split()
     except (OSError, ValueError):  # a kernel without these statistics
@@ -197,10 +197,10 @@ def write(connection: socket.socket, body: bytes) -> None:
 
 
 def read(connection: socket.socket, most_bytes: int | None = None) -> bytes:
-    """Receive a message. EOFError if the other side has closed, ValueError for a message that is longer."""
+    """Receive a message. EOFError if the other side has closed, ValueError if the message exceeds most_bytes."""
     count = LENGTH.unpack(_exactly(connection, LENGTH.size))[0]
     if most_bytes is not None and count > most_bytes:
-        raise ValueError(f"{count} bytes, of which {most_bytes} are read at most")
+        raise ValueError(f"{count} bytes, more than the limit of {most_bytes}")
     return _exactly(connection, count)
 
 

@@ -1,9 +1,9 @@
-"""The process that forks those of a section's environments: `python -m hpcrl.envs.zygote PARENT_PID DESCRIPTOR`.
+"""The process that forks a section's environment processes: `python -m hpcrl.envs.zygote PARENT_PID DESCRIPTOR`.
 
-It has one thread and imports neither torch nor code of ranks. Its children are in sessions of their own and die with
-it; what user code prints goes to the rank's log. What a child leaves running is killed at its end or before the next
+It has one thread and imports neither torch nor rank code. Its children have their own sessions and die with it; user
+code's output goes to the rank's log. Processes that a child leaves running are killed at its end or before the next
 fork. Each child has a folder for temporary files, which is removed when the child ends, or before the next fork if the
-child was killed; if this process is killed, when another one begins.
+child was killed; if this process is killed, the next such process removes them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def _fork_episodes(config: EnvConfig, control: socket.socket, folder: Path) -> None:
-    """Until the other side closes; then wait for the children. folder: for theirs."""
+    """Fork until the other side closes, then wait for the children. folder: the parent of the children's folders."""
     own, episodes = os.getpid(), set[int]()
     while True:
         word, descriptors, _, _ = socket.recv_fds(control, 1, 1)
@@ -70,25 +70,25 @@ def _fork_episodes(config: EnvConfig, control: socket.socket, folder: Path) -> N
             control.close()
             os.setsid()
             die_with(own)
-            adopt_orphans()  # what it starts in the background is its own as long as it lives
+            adopt_orphans()  # background processes stay its descendants as long as it lives
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             try:
                 with _settled(config, folder / str(os.getpid())):
                     _serve(config, socket.socket(fileno=descriptors[0]))
             finally:
-                os.killpg(0, signal.SIGKILL)  # with what the environment has started
+                os.killpg(0, signal.SIGKILL)  # including the environment's child processes
         episodes.add(pid)
         os.close(descriptors[0])
         control.sendall(PID.pack(pid))
     while _end_left(episodes):
         time.sleep(0.01)
     with contextlib.suppress(ChildProcessError):
-        os.wait()  # for all of them, where the kernel does not list them
+        os.wait()  # for all children, if the kernel does not list them
 
 
 def _end_left(episodes: set[int]) -> bool:
-    """Kill what ended episodes have left running: children that are none of these. Returns whether there are children,
-    False on a kernel that does not list them."""
+    """Kill processes that ended episodes have left running: children not in `episodes`. Returns whether there are
+    children, False on a kernel that does not list them."""
     try:
         children = {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
     except OSError:
@@ -102,18 +102,18 @@ def _end_left(episodes: set[int]) -> bool:
 
 def _remove_left(folder: Path) -> None:
     """Remove the folders of children that were killed."""
-    for left in folder.iterdir() if folder.exists() else ():  # which those who clean /tmp may remove
+    for left in folder.iterdir() if folder.exists() else ():  # a cleaner of /tmp may have removed the folder
         if not Path(f"/proc/{left.name}").exists():
             remove_tree(str(left))
 
 
 @contextlib.contextmanager
 def _settled(config: EnvConfig, folder: Path) -> Iterator[None]:
-    """With the configured limit of memory, and with this folder for temporary files."""
+    """Set the configured memory limit, and this folder for temporary files."""
     folder.mkdir(parents=True)
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
     if config.memory_mib is not None:
-        # Not the address space, of which libraries reserve more than they use.
+        # Not a limit on address space, of which libraries reserve more than they use.
         hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
         most = config.memory_mib << 20
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
@@ -164,7 +164,7 @@ def _serve(config: EnvConfig, connection: socket.socket) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers of numpy and torch."""
+    """Converts numbers of numpy and torch."""
     if callable(item := getattr(value, "item", None)):
         return item()
     raise TypeError(f"{type(value).__name__} cannot be sent to the rank")

@@ -1,5 +1,5 @@
-"""The rows of a run as its plan shows them: their numbers, a prompt as the model gets it, and what is open about the
-ends of turns. Imports no transformers."""
+"""What the plan shows of a run's rows: row counts, an example prompt as the model gets it, and notes on end-of-turn
+tokens. Does not import transformers."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from hpcrl.launch.plan import ShownRows
 OWN_NAMES = ("messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now", "documents")
 MAX_SHARDS = 8
 BEGIN_CHARS, END_CHARS = 240, 100
-"""Of a text in the plan, what is shown of a longer one."""
+"""Characters shown of the beginning and the end of a longer text."""
 KWARGS = ("data", "chat_template_kwargs")
 
 
 def find_template(config: Config) -> FolderTemplate | None:
-    """The chat template of the policy with the variables of the run; None if the folder has no tokenizer, which is
-    another's problem. ValueError if it is not valid."""
+    """The policy's chat template with the run's variables; None if the folder has no tokenizer, which another check
+    reports. ValueError if the template is not valid."""
     if config.model.path is None:
         found = tiny_template()
     else:
@@ -74,12 +74,12 @@ def row_checks(config: Config, template: FolderTemplate | None) -> dict[Split, R
 
 
 def check_own_variables(config: Config, rows: Mapping[Split, RowSet]) -> Iterator[str]:
-    """Rows with variables of their own in a domain with an environment, whose later turns would not have them."""
+    """Refuses rows with their own template variables in a domain with an environment: later turns would lack them."""
     for found in rows.values():
         for domain, (count, where) in found.own_variables.items():
             if config.env_of(domain) is not None:
                 yield (
-                    f"{where}: chat_template_kwargs of a row are for single responses, and domain {domain} has an "
+                    f"{where}: a row's chat_template_kwargs apply only to single responses, but domain {domain} has an "
                     f"environment; set data.chat_template_kwargs, or leave the column out ({count} rows have it)"
                 )
 
@@ -100,30 +100,30 @@ def show_rows(
     if not template.chat_template:
         shown.notes.append(
             f"{_named(config)} has no chat template: the model gets the texts of a row's messages, one paragraph each, "
-            "without roles and ends of turns"
+            "without roles and end-of-turn tokens"
         )
     shown.notes += _ends_note(config, template)
     train, check = rows.get("train"), checks.get("train")
     if check is not None and check.skipped[0]:
         count, where = check.skipped
-        shown.notes.append(f"{where}: {REWRITES}; {count} rows of data.train are skipped for it")
+        shown.notes.append(f"{where}: {REWRITES}; {count} rows of data.train are skipped for this reason")
     if train is not None and not (train.unlearnable and not config.learns_from_rewards):
         shown.examples += _examples(config, template, train)
     return shown
 
 
 def _examples(config: Config, template: FolderTemplate, rows: RowSet) -> Iterator[tuple[str, str]]:
-    """The first row of data.train as text: the prompt, and what is learned from it."""
+    """The first row of data.train as text: the prompt, and the answer that is trained on."""
     row = rows.row(0)
     if config.env_of(row.domain) is not None:
-        return  # the environment may begin otherwise
+        return  # the environment may change the first prompt
     try:
         if config.learns_from_rewards:
             yield "example", _quoted(render(template, row.messages, row.tools, **row.variables))
         else:
             *_, (learned, _) = pieces = list(turns_of(template, row))
             yield "example", _quoted("".join(text for text, _ in pieces[:-1]))
-            yield "", f"learned: {_quoted(learned)}"
+            yield "", f"trained on: {_quoted(learned)}"
     except (TemplateRefusal, LeftOut):  # reported, or skipped with a note
         return
 
@@ -148,7 +148,7 @@ def _named(config: Config) -> str:
 
 
 def _ends_note(config: Config, template: FolderTemplate) -> Iterator[str]:
-    """A note if the model's files disagree about the tokens that end a response."""
+    """A note if the model's files name different tokens that end a response."""
     if config.model.path is None:
         return
     folder, added = Path(config.model.path), template.added_tokens_decoder
@@ -163,8 +163,8 @@ def _ends_note(config: Config, template: FolderTemplate) -> Iterator[str]:
     shown = [added[number].content if number in added else f"token {number}" for number in of_engine]
     said = [f"{where} {', '.join(shown)}", *(f"{name} {text}" for name, text in texts.items())]
     yield (
-        f"the files of {folder} end a response differently ({'; '.join(said)}): generation stops at each of them, and "
-        f"answers are learned with {texts.get('chat template', texts.get('tokenizer', 'none'))}"
+        f"the files of {folder} name different end tokens ({'; '.join(said)}): generation stops at each of them, and "
+        f"answers are trained with {texts.get('chat template', texts.get('tokenizer', 'none'))}"
     )
 
 

@@ -3,9 +3,9 @@
 python -m hpcrl.launch.env_server [--host HOST] [--port PORT] [--token-env NAME] [--idle-s S] [--max-sessions N]
     env.NAME.KEY=VALUE ...
 
-It hosts every section `env` of the configuration, prints its address, and plays each session in the thread of the
-request; coroutines of an environment run in one event loop of the server. Requests are JSON objects of the types
-below, posted to /reset, /step, /close and /sections.
+The server hosts every `env` section of the configuration, prints its address, and runs each session in the request's
+thread; an environment's coroutines run in the server's one event loop. Requests are JSON objects of the types below,
+posted to /reset, /step, /close and /sections.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from hpcrl.system.exit_codes import ExitCode
 
 MAX_SESSIONS = 4096
 READ_S = 30.0
-"""Time for the next bytes of a request."""
+"""Timeout for the next bytes of a request."""
 DISCARD_S, DISCARDED_BYTES = 0.2, 1 << 16
-"""Of a body that is not read: time for the next bytes, and how many are taken at once."""
+"""When a body is discarded: timeout for the next bytes, and bytes per read."""
 UNREAD = (401, 413)
 """Statuses of requests whose body is not read."""
 
 
 class EnvReset(msgspec.Struct, forbid_unknown_fields=True):
-    """Starts a session. row: the columns of the prompt's row, with prompt, answer and messages. max_turns: of the run,
-    if it has told."""
+    """Starts a session. row: the columns of the prompt's row, with prompt, answer and messages. max_turns: the run's
+    limit; None if the client did not send one."""
 
     section: str
     seed: int
@@ -58,7 +58,7 @@ class EnvReset(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class EnvStep(msgspec.Struct, forbid_unknown_fields=True):
-    """number: of the step in its session, from 0; a repeated request gets the same answer."""
+    """number: the step's index in its session, from 0; a repeated request gets the same answer."""
 
     session: str
     number: int
@@ -76,7 +76,7 @@ class EnvSections(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class EnvRefused(Exception):
-    """A request with an error for its sender."""
+    """An HTTP error for the sender of a request."""
 
     def __init__(self, status: int, text: str):
         super().__init__(text)
@@ -99,8 +99,15 @@ class _Session:
 
 
 class EnvServer(http.server.ThreadingHTTPServer):
-    """Listens from the constructor on; serve_forever() answers. idle_s: a session without requests for so long is
-    closed. max_sessions: at a time. ValueError if a section names no environment that can be made."""
+    """Listens once constructed; serve_forever() answers.
+
+    Args:
+        idle_s: a session without requests for this long is closed.
+        max_sessions: maximum number of open sessions.
+
+    Raises:
+        ValueError: a section names no environment that can be made.
+    """
 
     daemon_threads = True
     block_on_close = False
@@ -125,7 +132,7 @@ class EnvServer(http.server.ThreadingHTTPServer):
         super().__init__(at, _Handler)
 
     def service_actions(self) -> None:
-        """Close sessions that nobody asks for; called several times a second."""
+        """Close idle sessions; called several times a second."""
         now = time.monotonic()
         with self._lock:
             left = [name for name, one in self._sessions.items() if now - one.used > self._idle_s]
@@ -138,10 +145,10 @@ class EnvServer(http.server.ThreadingHTTPServer):
         self._tasks.call_soon_threadsafe(self._tasks.stop)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A connection that breaks is the client's affair."""
+        """Ignore broken connections: the client handles them."""
 
     def admit(self, path: str, token: str, length: str) -> int:
-        """The bytes of a request's body, from its Content-Length; EnvRefused, with a status, if none is read."""
+        """Length of a request's body, from its Content-Length; EnvRefused, with a status, if the body is not read."""
         if self._token and not hmac.compare_digest(token.encode(), f"Bearer {self._token}".encode()):
             raise EnvRefused(401, "the token is wrong")
         if path not in _ANSWERS:
@@ -151,7 +158,7 @@ class EnvServer(http.server.ThreadingHTTPServer):
         return int(length)
 
     def answer(self, path: str, body: bytes) -> dict[str, Any]:
-        """EnvRefused, with a status, for what cannot be answered."""
+        """The answer to a request; EnvRefused, with a status, if it cannot be answered."""
         kind, function = _ANSWERS[path]
         try:
             asked = msgspec.json.decode(body, type=kind)
@@ -185,7 +192,7 @@ class EnvServer(http.server.ThreadingHTTPServer):
         with self._lock:
             session = self._sessions.get(asked.session)
         if session is None:
-            raise EnvRefused(410, "there is no such session: it was closed, left for too long, or of an earlier server")
+            raise EnvRefused(410, "there is no such session: it was closed, idle too long, or of an earlier server")
         with session.lock:
             session.used = time.monotonic()
             if asked.number == session.steps - 1:
@@ -195,7 +202,7 @@ class EnvServer(http.server.ThreadingHTTPServer):
             try:
                 played = checked_step(self._returned(session.env.step(asked.action)))
                 observation, reward, terminated, truncated, info = played
-            except BaseException:  # a repeated request must not play the step again
+            except BaseException:  # a repeated request must not run the step again
                 self._close(EnvClose(asked.session))
                 raise
             session.used, session.steps = time.monotonic(), session.steps + 1
@@ -204,7 +211,7 @@ class EnvServer(http.server.ThreadingHTTPServer):
             return session.last
 
     def _returned(self, value: Any) -> Any:
-        """The value, or what the coroutine returns."""
+        """The value, or the result of a coroutine."""
         return asyncio.run_coroutine_threadsafe(value, self._tasks).result() if inspect.iscoroutine(value) else value
 
     def _close(self, asked: EnvClose) -> dict[str, Any]:
@@ -239,7 +246,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             data = json.dumps(content).encode()
         except EnvRefused as error:
             status, content = error.status, {"error": str(error)}
-        except RAISED as error:  # what an environment raises costs its own session
+        except RAISED as error:  # an environment's error ends only its own session
             status, content = 500, {"error": describe(error)}
         if status != 200:
             data = json.dumps(content).encode()
@@ -252,7 +259,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._discard()
 
     def _discard(self) -> None:
-        """Take the body, up to a limit: a client that cannot send all of it would not read the answer."""
+        """Read and discard the body, up to a limit: a client that cannot send all of it would not read the answer."""
         self.close_connection, end = True, time.monotonic() + READ_S
         self.connection.settimeout(DISCARD_S)
         with contextlib.suppress(OSError):
@@ -265,7 +272,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 
 def _told(info: dict[str, Any]) -> dict[str, Any]:
-    """What an env rank reads of it, in Python's own types."""
+    """The entries of `info` that an env rank reads, as plain Python types."""
     metrics = {str(name): float(value) for name, value in info.get("metrics", {}).items()}
     ends = {key: bool(info[key]) for key in ("terminated", "truncated") if key in info}
     return {key: info[key] for key in ("tools", UNREAD_KEYS) if info.get(key)} | ends | {"metrics": metrics}
@@ -277,9 +284,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     parser.add_argument("--port", type=int, default=0, help="port; 0: a free one")
     parser.add_argument("--token-env", default="", help="environment variable with the token that clients need")
-    parser.add_argument("--idle-s", type=float, default=600.0, help="a session without requests for so long is closed")
-    parser.add_argument("--max-sessions", type=int, default=MAX_SESSIONS, help="sessions at a time")
-    parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help="the configuration, of which env is read")
+    parser.add_argument("--idle-s", type=float, default=600.0, help="close a session after this time without requests")
+    parser.add_argument("--max-sessions", type=int, default=MAX_SESSIONS, help="maximum number of open sessions")
+    parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help="the configuration; only env is read")
     given = parser.parse_args(argv)
     token = os.environ.get(given.token_env, "") if given.token_env else ""
     if not token and (given.token_env or given.host not in ("127.0.0.1", "::1", "localhost")):

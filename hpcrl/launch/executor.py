@@ -35,7 +35,7 @@ from hpcrl.system.exit_codes import ExitCode
 from hpcrl.system.log import message_of
 
 FORGOTTEN = "FORGOTTEN"
-"""State of a job that ended minutes ago and that Slurm no longer knows, if the accounts do not answer either."""
+"""State of a job that ended minutes ago: scontrol no longer lists it, and sacct does not answer either."""
 MAX_RELEASES = 3
 """Maximum releases of a job: one that is held every time meets a node that must be repaired or excluded."""
 NO_JOB = "none"
@@ -62,7 +62,7 @@ class RunWatcher(InfoWatcher):
             try:
                 job = None if job_id == NO_JOB else slurm.find_job(int(job_id)) or slurm.find_accounted(int(job_id))
             except slurm.SlurmError as error:
-                logger.get_logger().warning(f"the state of job {job_id} is not known: {error}")
+                logger.get_logger().warning(f"the state of job {job_id} is unknown: {error}")
                 break
             if job is not None and job.held and job.reason == slurm.LAUNCH_FAILED:
                 self._release(job_id)
@@ -102,8 +102,8 @@ class RunPaths(JobPaths):
 
 
 class RunJob(Job[dict[str, Any]]):
-    """A submitted run; `folder`: its run folder. For a chain, the job id is that of the first link, and the run is done
-    when Slurm has ended all links. of_run() recreates it in any process."""
+    """A submitted run; `folder`: its run folder. For a chain, the job id is the first job's, and the run is done when
+    all jobs of the chain have ended. of_run() recreates the object in any process."""
 
     watcher = RunWatcher(delay_s=10)
 
@@ -150,8 +150,8 @@ class RunJob(Job[dict[str, Any]]):
         return "".join(logs) if logs else None
 
     def results(self) -> list[dict[str, Any]]:
-        """Wait; then run_dir, exit_code, step, reason, metrics (the last row) and hf (folder of the policy), in a list.
-        FailedJobError with the run's own error line; UncompletedJobError if the run was cancelled."""
+        """Wait for the run; returns a list with one dict: run_dir, exit_code, step, reason, metrics (the last row) and
+        hf (the policy's folder). FailedJobError with the run's error line; UncompletedJobError if it was cancelled."""
         if (error := self.exception()) is not None:
             raise error
         run = RunFolder(self.run_dir)
@@ -167,7 +167,7 @@ class RunJob(Job[dict[str, Any]]):
         ]
 
     def exception(self) -> UncompletedJobError | None:
-        """Wait; then the error that results() raises, None for a finished run."""
+        """Wait for the run; returns the error that results() raises, None for a finished run."""
         self.wait()
         state = self.state
         # On a shared file system, files of another node may appear late.
@@ -191,7 +191,7 @@ class RunJob(Job[dict[str, Any]]):
         if str(run.owner.get("job")) in self.links and (error := last_error(run)):
             return f"{run.owner.get('how', 'lost')}: {error}"
         lines = (self.stdout() or "").split("\n")
-        return next((message_of(line) for line in reversed(lines) if line.strip()), "it never started")
+        return next((message_of(line) for line in reversed(lines) if line.strip()), "the job never started")
 
 
 class HpcrlExecutor(Executor):
@@ -199,7 +199,7 @@ class HpcrlExecutor(Executor):
 
     folder: run folders are created in it as <run_name>, unless the arguments name one (run_dir=...).
     update_parameters(account="x", time="02:00:00") sets cluster.account and cluster.time for later submissions. The
-    submitted function, `run` or another one, is called at once in this process and returns the arguments of a run.
+    submitted function (`run` or any other) is called at once in this process and returns a run's arguments.
     """
 
     job_class = RunJob
@@ -227,7 +227,7 @@ class HpcrlExecutor(Executor):
 
 
 def _as_words(key: str, value: Any) -> Iterator[str]:
-    """A Python value in the syntax of the command line, where names inside a mapping are not quoted."""
+    """A Python value in command-line syntax, in which names inside a mapping are not quoted."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _as_words(f"{key}.{name}", inner)
@@ -236,8 +236,8 @@ def _as_words(key: str, value: Any) -> Iterator[str]:
 
 
 def submit_all(runs: Sequence[Sequence[str]]) -> list[RunJob]:
-    """Check all runs, then submit those that are not finished. ConfigError with the problems of all; SlurmError if
-    Slurm refuses one, after the earlier ones were cancelled."""
+    """Check all runs, then submit each unfinished run. ConfigError with the problems of all; SlurmError if Slurm
+    refuses one, after the earlier ones were cancelled."""
     prepared, problems = [], []
     for words in runs:
         try:

@@ -1,9 +1,8 @@
-"""What a run does is fixed when it is submitted or first started; afterwards only the command line changes it.
+"""A run's configuration is fixed when the run is submitted or first started; later only the command line changes it.
 
 A run folder stores the configuration with the arguments that made it. When the run is launched again, each value comes
-from the stored configuration unless the arguments now say something else than the stored ones do, and
-hpcrl.run_folder decides whether that may differ. What files of conf/ or of --config have come to say meanwhile is
-ignored, and told.
+from the stored configuration unless the new arguments set a different value than the stored arguments do;
+hpcrl.run_folder decides whether that key may change. Later changes of files (conf/, --config) are ignored and reported.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from hpcrl.spec.problems import dotted
 SUBMITTED_CONFIG = f"{SLURM}/submitted.yaml"
 """In a run folder: the configuration that a job of hpcrl.launch starts from, with the arguments that made it."""
 OF_THE_LAUNCH = ("dry_run", "resume", "run_dir")
-"""Keys that say what a launch does, not what the run is."""
+"""Keys that configure the launch, not the run."""
 PATHS = tuple(f"{section}.path" for section in SECTIONS)
 
 
 @dataclass
 class LaunchConfig:
-    """The configuration of a launch. words: the arguments that made it; None if they are not known. ignored: `key:
-    stored -> now` of files that have changed since the run began."""
+    """The configuration of a launch. words: the arguments that made it; None if unknown. ignored: `key: stored -> now`
+    for each value that files now set differently than when the run began."""
 
     reading: Reading
     words: tuple[str, ...] | None
@@ -42,12 +41,12 @@ class LaunchConfig:
 
 
 def settle(argv: Sequence[str]) -> LaunchConfig:
-    """The configuration of these arguments, that of the run folder if there is a run. ConfigError as in read()."""
+    """The configuration of these arguments; if there is a run, its stored one. ConfigError as in read()."""
     reading = read(argv)
     words = tuple(word for word in argv if _key(word) not in ("dry_run", "resume"))
     folder, file = run_folder(reading), reading.composition.file
     if file is not None and file.of_run and _is(folder, file.data.get("run_dir")):
-        # The configuration that the run stored, or the one that was submitted: it has been settled.
+        # The run's stored or submitted configuration, which was settled before.
         further = [word for word in split_file(words)[1] if _key(word) != "run_dir"]
         return LaunchConfig(reading, None if file.words is None else (*file.words, *further))
     made, stored = read_words(folder), _stored(folder)
@@ -74,14 +73,14 @@ def _keep(
     then: Config | None,
     overrides: Sequence[Override],
 ) -> LaunchConfig:
-    """The stored configuration, with what the arguments now say differently. then: what the stored arguments make
-    today; None if they make nothing, and the arguments are the same. overrides: those that are new."""
+    """The stored configuration, updated with the values that the arguments now change. then: the configuration that the
+    stored arguments yield today; None if they are invalid now and the arguments are unchanged. overrides: new ones."""
     old = stored.model_dump(mode="json")
     composition = Composition(file=ConfigFile(folder / CONFIG, old, of_run=True))
     composition.overrides = [*reading.composition.overrides]
     launch = {"run_dir": str(folder), "dry_run": bool(reading.composition.data.get("dry_run")), "resume": "auto"}
     if then is None:
-        ignored = [f"not composed any more: {' '.join(reading.problems[0].text.split())}"]
+        ignored = [f"no longer valid: {' '.join(reading.problems[0].text.split())}"]
         return LaunchConfig(read_data(old | launch, composition), words, ignored)
     assert reading.config is not None, "without problems"
     new, base = reading.config.model_dump(mode="json"), then.model_dump(mode="json")
@@ -97,7 +96,7 @@ def _keep(
 
 
 def _merge(old: Mapping[str, Any], new: Mapping[str, Any], keys: set[str], prefix: str = "") -> dict[str, Any]:
-    """The old values, with the new ones of these keys (dotted, of leaves)."""
+    """The old values, with the new values of these keys (dotted keys of leaves)."""
     merged: dict[str, Any] = {}
     for name in [*old, *(name for name in new if name not in old)]:
         key, before, after = f"{prefix}{name}", old.get(name), new.get(name)
@@ -114,7 +113,7 @@ def _merge(old: Mapping[str, Any], new: Mapping[str, Any], keys: set[str], prefi
 
 
 def _same_model(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """Whether two values of a model's path are its name on the hub and the folder to which the name leads."""
+    """Whether two values of a model's path are its hub name and the folder of that name in the cache."""
     if key not in PATHS:
         return False
     section = key.partition(".")[0]
@@ -125,7 +124,7 @@ def _same_model(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> boo
 
 
 def _load(words: Sequence[str]) -> Config | None:
-    """The configuration of these arguments; None if they have none any more."""
+    """The configuration of these arguments; None if they are no longer valid."""
     try:
         reading = read(words)
     except ConfigError:
@@ -141,7 +140,7 @@ def _stored(folder: Path) -> Config | None:
 
 
 def run_folder(reading: Reading) -> Path:
-    """The run folder of these arguments, also if they make no configuration."""
+    """The run folder of these arguments, even if they yield no valid configuration."""
     if reading.config is not None and ("run_dir",) not in reading.unread:
         return Path(reading.config.run_dir).absolute()
     data = reading.composition.data
@@ -161,13 +160,13 @@ def _key(word: str) -> str:
 
 
 def described(ignored: Sequence[str], config: Mapping[str, Any]) -> Iterator[str]:
-    """Lines for the user about what files say today and the run of this configuration does not follow."""
+    """Lines for the user about values that files now set differently, which this run ignores."""
     if not ignored:
         return
-    yield f"note: changed since this run began, and not taken over: {'; '.join(ignored)}"
+    yield f"note: changed in files since this run began, and ignored: {'; '.join(ignored)}"
     may_change = (*MAY_CHANGE, *division_keys(config))
     free = [key for line in ignored if is_below(key := line.partition(": ")[0], may_change)]
     if free:
-        yield f"      {', '.join(free)} may change in a run: to take it over, give it on the command line"
+        yield f"      {', '.join(free)} may change in a run: to change it, give it on the command line"
     if len(free) < len(ignored):
-        yield "      another run_name or resume=fresh starts a run with what the files say today"
+        yield "      another run_name or resume=fresh starts a run with the current files"

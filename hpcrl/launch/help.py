@@ -37,7 +37,7 @@ examples
   python -m hpcrl.launch +experiment=demo
       the same command again resumes a run that was stopped
   python -m hpcrl.launch --config runs/demo/config.yaml run_name=again
-      the same run again; FILE may also be one of your own, with any of the keys
+      the same run again; FILE may also be your own, with any of the keys
   python -m hpcrl.launch -m +cluster=slurm +experiment=rlvr_7b trainer.lr=1e-6,5e-6 seed=0,1
       four jobs in the queue, each with its own run folder; waits for the jobs and prints a table
 """
@@ -82,7 +82,7 @@ def overview() -> str:
             parts += [f"  {group}", *(f"  {line}" for line in _options_in(group))]
     parts += ["", "experiments (+experiment=NAME)", *_options_in("experiment")]
     parts += ["", f"folders of groups, a later one wins: {', '.join(map(str, conf_dirs()))}"]
-    parts += [f"(built-in, those of {FOLDERS} with `:` between them, ./conf)"]
+    parts += [f"(built-in, the `:`-separated folders in {FOLDERS}, ./conf)"]
     parts += ["", "important keys and their defaults"]
     parts += [_line(key, *_lookup(key)) for key in IMPORTANT]
     parts += ["", "all keys of a section, or one: --help SECTION[.KEY]; sections: " + ", ".join(_sections())]
@@ -92,8 +92,8 @@ def overview() -> str:
 
 
 def section(name: str) -> str:
-    """The text of --help SECTION: every key with its default and meaning; of --help SECTION.KEY, or of a KEY outside
-    the sections: those of this key alone. ConfigError lists the sections."""
+    """The text of --help SECTION: every key with its default and meaning; of --help SECTION.KEY, or of a top-level KEY:
+    only this key. ConfigError lists the sections."""
     sections = _sections()
     top, _, below = name.partition(".")
     if name in Config.model_fields and name not in sections and name not in CHOICES:
@@ -111,7 +111,7 @@ def section(name: str) -> str:
 
 
 def _keys_at(top: str, below: str) -> str:
-    """A key of a section, and the keys below it; in a mapping with or without the name that the user gives."""
+    """A key of a section, and the keys below it; in a mapping, with or without the user's name."""
     rows = [row for _, block in (*_blocks(top, _sections()[top]), *_options(top)) for row in block]
     for key in (f"{top}.{below}", f"{top}.NAME.{below}", ".".join([top, "NAME", *below.split(".")[1:]])):
         if lines := [_line(*row) for row in rows if f"{row[0]}.".startswith(f"{key}.")]:
@@ -143,12 +143,12 @@ def reference() -> str:
 
 
 def _prose(text: str) -> str:
-    """A text for Markdown: words as <think> outside of code are no tags."""
+    """A text for Markdown, in which words such as <think> outside of code are not parsed as HTML tags."""
     return re.sub(r"`[^`]*`|<", lambda found: "&lt;" if found[0] == "<" else found[0], " ".join(text.split()))
 
 
 def _parts(name: str) -> list[tuple[str, list[tuple[str, str]]]]:
-    """(title, names with what they are) of the parts that a key of a section selects."""
+    """(title, names with descriptions) of the parts that a key of a section selects."""
     if name not in CHOICES:
         return []
     key, table = CHOICES[name]
@@ -166,7 +166,7 @@ def _stem(name: str) -> str:
 
 
 def _blocks(name: str, models: list[type[BaseModel]]) -> list[tuple[str, list[tuple[str, Any, str]]]]:
-    """(title, keys) of the models of a section; first, if a name selects among them, the keys that all of them have."""
+    """(title, keys) of a section's models; if a name selects among the models, first the keys common to all of them."""
     keys = {model: _keys(model, _stem(name)) for model in models}
     shared = [row for row in keys[models[0]] if all(row in rows for rows in keys.values())] if len(models) > 1 else []
     if not shared:
@@ -241,7 +241,7 @@ def _show(default: Any) -> str:
 
 
 def _options_in(group: str) -> Iterator[str]:
-    """The options of a group with their first comments; those of further folders below the folder's name."""
+    """The options of a group with their first comments; options of other folders below the folder's name."""
     for folder in conf_dirs():
         options = options_of(folder, group)
         if options and folder != conf_dir():

@@ -5,7 +5,7 @@ python -m hpcrl.launch.job begin WORDS...              checks, creates the run f
                                                        first start, from then on as stored in the run folder
 python -m hpcrl.launch.job end RUN_DIR ATTEMPT CODE    closes the attempt, requeues the job if the run continues
 
-A chain continues with its next link, which is already queued; if the run does not continue, the links are cancelled.
+A chain continues with its next job, which is already queued; if the run does not continue, queued jobs are cancelled.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ logger = logging.getLogger("hpcrl.launch.job")  # not __name__: a program
 
 RESTARTS = "restarts.json"
 PATIENCE_S = 600.0
-"""How long the end of a job waits for an unresponsive Slurm controller, without whose answer the run would stop."""
+"""How long `job end` retries an unresponsive Slurm controller; without its answer the job is not requeued."""
 CRASHES = (
     ExitCode.RANK_FAILED,
     ExitCode.RANK_KILLED,
@@ -61,12 +61,12 @@ CRASHES = (
     ExitCode.STORE_LOST,
     ExitCode.NOT_SAVED,
 )
-"""Failures that may not recur; all others except REQUEUE would recur."""
+"""Failures worth a retry; every other failure except REQUEUE would recur."""
 LOOKS = 10
-"""Checks without activity of the first node's agent after which the batch script kills the step; before the agent's
-first activity eight times as many."""
+"""The batch script kills the step after this many checks without activity of the first node's agent, and after eight
+times as many before the agent's first activity."""
 SHORT_LIMIT = 5
-"""Maximum jobs in a row that ended before a checkpoint: another one of that length would not reach it either."""
+"""Maximum jobs in a row that ended before a checkpoint: another job of this length would not reach one either."""
 KILLED_EARLY = {128 + number: SIGNAL_CODES.get(number, ExitCode.REQUEUE) for number in STOPPING}
 """srun's message about an agent killed by a signal during its imports, before it could handle signals."""
 OPENED = "attempt {} in job {}, restart {}"
@@ -102,7 +102,7 @@ def _begin(words: Sequence[str]) -> int:
         _check_nodes(config, layout, slurm.own_nodes(os.environ))
     why = f"finished: {run.finished['reason']}" if run.kind == "finished" else ""
     if own is not None and own[0] in submitted_jobs(run.run_dir)[1:] and last_end(run.run_dir).get("goes_on") is False:
-        why = "the link before this one ended for good"
+        why = "the previous job of the chain ended for good"
     if why:
         logger.info(why)
         _end_chain(run.run_dir)
@@ -133,7 +133,7 @@ def _check_nodes(config: Config, layout: RoleLayout, given: list[int]) -> None:
     wanted = [len(component.nodes) for component in Placement.from_config(config, layout).components]
     if wanted != given:
         sizes = [" + ".join(map(str, nodes)) for nodes in (given, wanted)]
-        text = "submit with python -m hpcrl.launch, so that the script requests the nodes for these arguments"
+        text = "submit with python -m hpcrl.launch, whose script requests the nodes for these arguments"
         raise ConfigError([f"the job has {sizes[0]} nodes, the layout needs {sizes[1]}; {text}"])
 
 
@@ -148,7 +148,7 @@ def end(run_dir: Path, attempt: int, step_code: int) -> int:
         code = ExitCode(step_code)
     if code is None:
         code = KILLED_EARLY.get(step_code)
-    began = world_folder(run_dir, attempt).exists()  # created by the first agent that gets this far
+    began = world_folder(run_dir, attempt).exists()  # the first agent to start creates it
     name = "lost" if code is None and began else "not_started" if code is None else code.name.lower()
     try:
         check_owner(run_dir, attempt)
@@ -157,9 +157,9 @@ def end(run_dir: Path, attempt: int, step_code: int) -> int:
         except OSError as error:
             if not is_storage_error(error):
                 raise
-            goes_on, why = False, f"{error}; crashes that cannot be counted could repeat forever: does not resume"
+            goes_on, why = False, f"{error}; crashes cannot be counted and could repeat forever: does not resume"
         if code in (None, ExitCode.BAD_INPUT) and not began and own is not None:
-            why = f"the step ended with code {step_code} before any agent began: {_cause(attempt, own)}; {why}"
+            why = f"the step ended with code {step_code} before any agent started: {_cause(attempt, own)}; {why}"
         with contextlib.suppress(OSError):  # the next launch queries Slurm about the job instead
             close_run(run_dir, attempt, how=name, goes_on=goes_on, why=why)
     except SupersededError as error:
@@ -173,13 +173,13 @@ def end(run_dir: Path, attempt: int, step_code: int) -> int:
         if job is None or job.restarts == own[1]:  # otherwise Slurm has requeued it
             slurm.insist(lambda: slurm.requeue(own[0]), PATIENCE_S)  # also kills this process
     elif own is not None and [own[0]] == submitted_jobs(run_dir)[-1:]:
-        logger.warning("this was the last link of the chain; launch again to go on")
+        logger.warning("this was the last job of the chain; launch again to continue")
     return code if code is not None else ExitCode.RANK_KILLED
 
 
 def _cause(attempt: int, own: tuple[int, int]) -> str:
-    """The line of this job's log that tells best why the step did not start: its first error, else its last line."""
-    log = Path(os.readlink("/proc/self/fd/2"))  # a batch script's output, whose path only sbatch's options give
+    """The line of this job's log that best explains why the step did not start: the first error, else the last line."""
+    log = Path(os.readlink("/proc/self/fd/2"))  # the batch script's output; only sbatch's options name its path
     try:
         with log.open("rb") as file:
             file.seek(max(os.fstat(file.fileno()).st_size - LOG_BYTES, 0))
@@ -198,7 +198,7 @@ def _is_error(line: str) -> bool:
 
 
 def _end_chain(run_dir: Path) -> None:
-    """Cancel the waiting jobs of this run, which have nothing left to do."""
+    """Cancel this run's pending jobs, since the run has ended."""
     if len(jobs := submitted_jobs(run_dir)) > 1:
         slurm.cancel(jobs, ["PENDING"])
 
@@ -241,7 +241,7 @@ def _count(run_dir: Path, kind: Literal["crashes", "short"], own: tuple[int, int
     job = own[0] if own is not None else 0
     since = {
         "checkpoint": step_name(committed) if committed >= 0 else "",
-        "submission": jobs[0] if job in jobs else job,  # the links of a chain count as one submission
+        "submission": jobs[0] if job in jobs else job,  # the jobs of a chain count as one submission
     }
     told = read_record(run_dir / RESTARTS, checkpoint=str, crashes=int)
     if {name: told.get(name) for name in since} != since:

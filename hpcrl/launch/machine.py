@@ -1,4 +1,4 @@
-"""Demands of a local run on this machine: its cores, the device of models, and what engines need for it."""
+"""Checks that this machine can run a local run: cores, GPUs, and installed engines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ training."""
 
 
 def check_machine(config: Config, layout: RoleLayout) -> Iterator[Problem]:
-    """Refuses a local run that this machine cannot carry."""
+    """Refuses a local run that this machine cannot run."""
     if excess := _excess(config, layout):
         text = f"cluster: {excess}; request fewer, or set cluster.oversubscribe=true"
         yield Problem(("cluster",), text, (("layout",), ("reward",), ("env",)))
@@ -27,7 +27,7 @@ def check_machine(config: Config, layout: RoleLayout) -> Iterator[Problem]:
 
 
 def machine_notes(config: Config, layout: RoleLayout) -> Iterator[str]:
-    """A note of the plan of a local run that this machine cannot carry: the plan may be for other machines."""
+    """The same problems as notes of a plan, which may be for another machine."""
     if excess := _excess(config, layout):
         yield f"note: this machine refuses a start: {excess}"
     for problem in (*_lacking(config), *_unusable(config, layout)):
@@ -35,7 +35,7 @@ def machine_notes(config: Config, layout: RoleLayout) -> Iterator[str]:
 
 
 def _lacking(config: Config) -> Iterator[Problem]:
-    """Engines of a local run that are not installed for the GPUs of this machine."""
+    """Engines of a local run that are not installed for this machine's GPUs."""
     if config.cluster.name != "local" or config.cluster.device == "cpu" or not visible_gpus(os.environ):
         return
     for path, name, spec in chosen(config):
@@ -45,7 +45,7 @@ def _lacking(config: Config) -> Iterator[Problem]:
 
 
 def _unusable(config: Config, layout: RoleLayout) -> Iterator[Problem]:
-    """GPUs of this machine that a local run cannot use, or more ranks than GPUs."""
+    """This machine's GPUs are unusable for a local run, or fewer than its ranks."""
     if config.cluster.name != "local":
         return
     ranks, device = range(layout.world_size), config.cluster.device
@@ -59,7 +59,7 @@ def _unusable(config: Config, layout: RoleLayout) -> Iterator[Problem]:
 
 
 def _excess(config: Config, layout: RoleLayout) -> str:
-    """Threads and processes of a local run, if they are more than this machine can carry; else nothing."""
+    """Threads and processes of a local run, if they exceed this machine's limit; else empty."""
     cluster, cpus = config.cluster, len(os.sched_getaffinity(0))
     if cluster.name != "local" or cluster.oversubscribe:
         return ""
@@ -84,7 +84,7 @@ def device_row(config: Config, layout: RoleLayout) -> str:
     if device != "auto":
         return f"{device} (cluster.device)"
     if config.cluster.name == "slurm":
-        return "auto: GPUs on nodes with one for each rank with a model, the CPU on nodes without GPUs"
+        return "auto: GPUs on nodes with a GPU for each rank with a model, the CPU on nodes without GPUs"
     gpus = len(visible_gpus(os.environ))
     if gpus:
         return f"auto: {ranks} of {gpus} GPU(s)"

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 
 def meaning(section: type[BaseModel], key: str) -> str:
-    """The meaning of a key, which the section or one it extends describes; empty without one."""
+    """The meaning of a key, from its section or a base class; empty if neither describes it."""
     if text := section.model_fields[key].description:
         return text
     for kind in section.__mro__:
@@ -22,8 +22,8 @@ def meaning(section: type[BaseModel], key: str) -> str:
 
 @functools.cache
 def _strings(module: str) -> dict[str, dict[str, str]]:
-    """Class -> attribute -> the string below it, for the classes of a module. pydantic reads the same strings, but at
-    every import, which takes a fifth of the time of a start."""
+    """Class -> attribute -> the string below it, for the classes of a module. pydantic can read these strings too, but
+    at every import, which takes a fifth of the startup time."""
     try:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
     except (OSError, TypeError):  # built in, or without source

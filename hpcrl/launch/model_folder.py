@@ -14,7 +14,7 @@ from hpcrl.models.shape import CannotPlanError, wrong_size
 from hpcrl.models.transformers_models import SCALAR_HEADS
 
 MAX_SHOWN = 4
-"""Maximum number of wrong tensors named; the others are counted."""
+"""Maximum number of wrong tensors to name; further ones are counted."""
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "score.weight"
@@ -27,8 +27,8 @@ OPTIONAL_SIZES = ("head_dim", "num_key_value_heads", "intermediate_size", "max_p
 
 @dataclass
 class ModelFolder:
-    """Facts about the model in a folder. `problems`: one line for each error that prevents loading; `notes`: one for
-    each missing part that a plan does not need."""
+    """Facts about the model in a folder. `problems`: a line for each error that prevents loading; `notes`: a line for
+    each missing file that a plan does not need."""
 
     path: Path
     config: dict[str, Any] = field(default_factory=dict)
@@ -50,8 +50,8 @@ class ModelFolder:
 
 
 def inspect_model(path: Path, to_plan: bool = False, weightless: bool = False) -> ModelFolder:
-    """Read config.json and the headers of the weight files of a folder in HF layout. to_plan: missing weights or
-    tokenizer are notes. weightless: missing weights are, since nothing will load them."""
+    """Read config.json and the weight files' headers of a folder in HF layout. to_plan: missing weights or a missing
+    tokenizer are notes. weightless: missing weights are notes, since nothing will load them."""
     found = ModelFolder(path)
     if not path.is_dir():
         found.problems.append(f"model.path: no folder {path}; give one with config.json, *.safetensors and a tokenizer")
@@ -81,7 +81,7 @@ def inspect_model(path: Path, to_plan: bool = False, weightless: bool = False) -
 
 
 def check_scalar_head(found: ModelFolder) -> Iterator[str]:
-    """A line if config.json is of no model that gives a sequence one number, as hpcrl.engines.scalar reads them."""
+    """A line if config.json describes no model with one scalar per sequence, as hpcrl.engines.scalar loads it."""
     names = found.config.get("architectures")
     name = str(names[0]) if isinstance(names, list) and names else "no architecture"
     labels = found.config.get("num_labels", len(found.config.get("id2label") or (0, 1)))
@@ -103,7 +103,7 @@ def check_chat_template(found: ModelFolder) -> Iterator[str]:
     if not isinstance(content, dict) or not content.get("chat_template"):
         yield (
             f"model.path: the tokenizer in {found.path} has no chat template (tokenizer_config.json, "
-            "chat_template.jinja), which the messages to it need"
+            "chat_template.jinja), which its messages need"
         )
 
 
@@ -168,8 +168,8 @@ def _read_header(file: Path, found: ModelFolder) -> dict[str, tuple[int, ...]]:
 
 
 def _wrong_sizes(found: ModelFolder) -> Iterator[str]:
-    """Sizes that no model has; with too many layers, checks and plan would take hours. Families whose parameters are
-    not known may lack a size, or have one for each layer."""
+    """Sizes that no model has; with too many layers, checks and plan would take hours. Families with unknown parameters
+    may lack a size, or have one for each layer."""
     text = found.config.get("text_config")
     config = {**found.config, **(text if isinstance(text, Mapping) else {})}
     known = found.model_type in PLANNED
@@ -183,7 +183,7 @@ def _wrong_sizes(found: ModelFolder) -> Iterator[str]:
 
 def _wrong_shapes(found: ModelFolder) -> Iterator[str]:
     """Tensors that are missing or have a shape different from config.json, for families whose parameters are known and
-    have their names in files, too. Of others the engine that loads the model finds what is missing."""
+    have the same names in files. For other families the engine reports missing tensors when it loads the model."""
     config, shapes = found.config, found.shapes
     try:
         shape = read_shape(config) if EMBEDDING in shapes and not family_of(found.model_type).renamed_in_files else None
@@ -193,7 +193,7 @@ def _wrong_shapes(found: ModelFolder) -> Iterator[str]:
         return
     if shape is None:
         return
-    # Files have each expert of a layer apart.
+    # Files store each expert of a layer separately.
     expected = {p.name: p.shape for p in shape.parameters if p.split != "expert"}
     if HEAD in shapes:
         expected.pop("lm_head.weight", None)

@@ -26,8 +26,8 @@ NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 
 @dataclass
 class ShownRows:
-    """What is known of the rows. counts: (split, path of a source) -> the number of its rows; examples: (label, text);
-    notes: what may be meant."""
+    """What the plan shows of the rows. counts: (split, source path) -> number of rows; examples: (label, text); notes:
+    warnings about rows that look wrong but may be intended."""
 
     counts: dict[tuple[str, str], str] = field(default_factory=dict)
     examples: list[tuple[str, str]] = field(default_factory=list)
@@ -57,7 +57,7 @@ def describe(config: Config, layout: RoleLayout, model: ModelFolder | None, run:
     ]
     if trains:
         if config.debug == "fake":
-            rows.append(("memory", "not counted: no rank holds the model"))
+            rows.append(("memory", "not computed: no rank holds the model"))
         else:
             rows += _resources(config, layout, shape) if shape is not None else [("memory", unknown)]
         rollouts = "rollouts/ " if config.generates and config.rollout.save_rollouts else ""
@@ -75,7 +75,7 @@ def _inputs(
     yield from (("", f"note: {note}") for note in (model.notes if model is not None else ()))
     held = model.config.get("dtype", model.config.get("torch_dtype")) if model is not None else None
     if held == "bfloat16" != config.model.dtype:
-        text = f"the files of the model are in {held}; it is kept, and exported to hf/, in {config.model.dtype}"
+        text = f"the model's files are in {held}; the model is kept, and exported to hf/, in {config.model.dtype}"
         yield "", f"note: {text} (model.dtype)"
     yield from _engines(config)
     if not config.generates and config.learns_from_rewards:
@@ -149,20 +149,20 @@ def _work(config: Config) -> str:
 
 
 def _algorithm(config: Config) -> str:
-    """The algorithm, with the preset that the configuration has if it is named otherwise."""
-    name, preset = getattr(config.algorithm, "advantage_estimator", ""), preset_of(config)
+    """The algorithm, with the configuration's preset if its name differs."""
+    name, preset = getattr(config.algorithm, "name", ""), preset_of(config)
     return name if preset in ("", name) else f"algorithm={preset} ({name})"
 
 
 def _engines(config: Config) -> Iterator[tuple[str, str]]:
-    """The packages that the engines and other parts need, as installed here, which may be a login node."""
+    """Versions of the packages that engines and other parts need, on this machine, which may be a login node."""
     specs = [spec for _, _, spec in chosen(config)]
     versions = {module: version_of(module) for spec in specs for module in spec.needs}
     if versions:
         yield "engines", ", ".join(f"{module} {found or '(not installed here)'}" for module, found in versions.items())
     for module, tested in ((module, tested) for spec in specs for module, tested in spec.tested.items()):
         if versions.get(module) and not versions[module].startswith(tested):
-            yield "", f"note: {module} {versions[module]} is installed, and hpcrl is written for {tested}*"
+            yield "", f"note: {module} {versions[module]} is installed, but hpcrl is written for {tested}*"
     yield from (("", f"note: {text}") for spec in specs for text in spec.notes(config))
 
 
@@ -214,7 +214,7 @@ def _missing_files(config: Config) -> list[str]:
 
 
 def _sources(data: DataConfig, split: Literal["train", "val"], shown: ShownRows) -> str:
-    """The sources of a split with the numbers of their rows, as far as they were read."""
+    """The sources of a split, with row counts for each that was read."""
     from hpcrl.data.rows import sources
 
     paths = [source.path for source in sources(data, split)]
@@ -240,7 +240,7 @@ def _batch(config: Config, layout: RoleLayout) -> str:
     )
     responses = f"{rollout.num_prompts} prompts x {rollout.group_size} = {samples} responses a step{extra}"
     if not config.learns:
-        return f"{responses}; handed over to {trainers}, not trained"
+        return f"{responses}; sent to {trainers}, not trained"
     return f"{responses}; {updates} optimizer step(s) of {samples // algorithm.num_mini_batches} over {trainers}"
 
 
@@ -263,25 +263,25 @@ def _asynchrony(config: Config) -> Iterator[tuple[str, str]]:
         corrected += f", the loss has the ratio of each {algorithm.ratio_level} to the generator's log-probs"
     yield "async", f"{behind}; correction: {corrected}" if config.learns else behind
     if config.learns and corrected == "none":
-        yield "", "note: without correction (algorithm.correction=none) the loss does not see how old a response is"
+        yield "", "note: without correction (algorithm.correction=none) the loss ignores the staleness of a response"
     if rollout.on_new_weights == "continue":
         yield (
             "",
-            "note: responses continued with new weights (on_new_weights=continue) keep the KV cache of the old",
+            "note: responses continued with new weights (on_new_weights=continue) keep the old weights' KV cache,",
         )
         yield (
             "",
-            "      weights, so their log-probs belong to no single policy: token/mixed_weights_ratio gives their share",
+            "      so their log-probs belong to no single policy: token/mixed_weights_ratio gives their share",
         )
 
 
 def _rank_table(layout: RoleLayout) -> list[tuple[str, tuple[str, ...]]]:
-    """Ranges of consecutive ranks with the same roles, of reward ranks also the same domain."""
+    """Ranges of consecutive ranks with the same roles; for reward ranks also with the same domain."""
     table: list[tuple[int, int, tuple[str, ...]]] = []
     for rank in range(layout.world_size):
         alone = layout.domain_of(rank)
         roles = tuple(
-            f"reward of {alone} alone" if role == "reward" and alone is not None else role
+            f"reward of {alone} only" if role == "reward" and alone is not None else role
             for role in layout.roles_of(rank)
         )
         if table and table[-1][2] == roles:

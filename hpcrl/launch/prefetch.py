@@ -121,7 +121,7 @@ def main(argv: Sequence[str]) -> int:
                 "HF_HUB_OFFLINE is set: nothing can be downloaded; unset it on a machine with network access"
             )
     except ValueError as error:
-        print(f"{error} (--help tells more)", file=sys.stderr)
+        print(f"{error} (see --help)", file=sys.stderr)
         return ExitCode.BAD_INPUT
     code = ExitCode.DONE
     for name in words.names:

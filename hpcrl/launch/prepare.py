@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None, RunState, ShownRows]:
-    """A checked run, and what its plan shows of its rows; its config.run_dir is the folder that it will use. Writes
+    """A checked run, and what its plan shows of its rows; config.run_dir is the folder that the run will use. Writes
     nothing. ConfigError lists all problems of configuration, layout, data, rewards, model and run folder."""
     settled = settle(argv)
     reading = settled.reading
@@ -120,7 +120,7 @@ def _check_template(reading: Reading, config: Config) -> FolderTemplate | None:
 
 
 def _still_to_give(reading: Reading, config: Config) -> list[str]:
-    """Prompt files named by a recipe, which a plan does not need; those given on the command line must exist."""
+    """Prompt files named by a recipe, which a plan does not need; files given on the command line must exist."""
     if not config.dry_run:
         return []
     from hpcrl.data.rows import sources
@@ -207,8 +207,8 @@ def _check_reward_model(reading: Reading, config: Config) -> Config:
 def _look_into(
     section: str, path: str, plan_only: bool, check: Callable[[ModelFolder], Iterable[str]] = lambda found: ()
 ) -> tuple[str, ModelFolder | None, list[Problem]]:
-    """(folder, what is in it, problems) of a section's own `path`, a folder or a hub name, which stays if the model is
-    not found. check: yields lines that begin with model.path, as those of inspect_model()."""
+    """(folder, its model, problems) of a section's own `path`, a folder or a hub name, which is returned unchanged if
+    the model is not found. check: yields lines that begin with model.path, as inspect_model()'s do."""
     found = None
     try:
         path = find_model(path, plan_only=plan_only)
@@ -221,7 +221,7 @@ def _look_into(
 
 
 def _check_sizes(reading: Reading, config: Config, model: ModelFolder | None) -> None:
-    """Problems of the model's sizes with the layout; none if the family is not known, which the plan reports."""
+    """Conflicts between the model's sizes and the layout; none for an unknown family, which the plan reports."""
     with contextlib.suppress(CannotPlanError):
         layout, shape = RoleLayout.from_config(config), plan_shape(config, model)
         problems = check_sizes(config, layout, shape)

@@ -1,4 +1,4 @@
-"""Which preset of conf/algorithm/ a configuration has; a preset is often named otherwise than the algorithm in it."""
+"""Finds a configuration's preset of conf/algorithm/; a preset's name often differs from its algorithm's name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PACKAGE = "# @package _global_"
 
 
 def preset_of(config: Config) -> str:
-    """The preset with most keys whose values are all those of the configuration; empty if there is none."""
+    """The preset with the most keys of which the configuration has all values; empty if there is none."""
     data, best, most = config.model_dump(mode="json"), "", 0
     for name in groups()["algorithm"]:
         file = f"algorithm/{name}.yaml"
@@ -27,7 +27,7 @@ def preset_of(config: Config) -> str:
 
 
 def _is(asked: Any, value: Any) -> bool:
-    """Whether a preset asks for this value; one that refers to another key is taken for equal."""
+    """Whether a preset sets this value; a value that refers to another key counts as equal."""
     return asked == value or (isinstance(asked, str) and "${" in asked)
 
 

@@ -91,8 +91,8 @@ exec {python} -m hpcrl.launch.job end "$run_dir" "$HPCRL_ATTEMPT" "$rc"
 
 
 def render(config: Config, placement: Placement, words: Sequence[str], python: str = "") -> str:
-    """The script. words: the arguments of the command line. python: the interpreter's path; without one, the script
-    searches for it, since it may be submitted from any shell."""
+    """The script. words: the command line's arguments. python: the interpreter's path; without one, the script finds an
+    interpreter when it starts, since it may be submitted from any shell."""
     cluster = config.cluster
     lines = ["#!/bin/bash", f"#SBATCH --job-name=hpcrl-{config.run_name}", *_job_options(cluster)]
     for i, component in enumerate(placement.components):
@@ -120,7 +120,7 @@ def render(config: Config, placement: Placement, words: Sequence[str], python: s
 
 
 def check_words(words: Sequence[str], run_dir: Path) -> Iterator[str]:
-    """What a script or the stored arguments cannot contain; sbatch expands the log's path."""
+    """Problems of arguments that a script cannot contain; sbatch expands the log's path."""
     if not RUN_DIR.fullmatch(str(run_dir)):
         text = "a batch script takes letters, digits, spaces and . _ + @ - in a path; choose another run_dir"
         yield f"run folder {str(run_dir)!r}: {text}"

@@ -28,7 +28,7 @@ PHASE_WORDS: dict[Phase, str] = {
     "critic": "the critic's forward and backward",
     "critic_update": "the critic's optimizer step",
     "generate": "generation",
-    "publish": "the hand-over of weights",
+    "publish": "the weight transfer",
 }
 
 
@@ -51,11 +51,11 @@ def node_rows(config: Config, layout: RoleLayout) -> Iterator[PlanRow]:
     if requested and config.cluster.device == "cpu":
         yield "", "note: cluster.device=cpu leaves the GPU(s) of the job idle; set cluster.device=auto"
     if not requested and config.cluster.device == "cuda":
-        yield "", "note: cluster.device=cuda, and the job requests no GPU: set gpus_per_node of a component"
+        yield "", "note: cluster.device=cuda, but the job requests no GPU: set gpus_per_node of a component"
     limit = duration(config.cluster.time_s)
     yield "cost", f"at most {_number(node_hours)} node-hours, {_number(gpu_hours)} GPU-hours ({limit} a job)"
     if config.cluster.name == "local":
-        yield "", "note: nodes and cost are those of a Slurm job; without +cluster=slurm all ranks run on this machine"
+        yield "", "note: nodes and cost are for a Slurm job; without +cluster=slurm all ranks run on this machine"
 
 
 def trainer_rows(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[PlanRow]:
@@ -77,7 +77,7 @@ def memory_rows(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterat
         yield "" if number else "memory", text + _cards(kind)
         yield from (("", f"  {line}") for line in _parts(kind, phase))
         if kind.offloads:
-            yield "", "  trainer and generator take turns: memory is given back between phases (layout.offload)"
+            yield "", "  trainer and generator take turns: memory is freed between phases (layout.offload)"
         if kind.on_gpu and kind.generator_share < 1:
             others = f"beside {size(kind.beside_generator)} of other roles" if kind.beside_generator else "alone"
             yield "", f"  the generator starts {others}, with {kind.generator_share:.0%} of the card"
@@ -148,7 +148,7 @@ def check_host_memory(config: Config, layout: RoleLayout, shape: ModelShape) -> 
 
 
 def update_rows(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[PlanRow]:
-    """What new weights cost each rank, and the least time; nothing for an engine without a plan."""
+    """Weight bytes that each rank sends or receives, and the minimum time; empty for an engine without a plan."""
     if not layout.replicas:
         return
     try:
@@ -176,7 +176,7 @@ def update_rows(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterat
 
 
 def step_rows(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[PlanRow]:
-    """What trainer ranks send each other in an optimizer step; nothing if they send nothing or it is not known."""
+    """Bytes that trainer ranks exchange in an optimizer step; empty if there are none or they are unknown."""
     work = StepWork.of(config, len(layout.division("trainer").groups))
     try:
         sent = train_plan(config).step_traffic(config, shape, len(layout.ranks["trainer"]), work)

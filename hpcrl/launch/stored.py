@@ -32,14 +32,14 @@ def check_rollouts(config: Config) -> list[Problem]:
         return [Problem(("load_rollouts",), text)]
     problems = []
     if count < config.max_steps:
-        text = f"max_steps: {config.max_steps}, and {run_dir} has rollouts of {count} steps; use max_steps={count}"
+        text = f"max_steps: {config.max_steps}, but {run_dir} has rollouts of {count} steps; use max_steps={count}"
         problems.append(Problem(("max_steps",), text, (("load_rollouts",),)))
     return problems + _check_sampling(config, run_dir)
 
 
 def _check_sampling(config: Config, run_dir: Path) -> list[Problem]:
-    """Whether the trainer divides logits by the temperature of the stored log-probs, a correction suits their sampling,
-    and there are the greedy responses that an advantage estimator reads."""
+    """Checks that the trainer uses the stored log-probs' temperature, that the correction fits their sampling, and that
+    the greedy responses that the advantage estimator reads are stored."""
     if not (run_dir / CONFIG).exists():
         return []
     try:
@@ -48,28 +48,26 @@ def _check_sampling(config: Config, run_dir: Path) -> list[Problem]:
         return [Problem(("load_rollouts",), f"load_rollouts: {line}") for line in error.problems]
     problems, asked, drawn = [], config.rollout.temperature, stored.rollout
     if config.algorithm_spec.greedy_baseline and not stored.algorithm_spec.greedy_baseline:
-        text = f"the reward of a greedy response to every prompt, and the rollouts of {run_dir} were drawn without"
-        problems.append(_lacking(text))
+        problems.append(_lacking(f"the reward of a greedy response to every prompt, but the rollouts of {run_dir}"))
     if config.decoupling_eps is not None and stored.decoupling_eps is None:
-        text = f"decoupled rewards, and the rollouts of {run_dir} have none"
-        problems.append(_lacking(text))
+        problems.append(_lacking(f"decoupled rewards, but the rollouts of {run_dir}"))
     key, given = weighed_shares(config, drawn)
     if key:
         text = (
             f"algorithm.{key}: sequence multiplies the shares of probability that sampling kept at each "
-            f"token, and the rollouts of {run_dir} were drawn with {given}; use token, turn or geometric"
+            f"token, but the rollouts of {run_dir} were drawn with {given}; use token, turn or geometric"
         )
         problems.append(Problem(("algorithm", key), text, (("load_rollouts",),)))
     if text := starts_clipped(config, drawn):
         text = f"algorithm.ratio_to: the rollouts of {run_dir} were drawn with rollout.top_p={text}"
         problems.append(Problem(("algorithm", "ratio_to"), text, (("load_rollouts",),)))
     if drawn.temperature != asked:
-        text = f"rollout.temperature: {asked:g}, and the rollouts of {run_dir} were drawn at {drawn.temperature:g}"
-        problems.append(Problem(("rollout", "temperature"), f"{text}; use that", (("load_rollouts",),)))
+        text = f"rollout.temperature: {asked:g}, but the rollouts of {run_dir} were drawn at {drawn.temperature:g}"
+        problems.append(Problem(("rollout", "temperature"), f"{text}; use the same", (("load_rollouts",),)))
     return problems
 
 
 def _lacking(text: str) -> Problem:
     path = ("algorithm", "advantage_estimator")
-    why = f"{dotted(path)}: it needs {text}; use the rollouts of a run with the same algorithm"
+    why = f"{dotted(path)}: it needs {text} have none; use rollouts of a run with the same algorithm"
     return Problem(path, why, (("load_rollouts",),))

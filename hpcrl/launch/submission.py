@@ -26,14 +26,14 @@ from hpcrl.system.files import write_durably
 from hpcrl.system.signals import held_back
 
 CLAIMS = f"{SLURM}/submissions"
-"""Folder of a run with a record of each launch that was allowed to submit."""
+"""In a run folder: a record of each launch that was allowed to submit."""
 WRITTEN_S = 1.0
 """How long a record may be empty while its launch is alive."""
 
 
 def submit(config: Config, layout: RoleLayout, words: Sequence[str] | None) -> tuple[list[int], str]:
-    """Write the configuration, with the arguments that made it, and the batch script that starts from it into the run
-    folder, and submit the script; returns the job id (for a chain, those of all links) and the cluster.
+    """Write the configuration, the arguments that made it and the batch script into the run folder, and submit the
+    script; returns the job id (for a chain, all job ids) and the cluster.
 
     SlurmError with Slurm's reason; ConfigError if the script cannot be written, or if another launch submits or has
     submitted this run. After an error, this launch has left nothing in the queue.
@@ -94,9 +94,7 @@ def _alone(run_dir: Path) -> Iterator[None]:
         with mine.open("x") as file:
             json.dump(holder, file)
     except FileExistsError:
-        text = (
-            f"run folder {run_dir}: another launch submits this run at this moment; repeat the command to see its job"
-        )
+        text = f"run folder {run_dir}: another launch is submitting this run; repeat the command to see its job"
         raise ConfigError([text]) from None
     try:
         yield
@@ -115,21 +113,21 @@ def _check_ended(run_dir: Path, claim: Path) -> None:
         time.sleep(0.02)
     if "ended" in holder:
         return
-    held = f"run folder {run_dir}: pid {holder['pid']} on host {holder['host']} submits this run"
+    held = f"run folder {run_dir}: pid {holder['pid']} on host {holder['host']} is submitting this run"
     if holder["host"] != platform.node():
         raise ConfigError([f"{held}; if that process is gone, remove {claim}"])
     if process_lives(holder["pid"], holder["process_start"]):
-        raise ConfigError([f"{held} at this moment; repeat the command to see its job"])
+        raise ConfigError([f"{held}; repeat the command to see its job"])
 
 
 def trial(config: Config, layout: RoleLayout) -> list[str]:
-    """A line of a dry run: when Slurm would start the job, why it would refuse the job, or why it was not asked."""
+    """A line of a dry run: when Slurm would start the job, why Slurm would refuse it, or why Slurm was not queried."""
     if config.cluster.name != "slurm":
         return []
     try:
         return [f"slurm   accepts the job: {slurm.trial(script_of(config, layout))}"]
     except slurm.SlurmSilent as error:
-        return [f"slurm   note: whether it accepts the job is not known: {error}"]
+        return [f"slurm   note: could not check whether it accepts the job: {error}"]
     except slurm.SlurmError as error:
         return [f"slurm   note: it would refuse the job: {error}"]
 

@@ -53,7 +53,7 @@ def sweep(argv: Sequence[str]) -> int:
     print(describe(*prepared[0]))
     print("".join(environment_notes(*prepared[0][:2])), end="")
     folders = [Path(config.run_dir) for config, *_ in prepared]
-    print("\n".join([f"\nand so {len(points)} runs:", *(f"  {folder}" for folder in folders)]), flush=True)
+    print("\n".join([f"\nin total {len(points)} runs:", *(f"  {folder}" for folder in folders)]), flush=True)
     config = prepared[0][0]
     if config.dry_run:
         print("\ndry_run: nothing was started or written")
@@ -107,7 +107,7 @@ def _place(name: str, words: list[str]) -> Point:
 
 
 def _here(points: Sequence[Point]) -> list[tuple[int, str]]:
-    """Exit code and message of every point, one after the other, until the user stops one."""
+    """Run the points one after the other, until the user stops one; returns their exit codes and messages."""
     ends: list[tuple[int, str]] = []
     for point in points:
         print(f"\n== {point.name}", flush=True)
@@ -119,7 +119,7 @@ def _here(points: Sequence[Point]) -> list[tuple[int, str]]:
 
 
 def _on_slurm(points: Sequence[Point], folders: Sequence[Path]) -> list[tuple[int, str]]:
-    """Exit code and message of every point: submits all and waits until Slurm has ended all."""
+    """Submit all points and wait until Slurm has ended all; returns their exit codes and messages."""
     try:
         from submitit.core.plugins import get_executors
         from submitit.core.utils import UncompletedJobError
@@ -133,10 +133,10 @@ def _on_slurm(points: Sequence[Point], folders: Sequence[Path]) -> list[tuple[in
             ["-m: hpcrl was installed without its executor; remove hpcrl.egg-info if it exists, then run make setup"]
         )
     print(
-        "\nall runs are submitted to Slurm; this command then waits for them, and Ctrl-C leaves them in the queue",
+        "\nall runs are submitted to Slurm; this command waits for them, and Ctrl-C leaves them in the queue",
         flush=True,
     )
-    with suppress(UncompletedJobError):  # of the first failure; the other runs are waited for below
+    with suppress(UncompletedJobError):  # raised for the first failure; the loop below waits for the other runs
         SweepLauncher(Path(os.path.commonpath(folders))).launch([point.words for point in points], 0)
     ends: list[tuple[int, str]] = []
     for folder in folders:

@@ -40,7 +40,7 @@ _OF_DOMAIN = re.compile(r"(?!domain/|val/|env/).+/(score$|(actor|critic|group|to
 
 
 class MetricsLog:
-    """The controller's log of a run, from the step after `resume_step` (-1: no checkpoint) on. ValueError if an earlier
+    """The controller's log of a run, starting after `resume_step` (-1: no checkpoint). ValueError if an earlier
     attempt's rows past this step were not moved away before (checkpoint/lineage.py)."""
 
     def __init__(
@@ -51,7 +51,7 @@ class MetricsLog:
         eval_every: int = 0,
         trackers: Callable[[], Sequence[TrackerThread]] = tuple,
     ):
-        """trackers: starts them; the rows of earlier attempts that they miss are logged to them."""
+        """trackers: starts the trackers, to which earlier attempts' rows that they miss are then logged."""
         logged = read_metrics(run_dir)
         if logged and logged[-1]["step"] > resume_step:
             last = logged[-1]["step"]
@@ -64,8 +64,8 @@ class MetricsLog:
         self._progress = Progress(max(resume_step, 0), max_steps, sys.stdout, eval_every=eval_every)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log one step; steps are ascending. On disk when this returns; OSError names a file that is not. Non-finite
-        values become null in metrics.jsonl, are not logged to trackers, and are reported to the user."""
+        """Log one step; steps are ascending. The row is on disk when this returns; OSError names a file that cannot be
+        written. Non-finite values become null in metrics.jsonl, do not go to trackers, and are reported to the user."""
         assert step > self._step, f"step {step} is logged after step {self._step}"
         assert "step" not in metrics
         self._step = step
@@ -84,18 +84,18 @@ class MetricsLog:
             logger.warning("step %d: not finite: %s", step, odd, extra=BARE)
 
     def end_progress(self) -> None:
-        """End the live line of a terminal: what is printed from now on stands below it (idempotent)."""
+        """End a terminal's progress bar, so later output is below it (idempotent)."""
         self._progress.close()
 
     def call_trackers(self, call: TrackerCall) -> None:
-        """Let every tracker execute a call."""
+        """Queue a call for every tracker."""
         for tracker in self._trackers:
             tracker.put(call)
 
     def close(self, within_s: float = math.inf) -> list[str]:
-        """End, at most this many seconds later; the commands that upload what trackers kept."""
+        """Close the log within this many seconds; returns the commands that upload what trackers kept on disk."""
         self.end_progress()
-        with contextlib.suppress(OSError):  # of a row which log() could not write
+        with contextlib.suppress(OSError):  # from a row that log() could not write
             self._file.close()
         trackers, self._trackers = self._trackers, ()
         ends = time.monotonic() + within_s

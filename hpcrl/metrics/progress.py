@@ -32,7 +32,7 @@ REFRESHES_PER_S = 4  # updates of the bar; each costs the controller half a mill
 
 
 def summary(rows: Sequence[Mapping[str, Any]], max_steps: int) -> str:
-    """One line about a finished run: steps, seconds per step, first and last value of each metric. rows: those of
+    """One line about a finished run: steps, seconds per step, first and last value of each metric. rows: the rows of
     metrics.jsonl, over all attempts."""
     steps = [row for row in rows if row["step"]]
     of = "" if steps and steps[-1]["step"] == max_steps else f" of {max_steps}"
@@ -90,7 +90,7 @@ class Progress:
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show a finished step."""
         if step == self._recent[0][0]:
-            self._recent.clear()  # an evaluation before the first step: time starts after it
+            self._recent.clear()  # an evaluation before the first step: timing starts after it
         if EVALUATION in metrics:
             self._evaluation_s = metrics[EVALUATION]
             self._evaluated_s += self._evaluation_s

@@ -1,4 +1,4 @@
-"""Mergeable statistics, which ranks send instead of means, so that results do not depend on the split."""
+"""Mergeable statistics, which ranks send instead of means, so results do not depend on how rows are split."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Stat(NamedTuple):
-    """Sum, weight, smallest and largest of some values; merging two Stats is exact."""
+    """Sum, weight, minimum and maximum of values; merging two Stats is exact."""
 
     total: float
     count: float  # type: ignore[assignment]  # tuple.count is never needed here
@@ -22,7 +22,7 @@ Stats = dict[str, Stat]
 
 
 def stat(values: Tensor, mask: Tensor | None = None) -> Stat:
-    """Stat of a tensor's entries, or of those selected by a boolean mask."""
+    """Stat of a tensor's entries, or of the entries selected by a boolean mask."""
     values = values.detach()
     if mask is not None:
         values = values[mask]
@@ -38,7 +38,7 @@ def scalar(value: float) -> Stat:
 
 
 def merge(parts: Iterable[Mapping[str, Stat]]) -> Stats:
-    """The Stats of all values together, in order of first appearance."""
+    """Merge the parts' Stats by name, in order of first appearance."""
     merged: Stats = {}
     for part in parts:
         for name, new in part.items():
@@ -52,8 +52,8 @@ def merge(parts: Iterable[Mapping[str, Stat]]) -> Stats:
 
 
 def flatten(stats: Mapping[str, Stat]) -> dict[str, float]:
-    """Names and numbers to log: `name/*` becomes name/mean, name/max and name/min, `name^` becomes name, the largest
-    value, and any other name its mean. Statistics without values are omitted."""
+    """Names and numbers to log: `name/*` becomes name/mean, name/max and name/min; `name^` becomes name with the
+    maximum; any other name gets the mean. Statistics without values are omitted."""
     flat: dict[str, float] = {}
     for name, (total, count, low, high) in stats.items():
         if count == 0:

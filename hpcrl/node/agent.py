@@ -1,7 +1,7 @@
 """The node agent starts this node's ranks, watches them, reports losses to the controller and ends remaining ranks.
 
-Unlike torch.distributed.elastic, the agent does not end the whole node when one rank fails, since the loss of a reward
-or env rank must be survived. It imports torch, which takes seconds, only to report a loss.
+Unlike torch.distributed.elastic, the agent does not end the whole node when one rank fails, since a run must survive
+the loss of a reward or env rank. The agent imports torch, which takes seconds, only to report a loss.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ POLL_S = 0.05
 CHECK_EVERY_S = 1.0
 LISTENS_S = 3.0  # a controller with a heartbeat since then accepts messages
 STUCK = 4  # multiple of silent_s that the controller may spend on one operation
-KILL_S = 10.0  # a process blocked in the kernel (a dead file system) may not die
-SIGN_EVERY_S = 10.0  # maximum interval between two updates for the batch script
+KILL_S = 10.0  # a process blocked in the kernel (by a dead file system) may survive SIGKILL
+SIGN_EVERY_S = 10.0  # maximum interval between two updates of the file that the batch script checks
 SIGNS = 8  # at least this many updates in silent_s
-LOG_LINES, LINE_CHARS, LOG_BYTES = 3, 200, 4096  # of the end of a log that is shown
+LOG_LINES, LINE_CHARS, LOG_BYTES = 3, 200, 4096  # how much of the end of a log is shown
 
 RankProcess = subprocess.Popen[bytes] | AdoptedProcess
 
 
 @dataclass
 class Verdict:
-    """How the node's ranks ended. lost: rank -> cause, for ranks that failed; silent: those that the agent ended.
-    signal_number: the first signal received, or 0. controller_code: None on a node without rank 0."""
+    """How the node's ranks ended. lost: rank -> cause, for ranks that failed; silent: rank -> cause, for ranks that the
+    agent killed. signal_number: the first signal received, or 0. controller_code: None on a node without rank 0."""
 
     controller_code: int | None
     lost: dict[int, str] = field(default_factory=dict)
@@ -61,10 +61,19 @@ class Verdict:
 
 
 class Agent:
-    """One per node. `argv(rank)` is the command of a rank, `gpus[rank]` its CUDA_VISIBLE_DEVICES; its output goes to
-    logs/rank_NNNN.log. `parent`: the command of a process that forks the ranks (hpcrl.node.forks), each of which then
-    does what its command does; empty for none. `signals`: receives this process's signals (see signals.noted).
-    `impatient`: the same signal a second time ends everything."""
+    """One per node.
+
+    Args:
+        argv: returns a rank's command, whose output goes to logs/rank_NNNN.log.
+        gpus: rank -> its CUDA_VISIBLE_DEVICES.
+        signals: the stop signals that this process has received (see signals.noted).
+        grace_s: time for the other ranks to end after the controller.
+        silent_s: a rank without a heartbeat for this long is killed.
+        stopped_s: the same for a rank that was stopped (SIGSTOP).
+        start_s: the same for a rank that has not sent its first heartbeat.
+        impatient: the same signal a second time ends all ranks at once.
+        parent: command of a process that forks the ranks (hpcrl.node.forks); empty: each rank runs its own command.
+    """
 
     def __init__(
         self,
@@ -100,7 +109,7 @@ class Agent:
         self._got_on = (0.0, 0.0)  # the same for the controller's current operation
 
     def run(self) -> Verdict:
-        """Start the ranks and wait until all have ended; after the controller's end, the others get grace_s.
+        """Start the ranks and wait until all have ended; after the controller's end, the other ranks get grace_s.
 
         Called on the main thread: Linux kills the ranks when the thread that started them ends.
         """
@@ -193,7 +202,7 @@ class Agent:
                 again = "; again: stop now, without the current step" if self._impatient else ""
                 name = signal.Signals(forwarded).name
                 logger.warning("%s: stopping after the current step%s", name, again)
-            # Ranks on other nodes end at Shutdown or once the store is gone; the ranks of this node get grace_s to end.
+            # Ranks on other nodes end at Shutdown or once the store is gone; this node's ranks get grace_s to end.
             if verdict.controller_code is not None:
                 unreported.clear()
                 deadline = deadline or now + self._grace_s
@@ -206,7 +215,7 @@ class Agent:
                 (self._folder / AGENT).touch()
             if now > next_check:
                 next_check = now + CHECK_EVERY_S
-                # Later the store exists, and its loss informs the ranks.
+                # Later the store exists, and ranks notice its loss.
                 comes_up = now - started < self._start_s or not alive
                 if comes_up and 0 not in self._ranks and self._outcome() != self._earlier_outcome:
                     unreported.clear()
@@ -220,10 +229,10 @@ class Agent:
     def _check_beats(
         self, alive: Mapping[int, RankProcess], now: float, started: float, silent: dict[int, str]
     ) -> None:
-        """End a process that does not start, was stopped, or sends no heartbeat: it is stuck in native code.
+        """Kill a rank that does not start, was stopped, or sends no heartbeat because it is stuck in native code.
 
-        A heartbeat's age counts from its first sight by this process, so that after a pause of the job the ranks have
-        the full time again.
+        A heartbeat's age counts from the time at which this process first reads it, so after a pause of the job the
+        ranks have the full time again.
         """
         for rank, process in alive.items():
             if state(process.pid) != "stopped":
@@ -235,7 +244,7 @@ class Agent:
             activity = read_trace(self._pages[rank])
             if activity is None:
                 if now - started > self._start_s:
-                    silent[rank] = f"did not come up within {self._start_s:g} s"
+                    silent[rank] = f"did not start within {self._start_s:g} s"
                     _kill_group(process.pid)
                 continue
             if self._beats.get(rank, (0.0, 0.0))[0] != activity.beat:
@@ -243,9 +252,9 @@ class Agent:
             if rank == 0 and self._got_on[0] != activity.since:
                 self._got_on = activity.since, now
             if now - self._beats[rank][1] > self._silent_s:
-                silent[rank] = f"gave no sign of life for {now - self._beats[rank][1]:.0f} s"
+                silent[rank] = f"sent no heartbeat for {now - self._beats[rank][1]:.0f} s"
             elif rank == 0 and now - self._got_on[1] > STUCK * self._silent_s:  # only the agent watches the controller
-                silent[rank] = f"did not get on for {now - self._got_on[1]:.0f} s"
+                silent[rank] = f"made no progress for {now - self._got_on[1]:.0f} s"
             if rank in silent:
                 _kill_group(process.pid)
 
@@ -263,18 +272,16 @@ class Agent:
         doing = f" in {activity.name}" + f" #{activity.seq}" * bool(activity.seq) if activity is not None else ""
         if activity is not None and activity.beside and not silent:
             name = activity.beside
-            doing += (
-                f", while a thread played {name}, whose code may have ended it ({name}.runs_in=process confines it)"
-            )
+            doing += f", while a thread ran {name}, whose code may have ended it ({name}.runs_in=process confines it)"
         where = f"process {self._processes[rank].pid} on {socket.gethostname()}"
-        said = f"{where} {silent}{doing} and was ended" if silent else f"{where} {how}{doing}"
+        said = f"{where} {silent}{doing} and was killed" if silent else f"{where} {how}{doing}"
         return said + _last_words(self._logs / f"rank_{rank:04d}.log", self._log_starts[rank])
 
     def _report(self, rank: int, cause: str, silent: bool) -> bool:
-        """Report to the controller; False while it cannot be reached yet, True also if it is gone and no report is
-        needed."""
+        """Report to the controller; False while it cannot be reached yet. True also if it has ended, since
+        no report is needed then."""
         endpoint = self._folder / ENDPOINT
-        # A controller without heartbeats would block this loop at every attempt, and thereby its own detection.
+        # Connecting to a hung controller would block this loop, which must detect that hang.
         if not endpoint.exists() or (0 in self._beats and self._clock.now() - self._beats[0][1] > LISTENS_S):
             return False
         os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # the user sees the agent's stderr
@@ -304,14 +311,14 @@ class Agent:
             try:
                 process.wait(KILL_S)
             except subprocess.TimeoutExpired:
-                logger.error("rank %d (pid %d) does not die", rank, process.pid)
+                logger.error("rank %d (pid %d) survives SIGKILL", rank, process.pid)
             if rank == 0 and process.returncode is not None:
                 verdict.controller_code = process.returncode
                 verdict.lost[0] = self._cause(0, process.returncode, verdict.silent.get(0))
 
 
 def _last_words(log: Path, start: int) -> str:
-    """The last lines of a log after `start`, in one line, without what was no problem; empty if there are none."""
+    """The last lines of a log after `start`, in one line, without INFO messages; empty if there are none."""
     try:
         with open(log, "rb") as file:
             file.seek(max(start, os.fstat(file.fileno()).st_size - LOG_BYTES))

@@ -1,5 +1,5 @@
-"""Where libraries keep what they compile: on the node's own disk, where later attempts find it, and not in a home
-folder that all nodes share and whose quota is small."""
+"""Compile caches of libraries: on the node's own disk, where later attempts find them, instead of in the home folder,
+which all nodes share and whose quota is small."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ FOLDERS = {
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
     "CUDA_CACHE_PATH": "cuda",
 }
-"""Variables of libraries, and the folders that they name here. Ranks may share them: files are written under another
-name and renamed, or locked."""
+"""Libraries' variables -> cache folders. Ranks may share a folder: files are written under another name and renamed, or
+locked."""
 ABANDONED_S = 1800.0
-"""A lock of torch's extensions is a file that a killed process leaves, and for which the next would wait for ever."""
+"""Torch extensions are locked by a file that a killed process leaves behind; the next process would wait forever."""
 
 
 def cache_folders(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, str]:
-    """The variables that `environ` lacks, with folders in its TMPDIR, which are made: one set for each user and kind of
-    node. Empty if they cannot be made or belong to somebody else. root: where /proc is."""
+    """The variables that `environ` lacks, with folders created in its TMPDIR: one set for each user and kind of node.
+    Empty if they cannot be created or belong to another user. root: where /proc is."""
     names = {name: folder for name, folder in FOLDERS.items() if not environ.get(name)}
     own = Path(environ.get("TMPDIR", "/tmp")) / f"hpcrl-caches-{os.getuid()}"
     there = own / kind_of_node(environ, root)
     try:
         own.mkdir(mode=0o700, exist_ok=True)
-        if own.is_symlink() or own.stat().st_uid != os.getuid():  # code is loaded from it
+        if own.is_symlink() or own.stat().st_uid != os.getuid():  # code is loaded from this folder
             return {}
         own.chmod(0o700)
         for folder in names.values():
@@ -49,8 +49,8 @@ def cache_folders(environ: Mapping[str, str], root: Path = Path("/")) -> dict[st
 
 
 def kind_of_node(environ: Mapping[str, str], root: Path = Path("/")) -> str:
-    """A word for what compiled code depends on and not every library looks at: the processor's instructions, the GPUs,
-    and the version of torch."""
+    """A word for properties on which compiled code depends but which some libraries ignore: the processor's instruction
+    sets, the GPUs, and torch's version."""
     facts = {environ.get("ATEN_CPU_CAPABILITY", "")}
     for path, label in ((root / "proc/cpuinfo", "flags"), *((p, "Model:") for p in _gpus(root))):
         with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
-"""Assignment of GPUs to ranks: one for each rank that holds a model, none for the others.
+"""Assignment of GPUs to ranks: one for each rank that holds a model, none for other ranks.
 
-torch's builds for ROCm call AMD's GPUs cuda, too. HIP reads HIP_VISIBLE_DEVICES or, where that is empty,
-CUDA_VISIBLE_DEVICES, as numbers of the GPUs that ROCR_VISIBLE_DEVICES leaves
+Torch's ROCm builds call AMD GPUs cuda, too. HIP reads HIP_VISIBLE_DEVICES or, if that is empty, CUDA_VISIBLE_DEVICES,
+as indices into the GPUs that ROCR_VISIBLE_DEVICES leaves visible
 (https://rocm.docs.amd.com/en/latest/conceptual/gpu-isolation.html; rocclr/device/rocm/rocdevice.cpp).
 """
 
@@ -15,16 +15,16 @@ from typing import Literal
 VISIBLE, HIP_VISIBLE, ROCR_VISIBLE = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
 HIDDEN = ""
 NO_FILES = "NoDevFiles"
-"""What Slurm sets as CUDA_VISIBLE_DEVICES in a job without GPUs."""
+"""Slurm's CUDA_VISIBLE_DEVICES in a job without GPUs."""
 ORDER, BY_BUS = "CUDA_DEVICE_ORDER", "PCI_BUS_ID"
-"""CUDA numbers the fastest GPU first; with this value as nvidia-smi does. For all that see GPUs by their numbers."""
+"""CUDA numbers the fastest GPU first by default; with this value it numbers GPUs by bus, as nvidia-smi does."""
 DEVICE = re.compile(r"[0-9]+|GPU-[0-9A-Fa-f-]+|MIG-\S+")
-"""A number, the UUID of a GPU or of a part of one, or a beginning of a UUID."""
+"""A number, the UUID of a GPU or MIG part, or the beginning of a UUID."""
 
 
 def check_device(gpus: str, found: bool, torch_version: str) -> None:
-    """ValueError if a process that was given GPUs (its CUDA_VISIBLE_DEVICES) cannot compute on them: the CPU in their
-    place would take a thousand times as long. found: torch.cuda.is_available()."""
+    """ValueError if a process cannot compute on the GPUs assigned to it: a CPU would take a thousand times as long.
+    gpus: its CUDA_VISIBLE_DEVICES; found: torch.cuda.is_available()."""
     if gpus and not found:
         raise ValueError(
             f"cluster.device: GPU {gpus} is assigned to this rank, but torch {torch_version} finds none (a build "
@@ -33,12 +33,12 @@ def check_device(gpus: str, found: bool, torch_version: str) -> None:
 
 
 def num_nvidia(devices: Path = Path("/dev")) -> int:
-    """GPUs of NVIDIA on this node. devices: the folder of device files."""
+    """Number of NVIDIA GPUs on this node. devices: the folder of device files."""
     return sum(path.name[6:].isdigit() for path in devices.glob("nvidia*"))
 
 
 def num_amd(devices: Path = Path("/dev")) -> int:
-    """GPUs of AMD on this node; 0 beside NVIDIA's."""
+    """Number of AMD GPUs on this node; 0 if there are NVIDIA GPUs."""
     there = (devices / "kfd").exists() and not num_nvidia(devices)
     return len(list((devices / "dri").glob("renderD*"))) if there else 0
 
@@ -56,40 +56,40 @@ def visible_by(environ: Mapping[str, str], devices: Path = Path("/dev")) -> str:
 
 def visible_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
     """The GPUs this process may use, from CUDA_VISIBLE_DEVICES; without this variable, all GPUs of the node. On a node
-    with AMD's GPUs, also from HIP's and ROCr's variables; an empty CUDA_VISIBLE_DEVICES means none there, too."""
+    with AMD GPUs, also from HIP's and ROCr's variables; there, too, an empty CUDA_VISIBLE_DEVICES means none."""
     name = visible_by(environ, devices)
     gpus = _named(environ[name]) if name else [""] * (num_amd(devices) or num_nvidia(devices))
     return [str(number) for number in range(len(gpus))] if name in ("", ROCR_VISIBLE) else gpus
 
 
 def _named(text: str) -> list[str]:
-    """CUDA stops at the first entry that is not a device, such as NO_FILES; so do HIP and ROCr. 01 is 1."""
+    """CUDA, HIP and ROCr stop at the first entry that is not a device, such as NO_FILES. 01 is 1."""
     names = [name.strip() for name in text.split(",")]
     named = names[: next((i for i, name in enumerate(names) if not DEVICE.fullmatch(name)), len(names))]
     return [(name.lstrip("0") or "0") if name.isdigit() else name for name in named]
 
 
 def misnamed(environ: Mapping[str, str], devices: Path = Path("/dev")) -> str:
-    """Why CUDA, HIP or ROCr does not take its list of visible GPUs as it looks, as "this node ..."; empty if all do."""
+    """Why CUDA, HIP or ROCr would misread its list of visible GPUs, as "this node ..."; empty if none does."""
     num = num_amd(devices)
     left = len(_named(environ[ROCR_VISIBLE])) if ROCR_VISIBLE in environ else num
     for name, most in ({visible_by(environ, devices): left} | ({ROCR_VISIBLE: num} if num else {})).items():
         gpus = _named(environ.get(name, ""))
         shown = f"{name}={','.join(gpus)}"
         if name != ROCR_VISIBLE and len({gpu.partition("-")[0] if "-" in gpu else "" for gpu in gpus}) > 1:
-            return f"has {shown}, and CUDA reads either numbers or GPU- or MIG- names: use one kind"
+            return f"has {shown}, but CUDA reads either numbers or GPU- or MIG- names: use one kind"
         if len(set(gpus)) < len(gpus):
             return f"has {shown}, which names a GPU twice: name each GPU once"
         if num and any(gpu.isdigit() and int(gpu) >= most for gpu in gpus):
-            what = "" if name == ROCR_VISIBLE else f", which count what {ROCR_VISIBLE} leaves"
-            return f"has {most} GPU(s) of AMD to choose from, numbered from 0, and {shown}: correct its numbers{what}"
+            what = "" if name == ROCR_VISIBLE else f", which index the GPUs that {ROCR_VISIBLE} leaves"
+            return f"has {most} AMD GPU(s) to choose from, numbered from 0, but {shown}: correct its numbers{what}"
     return ""
 
 
 def own_devices(gpus: str) -> dict[str, str]:
-    """Environment variables of a rank with these GPUs, of which the first is its own. Libraries take LOCAL_RANK, which
-    launchers set to the process's number on its node, for the number of its GPU."""
-    return {VISIBLE: gpus, HIP_VISIBLE: gpus or "-1", "LOCAL_RANK": "0"}  # an empty list hides nothing from HIP
+    """Environment variables of a rank with these GPUs, of which the first is its own. Libraries use LOCAL_RANK, which
+    launchers set to the process's index on its node, as the GPU's index."""
+    return {VISIBLE: gpus, HIP_VISIBLE: gpus or "-1", "LOCAL_RANK": "0"}  # HIP ignores an empty list
 
 
 def bind_gpus(
@@ -109,7 +109,7 @@ def bind_gpus(
 
 
 def show_peers(bound: Mapping[int, str], groups: Sequence[Sequence[int]]) -> dict[int, str]:
-    """The same for ranks that also see the GPUs of the others of their group on the node, behind their own."""
+    """bind_gpus()'s result, in which each rank also sees, after its own GPU, those of its group's ranks on the node."""
     lists = dict(bound)
     for group in groups:
         for rank in group:

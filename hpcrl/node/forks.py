@@ -1,9 +1,9 @@
-"""Ranks of a node forked from one process that has imported what they need: a node then reads and executes thousands of
-files of Python packages once, and not once per rank.
+"""Forks a node's ranks from one process that has imported their modules: a node then reads and executes thousands of
+Python files once instead of once per rank.
 
-    agent   starts the process, sends it what to fork, gets the process ids, waits for its end and lets the ranks go
-    parent  imports, forks the ranks and ends, so that the kernel makes the agent, a subreaper meanwhile, their parent
-    rank    waits for a byte of the agent; ends if the agent has ended or given up
+    agent   starts the parent, sends it the ranks to fork, gets their process ids, waits for its end, starts the ranks
+    parent  imports, forks the ranks and exits, so the kernel makes the agent, a subreaper meanwhile, their parent
+    rank    waits for a byte from the agent; exits if the agent has ended or aborted
 
 Forking is safe only from a process with one thread and no open GPU; otherwise the agent starts every rank as a program.
 """
@@ -39,8 +39,8 @@ LIMIT_BYTES = 1 << 24
 
 
 class RankStart(msgspec.Struct):
-    """What differs between the ranks of a node. environ: variables; log: file of its output, standard output only if
-    `quiet`; inherited: descriptors that it keeps."""
+    """Settings that differ between a node's ranks. environ: variables; log: file for standard error and, if `quiet`,
+    standard output; inherited: file descriptors that the rank keeps."""
 
     rank: int
     environ: dict[str, str]
@@ -57,14 +57,14 @@ class Order(msgspec.Struct):
 
 
 class AdoptedProcess:
-    """A process that this one has not started but may wait for, with what the agent uses of subprocess.Popen."""
+    """A process that this one has not started but may wait for; has the methods of subprocess.Popen that agents use."""
 
     def __init__(self, pid: int):
         self.pid = pid
         self.returncode: int | None = None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit code, negative for a signal. subprocess.TimeoutExpired after `timeout` seconds."""
+        """The exit code, negative for a signal. subprocess.TimeoutExpired after `timeout` seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while self.returncode is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -78,7 +78,7 @@ class AdoptedProcess:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send a signal unless it was waited for."""
+        """Send a signal unless the process was reaped."""
         if self.returncode is None:
             os.kill(self.pid, number)
 
@@ -89,9 +89,9 @@ class AdoptedProcess:
 def fork_ranks(
     argv: Sequence[str], environ: Mapping[str, str], starts: Sequence[RankStart], go_on: Callable[[], bool]
 ) -> dict[int, AdoptedProcess]:
-    """The processes of the ranks, forked from the program `argv`; none if it could not, for which the first log gives
-    the reason. go_on: asked all the time meanwhile; False ends the attempt. Called on the main thread, by which Linux
-    knows a parent."""
+    """Fork the ranks from the program `argv` and return their processes; none if forking failed, with the reason in the
+    first rank's log. go_on: polled meanwhile; False aborts the start. Call it on the main thread: Linux ties
+    die_with() to the thread that starts a process."""
     ours, theirs = socket.socketpair()
     with ours, _as_subreaper():
         with held_back(), theirs, open(starts[0].log, "ab") as log:
@@ -112,7 +112,7 @@ def fork_ranks(
                     if not (block := ours.recv(1 << 16)):
                         break
                     answer += block
-        except OSError:  # it has ended
+        except OSError:  # the parent has ended
             pass
         finally:
             if not answer.endswith(b"\n"):
@@ -121,14 +121,14 @@ def fork_ranks(
         if not answer.endswith(b"\n"):
             return {}
         pids = msgspec.json.decode(answer, type=dict[int, int])
-        with contextlib.suppress(OSError):  # no process waits for it: none was forked, or all were killed
+        with contextlib.suppress(OSError):  # no process reads: none was forked, or all were killed
             ours.sendall(bytes(len(pids)))
         return {rank: AdoptedProcess(pid) for rank, pid in pids.items()}
 
 
 @contextlib.contextmanager
 def _as_subreaper() -> Iterator[None]:
-    """Orphans among the descendants become children of this process."""
+    """Inside, this process becomes the parent of orphaned descendants."""
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
@@ -141,7 +141,7 @@ def _as_subreaper() -> Iterator[None]:
 
 
 class Parent:
-    """The process that forks. What it writes meanwhile goes to the log of its standard error."""
+    """The process that forks. Until then its output goes to the log of its standard error."""
 
     def __init__(self) -> None:
         self._socket = socket.socket(fileno=int(os.environ.pop(FORKS)))
@@ -156,11 +156,11 @@ class Parent:
 
     @property
     def gpus(self) -> dict[int, str]:
-        """The ranks to fork, and what each will have as CUDA_VISIBLE_DEVICES."""
+        """Rank -> its CUDA_VISIBLE_DEVICES, for the ranks to fork."""
         return {start.rank: start.environ[VISIBLE] for start in self._order.starts}
 
     def fork(self) -> None:
-        """Returns in each process that was forked; this one ends."""
+        """Returns in each forked process; the parent exits."""
         sys.stdout.flush()
         pids = {}
         if problem := unsafe():
@@ -186,7 +186,7 @@ class Parent:
             for descriptor in set(other.inherited) - set(start.inherited):
                 os.close(descriptor)
         if not self._socket.recv(1):
-            os._exit(1)  # the agent has ended or given up
+            os._exit(1)  # the agent has ended or aborted
         self._socket.close()
         die_with(self._order.agent)
         if not start.quiet:  # rank 0, whose start holds no signals back
@@ -194,7 +194,7 @@ class Parent:
 
 
 def unsafe() -> str:
-    """What of this process forbids to fork it; empty if nothing does."""
+    """Why this process must not be forked; empty if it may be."""
     if (threads := len(os.listdir("/proc/self/task"))) > 1:
         return f"{threads} threads"
     for entry in Path("/proc/self/fd").iterdir():

@@ -1,7 +1,7 @@
-"""Whether the ranks of a node can use its GPUs: their names, the driver, the CUDA of torch and of engines, free memory.
+"""Checks that a node's ranks can use its GPUs: visible GPUs, driver, CUDA versions of torch and engines, free memory.
 
-Found before a rank starts, with neither torch nor CUDA in this process: torch's build is read from its version.py, the
-driver is asked by a process of its own, which makes no context.
+Runs before any rank starts, with neither torch nor CUDA in this process: torch's build is read from its version.py, and
+a separate process, which creates no context, queries the driver.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ MIN_DRIVERS = {12: "driver 525 or newer", 13: "driver 580 or newer"}
 """Major version of CUDA -> the first driver that runs all builds for it
 (https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html)."""
 MAX_TAKEN = 0.1
-"""Share of a GPU that others may use: vLLM asks for the other nine tenths."""
+"""Share of a GPU that other processes may use: vLLM needs the remaining nine tenths."""
 FREED_S, ANSWERS_S, POLL_S = 20.0, 120.0, 0.2
-"""How long a GPU may take until it is free of the run's last processes; how long the driver may take to answer, which
-loads it where no process keeps it loaded; how often signals are looked for meanwhile."""
+"""Maximum time until the run's previous processes have left a GPU; maximum time for the driver's answer, which may
+include loading the driver; interval between checks for signals meanwhile."""
 ASK_CUDA = """
 import ctypes
 cuda = ctypes.CDLL("libcuda.so.1")
@@ -60,7 +60,7 @@ print(version.value, count.value, (text.value or b"").decode(errors="replace") o
 """
 CPU = "or set cluster.device=cpu"
 HIDING = ("", "-1", "none", "void")
-"""Lists of GPUs by which a user means the CPU."""
+"""Lists of GPUs with which a user selects the CPU."""
 
 
 class AskedToStopError(Exception):
@@ -69,9 +69,9 @@ class AskedToStopError(Exception):
 
 @dataclass(frozen=True)
 class GpuNeeds:
-    """What a run asks of the GPUs of a node. ranks: those of the node that hold a model; 0 if no GPU is used. required:
-    the CPU is no way out. engines: module -> extra or package that installs it, for the engines' own; not_on_amd:
-    engines with the reason; wait_s: for GPUs that others fill; shares: others may fill them."""
+    """A run's requirements for a node's GPUs. ranks: number of the node's ranks that hold a model; 0 if no GPU is used.
+    required: the CPU is no fallback. engines: the engines' modules -> extra or package that installs them. not_on_amd:
+    engines with the reason. wait_s: for GPUs that other processes use. shares: other processes may use them too."""
 
     ranks: int = 0
     required: bool = False
@@ -82,7 +82,7 @@ class GpuNeeds:
 
     @classmethod
     def of(cls, config: Config, layout: RoleLayout, ranks: Collection[int], requested: int = 0) -> GpuNeeds:
-        """Those of the node with these ranks, for which the job requests this many GPUs."""
+        """Requirements for the node with these ranks, for which the job requests this many GPUs."""
         uses = config.cluster.device != "cpu" and config.debug != "fake"
         specs = [one for one in chosen(config) if isinstance(one[2], (TrainEngineSpec, GenEngineSpec))]
         return cls(
@@ -100,7 +100,7 @@ class GpuNeeds:
 
 
 class TorchBuild(NamedTuple):
-    """Its version, and the versions of CUDA and HIP that it is built for; empty if for none."""
+    """Torch's version, and the versions of CUDA and HIP that it is built for; empty if for neither."""
 
     version: str
     cuda: str
@@ -108,20 +108,20 @@ class TorchBuild(NamedTuple):
 
     @classmethod
     def installed(cls) -> TorchBuild:
-        """As the file says that torch itself reads."""
+        """The installed build, from the file that torch itself reads."""
         spec = find_spec("torch")
         text = (Path(spec.origin).parent / "version.py").read_text() if spec is not None and spec.origin else ""
         found = dict(re.findall(r"^(__version__|cuda|hip)\b.*= '(.*)'$", text, re.MULTILINE))
         return cls(*(found.get(name, "") for name in ("__version__", "cuda", "hip")))
 
     def __str__(self) -> str:
-        kind = f"CUDA {self.cuda}" if self.cuda else f"ROCm {self.hip}" if self.hip else "CPUs alone"
+        kind = f"CUDA {self.cuda}" if self.cuda else f"ROCm {self.hip}" if self.hip else "CPUs only"
         return f"torch {self.version or '(none)'}, a build for {kind},"
 
 
 class Findings(NamedTuple):
-    """Of the GPUs of a node, as "this node ...", empty if there is nothing. problem: why its ranks must not start;
-    note: what else the user should know."""
+    """Findings about a node's GPUs, as "this node ..."; empty if none. problem: why the node's ranks must not start;
+    note: other facts for the user."""
 
     problem: str = ""
     note: str = ""
@@ -135,8 +135,16 @@ def look(
     devices: Path = Path("/dev"),
     torch: TorchBuild | None = None,
 ) -> Findings:
-    """What is to be known of the GPUs of this node. Only before its ranks start, which fill GPUs themselves.
-    AskedToStopError if `signals` has one. say: for a line that the node waits; torch: the installed one."""
+    """Check this node's GPUs. Call it before the ranks start, since they fill GPUs themselves.
+
+    Args:
+        say: prints a line if the node waits.
+        devices: the folder of device files.
+        torch: torch's build; None: the installed one.
+
+    Raises:
+        AskedToStopError: `signals` has one.
+    """
     problem = unusable(needs, environ, devices, torch, signals)
     if problem or not needs.ranks:
         return Findings(problem)
@@ -159,14 +167,14 @@ def unusable(
     torch: TorchBuild | None = None,
     signals: Sequence[int] = (),
 ) -> str:
-    """Why the ranks of this node could not compute on its GPUs, or would compute on the CPU beside them, with the way
-    out, as "this node ..."; empty if they can, or if there are none and none are asked for. torch: the installed one.
-    AskedToStopError if `signals` has one."""
+    """Why this node's ranks could not compute on its GPUs, or would use the CPU although it has GPUs, with the way out,
+    as "this node ..."; empty if they can, or if the node has no GPUs and none are required. torch: the installed one by
+    default. AskedToStopError if `signals` has one."""
     gpus, amd = visible_gpus(environ, devices), num_amd(devices)
     if (problem := mislisted(needs, environ, devices)) or not (needs.ranks and gpus):
         return problem
     torch = torch or TorchBuild.installed()
-    what = f"{len(gpus)} GPU(s) of {'AMD' if amd else 'NVIDIA'}"
+    what = f"{len(gpus)} {'AMD' if amd else 'NVIDIA'} GPU(s)"
     if not (torch.hip if amd else torch.cuda):
         build = "ROCm" if amd else "CUDA"
         return f"has {what}, and {torch} finds none of them: install torch for {build}, {CPU}"
@@ -177,9 +185,8 @@ def unusable(
 
 
 def mislisted(needs: GpuNeeds, environ: Mapping[str, str], devices: Path = Path("/dev")) -> str:
-    """Why the node shows its ranks other GPUs than its lists of GPUs look like, or too few by its lists, as "this node
-    ..."; also why it shows none. Empty where that means the CPU: it has none, or the user hides them, and none is
-    required."""
+    """Why the node shows its ranks other GPUs than its lists of GPUs suggest, too few, or none, as "this node ...".
+    Empty if showing none means the CPU: the node has none, or the user hides them, and none are required."""
     gpus, name = visible_gpus(environ, devices), visible_by(environ, devices)
     value, there = environ.get(name, ""), num_amd(devices) or num_nvidia(devices)
     if not needs.ranks:
@@ -189,7 +196,7 @@ def mislisted(needs: GpuNeeds, environ: Mapping[str, str], devices: Path = Path(
     if gpus:
         ends = value.split(",")[len(gpus) :]
         shows = f"shows {len(gpus)} GPU(s) to {needs.ranks} rank(s) that hold a model, since {name}={value!r} ends"
-        return f"{shows} at {ends[0]!r}: name GPUs alone, {CPU}" if ends and len(gpus) < needs.ranks else ""
+        return f"{shows} at {ends[0]!r}: name only GPUs, {CPU}" if ends and len(gpus) < needs.ranks else ""
     if not needs.required and not (there and value.strip() not in HIDING):
         return ""
     if not name:
@@ -203,7 +210,7 @@ def mislisted(needs: GpuNeeds, environ: Mapping[str, str], devices: Path = Path(
 
 
 def _engine_problems(engines: Mapping[str, str], torch: TorchBuild) -> Iterator[str]:
-    """Engines whose packages name another torch or another CUDA in their requirements, version or name."""
+    """Engines whose package requires another torch or CUDA, by its requirements, version or name."""
     for module, extra in engines.items():
         for package in packages_of(module):
             try:
@@ -216,14 +223,14 @@ def _engine_problems(engines: Mapping[str, str], torch: TorchBuild) -> Iterator[
             built = {cuda for text in texts for cuda in re.findall(r"(?<![a-z0-9])cu(1\d)", text)}
             way = f"build {module} for ROCm" if torch.hip else f"use one environment for both: {install([extra])}"
             if built and torch.cuda.partition(".")[0] not in built:
-                yield f"has {own}, built for CUDA {' and '.join(sorted(built))}, and {torch} with it: {way}"
+                yield f"has {own}, built for CUDA {' and '.join(sorted(built))}, but {torch} with it: {way}"
             for one in asked:
                 if one.name == "torch" and not one.specifier.contains(torch.version, prereleases=True):
-                    yield f"has {own}, which requires {one.name}{one.specifier}, and {torch} with it: {way}"
+                    yield f"has {own}, which requires {one.name}{one.specifier}, but {torch} with it: {way}"
 
 
 def _described(package: Distribution) -> tuple[str, list[Requirement]]:
-    """A package's name and version, and what it requires here; one of DAMAGED if its metadata do not say so."""
+    """A package's name and version, and its requirements here; an error of DAMAGED if its metadata lack them."""
     asked = [Requirement(text) for text in package.requires or ()]
     if not (package.name and package.version):
         raise ValueError("no name or version")
@@ -231,9 +238,9 @@ def _described(package: Distribution) -> tuple[str, list[Requirement]]:
 
 
 def _driver_problem(gpus: Sequence[str], environ: Mapping[str, str], torch: TorchBuild, signals: Sequence[int]) -> str:
-    """What the driver says of torch's CUDA and of the visible GPUs. It is libcuda that is asked, as ranks find it: that
-    of NVIDIA's cuda-compat serves builds for a newer CUDA over an older driver of the kernel."""
-    # CUDA shows a process one part of a GPU at most, however many are named.
+    """Why the driver does not support torch's CUDA or the visible GPUs. Queries the libcuda that ranks would load: the
+    one of NVIDIA's cuda-compat supports builds for a newer CUDA on an older kernel driver."""
+    # CUDA shows a process at most one MIG part, however many are named.
     for shown in gpus if gpus[0].startswith("MIG-") else [",".join(gpus)]:
         try:
             command = [sys.executable, "-S", "-X", "utf8", "-c", ASK_CUDA]
@@ -243,15 +250,15 @@ def _driver_problem(gpus: Sequence[str], environ: Mapping[str, str], torch: Torc
         except subprocess.CalledProcessError as error:
             why = (error.stderr.strip().splitlines() or [f"exit code {error.returncode}"])[-1]
             return (
-                f"has GPU(s) {shown}, and no driver that loads ({why}): in a container, start it with GPUs (apptainer "
-                f"--nv), else cluster.exclude the node, {CPU}"
+                f"has GPU(s) {shown}, but its driver does not load ({why}): in a container, start it with GPUs "
+                f"(apptainer --nv), else cluster.exclude the node, {CPU}"
             )
         version, count, refused = found.splitlines()[-1].split(" ", 2)
         driver, major = int(version), int(torch.cuda.partition(".")[0])
         if driver // 1000 < major:
             least = MIN_DRIVERS.get(major, "a newer driver")
             return (
-                f"has a driver for CUDA {driver // 1000}.{driver % 1000 // 10}, and {torch} needs {least}: load "
+                f"has a driver for CUDA {driver // 1000}.{driver % 1000 // 10}, but {torch} needs {least}: load "
                 f"NVIDIA's cuda-compat-{major}, first in LD_LIBRARY_PATH (cluster.modules, cluster.prologue), install "
                 f"torch for CUDA {driver // 1000}, or cluster.exclude the node"
             )
@@ -276,18 +283,18 @@ class _Card(NamedTuple):
 
 
 def _nvcc_note(needs: GpuNeeds, environ: Mapping[str, str], torch: TorchBuild, signals: Sequence[int]) -> str:
-    """That engines would compile for another CUDA; empty if not."""
+    """A note if engines would compile for another CUDA than torch's; empty if not."""
     nvcc = _nvcc(environ, signals) if needs.engines and torch.cuda else ""
     if not nvcc or nvcc.partition(".")[0] == torch.cuda.partition(".")[0]:
         return ""
     return (
-        f"has an nvcc of CUDA {nvcc}, with which {' or '.join(needs.engines)} may compile, and {torch} takes "
-        f"what is compiled with CUDA {torch.cuda}: load CUDA {torch.cuda} (cluster.modules)"
+        f"has nvcc for CUDA {nvcc}, with which {' or '.join(needs.engines)} may compile, but {torch} needs "
+        f"code compiled with CUDA {torch.cuda}: load CUDA {torch.cuda} (cluster.modules)"
     )
 
 
 def _nvcc(environ: Mapping[str, str], signals: Sequence[int]) -> str:
-    """CUDA's version of the compiler that torch and DeepSpeed would call; empty without one."""
+    """CUDA version of the compiler that torch and DeepSpeed would call; empty if there is none."""
     home = environ.get("CUDA_HOME") or environ.get("CUDA_PATH")
     command = f"{home}/bin/nvcc" if home else shutil.which("nvcc", path=environ.get("PATH"))
     if command is None:
@@ -300,34 +307,34 @@ def _nvcc(environ: Mapping[str, str], signals: Sequence[int]) -> str:
 
 
 def _unseen(gpus: Sequence[str], environ: Mapping[str, str], devices: Path) -> str:
-    """Why nobody can say what others hold of these GPUs; empty if nvidia-smi may."""
+    """Why the memory use of other processes on these GPUs is unknown; empty if nvidia-smi can report it."""
     if num_amd(devices) or shutil.which("nvidia-smi", path=environ.get("PATH")) is None:
-        return "has no nvidia-smi to say whether others fill its GPUs"
+        return "has no nvidia-smi to check whether other processes use its GPUs"
     if gpus[0].isdigit() and (order := environ.get(ORDER, BY_BUS)) != BY_BUS:
-        return f"has {ORDER}={order}, and nvidia-smi, which says whether others fill GPUs, numbers them by {BY_BUS}"
+        return f"has {ORDER}={order}, but nvidia-smi, which shows whether others use GPUs, numbers them by {BY_BUS}"
     return ""
 
 
 def _memory(
     needs: GpuNeeds, gpus: Sequence[str], environ: Mapping[str, str], signals: Sequence[int], say: Callable[[str], None]
 ) -> Findings:
-    """Which of the ranks' GPUs other processes still fill after needs.wait_s, or are divided by MIG and named whole,
-    and of which nvidia-smi does not tell."""
+    """GPUs of the ranks that other processes still use after needs.wait_s, or that are divided by MIG but named whole;
+    as a note, GPUs that nvidia-smi does not list."""
     for left_s in reversed(range(int(needs.wait_s) + 1)):
         cards = [card for card in _cards(environ, signals) if any(_is_named(card, gpu) for gpu in gpus)]
         if whole := [card.number for card in cards if card.mig == "Enabled"]:
             return Findings(
-                f"has GPU(s) {','.join(whole)} divided by MIG, of which CUDA shows a process one part at most: name "
+                f"has GPU(s) {','.join(whole)} divided by MIG, of which CUDA shows a process at most one part: name "
                 f"parts, {VISIBLE}=MIG-UUID,... (nvidia-smi -L), {CPU}"
             )
         full = [card for card in cards if card.used_mib > MAX_TAKEN * card.total_mib]
         if not full or needs.shares:
             unseen = ",".join(gpu for gpu in gpus if not any(_is_named(card, gpu) for card in cards))
             return Findings(
-                note=f"has an nvidia-smi that does not say whether others fill GPU(s) {unseen}" * bool(unseen)
+                note=f"has an nvidia-smi that does not show whether others use GPU(s) {unseen}" * bool(unseen)
             )
         if 0 < left_s == int(needs.wait_s):
-            say(f"waits up to {left_s} s for GPUs that others fill")
+            say(f"waits up to {left_s} s for GPUs that others use")
         time.sleep(min(left_s, 1.0))
     owners: dict[str, list[str]] = {}
     for uuid, pid, used, name in _query(environ, signals, "compute-apps=gpu_uuid,pid,used_memory,process_name", 4):
@@ -338,18 +345,18 @@ def _memory(
         for card in full
     ]
     return Findings(
-        f"has GPUs that others fill, {', '.join(said)}: end that, name other GPUs in {VISIBLE}, cluster.exclude the "
+        f"has GPUs that others use, {', '.join(said)}: end them, name other GPUs in {VISIBLE}, cluster.exclude the "
         "node, or set cluster.oversubscribe=true"
     )
 
 
 def _is_named(card: _Card, gpu: str) -> bool:
-    """Whether an entry of CUDA_VISIBLE_DEVICES is this GPU. Which GPU a MIG- name is a part of, is not known."""
+    """Whether an entry of CUDA_VISIBLE_DEVICES is this GPU. The GPU of a MIG- name is unknown."""
     return gpu == card.number or (gpu.startswith("GPU-") and card.uuid.lower().startswith(gpu.lower()))
 
 
 def _cards(environ: Mapping[str, str], signals: Sequence[int]) -> list[_Card]:
-    """Those that say how much memory they have."""
+    """The GPUs whose memory nvidia-smi reports."""
     rows = _query(environ, signals, "gpu=index,uuid,memory.total,memory.used,mig.mode.current,name", 6)
     return [
         _Card(number, uuid, int(total), int(used), mig, name)
@@ -369,9 +376,9 @@ def _query(environ: Mapping[str, str], signals: Sequence[int], what: str, num_co
 
 
 def _ask(command: Sequence[str], environ: Mapping[str, str], signals: Sequence[int]) -> str:
-    """What a program prints. OSError if it cannot start, SubprocessError if it fails or takes longer than ANSWERS_S,
-    AskedToStopError after a signal. It is ended then, but not waited for, as subprocess.run() would: a process that is
-    blocked in the kernel does not end."""
+    """A program's output. OSError if it cannot start, SubprocessError if it fails or takes longer than ANSWERS_S,
+    AskedToStopError after a signal. The program is then killed but, unlike in subprocess.run(), not waited for, since a
+    process that is blocked in the kernel does not end."""
     process = subprocess.Popen(
         command,
         env=environ,

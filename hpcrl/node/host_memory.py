@@ -1,4 +1,4 @@
-"""The memory that this machine gives a run, and whether the kernel has killed a process for lack of it.
+"""The memory available to a run on this machine, and whether the kernel has killed a process for lack of memory.
 
 Linux limits memory by cgroups, of version 2 (memory.max) or 1 (memory.limit_in_bytes); Slurm and containers set them.
 """
@@ -13,8 +13,8 @@ from pathlib import Path
 
 
 def memory_limit(root: Path = Path("/")) -> tuple[int, str]:
-    """Bytes that this process and its children may use at most, and whose limit that is, as text; (0, "") if
-    unknown. root: where /proc and /sys are."""
+    """Maximum bytes for this process and its children, and the source of this limit as text; (0, "") if unknown.
+    root: where /proc and /sys are."""
     limits = [(num_bytes, f"its cgroup's limit in {file}") for file, num_bytes in _cgroup_limits(root)]
     with contextlib.suppress(OSError):
         total = re.search(r"^MemTotal:\s+(\d+) kB$", (root / "proc/meminfo").read_text(), re.MULTILINE)
@@ -54,7 +54,7 @@ class OutOfMemoryKills:
 
     @classmethod
     def now(cls, root: Path = Path("/")) -> OutOfMemoryKills:
-        """The kernel's counts; 0 where it does not tell."""
+        """The kernel's counts; 0 where it has none."""
         files = [own / name for _, own, _ in _cgroups(root) for name in ("memory.events", "memory.oom_control")]
         return cls(max(map(_count, files), default=0), _count(root / "proc/vmstat"))
 

@@ -1,5 +1,5 @@
-"""The CPUs of a GPU's NUMA node: host memory that a process touches first is in the node on which it runs, and copies
-between that memory and a GPU of another node take the link between the processors."""
+"""Binds processes to the CPUs of their GPU's NUMA node: host memory is allocated on the node of the process that first
+touches it, and copies between it and another node's GPU go over the link between the processors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def bind_to_gpu(pci: str, threads: int, root: Path = Path("/")) -> set[int]:
     if len(own) < threads or any(allowed <= cpus for cpus in nodes.values()):
         return set()
     for thread in os.listdir("/proc/self/task"):
-        with contextlib.suppress(ProcessLookupError):  # it has ended
+        with contextlib.suppress(ProcessLookupError):  # the thread has ended
             os.sched_setaffinity(int(thread), own)
     return own
 

@@ -52,7 +52,7 @@ from hpcrl.system.files import allow_files, backed_off_s, find_room, write_durab
 logger = logging.getLogger("hpcrl.node.preflight")  # not __name__: a program, too
 
 CACHED_S = 10.0
-"""How long a node waits for files of the first node. Network file systems may cache earlier reads for longer, but
+"""How long a node waits for the first node's files. Network file systems may cache earlier reads for longer, but
 refresh when a folder is listed."""
 FOLDER = "preflight"
 CANARY, VERDICT = "canary.json", "verdict.json"
@@ -65,8 +65,8 @@ RUN_FREE_BYTES, SCRATCH_FREE_BYTES = 1 << 30, 64 << 20
 """Minimum free space of the run folder, for checkpoints, and of the node's scratch folder, for files of sandboxes."""
 
 STALE = (
-    "reads another config.yaml than the first node: it still keeps an older one, or run_dir is not on a file system "
-    "that all nodes share; wait a minute and submit again"
+    "reads another config.yaml than the first node: its file system caches an older one, or run_dir is not on a file "
+    "system that all nodes share; wait a minute and submit again"
 )
 
 T = TypeVar("T")
@@ -83,9 +83,9 @@ class Canary(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Report(msgspec.Struct, forbid_unknown_fields=True):
-    """The report of a node. scratch_free_bytes is -1 if scratch is not writable; no_network: the error of its
-    interface; unreached: why it cannot connect to the first node; no_room: why RUN_FREE_BYTES cannot be written;
-    bad_gpus: why its ranks cannot compute on its GPUs; gpu_note: what else is to be known of them."""
+    """A node's report. scratch_free_bytes is -1 if scratch is not writable; no_network: its interface's error;
+    unreached: why it cannot connect to the first node; no_room: why RUN_FREE_BYTES cannot be written; bad_gpus: why its
+    ranks cannot compute on its GPUs; gpu_note: a note on its GPUs."""
 
     nonce: str
     node: int
@@ -112,7 +112,7 @@ class Report(msgspec.Struct, forbid_unknown_fields=True):
 
 class Judgement(msgspec.Struct, forbid_unknown_fields=True):
     """The first node's verdict on all reports: one line, and the exit code of all agents; 0 on success, with a line if
-    something is worth a remark."""
+    there are remarks."""
 
     code: int
     message: str
@@ -120,10 +120,10 @@ class Judgement(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Needs:
-    """Requirements of a run on a node. `all_or_none`: this many GPUs, or none; `all_or_none_roles`: roles whose other
-    nodes must make the same choice; `modules`: those of the engines, with the extras that install them; `gpu_modules`:
-    those that they need on a node with GPUs, with the way to install them; `tested`: beginning of the versions that
-    they were tested with; `knows`: of those that they can work with; `gpu`: what must be true of its GPUs."""
+    """A run's requirements on a node. `all_or_none`: this many GPUs, or none; `all_or_none_roles`: roles whose other
+    nodes must make the same choice; `modules`: the engines' modules, with the extras that install them; `gpu_modules`:
+    modules needed only on nodes with GPUs, with the way to install them; `tested`: module -> prefix of its tested
+    versions; `knows`: module -> prefix of its supported versions; `gpu`: requirements for the GPUs."""
 
     ranks: tuple[int, ...]
     gpus: int
@@ -141,7 +141,7 @@ class Needs:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What must have the same version on all nodes that need it."""
+        """Packages that must have the same version on all nodes that need them."""
         return ("python", *PACKAGES, *self.modules)
 
 
@@ -149,7 +149,7 @@ NOTHING = Needs((), 0, 0, 0)
 
 
 class Rendezvous(NamedTuple):
-    """Findings of a node for its report, besides its properties."""
+    """A node's findings for its report, in addition to its properties."""
 
     nonce: str = ""
     config: str = ""
@@ -201,9 +201,9 @@ def _rendezvous(
             _write(meeting / CANARY, Canary(secrets.token_hex(16), _hash(run_dir), *at))
         canary = _await(lambda: _read(meeting / CANARY, Canary), start_s, signals)
         if canary is None:
-            text = f"node {node_name()} saw no {meeting / CANARY} within {start_s:g} s: the first node is stuck, or"
+            text = f"node {node_name()} found no {meeting / CANARY} within {start_s:g} s: the first node hangs, or"
             return Judgement(ExitCode.DEADLINE, f"{text} {run_dir} is not on a file system that all nodes share")
-        # This node may have read an older file, cached by its network file system.
+        # This node may have read an older file from its network file system's cache.
         same = _await(lambda: _hash(run_dir) == canary.config or None, min(CACHED_S, start_s / 2), signals)
         needs = needs_of(stored_config(run_dir)) if same else [NOTHING] * num_nodes
         if num_nodes != len(needs):
@@ -216,7 +216,7 @@ def _rendezvous(
     # The first node waits start_s for all.
     judged = _await(lambda: _read(meeting / VERDICT, Judgement), start_s + 1.0, signals)
     if judged is None:
-        return Judgement(ExitCode.DEADLINE, f"node {node_name()}: no word from the first node within {start_s:g} s")
+        return Judgement(ExitCode.DEADLINE, f"node {node_name()}: no verdict from the first node within {start_s:g} s")
     return Judgement(judged.code, "")
 
 
@@ -263,7 +263,7 @@ def needs_of(config: Config) -> list[Needs]:
 
 
 def _peers(layout: RoleLayout, roles: Sequence[RoleName]) -> int:
-    """Number of ranks with which a rank of these roles communicates, including itself if it is among them."""
+    """Number of ranks with which a rank of these roles communicates, including the rank itself if it is one of them."""
     if "controller" in roles:
         return layout.world_size
     return len({CONTROLLER, *(rank for role in roles for peer in ROLES[role].peers for rank in layout.ranks[peer])})
@@ -308,7 +308,7 @@ def examine(node: int, needs: Needs, run_dir: Path, said: Rendezvous = ALONE, si
 
 
 def _say(text: str) -> None:
-    """Print a line about this node; lost where the log's disk is full."""
+    """Log a line about this node; lost if the log's disk is full."""
     with contextlib.suppress(OSError):
         logger.warning("node %s %s", node_name(), text)
 
@@ -334,21 +334,21 @@ def judge(reports: Sequence[Report], needs: Sequence[Needs]) -> str:
 
 
 def remark(reports: Sequence[Report], needs: Sequence[Needs]) -> str:
-    """In one line, versions of engines that hpcrl was not tested with, and what is to be known of GPUs; empty if there
-    is nothing. No reason to stop."""
+    """In one line, engine versions with which hpcrl was not tested, and notes on GPUs; empty if there are none. These
+    are no reason to stop."""
     found: dict[str, list[str]] = {}
     for report, need in zip(reports, needs, strict=True):
         for module, tested in need.tested.items():
             if (version := report.versions.get(module)) and not version.startswith(tested):
-                found[f"{module} {version} is installed on the nodes, and hpcrl is written for {tested}*"] = []
+                found[f"{module} {version} is installed on the nodes, but hpcrl is written for {tested}*"] = []
         if report.gpu_note:
             found.setdefault(report.gpu_note, []).append(report.name)
     return "; ".join(f"{_nodes(names)} {text}" if names else text for text, names in found.items())
 
 
 def _mixed_roles(reports: Sequence[Report], needs: Sequence[Needs]) -> dict[RoleName, dict[int, list[str]]]:
-    """Role -> number of GPUs -> nodes, for roles that would run partly on GPUs and partly on CPUs. Of roles on the same
-    nodes only the first."""
+    """Role -> number of GPUs -> nodes, for roles that would run partly on GPUs and partly on CPUs. Of several roles on
+    the same nodes only the first is listed."""
     counts: dict[RoleName, dict[int, list[str]]] = {}
     for report, need in zip(reports, needs, strict=True):
         for role in need.all_or_none_roles if report.gpus >= need.gpus else ():
@@ -374,19 +374,19 @@ def read_judgement(world: Path) -> Judgement | None:
 
 
 def rendezvous_folder(world: Path) -> Path:
-    """Folder for the files of this start: named after the Slurm step, so that it has no files of earlier starts."""
+    """Folder for this start's files, named after the Slurm step, so it has no files of earlier starts."""
     job, step = slurm.own_job(os.environ), os.environ.get("SLURM_STEP_ID")
     assert job is not None and step is not None, "in a Slurm step"
     return world / FOLDER / f"{job[0]}.{job[1]}.{step}"
 
 
 def node_name() -> str:
-    """Name of this node in the batch system, else its host name."""
+    """This node's name in the batch system, else its host name."""
     return os.environ.get("SLURMD_NODENAME") or platform.node()
 
 
 def see_run(run_dir: Path) -> str:
-    """Empty if this node sees the run folder, else a message for the user. In a Slurm step it retries for a while: the
+    """Empty if this node sees the run folder, else a message for the user. Retries for a while in a Slurm step: the
     batch script has just written the folder on another node."""
     seconds = CACHED_S if "SLURM_STEP_ID" in os.environ else 0.0
     if _await(lambda: _hash(run_dir) or None, seconds, ()):
@@ -395,9 +395,9 @@ def see_run(run_dir: Path) -> str:
 
 
 def _complaints(report: Report, need: Needs, usual: Mapping[str, str]) -> list[str]:
-    """Problems of one node, with equal texts for equal problems of other nodes."""
+    """One node's problems, with the same text for the same problem on several nodes."""
     found = [
-        f"has {name} {report.versions.get(name) or '(none)'}, where the others have {version or 'none'}: use one "
+        f"has {name} {report.versions.get(name) or '(none)'}, but other nodes have {version or 'none'}: use one "
         "environment on all nodes"
         for name, version in usual.items()
         if name in need.names and report.versions.get(name, "") != version
@@ -408,12 +408,12 @@ def _complaints(report: Report, need: Needs, usual: Mapping[str, str]) -> list[s
         if not report.versions.get(module)
     ]
     found += [
-        f"has GPUs and no {module}, which the run needs on them; install it there: {way}"
+        f"has GPUs but no {module}, which the run needs on GPUs; install it there: {way}"
         for module, way in need.gpu_modules.items()
         if report.gpus and not report.versions.get(module)
     ]
     found += [
-        f"has {module} {report.versions[module]}, and hpcrl's part for it is written for {known}*; install that there: "
+        f"has {module} {report.versions[module]}, but hpcrl's part for it is written for {known}*; install that there: "
         f"{install([need.modules.get(module, module)])}"
         for module, known in need.knows.items()
         if report.versions.get(module) and not report.versions[module].startswith(known)
@@ -421,22 +421,22 @@ def _complaints(report: Report, need: Needs, usual: Mapping[str, str]) -> list[s
     if report.bad_gpus:
         found.append(report.bad_gpus)
     elif report.gpus < need.gpus:
-        found.append(f"shows {report.gpus} GPU(s) of the {need.gpus} that the run asks for: cluster.exclude it")
+        found.append(f"shows {report.gpus} GPU(s) of the {need.gpus} that the run requests: cluster.exclude it")
     elif 0 < report.gpus < need.all_or_none:
         text = f"shows {report.gpus} GPU(s) for its {need.all_or_none} ranks that hold a model"
         found.append(f"{text}: give it fewer ranks, or set cluster.device=cpu")
     if report.cpus < (cpus := min(need.cpus, report.machine_cpus)):
         found.append(
-            f"lets the step use {report.cpus} CPU(s) of the {cpus} that the job asks for: srun --cpu-bind=none"
+            f"lets the step use {report.cpus} CPU(s) of the {cpus} that the job requests: srun --cpu-bind=none"
         )
     if 0 < report.memory_bytes < need.memory_bytes:
-        text = f"gives the job {_mib(report.memory_bytes)} of memory, the plan of its ranks needs "
+        text = f"gives the job {_mib(report.memory_bytes)} of memory, but its ranks' plan needs "
         found.append(f"{text}{_mib(need.memory_bytes)}: raise the memory key of its component")
     if report.open_files < need.open_files:
-        text = f"allows {report.open_files} open files, the run needs {need.open_files}"
+        text = f"allows {report.open_files} open files, but the run needs {need.open_files}"
         found.append(f"{text}: raise the hard limit there (ulimit -Hn)")
     if report.run_free_bytes < RUN_FREE_BYTES:
-        found.append(f"has {_mib(report.run_free_bytes)} free in the run folder, needs {_mib(RUN_FREE_BYTES)}")
+        found.append(f"has {_mib(report.run_free_bytes)} free in the run folder, but needs {_mib(RUN_FREE_BYTES)}")
     elif report.no_room:
         text = f"may not write {_mib(RUN_FREE_BYTES)} to the run folder: {report.no_room}"
         found.append(f"{text}; free some of your quota (quota -s, lfs quota) or set run_dir")
@@ -445,7 +445,7 @@ def _complaints(report: Report, need: Needs, usual: Mapping[str, str]) -> list[s
     elif report.scratch_free_bytes < SCRATCH_FREE_BYTES:
         free, least = _mib(report.scratch_free_bytes), _mib(SCRATCH_FREE_BYTES)
         found.append(
-            f"has {free} free in its scratch {report.scratch}, needs {least}: set TMPDIR or cluster.exclude it"
+            f"has {free} free in its scratch {report.scratch}, but needs {least}: set TMPDIR or cluster.exclude it"
         )
     return found
 
@@ -457,14 +457,14 @@ def _unconnected(report: Report, need: Needs, num_hosts: int) -> Iterator[str]:
     elif report.unreached:
         yield f"cannot connect to the first node at {report.unreached}: name another cluster.network_interface"
     elif num_hosts > 1 and is_loopback(report.address):
-        text = "which no other node reaches: name an interface that has another one as cluster.network_interface"
+        text = "which no other node can reach: set cluster.network_interface to an interface with another address"
         yield f"has the address {report.address}, {text}"
 
 
 def _judge_all(
     needs: Sequence[Needs], meeting: Path, canary: Canary, start_s: float, run_dir: Path, signals: Sequence[int]
 ) -> Judgement:
-    """Wait for all reports and judge them. On node 0."""
+    """Wait for all reports and judge them. Called on node 0."""
     reports: dict[int, Report] = {}
 
     def complete() -> bool | None:
@@ -509,7 +509,7 @@ def _newest_meeting(world: Path) -> Path | None:
 
 
 def _await(look: Callable[[], T | None], seconds: float, signals: Sequence[int]) -> T | None:
-    """The result of `look`, None if it finds nothing within that time. AskedToStopError after a signal."""
+    """The first result of `look` that is not None; None after `seconds`. AskedToStopError after a signal."""
     clock = AwakeClock(seconds)
     while (found := look()) is None and (waited_s := clock.now()) < seconds:
         if signals:

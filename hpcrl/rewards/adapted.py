@@ -1,4 +1,4 @@
-"""Objects of other libraries that score responses, as functions of hpcrl's own signature, `items`.
+"""Adapts scoring objects of other libraries to functions with hpcrl's own signature, `items`.
 
 verifiers: a Rubric, whose score_rollout(state) and score_group(states) write reward and metrics into each state (read
 and tested: 0.1.14; 0.4 has no rubrics). NeMo-RL: an environment, whose step(message_log_batch, metadata) returns
@@ -19,14 +19,14 @@ ENVIRONMENT = ("step", "global_post_process_and_metrics")
 
 
 def adapted(found: Any, path: str) -> Callable[..., Any]:
-    """The function that scores with a rubric or an environment; anything else as it is. A function without parameters
-    is called and gives one. ValueError if it cannot be used."""
+    """A function that scores with a rubric or an environment; anything else unchanged. A function without parameters is
+    called to create the object. ValueError if it cannot be used."""
     made = found
     if callable(found) and not _has(found, RUBRIC) and not _has(found, ENVIRONMENT) and _takes_nothing(found):
         try:
             made = found()
         except Exception as error:
-            raise ValueError(f"{path}: it raised {type(error).__name__}: {error}") from error
+            raise ValueError(f"{path}: the function raised {type(error).__name__}: {error}") from error
     if _has(made, RUBRIC):
         return RubricFunction(made, path)
     if _has(made, ENVIRONMENT):
@@ -46,9 +46,9 @@ def _takes_nothing(function: Callable[..., Any]) -> bool:
 
 
 class RubricFunction:
-    """Scores with a verifiers Rubric. The siblings of a prompt together if one of its functions compares them; as an
-    asynchronous reward if one of them waits. Its functions get the columns of the row by name. verifiers turns an
-    exception of a function into 0 and a line of the log."""
+    """Scores with a verifiers Rubric: a prompt's group in one call if a function of the rubric compares group members,
+    and as an asynchronous reward if a function is a coroutine. The functions get the row's columns by name. verifiers
+    turns a function's exception into 0 and a log line."""
 
     def __init__(self, rubric: Any, path: str):
         if list(inspect.signature(rubric.score_rollout).parameters) != ["state"]:
@@ -67,7 +67,7 @@ class RubricFunction:
 
 
 def _state(item: RewardItem) -> dict[str, Any]:
-    """What a rubric reads of a rollout."""
+    """The rollout state that a rubric reads."""
     prompt, response = _dialogue(item)
     row = {"prompt": prompt, "answer": "" if item.answer is None else item.answer, "example_id": item.sample_id}
     row |= {"info": item.extra.get("info", {}), "task": item.extra.get("task", item.domain)}
@@ -77,7 +77,7 @@ def _state(item: RewardItem) -> dict[str, Any]:
 
 
 def _dialogue(item: RewardItem) -> tuple[list[Any], list[Any]]:
-    """The messages of the prompt, and all that came after it."""
+    """The prompt's messages, and all later messages."""
     prompt = list(item.messages) or [{"role": "user", "content": item.prompt}]
     played = item.extra.get("messages")
     if item.messages and isinstance(played, Sequence) and len(played) > len(prompt):
@@ -90,12 +90,12 @@ def _score(reward: Any, metrics: Mapping[str, Any]) -> Score:
 
 
 class EnvironmentFunction:
-    """Scores with one step of a NeMo-RL environment. Its metadata is the row's `extra_env_info`, or else its columns
-    and `ground_truth`, the answer."""
+    """Scores with one step of a NeMo-RL environment. The metadata is the row's `extra_env_info`, or else the row's
+    columns and `ground_truth`, the answer."""
 
     def __init__(self, environment: Any, path: str):
         if hasattr(environment.step, "remote"):
-            raise ValueError(f"{path}: it is a Ray actor, and hpcrl runs no Ray; give an object of the plain class")
+            raise ValueError(f"{path}: it is a Ray actor, but hpcrl uses no Ray; give an object of the plain class")
         self._step = environment.step
 
     def __call__(self, items: Sequence[RewardItem]) -> list[Score]:

@@ -52,11 +52,11 @@ class FunctionReward(Reward):
     nemo_rl:  f(ground_truth, response) -> (reward, whether it is right, or None)
     hpcrl:    f(items: list[RewardItem]) -> list of Score or float
 
-    The function gets those of these parameters that it names, and `options` as keyword arguments. The option
-    `conversational` is hpcrl's: under trl, whether a prompt and a completion are a list of one message instead of text;
-    without it, hpcrl tries text, then messages if the function reads text as a message. A class is instantiated first,
-    without arguments. Attributes `scores = "groups"`, `pool = "async"` and `pure = True` of the function or class mean
-    the same as in hpcrl.rewards.reward.Reward.
+    The function gets the parameters that it names, and `options` as keyword arguments. hpcrl itself reads the option
+    `conversational`: under trl, whether a prompt and a completion are a list of one message instead of text; without
+    it, hpcrl tries text, then messages if the function reads text as a message. A class is instantiated first, without
+    arguments. The attributes `scores = "groups"`, `pool = "async"` and `pure = True` of the function or class have the
+    meaning that they have in hpcrl.rewards.reward.Reward.
     """
 
     def __init__(self, config: RewardConfig):
@@ -134,7 +134,7 @@ class FunctionReward(Reward):
         columns.setdefault("answer", [item.answer for item in items])
         ids = [list(item.token_ids) for item in items]
         if "completion_ids" in self._parameters and any(item.response and not item.token_ids for item in items):
-            raise ValueError("the function wants completion_ids, and the response came without token ids")
+            raise ValueError("the function needs completion_ids, but the response came without token ids")
         result = await self._call_trl(items, columns | {"completion_ids": ids})
         return [Score(0.0, 0.0) if value is None else as_score(value) for value in _list(result, len(items))]
 
@@ -160,7 +160,7 @@ class FunctionReward(Reward):
                     self._conversational = True
                     return result
             other = str(not self._conversational).lower()
-            raise TypeError(f"{error} (the function may want options.conversational={other})") from error
+            raise TypeError(f"{error} (the function may need options.conversational={other})") from error
         self._conversational = bool(self._conversational)
         return result
 
@@ -241,8 +241,8 @@ def load_function(path: str) -> Callable[..., Any]:
 
 
 def load_module(name: str, path: str) -> Any:
-    """The module of this name, or that of a file.py, which is executed. ValueError begins with `path`, the import path
-    that names it."""
+    """The module of this name, or of a file.py, which is executed. ValueError begins with `path`, the import path that
+    names the module."""
     if name.endswith(".py"):
         return _load_file(name, path)
     try:
@@ -255,7 +255,7 @@ def _load_file(name: str, path: str) -> Any:
     try:
         file = Path(name).expanduser()
         there = file.is_file()
-    except (OSError, RuntimeError) as error:  # a name that is too long; an unknown user's home folder
+    except (OSError, RuntimeError) as error:  # too long a name; an unknown user's home folder
         raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     if not there:
         raise ValueError(f"{path}: no such file (looked in {Path.cwd()})")
@@ -263,7 +263,7 @@ def _load_file(name: str, path: str) -> Any:
     assert spec is not None and spec.loader is not None, file
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look up their module
-    sys.path.insert(0, str(file.resolve().parent))  # files beside it can be imported, as when it is run
+    sys.path.insert(0, str(file.resolve().parent))  # lets it import files in its folder, as when it is run
     try:
         spec.loader.exec_module(module)
     except RAISED as error:
@@ -298,7 +298,7 @@ def _extra_info(item: RewardItem) -> Any:
 
 
 def _verl_score(result: Any) -> Score:
-    """The score of verl's number or dict, whose other numbers are metrics."""
+    """The score from verl's number or dict; the dict's other numbers are metrics."""
     if not isinstance(result, dict):
         return as_score(result)
     value = _number(result.get("score"), "the dict's score")
@@ -322,7 +322,7 @@ def _number(value: Any, what: str) -> float:
 
 def _list(value: Any, count: int) -> list[Any]:
     values = value.tolist() if hasattr(value, "tolist") else value
-    if count == 1 and isinstance(values, bool | int | float):  # of a tensor without dimensions
+    if count == 1 and isinstance(values, bool | int | float):  # from a tensor without dimensions
         values = [values]
     if not isinstance(values, list | tuple):
         raise TypeError(f"the function returned {type(value).__name__} instead of a list of {count}")

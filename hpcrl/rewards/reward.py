@@ -12,12 +12,12 @@ from hpcrl.rewards.services import Services
 from hpcrl.spec.tables import REWARDS
 
 MAX_TOKEN_REWARDS = 256
-"""Maximum token rewards of one response: they are sent through the controller."""
+"""Maximum token rewards of one response, since they are sent through the controller."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelTurn:
-    """One turn of the model: text, and tokens as generated (empty in `hpcrl score`)."""
+    """One model turn: text, and tokens as generated (empty in `hpcrl score`)."""
 
     text: str
     token_ids: Sequence[int] = ()
@@ -26,9 +26,8 @@ class ModelTurn:
 @dataclass(frozen=True, slots=True)
 class RewardItem:
     """One response to score. `response` and `token_ids` are the model's last turn, as text and as generated; `earlier`
-    the turns before. `prompt` is text; `answer` and `extra` come from the data row; after an episode,
-    `extra["messages"]` has all messages in chat form. messages: the prompt in chat form (empty in
-    `hpcrl score`)."""
+    has the previous turns. `prompt` is text, `messages` the prompt in chat form (empty in `hpcrl score`); `answer` and
+    `extra` come from the data row; after an episode, `extra["messages"]` has all messages in chat form."""
 
     sample_id: int
     domain: str
@@ -52,11 +51,11 @@ class Score:
     """`reward` is used for the advantage, `score` (usually 0 or 1) for accuracy metrics and filters. A reward that
     failed is data: reward 0 and the cause in `error`.
 
-    The last turn has all of the reward, unless it is divided in one of two ways, which must add up to `reward`:
+    The last turn gets the whole reward, unless the reward is divided in one of two ways, which must add up to `reward`:
     turn_rewards, one for each of the item's turns; or token_rewards, for at most MAX_TOKEN_REWARDS tokens, by position
     from 0 among the model's tokens of all turns.
 
-    `given` and `gold`, if the reward compares: what it took as the answer in the response and in the row. Both are for
+    `given` and `gold`: the answers that a comparing reward extracted from the response and from the row. Both are for
     `python -m hpcrl score` and are not sent to other ranks.
     """
 
@@ -71,17 +70,17 @@ class Score:
 
 
 class Reward(Protocol):
-    """Scores come back in the order of the items. A reward may raise or hang: the pool turns both into data. Class
-    attributes define how a reward is called; a subclass of this class inherits the usual values."""
+    """Returns scores in the order of the items. A reward may raise or hang: the pool turns both into an error of the
+    sample. Class attributes define how a reward is called; subclasses inherit the usual values."""
 
     inline: bool = False
-    """Cheap and safe: called in the rank itself, not in a worker process."""
+    """Whether the reward is cheap and safe: it is then called in the rank itself, not in a worker process."""
     batched: bool = False
-    """Many items per call; other rewards get one item per call."""
+    """Whether a call gets many items; other rewards get one item per call."""
     scores: Literal["samples", "groups"] = "samples"
-    """groups: a call has exactly the siblings of one prompt."""
+    """groups: a call gets exactly the members of one group."""
     pure: bool = False
-    """The score is a function of the item without its sample_id, so that equal responses to a row need one call."""
+    """The score is a function of the item without its sample_id; equal responses to a row then need only one call."""
     pool: Literal["process", "async"] = "process"
     """async: score() is a coroutine that waits for a service; a worker process runs reward.*.concurrency of them."""
 
@@ -97,13 +96,13 @@ class Reward(Protocol):
     def score(self, items: Sequence[RewardItem]) -> Sequence[Score] | Awaitable[Sequence[Score]]: ...
 
     def problem_of_row(self, answer: Any, extra: Mapping[str, Any]) -> str:
-        """Why no response to a row with this answer (None: without one) and these columns can be scored; empty if it
-        can be. If a built-in reward overrides this method, every row is checked before the start."""
+        """Why responses to a row with this answer (None: no answer) and these columns cannot be scored; empty if they
+        can. If a built-in reward overrides this method, every row is checked before the start."""
         return ""
 
 
 class PerResponse(Reward):
-    """A reward that scores each response by itself, and equal ones equally; a subclass that does not sets pure."""
+    """A reward that scores each response by itself, and equal responses equally; other subclasses set pure=False."""
 
     pure = True
 

@@ -5,10 +5,10 @@
     plan.txt      the plan of the newest attempt
 
 The same configuration resumes the run; a different one is refused with the differences. The owner of an attempt is the
-process that opened the run, or its Slurm job, about which Slurm is queried. The record of an owner is created with
-O_EXCL under the number after the last attempt, which must have ended or died, so that only one of two simultaneous
-launches succeeds. The highest number owns the run; check_owner verifies this before every commit, so that a superseded
-attempt commits nothing. A submitted job that still waits also holds the run (slurm/submitted.json).
+process that opened the run, or its Slurm job, whose state Slurm is queried for. An owner's record is created with
+O_EXCL under the number after the last attempt, which must have ended or died, so only one of two simultaneous launches
+succeeds. The highest number owns the run; check_owner verifies this before every commit, so a superseded attempt
+commits nothing. A submitted job that still waits also holds the run (slurm/submitted.json).
 """
 
 from hpcrl.run_folder.changes import MAY_CHANGE, division_keys, stored_config

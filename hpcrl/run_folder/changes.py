@@ -40,8 +40,8 @@ MAY_CHANGE = (
     "cluster",
     "layout",
 )
-"""Keys (with all below them) that may differ between attempts, besides division_keys(): they change how long and where
-a run continues, not what it computes. A new max_steps also stretches a cosine or linear lr schedule from there on."""
+"""Keys (with all below them) that may differ between attempts, in addition to division_keys(): they change how long and
+where a run continues, not its results. A new max_steps also stretches a cosine or linear lr schedule from then on."""
 _ABSENT = object()
 
 
@@ -51,7 +51,7 @@ def division_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
     keys: list[str] = []
     for section, table in (("trainer", TRAIN_ENGINES), ("generator", GEN_ENGINES), ("judge", GEN_ENGINES)):
         entries, engine = dict(table.items()), str(config.get(section, {}).get("engine", ""))
-        if ":" in engine:  # named by its path, and listed nowhere
+        if ":" in engine:  # named by import path, so in no table
             entries[table[engine].name] = table[engine]
         for name, spec in entries.items():
             whole = spec.section is not None and set(spec.resume_keys) == set(spec.section.model_fields)
@@ -80,7 +80,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_words(folder: Path) -> tuple[str, ...] | None:
-    """The arguments that made config.yaml; None if they are not known."""
+    """The arguments that made config.yaml; None if unknown."""
     try:
         return words_in((folder / CONFIG).read_text())
     except (OSError, ValueError):
@@ -105,12 +105,12 @@ def permitted_changes(config: Mapping[str, Any], folder: Path) -> list[str]:
 
 
 def is_below(key: str, keys: Iterable[str]) -> bool:
-    """Whether a dotted key is one of the others, or below one."""
+    """Whether a dotted key is in `keys`, or below one of them."""
     return any(f"{key}.".startswith(f"{other}.") for other in keys)
 
 
 def _complete(old: dict[str, Any], new: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The stored values with keys added that its version did not have; unchanged if it had other keys."""
+    """Adds to the stored values the keys that its version lacked; unchanged if it had keys that no longer exist."""
     try:
         return parse(old).model_dump(mode="json"), parse(new).model_dump(mode="json")
     except ConfigError:

@@ -1,4 +1,4 @@
-"""Whether the folders of a run's models still hold the models that it began with, by their config.json."""
+"""Checks that the folders of a run's models still hold the models with which it began, by their config.json."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from hpcrl.config import ConfigError
 from hpcrl.run_folder.changes import differences
 
 SECTIONS = ("model", "critic", "judge", "reward_model")
-"""Those with a key `path`."""
+"""Sections with a key `path`."""
 OF_THE_WRITER = ("transformers_version", "_name_or_path")
-"""Keys of config.json that say who wrote it."""
+"""Keys of config.json that identify its writer."""
 MAX_SHOWN = 4
 
 
 def models_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """config.json by key (model.path) of each model that is given as a folder with a readable one."""
+    """Key (such as model.path) -> config.json, for each model given as a folder whose config.json is readable."""
     found = {}
     for section in SECTIONS:
         if path := (config.get(section) or {}).get("path"):

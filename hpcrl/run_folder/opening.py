@@ -35,8 +35,8 @@ class RunState:
 
     attempt: from open_run, the number that this process owns; from check_run, the newest so far (0 without one).
     changes: permitted differences from the stored configuration. finished: content of finished.json if kind is
-    finished. From the launch: ignored, differences of conf/ and of a file of --config from the stored configuration,
-    which the run does not follow; words, the arguments that made the configuration, None if they are not known.
+    finished. ignored (from the launch): differences of conf/ and of a --config file from the stored configuration,
+    which the run ignores. words (from the launch): the arguments that made the configuration, None if unknown.
     """
 
     run_dir: Path
@@ -49,8 +49,8 @@ class RunState:
 
 
 def check_run(config: Mapping[str, Any], run_dir: str | Path, resume: str) -> RunState:
-    """What open_run would find; writes nothing. ConfigError, one line each: the folder is unusable or holds no run,
-    another configuration, other models, another live owner."""
+    """The state that open_run would find; writes nothing. ConfigError, one line each: the folder is unusable or holds
+    no run, another configuration, other models, or a live owner."""
     folder = _fresh_name(Path(run_dir).absolute()) if resume == "fresh" else Path(run_dir).absolute()
     _check_place(folder)
     if not (folder / CONFIG).exists():
@@ -73,10 +73,10 @@ def open_run(
 ) -> RunState:
     """Create or reopen the run folder and own it until close_run or the end of this process.
 
-    A finished run is returned without taking ownership; otherwise config.yaml (with the arguments that made it, if they
-    are known), facts.json and, with the text of the plan, plan.txt then describe this attempt. Use the returned
-    run_dir: `resume=fresh` gives `NAME-2`, `NAME-3`, ... if NAME exists. ConfigError as in check_run, also if another
-    launch was faster.
+    A finished run is returned without taking ownership; otherwise config.yaml (with the arguments that made it, if
+    known), facts.json and, if `plan` is given, plan.txt then describe this attempt. Use the returned run_dir:
+    `resume=fresh` gives `NAME-2`, `NAME-3`, ... if NAME exists. ConfigError as in check_run, also if another launch was
+    faster.
     """
     while True:
         found = check_run(config, run_dir, resume)
@@ -97,14 +97,14 @@ def _check_place(folder: Path) -> None:
     try:
         existing = next(path for path in (folder, *folder.parents) if path.exists() or path.is_symlink())
     except OSError as error:
-        raise ConfigError([f"run folder {folder} cannot be made: {error.strerror}"]) from error
+        raise ConfigError([f"run folder {folder} cannot be created: {error.strerror}"]) from error
     if not existing.is_dir():
-        raise ConfigError([f"run folder {folder} cannot be made: {existing} is not a folder"])
+        raise ConfigError([f"run folder {folder} cannot be created: {existing} is not a folder"])
     if not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError([f"run folder {folder} cannot be written: no permission in {existing}"])
     longest = os.pathconf(existing, "PC_NAME_MAX")
     if name := next((part for part in folder.parts if len(os.fsencode(part)) > longest), ""):
-        raise ConfigError([f"run folder {folder} cannot be made: a name has {len(name)} characters, {longest} may be"])
+        raise ConfigError([f"run folder {folder} cannot be created: a name of {len(name)} characters, limit {longest}"])
     if existing == folder and not (folder / CONFIG).exists():
         own = (
             SLURM,

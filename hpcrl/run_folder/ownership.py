@@ -35,8 +35,8 @@ class SupersededError(RuntimeError):
 
 
 def claim(run_dir: Path, attempt: int, lasts: bool) -> bool:
-    """Create the record of the attempt; False if another launch was faster. lasts: the end of this process is the end
-    of the run, even if its job continues."""
+    """Create the attempt's record; False if another launch was faster. lasts: the run ends with this process, even if
+    its job continues."""
     (run_dir / OWNERS).mkdir(parents=True, exist_ok=True)
     own, process = slurm.own_job(os.environ), psutil.Process()
     owner: dict[str, Any] = {"since": now(), "host": platform.node()}
@@ -56,7 +56,7 @@ def claim(run_dir: Path, attempt: int, lasts: bool) -> bool:
 
 
 def close_run(run_dir: Path, attempt: int, **told: Any) -> None:
-    """Release the run, so that the next launch need not check whether its owner is alive. `told`: how the run ended."""
+    """Release the run; the next launch then need not check whether its owner is alive. `told`: how the run ended."""
     check_owner(run_dir, attempt)
     owner = read_owner(run_dir, attempt)
     write_durably(owner_path(run_dir, attempt), json.dumps(owner | {"ended": now(), **told}).encode())
@@ -64,18 +64,18 @@ def close_run(run_dir: Path, attempt: int, **told: Any) -> None:
 
 def check_owner(run_dir: Path, attempt: int) -> None:
     """Raise SupersededError unless `attempt` still owns the run, FileNotFoundError if its folder is gone; any process
-    of the attempt may ask."""
+    of the attempt may call it."""
     newest = newest_attempt(run_dir)
     if not newest:
         raise FileNotFoundError(errno.ENOENT, "the run folder was removed or moved while the run used it", str(run_dir))
     if newest != attempt:
-        raise SupersededError(f"attempt {attempt} of {run_dir} may not commit: attempt {newest} has taken the run over")
+        raise SupersededError(f"attempt {attempt} of {run_dir} may not commit: attempt {newest} now owns the run")
 
 
 def check_free(folder: Path) -> int:
     """The newest attempt, 0 without one; ConfigError names its owner if the owner may still run."""
     jobs, own = submitted_jobs(folder), slurm.own_job(os.environ)
-    for job in [] if own is not None and own[0] in jobs else jobs:  # this job may be a link of the chain
+    for job in [] if own is not None and own[0] in jobs else jobs:  # this job may be a job of the chain
         cluster = read_record(folder / SUBMITTED).get("cluster", "")
         _check_job_gone(f"{folder} belongs to job {job}", folder / SUBMITTED, job, -1, cluster)
     attempt = newest_attempt(folder)
@@ -85,7 +85,7 @@ def check_free(folder: Path) -> int:
     deadline = time.monotonic() + 1.0
     while not (owner := read_owner(folder, attempt)) and time.monotonic() < deadline:
         time.sleep(0.02)  # created, not yet written
-    # If it stays empty, its launch died here; a launch that was only stopped no longer has the highest number.
+    # If the record stays empty, its launch died here; a launch that was only stopped no longer has the highest number.
     if not owner or "ended" in owner:
         return attempt
     if lives_as_job(owner):
@@ -115,24 +115,24 @@ def process_lives(pid: int, start: float) -> bool:
 
 
 def _check_job_gone(held: str, record: Path, number: int, restarts: int, cluster: str) -> None:
-    """ConfigError if the job runs or may still run, unless it is this job, requeued since then. cluster: of the job,
-    empty if unknown; jobs of another cluster cannot be queried here."""
+    """ConfigError if the job runs or may still run, unless it is this job, requeued since then. cluster: the job's
+    cluster, empty if unknown; jobs of another cluster cannot be queried here."""
     if (own := slurm.own_job(os.environ)) is not None and own[0] == number and own[1] > restarts:
         return
     try:
         here = slurm.cluster_name() if cluster else ""
         if here != cluster:
             raise ConfigError(
-                [f"{held}, on cluster {cluster}, and this is {here}; if it is gone there, remove {record}"]
+                [f"{held}, on cluster {cluster}, but this is {here}; if it is gone there, remove {record}"]
             )
         job = slurm.find_job(number)
     except slurm.SlurmError as error:
         raise ConfigError(
-            [f"{held}, and Slurm cannot say whether it lives: {error}; if not, remove {record}"]
+            [f"{held}, but Slurm cannot tell whether it lives: {error}; if not, remove {record}"]
         ) from error
     if job is not None and job.lives:
         state = job.state.lower()
-        way_out = f"wait for it, scancel {number}" if state != "completing" else "it has all but ended: wait a moment"
+        way_out = f"wait for it, scancel {number}" if state != "completing" else "it is about to end: wait a moment"
         if job.held:
             state, way_out = f"held ({job.reason})", f"scontrol release {number}, scancel {number}"
         raise ConfigError([f"{held}, which is {state}; {way_out}, or use another run_name"])

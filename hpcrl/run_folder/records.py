@@ -17,12 +17,12 @@ SLURM, LOGS = "slurm", "logs"
 SUBMITTED = f"{SLURM}/submitted.json"
 REFUSED = f"{SLURM}/refused.json"
 AGENT = "agent"
-"""In the folder of an attempt's world: the agent of rank 0 touches this file while it watches its ranks."""
+"""In an attempt's world folder: rank 0's agent touches this file while it watches its ranks."""
 OUTCOME = "outcome.json"
-"""In the same folder: exit code of the run, written by the agent of rank 0."""
+"""In the same folder: the run's exit code, written by rank 0's agent."""
 VERDICT = "verdict.json"
 """In the same folder: exit code and message of a failed run, written by the controller for its agent."""
-MAX_PIDS = 1 << 31  # range of the system's calls
+MAX_PIDS = 1 << 31  # range of pids in system calls
 
 
 def world_folder(run_dir: Path, attempt: int) -> Path:
@@ -31,7 +31,7 @@ def world_folder(run_dir: Path, attempt: int) -> Path:
 
 
 def log_folder(run_dir: Path, attempt: int) -> Path:
-    """Folder of an attempt's logs, one of each rank and agent."""
+    """Folder of an attempt's logs, one per rank and agent."""
     return run_dir / LOGS / f"attempt_{attempt:04d}"
 
 
@@ -42,7 +42,7 @@ def record_submission(run_dir: Path, jobs: Sequence[int], cluster: str = "") -> 
 
 
 def record_refusal(run_dir: Path, job: int, problems: Sequence[str]) -> None:
-    """Record that the start of the next attempt was refused in a job, which ends with it."""
+    """Record that a job, which ends now, refused to start the next attempt."""
     told = {"job": job, "at": now(), "after": newest_attempt(run_dir), "problems": list(problems)}
     write_durably(run_dir / REFUSED, json.dumps(told).encode())
 
@@ -95,7 +95,7 @@ def last_end(run_dir: Path) -> dict[str, Any]:
 
 
 def finish_run(run_dir: Path, step: int, max_steps: int, reason: str) -> None:
-    """Mark the run as finished, so that the same configuration does not train again."""
+    """Mark the run as finished; the same configuration then does not train again."""
     write_durably(
         run_dir / FINISHED, json.dumps({"step": step, "max_steps": max_steps, "reason": reason, "at": now()}).encode()
     )

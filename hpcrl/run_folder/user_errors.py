@@ -1,5 +1,5 @@
-"""Errors of rewards, environments and generators that cost a sample each, not the run: the first of each kind is
-printed at once, and all are counted in errors.json of the run folder."""
+"""Errors of rewards, environments and generators that each cost a sample, not the run: the first of each kind is
+printed at once, and all are counted in the run folder's errors.json."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ logger = logging.getLogger(__name__)
 ERRORS = "errors.json"
 ENTRY = {"source": str, "domain": str, "error": str, "count": int, "first": str, "last": str}
 MAX_CHARS = 600
-"""Longest text of an error."""
+"""Maximum characters of an error's text."""
 MAX_KINDS = 50
-"""Kinds of errors that are kept apart; further ones are counted together."""
+"""Maximum kinds of errors; further kinds are counted together."""
 PRINTED_KINDS = 10
-"""Kinds of errors of which the first is printed."""
+"""Maximum kinds of errors of which the first error is printed."""
 OTHERS = "errors of other kinds"
 WRITE_S = 5.0
 """Seconds between two writes, which wait for the disk; the first error of a kind is written at once."""
@@ -32,8 +32,8 @@ PLACE = re.compile(r" \([^()]+:\d+\)$")
 
 
 class UserErrors:
-    """The counts of a run, which go on from those of its earlier attempts. Errors of one kind differ in numbers only:
-    they come from one line of code, or have no line."""
+    """A run's error counts, continued from its earlier attempts. Errors of one kind differ only in numbers: they come
+    from one line of code, or have no line."""
 
     def __init__(self, run_dir: Path | None):
         """run_dir: None keeps the counts in memory."""
@@ -42,9 +42,9 @@ class UserErrors:
         try:
             self._kinds |= {_kind(known): known for known in (() if run_dir is None else read_errors(run_dir))}
         except ConfigError as problem:
-            logger.warning("%s; errors are counted anew", problem)
+            logger.warning("%s; error counts start again from 0", problem)
         self._printed: set[tuple[str, ...]] = set()  # in this attempt
-        self._total = 0  # likewise
+        self._total = 0  # in this attempt
         self._written, self._changed = -WRITE_S, False
 
     def report(self, source: str, domain: str, error: str) -> None:
@@ -62,7 +62,7 @@ class UserErrors:
         self._total, self._changed = self._total + 1, True
         if kind not in self._printed and len(self._printed) < PRINTED_KINDS:
             self._printed.add(kind)
-            logger.warning("%s of domain %s: %s; the next ones are counted in %s", source, domain, error, ERRORS)
+            logger.warning("%s of domain %s: %s; further ones are counted in %s", source, domain, error, ERRORS)
         elif str(self._total).strip("0") == "1":  # 10, 100, ...
             text = "%d samples had errors so far, the last: %s of domain %s: %s"
             logger.warning(text, self._total, source, domain, error)
@@ -70,7 +70,7 @@ class UserErrors:
             self.write()
 
     def write(self) -> None:
-        """Write what has changed since the last time. A full disk costs the file, not the run."""
+        """Write errors.json if it has changed. A full disk costs the file, not the run."""
         if self._path is None or not self._changed:
             return
         self._written, self._changed = time.monotonic(), False
@@ -86,7 +86,7 @@ def read_errors(run_dir: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = read_record(run_dir / ERRORS, errors=list).get("errors", [])
     for entry in found:
         if not (isinstance(entry, dict) and all(isinstance(entry.get(key), kind) for key, kind in ENTRY.items())):
-            raise damaged(run_dir / ERRORS, f"{str(entry)[:200]} is no kind of errors")
+            raise damaged(run_dir / ERRORS, f"{str(entry)[:200]} is not a kind of error")
     return found
 
 

@@ -1,1 +1,1 @@
-"""The sandbox of the code reward: a server process that forks confined children, and its client."""
+"""The code reward's sandbox: a server process that forks confined children, and its client."""

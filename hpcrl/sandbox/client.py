@@ -22,7 +22,7 @@ BOOT = (
     "import sys; sys.path.insert(0, sys.argv[2]); from hpcrl.sandbox.server import main;"
     " sys.path.remove(sys.argv[2]); main()"
 )
-KEPT = ("LD_LIBRARY_PATH",)  # of the environment: an interpreter of a module needs it
+KEPT = ("LD_LIBRARY_PATH",)  # environment variables to keep: an interpreter from a module needs it
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "LANG": "C.UTF-8",
@@ -37,7 +37,7 @@ class Sandbox:
     """A server and its level. One job runs at a time."""
 
     def __init__(self, min_level: int = 1, limits: Limits | None = None, max_level: int = 3):
-        """ValueError if no level from `min_level` on works here, with what each lacks."""
+        """ValueError if no level from `min_level` on works here, with the reason for each level."""
         self.limits = limits or Limits()
         self.lacking: dict[int, str] = {}
         for level in LEVELS:
@@ -55,8 +55,8 @@ class Sandbox:
         told = "; ".join(f"L{level}: {text}" for level, text in self.lacking.items())
         raise ValueError(
             f"no code sandbox of level L{min_level} or above works on {socket.gethostname()} ({told}). Use nodes with "
-            "Linux 5.13 or later and Landlock, or with user namespaces; min_level=L0 runs the code of the model with "
-            "all your rights (docs/security.md)"
+            "Linux 5.13 or later and Landlock, or with user namespaces; min_level=L0 runs the model's code with all "
+            "your rights (docs/security.md)"
         )
 
     def _start(self) -> str:
@@ -77,7 +77,7 @@ class Sandbox:
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 env={**ENVIRONMENT, **{name: os.environ[name] for name in KEPT if name in os.environ}},
-                start_new_session=True,  # so that it outlives the end of its client's group, and cleans up
+                start_new_session=True,  # lets it outlive its client's process group, to clean up
             )
         self._control.settimeout(START_S)
         try:
@@ -91,7 +91,7 @@ class Sandbox:
         return problem
 
     def describe(self) -> str:
-        """One line: the level, what it consists of, and why no higher one."""
+        """One line: the level, its protections, and why higher levels do not work."""
         parts = {3: "own mounts", 2: "own processes and network"}
         have = [text for level, text in parts.items() if self.level >= level]
         have += [f"Landlock {self.landlock}"] if self.landlock and self.level else []
@@ -100,8 +100,8 @@ class Sandbox:
         return f"code sandbox of level L{self.level} ({', '.join([*have, 'limits'])}){why}"
 
     def run(self, tasks: Sequence[ChildTask], timeout_s: float, keep_files: bool = False) -> JobOutcome:
-        """Run tasks at once, until the last has ended. keep_files: with the files of the job before,
-        executable. Two tasks share a channel. SandboxError if the sandbox failed; it is then new."""
+        """Run tasks concurrently until the last one has ended. keep_files: with the previous job's files, made
+        executable. Two tasks share a channel. SandboxError if the sandbox failed; it is then restarted."""
         job = SandboxJob(tasks, self.limits.output_bytes)
         try:
             job.give(self._control, {"tasks": len(tasks), "keep_files": keep_files, "cpu_s": int(timeout_s) + 2})
@@ -115,7 +115,7 @@ class Sandbox:
             job.close()
 
     def close(self) -> None:
-        """End the server and all that it runs (idempotent)."""
+        """End the server and all its processes (idempotent)."""
         self._control.close()
         try:
             self._process.wait(ANSWER_S)

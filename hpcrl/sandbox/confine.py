@@ -1,6 +1,6 @@
-"""What confines a process on Linux, called through libc: namespaces, mounts, Landlock, seccomp, ids and limits.
+"""Confines a process on Linux, through libc: namespaces, mounts, Landlock, seccomp, ids and limits.
 
-Every function acts on the calling process, which must have one thread. OSError tells what the kernel refuses.
+Every function acts on the calling process, which must have one thread. OSError names the call that the kernel refuses.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 SYS_CAPSET = {"x86_64": 126, "aarch64": 91}
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
 READ, EXECUTE = 0b1100, 0b0001
-OF_FILES = 0b1100_0000_0000_0111  # rights that a file can have: execute, write, read, truncate, ioctl
+OF_FILES = 0b1100_0000_0000_0111  # rights that apply to a file: execute, write, read, truncate, ioctl
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 STACK_BYTES = 64 << 20
 
@@ -54,13 +54,13 @@ def _prctl(option: int, *values: object) -> None:
 
 
 def adopt_orphans() -> None:
-    """Descendants whose parent ends become children of this process, which can then end them."""
+    """Make orphaned descendants children of this process, which can then end them."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with(parent: int) -> None:
-    """This process is killed when its parent ends, and ends if it has ended. parent: what getppid() returns until
-    then."""
+    """Have this process killed when its parent ends; exit if the parent has already ended. parent: the result of
+    getppid() until then."""
     _prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if os.getppid() != parent:
         os._exit(1)
@@ -81,14 +81,14 @@ def readable_paths(packages: Sequence[str]) -> list[str]:
 
 
 def hidden_from_others(paths: Sequence[str]) -> bool:
-    """Whether a folder above the paths lets only its owner or group pass."""
+    """Whether a folder above the paths is accessible only to its owner or group."""
     folders = {folder for path in paths for name in (path, os.path.realpath(path)) for folder in Path(name).parents}
     return any(not folder.stat().st_mode & 1 for folder in folders)
 
 
 def leave_namespaces() -> None:
-    """New PID, network, IPC and host name namespaces; as an ordinary user in a new user namespace, in which this
-    process keeps its ids. The next child is the first process of the PID namespace."""
+    """Enter new PID, network, IPC and host name namespaces; as an ordinary user also a new user namespace, in which
+    this process keeps its ids. The next child is the first process of the PID namespace."""
     flags = CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS
     user, group = os.geteuid(), os.getegid()
     if user == 0:
@@ -106,17 +106,17 @@ def _mount(source: str, target: str, kind: str | None, flags: int, data: str | N
 
 
 def mount_room(folder: str, num_bytes: int, num_files: int) -> None:
-    """An empty file system in memory, of limited size."""
+    """Mount an empty in-memory file system of limited size."""
     _mount("tmpfs", folder, "tmpfs", MS_NOSUID | MS_NODEV, f"size={num_bytes},nr_inodes={num_files},mode=755")
 
 
 def unmount(folder: str) -> None:
-    """Remove a mount; its files are gone when no process uses them."""
+    """Remove a mount; its files are freed when no process uses them."""
     _call(_libc.umount2(os.fsencode(folder), MNT_DETACH), f"umount {folder}")
 
 
 def enter_new_root(base: str, readable: Sequence[str], room: str) -> None:
-    """A new mount namespace and in it a root folder, mounted on the folder `base`, that has the readable paths,
+    """Enter a new mount namespace with a new root folder, mounted on the folder `base`, that has the readable paths,
     read-only, a few devices, and an empty folder `room`."""
     _call(_libc.unshare(CLONE_NEWNS), "unshare of mounts")
     _mount("none", "/", None, MS_REC | MS_PRIVATE)
@@ -135,7 +135,7 @@ def enter_new_root(base: str, readable: Sequence[str], room: str) -> None:
     for target in _mounts_below(base):
         kept = os.statvfs(target).f_flag
         flags = sum(flag for bit, flag in LOCKED.items() if kept & bit) | MS_NOSUID
-        if target.removeprefix(base) not in DEVICES:  # a read-only device cannot be written to
+        if target.removeprefix(base) not in DEVICES:  # a read-only mount would forbid writing to a device
             _mount("none", target, None, MS_REMOUNT | MS_BIND | MS_RDONLY | flags)
     os.mkdir(base + room)
     _mount("none", base, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
@@ -159,8 +159,8 @@ def landlock_version() -> int:
 
 
 def landlock_rules(readable: Sequence[str], writable: Sequence[str]) -> int:
-    """File descriptor of rules that allow to read and execute what is below some paths, to change what is below others,
-    and, where the kernel can refuse it, no TCP, and no signals and abstract sockets out of the sandbox."""
+    """File descriptor of rules that allow reading and executing below `readable`, changes below `writable`, and, if the
+    kernel supports it, no TCP, and no signals or abstract sockets out of the sandbox."""
     version = landlock_version()
     every = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     words = [every, *([0b11] if version >= 4 else []), *([0b11] if version >= 6 else [])]
@@ -180,7 +180,7 @@ def landlock_rules(readable: Sequence[str], writable: Sequence[str]) -> int:
 
 
 def no_new_privileges() -> None:
-    """Programs that this process executes gain no rights by their owner or capabilities."""
+    """Prevent programs that this process executes from gaining rights by their owner or capabilities."""
     _prctl(PR_SET_NO_NEW_PRIVS, 1)
 
 
@@ -200,7 +200,7 @@ def become(user: int, reads_all: bool) -> None:
 
 
 def keep_capabilities(kept: int) -> None:
-    """Give up all capabilities but these bits, and those too at the next exec."""
+    """Drop all capabilities except these bits, and these too at the next exec."""
     header = ctypes.create_string_buffer(struct.pack("<Ii", CAPABILITIES_V3, 0))
     sets = ctypes.create_string_buffer(struct.pack("<6I", kept, kept, 0, 0, 0, 0))
     _syscall(SYS_CAPSET[os.uname().machine], header, sets, what="capset")
@@ -215,7 +215,7 @@ def filter_calls(processes: bool, signals: bool) -> None:
 
 
 def limit(memory_bytes: int, file_bytes: int, cpu_s: int, processes: int | None) -> None:
-    """Limits of each process; processes: of its user."""
+    """Set resource limits of each process; processes: the limit of its user."""
     limits = {
         resource.RLIMIT_AS: memory_bytes,
         resource.RLIMIT_FSIZE: file_bytes,

@@ -1,7 +1,7 @@
-"""The names that tests use without defining or importing them: which of them the code under test provides.
+"""Decides which of the names that tests use without defining or importing them come from the code under test.
 
-A test that gets `math` or `isclose` from the code passes the expected value to it, and the code decides whether it is
-right. Such names come from Python's library instead.
+A test that gets `math` or `isclose` from the code passes the expected value to it, and the code decides whether the
+value is right. Such names come from Python's library instead.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LIBRARY = (
     ),
     *("statistics", "operator", "datetime", "copy", "string", "random"),
 )
-"""Modules whose names tests use without an import."""
+"""Modules whose names tests often use without an import."""
 
 
 def defined_names(tree: ast.AST) -> set[str]:
@@ -46,15 +46,15 @@ def defined_names(tree: ast.AST) -> set[str]:
 
 
 def free_names(tree: ast.AST, known: Collection[str] = ()) -> list[str]:
-    """The names that a test reads, and that neither it nor Python nor `known` defines, in the order of their use."""
+    """The names that a test reads and that neither the test nor Python nor `known` defines, in order of use."""
     given = defined_names(tree) | set(known)
     used = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
     return [name for name in dict.fromkeys(used) if name not in given and not hasattr(builtins, name)]
 
 
 def of_library(tree: ast.AST, free: Collection[str], entry_point: str = "") -> dict[str, tuple[str, str]]:
-    """The free names that come from a module -> (module, attribute; empty for the module itself). A name that may be
-    what the code defines, because there is no other such name, is not among them."""
+    """Free names that come from a module -> (module, attribute; empty for the module itself). Excludes names that the
+    code may define, if there is no other such name."""
     as_value = {
         node.value.id for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
     }
@@ -75,14 +75,14 @@ def _place(name: str) -> tuple[str, str] | None:
 
 
 def load(place: tuple[str, str]) -> Any:
-    """What is at a place that of_library() names."""
+    """The object at a place from of_library()."""
     module = importlib.import_module(place[0])
     return getattr(module, place[1]) if place[1] else module
 
 
 def judged_by_code(tree: ast.AST, free: Collection[str], library: Mapping[str, Any]) -> tuple[str, str] | None:
-    """(outer, inner) of the first `assert outer(... inner(...) ...)` whose both names are the code's: the code decides
-    whether its own result is right. None without one."""
+    """(outer, inner) of the first `assert outer(... inner(...) ...)` in which both names come from the code, so the
+    code decides whether its own result is right. None without one."""
     own = set(free) - set(library)
     for node in ast.walk(tree):
         test = node.test if isinstance(node, ast.Assert) else None

@@ -1,4 +1,4 @@
-"""A job of a sandbox as its client sees it: tasks, limits, pipes, outcome."""
+"""The client's side of a sandbox job: tasks, limits, pipes, outcome."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any
 from hpcrl.system.clock import AwakeClock
 
 ANSWER_S = 30.0
-"""How long the server may take to end a job."""
+"""Maximum time for the server to end a job."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of a job: memory of all its processes and of each, a file's size (four times of all files), processes and
-    threads, bytes that it writes to each output."""
+    """A job's limits: memory of all its processes and of each, size of a file (four times this for all files),
+    processes and threads, bytes of each output."""
 
     memory_bytes: int = 1 << 30
     file_bytes: int = 16 << 20
@@ -30,7 +30,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class ChildTask:
-    """What a child does (hpcrl.sandbox.tasks), and its standard input."""
+    """A child's task (hpcrl.sandbox.tasks), and its standard input."""
 
     what: Mapping[str, Any]
     stdin: bytes = b""
@@ -38,9 +38,9 @@ class ChildTask:
 
 @dataclass
 class JobOutcome:
-    """How the last task of a job ended. code: exit code, negative for a signal; stopped: the limit that ended the job
-    (time, memory, processes, files, output), or empty; result: what a call or tests gave;
-    seconds: without time in which this process was suspended."""
+    """How a job's last task ended. code: exit code, negative for a signal; stopped: the limit that ended the job (time,
+    memory, processes, files, output), or empty; result: of a call or of tests; seconds: duration, without time in which
+    this process was suspended."""
 
     code: int = 0
     stopped: str = ""
@@ -51,7 +51,7 @@ class JobOutcome:
 
 
 class SandboxError(RuntimeError):
-    """The sandbox itself failed, not what ran in it."""
+    """The sandbox itself failed, not the code in it."""
 
 
 class SandboxJob:
@@ -59,7 +59,7 @@ class SandboxJob:
 
     def __init__(self, tasks: Sequence[ChildTask], output_bytes: int):
         self.places: list[int] = []
-        """File descriptors of the children, in the order of the server."""
+        """The children's file descriptors, in the order that the server expects."""
         self._most = output_bytes
         self._selector = selectors.DefaultSelector()
         self._outputs: dict[str, bytearray] = {}
@@ -96,7 +96,7 @@ class SandboxJob:
                 os.close(place)
 
     def wait(self, control: socket.socket, timeout_s: float) -> JobOutcome:
-        """Feed and read the pipes until the server tells the end. OSError if it does not."""
+        """Feed and read the pipes until the server reports the end. OSError if it does not."""
         self._selector.register(control, selectors.EVENT_READ)
         clock, stopped, asked_s = AwakeClock(timeout_s), "", 0.0
         answer: dict[str, Any] = {}
@@ -112,7 +112,7 @@ class SandboxJob:
                 stopped, asked_s = "time", _end(control)
             if not answer and stopped and time.monotonic() - asked_s > ANSWER_S:
                 raise TimeoutError(f"a job does not end in {ANSWER_S:g} s")
-        for place in list(self._reads):  # all that wrote have ended
+        for place in list(self._reads):  # all writers have ended
             while place in self._reads and self._take(place):
                 pass
         if answer["reason"].startswith("lost"):
@@ -120,7 +120,7 @@ class SandboxJob:
         if answer["reason"] not in ("", "ended"):
             stopped = answer["reason"]
         elif not answer["reason"] and stopped == "time":
-            stopped = ""  # it had ended by itself: this process or the server was late, not the task
+            stopped = ""  # the task had ended by itself: this process or the server was late
         outputs = {name: bytes(data[: self._most]) for name, data in self._outputs.items()}
         return JobOutcome(os.waitstatus_to_exitcode(answer["status"]), stopped, seconds=clock.now(), **outputs)
 
@@ -135,7 +135,7 @@ class SandboxJob:
             del self._writes[place]
 
     def _take(self, place: int) -> bool:
-        """Read what is there; False if this output is too long, of which the rest is then not read."""
+        """Read the available bytes; False if this output is too long, in which case the rest is not read."""
         output = self._outputs[self._reads[place]]
         try:
             data = os.read(place, 1 << 16)
@@ -153,7 +153,7 @@ class SandboxJob:
         os.close(place)
 
     def close(self) -> None:
-        """Close what is open."""
+        """Close all open pipes."""
         for place in [*self._reads, *self._writes]:
             os.close(place)
         self._reads, self._writes = {}, {}

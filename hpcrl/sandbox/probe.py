@@ -52,7 +52,7 @@ json.dump({"own": open("own").read(), "done": done}, sys.stdout)
 
 
 def problem(run: Callable[[Sequence[ChildTask], float], JobOutcome]) -> str:
-    """What the sandbox whose run() is given does not refuse, or why nothing runs in it; empty if it holds."""
+    """What this sandbox (by its run()) fails to refuse, or why nothing runs in it; empty if it works."""
     with tempfile.TemporaryDirectory() as folder, socket.socket() as listener:
         os.chmod(folder, 0o777)
         file = Path(folder, "canary")

@@ -1,4 +1,4 @@
-"""Tests in the form of pytest and unittest, run without pytest's own runner: functions and classes, parametrised or
+"""Runs tests in the form of pytest and unittest without pytest's own runner: functions and classes, parametrised or
 not, fixtures of the module and of its classes, tmp_path, setup and teardown, skips, coroutines."""
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 BUILTIN = ("tmp_path", "request")
-"""Fixtures of pytest that tests may use. What others do, such as monkeypatch and capsys, does not reach the code's
-process."""
+"""pytest fixtures that tests may use. Other fixtures, such as monkeypatch and capsys, would have no effect in the
+code's process."""
 
 
 class CannotJudge(Exception):
-    """The tests do something that says nothing about the code."""
+    """The tests' failure is no evidence about the code."""
 
 
 class _Fixture(NamedTuple):
     function: Callable[..., Any]
     params: tuple[Any, ...]
     automatic: bool
-    shared: bool  # by the tests of a file
+    shared: bool  # by all tests of a file
 
 
 def run_all(space: Mapping[str, Any], folder: Callable[[], Any]) -> tuple[int, int]:
-    """(passed, all) tests of a module with these names, without those that are skipped. folder: makes one for
-    tmp_path. CannotJudge as raised by a test, or for an unknown fixture."""
+    """(passed, all) tests of a module with these names, without skipped tests. folder: creates a folder for tmp_path.
+    CannotJudge as raised by a test, or for an unknown fixture."""
     results = []
     with contextlib.ExitStack() as module:
         _call(space.get("setup_module"))
@@ -45,8 +45,8 @@ def run_all(space: Mapping[str, Any], folder: Callable[[], Any]) -> tuple[int, i
 
 
 class _Case(NamedTuple):
-    """A test once. names: of its parameters that fixtures fill; values: those of parametrize. instance: makes the
-    object of its class."""
+    """One run of a test. names: parameters that fixtures fill; values: parameters from parametrize. instance: creates
+    the object of its class."""
 
     function: Callable[..., Any]
     values: Mapping[str, Any]
@@ -87,7 +87,7 @@ def _of_unittest(kind: type[unittest.TestCase]) -> Iterator[_Case]:
 
 
 def _fixtures_of(names: Mapping[str, Any]) -> dict[str, _Fixture]:
-    """The fixtures among these values, as pytest's decorator leaves them in its versions from 8.4 on and before."""
+    """The fixtures among these values, as marked by pytest's decorator, in versions before and from 8.4."""
     found = {}
     for name, value in names.items():
         marker = getattr(value, "_fixture_function_marker", None) or getattr(value, "_pytestfixturefunction", None)
@@ -114,14 +114,14 @@ def _parametrised(marked: Any, case: _Case, holders: list[Any] | None = None) ->
     used = [case.fixtures[name] for name in _needed(case.function, case.fixtures) if case.fixtures[name].params]
     params = used[0].params if used else (None,)
     if len(used) > 1:
-        raise CannotJudge("a test with two fixtures that have params is not run")
+        raise CannotJudge("a test with two parametrised fixtures is not supported")
     for param, combination in itertools.product(params, itertools.product(*sets)):
         values = {name: value for part in combination for name, value in part.items()}
         yield case._replace(values=values, param=_one(_plain(param))[0])
 
 
 def _needed(function: Any, fixtures: Mapping[str, _Fixture]) -> list[str]:
-    """The fixtures that a function asks for, with those that these ask for."""
+    """The fixtures that a function requests, directly or through other fixtures."""
     found: dict[str, None] = {name: None for name, fixture in fixtures.items() if fixture.automatic}
     waiting = [*found, *inspect.signature(function).parameters]
     while waiting:
@@ -151,7 +151,7 @@ def _passes(
     except CannotJudge:
         raise
     except BaseException as error:
-        # No exception of the code comes as one of these.
+        # The code's exceptions never arrive as one of these.
         if isinstance(error, unittest.SkipTest) or type(error).__module__ == "_pytest.outcomes":
             return None if isinstance(error, unittest.SkipTest) or type(error).__name__ == "Skipped" else False
         traceback.print_exc()
@@ -213,7 +213,7 @@ def _builtin(name: str, case: _Case, folder: Callable[[], Any], owner: str) -> A
         return folder()
     if name == "request":
         return SimpleNamespace(param=case.param)
-    raise CannotJudge(f"{owner} asks for the fixture {name}, which is not there")
+    raise CannotJudge(f"{owner} requests the fixture {name}, which does not exist")
 
 
 def _call(function: Any) -> None:
@@ -222,8 +222,7 @@ def _call(function: Any) -> None:
 
 
 def problem_of_tests(source: str, conftest: str = "") -> str:
-    """Why a file of tests cannot judge, as far as its text tells; empty if nothing is wrong. conftest: whose fixtures
-    it may use."""
+    """Why a test file cannot judge, by its source; empty if it can. conftest: source of further fixtures."""
     try:
         tree, before = ast.parse(source), ast.parse(conftest)
     except (SyntaxError, ValueError) as error:
@@ -243,7 +242,7 @@ def problem_of_tests(source: str, conftest: str = "") -> str:
         for argument in [*node.args.posonlyargs, *required]:
             if argument.arg not in {"self", "cls", *BUILTIN, *fixtures, *words}:
                 there = ", ".join(sorted({*BUILTIN, *fixtures}))
-                return f"{node.name} asks for the fixture {argument.arg}; there are {there}"
+                return f"{node.name} requests the fixture {argument.arg}; there are {there}"
     if not any(node.name.startswith("test") for node in functions):
         return "it has no test"
     return ""

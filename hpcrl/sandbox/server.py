@@ -1,10 +1,9 @@
-"""The server of a sandbox: forks a confined child for each task, watches the tree of processes, ends it, and removes
-its files.
+"""A sandbox's server: forks a confined child for each task, watches the process tree, ends it, and removes its files.
 
     python -s -S -P -c "..." SETTINGS        started by hpcrl.sandbox.client, standard input is its socket
 
-It runs one job at a time: tasks of which the last decides about the end. It sees neither code nor results, which go
-through pipes between the client and the children. When its client ends, it ends the job and itself.
+It runs one job at a time: several tasks, of which the last determines the end. It sees neither code nor results, which
+go through pipes between the client and the children. When its client ends, it ends the job and itself.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ from hpcrl.sandbox import confine
 from hpcrl.sandbox.tasks import CHANNEL, IGNORED, perform
 from hpcrl.system.scratch import own_folder, remove_tree
 
-FDS = 6  # of a task: the task itself, standard input, output, error, RESULT, CHANNEL
+FDS = 6  # file descriptors of a task: the task itself, standard input, output, error, RESULT, CHANNEL
 MAX_TASKS = 2
 TICK_S, FIRST_TICK_S = 0.05, 0.005
 ROOM = "/room"
 MAX_FILES = 1000
 THREADS = 16
-"""Of a program that may start no other process."""
+"""Limit for a program that may not start other processes."""
 CHOSEN_USER, NUM_USERS = 61184, 4336
-"""As root, children of a server become one of these users, who own nothing."""
+"""As root, a server's children become one of these users, who own nothing."""
 SIGNALS = [signal.Signals(number) for number in range(1, 32) if number not in (signal.SIGKILL, signal.SIGSTOP)]
 
 
@@ -62,7 +61,7 @@ class SandboxServer:
         self._mounted = False
 
     def run(self) -> NoReturn:
-        """Serve until the client's end."""
+        """Serve until the client ends."""
         try:
             self._enter()
             self._send({"ready": True, "landlock": confine.landlock_version()})
@@ -74,7 +73,7 @@ class SandboxServer:
             if not data:
                 self._leave()
             request = json.loads(data)
-            if "tasks" in request:  # "end" has come when the job had ended
+            if "tasks" in request:  # an "end" may arrive after the job has ended
                 self._send(self._job(request, places))
 
     def _send(self, message: Mapping[str, Any]) -> None:
@@ -94,7 +93,7 @@ class SandboxServer:
             child = os.fork()
             if child:
                 _wait_and_leave(child, self._base)
-            confine.die_with(0)  # of another PID namespace
+            confine.die_with(0)  # the parent is in another PID namespace
         self._room = self._base
         if self._level >= 3:
             confine.enter_new_root(self._base, self._readable, ROOM)
@@ -105,7 +104,7 @@ class SandboxServer:
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         if self._level == 1:
-            self._read(f"self/task/{os.getpid()}/children")  # OSError where the kernel does not tell
+            self._read(f"self/task/{os.getpid()}/children")  # OSError if the kernel does not list children
 
     def _job(self, request: Mapping[str, Any], places: list[int]) -> dict[str, Any]:
         """Run tasks until the last has ended; returns its wait status and, if a limit ended the job, which."""
@@ -135,12 +134,12 @@ class SandboxServer:
             if self._wake in ready:
                 os.read(self._wake, 1 << 12)
             self._reap()
-            if not ready or time.monotonic() - checked > TICK_S:  # children that end all the time do not put it off
+            if not ready or time.monotonic() - checked > TICK_S:  # constantly ending children do not postpone the check
                 tick = min(2 * tick, TICK_S)
                 reason = reason or self._exceeded(request)
                 checked = time.monotonic()
         if reason == "ended" and children[-1] in self._statuses:
-            reason = ""  # by itself, before the client's word was read
+            reason = ""  # the job ended by itself, before the client's message was read
         self._end_tree()
         return {"status": self._statuses.get(children[-1], 0), "reason": reason}
 
@@ -166,7 +165,7 @@ class SandboxServer:
             os._exit(code)
 
     def _confine(self, request: Mapping[str, Any], folder: str, parent: int, places: list[int]) -> None:
-        """In the child: its files, its limits, and from L1 on everything else that is refused."""
+        """In the child: set up its files and limits, and from L1 on all other restrictions."""
         settings = self._settings
         signal.set_wakeup_fd(-1)
         for number in SIGNALS:
@@ -204,7 +203,7 @@ class SandboxServer:
         gc.enable()
 
     def _make_room(self) -> None:
-        """An empty room for the folders of tasks."""
+        """Create an empty folder for the tasks' folders."""
         if self._level >= 3:
             if self._mounted:
                 confine.unmount(self._room)
@@ -215,7 +214,7 @@ class SandboxServer:
             remove_tree(f"{self._room}/{name}")
 
     def _exceeded(self, request: Mapping[str, Any]) -> str:
-        """Which limit the tree of processes exceeds."""
+        """The limit that the process tree exceeds, or empty."""
         tasks, num_bytes = 0, 0
         removed: dict[tuple[int, int], int] = {}
         for process in self._descendants():
@@ -236,11 +235,11 @@ class SandboxServer:
         return ""
 
     def _removed(self, process: str) -> dict[tuple[int, int], int]:
-        """Device and number of the files that a process has open or mapped after their removal -> bytes. One that is
-        only mapped, and one on its way in a socket, may have any size and count as the largest."""
+        """(device, inode) -> bytes of removed files that a process still has open or mapped. A file that is only
+        mapped, or in transit through a socket, has an unknown size and counts as the largest."""
         found: dict[tuple[int, int], int] = {}
         most = self._settings["file_bytes"]
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             for line in self._read(f"{process}/maps").splitlines():
                 *_, device, number, path = line.split(None, 5) if line.endswith(" (deleted)") else ("0:0", "0", "")
                 if path.startswith(f"{self._room}/"):
@@ -260,7 +259,7 @@ class SandboxServer:
             return file.read()
 
     def _descendants(self) -> Iterator[str]:
-        """Their numbers in /proc, which may be of another PID namespace."""
+        """The descendants' process ids in /proc, which may belong to another PID namespace."""
         waiting = ["self"]
         while waiting:
             process = waiting.pop()
@@ -268,7 +267,7 @@ class SandboxServer:
                 files = [f"{process}/task/{thread}/children" for thread in _names(f"{process}/task", self._proc)]
                 found = [child for file in files for child in self._read(file).split()]
             except OSError:
-                continue  # it has ended
+                continue  # the process has ended
             yield from found
             waiting += found
 
@@ -282,7 +281,7 @@ class SandboxServer:
         while True:
             if self._level >= 2:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(-1, signal.SIGKILL)  # all of the namespace but this process
+                    os.kill(-1, signal.SIGKILL)  # all processes of the namespace except this one
             else:
                 for process in list(self._descendants()):
                     with contextlib.suppress(ProcessLookupError):
@@ -301,12 +300,12 @@ class SandboxServer:
 
 
 def confined_by_user(is_root: bool, level: int) -> bool:
-    """Whether the children are the only processes of their user that the kernel counts."""
+    """Whether the kernel counts only the children as processes of their user."""
     return is_root or level >= 2
 
 
 def _names(folder: str, proc: int) -> list[str]:
-    """What a folder of /proc has."""
+    """The names in a folder of /proc."""
     place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY, dir_fd=proc)
     try:
         return os.listdir(place)
@@ -315,7 +314,7 @@ def _names(folder: str, proc: int) -> list[str]:
 
 
 def _num_threads_of(proc: int, user: int) -> int:
-    """Threads of a user on this machine."""
+    """Number of a user's threads on this machine."""
     count = 0
     for name in _names(".", proc):
         if name.isdigit():
@@ -326,7 +325,7 @@ def _num_threads_of(proc: int, user: int) -> int:
 
 
 def _wait_and_leave(child: int, base: str) -> NoReturn:
-    """Outside the namespaces: wait for the server, and remove what is left of its folder."""
+    """Outside the namespaces: wait for the server, and remove the rest of its folder."""
     for number in SIGNALS:
         with contextlib.suppress(OSError, ValueError):
             signal.signal(number, signal.SIG_IGN if number != signal.SIGCHLD else signal.SIG_DFL)
@@ -337,7 +336,7 @@ def _wait_and_leave(child: int, base: str) -> NoReturn:
 
 
 def make_executable(folder: str) -> None:
-    """Make the files of a folder executable, which a confined compiler may not do."""
+    """Make a folder's files executable, which a confined compiler may not do."""
     for name in os.listdir(folder):
         with contextlib.suppress(OSError):
             place = os.open(f"{folder}/{name}", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -348,8 +347,8 @@ def make_executable(folder: str) -> None:
 
 
 def fits(folder: str, num_bytes: int) -> bool:
-    """Whether the files below a folder are within both limits, and none is where they cannot be counted: too deep for a
-    path, or in a folder that cannot be read."""
+    """Whether the files below a folder are within both limits, and all are countable: none too deep for a path or in an
+    unreadable folder."""
     waiting, files, total = [folder], 0, 0
     while waiting:
         try:
@@ -371,10 +370,10 @@ def fits(folder: str, num_bytes: int) -> bool:
 
 
 def main() -> None:
-    """Serve with the settings of the command line."""
+    """Serve with the settings from the command line."""
     settings = json.loads(sys.argv[1])
     sys.path += settings["packages"]
-    site.setquit()  # what interactive Python has, and programs use: exit() and quit()
+    site.setquit()  # exit() and quit() of interactive Python, which programs use
     server = SandboxServer(settings)
     gc.collect()
     gc.freeze()

@@ -1,9 +1,9 @@
 """The seccomp filter of sandboxed processes: system calls that are not listed here are refused.
 
-What a program needs to compute, to use its own files and to start and wait for children is listed. Missing are all
-sockets but connected pairs, signals to and limits of other processes, tracing, namespaces, mounts, kernel keys, System
-V and POSIX queues and segments (which outlive a process), memory files (which no limit counts), and changes of modes,
-owners and attributes, which Landlock does not check.
+The list has all calls that a program needs to compute, to use its own files and to start and wait for children. It
+lacks all sockets except connected pairs, signals to and limits of other processes, tracing, namespaces, mounts, kernel
+keys, System V and POSIX queues and segments (which outlive a process), memory files (which no limit counts), and
+changes of modes, owners and attributes, which Landlock does not check.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ timer_gettime 224 108; timer_getoverrun 225 109; timer_delete 226 111; clone3 43
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """Machine -> column of the table, and AUDIT_ARCH."""
 FIRST_OF_LATER = 424
-"""Calls from here on are younger than all that a program must have: C libraries do without them."""
+"""Calls from this number on are newer than all that a program requires: C libraries have fallbacks for them."""
 
 LOAD, EQUAL, GREATER, AT_LEAST, ANY_BIT, MASK, RETURN = 0x20, 0x15, 0x25, 0x35, 0x45, 0x54, 0x06
 KILL, ALLOW, ERRNO = 0x80000000, 0x7FFF0000, 0x00050000
@@ -58,20 +58,20 @@ AF_UNIX, SOCK_STREAM, TYPE_MASK = 1, 1, 0xF
 CLONE_THREAD, FOREIGN_CLONE = 0x10000, 0x7E028000  # namespaces, and children that are siblings
 O_TRUNC, O_ACCMODE = 0x200, 3
 FCNTL_REFUSED = (8, 10, 15, 1024, 1026)  # owners of signals, leases, notifications
-IOCTL_ALLOWED = (0x5401, 0x540F, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # questions to terminals, flags of the file
+IOCTL_ALLOWED = (0x5401, 0x540F, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # terminal queries, flags of the file
 PRCTL_ALLOWED = (1, 2, 3, 15, 16, 23, 38, 39, 0x53564D41)
 
 Step = tuple[int, int, int, int]
 
 
 def available() -> bool:
-    """Whether the calls of this machine's processor are known."""
+    """Whether the table has this processor's system calls."""
     return platform.machine() in ARCHITECTURES
 
 
 def program(processes: bool, signals: bool) -> bytes:
-    """The filter for the calling process as an array of struct sock_filter. processes: it may start others; signals: it
-    may signal any process that it sees, otherwise itself only."""
+    """The filter for the calling process as an array of struct sock_filter. processes: the process may start others;
+    signals: it may signal any process that it sees, otherwise only itself."""
     column, arch = ARCHITECTURES[platform.machine()]
     numbers = {
         words[0]: int(words[1 + column])
@@ -113,7 +113,7 @@ def _special(processes: bool, signals: bool) -> dict[str, list[Step]]:
         "fcntl": [_argument(1), *_among(FCNTL_REFUSED, refuse), allow],
         "ioctl": [_argument(1), *_among(IOCTL_ALLOWED, allow), _refuse(errno.ENOTTY)],
         "prctl": [_argument(0), *_among(PRCTL_ALLOWED, allow), refuse],
-        "utimensat": [_refuse(0)],  # does nothing: touch and cp fail otherwise
+        "utimensat": [_refuse(0)],  # succeeds without effect: touch and cp would fail otherwise
     }
 
 

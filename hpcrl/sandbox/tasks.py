@@ -1,10 +1,10 @@
-"""What a sandboxed child does: run a program, call a function, serve functions to tests, run tests, execute a command.
+"""Tasks of a sandboxed child: run a program, call a function, serve functions to tests, run tests, execute a command.
 
 A child gets its task as JSON from a pipe that only the client writes, after it is confined. File descriptors: 0 to 2 as
 usual, RESULT for the result of a call and the verdict of tests, CHANNEL between tests and the code they test.
 
-Tests and the code they test are two processes: values that tests compare with never enter the process of the code, and
-what this sends back are built-in values (hpcrl.sandbox.wire).
+Tests and the code they test are two processes: expected values never enter the code's process, which sends back only
+built-in values (hpcrl.sandbox.wire).
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ SPECIAL = (
     *("__str__", "__repr__", "__eq__", "__lt__"),
 )
 IGNORED = (signal.SIGPIPE, signal.SIGXFSZ)
-"""Signals that an interpreter ignores, so that they become exceptions."""
+"""Signals that an interpreter ignores, so they become exceptions."""
 MISSING = "there is no "
 FOLDER = "hpcrl_temporary_folder"
-"""Name in the module of the code of what makes a folder for tests, which its process can read."""
+"""Name in the code's module of the function that creates a folder for tests, which the code's process can read."""
 MAX_KINDS = 20
-"""Bases of an exception that are looked at."""
+"""Maximum bases of an exception that are considered."""
 
 
 def perform(task: Mapping[str, Any]) -> int:
-    """Do the task; returns the exit code, unless the task ends or replaces the process."""
+    """Execute the task; returns the exit code, unless the task ends or replaces the process."""
     kind = task["kind"]
     if kind == "execute":
         for name, text in task["files"].items():
@@ -71,7 +71,7 @@ def _stream(number: int) -> io.TextIOWrapper:
 
 
 def _ended(work: Any) -> int:
-    """Do the work and end as an interpreter does; returns its exit code."""
+    """Execute `work` and finish as an interpreter does; returns the exit code."""
     code = 0
     try:
         work()
@@ -169,8 +169,8 @@ def _write(place: int, data: bytes) -> None:
 
 
 class RemoteError(Exception):
-    """An exception of the code under test whose type is not built in, or the base of such a type's image in the
-    process of the tests. Its attributes are those of the exception in the process of the code."""
+    """An exception of the code under test whose type is not built in, or the base of such a type's image in the tests'
+    process. It has the attributes of the exception in the code's process."""
 
     _remote: Any = None
 
@@ -181,19 +181,19 @@ class RemoteError(Exception):
 
 
 class ChannelEnded(BaseException):
-    """The code has ended, or sent what is not an answer. No `except Exception` of a test catches it."""
+    """The code's process has ended, or sent an invalid answer. A test's `except Exception` does not catch it."""
 
 
 class _Link:
-    """The requests of tests."""
+    """The connection for tests' requests."""
 
     def __init__(self) -> None:
         self._answers = io.BufferedReader(io.FileIO(CHANNEL, "r", closefd=False))
-        self._images: dict[str, type[Exception]] = {}  # of the code's exceptions, by full name
+        self._images: dict[str, type[Exception]] = {}  # full name of a code's exception -> its image
 
     def ask(self, number: int, name: str | None, arguments: tuple[Any, ...] | None, named: Mapping[str, Any]) -> Any:
-        """An attribute, if `name` is given, of an object, called, if arguments are given. Lists, dictionaries and sets
-        among the arguments get the changes that the call makes to them."""
+        """An object, or its attribute `name` if given, and its result if called with arguments. Lists, dictionaries and
+        sets among the arguments get the changes that the call makes to them."""
         _write(CHANNEL, encode([name, number, None if arguments is None else list(arguments), dict(named)], _reference))
         try:
             done, value, more = decode(self._answers.readline(MAX_LINE), self._object)
@@ -202,7 +202,7 @@ class _Link:
         if not done:
             kind = self._image(value)
             if issubclass(kind, StopIteration) and name != "__next__":
-                raise RuntimeError("the code raised StopIteration")  # which would end loops of the test early
+                raise RuntimeError("the code raised StopIteration")  # StopIteration would end loops of the test early
             raised = kind(str(more[0]))
             if isinstance(raised, RemoteError):
                 raised._remote = more[1]
@@ -217,8 +217,8 @@ class _Link:
         return self._image(found["raises"]) if "raises" in found else Remote(self, int(found["object"]))
 
     def _image(self, names: Sequence[str]) -> type[Exception]:
-        """The exception type of the tests that stands for one of the code, whose bases have these names: a built-in
-        one itself, which only Python's own can be, another as a class of its own below the image of its next base."""
+        """The tests' exception type for a code's exception with these base names: for a built-in type, which only
+        Python's own types count as, the type itself; else a new class derived from the image of its next base."""
         for place, name in enumerate(map(str, names[:MAX_KINDS])):
             module, _, own = name.partition(".")
             builtin = getattr(builtins, own, None) if module == "builtins" else None
@@ -244,7 +244,7 @@ class Unsendable(CannotJudge):
 
 
 class Remote:
-    """An object in the process of the code. It equals no value of the tests."""
+    """An object in the code's process. It equals no value of the tests."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -295,7 +295,7 @@ def _test(task: Mapping[str, Any]) -> int:
     passed, total, problem = 0, 1, ""
     try:
         exec(compile(task["setup"], "setup.py", "exec"), space)
-        if task["entry_point"]:  # of which the setup has the beginning only
+        if task["entry_point"]:  # the setup has only its beginning
             space[task["entry_point"]] = getattr(Remote(link, 0), task["entry_point"])
         tree = ast.parse(task["source"])
         _provide(tree, space, link, task["entry_point"])
@@ -311,7 +311,7 @@ def _test(task: Mapping[str, Any]) -> int:
         problem = str(error)
     except ModuleNotFoundError as error:
         traceback.print_exc()
-        if error.name and importlib.util.find_spec(error.name.partition(".")[0]) is None:  # which the tests import
+        if error.name and importlib.util.find_spec(error.name.partition(".")[0]) is None:  # imported by the tests
             problem = f"there is no module {error.name}"
     except BaseException:
         traceback.print_exc()
@@ -321,15 +321,15 @@ def _test(task: Mapping[str, Any]) -> int:
 
 
 def _provide(tree: ast.Module, space: dict[str, Any], link: _Link, entry_point: str) -> None:
-    """Give tests the names that they use: those of Python's library, else those of the code, and the code's module
-    under any name that is not installed."""
+    """Define the names that tests use: from Python's library, else from the code; and provide the code's module under
+    any imported name that is not installed."""
     code = Remote(link, 0)
     free = free_names(tree, space)
     library = of_library(tree, free, entry_point)
     for name in free:
         try:
             space[name] = load(library[name]) if name in library else getattr(code, name)
-        except NameError:  # one that is nowhere, or that a function of the tests makes global
+        except NameError:  # a name without a definition, or one that a test function declares global
             continue
     for node in ast.walk(tree):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

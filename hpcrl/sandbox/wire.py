@@ -1,5 +1,5 @@
-"""Values as they leave a sandboxed process: built-in types only, as one line of JSON, so that no code of the sender
-runs where they are read."""
+"""Encodes values that leave a sandboxed process: only built-in types, as one line of JSON, so no code of the sender
+runs in the reading process."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ def _none(value: Any) -> Any:
 
 
 def encode(value: Any, other: Other = _none) -> bytes:
-    """A line. `other` turns what is not a built-in value into a JSON object. Subclasses are sent as their built-in
-    type. TypeError, ValueError or RecursionError if a value cannot be sent."""
+    """The line for a value. `other` converts values that are not built in to JSON objects. Subclasses are sent as their
+    built-in type. TypeError, ValueError or RecursionError if a value cannot be sent."""
     return json.dumps(pack(value, other), allow_nan=False).encode() + b"\n"
 
 
 def decode(line: bytes, other: Other = _none, hashed: bool = True) -> Any:
     """The inverse of encode(); no code of the sender runs. hashed=False: dictionaries, sets and frozensets as Unhashed,
-    so that a sender who chooses keys of equal hashes does not make this slow. ValueError, TypeError, OverflowError or
-    RecursionError if the line is invalid."""
+    so a sender cannot slow this down with keys of equal hashes. ValueError, TypeError, OverflowError or RecursionError
+    if the line is invalid."""
     return unpack(json.loads(line, parse_constant=_refuse), other, hashed)
 
 
 @dataclass(frozen=True, eq=False)
 class Unhashed:
-    """A dictionary as its pairs, or the members of a set, whose keys were not hashed."""
+    """A dictionary's pairs, or a set's members, without hashing the keys."""
 
     kind: str
     parts: list[Any]

@@ -24,15 +24,15 @@ from hpcrl.system.exit_codes import ExitCode
 
 COMMANDS = {
     "launch": ("hpcrl.launch.__main__", "check a run, print its plan, start it here or submit it to Slurm"),
-    "status": ("hpcrl.commands.status", "what a run does: state, step, time left, checkpoints, restarts, errors"),
-    "logs": ("hpcrl.commands.logs", "the messages of all ranks, nodes and attempts of a run, in the order of time"),
-    "plot": ("hpcrl.metrics.plot", "draw reward and validation accuracy of a run"),
+    "status": ("hpcrl.commands.status", "show a run's state, step, time left, checkpoints, restarts, errors"),
+    "logs": ("hpcrl.commands.logs", "show the messages of all ranks, nodes and attempts of a run, in order of time"),
+    "plot": ("hpcrl.metrics.plot", "draw reward and held-out accuracy of a run"),
     "score": ("hpcrl.commands.score", "try a reward on an answer or on a file of rows, without a run"),
-    "convert": ("hpcrl.convert.__main__", "make a checkpoint a model in HF layout, or an HF model one of Megatron"),
+    "convert": ("hpcrl.convert.__main__", "convert a checkpoint to a model in HF layout, or an HF model to Megatron"),
     "track": ("hpcrl.commands.track", "upload the metrics of a run to a tracker, from a machine with network access"),
     "prefetch": (
         "hpcrl.launch.prefetch",
-        "fetch a model or a data file where the network is, for compute nodes without it",
+        "download a model or a data file on a machine with network access, for compute nodes without it",
     ),
 }
 """Name -> (module with main(argv), what it does)."""
@@ -43,7 +43,7 @@ usage: hpcrl COMMAND [WORD ...]
 
 Reinforcement learning for large language models, on this machine or as a Slurm job.
 
-commands (hpcrl COMMAND --help tells more)
+commands (details: hpcrl COMMAND --help)
 {commands}
 
 examples
@@ -64,7 +64,7 @@ SCRIPT = re.compile(r"\bpython launch/(\w+\.py)")
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """Of the command that `python -m hpcrl.launch` or `python -m hpcrl status` calls. ValueError for wrong words."""
+    """Parser of a command such as `python -m hpcrl.launch` or `python -m hpcrl status`. ValueError for wrong words."""
 
     def __init__(self, command: str, about: str):
         super().__init__(
@@ -89,9 +89,9 @@ def in_shell(text: str) -> str:
 
 
 def use_utf8() -> None:
-    """Let this program read and write text as UTF-8, whatever the locale, and print what a stream cannot encode as
-    escapes. A program under another locale is replaced by itself in Python's UTF-8 mode (PEP 540), with the same
-    process id; its children inherit the mode."""
+    """Make this program read and write text as UTF-8, whatever the locale, and print characters that a stream cannot
+    encode as escapes. Under another locale the program replaces itself by a new one in Python's UTF-8 mode (PEP 540),
+    with the same process id; its children inherit the mode."""
     if not sys.flags.utf8_mode and locale.getencoding().lower() not in ("utf-8", "utf8"):
         os.environ["PYTHONUTF8"] = "1"
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
@@ -101,7 +101,7 @@ def use_utf8() -> None:
 
 
 def show(text: str) -> bool:
-    """Print a text at once; False if its reader has had enough, as `| head`."""
+    """Print a text at once; False if the reader has closed its end, as `| head` does."""
     try:
         print(text, flush=True)
     except BrokenPipeError:

@@ -8,13 +8,13 @@ from datetime import timedelta
 
 SHARE = 4
 UNCOUNTED = timedelta(days=30)
-"""Timeout of an engine's collectives. The controller's deadline for the command ends the wait long before; timeouts of
-gloo and NCCL would count the time in which the job is suspended."""
+"""Timeout of an engine's collectives. The controller's deadline for the command ends the wait long before; timeouts in
+gloo and NCCL would include the time during which the job is suspended."""
 
 
 class AwakeClock:
-    """Seconds since the clock was made, for deadlines of `deadline_s` in a process that reads it several times in that
-    time.
+    """Seconds since the clock was made, for deadlines of `deadline_s` in a process that reads the clock several times
+    within a deadline.
 
     Time between two reads counts for at most a quarter of the deadline: more time passes only if the process was
     stopped or blocked.

@@ -22,9 +22,9 @@ from hpcrl.system.clock import AwakeClock
 
 STEP_NAME = re.compile(r"step_(\d{6,})")
 STORAGE_ERRORS = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE))
-"""Error numbers that almost only a full or failing file system gives."""
+"""Error numbers that nearly always mean a full or failing file system."""
 CONTENDED_S = 5.0
-"""How long room is looked for that other processes may have reserved for a moment."""
+"""How long find_room() retries, since other processes may have reserved space for a moment."""
 
 
 def step_name(step: int) -> str:
@@ -49,8 +49,8 @@ def committed_step(run_dir: Path) -> int:
 
 
 def backed_off_s(waited_s: float) -> float:
-    """Seconds to sleep before the next read of a shared file system after `waited_s`: a twentieth of it, so that
-    hundreds of waiting processes do not overload the file system."""
+    """Seconds to sleep before the next read of a shared file system after `waited_s`: a twentieth of it, to keep
+    hundreds of waiting processes from overloading the file system."""
     return min(max(0.02, waited_s / 20), 1.0)
 
 
@@ -66,8 +66,8 @@ def fsync_path(path: Path) -> None:
 def find_room(folder: Path, num_bytes: int, reserve: bool) -> tuple[int, str]:
     """Free bytes that the file system shows, and, if they suffice and `reserve` is set, the reason of no_room_for().
 
-    Other runs that start at the same time also reserve for a moment, so where room is short it is looked for again,
-    at random times, for CONTENDED_S.
+    Other runs that start at the same time also reserve space for a moment, so if space is short, the check is repeated
+    at random times for CONTENDED_S.
     """
     clock, wait_s = AwakeClock(CONTENDED_S), 0.05
     while True:
@@ -80,9 +80,9 @@ def find_room(folder: Path, num_bytes: int, reserve: bool) -> tuple[int, str]:
 
 
 def no_room_for(folder: Path, num_bytes: int) -> str:
-    """Why the user may not write so many bytes into a folder, such as a quota, which the file system's free space does
-    not show. Empty if they could be reserved, or if the file system reserves nothing (NFS 3, ZFS)."""
-    # Not os.posix_fallocate, which writes to each block where the file system reserves nothing.
+    """Why the user may not write this many bytes into a folder, such as a quota, which free space does not show. Empty
+    if they could be reserved, or if the file system does not support reservations (NFS 3, ZFS)."""
+    # Not os.posix_fallocate, which writes to each block if the file system does not support reservations.
     fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate64", None)  # musl has none
     if fallocate is None:
         return ""
@@ -96,7 +96,7 @@ def no_room_for(folder: Path, num_bytes: int) -> str:
 
 
 def rename_durably(source: Path, target: Path) -> None:
-    """Rename; after a crash of the machine, the entry is in exactly one of the two folders."""
+    """Rename; after a machine crash, the entry is in exactly one of the two folders."""
     os.rename(source, target)
     fsync_path(target.parent)
     if source.parent != target.parent:
@@ -104,15 +104,15 @@ def rename_durably(source: Path, target: Path) -> None:
 
 
 def allow_files() -> int:
-    """Let this process and its children open as many files and sockets as the system allows, and return the number; the
-    usual limit of 1,024 is less than rank 0 of a large world needs."""
+    """Raise the limit on open files and sockets of this process and its children to the system's maximum, and return
+    it; the usual limit of 1,024 is less than rank 0 of a large world needs."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard if hard != resource.RLIM_INFINITY else sys.maxsize
 
 
 def is_storage_error(error: BaseException) -> bool:
-    """Whether a full or failing file system is the cause, so that a retry may succeed."""
+    """Whether a full or failing file system is the cause, in which case a retry may succeed."""
     return isinstance(error, OSError) and error.errno in STORAGE_ERRORS
 
 
@@ -128,7 +128,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 class _Lossy(io.FileIO):
-    """A text stream that discards what a full disk rejects."""
+    """A text stream that discards writes for which the disk is full."""
 
     def write(self, data: Any) -> int:
         try:
@@ -140,7 +140,7 @@ class _Lossy(io.FileIO):
 
 
 def shield_output() -> None:
-    """Make this process lose its output, instead of ending, if the disk of its log is full."""
+    """Make this process drop output, instead of ending, if its log's disk is full."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         stream.flush()
@@ -159,7 +159,7 @@ def write_durably(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError:
-        temporary.unlink(missing_ok=True)  # the written part would keep the disk full
+        temporary.unlink(missing_ok=True)  # a partial file would keep the disk full
         raise
     rename_durably(temporary, path)
 

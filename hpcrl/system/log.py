@@ -1,12 +1,12 @@
-"""Messages of hpcrl, through Python's logging: with time, host, rank and level in every log of a run, plain for a user.
+"""hpcrl's messages, through Python's logging: with time, host, rank and level in a run's logs, plain for a user.
 
     2026-11-28T19:00:01.123+00:00 node01 rank 3 WARNING text       in a file; times are UTC
     hpcrl: text                                                    on a terminal
 
 WHO is `rank N`, `agent` (of a node) or `launch` (of a batch script). Further lines of a record are indented; a line
-without a header, of a library or a crash, belongs to the record before. `hpcrl logs` merges the files.
+without a header, from a library or a crash, belongs to the previous record. `hpcrl logs` merges the files.
 
-Levels: INFO, what a run does; WARNING, something is lost or odd and the run goes on; ERROR, what ends a run or a rank.
+Levels: INFO, progress; WARNING, a loss or an anomaly that the run survives; ERROR, the end of a run or a rank.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ HEADER = re.compile(
     rf"(?P<level>{'|'.join(LEVELS)}) "
 )
 STDERR = Path("/dev/stderr")
-"""The file of a process whose standard error is a log."""
+"""Log file of a process whose standard error is already a log."""
 IN_JOB = "HPCRL_JOB_END"
-"""Environment variable that a batch script of hpcrl.launch sets: standard output and error are the job's log."""
+"""Environment variable set by hpcrl.launch's batch scripts: standard output and error are the job's log."""
 BARE = {"console": "bare"}
-"""`extra` of a record that a user gets without a prefix: progress, the report at the end."""
+"""`extra` of a record that the console shows without a prefix: progress, the final report."""
 UNSHOWN = {"console": "none"}
-"""`extra` of a record that is for the files."""
+"""`extra` of a record that goes only to files."""
 
 
 def start(who: str, *, file: Path | None = None, console: Literal["stdout", "stderr"] | None = None) -> None:
-    """Let the messages of this process go to a file, with those of libraries, and to the user (hpcrl's); replaces an
-    earlier call. who: see above. file: STDERR, or a path below a folder that is made with the first message.
+    """Send this process's messages to a file (including libraries' messages) and to the console (only hpcrl's);
+    replaces an earlier call. who: see above. file: STDERR, or a path whose folder is created with the first message.
 
-    In a job, the console is the job's log and gets headers. Beside STDERR it gets no errors, which the agent shows as
-    one line at the end of the run.
+    In a job, the console is the job's log and gets headers. If `file` is STDERR, the console gets no errors, since the
+    agent shows them in one line at the end of the run.
     """
     stop()
     root, ours, header = logging.getLogger(), logging.getLogger(OURS), _Header(who)
@@ -62,12 +62,12 @@ def start(who: str, *, file: Path | None = None, console: Literal["stdout", "std
         shown.addFilter(lambda record: getattr(record, "console", "") != "none")
         if file == STDERR:
             shown.addFilter(lambda record: record.levelno < logging.ERROR)
-        # Where no file takes the messages of libraries, they stay as they are.
+        # Without a file, libraries' messages are left unchanged.
         (ours if file is None else root).addHandler(shown)
 
 
 def start_child() -> None:
-    """The same in a process that a rank has started."""
+    """start() in a process that a rank has started."""
     if (rank := os.environ.get("HPCRL_RANK")) is not None:  # set by an agent: standard error is a log
         start(f"rank {rank}", file=STDERR)
     else:
@@ -84,8 +84,8 @@ def stop() -> None:
 
 
 def adopt_libraries() -> None:
-    """Give the handlers that libraries have attached to their own loggers the format of this process's log, if they
-    write to it. Call it after the imports."""
+    """Set this process's log format on handlers that libraries have attached to their own loggers, if these write to
+    the log. Call it after the imports."""
     header = next((handler.formatter for handler in logging.getLogger().handlers if isinstance(handler, _Lines)), None)
     for name in list(logging.root.manager.loggerDict) if isinstance(header, _Header) else ():
         for handler in logging.getLogger(name).handlers:
@@ -122,7 +122,7 @@ class _ForUser(logging.Formatter):
 
 
 class _Lines(logging.Handler):
-    """Formats records and writes them as text; what a full disk rejects is lost, not the run."""
+    """Formats records and writes them as text; a full disk costs the record, not the run."""
 
     def __init__(self, formatter: logging.Formatter, write: Callable[[str], None]):
         super().__init__()
@@ -130,7 +130,7 @@ class _Lines(logging.Handler):
         self._write = write
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record. BrokenPipeError if the output has no reader any more."""
+        """Write a record. BrokenPipeError if the output no longer has a reader."""
         try:
             self._write(f"{self.format(record)}\n")
         except OSError as error:
@@ -157,13 +157,13 @@ def _writer_to(name: Literal["stdout", "stderr"]) -> Callable[[str], None]:
 
 
 def _write_to_stderr(text: str) -> None:
-    if (stream := sys.__stderr__) is not None:  # not what a progress bar has put in its place, which is the terminal
+    if (stream := sys.__stderr__) is not None:  # not sys.stderr, which a progress bar redirects to the terminal
         stream.write(text)
         stream.flush()
 
 
 def _append(path: Path, text: str) -> None:
-    with contextlib.suppress(OSError):  # the user sees it, too
+    with contextlib.suppress(OSError):  # the console shows it, too
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab", buffering=0) as file:
             file.write(text.encode(errors="backslashreplace"))

@@ -1,4 +1,4 @@
-"""Folders for temporary files: those of a process that was killed go when the next one makes its own."""
+"""Folders for temporary files: a killed process's folder is removed when the next process creates its own."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import uuid
 from pathlib import Path
 
 RANDOM = "[!-]" * 8
-"""What mkdtemp() adds: no name of another node that begins as this one's."""
+"""Pattern of mkdtemp()'s suffix, which excludes folders of nodes whose names begin with this node's name."""
 JUST_MADE_S = 60.0
-"""Folders of other processes are not locked in their first moment."""
+"""Younger folders are kept: their processes may not have locked them yet."""
 
 
 def own_folder(above: str, prefix: str) -> str:
-    """A new folder in `above`, locked as long as this process or one that it forks lives. Those of the same user and
-    prefix that processes on this node have left there are removed."""
-    prefix = f"{prefix}-{socket.gethostname()}-"  # locks may not reach other nodes
+    """Create a folder in `above`, locked as long as this process or one that it forks lives. Folders of the same user
+    and prefix that ended processes on this node left there are removed."""
+    prefix = f"{prefix}-{socket.gethostname()}-"  # locks may not work across nodes
     for old in Path(above).glob(f"{glob.escape(prefix)}{RANDOM}"):
         with contextlib.suppress(OSError):
             place = os.open(old, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -34,7 +34,7 @@ def own_folder(above: str, prefix: str) -> str:
             finally:
                 os.close(place)
     folder = tempfile.mkdtemp(prefix=prefix, dir=above)
-    with contextlib.suppress(OSError):  # a file system without locks, where none is removed
+    with contextlib.suppress(OSError):  # a file system without locks, on which no folder is removed
         fcntl.flock(os.open(folder, os.O_RDONLY | os.O_DIRECTORY), fcntl.LOCK_EX | fcntl.LOCK_NB)
     return folder
 
@@ -53,7 +53,7 @@ def remove_tree(folder: str) -> None:
                 if not os.path.islink(path) and os.path.isdir(path):
                     with contextlib.suppress(OSError):
                         os.chmod(path, 0o700)
-                    if at != folder:  # brought up, so that no path grows too long
+                    if at != folder:  # moved up, since a path could grow too long
                         path, old = f"{folder}/{uuid.uuid4().hex}", path
                         os.rename(old, path)
                     inside.append(path)

@@ -16,8 +16,8 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 @contextlib.contextmanager
 def noted() -> Iterator[list[int]]:
-    """Record the signals received inside, in order, without other effect; those that came are ignored afterwards, when
-    the run has ended. Called on the main thread."""
+    """Record the signals received inside, in order, without other effect; received signals are ignored afterwards,
+    since the run has ended. Called on the main thread."""
     came: list[int] = []
     before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in STOPPING}
     try:
@@ -29,7 +29,7 @@ def noted() -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """Signals received inside take effect at the end; processes started inside get none before they call
+    """Block stop signals inside; they take effect at the end. Processes started inside get none before they call
     ignore_signals or let_signals_pass."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
@@ -39,22 +39,22 @@ def held_back() -> Iterator[None]:
 
 
 def ignore_signals() -> None:
-    """This process and all processes that it starts ignore the signals."""
+    """Make this process and all processes that it starts ignore the stop signals."""
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
 
 
 def let_signals_pass() -> None:
-    """This process ignores the signals; programs that it starts can be ended by them."""
+    """Make this process ignore the stop signals; programs that it starts can be ended by them."""
     for number in STOPPING:
         signal.signal(number, _nothing)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
 
 
 def die_with(parent: int) -> None:
-    """The kernel kills this process when the thread of `parent` that started it ends; ends it at once if that has
-    happened."""
+    """Make the kernel kill this process when the thread of `parent` that started it ends; exit at once if that thread
+    has already ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
@@ -62,7 +62,7 @@ def die_with(parent: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Processes that a descendant of this one leaves become its children, on Linux, instead of those of init."""
+    """On Linux, make orphaned descendants children of this process instead of init's."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 

@@ -113,7 +113,7 @@ def flip(path: Path) -> None:
     ("file", "harm", "said"),
     [
         ("trainer/__0_0.distcp", flip, "trainer/__0_0.distcp is not what was committed"),
-        ("trainer/__0_0.distcp", truncate, "trainer/__0_0.distcp has 24 bytes, 27 were committed"),
+        ("trainer/__0_0.distcp", truncate, "trainer/__0_0.distcp has 24 bytes, but 27 were committed"),
         ("trainer/__1_0.distcp", Path.unlink, "trainer/__1_0.distcp is missing"),
         ("state.json", Path.unlink, "state.json is missing"),
         ("manifest.json", truncate, "manifest.json cannot be read"),
@@ -233,7 +233,7 @@ def test_a_renamed_folder_is_not_another_step(tmp_path: Path) -> None:
     (tmp_path / "step_000020").rename(tmp_path / "step_000099")
     latest = find_latest(tmp_path)
     assert latest.path == tmp_path / "step_000010"
-    assert "says format 2, step 20; expected 2 and 99" in latest.problems[1]
+    assert "has format 2, step 20; expected 2 and 99" in latest.problems[1]
 
 
 def test_junk_is_ignored_and_named(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_junk_is_ignored_and_named(tmp_path: Path) -> None:
     (tmp_path / "step_000010" / "notes.txt").write_text("mine")
     latest = find_latest(tmp_path)
     assert latest.path == tmp_path / "step_000010"
-    assert latest.problems == ["step_000010 holds files that are not part of it, ignored: notes.txt"]
+    assert latest.problems == ["step_000010 contains extra files, ignored: notes.txt"]
 
 
 def test_commit_needs_exactly_the_sealed_files(tmp_path: Path) -> None:
@@ -327,7 +327,7 @@ def test_state_is_checked_on_both_sides(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"state\.json cannot be read"):
         read_state(tmp_path)
     (tmp_path / "state.json").write_text('{"format": 99}')
-    with pytest.raises(ValueError, match="has format 99, this version reads 1"):
+    with pytest.raises(ValueError, match="has format 99, but this version reads 1"):
         read_state(tmp_path)
 
 

@@ -50,7 +50,7 @@ def test_a_damaged_checkpoint_leaves_the_lineage_before_anything_else(tmp_path: 
     latest = find_latest(tmp_path / "checkpoints")
     assert latest.manifest is not None and latest.manifest.step == 2
     moved = abandon_after(tmp_path, 2, attempt=2)
-    assert moved[0].startswith("checkpoint step_000004 set aside as step_000004.abandoned-2")
+    assert moved[0].startswith("checkpoint step_000004 renamed to step_000004.abandoned-2")
     assert steps_in(tmp_path / "checkpoints") == [2] and steps_in(tmp_path / "rollouts") == [1, 2]
     assert (tmp_path / "checkpoints/LATEST").read_text() == "step_000002\n"
     assert find_latest(tmp_path / "checkpoints").problems == []

@@ -147,7 +147,7 @@ def test_a_killed_process_is_named_with_its_file(tmp_path: Path, writer: Writer)
     process.send_signal(signal.SIGSTOP)
     writer.start(tmp_path, {"second": b"x"})
     process.kill()
-    with pytest.raises(OSError, match=rf"writes {tmp_path}/second was ended by SIGKILL \(pid {process.pid}\)"):
+    with pytest.raises(OSError, match=rf"writes {tmp_path}/second was killed by SIGKILL \(pid {process.pid}\)"):
         writer.result(wait_s=None)
 
 
@@ -158,7 +158,7 @@ def test_one_that_died_in_between_is_noticed_at_the_start(tmp_path: Path, writer
     process.kill()
     while process.status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.01)
-    with pytest.raises(OSError, match="was ended by SIGKILL"):
+    with pytest.raises(OSError, match="was killed by SIGKILL"):
         writer.start(tmp_path, {"second": b"x"})
 
 

@@ -318,7 +318,7 @@ def test_a_failure_while_training_goes_on_comes_up_at_the_next_boundary(tmp_path
     last_writer().suspend()
     checkpoints.maybe_save(4)
     last_writer().kill()
-    with pytest.raises(NotSavedError, match=rf"of step 4 not written to {root}: .*shard_2 was ended by SIGKILL"):
+    with pytest.raises(NotSavedError, match=rf"of step 4 not written to {root}: .*shard_2 was killed by SIGKILL"):
         for _ in range(1000):
             checkpoints.maybe_save(5)
             time.sleep(0.01)
@@ -491,9 +491,7 @@ def test_lost_history_is_told_at_resume(tmp_path: Path, ranks: Ranks, capsys: py
         (tmp_path / f"rollouts/step_{step:06d}/rank_00001.h5").write_text("")
     make(tmp_path, ranks).restore()
     said = capsys.readouterr().out
-    assert (
-        f"hpcrl: {tmp_path}/metrics.jsonl lacks steps 2 (of 3): damaged, or removed; continuing without it\n" in said
-    )
+    assert f"hpcrl: {tmp_path}/metrics.jsonl lacks steps 2 (of 3): damaged, or removed; continuing without it\n" in said
     assert f"hpcrl: {tmp_path}/rollouts lacks steps 1 (of 3): damaged, or removed; continuing without it\n" in said
 
 

@@ -162,7 +162,7 @@ def test_another_dtype(world: Path, tmp_path: Path) -> None:
         ("tp2", {"tie_word_embeddings": True}, r"config.json has no place for output_layer.weight"),
         ("pp2_tied", {"tie_word_embeddings": False}, r"no output_layer.weight"),
         ("ep2", {"num_local_experts": 8, "num_experts": 8}, r"has shape \[2, 4, 48, 32\].*requires \[2, 8, 48, 32\]"),
-        ("tp2", {"vocab_size": 500}, r"has 128 rows, config.json has vocab_size=500: .* another model"),
+        ("tp2", {"vocab_size": 500}, r"has 128 rows, but config.json vocab_size=500: .* another model"),
         ("tp2", {"model_type": "gpt2"}, r"model_type 'gpt2' has no table .*\(qwen2, .* have\)"),
     ],
 )

@@ -101,7 +101,7 @@ def test_a_metadata_pickle_that_runs_something_is_refused(
     capsys.readouterr()
     assert run("--checkpoint", megatron, "--output", tmp_path / "hf") == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"{megatron}/.metadata is refused: it asks for " in line and call.__name__ in line
+    assert f"{megatron}/.metadata is refused: it names " in line and call.__name__ in line
     assert not marker.exists() and not (tmp_path / "hf").exists()
 
 
@@ -121,7 +121,7 @@ def test_a_shard_that_runs_something_is_refused(
         file.seek(chunk.offset)
         file.write(content)
     assert run("--checkpoint", megatron, "--output", tmp_path / "hf") == 2
-    assert "it asks for" in capsys.readouterr().err and not marker.exists()
+    assert "it names" in capsys.readouterr().err and not marker.exists()
 
 
 @pytest.mark.parametrize("stored", ["stacked", "transposed"])
@@ -203,7 +203,7 @@ def test_a_critic_is_not_made_a_language_model(tmp_path: Path, capsys: pytest.Ca
     tensors = load_file(file)
     save_file(tensors | {"score.weight": torch.ones(1, tensors["model.norm.weight"].numel())}, file)
     assert run("--to", "megatron", "--checkpoint", tmp_path / "model", "--output", tmp_path / "no") == 2
-    assert "is a critic, whose head of values (score.weight) would be lost" in capsys.readouterr().err
+    assert "is a critic, whose value head (score.weight) would be lost" in capsys.readouterr().err
     assert not (tmp_path / "no").exists()
 
 
@@ -221,7 +221,7 @@ def test_what_is_no_checkpoint_is_one_line(tmp_path: Path, capsys: pytest.Captur
         (("--checkpoint", tmp_path / "empty"), "empty is not a checkpoint: no .metadata in it or below it"),
         (("--checkpoint", tmp_path / "model"), "is a model in HF layout already; --to megatron"),
         (("--checkpoint", tmp_path / "old"), "is Megatron's old format; save it as torch_dist"),
-        (("--checkpoint", tmp_path / "top"), "names '12', and there is no folder"),
+        (("--checkpoint", tmp_path / "top"), "names '12', but there is no folder"),
         (("--to", "megatron", "--checkpoint", tmp_path / "empty"), "empty/config.json cannot be read"),
         ((*small, "--output", tmp_path / "full"), f"--output {tmp_path}/full exists, and nothing is overwritten"),
         ((*small, "--shard-gb", 0), "--shard-gb 0.0: a number above 0 and below 1e9 is needed"),

@@ -88,7 +88,7 @@ def test_noise_and_turns_are_as_asked() -> None:
 @pytest.mark.parametrize(
     ("path", "options", "problem"),
     [
-        ("env:maze", {"size": 4}, "env:maze: the options of an environment are those of env.maze.options"),
+        ("env:maze", {"size": 4}, "env:maze: give the environment's options in env.maze.options"),
         ("expert:maze", {}, "expert:maze: no such environment has an expert; there are frozen_lake, sokoban"),
         ("expert:scripted", {}, "expert:scripted: no such environment has an expert"),
         (

@@ -260,15 +260,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "TRL implicit prompt": ({"chosen": USER, "rejected": USER}, "(data.prompt_key); the row has chosen, rejected"),
     "TRL images": (
         {"prompt": USER, "images": ["a.png"]},
-        ":1: images: images cannot be trained by this version",
+        ":1: images: this version cannot train on images",
     ),
     "verl images": (
         {"prompt": [{"role": "user", "content": "<image>what?"}], "images": [{"bytes": "x"}]},
-        ":1: images: images cannot be trained",
+        ":1: images: this version cannot train on images",
     ),
     "audio": (
         {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
-        ":1: messages[0].content[0] must be text, its type is 'input_audio'",
+        ":1: messages[0].content[0] must be text, not of type 'input_audio'",
     ),
     "a speaker": (
         {"conversations": [{"from": "narrator", "value": "x"}]},
@@ -286,7 +286,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "history": ({"instruction": "a", "output": "b", "history": ["a"]}, ":1: history must be a list of"),
     "an argument of the tokenizer": (
         {"prompt": USER, "chat_template_kwargs": {"tokenize": True}},
-        ":1: chat_template_kwargs.tokenize is no variable of a chat template",
+        ":1: chat_template_kwargs.tokenize is not a template variable",
     ),
 }
 
@@ -409,7 +409,9 @@ def test_other_formats_of_text(tmp_path: Path):
         ("a\nb", "x, y"),
     ]
     assert rows.row(0).extra == {"answer": "4", "level": None} and rows.where(1) == f"{tmp_path}/rows.csv:3"
-    assert problems_of(f"{tmp_path}/rows.tsv") == [f"{tmp_path}/rows.tsv:3: 3 values, the first line names 2 columns"]
+    assert problems_of(f"{tmp_path}/rows.tsv") == [
+        f"{tmp_path}/rows.tsv:3: 3 values, but the first line names 2 columns"
+    ]
     line = json.dumps({"prompt": "2+2?", "answer": "4"}) + "\n"
     (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(line.encode()))
     with pa.CompressedOutputStream(str(tmp_path / "rows.jsonl.zst"), "zstd") as stream:

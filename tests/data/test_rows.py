@@ -98,9 +98,7 @@ def test_sources_follow_each_other_and_a_tag_covers_a_source(write_jsonl):
 def test_empty_lines_and_byte_order_mark_keep_the_line_numbers(tmp_path: Path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n\n  \r\n{"prompt": "b"}\r\n{"prompt": 3}')
-    assert problems_of(DataConfig(train=str(path))) == [
-        f"{path}:5: prompt must be text or a list of messages, it is int"
-    ]
+    assert problems_of(DataConfig(train=str(path))) == [f"{path}:5: prompt must be text or a list of messages, not int"]
 
 
 @pytest.mark.parametrize(
@@ -127,19 +125,19 @@ def test_empty_lines_and_byte_order_mark_keep_the_line_numbers(tmp_path: Path):
         ({"prompt": "a", "env_seed": True}, "column env_seed: True is not a whole number"),
         (
             {"messages": [{**USER[0], "images": ["nowhere.png"]}]},
-            ":2: messages[0].images: images cannot be trained by this",
+            ":2: messages[0].images: this version cannot train on images",
         ),
-        ({"prompt": "a", "images": ["a.png"]}, ":2: images: images cannot be trained by this version"),
-        ({"prompt": "a", "images": [{"path": "a.png"}]}, ":2: images: images cannot be trained"),
-        ({"prompt": "a", "image": {"path": "a.png"}}, ":2: image: images cannot be trained"),
-        ({"prompt": "a", "image": "folder/a.PNG"}, ":2: image: images cannot be trained"),
+        ({"prompt": "a", "images": ["a.png"]}, ":2: images: this version cannot train on images"),
+        ({"prompt": "a", "images": [{"path": "a.png"}]}, ":2: images: this version cannot train on images"),
+        ({"prompt": "a", "image": {"path": "a.png"}}, ":2: image: this version cannot train on images"),
+        ({"prompt": "a", "image": "folder/a.PNG"}, ":2: image: this version cannot train on images"),
         (
             {"prompt": [*USER, {"role": "user", "content": [{"type": "text"}, {"type": "image", "image": "a.png"}]}]},
-            ":2: prompt[1].content[1]: images cannot be trained",
+            ":2: prompt[1].content[1]: this version cannot train on images",
         ),
         (
             {"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]},
-            ":2: prompt[0].content[0]: images cannot be trained",
+            ":2: prompt[0].content[0]: this version cannot train on images",
         ),
     ],
 )
@@ -163,7 +161,7 @@ def test_images_of_a_parquet_file_are_refused(tmp_path: Path):
     rows = [{"prompt": USER, "images": [{"bytes": b"\x89PNG", "path": None}]}]
     parquet.write_table(pa.Table.from_pylist(rows), path)
     (problem,) = problems_of(DataConfig(train=str(path)))
-    assert problem.startswith(f"{path}:row 0: images") and "images cannot be trained by this version" in problem
+    assert problem.startswith(f"{path}:row 0: images") and "this version cannot train on images" in problem
 
 
 def test_an_answer_that_is_a_column_counts_once(write_jsonl):

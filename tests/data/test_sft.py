@@ -115,10 +115,10 @@ def test_a_resume_on_other_rows_is_refused(tokenizer, tmp_path):
     path.write_text('{"prompt": "2+2?", "answer": "4"}\n')
     state = sft_rows(DataConfig(train=str(path)), "train", tokenizer, 0).state_dict()
     sft_rows(DataConfig(train=str(path)), "train", tokenizer, 0).load_state_dict(state)
-    with pytest.raises(ValueError, match=r"seed is not what the checkpoint was made with"):
+    with pytest.raises(ValueError, match=r"seed differs from the checkpoint"):
         sft_rows(DataConfig(train=str(path)), "train", tokenizer, 1).load_state_dict(state)
     path.write_text('{"prompt": "2+2?", "answer": "5"}\n')
-    with pytest.raises(ValueError, match=r"rows\.jsonl is not what the checkpoint was made with"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl differs from the checkpoint"):
         sft_rows(DataConfig(train=str(path)), "train", tokenizer, 0).load_state_dict(state)
 
 

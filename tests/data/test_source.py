@@ -155,19 +155,19 @@ def test_a_changed_file_or_setting_is_refused_by_name(tokenizer, mixed_file, wri
     state = source(tokenizer, config).state_dict()
     source(tokenizer, config).load_state_dict(state)
     cases = {
-        "seed is not what": source(tokenizer, config, seed=1),
-        "shuffle is not what": source(tokenizer, config.model_copy(update={"shuffle": False})),
-        "task:add is not what": source(
+        "seed differs from": source(tokenizer, config, seed=1),
+        "shuffle differs from": source(tokenizer, config.model_copy(update={"shuffle": False})),
+        "task:add differs from": source(
             tokenizer, DataConfig(train=[mixed_file, DataSource(path="task:add", options={"max_digits": 1})])
         ),
-        "mixed.jsonl is not what": source(
-            tokenizer, DataConfig(train=[DataSource(path=mixed_file, domain="t"), "task:add"])
+        "mixed.jsonl differs from": source(
+            tokenizer, DataConfig(train=[DataSource(path=mixed_file, tag="t"), "task:add"])
         ),
     }
     mixed = DataConfig(train=mixed_file, domain_interleave_probs=MIX)
-    cases["mix is not what the checkpoint was made with (it was none, it is a 5, b 2, c 3)"] = source(tokenizer, mixed)
+    cases["mix differs from the checkpoint (it was none, it is a 5, b 2, c 3)"] = source(tokenizer, mixed)
     write_jsonl("mixed.jsonl", {"prompt": "another"})
-    cases["mixed.jsonl is not what the checkpoint was made with (it was 12 rows"] = source(tokenizer, config)
+    cases["mixed.jsonl differs from the checkpoint (it was 12 rows"] = source(tokenizer, config)
     for message, changed in cases.items():
         with pytest.raises(ValueError, match="resume=fresh") as caught:
             changed.load_state_dict(state)
@@ -225,7 +225,7 @@ def test_long_prompts_can_be_an_error_with_their_place(tokenizer, write_jsonl):
     path = long_file(write_jsonl)
     prompts = source(tokenizer, DataConfig(train=path, max_prompt_tokens=40, shuffle=False, overlong_prompts="error"))
     prompts.next()
-    with pytest.raises(ValueError, match=rf"{path}:2: the prompt has \d+ tokens, data.max_prompt_tokens=40"):
+    with pytest.raises(ValueError, match=rf"{path}:2: the prompt has \d+ tokens, but data.max_prompt_tokens=40"):
         prompts.next()
 
 

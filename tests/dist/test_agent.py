@@ -273,8 +273,8 @@ def test_a_rank_that_stops_beating_is_ended(node: Node) -> None:
     node.release()
     verdict = node.verdict()
     assert list(verdict["silent"]) == ["1"]
-    assert "gave no sign of life for" in verdict["lost"]["1"]
-    assert verdict["lost"]["1"].endswith("in DecodeChunk #3 and was ended")
+    assert "sent no heartbeat for" in verdict["lost"]["1"]
+    assert verdict["lost"]["1"].endswith("in DecodeChunk #3 and was killed")
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ def test_gpus_and_parts_of_gpus_are_passed_on_by_their_names(gpus: list[str]) ->
 @pytest.mark.parametrize(
     ("gpus", "told"),
     [
-        ("0,GPU-1a", "has CUDA_VISIBLE_DEVICES=0,GPU-1a, and CUDA reads either numbers or GPU- or MIG- names"),
+        ("0,GPU-1a", "has CUDA_VISIBLE_DEVICES=0,GPU-1a, but CUDA reads either numbers or GPU- or MIG- names"),
         ("GPU-1a,MIG-1a", "CUDA reads either numbers or GPU- or MIG- names: use one kind"),
         ("1,01", "has CUDA_VISIBLE_DEVICES=1,1, which names a GPU twice: name each GPU once"),
         ("1,0,-1", "shows 2 GPU(s) to 3 rank(s) that hold a model, since CUDA_VISIBLE_DEVICES='1,0,-1' ends at '-1'"),

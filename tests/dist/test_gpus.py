@@ -114,15 +114,15 @@ def test_what_the_list_of_visible_gpus_may_be(make: Make, value: str, required: 
         (
             12080,
             CUDA,
-            "has a driver for CUDA 12.8, and torch 2.13.0+cu130, a build for CUDA 13.0, needs driver 580 or newer:",
+            "has a driver for CUDA 12.8, but torch 2.13.0+cu130, a build for CUDA 13.0, needs driver 580 or newer:",
         ),
         (11080, TorchBuild("2.9.0+cu128", "12.8", ""), "a driver for CUDA 11.8, .* needs driver 525 or newer:"),
         (
             13000,
             CPU,
-            r"has 2 GPU\(s\) of NVIDIA, and torch 2.13.0\+cpu, a build for CPUs alone, finds none .*for CUDA, or",
+            r"has 2 NVIDIA GPU\(s\), and torch 2.13.0\+cpu, a build for CPUs only, finds none .*for CUDA, or",
         ),
-        (13000, ROCM, r"has 2 GPU\(s\) of NVIDIA, and torch .*, a build for ROCm 7.2, finds none of them"),
+        (13000, ROCM, r"has 2 NVIDIA GPU\(s\), and torch .*, a build for ROCm 7.2, finds none of them"),
     ],
 )
 def test_the_driver_must_suit_the_cuda_of_torch(make: Make, driver: int, torch: TorchBuild, told: str) -> None:
@@ -142,7 +142,7 @@ def test_a_driver_that_does_not_load_or_start(make: Make) -> None:
     node.environ["LD_LIBRARY_PATH"] = ""
     line = unusable(NEEDS, node.environ, node.devices, CUDA)
     assert (
-        line.startswith("has GPU(s) 0,1, and no driver that loads (OSError: libcuda.so.1: ")
+        line.startswith("has GPU(s) 0,1, but its driver does not load (OSError: libcuda.so.1: ")
         and "apptainer --nv" in line
     )
 
@@ -152,12 +152,12 @@ def test_a_driver_that_does_not_load_or_start(make: Make) -> None:
     [
         (("vllm", "0.32.0", "torch==2.13.0", "nvidia-cutlass-dsl[cu13]==4.8.0"), ""),
         (("vllm", "0.32.0", "torch==2.13.0", "x-cu12; extra == 'old'"), ""),
-        (("vllm", "0.32.0", "torch==2.12.0"), "has vllm 0.32.0, which requires torch==2.12.0, and torch 2.13.0+cu130"),
-        (("vllm", "0.32.0+cu129", "torch==2.13.0"), "has vllm 0.32.0+cu129, built for CUDA 12, and torch 2.13.0+cu130"),
-        (("vllm", "0.32.0", "torch==2.13.0+cpu"), "has vllm 0.32.0, which requires torch==2.13.0+cpu, and"),
+        (("vllm", "0.32.0", "torch==2.12.0"), "has vllm 0.32.0, which requires torch==2.12.0, but torch 2.13.0+cu130"),
+        (("vllm", "0.32.0+cu129", "torch==2.13.0"), "has vllm 0.32.0+cu129, built for CUDA 12, but torch 2.13.0+cu130"),
+        (("vllm", "0.32.0", "torch==2.13.0+cpu"), "has vllm 0.32.0, which requires torch==2.13.0+cpu, but"),
         (
             ("vllm", "0.32.0", "nvshmem4py-cu12"),
-            "has vllm 0.32.0, built for CUDA 12, and torch 2.13.0+cu130, a build for",
+            "has vllm 0.32.0, built for CUDA 12, but torch 2.13.0+cu130, a build for",
         ),
     ],
 )
@@ -182,7 +182,7 @@ def test_a_gpu_that_another_process_fills_is_named_with_the_process(make: Make) 
     node.smi([FREE.format(0), full], "GPU-10ab, 4242, 69990, python, of another\n")
     line = filled(NEEDS, node.environ, node.devices)
     assert line.startswith(
-        "has GPUs that others fill, 70000 of 81559 MiB of GPU 1 (NVIDIA H100) by pid 4242 (python, of another, 69990"
+        "has GPUs that others use, 70000 of 81559 MiB of GPU 1 (NVIDIA H100) by pid 4242 (python, of another, 69990"
     )
     assert "CUDA_VISIBLE_DEVICES" in line and line.endswith("or set cluster.oversubscribe=true")
     config = load(["cluster.oversubscribe=true", "timeouts.start_s=8"])
@@ -199,7 +199,7 @@ def test_a_gpu_that_another_process_fills_is_named_with_the_process(make: Make) 
     said: list[str] = []
     found = look(GpuNeeds(2, wait_s=2.0), node.environ, (), said.append, node.devices, CUDA)
     assert found == ("", ""), "processes of the last run were still ending"
-    assert said == ["waits up to 2 s for GPUs that others fill"]
+    assert said == ["waits up to 2 s for GPUs that others use"]
 
 
 def test_a_gpu_divided_by_mig_is_no_gpu(make: Make) -> None:
@@ -214,7 +214,7 @@ def test_without_nvidia_smi_it_is_said_that_nobody_looked(make: Make) -> None:
     node = make()
     (node.folder / "bin/nvidia-smi").unlink()
     assert filled(NEEDS, node.environ, node.devices) == ""
-    assert note(NEEDS, node.environ, node.devices) == "has no nvidia-smi to say whether others fill its GPUs"
+    assert note(NEEDS, node.environ, node.devices) == "has no nvidia-smi to check whether other processes use its GPUs"
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_gpus_whose_memory_nvidia_smi_does_not_say_are_named(make: Make, smi: st
     node = make()
     node.program("nvidia-smi", f"#!/bin/sh\n{smi}\n")
     assert filled(NEEDS, node.environ, node.devices) == ""
-    told = f"has an nvidia-smi that does not say whether others fill GPU(s) {unseen}"
+    told = f"has an nvidia-smi that does not show whether others use GPU(s) {unseen}"
     assert note(NEEDS, node.environ, node.devices) == told
 
 
@@ -239,7 +239,7 @@ def test_numbers_are_those_of_nvidia_smi_or_nobody_has_looked(make: Make) -> Non
     node.smi([FREE.format(0), FREE.format(1).replace(" 4,", " 9000,")])
     node.environ["CUDA_DEVICE_ORDER"] = "FASTEST_FIRST"
     assert filled(NEEDS, node.environ, node.devices) == ""
-    told = "has CUDA_DEVICE_ORDER=FASTEST_FIRST, and nvidia-smi, which says whether others fill GPUs, numbers them by "
+    told = "has CUDA_DEVICE_ORDER=FASTEST_FIRST, but nvidia-smi, which shows whether others use GPUs, numbers them by "
     assert note(NEEDS, node.environ, node.devices) == told + "PCI_BUS_ID"
     node.environ["CUDA_VISIBLE_DEVICES"] = "GPU-00ab,GPU-10ab"
     assert "GPU 1 (NVIDIA H100)" in filled(NEEDS, node.environ, node.devices)
@@ -296,7 +296,7 @@ def test_a_program_that_cannot_be_ended_is_not_waited_for(
     found = look(needs, node.environ | {"CUDA_HOME": ""}, (), print, node.devices, CUDA)
     assert time.monotonic() - began < 7
     assert ("does not answer within 1.5 s" in found.problem) == (program == "libcuda")
-    assert ("does not say whether others fill GPU(s) 0,1" in found.note) == (program == "nvidia-smi")
+    assert ("does not show whether others use GPU(s) 0,1" in found.note) == (program == "nvidia-smi")
 
 
 @pytest.mark.parametrize("home", [False, True])
@@ -310,7 +310,7 @@ def test_a_compiler_for_another_cuda_is_told(make: Make, home: bool) -> None:
         (where / "nvcc").chmod(0o755)
         environ = node.environ | ({"CUDA_HOME": str(node.folder / "cuda")} if home else {"CUDA_HOME": ""})
         line = note(GpuNeeds(2, engines={"deepspeed": "deepspeed"}), environ, node.devices, CUDA)
-        told = "has an nvcc of CUDA 12.4, with which deepspeed may compile, and torch 2.13.0+cu130, a build for CUDA"
+        told = "has nvcc for CUDA 12.4, with which deepspeed may compile, but torch 2.13.0+cu130, a build for CUDA"
         assert (
             line == "" if release == "13.2" else line.startswith(told) and line.endswith("CUDA 13.0 (cluster.modules)")
         )
@@ -324,17 +324,17 @@ def test_a_compiler_for_another_cuda_is_told(make: Make, home: bool) -> None:
         (
             CPU,
             [],
-            "has 8 GPU(s) of AMD, and torch 2.13.0+cpu, a build for CPUs alone, finds none of them: install torch for",
+            "has 8 AMD GPU(s), and torch 2.13.0+cpu, a build for CPUs only, finds none of them: install torch for",
         ),
         (
             CUDA,
             [],
-            "has 8 GPU(s) of AMD, and torch 2.13.0+cu130, a build for CUDA 13.0, finds none of them: install torch for",
+            "has 8 AMD GPU(s), and torch 2.13.0+cu130, a build for CUDA 13.0, finds none of them: install torch for",
         ),
         (
             ROCM,
             ["trainer.engine=megatron"],
-            "has 8 GPU(s) of AMD, which trainer.engine=megatron: its layers are of Transformer",
+            "has 8 AMD GPU(s), which trainer.engine=megatron: its layers are of Transformer",
         ),
         (CPU, ["cluster.device=cpu"], ""),
         (CPU, ["debug=fake"], ""),
@@ -357,20 +357,20 @@ def test_gpus_of_amd(tmp_path: Path, torch: TorchBuild, words: list[str], told: 
         ({"HIP_VISIBLE_DEVICES": "1,7"}, ""),
         (
             {"HIP_VISIBLE_DEVICES": "1,8"},
-            "8 GPU(s) of AMD to choose from, numbered from 0, and HIP_VISIBLE_DEVICES=1,8: ",
+            "8 AMD GPU(s) to choose from, numbered from 0, but HIP_VISIBLE_DEVICES=1,8: ",
         ),
         ({"HIP_VISIBLE_DEVICES": "0,0"}, "has HIP_VISIBLE_DEVICES=0,0, which names a GPU twice"),
         (
             {"HIP_VISIBLE_DEVICES": "junk"},
             "none of its 8 GPU(s) to 2 rank(s) that hold a model, since HIP_VISIBLE_DEVICES=",
         ),
-        ({"HIP_VISIBLE_DEVICES": "0,,1"}, "since HIP_VISIBLE_DEVICES='0,,1' ends at '': name GPUs alone"),
+        ({"HIP_VISIBLE_DEVICES": "0,,1"}, "since HIP_VISIBLE_DEVICES='0,,1' ends at '': name only GPUs"),
         (
             {"ROCR_VISIBLE_DEVICES": "0,9"},
-            "has 8 GPU(s) of AMD to choose from, numbered from 0, and ROCR_VISIBLE_DEVICES=0,9",
+            "has 8 AMD GPU(s) to choose from, numbered from 0, but ROCR_VISIBLE_DEVICES=0,9",
         ),
         ({"ROCR_VISIBLE_DEVICES": "0,0"}, "has ROCR_VISIBLE_DEVICES=0,0, which names a GPU twice"),
-        ({"HIP_VISIBLE_DEVICES": "1,2", "ROCR_VISIBLE_DEVICES": "5,6"}, "has 2 GPU(s) of AMD to choose from"),
+        ({"HIP_VISIBLE_DEVICES": "1,2", "ROCR_VISIBLE_DEVICES": "5,6"}, "has 2 AMD GPU(s) to choose from"),
         ({"CUDA_VISIBLE_DEVICES": "5,6", "ROCR_VISIBLE_DEVICES": "5,6"}, ""),
         ({"ROCR_VISIBLE_DEVICES": "NoDevFiles"}, "since ROCR_VISIBLE_DEVICES=NoDevFiles: Slurm gave this job none"),
     ],
@@ -414,7 +414,7 @@ def test_a_wheel_for_cuda_is_refused_on_amd(make: Make, tmp_path: Path, monkeypa
     (devices := tmp_path / "amd").mkdir()
     line = unusable(GpuNeeds(2, engines={"vllm": "vllm"}), {}, amd(devices), ROCM)
     assert line.startswith(
-        "has vllm 0.32.0, built for CUDA 13, and torch 2.13.0+rocm7.2, a build for ROCm 7.2, with it"
+        "has vllm 0.32.0, built for CUDA 13, but torch 2.13.0+rocm7.2, a build for ROCm 7.2, with it"
     )
 
 
@@ -477,7 +477,7 @@ def test_processes_of_a_node_start_no_rank_on_bad_gpus(make: Make, tmp_path: Pat
 @pytest.mark.parametrize(
     ("number", "smi", "said"),
     [
-        (signal.SIGTERM, "", "this node waits up to 20 s for GPUs that others fill\n"),
+        (signal.SIGTERM, "", "this node waits up to 20 s for GPUs that others use\n"),
         (signal.SIGINT, "#!/bin/sh\ntouch $FAKE_SMI/began; exec sleep 100\n", ""),
     ],
 )
@@ -516,7 +516,7 @@ def test_a_signal_ends_the_look_at_gpus(make: Make, tmp_path: Path, number: int,
         (
             "0,1,2,3",
             "auto",
-            "a build for CPUs alone, finds none of them: install torch for CUDA, or set cluster.device",
+            "a build for CPUs only, finds none of them: install torch for CUDA, or set cluster.device",
         ),
     ],
 )
@@ -526,7 +526,7 @@ def test_a_launch_is_refused_before_anything_is_written(
     """With the torch of this machine in the last case."""
     environ = make().environ | {"CUDA_VISIBLE_DEVICES": visible}
     del environ["PYTHONPATH"]
-    if "CPUs alone" in told and TorchBuild.installed().cuda:
+    if "CPUs only" in told and TorchBuild.installed().cuda:
         pytest.skip("torch here is a build for CUDA")
     run = tmp_path / "run"
     done = hpcrl("launch", environ, "+experiment=demo", f"cluster.device={device}", f"run_dir={run}")

@@ -137,8 +137,8 @@ def test_a_run_folder_stays_with_its_mode_and_its_rollouts(tmp_path: Path, input
     assert "use its values, another run_name, or resume=fresh" in changed and 'debug: "none" -> "fake"' in changed
     alone = [*inputs, "debug=train_only"]
     few = refused(tmp_path / "a", *alone, f"load_rollouts={whole}", "max_steps=9")
-    assert f"max_steps: 9, and {whole} has rollouts of 3 steps; use max_steps=3" in few
+    assert f"max_steps: 9, but {whole} has rollouts of 3 steps; use max_steps=3" in few
     none = refused(tmp_path / "a", *alone, f"load_rollouts={tmp_path}")
     assert f"load_rollouts: {tmp_path} has no rollouts/step_000001" in none
     warm = refused(tmp_path / "a", *alone, f"load_rollouts={whole}", "rollout.temperature=0.5")
-    assert "rollout.temperature: 0.5, and the rollouts of" in warm and "were drawn at 1; use that" in warm
+    assert "rollout.temperature: 0.5, but the rollouts of" in warm and "were drawn at 1; use the same" in warm

@@ -275,7 +275,7 @@ def test_without_the_process_that_forks_environments_the_run_ends_and_resumes(ru
     start = runs.start("run", *words)
     _, parent = waiting(start, runs.folder)
     os.kill(parent, signal.SIGKILL)
-    cause = r"the process that forks those of environment class has ended with code -9"
+    cause = r"the process that forks environments of class has ended with code -9"
     assert_ended(start, ExitCode.RANK_FAILED, cause, within_s=COMMAND_S)
     start = runs.ended("run", *words)
     assert start.process.returncode == ExitCode.DONE, start.text
@@ -287,7 +287,7 @@ ENDS = {
         [ENV, "+env.default.options.how=exit", "+env.default.options.after=20"],
         ExitCode.RANK_KILLED,
         r"rank 0 \(controller, trainer, .*env\) is lost: process \d+ on \S+ exited with code 0 in .*, while a thread "
-        r"played env\.default, whose code may have ended it \(env\.default\.runs_in=process confines it",
+        r"ran env\.default, whose code may have ended it \(env\.default\.runs_in=process confines it",
     ),
     "an environment that always raises": (
         [ENV, "+env.default.options.how=sys.exit", "rollout.max_attempts=1"],

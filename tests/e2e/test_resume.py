@@ -305,7 +305,7 @@ def test_training_goes_on_while_a_writer_is_stuck_and_nothing_is_lost_when_it_di
     writer.kill()
     assert start.wait() == ExitCode.NOT_SAVED, start.text
     said = re.search(r"checkpoint of step (\d) not written to .* \(trainer, .*", start.text)
-    assert said and f"was ended by SIGKILL (pid {writer.pid})" in said[0], start.text
+    assert said and f"was killed by SIGKILL (pid {writer.pid})" in said[0], start.text
     assert committed_step(runs.folder / "stuck") < int(said[1])
     assert differences(remains(runs.finish("stuck")), runs.undisturbed) == []
 

@@ -163,6 +163,6 @@ def test_an_asynchronous_run_loses_replicas_and_names_them_with_their_last_lines
     assert re.search(
         r"killed by SIGKILL in DecodeChunk #\d+; its log ends: .*at the end: SIGKILL before DecodeChunk", lost["2"]
     )
-    silent = r"gave no sign of life for \d+ s in DecodeChunk #\d+ and was ended"
+    silent = r"sent no heartbeat for \d+ s in DecodeChunk #\d+ and was killed"
     assert re.search(rf"{silent}; its log ends: .*at the end: SIGSTOP before DecodeChunk", lost["3"])
     check_accounts(runs.folder / "lost")

@@ -170,7 +170,7 @@ def test_a_checkpoint_has_adapters_alone_and_knows_their_base(
     saved = pickle.loads((state / ".metadata").read_bytes()).state_dict_metadata
     assert len(saved) == 4 * len(trainer.weights.names) and all("lora" in name for name in saved)
     assert convert(["--checkpoint", f"{state}", "--model", f"{folder}", "--output", f"{tmp_path / 'hf'}"]) == 2
-    assert "has adapters alone (trainer.lora); use the model that the run exports" in capsys.readouterr().err
+    assert "has only adapters (trainer.lora); use the exported model" in capsys.readouterr().err
     other = engine(folder, seed=1)
     assert other.load(state) == []
     for each in (trainer, other):

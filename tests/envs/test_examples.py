@@ -46,11 +46,11 @@ def test_dialogues_of_a_file_are_shown_in_its_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "error"),
     [
-        ({"messages": [USER]}, "jsonl:1: an example ends with a message of the assistant"),
+        ({"messages": [USER]}, "jsonl:1: an example must end with an assistant message"),
         ({"messages": [{"role": "system", "content": "Play."}, USER, ASSISTANT]}, "an example has no system message"),
         ({"text": "P"}, "jsonl:1: no prompt"),
         (None, "holds no rows"),
-        ({"messages": [USER, ASSISTANT]}, "has 1 dialogues, and examples=2 are to be shown"),
+        ({"messages": [USER, ASSISTANT]}, "has 1 dialogues, fewer than examples=2"),
     ],
 )
 def test_dialogues_that_cannot_be_shown_are_refused(tmp_path: Path, row: dict[str, Any] | None, error: str) -> None:

@@ -138,8 +138,8 @@ def test_what_an_environment_does_wrong_reaches_the_role() -> None:
     ("options", "problem"),
     [
         ({}, "give either id, such as FrozenLake-v1, or entry_point"),
-        ({"id": "FrozenLak-v1"}, "id: 'FrozenLak-v1' is not to be had: NameNotFound: Environment `FrozenLak` doesn't"),
-        ({"id": "FrozenLake-v9"}, "id: 'FrozenLake-v9' is not to be had: VersionNotFound"),
+        ({"id": "FrozenLak-v1"}, "id: 'FrozenLak-v1' cannot be loaded: NameNotFound: Environment `FrozenLak` doesn't"),
+        ({"id": "FrozenLake-v9"}, "id: 'FrozenLake-v9' cannot be loaded: VersionNotFound"),
         (
             {"id": "FrozenLake-v1", "kwargs": {"sise": 3}},
             "kwargs: FrozenLake-v1 cannot be made with {'sise': 3, 'render",
@@ -167,7 +167,7 @@ def test_wrong_options_are_named_before_the_start(options: dict[str, Any], probl
     [
         (
             {"entry_point": f"{HERE}:Ekko"},
-            "entry_point: 'tests.envs.test_gymnasium:Ekko' is not to be had: AttributeError",
+            "entry_point: 'tests.envs.test_gymnasium:Ekko' cannot be loaded: AttributeError",
         ),
         (
             {"entry_point": f"{HERE}:Wide"},
@@ -175,7 +175,7 @@ def test_wrong_options_are_named_before_the_start(options: dict[str, Any], probl
         ),
         ({"entry_point": f"{HERE}:Echo", "kwargs": {"w": 1}}, "kwargs: .*Echo cannot be made with {'w': 1}: TypeError"),
         ({"entry_point": f"{HERE}:Echo", "actions": ["a"]}, "actions: the actions of Text.* are texts"),
-        ({"id": "no_such_package:Game-v0"}, "id: 'no_such_package:Game-v0' is not to be had: ModuleNotFoundError"),
+        ({"id": "no_such_package:Game-v0"}, "id: 'no_such_package:Game-v0' cannot be loaded: ModuleNotFoundError"),
     ],
 )
 def test_own_code_is_imported_by_env_ranks_only(options: dict[str, Any], problem: str) -> None:

@@ -154,9 +154,9 @@ def test_what_an_environment_does_wrong_reaches_the_role(corridor: str) -> None:
     ("options", "problem"),
     [
         ({"url": URL}, "url: Failed to connect to ws://127.0.0.1:1/ws"),
-        ({"client": "json:JSONDecoder"}, "client: json:JSONDecoder is no client of OpenEnv"),
-        ({"client": "no_such_env:Env"}, "client: 'no_such_env:Env' is not to be had: ModuleNotFoundError"),
-        ({"action_class": "json:Action"}, "action_class: 'json:Action' is not to be had: AttributeError"),
+        ({"client": "json:JSONDecoder"}, "client: json:JSONDecoder is not an OpenEnv client"),
+        ({"client": "no_such_env:Env"}, "client: 'no_such_env:Env' cannot be loaded: ModuleNotFoundError"),
+        ({"action_class": "json:Action"}, "action_class: 'json:Action' cannot be loaded: AttributeError"),
     ],
 )
 def test_a_wrong_server_or_client_is_named_by_env_ranks(corridor: str, options: dict[str, Any], problem: str) -> None:

@@ -80,7 +80,7 @@ def test_an_episode_in_a_process(several: EnvProcesses, tmp_path: Path) -> None:
         ("leaves by sys.exit", "SystemExit: 3"),
         ("no text", "UnicodeEncodeError"),
         ("an object", "object cannot be sent"),
-        ("endless", r"the environment's process returned 120\d{6} bytes, of which 67108864 are read at most"),
+        ("endless", r"the environment's process returned 120\d{6} bytes, more than the limit of 67108864"),
         ("exits", "the environment's process has ended"),
         ("crashes", "the environment's process has ended"),
     ],
@@ -214,7 +214,7 @@ def test_a_close_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyP
     [
         ("no_such_module:Env", "importing no_such_module failed: ModuleNotFoundError"),
         ("tests.envs.rough_env:leaves", "tests.envs.rough_env:leaves: SystemExit: 3"),
-        ("threading:Timer", r"'threading:Timer' is no environment: no reset\(\) and no step\(\)"),
+        ("threading:Timer", r"'threading:Timer' is not an environment: no reset\(\) and no step\(\)"),
     ],
 )
 def test_a_class_that_is_no_environment_is_told(path: str, error: str) -> None:
@@ -253,7 +253,7 @@ def test_without_the_process_that_forks_an_episode_does_not_begin(tmp_path: Path
         make(several, "plain", tmp_path)
     with pytest.raises(EnvProcessError, match="has ended"):
         env.step("x")
-    with pytest.raises(RuntimeError, match="that forks those of environment class has ended with code -9"):
+    with pytest.raises(RuntimeError, match="that forks environments of class has ended with code -9"):
         several.check()
     several.close()
 

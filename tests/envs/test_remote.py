@@ -192,7 +192,7 @@ def test_a_session_that_nobody_asks_for_is_closed() -> None:
             if CLOSED:
                 break
             threading.Event().wait(0.02)
-        with pytest.raises(RemoteEnvError, match="there is no such session: it was closed, left for too long"):
+        with pytest.raises(RemoteEnvError, match="there is no such session: it was closed, idle too long"):
             made.step("late")
 
 
@@ -223,8 +223,8 @@ def test_a_server_answers_those_with_its_token_alone(monkeypatch: pytest.MonkeyP
     ("token", "error"),
     [
         ("", f"token_env: the environment variable {TOKEN} is not set"),
-        ("secret\n", f"token_env: the token in {TOKEN} has characters that no HTTP header can have"),
-        ("secret€", f"token_env: the token in {TOKEN} has characters that no HTTP header can have"),
+        ("secret\n", f"token_env: the token in {TOKEN} has characters that are not allowed in an HTTP header"),
+        ("secret€", f"token_env: the token in {TOKEN} has characters that are not allowed in an HTTP header"),
     ],
 )
 def test_a_token_that_cannot_be_sent_is_not_shown(monkeypatch: pytest.MonkeyPatch, token: str, error: str) -> None:

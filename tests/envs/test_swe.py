@@ -333,14 +333,14 @@ def test_the_code_decides_nothing_by_names_of_libraries_or_by_skips() -> None:
         ({"files": FILES, "hidden_tests": {"test_a.py": 1}}, "column hidden_tests must be an object, path -> text"),
         ({"files": FILES, "hidden_tests": {"test_a.py": "def"}}, "hidden_tests: test_a.py: invalid syntax"),
         ({"files": FILES, "hidden_tests": {"test_a.py": "x = 1"}}, "hidden_tests: test_a.py: it has no test"),
-        ({"files": FILES, "hidden_tests": {"conftest.py": "x = 1"}}, "hidden_tests has no file of tests"),
+        ({"files": FILES, "hidden_tests": {"conftest.py": "x = 1"}}, "hidden_tests has no test file"),
         (
             {"files": FILES, "hidden_tests": {"t.py": "def test_a(monkeypatch):\n    pass"}},
-            "hidden_tests: t.py: test_a asks for the fixture monkeypatch; there are request, tmp_path",
+            "hidden_tests: t.py: test_a requests the fixture monkeypatch; there are request, tmp_path",
         ),
         (
             {"files": FILES, "hidden_tests": {"t.py": "from .x import y\ndef test_a():\n    pass"}},
-            "hidden_tests: t.py: it imports relative to itself",
+            "hidden_tests: t.py: it has a relative import",
         ),
         ({"env_seed": 3}, ""),
         ({"files": FILES, "hidden_tests": TESTS, "difficulty": 3}, ""),
@@ -363,7 +363,7 @@ def test_rows_that_are_another_task_are_refused(row: dict[str, Any], problem: st
         ({"files": FILES}, "it has no hidden_tests"),
         (
             {"files": FILES, "repository": "a", "hidden_tests": TESTS},
-            "it needs one of the columns files and repository, and has both",
+            "it needs one of the columns files and repository, but has both",
         ),
         ({"files": {"../x.py": ""}, "hidden_tests": TESTS}, "x.py' is outside"),
         ({"files": {".": ""}, "hidden_tests": TESTS}, "'.' is outside"),

@@ -104,7 +104,7 @@ def test_what_is_missing_is_named_before_the_start(tmp_path: Path) -> None:
     )
     assert f"there is no game in '{tmp_path}/none.z8'" in problem(games=[str(tmp_path / "none.z8")])
     assert "alone.z8' needs the file alone.json beside it" in problem(games=[str(tmp_path / "alone.z8")])
-    assert "game.txt' is no game" in problem(games=[str(tmp_path / "game.txt")])
+    assert "game.txt' is not a game" in problem(games=[str(tmp_path / "game.txt")])
 
 
 def test_games_of_alfworld_that_no_planner_solved_are_left_out(tmp_path: Path) -> None:

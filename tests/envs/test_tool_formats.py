@@ -19,7 +19,7 @@ from hpcrl.envs.tool_formats.reading import Parsed, typed
 from hpcrl.envs.tool_formats.table import FORMATS
 from tests.templates import TABLE
 
-UNREADABLE, NO_CALLS, UNRENDERABLE = "in none of the known formats", "renders no calls", "cannot be rendered"
+UNREADABLE, NO_CALLS, UNRENDERABLE = "in an unknown format", "renders no calls", "cannot be rendered"
 DERIVED = {
     "apertus": UNREADABLE,
     "apriel-1.5": "apriel",  # which looked like hermes
@@ -151,15 +151,17 @@ def test_a_template_that_loses_something_is_refused_with_what_it_renders() -> No
         ONE_KEY
         + "<tool_call>{{ {'name': c.function.name, 'arguments': {}} | tojson }}</tool_call>{% endfor %}{% endfor %}"
     )
-    with pytest.raises(ValueError, match=r"in none of the known formats, but as .*probe_first") as refused:
+    with pytest.raises(ValueError, match=r"in an unknown format, as .*probe_first") as refused:
         derive(strings_only)
-    assert "name one of hermes, qwen3_coder, glm4" in str(refused.value) and "\n" not in str(refused.value)
+    assert "set one of hermes, qwen3_coder, glm4" in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_a_format_that_is_named_is_checked_too() -> None:
     hermes = TABLE["qwen2.5"].template
     assert derive(hermes, "hermes") == "hermes"
-    with pytest.raises(ValueError, match=r"format: mistral does not read .*probe_first.*; it reads no call; leave"):
+    with pytest.raises(
+        ValueError, match=r"format: mistral does not read .*probe_first.*; it reads no call; use format=auto"
+    ):
         derive(hermes, "mistral")
     with pytest.raises(
         ValueError, match=r"format: hermes does not read .*<function=probe_first>.*there is no valid JSON"

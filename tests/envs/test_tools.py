@@ -145,7 +145,9 @@ def test_wrong_options_are_refused_before_the_start(options: dict[str, Any], err
 
 @pytest.mark.parametrize("path", ["no.such:thing", f"{TOOL}:missing", f"{TOOL}:undescribed", f"{TOOL}:Place"])
 def test_a_function_that_cannot_be_described_is_refused_at_the_start_of_an_env_rank(path: str) -> None:
-    with pytest.raises(ValueError, match=rf"env\.default\.options\.tools: '{path}' is no function with a description"):
+    with pytest.raises(
+        ValueError, match=rf"env\.default\.options\.tools: '{path}' is not a function with a description"
+    ):
         check_env(EnvConfig(name="tools", options={"tools": [path]}), "default")
 
 

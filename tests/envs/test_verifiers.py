@@ -199,7 +199,7 @@ def test_what_an_environment_does_wrong_reaches_the_role(
         ({"id": "no-such-env"}, "id: 'no-such-env' gives no environment with the arguments {}: ValueError: Could not"),
         ({"entry_point": f"{HERE}:fails", "kwargs": {"text": "x"}}, "gives no environment with the arguments {'text':"),
         ({"entry_point": f"{HERE}:data"}, "entry_point: 'tests.envs.verifiers_envs:data' gives no environment of veri"),
-        ({"entry_point": f"{HERE}:comparing"}, "compares siblings; use it as reward function with add_reward"),
+        ({"entry_point": f"{HERE}:comparing"}, "scores groups; use it as reward function with add_reward"),
     ],
 )
 def test_wrong_environments_are_named_by_env_ranks(options: dict[str, Any], problem: str) -> None:

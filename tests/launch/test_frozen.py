@@ -133,8 +133,8 @@ def test_a_script_submitted_by_hand_is_fixed_by_its_first_start(
     shown = capsys.readouterr()
     config = stored_config(Path("runs/there" if place else "runs/mine"))
     assert shown.out.split()[0] == "2" and (config.trainer.lr, config.save_every) == (1e-4, 2)
-    told = "trainer.lr: 0.0001 -> 0.0009" if edit == "edited" else "not composed any more: "
-    assert f"not taken over: {told}" in shown.err
+    told = "trainer.lr: 0.0001 -> 0.0009" if edit == "edited" else "no longer valid: "
+    assert f"and ignored: {told}" in shown.err
 
 
 def started(*words: str) -> Path:
@@ -160,9 +160,9 @@ def test_words_at_a_resume_change_what_may_change_and_nothing_else_does(
     assert run.ignored == ["max_steps: 10 -> 20", "trainer.lr: 0.0001 -> 0.0009"]
     assert main(["+experiment=mine", "save_every=5", "dry_run=true"]) == ExitCode.DONE
     plan = capsys.readouterr().out
-    assert "note: changed since this run began, and not taken over: max_steps: 10 -> 20; trainer.lr" in plan
-    assert "max_steps may change in a run: to take it over, give it on the command line" in plan
-    assert "another run_name or resume=fresh starts a run with what the files say today" in plan
+    assert "note: changed in files since this run began, and ignored: max_steps: 10 -> 20; trainer.lr" in plan
+    assert "max_steps may change in a run: to change it, give it on the command line" in plan
+    assert "another run_name or resume=fresh starts a run with the current files" in plan
 
 
 @pytest.mark.parametrize("word", ["trainer.lr=9e-4", "trainer={lr: 9e-4}", "+trainer.lr=9e-4", "data.train.0=task:add"])

@@ -101,7 +101,7 @@ def test_a_node_requests_a_gpu_for_each_rank_with_a_model(capsys: pytest.Capture
     assert check(*words, "+cluster.components.all.gpus_per_node=1", "cluster.device=cpu") == []
     for given, note in (
         (["+cluster.components.all.gpus_per_node=1", "cluster.device=cpu"], "cluster.device=cpu leaves the GPU(s) of"),
-        (["cluster.device=cuda"], "cluster.device=cuda, and the job requests no GPU: set gpus_per_node of a component"),
+        (["cluster.device=cuda"], "cluster.device=cuda, but the job requests no GPU: set gpus_per_node of a component"),
     ):
         assert main([*words, *given, "dry_run=true"]) == ExitCode.DONE
         assert f"  note: {note}" in capsys.readouterr().out
@@ -116,7 +116,7 @@ def test_a_node_requests_a_gpu_for_each_rank_with_a_model(capsys: pytest.Capture
         (
             ["+cluster=slurm"],
             "0",
-            "auto: GPUs on nodes with one for each rank with a model, the CPU on",
+            "auto: GPUs on nodes with a GPU for each rank with a model, the CPU on",
         ),
     ],
 )

@@ -124,7 +124,7 @@ def test_variables_reach_the_template_or_are_refused(at: Path):
     assert "variables of a chat template, and tokenize is none" in problem
     agentic = ["pipeline=agentic", "env.default.name=lake", f"data.train={path}"]
     (problem,) = (line for line in refused(at, *agentic) if "chat_template_kwargs" in line)
-    assert problem.startswith(f"{path}:1: chat_template_kwargs of a row are for single responses")
+    assert problem.startswith(f"{path}:1: a row's chat_template_kwargs apply only to single responses")
 
 
 def test_a_last_turn_that_the_template_does_not_show_is_refused(at: Path):
@@ -133,7 +133,7 @@ def test_a_last_turn_that_the_template_does_not_show_is_refused(at: Path):
     (problem,) = refused(at, *sft)
     assert problem.startswith(f"{path}:1: the chat template does not show reasoning_content of the last turn")
     with_template(at / "model", TABLE["qwen3"].template)
-    assert 'learned: "<think>\\n2 and 2\\n</think>\\n\\n4<|im_end|>"' in plan(at, *sft)
+    assert 'trained on: "<think>\\n2 and 2\\n</think>\\n\\n4<|im_end|>"' in plan(at, *sft)
 
 
 def test_rows_that_a_supervised_run_skips_are_counted(at: Path):
@@ -142,7 +142,7 @@ def test_rows_that_a_supervised_run_skips_are_counted(at: Path):
     path = write(at, {"messages": [USER, ANSWER]}, {"messages": turns}, {"messages": turns})
     text = plan(at, "pipeline=sft", "~reward", f"data.train={path}")
     assert f"note: {path}:2: the chat template rewrites earlier turns" in text
-    assert "; 2 rows of data.train are skipped for it" in text
+    assert "; 2 rows of data.train are skipped for this reason" in text
 
 
 def test_the_plan_counts_rows_and_shows_a_prompt(at: Path):
@@ -168,13 +168,13 @@ def test_the_plan_says_where_end_tokens_differ(at: Path):
     path, model = write(at, {"messages": [USER, ANSWER]}), at / "model"
     sft = ["pipeline=sft", "~reward", f"data.train={path}"]
     (model / "generation_config.json").write_text('{"eos_token_id": [1]}')
-    assert "end a response differently" not in plan(at, *sft)
+    assert "name different end tokens" not in plan(at, *sft)
     with_template(model, STRICT, eos="<|endoftext|>")
     (model / "generation_config.json").write_text('{"eos_token_id": 0}')
     text = plan(at, *sft)
     assert (
-        f"note: the files of {model} end a response differently (generation_config.json <|endoftext|>; tokenizer "
-        "<|endoftext|>; chat template <|im_end|>): generation stops at each of them, and answers are learned with "
+        f"note: the files of {model} name different end tokens (generation_config.json <|endoftext|>; tokenizer "
+        "<|endoftext|>; chat template <|im_end|>): generation stops at each of them, and answers are trained with "
         "<|im_end|>" in text
     )
-    assert 'learned: "4<|im_end|>"' in text
+    assert 'trained on: "4<|im_end|>"' in text

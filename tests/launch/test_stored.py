@@ -39,7 +39,9 @@ def test_whole_responses_of_cut_sampling_are_not_weighed(tmp_path: Path, level: 
     assert check_rollouts(parse(data | {"rollout": {"top_k": 50}})) == []
 
 
-@pytest.mark.parametrize(("name", "told"), [("remax", "were drawn without"), ("gdpo", "needs decoupled rewards")])
+@pytest.mark.parametrize(
+    ("name", "told"), [("remax", "needs the reward of a greedy"), ("gdpo", "needs decoupled rewards")]
+)
 def test_rollouts_without_what_a_credit_reads_are_refused(name: str, told: str, tmp_path: Path) -> None:
     run_dir = stored(tmp_path / "run")
     data = {

@@ -83,7 +83,7 @@ def test_three_launches_at_once_make_one_job(site: Path, launch: Launch) -> None
     for code, _, error in found:
         if code:
             assert len(error.splitlines()) == 1
-            assert "submits this run at this moment" in error or "belongs to job 9" in error
+            assert "is submitting this run" in error or "belongs to job 9" in error
     code, _, error = launch()
     assert code == ExitCode.BAD_INPUT and "belongs to job 9, which is pending" in error
 
@@ -109,14 +109,14 @@ def test_the_claim_of_a_launch_that_was_killed_is_taken_over(site: Path, written
 
 
 @pytest.mark.parametrize(
-    ("host", "told"), [("elsewhere", "if that process is gone, remove"), (platform.node(), "at this moment; repeat")]
+    ("host", "told"), [("elsewhere", "if that process is gone, remove"), (platform.node(), "; repeat")]
 )
 def test_the_claim_of_a_launch_that_may_live_is_respected(site: Path, host: str, told: str, launch: Launch) -> None:
     process = psutil.Process()
     claim(site, host=host, pid=process.pid, process_start=process.create_time())
     code, _, error = launch()
     assert code == ExitCode.BAD_INPUT and len(error.splitlines()) == 1
-    assert f"pid {process.pid} on host {host} submits this run" in error and told in error
+    assert f"pid {process.pid} on host {host} is submitting this run" in error and told in error
     assert not (site / "number").exists()
 
 
@@ -125,7 +125,7 @@ def test_a_job_that_has_all_but_ended_needs_no_scancel(site: Path, launch: Launc
     make_slurm(site, state="COMPLETING")
     code, _, error = launch()
     assert code == ExitCode.BAD_INPUT and "scancel" not in error
-    assert "belongs to job 9, which is completing; it has all but ended: wait a moment" in error
+    assert "belongs to job 9, which is completing; it is about to end: wait a moment" in error
 
 
 def test_a_federations_cluster_is_kept(site: Path, launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,7 +135,7 @@ def test_a_federations_cluster_is_kept(site: Path, launch: Launch, capsys: pytes
     assert "  stop    scancel --clusters=there 9\n" in out
     assert json.loads((site / "run" / SUBMITTED).read_text())["cluster"] == "there"
     assert status(["run"]) == ExitCode.DONE
-    assert "unknown: job 9: ask on cluster there, this is here" in capsys.readouterr().out
+    assert "unknown: job 9: run this on cluster there, not on here" in capsys.readouterr().out
 
 
 def test_variables_of_the_shell_are_named_and_those_of_the_run_win(

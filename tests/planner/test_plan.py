@@ -170,7 +170,7 @@ def test_host_memory_of_a_nodes_ranks_is_added_up(
     ending = {True: f"; its memory key requests {asked}", None: ""}
     assert compared == ending.get(enough, f"; its memory key requests {asked}, which is not enough")
     assert "node: controller, trainer, generator, reward; 1 node(s) with 2 GPU(s)" in said
-    assert "note: nodes and cost are those of a Slurm job" in said, "the words have no +cluster=slurm"
+    assert "note: nodes and cost are for a Slurm job" in said, "the words have no +cluster=slurm"
 
 
 def test_a_recipes_missing_data_is_noted_and_the_users_refused(
@@ -216,7 +216,7 @@ def test_bytes_for_people() -> None:
     ("installed", "said"),
     [
         ("0.19.4", ["deepspeed 0.19.4"]),
-        ("0.20.0", ["deepspeed 0.20.0", "note: deepspeed 0.20.0 is installed, and hpcrl is written for 0.19*"]),
+        ("0.20.0", ["deepspeed 0.20.0", "note: deepspeed 0.20.0 is installed, but hpcrl is written for 0.19*"]),
         ("", ["deepspeed (not installed here)"]),
     ],
 )

@@ -156,7 +156,9 @@ def test_bad_options_are_told_before_the_start(options: dict[str, Any], told: st
 
 def test_a_part_asks_ranks_of_the_run() -> None:
     reward = make("composed", parts={"own": {"name": "judge", "options": {"judges": {"one": {"role": "judge"}}}}})
-    with pytest.raises(ValueError, match=r"^parts\.own: it asks ranks of the role judge, which only a run has"):
+    with pytest.raises(
+        ValueError, match=r"^parts\.own: the reward needs ranks of the role judge, which only a run has"
+    ):
         reward.start()
     reward.connect(Services(urls={"judge": ["http://10.0.0.1:80"]}))
     reward.start()

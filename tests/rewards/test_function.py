@@ -88,7 +88,7 @@ def test_trl_with_token_ids_alone():
     assert reward.signature == "trl" and reward.batched
     items = [replace(item("ab"), token_ids=array("i", [3, 4])), replace(item(""), token_ids=())]
     assert [score.reward for score in reward.score(items)] == [7.0, 0.0]
-    with pytest.raises(ValueError, match="wants completion_ids, and the response came without token ids"):
+    with pytest.raises(ValueError, match="needs completion_ids, but the response came without token ids"):
         reward.score([item("ab")])
 
 
@@ -100,9 +100,9 @@ def test_trl_message_style_is_found(name: str):
 
 
 def test_trl_message_style_that_is_not_found_is_told():
-    with pytest.raises(TypeError, match=r"string indices .* may want options.conversational=true\)"):
+    with pytest.raises(TypeError, match=r"string indices .* may need options.conversational=true\)"):
         make("broken_messages").score([item("yes")])
-    with pytest.raises(TypeError, match=r"'list' object .* may want options.conversational=false\)"):
+    with pytest.raises(TypeError, match=r"'list' object .* may need options.conversational=false\)"):
         make("only_text", options={"conversational": True}).score([item("yes")])
     reward = make("only_text")
     assert reward.score([item("yes")]) == [Score(1.0, 1.0)]
@@ -181,7 +181,7 @@ def test_nemo_rl_environments():
     assert reward.signature == "hpcrl" and reward.batched and reward.scores == "samples"
     assert reward.score([item("a"), item("b")]) == [Score(1.0, 1.0), Score(0.0, 0.0)]
     assert reward.score([item("b", extra_env_info={"ground_truth": "b"})]) == [Score(1.0, 1.0)]
-    with pytest.raises(ValueError, match="it is a Ray actor, and hpcrl runs no Ray"):
+    with pytest.raises(ValueError, match="it is a Ray actor, but hpcrl uses no Ray"):
         make("RayActor")
 
 

@@ -319,7 +319,7 @@ def test_requests_keep_the_rate(serve: Any) -> None:
             {"judges": {"a": {"url": "http://h/v1", "model": "m"}}, "rubric_file": "/no/such"},
             "rubric_file: /no/such ca",
         ),
-        ({"judges": {"a": {"url": "http://h/v1", "model": "m"}}, "template_file": "EMPTY"}, r"no place \{response\}"),
+        ({"judges": {"a": {"url": "http://h/v1", "model": "m"}}, "template_file": "EMPTY"}, r"lacks \{response\}"),
     ],
 )
 def test_wrong_options_are_named(tmp_path: Path, options: dict[str, Any], message: str) -> None:

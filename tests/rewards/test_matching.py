@@ -151,7 +151,7 @@ def test_json_schema(response: str, reward: float, is_json: float) -> None:
         ({"type": "thing"}, "not a JSON schema: 'thing' is not valid"),
         ({"$ref": "http://localhost/secret"}, "refers to 'http://localhost/secret'"),
         ({"properties": {"a": {"allOf": [{"$ref": "file.json"}]}}}, "refers to 'file.json'"),
-        ({"$ref": "#/$defs/none"}, "refers to '#/$defs/none', which it does not have"),
+        ({"$ref": "#/$defs/none"}, "refers to '#/$defs/none', which does not exist in it"),
     ],
 )
 def test_schemas_are_checked_before_the_start(schema: Any, told: str) -> None:

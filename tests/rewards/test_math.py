@@ -308,7 +308,7 @@ def test_numbers_as_json_and_rows_without_an_answer(reward: MathReward):
 @pytest.mark.parametrize("gold", ["12" * 20_000 + "a", "1" + "{,}000" * 4000, "7" * 301])
 def test_a_gold_answer_beyond_the_limit_is_an_error_at_once(reward: MathReward, gold: str):
     start = time.process_time()
-    with pytest.raises(ValueError, match=rf"has {len(gold)} characters, at most 300 are compared"):
+    with pytest.raises(ValueError, match=rf"has {len(gold)} characters, but at most 300 are compared"):
         score(reward, r"\boxed{18}", f"So #### {gold}")
     assert time.process_time() - start < 0.5
 
@@ -389,7 +389,7 @@ def test_a_timeout_is_an_error_and_no_gold_answer_is_remembered_by_it(monkeypatc
     equality._parse_gold.cache_clear()
     (slow,) = reward.score([item])
     assert (slow.reward, slow.score) == (0.0, 0.0)
-    assert slow.error == "TimeoutError: comparing it with the answer takes more than 0.001 s of CPU time"
+    assert slow.error == "TimeoutError: comparing the response with the answer takes more than 0.001 s of CPU time"
     monkeypatch.undo()
     assert reward.score([item])[0].score == 1
 

@@ -313,7 +313,7 @@ def test_a_worker_that_dies_while_it_starts_is_tried_three_times(make_pool, tmp_
     (tmp_path / "deadly.py").write_text("import os\nos._exit(7)\n")
     pool = make_pool(default=RewardConfig(name="function", function=f"{tmp_path}/deadly.py:f"))
     with pytest.raises(
-        RuntimeError, match="no worker came up in 3 attempts: the reward's process ended with exit code 7"
+        RuntimeError, match="no worker started in 3 attempts: the reward's process ended with exit code 7"
     ):
         pool.submit(items(["right"]))
         collect(pool)

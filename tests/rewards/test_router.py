@@ -109,7 +109,7 @@ def test_gold_answers_that_are_too_long_are_named(tmp_path: Path):
     long = [{"prompt": "a", "answer": answer} for answer in ("so " * 200 + "#### 4", "7" * 300, "7" * 301, ["7"] * 99)]
     data = DataConfig(train=["task:add", jsonl(tmp_path / "a.jsonl", *long)])
     assert validate_rewards(Config(data=data, reward={"default": MATH})) == [
-        f"{tmp_path}/a.jsonl:3: the gold answer '{'7' * 20}'... has 301 characters, at most 300 are compared "
+        f"{tmp_path}/a.jsonl:3: the gold answer '{'7' * 20}'... has 301 characters, but at most 300 are compared "
         "(reward.*.options.max_answer_chars); data.train has 2 such rows of domain default"
     ]
     longer = RewardConfig(name="math", options={"max_answer_chars": 600})

@@ -61,7 +61,7 @@ def test_a_chain_ends_where_the_run_does_not_go_on(cluster: Any, tmp_path: Path,
     only = submit(cluster, run.dir, *run.words, "cluster.num_links=1")
     stop(run, only)
     wait_state(cluster, run.dir, only, [FAILED])
-    assert "this was the last link of the chain" in run.log
+    assert "this was the last job of the chain" in run.log
     run.tell(pace=0)
     last = submit(cluster, run.dir, *run.words, "cluster.num_links=1")
     wait_state(cluster, run.dir, last, [COMPLETED])

@@ -43,7 +43,7 @@ def test_what_a_lost_node_still_trains_is_never_committed(cluster: Any, tmp_path
         committed = committed_step(run.dir)
         superseded = run.dir / "world" / "attempt_0001" / "verdict.json"
         wait_until(superseded.exists, lambda: run.log)
-        assert "attempt 2 has taken the run over" in superseded.read_text()
+        assert "attempt 2 now owns the run" in superseded.read_text()
         run.wait_said("resumed from step_")
         resumed = int(run.log.rpartition("resumed from step_")[2][:6])
         assert resumed in (committed, committed + 1), "at most the commit that was under way came through"

@@ -79,7 +79,7 @@ def test_a_script_submitted_by_hand_keeps_what_its_first_start_found(
     cluster.run("scancel", "--signal=USR1", job)
     wait_until(lambda: "attempt 1 ended (requeue)" in log.read_text(), log.read_text)
     cluster.run("scontrol", "update", f"jobid={job}", "StartTime=now", check=False)
-    said = "note: changed since this run began, and not taken over: trainer.lr: 0.001 -> 0.9"
+    said = "note: changed in files since this run began, and ignored: trainer.lr: 0.001 -> 0.9"
     wait_until(lambda: said in log.read_text(), log.read_text)
     wait_until(lambda: "resumed from step_" in log.read_text(), log.read_text)
     assert stored_config(run).trainer.lr == 1e-3

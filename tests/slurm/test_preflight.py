@@ -95,13 +95,13 @@ def test_good_nodes_report_what_they_are(cluster: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("prelude", "told"),
     [
-        ("[ $SLURMD_NODENAME = n2 ] && ulimit -n 80", "node n2 allows 80 open files, the run needs 112"),
+        ("[ $SLURMD_NODENAME = n2 ] && ulimit -n 80", "node n2 allows 80 open files, but the run needs 112"),
         ("[ $SLURMD_NODENAME = n3 ] && export TMPDIR=/no/such", "node n3 cannot write to its scratch /no/such"),
         ("[ $SLURMD_NODENAME != n1 ] && export TMPDIR=/no", "nodes n2, n3 cannot write to its scratch /no"),
-        ("[ $SLURMD_NODENAME = n2 ] && export PYTHONPATH=FAKE", "node n2 has torch 0.1, where the others have "),
+        ("[ $SLURMD_NODENAME = n2 ] && export PYTHONPATH=FAKE", "node n2 has torch 0.1, but other nodes have "),
         (
             "[ $SLURMD_NODENAME = n2 ] && taskset -p 1 $$ >/dev/null",
-            "node n2 lets the step use 1 CPU(s) of the 2 that the job asks for: srun --cpu-bind=none",
+            "node n2 lets the step use 1 CPU(s) of the 2 that the job requests: srun --cpu-bind=none",
         ),
     ],
 )
@@ -153,11 +153,11 @@ def test_a_node_with_too_few_gpus(cluster: Any, tmp_path: Path) -> None:
     code, lines, _ = srun(cluster, str(run), show + "[ $SLURMD_NODENAME = n2 ] && export FAKE_CUDA=12080")
     assert code == ExitCode.BAD_INPUT and len(lines) == 1
     assert lines[0].startswith(
-        "hpcrl: node n2 has a driver for CUDA 12.8, and torch 2.13.0+cu130, a build for CUDA 13.0"
+        "hpcrl: node n2 has a driver for CUDA 12.8, but torch 2.13.0+cu130, a build for CUDA 13.0"
     )
     code, lines, _ = srun(cluster, str(run), show + "[ $SLURMD_NODENAME = n3 ] && export CUDA_VISIBLE_DEVICES=0")
     assert code == ExitCode.BAD_INPUT
-    assert lines == ["hpcrl: node n3 shows 1 GPU(s) of the 2 that the run asks for: cluster.exclude it"]
+    assert lines == ["hpcrl: node n3 shows 1 GPU(s) of the 2 that the run requests: cluster.exclude it"]
 
 
 @pytest.mark.slow
@@ -179,7 +179,7 @@ def test_a_run_folder_that_is_not_shared(cluster: Any, tmp_path: Path) -> None:
     assert code != 0
     assert any(line.startswith("hpcrl: node n3 sees no run/config.yaml: put run_dir on") for line in lines), lines
     assert any("nodes n2, n3 did not report within 3 s" in line for line in lines), lines
-    assert any("node n2 saw no run/world" in line and "not on a file system that all" in line for line in lines), lines
+    assert any("node n2 found no run/world" in line and "not on a file system that" in line for line in lines), lines
 
 
 @pytest.mark.slow
@@ -225,7 +225,9 @@ def test_judgement() -> None:
         GOOD, name="n2", run_free_bytes=RUN_FREE_BYTES - 1, scratch_free_bytes=SCRATCH_FREE_BYTES - 1
     )
     line = judge([GOOD, full, GOOD], [NEED] * 3)
-    assert line.count("node n2 has 1,023 MiB free in the run folder") == 1 and "its scratch /tmp, needs 64 MiB" in line
+    assert (
+        line.count("node n2 has 1,023 MiB free in the run folder") == 1 and "its scratch /tmp, but needs 64 MiB" in line
+    )
 
 
 def test_the_versions_of_what_the_engines_need_are_compared_where_they_are_needed() -> None:
@@ -235,17 +237,17 @@ def test_the_versions_of_what_the_engines_need_are_compared_where_they_are_neede
         msgspec.structs.replace(GOOD, versions=GOOD.versions | {"vllm": v}) for v in ("0.32.0", "0.32.0", "0.31.1")
     ]
     assert judge([*found[:2], GOOD], [need, need, NEED]) == ""
-    assert "has vllm 0.31.1, where the others have 0.32.0: use one environment" in judge(found, [need] * 3)
+    assert "has vllm 0.31.1, but other nodes have 0.32.0: use one environment" in judge(found, [need] * 3)
     line = judge([found[0], GOOD], [need] * 2)
     assert "has no vllm, which the run needs; install it there: " in line and "vllm==0.32.*" in line
     line = judge(found[2:], [need])
     assert line.startswith(
-        "node n1 has vllm 0.31.1, and hpcrl's part for it is written for 0.32.*; install that there: "
+        "node n1 has vllm 0.31.1, but hpcrl's part for it is written for 0.32.*; install that there: "
     )
     assert re.search(r" -m pip install -c \S+/constraints.txt 'vllm==0.32.\*'$", line)
     assert remark(found[:2], [need, need]) == ""
     older = msgspec.structs.replace(GOOD, versions=GOOD.versions | {"deepspeed": "0.18.1"})
-    assert remark([older], [need]) == "deepspeed 0.18.1 is installed on the nodes, and hpcrl is written for 0.19*"
+    assert remark([older], [need]) == "deepspeed 0.18.1 is installed on the nodes, but hpcrl is written for 0.19*"
 
 
 def test_what_is_to_be_known_of_gpus_is_said_once() -> None:
@@ -261,7 +263,7 @@ def test_what_an_engine_needs_on_gpus_is_asked_of_nodes_with_gpus_alone(tmp_path
     assert judge([has, without], [need, need]) == ""
     line = judge([has, msgspec.structs.replace(GOOD, name="n2")], [need, need])
     assert line == (
-        "node n2 has GPUs and no transformer_engine, which the run needs on them; install it there: use the image"
+        "node n2 has GPUs but no transformer_engine, which the run needs on GPUs; install it there: use the image"
     )
     for device, asked in (("cuda", True), ("auto", True), ("cpu", False)):
         run = make_run(tmp_path / device, f"cluster.device={device}", "trainer.engine=megatron")
@@ -345,7 +347,7 @@ def test_what_the_user_may_not_write_is_seen_where_free_space_is_not(
         ({"config": "other"}, "reads another config.yaml than the first node"),
         ({"no_network": "has no interface ib9"}, "has no interface ib9: cluster.network_interface"),
         ({"unreached": "10.0.0.1 (timed out)"}, "cannot connect to the first node at 10.0.0.1 (timed out): "),
-        ({"address": "127.0.1.1"}, "has the address 127.0.1.1, which no other node reaches"),
+        ({"address": "127.0.1.1"}, "has the address 127.0.1.1, which no other node can reach"),
         ({"address": "127.0.1.1", "host": "h1"}, ""),  # emulated nodes of one host
     ],
 )
@@ -425,7 +427,7 @@ def test_a_signal_ends_the_look_at_gpus(
     judgement = preflight(stored_config(run), run, tmp_path / "meeting", 0, 3, came)
     assert judgement == Judgement(ExitCode.TERMINATED, "ended by SIGTERM before the ranks were started")
     assert time.monotonic() - began < 10
-    assert f"node {os.uname().nodename} waits up to 20 s for GPUs that others fill" in capfd.readouterr().out
+    assert f"node {os.uname().nodename} waits up to 20 s for GPUs that others use" in capfd.readouterr().out
 
 
 def test_an_engine_whose_installation_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,7 @@ def test_every_state(tmp_path: Path) -> None:
     record_submission(queued, [7])
     assert state(RunFolder(queued), PENDING_JOB) == "queued: job 7 waits (Priority)"
     assert word(queued, RUNNING_JOB) == "starting"
-    assert state(RunFolder(queued), None) == "never started: Slurm knows no job of it"
+    assert state(RunFolder(queued), None) == "never started: Slurm lists no job of this run"
     assert state(RunFolder(queued), Job(7, "FAILED", 0, False, "", None)) == "never started: job 7 is failed"
     run = make(tmp_path / "held", a1=held)
     assert word(run, RUNNING_JOB) == "running"
@@ -82,7 +82,7 @@ def test_progress_and_the_time_limit(tmp_path: Path) -> None:
     run = make(tmp_path / "run", steps=4, step_s=60.0, a1={"job": 7, "restarts": 0})
     text = describe(run, RUNNING_JOB, NOW)
     assert "step     4 of 10, 3 s ago  reward 0.400  tokens/s 1,000  1 steps/min" in text
-    assert "6 min 00 s to go, the job's time limit is in 1 h 00 min" in text and "not enough" not in text
+    assert "6 min 00 s left, the job's time limit is in 1 h 00 min" in text and "not enough" not in text
     short = Job(7, "RUNNING", 0, False, "", NOW + 130)
     assert "not enough, around step 6 it is requeued and resumes" in describe(run, short, NOW)
     assert "longer than a step" not in describe(run, short, NOW + 300)
@@ -102,7 +102,7 @@ def test_an_attempt_that_has_done_no_step_yet_is_not_held_against_those_before(t
     again = Job(7, "RUNNING", 1, False, "None", NOW + 3600)
     os.utime(run / "metrics.jsonl", (NOW - 7200, NOW - 7200))
     text = describe(run, again, NOW)
-    assert "step     4 of 10, attempt 2 began 1 min 10 s ago and has completed none yet" in text
+    assert "step     4 of 10, attempt 2 began 1 min 10 s ago and has completed no step yet" in text
     assert "much longer" not in text
     os.utime(run / "metrics.jsonl", (NOW - 3, NOW - 3))
     assert "step     4 of 10, 3 s ago" in describe(run, again, NOW)
@@ -111,14 +111,14 @@ def test_an_attempt_that_has_done_no_step_yet_is_not_held_against_those_before(t
 def test_a_preemption_is_no_time_limit(tmp_path: Path) -> None:
     run = make(tmp_path / "run", steps=4, step_s=60.0, a1={"job": 7, "restarts": 0})
     text = describe(run, Job(7, "RUNNING", 0, True, "None", NOW + 1), NOW)
-    assert "time     6 min 00 s to go; the job is being preempted: the run saves, it is requeued and resumes\n" in text
+    assert "time     6 min 00 s left; the job is being preempted: the run saves, it is requeued and resumes\n" in text
     assert "not enough" not in text
 
 
 def test_a_finished_run_has_no_time_to_go(tmp_path: Path) -> None:
     """Also one that ended before its last step, which says why."""
     run = make(tmp_path / "run", steps=4, a1={"job": 7, "restarts": 0, "ended": "x", "how": "done", "why": "over"})
-    assert "to go at this rate" in describe(run, None, NOW)
+    assert "left at this rate" in describe(run, None, NOW)
     finish_run(run, 4, 10, "trained 4 steps: the held-out score, 0.900, has reached sft.stop_score=0.9")
     text = describe(run, None, NOW)
     assert "to go" not in text and "finished: trained 4 steps: the held-out score, 0.900, has reached" in text
@@ -145,7 +145,7 @@ def test_no_resume_is_promised_that_will_not_come(tmp_path: Path) -> None:
     run = make(tmp_path / "run", steps=4, a1=ended)
     for gone in (None, Job(7, "COMPLETED", 0, False, "", None)):
         told = state(RunFolder(run), gone)
-        assert told == "stopped: attempt 1 ended x (requeue): no job of it is queued; the same command resumes it"
+        assert told == "stopped: attempt 1 ended x (requeue): no job of this run is queued; the same command resumes it"
     assert word(run, Job(8, "PENDING", 0, False, "Priority", None)) == "queued"
     (run / "slurm").mkdir()
     record_refusal(run, 8, ["model.path: /models/x is not there"])
@@ -229,7 +229,7 @@ def test_a_job_of_another_cluster_is_not_taken_for_one_of_this(cluster: Any, tmp
     number = int(cluster.run("sbatch", "--parsable", "--hold", "--output=/dev/null", "--wrap=true"))
     (tmp_path / "slurm").mkdir()
     record_submission(tmp_path, [number], "elsewhere")
-    says(cluster, tmp_path, f"state    unknown: job {number}: ask on cluster elsewhere, this is one_machine")
+    says(cluster, tmp_path, f"state    unknown: job {number}: run this on cluster elsewhere, not on one_machine")
     record_submission(tmp_path, [number], "one_machine")
     says(cluster, tmp_path, f"state    held: job {number} waits (JobHeldUser) until it is released: scontrol release")
     cluster.run("scancel", str(number))

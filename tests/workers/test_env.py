@@ -145,10 +145,10 @@ def test_numbers_of_numpy_travel(stage: Stage, role: EnvRole) -> None:
         ("huge", "environment class: ValueError: after step() reward=1e+39; at most 1e+30 is possible"),
         (
             "forgets",
-            "environment class: TypeError: step() must return (observation, reward, terminated, truncated, info), and "
+            "environment class: TypeError: step() must return (observation, reward, terminated, truncated, info), but "
             "returned 4 values",
         ),
-        ("no info", "environment class: TypeError: step() must return a mapping as info, and returned list"),
+        ("no info", "environment class: TypeError: step() must return a mapping as info, but returned list"),
     ],
 )
 def test_a_bad_environment_costs_its_sample(stage: Stage, role: EnvRole, how: str, error: str) -> None:
@@ -471,7 +471,7 @@ def test_the_first_observation_is_the_prompt_and_columns_of_the_row_reach_the_en
     ("how", "error", "failed"),
     [
         ("does not begin", "OSError: no game", 1.0),
-        ("begins oddly", "TypeError: reset() must return (observation, info), and returned str", 1.0),
+        ("begins oddly", "TypeError: reset() must return (observation, info), but returned str", 1.0),
         ("long board", "is too long, there is room for 100 tokens", 0.0),
     ],
 )

@@ -277,5 +277,5 @@ def test_a_judge_has_one_place(judges: dict[str, Any], message: str) -> None:
 
 def test_a_role_is_asked_in_a_run_only() -> None:
     for name, options in (("judge", {"judges": {"a": {"role": "judge"}}}), ("reward_model", {})):
-        with pytest.raises(ValueError, match=f"asks ranks of the role {name}, which only a run has"):
+        with pytest.raises(ValueError, match=f"needs ranks of the role {name}, which only a run has"):
             make_reward(RewardConfig(name=name, options=options)).start()

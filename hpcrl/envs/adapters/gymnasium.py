@@ -15,17 +15,17 @@ from hpcrl.envs.games.game import Game, Outcome
 from hpcrl.envs.spec import GymnasiumOptions
 
 STYLED = re.compile(r"\x1b\[([\d;]+)m(.*?)\x1b\[0?m", re.DOTALL)
-"""What a terminal shows in a style, with the numbers of the style."""
+"""A text with a terminal style, and the style's codes."""
 ESCAPE = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
 BOLD = "1"
 
 
 class Gymnasium(Game[GymnasiumOptions]):
-    """An action that a response names is the environment's step, with its reward; another response is no step. An
-    action is effective if it changes the observation or ends the episode."""
+    """The action that a response names is a step of the environment, with its reward; a response without an action is
+    not a step. An action is effective if it changes the observation or ends the episode."""
 
     def __init__(self, options: GymnasiumOptions):
-        """ValueError begins with the option that is wrong."""
+        """ValueError begins with the wrong option."""
         self._env, self._draws = _make(options)
         space = self._env.action_space
         if isinstance(space, Text) and options.actions:
@@ -47,7 +47,7 @@ class Gymnasium(Game[GymnasiumOptions]):
         self._observation, _ = self._env.reset(seed=seed)
 
     def show(self) -> str:
-        """TypeError if the environment draws something else than text."""
+        """TypeError if the environment renders something other than text."""
         if not self._draws:
             return str(_plain(self._observation))
         drawn = self._env.render()
@@ -95,14 +95,14 @@ class Gymnasium(Game[GymnasiumOptions]):
 
 
 def probe(options: GymnasiumOptions, own_code: bool) -> None:
-    """Make the environment once. ValueError says what gymnasium, or the environment, objects to; only with own_code is
-    code imported that is not gymnasium's or registered by an installed package."""
+    """Create the environment once. ValueError has the error of gymnasium or of the environment. own_code: also import
+    code that is neither gymnasium's nor registered by an installed package."""
     if own_code or (options.id and ":" not in options.id):
         Gymnasium(options).close()
 
 
 def _make(options: GymnasiumOptions) -> tuple[gymnasium.Env[Any, Any], bool]:
-    """The environment, and whether it is shown as its picture."""
+    """The environment, and whether its rendering is shown."""
     at = "id" if options.id else "entry_point"
     module, _, name = options.id.rpartition(":")
     try:
@@ -111,14 +111,14 @@ def _make(options: GymnasiumOptions) -> tuple[gymnasium.Env[Any, Any], bool]:
         entry = gymnasium.spec(name).entry_point if options.id else options.entry_point
         creator: Callable[..., Any] = load_env_creator(entry) if isinstance(entry, str) else entry
     except Exception as error:  # a user's module may raise any exception
-        raise ValueError(f"{at}: {getattr(options, at)!r} is not to be had: {_said(error)}") from error
+        raise ValueError(f"{at}: {getattr(options, at)!r} cannot be loaded: {_said(error)}") from error
     can_draw = "ansi" in getattr(creator, "metadata", {}).get("render_modes", ())
     if options.observation == "ansi" and not can_draw:
         raise ValueError(f"observation: {getattr(options, at)} has no render_mode ansi; use value")
     draws = can_draw and options.observation != "value"
     kwargs = options.kwargs | ({"render_mode": "ansi"} if draws else {})
     try:
-        # Its checker tells a library's author by warnings what the environment role checks itself.
+        # gymnasium's checker only warns about errors that the environment role checks itself.
         made = gymnasium.make(name, disable_env_checker=True, **kwargs) if options.id else creator(**kwargs)
     except Exception as error:
         raise ValueError(f"kwargs: {getattr(options, at)} cannot be made with {kwargs}: {_said(error)}") from error
@@ -142,8 +142,8 @@ def _named(space: gymnasium.Space[Any], options: GymnasiumOptions) -> dict[str, 
 
 
 def _plain(value: Any) -> Any:
-    """An observation in Python's own types, for its text."""
-    if hasattr(value, "tolist"):  # of numpy
+    """An observation as plain Python types, for its text."""
+    if hasattr(value, "tolist"):  # numpy
         return value.tolist()
     if isinstance(value, Mapping):
         return {key: _plain(one) for key, one in value.items()}

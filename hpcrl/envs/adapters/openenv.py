@@ -1,6 +1,6 @@
-"""Environments of OpenEnv (https://github.com/meta-pytorch/OpenEnv): the clients of their servers.
+"""Clients of OpenEnv's environment servers (https://github.com/meta-pytorch/OpenEnv).
 
-An episode is one WebSocket, and with it a session of the server.
+An episode is one WebSocket connection, and thereby one session of the server.
 """
 
 from __future__ import annotations
@@ -18,36 +18,34 @@ from hpcrl.envs.games.game import Game, NotAnAction, Outcome
 from hpcrl.envs.spec import OpenEnvOptions
 
 REFUSED = "(code: VALIDATION_ERROR)"
-"""How the client's error ends if an action does not have the form that the server asks for."""
+"""End of the client's error if an action does not have the form that the server requires."""
 OF_RESULT = ("done", "reward", "metadata")
-"""Fields of every observation that are no part of what it shows."""
+"""Fields of every observation that are not shown."""
 
 
 class OpenEnvError(RuntimeError):
-    """The episode is lost with its connection, or the observation is not as the options say."""
+    """The episode is lost with its connection, or the observation does not fit the options."""
 
 
 class OpenEnv(Game[OpenEnvOptions]):
-    """What a response gives becomes an action by options.action; one that the server refuses for its form is invalid,
-    and what the environment raises on an action an error. An action is effective if it changes the text or ends the
-    episode."""
+    """options.action turns a response's answer into an action. An action whose form the server refuses is invalid; an
+    exception of the environment is an error. An action is effective if it changes the text or ends the episode."""
 
     actions = ("...",)
     described_actions = "texts"
 
     def __init__(self, options: OpenEnvOptions, reset: Mapping[str, Any] | None = None):
-        """reset: the row's own arguments of the environment's reset(). ValueError begins with the option that is
-        wrong."""
+        """reset: the row's own arguments of the environment's reset(). ValueError begins with the wrong option."""
         super().__init__(options)
         self._reset = {**options.reset, **(reset or {})}
         self._client_class: Any = _imported("client", options.client)
         if not (isinstance(self._client_class, type) and issubclass(self._client_class, EnvClient)):
-            raise ValueError(f"client: {options.client} is no client of OpenEnv (openenv.core.EnvClient)")
+            raise ValueError(f"client: {options.client} is not an OpenEnv client (openenv.core.EnvClient)")
         self._action_class: Any = _imported("action_class", options.action_class) if options.action_class else dict
         self._client: Any = None
 
     def start(self, seed: int) -> None:
-        """Begin a new session. ConnectionError or RuntimeError as the client says it if the server has none."""
+        """Begin a new session. Raises the client's ConnectionError or RuntimeError if the server has none."""
         self.close()
         client = self.connected()
         result = client.reset(seed=seed, **self._reset)
@@ -55,7 +53,7 @@ class OpenEnv(Game[OpenEnvOptions]):
         self._text = self._shown(result.observation)
 
     def connected(self) -> Any:
-        """The client with a connection of its own."""
+        """A client with its own connection."""
         seconds = self.options.timeout_s
         made = self._client_class(base_url=self.options.url, connect_timeout_s=seconds, message_timeout_s=seconds)
         self._client = made.sync()
@@ -89,13 +87,13 @@ class OpenEnv(Game[OpenEnvOptions]):
         """End the session, if there is one."""
         client, self._client = self._client, None
         if client is not None:
-            with contextlib.suppress(Exception):  # of a server that is gone
+            with contextlib.suppress(Exception):  # the server is gone
                 client.close()
 
     def _check_session(self) -> None:
-        """OpenEnvError if the client has connected again by itself, to a session in which the episode has not begun."""
+        """OpenEnvError if the client has reconnected by itself, to a session in which the episode has not begun."""
         if self._client._async._ws is not self._socket:
-            raise OpenEnvError(f"{self.options.url}: the connection broke, and with it the episode ended")
+            raise OpenEnvError(f"{self.options.url}: the connection broke, which ended the episode")
 
     def _chosen(self, response: str) -> str | None:
         given = self._given(response) or ""
@@ -118,13 +116,13 @@ class OpenEnv(Game[OpenEnvOptions]):
 
 
 def probe(options: OpenEnvOptions, own_code: bool) -> None:
-    """ValueError if the classes cannot be imported or the server does not answer; only env ranks try it."""
+    """ValueError if the classes cannot be imported or the server does not answer; only env ranks check this."""
     if not own_code:
         return
     env = OpenEnv(options)
     try:
         env.connected()
-    except Exception as error:  # of the client's code
+    except Exception as error:  # the client's code may raise any exception
         raise ValueError(f"url: {error}") from error
     finally:
         env.close()
@@ -135,7 +133,7 @@ def _imported(option: str, path: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except Exception as error:  # a user's module may raise any exception
-        raise ValueError(f"{option}: {path!r} is not to be had: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{option}: {path!r} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
 def _filled(template: Any, answer: str) -> Any:
@@ -148,12 +146,12 @@ def _filled(template: Any, answer: str) -> Any:
 
 
 def _plain(observation: Any) -> dict[str, Any]:
-    """The fields of an observation, which a client of the environment's own gives as an object."""
+    """The fields of an observation, which an environment's own client returns as an object."""
     return observation if isinstance(observation, dict) else observation.model_dump(mode="json")
 
 
 def _part(fields: dict[str, Any], path: str, option: str) -> Any:
-    """What the path leads to: names of mappings and numbers of lists, with dots between."""
+    """The value at a path: keys of mappings and indices of lists, separated by dots."""
     found: Any = fields
     for name in path.split("."):
         try:

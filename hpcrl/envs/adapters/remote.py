@@ -1,9 +1,9 @@
 """An environment behind HTTP: the client of python -m hpcrl.launch.env_server.
 
-A request is repeated after a broken connection until options.retry_s have passed, which is safe: the server plays a
-step once, whatever the number of its requests, and closes a session that nobody asks for. Redirects and proxies are
-not followed, since the token would go with them. All methods are coroutines: episodes of one env rank wait for their
-servers in its event loop, without a thread each.
+A request is repeated after a broken connection until options.retry_s have passed, which is safe: the server executes a
+step once, however often it is requested, and closes idle sessions. Redirects and proxies are not followed, since they
+would forward the token. All methods are coroutines: an env rank's episodes wait for their servers in its event loop,
+without a thread each.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hpcrl.envs.spec import RemoteOptions
 
 PAUSE_S = 0.2
 MAX_BYTES = 64 << 20
-"""Longest request, and longest answer."""
+"""Maximum size of a request, and of an answer."""
 
 
 class RemoteEnvError(RuntimeError):
@@ -31,7 +31,7 @@ class RemoteEnvError(RuntimeError):
 
 
 class RemoteEnv:
-    """One episode of the environment of a section of the server. All columns of the row go there."""
+    """One episode of the environment in a section of the server, which gets all columns of the row."""
 
     runs_in = "task"
     max_turns: int | None = None
@@ -40,10 +40,10 @@ class RemoteEnv:
         self._options, self._template, self._columns = options, chat_template, columns
         self._session = ""
         self._numbers = itertools.count()
-        self.special_tokens = False  # of the server's environment, once it is made
+        self.special_tokens = False  # from the server's environment after reset()
 
     async def reset(self, seed: int) -> tuple[Any, dict[str, Any]]:
-        """RemoteEnvError as for step()."""
+        """Start an episode. RemoteEnvError as in step()."""
         await self.close()
         asked = {"seed": seed, "row": self._columns, "chat_template": self._template, "max_turns": self.max_turns}
         given = await ask(self._options, "reset", asked | {"section": self._options.section})
@@ -52,20 +52,20 @@ class RemoteEnv:
         return given["observation"], given["info"]
 
     async def step(self, action: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """RemoteEnvError if the environment raised, the server is gone, or it has lost the episode."""
+        """Execute a step. RemoteEnvError if the environment raised, or the server is gone or has lost the episode."""
         asked = {"session": self._session, "number": next(self._numbers), "action": action}
         given = await ask(self._options, "step", asked)
         return given["observation"], given["reward"], given["terminated"], given["truncated"], given["info"]
 
     async def close(self) -> None:
-        """End the session, if there is one. A server that does not answer closes it by itself."""
+        """End the session, if there is one. If the server does not answer, it closes the session later by itself."""
         session, self._session = self._session, ""
         if session:
             await ask(self._options, "close", {"session": session})
 
 
 async def ask(options: RemoteOptions, what: str, content: dict[str, Any]) -> dict[str, Any]:
-    """The server's answer. RemoteEnvError says why there is none."""
+    """The server's answer. RemoteEnvError if there is none."""
     try:
         token = token_of(options)
     except ValueError as error:
@@ -91,19 +91,19 @@ async def ask(options: RemoteOptions, what: str, content: dict[str, Any]) -> dic
     try:
         given: dict[str, Any] = json.loads(told)
     except ValueError as error:
-        raise RemoteEnvError(f"{options.url}: the answer to {what} is no JSON: {error}") from error
+        raise RemoteEnvError(f"{options.url}: the answer to {what} is not JSON: {error}") from error
     return given
 
 
 def token_of(options: RemoteOptions) -> str:
-    """The server's token, empty without token_env. ValueError, which does not show it, for one that cannot be sent."""
+    """The server's token, empty without token_env. ValueError, without the token's text, if it cannot be sent."""
     if not options.token_env:
         return ""
     token = os.environ.get(options.token_env, "")
     if not token:
         raise ValueError(f"token_env: the environment variable {options.token_env} is not set where the env ranks run")
     if not (token.isascii() and token.isprintable()):
-        what = "characters that no HTTP header can have, such as the end of a line"
+        what = "characters that are not allowed in an HTTP header, such as a line break"
         raise ValueError(f"token_env: the token in {options.token_env} has {what}")
     return token
 
@@ -120,12 +120,12 @@ async def _read(answer: httpx2.Response) -> bytes:
 
 @functools.cache
 def _tls() -> ssl.SSLContext:
-    """With the certificates of the machine; making it takes longer than a request."""
+    """A TLS context with the machine's certificates, cached since creating it takes longer than a request."""
     return ssl.create_default_context()
 
 
 def probe(options: RemoteOptions, own_code: bool) -> None:
-    """ValueError if the server does not answer or hosts no such section; only env ranks ask it."""
+    """ValueError if the server does not answer or hosts no such section; only env ranks check this."""
     if not own_code:
         return
     token_of(options)

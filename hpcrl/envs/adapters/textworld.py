@@ -1,4 +1,4 @@
-"""Games of TextWorld (arXiv 1806.11532), and of ALFWorld (arXiv 2010.03768), which are played by the same library."""
+"""Games of TextWorld (arXiv 1806.11532), and of ALFWorld (arXiv 2010.03768), which the same library runs."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from hpcrl.envs.spec import TextWorldOptions
 
 COMPILED, PLANNED = (".z8", ".ulx"), ".tw-pddl"
 TASK = re.compile(r"Your task is to: (.+)")
-"""How ALFWorld's first text ends."""
+"""The end of ALFWorld's first text."""
 STATUS = re.compile(r"\n>[^\n]*$")
-"""The prompt after a text, and the line of state beside it."""
-# The library that runs compiled games says this of every one that is not a known commercial game.
+"""The game's input prompt after a text, with its status line."""
+# The library that runs compiled games warns about every game that is not a known commercial one.
 warnings.filterwarnings("ignore", message="Game .* is not fully supported")
 NAME_SIGNS = {"_bar_": "|", "_minus_": "-", "_plus_": "+", "_dot_": ".", "_comma_": ","}
 
 
 class TextWorld(OpenGame[TextWorldOptions]):
-    """An action is one of the game's admissible commands; other texts do not reach the game. It is effective if it
-    changes a fact of the game's world. Success is a game that is won.
+    """An action is one of the game's admissible commands; other texts do not reach the game. An action is effective if
+    it changes a fact of the game's world. Success means that the game is won.
 
-    The game follows from the seed, or is `game`, a column of the row: a file.
+    The seed chooses the game, unless the row's column `game` names a file.
     """
 
     def __init__(self, options: TextWorldOptions, game: str | None = None):
@@ -41,7 +41,7 @@ class TextWorld(OpenGame[TextWorldOptions]):
         self._env: Any = None
 
     def start(self, seed: int) -> None:
-        """ValueError if there is no game that can be solved."""
+        """ValueError if no game can be solved."""
         self.close()
         self.game = self._given_game or self._drawn(seed)
         asked = ("admissible_commands", "objective", "won", "facts", "max_score")
@@ -56,7 +56,7 @@ class TextWorld(OpenGame[TextWorldOptions]):
         if not self.task and (said := TASK.search(text)):
             self.task = said[1].strip()
         if self.task in text and not self.game.endswith(PLANNED):
-            text = text[text.index(self.task) :]  # without the library's name in large letters
+            text = text[text.index(self.task) :]  # without the library's banner
         self._see(state, text)
 
     def show(self) -> str:
@@ -84,7 +84,7 @@ class TextWorld(OpenGame[TextWorldOptions]):
         options = self.options
         files = games(tuple(options.val_games if seed >= HALF and options.val_games else options.games))
         for file in random.Random(seed).sample(files, len(files)):
-            # The files of ALFWorld tell whether a planner has solved the game.
+            # ALFWorld's files record whether a planner has solved the game.
             if not file.endswith(PLANNED) or json.loads(Path(file).read_bytes()).get("solvable", True):
                 return file
         raise ValueError(f"options.games: none of the {len(files)} games can be solved")
@@ -92,7 +92,7 @@ class TextWorld(OpenGame[TextWorldOptions]):
 
 @functools.cache
 def games(places: tuple[str, ...]) -> list[str]:
-    """The game files of files and folders, in order. ValueError names what is missing."""
+    """The game files in files and folders, in order. ValueError names a missing or invalid file."""
     found: list[str] = []
     for place in places:
         path = Path(place)
@@ -101,7 +101,7 @@ def games(places: tuple[str, ...]) -> list[str]:
             raise ValueError(f"there is no game in {place!r} ({', '.join([*COMPILED, PLANNED])})")
         for file in here:
             if not _is_game(file):
-                raise ValueError(f"{str(file)!r} is no game ({', '.join([*COMPILED, PLANNED])})")
+                raise ValueError(f"{str(file)!r} is not a game ({', '.join([*COMPILED, PLANNED])})")
             if file.suffix in COMPILED and not file.with_suffix(".json").is_file():
                 raise ValueError(f"{str(file)!r} needs the file {file.stem}.json beside it, which tw-make writes")
         found += map(str, here)
@@ -109,7 +109,7 @@ def games(places: tuple[str, ...]) -> list[str]:
 
 
 def probe(options: TextWorldOptions, own_code: bool) -> None:
-    """ValueError if a game is missing, or what plays it."""
+    """ValueError if a game, or the package that runs it, is missing."""
     for name in ("games", "val_games"):
         try:
             files = games(tuple(getattr(options, name)))
@@ -126,8 +126,8 @@ def _is_game(file: Path) -> bool:
 
 
 def _name_things(env: Any) -> None:
-    """Give the things of a game of ALFWorld the names that ALFWorld gives them: kind and number, counted down in the
-    order of their ids, instead of ids with coordinates."""
+    """Give the objects of an ALFWorld game the names that ALFWorld uses, kind and number, counted down in the order of
+    their ids, instead of ids with coordinates."""
     things = sorted(env._entity_infos.values(), key=lambda thing: str(thing.id))
     kinds = [_kind(thing.id) for thing in things]
     left = Counter(kinds)

@@ -1,8 +1,8 @@
 """Environments of verifiers (https://github.com/PrimeIntellect-ai/verifiers), versions 0.1.14 to 0.3.
 
-Such an environment runs its rollout itself and asks a model for responses. Here it asks `Asked`: its request is the
-observation, and the response to it the action. So its own code decides on messages, tools, limits and the end, and its
-rubric scores the whole episode.
+Such an environment runs its rollout itself and requests responses from a model. Here the model is `Asked`: the request
+is the observation, and the response the action. So the environment's own code determines messages, tools, limits and
+the end, and its rubric scores the whole episode.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from hpcrl.envs.tool_formats.table import FORMATS
 
 
 class VerifiersError(RuntimeError):
-    """The environment failed, or does what an episode cannot show."""
+    """The environment failed, or does something that an episode cannot represent."""
 
 
 class ModelRequest(NamedTuple):
-    """What the environment asks for: a response to these messages, with these tools (both in OpenAI form)."""
+    """The environment's request for a response to these messages, with these tools (both in OpenAI form)."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
 
 
 class Asked(Client):  # type: ignore[misc]
-    """The model as a client of verifiers, which waits for the response that hpcrl gives."""
+    """A verifiers client that waits for the response from hpcrl."""
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -76,8 +76,8 @@ class Asked(Client):  # type: ignore[misc]
 
 
 class Verifiers:
-    """An episode is a rollout of the environment. Its last turn gets the reward of the whole rollout, and the values of
-    the rubric's functions as metrics; success is a reward of at least the environment's pass_threshold."""
+    """An episode is a rollout of the environment. Its last turn gets the reward of the whole rollout, and the rubric
+    functions' values as metrics; success is a reward of at least the environment's pass_threshold."""
 
     runs_in = "task"
 
@@ -89,17 +89,17 @@ class Verifiers:
         messages: Sequence[dict[str, Any]] = (),
         info: dict[str, Any] | None = None,
     ):
-        """ValueError begins with the option that is wrong."""
+        """ValueError begins with the wrong option."""
         self._env = environment(options)
         self._options, self._template = options, chat_template
         self._messages, self._task = list(messages), {"answer": answer or "", "info": info or {}}
         self._rollout: asyncio.Task[Any] | None = None
         if self._env.tool_defs:
             self._format()
-            self.special_tokens = True  # which are the marks of some formats
+            self.special_tokens = True  # some tool formats mark calls with special tokens
 
     async def reset(self, seed: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """The first request of a new rollout. VerifiersError if there is none."""
+        """Start a rollout; returns its first request. VerifiersError if there is none."""
         await self.close()
         self._model, self._shown, self._turn = Asked(), [], 0
         self._rollout = asyncio.create_task(self._env.run_rollout(self._input(seed), self._model, "hpcrl", {}))
@@ -121,11 +121,11 @@ class Verifiers:
         before, self._shown = self._shown, request.messages
         messages = request.messages[len(before) + 1 :]
         if request.messages[: len(before)] != before or not messages:
-            raise VerifiersError("the environment rewrites the dialogue, of which an episode shows every token once")
+            raise VerifiersError("the environment rewrites the dialogue, but an episode has every token only once")
         return messages, 0.0, False, False, {}
 
     async def close(self) -> None:
-        """End the rollout, with what the environment does for it then."""
+        """End the rollout, including the environment's own cleanup."""
         rollout, self._rollout = self._rollout, None
         if rollout is not None:
             rollout.cancel()
@@ -143,7 +143,7 @@ class Verifiers:
             asked.cancel()
 
     def _result(self) -> dict[str, Any]:
-        """The rollout's outcome. Raises what it has raised; VerifiersError for an error of the environment."""
+        """The rollout's outcome. Raises the rollout's exception, or VerifiersError for an error of the environment."""
         assert self._rollout is not None
         output: dict[str, Any] = self._rollout.result()
         if output["error"]:
@@ -160,7 +160,7 @@ class Verifiers:
         return said[last + 1 :], reward, not cut, cut, {"metrics": metrics}
 
     def _input(self, seed: int) -> dict[str, Any]:
-        """The row that the rollout starts from."""
+        """The row with which the rollout starts."""
         if self._options.task == "dataset":
             rows = self._env.get_eval_dataset() if seed >= HALF else self._env.get_dataset()
             return dict(rows[random.Random(seed).randrange(len(rows))])
@@ -170,13 +170,13 @@ class Verifiers:
         return {"prompt": messages, "example_id": seed, **self._task}
 
     def _format(self) -> ToolFormat:
-        """The format of the model's calls. ValueError if none reads those of its chat template."""
+        """The format of the model's calls. ValueError if no format reads its chat template's calls."""
         return FORMATS[derive(self._template, self._options.format)]
 
     def _response(self, action: str) -> ResponseMessage:
-        """The model's text; if the environment has tools, that after its reasoning, and the calls. What is wrong with a
-        call takes the place of its arguments, which are then no JSON: the environment answers that."""
-        text = action.encode(errors="replace").decode()  # pydantic takes no lone surrogates
+        """The model's text; if the environment has tools, the text after the reasoning, and the calls. The problem of
+        an invalid call replaces its arguments, which then are not JSON: the environment reports this to the model."""
+        text = action.encode(errors="replace").decode()  # pydantic rejects lone surrogates
         parsed = self._format().parse(text, self._tools) if self._tools else Parsed(text)
         calls = []
         for number, call in enumerate(parsed.calls):
@@ -190,8 +190,7 @@ class Verifiers:
 
 
 def environment(options: VerifiersOptions) -> Any:
-    """The environment of these options, one for all episodes of the process. ValueError begins with the option that is
-    wrong."""
+    """The environment of these options, one for all episodes of a process. ValueError begins with the wrong option."""
     return _loaded(options.id, options.entry_point, json.dumps(options.kwargs, sort_keys=True))
 
 
@@ -206,22 +205,22 @@ def _loaded(name: str, entry_point: str, kwargs: str) -> Any:
         else:
             module, _, function = entry_point.partition(":")
             made = getattr(importlib.import_module(module), function)(**given)
-    except Exception as error:  # of a package of a user
+    except Exception as error:  # user code may raise any exception
         text = f"{type(error).__name__}: {error}"
         raise ValueError(f"{at}: {path!r} gives no environment with the arguments {given}: {text}") from error
     finally:
         for number, handler in before.items() if main else ():
-            signal.signal(number, handler)  # an environment takes those of the process
+            signal.signal(number, handler)  # an environment replaces the process's signal handlers
     if not isinstance(made, vf.Environment):
         raise ValueError(f"{at}: {path!r} gives no environment of verifiers but {type(made).__name__}")
     if made.requires_group_rollouts:
-        raise ValueError(f"{at}: the rubric of {path!r} compares siblings; use it as reward function with add_reward")
+        raise ValueError(f"{at}: the rubric of {path!r} scores groups; use it as reward function with add_reward")
     return made
 
 
 def probe(options: VerifiersOptions, own_code: bool) -> None:
-    """Make the environment, which is code of others: only in env ranks. ValueError begins with the option that is
-    wrong, or says that there is no data set."""
+    """Create the environment, which is third-party code: only in env ranks. ValueError begins with the wrong option, or
+    reports a missing data set."""
     if own_code:
         made = environment(options)
         if options.task == "dataset" and not len(made.get_dataset()):
@@ -229,7 +228,7 @@ def probe(options: VerifiersOptions, own_code: bool) -> None:
 
 
 def _message(message: Any) -> dict[str, Any]:
-    """A message of verifiers in hpcrl's form. VerifiersError for one that has more than text."""
+    """A verifiers message in hpcrl's form. VerifiersError if it has more than text."""
     given = message if isinstance(message, dict) else message.model_dump()
     content = given.get("content")
     parts = [{"type": "text", "text": content or ""}] if isinstance(content, str | None) else content

@@ -1,4 +1,4 @@
-"""FrozenLake: find a way over the ice to the goal. The dynamics are those of gymnasium's FrozenLake-v1."""
+"""FrozenLake: find a way over the ice to the goal, with the dynamics of gymnasium's FrozenLake-v1."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hpcrl.envs.spec import FrozenLakeOptions
 
 SIDEWAYS = {"Up": ("Left", "Right"), "Down": ("Left", "Right"), "Left": ("Up", "Down"), "Right": ("Up", "Down")}
 NUM_DRAWS = 100
-"""Maps that are drawn before one is made solvable by freezing holes, which thin ice needs."""
+"""Number of maps to draw before holes of the last one are frozen to make it solvable, which thin ice needs."""
 
 
 class FrozenLake(GridGame[FrozenLakeOptions]):
@@ -46,7 +46,7 @@ class FrozenLake(GridGame[FrozenLakeOptions]):
 
     def best_action(self) -> str:
         way = self.way()
-        assert way, "no place from which the goal cannot be reached can be entered without an end"
+        assert way, "from every place where the episode continues the goal can be reached"
         return way[0]
 
     def way(self) -> list[str] | None:
@@ -59,7 +59,7 @@ class FrozenLake(GridGame[FrozenLakeOptions]):
                 yield action, reached
 
     def _after(self, place: Cell, action: str) -> Cell:
-        """Where a step leads; a step over the edge leads nowhere."""
+        """The place after a step; a step over the edge has no effect."""
         row, column = moved(place, MOVES[action])
         size = self.options.size
         return (row, column) if 0 <= row < size and 0 <= column < size else place

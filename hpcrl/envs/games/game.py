@@ -15,12 +15,12 @@ from hpcrl.rewards.grading.extract import after_thinking
 
 Options = TypeVar("Options", bound=GameOptions)
 EXAMPLE = "..."
-"""Stands for an action in the field {answer}, and is none: a model that quotes its prompt plays nothing."""
+"""Placeholder for an action in the field {answer}; not an action, so a model that quotes its prompt does not act."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a valid action led to. effective: whether it changed anything; truncated: the game was cut off before its
+    """The result of a valid action. effective: whether it changed anything; truncated: the game was cut off before its
     end."""
 
     reward: float
@@ -31,25 +31,25 @@ class Outcome:
 
 
 class NotAnAction(Exception):
-    """What a response names turns out to be no valid action, and has changed nothing."""
+    """The named action turned out to be invalid, and has changed nothing."""
 
 
 class Game(ABC, Generic[Options]):
-    """A game that is an Env (hpcrl.envs.environment). The episode is a function of the seed and the actions alone.
+    """A game as an Env (hpcrl.envs.environment). The episode is a function of the seed and the actions only.
 
-    The action is the text in the last <tag> and </tag> of the response, after its thinking. One that the game does not
-    know changes nothing and earns options.invalid_reward. Metrics, all of the episode so far: success, and the shares
-    of valid and of effective actions (action_is_valid, action_is_effective).
+    The action is the text in the last <tag> and </tag> of the response, after its thinking. An unknown action changes
+    nothing and gets options.invalid_reward. Metrics, all of the episode so far: success, and the shares of valid and of
+    effective actions (action_is_valid, action_is_effective).
     """
 
     actions: Sequence[str]
     """The names of all actions."""
     symbols: ClassVar[tuple[str, ...]] = ()
-    """What each character of options.symbols means, for the field {symbols}."""
+    """The meaning of each character of options.symbols, for the field {symbols}."""
     task = ""
-    """What the episode asks for, for the field {task} of games that have it."""
+    """The episode's task, for the field {task} of games that have it."""
     max_turns: int | None = None
-    """Turns of an episode, for the field {turns_left}; make_env() sets it. None: no limit is known."""
+    """Maximum turns of an episode, for the field {turns_left}; make_env() sets it. None: unknown."""
 
     def __init__(self, options: Options):
         self.options = options
@@ -74,7 +74,7 @@ class Game(ABC, Generic[Options]):
 
     @abstractmethod
     def act(self, action: str) -> Outcome:
-        """Carry out one of `actions`. NotAnAction if only the attempt tells that it is none."""
+        """Execute one of `actions`. NotAnAction if it turns out to be invalid only when executed."""
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
         """The first prompt of the episode of this seed."""
@@ -83,7 +83,7 @@ class Game(ABC, Generic[Options]):
         return self._fill(self.options.prompt), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Carry out the action that a response names. RuntimeError before reset() and after the end."""
+        """Execute the action that a response names. RuntimeError before reset() and after the end."""
         if not self._running:
             raise RuntimeError("step() needs a running episode: call reset() first")
         chosen = self._chosen(action)
@@ -111,8 +111,8 @@ class Game(ABC, Generic[Options]):
         return None if given is None else self._by_name.get(given.lower())
 
     def _given(self, response: str) -> str | None:
-        """What a response gives in its last tag after the thinking, without blanks around it; None if there is no tag,
-        or only one that repeats the example of the prompt."""
+        """The stripped content of a response's last tag after the thinking; None if there is no tag, or only one that
+        repeats the prompt's example."""
         said, tag = after_thinking(response), self.options.tag
         if not tag:
             return said.strip()
@@ -128,12 +128,12 @@ class Game(ABC, Generic[Options]):
         return f"<{self.options.tag}>{action}</{self.options.tag}>" if self.options.tag else action
 
     def _fill(self, template: str) -> str:
-        """The template with its fields. One pass, so that braces in a state stay."""
+        """The template with its fields filled in, in one pass, so braces in a state are kept."""
         fields = self._fields()
         return re.sub(r"\{(\w+)\}", lambda field: fields[field[1]], template)
 
     def _fields(self) -> dict[str, str]:
-        """What options.fields stand for now."""
+        """The current values of options.fields."""
         said = zip(getattr(self.options, "symbols", ""), self.symbols, strict=True)
         return {
             "observation": self.show(),
@@ -151,10 +151,10 @@ class ExpertGame(Game[Options]):
 
     @abstractmethod
     def best_action(self) -> str:
-        """The action that an expert would choose now."""
+        """The action that the expert would choose now."""
 
     def expert(self, rng: random.Random, noise: float) -> str:
-        """A response of an expert that chooses any action with the probability `noise`."""
+        """A response of the expert, which chooses a random action with probability `noise`."""
         return self._written(rng.choice(self.actions) if rng.random() < noise else self.best_action())
 
 
@@ -166,11 +166,11 @@ class TextGame(ExpertGame[Options]):
 
     @abstractmethod
     def begin(self, rng: random.Random) -> None:
-        """Draw a new start. The game may keep rng for what chance decides later."""
+        """Draw a new start. The game may keep rng for later random events."""
 
 
 class OpenGame(Game[Options]):
-    """A game whose actions depend on its state: `actions` are those of the moment, and change with every step."""
+    """A game whose `actions` depend on its state, and change with every step."""
 
     def _chosen(self, response: str) -> str | None:
         given = self._given(response)

@@ -1,4 +1,4 @@
-"""Games on a grid; places and ways there."""
+"""Games on a grid: places and paths."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Options = TypeVar("Options", bound=GridOptions)
 
 
 class GridGame(TextGame[Options]):
-    """A game that shows a character for each place of a square."""
+    """A game that shows a square grid with one character per place."""
 
     actions = tuple(MOVES)
 
@@ -29,7 +29,7 @@ class GridGame(TextGame[Options]):
 
     @abstractmethod
     def things(self) -> Sequence[Cell]:
-        """What the field {places} names, always in one order."""
+        """The places that the field {places} names, in a fixed order."""
 
     def show(self) -> str:
         rows = range(self.options.size)
@@ -48,8 +48,8 @@ def moved(place: Cell, move: Cell, steps: int = 1) -> Cell:
 def shortest(
     start: State, following: Callable[[State], Iterable[tuple[str, State]]], arrived: Callable[[State], bool]
 ) -> list[str] | None:
-    """The shortest sequence of actions from a state to one that has arrived, by breadth-first search; None if there is
-    none. following: the actions of a state, and where each leads."""
+    """The shortest sequence of actions from a state to one for which `arrived` is true, by breadth-first search; None
+    if there is none. following: the actions of a state, and the state after each."""
     before: dict[State, tuple[str, State] | None] = {start: None}
     waiting = deque([start])
     while waiting:

@@ -21,7 +21,7 @@ class Guess(TextGame[GuessOptions]):
 
     def begin(self, rng: random.Random) -> None:
         self.number = rng.randint(self.options.low, self.options.high)
-        self.low, self.high = self.options.low, self.options.high  # what the answers so far allow
+        self.low, self.high = self.options.low, self.options.high  # the range that the answers so far allow
         self._said = f"between {self.low} and {self.high}"
 
     def show(self) -> str:

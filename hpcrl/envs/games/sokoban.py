@@ -20,14 +20,14 @@ class Sokoban(GridGame[SokobanOptions]):
     """Rewards of an action: -0.1, and 1 for each box pushed onto a target, -1 for each pushed off one, 10 at the end,
     when all boxes are on targets. Room and boxes follow from the seed.
 
-    A room can be solved by construction: its start is reached from the solved room by steps backwards, with which the
-    player may pull a box, and the push in the other direction is the solution.
+    Every room is solvable by construction: the start is reached from the solved room by steps backwards in which the
+    player may pull a box; pushing in the other direction is the solution.
     """
 
     symbols = ("wall", "floor", "target", "box on a target", "box", "you", "you on a target")
 
     def begin(self, rng: random.Random) -> None:
-        """ValueError if the options give no room, which test_games.py rules out for small and large ones."""
+        """ValueError if no room fits the options, which test_games.py excludes for small and large rooms."""
         for _ in range(NUM_DRAWS):
             self.floor = _room(rng, self.options.size, self.options.floor)
             if len(self.floor) <= self.options.num_boxes:
@@ -59,7 +59,7 @@ class Sokoban(GridGame[SokobanOptions]):
         return way[0] if way else self.actions[0]
 
     def solution(self) -> list[str] | None:
-        """A shortest solution from here; None if there is none."""
+        """A shortest solution from the current state; None if there is none."""
         return shortest((self.player, self.boxes), self._following, lambda state: state[1] == self.targets)
 
     def _following(self, state: Position) -> Iterator[tuple[str, Position]]:
@@ -74,7 +74,7 @@ class Sokoban(GridGame[SokobanOptions]):
         return to, (boxes - {to} | {beyond} if to in boxes else boxes)
 
     def _step_back(self, rng: random.Random) -> None:
-        """A random step, with which a box behind the player comes along if chance says so."""
+        """A random step, which pulls a box behind the player along at random."""
         move = MOVES[rng.choice(self.actions)]
         to, behind = moved(self.player, move), moved(self.player, move, -1)
         if to not in self.floor or to in self.boxes:
@@ -95,7 +95,7 @@ class Sokoban(GridGame[SokobanOptions]):
 
 
 def _room(rng: random.Random, size: int, share: float) -> set[Cell]:
-    """The floor of a room: connected, and about `share` of what the outer walls leave."""
+    """The floor of a room: connected, and about `share` of the places within the outer walls."""
     inside = range(1, size - 1)
     place = (rng.choice(inside), rng.choice(inside))
     floor = {place}

@@ -1,1 +1,1 @@
-"""Tasks of software engineering: a small repository, a shell in the sandbox, hidden tests."""
+"""Software engineering tasks: a small repository, a shell in the sandbox, hidden tests."""

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 
 class Repair(NamedTuple):
-    """A task: files of the repository (path -> text), what is asked for, hidden tests (path -> text), and the change
-    that repairs it: file, wrong line, right line."""
+    """A task: files of the repository (path -> text), the request, hidden tests (path -> text), and the repair: file,
+    wrong line, right line."""
 
     files: dict[str, str]
     text: str

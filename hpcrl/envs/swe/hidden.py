@@ -1,4 +1,4 @@
-"""Hidden tests: which of their imports are the repository's, and so the code's."""
+"""Splits hidden tests' imports into the repository's modules, which run in the code's process, and others."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import PurePosixPath
 from hpcrl.sandbox.pytest_form import problem_of_tests
 
 PREFIX = "hpcrl_import_"
-"""Of names in the process of the code: what tests import of the repository, under names that no library has."""
+"""Prefix of names that tests import from the repository, in the code's process; no library uses it."""
 CONFTEST = "conftest.py"
 
 
 def test_files(tests: Mapping[str, str]) -> dict[str, str]:
-    """Name -> source of each file of tests, after the fixtures of conftest.py."""
+    """Name -> source of each test file, preceded by conftest.py's fixtures."""
     shared = "\n\n".join(source for name, source in tests.items() if _is_conftest(name))
     return {
         name: f"{shared}\n\n{source}" if shared else source for name, source in tests.items() if not _is_conftest(name)
@@ -27,21 +27,21 @@ def tops_of(files: Mapping[str, str]) -> set[str]:
 
 
 def problem_of(tests: Mapping[str, str]) -> str:
-    """Why hidden tests cannot judge, as far as their text tells; empty if nothing is wrong."""
+    """Why hidden tests cannot judge, by their source; empty if they can."""
     conftest = "\n\n".join(source for name, source in tests.items() if _is_conftest(name))
     for name, source in tests.items():
         problem = "" if _is_conftest(name) else problem_of_tests(source, conftest)
         if not problem and any(isinstance(node, ast.ImportFrom) and node.level for node in ast.walk(ast.parse(source))):
-            problem = "it imports relative to itself, and is in no package"
+            problem = "it has a relative import but is in no package"
         if problem:
             return f"hidden_tests: {name}: {problem}"
-    return "" if test_files(tests) else "hidden_tests has no file of tests"
+    return "" if test_files(tests) else "hidden_tests has no test file"
 
 
 def split_imports(source: str, files: Mapping[str, str], name: str) -> tuple[str, str]:
-    """The imports of the repository's modules, for the process of the code, and the tests, which get what these import
-    by names of their own. files: of the repository as the row gives it: what one of its modules imports from elsewhere
-    tests import from there, since the code decides nothing about it. ValueError for tests that are not Python."""
+    """(imports of the repository's modules, for the code's process; the tests, which get the imported objects under
+    other names). files: the row's repository. Tests import an object that a module of the repository itself imports
+    from elsewhere directly from there, since the code does not define it. ValueError for tests that are not Python."""
     try:
         tree = ast.parse(source, name)
     except (SyntaxError, ValueError) as error:
@@ -59,7 +59,7 @@ class _Imports(ast.NodeTransformer):
     def __init__(self, files: Mapping[str, str]):
         self._files, self._tops = files, tops_of(files)
         self._depth = 0
-        self._modules: dict[str, str] = {}  # how the tests write a module of the repository -> its name
+        self._modules: dict[str, str] = {}  # the tests' name of a repository module -> its name
         self.own: list[str] = []
         self.foreign: list[ast.stmt] = []
 
@@ -125,7 +125,7 @@ class _Imports(ast.NodeTransformer):
         return f"{PREFIX}{self._count}"
 
     def _take(self, line: str) -> None:
-        """What a function imports fails in that function only."""
+        """A failing import within a function fails only in that function."""
         self.own.append(f"try:\n    {line}\nexcept Exception:\n    pass" if self._depth else line)
 
     def _file(self, module: str) -> str | None:
@@ -133,7 +133,7 @@ class _Imports(ast.NodeTransformer):
         return next((self._files[name] for name in (f"{path}.py", f"{path}/__init__.py") if name in self._files), None)
 
     def _foreign(self, module: str, name: str, bound: str) -> ast.stmt | None:
-        """The import by which a module of the repository has this name from elsewhere; None if it has not."""
+        """The import by which a repository module gets this name from elsewhere; None if it defines the name itself."""
         try:
             body = ast.parse(self._file(module) or "").body
         except (SyntaxError, ValueError):

@@ -1,4 +1,4 @@
-"""The repository of an episode in a sandbox of its own: files in, commands, hidden tests."""
+"""An episode's repository in its own sandbox: files, commands, hidden tests."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ export -f python python3
 
 
 class Repository:
-    """The files of an episode, in the sandbox. Commands run one after the other in its folder, and what they start ends
-    with them; hidden tests run in a process of their own, which the code cannot see (docs/security.md)."""
+    """An episode's files in the sandbox. Commands run one after the other in its folder, and their child processes end
+    with them; hidden tests run in a separate process, which the code cannot see (docs/security.md)."""
 
     def __init__(self, options: SWEOptions, files: Mapping[str, str]):
-        """ValueError if the sandbox does not reach its level, or the files are too many or too large."""
+        """ValueError if the sandbox does not reach its level, or if the files are too many or too large."""
         for name in files:
             parts = PurePosixPath(name).parts
             if not parts or PurePosixPath(name).is_absolute() or ".." in parts:
@@ -57,7 +57,7 @@ class Repository:
             raise ValueError(f"the repository cannot be unpacked: {_said(outcome)}")
 
     def run(self, command: str) -> JobOutcome:
-        """Run a command of bash. Its output and errors are in stdout."""
+        """Run a bash command. Its output and errors are in stdout."""
         packages = ":".join(dict.fromkeys(map(sysconfig.get_path, ("purelib", "platlib"))))
         text = SHELL.format(packages=packages, python=sys.executable, command=command)
         task = ChildTask({"kind": "execute", "command": ["/bin/bash", "-c", text], "files": {}})
@@ -75,7 +75,7 @@ class Repository:
             if outcome.code or outcome.stopped or not outcome.result:
                 total += max(1, num_tests(rest))
                 continue
-            verdict = decode(outcome.result)  # of our own process, not that of the code
+            verdict = decode(outcome.result)  # from the tests' process, not the code's
             if verdict["problem"]:
                 raise ValueError(f"hidden tests {name} cannot judge: {verdict['problem']}")
             passed += verdict["passed"]
@@ -99,7 +99,7 @@ def sandbox_of(options: SWEOptions) -> Sandbox:
 
 
 def num_tests(source: str) -> int:
-    """Functions of tests, without their parameters: what counts if the code never answers."""
+    """Number of test functions, without parametrisation: the total if the code never answers."""
     functions = (
         node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     )
@@ -107,8 +107,8 @@ def num_tests(source: str) -> int:
 
 
 def files_of(repository: str) -> dict[str, str]:
-    """The text files of a folder, or of a .tar or .zip archive, without those of git, whose history may tell the
-    repair. ValueError if there is none."""
+    """The text files of a folder, or of a .tar or .zip archive, without git's files, whose history may contain the
+    repair. ValueError if there are none."""
     path = Path(repository)
     found: dict[str, bytes] = {}
     try:

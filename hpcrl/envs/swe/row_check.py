@@ -1,4 +1,4 @@
-"""Which rows the environment swe can play."""
+"""Checks that the environment swe can play a row."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ OF_ROW = ("prompt", "answer", "messages", SEED_COLUMN)
 
 
 def problem_of_row(columns: Mapping[str, Any]) -> str:
-    """Why a row with these columns cannot be played, or only another task than its own; empty if it can."""
+    """Why a row with these columns cannot be played, or would play another task; empty if it can be played."""
     given = {name: columns[name] for name in COLUMNS if columns.get(name) is not None}
     if not given and columns.get(SEED_COLUMN) is not None:
         return ""  # a generated task, of this seed
     if there := [name for name in FOREIGN if name in columns and "files" not in given and "repository" not in given]:
         return (
             f"column {there[0]}: rows of SWE-bench, SWE-Gym, R2E and SWE-smith need an image and a commit for each "
-            "task, which swe has not; give the columns files or repository, and hidden_tests"
+            "task, which swe does not support; give the columns files or repository, and hidden_tests"
         )
     for missing in (name for name in COLUMNS if name not in given):
         others = [name for name in columns if name not in (*COLUMNS, *OF_ROW)]
@@ -32,16 +32,16 @@ def problem_of_row(columns: Mapping[str, Any]) -> str:
     if not given:
         return "it has neither files nor repository with hidden_tests; for generated tasks use data.train=env:NAME"
     if "files" in given and "repository" in given:
-        return "it needs one of the columns files and repository, and has both"
+        return "it needs one of the columns files and repository, but has both"
     if "hidden_tests" not in given:
         return "it has no hidden_tests, which judge the repair"
     if "files" not in given and "repository" not in given:
         return "it has hidden_tests without the columns files or repository"
     for name in ("files", "hidden_tests"):
         if name in given and not _texts(given[name]):
-            return f"column {name} must be an object, path -> text, and is {str(given[name])[:60]!r}"
+            return f"column {name} must be an object, path -> text, not {str(given[name])[:60]!r}"
     if "repository" in given and not isinstance(given["repository"], str):
-        return f"column repository must be a folder or an archive, and is {str(given['repository'])[:60]!r}"
+        return f"column repository must be a folder or an archive, not {str(given['repository'])[:60]!r}"
     return problem_of(given["hidden_tests"])
 
 

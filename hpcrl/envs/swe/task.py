@@ -1,4 +1,4 @@
-"""The environment of software engineering: commands until the model submits, then hidden tests."""
+"""The software engineering environment: commands until the model submits, then hidden tests."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from hpcrl.envs.swe.row_check import OF_ROW, problem_of_row
 SUBMIT = "submit"
 LIST = "find . -type f | sort | head -100"
 MOST = 20_000
-"""Longest command, characters."""
+"""Maximum length of a command, characters."""
 
 
 class SWE(ExpertGame[SWEOptions]):
-    """Each turn is a command of bash in the folder of a repository, in a sandbox that the episode keeps; `submit` ends
-    the episode. The reward is 1 if all hidden tests pass, or with options.partial the share that passes; tests enter no
+    """Each turn is a bash command in a repository's folder, in a sandbox that lasts for the episode; `submit` ends the
+    episode. The reward is 1 if all hidden tests pass, or, with options.partial, the share that passes; tests enter no
     process or folder that a command can see. A command is effective if its exit code is 0.
 
     The row has `files` (path -> text) or `repository` (a folder or an archive), its prompt is the task, and
-    `hidden_tests` are tests (path -> text) in pytest's form. Without columns of its own, or with a seed only, the seed
-    gives a small repository with a bug.
+    `hidden_tests` are tests (path -> text) in pytest's form. Without these columns, the seed generates a small
+    repository with a bug.
     """
 
     actions = ("ls", SUBMIT)
@@ -40,7 +40,7 @@ class SWE(ExpertGame[SWEOptions]):
         hidden_tests: Mapping[str, str] | None = None,
         **others: Any,
     ):
-        """ValueError for a row that cannot be played."""
+        """ValueError if the row cannot be played."""
         super().__init__(options)
         columns = {"files": files, "repository": repository, "hidden_tests": hidden_tests, **others}
         own = any(value is not None for name, value in columns.items() if name not in OF_ROW)
@@ -85,7 +85,7 @@ class SWE(ExpertGame[SWEOptions]):
             self._repository = None
 
     def best_action(self) -> str:
-        """Of a generated task: the change that repairs it, then submit."""
+        """For a generated task: the repair, then submit."""
         assert self._change is not None and self._repository is not None, "only generated tasks have an expert"
         file, wrong, right = self._change
         if self._repository.run(f"grep -qxF {shlex.quote(right)} {file}").code == 0:
@@ -94,13 +94,13 @@ class SWE(ExpertGame[SWEOptions]):
         return f"python -c {shlex.quote(program)}"
 
     def _chosen(self, response: str) -> str | None:
-        """The command; None if there is none that can be executed."""
+        """The command; None if there is no executable command."""
         given = self._given(response) or ""
         valid = len(given) <= MOST and "\0" not in given and given.encode(errors="replace").decode() == given
         return given if given and valid else None
 
     def _output(self, command: str) -> tuple[str, bool]:
-        """What a command writes, cut in its middle, and whether it ends well."""
+        """A command's output, cut in its middle, and whether it succeeded."""
         assert self._repository is not None, "a running episode has a repository"
         outcome = self._repository.run(command)
         text = shortened(outcome.stdout.decode(errors="replace").strip(), self.options.output_chars)

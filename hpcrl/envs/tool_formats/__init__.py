@@ -1,1 +1,1 @@
-"""The formats in which models write calls of tools: one file each, or one for a few that are alike."""
+"""The formats in which models write tool calls: one file each, or one for a few similar formats."""

@@ -1,4 +1,4 @@
-"""DeepSeek's formats of one JSON object for each call: V3 and R1 with it in a block of code, V3.1 without. V3.2 and V4
+"""DeepSeek's formats with one JSON object per call: in a code block for V3 and R1, without one for V3.1. V3.2 and V4
 write parameters (xml_parameters)."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tool format of a model, derived from its chat template: calls are rendered, and what reads them back is it."""
+"""Derives a model's tool format from its chat template: renders calls and finds the format that reads them back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpcrl.envs.tool_formats.reading import Parsed, ToolCall, schemas_of
 from hpcrl.envs.tool_formats.table import FORMATS
 
 ASKED = "0ASKED0"
-"""Content of the user's message; letters and digits, which no template trims or escapes."""
+"""Content of the user message; letters and digits, which no template trims or escapes."""
 ARGUMENTS: tuple[dict[str, Any], ...] = (
     {
         "text": "a \"quoted\" 'text' <b>\n\twith\\lines & ünïcødé 日本\n",
@@ -37,7 +37,7 @@ TYPES = {
     "count": "integer",
     "share": "number",
     "sure": "boolean",
-    "nothing": "integer",  # some templates know no type null
+    "nothing": "integer",  # some templates do not support the type null
     "nested": "object",
     "empty": "object",
 }
@@ -58,29 +58,29 @@ TOOLS = [
     for name, arguments in zip(NAMES, ARGUMENTS, strict=True)
 ]
 MAX_SHOWN = 400
-"""Characters of a rendered call that an error shows."""
+"""Maximum characters of a rendered call that an error shows."""
 
 
 @dataclass(frozen=True)
 class _Rendered:
-    """The assistant's part of a rendered dialogue; calls: those of which the name is in it."""
+    """The assistant's part of a rendered dialogue; calls: the calls whose names it contains."""
 
     text: str
     calls: tuple[ToolCall, ...]
 
 
 def check(options: Any, chat_template: str) -> None:
-    """ValueError if a model with this chat template cannot play an environment whose options have this `format`."""
+    """ValueError if a model with this chat template cannot use an environment whose options have this `format`."""
     derive(chat_template, options.format)
 
 
 @functools.lru_cache(maxsize=64)
 def derive(chat_template: str, wanted: str = "auto") -> str:
-    """The name of a chat template's format; hermes for none and for one that shows no tools, which are then described
-    so in the first prompt. wanted: a name that must be it, if the template renders calls.
+    """The name of a chat template's tool format; hermes for no template and for one that shows no tools, which are then
+    described in the first prompt. wanted: the required format, if the template renders calls.
 
-    ValueError, which begins with the option, says what the template renders that no format, or not the wanted one,
-    reads back to the same calls.
+    ValueError, which begins with the option, shows the rendered text if no format, or not the wanted one, reads the
+    same calls back.
     """
     if not chat_template:
         return "hermes" if wanted == "auto" else wanted
@@ -106,18 +106,17 @@ def derive(chat_template: str, wanted: str = "auto") -> str:
     text = shortened(renderings[0].text, MAX_SHOWN)
     if wanted == "auto":
         raise ValueError(
-            f"format: the model's chat template writes calls in none of the known formats, but as {text!r}; "
-            f"{_way_out()}"
+            f"format: the model's chat template writes calls in an unknown format, as {text!r}; {_way_out()}"
         )
     told = _told(FORMATS[wanted].parse(renderings[0].text, TOOLS))
     raise ValueError(
         f"format: {wanted} does not read the calls of the model's chat template, which are {text!r}; it reads {told}; "
-        "leave the format at auto"
+        "use format=auto"
     )
 
 
 def _shows_tools(chat_template: str) -> bool:
-    """_Unrenderable if the template raises with tools; one that raises without them shows them."""
+    """Whether the template shows tools: it does if it raises without them. _Unrenderable if it raises with tools."""
     with_tools = _shown(chat_template, TOOLS)
     try:
         return with_tools != _shown(chat_template, None)
@@ -126,7 +125,7 @@ def _shows_tools(chat_template: str) -> bool:
 
 
 def _way_out() -> str:
-    return f"name one of {', '.join(FORMATS.paths)} if the model writes it, or take another model"
+    return f"set one of {', '.join(FORMATS.paths)} if the model writes it, or use another model"
 
 
 def _reads(name: str, rendered: _Rendered) -> bool:
@@ -137,7 +136,7 @@ def _reads(name: str, rendered: _Rendered) -> bool:
 
 
 def _exactly(arguments: Mapping[str, Any]) -> str:
-    """True is not 1, nor 2 equal to 2.0."""
+    """Arguments for an exact comparison, in which True differs from 1, and 2 from 2.0."""
     return json.dumps(arguments, sort_keys=True)
 
 
@@ -153,8 +152,8 @@ class _Unrenderable(Exception):
 
 
 def _renderings(chat_template: str) -> Iterator[_Rendered]:
-    """The ways in which the template renders calls: two or, for templates that allow one, one; arguments as an object
-    or as JSON text. _Unrenderable if it raises for all."""
+    """The ways in which the template renders calls: two calls, or one for templates that allow only one; arguments as
+    an object or as JSON text. _Unrenderable if it raises for all."""
     before = _shown(chat_template, TOOLS, ask=True), _shown(chat_template, TOOLS)
     failures = []
     ways = list(itertools.product((2, 1), (False, True), ("", None)))
@@ -174,7 +173,7 @@ def _renderings(chat_template: str) -> Iterator[_Rendered]:
 
 
 def _calls(count: int, as_text: bool) -> list[dict[str, Any]]:
-    """Calls in OpenAI form, whose ids have the length that Mistral's template demands."""
+    """Calls in OpenAI form, with ids of the length that Mistral's template requires."""
     return [
         {
             "id": f"call0000{number}",
@@ -189,13 +188,13 @@ def _calls(count: int, as_text: bool) -> list[dict[str, Any]]:
 
 
 def _shown(chat_template: str, tools: Any, message: dict[str, Any] | None = None, ask: bool = False) -> str:
-    """The text of a dialogue that this message of the assistant ends, if any. _Unrenderable if the template raises."""
+    """The text of a dialogue that ends with this assistant message, if any. _Unrenderable if the template raises."""
     text, failed = None, None
     for asked in (ASKED, [{"type": "text", "text": ASKED}]):  # some templates of models with vision know parts only
         dialogue = [{"role": "user", "content": asked}, *([message] if message else [])]
         try:
             text = FolderTemplate(chat_template, ENDS).apply_chat_template(dialogue, tools, add_generation_prompt=ask)
-        except Exception as error:  # a template raises whatever its expressions raise
+        except Exception as error:  # a template's expressions may raise any exception
             failed = failed or error
             continue
         if ASKED in text:

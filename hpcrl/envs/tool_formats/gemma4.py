@@ -16,7 +16,7 @@ MAX_DEPTH = 100
 
 
 class _Broken(ValueError):
-    """The text is no value in this format."""
+    """The text is not a value in this format."""
 
 
 def _value(text: str, at: int, depth: int) -> tuple[Any, int]:
@@ -62,7 +62,7 @@ def _list(text: str, at: int, depth: int) -> tuple[list[Any], int]:
 
 
 def _next(text: str, at: int, close: str) -> int:
-    """After a comma, or at what closes the object or list."""
+    """Offset after a comma, or at the closing bracket of the object or list."""
     at = _skip(text, at)
     if text.startswith(",", at):
         return _skip(text, at + 1)

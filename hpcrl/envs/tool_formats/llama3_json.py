@@ -20,7 +20,7 @@ PYTHON_TAG = r"<\|python_tag\|>"
 OBJECT = r'(?=\{\s*"(?:type|id|name|arguments|parameters|function)"\s*:)'
 """The start of an object that may be a call."""
 SURELY = re.compile(r'\{\s*"name"\s*:\s*"[^"\\]{1,99}"\s*,\s*"(?:arguments|parameters)"\s*:')
-"""The start of one that is meant as a call, even if its JSON is broken, also in the middle of a text."""
+"""The start of an object intended as a call, even if its JSON is broken or it is in the middle of a text."""
 WHERE = "in the response"
 
 
@@ -40,7 +40,7 @@ def _scan(text: str, start: re.Match[str], schemas: Schemas) -> tuple[list[ToolC
 
 
 def _is_call(found: object) -> bool:
-    """Whether an object amid a text is a call and no other JSON."""
+    """Whether an object within a text is a call and not other JSON."""
     if not isinstance(found, dict):
         return False
     inner = found["function"] if isinstance(found.get("function"), dict) else found

@@ -19,7 +19,7 @@ from hpcrl.envs.tool_formats.reading import (
 
 MARK = r"\[TOOL_CALLS\]"
 BARE = r'\A\s*(?=\[\s*\{\s*"(?:type|id|name|arguments|parameters)"\s*:)'
-"""A list without the mark, as an expert writes it: no text can contain a special token."""
+"""A list without the mark, as an expert writes it, since plain text cannot contain a special token."""
 NAMED = re.compile(r"\s*([^\s\[\]{}\"]{1,256})\s*(?:\[CALL_ID\]\s*([^\s\[\]{}\"]{1,64})\s*)?(?:\[ARGS\])?\s*(?=\{)")
 
 

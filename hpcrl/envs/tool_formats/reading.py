@@ -1,7 +1,7 @@
-"""What reading a model's text gives, and what the formats share: reasoning that is skipped, JSON, values by a schema.
+"""Parsed calls, and code shared by the formats: skipping reasoning, JSON, values by a schema.
 
-The text comes with its special tokens, which are the marks of many formats, without the token that ended the turn.
-Text from a model is hostile: no reader raises, and none takes time that grows with the square of the text.
+The text includes special tokens, which mark calls in many formats, but not the token that ended the turn. Text from a
+model is hostile: no reader raises, and none takes quadratic time.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ DECODER = json.JSONDecoder(strict=False, parse_float=_finite, parse_constant=_fi
 """Not strict, since models write code with line breaks into strings."""
 SPACE = re.compile(r"\s*")
 BETWEEN = re.compile(r"[\s,;]*")
-"""Between two calls in JSON."""
+"""Separator of two JSON calls."""
 OPENED = re.compile("|".join(map(re.escape, REASONING)))
 REASONING_MARK = re.compile("|".join(map(re.escape, [*REASONING, *REASONING.values()])))
 MAX_STARTS = 500
-"""Maximum places of a response at which a call is looked for, since each decoder error counts the lines before it."""
+"""Maximum positions of a response at which a call is tried, since each decoder error counts the lines before it."""
 NESTED = "it is nested too deeply"
 MAX_LITERAL = 100_000
-"""Characters of a value that is read as Python's."""
+"""Maximum characters of a value that is parsed as a Python literal."""
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call as it was written. problem: why it is none, empty if it is one."""
+    """A call as the model wrote it. problem: why it is invalid, empty if it is valid."""
 
     name: str = ""
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -59,14 +59,14 @@ class Parsed:
 Schemas = Mapping[str, Mapping[str, Any]]
 """Tool -> parameter -> JSON schema."""
 Scan = Callable[[str, "re.Match[str]", Schemas], tuple[list[ToolCall], int]]
-"""(text, match of the start, schemas) -> (calls, end). No calls: the text up to the end, which may be the match's
-start, is none."""
+"""(text, match of the start, schemas) -> (calls, end). No calls: the text up to `end`, which may be the match's start,
+is not a call."""
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """about: whose format it is. read: (text, schemas) -> Parsed. written: a call in this format without special
-    tokens, a template for name and arguments, both JSON; empty if there is no such text."""
+    """about: the models with this format. read: (text, schemas) -> Parsed. written: a template of a call without
+    special tokens, for name and arguments, both JSON; empty if the format needs special tokens."""
 
     about: str
     read: Callable[[str, Schemas], Parsed]
@@ -77,7 +77,7 @@ class ToolFormat:
         return self.read(text, schemas_of(tools))
 
     def written_call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """A response that is this call."""
+        """A response with only this call."""
         assert self.written, "other formats are refused before the start"
         return self.written % (json.dumps(name), json.dumps(arguments))
 
@@ -126,7 +126,7 @@ def marked(start: str, scan: Scan) -> Callable[[str, Schemas], Parsed]:
 
 
 def _after_reasoning(text: str, pattern: re.Pattern[str], scan: Scan, schemas: Schemas) -> int:
-    """The end of reasoning that the prompt has opened, so that the text has only its end."""
+    """The end of reasoning that the prompt has opened, for a text that contains only the closing mark."""
     mark = REASONING_MARK.search(text)
     if mark is None or mark[0] in REASONING:
         return 0
@@ -148,7 +148,7 @@ def _end_of_reasoning(text: str, opened: re.Match[str]) -> int:
 
 
 def decoded(text: str, at: int = 0) -> tuple[Any, int]:
-    """(value, end) of the JSON that begins there, after spaces. ValueError says what is wrong with it."""
+    """(value, end) of the JSON that begins at `at`, after spaces. ValueError if it is invalid."""
     try:
         return DECODER.raw_decode(text, SPACE.match(text, at).end())  # type: ignore[union-attr]  # it always matches
     except RecursionError:
@@ -163,7 +163,7 @@ def no_json(where: str, error: Exception) -> ToolCall:
 def object_call(
     found: Any, name_key: str = "name", arguments_keys: Sequence[str] = ("arguments", "parameters")
 ) -> ToolCall:
-    """The call that a JSON object with name and arguments is."""
+    """The call in a JSON object with name and arguments."""
     if isinstance(found, dict) and isinstance(inner := found.get("function"), dict):
         found = {"id": found.get("id")} | inner
     if not isinstance(found, dict) or not isinstance(found.get(name_key), str):
@@ -173,7 +173,7 @@ def object_call(
 
 
 def named_call(name: str, arguments: Any, call_id: Any = "") -> ToolCall:
-    """The call of this name, whose arguments may be JSON as text, as in messages of OpenAI."""
+    """The call of this name, whose arguments may be JSON text, as in OpenAI messages."""
     if isinstance(arguments, str):
         try:
             arguments = DECODER.decode(arguments)
@@ -185,8 +185,7 @@ def named_call(name: str, arguments: Any, call_id: Any = "") -> ToolCall:
 
 
 def json_call(text: str, at: int, close: str, name: str, call_id: str = "") -> tuple[ToolCall, int]:
-    """(call, end) of a call whose arguments are the JSON that begins there, up to a mark, which may be missing at the
-    end of the text."""
+    """(call, end) of a call whose arguments are the JSON at `at`, up to a mark, which may be missing at the end."""
     where = f"in the arguments of {name[:60]!r}"
     try:
         found, end = decoded(text, at)
@@ -204,8 +203,8 @@ def _after(text: str, at: int, close: str) -> int:
 
 
 def typed(text: str, schema: Any) -> Any:
-    """The value of an argument that is written without quotes, by its JSON schema: the text itself where that allows
-    texts and nothing else that the text could be; otherwise what the text is as JSON, or as Python writes values."""
+    """The value of an argument that is written without quotes, by its JSON schema: the text itself if the schema allows
+    only texts, or no other type that the text could have; otherwise the text parsed as JSON, or as a Python literal."""
     types = _types(schema)
     value = text if types == {"string"} else _value(text.strip())
     if isinstance(value, str):
@@ -249,7 +248,7 @@ def _kinds(value: Any) -> set[str]:
 
 
 def _value(text: str) -> Any:
-    """What the text is in JSON, or as Python writes a value; the text itself if it is neither."""
+    """The text parsed as JSON, or as a Python literal; the text itself if it is neither."""
     try:
         return DECODER.decode(text)
     except (ValueError, RecursionError):

@@ -1,5 +1,5 @@
-"""The table of tool formats, in the order in which a chat template is matched: where several read its calls, the first
-is taken. Those with marks of their own stand before llama3_json, which reads any object that looks like a call."""
+"""The table of tool formats, in the order in which a chat template is matched: if several read its calls, the first is
+used. Formats with their own marks precede llama3_json, which reads any object that looks like a call."""
 
 from __future__ import annotations
 

@@ -11,9 +11,9 @@ from hpcrl.envs.tool_formats.reading import SPACE, Schemas, ToolCall, ToolFormat
 
 @dataclass(frozen=True)
 class Marks:
-    """opens, closes: around the calls. call, parameter: patterns of what opens one, with its name as the first group;
-    a second group of the latter is "true" for text and "false" for JSON. call_ends, parameter_ends: what closes them.
-    lines: values stand on lines of their own. bare: a call without `opens` is one."""
+    """opens, closes: around the calls. call, parameter: patterns of their opening marks, with the name as first group;
+    a second group of `parameter` is "true" for text and "false" for JSON. call_ends, parameter_ends: closing marks.
+    lines: values are on separate lines. bare: calls are also read without `opens`."""
 
     opens: str
     closes: str
@@ -30,7 +30,7 @@ def _reader(marks: Marks) -> Any:
     call_ends, parameter_ends = re.escape(marks.call_ends), re.escape(marks.parameter_ends)
     value_ends = re.compile(
         rf"\n?{parameter_ends}(?=\s*(?:{marks.parameter}|{call_ends}|\Z))"  # the value itself may contain the mark
-        rf"|\n(?=\s*{marks.parameter}|\s*{call_ends})"  # a model has left the mark out
+        rf"|\n(?=\s*{marks.parameter}|\s*{call_ends})"  # the model has omitted the mark
     )
 
     def one(text: str, start: re.Match[str], schema: Any) -> tuple[ToolCall, int]:

@@ -20,11 +20,11 @@ MAX_BITS = 10_000
 Number = int | float
 
 _idle: defaultdict[tuple[int, Limits], queue.Queue[Sandbox]] = defaultdict(queue.Queue)
-"""Sandboxes of this process without work, by least level and limits: as many as calls were made at once."""
+"""Idle sandboxes of this process, by minimum level and limits: as many as there were concurrent calls."""
 
 
 class PythonTool:
-    """Runs a program in a sandbox (docs/security.md), which knows nothing of earlier calls."""
+    """Runs a program in a sandbox (docs/security.md), without state from earlier calls."""
 
     schema = schema(
         "python",
@@ -64,7 +64,7 @@ class PythonTool:
 
 
 def _own(stderr: str) -> str:
-    """A traceback without the frames of the sandbox, whose files are no affair of the model."""
+    """A traceback without the sandbox's own frames."""
     head, place, tail = stderr.partition('  File "solution.py"')
     before, line, _ = head.rpartition("Traceback (most recent call last):\n")
     return before + line + place + tail if place and line else stderr
@@ -83,7 +83,7 @@ class CalculatorTool:
         """Nothing of an episode is kept."""
 
     def call(self, arguments: dict[str, Any], timeout_s: float) -> Result:
-        """The value; an error for what is no expression, and for numbers that are too large."""
+        """The value; an error for invalid expressions and for too large numbers."""
         text = arguments["expression"].strip()
         if len(text) > MAX_CHARS:
             return Result(f"an expression has at most {MAX_CHARS} characters", error=True)
@@ -107,7 +107,7 @@ OPERATIONS: dict[type[ast.AST], Callable[[Any, Any], Number]] = {
 
 
 def _value(node: ast.expr) -> Number:
-    """ArithmeticError and ValueError say why there is none."""
+    """The value of an expression. ArithmeticError or ValueError if there is none."""
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             return number
@@ -141,7 +141,7 @@ class GuessTool:
 
     def begin(self, seed: int) -> None:
         self._number = random.Random(seed).randint(1, self._highest)
-        self._least, self._most = 1, self._highest  # what the answers so far allow
+        self._least, self._most = 1, self._highest  # the range that the answers so far allow
 
     def call(self, arguments: dict[str, Any], timeout_s: float) -> Result:
         guess = arguments["number"]
@@ -154,7 +154,7 @@ class GuessTool:
         return Result("lower", success=False)
 
     def advised(self, rng: random.Random, noise: float) -> dict[str, Any]:
-        """The arguments that halve what the answers so far allow; with the probability `noise` any number."""
+        """The arguments that halve the range that the answers so far allow; with probability `noise` any number."""
         middle = (self._least + self._most) // 2
         return {"number": rng.randint(1, self._highest) if rng.random() < noise else middle}
 

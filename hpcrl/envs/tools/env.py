@@ -18,21 +18,21 @@ from hpcrl.envs.tools.spec import ToolOptions
 from hpcrl.envs.tools.tool import Result, Tool
 
 ID_CHARS = 9
-"""Length of a call's id, which Mistral's template demands."""
+"""Length of a call's id, as Mistral's template requires."""
 
 
 class ToolEnv:
-    """Every call of a turn is answered by a message of the role tool, in order: with its result, or with what is wrong
-    with it. Calls within the thinking are none.
+    """Every call of a turn is answered by a message of the role tool, in order, with its result or its problem. Calls
+    within the thinking are ignored.
 
     Metrics, all of the episode so far: tool_calls, and of them invalid_calls (no JSON, an unknown tool, wrong
-    arguments, beyond max_calls) and tool_errors; success if a tool can tell it.
+    arguments, beyond max_calls) and tool_errors; success if a tool reports it.
     """
 
-    special_tokens = True  # which are the marks of some formats
+    special_tokens = True  # some formats mark calls with special tokens
 
     def __init__(self, options: ToolOptions, chat_template: str = "", messages: list[dict[str, Any]] | None = None):
-        """ValueError begins with the option that is wrong."""
+        """ValueError begins with the wrong option."""
         self._options, self._messages = options, messages or []
         self._format = FORMATS[derive(chat_template, options.format)]
         made: list[Tool] = [BUILTIN[name](options) if name in BUILTIN else FunctionTool(name) for name in options.tools]
@@ -42,23 +42,23 @@ class ToolEnv:
         self._schemas = schemas_of(tool.schema for tool in made)
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
-        """The row's prompt within options.prompt, and the tools."""
+        """The row's prompt inserted into options.prompt, and the tools."""
         for tool in self._tools.values():
             tool.begin(seed)
         self._counts = Counter(tool_calls=0, invalid_calls=0, tool_errors=0)
         self._turn = 0
-        # An episode that never calls a tool which tells of success has failed, and so counts in the share of successes.
+        # An episode that never calls a tool that reports success has failed, and counts in the share of successes.
         self._success = False if any(isinstance(tool, GuessTool) for tool in self._tools.values()) else None
         asked = self._messages[-1]["content"] if self._messages else ""
         text = "" if self._options.prompt == "{prompt}" else self._options.prompt.replace("{prompt}", asked)
         return text, {"tools": [tool.schema for tool in self._tools.values()]}
 
     def step(self, action: str) -> tuple[list[dict[str, Any]], float, bool, bool, dict[str, Any]]:
-        """Carry out the calls of a turn; without one the episode ends."""
+        """Execute the calls of a turn; a turn without calls ends the episode."""
         calls = self._format.read(action, self._schemas).calls
         self._turn += 1
         before, reward, ended, messages = self._counts["invalid_calls"], 0.0, not calls, []
-        told = calls[: self._options.max_calls + 1]  # one answer to all that are too many
+        told = calls[: self._options.max_calls + 1]  # one answer for all excess calls
         self._counts.update(tool_calls=len(calls) - len(told), invalid_calls=len(calls) - len(told))
         for number, call in enumerate(told):
             result = self._answer(call, number)
@@ -95,13 +95,13 @@ class ToolEnv:
             return Result(f"Error: {problem}")
         try:
             result = self._tools[call.name].call(dict(call.arguments), self._options.tool_timeout_s)
-        except Exception as error:  # what a tool raises is data
+        except Exception as error:  # a tool's exception is part of the episode
             result = Result(f"{type(error).__name__}: {error}", error=True)
         self._counts["tool_errors"] += result.error
         return Result(f"Error: {result.text}") if result.error else result
 
     def _problem(self, call: ToolCall, number: int) -> str:
-        """Why a call cannot be carried out, for the model."""
+        """Why a call cannot be executed, for the model."""
         if number >= self._options.max_calls:
             return f"only {self._options.max_calls} calls of a turn are carried out"
         if call.problem:
@@ -130,7 +130,7 @@ class ToolEnv:
 
 
 def probe(options: ToolOptions, own_code: bool) -> None:
-    """ValueError if a tool cannot be made; functions are imported only with own_code, which also starts the sandbox."""
+    """ValueError if a tool cannot be created. own_code: import functions and start the sandbox."""
     if own_code:
         ToolEnv(options)
         if "python" in options.tools:

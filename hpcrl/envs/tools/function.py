@@ -1,4 +1,4 @@
-"""A function of the user as a tool."""
+"""A user's function as a tool."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ MAX_ITEMS = 10_000
 
 
 class FunctionTool:
-    """Calls the function in a thread of its own, which is abandoned if it does not return in time. A coroutine runs in
-    an event loop of its own, and is cancelled. A returned text is shown as it is, another value as JSON, and what a
-    generator yields as a list. A value without a text is an error."""
+    """Calls the function in its own thread, which is abandoned if it does not return in time. A coroutine runs in its
+    own event loop, and is cancelled. A returned text is shown unchanged, another value as JSON, and a generator's items
+    as a list. A value without a text form is an error."""
 
     def __init__(self, path: str):
-        """ValueError if the path leads to no function that can be described."""
+        """ValueError if the path names no function with a description."""
         self._function, self.schema = _imported(path)
 
     def begin(self, seed: int) -> None:
-        """A function is not of an episode."""
+        """A function has no state of an episode."""
 
     def call(self, arguments: dict[str, Any], timeout_s: float) -> Result:
         ended: Queue[Result] = Queue()
@@ -48,7 +48,7 @@ class FunctionTool:
 
 
 def _value(returned: Any, timeout_s: float) -> Any:
-    """What a call has returned: a coroutine's result, the items of a generator."""
+    """A call's result: for a coroutine its result, for a generator its items."""
     if inspect.isawaitable(returned) or isinstance(returned, AsyncIterator):
         return asyncio.run(_awaited(returned, timeout_s))
     return _items(itertools.islice(returned, MAX_ITEMS + 1)) if isinstance(returned, Iterator) else returned
@@ -80,7 +80,7 @@ def _text(value: Any) -> str:
 
 
 def _shown(value: Any) -> Any:
-    """A value that JSON does not know as one that it knows: numbers and arrays of numpy and torch, otherwise a text."""
+    """Converts a value that is not a JSON type: numbers and arrays of numpy and torch, other values to text."""
     if callable(listed := getattr(value, "tolist", None)):
         return listed()
     kind: Any = type(value)
@@ -93,7 +93,7 @@ def _shown(value: Any) -> Any:
 def _problem(error: BaseException) -> str:
     try:
         return f"{type(error).__name__}: {error}"
-    except Exception:  # the error is an object of user code
+    except Exception:  # the error's own code may raise
         return type(error).__name__
 
 
@@ -109,6 +109,6 @@ def _imported(path: str) -> tuple[Callable[..., Any], dict[str, Any]]:
         found: dict[str, Any] = get_json_schema(function)
     except Exception as error:  # a user's module may raise any exception
         raise ValueError(
-            f"tools: {path!r} is no function with a description: {type(error).__name__}: {error}"
+            f"tools: {path!r} is not a function with a description: {type(error).__name__}: {error}"
         ) from error
     return function, found

@@ -1,4 +1,4 @@
-"""What a tool is: a function with a schema, which the model may call."""
+"""The tool protocol: a function with a schema, which the model may call."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Result:
-    """What a call led to. error: the tool has failed. success: whether the episode has succeeded so far; None: the tool
-    does not say. ended: the episode is over."""
+    """The result of a call. error: the tool has failed. success: whether the episode has succeeded so far; None if the
+    tool does not report it. ended: the episode is over."""
 
     text: str
     error: bool = False
@@ -28,10 +28,10 @@ class Tool(Protocol):
         """Start the episode of this seed."""
 
     def call(self, arguments: dict[str, Any], timeout_s: float) -> Result:
-        """Answer a call whose arguments fit the schema, within about timeout_s. Any exception is told to the model."""
+        """Answer a call whose arguments fit the schema, within about timeout_s. The model gets any exception."""
 
 
 def schema(name: str, description: str, **parameters: dict[str, Any]) -> dict[str, Any]:
-    """A tool in OpenAI form; all parameters are needed."""
+    """A tool in OpenAI form; all parameters are required."""
     wanted = {"type": "object", "properties": parameters, "required": list(parameters), "additionalProperties": False}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": wanted}}

@@ -1,4 +1,4 @@
-"""The catalogue of a shop: read or generated once in a process, and shared by all its environments."""
+"""A shop's catalogue, read or generated once per process and shared by all environments."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ FILES = ("items", "attributes", "human")
 
 
 class Catalogue:
-    """Products, their search, and the goals, shuffled as the original does: the first `held_out` of them are for
+    """Products, their search, and the goals, shuffled as in the original; the first `held_out` goals are for
     validation."""
 
     def __init__(self, options: WebShopOptions):
-        """ValueError begins with the option that is wrong."""
+        """ValueError begins with the wrong option."""
         count = options.num_products
         if options.items:
             items, attributes = _read(options, "items", list), _read(options, "attributes", dict)
@@ -55,8 +55,7 @@ class Catalogue:
         self.search = Search(self.products)
 
     def goal(self, seed: int) -> Goal:
-        """The goal of an episode, drawn by weight: a seed of data.val gets one of the held out ones, others one of the
-        rest."""
+        """An episode's goal, drawn by weight: from the held-out goals for a seed of data.val, else from the others."""
         first, end = (0, self._held_out) if seed >= HALF and self._held_out else (self._held_out, len(self.goals))
         low, high = (self._weights[place - 1] if place else 0.0 for place in (first, end))
         drawn = low + random.Random(seed).random() * (high - low)
@@ -68,7 +67,7 @@ _KNOWN: dict[tuple[Any, ...], Catalogue] = {}
 
 
 def catalogue_of(options: WebShopOptions) -> Catalogue:
-    """The catalogue of these options. ValueError begins with the option that is wrong."""
+    """The catalogue of these options. ValueError begins with the wrong option."""
     key = tuple(getattr(options, name) for name in (*FILES, "num_products", "seed", "held_out"))
     with _LOCK:
         if key not in _KNOWN:
@@ -77,8 +76,7 @@ def catalogue_of(options: WebShopOptions) -> Catalogue:
 
 
 def probe(options: WebShopOptions, own_code: bool) -> None:
-    """ValueError if a file is missing; in env ranks (own_code), which load the catalogue now, also if its content is
-    wrong."""
+    """ValueError if a file is missing, or, in env ranks (own_code), which load the catalogue now, has wrong content."""
     for name in FILES:
         path = getattr(options, name)
         if path and not Path(path).is_file():

@@ -51,7 +51,7 @@ HOME = (
 
 
 class Ware(NamedTuple):
-    """A kind of product: what people search for, its place among the categories, and what its products differ in."""
+    """A kind of product: its search term, its category, and the attributes and options in which its products differ."""
 
     query: str
     path: str
@@ -81,8 +81,8 @@ KINDS = (
 
 
 def generated(num_products: int, seed: int) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
-    """The items, and asin -> attributes with an instruction, of this many products. A product follows from its number
-    and the seed alone, so that a smaller catalogue is the beginning of a larger one."""
+    """The items, and asin -> attributes with an instruction, of this many products. A product depends only on its
+    number and the seed, so a smaller catalogue is the beginning of a larger one."""
     items, attributes = [], {}
     for number in range(num_products):
         rng = random.Random(f"{seed}/{number}")

@@ -21,7 +21,7 @@ DEFAULT_PRICE = 100.0
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """prices: one, or the ends of a range; price: what it costs. options: name -> values, in lower case."""
+    """prices: one, or both ends of a range; price: the actual price. options: name -> values, in lower case."""
 
     asin: str
     name: str
@@ -52,7 +52,7 @@ class Goal:
 
 
 def products_of(items: Iterable[Mapping[str, Any]], attributes: Mapping[str, Mapping[str, Any]]) -> list[Product]:
-    """The products, without repeated ones and those without a valid asin. ValueError names an item of a wrong form."""
+    """The products, without duplicates and without items that lack a valid asin. ValueError names an invalid item."""
     found: dict[str, Product] = {}
     for number, item in enumerate(items):
         try:
@@ -73,7 +73,7 @@ def _product(item: Mapping[str, Any], about: Mapping[str, Any]) -> Product:
     }
     numbers = [re.sub(r"[^\d.]", "", part) for part in (item.get("pricing") or "").split("$")[1:]]
     prices = tuple(float(number) for number in numbers if number)[:2] or (DEFAULT_PRICE,)
-    # The original draws the price in a range at every start; here it follows from the asin.
+    # The original draws a price from the range at every start; here the asin determines it.
     price = prices[0] if len(prices) == 1 else random.Random(item["asin"]).uniform(*prices)
     return Product(
         item["asin"],
@@ -112,7 +112,7 @@ def synthetic_goals(products: Iterable[Product], attributes: Mapping[str, Mappin
 
 
 def human_goals(products: Iterable[Product], instructions: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Goal]:
-    """The instructions that people wrote and that ask for an attribute. ValueError names one of a wrong form."""
+    """The human-written instructions that require an attribute. ValueError names an invalid instruction."""
     goals = []
     for product in products:
         for number, said in enumerate(instructions.get(product.asin, ())):
@@ -128,7 +128,7 @@ def human_goals(products: Iterable[Product], instructions: Mapping[str, Sequence
 
 
 def _limit(product: Product, number: int) -> float:
-    """The larger of two of the next four multiples of 10 dollars; which follows from the product."""
+    """The larger of two of the next four multiples of 10 dollars, which the product determines."""
     above = [10.0 * tens for tens in range(1, 100) if 10.0 * tens > product.price][:4]
     return max(random.Random(f"{product.asin}/{number}").sample(above, 2)) if len(above) >= 2 else NO_LIMIT
 

@@ -1,10 +1,10 @@
-"""The reward of WebShop (arXiv 2207.01206, and its code): how far a bought product is what the goal asks for.
+"""WebShop's reward (arXiv 2207.01206, and its code): how well a bought product matches the goal.
 
     reward = r_type * (matched attributes + matched options + (price <= limit)) / (attributes + options + 1)
 
 r_type compares kinds: by the query and the category for which the product was collected, and by the nouns of the two
-names. The original takes nouns from spaCy's tagger; here all words of letters count that are not function words, which
-makes adjectives count too.
+names. The original takes nouns from spaCy's tagger; here all alphabetic words except function words count, including
+adjectives.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hpcrl.envs.webshop.products import Goal, Product
 from hpcrl.envs.webshop.search import STOP_WORDS
 
 SIMILAR = 85
-"""Attributes and options with more similarity than this match."""
+"""Attributes and options match above this similarity."""
 COLOUR_WORDS = """
 alabaster apricot aqua ash asphalt azure banana beige black blue blush bordeaux bronze brown burgundy camel
 camo caramel champagne charcoal cheetah chestnut chocolate christmas coffee cognac copper coral cranberry
@@ -27,7 +27,7 @@ red rose royal rust sand sapphire seashell silver skull slate steel stone stonew
 tiger turquoise violet walnut wheat white wine yellow
 """
 COLOURS = COLOUR_WORDS.split()
-"""The original's. An option is compared as the first of them that it contains."""
+"""The original's base colours. An option is compared as the first of them that it contains."""
 
 
 def reward_of(bought: Product, goal: Goal, chosen: Mapping[str, str]) -> float:
@@ -50,7 +50,7 @@ def kind(bought: Product, wanted: Product) -> float:
 
 
 def num_attributes(bought: Product, wanted: Iterable[str]) -> int:
-    """How many attributes the product has, among its attributes or in its texts."""
+    """Number of wanted attributes that the product has, among its attributes or in its texts."""
     texts = [bought.name.lower(), " ".join(bought.features).lower(), bought.description.lower()]
     return sum(
         any(similarity(own, attribute) > SIMILAR for own in bought.attributes)
@@ -60,14 +60,14 @@ def num_attributes(bought: Product, wanted: Iterable[str]) -> int:
 
 
 def num_options(chosen: Iterable[str], wanted: Iterable[str | tuple[str, str]]) -> int:
-    """How many wanted options are among the chosen values. Colours count as their base colour."""
+    """Number of wanted options among the chosen values. Colours are compared as their base colours."""
     values = [_base(value) for value in chosen]
     return sum(any(similarity(value, _base(option)) > SIMILAR for value in values) for option in wanted)
 
 
 def similarity(one: str, other: str) -> int:
-    """0 to 100, as fuzz.token_set_ratio of the package thefuzz: 100 if the words of one are among those of the other,
-    else of the words in common and the rest, the best of three comparisons."""
+    """0 to 100, as fuzz.token_set_ratio of the package thefuzz: 100 if one text has all words of the other, else the
+    best of three comparisons of common and remaining words."""
     ours, theirs = (set(re.sub(r"\W", " ", text.lower()).split()) for text in (one, other))
     if not ours or not theirs:
         return 0

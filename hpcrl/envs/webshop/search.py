@@ -21,8 +21,8 @@ STOP_WORDS = frozenset(FUNCTION_WORDS.split())
 class Search:
     """The products whose text shares words with a query, the best by BM25 first (k1 1.2, b .75, Porter's stemmer).
 
-    The text is that of the original's index: name, description, first feature and options. The original asks Lucene
-    (k1 .9, b .4), whose order differs.
+    The text is the original index's: name, description, first feature and options. The original uses Lucene (k1 .9,
+    b .4), whose order differs.
     """
 
     def __init__(self, products: Sequence[Product]):
@@ -35,7 +35,7 @@ class Search:
         self._database.execute("insert into products(products) values ('optimize')")
 
     def find(self, query: str, most: int) -> list[int]:
-        """The numbers of at most this many products; none if the query has no word that counts."""
+        """The numbers of at most this many products; none if the query has only function words."""
         words = dict.fromkeys(word for word in re.findall(r"[^\W_]+", query.lower()) if word not in STOP_WORDS)
         if not words:
             return []

@@ -17,11 +17,10 @@ SEARCH = "search[...]"
 
 
 class WebShop(OpenGame[WebShopOptions], ExpertGame[WebShopOptions]):
-    """search[words], on every page, and click[what is on the page], in the pages of the original's text mode without
-    its empty reviews.
-    Buying ends the episode with the reward of hpcrl.envs.webshop.purchase_reward, everything else gains 0; success is a
-    reward of 1. The goal follows from the seed, or is `goal`, a column of the row: its number in the original's
-    order."""
+    """search[words] on every page, and click[item of the page], in the pages of the original's text mode without its
+    empty reviews. Buying ends the episode with the reward of hpcrl.envs.webshop.purchase_reward, all other actions get
+    0; success is a reward of 1. The seed chooses the goal, unless the row's column `goal` has its number in the
+    original's order."""
 
     def __init__(self, options: WebShopOptions, goal: int | None = None):
         super().__init__(options)
@@ -31,7 +30,7 @@ class WebShop(OpenGame[WebShopOptions], ExpertGame[WebShopOptions]):
         self._given_goal = goal
         self.product: Product | None = None
         self.chosen: dict[str, str] = {}
-        """Option -> value, of the product."""
+        """Option -> chosen value, of the current product."""
 
     def start(self, seed: int) -> None:
         number = self._given_goal
@@ -60,8 +59,8 @@ class WebShop(OpenGame[WebShopOptions], ExpertGame[WebShopOptions]):
         return Outcome(0.0, effective=before != (self._text, self.chosen))
 
     def best_action(self) -> str:
-        """Search for what the goal asks for, open the first product that has it all, or the best on the last page, and
-        buy it with the options."""
+        """Search for the goal's product, open the first one with everything, or the best on the last page, and buy it
+        with the options."""
         if self._page == "search":
             return f"search[{' '.join([self.goal.product.query, *self.goal.attributes, *self._wanted()])}]"
         if self._page == "results":
@@ -78,7 +77,7 @@ class WebShop(OpenGame[WebShopOptions], ExpertGame[WebShopOptions]):
         return [option if isinstance(option, str) else option[1] for option in self.goal.options]
 
     def _worth(self, product: Product) -> float:
-        """The reward of a product with those of the goal's options that it has."""
+        """The reward of a product with the goal's options that it offers."""
         has = {value: name for name, values in product.options.items() for value in values}
         return reward_of(product, self.goal, {has[value]: value for value in self._wanted() if value in has})
 

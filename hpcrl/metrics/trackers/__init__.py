@@ -1,1 +1,1 @@
-"""Trackers of experiments beside metrics.jsonl: one file each, and each called from its own thread."""
+"""Experiment trackers in addition to metrics.jsonl: one file each, and each called from its own thread."""

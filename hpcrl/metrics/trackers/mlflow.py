@@ -1,4 +1,4 @@
-"""MLflow, through its client alone: a server (tracking.mlflow.uri), or a store of files in the run folder."""
+"""MLflow, through its client only: a server (tracking.mlflow.uri), or a file store in the run folder."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ MAX_METRICS, MAX_PARAMS, MAX_PARAM_CHARS = 1000, 100, 6000
 
 
 class MLflow:
-    """See Tracker. MLflow chooses the id of its run, which run_id in the tracker's folder keeps for later attempts."""
+    """See Tracker. MLflow chooses its run's id, which is kept in run_id in the tracker's folder for later attempts."""
 
     def __init__(self, run: TrackedRun, section: MLflowConfig):
         if not run.online or (section.uri or "").startswith("file:"):
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow 3 refuses its store of files otherwise
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow 3 refuses its file store otherwise
         from mlflow import MlflowClient
 
         run.folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""SwanLab. Without the network a folder per attempt, which `swanlab sync --id` joins into one run."""
+"""SwanLab. Without network access it writes a folder per attempt, which `swanlab sync --id` joins into one run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpcrl.metrics.trackers.tracker import TrackedRun
 
 
 class SwanLab:
-    """See Tracker. The key is read by the package, from SWANLAB_API_KEY or the user's login."""
+    """See Tracker. The package reads the API key from SWANLAB_API_KEY or the user's login."""
 
     def __init__(self, run: TrackedRun, section: object = None):
         import swanlab

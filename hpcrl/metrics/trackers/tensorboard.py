@@ -1,5 +1,5 @@
-"""TensorBoard: event files in the folder tensorboard/ of the run. Steps of an earlier attempt past the checkpoint are
-hidden by the first event of the next."""
+"""TensorBoard: event files in the run's folder tensorboard/. The next attempt's first event hides an earlier attempt's
+steps past the checkpoint."""
 
 from __future__ import annotations
 
@@ -43,6 +43,6 @@ class TensorBoard:
 
 
 def _cell(value: Any) -> str:
-    """A value as a cell of a table in Markdown, which a response cannot leave."""
+    """A value as a Markdown table cell, escaped so a response cannot break the table."""
     text = " ".join(str(value).split())
     return text.replace("&", "&amp;").replace("<", "&lt;").replace("|", "&#124;").replace("`", "&#96;")

@@ -1,8 +1,8 @@
-"""Logs to trackers, to each in its own thread, so that a tracker that fails or hangs costs only a warning.
+"""Logs to each tracker in its own thread, so a tracker that fails or hangs costs only a warning.
 
-A file beside a tracker's folder holds the last step that was logged to it. The next attempt goes on after it: with the
-rows of metrics.jsonl that the tracker missed, and without the steps between the checkpoint and the end of the attempt
-before, which it has. To a tracker that takes steps back (TrackerSpec.rewinds) these steps are logged again.
+A file beside a tracker's folder holds the last step that was logged to it. The next attempt continues after this step:
+it logs the rows of metrics.jsonl that the tracker missed, and skips the steps from the checkpoint to the previous
+attempt's end, which the tracker has. A tracker that can rewind (TrackerSpec.rewinds) gets these steps again.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "trackers"
 MAX_WAITING = 10_000
-"""Calls that a slow tracker may be behind."""
+"""Maximum queued calls of a slow tracker."""
 
 TrackerCall = Callable[[Tracker], object]
 
 
 class TrackerThread:
-    """The thread of one tracker. `warn` is called at most once, from any thread, with the reason why it ended."""
+    """One tracker's thread. `warn` is called at most once, from any thread, with the reason why the tracker ended."""
 
     def __init__(
         self, name: str, make: Callable[[int], Tracker], step_file: Path, resume_step: int, rewinds: bool,
         timeout_s: float, warn: Callable[[str], None] = logger.warning,
     ):  # fmt: skip
-        """make: called with the first step that will be logged. step_file: the file with the last one."""
+        """make: called with the first step that will be logged. step_file: the file with the last logged step."""
         self.name, self._timeout_s, self._warn, self._path = name, timeout_s, warn, step_file
         self.last_step = _read(step_file)
         if rewinds:
@@ -63,7 +63,7 @@ class TrackerThread:
         self.put(call)
 
     def put(self, call: TrackerCall) -> None:
-        """Queue a call. Returns at once; ends the tracker if the call before is overdue."""
+        """Queue a call. Returns at once; ends the tracker if the previous call is overdue."""
         self._check()
         if self._ended:
             return
@@ -73,24 +73,24 @@ class TrackerThread:
             self._calls.put(call)
 
     def expect(self, num_calls: int) -> None:
-        """Let this many more calls wait: those that log earlier steps."""
+        """Allow this many more queued calls, which log earlier steps."""
         self._most += num_calls
 
     def drain(self) -> None:
-        """Return when nothing is queued, or the tracker has ended: at a call that is overdue."""
+        """Wait until nothing is queued, or the tracker has ended at an overdue call."""
         while self._calls.qsize() and not self._ended:
             self._check()
             time.sleep(0.02)
 
     def finish(self) -> None:
-        """Queue the end, for which close() waits."""
+        """Queue the tracker's end, for which close() waits."""
         if not self._finishing:
             self._finishing = True
             self.put(self._close)
             self._calls.put(None)
 
     def close(self, within_s: float) -> str:
-        """End the tracker after what is queued, at most this many seconds later; what it says about an upload."""
+        """End the tracker after its queued calls, within this many seconds; returns its upload command."""
         self.finish()
         if not self._ended:
             self._thread.join(min(within_s, self._timeout_s))
@@ -114,7 +114,7 @@ class TrackerThread:
                 self._since = time.monotonic()
                 call(tracker)
                 self._since = None
-        except BaseException as error:  # code of others, which may also call sys.exit()
+        except BaseException as error:  # third-party code, which may also call sys.exit()
             self._end(f"failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
 
     def _end(self, why: str) -> None:
@@ -126,7 +126,7 @@ class TrackerThread:
 
 
 def run_id(run_dir: Path) -> str:
-    """The id of the run for all trackers and attempts, made by the first."""
+    """The run's id for all trackers and attempts, created by the first attempt."""
     path = run_dir / FOLDER / "run_id"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -135,7 +135,7 @@ def run_id(run_dir: Path) -> str:
 
 
 def log_missed(trackers: Sequence[TrackerThread], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Log to each tracker the rows of metrics.jsonl that it misses."""
+    """Log to each tracker the rows of metrics.jsonl that it lacks."""
     for tracker in trackers:
         tracker.expect(len(rows))
         for row in rows:

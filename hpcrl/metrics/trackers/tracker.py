@@ -1,4 +1,4 @@
-"""The protocol of trackers, and the run as they see it."""
+"""The tracker protocol, and the description of a run that trackers get."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A run as a tracker sees it at the start of an attempt.
+    """A run as a tracker gets it at the start of an attempt.
 
-    id: the same for all attempts. folder: that of the tracker in the run folder. first_step: the first step that
-    will be logged. online: whether it may use the network. config: the configuration, as plain data. plan: the text
+    id: the same for all attempts. folder: the tracker's folder in the run folder. first_step: the first step that will
+    be logged. online: whether the tracker may use the network. config: the configuration, as plain data. plan: the text
     that the launch printed, empty if the run folder has none.
     """
 
@@ -29,8 +29,8 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Made by the specification's `make(run, section)`, in the thread that calls everything else. Any method may raise
-    or hang, which ends the tracker with a warning and nothing else."""
+    """Created by the specification's `make(run, section)`, in the thread that calls all methods. Any method may raise
+    or hang, which only ends the tracker, with a warning."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """The finite metrics of a step; steps are ascending."""
@@ -42,7 +42,7 @@ class Tracker(Protocol):
         """A plot, as a PNG file."""
 
     def close(self) -> str:
-        """End the attempt; the command that uploads what was kept on the disk, empty if there is nothing to upload."""
+        """End the attempt; returns the command that uploads data kept on disk, empty if there is nothing to upload."""
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Weights & Biases. Without the network a folder per attempt, which `wandb sync` joins into one run by its id."""
+"""Weights & Biases. Without network access it writes a folder per attempt; `wandb sync` joins them by the run's id."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpcrl.metrics.trackers.tracker import TrackedRun
 
 
 class WandB:
-    """See Tracker. The key is read by the package, from WANDB_API_KEY or the user's netrc."""
+    """See Tracker. The package reads the API key from WANDB_API_KEY or the user's netrc."""
 
     def __init__(self, run: TrackedRun, section: object = None):
         import wandb
@@ -48,7 +48,7 @@ class WandB:
 
     def close(self) -> str:
         self._session.finish()
-        self._wandb.teardown()  # waits for wandb's own process, which else writes its last records a little later
+        self._wandb.teardown()  # waits for wandb's own process, which otherwise writes its last records later
         if self._run.online:
             return ""
         wandb = shlex.quote(str(Path(sys.executable).with_name("wandb")))

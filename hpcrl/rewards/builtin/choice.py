@@ -1,4 +1,4 @@
-"""The reward of multiple choice: the option letter of a response against that of the row."""
+"""The multiple-choice reward: compares a response's option letter with the row's."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ RIGHT_BOXED, RIGHT, WRONG_BOXED, WRONG = 1.0, 0.5, -0.5, -1.0
 
 
 class ChoiceReward(PerResponse):
-    """1 for the right letter, else 0; with `soft` ROLL's rewards for answers across domains (arXiv 2506.06122): 1 and
-    -0.5 for a right and a wrong letter in a box, 0.5 and -1 otherwise. The score is 1 for the right letter."""
+    """1 for the right letter, else 0. With `soft`, ROLL's rewards for answers across domains (arXiv 2506.06122): 1 for
+    a right and -0.5 for a wrong letter in a box, else 0.5 and -1. The score is 1 for the right letter."""
 
     inline = True
 
@@ -48,6 +48,6 @@ class ChoiceReward(PerResponse):
 
 
 def letter_of(answer: str) -> str | None:
-    """The option letter that an answer begins with: "B", "(b)", "B. Paris", "option B"; None without one."""
+    """The option letter at the start of an answer: "B", "(b)", "B. Paris", "option B"; None without one."""
     match = _OPTION.match(_LETTER.sub(r"\1", answer).strip().strip("$*`").strip())
     return (match[1] or match[2]).upper() if match else None

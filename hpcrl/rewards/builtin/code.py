@@ -1,4 +1,4 @@
-"""The reward of code: the share of a row's test cases that the code of a response passes, in a sandbox."""
+"""The code reward: the share of a row's test cases that a response's code passes, in a sandbox."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from hpcrl.spec.options import read_options
 logger = logging.getLogger(__name__)
 
 NAMES = {"python": ("python", "py", "python3"), "cpp": ("cpp", "c++", "cc", "cxx"), "bash": ("bash", "sh", "shell")}
-"""Language -> names of its blocks."""
+"""Language -> its names for fenced blocks."""
 PROGRAMS = {"cpp": ("g++", "main.cpp"), "bash": ("bash", "main.sh")}
 COMPILE = ("-O2", "-std=c++17", "-pipe", "-o", "main")
 SHARE_OF_TIMEOUT = 0.8
-"""Of reward.*.timeout_s, for all cases of a response: a slow response is wrong, and no error."""
+"""Share of reward.*.timeout_s for all cases of a response: a slow response is wrong, not an error."""
 MIN_S = 0.05
 CLOSE = {"rel_tol": 1e-6, "abs_tol": 1e-9}
 
 
 class CodeReward(PerResponse):
-    """1 if the code of a response passes all cases of its row, else 0 or with `partial` the share that it passes; the
-    score is 1 or 0. What cases compare with stays outside of the process that runs the code (docs/security.md)."""
+    """1 if a response's code passes all cases of its row, else 0 or, with `partial`, the share that it passes; the
+    score is 1 or 0. Expected values stay outside the process that runs the code (docs/security.md)."""
 
     def __init__(self, config: RewardConfig):
         self.options = read_options(CodeOptions, config.options)
@@ -40,7 +40,7 @@ class CodeReward(PerResponse):
         self._sandbox: Sandbox | None = None
 
     def start(self) -> None:
-        """Start the sandbox. ValueError if it does not reach the level, or the language cannot be run here."""
+        """Start the sandbox. ValueError if it does not reach the level, or if the language cannot be run here."""
         options = self.options
         limits = Limits(
             memory_bytes=options.memory_mib << 20,
@@ -107,7 +107,7 @@ class _Run:
         """The limits that ended a case."""
 
     def share(self, case: Case, code: str) -> float:
-        """1 if the code passes, 0 if not; of a case with several tests the share of them that pass."""
+        """1 if the code passes, 0 if not; for a case with several tests, the share that passes."""
         if isinstance(case, Text):
             return float(_lines(code) == _lines(case.text))
         if isinstance(case, Suite):
@@ -131,7 +131,7 @@ class _Run:
         return self._run([ChildTask(_execute(["./main"], {}), stdin)], keep_files=True) if self._compiled else None
 
     def _tested(self, case: Suite, code: str) -> float:
-        """Tests and code in two processes."""
+        """Run tests and code in two processes; the share of tests that pass."""
         whole = completed(code, case.setup, case.entry_point) if case.style == "check" else f"{case.setup}\n{code}"
         what = {"kind": "tests", "style": case.style, "source": case.source, "setup": case.setup}
         tasks = [ChildTask({"kind": "serve", "code": whole}), ChildTask(what | {"entry_point": case.entry_point})]
@@ -146,7 +146,7 @@ class _Run:
     def _run(
         self, tasks: Sequence[ChildTask], most_s: float | None = None, keep_files: bool = False
     ) -> JobOutcome | None:
-        """How the tasks ended; None if not well, or if no time is left."""
+        """The tasks' outcome; None if they failed, or if no time is left."""
         limit_s = min(self._left_s, most_s or self._options.case_timeout_s)
         if limit_s < MIN_S:
             self.stopped.add("time")
@@ -158,8 +158,8 @@ class _Run:
 
 
 def code_of(response: str, language: str) -> str:
-    """The code of a response: after the thinking, the last block of the language, else the last block, else
-    everything. A block that is not closed goes to the end."""
+    """A response's code: after the thinking, the last block of the language, else the last block, else everything. An
+    unclosed block extends to the end."""
     text = after_thinking(response)
     blocks = CODE_BLOCK.findall(text)
     named = [code for name, code in blocks if name.lower() in NAMES[language]]
@@ -171,12 +171,12 @@ def _execute(command: Sequence[str], files: Mapping[str, str]) -> dict[str, Any]
 
 
 def _lines(text: str) -> list[str]:
-    """Its lines without white space at their ends, and without empty lines at the end."""
+    """The text's lines without trailing white space, and without empty lines at the end."""
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
 def _value(result: bytes) -> Any:
-    """What a process has sent; None if it is not a value."""
+    """The value that a process has sent; None if it is not a valid value."""
     try:
         return decode(result)
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError, MemoryError):
@@ -191,8 +191,8 @@ def _is(result: bytes, expected: Any) -> bool:
 
 
 def same(given: Any, expected: Any) -> bool:
-    """Whether a result, decoded without hashing, is the value that a row expects, which has the types of JSON: a tuple
-    equals a list, numbers with a point to 6 digits, a number is not a bool, and keys are compared as JSON has them."""
+    """Whether a result, decoded without hashing, equals a row's expected value, which has JSON types: a tuple equals a
+    list, floats are equal to 6 digits, a number is not a bool, and keys are compared as JSON text."""
     if isinstance(given, bool) or isinstance(expected, bool) or given is None or expected is None:
         return given is expected
     if isinstance(given, int | float) and isinstance(expected, int | float):
@@ -201,6 +201,6 @@ def same(given: Any, expected: Any) -> bool:
     if isinstance(given, list | tuple) and isinstance(expected, list | tuple):
         return len(given) == len(expected) and all(map(same, given, expected))
     if isinstance(given, Unhashed) and given.kind == "dict" and isinstance(expected, Mapping):
-        own = {str(key): value for key, value in given.parts}  # hashes of text cannot be chosen
+        own = {str(key): value for key, value in given.parts}  # an attacker cannot choose hashes of text
         return own.keys() == expected.keys() and all(same(own[key], expected[key]) for key in own)
     return type(given) is type(expected) and bool(given == expected)

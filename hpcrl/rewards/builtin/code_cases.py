@@ -1,4 +1,4 @@
-"""The test cases of a row for the reward of code, in the forms of common data sets."""
+"""A row's test cases for the code reward, in the forms of common data sets."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Suite:
-    """Test code that must not fail. setup: what the tests, and the code, need before."""
+    """Test code that must not fail. setup: code that runs before the tests and the response's code."""
 
     style: Style
     source: str
@@ -62,8 +62,8 @@ Case = Program | Call | Suite | Text
 
 
 def cases_of(answer: Any, columns: Mapping[str, Any], prompt: str = "") -> list[Case]:
-    """The cases of a row, at least one. prompt: it may have the code that a function of the columns continues.
-    ValueError describes what is missing or wrong."""
+    """The cases of a row, at least one. prompt: may contain the code that the response continues. ValueError describes
+    the problem."""
     found = json_of(answer)
     if isinstance(found, Mapping) and "inputs" not in found:
         found = [found]
@@ -106,7 +106,7 @@ _KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "pytest": (("pytest",), ("setup",)),
     "text": (("text",), ()),
 }
-"""Kind, which is also the key that tells it -> the keys that it needs and may have."""
+"""Kind, which is also its identifying key -> required and optional keys."""
 
 
 def _made(kind: str, entry: Mapping[str, Any], where: str) -> Case:
@@ -138,7 +138,7 @@ def _check(source: Any, entry_point: Any, setup: Any, prompt: str, where: str) -
 
 
 def _asserts(columns: Mapping[str, Any]) -> Iterator[Case]:
-    """The cases of MBPP's columns."""
+    """The cases in MBPP's columns."""
     tests, setup = columns["test_list"], columns.get("test_setup_code") or ""
     imports = columns.get("test_imports") or []
     if not isinstance(tests, list) or not isinstance(imports, list):
@@ -157,7 +157,7 @@ def _asserted(source: str, setup: str, where: str, entry_point: Any) -> Case:
     library = of_library(tree, free, str(entry_point or ""))
     if judged := judged_by_code(tree, free, library):
         raise ValueError(
-            f"{where} asks {judged[0]} whether the result of {judged[1]} is right, and the response would define both: "
+            f"{where} lets {judged[0]} check the result of {judged[1]}, but the response would define both: "
             f"define {judged[0]} in the setup, or compare with ==: {source[:60]!r}"
         )
     if entry_point is not None:
@@ -165,15 +165,15 @@ def _asserted(source: str, setup: str, where: str, entry_point: Any) -> Case:
     names = _tested_built_ins(tree, ast.parse(setup))
     if len(names) > 1:
         raise ValueError(
-            f"{where} calls only functions with names of Python's own ({', '.join(names)}): give entry_point, the one "
-            f"that the response defines: {source[:60]!r}"
+            f"{where} calls only built-in functions ({', '.join(names)}): set entry_point to the function that the "
+            f"response defines: {source[:60]!r}"
         )
     return Suite("assert", source, setup, "".join(names))
 
 
 def _tested_built_ins(test: ast.Module, setup: ast.Module) -> list[str]:
-    """The built-in functions that a test calls, if it uses no other name: one of them is then what the response
-    defines. All other tests have Python's own, which the code of a response must not replace."""
+    """The built-in functions that a test calls, if it uses no other name: the response then defines one of them. All
+    other tests use Python's own, which a response's code must not replace."""
     nodes = list(ast.walk(test))
     if any(isinstance(node, ast.Import | ast.ImportFrom) for node in nodes):
         return []
@@ -186,7 +186,7 @@ def _tested_built_ins(test: ast.Module, setup: ast.Module) -> list[str]:
 
 
 def _pairs(found: Mapping[str, Any]) -> list[Case]:
-    """The cases of {inputs, outputs}, with fn_name calls of a function (APPS, TACO, LiveCodeBench)."""
+    """The cases of {inputs, outputs}; with fn_name, calls of a function (APPS, TACO, LiveCodeBench)."""
     inputs, outputs, name = found["inputs"], found.get("outputs"), found.get("fn_name")
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
         raise ValueError("inputs and outputs must be lists of one length")
@@ -204,7 +204,7 @@ def _called(name: str, arguments: Any, returns: Any, where: str) -> Case:
             arguments = [json.loads(line) for line in arguments.split("\n") if line.strip()]
             returns = json.loads(returns) if isinstance(returns, str) else returns
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{where}: no JSON of an argument in each line: {error}") from error
+            raise ValueError(f"{where}: each line must be the JSON of an argument: {error}") from error
     if not isinstance(arguments, list):
         raise ValueError(f"{where} must be a list of arguments")
     return Call(name, arguments, {}, returns)
@@ -214,7 +214,7 @@ def _text(value: Any, where: str) -> str:
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
         return "\n".join(value)
     if not isinstance(value, str):
-        raise ValueError(f"{where} must be text, it is {type(value).__name__}")
+        raise ValueError(f"{where} must be text, not {type(value).__name__}")
     return value
 
 
@@ -234,7 +234,7 @@ def _python(value: Any, where: str) -> str:
 
 
 def _unsupported(tree: ast.Module) -> Iterator[str]:
-    """What the runner of the sandbox does not do for tests of pytest."""
+    """Features of pytest that the sandbox's test runner does not support."""
     uses = any(isinstance(node, ast.Import) and node.names[0].name == "pytest" for node in ast.walk(tree))
     if uses and find_spec("pytest") is None:
         yield "imports pytest, which is not installed"
@@ -251,7 +251,7 @@ def _unsupported(tree: ast.Module) -> Iterator[str]:
 
 
 def _parametrised(decorator: ast.expr) -> Iterator[str]:
-    """The names that pytest.mark.parametrize gives."""
+    """The argument names of pytest.mark.parametrize."""
     if isinstance(decorator, ast.Call) and ast.unparse(decorator.func).endswith("mark.parametrize") and decorator.args:
         for node in ast.walk(decorator.args[0]):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -269,7 +269,7 @@ def setup_of(prompt: str, entry_point: str) -> str:
 
 
 def definition(code: str, name: str) -> ast.stmt | None:
-    """The statement that defines a function or a name at the top of the code; None if there is none, or no Python."""
+    """The top-level statement that defines a function or a name; None without one, or if the code is not Python."""
     try:
         body = ast.parse(code).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -284,7 +284,7 @@ def definition(code: str, name: str) -> ast.stmt | None:
 
 
 def completed(code: str, setup: str, name: str) -> str:
-    """The code with what precedes it: if it defines `name`, the rest of the setup; else it continues the setup."""
+    """The setup followed by the code; if the code defines `name`, without the setup's own beginning of it."""
     begun = definition(setup, name) if name else None
     if begun is None or definition(code, name) is None:
         return f"{setup}\n{code}" if setup and not setup.endswith("\n") else setup + code

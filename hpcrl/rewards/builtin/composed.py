@@ -1,4 +1,4 @@
-"""A reward made of others: their weighted sum, their product, or a sum behind a gate."""
+"""A reward composed of other rewards: their weighted sum, their product, or a gated sum."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hpcrl.spec.tables import REWARDS
 
 
 class ComposedReward(Reward):
-    """sum: the parts' rewards times their weights. product: of the rewards. gate: the sum where every part with
-    gate=true has score 1, else `closed`. The score is that of the first part. The reward of each part is a metric.
+    """sum: the weighted sum of the parts' rewards. product: their product. gate: the weighted sum if every part with
+    gate=true has score 1, else `closed`. The score is the first part's score. Each part's reward is a metric.
 
-    With a part that waits for a service, such as a judge, responses are scored as those of an asynchronous reward;
-    parts that compute do so one response at a time."""
+    With a part that waits for a service, such as a judge, this is an asynchronous reward; parts that compute then score
+    one response at a time."""
 
     def __init__(self, config: RewardConfig):
         self.options = read_options(ComposedOptions, config.options)
@@ -30,7 +30,7 @@ class ComposedReward(Reward):
             if part.name not in REWARDS or REWARDS[part.name].imports_code or part.name == "composed":
                 able = ", ".join(name for name, spec in REWARDS.items() if not spec.imports_code and name != "composed")
                 raise ValueError(
-                    f"parts.{name}.name: {part.name!r} cannot be a part; these can: {able}. A function of your own can "
+                    f"parts.{name}.name: {part.name!r} cannot be a part; these can: {able}. Your own function can "
                     "compose rewards itself"
                 )
             try:

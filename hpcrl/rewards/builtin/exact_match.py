@@ -14,13 +14,13 @@ from hpcrl.spec.options import read_options
 
 
 class ExactMatchReward(PerResponse):
-    """1 if the response equals the answer, or one of the answers of a list, else 0. Compared after NFKC, with white
-    space collapsed, without a final full stop and by default without case."""
+    """1 if the response equals the answer, or one answer of a list, else 0. Both are compared after NFKC, with white
+    space collapsed, without a final full stop and, by default, case-insensitively."""
 
     def __init__(self, config: RewardConfig):
         self.options = read_options(ExactMatchOptions, config.options)
         self._pattern = re.compile(self.options.pattern) if self.options.pattern else None
-        self.inline = self._pattern is None  # a user's pattern may backtrack without end
+        self.inline = self._pattern is None  # a user's pattern may backtrack endlessly
 
     def score_one(self, item: RewardItem) -> Score:
         answers, given = answers_of(item), after_thinking(item.response)
@@ -44,5 +44,5 @@ def answers_of(item: RewardItem) -> list[str]:
 
 
 def as_text(answer: object) -> str:
-    """An answer as text: strings as they are, other JSON values in JSON."""
+    """An answer as text: strings unchanged, other JSON values as JSON."""
     return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""The reward of short answers in words: the F1 of the words that response and gold answer share."""
+"""The reward of short text answers: the F1 of the words that response and gold answer share."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 class F1Reward(PerResponse):
-    """The F1 of the words of the final answer, as in SQuAD (arXiv 1606.05250): without case, punctuation and English
-    articles, with the best of several gold answers. The score is 1 from `threshold` on."""
+    """The word F1 of the final answer, as in SQuAD (arXiv 1606.05250): case-insensitive, without punctuation and
+    English articles; the best of several gold answers counts. The score is 1 from `threshold` on."""
 
     def __init__(self, config: RewardConfig):
         self.options = read_options(F1Options, config.options)
@@ -32,7 +32,7 @@ class F1Reward(PerResponse):
 
 
 def f1(given: str, gold: str) -> float:
-    """Between 0 and 1; 1 for two texts without words."""
+    """The F1 of two texts, from 0 to 1; 1 if neither has words."""
     one, other = _words(given), _words(gold)
     if not one or not other:
         return float(one == other)

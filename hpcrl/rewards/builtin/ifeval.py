@@ -18,11 +18,10 @@ Instructions = list[tuple[str, Mapping[str, Any]]]
 
 
 class IFEvalReward(PerResponse):
-    """1 if a response follows all instructions, else 0 or with `partial` the share that it follows; the score is 1 or
+    """1 if a response follows all instructions, else 0 or, with `partial`, the share that it follows; the score is 1 or
     0.
 
-    A row has the columns of IFEval, instruction_id_list and kwargs, or an object with both, or JSON of it, as its
-    answer.
+    A row has IFEval's columns instruction_id_list and kwargs, or has an object with both, or its JSON, as its answer.
     """
 
     def __init__(self, config: RewardConfig):

@@ -1,4 +1,4 @@
-"""The 25 verifiable instructions of IFEval (arXiv 2311.07911): whether a text follows one, given its arguments.
+"""Checks whether a text follows one of the 25 verifiable instructions of IFEval (arXiv 2311.07911).
 
 As in the published checker, except that sentences and words are found by regular expressions instead of NLTK's models,
 and that keywords are plain text, not regular expressions.
@@ -21,7 +21,7 @@ _TOKEN = re.compile(r"\w+(?:[-'’.]\w+)*|[^\w\s]")
 _FENCE = re.compile(r"```(?:json)?", re.IGNORECASE)
 _FIRST_WORD_END = frozenset(".,?!'\"")
 MOST = 1_000_000
-"""Of sentences, words and the like."""
+"""Relations of counts of sentences, words etc."""
 CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
 
@@ -46,7 +46,7 @@ def _letter_frequency(text: str, letter: str, let_frequency: int, let_relation: 
 
 
 def language_of(text: str) -> str | None:
-    """The language of a text, as a code of ISO 639-1; None for a text without words."""
+    """The language of a text as an ISO 639-1 code; None for a text without words."""
     from langdetect import DetectorFactory, LangDetectException, detect
 
     DetectorFactory.seed = 0
@@ -57,7 +57,7 @@ def language_of(text: str) -> str | None:
 
 
 def _language(text: str, language: str) -> bool:
-    """True where the language of the text cannot be told."""
+    """True if the language of the text cannot be detected."""
     return language_of(text) in (language, None)
 
 
@@ -66,12 +66,12 @@ def _sentences(text: str, num_sentences: int, relation: str) -> bool:
 
 
 def count_sentences(text: str) -> int:
-    """Sentences end with a mark before white space; abbreviations and initials end none."""
+    """Sentences end with a punctuation mark before white space; abbreviations and initials do not end one."""
     return len([part for part in _SENTENCE_END.split(text) if part.strip()])
 
 
 def _paragraphs(text: str, num_paragraphs: int) -> bool:
-    """Paragraphs are divided by ***."""
+    """Paragraphs are separated by ***."""
     parts = [part.strip() for part in re.split(r"\s?\*\*\*\s?", text)]
     inner = parts[1:-1]
     return all(inner) and len([part for part in parts if part]) == num_paragraphs
@@ -82,7 +82,7 @@ def _words(text: str, num_words: int, relation: str) -> bool:
 
 
 def _nth_paragraph(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """Paragraphs are divided by empty lines."""
+    """Paragraphs are separated by empty lines."""
     parts = text.split("\n\n")
     count = len([part for part in parts if part.strip()])
     if (
@@ -225,20 +225,20 @@ def problem(name: str, arguments: Mapping[str, Any]) -> str:
             return f"the instruction {name} has no argument {key!r}"
         if isinstance(kind, tuple):
             if value not in kind:
-                return f"{key}={value!r} of {name} is none of {', '.join(kind)}"
+                return f"{key}={value!r} of {name} is not one of {', '.join(kind)}"
         elif kind is list:
             if not (isinstance(value, list) and value and all(isinstance(word, str) and word for word in value)):
                 return f"{key}={value!r} of {name} is not a list of words"
         elif kind is int:
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < MOST or value % 1:
-                return f"{key}={value!r} of {name} is not a number of things"
+                return f"{key}={value!r} of {name} is not a count"
         elif not (isinstance(value, str) and value):
             return f"{key}={value!r} of {name} is not text"
     return ""
 
 
 def follows(text: str, name: str, arguments: Mapping[str, Any]) -> bool:
-    """Whether a text that is not empty follows an instruction without a `problem`."""
+    """Whether a non-empty text follows an instruction for which problem() is empty."""
     check, kinds = INSTRUCTIONS[name]
     return bool(text.strip()) and check(text, **{key: arguments[key] for key in kinds})
 

@@ -1,4 +1,4 @@
-"""The reward of one or several language models that judge a response by a rubric (LLM as a judge, arXiv 2306.05685)."""
+"""The reward from language models that grade a response by a rubric (LLM as a judge, arXiv 2306.05685)."""
 
 from __future__ import annotations
 
@@ -21,28 +21,27 @@ from hpcrl.rewards.spec import JudgeOptions, JudgeSection
 from hpcrl.spec.options import read_options
 
 SHARE = 0.9
-"""Share of reward.*.timeout_s after which the votes that are there are counted."""
+"""Share of reward.*.timeout_s after which the votes received so far are counted."""
 
 
 class JudgeReward(Reward):
     """The vote of the judges, 0 to 1; the score is 1 from `threshold` on.
 
-    Every response is asked about in threads, one per judge, while other responses are: reward.*.concurrency of them in
-    a worker process. A judge that fails, is late or gives no verdict that can be read has no vote; with fewer than
-    min_votes votes the response has an error. Metrics: each judge's vote, and unparsable, failed, cached, requests and
-    retries of the response.
+    A worker process judges reward.*.concurrency responses concurrently, each in one thread per judge. A judge that
+    fails, is late or gives an unreadable verdict has no vote; a response with fewer than min_votes votes has an error.
+    Metrics: each judge's vote, and unparsable, failed, cached, requests and retries of the response.
     """
 
     pool = "async"
 
     def __init__(self, config: RewardConfig):
-        """ValueError if a file cannot be read or has no place for the response."""
+        """ValueError if a file cannot be read or the template lacks {response}."""
         options = self.options = read_options(JudgeOptions, config.options)
         self._timeout_s = SHARE * config.timeout_s
         self._scale = Scale(*options.scale, yes_no=options.verdict == "yes_no")
         self._template = _file(options.template_file, TEMPLATE, "template_file")
         if "{response}" not in self._template:
-            raise ValueError(f"template_file: {options.template_file} has no place {{response}}")
+            raise ValueError(f"template_file: {options.template_file} lacks {{response}}")
         self._rubric = _file(options.rubric_file, RUBRIC, "rubric_file")
         self._cache = Cache(Path(options.cache)) if options.cache else None
         self._services = NOBODY
@@ -110,7 +109,7 @@ class JudgeReward(Reward):
         return Score(reward, float(reward >= self.options.threshold), metrics=metrics)
 
     def _ask(self, name: str, item: RewardItem, deadline: float, counts: Counter[str]) -> float | None:
-        """The verdict of a judge; None if its answer has none. In a thread of its own."""
+        """A judge's verdict; None if its answer has none. Runs in its own thread."""
         options, judge = self.options, self.options.judges[name]
         response = item.response if options.with_thinking else after_thinking(item.response)
         material = {
@@ -137,7 +136,7 @@ class JudgeReward(Reward):
         return verdict
 
     def _identity(self, judge: JudgeSection, material: Mapping[str, str]) -> dict[str, object]:
-        """Everything that decides a verdict."""
+        """Everything that determines a verdict."""
         texts = {name: harmless(text, self.options.max_chars) for name, text in material.items()}
         model = {**judge.model_dump(exclude={"api_key_env", "max_requests_per_s"}), "scale": vars(self._scale)}
         if judge.role is not None:

@@ -1,9 +1,9 @@
-"""What a judge is asked, so that the response that is judged cannot instruct it unmarked.
+"""The prompt of a judge, which marks the judged response so that it cannot pass as instructions.
 
-The response, and all other material, stands between markers with a nonce, which a response cannot know; the verdict
-must repeat it, so that a verdict that the response wrote and the judge quotes is none. Special tokens of chat templates
-in the material are spelled with other brackets, so that no tokenizer reads them as such, and characters that are not
-seen are removed. A judge can still be persuaded by what it reads: no marking prevents that.
+The response and all other material are between markers with a nonce, which a response cannot know; a verdict must
+repeat the nonce, so a verdict that the response wrote and the judge quotes does not count. In the material,
+chat templates' special tokens get other brackets, so tokenizers read them as text; invisible characters are removed.
+The content can still persuade a judge: no marking prevents that.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ CUT = "\n[... {count} characters left out ...]\n"
 
 
 def harmless(text: str, most_chars: int) -> str:
-    """The text without special tokens and unseen characters; of a longer one the beginning and the end."""
+    """The text without special tokens and invisible characters; a longer text is cut to its beginning and end."""
     seen = "".join(c for c in text if c in "\n\t" or unicodedata.category(c) not in _UNSEEN)
     if len(seen) > most_chars:
         half = most_chars // 2
@@ -62,7 +62,7 @@ def harmless(text: str, most_chars: int) -> str:
 
 @dataclass(frozen=True)
 class Scale:
-    """What a verdict may be: a number from low to high, or yes and no."""
+    """The range of a verdict: a number from low to high, or yes and no."""
 
     low: float
     high: float
@@ -73,7 +73,7 @@ class Scale:
         return "yes or no" if self.yes_no else f"a number from {self.low:g} to {self.high:g}"
 
     def read(self, text: str, nonce: str) -> float | None:
-        """The last verdict with this nonce in the judge's answer, as 0 to 1; None without one that is on the scale."""
+        """The last verdict with this nonce in the judge's answer, as 0 to 1; None if there is none on the scale."""
         value = r"(yes|no)\b" if self.yes_no else r"(-?\d+(?:\.\d+)?)(?:\s*/\s*(\d+(?:\.\d+)?))?(?![\d.]*\d)"
         found = re.findall(rf"verdict\s+{nonce}[\s*_`:=]*{value}", after_thinking(text), re.IGNORECASE)
         if not found:
@@ -95,9 +95,9 @@ def _nonces(seed: int | None, template: str, texts: Mapping[str, str]) -> Iterat
 def messages(
     template: str, material: Mapping[str, str], scale: Scale, most_chars: int, seed: int | None = None
 ) -> tuple[list[dict[str, str]], str]:
-    """(the messages of a request, the nonce that the verdict must repeat). material: FIELDS as text, empty: none. seed:
-    with one, the nonce is a hash of it and of all texts, the same at every start; a response would have to contain a
-    part of its own hash to know it."""
+    """(the messages of a request, the nonce that the verdict must repeat). material: FIELDS as text, empty if absent.
+    seed: if given, the nonce is a hash of the seed and of all texts, equal at every start; a response would have to
+    contain a part of its own hash to contain the nonce."""
     texts = {name: harmless(material[name], most_chars) or NONE for name in FIELDS}
     nonces = _nonces(seed, template, texts)
     nonce = next(nonce for nonce in nonces if not any(nonce in text for text in texts.values()))
@@ -113,6 +113,6 @@ def messages(
     )
     how = "Explain your grade in at most three sentences. Then end with this line, where V is"
     end = f"{how} {scale.asked}:\nverdict {nonce}: V"
-    # One pass, so that a field in a response is not filled in.
+    # One pass, so a field in a response is not filled in.
     asked = _PLACES.sub(lambda place: marked[place[1]], template)
     return [{"role": "system", "content": system}, {"role": "user", "content": f"{asked.rstrip()}\n\n{end}"}], nonce

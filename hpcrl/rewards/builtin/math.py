@@ -1,4 +1,4 @@
-"""The maths reward: the final answer of a response against the gold answer."""
+"""The maths reward: compares a response's final answer with the gold answer."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class MathReward(PerResponse):
 
     def __init__(self, config: RewardConfig):
         self.options = read_options(MathOptions, config.options)
-        logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs a line per unreadable answer
+        logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # logs a line per unreadable answer otherwise
 
     def problem_of_row(self, answer: Any, extra: Mapping[str, Any]) -> str:
-        """Reports a gold answer that is empty, whose LaTeX lacks a part, or that is too long: the time limit of a
-        comparison does not include its normal form."""
+        """Reports a gold answer that is empty, too long, or incomplete LaTeX: a comparison's time limit does not cover
+        the answer's normalisation."""
         text = "" if answer is None else as_text(answer)
         return self._problem_of(gold_answer(text)) if text.strip() else ""
 
@@ -38,7 +38,7 @@ class MathReward(PerResponse):
             flaw = flaw_of(gold)
             return f"the gold answer {gold[-60:]!r} cannot be read: {flaw}" if flaw else ""
         return (
-            f"the gold answer {gold[:20]!r}... has {len(gold)} characters, at most {most} are compared "
+            f"the gold answer {gold[:20]!r}... has {len(gold)} characters, but at most {most} are compared "
             "(reward.*.options.max_answer_chars)"
         )
 

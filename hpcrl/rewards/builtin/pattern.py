@@ -1,4 +1,4 @@
-"""The reward of a form: whether a response matches a regular expression, or is JSON of a schema."""
+"""Rewards of form: whether a response matches a regular expression, or is JSON that fits a schema."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpcrl.rewards.spec import JsonSchemaOptions, RegexOptions
 from hpcrl.spec.options import read_options
 
 LIMIT_S = 2.0
-"""Of one search; an expression such as (x+x+)+y may need exponential time."""
+"""Time limit of one search; an expression such as (x+x+)+y may need exponential time."""
 
 
 class RegexReward(PerResponse):
@@ -79,7 +79,7 @@ class JsonSchemaReward(PerResponse):
         is_json, value = _parsed(blocks[-1] if blocks else response)
         try:
             valid = is_json and validator_for(schema)(schema).is_valid(value)
-        except RecursionError:  # nested as deeply as a recursive schema allows
+        except RecursionError:  # JSON nested too deeply under a recursive schema
             valid = False
         return Score(float(valid), float(valid), metrics={"is_json": float(is_json)})
 
@@ -89,7 +89,7 @@ def _refuse(constant: str) -> None:
 
 
 def _parsed(text: str) -> tuple[bool, Any]:
-    """Whether a text is JSON, and its value."""
+    """(whether a text is JSON, its value)."""
     try:
         return True, json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
@@ -111,7 +111,7 @@ def _problem_of_schema(schema: Any) -> str:
     if outside := [reference for reference in _references(schema) if not reference.startswith("#")]:
         return f"the JSON schema refers to {outside[0]!r}; only references within it (#/...) are followed"
     if missing := [reference for reference in _references(schema) if not _leads_somewhere(schema, reference)]:
-        return f"the JSON schema refers to {missing[0]!r}, which it does not have"
+        return f"the JSON schema refers to {missing[0]!r}, which does not exist in it"
     return ""
 
 

@@ -21,13 +21,13 @@ from hpcrl.spec.options import read_options
 
 ROLE = "reward_model"
 SHARE = 0.9
-"""Share of reward.*.timeout_s after which a request is given up."""
+"""Share of reward.*.timeout_s after which a request is abandoned."""
 
 
 class RewardModelReward(Reward):
     """The reward is the model's score of the whole dialogue, shifted and scaled, or its sigmoid; the score is 1 from
-    `threshold` on. The model's own number is the metric `raw`. reward.*.concurrency responses are asked about at once
-    by a worker process, and the ranks score in one pass what arrives together."""
+    `threshold` on. The model's raw score is the metric `raw`. A worker process has up to reward.*.concurrency requests
+    open at once, and a rank scores requests that arrive together in one forward pass."""
 
     pool = "async"
 
@@ -72,7 +72,7 @@ class RewardModelReward(Reward):
 
 
 def dialogue(item: RewardItem) -> list[dict[str, Any]]:
-    """The messages of an episode, or else those of the prompt and the response."""
+    """The messages of an episode, or else the prompt's messages and the response."""
     whole = item.extra.get("messages")  # a column of the row may have this name
     if item.earlier and isinstance(whole, list):
         return list(whole)

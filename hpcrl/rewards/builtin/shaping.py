@@ -13,8 +13,8 @@ from hpcrl.spec.options import read_options
 
 
 class LengthReward(PerResponse):
-    """0 up to max_tokens - buffer_tokens, then falling to -1 at max_tokens: the soft punishment of over-long responses
-    of DAPO (arXiv 2503.14476). The tokens of all turns of the model count."""
+    """0 up to max_tokens - buffer_tokens, then falling to -1 at max_tokens: DAPO's soft overlong punishment (arXiv
+    2503.14476). The tokens of all model turns count."""
 
     inline = True
 
@@ -28,7 +28,7 @@ class LengthReward(PerResponse):
 
 
 class RepetitionReward(PerResponse):
-    """Minus the share of a response's word n-grams that occurred before; the score is 1 without any."""
+    """Minus the share of a response's word n-grams that are repetitions; the score is 1 without repetitions."""
 
     inline = True
 
@@ -66,8 +66,8 @@ class TagsReward(PerResponse):
 
 
 class LanguageReward(PerResponse):
-    """1 if the response is in the language of the options, or in that of the prompt, else 0. A response without words
-    is in no language; where the prompt has none either, every response is right."""
+    """1 if the response is in the language of the options, or else of the prompt, else 0. A response without words is
+    in no language; if the prompt has no words either, every response is right."""
 
     def __init__(self, config: RewardConfig):
         self.options = read_options(LanguageOptions, config.options)

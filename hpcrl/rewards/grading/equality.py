@@ -1,7 +1,7 @@
-"""Whether two answers are mathematically equal: text, numbers and parts of lists first, math-verify for the rest.
+"""Decides whether two answers are mathematically equal: text, numbers and list elements first, then math-verify.
 
-math-verify multiplies the letters of words, takes the last side of a chain of equations and factors for units, merges
-tuples with numbers and may never return. The steps before it and the time limit prevent this.
+math-verify multiplies the letters of words, takes the last side of a chain of equations, mistakes factors for units,
+merges tuples with numbers and may never return. The steps before it and the time limit prevent this.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hpcrl.rewards.grading.notation import (
 from hpcrl.rewards.grading.parts import APPROXIMATELY, RELATION, AnswerParts, depths, is_label, outside, split
 
 T = TypeVar("T")
-LIMIT_S = 2.0  # CPU time of one comparison; the pool's timeout ends code that no signal interrupts
+LIMIT_S = 2.0  # CPU time of one comparison; the pool's timeout ends code that signals cannot interrupt
 MAX_DEPTH = 20
 MAX_ELEMENTS = 20  # of lists compared element by element
 _EXPLOSIVE = re.compile(
@@ -52,8 +52,8 @@ _DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+")
 
 
 def equivalent(gold: str, given: str, unevaluated: bool = False) -> bool:
-    """Whether two answers are equal. unevaluated: an answer that still has to be computed may equal its value.
-    TimeoutError after LIMIT_S of CPU time. Main thread only, since the limit uses a signal."""
+    """Whether two answers are equal. unevaluated: an unevaluated expression may equal its value. TimeoutError after
+    LIMIT_S of CPU time. Main thread only, since the limit uses a signal."""
     other_measure = measures_differ(gold, given)
     gold, given = _normalise_gold(gold), normalise(given)
     if not given or not gold or other_measure or not (unevaluated or is_evaluated(gold, given)):
@@ -92,7 +92,7 @@ def _equal(gold: str, given: str) -> bool:
 
 
 def _equal_at_sight(gold: str, given: str) -> bool | None:
-    """Equality as text or as numbers; None if neither decides."""
+    """Equality as text or as numbers; None if neither comparison decides."""
     if gold == given or plain(gold) == plain(given) != "":
         return True
     a = quantity(gold)
@@ -127,7 +127,7 @@ def _with_decimal_point(text: str, other: str) -> bool:
 
 
 def _parts_equal(gold: str, given: str) -> bool | None:
-    """Equality element by element; None if neither is a list, or if math-verify decides better."""
+    """Equality element by element; None if neither is a list, or if math-verify should decide."""
     a, b = split(gold), split(given)
     counts = len(a.elements), len(b.elements)
     if max(counts) == 1 or max(counts) > MAX_ELEMENTS:
@@ -146,8 +146,8 @@ def _parts_equal(gold: str, given: str) -> bool | None:
 
 
 def _matched(golds: list[str], givens: list[str]) -> bool:
-    """Whether each element has an equal on the other side, in any order."""
-    for equal in (_equal_at_sight, _equal):  # the slow test gets the remainder of the fast one
+    """Whether each element has an equal element on the other side, in any order."""
+    for equal in (_equal_at_sight, _equal):  # the slow test gets the elements that the fast test leaves
         for gold in list(golds):
             found = next((given for given in givens if equal(gold, given)), None)
             if found is not None:
@@ -185,8 +185,8 @@ def _sides_equal(gold: str, given: str) -> bool | None:
 
 
 def _assignment(sides: list[str]) -> tuple[str, list[str]]:
-    """(label, values) of the sides of an equation; no label, and all sides, if neither the first nor the last is a
-    label."""
+    """(label, values) of the sides of an equation; an empty label and all sides if neither the first nor the last side
+    is a label."""
     sides = [side.strip() for side in sides if side.strip()]
     if len(sides) > 1 and is_label(sides[0]):
         return sides[0], [side for side in sides[1:-1] if not is_label(side)] + sides[-1:]
@@ -234,9 +234,9 @@ class _TooLong(BaseException):
 
 
 def within_limit(action: Callable[[], T]) -> T:
-    """The result of `action`. TimeoutError after LIMIT_S of CPU time, so that the machine's load changes no score.
+    """The result of `action`. TimeoutError after LIMIT_S of CPU time, which makes scores independent of machine load.
 
-    The alarm repeats, since sympy catches it in places and would continue; a result after the alarm is discarded.
+    The alarm repeats, since sympy sometimes catches it and continues; a result after the alarm is discarded.
     """
     armed, rung = True, False
 
@@ -260,15 +260,15 @@ def within_limit(action: Callable[[], T]) -> T:
     if rung:
         from sympy.core.cache import clear_cache
 
-        clear_cache()  # it may hold interrupted results
-        raise TimeoutError(f"comparing it with the answer takes more than {LIMIT_S:g} s of CPU time")
+        clear_cache()  # may hold interrupted results
+        raise TimeoutError(f"comparing the response with the answer takes more than {LIMIT_S:g} s of CPU time")
     return result
 
 
 @lru_cache(maxsize=1)
 def _load_math_verify() -> None:
     """Import sympy before the alarm is set: the import takes seconds of CPU time, and an alarm during it would leave a
-    part of a module. This makes a comparison, since sympy imports some of its modules when they are used."""
+    half-imported module. Runs a comparison, since sympy imports some of its modules on first use."""
     _verify("x", "2x")
 
 
@@ -299,7 +299,7 @@ def _spaced(text: str) -> str:
     return re.sub(r",(?=\d)", ", ", text.replace(UNIT_MARK, " "))  # else math-verify reads (12,102) as 12102
 
 
-_normalise_gold = lru_cache(maxsize=4096)(normalise)  # siblings share their gold answer
+_normalise_gold = lru_cache(maxsize=4096)(normalise)  # group members share their gold answer
 
 
 @lru_cache(maxsize=4096)

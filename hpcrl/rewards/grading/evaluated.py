@@ -1,7 +1,6 @@
-"""Whether an answer is a value, or repeats a computation that the question asks for.
+"""Decides whether an answer is a value, or only repeats the computation that the question asks for.
 
-An expression that still has to be computed equals its value mathematically, so that a copy of the question would be
-right without this check.
+An unevaluated expression equals its value mathematically, so without this check a copy of the question would be right.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ _OF_CONSTANTS = {
     "counting": re.compile(r"\\[dt]?binom(?![A-Za-z])|!|\\choose(?![A-Za-z])|(?<![A-Za-z])[CP]\(\d+, ?\d+\)"),
     "remainders": re.compile(r"\\(?:[bp]?mod|lfloor|lceil)(?![A-Za-z])"),
 }
-"""Of an expression with variables these may be a form of their own, as with \\cos^2 x and 1 - \\sin^2 x."""
+"""In an expression with variables these may be a valid form, as in \\cos^2 x and 1 - \\sin^2 x."""
 
 
 def is_evaluated(gold: str, given: str) -> bool:
-    """Whether `given` is a value where `gold` is one; both in normal form. A number is expected for a number, and
-    otherwise no operation that `gold` does without: sums, integrals, limits, determinants, and without variables also
-    functions, factorials and remainders. Of an equation, one side must be a value."""
+    """Whether `given` is a value if `gold` is one; both in normal form. For a number, `given` must be a number;
+    otherwise it must have no operation that `gold` lacks: sums, integrals, limits, determinants, and without variables
+    also functions, factorials and remainders. In an equation, one side must be a value."""
     if gold == given or plain(gold) == plain(given):
         return True
     if _has_numbers_only(gold):
@@ -56,7 +55,7 @@ def _related(text: str) -> list[str]:
 
 
 def _sides(text: str) -> list[str]:
-    """The sides of an equation or approximation that are no names."""
+    """The sides of an equation or approximation, without names."""
     sides = [part.strip() for side in outside(text, "=") for part in APPROXIMATELY.split(side)]
     return [side for side in sides if side and not (len(sides) > 1 and is_label(side))]
 
@@ -82,7 +81,7 @@ def _adds_nothing(gold: str, given: str) -> bool:
 
 
 def _operations(text: str) -> dict[str, int]:
-    """How often each operation is in an answer; all integrals are one."""
+    """How often each operation occurs in an answer; all kinds of integrals count as one operation."""
     counts: dict[str, int] = {}
     for match in _COMPUTATIONS.finditer(text):
         name = next(filter(None, match.groups()))

@@ -14,10 +14,10 @@ MAX_BETWEEN_CHARS = 60
 CODE_BLOCK = re.compile(
     r"^[ \t]*+```[ \t]*+([^\s`]*+)[^\n`]*+\n(.*?)(?:^[ \t]*+```[ \t]*+$|\Z)", re.DOTALL | re.MULTILINE
 )
-"""(language, content) of a fenced block, which may be open at the end. Possessive, so that no line takes time that
-grows with the square of its length."""
+"""(language, content) of a fenced block, which may be unclosed. Possessive quantifiers avoid quadratic time in the
+length of a line."""
 CLOSED_BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
-"""Content of a fenced block that is closed, whatever its language."""
+"""Content of a closed fenced block in any language."""
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
@@ -50,7 +50,7 @@ _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}|[\u3040-\u30ff\u4e00-\u9fff]") 
 
 
 def json_of(answer: Any) -> Any:
-    """The value of which an answer is the JSON text, None if it is other text; other answers as they are."""
+    """The value of an answer that is JSON text, None for other text; answers that are not text unchanged."""
     if not isinstance(answer, str):
         return answer
     try:
@@ -70,9 +70,9 @@ def after_thinking(response: str) -> str:
 def final_answer(response: str, require_boxed: bool = False) -> str | None:
     """The final answer of a response; None without one.
 
-    After the thinking, the first that exists of: the last `<answer>` tag (and a box in it), the last boxes, the rest of
-    the line after the last "####", the text after the last "answer is", the last line. If the last line is a sentence,
-    the answer is the text after its last verb ("the total is $18"), else its last formula.
+    The first of these that exists after the thinking: the last `<answer>` tag (and a box in it), the last boxes, the
+    rest of the line after the last "####", the text after the last "answer is", the last line. If the last line is a
+    sentence, the answer is the text after its last verb ("the total is $18"), else its last formula.
     """
     text = after_thinking(response)
     if require_boxed:
@@ -100,8 +100,8 @@ def last_boxed(text: str) -> str | None:
 
 
 def boxed_answer(text: str) -> str | None:
-    """The last box with the boxes directly before it: boxes separated only by commas, "and" or "or" are one list. None
-    without a box."""
+    """The last box together with the boxes directly before it: boxes separated only by commas, "and" or "or" form one
+    list. None without a box."""
     contents: dict[str, None] = {}
     next_start = None
     for start, end, content in _boxes(text):

@@ -1,4 +1,4 @@
-"""Normal form of answers: LaTeX in ASCII without layout; numbers, percentages and units in answers."""
+"""Normal form of answers (ASCII LaTeX without layout), and numbers, percentages and units in answers."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ _MEASURES = {
         "rupees": r"[₹]|\b(?:rupees?|inr)\b",
     }.items()
 }
-"""Signs and words of measures that normalise() removes, or that count as any unit."""
+"""Signs and words of measures that normalise() removes, or that match any unit."""
 
 _DECIMAL = r"(?:\d+\.?\d*|\.\d+)"
 _LITERAL = re.compile(
@@ -100,7 +100,7 @@ _LITERAL = re.compile(
 _UNIT_WORD = r"[A-Za-z]+(?:\^\{?-?\d\}?)?"
 _UNITS = re.compile(rf"{_UNIT_WORD}(?:(?:\s*(?:/|-)\s*|\s+){_UNIT_WORD}){{0,5}}")
 UNIT_MARK = "\x1f"
-"""In a normal form, before letters that were in \\text or \\mathrm: they may be a unit, but not a product of variables.
+"""In a normal form, marks letters that were in \\text or \\mathrm: they may be a unit, but not a product of variables.
 str.strip and regular expressions treat this character as a space."""
 _EXPRESSION_WITH_MARK = re.compile(rf"([^{UNIT_MARK}]*[^\s=]) ?{UNIT_MARK}({_UNITS.pattern})")
 _EXPRESSION_WITH_UNIT = re.compile(rf"(.*(?:[\d)}}\]]|\\[A-Za-z]+(?![A-Za-z])))(\s*)({_UNITS.pattern})")
@@ -111,7 +111,7 @@ _RATE = re.compile(r"(?:/\s*|\s(?:an?|per)\s+)(day|min|[A-Za-z]{4,})")
 _COUNTED = re.compile(
     r"\s*(?![^\s]*[十百千万萬亿億兆倍分半折或和不约約余餘多几幾负負])[\u3040-\u30ff\u4e00-\u9fff]{1,12}"
 )
-"""Chinese or Japanese words after a number, without those that change it."""
+"""Chinese or Japanese words after a number, except words that change the number."""
 _SHORT_UNITS = """
     mm cm dm km mg kg lb lbs oz ft in yd mi qt pt ml cl dl ms hr hrs mph kph kmh rpm fps hz khz mhz ghz kw kwh mw wh kj
     mj ev kv db pa kpa mol sq cu st pm am min mins gms
@@ -218,8 +218,8 @@ def normalise(text: str) -> str:
 
 
 def flaw_of(text: str) -> str:
-    """What is missing in the LaTeX of an answer that was cut off or never completed; empty if nothing is. Words, and
-    commands that math-verify does not know, are no flaw: they are compared as text."""
+    """The missing part in the LaTeX of an answer that was cut off or never completed; empty if there is none. Words,
+    and commands that math-verify does not support, are no flaw: they are compared as text."""
     closing: dict[int, int] = {}
     opened: list[int] = []
     for brace in _BRACE.finditer(text):
@@ -274,8 +274,8 @@ def quantity(text: str, letter_after_number: bool = False) -> Quantity | None:
 
 
 def is_division(text: str) -> bool:
-    """Whether an answer in normal form begins with a fraction that still has to be divided: of decimals, or a whole
-    number such as 10/2."""
+    """Whether an answer in normal form begins with an unevaluated division: a fraction of decimals, or one with an
+    integer value such as 10/2."""
     match = _LITERAL.match(text)
     top = match and (match["top"] or match["short_top"] or match["over"])
     if not match or not top:
@@ -342,8 +342,8 @@ def names(text: str) -> list[str]:
 
 
 def has_variable(text: str) -> bool:
-    """Whether an expression has a letter that is no constant, nor a variable which a sum, product, integral or limit
-    binds, or of which it says in what it lies."""
+    """Whether an expression has a free variable: a letter that is neither a constant nor bound by a sum, product,
+    integral, limit or a membership such as x \\in A."""
     return not _BINDS.search(text) and bool(_VARIABLE.search(_COMMAND.sub(" ", text)))
 
 
@@ -438,7 +438,7 @@ def _singular(unit: str) -> str:
 
 
 def _changes(word: str) -> bool:
-    """Whether a word after a number makes it another number, or no answer."""
+    """Whether a word after a number changes the number, or makes it no answer."""
     if word in _CHANGE_IT_IN_THIS_FORM or _NUMBER_WORD.fullmatch(word):
         return True
     return any(word.removesuffix(ending) in NO_UNITS for ending in ("", "s", "es", "d", "ed", "fold"))

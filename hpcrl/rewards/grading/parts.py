@@ -52,7 +52,7 @@ def _once(elements: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def outside(text: str, separators: str = ",;") -> list[str]:
-    """The parts of `text` between separators outside all brackets; `text` alone if brackets do not match."""
+    """The parts of `text` between separators outside all brackets; only `text` if brackets do not match."""
     parts, depth, start = [], 0, 0
     for place, char in enumerate(text):
         depth += (char in _OPEN) - (char in _CLOSE)
@@ -65,7 +65,7 @@ def outside(text: str, separators: str = ",;") -> list[str]:
 
 
 def is_label(text: str) -> bool:
-    """Whether a side of an equation is the name that gets a value: x, x_1, f(2), \\angle ABC, (p, q), total cost."""
+    """Whether a side of an equation is a name that gets a value: x, x_1, f(2), \\angle ABC, (p, q), total cost."""
     if text in ("e", "i") or not re.search("[A-Za-z]", text):
         return False
     return not _NOT_IN_LABELS.search(_INDEX.sub("", text))

@@ -1,9 +1,9 @@
-"""A client of an endpoint, or of several with one model, for threads: retries with back-off until a deadline, a rate
+"""A thread-safe client of one or several endpoints with one model: retries with back-off until a deadline, a rate
 limit, a cache.
 
-Standard library alone. A request is repeated after a broken connection, a timeout, and the status codes of a busy or
-starting server; any other refusal (a wrong key, an unknown model) is an error at once. Redirects are not
-followed, since the key would go with them.
+Uses only the standard library. A request is repeated after a broken connection, a timeout, and the status codes of a
+busy or starting server; any other refusal (a wrong key, an unknown model) is an error at once. Redirects are not
+followed, since they would forward the key.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from typing import Any
 from hpcrl.rewards.services import DOWN_S, LOAD_HEADER, Addresses
 
 MAX_BYTES = 1 << 20
-"""Longest answer that is read."""
+"""Maximum size of an answer."""
 MAX_WAIT_S = 30.0
-"""Longest pause between two attempts, also if the server asks for more."""
+"""Maximum pause between two attempts, even if the server requests more."""
 TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504, 529})
 
 
@@ -40,17 +40,22 @@ class EndpointError(RuntimeError):
 
 
 class NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Takes a redirect for an error, since a token would go with the request."""
+    """Treats a redirect as an error, since it would forward the token."""
 
     def redirect_request(self, *args: Any) -> None:
         return None
 
 
 class Endpoint:
-    """One model behind one or several URLs. Every method may be called by many threads at once.
+    """One model behind one or several URLs. Every method is thread-safe. Servers in the cluster, and with `token` all
+    servers, are called without a proxy.
 
-    key: the environment variable with the bearer's token; token: this itself, of the run, for its own ranks. Servers of
-    the cluster, and with a token all servers, are asked without a proxy.
+    Args:
+        timeout_s: timeout of one request.
+        backoff_s: pause before the first repetition.
+        key_env: environment variable with the bearer token.
+        token: the run's own token, for its ranks, instead of key_env.
+        max_requests_per_s: rate limit of this process; None: no limit.
     """
 
     def __init__(
@@ -73,8 +78,8 @@ class Endpoint:
         self._free_at = 0.0  # monotonic time from which the next request may start
 
     def ask(self, body: Mapping[str, Any], deadline: float, counts: Counter[str]) -> bytes:
-        """The answer to a JSON object. deadline: monotonic time after which no attempt begins and none goes on. counts:
-        requests and retries are added. EndpointError says why there is no answer, ValueError that it is too long."""
+        """The answer to a JSON object. deadline: monotonic time at which all attempts end. counts: requests and retries
+        are added. EndpointError if there is no answer, ValueError if the answer is too long."""
         data, pause_s, problem = json.dumps(body).encode(), self._backoff_s, "no time left"
         url = "endpoint"
         while self._take_turn(deadline):
@@ -96,7 +101,7 @@ class Endpoint:
             counts["retries"] += 1
             if self._several and self._addresses.any_up():
                 continue
-            # Jitter, so that the threads that failed together do not return together.
+            # Jitter, so threads that failed together do not retry together.
             wait_s = min(max(wait_s, pause_s * random.uniform(0.5, 1.0)), MAX_WAIT_S)
             pause_s = min(2 * pause_s, MAX_WAIT_S)
             if wait_s >= deadline - time.monotonic():
@@ -116,7 +121,7 @@ class Endpoint:
         return True
 
     def _proxy(self, url: str) -> str:
-        """The proxy of the environment (http_proxy, https_proxy) on the way to a URL; empty without one."""
+        """The environment's proxy (http_proxy, https_proxy) for a URL; empty without one."""
         parts = urllib.parse.urlsplit(url)
         if self._token or in_cluster(parts.hostname or "") or urllib.request.proxy_bypass(parts.netloc):
             return ""
@@ -126,7 +131,7 @@ class Endpoint:
         return f" (through the proxy {proxy}, unless no_proxy names the host)" if (proxy := self._proxy(url)) else ""
 
     def _post(self, url: str, data: bytes, deadline: float) -> tuple[bytes, int | None]:
-        """(body, open requests of a rank of the run) of the answer."""
+        """(body of the answer, open requests of the run's rank that sent it)."""
         headers, key = {"Content-Type": "application/json"}, self._token
         if self._key_env is not None and not (key := os.environ.get(self._key_env, "")):
             raise EndpointError(f"the environment variable {self._key_env} with the key of {url} is not set")
@@ -141,16 +146,16 @@ class Endpoint:
                 body += block
                 if len(body) > MAX_BYTES:
                     raise ValueError(f"the answer has more than {MAX_BYTES} bytes")
-                if time.monotonic() > end:  # it drips: the timeout of the socket is of one read
+                if time.monotonic() > end:  # a slow trickle of bytes: the socket's timeout covers one read only
                     raise TimeoutError("the answer did not end in time")
-            if response.length:  # of what the headers promised
+            if response.length:  # bytes still missing by the headers
                 raise http.client.IncompleteRead(bytes(body), response.length)
         return bytes(body), _load(response.headers)
 
 
 def in_cluster(host: str) -> bool:
-    """Whether a host is this machine or one of its cluster: a loopback or private address, or a name without a domain
-    or with one that is not public."""
+    """Whether a host is this machine or in its cluster: a loopback or private address, or a name without a public
+    domain."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -165,19 +170,19 @@ class Cache:
         self._folder = folder
 
     def path(self, asked: Any) -> Path:
-        """The file of what is asked: everything that decides the verdict, as plain data."""
+        """The file for a request: everything that determines the verdict, as plain data."""
         digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
         return self._folder / digest[:2] / f"{digest}.json"
 
     def read(self, path: Path) -> float | None:
-        """The verdict; None if it is not there."""
+        """The verdict; None if it is not cached."""
         try:
             return float(json.loads(path.read_bytes())["verdict"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
     def write(self, path: Path, verdict: float) -> None:
-        """Keep a verdict; a full disk costs the cache, not the sample."""
+        """Cache a verdict; a full disk costs the cache entry, not the sample."""
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}.tmp")
@@ -202,7 +207,7 @@ def _load(headers: Message) -> int | None:
 
 
 def _retry_after_s(error: urllib.error.HTTPError) -> float:
-    """Seconds that the server asks to wait; 0 if it does not say, or says a date."""
+    """The server's Retry-After in seconds; 0 if it is missing or a date."""
     try:
         return max(0.0, float(error.headers.get("Retry-After", "")))
     except ValueError:

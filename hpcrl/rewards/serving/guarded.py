@@ -1,4 +1,4 @@
-"""Calls of a reward that turn every failure into its scores."""
+"""Calls a reward, turning every failure into scores with an error."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from hpcrl.spec.trajectory import MAX_REWARD
 from hpcrl.system.clock import AwakeClock
 
 MAX_ERROR_CHARS = 300
-READS = 8  # of the clock, in a timeout
+READS = 8  # clock reads per timeout
 SUM_TOLERANCE = 1e-5
-"""Relative to the sum of magnitudes, for float32 sums of many parts."""
+"""Tolerance relative to the sum of magnitudes, for float32 sums of many parts."""
 
 
 PACKAGE = Path(__file__).parents[2]
 LIBRARIES = (PACKAGE, *(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")))
 RAISED = (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError)
-"""What code of a user may raise: any of these costs a sample, not the process that scores or plays it."""
+"""Exceptions that user code may raise: each costs a sample, not the process that runs the code."""
 
 
 def describe(error: BaseException) -> str:
-    """One line that describes what user code raised, with the place in it."""
+    """One line that describes an exception of user code, with file and line."""
     try:
         said = str(error)
     except Exception:
@@ -38,7 +38,7 @@ def describe(error: BaseException) -> str:
 
 
 def _place_of(error: BaseException) -> str:
-    """File and line of the user's code that raised, or that called the library which did; empty if hpcrl did."""
+    """File and line of the user code that raised, or that called the library that raised; empty if hpcrl raised."""
     frames = traceback.extract_tb(error.__traceback__)
     if not frames or Path(frames[-1].filename).is_relative_to(PACKAGE):
         return ""
@@ -48,7 +48,7 @@ def _place_of(error: BaseException) -> str:
 
 
 def sendable(text: str) -> str:
-    """The text cut short and without characters that cannot be sent, whatever user code put into it."""
+    """A text from user code, shortened and without characters that cannot be sent."""
     return text[:MAX_ERROR_CHARS].encode(errors="replace").decode()
 
 
@@ -58,7 +58,7 @@ def failed(error: str) -> Score:
 
 
 def score_each(reward: Reward, items: Sequence[RewardItem]) -> list[Score] | None:
-    """A score per item. None if a call of several items failed as a whole: call again with each alone."""
+    """A score per item. None if a call with several items failed as a whole: call again with each item separately."""
     try:
         scores = reward.score(items)
         return _one_each(items, asyncio.run(_awaited(scores)) if inspect.isawaitable(scores) else scores)
@@ -120,7 +120,7 @@ def _checked(item: RewardItem, score: Any) -> Score:
         if not math.isfinite(number):
             return failed(f"the reward returned {number}")
         if abs(number) > MAX_REWARD:
-            return failed(f"the reward returned {number:g}, at most {MAX_REWARD:g} is possible")
+            return failed(f"the reward returned {number:g}, but at most {MAX_REWARD:g} is allowed")
     if problem := _problem_of_parts(item, reward, turns, tokens):
         return failed(problem)
     finite = {name: number for name, number in metrics.items() if math.isfinite(number)}
@@ -135,19 +135,19 @@ def _problem_of_parts(item: RewardItem, reward: float, turns: Sequence[float], t
     name, count = ("turn_rewards", len(item.turns)) if turns else ("token_rewards", _lengths(item)[-1])
     parts = turns or list(tokens.values())
     if turns and tokens:
-        return "the reward gave turn_rewards and token_rewards, of which a response can have one"
+        return "the reward gave turn_rewards and token_rewards, but a response can have only one"
     if turns and len(turns) != count:
-        return f"the reward gave {len(turns)} turn_rewards for {count} turns of the model"
+        return f"the reward gave {len(turns)} turn_rewards for {count} model turns"
     if len(tokens) > MAX_TOKEN_REWARDS:
-        return f"the reward gave {len(tokens)} token_rewards, a response can have {MAX_TOKEN_REWARDS}"
+        return f"the reward gave {len(tokens)} token_rewards, but a response can have {MAX_TOKEN_REWARDS}"
     if outside := [place for place in tokens if not 0 <= place < count]:
-        return f"the reward gave token_rewards[{outside[0]}], the model wrote {count} tokens that are known here"
+        return f"the reward gave token_rewards[{outside[0]}], but the response has {count} model tokens here"
     if not all(map(math.isfinite, parts)):
         return f"the reward gave {name} that are not finite"
     if max(map(abs, parts)) > MAX_REWARD:
         return f"the reward gave {name} above {MAX_REWARD:g}"
     if abs(math.fsum(parts) - reward) > SUM_TOLERANCE * max(1.0, math.fsum(map(abs, parts))):
-        return f"the {name} add up to {math.fsum(parts):.9g}, the reward is {reward:.9g}"
+        return f"the {name} add up to {math.fsum(parts):.9g}, but the reward is {reward:.9g}"
     return ""
 
 

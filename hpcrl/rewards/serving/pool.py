@@ -1,4 +1,4 @@
-"""Scoring without blocking: cheap rewards at once, others in worker processes.
+"""Scoring without blocking: cheap rewards at once, other rewards in worker processes.
 
 If a reward raises, hangs, kills its process or gives no number, only that sample fails: Score(0, 0, error=...).
 """
@@ -28,19 +28,19 @@ from hpcrl.spec.tables import REWARDS
 from hpcrl.system.clock import AwakeClock
 from hpcrl.system.signals import held_back
 
-CHUNK = 128  # maximum responses in a message, so that a worker has work while its rank is busy
+CHUNK = 128  # maximum responses in a message; a worker needs several to stay busy while its rank is busy
 BATCH = 16  # maximum responses in a call of a batched reward
 START_TIMEOUT_S = 120.0
 MAX_STARTS = 3  # consecutive failed starts
 READ_BYTES = 1 << 16
-KNOWN_SCORES = 4096  # of a pure reward, for equal responses to come
+KNOWN_SCORES = 4096  # cached scores of a pure reward, for later equal responses
 
 Clock = Callable[[], float]
 
 
 class RewardPool:
-    """The scores of a rank's responses; no call waits for a reward. Create it on the main thread: Linux kills the
-    workers when the thread that started them ends."""
+    """Scores a rank's responses; no call waits for a reward. Create it on the main thread: Linux kills the workers when
+    the thread that started them ends."""
 
     def __init__(
         self,
@@ -50,9 +50,12 @@ class RewardPool:
         domain: str | None = None,
         elsewhere: Collection[str] = (),
     ):
-        """ValueError if a built-in reward cannot be made from its section; workers start in the background. clock: of
-        the host; timeouts count only the time between two polls that AwakeClock counts. domain: the only one whose
-        responses are scored here; None: all but those in `elsewhere`."""
+        """ValueError if a built-in reward cannot be created from its section; workers start in the background.
+
+        Args:
+            clock: the host's clock; timeouts count only the time between two polls that AwakeClock counts.
+            domain: the only domain that is scored here; None: all domains except `elsewhere`.
+        """
         self._router = Router(config).restricted(domain, elsewhere)
         self._inline: dict[str, Reward] = {}
         self._crews: dict[str, _Crew] = {}
@@ -69,7 +72,8 @@ class RewardPool:
                 self._crews[key] = _Crew(name, section, clock, services if asks else NOBODY)
 
     def scores(self, domain: str) -> Literal["samples", "groups"] | None:
-        """What the domain's reward scores; None while it loads. ValueError names a domain without a reward."""
+        """Whether the domain's reward scores samples or groups; None while the reward loads. ValueError names a domain
+        without a reward."""
         key = self._key(domain)
         return self._inline[key].scores if key in self._inline else self._crews[key].scores
 
@@ -79,7 +83,7 @@ class RewardPool:
             self.submit_group([item])
 
     def submit_group(self, items: Sequence[RewardItem]) -> None:
-        """Accept the siblings of one prompt, for a reward that scores groups."""
+        """Accept the members of one group, for a reward that scores groups."""
         key = self._key(items[0].domain)
         if key in self._inline:
             scores = score_each(self._inline[key], items)
@@ -131,11 +135,11 @@ class RewardPool:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """The unit of one call: a response, or the siblings of a prompt."""
+    """The unit of one call: a response, or a group."""
 
     items: Sequence[RewardItem]
     messages: list[bytes]
-    alone: bool = False  # to be called alone, after a call or process with several jobs failed
+    alone: bool = False  # to be called separately, after a call or process with several jobs failed
     content: bytes = b""  # of a response to a pure reward
     equal: list[RewardItem] = field(default_factory=list)  # responses with this content, which get its score
 
@@ -154,7 +158,7 @@ class _Crew:
         self._arrived: deque[_Job] = deque()  # not yet compared with other responses
         self._waiting: deque[_Job] = deque()
         self._open: dict[bytes, _Job] = {}  # of a pure reward, by content
-        self._known: dict[bytes, Score] = {}  # the least recently needed first
+        self._known: dict[bytes, Score] = {}  # the least recently used first
         self._done: list[tuple[RewardItem, Score]] = []
         self._failed_starts = 0
         self._services = services
@@ -187,7 +191,7 @@ class _Crew:
         return done
 
     def _has_equal(self, job: _Job) -> bool:
-        """Whether an equal response is scored, or is going to be, so that the job needs no call."""
+        """Whether an equal response is scored or pending, in which case the job needs no call."""
         (item,), (message,) = job.items, job.messages
         job.content = content_of(item, message)
         if (score := self._known.pop(job.content, None)) is not None:
@@ -235,9 +239,9 @@ class _Crew:
         if not worker.started:
             self._failed_starts += 1
             if self._failed_starts == MAX_STARTS:
-                raise RuntimeError(f"reward {self._name}: no worker came up in {MAX_STARTS} attempts: {problem}")
+                raise RuntimeError(f"reward {self._name}: no worker started in {MAX_STARTS} attempts: {problem}")
         jobs = worker.take_jobs()
-        if (worker.batched or worker.several) and len(jobs) > 1:  # calling each alone shows which one failed
+        if (worker.batched or worker.several) and len(jobs) > 1:  # separate calls show which job failed
             charged = [(job, left) for job, left in jobs if len(left) < len(job.items)]
             self._retry(job for job, left in jobs if len(left) == len(job.items))
         else:
@@ -267,7 +271,7 @@ class _Crew:
 
 
 class _Worker:
-    """One process, its pipes, and its responses: number -> response and the others sent with it."""
+    """One process, its pipes, and its responses: number -> response and the others in its call."""
 
     def __init__(self, section: RewardConfig, clock: Clock, services: Services):
         self._timeout_s = section.timeout_s
@@ -305,7 +309,7 @@ class _Worker:
 
     @property
     def several(self) -> bool:
-        """Whether it runs several calls at once."""
+        """Whether the process runs several calls at once."""
         return self.ready is not None and self.ready.pool == "async"
 
     @property
@@ -316,7 +320,7 @@ class _Worker:
         return len(jobs) < self._concurrency and not any(job.alone for job in jobs.values())
 
     def _limit(self, seconds: float) -> None:
-        """Allow this much time from now on."""
+        """Set the deadline to this many seconds from now."""
         self._limit_s, self._clock = seconds, AwakeClock(seconds, self._host_clock)
 
     def heard(self) -> None:
@@ -334,7 +338,7 @@ class _Worker:
         self._out += pack([msgspec.Raw(message) for job in chunk for message in job.messages])
 
     def take_jobs(self) -> list[tuple[_Job, list[RewardItem]]]:
-        """Jobs that were sent and not answered, in order: (job, its responses without a score)."""
+        """Jobs that were sent but not answered, in order: (job, its responses without a score)."""
         left: dict[int, tuple[_Job, list[RewardItem]]] = {}
         for item, job in self.at_work.values():
             left.setdefault(id(job), (job, []))[1].append(item)
@@ -355,8 +359,8 @@ class _Worker:
 
     def receive(self) -> list[Answer]:
         """The answers that have arrived."""
-        # Checked before the last read, so that output before the end is not lost; not reaped, so that the process id is
-        # not reused before kill().
+        # Checked before the last read, so output before the end is not lost; not reaped, so the process id cannot be
+        # reused before kill().
         self._gone = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         try:
             while block := os.read(self._stdout, READ_BYTES):

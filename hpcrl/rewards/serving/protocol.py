@@ -57,14 +57,14 @@ def turns_of(messages: Sequence[tuple[str, bytes]]) -> tuple[ModelTurn, ...]:
 
 
 class Begin(msgspec.Struct):
-    """The first message to a worker: its RewardConfig as JSON, and the ranks that it may ask."""
+    """The first message to a worker: its RewardConfig as JSON, and the serving ranks that it may call."""
 
     section: str
     services: Services = NOBODY
 
 
 class Ready(msgspec.Struct, tag="ready"):
-    """The first message of a worker: the reward is loaded. `error`: why it is not."""
+    """The first message of a worker: the reward is loaded; if not, `error` has the reason."""
 
     batched: bool = False
     scores: Literal["samples", "groups"] = "samples"

@@ -20,7 +20,7 @@ from hpcrl.rewards.serving.protocol import Begin, Ready, pack, take_answers
 from hpcrl.spec.tables import REWARDS
 
 DEFAULT = "default"
-NEAR = 0.75  # similarity of names of which a plan tells
+NEAR = 0.75  # minimum similarity of names that the plan reports
 CHECK_TIMEOUT_S = 60.0
 
 
@@ -32,7 +32,7 @@ class Router:
         self._sections = _drawn(config) if config.debug == "fake" else dict(config.reward) or built_in_rewards(config)
 
     def restricted(self, domain: str | None, elsewhere: Collection[str]) -> Router:
-        """The router of a rank that scores one domain, or with None all but those that are scored elsewhere."""
+        """The router of a rank that scores one domain, or, with None, all domains not scored elsewhere."""
         kept = copy(self)
         if domain is None:
             there = {*elsewhere} - {DEFAULT}
@@ -63,8 +63,8 @@ def _drawn(config: Config) -> dict[str, RewardConfig]:
 
 
 def built_in_rewards(config: Config) -> dict[str, RewardConfig]:
-    """The rewards that come with the sources: those of the tasks, and maths for the domain of a file whose first gold
-    answer has "####" or a box."""
+    """The default rewards of sources: each task's own, and maths for the domain of a file whose first gold answer has
+    "####" or a box."""
     found: dict[str, RewardConfig] = {}
     for split in ("train", "val"):
         for source in sources(config.data, split):
@@ -75,8 +75,8 @@ def built_in_rewards(config: Config) -> dict[str, RewardConfig]:
                 continue
             try:
                 table = open_table(source, config.seed, split)
-                row = parse_row(table.row(0), config.data, source.domain, table.where(0), table.padded)
-            except ValueError:  # read_splits tells the user
+                row = parse_row(table.row(0), config.data, source.tag, table.where(0), table.padded)
+            except ValueError:  # read_splits reports it
                 continue
             answer = row.answer
             if isinstance(answer, str) and (after_marker(answer, "####"), last_boxed(answer)) != (None, None):
@@ -85,8 +85,8 @@ def built_in_rewards(config: Config) -> dict[str, RewardConfig]:
 
 
 def validate_rewards(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
-    """Problems with the rewards that can be found before the start, one line each. rows: those that could be read. User
-    code is imported in a separate process."""
+    """Problems of rewards that can be found before the start, one line each. rows: the readable rows. User code is
+    imported in a separate process."""
     problems = []
     for name, section in config.reward.items():
         if not REWARDS[section.name].imports_code:
@@ -105,7 +105,7 @@ def validate_rewards(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
 
 
 def _check_parts(section: RewardConfig) -> str | None:
-    """Why the parts of a reward cannot be normalised apart, as the algorithm does."""
+    """Why a reward's parts cannot be normalised separately, as the algorithm requires."""
     try:
         REWARDS[section.name].part_weights(section.options)
     except ValueError as error:
@@ -114,14 +114,14 @@ def _check_parts(section: RewardConfig) -> str | None:
 
 
 def _check_domains(config: Config, router: Router, rows: Mapping[Split, RowSet]) -> list[str]:
-    """Domains without a reward, rows without the answer that their reward needs, rewards without a row."""
+    """Reports domains without a reward, rows without the answer that their reward needs, and rewards without a row."""
     problems, unused = _check_names(config, rows), _unused(config, rows)
     for split, domain, found in _scored(config, rows):
         try:
             scored_by = router.of(domain)
         except ValueError as error:
             near = get_close_matches(domain, router.sections, n=1)
-            if unused.isdisjoint(near):  # else the section is misnamed, of which _check_names tells
+            if unused.isdisjoint(near):  # else the section is misnamed, which _check_names reports
                 hint = f"; or did you mean the domain {near[0]}?" if near else ""
                 count, where = found.rows_of(domain)
                 problems.append(f"{where}: {error}; data.{split} has {_rows(count)} of this domain{hint}")
@@ -139,8 +139,8 @@ def _check_domains(config: Config, router: Router, rows: Mapping[Split, RowSet])
 
 
 def reward_notes(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
-    """Domains that get reward.default although their name is close to that of a section, one line each: they may be
-    written wrongly, or be meant so."""
+    """Notes on domains that get reward.default although their name is close to a section's name: a misspelling, unless
+    it is intended."""
     notes = []
     for split, domain, found in _scored(config, rows):
         named = [] if domain in config.reward else [name for name in config.reward if name != DEFAULT]
@@ -154,8 +154,8 @@ def reward_notes(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
 
 
 def _scored(config: Config, rows: Mapping[Split, RowSet]) -> Iterator[tuple[Split, str, RowSet]]:
-    """(split, domain, its rows) of all domains that need a reward: not of those that an environment rewards, or whose
-    environment is missing, of which hpcrl.envs.factory tells."""
+    """(split, domain, its rows) of all domains that need a reward. Excludes domains that an environment rewards, or
+    whose environment is missing, which hpcrl.envs.factory reports."""
     for split, found in rows.items():
         for domain in found.domain_names:
             env = config.env_of(domain)
@@ -168,7 +168,7 @@ def _rows(count: int) -> str:
 
 
 def _check_names(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
-    """Sections of domains without a row, unless some rows could not be read."""
+    """Reports sections of domains without a row, unless some rows could not be read."""
     otherwise = "reward.default is that of all domains without their own"
     return [
         f"reward.{name}: {_no_row_of(name, domains, 'reward', otherwise)}"
@@ -188,7 +188,7 @@ def _unused(config: Config, rows: Mapping[Split, RowSet]) -> set[str]:
 
 
 def check_reward_ranks(config: Config, layout: RoleLayout, rows: Mapping[Split, RowSet]) -> list[str]:
-    """Domains of layout.reward.domains whose responses no rank scores, and domains of rows without a rank, one line
+    """Reports entries of layout.reward.domains with nothing to score, and domains of rows without a rank, one line
     each."""
     problems, key = [], "layout.reward.domains"
     for domains in _all_domains(config, rows) if layout.scorers else ():
@@ -199,8 +199,8 @@ def check_reward_ranks(config: Config, layout: RoleLayout, rows: Mapping[Split, 
         ]
         envs = {name: env for name in domains if (env := config.env_of(name)) is not None and not env.add_reward}
         problems += [
-            f"{key}.{name}: the environment gives the rewards of this domain, and its ranks would score nothing; leave "
-            "it out, or let a reward be added to them (env.NAME.add_reward)"
+            f"{key}.{name}: the environment gives this domain's rewards, so these ranks would score nothing; leave it "
+            "out, or add a reward to them (env.NAME.add_reward)"
             for name in layout.scorers
             if name in envs
         ]
@@ -226,7 +226,7 @@ def _no_row_of(name: str, domains: Sequence[str], key: str, otherwise: str) -> s
 
 
 def _check_rows(section: RewardConfig, domain: str, split: Split, found: RowSet) -> list[str]:
-    """The first row of a domain that its reward cannot score, with the number of such rows; at most one line."""
+    """Reports the first row of a domain that its reward cannot score, with the number of such rows, in one line."""
     if REWARDS[section.name].imports_code or _check_options(section):
         return []
     reward = make_reward(section)
@@ -249,7 +249,7 @@ def _check_options(section: RewardConfig) -> str | None:
 
 
 def _check_function(section: RewardConfig) -> str | None:
-    """Start a worker with the function and end it; returns the problem, if any."""
+    """Start a worker with the function, then end it; returns the problem, if any."""
     command = [sys.executable, "-m", "hpcrl.rewards.serving.worker", str(os.getpid())]
     try:
         done = subprocess.run(

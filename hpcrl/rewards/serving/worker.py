@@ -1,7 +1,7 @@
 """A reward's worker process, `python -m hpcrl.rewards.serving.worker PARENT_PID`.
 
-It reads its RewardConfig, then chunks of responses from a pipe, and writes scores to another pipe. It imports
-neither torch nor code of ranks, sends the output of user code to the rank's log, and dies with its parent.
+It reads its RewardConfig and then chunks of responses from a pipe, and writes scores to another pipe. It imports
+neither torch nor rank code, sends user code's output to the rank's log, and dies with its parent.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hpcrl.system.signals import die_with, let_signals_pass
 
 
 def main() -> None:
-    """Serve until the end of the pipe."""
+    """Serve until the pipe is closed."""
     die_with(int(sys.argv[1]))
     let_signals_pass()
     source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
