@@ -161,7 +161,7 @@ def test_a_changed_file_or_setting_is_refused_by_name(tokenizer, mixed_file, wri
             tokenizer, DataConfig(train=[mixed_file, DataSource(path="task:add", options={"max_digits": 1})])
         ),
         "mixed.jsonl differs from": source(
-            tokenizer, DataConfig(train=[DataSource(path=mixed_file, tag="t"), "task:add"])
+            tokenizer, DataConfig(train=[DataSource(path=mixed_file, domain="t"), "task:add"])
         ),
     }
     mixed = DataConfig(train=mixed_file, domain_interleave_probs=MIX)

@@ -220,7 +220,7 @@ def _outputs(engine: NativeEngine) -> Coefficients:
 def _native(folder: Path, device: str, section: Section) -> Coefficients:
     """Responses that share a prefix, which are interrupted, aborted, and computed again under new weights."""
     sizes: dict[str, Any] = {"max_num_seqs": 8, "max_length": 48, "block_tokens": 8, "dtype": torch.bfloat16}
-    engine = NativeEngine(folder, **sizes, float32_head=True, prefix_lag=1, device=device)
+    engine = NativeEngine(folder, **sizes, float32_head=True, prefix_staleness=1, device=device)
     prompts = [[5, 6, 7, 8, 9, 10, 11, 12, 13, *[20 + i] * (3 * i + 1)] for i in range(len(REQUESTS))]
     requests = [Request(i, prompts[i], params, seed=i) for i, params in enumerate(REQUESTS)]
     engine.add(requests)

@@ -75,7 +75,7 @@ def built_in_rewards(config: Config) -> dict[str, RewardConfig]:
                 continue
             try:
                 table = open_table(source, config.seed, split)
-                row = parse_row(table.row(0), config.data, source.tag, table.where(0), table.padded)
+                row = parse_row(table.row(0), config.data, source.domain, table.where(0), table.padded)
             except ValueError:  # read_splits reports it
                 continue
             answer = row.answer
