@@ -36,9 +36,9 @@ class Norms:
 @dataclass(init=False, eq=False)
 class Batch:
     """B sequences packed into T tokens and N turns. Every field of hpcrl.spec.trajectory is an attribute: a tensor [T],
-    [N] or [B] by its level (wide fields: [T, width]; ragged ones: the values of all rows, see cu()), None while it is not
-    filled. A token's values (log-prob,
-    advantage) are at its own index; the first token of a sequence has none (0, mask 0).
+    [N] or [B] by its level (wide fields: [T, width]; ragged ones: the values of all rows, of which cu() tells the
+    rows), None while it is not filled. A token's values (log-prob, advantage) are at its own index; the first token of
+    a sequence has none (0, mask 0).
 
     A row consists of one or more segments, of which the model sees each alone: those of an episode by steps are its
     turns, each after its own prompt, where `states` is not 0; all other rows are one segment.

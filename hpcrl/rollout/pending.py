@@ -57,7 +57,8 @@ def read_pending(folder: Path, names: Iterable[str], wanted: Collection[int]) ->
             if sample_id in wanted:
                 sample = found[sample_id] = Sample(sample_id, messages=json.loads(messages[parts[i] : parts[i + 1]]))
                 sample.columns = {
-                    field.name: column[starts[field][i] : starts[field][i + 1]].copy() for field, column in fields.items()
+                    field.name: column[starts[field][i] : starts[field][i + 1]].copy()
+                    for field, column in fields.items()
                 }
     if missing := sorted(set(wanted) - found.keys()):
         raise ValueError(f"{folder} lacks {len(missing)} responses that its state has, e.g. sample {missing[0]}")

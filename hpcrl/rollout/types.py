@@ -146,8 +146,8 @@ class Sample:
     """A response (of one or more turns) on the rank that generated it.
 
     columns: the generator's fields of hpcrl.spec.trajectory by name, in their dtypes of transfer; token fields include
-    the prompt; put() sets ragged ones. Each is an attribute too, None if the sample lacks it. messages: prompt, turns and observations in chat
-    form.
+    the prompt; put() sets ragged ones. Each is an attribute too, None if the sample lacks it. messages: prompt, turns
+    and observations in chat form.
     """
 
     __slots__ = ("columns", "error", "id", "messages", "reward", "score")

@@ -67,7 +67,9 @@ def test_files_keep_all_axes(tmp_path: Path) -> None:
 def test_other_shapes_are_refused(wrong: tuple[int, ...], shape: str) -> None:
     batch = batch_of(None)
     batch.position_ids = torch.zeros(wrong, dtype=torch.int64)
-    with pytest.raises(ValueError, match=rf"batch.position_ids must be torch.int64 \[8.*\], got torch.int64 \[{shape}\]"):
+    with pytest.raises(
+        ValueError, match=rf"batch.position_ids must be torch.int64 \[8.*\], got torch.int64 \[{shape}\]"
+    ):
         batch.check()
 
 

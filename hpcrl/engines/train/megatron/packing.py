@@ -62,7 +62,9 @@ def pack(batch: Batch, num_ranks: int, rank: int, tensor_parallel: int, least: i
     """
     if batch.position_ids.dim() > 1:
         axes = batch.position_ids.shape[1]
-        raise ValueError(f"batch.position_ids has {axes} axes; trainer.engine=megatron knows one, use fsdp2 or deepspeed")
+        raise ValueError(
+            f"batch.position_ids has {axes} axes; trainer.engine=megatron knows one, use fsdp2 or deepspeed"
+        )
     device = batch.token_ids.device
     padded = padded_lengths(batch.segment_lengths.tolist(), num_ranks, tensor_parallel)
     if lacking := max(0, least - sum(padded)):
