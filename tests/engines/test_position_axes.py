@@ -82,6 +82,17 @@ def test_equal_prompts_of_different_images_are_not_shared(folder: Path, world_of
     assert (got - of_transformers(folder, batch)).abs().max() < 1e-5
 
 
+@pytest.mark.skipif(not find_spec("deepspeed"), reason="deepspeed is not installed (extra: deepspeed)")
+def test_deepspeed_equals_transformers(folder: Path, world_of_one: None) -> None:
+    from hpcrl.engines.train.deepspeed.engine import ZeroEngine
+    from hpcrl.engines.train.deepspeed.spec import DeepSpeedConfig
+
+    batch, settings = with_axes(make_batch(LENGTHS)), TrainerConfig(lr=1e-3, logits_chunk_tokens=8)
+    engine = ZeroEngine(settings, folder, zero=DeepSpeedConfig(), dtype=torch.float32, total_steps=1)
+    got = engine.logprobs(batch, [[5, 0], [3], [1, 2, 4]], 1.0)
+    assert (got - of_transformers(folder, batch)).abs().max() < 1e-5
+
+
 @pytest.mark.skipif(not find_spec("megatron"), reason="megatron-core is not installed (extra: megatron)")
 def test_megatron_refuses_them_and_takes_no_position_for_an_index() -> None:
     from hpcrl.engines.train.megatron.packing import pack

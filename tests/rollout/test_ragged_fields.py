@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+from hpcrl.engines.gen.generation_engine import Output
+from hpcrl.messaging.messages import Observation
 from hpcrl.rollout.batch import Batch, batch_from_samples, concat
 from hpcrl.rollout.pending import read_pending, write_pending
 from hpcrl.rollout.store import RolloutReader, write_rollouts
-from hpcrl.rollout.types import Sample
+from hpcrl.rollout.types import FinishReason, Sample
 from hpcrl.spec.trajectory import FIELDS, TEXT, Field, Level, Origin, declare
+from hpcrl.workers.held_samples import PromptState, SampleState
 
 PATCHES = Field("patches", "float32", Level.ROW, Origin.GENERATOR, "of images", wire="float16", width=2, ragged=True)
 MARKS = Field("marks", "int64", Level.ROW, Origin.GENERATOR, "one number each", ragged=True)
@@ -46,6 +49,24 @@ def sample(place: int, count: int) -> Sample:
 def batch_of(*counts: int) -> Batch:
     samples = [sample(place, count) for place, count in enumerate(counts)]
     return batch_from_samples(samples, list(range(len(samples)))).check()
+
+
+def test_a_rollout_has_no_values_until_they_are_set() -> None:
+    """A prompt of two tokens, a turn of three, an observation of one that is taken back."""
+    prompt = PromptState.__new__(PromptState)
+    prompt.token_ids, prompt.messages = np.array([90, 91], np.int32), []
+    prompt.by_steps = prompt.has_states = False
+    held = SampleState(1 << 24, prompt)
+    empty = held.begin(False)
+    assert empty.patches.shape == (0, 2) and empty.marks.shape == (0,) and empty.marks_counts.tolist() == [0]
+    held.held.put("marks", np.array([5, 6]))
+    ids, zeros = np.array([1, 2, 3], np.int32), np.zeros(3, np.float32)
+    held.end_turn(Output(held.id, ids, zeros, np.zeros(3, np.int32), FinishReason.STOP), "a")
+    held.observe(Observation(held.id, np.array([80], np.int32).tobytes(), b'[{"role": "user"}]'))
+    held.take_back()
+    assert held.held.token_ids.tolist() == [90, 91, 1, 2, 3]
+    assert held.held.marks.tolist() == [5, 6] and held.held.marks_counts.tolist() == [2]
+    assert batch_from_samples([held.held], [0]).check().cu("marks").tolist() == [0, 2]
 
 
 def test_a_batch_has_the_values_of_all_rows_and_where_they_begin() -> None:
