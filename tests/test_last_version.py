@@ -19,6 +19,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from hpcrl.commands import status
@@ -282,6 +283,8 @@ def test_stored_rollouts(last: Path, expected: dict[str, dict[str, Any]], name: 
     for number in reader.steps():
         rollouts = reader.read(number)
         columns = rollouts.batch.check().columns
+        restarts = (rollouts.batch.position_ids == 0).nonzero()[:, 0]
+        assert torch.equal(rollouts.batch.cu_segments[:-1], restarts)
         (path,) = (run / "rollouts" / step_name(number)).glob("rank_*.h5")
         with h5py.File(path) as file:
             stored = [data[()] for data in file.values() if isinstance(data, h5py.Dataset)]

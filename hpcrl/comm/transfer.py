@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +16,13 @@ from hpcrl.messaging.abortable import GroupLost
 from hpcrl.messaging.messages import Move
 
 Fields = Sequence[tuple[str, np.dtype]]
-Pick = Callable[[Sequence[int]], Mapping[str, Sequence[np.ndarray]]]
+RaggedFields = Sequence[tuple[str, np.dtype, str]]
+"""Name, dtype, and the row field with the number of values of each row."""
+Sizes = Sequence[tuple[str, np.dtype, int]]
+"""Name, dtype and number of values of each field of a move, in the order in which they travel."""
+Arrays = Mapping[str, Sequence[np.ndarray]]
+"""One array per sample of each field."""
+Pick = Callable[[Sequence[int]], Arrays]
 
 
 PEER_WORDS = ("gloo/transport", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
@@ -49,55 +57,82 @@ class TransferGroup:
         row_fields: Fields,
         pick: Pick,
         text: str = "",
+        ragged_fields: RaggedFields = (),
     ) -> list[tuple[Move, dict[str, np.ndarray]]]:
         """Carry out the moves that touch `rank`; returns what this rank receives, in the order of the moves. text: name
-        of a field of UTF-8 texts, sent with the moves that have text_bytes.
+        of a field of UTF-8 texts, sent with the moves that have text_bytes. ragged_fields: sent after the others, when
+        the destination knows their numbers of values.
 
         pick(sample ids) gives for every field one array per sample; ValueError if their lengths differ from the move's.
         Called by every source and destination of a move with the same list; at most one move per pair. PeerLost after
         the group's timeout or the end of a peer, once every other move is done.
         """
         own = [move for move in moves if rank in (move.source, move.dest)]
+        errors: list[PeerLost] = []
+
+        def parcel(move: Move, sizes: Sizes, arrays: Arrays) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+            return _gather(move, sizes, arrays) if move.source == rank and move.samples else _buffer(sizes)
+
+        def post(move: Move, buffer: np.ndarray) -> Any:
+            """The send or receive of a buffer; None if there is none."""
+            if move.source == move.dest or not buffer.size:
+                return None
+            peer, act = (move.dest, self.group.send) if move.source == rank else (move.source, self.group.recv)
+            return act([torch.from_numpy(buffer)], self.ranks.index(peer), 0)
+
+        def complete(move: Move, arrays: Arrays, fields: dict[str, np.ndarray], work: Any) -> dict[str, np.ndarray]:
+            """All fields of a move; after an error only the first ones."""
+            with _noting(move, rank, errors):
+                if work is not None:
+                    work.wait()
+                if ragged_fields:
+                    sizes = [(name, dtype, int(fields[counts].sum())) for name, dtype, counts in ragged_fields]
+                    buffer, ragged_values = parcel(move, sizes, arrays)
+                    if (later := post(move, buffer)) is not None:
+                        later.wait()
+                    return fields | ragged_values
+            return fields
+
+        picked = [pick(move.samples) if move.source == rank and move.samples else {} for move in own]
         parcels = [
-            _gather(move, token_fields, row_fields, pick, text)
-            if move.source == rank
-            else _buffer(move, token_fields, row_fields, text)
-            for move in own
+            parcel(move, _sizes(move, token_fields, row_fields, text), arrays)
+            for move, arrays in zip(own, picked, strict=True)
         ]
         # Two ranks connect here at their first communication, and one of them waits for the other. No rank waits for
         # data before, and all ranks follow the list of moves, so ranks cannot wait for each other in a circle.
-        works: list[tuple[int, Any]] = []
-        errors: list[PeerLost] = []
-        for move, (buffer, _) in zip(own, parcels, strict=True):
-            if move.source == move.dest or not move.samples:
-                continue
-            peer, act = (move.dest, self.group.send) if move.source == rank else (move.source, self.group.recv)
-            with _noting(peer, errors):
-                works.append((peer, act([torch.from_numpy(buffer)], self.ranks.index(peer), 0)))
-        for peer, work in works:
-            with _noting(peer, errors):
-                work.wait()
+        posted: list[tuple[Move, Arrays, dict[str, np.ndarray], Any]] = []
+        for move, arrays, (buffer, fields) in zip(own, picked, parcels, strict=True):
+            with _noting(move, rank, errors):
+                posted.append((move, arrays, fields, post(move, buffer)))
+        if ragged_fields and posted:  # in threads: a rank that is lost must not delay the second part of other moves
+            with ThreadPoolExecutor(len(posted)) as pool:
+                received = list(pool.map(complete, *zip(*posted, strict=True)))
+        else:
+            received = list(itertools.starmap(complete, posted))
         if errors:  # the first: a wait that times out closes all connections of the group
             raise errors[0]
-        return [(move, fields) for move, (_, fields) in zip(own, parcels, strict=True) if move.dest == rank]
+        return [(move, fields) for move, fields in zip(own, received, strict=True) if move.dest == rank]
 
 
 @contextlib.contextmanager
-def _noting(peer: int, errors: list[PeerLost]) -> Iterator[None]:
+def _noting(move: Move, rank: int, errors: list[PeerLost]) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        errors.append(PeerLost(peer, str(error)))
+        errors.append(PeerLost(move.dest if move.source == rank else move.source, str(error)))
 
 
-def _buffer(
-    move: Move, token_fields: Fields, row_fields: Fields, text: str
-) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Room for a move as bytes, and the fields as views into it in the order in which they travel."""
+def _sizes(move: Move, token_fields: Fields, row_fields: Fields, text: str) -> Sizes:
+    """The fields of a move whose numbers of values it tells."""
     tokens, rows = sum(move.lengths), len(move.samples)
     sizes = [*((name, d, tokens) for name, d in token_fields), *((name, d, rows) for name, d in row_fields)]
     if text and move.text_bytes:
         sizes.append((text, np.dtype(np.uint8), sum(move.text_bytes)))
+    return sizes
+
+
+def _buffer(sizes: Sizes) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Room for fields as bytes, and the fields as views into it."""
     buffer = np.empty(sum(dtype.itemsize * count for _, dtype, count in sizes), np.uint8)
     fields, at = {}, 0
     for name, dtype, count in sizes:
@@ -106,14 +141,11 @@ def _buffer(
     return buffer, fields
 
 
-def _gather(
-    move: Move, token_fields: Fields, row_fields: Fields, pick: Pick, text: str
-) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def _gather(move: Move, sizes: Sizes, arrays: Arrays) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """A move filled on the rank that holds its samples, directly in the buffer: an intermediate array per field would
     cost more than the transfer."""
-    buffer, fields = _buffer(move, token_fields, row_fields, text)
-    arrays = pick(move.samples) if move.samples else {}
-    for name, field in fields.items() if move.samples else ():
+    buffer, fields = _buffer(sizes)
+    for name, field in fields.items():
         count = sum(map(len, arrays[name]))
         if count != len(field):
             raise ValueError(

@@ -36,11 +36,12 @@ class Norms:
 @dataclass(init=False, eq=False)
 class Batch:
     """B sequences packed into T tokens and N turns. Every field of hpcrl.spec.trajectory is an attribute: a tensor [T],
-    [N] or [B] by its level (wide fields: [T, width]), None while it is not filled. A token's values (log-prob,
-    advantage) are at its own index; the first token of a sequence has none (0, mask 0).
+    [N] or [B] by its level (wide fields: [T, width]; ragged ones: the values of all rows, of which cu() tells the
+    rows), None while it is not filled. A token's values (log-prob, advantage) are at its own index; the first token of
+    a sequence has none (0, mask 0).
 
     A row consists of one or more segments, of which the model sees each alone: those of an episode by steps are its
-    turns, each after its own prompt; all other rows are one segment. position_ids restart at each.
+    turns, each after its own prompt, where `states` is not 0; all other rows are one segment.
 
     cu_seqlens: int64 [B + 1]. columns: the filled fields by name. texts: fields of strings, one per row.
     """
@@ -127,9 +128,9 @@ class Batch:
     @property
     def cu_segments(self) -> Tensor:
         """int64 [S + 1]: starts of the S segments, and the number of tokens."""
-        if self.position_ids is None:
+        if self.states is None:
             return self.cu_seqlens
-        return torch.cat([(self.position_ids == 0).nonzero()[:, 0], self.cu_seqlens[-1:]])
+        return torch.cat([self._begins().nonzero()[:, 0], self.cu_seqlens[-1:]])
 
     @property
     def segment_lengths(self) -> Tensor:
@@ -139,7 +140,19 @@ class Batch:
     @property
     def segment_ids(self) -> Tensor:
         """int64 [T]: the segment each token belongs to."""
-        return self.row_ids if self.position_ids is None else (self.position_ids == 0).cumsum(0) - 1
+        return self.row_ids if self.states is None else self._begins().cumsum(0) - 1
+
+    @property
+    def segment_indices(self) -> Tensor:
+        """int64 [T]: the index of each token in its segment, from 0; position_ids may differ from it."""
+        return torch.arange(self.num_tokens, device=self.cu_seqlens.device) - self.cu_segments[self.segment_ids]
+
+    def _begins(self) -> Tensor:
+        """bool [T]: the first token of each segment."""
+        assert self.states is not None
+        begins = self.states != 0
+        begins[self.cu_seqlens[:-1]] = True
+        return begins
 
     @property
     def cu_turns(self) -> Tensor:
@@ -172,11 +185,17 @@ class Batch:
             raise ValueError(f"batch.cu_seqlens must rise from 0 to {total}, got {self.cu_seqlens.tolist()[:8]}...")
         for field in FIELDS.values():
             tensor = self.columns.get(field.name)
+            if field.ragged and (tensor is None) != (field.counts.name not in self.columns):
+                raise ValueError(f"batch.{field.name} and batch.{field.counts.name} must be filled together")
             if tensor is None:
                 continue
-            size, dtype = int(self._cu(field.level)[-1]), getattr(torch, field.dtype)
-            if tensor.shape != field.shape(size) or tensor.dtype != dtype:
-                wanted = f"{dtype} {[*field.shape(size)]}"
+            if field.ragged and bool((self.columns[field.counts.name] < 0).any()):
+                raise ValueError(f"batch.{field.counts.name} has a negative number")
+            size, dtype = int(self.cu(field.name)[-1]), getattr(torch, field.dtype)
+            several = field.any_width and tensor.dim() == 2 and tensor.shape[1] > 1
+            shape = (size, tensor.shape[1]) if several else field.shape(size)
+            if tensor.shape != shape or tensor.dtype != dtype:
+                wanted = f"{dtype} {[*shape]}"
                 raise ValueError(f"batch.{field.name} must be {wanted}, got {tensor.dtype} {[*tensor.shape]}")
         for name, strings in self.texts.items():
             if len(strings) != rows:
@@ -184,11 +203,12 @@ class Batch:
 
     def select(self, rows: Sequence[int]) -> Batch:
         """A new batch of these rows in this order (rows may repeat)."""
-        index = {level: _select(self._cu(level), rows) for level in {FIELDS[name].level for name in self.columns}}
+        units = {name: name if FIELDS[name].ragged else FIELDS[name].level for name in self.columns}
+        index = {unit: _select(self.cu(name), rows) for unit, name in {units[name]: name for name in units}.items()}
         chosen = torch.tensor(list(rows), dtype=torch.int64, device=self.cu_seqlens.device)
         return Batch(
             _offsets(self.lengths[chosen]),
-            {name: tensor[index[FIELDS[name].level]] for name, tensor in self.columns.items()},
+            {name: tensor[index[units[name]]] for name, tensor in self.columns.items()},
             {name: [strings[row] for row in rows] for name, strings in self.texts.items()},
         )
 
@@ -201,8 +221,11 @@ class Batch:
         moved = {name: to_device(tensor, device) for name, tensor in self.columns.items()}
         return Batch(to_device(self.cu_seqlens, device), moved, self.texts)
 
-    def _cu(self, level: Level) -> Tensor:
-        """int64 [B + 1]: start of each row's values of a level."""
+    def cu(self, name: str) -> Tensor:
+        """int64 [B + 1]: row i has the values cu[i] to cu[i + 1] - 1 of this field."""
+        field, level = FIELDS[name], FIELDS[name].level
+        if field.ragged:
+            return _offsets(self.columns[field.counts.name])
         if level is Level.ROW:
             return torch.arange(self.num_sequences + 1, device=self.cu_seqlens.device)
         return self.cu_seqlens if level is Level.TOKEN else self.cu_turns
@@ -262,7 +285,7 @@ def pack(
     token_rewards: Sequence[np.ndarray] | None = None,
 ) -> Batch:
     """A batch of rows of these lengths in the given order, from flat arrays of its fields in their dtypes of transfer;
-    derived fields are filled in. Weights are 1; position_ids restart per sequence, and where `states` is not 0.
+    derived fields are filled in. Weights are 1; position_ids are indices in the segment.
 
     turn_rewards: of each row, the rewards of its first turns; without any, the last turn has the row's reward.
     token_rewards: of each row, rewards of some tokens within these (hpcrl.rollout.types.TOKEN_REWARD); the rest of a
@@ -271,7 +294,7 @@ def pack(
     ids, counts = (torch.tensor(list(numbers), dtype=torch.int64) for numbers in (sample_ids, lengths))
     filled = {name: _tensor(FIELDS[name], column) for name, column in columns.items()}
     filled |= {
-        "position_ids": _positions(_offsets(counts), filled.get("states")),
+        "position_ids": Batch(_offsets(counts), filled).segment_indices,
         "group_ids": group_ids(ids),
         "sample_ids": ids,
         "weights": torch.ones(len(ids)),
@@ -281,14 +304,6 @@ def pack(
         batch.turn_rewards = _spread(turn_rewards, batch)
         batch.token_rewards = place_rewards(token_rewards, batch)
     return batch
-
-
-def _positions(cu_seqlens: Tensor, states: Tensor | None) -> Tensor:
-    """int64 [T]: the place of each token in its segment."""
-    places = torch.arange(int(cu_seqlens[-1]))
-    begins = torch.zeros_like(places, dtype=torch.bool) if states is None else states != 0
-    begins[cu_seqlens[:-1]] = True
-    return places - torch.cummax(torch.where(begins, places, 0), 0).values if len(places) else places
 
 
 def _spread(given: Sequence[Sequence[float] | np.ndarray], batch: Batch) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from hpcrl.rollout.types import Sample
-from hpcrl.spec.trajectory import FIELDS, Level
+from hpcrl.spec.trajectory import FIELDS, Field, Level
 from hpcrl.system.files import write_durably
 
 PATTERN, PATTERN_UNTIL_0_6 = "pending_rank*.safetensors", "held_rank*.safetensors"
@@ -50,13 +50,24 @@ def read_pending(folder: Path, names: Iterable[str], wanted: Collection[int]) ->
             ids, offsets = columns.pop("ids").tolist(), columns.pop("offsets").tolist()
             messages, parts = columns.pop("messages").tobytes(), columns.pop("message_offsets").tolist()
             fields = {FIELDS[name]: column for name, column in columns.items()}
+            starts = {field: _starts(field, columns, offsets) for field in fields}
         except (SafetensorError, KeyError) as error:
             raise ValueError(f"{path} cannot be read: {error}") from error
         for i, sample_id in enumerate(ids):
             if sample_id in wanted:
-                at = {Level.TOKEN: slice(offsets[i], offsets[i + 1]), Level.ROW: slice(i, i + 1)}
                 sample = found[sample_id] = Sample(sample_id, messages=json.loads(messages[parts[i] : parts[i + 1]]))
-                sample.columns = {field.name: column[at[field.level]].copy() for field, column in fields.items()}
+                sample.columns = {
+                    field.name: column[starts[field][i] : starts[field][i + 1]].copy()
+                    for field, column in fields.items()
+                }
     if missing := sorted(set(wanted) - found.keys()):
         raise ValueError(f"{folder} lacks {len(missing)} responses that its state has, e.g. sample {missing[0]}")
     return found
+
+
+def _starts(field: Field, columns: Mapping[str, np.ndarray], offsets: list[int]) -> list[int]:
+    """Where the values of each response begin, and where the last ones end."""
+    if field.level is Level.TOKEN:
+        return offsets
+    counts = columns[field.counts.name] if field.ragged else np.ones(len(offsets) - 1, np.int64)
+    return np.cumsum([0, *counts]).tolist()

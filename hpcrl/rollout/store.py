@@ -94,7 +94,7 @@ def write_rollouts(
             if spec.name in batch.columns:
                 array = batch.columns[spec.name].detach().cpu().numpy()
                 _put(file, spec.name, array.astype(STORED.get(spec.dtype, spec.dtype), copy=False))
-                file[spec.name].attrs.update(_about(spec))
+                file[spec.name].attrs.update(_about(spec, *array.shape[1:]))
             elif spec.name in batch.texts:
                 _put_texts(file, f"texts/{spec.name}", batch.texts[spec.name])
                 file[f"texts/{spec.name}"].attrs.update(_about(spec))
@@ -242,10 +242,11 @@ def _offsets(lengths: Sequence[int]) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
 
 
-def _about(spec: Field) -> dict[str, str | int]:
+def _about(spec: Field, width: int = 1) -> dict[str, str | int]:
     about: dict[str, str | int] = {"level": str(spec.level), "dtype": spec.dtype, "origin": str(spec.origin)}
     about["meaning"] = spec.meaning
-    return about if spec.width == 1 else about | {"width": spec.width}
+    about |= {"width": width} if width != 1 else {}
+    return about | ({"ragged": 1} if spec.ragged else {})
 
 
 def _learn(name: str, about: Mapping[str, Any], dtype: str = "") -> None:
@@ -257,7 +258,8 @@ def _learn(name: str, about: Mapping[str, Any], dtype: str = "") -> None:
     origin = Origin(about.get("origin", Origin.TRAINING))
     level = Level(about.get("level", Level.ROW))
     kind, meaning, width = dtype or about["dtype"], about.get("meaning", ""), int(about.get("width", 1))
-    declare(Field(name, kind, level, origin, meaning, optional=True, width=width))
+    ragged = bool(about.get("ragged", False))
+    declare(Field(name, kind, level, origin, meaning, optional=True, width=width, ragged=ragged))
 
 
 def _read_rollouts(path: Path, step: int) -> tuple[StepRollouts, int]:

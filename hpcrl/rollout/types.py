@@ -146,8 +146,8 @@ class Sample:
     """A response (of one or more turns) on the rank that generated it.
 
     columns: the generator's fields of hpcrl.spec.trajectory by name, in their dtypes of transfer; token fields include
-    the prompt. Each is an attribute too, None if the sample lacks it. messages: prompt, turns and observations in chat
-    form.
+    the prompt; put() sets ragged ones. Each is an attribute too, None if the sample lacks it. messages: prompt, turns
+    and observations in chat form.
     """
 
     __slots__ = ("columns", "error", "id", "messages", "reward", "score")
@@ -164,13 +164,23 @@ class Sample:
     ):
         self.id, self.reward, self.score, self.error = id, reward, score, error
         self.messages = list(messages)
-        self.columns = {name: column for name, column in columns.items() if column is not None}
+        self.columns: dict[str, np.ndarray] = {}
+        for name, column in columns.items():
+            if column is not None:
+                self.put(name, column)
         self.finish_reason = finish_reason
 
     def __getattr__(self, name: str) -> Any:
         if name in FIELDS:
             return self.columns.get(name)
         raise AttributeError(f"a sample has no field {name!r}")
+
+    def put(self, name: str, column: np.ndarray) -> None:
+        """Set a field; for a ragged one also the field with the number of its values."""
+        self.columns[name] = column
+        if FIELDS[name].ragged:
+            counts = FIELDS[name].counts
+            self.columns[counts.name] = np.array([len(column)], dtype=counts.travels_as)
 
     def text(self) -> bytes:
         """The messages as transferred and stored."""

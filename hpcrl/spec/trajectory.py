@@ -38,8 +38,9 @@ class Origin(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Field:
     """dtype: numpy's name of the dtype in a Batch, or TEXT. wire: a smaller dtype for generators and transfers, if any.
-    fill: value at tokens that the model did not write. optional: a run may lack the field. width: numbers per token,
-    turn or row; arrays have a second dimension if there are several."""
+    fill: value at tokens that the model did not write. optional: a run may lack the field. width: numbers per value;
+    arrays have a second dimension if there are several. any_width: arrays may have a second dimension of any size.
+    ragged: a row has any number of values, also none; declare() adds the field `<name>_counts` with that number."""
 
     name: str
     dtype: str
@@ -50,10 +51,18 @@ class Field:
     wire: str = ""
     fill: float = 0
     width: int = 1
+    any_width: bool = False
+    ragged: bool = False
 
     def shape(self, count: int) -> tuple[int, ...]:
         """Shape of an array of this many values."""
         return (count,) if self.width == 1 else (count, self.width)
+
+    @property
+    def counts(self) -> Field:
+        """The field with each row's number of values of a ragged field."""
+        meaning = f"values of {self.name} per row"
+        return Field(f"{self.name}_counts", "int64", Level.ROW, self.origin, meaning, optional=self.optional)
 
     @property
     def travels_as(self) -> str:
@@ -68,15 +77,18 @@ FIELDS: dict[str, Field] = {}
 def declare(*fields: Field) -> None:
     """Add fields. ValueError for a name that is not an identifier, is reserved, or was declared differently before."""
     for field in fields:
-        known = FIELDS.setdefault(field.name, field)
+        known = FIELDS.get(field.name, field)
         if known != field:
             raise ValueError(f"field {field.name!r} is declared twice and differently: {known} and {field}")
         if not field.name.isidentifier() or field.name in _RESERVED:
-            del FIELDS[field.name]
             raise ValueError(f"field {field.name!r}: this name cannot be used; take another identifier")
         if field.dtype == TEXT and field.level is not Level.ROW:
-            del FIELDS[field.name]
             raise ValueError(f"field {field.name!r}: texts are fields of rows, not of a {field.level}")
+        if field.ragged and (field.dtype == TEXT or field.level is not Level.ROW or field.origin is Origin.SCORER):
+            raise ValueError(f"field {field.name!r}: ragged fields hold numbers of rows, and scorers cannot send them")
+        if field.ragged:
+            declare(field.counts)
+        FIELDS[field.name] = field
 
 
 def fields_of(origin: Origin, *levels: Level) -> list[Field]:
@@ -97,7 +109,7 @@ def generated_fields(truncated: bool, by_steps: bool, *levels: Level) -> list[Fi
 
 _RESERVED = {
     *("cu_seqlens", "cu_turns", "columns", "texts", "facts", "lengths", "row_ids", "num_sequences", "num_tokens"),
-    *("cu_segments", "segment_lengths", "segment_ids"),
+    *("cu_segments", "segment_lengths", "segment_ids", "segment_indices", "cu"),
     *("id", "finish_reason", "reward", "score", "error", "text"),
 }
 """Names with another meaning in Batch, Sample or the files."""
@@ -189,6 +201,7 @@ declare(
         Level.TOKEN,
         Origin.PACKING,
         "position in the sequence, from 0 in each turn by steps",
+        any_width=True,
     ),
     Field("group_ids", "int64", Level.ROW, Origin.PACKING, "prompt of the row, shared by its siblings"),
     Field("sample_ids", "int64", Level.ROW, Origin.PACKING, "`uid << 24 | attempt << 14 | member`"),

@@ -14,7 +14,7 @@ from hpcrl.comm.transfer import PeerLost, from_ragged
 from hpcrl.messaging.messages import Done, DropBatch, Logprobs, Move, SendTokens, TransferRollouts
 from hpcrl.rollout.batch import Batch, on_policy, pack
 from hpcrl.rollout.types import TOKEN_REWARD
-from hpcrl.spec.trajectory import FIELDS, TEXT, Level
+from hpcrl.spec.trajectory import FIELDS, TEXT, Field, Level
 from hpcrl.workers.generator import GeneratorRole
 from hpcrl.workers.role import Rank, without
 from hpcrl.workers.trainer import ReferenceRole, TrainerRole
@@ -59,13 +59,16 @@ class Exchange:
     def _transfer_rollouts(self, command: TransferRollouts, seq: int) -> Done:
         worker = self._worker
         fields = {level: _travelling(command.fields, level) for level in Level}
+        ragged = _ragged(command.fields)
 
         def pick(samples: Sequence[int]) -> dict[str, list[np.ndarray]]:
             return cast(GeneratorRole, worker.roles["generator"]).pick(samples)
 
-        exchange = worker.transfer_groups[command.group].exchange
+        exchange, moves = worker.transfer_groups[command.group].exchange, command.moves
         try:
-            received = exchange(worker.world.rank, command.moves, fields[Level.TOKEN], fields[Level.ROW], pick, TEXT)
+            received = exchange(
+                worker.world.rank, moves, fields[Level.TOKEN], fields[Level.ROW], pick, TEXT, ragged_fields=ragged
+            )
         except PeerLost as lost:
             return without(worker, (lost.peer,), seq, lost)
         if not received and not command.forms:
@@ -119,13 +122,22 @@ class Exchange:
 
 
 def _travelling(names: Sequence[str], level: Level) -> list[tuple[str, np.dtype]]:
-    """The named fields of this level with their dtypes of transfer, of several numbers for wide fields. ValueError for
-    a field that this rank does not know."""
+    """The named fields of this level, except ragged ones, with their dtypes of transfer, of several numbers for wide
+    fields. ValueError for a field that this rank does not know."""
     if unknown := sorted(set(names) - FIELDS.keys()):
         text = f"fields {', '.join(unknown)} are handed over to a rank that has not declared them"
         raise ValueError(f"{text}: declare them (hpcrl.spec.trajectory) in a module that every rank imports")
-    fields = [FIELDS[name] for name in names if FIELDS[name].level is level]
-    return [(field.name, np.dtype((field.travels_as, field.shape(1)[1:]))) for field in fields]
+    fields = [FIELDS[name] for name in names if FIELDS[name].level is level and not FIELDS[name].ragged]
+    return [(field.name, _dtype(field)) for field in fields]
+
+
+def _ragged(names: Sequence[str]) -> list[tuple[str, np.dtype, str]]:
+    """The named ragged fields with their dtypes of transfer and the fields with their numbers of values."""
+    return [(name, _dtype(FIELDS[name]), FIELDS[name].counts.name) for name in names if FIELDS[name].ragged]
+
+
+def _dtype(field: Field) -> np.dtype:
+    return np.dtype((field.travels_as, field.shape(1)[1:]))
 
 
 def _formed(share: _Share, fields: Sequence[str]) -> Batch:

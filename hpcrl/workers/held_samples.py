@@ -83,12 +83,14 @@ class SampleState:
         token_ids: np.ndarray | None = None,
         messages: list[dict[str, Any]] | None = None,
     ) -> Sample:
-        """Hold only a prompt, by default the row's own. truncated: with the optional fields."""
+        """Hold only a prompt, by default the row's own. truncated: with the optional fields. Ragged fields have no
+        values until someone sets them."""
         if token_ids is None or messages is None:
             token_ids, messages = self.prompt.token_ids, self.prompt.messages
         columns = {
-            field.name: np.full(field.shape(len(token_ids)), field.fill, dtype=field.travels_as)
-            for field in generated_fields(truncated, self.prompt.has_states, Level.TOKEN)
+            field.name: np.full(field.shape(0 if field.ragged else len(token_ids)), field.fill, dtype=field.travels_as)
+            for field in generated_fields(truncated, self.prompt.has_states)
+            if field.level is Level.TOKEN or field.ragged
         }
         self.rollout = Sample(self.id, messages=messages, **(columns | {"token_ids": token_ids}))
         return self.rollout

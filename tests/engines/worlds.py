@@ -109,7 +109,9 @@ def by_steps(batch: Batch, counts: Sequence[int]) -> Batch:
         name: column if FIELDS[name].level is Level.TOKEN else getattr(firsts, name)
         for name, column in batch.columns.items()
     }
-    return Batch(batch.cu_seqlens[[0, *ends]], columns).check()
+    states = torch.zeros(batch.num_tokens, dtype=torch.int32)
+    states[batch.cu_seqlens[:-1]] = 1
+    return Batch(batch.cu_seqlens[[0, *ends]], columns | {"states": states}).check()
 
 
 def norms_of(batch: Batch) -> Norms:

@@ -239,13 +239,17 @@ class FSDP2Engine:
         """
         lengths = batch.segment_lengths.tolist() or [1]
         token_ids = batch.token_ids if batch.num_tokens else batch.token_ids.new_zeros(1)
-        positions = batch.position_ids if batch.num_tokens else batch.position_ids.new_zeros(1)
+        positions = batch.position_ids
+        if not batch.num_tokens:
+            positions = positions.new_zeros((1, *positions.shape[1:]))
         places = batch.loss_mask.nonzero()[:, 0]
         before = places - 1 if places.numel() else places.new_zeros(1)
         layout = None
         if self.packing or self.grid.tokens.all.size > 1:
-            prefixes = batch.prefix_lengths().tolist() or [0]
-            shared = shared_prefixes(token_ids, lengths, prefixes)
+            prefixes = batch.prefix_lengths()
+            if positions.dim() > 1:  # equal tokens may stand for different images
+                prefixes = torch.zeros_like(prefixes)
+            shared = shared_prefixes(token_ids, lengths, prefixes.tolist() or [0])
             layout = PackedLayout(lengths, self.device, shared, self.own.attention, self.grid.tokens)
         elif len(lengths) > 1:
             raise ValueError("a row of several sequences (an episode by steps) needs a model that can be packed")

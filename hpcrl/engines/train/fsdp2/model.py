@@ -120,8 +120,8 @@ class PackedCausalLM(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """(log-probs, entropies or None), float32 [N], of targets[n] as the token that follows token_ids[before[n]].
 
-        token_ids and positions int64 [T] hold sequences back to back; without a layout, one sequence. Collective over
-        the ranks of the layout, each of which computes its share and gets everything.
+        token_ids int64 [T] and positions int64 [T] or [T, axes] hold sequences back to back; without a layout, one
+        sequence. Collective over the ranks of the layout, each of which computes its share and gets everything.
         """
         num_targets = len(targets)
         states, mine = self._states(token_ids, positions, layout, before)
@@ -158,7 +158,10 @@ class PackedCausalLM(nn.Module):
         if layout is not None:
             token_ids = token_ids[layout.kept]
             mine, before = layout.own(before)
-            packed = {"packed_layout": layout, "position_ids": positions[None, layout.rotated]}
+            packed = {"packed_layout": layout}
+            positions = positions[layout.rotated]
+        if layout is not None or positions.dim() > 1:
+            packed["position_ids"] = positions[None] if positions.dim() == 1 else positions.t()[:, None]
         hidden = self.hf.base_model(input_ids=token_ids[None], use_cache=False, **packed).last_hidden_state[0]
         return hidden.index_select(0, before), mine
 

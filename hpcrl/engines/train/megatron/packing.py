@@ -58,15 +58,20 @@ def pack(batch: Batch, num_ranks: int, rank: int, tensor_parallel: int, least: i
     """The rows of a micro-batch, for one of num_ranks context parallel ranks.
 
     Sequences get padding as padded_lengths says, which nothing attends to. least: tokens to which a last sequence of
-    padding fills the micro-batch up, on all ranks.
+    padding fills the micro-batch up, on all ranks. ValueError for positions of several axes.
     """
+    if batch.position_ids.dim() > 1:
+        axes = batch.position_ids.shape[1]
+        raise ValueError(
+            f"batch.position_ids has {axes} axes; trainer.engine=megatron knows one, use fsdp2 or deepspeed"
+        )
     device = batch.token_ids.device
     padded = padded_lengths(batch.segment_lengths.tolist(), num_ranks, tensor_parallel)
     if lacking := max(0, least - sum(padded)):
         padded.append(lacking)
     spans = torch.tensor(padded, device=device)
     starts = torch.cat([spans.new_zeros(1), spans.cumsum(0)])
-    at = starts[batch.segment_ids] + batch.position_ids  # of each token with padding
+    at = starts[batch.segment_ids] + batch.segment_indices  # of each token with padding
     sources = torch.full((sum(padded),), -1, device=device)
     sources[at] = torch.arange(batch.num_tokens, device=device)
     tokens = torch.zeros_like(sources)
