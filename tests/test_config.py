@@ -353,7 +353,7 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
             "rollout.domains.a.filter_mean_low: 0.5 must be below rollout.domains.a.filter_mean_high, which is 0.4",
         ),
         (["data.domain_interleave_probs={a:.5,b:.4}"], "data.domain_interleave_probs: the shares must add up to 1"),
-        (["pipeline=sft", "sft.stop_score=.2"], "sft.stop_score: needs held-out evaluation"),
+        (["pipeline=sft", "sft.stop_score=.2"], "sft.stop_score: needs validation"),
         (
             ["rollout.max_staleness=0.01"],
             "rollout.max_staleness: 0.01 of 64 prompts is less than one, so nothing can be gen",

@@ -1,7 +1,7 @@
 """Upload the metrics of a run to a tracker, from a machine with network access such as the login node.
 
 python -m hpcrl track RUN_DIR TRACKER [URI]      every step of metrics.jsonl that the tracker does not have,
-                                                 the held-out completions and the plot
+                                                 the validation completions and the plot
 
 Weights & Biases and SwanLab find their API keys as usual.
 """

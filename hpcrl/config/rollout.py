@@ -17,7 +17,7 @@ class DomainRolloutConfig(Section):
     """Keys of rollout with other values for the prompts of one domain; null: the value of rollout."""
 
     max_new_tokens: Positive | None = None
-    """Maximum response length, tokens, also of held-out prompts; at most rollout.max_new_tokens."""
+    """Maximum response length, tokens, also of validation prompts; at most rollout.max_new_tokens."""
     filter_mean_low: Float | None = None
     """Keep only groups with a mean score above this value."""
     filter_mean_high: Float | None = None

@@ -74,7 +74,7 @@ class Config(Section):
     save_every: Natural = 20
     """Steps between checkpoints; 0: only at the end."""
     eval_every: Natural = 10
-    """Steps between held-out evaluations; 0: never."""
+    """Steps between evaluations; 0: never."""
     keep_checkpoints: Annotated[int, Field(ge=2), NUMBER] = 2
     """Newest checkpoints kept."""
     resume: Literal["auto", "fresh"] = "auto"
@@ -277,7 +277,7 @@ class Config(Section):
 
     @property
     def evaluates(self) -> bool:
-        """Whether the run evaluates on held-out prompts."""
+        """Whether the run evaluates on validation prompts."""
         return self.data.val is not None and self.eval_every > 0
 
     def env_of(self, domain: str) -> EnvConfig | None:

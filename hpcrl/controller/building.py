@@ -62,7 +62,7 @@ def build(
     generated ahead and the commit of a save continue in it. ValueError for bad input of the user, other errors as
     Controller.call() and Checkpoints.restore()."""
     tokenizer = _load_tokenizer(model_path, config)
-    routes_of(config, model_path)  # declares the field, for the hand-over
+    routes_of(config, model_path)  # declares the field, for the rollout transfer
     trainer = (Trainer if config.learns else IdleTrainer)(controller, layout, config)
     weights = (Weights if config.learns else FixedWeights)(controller, layout)
     transfer_group = RolloutTransfer(controller, layout)

@@ -93,7 +93,7 @@ class Run:
         return stats
 
     def evaluate(self, step: int) -> Stats:
-        """Scores on held-out prompts if due at this step (0: before training); otherwise empty."""
+        """Scores on validation prompts if due at this step (0: before training); otherwise empty."""
         every = self.config.eval_every
         due = bool(every) and (step % every == 0 or step == self.config.max_steps)
         return self.evaluation.scores(step) if due and self.evaluation is not None else {}

@@ -118,7 +118,7 @@ class Evaluation:
         return examples
 
     def _keep_episodes(self, step: int, collected: CollectedRollouts) -> None:
-        """Write the first, the best and the worst of the held-out episodes of each domain."""
+        """Write the first, the best and the worst of the validation episodes of each domain."""
         played: dict[str, list[DoneSample]] = {}
         for prompt, group in zip(self._prompts, collected.groups, strict=True):
             if self._config.env_of(prompt.domain) is not None:

@@ -19,7 +19,7 @@ def training_sampling(config: Config) -> Sampling:
 
 
 def evaluation_sampling(config: Config, temperature: float) -> Sampling:
-    """Sampling parameters of held-out responses: those of training at its temperature, else without truncation."""
+    """Sampling parameters of validation responses: those of training at its temperature, else without truncation."""
     r = config.rollout
     length = config.eval.max_new_tokens or r.max_new_tokens
     top_p, top_k, min_p = (r.top_p, r.top_k, r.min_p) if temperature == r.temperature else (1.0, 0, 0.0)

@@ -139,13 +139,13 @@ class GeneratedTask:
         self._options = read_options(schema, options)
         self.size = size
         self._key = f"{name}/{seed}/{split}"
-        self._held_out = split == "val"
+        self._validation = split == "val"
 
     def row(self, index: int) -> dict[str, Any]:
         rng = random.Random(f"{self._key}/{index}")
         for _ in range(1000):
             row = self._make(rng, self._options)
-            if (_hash(row["prompt"]) % HELD_OUT == 0) == self._held_out:
+            if (_hash(row["prompt"]) % HELD_OUT == 0) == self._validation:
                 return row
         raise ValueError(f"task:{self.name} has too few different rows under {self._options!r} to hold some out")
 

@@ -86,7 +86,7 @@ def _inputs(
             names = ", ".join(dict.fromkeys(env.name for env in config.envs.values()))
             yield "", f"environment {names}, episodes of up to {config.max_turns} turns"
     if config.data.val is not None:
-        yield "", f"held-out {_sources(config.data, 'val', shown)}"
+        yield "", f"validation {_sources(config.data, 'val', shown)}"
     yield from shown.examples
     for path in _missing_files(config):
         yield "", f"note: {path} does not exist: this run cannot start, and its rows are not checked"

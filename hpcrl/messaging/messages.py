@@ -162,8 +162,8 @@ class ReadTexts(Message):
 
 
 class ReadLastObservation(Message):
-    """Answer with what the environment showed after the last turn of held-out samples, messages as JSON; an empty text
-    for samples of other ranks."""
+    """Answer with what the environment showed after the last turn of validation samples, messages as JSON; an empty
+    text for samples of other ranks."""
 
     samples: list[int]
 

@@ -23,7 +23,7 @@ EVALUATION = "time/val_step"
 SHOWN = (
     ("critic/rewards/mean", "reward", "{:.3f}"),
     ("sft/loss", "loss", "{:.4f}"),
-    ("val/score/mean", "held-out", "{:.3f}"),
+    ("val/score/mean", "validation", "{:.3f}"),
     ("system/tps", "tokens/s", "{:,.0f}"),
 )
 """Metric, its label and format; metrics not measured yet are omitted, the last evaluation stays visible."""

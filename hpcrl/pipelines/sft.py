@@ -19,12 +19,12 @@ class SFTConfig(Section):
     batch_size: Positive = 64
     """Rows per step."""
     stop_score: Share | None = None
-    """End early once a sampled held-out score reaches this."""
+    """End early once a sampled validation score reaches this."""
 
 
 def _check(config: Any) -> Iterator[Problem]:
     if config.sft.stop_score is not None and not config.evaluates:
-        text = "sft.stop_score: needs held-out evaluation; give data.val and eval_every above 0"
+        text = "sft.stop_score: needs validation; give data.val and eval_every above 0"
         yield Problem(("sft", "stop_score"), text, (("data", "val"), ("eval_every",)))
 
 
@@ -40,15 +40,15 @@ SPEC = PipelineSpec(
 
 
 def sft(run: Run) -> None:
-    """Train to the last step, or until the sampled held-out score reaches sft.stop_score.
+    """Train to the last step, or until the sampled validation score reaches sft.stop_score.
 
-    In the background: a running save is committed while the run waits for held-out responses
+    In the background: a running save is committed while the run waits for validation responses
     (Checkpoints.commit_if_written); roles on rank 0 work in every wait (Worker.pump).
     """
     config, stop_score = run.config, run.config.section(SFTConfig).stop_score
     for step in run.steps():
         if stop_score is not None and (score := _score(run.last_logged)) >= stop_score:
-            run.end_at(step - 1, f"the held-out score, {score:.3f}, has reached sft.stop_score={stop_score:g}")
+            run.end_at(step - 1, f"the validation score, {score:.3f}, has reached sft.stop_score={stop_score:g}")
             return
         batch = run.rows.next(step)
         stats = run.trainer.update(batch)
@@ -62,6 +62,6 @@ def sft(run: Run) -> None:
 
 
 def _score(logged: Mapping[str, float | None]) -> float:
-    """The last logged sampled held-out score, the same in a resumed run; -1 without one."""
+    """The last logged sampled validation score, the same in a resumed run; -1 without one."""
     score = logged.get("val/sampled/score/mean", logged.get("val/score/mean"))
     return -1.0 if score is None else score

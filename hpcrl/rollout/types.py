@@ -22,7 +22,7 @@ MAX_GROUP_SIZE = GREEDY_MEMBER
 """Largest number of sampled responses to a prompt."""
 MAX_ATTEMPTS = 1 << ATTEMPT_BITS
 FIRST_VALIDATION_UID = 1 << 38
-"""First number of held-out prompts, apart from those of training."""
+"""First number of validation prompts, apart from those of training."""
 ROW_BITS = 20
 MAX_VALIDATION_ROWS = 1 << ROW_BITS
 
@@ -73,7 +73,7 @@ def is_greedy(sample_id: int) -> bool:
 
 
 def validation_uid(evaluation: int, row: int) -> int:
-    """Uid of a held-out prompt in the n-th evaluation. Uids differ between evaluations, since a late answer must not
+    """Uid of a validation prompt in the n-th evaluation. Uids differ between evaluations, since a late answer must not
     count in the next one, and repeat after 262,144 evaluations."""
     assert row < MAX_VALIDATION_ROWS, "checked by hpcrl.config"
     return FIRST_VALIDATION_UID + (evaluation % (FIRST_VALIDATION_UID >> ROW_BITS) << ROW_BITS) + row
@@ -86,11 +86,11 @@ def is_validation(sample_id: int) -> bool:
 
 def episode_seed(seed: int, uid: int) -> int:
     """31-bit seed of the environments of a prompt, as common random generators take no more: below 2**30 in training,
-    from there on for a held-out prompt, which has the same one in every evaluation."""
-    held_out = uid >= FIRST_VALIDATION_UID
-    origin = FIRST_VALIDATION_UID + uid % MAX_VALIDATION_ROWS if held_out else uid
+    from there on for a validation prompt, which has the same one in every evaluation."""
+    validation = uid >= FIRST_VALIDATION_UID
+    origin = FIRST_VALIDATION_UID + uid % MAX_VALIDATION_ROWS if validation else uid
     digest = hashlib.blake2b(f"{seed}/{origin}/episode".encode(), digest_size=4).digest()
-    return (int.from_bytes(digest, "little") >> 2) | (held_out << 30)
+    return (int.from_bytes(digest, "little") >> 2) | (validation << 30)
 
 
 def sampling_seed(seed: int, sample_id: int) -> int:

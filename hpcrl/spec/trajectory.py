@@ -29,7 +29,7 @@ class Level(StrEnum):
 class Origin(StrEnum):
     """Where a field is filled."""
 
-    GENERATOR = "generator"  # by the generating rank, which keeps it until the hand-over
+    GENERATOR = "generator"  # by the generating rank, which keeps it until the rollout transfer
     SCORER = "scorer"  # by rewards and environments; sent through the controller
     PACKING = "packing"  # derived from other fields when a batch is formed
     TRAINING = "training"  # by a command on a batch; absent before it

@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 ERROR_CHARS = 2000
 LAST_CHARS = 100_000
-"""Of what a held-out episode shows last, which only its page shows."""
+"""Of what a validation episode shows last, which only its page shows."""
 NOTHING_PLAYED = {"success": 0.0, "return": 0.0, "turns": 0.0, "failed": 0.0}
 """Metrics of an episode without a turn. One that fails has them too, since means over the others would be too good."""
 
@@ -142,7 +142,7 @@ class EnvRole:
         limits = [env.max_seconds for env in worker.config.envs.values() if env.max_seconds is not None]
         self._clock, self._now = AwakeClock(min(limits, default=math.inf)), 0.0
         self._episodes: dict[int, _Episode] = {}  # by sample, without those that were given up and still run
-        self._ends: dict[int, str] = {}  # what held-out episodes of the newest evaluation showed last, by sample
+        self._ends: dict[int, str] = {}  # what validation episodes of the newest evaluation showed last, by sample
         self._unread: dict[str, frozenset[str]] = defaultdict(frozenset)  # keys of info, by section
         self._waiting: deque[Turn] = deque()  # without a thread, in order
         self._playing: list[_Playing] = []

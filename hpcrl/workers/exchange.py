@@ -24,7 +24,7 @@ _FLOAT = np.dtype(np.float32)
 
 @dataclass
 class _Share:
-    """This rank's part of a batch during its hand-over."""
+    """This rank's part of a batch during its transfer."""
 
     received: list[tuple[Move, dict[str, np.ndarray]]] = field(default_factory=list)
     scored: dict[str, list[np.ndarray]] = field(default_factory=dict)  # of ROW fields in chunks, of others by row

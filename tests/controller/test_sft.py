@@ -33,5 +33,5 @@ def test_a_run_that_ends_by_its_stop_score_says_so(tmp_path: Path) -> None:
         for row in map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
         if row["step"] == 1
     }
-    why = f"trained 1 step: the held-out score, {score:.3f}, has reached sft.stop_score=0"
+    why = f"trained 1 step: the validation score, {score:.3f}, has reached sft.stop_score=0"
     assert why in done.stdout.splitlines() and read_finished(tmp_path / "run")["reason"] == why

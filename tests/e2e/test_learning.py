@@ -96,7 +96,7 @@ def test_a_terminal_shows_one_live_line_and_a_summary(warmed_up: tuple[Path, str
     states = [re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", state) for state in live[0]]
     assert len({state.split("\u2501")[0] for state in states}) > 20, "it moves"
     assert states[-1].startswith(f"step {last}/") and max(map(len, states)) <= COLUMNS
-    summary = rf"^{last}( of \d+)? steps in .* s each\)  .*loss .* -> .*held-out 0\.0\d\d -> 0\."
+    summary = rf"^{last}( of \d+)? steps in .* s each\)  .*loss .* -> .*validation 0\.0\d\d -> 0\."
     assert re.search(summary, shown, re.MULTILINE), shown[-1000:]
 
 

@@ -102,7 +102,7 @@ def huge_reward(data_source: str, solution_str: str, ground_truth: str) -> float
 
 def rank_siblings(items: Sequence[RewardItem]) -> list[Score]:
     """A last turn earns the share of its siblings' that are smaller as texts, and an eighth each earlier one or, of a
-    single turn, its first token. A held-out prompt has no siblings. Refuses anything but one whole group of four."""
+    single turn, its first token. A validation prompt has no siblings. Refuses anything but one whole group of four."""
     texts = [item.response for item in items]
     if len({(item.sample_id >> 24, item.prompt) for item in items}) != 1 or len(items) not in (1, 4):
         raise ValueError(f"no group: {[item.sample_id for item in items]}")

@@ -151,7 +151,7 @@ def test_the_plan_counts_rows_and_shows_a_prompt(at: Path):
     long = write(at, {"prompt": "a" * 500 + "?", "answer": "4"}, name="long.jsonl")
     text = plan(at, f"data.train={at}/part-*.jsonl", f"data.val={long}")
     assert f"data    train {at}/part-*.jsonl (6 rows in 3 files: 1 + 2 + 3)\n" in text
-    assert f"        held-out {long} (1 row)\n" in text
+    assert f"        validation {long} (1 row)\n" in text
     assert 'example "<|im_start|>user\\n2+2?<|im_end|>\\n<|im_start|>assistant\\n"\n' in text
     text = plan(at, f"data.train={long}")
     (example,) = (line for line in text.splitlines() if line.startswith("example"))

@@ -150,7 +150,7 @@ def test_the_last_evaluation_stays_on_a_terminal() -> None:
     progress.update(1, {"critic/rewards/mean": 0.25, "system/tps": 1234.5})
     progress.close()
     shown = screen.getvalue()
-    assert "step 1/10" in shown and "reward 0.250  held-out 0.460  tokens/s 1,234" in shown
+    assert "step 1/10" in shown and "reward 0.250  validation 0.460  tokens/s 1,234" in shown
 
 
 @pytest.mark.parametrize("columns", [60, 80, 200])
@@ -191,16 +191,16 @@ def test_the_summary_tells_steps_times_and_what_was_learnt() -> None:
         {"step": 2, "time/step_total": 1.0, "critic/rewards/mean": None},
         {"step": 3, "time/step_total": 2.0, "critic/rewards/mean": 0.5, "time/val_step": 1.0, "val/score/mean": 0.9},
     ]
-    told = "steps in 6 s (2 s each)  evaluations 3 s  reward 0.250 -> 0.500  held-out 0.460 -> 0.900"
+    told = "steps in 6 s (2 s each)  evaluations 3 s  reward 0.250 -> 0.500  validation 0.460 -> 0.900"
     assert summary(rows, 3) == f"3 {told}"
     assert summary(rows, 10) == f"3 of 10 {told}", "a run that ended early says so"
     assert summary([], 10) == "0 of 10 steps"
     assert summary([{"step": 1, "time/step_total": 26.0}], 1) == "1 step in 26 s (26 s each)"
 
 
-@pytest.mark.parametrize("measured", [("reward", "held-out"), ("reward",), ("held-out",), ("loss",)])
+@pytest.mark.parametrize("measured", [("reward", "validation"), ("reward",), ("validation",), ("loss",)])
 def test_plot_draws_what_was_measured(tmp_path: Path, measured: tuple[str, ...]) -> None:
-    names = {"reward": "critic/rewards/mean", "held-out": "val/score/mean", "loss": "sft/loss"}
+    names = {"reward": "critic/rewards/mean", "validation": "val/score/mean", "loss": "sft/loss"}
     rows = [{"step": step} | {names[what]: None if step == 2 else step / 10 for what in measured} for step in range(9)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     path = plot(tmp_path)

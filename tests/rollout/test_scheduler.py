@@ -649,7 +649,7 @@ def test_an_error_of_a_reward_restarts_no_response():
 
 
 def test_answers_about_samples_of_another_scheduler_are_stale():
-    """A held-out sample is answered twice, the second time in training: its uid is above all that were offered."""
+    """A validation sample is answered twice, the second time in training: its uid is above all that were offered."""
     scheduler, _ = started(SchedulerConfig(1), 1, {0: 4}, 1)
     assert scheduler.plan(score(make_sample_id(1 << 38, 0, 0))) == []
     assert scheduler.metrics()["scheduler/late_events"][0] == 1
@@ -703,7 +703,7 @@ def test_the_counts_of_a_starved_step_are_of_one_period():
 
 
 def test_what_starts_after_weights_arrived_has_them():
-    """Between their arrival and the step that trains on them: held-out prompts, a checkpoint."""
+    """Between their arrival and the step that trains on them: validation prompts, a checkpoint."""
     scheduler, _ = started(SchedulerConfig(1, max_staleness=1), 1, {0: 8}, 1)
     scheduler.plan([finish(*ids_of(0, 1)), *score(*ids_of(0, 1))])
     scheduler.take()

@@ -119,9 +119,9 @@ def test_a_finished_run_has_no_time_to_go(tmp_path: Path) -> None:
     """Also one that ended before its last step, which says why."""
     run = make(tmp_path / "run", steps=4, a1={"job": 7, "restarts": 0, "ended": "x", "how": "done", "why": "over"})
     assert "left at this rate" in describe(run, None, NOW)
-    finish_run(run, 4, 10, "trained 4 steps: the held-out score, 0.900, has reached sft.stop_score=0.9")
+    finish_run(run, 4, 10, "trained 4 steps: the validation score, 0.900, has reached sft.stop_score=0.9")
     text = describe(run, None, NOW)
-    assert "to go" not in text and "finished: trained 4 steps: the held-out score, 0.900, has reached" in text
+    assert "to go" not in text and "finished: trained 4 steps: the validation score, 0.900, has reached" in text
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_links_of_a_chain_are_no_restarts_and_an_early_end_is_told(tmp_path: Pat
     requeued = make(tmp_path / "requeued", a1=ended | {"job": 7}, a2=ended | {"job": 7, "restarts": 1})
     assert "restarts 1\n" in describe(requeued, None, NOW)
     run = make(tmp_path / "early", steps=4, a1=ended | {"job": 7})
-    finish_run(run, 4, 10, "trained 4 steps: sampled held-out score 0.6 reached")
-    assert line(run, None, NOW).endswith("  ended early: sampled held-out score 0.6 reached")
+    finish_run(run, 4, 10, "trained 4 steps: sampled validation score 0.6 reached")
+    assert line(run, None, NOW).endswith("  ended early: sampled validation score 0.6 reached")
     finish_run(run, 10, 10, "trained 10 steps")
     assert "early" not in line(run, None, NOW).removeprefix("early")

@@ -98,7 +98,7 @@ def test_a_held_out_environment_is_the_same_episode_in_every_evaluation(stage: S
 
 
 def test_seeds_of_training_and_of_held_out_prompts_are_of_different_halves() -> None:
-    """As those of env:DOMAIN, by which environments choose held-out goals and games."""
+    """As those of env:DOMAIN, by which environments choose validation goals and games."""
     uids = range(100)
     assert max(episode_seed(0, uid) for uid in uids) < HALF
     assert min(episode_seed(0, validation_uid(1, uid)) for uid in uids) >= HALF
