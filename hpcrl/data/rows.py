@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -40,7 +40,8 @@ message between ranks holds 64 MiB, including the prompt, and has the answer twi
 class Row:
     """`messages` end with the turn to answer; `turn` is a reference answer for the SFT pipeline, an assistant turn with
     what it has besides `content`; `extra` holds all columns except the prompt, that of the answer included;
-    `variables` are the row's own for the chat template."""
+    `variables` are the row's own for the chat template. Of a pair (hpcrl.data.pairs) it is the chosen part: `rejected`
+    is the other one, and the first `prompt_messages` are not learned from."""
 
     messages: Messages
     answer: Any
@@ -49,6 +50,12 @@ class Row:
     domain: str
     extra: dict[str, Any]
     variables: dict[str, Any] = field(default_factory=dict)
+    rejected: Row | None = None
+    prompt_messages: int = 0
+
+
+ReadRow = Callable[[dict[str, Any], DataConfig, str | None, str, bool], Row]
+"""parse_row, or another function of its arguments."""
 
 
 def parse_row(
@@ -144,10 +151,11 @@ def learning_obstacle(row: Row) -> str:
         )
     if not (row.turn.get("tool_calls") or row.turn["content"].strip()):
         return "the answer to learn from is empty"
-    for message in row.messages:
+    answered = row.messages[row.prompt_messages :]
+    for message in answered:
         if message["role"] == "assistant" and not (message.get("tool_calls") or message["content"].strip()):
             return "an assistant turn is empty, and all of them are learned from"
-    turns = [message for message in (*row.messages, row.turn) if message["role"] == "assistant"]
+    turns = [message for message in (*answered, row.turn) if message["role"] == "assistant"]
     if all(turn.get("weight") == 0 for turn in turns):
         return "all assistant turns have weight 0"
     return ""
@@ -256,15 +264,22 @@ class ChecksRows(Protocol):
 
 class RowSet:
     """All rows of a split, checked, source after source. ValueError lists all problems. check: of rows that were read,
-    and of the first row of a generated source.
+    and of the first row of a generated source. read: how a raw row is read.
 
     `domain_names`: in order of appearance; `domains`: int32 [rows], each row's index into domain_names; `unanswered`:
     domain -> number of rows without an answer, and `file:line` of the first; `unlearnable`: learning_obstacle() -> the
     same two of the rows that have it; `own_variables`: domain -> the same two of rows with variables for the template.
     """
 
-    def __init__(self, config: DataConfig, split: Split, seed: int, check: ChecksRows | None = None):
-        self._config, self._check = config, check
+    def __init__(
+        self,
+        config: DataConfig,
+        split: Split,
+        seed: int,
+        check: ChecksRows | None = None,
+        read: ReadRow = parse_row,
+    ):
+        self._config, self._check, self._read = config, check, read
         self.sources = sources(config, split)
         if not self.sources:
             raise ValueError(f"data.{split} is not set")
@@ -346,7 +361,7 @@ class RowSet:
     def _parse(self, number: int, index: int) -> Row:
         table, source = self.tables[number], self.sources[number]
         fixed = source.domain or table.fixed_domain
-        return parse_row(table.row(index), self._config, fixed, table.where(index), table.padded)
+        return self._read(table.row(index), self._config, fixed, table.where(index), table.padded)
 
     def rows_of(self, domain: str) -> tuple[int, str]:
         """The number of rows of a domain, and `file:line` of the first."""
@@ -408,17 +423,22 @@ def domain_shares(names: list[str], probs: dict[str, float], batch_size: int) ->
 
 
 def read_splits(
-    config: DataConfig, seed: int, checks: Mapping[Split, ChecksRows] | None = None
+    config: DataConfig,
+    seed: int,
+    checks: Mapping[Split, ChecksRows] | None = None,
+    read_train: ReadRow = parse_row,
 ) -> tuple[dict[Split, RowSet], list[str]]:
     """The valid rows of data.train and data.val, and all errors of the others that can be found without a tokenizer,
-    one line each. checks: what else to check of the rows of a split."""
+    one line each. checks: what else to check of the rows of a split. read_train: how a raw row of data.train is
+    read."""
     found: dict[Split, RowSet] = {}
     problems: list[str] = []
     splits: tuple[Split, ...] = ("train", "val")
     for split in splits:
         if sources(config, split):
             try:
-                found[split] = RowSet(config, split, seed, (checks or {}).get(split))
+                read = read_train if split == "train" else parse_row
+                found[split] = RowSet(config, split, seed, (checks or {}).get(split), read)
             except ValueError as error:
                 problems += str(error).splitlines()
     return found, list(dict.fromkeys(problems))

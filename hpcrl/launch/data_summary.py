@@ -123,7 +123,11 @@ def _examples(config: Config, template: FolderTemplate, rows: RowSet) -> Iterato
         else:
             *_, (learned, _) = pieces = list(turns_of(template, row))
             yield "example", _quoted("".join(text for text, _ in pieces[:-1]))
-            yield "", f"learned: {_quoted(learned)}"
+            if row.rejected is None:
+                yield "", f"learned: {_quoted(learned)}"
+            else:
+                yield "", f"chosen: {_quoted(learned)}"
+                yield "", f"rejected: {_quoted(list(turns_of(template, row.rejected))[-1][0])}"
     except (TemplateRefusal, LeftOut):  # reported, or skipped with a note
         return
 

@@ -199,10 +199,11 @@ class TransferRollouts(Message):
 
 
 class LoadRows(Message):
-    """Form batch `batch` from rows of the supervised training data."""
+    """Form batch `batch` from rows of the supervised training data: sequence n is one of row n // per_row
+    (hpcrl.data.answers)."""
 
     batch: int
-    rows: list[int]
+    sequences: list[int]
 
 
 class LoadRollouts(Message):

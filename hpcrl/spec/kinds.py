@@ -102,6 +102,10 @@ class PipelineSpec(Spec):
     """`inspect(config, resumes)`: problems of the files that it reads and writes, found before anything starts."""
     batch_size: Callable[[Any], int] | None = None
     """Rows of a step, if the rows are not prompts with groups of responses."""
+    pairs: bool = False
+    """Whether its rows, which are not prompts, are pairs of a chosen and a rejected answer (hpcrl.data.pairs): each
+    becomes two sequences with one group id, the chosen one first (the field `chosen`), on the same rank and in the same
+    micro-batch."""
     objective: str = ""
     """`module:NAME` of the objective, called without arguments, if the run has no algorithm."""
     work: Callable[[Any], str] | None = None
