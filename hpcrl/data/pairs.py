@@ -4,6 +4,7 @@ whole dialogues with a common beginning."""
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from hpcrl.config import DataConfig
@@ -16,7 +17,12 @@ COMPLETION = "completion"
 
 
 def parse_pair(
-    raw: dict[str, Any], config: DataConfig, fixed_domain: str | None, where: str, padded: bool = False
+    raw: dict[str, Any],
+    config: DataConfig,
+    fixed_domain: str | None,
+    where: str,
+    padded: bool = False,
+    folder: Path = Path(),
 ) -> Row:
     """Read a raw row as parse_row() does: the row of the chosen part, with the other part as `rejected`. BadRow
     describes the error."""
@@ -34,9 +40,15 @@ def parse_pair(
     if _said(parts[0]) == _said(parts[1]):
         raise BadRow(f"{where}: chosen and rejected are equal")
     chosen, rejected = (
-        _row({**rest, COMPLETION: part}, len(part), name, config, fixed_domain, where, padded)
-        for name, part in zip(PARTS, parts, strict=True)
+        parse_row({**rest, COMPLETION: part}, config, fixed_domain, where, padded, folder) for part in parts
     )
+    chosen, rejected = (
+        replace(row, prompt_messages=len(row.messages) + 1 - len(part))
+        for row, part in zip((chosen, rejected), parts, strict=True)
+    )
+    for name, row in zip(PARTS, (chosen, rejected), strict=True):
+        if obstacle := learning_obstacle(row):
+            raise BadRow(f"{where}: {name}: {obstacle}")
     return replace(chosen, rejected=rejected)
 
 
@@ -79,20 +91,3 @@ def _check_prompt(given: Any, key: str, prompt: Messages, where: str, padded: bo
 
 def _said(messages: Messages) -> Messages:
     return [{**message, "content": (message["content"] or "").strip()} for message in messages]
-
-
-def _row(
-    raw: dict[str, Any],
-    num_answered: int,
-    name: str,
-    config: DataConfig,
-    fixed_domain: str | None,
-    where: str,
-    padded: bool,
-) -> Row:
-    """The row of a part, whose last `num_answered` messages are learned from."""
-    row = parse_row(raw, config, fixed_domain, where, padded)
-    row = replace(row, prompt_messages=len(row.messages) + 1 - num_answered)
-    if obstacle := learning_obstacle(row):
-        raise BadRow(f"{where}: {name}: {obstacle}")
-    return row

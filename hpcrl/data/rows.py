@@ -8,6 +8,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -16,17 +17,18 @@ import numpy as np
 from hpcrl.config import DataConfig, DataSource
 from hpcrl.config.data import NOT_VARIABLES
 from hpcrl.data.env_sources import STARTS, given_start
-from hpcrl.data.files import NO_IMAGES, BadRow, Table
+from hpcrl.data.files import BadRow, Table
+from hpcrl.data.media import IN_MESSAGES, ImageFile, image_column, image_in_messages, images_of
 from hpcrl.data.messages import Messages, one_turn, read_messages, read_tools
 from hpcrl.data.places import open_table
 from hpcrl.data.tasks import Split
+from hpcrl.spec.media import IMAGE
 
 logger = logging.getLogger(__name__)
 
 PROMPT_KEYS = ("prompt", "messages", "conversations", "question", "problem", "instruction")
 ANSWER_KEYS = ("answer", "ground_truth", "label", "solution")
 RESPONSE_KEYS = ("response", "completion", "output")
-PICTURE_NAMES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 VARIABLES_KEY = "chat_template_kwargs"
 DEFAULT_DOMAIN = "default"
 PROGRESS_ROWS = 100_000  # between lines of progress: these rows take half a minute
@@ -39,7 +41,7 @@ message between ranks holds 64 MiB, including the prompt, and has the answer twi
 @dataclass(frozen=True, slots=True)
 class Row:
     """`messages` end with the turn to answer; `turn` is a reference answer for the SFT pipeline, an assistant turn with
-    what it has besides `content`; `extra` holds all columns except the prompt, that of the answer included;
+    what it has besides `content`; `extra` holds all columns except prompt and images, that of the answer included;
     `variables` are the row's own for the chat template. Of a pair (hpcrl.data.pairs) it is the chosen part: `rejected`
     is the other one, and the first `prompt_messages` are not learned from."""
 
@@ -50,22 +52,28 @@ class Row:
     domain: str
     extra: dict[str, Any]
     variables: dict[str, Any] = field(default_factory=dict)
+    images: tuple[ImageFile, ...] = ()
     rejected: Row | None = None
     prompt_messages: int = 0
 
 
-ReadRow = Callable[[dict[str, Any], DataConfig, str | None, str, bool], Row]
+ReadRow = Callable[[dict[str, Any], DataConfig, str | None, str, bool, Path], Row]
 """parse_row, or another function of its arguments."""
 
 
 def parse_row(
-    raw: dict[str, Any], config: DataConfig, fixed_domain: str | None, where: str, padded: bool = False
+    raw: dict[str, Any],
+    config: DataConfig,
+    fixed_domain: str | None,
+    where: str,
+    padded: bool = False,
+    folder: Path = Path(),
 ) -> Row:
-    """Read a raw row; `fixed_domain` replaces its tag. padded: absent keys of nested values are null. BadRow describes
-    the error."""
-    key = _first(raw, config.prompt_key, PROMPT_KEYS)
-    if place := _image_in(raw, key):
-        raise BadRow(f"{where}: {place}: {NO_IMAGES}")
+    """Read a raw row; `fixed_domain` replaces its tag. padded: absent keys of nested values are null; folder: where its
+    relative paths begin. BadRow describes the error."""
+    key, pictures = _first(raw, config.prompt_key, PROMPT_KEYS), image_column(raw)
+    if key is not None and (place := image_in_messages(raw[key], key)):
+        raise BadRow(f"{where}: {place}: {IN_MESSAGES}")
     if key is None:
         looked = config.prompt_key or ", ".join(PROMPT_KEYS)
         raise BadRow(f"{where}: no prompt: looked for {looked} (data.prompt_key); the row has {_columns(raw)}")
@@ -74,7 +82,7 @@ def parse_row(
     if not messages or messages[-1]["role"] not in ("user", "tool"):
         raise BadRow(f"{where}: {key} has no user turn to answer")
     answer = _answer(raw, config, where)
-    extra = {k: v for k, v in raw.items() if k != key}
+    extra = {k: v for k, v in raw.items() if k not in (key, pictures)}
     try:
         given_start(extra)
     except ValueError as error:
@@ -91,6 +99,7 @@ def parse_row(
         domain=fixed_domain or _domain(raw, config, where),
         extra=extra,
         variables=_variables(raw.get(VARIABLES_KEY), where, padded),
+        images=images_of(raw[pictures], pictures, where, folder) if pictures is not None else (),
     )
 
 
@@ -159,28 +168,6 @@ def learning_obstacle(row: Row) -> str:
     if all(turn.get("weight") == 0 for turn in turns):
         return "all assistant turns have weight 0"
     return ""
-
-
-def _image_in(raw: dict[str, Any], key: str | None) -> str | None:
-    """The place of a row's first image, None if it has none: `images` or `image` of the row or of a message of column
-    `key`, or a part of a message's content. A row's `image` may be a text of another meaning, such as a container."""
-    if raw.get("images"):
-        return "images"
-    image = raw.get("image")
-    if image and (not isinstance(image, str) or image.lower().endswith(PICTURE_NAMES)):
-        return "image"
-    messages = raw[key] if key is not None and isinstance(raw[key], list) else []
-    for n, message in enumerate(messages):
-        if not isinstance(message, dict):
-            continue
-        for name in ("images", "image"):
-            if message.get(name):
-                return f"{key}[{n}].{name}"
-        content = message.get("content")
-        for k, part in enumerate(content if isinstance(content, list) else []):
-            if isinstance(part, dict) and part.get("type") in ("image", "image_url", "input_image"):
-                return f"{key}[{n}].content[{k}]"
-    return None
 
 
 def _check_size(written: str | None, extra: dict[str, Any], where: str) -> None:
@@ -268,7 +255,8 @@ class RowSet:
 
     `domain_names`: in order of appearance; `domains`: int32 [rows], each row's index into domain_names; `unanswered`:
     domain -> number of rows without an answer, and `file:line` of the first; `unlearnable`: learning_obstacle() -> the
-    same two of the rows that have it; `own_variables`: domain -> the same two of rows with variables for the template.
+    same two of the rows that have it; `own_variables`: domain -> the same two of rows with variables for the template;
+    `media`: kind (hpcrl.spec.media) -> the same two of rows with such media.
     """
 
     def __init__(
@@ -296,6 +284,7 @@ class RowSet:
         self.unanswered: dict[str, tuple[int, str]] = {}
         self.unlearnable: dict[str, tuple[int, str]] = {}
         self.own_variables: dict[str, tuple[int, str]] = {}
+        self.media: dict[str, tuple[int, str]] = {}
         what, more = "sources", len(problems) - MAX_PROBLEMS
         if not problems:
             found = filter(None, self._scan(split))
@@ -330,6 +319,9 @@ class RowSet:
                     if row.variables:
                         count, first = self.own_variables.get(row.domain, (0, table.where(index)))
                         self.own_variables[row.domain] = count + 1, first
+                    if row.images:
+                        count, first = self.media.get(IMAGE, (0, table.where(index)))
+                        self.media[IMAGE] = count + 1, first
                     if self._check is not None:
                         yield self._check.problem_of(row, table.where(index))
                 except BadRow as error:
@@ -361,7 +353,8 @@ class RowSet:
     def _parse(self, number: int, index: int) -> Row:
         table, source = self.tables[number], self.sources[number]
         fixed = source.domain or table.fixed_domain
-        return self._read(table.row(index), self._config, fixed, table.where(index), table.padded)
+        where, folder = table.where(index), table.folder(index)
+        return self._read(table.row(index), self._config, fixed, where, table.padded, folder)
 
     def rows_of(self, domain: str) -> tuple[int, str]:
         """The number of rows of a domain, and `file:line` of the first."""

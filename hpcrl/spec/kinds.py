@@ -227,6 +227,9 @@ class GenEngineSpec(Spec):
     """Whether it can read weights from a trainer's parameters (hpcrl.engines.gen.generation_engine.SharesWeights)."""
     records_routes: bool = False
     """Whether it can record the experts that it chooses (the field `routes`, hpcrl.engines.expert_routes)."""
+    media: frozenset[str] = frozenset()
+    """Kinds of media (hpcrl.spec.media) that it takes with a prompt (Request.media). Training engines get none yet: a
+    run that learns from such prompts computes log-probs of the tokens only."""
     lora: bool = False
     """Whether it can apply adapters beside the weights of the model's folder (trainer.lora)."""
     several_in_process: bool = False
