@@ -102,15 +102,19 @@ class Trainer:
         self._algorithm.take(state.get("algorithm", {}))
 
     def load_rows(
-        self, step: int, rows: Sequence[int], sizes: Sequence[Sizes], keep_together: Mapping[int, int] | None = None
+        self,
+        step: int,
+        sequences: Sequence[int],
+        sizes: Sequence[Sizes],
+        keep_together: Mapping[int, int] | None = None,
     ) -> BatchHandle:
-        """A batch of one mini-batch from rows of the training data, balanced over the data-parallel ranks. Rows with
-        the same number in keep_together are in one micro-batch."""
-        by_row, together = dict(zip(rows, sizes, strict=True)), keep_together or {}
-        mini_batches = [sorted(by_row)]
-        shares = assign_rows(by_row, mini_batches, self._division.heads, keep_together=together)
-        handle = BatchHandle(step, step, by_row, mini_batches, shares, keep_together=together)
-        loads = {rank: messages.LoadRows(handle.id, rows) for rank, rows in handle.rows.items()}
+        """A batch of one mini-batch from sequences of the training data, balanced over the data-parallel ranks.
+        Sequences with the same number in keep_together are on one rank and in one micro-batch."""
+        by_sequence, together = dict(zip(sequences, sizes, strict=True)), keep_together or {}
+        mini_batches = [sorted(by_sequence)]
+        shares = assign_rows(by_sequence, mini_batches, self._division.heads, keep_together=together)
+        handle = BatchHandle(step, step, by_sequence, mini_batches, shares, keep_together=together)
+        loads = {rank: messages.LoadRows(handle.id, given) for rank, given in handle.rows.items()}
         self._controller.call(self._division.spread(loads))
         return handle
 

@@ -22,12 +22,14 @@ MAX_NAMED = 10
 
 class AnswerRows:
     """Rows of the training data, each epoch in its own order; the step determines its rows. Rows that only the
-    tokenizer shows to be unusable are skipped: their steps have fewer rows."""
+    tokenizer shows to be unusable are skipped: their steps have fewer rows. Sequence n is one of row n // per_row
+    (hpcrl.data.answers); all sequences of a row are in one micro-batch."""
 
     def __init__(self, trainer: Trainer, config: Config, tokenizer: Any):
         assert config.pipeline_spec.batch_size is not None, "a pipeline without prompts has rows"
         self._trainer, self._batch_size = trainer, config.pipeline_spec.batch_size(config)
-        self._rows = rows = sft_rows(config.data, "train", tokenizer, config.seed)
+        pairs = config.pipeline_spec.pairs
+        self._rows = rows = sft_rows(config.data, "train", tokenizer, config.seed, pairs)
         self._order = functools.lru_cache(2)(lambda epoch: epoch_order(config.seed, "sft", epoch, len(rows)))
         self._skipped: dict[int, str] = {}
         self.stats: Stats = {}
@@ -36,25 +38,27 @@ class AnswerRows:
         """The batch of this step, on the trainer ranks. ValueError if none of its rows can be learned from."""
         rows = self._rows
         draws = range((step - 1) * self._batch_size, step * self._batch_size)
-        chosen = sorted({int(self._order(draw // len(rows))[draw % len(rows)]) for draw in draws})
+        drawn = sorted({int(self._order(draw // len(rows))[draw % len(rows)]) for draw in draws})
         sizes: dict[int, Sizes] = {}
-        for row in chosen:
+        for row in drawn:
             try:
-                token_ids, mask = rows.row(row)
+                sequences = rows.sequences(row)
             except BadRow as error:
                 self._skip(row, str(error))
             else:
-                sizes[row] = Sizes(len(token_ids), sum(mask))
+                first = row * rows.per_row
+                sizes |= {first + n: Sizes(len(token_ids), sum(mask)) for n, (token_ids, mask) in enumerate(sequences)}
         if not sizes:
             raise ValueError(
-                f"step {step}: none of its {len(chosen)} rows can be learned from; {self._skipped[chosen[0]]}"
+                f"step {step}: none of its {len(drawn)} rows can be learned from; {self._skipped[drawn[0]]}"
             )
         self.stats = {
             "_tokens": scalar(sum(size.total for size in sizes.values())),
             "_samples": scalar(len(sizes)),
-            "rows/skipped": scalar(len(chosen) - len(sizes)),
+            "rows/skipped": scalar(len(drawn) - len(sizes) // rows.per_row),
         }
-        return self._trainer.load_rows(step, list(sizes), list(sizes.values()))
+        together = {sequence: sequence // rows.per_row for sequence in sizes} if rows.per_row > 1 else {}
+        return self._trainer.load_rows(step, list(sizes), list(sizes.values()), together)
 
     def _skip(self, row: int, why: str) -> None:
         """Name a row without which the run goes on, once."""

@@ -1,4 +1,5 @@
-"""Rows of the supervised pipeline: a prompt and its reference answer, with a loss mask on the answer."""
+"""Rows of a pipeline that learns from answers: a prompt and its written answer, or two of a pair, with the answer
+marked."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from hpcrl.config import DataConfig
 from hpcrl.data.chat import encode, end_of_turn, marked, plain, render
 from hpcrl.data.files import BadRow
 from hpcrl.data.messages import THOUGHTS
-from hpcrl.data.rows import Row, RowSet, check_answers, learning_obstacle, require_same
+from hpcrl.data.pairs import parse_pair
+from hpcrl.data.rows import Row, RowSet, check_answers, learning_obstacle, parse_row, require_same
 from hpcrl.data.tasks import Split
 from hpcrl.data.template_forms import TemplateRefusal
 
@@ -19,13 +21,14 @@ REWRITES = (
 
 
 class SFTRows:
-    """Random access to (token_ids, loss_mask). The mask covers every assistant turn, including its end token, unless
-    the message has `weight: 0`."""
+    """Random access to (token_ids, loss_mask). Every assistant turn is marked, including its end token, unless the
+    message has `weight: 0`; of a pair only turns after the prompt. per_row: sequences of a row."""
 
-    def __init__(self, config: DataConfig, split: Split, tokenizer: Any, seed: int):
+    def __init__(self, config: DataConfig, split: Split, tokenizer: Any, seed: int, pairs: bool = False):
         if tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no end-of-sequence token to end an answer with")
-        self._rows = RowSet(config, split, seed)
+        self.per_row = 2 if pairs else 1
+        self._rows = RowSet(config, split, seed, read=parse_pair if pairs else parse_row)
         if wrong := check_answers({split: self._rows}):
             raise ValueError("\n".join(wrong))
         self._seed = seed
@@ -43,12 +46,19 @@ class SFTRows:
         return len(self._rows)
 
     def row(self, index: int) -> tuple[list[int], list[bool]]:
-        """Token ids and loss mask of a row, of equal length. BadRow if the chat template refuses the row or rewrites
-        earlier turns, or if a generated row has no answer.
+        """Token ids and loss mask of a row, of equal length; of the chosen part of a pair. See sequences()."""
+        return self.sequences(index)[0]
+
+    def sequences(self, index: int) -> list[tuple[list[int], list[bool]]]:
+        """Token ids and loss mask of each sequence of a row, chosen before rejected. BadRow if the chat template
+        refuses the row or rewrites earlier turns, or if a generated row has no answer.
 
         The prompt has the same tokens as in PromptSource; the answer is tokenised separately, as in generation.
         """
         row = self._rows.row(index)
+        return [self._encode(part, index) for part in (row, row.rejected) if part is not None]
+
+    def _encode(self, row: Row, index: int) -> tuple[list[int], list[bool]]:
         if obstacle := learning_obstacle(row):
             raise BadRow(f"{self._rows.where(index)}: {obstacle}")
         ids: list[int] = []
@@ -87,7 +97,8 @@ def turns_of(tokenizer: Any, row: Row) -> Iterator[tuple[str, bool]]:
             raise Rewritten(REWRITES)
         return text[len(done) :]
 
-    for turn in [n for n, message in enumerate(row.messages) if message["role"] == "assistant"]:
+    turns = [n for n, message in enumerate(row.messages) if message["role"] == "assistant" and n >= row.prompt_messages]
+    for turn in turns:
         prompt = after(row.messages[:turn], ask=True)
         yield prompt, False
         done += prompt
@@ -132,6 +143,7 @@ def _lacking(turn: dict[str, Any], shown: str) -> list[str]:
     return [key for key, wanted in parts.items() if not all("".join(word.split()) in text for word in wanted)]
 
 
-def sft_rows(config: DataConfig, split: Split, tokenizer: Any, seed: int = 0) -> SFTRows:
-    """The rows of a split for supervised training. ValueError lists all errors of the data."""
-    return SFTRows(config, split, tokenizer, seed)
+def sft_rows(config: DataConfig, split: Split, tokenizer: Any, seed: int = 0, pairs: bool = False) -> SFTRows:
+    """The rows of a split for supervised training, or for training on pairs. ValueError lists all errors of the
+    data."""
+    return SFTRows(config, split, tokenizer, seed, pairs)

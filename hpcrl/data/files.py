@@ -34,7 +34,8 @@ ENDINGS = {"gzip": ".gz", "zstd": ".zst", "parquet": ".parquet", "arrow": ".arro
 BATCH_ROWS = (256, 16, 1)
 """Rows of a parquet file that are decoded at once; fewer if needed, since Arrow decodes at most 2 GiB of nested text in
 one piece."""
-NO_IMAGES = "this version cannot train on images; use rows with text only"
+IMAGE_COLUMNS = ("images", "image")
+"""Columns that may hold the bytes of images."""
 
 
 class BadRow(ValueError):
@@ -52,6 +53,9 @@ class Table(Protocol):
     def digest(self) -> str: ...
 
     def __len__(self) -> int: ...
+
+    def folder(self, index: int) -> Path:
+        """Where the relative paths in a row begin."""
 
     def row(self, index: int) -> dict[str, Any]:
         """The raw row; BadRow if it is unreadable."""
@@ -132,6 +136,9 @@ class JsonTable:
             return f"{self.path}:row {index}"
         return f"{self.path}:{self._lines[index] + 1}"
 
+    def folder(self, index: int) -> Path:
+        return self.path.parent
+
 
 class CsvTable:
     """Comma- or tab-separated values under a line of column names. All values are text; an empty one is null."""
@@ -179,6 +186,9 @@ class CsvTable:
     def where(self, index: int) -> str:
         return f"{self.path}:{self._rows[index][0]}"
 
+    def folder(self, index: int) -> Path:
+        return self.path.parent
+
 
 class ArrowTable:
     """A parquet file, or an Arrow file or stream (of `datasets`), from any writer. Dates and decimals become text, NaN
@@ -219,21 +229,27 @@ class ArrowTable:
         return {key: self._as_text(value, index, key) for key, value in row.items()} if self._has_bytes else row
 
     def _as_text(self, value: Any, index: int, column: str) -> Any:
-        """Decode bytes as text: some parquet writers have no text type."""
+        """Decode bytes as text: some parquet writers have no text type. The content of images stays."""
         if isinstance(value, bytes):
+            name, _, inner = column.partition(".")
+            if name in IMAGE_COLUMNS and inner == "bytes":
+                return value
             try:
                 return value.decode()
             except UnicodeDecodeError as error:
-                text = " holds bytes that are not UTF-8; leave the column out, or store text"
-                if column.partition(".")[0] in ("image", "images"):
-                    text = f": {NO_IMAGES}"
-                raise BadRow(f"{self.where(index)}: {column}{text}") from error
+                if name in IMAGE_COLUMNS:
+                    return value
+                text = "holds bytes that are not UTF-8; leave the column out, or store text"
+                raise BadRow(f"{self.where(index)}: {column} {text}") from error
         if isinstance(value, dict):
             return {key: self._as_text(inner, index, f"{column}.{key}") for key, inner in value.items()}
         return [self._as_text(inner, index, column) for inner in value] if isinstance(value, list) else value
 
     def where(self, index: int) -> str:
         return f"{self.path}:row {index}"
+
+    def folder(self, index: int) -> Path:
+        return self.path.parent
 
 
 def _parquet_batches(path: Path) -> tuple[Any, list[Any]]:
@@ -292,6 +308,10 @@ class ShardedTable:
         shard, place = self._locate(index)
         return shard.where(place)
 
+    def folder(self, index: int) -> Path:
+        shard, place = self._locate(index)
+        return shard.folder(place)
+
 
 class TaskTable:
     """The rows of a generated task."""
@@ -313,6 +333,9 @@ class TaskTable:
 
     def where(self, index: int) -> str:
         return f"{self.path}[{index}]"
+
+    def folder(self, index: int) -> Path:
+        return Path()
 
 
 FORMATS: dict[str, Callable[[Path], Table]] = {

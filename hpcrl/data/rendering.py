@@ -44,8 +44,9 @@ class RowCheck:
 
     def _render(self, row: Row, messages: list[dict[str, Any]]) -> None:
         if self._answers and messages is row.messages and not learning_obstacle(row):
-            for _ in turns_of(self._template, row):
-                pass
+            for part in (row, row.rejected):
+                for _ in turns_of(self._template, part) if part is not None else ():
+                    pass
         else:
             render(self._template, messages, row.tools, **row.variables)
 

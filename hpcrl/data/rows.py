@@ -6,8 +6,9 @@ import contextlib
 import itertools
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -16,17 +17,18 @@ import numpy as np
 from hpcrl.config import DataConfig, DataSource
 from hpcrl.config.data import NOT_VARIABLES
 from hpcrl.data.env_sources import STARTS, given_start
-from hpcrl.data.files import NO_IMAGES, BadRow, Table
+from hpcrl.data.files import BadRow, Table
+from hpcrl.data.media import IN_MESSAGES, ImageFile, image_column, image_in_messages, images_of
 from hpcrl.data.messages import Messages, one_turn, read_messages, read_tools
 from hpcrl.data.places import open_table
 from hpcrl.data.tasks import Split
+from hpcrl.spec.media import IMAGE
 
 logger = logging.getLogger(__name__)
 
 PROMPT_KEYS = ("prompt", "messages", "conversations", "question", "problem", "instruction")
 ANSWER_KEYS = ("answer", "ground_truth", "label", "solution")
 RESPONSE_KEYS = ("response", "completion", "output")
-PICTURE_NAMES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 VARIABLES_KEY = "chat_template_kwargs"
 DEFAULT_DOMAIN = "default"
 PROGRESS_ROWS = 100_000  # rows between progress lines, about half a minute
@@ -39,8 +41,9 @@ message between ranks is at most 64 MiB, including the prompt, and contains the 
 @dataclass(frozen=True, slots=True)
 class Row:
     """`messages` end with the turn to answer; `turn` is a reference answer for the SFT pipeline, an assistant turn with
-    all its keys; `extra` has all columns except the prompt, including the answer; `variables` are the row's own
-    variables for the chat template."""
+    all its keys; `extra` has all columns except prompt and images, including the answer; `variables` are the row's own
+    variables for the chat template. In a pair (hpcrl.data.pairs) the row is the chosen part, `rejected` the other part,
+    and the first `prompt_messages` messages are not learned from."""
 
     messages: Messages
     answer: Any
@@ -49,10 +52,22 @@ class Row:
     domain: str
     extra: dict[str, Any]
     variables: dict[str, Any] = field(default_factory=dict)
+    images: tuple[ImageFile, ...] = ()
+    rejected: Row | None = None
+    prompt_messages: int = 0
+
+
+ReadRow = Callable[[dict[str, Any], DataConfig, str | None, str, bool, Path], Row]
+"""parse_row, or another function of its arguments."""
 
 
 def parse_row(
-    raw: dict[str, Any], config: DataConfig, fixed_domain: str | None, where: str, padded: bool = False
+    raw: dict[str, Any],
+    config: DataConfig,
+    fixed_domain: str | None,
+    where: str,
+    padded: bool = False,
+    folder: Path = Path(),
 ) -> Row:
     """Parse a raw row. BadRow describes an error.
 
@@ -60,10 +75,11 @@ def parse_row(
         fixed_domain: domain that replaces the row's tag; None: use the tag.
         where: place of the row, for errors.
         padded: absent keys of nested values are null.
+        folder: where relative paths in the row begin.
     """
-    key = _first(raw, config.prompt_key, PROMPT_KEYS)
-    if place := _image_in(raw, key):
-        raise BadRow(f"{where}: {place}: {NO_IMAGES}")
+    key, pictures = _first(raw, config.prompt_key, PROMPT_KEYS), image_column(raw)
+    if key is not None and (place := image_in_messages(raw[key], key)):
+        raise BadRow(f"{where}: {place}: {IN_MESSAGES}")
     if key is None:
         looked = config.prompt_key or ", ".join(PROMPT_KEYS)
         raise BadRow(f"{where}: no prompt: looked for {looked} (data.prompt_key); the row has {_columns(raw)}")
@@ -72,7 +88,7 @@ def parse_row(
     if not messages or messages[-1]["role"] not in ("user", "tool"):
         raise BadRow(f"{where}: {key} has no user turn to answer")
     answer = _answer(raw, config, where)
-    extra = {k: v for k, v in raw.items() if k != key}
+    extra = {k: v for k, v in raw.items() if k not in (key, pictures)}
     try:
         given_start(extra)
     except ValueError as error:
@@ -89,6 +105,7 @@ def parse_row(
         domain=fixed_domain or _domain(raw, config, where),
         extra=extra,
         variables=_variables(raw.get(VARIABLES_KEY), where, padded),
+        images=images_of(raw[pictures], pictures, where, folder) if pictures is not None else (),
     )
 
 
@@ -149,35 +166,14 @@ def learning_obstacle(row: Row) -> str:
         )
     if not (row.turn.get("tool_calls") or row.turn["content"].strip()):
         return "the answer to learn from is empty"
-    for message in row.messages:
+    answered = row.messages[row.prompt_messages :]
+    for message in answered:
         if message["role"] == "assistant" and not (message.get("tool_calls") or message["content"].strip()):
             return "an assistant turn is empty, and all of them are learned from"
-    turns = [message for message in (*row.messages, row.turn) if message["role"] == "assistant"]
+    turns = [message for message in (*answered, row.turn) if message["role"] == "assistant"]
     if all(turn.get("weight") == 0 for turn in turns):
         return "all assistant turns have weight 0"
     return ""
-
-
-def _image_in(raw: dict[str, Any], key: str | None) -> str | None:
-    """The place of a row's first image, None if it has none: `images` or `image` of the row or of a message of column
-    `key`, or a part of a message's content. A row's `image` may be text of another meaning, such as a container."""
-    if raw.get("images"):
-        return "images"
-    image = raw.get("image")
-    if image and (not isinstance(image, str) or image.lower().endswith(PICTURE_NAMES)):
-        return "image"
-    messages = raw[key] if key is not None and isinstance(raw[key], list) else []
-    for n, message in enumerate(messages):
-        if not isinstance(message, dict):
-            continue
-        for name in ("images", "image"):
-            if message.get(name):
-                return f"{key}[{n}].{name}"
-        content = message.get("content")
-        for k, part in enumerate(content if isinstance(content, list) else []):
-            if isinstance(part, dict) and part.get("type") in ("image", "image_url", "input_image"):
-                return f"{key}[{n}].content[{k}]"
-    return None
 
 
 def _check_size(written: str | None, extra: dict[str, Any], where: str) -> None:
@@ -261,15 +257,23 @@ class ChecksRows(Protocol):
 
 class RowSet:
     """All rows of a split, checked, source after source. ValueError lists all problems. check: applied to rows from
-    files, and to the first row of a generated source.
+    files, and to the first row of a generated source. read: parser of a raw row.
 
     `domain_names`: in order of appearance; `domains`: int32 [rows], each row's index into domain_names; `unanswered`:
     domain -> number of rows without an answer, and `file:line` of the first; `unlearnable`: learning_obstacle() ->
-    number and first of such rows; `own_variables`: domain -> number and first of rows with template variables.
+    number and first of such rows; `own_variables`: domain -> number and first of rows with template variables; `media`:
+    kind (hpcrl.spec.media) -> number and first of rows with such media.
     """
 
-    def __init__(self, config: DataConfig, split: Split, seed: int, check: ChecksRows | None = None):
-        self._config, self._check = config, check
+    def __init__(
+        self,
+        config: DataConfig,
+        split: Split,
+        seed: int,
+        check: ChecksRows | None = None,
+        read: ReadRow = parse_row,
+    ):
+        self._config, self._check, self._read = config, check, read
         self.sources = sources(config, split)
         if not self.sources:
             raise ValueError(f"data.{split} is not set")
@@ -286,6 +290,7 @@ class RowSet:
         self.unanswered: dict[str, tuple[int, str]] = {}
         self.unlearnable: dict[str, tuple[int, str]] = {}
         self.own_variables: dict[str, tuple[int, str]] = {}
+        self.media: dict[str, tuple[int, str]] = {}
         what, more = "sources", len(problems) - MAX_PROBLEMS
         if not problems:
             found = filter(None, self._scan(split))
@@ -320,6 +325,9 @@ class RowSet:
                     if row.variables:
                         count, first = self.own_variables.get(row.domain, (0, table.where(index)))
                         self.own_variables[row.domain] = count + 1, first
+                    if row.images:
+                        count, first = self.media.get(IMAGE, (0, table.where(index)))
+                        self.media[IMAGE] = count + 1, first
                     if self._check is not None:
                         yield self._check.problem_of(row, table.where(index))
                 except BadRow as error:
@@ -351,7 +359,8 @@ class RowSet:
     def _parse(self, number: int, index: int) -> Row:
         table, source = self.tables[number], self.sources[number]
         fixed = source.domain or table.fixed_domain
-        return parse_row(table.row(index), self._config, fixed, table.where(index), table.padded)
+        where, folder = table.where(index), table.folder(index)
+        return self._read(table.row(index), self._config, fixed, where, table.padded, folder)
 
     def rows_of(self, domain: str) -> tuple[int, str]:
         """The number of rows of a domain, and `file:line` of the first."""
@@ -413,17 +422,21 @@ def domain_shares(names: list[str], probs: dict[str, float], batch_size: int) ->
 
 
 def read_splits(
-    config: DataConfig, seed: int, checks: Mapping[Split, ChecksRows] | None = None
+    config: DataConfig,
+    seed: int,
+    checks: Mapping[Split, ChecksRows] | None = None,
+    read_train: ReadRow = parse_row,
 ) -> tuple[dict[Split, RowSet], list[str]]:
     """The valid rows of data.train and data.val, and all errors of other rows that can be found without a tokenizer,
-    one line each. checks: further checks of a split's rows."""
+    one line each. checks: further checks of a split's rows. read_train: parser of a raw row of data.train."""
     found: dict[Split, RowSet] = {}
     problems: list[str] = []
     splits: tuple[Split, ...] = ("train", "val")
     for split in splits:
         if sources(config, split):
             try:
-                found[split] = RowSet(config, split, seed, (checks or {}).get(split))
+                read = read_train if split == "train" else parse_row
+                found[split] = RowSet(config, split, seed, (checks or {}).get(split), read)
             except ValueError as error:
                 problems += str(error).splitlines()
     return found, list(dict.fromkeys(problems))

@@ -13,11 +13,13 @@ import numpy as np
 from hpcrl.config import DataConfig
 from hpcrl.data.chat import cut_to_fit, encode, plain, render
 from hpcrl.data.files import BadRow
+from hpcrl.data.media import read_images
 from hpcrl.data.rows import Row, RowSet, domain_shares, require_same
 from hpcrl.data.tasks import Split
 from hpcrl.data.template_forms import TemplateRefusal
 from hpcrl.rollout.prompt_ledger import ClosedPrompt, PromptLedger
 from hpcrl.rollout.types import Prompt, PromptOutcome
+from hpcrl.spec.media import Medium
 
 logger = logging.getLogger(__name__)
 
@@ -122,17 +124,19 @@ class PromptSource:
             try:
                 parsed = self._rows.row(row)
                 text, token_ids = self._tokens(parsed, row)
+                fits = len(token_ids) <= self._config.max_prompt_tokens
+                media = read_images(parsed.images) if fits else ()
             except BadRow as error:
                 uid, unusable = self.ledger.open(epoch, row, self._rows.domain_of(row)), str(error)
                 self._dropped.append(self.ledger.close_prompt(uid, PromptOutcome.FAILED, unusable))
                 continue
             uid = self.ledger.open(epoch, row, parsed.domain)
-            if len(token_ids) <= self._config.max_prompt_tokens:
+            if fits:
                 if owed:
                     self._owed.pop(0)
                 else:
                     self._num_given += 1
-                return _prompt(uid, epoch, row, parsed, text, token_ids)
+                return _prompt(uid, epoch, row, parsed, text, token_ids, media)
             reason = f"{len(token_ids)} tokens"
             self._dropped.append(self.ledger.close_prompt(uid, PromptOutcome.TOO_LONG, reason))
         raise ValueError(unusable or self._all_too_long(stream))
@@ -157,7 +161,7 @@ class PromptSource:
         epoch, row = self.ledger.origin(uid)
         parsed = self._rows.row(row)
         text, token_ids = self._tokens(parsed, row)
-        return _prompt(uid, epoch, row, parsed, text, token_ids)
+        return _prompt(uid, epoch, row, parsed, text, token_ids, read_images(parsed.images))
 
     @property
     def _mixed(self) -> bool:
@@ -174,11 +178,10 @@ class PromptSource:
             try:
                 parsed = self._rows.row(row)
                 text, token_ids = self._tokens(parsed, row)
-            except BadRow as error:  # from a generated source; other rows are refused before the start
+                if len(token_ids) <= self._config.max_prompt_tokens:
+                    found.append(_prompt(row, 0, row, parsed, text, token_ids, read_images(parsed.images)))
+            except BadRow as error:  # from a generated source, or its images are gone
                 logger.warning("%s; the row is not evaluated", error)
-                continue
-            if len(token_ids) <= self._config.max_prompt_tokens:
-                found.append(_prompt(row, 0, row, parsed, text, token_ids))
         return found
 
     def _advance(self, stream: _Stream) -> tuple[int, int]:
@@ -243,7 +246,9 @@ class PromptSource:
         }
 
 
-def _prompt(uid: int, epoch: int, row: int, parsed: Row, text: str, token_ids: list[int]) -> Prompt:
+def _prompt(
+    uid: int, epoch: int, row: int, parsed: Row, text: str, token_ids: list[int], media: tuple[Medium, ...]
+) -> Prompt:
     return Prompt(
         uid,
         parsed.domain,
@@ -255,4 +260,5 @@ def _prompt(uid: int, epoch: int, row: int, parsed: Row, text: str, token_ids: l
         parsed.extra,
         parsed.messages,
         parsed.tools,
+        media,
     )

@@ -20,6 +20,7 @@ from hpcrl.data.template_forms import TemplateRefusal
 from hpcrl.data.templates import FolderTemplate, read_template, tiny_template
 from hpcrl.launch.model_folder import TOKENIZERS
 from hpcrl.launch.plan import ShownRows
+from hpcrl.spec.tables import GEN_ENGINES
 
 OWN_NAMES = ("messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now", "documents")
 MAX_SHARDS = 8
@@ -84,6 +85,22 @@ def check_own_variables(config: Config, rows: Mapping[Split, RowSet]) -> Iterato
                 )
 
 
+def check_media(config: Config, rows: Mapping[Split, RowSet]) -> Iterator[str]:
+    """Rows with media for a run whose generation engine takes none of their kind, or that generates nothing from
+    them."""
+    engine, taken = config.gen_engine, GEN_ENGINES[config.gen_engine].media
+    generates: dict[Split, bool] = {"train": config.generates, "val": config.evaluates}
+    for split, found in rows.items():
+        for kind, (count, where) in found.media.items():
+            rest = f"leave such rows out ({count} of {len(found)} rows of data.{split})"
+            if split == "train" and not config.learns_from_rewards:
+                yield f"{where}: the row has {kind}s, and pipeline={config.pipeline} learns from text only; {rest}"
+            elif generates[split] and kind not in taken:
+                able = [name for name, spec in GEN_ENGINES.items() if spec.offered and kind in spec.media]
+                way_out = f"use generator.engine={' or '.join(able)}, or " if able else ""
+                yield f"{where}: the row has {kind}s, which the {engine} generator does not take; {way_out}{rest}"
+
+
 def show_rows(
     config: Config,
     template: FolderTemplate | None,
@@ -123,7 +140,11 @@ def _examples(config: Config, template: FolderTemplate, rows: RowSet) -> Iterato
         else:
             *_, (learned, _) = pieces = list(turns_of(template, row))
             yield "example", _quoted("".join(text for text, _ in pieces[:-1]))
-            yield "", f"trained on: {_quoted(learned)}"
+            if row.rejected is None:
+                yield "", f"trained on: {_quoted(learned)}"
+            else:
+                yield "", f"chosen: {_quoted(learned)}"
+                yield "", f"rejected: {_quoted(list(turns_of(template, row.rejected))[-1][0])}"
     except (TemplateRefusal, LeftOut):  # reported, or skipped with a note
         return
 

@@ -78,17 +78,18 @@ def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None
 def _check_inputs(reading: Reading, config: Config, layout: RoleLayout | None) -> ShownRows:
     """Checks prompt files, rewards and stored rollouts; returns what the plan shows of them. layout: None if it is
     impossible."""
-    from hpcrl.data import check_answers, check_shares, read_splits
+    from hpcrl.data import check_answers, check_shares, parse_pair, parse_row, read_splits
     from hpcrl.envs.factory import validate_envs
-    from hpcrl.launch.data_summary import check_own_variables, row_checks, show_rows
+    from hpcrl.launch.data_summary import check_media, check_own_variables, row_checks, show_rows
     from hpcrl.rewards.serving.router import check_reward_ranks, reward_notes, validate_rewards
 
     shown = ShownRows()
     if config.debug != "train_only" or config.evaluates:
         template = _check_template(reading, config)
         checks = row_checks(config, template)
-        rows, wrong = read_splits(config.data, config.seed, checks)
-        wrong += check_own_variables(config, rows)
+        read_train = parse_pair if config.pipeline_spec.pairs else parse_row
+        rows, wrong = read_splits(config.data, config.seed, checks, read_train)
+        wrong += [*check_own_variables(config, rows), *check_media(config, rows)]
         if config.learns_from_rewards:
             wrong += check_shares(config.data, rows, config.rollout.num_prompts)
         elif config.learns:

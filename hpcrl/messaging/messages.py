@@ -11,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from hpcrl.metrics.stats import Stat
+from hpcrl.spec.media import Medium
 
 
 class Message(msgspec.Struct, forbid_unknown_fields=True, tag=True, array_like=True):
@@ -72,12 +73,13 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PromptPayload(msgspec.Struct, frozen=True, array_like=True):
-    """Token ids as int32; `meta` is the JSON that rewards and environments read."""
+    """Token ids as int32; `meta` is the JSON that rewards and environments read; `media` are for the engine."""
 
     uid: int
     domain: str
     token_ids: bytes
     meta: bytes
+    media: tuple[Medium, ...] = ()
 
 
 class Admit(Message):
@@ -199,10 +201,11 @@ class TransferRollouts(Message):
 
 
 class LoadRows(Message):
-    """Form batch `batch` from rows of the supervised training data."""
+    """Form batch `batch` from rows of the supervised training data: sequence n is one of row n // per_row
+    (hpcrl.data.answers)."""
 
     batch: int
-    rows: list[int]
+    sequences: list[int]
 
 
 class LoadRollouts(Message):

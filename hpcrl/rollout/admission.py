@@ -36,11 +36,12 @@ def _admissions(
         uid = split_sample_id(sample)[0]
         if prompts and uid not in payloads:
             payload = _payload(prompts[uid])
-            if size + len(payload.token_ids) + len(payload.meta) > PAYLOAD_BYTES and batch:
+            added = _num_bytes(payload)
+            if size + added > PAYLOAD_BYTES and batch:
                 yield messages.Admit(list(payloads.values()), batch, sampling)
                 payloads, batch, size = {}, [], 0
             payloads[uid] = payload
-            size += len(payload.token_ids) + len(payload.meta)
+            size += added
         batch.append((sample, sampling_seed(seed, sample)))
     if batch:
         yield messages.Admit(list(payloads.values()), batch, sampling)
@@ -50,6 +51,9 @@ def _payload(prompt: Prompt) -> messages.PromptPayload:
     told = {"prompt": prompt.text, "answer": prompt.answer, "extra": prompt.extra}
     told |= {"messages": prompt.messages, "tools": prompt.tools}
     meta = json.dumps(told, ensure_ascii=False, separators=(",", ":"))  # the size that hpcrl.data.rows computes
-    return messages.PromptPayload(
-        prompt.uid, prompt.domain, np.array(prompt.token_ids, dtype=np.int32).tobytes(), meta.encode()
-    )
+    token_ids = np.array(prompt.token_ids, dtype=np.int32).tobytes()
+    return messages.PromptPayload(prompt.uid, prompt.domain, token_ids, meta.encode(), prompt.media)
+
+
+def _num_bytes(payload: messages.PromptPayload) -> int:
+    return len(payload.token_ids) + len(payload.meta) + sum(len(medium.content) for medium in payload.media)

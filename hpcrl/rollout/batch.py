@@ -62,6 +62,7 @@ class Batch:
         group_ids: Tensor
         sample_ids: Tensor
         weights: Tensor
+        chosen: Tensor | None
         gen_logprobs_behaviour: Tensor | None
         states: Tensor | None
         baselines: Tensor | None

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from hpcrl.spec.media import Medium
 from hpcrl.spec.trajectory import FIELDS
 
 MEMBER_BITS = 14
@@ -126,8 +127,8 @@ class Prompt:
     """A prompt drawn from the data.
 
     `uid` counts draws over the whole run, so it is unique over epochs and domains. `answer` is the gold answer for the
-    reward (any JSON value); `extra` holds the row's columns without the prompt; `text` was rendered from `messages`
-    and `tools`.
+    reward (any JSON value); `extra` holds the row's columns without prompt and images; `text` was rendered from
+    `messages` and `tools`. `media` go to the generator ranks only.
     """
 
     uid: int
@@ -140,6 +141,7 @@ class Prompt:
     extra: dict[str, Any] = field(default_factory=dict)
     messages: list[dict[str, Any]] = field(default_factory=list)
     tools: list[dict[str, Any]] | None = None
+    media: tuple[Medium, ...] = ()
 
 
 class Sample:

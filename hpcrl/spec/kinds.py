@@ -102,6 +102,10 @@ class PipelineSpec(Spec):
     """`inspect(config, resumes)`: problems of the files that it reads and writes, found before anything starts."""
     batch_size: Callable[[Any], int] | None = None
     """Rows of a step, if the rows are not prompts with groups of responses."""
+    pairs: bool = False
+    """Whether its rows, which are not prompts, are pairs of a chosen and a rejected answer (hpcrl.data.pairs): each
+    becomes two sequences with one group id, the chosen one first (the field `chosen`), on the same rank and in the same
+    micro-batch."""
     objective: str = ""
     """`module:NAME` of the objective, called without arguments, if the run has no algorithm."""
     work: Callable[[Any], str] | None = None
@@ -223,6 +227,9 @@ class GenEngineSpec(Spec):
     """Whether it can read weights from a trainer's parameters (hpcrl.engines.gen.generation_engine.SharesWeights)."""
     records_routes: bool = False
     """Whether it can record the experts that it chooses (the field `routes`, hpcrl.engines.expert_routes)."""
+    media: frozenset[str] = frozenset()
+    """Kinds of media (hpcrl.spec.media) that it takes with a prompt (Request.media). Training engines get none yet: a
+    run that learns from such prompts computes log-probs of the tokens only."""
     lora: bool = False
     """Whether it can apply adapters beside the weights of the model's folder (trainer.lora)."""
     several_in_process: bool = False

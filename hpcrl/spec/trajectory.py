@@ -207,6 +207,15 @@ declare(
     Field("sample_ids", "int64", Level.ROW, Origin.PACKING, "`uid << 24 | attempt << 14 | member`"),
     Field("weights", "float32", Level.ROW, Origin.PACKING, "weight of the row in the loss"),
     Field(
+        "chosen",
+        "bool",
+        Level.ROW,
+        Origin.PACKING,
+        "true: the chosen part of a pair, false: the rejected part; both have the same group id; only of rows that are "
+        "pairs",
+        optional=True,
+    ),
+    Field(
         "on_policy",
         "bool",
         Level.TOKEN,

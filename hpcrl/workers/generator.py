@@ -136,7 +136,7 @@ class GeneratorRole:
                 ids = shared.setdefault(uid, sample.prompt.token_ids.tolist())
             continues = sample.env is not None and not sample.prompt.by_steps
             own_params = replace(params, max_new_tokens=limit) if limit < params.max_new_tokens else params
-            requests.append(Request(sample_id, ids, own_params, seed + turn, continues))
+            requests.append(Request(sample_id, ids, own_params, seed + turn, continues, sample.prompt.media))
         try:
             self.engine.add(requests)
         except PromptRefused:  # in that case none was accepted

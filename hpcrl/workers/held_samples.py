@@ -28,6 +28,7 @@ class PromptState:
         self.max_sequence_tokens = config.max_turn_tokens if env is None else config.sequence_tokens(env)
         self.by_steps, self.has_states = env is not None and env.by_steps, config.by_steps
         self.token_ids = np.frombuffer(payload.token_ids, dtype=np.int32)
+        self.media = payload.media
         self.messages: list[dict[str, Any]] = json.loads(payload.meta)["messages"]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ from hpcrl.algorithms.factory import make_algorithm
 from hpcrl.algorithms.interface import AdvantageEstimator, RewardTable
 from hpcrl.algorithms.metrics import advantage_stats, batch_stats, domain_stats
 from hpcrl.comm.data_parallel import DataParallel
-from hpcrl.data import sft_rows
+from hpcrl.data import SFTRows, sft_rows
 from hpcrl.engines.expert_routes import routes_of
 from hpcrl.engines.train.training_engine import (
     ComputesEntropies,
@@ -153,9 +153,9 @@ class TrainerRole(EngineRole):
     def _load_rows(self, command: LoadRows, seq: int) -> Done:
         if self._rows is None:
             config = self._worker.config
-            self._rows = sft_rows(config.data, "train", self._worker.tokenizer, config.seed)
-        samples = [_supervised_sample(row, *self._rows.row(row)) for row in command.rows]
-        self._worker.batches[command.batch] = batch_from_samples(samples, command.rows)
+            pairs = config.pipeline_spec.pairs
+            self._rows = sft_rows(config.data, "train", self._worker.tokenizer, config.seed, pairs)
+        self._worker.batches[command.batch] = batch_of_rows(self._rows, command.sequences)
         return Done(seq)
 
     def _advantages(self, command: Advantages, seq: int) -> Done:
@@ -222,10 +222,21 @@ def _gather_rewards(batch: Batch, ranks: DataParallel, domains: dict[str, list[i
     return RewardTable(rewards, groups, ids[order], scores, lengths, truncated, domains, baselines, decoupled)
 
 
-def _supervised_sample(row: int, token_ids: list[int], loss_mask: list[bool]) -> Sample:
+def batch_of_rows(rows: SFTRows, sequences: Sequence[int]) -> Batch:
+    """The batch of these sequences: n is one of row n // per_row, which is its group."""
+    groups = [sequence // rows.per_row for sequence in sequences]
+    encoded = {row: rows.sequences(row) for row in dict.fromkeys(groups)}
+    samples = [_supervised_sample(n, *encoded[row][n % rows.per_row]) for n, row in zip(sequences, groups, strict=True)]
+    batch = batch_from_samples(samples, groups)
+    if rows.per_row > 1:
+        batch.chosen = torch.tensor([n % rows.per_row == 0 for n in sequences], dtype=torch.bool)
+    return batch
+
+
+def _supervised_sample(sequence: int, token_ids: list[int], loss_mask: list[bool]) -> Sample:
     count, mask = len(token_ids), np.array(loss_mask, dtype=bool)
     return Sample(
-        id=row,
+        id=sequence,
         token_ids=np.array(token_ids, dtype=np.int32),
         loss_mask=mask,
         gen_logprobs=np.zeros(count, dtype=np.float32),

@@ -18,6 +18,7 @@ from hpcrl.engines.gen.generation_engine import (
     SharesWeights,
 )
 from hpcrl.rollout.types import FinishReason
+from hpcrl.spec.media import Medium
 from hpcrl.spec.tables import GEN_ENGINES
 from tests.contracts import factories
 from tests.contracts.gen import MAX_LENGTH, VOCAB, Engines, NamedWeights
@@ -130,6 +131,7 @@ def test_what_can_never_run_is_refused_by_id_and_nothing_is_queued(engines: Engi
         "top_k": ask(5, top_k=-1),
         "min_p": ask(5, min_p=1.5),
         "seed": Request(5, [1], SamplingParams(4), seed=-1),
+        "medium of kind odour": replace(ask(5), media=(Medium("odour", b"x"),)),
         "already in use": ask(1),
     }
     for words, request in bad.items():

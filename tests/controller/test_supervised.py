@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hpcrl.config import TinyModel, load
+from hpcrl.controller.batches import BatchHandle, assign_rows
 from hpcrl.controller.supervised import AnswerRows
+from hpcrl.data import sft_rows
 from hpcrl.engines.tiny import make_tiny_model
 from hpcrl.rollout.types import Sizes
+from hpcrl.workers.trainer import batch_of_rows
 
 pytestmark = pytest.mark.usefixtures("console")
 
@@ -27,17 +30,25 @@ FORGETFUL = (
 class Loaded:
     """Takes the place of the trainer ranks."""
 
-    def load_rows(self, step: int, rows: Sequence[int], sizes: Sequence[Sizes]) -> Any:
-        assert len(rows) == len(sizes) > 0
-        return list(rows)
+    def load_rows(
+        self, step: int, sequences: Sequence[int], sizes: Sequence[Sizes], keep_together: Mapping[int, int]
+    ) -> Any:
+        assert len(sequences) == len(sizes) > 0
+        self.together, self.sizes = keep_together, dict(zip(sequences, sizes, strict=True))
+        return list(sequences)
 
 
-def answer_rows(tmp_path: Path, thinking: set[int], num_rows: int, batch_size: int) -> AnswerRows:
+def forgetful_tokenizer(tmp_path: Path) -> Any:
     from transformers import AutoTokenizer
 
     make_tiny_model(TinyModel(hidden_size=16, num_heads=2), tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     tokenizer.chat_template = FORGETFUL
+    return tokenizer
+
+
+def answer_rows(tmp_path: Path, thinking: set[int], num_rows: int, batch_size: int) -> AnswerRows:
+    tokenizer = forgetful_tokenizer(tmp_path)
     lines = []
     for n in range(num_rows):
         contents = ["a", "x</think>b" if n in thinking else "b", "c", "x</think>d"]
@@ -74,3 +85,38 @@ def test_a_step_without_a_usable_row_ends_the_run_with_the_reason(tmp_path: Path
         ValueError, match=r"^step 1: none of its 2 rows can be learned from; .*rows.jsonl:1: the chat te"
     ):
         rows.next(1)
+
+
+def test_a_pair_is_two_sequences_of_one_rank_and_micro_batch_or_none(tmp_path: Path) -> None:
+    tokenizer = forgetful_tokenizer(tmp_path)
+    user, seen = {"role": "user", "content": "a"}, {"role": "assistant", "content": "x</think>b"}
+    lines: list[dict[str, Any]] = [{"prompt": "a" * n, "chosen": "b" * n, "rejected": "c"} for n in range(2, 8)]
+    lines[3] = {"chosen": [user, {"role": "assistant", "content": "b"}], "rejected": [user, seen, user, seen]}
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = [f"data.train={path}", "pipeline=tests.e2e.simpo:SPEC", "cluster.device=cpu"]
+    config, trainer = load(words), Loaded()
+    rows = AnswerRows(trainer, config, tokenizer)  # type: ignore[arg-type]
+    drawn: list[int] = []
+    for step in (1, 2, 3):  # 8 rows a step of 6 rows: each step draws all of them, the last a second time in part
+        sequences: Any = rows.next(step)
+        assert 6 not in sequences and 7 not in sequences, "the template rewrites a turn of the rejected part"
+        assert [n ^ 1 for n in sequences[::2]] == sequences[1::2] and all(n % 2 == 0 for n in sequences[::2])
+        assert rows.stats["rows/skipped"].total == 1 and rows.stats["_samples"].total == len(sequences) == 10
+        assert trainer.together == {n: n // 2 for n in sequences}
+        drawn += sequences
+    sizes = trainer.sizes
+    assert sizes[2].model == 3 + 1 and sizes[3].model == 1 + 1, "text and end token"
+    assigned = assign_rows(sizes, [sorted(sizes)], [1, 2], keep_together=trainer.together)
+    handle = BatchHandle(1, 1, sizes, [sorted(sizes)], assigned, keep_together=trainer.together)
+    for rank, micro_batches in handle.plan(assigned, handle.samples, 30).items():
+        assert len(micro_batches) > 1
+        for micro_batch in micro_batches:
+            held = [assigned[rank][place] for place in micro_batch]
+            assert held[1::2] == [n + 1 for n in held[::2]], "whole pairs, chosen first"
+    batch = batch_of_rows(sft_rows(config.data, "train", tokenizer, pairs=True), assigned[1]).check()
+    assert batch.chosen is not None and batch.chosen.tolist() == [True, False] * (len(assigned[1]) // 2)
+    assert batch.group_ids.tolist() == [n // 2 for n in assigned[1]] and batch.sample_ids.tolist() == assigned[1]
+    assert batch.lengths.tolist() == [sizes[n].total for n in assigned[1]]
+    empty = batch_of_rows(sft_rows(config.data, "train", tokenizer, pairs=True), [])
+    assert empty.chosen is not None and empty.chosen.tolist() == [] and empty.num_sequences == 0

@@ -260,11 +260,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "TRL implicit prompt": ({"chosen": USER, "rejected": USER}, "(data.prompt_key); the row has chosen, rejected"),
     "TRL images": (
         {"prompt": USER, "images": ["a.png"]},
-        ":1: images: this version cannot train on images",
+        "a.png cannot be read: No such file or directory",
     ),
     "verl images": (
         {"prompt": [{"role": "user", "content": "<image>what?"}], "images": [{"bytes": "x"}]},
-        ":1: images: this version cannot train on images",
+        ":1: images[0] must be the path of a file, or bytes of a parquet or Arrow file",
     ),
     "audio": (
         {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},

@@ -125,19 +125,15 @@ def test_empty_lines_and_byte_order_mark_keep_the_line_numbers(tmp_path: Path):
         ({"prompt": "a", "env_seed": True}, "column env_seed: True is not a whole number"),
         (
             {"messages": [{**USER[0], "images": ["nowhere.png"]}]},
-            ":2: messages[0].images: this version cannot train on images",
+            ":2: messages[0].images: images in messages are not read by this version",
         ),
-        ({"prompt": "a", "images": ["a.png"]}, ":2: images: this version cannot train on images"),
-        ({"prompt": "a", "images": [{"path": "a.png"}]}, ":2: images: this version cannot train on images"),
-        ({"prompt": "a", "image": {"path": "a.png"}}, ":2: image: this version cannot train on images"),
-        ({"prompt": "a", "image": "folder/a.PNG"}, ":2: image: this version cannot train on images"),
         (
             {"prompt": [*USER, {"role": "user", "content": [{"type": "text"}, {"type": "image", "image": "a.png"}]}]},
-            ":2: prompt[1].content[1]: this version cannot train on images",
+            ":2: prompt[1].content[1]: images in messages are not read",
         ),
         (
             {"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]},
-            ":2: prompt[0].content[0]: this version cannot train on images",
+            ":2: prompt[0].content[0]: images in messages are not read",
         ),
     ],
 )
@@ -151,17 +147,6 @@ def test_columns_without_an_image_are_no_images(write_jsonl):
     """Parquet gives every row all columns, and a container's image is a text."""
     row = {"messages": [{**USER[0], "images": None}], "images": [], "image": "docker.io/library/python:3.12"}
     assert only_row(write_jsonl("a.jsonl", row)).extra == {"images": [], "image": "docker.io/library/python:3.12"}
-
-
-def test_images_of_a_parquet_file_are_refused(tmp_path: Path):
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    path = tmp_path / "train.parquet"
-    rows = [{"prompt": USER, "images": [{"bytes": b"\x89PNG", "path": None}]}]
-    parquet.write_table(pa.Table.from_pylist(rows), path)
-    (problem,) = problems_of(DataConfig(train=str(path)))
-    assert problem.startswith(f"{path}:row 0: images") and "this version cannot train on images" in problem
 
 
 def test_an_answer_that_is_a_column_counts_once(write_jsonl):

@@ -26,6 +26,7 @@ from hpcrl.messaging import messages as m
 from hpcrl.messaging import queues
 from hpcrl.messaging.mailbox_server import Arrival, Arrivals, MailboxServer, Push, SenderEnded, connect
 from hpcrl.messaging.queues import Inbox, ReaderLost, Sender, StoreLost
+from hpcrl.spec.media import Medium
 from hpcrl.system.exit_codes import ExitCode
 
 pytestmark = pytest.mark.usefixtures("console")
@@ -58,7 +59,11 @@ COMMANDS: list[Any] = [
     m.BuildRole("trainer", [1, 2]),
     m.BuildGroup("fabric", [0, 1, 2], 3),
     m.Shutdown(),
-    m.Admit([m.PromptPayload(1, "maths", b"\x01\0", b"{}")], [(5, 6)], m.Sampling(8, 0.6, 0.9, 0, 0.1, ["\n", "é"])),
+    m.Admit(
+        [m.PromptPayload(1, "maths", b"\x01\0", b"{}", (Medium("image", b"\x89PNG"),))],
+        [(5, 6)],
+        m.Sampling(8, 0.6, 0.9, 0, 0.1, ["\n", "é"]),
+    ),
     m.DecodeChunk(16, [1], [2]),
     m.AbortSamples([1, 2]),
     m.Rescore([1], [2]),

@@ -154,12 +154,12 @@ def test_the_ranks_of_a_replica_get_the_same(threads: Threads, counts: dict[int,
     hand_over(threads, workers, {2: SAMPLES})
     division, name = Division(((2, 3),), (2,), ((2, 3),)), f"trainer{counts is MIXED}"
 
-    def pass_on(rank: int) -> None:
+    def broadcast(rank: int) -> None:
         role: Any = TrainerRole.__new__(TrainerRole)
         role._worker, role._ranks = workers[rank], DataParallel(threads.worlds[rank], name, division)
         role._broadcast(BroadcastBatch(7, "trainer", ""), 1)
 
-    threads.every(lambda rank: pass_on(rank) if rank in division.ranks else None)
+    threads.every(lambda rank: broadcast(rank) if rank in division.ranks else None)
     for rank in division.ranks:
         check(workers[rank].batches[7], SAMPLES, counts)
 

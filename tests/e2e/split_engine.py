@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from hpcrl.config import Config
 from hpcrl.engines.gen.generation_engine import Output, ReplicaRanks, Request
-from hpcrl.engines.gen.native.engine import NativeEngine
 from hpcrl.engines.gen.native.engine import make as make_native
 
 
@@ -27,7 +26,7 @@ class SplitEngine:
     """As an engine that splits its model, it cannot do anything unless every rank of the replica does the same: each
     call is a collective, which raises where the ranks were asked for different things or came to different results."""
 
-    def __init__(self, whole: NativeEngine, replica: ReplicaRanks):
+    def __init__(self, whole: Any, replica: ReplicaRanks):
         self._whole, self._replica = whole, replica
         self.max_num_seqs = whole.max_num_seqs
 

@@ -17,6 +17,7 @@ from hpcrl.messaging import messages as m
 from hpcrl.rollout.batch import pack
 from hpcrl.rollout.pending import read_pending, write_pending
 from hpcrl.rollout.types import make_sample_id
+from hpcrl.spec.media import Medium
 from hpcrl.spec.trajectory import FIELDS, TEXT, Field, Level, Origin
 from hpcrl.workers.generator import GeneratorRole
 from tests.workers.conftest import Stage
@@ -341,3 +342,15 @@ def test_responses_end_as_tokenizer_and_template_say(stage: Stage, model_folder:
     carry_out(role, m.Admit([payload], [(make_sample_id(9, 0, 0), 3)], sampling))
     (ended,) = carry_out(role, m.DecodeChunk(8, [2], [])).finished
     assert (ended.model_tokens, ended.reason) == (1, "stop")
+
+
+def test_media_that_the_engine_does_not_take_cost_their_prompt(stage: Stage, role: GeneratorRole) -> None:
+    stage.heard()
+    ids, media = np.array([5, 6], dtype=np.int32).tobytes(), (Medium("image", b"x"),)
+    payloads = [m.PromptPayload(8, "plain", ids, META), m.PromptPayload(9, "plain", ids, META, media)]
+    samples = [make_sample_id(uid, 0, member) for uid in (8, 9) for member in range(2)]
+    carry_out(role, m.Admit(payloads, [(sample, 3) for sample in samples], SAMPLING))
+    refused = [result for event in stage.heard() for result in event.samples]
+    assert [result.sample for result in refused] == samples[2:]
+    assert all("a medium of kind image, which the engine does not take" in result.error for result in refused)
+    assert sorted(end.sample for end in carry_out(role, m.DecodeChunk(8, [2], [1])).finished) == samples

@@ -8,9 +8,16 @@ from hpcrl.engines.gen.generation_engine import PromptRefused, Request
 
 
 def check_requests(
-    requests: Sequence[Request], in_use: Container[int], *, max_length: int, vocab_size: int, has_tokenizer: bool
+    requests: Sequence[Request],
+    in_use: Container[int],
+    *,
+    max_length: int,
+    vocab_size: int,
+    has_tokenizer: bool,
+    media: Container[str] = (),
 ) -> None:
-    """ValueError names the first request that can never be served (PromptRefused if the cause is its prompt)."""
+    """ValueError names the first request that can never be served (PromptRefused if the cause is its prompt). media:
+    the kinds that the engine takes."""
     seen: set[int] = set()
     for request in requests:
         if request.id in in_use or request.id in seen:
@@ -18,7 +25,7 @@ def check_requests(
         seen.add(request.id)
         for problem in _parameter_problems(request, has_tokenizer):
             raise ValueError(f"request {request.id}: {problem}")
-        for problem in _prompt_problems(request, max_length, vocab_size):
+        for problem in _prompt_problems(request, max_length, vocab_size, media):
             raise PromptRefused(f"request {request.id}: {problem}")
 
 
@@ -37,13 +44,15 @@ def _parameter_problems(request: Request, has_tokenizer: bool) -> list[str]:
     return [text for text, wrong in checks.items() if wrong]
 
 
-def _prompt_problems(request: Request, max_length: int, vocab_size: int) -> list[str]:
+def _prompt_problems(request: Request, max_length: int, vocab_size: int, media: Container[str]) -> list[str]:
     params, ids = request.params, request.prompt_ids
     if len(ids) == 0:
         return ["the prompt is empty"]
     if len(ids) + params.max_new_tokens > max_length:
         asked = f"{len(ids)} prompt tokens + max_new_tokens {params.max_new_tokens}"
         return [f"{asked} exceed the engine's max_length {max_length}"]
+    if refused := next((medium.kind for medium in request.media if medium.kind not in media), None):
+        return [f"the prompt has a medium of kind {refused}, which the engine does not take"]
     if min(ids) < 0 or max(ids) >= vocab_size:
         return [f"prompt token {min(ids) if min(ids) < 0 else max(ids)} is outside the vocabulary of {vocab_size}"]
     return []

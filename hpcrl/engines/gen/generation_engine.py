@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from hpcrl.rollout.types import FinishReason
+from hpcrl.spec.media import Medium
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,8 @@ class Request:
     """One response to generate. `prompt_ids` are all tokens before the next model token, including earlier turns.
 
     continues: a later request is likely to begin with this prompt and its response; an engine that caches prefixes
-    should keep those of the response, too.
+    should keep those of the response, too. media: of the row's prompt, in its order, of the kinds that the engine takes
+    (GenEngineSpec.media); an engine that caches prefixes must not share them between requests with different media.
     """
 
     id: int
@@ -61,6 +63,7 @@ class Request:
     params: SamplingParams
     seed: int
     continues: bool = False
+    media: tuple[Medium, ...] = ()
 
 
 class PromptRefused(ValueError):
@@ -96,7 +99,7 @@ class GenEngine(Protocol):
 
     def add(self, requests: Sequence[Request]) -> None:
         """Queue requests. ValueError names a request whose id is in use or whose parameters are invalid; PromptRefused
-        if its prompt can never be served (length, vocabulary). After an error, none of them is queued."""
+        if its prompt can never be served (length, vocabulary, media). After an error, none of them is queued."""
 
     def abort(self, ids: Sequence[int]) -> list[Output]:
         """Stop the requests and return their partial outputs in the order of `ids`; unknown ids are ignored."""

@@ -75,7 +75,8 @@ def built_in_rewards(config: Config) -> dict[str, RewardConfig]:
                 continue
             try:
                 table = open_table(source, config.seed, split)
-                row = parse_row(table.row(0), config.data, source.domain, table.where(0), table.padded)
+                where, folder = table.where(0), table.folder(0)
+                row = parse_row(table.row(0), config.data, source.domain, where, table.padded, folder)
             except ValueError:  # read_splits reports it
                 continue
             answer = row.answer

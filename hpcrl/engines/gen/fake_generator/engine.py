@@ -16,6 +16,7 @@ import torch
 
 from hpcrl.config import Config
 from hpcrl.engines.gen.checks import check_requests
+from hpcrl.engines.gen.fake_generator.spec import SPEC
 from hpcrl.engines.gen.generation_engine import Output, ReplicaRanks, Request
 from hpcrl.engines.gen.sampling import GOLDEN, stream_origin, uniforms
 from hpcrl.rollout.types import FinishReason
@@ -104,6 +105,7 @@ class FakeEngine:
             max_length=self._max_length,
             vocab_size=self._vocab_size,
             has_tokenizer=True,
+            media=SPEC.media,
         )
         self._waiting.update((request.id, self._foresee(request)) for request in requests)
 

@@ -1,0 +1,147 @@
+"""Images of a row: which are read, from where, and which cost the row."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from hpcrl.config import Config, DataConfig
+from hpcrl.config.rollout import RolloutConfig
+from hpcrl.controller.generation import training_sampling
+from hpcrl.data import PromptSource, read_splits
+from hpcrl.data.media import MAX_MEDIA_BYTES
+from hpcrl.launch.data_summary import check_media
+from hpcrl.rollout.admission import PAYLOAD_BYTES, admissions
+from hpcrl.rollout.types import Prompt, PromptOutcome, make_sample_id
+from hpcrl.spec.media import IMAGE, Medium
+
+PNG, JPEG = b"\x89PNG\r\n\x1a\nabc", b"\xff\xd8\xff\xe0\0\x10"
+GIF = b"GIF89a, all of it ASCII"
+
+
+def drawn(path: Any, tokenizer: Any, count: int = 1) -> list[Prompt]:
+    source = PromptSource(DataConfig(train=str(path), shuffle=False), "train", tokenizer, 0, batch_size=1)
+    return [source.next() for _ in range(count)]
+
+
+def images(*contents: bytes) -> tuple[Medium, ...]:
+    return tuple(Medium(IMAGE, content) for content in contents)
+
+
+def test_paths_begin_in_the_folder_of_the_rows(tmp_path: Path, tokenizer: Any, write_jsonl: Any) -> None:
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner/a.png").write_bytes(PNG)
+    (tmp_path / "b.jpg").write_bytes(JPEG)
+    path = write_jsonl(
+        "rows.jsonl",
+        {"prompt": "a", "images": ["inner/a.png", str(tmp_path / "b.jpg")], "level": 2},
+        {"prompt": "b", "images": [{"bytes": None, "path": "b.jpg"}, {"path": "inner/a.png"}]},
+        {"prompt": "c", "image": "inner/a.png"},
+        {"prompt": "d", "image": "python:3.12", "images": []},
+    )
+    first, second, third, last = drawn(path, tokenizer, 4)
+    assert first.media == images(PNG, JPEG) and first.extra == {"level": 2}
+    assert second.media == images(JPEG, PNG) and third.media == images(PNG)
+    assert last.media == () and last.extra == {"image": "python:3.12", "images": []}
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_parquet_files_hold_the_bytes(tmp_path: Path, tokenizer: Any, shards: int) -> None:
+    rows = [
+        {"prompt": "a", "images": [{"bytes": PNG, "path": "gone.png"}, {"bytes": GIF, "path": None}], "image": None},
+        {"prompt": "b", "images": None, "image": {"bytes": JPEG, "path": None}},
+        {"prompt": "c", "images": [{"bytes": None, "path": "here.png"}], "image": None},
+    ]
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards/here.png").write_bytes(PNG)
+    for shard in range(shards):
+        parquet.write_table(pa.Table.from_pylist(rows), tmp_path / f"shards/train-{shard}.parquet")
+    found = drawn(tmp_path / "shards", tokenizer, 3 * shards)
+    assert [prompt.media for prompt in found] == [images(PNG, GIF), images(JPEG), images(PNG)] * shards
+    assert all("images" not in prompt.extra for prompt in found if prompt.row % 3 != 1)
+
+
+def test_columns_of_bytes_without_paths(tmp_path: Path, tokenizer: Any) -> None:
+    table = pa.table({"prompt": [b"a"], "images": pa.array([[PNG, JPEG]], pa.list_(pa.binary())), "image": [b"x:3"]})
+    parquet.write_table(table, tmp_path / "train.parquet")
+    (prompt,) = drawn(tmp_path / "train.parquet", tokenizer)
+    assert prompt.media == images(PNG, JPEG) and prompt.extra == {"image": "x:3"}
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        (["gone.png"], "images[0]: {folder}/gone.png cannot be read: No such file or directory"),
+        (["a.png", "."], "images[1]: {folder} cannot be read: Is a directory"),
+        (["a.png", {"bytes": "text"}], "images[1] must be the path of a file, or bytes of a parquet or Arrow file"),
+        ([3], "images[0] must be the path of a file"),
+        (["pointer.png"], "images[0]: the content begins like none of png, jpg, "),
+        (["large.png", "a.png"], "images: 16.0 MiB of images would be sent with the prompt, at most 16 are"),
+    ],
+)
+def test_an_image_that_cannot_be_read_is_a_bad_row(tmp_path: Path, write_jsonl: Any, given: Any, line: str) -> None:
+    (tmp_path / "a.png").write_bytes(PNG)
+    (tmp_path / "pointer.png").write_text("version https://git-lfs.github.com/spec/v1\n")
+    (tmp_path / "large.png").write_bytes(PNG + bytes(MAX_MEDIA_BYTES - 2 * len(PNG) + 1))
+    path = write_jsonl("rows.jsonl", {"prompt": "a", "images": ["large.png"]}, {"prompt": "b", "images": given})
+    (problem,) = read_splits(DataConfig(train=path), 0)[1]
+    assert problem.startswith(f"{path}:2: {line.format(folder=tmp_path)}")
+
+
+def test_an_image_that_is_gone_when_it_is_drawn_costs_its_row_only(tmp_path: Path, tokenizer: Any) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.png").write_bytes(PNG)
+    lines = [json.dumps({"prompt": name, "images": [f"{name}.png"]}) for name in "ab"]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    config = DataConfig(train=str(tmp_path / "rows.jsonl"), shuffle=False)
+    source = PromptSource(config, "train", tokenizer, 0, batch_size=1)
+    again = source.prompt(source.next().uid)
+    assert again.media == images(PNG), "drawn again as after a resume"
+    (tmp_path / "a.png").unlink()
+    assert source.next().row == 1 and source.next().row == 1
+    (dropped,) = source.take_dropped()
+    assert dropped.outcome is PromptOutcome.FAILED and "a.png cannot be read: No such file" in dropped.reason
+    with pytest.raises(ValueError, match=r"rows.jsonl:1: images\[0\]: .*a.png cannot be read"):
+        source.prompt(again.uid)
+
+
+def test_the_cursor_knows_nothing_of_media(tmp_path: Path, tokenizer: Any, write_jsonl: Any) -> None:
+    (tmp_path / "a.png").write_bytes(PNG)
+    source = PromptSource(
+        DataConfig(train=write_jsonl("rows.jsonl", {"prompt": "a", "images": ["a.png"]})), "train", tokenizer, 0, 1
+    )
+    source.next()
+    assert "PNG" not in json.dumps(source.state_dict())
+
+
+def test_siblings_share_the_media_of_a_message() -> None:
+    prompts = {uid: Prompt(uid, "d", 0, uid, (1, 2), "p", media=images(PNG + bytes(PAYLOAD_BYTES))) for uid in (1, 2)}
+    samples = [make_sample_id(uid, 0, member) for uid in prompts for member in range(3)]
+    sent = list(admissions(samples, prompts, training_sampling(Config()), seed=0))
+    assert [[payload.uid for payload in message.prompts] for message in sent] == [[1], [2]]
+    assert [len(message.samples) for message in sent] == [3, 3]
+    assert all(payload.media == prompts[payload.uid].media for message in sent for payload in message.prompts)
+    assert PNG.decode("latin1") not in sent[0].prompts[0].meta.decode()
+
+
+def test_an_engine_without_media_and_a_pipeline_of_answers_refuse_them(tmp_path: Path, write_jsonl: Any) -> None:
+    (tmp_path / "a.png").write_bytes(PNG)
+    path = write_jsonl("rows.jsonl", {"prompt": "a"}, {"prompt": "a", "answer": "b", "images": ["a.png"]})
+    rows, problems = read_splits(DataConfig(train=path, val=path), 0)
+    assert not problems
+    both = list(check_media(Config(eval_every=1, data=DataConfig(train=path, val=path)), rows))
+    rest = "leave such rows out (1 of 2 rows of data.{})"
+    assert both == [
+        f"{path}:2: the row has images, which the native generator does not take; {rest.format(split)}"
+        for split in ("train", "val")
+    ]
+    supervised = list(check_media(Config(pipeline="sft", data=DataConfig(train=path)), {"train": rows["train"]}))
+    assert supervised == [
+        f"{path}:2: the row has images, and pipeline=sft learns from text only; {rest.format('train')}"
+    ]
+    assert list(check_media(Config(debug="fake", rollout=RolloutConfig()), {"train": rows["train"]})) == []
