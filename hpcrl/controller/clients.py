@@ -104,14 +104,18 @@ class Trainer:
     def load_rows(
         self, step: int, rows: Sequence[int], sizes: Sequence[Sizes], keep_together: Mapping[int, int] | None = None
     ) -> BatchHandle:
-        """A batch of one mini-batch from rows of the training data, balanced over the data-parallel ranks. Rows with
-        the same number in keep_together are in one micro-batch."""
+        """A batch of one mini-batch from rows of the training data, balanced over the data-parallel ranks of trainer
+        and reference. Rows with the same number in keep_together are in one micro-batch."""
         by_row, together = dict(zip(rows, sizes, strict=True)), keep_together or {}
         mini_batches = [sorted(by_row)]
         shares = assign_rows(by_row, mini_batches, self._division.heads, keep_together=together)
         handle = BatchHandle(step, step, by_row, mini_batches, shares, keep_together=together)
-        loads = {rank: messages.LoadRows(handle.id, rows) for rank, rows in handle.rows.items()}
-        self._controller.call(self._division.spread(loads))
+        divisions = [self._division]
+        if (reference := self._layout.division("reference")).ranks not in ((), self.ranks):
+            handle.apart["reference"] = assign_rows(by_row, mini_batches, reference.heads, keep_together=together)
+            divisions.append(reference)
+        loads = {rank: messages.LoadRows(handle.id, rows) for rank, rows in handle.everywhere.items()}
+        self._controller.call({rank: load for division in divisions for rank, load in division.spread(loads).items()})
         return handle
 
     def drop(self, batch: BatchHandle) -> None:

@@ -77,6 +77,8 @@ def _inputs(
     if held == "bfloat16" != config.model.dtype:
         text = f"the files of the model are in {held}; it is kept, and exported to hf/, in {config.model.dtype}"
         yield "", f"note: {text} (model.dtype)"
+    if layout.ranks["reference"] and config.reference.path is not None:
+        yield "", f"reference {_folder(config.reference.path)}, frozen"
     yield from _engines(config)
     if not config.generates and config.learns_from_rewards:
         yield "data", f"train rollouts of {config.load_rollouts}"
