@@ -131,7 +131,8 @@ def test_other_variables_of_the_chat_template_are_refused(tmp_path: Path) -> Non
     assert refused.value.problems[1:] == ["  data.chat_template_kwargs.enable_thinking: false -> true"]
 
 
-def test_another_model_in_the_same_folder_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("section", ["model", "reference"])
+def test_another_model_in_the_same_folder_is_refused(tmp_path: Path, section: str) -> None:
     run, model = tmp_path / "demo", tmp_path / "model"
     model.mkdir()
 
@@ -139,7 +140,7 @@ def test_another_model_in_the_same_folder_is_refused(tmp_path: Path) -> None:
         (model / "config.json").write_text(json.dumps({"model_type": "qwen2", "num_hidden_layers": 2} | keys))
 
     def start() -> None:
-        close_run(run, open_run(changed(model={"path": str(model)}), run, "auto").attempt)
+        close_run(run, open_run(changed(**{section: {"path": str(model)}}), run, "auto").attempt)
 
     holds(rope_scaling={"factor": 2.0})
     start()
@@ -148,8 +149,8 @@ def test_another_model_in_the_same_folder_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as refused:
             start()
         assert refused.value.problems == [
-            f"model.path: {model}/config.json is of another model than when the run began (num_hidden_layers: 2 -> 1, "
-            "rope_scaling.factor: 2.0 -> 4.0); put that model back, or use another run_name or resume=fresh"
+            f"{section}.path: {model}/config.json is of another model than when the run began (num_hidden_layers: "
+            "2 -> 1, rope_scaling.factor: 2.0 -> 4.0); put that model back, or use another run_name or resume=fresh"
         ]
     holds(rope_scaling={"factor": 2.0}, transformers_version="9.9")  # of another writer
     start()

@@ -116,7 +116,7 @@ class Vanilla(Objective):
         reveal_type(outputs.logprobs)
         reveal_type(outputs.entropy)
         reveal_type(norms.tokens)
-        reveal_type(self.numbers)
+        reveal_type(self.coefficients)
         index = model_tokens(batch)
         total = -outputs.logprobs[index].sum()
         return total / (norms.tokens or 1.0), {"actor/total_loss": Stat(total.item(), 1.0)}
@@ -339,7 +339,7 @@ def reading_rollouts() -> None:
     reveal_type(rollouts.batch.rewards)
     reveal_type(rollouts.texts)
     reveal_type(rollouts.metrics)
-    reveal_type(rollouts.facts)  # Any: text or numbers that a run has stored
+    reveal_type(rollouts.facts)  # Any: text or coefficients that a run has stored
     reveal_type(rollouts.messages(0))  # Any: messages in chat form are JSON
     reveal_type(reader.sizes(1))
     reveal_type(reader.domains(1))

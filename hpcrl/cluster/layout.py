@@ -108,7 +108,11 @@ def needed_roles(config: Config) -> tuple[RoleName, ...]:
     if config.pipeline_spec.alone:
         return ()
     asked = {role for _, _, spec in chosen(config) for role in spec.roles}
-    return tuple(name for name, role in ROLES.items() if name in asked or role.needed(config))
+    return tuple(
+        name
+        for name, role in ROLES.items()
+        if (name in asked or role.needed(config)) and not role.done_by_others(config)
+    )
 
 
 def check_layout(config: Config) -> list[Problem]:

@@ -73,6 +73,7 @@ def check_abilities(config: Config) -> Iterator[Problem]:
     yield from _optimizers(config)
     yield from _heads(config)
     yield from _lora(config)
+    yield from _reference(config)
     yield from _critic(config)
     yield from _segments(config)
     for path, name, spec in chosen(config):
@@ -117,7 +118,7 @@ def _lora(config: Config) -> Iterator[Problem]:
     """Adapters with an engine that has none, or a reference that would be the frozen weights with adapters."""
     if config.lora is None:
         return
-    if config.uses_reference and config.algorithm.ref_update_steps is not None:
+    if config.uses_reference and config.reference_is_base and config.algorithm.ref_update_steps is not None:
         text = (
             "with adapters (trainer.lora.rank) the reference is the model without them, which does not change; use null"
         )
@@ -132,6 +133,19 @@ def _lora(config: Config) -> Iterator[Problem]:
             instead = _able(table, path, lambda spec: spec.lora)  # type: ignore[arg-type]
             text = f"the {name} {role} has no adapters; use 0{instead}"
             yield Problem(("trainer", "lora", "rank"), f"trainer.lora.rank: {text}", (path,))
+
+
+def _reference(config: Config) -> Iterator[Problem]:
+    """A model as the reference whose vocabulary cannot be compared, or that the policy's weights would replace."""
+    if not config.uses_reference or config.reference.path is None:
+        return
+    if config.model.path is None:
+        text = "the policy is a model that the run creates (model.tiny), whose vocabulary no other model has"
+        yield Problem(("reference", "path"), f"reference.path: {text}; give model.path, too", (("model", "path"),))
+    if config.learns_from_rewards and (every := config.algorithm.ref_update_steps) is not None:
+        path = ("algorithm", "ref_update_steps")
+        text = f"{every}, but the policy's weights do not fit the model of reference.path; use null for one of them"
+        yield Problem(path, f"{dotted(path)}: {text}", (("reference", "path"),))
 
 
 def _heads(config: Config) -> Iterator[Problem]:

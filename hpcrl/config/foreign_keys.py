@@ -89,6 +89,10 @@ FOREIGN: dict[str, str] = {
     "bypass_mode": "algorithm.ratio_to of generator",
     "bypass_old_logprob_for_rollout": "algorithm.ratio_to of generator",
     "use_rollout_logprobs": "algorithm.ratio_to of generator",
+    # The reference
+    "ref_load": "reference.path",
+    "ref_model": "reference.path",
+    "teacher_model_name_or_path": "reference.path",
     # The critic
     "lam": "algorithm.lambd",
     "gae_lambda": "algorithm.lambd",

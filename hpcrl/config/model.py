@@ -1,4 +1,4 @@
-"""The section `model`."""
+"""The sections `model` and `reference`."""
 
 from __future__ import annotations
 
@@ -69,3 +69,12 @@ class ModelConfig(Section):
     """The model to create if no path is given."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the trainer's master weights."""
+
+
+class ReferenceConfig(Section):
+    """The frozen model of the role reference, for KL terms and pipelines that ask for it. Its engine reads the keys of
+    `trainer`, and model.dtype."""
+
+    path: str | None = None
+    """Folder in HF layout, with a tokenizer in which every token of the policy has the same id; null: the policy's
+    initial model (model)."""

@@ -17,7 +17,7 @@ from hpcrl.config.data import DataConfig
 from hpcrl.config.domains import EnvConfig, RewardConfig
 from hpcrl.config.engines import GeneratorConfig, JudgeConfig, LoRAConfig, TrainerConfig
 from hpcrl.config.fake import FakeConfig
-from hpcrl.config.model import ModelConfig
+from hpcrl.config.model import ModelConfig, ReferenceConfig
 from hpcrl.config.part_names import listed, once, own_section
 from hpcrl.config.rollout import EvalConfig, RolloutConfig
 from hpcrl.config.scalar_heads import CriticConfig, RewardModelConfig
@@ -103,6 +103,8 @@ class Config(Section):
     """Domain -> environment of its prompts; empty: every rollout is a single response."""
     trainer: TrainerConfig = TrainerConfig()
     """Training engine."""
+    reference: ReferenceConfig = ReferenceConfig()
+    """The reference."""
     critic: CriticConfig = CriticConfig()
     """The critic."""
     generator: GeneratorConfig = GeneratorConfig()
@@ -214,8 +216,25 @@ class Config(Section):
 
     @property
     def uses_reference(self) -> bool:
-        """Whether the algorithm reads log-probs of the frozen initial policy."""
-        return self.learns_from_rewards and self.learns and self.algorithm_spec.uses_reference(self.algorithm)
+        """Whether the algorithm or the pipeline reads the reference's log-probs."""
+        if not self.learns:
+            return False
+        if "reference" in self.pipeline_spec.roles or not self.learns_from_rewards:
+            return "reference" in self.pipeline_spec.roles
+        algorithm = self.algorithm_spec
+        return "reference" in algorithm.roles or algorithm.uses_reference(self.algorithm)
+
+    @property
+    def reference_is_base(self) -> bool:
+        """Whether the reference is the frozen weights beside which the trainer's adapters stand."""
+        return self.lora is not None and self.reference.path is None
+
+    def of_reference(self) -> Config:
+        """The configuration that the reference's engine and its plan read: with the reference's model and without
+        adapters."""
+        model = self.model.model_copy(update={"path": self.reference.path or self.model.path})
+        trainer = self.trainer.model_copy(update={"lora": LoRAConfig()})
+        return self.model_copy(update={"model": model, "trainer": trainer})
 
     @property
     def uses_critic(self) -> bool:

@@ -98,19 +98,22 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
     if not config.trainer.lora.rank:
         for key in ("alpha", "target_modules"):
             yield ("trainer", "lora", key), ("trainer", "lora", "rank"), "trainer.lora.rank is 0"
+    name = (
+        getattr(config.algorithm, "advantage_estimator", "the algorithm")
+        if config.learns_from_rewards
+        else config.pipeline
+    )
+    cause = (
+        "algorithm"
+        if config.learns_from_rewards and config.learns
+        else "debug"
+        if config.learns_from_rewards
+        else "pipeline"
+    )
+    if not config.uses_reference:
+        lacks = "has no KL term (kl_loss_coef, kl_reward_coef)" if cause == "algorithm" else "has no reference"
+        yield ("reference",), (cause,), f"{name} {lacks}"
     if not config.uses_critic:
-        name = (
-            getattr(config.algorithm, "advantage_estimator", "the algorithm")
-            if config.learns_from_rewards
-            else config.pipeline
-        )
-        cause = (
-            "algorithm"
-            if config.learns_from_rewards and config.learns
-            else "debug"
-            if config.learns_from_rewards
-            else "pipeline"
-        )
         yield ("critic",), (cause,), f"{name} has no critic"
     elif config.critic.lr_schedule == "constant":
         yield ("critic", "min_lr"), ("critic", "lr_schedule"), "the learning rate is constant"

@@ -108,14 +108,19 @@ class Trainer:
         sizes: Sequence[Sizes],
         keep_together: Mapping[int, int] | None = None,
     ) -> BatchHandle:
-        """A batch of one mini-batch from sequences of the training data, balanced over the data-parallel ranks.
-        Sequences with the same number in keep_together are on one rank and in one micro-batch."""
+        """A batch of one mini-batch from sequences of the training data, balanced over the data-parallel ranks of
+        trainer and reference. Sequences with the same number in keep_together are on one rank and in one
+        micro-batch."""
         by_sequence, together = dict(zip(sequences, sizes, strict=True)), keep_together or {}
         mini_batches = [sorted(by_sequence)]
         shares = assign_rows(by_sequence, mini_batches, self._division.heads, keep_together=together)
         handle = BatchHandle(step, step, by_sequence, mini_batches, shares, keep_together=together)
-        loads = {rank: messages.LoadRows(handle.id, given) for rank, given in handle.rows.items()}
-        self._controller.call(self._division.spread(loads))
+        divisions = [self._division]
+        if (reference := self._layout.division("reference")).ranks not in ((), self.ranks):
+            handle.apart["reference"] = assign_rows(by_sequence, mini_batches, reference.heads, keep_together=together)
+            divisions.append(reference)
+        loads = {rank: messages.LoadRows(handle.id, given) for rank, given in handle.everywhere.items()}
+        self._controller.call({rank: load for division in divisions for rank, load in division.spread(loads).items()})
         return handle
 
     def drop(self, batch: BatchHandle) -> None:

@@ -1,4 +1,4 @@
-"""The reference as a pipeline calls it: the policy against which KL terms hold the trained one."""
+"""The reference as a pipeline calls it: the frozen model against which KL terms hold the policy."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from hpcrl.system.files import step_name, steps_in
 
 
 class Reference:
-    """The reference ranks: the frozen initial policy, or that of the last step at which the policy became the reference
-    (algorithm.ref_update_steps). With trainer.lora, the trainer ranks without their adapters. Does nothing if the
-    algorithm does not use a reference."""
+    """The reference ranks: the frozen initial policy, that of the last step at which the policy became the reference
+    (algorithm.ref_update_steps), or the model of reference.path. With trainer.lora and no such path, the trainer ranks
+    without their adapters. Does nothing if neither algorithm nor pipeline uses a reference."""
 
     def __init__(self, controller: Controller, layout: RoleLayout, config: Config, run_dir: Path):
         self._controller, self._config, self._run_dir = controller, config, run_dir

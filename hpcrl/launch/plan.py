@@ -77,6 +77,8 @@ def _inputs(
     if held == "bfloat16" != config.model.dtype:
         text = f"the model's files are in {held}; the model is kept, and exported to hf/, in {config.model.dtype}"
         yield "", f"note: {text} (model.dtype)"
+    if layout.ranks["reference"] and config.reference.path is not None:
+        yield "", f"reference {_folder(config.reference.path)}, frozen"
     yield from _engines(config)
     if not config.generates and config.learns_from_rewards:
         yield "data", f"train rollouts of {config.load_rollouts}"
@@ -150,7 +152,7 @@ def _work(config: Config) -> str:
 
 def _algorithm(config: Config) -> str:
     """The algorithm, with the configuration's preset if its name differs."""
-    name, preset = getattr(config.algorithm, "name", ""), preset_of(config)
+    name, preset = getattr(config.algorithm, "advantage_estimator", ""), preset_of(config)
     return name if preset in ("", name) else f"algorithm={preset} ({name})"
 
 

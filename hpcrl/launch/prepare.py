@@ -23,6 +23,7 @@ from hpcrl.launch.plan import ShownRows, plan_shape
 from hpcrl.launch.render import check_prologue, check_words
 from hpcrl.launch.resources import check_host_memory
 from hpcrl.launch.stored import check_rollouts
+from hpcrl.launch.vocabulary import check_vocabulary
 from hpcrl.models.shape import CannotPlanError
 from hpcrl.planner.memory import check_sizes
 from hpcrl.planner.served import check_judge_sizes
@@ -57,6 +58,7 @@ def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None
             config = _find_model(reading, config)
             model = _check_model(reading, config)
             seen = _check_inputs(reading, config, None if layout_problems else layout)
+            config = _check_reference(reading, config, model)
             config = _check_critic(reading, config)
             config = _check_judge(reading, config)
             config = _check_reward_model(reading, config)
@@ -161,6 +163,22 @@ def _check_model(reading: Reading, config: Config) -> ModelFolder | None:
     if model.max_positions is not None:
         reading.add(list(check_length(config, model.max_positions, f"max_position_embeddings of {model.path}")))
     return model
+
+
+def _check_reference(reading: Reading, config: Config, policy: ModelFolder | None) -> Config:
+    """The configuration with the folder of reference.path in place of a hub name."""
+    if not config.uses_reference or config.reference.path is None:
+        return config
+    key = ("reference", "path")
+    path, found, problems = _look_into("reference", config.reference.path, config.dry_run)
+    if found is not None and policy is not None:
+        problems += [Problem(key, line, (("model", "path"),)) for line in check_vocabulary(found.path, policy.path)]
+    if found is not None and found.model_type:
+        problems += check_trainable(config, found.config, key)
+    if found is not None and found.max_positions is not None:
+        problems += check_length(config, found.max_positions, f"max_position_embeddings of {path}")
+    reading.add(problems)
+    return config.model_copy(update={"reference": config.reference.model_copy(update={"path": path})})
 
 
 def _check_critic(reading: Reading, config: Config) -> Config:

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from typing import TypeVar, cast
 
 from hpcrl.messaging.mailbox_server import SenderEnded
-from hpcrl.messaging.messages import Observation, Post, Response, Turn
+from hpcrl.messaging.messages import EnvObservation, Post, Response, Turn
 from hpcrl.messaging.queues import Inbox, Sender
 
 CHUNK_BYTES = 1 << 20
-MailItem = Response | Turn | Observation
-Kind = TypeVar("Kind", Response, Turn, Observation)
+MailItem = Response | Turn | EnvObservation
+Kind = TypeVar("Kind", Response, Turn, EnvObservation)
 
 
 def mail_queue(rank: int) -> str:
@@ -24,7 +24,7 @@ class Mailbox:
     def __init__(self, rank: int, sender: Sender, inbox: Inbox):
         """inbox: of mail_queue(rank)."""
         self._rank, self._sender, self._inbox = rank, sender, inbox
-        self._arrived: dict[type, list[MailItem]] = {Response: [], Turn: [], Observation: []}
+        self._arrived: dict[type, list[MailItem]] = {Response: [], Turn: [], EnvObservation: []}
         self.broken: list[SenderEnded] = []
 
     def send(self, rank: int, items: Sequence[MailItem]) -> None:
@@ -58,7 +58,7 @@ def _chunks(items: Sequence[MailItem]) -> Iterator[list[MailItem]]:
     chunk: list[MailItem] = []
     size = 0
     for item in items:
-        if isinstance(item, Observation):
+        if isinstance(item, EnvObservation):
             weight = len(item.token_ids) + len(item.messages)
         else:
             weight = len(item.text) * 4 + len(item.meta)

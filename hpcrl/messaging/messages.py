@@ -561,7 +561,7 @@ class Turn(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknow
     marked: str = ""
 
 
-class Observation(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+class EnvObservation(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
     """An observation on its way to all ranks of the replica that holds the sample: int32 token ids, and messages in
     chat form as JSON. The first one is the whole prompt; without tokens the row's own prompt stays."""
 
@@ -573,4 +573,4 @@ class Observation(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid
 class Post(Message):
     """A batch of mailbox items."""
 
-    items: list[Response | Turn | Observation]
+    items: list[Response | Turn | EnvObservation]

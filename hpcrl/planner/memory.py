@@ -23,7 +23,7 @@ from hpcrl.planner.generator import (
 )
 from hpcrl.planner.memory_parts import PHASES, Part, Phase
 from hpcrl.planner.traffic import weight_groups
-from hpcrl.planner.trainer import check_critic, train_plan
+from hpcrl.planner.trainer import check_critic, check_reference, train_plan
 from hpcrl.spec.table import load
 from hpcrl.spec.tables import GEN_ENGINES, ROLES
 
@@ -124,6 +124,8 @@ def check_sizes(config: Config, layout: RoleLayout, shape: ModelShape) -> list[P
     problems += check_targets(config, shape)
     with contextlib.suppress(CannotPlanError):
         problems += train_plan(config).check(config, layout, shape)
+        if config.uses_reference and config.reference.path is not None:
+            problems += check_reference(config, layout, shape)
         if config.uses_critic:
             problems += [problem for problem in check_critic(config, layout, shape) if problem not in problems]
     return problems

@@ -49,8 +49,14 @@ def split_size(parameter: Parameter, shape: ModelShape, tensor: int, experts: in
             return parameter.size
 
 
-def samples_of_an_update(config: Config) -> int:
-    """Sequences per optimizer step."""
+def samples_of_a_step(config: Config) -> int:
+    """Sequences per step."""
     if (batch_size := config.pipeline_spec.batch_size) is not None:
         return batch_size(config)
-    return config.rollout.num_prompts * config.rollout.group_size // config.algorithm.num_mini_batches
+    return config.rollout.num_prompts * config.rollout.group_size
+
+
+def samples_of_an_update(config: Config) -> int:
+    """Sequences per optimizer step."""
+    parts = config.algorithm.num_mini_batches if config.pipeline_spec.batch_size is None else 1
+    return samples_of_a_step(config) // parts

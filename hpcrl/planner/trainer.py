@@ -14,7 +14,7 @@ from hpcrl.config import Config, Problem
 from hpcrl.models.families import shape_of
 from hpcrl.models.shape import CannotPlanError, ModelShape, Parameter
 from hpcrl.planner.activations import Tokens, forward_only, logits_bytes
-from hpcrl.planner.memory_parts import BYTES, PHASES, Change, Part, Phase, PlanRow
+from hpcrl.planner.memory_parts import BYTES, PHASES, Change, Part, Phase, PlanRow, samples_of_a_step
 from hpcrl.planner.traffic import Sent, StepWork
 from hpcrl.spec.table import load
 from hpcrl.spec.tables import TRAIN_ENGINES
@@ -66,9 +66,26 @@ def trainer_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Par
     return train_plan(config).trainer_parts(config, shape, num_ranks)
 
 
+def reference_shape(config: Config, policy: ModelShape) -> ModelShape:
+    """The parameters of the reference; `policy`: of the policy's model. CannotPlanError if reference.path cannot be
+    read."""
+    return policy if config.reference.path is None else shape_of(config.reference.path, "reference.path")
+
+
 def reference_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
-    """See TrainPlan. CannotPlanError as above."""
-    return train_plan(config).reference_parts(config, shape, num_ranks)
+    """See TrainPlan; shape: of the policy's model. CannotPlanError as above."""
+    own = config.of_reference()
+    return train_plan(own).reference_parts(own, reference_shape(config, shape), num_ranks)
+
+
+def check_reference(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[Problem]:
+    """Problems of a reference with a model of its own with its sizes or its ranks. CannotPlanError as above."""
+    own, sizes, key = config.of_reference(), reference_shape(config, shape), ("reference", "path")
+    for problem in train_plan(own).check(own, layout, sizes):
+        yield Problem(problem.path, f"{problem.text} (reference.path)", (*problem.involves, key))
+    if config.learns_from_rewards and sizes.vocab_size < shape.vocab_size:  # a generator may draw any row
+        text = f"{config.reference.path} has a vocabulary of {sizes.vocab_size} rows, the policy's {shape.vocab_size}"
+        yield Problem(key, f"reference.path: {text}; give a model with at least as many", (("model", "path"),))
 
 
 def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
@@ -81,7 +98,7 @@ def forward_parts(
 ) -> list[Part]:
     """Parts of a rank with frozen weights that computes one layer at a time. sharing: ranks that divide the tokens of
     the same rows."""
-    samples = config.rollout.num_prompts * config.rollout.group_size
+    samples = samples_of_a_step(config)
     compute = BYTES[config.trainer.param_dtype]
     tokens = Tokens.of(config, -(-samples * sharing // num_ranks)).shared(sharing)
     logits = logits_bytes(shape, tokens, config.trainer.logits_chunk_tokens, compute, bool(config.trainer.head_dtype))

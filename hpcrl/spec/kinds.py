@@ -118,6 +118,8 @@ class RoleSpec(Spec):
 
     needed: Callable[[Any], bool] = lambda config: False
     """Whether a run of this configuration has its ranks even if no part of the run asks for them (Spec.roles)."""
+    done_by_others: Callable[[Any], bool] = lambda config: False
+    """Whether ranks of another role do its work; then it has no ranks, even if a part of the run asks for them."""
     num_ranks: int | None = None
     colocate_with: str | None = "trainer"
     """Its default ranks, if the layout gives none."""

@@ -23,7 +23,15 @@ from hpcrl.data.template_forms import chat_template
 from hpcrl.envs.environment import UNREAD_KEYS, Env, begin, checked_reset, checked_step, cut, num_chars
 from hpcrl.envs.examples import example_messages
 from hpcrl.envs.processes import EnvProcess, EnvProcessError
-from hpcrl.messaging.messages import Done, EndEpisodes, Observation, Observed, ReadLastObservation, ScoredSample, Turn
+from hpcrl.messaging.messages import (
+    Done,
+    EndEpisodes,
+    EnvObservation,
+    Observed,
+    ReadLastObservation,
+    ScoredSample,
+    Turn,
+)
 from hpcrl.messaging.queues import ReaderLost
 from hpcrl.rewards.grading.extract import after_thinking
 from hpcrl.rewards.serving.guarded import RAISED, describe, sendable
@@ -220,7 +228,7 @@ class EnvRole:
         """Report the result of a turn: the observation to the generator rank, the state of the sample to the
         controller."""
         worker, turn, episode = self._worker, playing.turn, playing.episode
-        config, reply, failed = self._env(turn), Observation(turn.sample, b""), False
+        config, reply, failed = self._env(turn), EnvObservation(turn.sample, b""), False
         try:
             played = playing.played.result()
             result, ended = played.result, played.ended
@@ -255,7 +263,7 @@ class EnvRole:
                 worker.world.mailbox.send(turn.reply_to, [reply])
         worker.emit(Observed(turn.sample, ended, result, config.add_reward and not result.error, failed))
 
-    def _reply(self, turn: Turn, episode: _Episode, observation: Any) -> Observation:
+    def _reply(self, turn: Turn, episode: _Episode, observation: Any) -> EnvObservation:
         """An observation as messages, and as tokens: those that follow the turn or, by steps, the next turn's own
         prompt. _NoRoom if they are too many; TypeError for an observation that is neither text nor messages."""
         config, tokens = self._env(turn), functools.partial(self._tokens, turn, episode)
@@ -278,7 +286,7 @@ class EnvRole:
         episode.shown.append(messages)
         if not turn.begins:
             episode.said.append(self._remembered(turn))
-        return Observation(turn.sample, token_ids.tobytes(), json.dumps(messages).encode())
+        return EnvObservation(turn.sample, token_ids.tobytes(), json.dumps(messages).encode())
 
     def _tokens(self, turn: Turn, episode: _Episode, observation: Any) -> tuple[Messages, np.ndarray]:
         tokenizer, tools, config = self._worker.tokenizer, episode.row["tools"], self._env(turn)

@@ -27,8 +27,8 @@ from hpcrl.messaging.messages import (
     Done,
     DropSamples,
     Ended,
+    EnvObservation,
     LoadPending,
-    Observation,
     PromptPayload,
     ReadTexts,
     Rescore,
@@ -78,7 +78,7 @@ class GeneratorRole:
         self._prompts: WeakValueDictionary[int, PromptState] = WeakValueDictionary()  # alive with any of its samples
         self._beginning: list[SampleState] = []  # their environments start in the next decode chunk
         self._refused: list[Ended] = []  # samples that end in the next decode chunk without a new token
-        self._observations: dict[int, Observation] = {}  # by sample, of turns not yet admitted
+        self._observations: dict[int, EnvObservation] = {}  # by sample, of turns not yet admitted
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
         return {
@@ -172,7 +172,7 @@ class GeneratorRole:
         while missing := [sample.id for sample in samples if sample.id not in self._observations]:
             if clock.now() > deadline:
                 raise TimeoutError(f"no observation for samples {sorted(missing)[:4]} within the deadline")
-            for item in self._worker.world.mailbox.receive(Observation, 1.0):
+            for item in self._worker.world.mailbox.receive(EnvObservation, 1.0):
                 # A sample unknown to the first rank was dropped meanwhile. Observations that it passes on may arrive
                 # early.
                 if item.sample in self.samples or not self._speaks:
@@ -280,7 +280,7 @@ class GeneratorRole:
         texts = self._texts.of([turn.tolist() for turn in turns], prompts)
         return [(text, np.asarray(ids, dtype=np.int32).tobytes()) for text, ids in zip(texts, turns, strict=True)]
 
-    def _mail(self, posts: Mapping[int, Sequence[Response | Turn | Observation]]) -> None:
+    def _mail(self, posts: Mapping[int, Sequence[Response | Turn | EnvObservation]]) -> None:
         for rank, items in posts.items() if self._speaks else ():
             try:
                 self._worker.world.mailbox.send(rank, items)

@@ -11,7 +11,7 @@ import numpy as np
 
 from hpcrl.config import Config
 from hpcrl.engines.gen.generation_engine import Output
-from hpcrl.messaging.messages import Ended, Observation, PromptPayload
+from hpcrl.messaging.messages import Ended, EnvObservation, PromptPayload
 from hpcrl.rollout.types import FinishReason, Sample
 from hpcrl.spec.trajectory import Field, Level, Origin, fields_of, generated_fields
 
@@ -103,7 +103,7 @@ class SampleState:
         sample.messages.append({"role": "assistant", "content": text})
         sample.finish_reason = output.finish_reason
 
-    def observe(self, observation: Observation) -> None:
+    def observe(self, observation: EnvObservation) -> None:
         """Add an observation; at the start of an episode it replaces the row's prompt. By steps, its tokens are the
         whole prompt of the next turn."""
         token_ids, messages = np.frombuffer(observation.token_ids, dtype=np.int32), json.loads(observation.messages)

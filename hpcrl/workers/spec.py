@@ -29,11 +29,6 @@ def _critic_division(config: Any, num_ranks: int) -> Division:
     return TRAIN_ENGINES[config.critic_engine].division(config.of_critic(), num_ranks)
 
 
-def _needs_reference(config: Any) -> bool:
-    """With adapters, the trainers' frozen weights are the reference."""
-    return bool(config.uses_reference and config.lora is None)
-
-
 def _judge_engine(config: Any) -> str:
     return str(GEN_ENGINES[config.judge.engine].make).partition(":")[0]
 
@@ -68,10 +63,12 @@ GENERATOR = RoleSpec(
 )
 
 REFERENCE = RoleSpec(
-    about="Ranks of the frozen policy; only with a KL term, and not with trainer.lora.",
+    about="Ranks of the frozen reference; only with a KL term or in a pipeline that needs it, and with trainer.lora "
+    "only if reference.path is given.",
     make="hpcrl.workers.trainer:ReferenceRole",
     plan="hpcrl.planner.trainer:reference_parts",
-    needed=_needs_reference,
+    needed=lambda config: config.uses_reference,
+    done_by_others=lambda config: config.reference_is_base,
     holds_model=True,
     division=_division,
     owns_default_group=True,

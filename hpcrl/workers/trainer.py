@@ -15,6 +15,7 @@ from hpcrl.algorithms.factory import make_algorithm
 from hpcrl.algorithms.interface import AdvantageEstimator, RewardTable
 from hpcrl.algorithms.metrics import advantage_stats, batch_stats, domain_stats
 from hpcrl.comm.data_parallel import DataParallel
+from hpcrl.config import Config
 from hpcrl.data import SFTRows, sft_rows
 from hpcrl.engines.expert_routes import routes_of
 from hpcrl.engines.train.training_engine import (
@@ -62,9 +63,12 @@ class EngineRole:
         self.engine = self._make_engine(worker.model_path)
         check_segments(self.engine, worker.config.by_steps)
         self._ranks = DataParallel(worker.world, self.name, worker.layout.division(self.name))
+        self._rows: Any = None
 
     def _make_engine(self, model_path: Path) -> TrainEngine:
-        config = self._worker.config
+        return self._make(self._worker.config, model_path)
+
+    def _make(self, config: Config, model_path: Path) -> TrainEngine:
         total_steps = (config.max_steps - config.policy_waits) * self._algorithm.objective.optimizer_steps
         make = TRAIN_ENGINES[config.train_engine].load()
         engine: TrainEngine = make(config, model_path, total_steps, self.trainable)
@@ -77,7 +81,15 @@ class EngineRole:
         return None
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
-        return {LoadRollouts: self._load_rollouts, BroadcastBatch: self._broadcast}
+        return {LoadRollouts: self._load_rollouts, LoadRows: self._load_rows, BroadcastBatch: self._broadcast}
+
+    def _load_rows(self, command: LoadRows, seq: int) -> Done:
+        if self._rows is None:
+            config = self._worker.config
+            pairs = config.pipeline_spec.pairs
+            self._rows = sft_rows(config.data, "train", self._worker.tokenizer, config.seed, pairs)
+        self._worker.batches[command.batch] = batch_of_rows(self._rows, command.sequences)
+        return Done(seq)
 
     def _load_rollouts(self, command: LoadRollouts, seq: int) -> Done:
         stored = RolloutReader(command.run_dir, provisional=True).batch(command.step)
@@ -117,9 +129,14 @@ class EngineRole:
 
 
 class ReferenceRole(EngineRole):
-    """The frozen initial policy, or that of an earlier step (algorithm.ref_update_steps)."""
+    """The frozen initial policy, that of an earlier step (algorithm.ref_update_steps), or the model of
+    reference.path."""
 
     name = "reference"
+
+    def _make_engine(self, model_path: Path) -> TrainEngine:
+        own = self._worker.config.of_reference()
+        return self._make(own, Path(self._worker.config.reference.path or model_path))
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
         return super().handlers() | {LoadReference: self._load_reference}
@@ -139,24 +156,14 @@ class TrainerRole(EngineRole):
     def __init__(self, worker: Rank):
         super().__init__(worker)
         check_objective(self.engine, self._algorithm.objective)
-        self._rows: Any = None
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
         return super().handlers() | {
-            LoadRows: self._load_rows,
             Advantages: self._advantages,
             TrainStep: self._train_step,
             WriteRollouts: self._write_rollouts,
             Export: self.export,
         }
-
-    def _load_rows(self, command: LoadRows, seq: int) -> Done:
-        if self._rows is None:
-            config = self._worker.config
-            pairs = config.pipeline_spec.pairs
-            self._rows = sft_rows(config.data, "train", self._worker.tokenizer, config.seed, pairs)
-        self._worker.batches[command.batch] = batch_of_rows(self._rows, command.sequences)
-        return Done(seq)
 
     def _advantages(self, command: Advantages, seq: int) -> Done:
         batch, estimator = self._worker.batches[command.batch], self._algorithm.estimator

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from hpcrl.messaging.mailbox import CHUNK_BYTES
-from hpcrl.messaging.messages import Observation, Response
+from hpcrl.messaging.messages import EnvObservation, Response
 from hpcrl.messaging.world import World
 from tests.dist.conftest import Threads
 
@@ -39,10 +39,10 @@ def test_items_arrive_in_order_and_by_kind(worlds: list[World]) -> None:
         "z",
     ]  # several messages
     sent = [response(i, text) for i, text in enumerate(texts)]
-    delta = Observation(7, b"\1\0\0\0")
+    delta = EnvObservation(7, b"\1\0\0\0")
     worlds[1].mailbox.send(2, [*sent, delta])
     worlds[2].mailbox.send(2, [response(9)])  # to itself
-    assert receive(worlds[2], Observation, 1) == [delta]
+    assert receive(worlds[2], EnvObservation, 1) == [delta]
     got = receive(worlds[2], Response, len(sent) + 1)
     assert [item for item in got if item.sample != 9] == sent
     assert response(9) in got

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hpcrl.engines.gen.generation_engine import Output
-from hpcrl.messaging.messages import Observation
+from hpcrl.messaging.messages import EnvObservation
 from hpcrl.rollout.batch import Batch, batch_from_samples, concat
 from hpcrl.rollout.pending import read_pending, write_pending
 from hpcrl.rollout.store import RolloutReader, write_rollouts
@@ -62,7 +62,7 @@ def test_a_rollout_has_no_values_until_they_are_set() -> None:
     held.held.put("marks", np.array([5, 6]))
     ids, zeros = np.array([1, 2, 3], np.int32), np.zeros(3, np.float32)
     held.end_turn(Output(held.id, ids, zeros, np.zeros(3, np.int32), FinishReason.STOP), "a")
-    held.observe(Observation(held.id, np.array([80], np.int32).tobytes(), b'[{"role": "user"}]'))
+    held.observe(EnvObservation(held.id, np.array([80], np.int32).tobytes(), b'[{"role": "user"}]'))
     held.take_back()
     assert held.held.token_ids.tolist() == [90, 91, 1, 2, 3]
     assert held.held.marks.tolist() == [5, 6] and held.held.marks_counts.tolist() == [2]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hpcrl.engines.gen.generation_engine import Output
-from hpcrl.messaging.messages import Observation
+from hpcrl.messaging.messages import EnvObservation
 from hpcrl.rollout.batch import Batch, batch_from_samples, concat
 from hpcrl.rollout.pending import read_pending, write_pending
 from hpcrl.rollout.store import RolloutReader, write_rollouts
@@ -41,7 +41,7 @@ def episode() -> SampleState:
     prompt.by_steps = prompt.has_states = False
     held = SampleState(1 << 24, prompt)
     held.end_turn(output(10, 3), "a")
-    held.observe(Observation(held.id, np.array([80, 81], np.int32).tobytes(), b'[{"role": "user"}]'))
+    held.observe(EnvObservation(held.id, np.array([80, 81], np.int32).tobytes(), b'[{"role": "user"}]'))
     held.end_turn(output(20, 1), "b")
     return held
 
@@ -52,7 +52,7 @@ VALUES = [NONE, NONE, 10, 11, 12, NONE, NONE, 20]
 def test_turns_and_observations_add_up() -> None:
     held = episode()
     assert held.held.columns["wide"].tolist() == [[value] * WIDTH for value in VALUES]
-    held.observe(Observation(held.id, np.array([82], np.int32).tobytes(), b'[{"role": "user"}]'))
+    held.observe(EnvObservation(held.id, np.array([82], np.int32).tobytes(), b'[{"role": "user"}]'))
     held.take_back()
     assert held.held.columns["wide"].shape == (8, WIDTH)
 

@@ -12,7 +12,7 @@ import pytest
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import TinyModel, parse
 from hpcrl.engines.tiny import make_tiny_model
-from hpcrl.messaging.messages import Joined, Observation, Response, Turn
+from hpcrl.messaging.messages import EnvObservation, Joined, Response, Turn
 from hpcrl.messaging.world import CONTROLLER_QUEUE, rank_queue
 from hpcrl.workers.rank_loop import Worker
 from tests.dist.conftest import Threads, threads
@@ -67,21 +67,21 @@ class Stage:
             items = self._threads.worlds[rank].mailbox.receive(kind, 0.1)
         return items
 
-    def deltas(self) -> list[Observation]:
+    def deltas(self) -> list[EnvObservation]:
         """What rank 1 has sent to rank 2 until now."""
-        self.send(1, 2, [Observation(-1, b"")])  # comes after all of that
-        items: list[Observation] = []
+        self.send(1, 2, [EnvObservation(-1, b"")])  # comes after all of that
+        items: list[EnvObservation] = []
         while not items or items[-1].sample != -1:
-            arrived = self._threads.worlds[2].mailbox.receive(Observation, 10)
+            arrived = self._threads.worlds[2].mailbox.receive(EnvObservation, 10)
             assert arrived, "the mailbox got nothing more"
             items += arrived
         return items[:-1]
 
     def empty(self, rank: int) -> None:
         """Forget what rank 2 has sent to the mailbox of a rank until now."""
-        self.send(2, rank, [Observation(-1, b"")])  # comes after all of that
+        self.send(2, rank, [EnvObservation(-1, b"")])  # comes after all of that
         mailbox = self._threads.worlds[rank].mailbox
-        assert any(delta.sample == -1 for delta in mailbox.receive(Observation, 10))
+        assert any(delta.sample == -1 for delta in mailbox.receive(EnvObservation, 10))
         for kind in (Turn, Response):
             mailbox.receive(kind)
 

@@ -17,7 +17,7 @@ import pytest
 
 from hpcrl.config import parse
 from hpcrl.engines.gen.generation_engine import Output
-from hpcrl.messaging.messages import Observation, PromptPayload
+from hpcrl.messaging.messages import EnvObservation, PromptPayload
 from hpcrl.rollout.types import FinishReason
 from hpcrl.workers.dialogue import first_prompt
 from hpcrl.workers.held_samples import PromptState, SampleState
@@ -59,7 +59,7 @@ def episode(tokenizer: Any, turn: list[int], observation: list[dict[str, Any]]) 
     output = Output(1 << 24, np.array(turn, np.int32), fill, np.zeros(count, np.int32), FinishReason.STOP)
     sample.end_turn(output, tokenizer.decode(turn))
     after = observation_ids(tokenizer, observation, turn[-1])
-    sample.observe(Observation(1 << 24, after.tobytes(), json.dumps(observation).encode()))
+    sample.observe(EnvObservation(1 << 24, after.tobytes(), json.dumps(observation).encode()))
     return sample
 
 

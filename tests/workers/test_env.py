@@ -17,7 +17,7 @@ import pytest
 from hpcrl.data.env_sources import HALF, MAX_SEED
 from hpcrl.envs.environment import num_chars
 from hpcrl.envs.examples import example_messages
-from hpcrl.messaging.messages import EndEpisodes, Observation, Observed, ReadLastObservation, Turn
+from hpcrl.messaging.messages import EndEpisodes, EnvObservation, Observed, ReadLastObservation, Turn
 from hpcrl.rollout.types import episode_seed, make_sample_id, validation_uid
 from hpcrl.workers import env as role_env
 from hpcrl.workers.env import EnvRole
@@ -288,7 +288,7 @@ def test_episodes_of_a_lost_generator_are_closed_and_its_late_turns_are_not_play
     role.poll()  # its turn is at work now
     role.handlers()[EndEpisodes](EndEpisodes(2), 0)
     settle(role)
-    assert len(odd_env.OPEN) == 1 and len(stage.mail(1, Observation)) == 1, "the episode of another rank goes on"
+    assert len(odd_env.OPEN) == 1 and len(stage.mail(1, EnvObservation)) == 1, "the episode of another rank goes on"
     stage.heard()
     stage.send(1, 1, [turn(third, "plain")])
     settle(role)

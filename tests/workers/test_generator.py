@@ -46,7 +46,7 @@ def role(stage: Stage, model_folder: Path) -> GeneratorRole:
     begun = carry_out(role, m.DecodeChunk(8, [2], [1]))
     assert [(e.sample, e.model_tokens) for e in begun.turns] == [(sample, 0) for sample in SAMPLES]
     assert [(turn.sample, turn.begins) for turn in stage.mail(1, m.Turn)] == [(sample, True) for sample in SAMPLES]
-    stage.send(1, 2, [m.Observation(sample, b"") for sample in SAMPLES])  # each begins with the prompt of its row
+    stage.send(1, 2, [m.EnvObservation(sample, b"") for sample in SAMPLES])  # each begins with the prompt of its row
     carry_out(role, m.Admit([], [(sample, 3) for sample in SAMPLES], SAMPLING))
     return role
 
@@ -98,7 +98,7 @@ def test_a_refused_next_turn_keeps_what_was_generated(stage: Stage, role: Genera
     good, bad = SAMPLES[:2]
     for sample, ids in ((good, [9, 9]), (bad, [9, 10**6])):
         said = b'[{"role": "user", "content": "again"}]'
-        stage.send(1, 2, [m.Observation(sample, np.array(ids, dtype=np.int32).tobytes(), said)])
+        stage.send(1, 2, [m.EnvObservation(sample, np.array(ids, dtype=np.int32).tobytes(), said)])
     carry_out(role, m.Admit([], [(good, 3), (bad, 3)], SAMPLING))
     [scored] = stage.heard()
     assert scored.samples[0].sample == bad and "outside the vocabulary" in scored.samples[0].error
@@ -117,7 +117,7 @@ def test_a_refused_next_turn_keeps_what_was_generated(stage: Stage, role: Genera
 def test_a_dropped_turn_counts_with_those_before_it(stage: Stage, role: GeneratorRole) -> None:
     stage.heard()
     before = {e.sample: e.model_tokens for e in carry_out(role, m.DecodeChunk(8, [2], [1])).turns}
-    stage.send(1, 2, [m.Observation(SAMPLES[0], np.array([9], dtype=np.int32).tobytes())])
+    stage.send(1, 2, [m.EnvObservation(SAMPLES[0], np.array([9], dtype=np.int32).tobytes())])
     carry_out(role, m.Admit([], [(SAMPLES[0], 3)], SAMPLING))
     carry_out(role, m.DecodeChunk(1, [2], [1]))
     aborted = carry_out(role, m.AbortSamples(SAMPLES[:2]))
@@ -182,7 +182,7 @@ def test_a_field_of_the_engine_is_kept_and_read_again(
     admit(role, {9: ("d", [5, 6])}, [sample])
     for observation in ([], [9, 9]):
         carry_out(role, m.DecodeChunk(8, [2], [1]))
-        stage.send(1, 2, [m.Observation(sample, np.array(observation, dtype=np.int32).tobytes())])
+        stage.send(1, 2, [m.EnvObservation(sample, np.array(observation, dtype=np.int32).tobytes())])
         carry_out(role, m.Admit([], [(sample, 3)], SAMPLING))
     carry_out(role, m.DecodeChunk(8, [2], [1]))
     held = role.samples[sample].held
@@ -224,7 +224,7 @@ def test_a_reward_gets_all_turns_of_an_episode(stage: Stage, role: GeneratorRole
     sample = SAMPLES[0]
     carry_out(role, m.DecodeChunk(8, [2], [1]))
     said = b'[{"role": "assistant", "content": "ha"}]'
-    stage.send(1, 2, [m.Observation(sample, np.array([9, 9], dtype=np.int32).tobytes(), said)])
+    stage.send(1, 2, [m.EnvObservation(sample, np.array([9, 9], dtype=np.int32).tobytes(), said)])
     carry_out(role, m.Admit([], [(sample, 3)], SAMPLING))
     carry_out(role, m.DecodeChunk(8, [2], [1]))
     carry_out(role, m.Rescore([sample], [2]))
@@ -241,7 +241,9 @@ def test_the_first_observation_takes_the_place_of_the_prompt(stage: Stage, role:
     sample, said = make_sample_id(9, 0, 0), [{"role": "user", "content": "a board"}]
     admit(role, {9: ("d", [5, 6])}, [sample])
     carry_out(role, m.DecodeChunk(8, [2], [1]))
-    stage.send(1, 2, [m.Observation(sample, np.array([7, 8, 9], dtype=np.int32).tobytes(), json.dumps(said).encode())])
+    stage.send(
+        1, 2, [m.EnvObservation(sample, np.array([7, 8, 9], dtype=np.int32).tobytes(), json.dumps(said).encode())]
+    )
     carry_out(role, m.Admit([], [(sample, 3)], SAMPLING))
     [end] = carry_out(role, m.DecodeChunk(8, [2], [1])).turns
     held = role.samples[sample].held
@@ -268,7 +270,7 @@ def test_the_turns_of_an_episode_share_its_tokens(stage: Stage, role: GeneratorR
         [turn] = stage.mail(1, m.Turn)
         written.append(turn.written)
         assert turn.begins or 0 < turn.written - written[-2] <= min(4, 6 - written[-2])
-        stage.send(1, 2, [m.Observation(sample, np.array([7], np.int32).tobytes(), json.dumps(QUESTION).encode())])
+        stage.send(1, 2, [m.EnvObservation(sample, np.array([7], np.int32).tobytes(), json.dumps(QUESTION).encode())])
         carry_out(role, m.Admit([], [(sample, 3)], SAMPLING)) if written[-1] < 6 else None
     assert role.samples[sample].num_model_tokens == 6
 
@@ -289,7 +291,7 @@ def test_a_turn_by_steps_follows_its_own_prompt(
         carry_out(role, m.DecodeChunk(8, [2], [1]))
         [turn] = stage.mail(1, m.Turn)
         assert turn.room == SETTINGS["data"]["max_prompt_tokens"], "however long the row is"
-        stage.send(1, 2, [m.Observation(sample, np.array(prompt, np.int32).tobytes(), json.dumps(said).encode())])
+        stage.send(1, 2, [m.EnvObservation(sample, np.array(prompt, np.int32).tobytes(), json.dumps(said).encode())])
         carry_out(role, m.Admit([], [(sample, 3)], SAMPLING))
     assert asked == [([7, 8, 9], False), ([7, 9, 9, 4], False), ([7, 3], False)]
     carry_out(role, m.DecodeChunk(8, [2], [1]))
@@ -316,7 +318,9 @@ def test_a_refused_prompt_of_a_step_leaves_no_trace(stage: Stage, role: Generato
     for prompt in ([], [10**6, 4]):
         stage.empty(1)
         carry_out(role, m.DecodeChunk(8, [2], [1]))
-        stage.send(1, 2, [m.Observation(sample, np.array(prompt, np.int32).tobytes(), json.dumps(QUESTION).encode())])
+        stage.send(
+            1, 2, [m.EnvObservation(sample, np.array(prompt, np.int32).tobytes(), json.dumps(QUESTION).encode())]
+        )
         carry_out(role, m.Admit([], [(sample, 3)], SAMPLING))
     [end] = carry_out(role, m.DecodeChunk(8, [2], [1])).turns
     held = role.samples[sample].held

@@ -85,7 +85,7 @@ def test_the_first_rank_speaks_and_the_other_does_the_same(stage: Stage, replica
     assert [response.sample for response in stage.mail(0, m.Response)] == [PLAIN]
     for observation, said in (([], b"[]"), ([9, 9], b'[{"role": "user", "content": "again"}]')):
         # It reaches the first rank alone, which passes it on.
-        stage.send(0, 1, [m.Observation(PLAYED, np.array(observation, dtype=np.int32).tobytes(), said)])
+        stage.send(0, 1, [m.EnvObservation(PLAYED, np.array(observation, dtype=np.int32).tobytes(), said)])
         replica.tell(m.Admit([], [(PLAYED, 3)], SAMPLING))
         done, silent = replica.tell(m.DecodeChunk(8, [0], [0]))
         assert [end.sample for end in done.turns] == [PLAYED] and silent == m.Done(1)
@@ -109,7 +109,7 @@ def test_an_observation_that_is_passed_on_early_is_kept(stage: Stage, replica: R
         m.DecodeChunk(1, [0], [0]),
         m.Admit([], [(sample, 3)], SAMPLING),
     ]
-    stage.send(0, 1, [m.Observation(sample, np.array([7, 8, 9], dtype=np.int32).tobytes())])
+    stage.send(0, 1, [m.EnvObservation(sample, np.array([7, 8, 9], dtype=np.int32).tobytes())])
     for role in (first, other):
         engine, role.engine = role.engine, role.engine._whole
         for command in commands:

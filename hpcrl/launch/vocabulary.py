@@ -1,0 +1,51 @@
+"""Whether the tokens of the policy are those of a second model, by the tokenizers' files: no torch, no transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hpcrl.launch.model_folder import TOKENIZERS
+
+
+def check_vocabulary(folder: Path, policy: Path) -> Iterator[str]:
+    """A line that begins with reference.path if a token of the policy's tokenizer has another id, or none, in the
+    folder's. Tokens that only the folder's has are allowed: no row contains them. Nothing if a folder has no tokenizer,
+    which inspect_model() reports."""
+    files = [[name for name in TOKENIZERS if (place / name).is_file()] for place in (folder, policy)]
+    common = next((name for name in files[0] if name in files[1]), "")
+    if not all(files) or (common and (folder / common).read_bytes() == (policy / common).read_bytes()):
+        return
+    try:
+        there, here = _tokens(folder), _tokens(policy)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        text = f"the tokenizers of {folder} and of {policy} (model.path) cannot be compared"
+        yield f"reference.path: {text}: {type(error).__name__}: {error}; give both a tokenizer.json"
+        return
+    for token, number in here.items():
+        if there.get(token) != number:
+            found = f"has the id {there[token]}" if token in there else "does not exist"
+            text = f"{folder} has another vocabulary than {policy} (model.path): token {token!r} {found}, not {number}"
+            yield f"reference.path: {text}; give a model with the policy's tokenizer"
+            return
+
+
+def _tokens(folder: Path) -> dict[str, int]:
+    """The id of every token."""
+    if (folder / "tokenizer.json").is_file():
+        content = _read(folder / "tokenizer.json")
+        tokens = content["model"]["vocab"]
+        if isinstance(tokens, list):  # of Unigram: (token, score)
+            tokens = {token: number for number, (token, _) in enumerate(tokens)}
+        return {**tokens, **{added["content"]: added["id"] for added in content.get("added_tokens", ())}}
+    added = folder / "added_tokens.json"
+    return {**_read(folder / "vocab.json"), **(_read(added) if added.is_file() else {})}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    content = json.loads(path.read_text())
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return content
