@@ -45,7 +45,7 @@ def put(file: Path, text: str) -> None:
 
 
 def algorithm(clip: float) -> str:
-    return f"# An algorithm of one's own.\nname: grpo\npg_clip_high: {clip}\n"
+    return f"# An algorithm of one's own.\nadvantage_estimator: grpo\npg_clip_high: {clip}\n"
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from hpcrl.config import Config, ConfigError, RolloutConfig, load, parse
 from hpcrl.config.abilities import check_family, check_length
 from hpcrl.config.folders import conf_dir, groups
 from hpcrl.config.reading import known_keys
+from hpcrl.config.renamed_keys import RENAMED, with_new_keys, with_new_names, words_with_new_names
 from hpcrl.launch.meanings import meaning
 from hpcrl.launch.presets import preset_of
 from hpcrl.rollout.scheduling.policies import SchedulerConfig
@@ -989,3 +990,45 @@ def test_the_plan_names_the_preset(name: str) -> None:
     config = load([f"algorithm={name}", "rollout.max_new_tokens=256"])
     assert preset_of(config) == name
     assert preset_of(load(["algorithm=dapo", "algorithm.pg_clip_high=.5"])) == "grpo", "negative control"
+
+
+# -- renamed keys
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_a_renamed_key_is_refused_with_its_new_name(old: str, new: str) -> None:
+    assert tuple(new.split(".")) in known_keys()
+    if "*" not in old:
+        assert any(line.startswith(f"{old}: unknown key; it is now {new} (") for line in problems(f"{old}=1"))
+
+
+def test_a_renamed_key_in_a_list_is_refused_with_its_place() -> None:
+    (line,) = problems("data.train=[task:add,{path:task:add,tag:sums}]")
+    assert line.startswith("data.train.1.tag: unknown key; it is now data.train.1.domain (")
+
+
+def test_what_a_run_stored_has_the_new_keys() -> None:
+    stored = {
+        "rollouts": "runs/a",
+        "rollout": {"max_lag": 1, "top_k": 0},
+        "data": {"train": [{"path": "task:add", "tag": "sums"}, "task:add"], "val": "task:add"},
+        "env": {"game": {"options": {"tag": "answer"}}},
+    }
+    assert with_new_names(stored) == {
+        "load_rollouts": "runs/a",
+        "rollout": {"max_staleness": 1, "top_k": 0},
+        "data": {"train": [{"path": "task:add", "domain": "sums"}, "task:add"], "val": "task:add"},
+        "env": {"game": {"options": {"tag": "answer"}}},
+    }
+    arguments = [
+        "+rollout.max_lag=rollout.max_lag",
+        "~judge.max_slots",
+        "rollouts=a=b",
+        "--config=a",
+    ]
+    assert words_with_new_names(arguments) == (
+        "+rollout.max_staleness=rollout.max_lag", "~judge.max_num_seqs", "load_rollouts=a=b", "--config=a",
+    )  # fmt: skip
+    assert with_new_keys({"generator.native": {"kv_bucket": 16}, "judge.max_slots": 2, "trainer ranks": [0]}) == {
+        "generator.native": {"block_tokens": 16}, "judge.max_num_seqs": 2, "trainer ranks": [0],
+    }  # fmt: skip

@@ -16,7 +16,7 @@ POLICY_GRADIENT = "hpcrl.algorithms.policy_gradient:PolicyGradient"
 class GRPO(PolicyLoss):
     """Group-relative policy optimisation (arXiv 2402.03300)."""
 
-    name: Literal["grpo"] = "grpo"
+    advantage_estimator: Literal["grpo"] = "grpo"
     """The algorithm."""
     std_normalize: bool = True
     """Divide by the group's standard deviation; false: Dr. GRPO's advantage (arXiv 2503.20783)."""
@@ -28,7 +28,7 @@ class GDPO(PolicyLoss):
     """GDPO (arXiv 2601.05242): each part of a composed reward is normalised apart within the group, their weighted sum
     over the batch."""
 
-    name: Literal["gdpo"] = "gdpo"
+    advantage_estimator: Literal["gdpo"] = "gdpo"
     """The algorithm."""
     std_eps: NonNegative = 1e-6
     """Added to standard deviations."""
@@ -37,7 +37,7 @@ class GDPO(PolicyLoss):
 class ReinforcePlusPlus(PolicyLoss):
     """REINFORCE++ (arXiv 2501.03262): returns of rewards minus the KL, whitened over the batch, PPO clip."""
 
-    name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
+    advantage_estimator: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
     """The algorithm."""
     whiten_advantages: bool = True
     """Subtract the mean of the batch's token advantages and divide by their standard deviation."""
@@ -48,7 +48,7 @@ class ReinforcePlusPlus(PolicyLoss):
 class Reinforce(PolicyLoss):
     """REINFORCE returns with PPO clip; rewards optionally normalised."""
 
-    name: Literal["reinforce"] = "reinforce"
+    advantage_estimator: Literal["reinforce"] = "reinforce"
     """The algorithm."""
     gamma: Share = 1.0
     """Discount per model token; tokens of observations between two turns are skipped without a discount."""
@@ -64,21 +64,21 @@ class Reinforce(PolicyLoss):
 class RLOO(PolicyLoss):
     """RLOO (arXiv 2402.14740): a reward minus the mean of the group's others."""
 
-    name: Literal["rloo"] = "rloo"
+    advantage_estimator: Literal["rloo"] = "rloo"
     """The algorithm."""
 
 
 class ReMax(PolicyLoss):
     """ReMax (arXiv 2310.10505): a reward minus that of the greedy response to the prompt, which is not trained on."""
 
-    name: Literal["remax"] = "remax"
+    advantage_estimator: Literal["remax"] = "remax"
     """The algorithm."""
 
 
 class RaftPlusPlus(PolicyLoss):
     """RAFT++ (arXiv 2504.11343): learn from responses with positive rewards only, with PPO clip."""
 
-    name: Literal["raft_plus_plus"] = "raft_plus_plus"
+    advantage_estimator: Literal["raft_plus_plus"] = "raft_plus_plus"
     """The algorithm."""
     positive_above: Float = 0.0
     """Rewards above this value are positive."""
@@ -96,7 +96,7 @@ class TurnLoss(PolicyLoss):
 class TurnReinforce(TurnLoss):
     """REINFORCE by turn: all tokens of a turn have the return of the turn, with PPO clip."""
 
-    name: Literal["turn_reinforce"] = "turn_reinforce"
+    advantage_estimator: Literal["turn_reinforce"] = "turn_reinforce"
     """The algorithm."""
     norm_mean_type: Literal["all", "batch", "group"] | None = "batch"
     """Subtract the mean return of the turns of the batch (of the same domain), of all domains of the batch (all), or of
@@ -108,7 +108,7 @@ class TurnReinforce(TurnLoss):
 class GiGPO(TurnLoss):
     """GiGPO (arXiv 2505.10978): episodes compared within their group, turns within the same state."""
 
-    name: Literal["gigpo"] = "gigpo"
+    advantage_estimator: Literal["gigpo"] = "gigpo"
     """The algorithm."""
     gamma: Share = 0.95
     """Discount per turn."""
@@ -132,14 +132,14 @@ class CriticLoss(PolicyLoss):
 class GAE(CriticLoss):
     """PPO (arXiv 1707.06347): generalised advantage estimation (arXiv 1506.02438) from a critic's values."""
 
-    name: Literal["gae"] = "gae"
+    advantage_estimator: Literal["gae"] = "gae"
     """The algorithm."""
 
 
 class TurnGAE(CriticLoss):
     """Bi-level GAE (arXiv 2510.16907): over the turns of an episode, then over the tokens within each turn."""
 
-    name: Literal["turn_gae"] = "turn_gae"
+    advantage_estimator: Literal["turn_gae"] = "turn_gae"
     """The algorithm."""
     turn_gamma: Share = 0.95
     """Discount per turn."""

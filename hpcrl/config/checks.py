@@ -103,7 +103,7 @@ def _reinforcement(config: Config) -> Iterator[Problem]:
         return
     algorithm, rollout = config.algorithm, config.rollout
     if config.algorithm_spec.compares_group(algorithm) and rollout.group_size == 1:
-        name = getattr(algorithm, "name", "the algorithm")
+        name = getattr(algorithm, "advantage_estimator", "the algorithm")
         text = f"rollout.group_size: {name} compares the responses of a group and needs at least 2, got 1"
         yield Problem(("rollout", "group_size"), text, (("algorithm",),))
     for key, greedy, way_out in (("temperature", 0, "1"), ("top_k", 1, "0 (off) or at least 2"), ("min_p", 1, "less")):

@@ -9,7 +9,7 @@ from typing import Any
 from hpcrl.spec.problems import Path, dotted
 
 RENAMED = {
-    # until 0.5
+    # until 0.6
     "rollouts": "load_rollouts",
     "data.tag_key": "data.domain_key",
     "data.train.*.tag": "data.train.*.domain",

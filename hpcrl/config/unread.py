@@ -99,7 +99,11 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
         for key in ("alpha", "target_modules"):
             yield ("trainer", "lora", key), ("trainer", "lora", "rank"), "trainer.lora.rank is 0"
     if not config.uses_critic:
-        name = getattr(config.algorithm, "name", "the algorithm") if config.learns_from_rewards else config.pipeline
+        name = (
+            getattr(config.algorithm, "advantage_estimator", "the algorithm")
+            if config.learns_from_rewards
+            else config.pipeline
+        )
         cause = (
             "algorithm"
             if config.learns_from_rewards and config.learns

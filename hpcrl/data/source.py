@@ -229,7 +229,7 @@ class PromptSource:
         self._owed = [names.index(name) for name in state.get("owed", [])]
         for stream in self._streams:
             stream.num_drawn = state["num_drawn"][stream.name]
-        self.ledger.load_state_dict(state["ledger"] if "ledger" in state else state["dispositions"])  # until 0.5
+        self.ledger.load_state_dict(state["ledger"] if "ledger" in state else state["dispositions"])  # until 0.6
         self._dropped = [
             ClosedPrompt(uid, epoch, row, domain, PromptOutcome(kind), reason)
             for uid, epoch, row, domain, kind, reason in state["dropped"]

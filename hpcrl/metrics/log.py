@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"
 
 RENAMED = {
-    # until 0.5
+    # until 0.6
     "actor/correction_cut": "actor/correction_clipfrac",
     "judge/told_to_wait": "judge/refused",
     "reward_model/told_to_wait": "reward_model/refused",

@@ -15,7 +15,7 @@ from hpcrl.rollout.types import Sample
 from hpcrl.spec.trajectory import FIELDS, Level
 from hpcrl.system.files import write_durably
 
-PATTERN, PATTERN_UNTIL_0_5 = "pending_rank*.safetensors", "held_rank*.safetensors"
+PATTERN, PATTERN_UNTIL_0_6 = "pending_rank*.safetensors", "held_rank*.safetensors"
 
 
 def write_pending(folder: Path, rank: int, samples: Sequence[Sample]) -> str:
@@ -43,7 +43,7 @@ def read_pending(folder: Path, names: Iterable[str], wanted: Collection[int]) ->
     file unreadable."""
     found: dict[int, Sample] = {}
     for path in sorted(
-        folder / name for name in names if any(fnmatch(name, pattern) for pattern in (PATTERN, PATTERN_UNTIL_0_5))
+        folder / name for name in names if any(fnmatch(name, pattern) for pattern in (PATTERN, PATTERN_UNTIL_0_6))
     ):
         try:
             columns = load_file(path)

@@ -31,7 +31,7 @@ T = TypeVar("T")
 SCHEMA_VERSIONS = {"rollouts": 2, "outcomes": 2}
 """Versions of written files. Version 1 can be read too: fields without descriptions, outcomes without metrics."""
 CHUNK = 65536
-OUTCOMES, OUTCOMES_UNTIL_0_5 = "outcomes.h5", "dispositions.h5"
+OUTCOMES, OUTCOMES_UNTIL_0_6 = "outcomes.h5", "dispositions.h5"
 STORED = {"bool": "uint8"}
 """Dtypes that are stored as another dtype."""
 
@@ -303,7 +303,7 @@ def _read_outcomes(folder: Path) -> list[OutcomeRecord]:
         )
         return [OutcomeRecord(*column) for column in columns]
 
-    path = next((path for name in (OUTCOMES, OUTCOMES_UNTIL_0_5) if (path := folder / name).exists()), None)
+    path = next((path for name in (OUTCOMES, OUTCOMES_UNTIL_0_6) if (path := folder / name).exists()), None)
     return [] if path is None else _reading(path, "outcomes", read)
 
 
@@ -313,7 +313,7 @@ def _reading(path: Path, kind: str, read: Callable[[h5py.File], T]) -> T:
         with h5py.File(path, "r", locking=False) as file:
             schema, version = file.attrs.get("schema"), file.attrs.get("schema_version")
             newest = SCHEMA_VERSIONS[kind]
-            if schema != f"hpcrl.{path.stem if path.name == OUTCOMES_UNTIL_0_5 else kind}" or version not in range(
+            if schema != f"hpcrl.{path.stem if path.name == OUTCOMES_UNTIL_0_6 else kind}" or version not in range(
                 1, newest + 1
             ):
                 raise ValueError(f"schema {schema} {version}, this version reads hpcrl.{kind} 1 to {newest}")

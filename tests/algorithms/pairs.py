@@ -10,4 +10,4 @@ from hpcrl.spec.tables import ALGORITHMS
 
 
 def make_pair(section: Any) -> Algorithm:
-    return factory.make_pair(ALGORITHMS[section.name], section)
+    return factory.make_pair(ALGORITHMS[section.advantage_estimator], section)

@@ -348,7 +348,7 @@ def test_kl_terms_need_the_reference():
 
 def test_every_algorithm_is_the_pair_that_its_specification_says():
     for name, spec in ALGORITHMS.items():
-        section = spec.section(name=name)
+        section = spec.section(advantage_estimator=name)
         pair = factory.make_pair(spec, section)
         module, _, credit = spec.make.partition(":")
         assert (type(pair.estimator).__module__, type(pair.estimator).__name__) == (module, credit)

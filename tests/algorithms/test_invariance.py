@@ -175,11 +175,11 @@ def with_common(section: Any) -> Any:
 
 
 def test_all_credits_are_here() -> None:
-    assert {section.name for section in CREDITS} == set(ALGORITHMS)
+    assert {section.advantage_estimator for section in CREDITS} == set(ALGORITHMS)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("section", CREDITS, ids=lambda section: section.name)
+@pytest.mark.parametrize("section", CREDITS, ids=lambda section: section.advantage_estimator)
 def test_order_prompts_and_ranks_do_not_show_in_a_credit(section: Any, layout: str) -> None:
     longer, parts = LAYOUTS[layout]
     rows, stats = on_ranks(with_common(section), [rows_of(ALL)])
@@ -190,7 +190,7 @@ def test_order_prompts_and_ranks_do_not_show_in_a_credit(section: Any, layout: s
     assert other_stats == pytest.approx(stats, rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize("section", CREDITS, ids=lambda section: section.name)
+@pytest.mark.parametrize("section", CREDITS, ids=lambda section: section.advantage_estimator)
 def test_the_test_of_credits_can_fail(section: Any) -> None:
     """A rank that whitens its own tokens only shows."""
     parts = [rows_of(rows) for rows in LAYOUTS["three ranks"][1]]

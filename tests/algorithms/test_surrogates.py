@@ -241,21 +241,21 @@ def test_names_of_other_libraries_lead_to_keys_that_exist() -> None:
 
 
 RECIPES = {
-    "dapo": {"name": "grpo", "pg_clip_high": 0.28, "loss_aggregation": "token-mean"},
-    "dr_grpo": {"name": "grpo", "std_normalize": False, "loss_norm_tokens": 48},
-    "gspo": {"name": "grpo", "ratio_level": "geometric", "pg_clip_low": 3e-4, "pg_clip_high": 4e-4},
+    "dapo": {"advantage_estimator": "grpo", "pg_clip_high": 0.28, "loss_aggregation": "token-mean"},
+    "dr_grpo": {"advantage_estimator": "grpo", "std_normalize": False, "loss_norm_tokens": 48},
+    "gspo": {"advantage_estimator": "grpo", "ratio_level": "geometric", "pg_clip_low": 3e-4, "pg_clip_high": 4e-4},
     "cispo": {"surrogate": "cispo"},
     "topr": {"surrogate": "topr"},
     "sapo": {"surrogate": "sapo", "loss_aggregation": "seq-mean-token-mean"},
     "kimi": {"surrogate": "kimi", "ratio_level": "sequence"},
-    "lite_ppo": {"name": "reinforce", "norm_mean_type": "group", "norm_std_type": "batch"},
+    "lite_ppo": {"advantage_estimator": "reinforce", "norm_mean_type": "group", "norm_std_type": "batch"},
     "reinforce_plus_plus_baseline": {"norm_mean_type": "group", "whiten_advantages": True},
     "gmpo": {"surrogate": "gmpo", "pg_clip_low": 0.4, "loss_aggregation": "seq-mean-token-mean"},
     "dppo": {"surrogate": "dppo", "pg_clip_high": 0.15},
     "clip_cov": {"surrogate": "clip_cov", "pg_clip_high": 0.2},
     "kl_cov": {"surrogate": "kl_cov", "cov_kl_coef": 1.0},
-    "rloo": {"name": "rloo"},
-    "raft_plus_plus": {"name": "raft_plus_plus", "loss_aggregation": "seq-mean-token-mean"},
+    "rloo": {"advantage_estimator": "rloo"},
+    "raft_plus_plus": {"advantage_estimator": "raft_plus_plus", "loss_aggregation": "seq-mean-token-mean"},
 }
 
 

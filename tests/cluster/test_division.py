@@ -20,7 +20,7 @@ PAIRS = Division(((0, 1), (2, 3)), (1, 3), ((0, 2), (1, 3)))
 
 def megatron(num_ranks: int, reference: int | None = None, **sizes: int) -> Config:
     layout: dict[str, Any] = {"trainer": {"num_ranks": num_ranks}}
-    algorithm: dict[str, Any] = {"name": "grpo"}
+    algorithm: dict[str, Any] = {"advantage_estimator": "grpo"}
     if reference:
         layout["reference"] = {"num_ranks": reference, "colocate_with": None}
         algorithm["kl_loss_coef"] = 0.1

@@ -24,7 +24,7 @@ def stored(folder: Path, **rollout: Any) -> Path:
 def test_whole_responses_of_cut_sampling_are_not_weighed(tmp_path: Path, level: str, problems: int) -> None:
     """Whatever this run's own sampling is, which draws for evaluation alone."""
     run_dir = stored(tmp_path / "run", top_k=50)
-    algorithm = {"name": "grpo", "correction": "truncate", "correction_level": level}
+    algorithm = {"advantage_estimator": "grpo", "correction": "truncate", "correction_level": level}
     told = [
         str(problem.text)
         for problem in check_rollouts(

@@ -383,7 +383,7 @@ def test_adapters_need_no_second_model_and_travel_alone() -> None:
     shape, numbers = shape_of("Qwen2.5-7B"), 28 * 16 * (2 * 3584 + 3584 + 512)
     apart = {"trainer": {"num_ranks": 4}, "generator": {"colocate_with": None, "num_ranks": 2}}
     lora = {"rank": 16, "target_modules": ["q_proj", "v_proj"]}
-    kl = {"name": "grpo", "kl_loss_coef": 0.1}
+    kl = {"advantage_estimator": "grpo", "kl_loss_coef": 0.1}
     with_kl = run(algorithm=kl, layout=apart, cluster={})
     config = run(algorithm=kl, layout=apart, trainer={"param_dtype": "bfloat16", "lora": lora}, cluster={})
     assert "trainer+reference" in kinds(with_kl, shape) and {*kinds(config, shape)} == {"trainer", "generator"}

@@ -202,7 +202,7 @@ class EndedPrompt:
     @classmethod
     def restored(cls, saved: Mapping[str, Any]) -> EndedPrompt:
         """What saved() wrote."""
-        outcome = PromptOutcome(saved["outcome"] if "outcome" in saved else saved["disposition"])  # until 0.5
+        outcome = PromptOutcome(saved["outcome"] if "outcome" in saved else saved["disposition"])  # until 0.6
         rewards, metrics = (tuple(saved.get(name, ())) for name in ("rewards", "metrics"))
         return cls(saved["uid"], saved["attempt"], outcome, saved["reason"], rewards, metrics)
 
