@@ -17,7 +17,7 @@ class GRPO(PolicyLoss):
     """Group-relative policy optimisation (arXiv 2402.03300)."""
 
     advantage_estimator: Literal["grpo"] = "grpo"
-    """The algorithm."""
+    """The advantage estimator."""
     std_normalize: bool = True
     """Divide by the group's standard deviation; false: Dr. GRPO's advantage (arXiv 2503.20783)."""
     std_eps: NonNegative = 1e-6
@@ -29,7 +29,7 @@ class GDPO(PolicyLoss):
     over the batch."""
 
     advantage_estimator: Literal["gdpo"] = "gdpo"
-    """The algorithm."""
+    """The advantage estimator."""
     std_eps: NonNegative = 1e-6
     """Added to standard deviations."""
 
@@ -38,7 +38,7 @@ class ReinforcePlusPlus(PolicyLoss):
     """REINFORCE++ (arXiv 2501.03262): returns of rewards minus the KL, whitened over the batch, PPO clip."""
 
     advantage_estimator: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
-    """The algorithm."""
+    """The advantage estimator."""
     whiten_advantages: bool = True
     """Subtract the mean of the batch's token advantages and divide by their standard deviation."""
     gamma: Share = 1.0
@@ -49,7 +49,7 @@ class Reinforce(PolicyLoss):
     """REINFORCE returns with PPO clip; rewards optionally normalised."""
 
     advantage_estimator: Literal["reinforce"] = "reinforce"
-    """The algorithm."""
+    """The advantage estimator."""
     gamma: Share = 1.0
     """Discount per model token; tokens of observations between two turns are skipped without a discount."""
     norm_mean_type: Literal["all", "batch", "group", "running"] | None = None
@@ -65,21 +65,21 @@ class RLOO(PolicyLoss):
     """RLOO (arXiv 2402.14740): a reward minus the mean of the group's others."""
 
     advantage_estimator: Literal["rloo"] = "rloo"
-    """The algorithm."""
+    """The advantage estimator."""
 
 
 class ReMax(PolicyLoss):
     """ReMax (arXiv 2310.10505): a reward minus that of the greedy response to the prompt, which is not trained on."""
 
     advantage_estimator: Literal["remax"] = "remax"
-    """The algorithm."""
+    """The advantage estimator."""
 
 
 class RaftPlusPlus(PolicyLoss):
     """RAFT++ (arXiv 2504.11343): learn from responses with positive rewards only, with PPO clip."""
 
     advantage_estimator: Literal["raft_plus_plus"] = "raft_plus_plus"
-    """The algorithm."""
+    """The advantage estimator."""
     positive_above: Float = 0.0
     """Rewards above this value are positive."""
 
@@ -97,7 +97,7 @@ class TurnReinforce(TurnLoss):
     """REINFORCE by turn: all tokens of a turn have the return of the turn, with PPO clip."""
 
     advantage_estimator: Literal["turn_reinforce"] = "turn_reinforce"
-    """The algorithm."""
+    """The advantage estimator."""
     norm_mean_type: Literal["all", "batch", "group"] | None = "batch"
     """Subtract the mean return of the turns of the batch (of the same domain), of all domains of the batch (all), or of
     the group; null: off."""
@@ -109,7 +109,7 @@ class GiGPO(TurnLoss):
     """GiGPO (arXiv 2505.10978): episodes compared within their group, turns within the same state."""
 
     advantage_estimator: Literal["gigpo"] = "gigpo"
-    """The algorithm."""
+    """The advantage estimator."""
     gamma: Share = 0.95
     """Discount per turn."""
     step_weight: NonNegative = 1.0
@@ -133,14 +133,14 @@ class GAE(CriticLoss):
     """PPO (arXiv 1707.06347): generalised advantage estimation (arXiv 1506.02438) from a critic's values."""
 
     advantage_estimator: Literal["gae"] = "gae"
-    """The algorithm."""
+    """The advantage estimator."""
 
 
 class TurnGAE(CriticLoss):
     """Bi-level GAE (arXiv 2510.16907): over the turns of an episode, then over the tokens within each turn."""
 
     advantage_estimator: Literal["turn_gae"] = "turn_gae"
-    """The algorithm."""
+    """The advantage estimator."""
     turn_gamma: Share = 0.95
     """Discount per turn."""
     turn_lambd: Share = 0.95

@@ -276,7 +276,7 @@ def check_replicas(config: Config, replicas: int) -> Iterator[Problem]:
         yield Problem(("rollout", "min_replicas"), text, (layout,))
     room, greedy = replicas * config.generator.most_requests, config.algorithm_spec.greedy_baseline
     members = rollout.group_size + rollout.extra_members + greedy
-    has = f"but {replicas} replicas get at most {room} responses at once"
+    has = f"but {replicas} replicas get at most {room} concurrent responses"
     if config.generator.max_requests is not None and members > room:
         text = (
             f"generator.max_requests: {config.generator.max_requests}: a prompt has {members} responses, {has}; raise "

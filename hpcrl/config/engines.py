@@ -88,7 +88,7 @@ class GeneratorConfig(Section):
     max_requests: Positive | None = None
     """Maximum responses assigned to a replica, including those that wait for a slot; null: twice max_num_seqs."""
     decode_chunk_tokens: Positive = 16
-    """Decode steps per burst, between two reads of the inbox."""
+    """Decode steps of a chunk; the inbox is read between two chunks."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and KV cache, by default bfloat16 if the configuration asks for GPUs."""
     head_dtype: Literal["float32"] | None = None
@@ -116,7 +116,7 @@ class JudgeConfig(GeneratorConfig):
     """Requests that a rank accepts at once, including those that wait for a slot; further ones are refused, and
     repeated by the reward; null: four times max_num_seqs."""
     decode_chunk_tokens: Positive = 4
-    """Decode steps per burst; new requests join between two bursts."""
+    """Decode steps of a chunk; new requests join between two chunks."""
     max_prompt_tokens: Positive = 8192
     """Maximum length of a question, tokens; a longer one is refused, and the judge has no vote on its response."""
     max_new_tokens: Positive = 1024

@@ -36,7 +36,7 @@ class Alone:
         self._tell_agent()
         if self._stop_signal:
             name = signal.Signals(self._stop_signal).name
-            raise Stopped(self._stop_signal, f"stopped by {name}; the next attempt goes on from here")
+            raise Stopped(self._stop_signal, f"stopped by {name}; the next attempt continues from here")
         if time.monotonic() - self._checked > CHECK_OWNER_S:
             self._checked = time.monotonic()
             self.fence()

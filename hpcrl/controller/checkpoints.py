@@ -260,7 +260,7 @@ class Checkpoints:
             logger.warning("%d item(s) written %s moved to abandoned/", len(abandoned), since(step))
         stores = self._config.generates and self._config.rollout.save_rollouts
         for gap in gaps(self._run_dir, step, stores):
-            logger.warning("%s; the run goes on without", gap)
+            logger.warning("%s; continuing without it", gap)
         if latest is None or latest.path is None:
             return 0
         assert latest.manifest is not None

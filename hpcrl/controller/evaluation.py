@@ -81,7 +81,7 @@ class Evaluation:
             for name, example in (("before", before), ("after", after)):
                 verdict = "right" if example["score"] > 0 else "wrong"
                 lines.append(f"    {name:>6}  {verdict}  {_short(example['response'])}")
-        return "\n".join(["held-out completions before and after:", *lines]) if lines else ""
+        return "\n".join(["validation completions before and after:", *lines]) if lines else ""
 
     def _generate(self, temperature: float, number: int) -> CollectedRollouts:
         # Every prompt counts once; a reward that cannot be computed counts as 0.

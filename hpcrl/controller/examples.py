@@ -24,7 +24,7 @@ def read_examples(run_dir: Path) -> Examples:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        logger.warning("%s cannot be read: %s; the run goes on without", run_dir / FILE, error)
+        logger.warning("%s cannot be read: %s; continuing without it", run_dir / FILE, error)
         return {}
 
 

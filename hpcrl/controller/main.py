@@ -144,7 +144,7 @@ def _tell(world: World, code: ExitCode, message: str) -> int:
 def _survivable(config: Config, layout: RoleLayout, rank: int, lost: Collection[int]) -> bool:
     """Whether a rank may be lost: it only generates, rewards, serves a model to rewards or plays environments, enough
     ranks with the same work remain, and it is not in a replica of several ranks, which would wait for it in the
-    middle of a burst."""
+    middle of a decode chunk."""
     roles = {name: ROLES[name] for name in layout.roles_of(rank) if name != "controller"}
     if not roles or rank == CONTROLLER:
         return False

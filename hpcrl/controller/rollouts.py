@@ -69,7 +69,7 @@ class Rollouts:
         for uid in sorted(set(handle.prompts.values())):
             handle.domains.setdefault(self._prompts[uid].domain, []).append(uid)
         self._loop.forget(collected.groups)
-        self._loop.background([])  # after the hand-over, which earlier bursts would delay
+        self._loop.background([])  # after the hand-over, which earlier decode chunks would delay
         self._record()
         total = sum(size.total for size in collected.sizes.values())
         scheduled = {name: Stat(*value) for name, value in self.scheduler.metrics().items()}

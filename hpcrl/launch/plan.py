@@ -248,7 +248,7 @@ def _generation(config: Config, layout: RoleLayout) -> str:
     replicas, slots = len(layout.replicas), config.generator.max_num_seqs
     return (
         f"prompts up to {config.data.max_prompt_tokens} tokens, responses up to {config.max_response_tokens}; "
-        f"{replicas} generator replica(s) x {slots} slots = {replicas * slots} responses at once"
+        f"{replicas} generator replica(s) x {slots} slots = {replicas * slots} concurrent responses"
     )
 
 

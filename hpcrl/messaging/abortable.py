@@ -118,7 +118,7 @@ class AbortableGroup:
 
     def _raise_if_given_up(self) -> None:
         if self._why:
-            raise GroupLost(f"the group {self._name} is given up: {self._why}")
+            raise GroupLost(f"the group {self._name} was aborted: {self._why}")
 
 
 class AbortableWork:

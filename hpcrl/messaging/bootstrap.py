@@ -196,7 +196,7 @@ def _share_by_torchrun(endpoint: dict[str, Any] | None, timeout_s: float) -> dic
             readers = store.add(f"{prefix}/readers", 0)
     except DistError as error:
         raise TimeoutError(
-            f"rank 0 told nothing through torchrun's store at {host}:{port} in {timeout_s:g} s"
+            f"no address from rank 0 in torchrun's store at {host}:{port} after {timeout_s:g} s"
         ) from error
     return shared
 

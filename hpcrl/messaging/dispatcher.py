@@ -292,7 +292,7 @@ class Controller:
         self._world.tell_lost(self.lost)
         self._outstanding = {key: o for key, o in self._outstanding.items() if key[0] != event.rank}
         self._events.append((event.rank, event))
-        logger.warning("%s; the run goes on without it", loss)
+        logger.warning("%s; the run continues without it", loss)
 
     def _lose_late(self, rank: int) -> bool:
         """Continue without a rank that did not answer in time, if possible."""

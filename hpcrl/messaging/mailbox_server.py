@@ -1,9 +1,9 @@
 """Where a process receives its messages: one port, one thread, a queue in memory for each name.
 
-A sender opens one connection for each queue, and first shows that it knows the run's key: the intake sends bytes that
-it has drawn, the sender answers with an HMAC-SHA256 over them, its number and the queue's name, then both. The intake
-answers with the reason for a refusal, which is empty if there is none. Length-prefixed messages follow, which
-hpcrl.messaging.queues interprets. No message can be read from an intake.
+A sender opens one connection for each queue, and first shows that it knows the run's key: the mailbox server sends
+bytes that it has drawn, the sender answers with an HMAC-SHA256 over them, its number and the queue's name, then both.
+The mailbox server answers with the reason for a refusal, which is empty if there is none. Length-prefixed messages
+follow, which hpcrl.messaging.queues interprets. No message can be read from a mailbox server.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class SenderEnded(NamedTuple):
 
 Arrivals = Queue[Arrival | SenderEnded]
 Push = Callable[[bytes], None]
-"""Sends an entry; OSError if the intake is gone or does not take it in time. What is sent right after its end may still
-go without an error."""
+"""Sends an entry; OSError if the mailbox server is gone or does not take it in time. What is sent right after its end
+may still go without an error."""
 
 
 def mac(key: bytes, text: bytes) -> bytes:
@@ -85,7 +85,7 @@ class MailboxServer:
         self.wakeup = threading.Event()
         self._queues: dict[str, Arrivals] = {}
         arguments = (self._server, selectors.DefaultSelector(), key, self._queues, self.wakeup)
-        threading.Thread(target=_receive, args=arguments, name="intake", daemon=True).start()
+        threading.Thread(target=_receive, args=arguments, name="mailbox server", daemon=True).start()
 
     def queue(self, name: str) -> Arrivals:
         """The entries of a queue, in order per sender. What is sent to a queue that nobody has asked for is not
@@ -93,7 +93,7 @@ class MailboxServer:
         return self._queues.setdefault(name, Queue())
 
     def publish(self, store: TCPStore, rank: int) -> None:
-        """Let the senders of the world find this intake; call it when all of its queues are there."""
+        """Let the senders of the world find this mailbox server; call it when all of its queues are there."""
         store.set(_address_key(rank), f"{self.address}:{self.port}")
 
     def close(self) -> None:
@@ -103,7 +103,7 @@ class MailboxServer:
 
 
 def _address_key(rank: int) -> str:
-    return f"intake/{rank}"
+    return f"mailbox/{rank}"
 
 
 class Dialer:
@@ -125,7 +125,7 @@ class Dialer:
         self._unreached = unreached
 
     def __call__(self, queue: str) -> Push:
-        """A new connection to a queue. OSError if its rank has no intake or is gone."""
+        """A new connection to a queue. OSError if its rank has no mailbox server or is gone."""
         unreached = self._unreached
         if unreached is None:
             return _push_to(self._open(queue))
@@ -145,8 +145,8 @@ class Dialer:
 
 
 def connect(host: str, port: int, queue: str, key: bytes, sender: int, connect_s: float, push_s: float) -> Push:
-    """The connection of a sender to a queue of the intake at host:port; OSError if nothing listens there, or with what
-    the intake says if it takes nothing from this sender."""
+    """The connection of a sender to a queue of the mailbox server at host:port; OSError if nothing listens there, or
+    with what the mailbox server says if it takes nothing from this sender."""
     return _push_to(_open(host, port, queue, key, sender, connect_s, push_s))
 
 
@@ -167,7 +167,7 @@ def _open(host: str, port: int, queue: str, key: bytes, sender: int, connect_s: 
         arrived = b""
         while len(arrived) < num_bytes:
             if not (more := connection.recv(num_bytes - len(arrived))):
-                raise ConnectionResetError(f"what listens at {host}:{port} is no intake")
+                raise ConnectionResetError(f"{host}:{port} is not a mailbox server of this run")
             arrived += more
         return arrived
 
@@ -179,11 +179,11 @@ def _open(host: str, port: int, queue: str, key: bytes, sender: int, connect_s: 
     return connection
 
 
-# -- the receiving thread; it holds no reference to the intake --------------------------------------------------------
+# -- the receiving thread; it holds no reference to the mailbox server -----------------------------------------------
 
 
 class _Sender:
-    """One connection to the intake."""
+    """One connection to the mailbox server."""
 
     def __init__(self, connection: socket.socket, key: bytes, taken: set[tuple[int, str]]):
         """taken: (sender, queue) of all connections so far. OSError if the connection has ended."""
@@ -239,11 +239,11 @@ class _Sender:
         number, _, name = who.decode(errors="replace").partition(" ")
         queue, refusal = queues.get(name), ""
         if not hmac.compare_digest(shown, mac(self._key, self._drawn + who)):
-            refusal = "it does not know the key of this run"
+            refusal = "wrong key for this run"
         elif queue is None or re.fullmatch("-?[0-9]{1,9}", number) is None:
             refusal = "there is no such queue"
         elif (int(number), name) in self._taken:
-            refusal = "this sender has had its connection: another process has the same number"
+            refusal = "this sender is connected already: two processes have the same rank"
         self.connection.send(bytes([len(refusal)]) + refusal.encode())
         if queue is None or refusal:
             raise ConnectionAbortedError(refusal)

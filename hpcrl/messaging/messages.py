@@ -461,7 +461,7 @@ class Ended(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DecodeChunkDone(Message):
-    """A burst ended: finished samples, samples whose turn ended, tokens decoded, seconds."""
+    """A decode chunk ended: finished samples, samples whose turn ended, tokens decoded, seconds."""
 
     seq: int
     finished: list[Ended]

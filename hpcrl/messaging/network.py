@@ -1,4 +1,4 @@
-"""The address of this node for other nodes, used by everything that listens: stores, intakes, gloo."""
+"""The address of this node for other nodes, used by everything that listens: stores, mailbox servers, gloo."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class NonBlockingSender:
             if not rest:
                 return
             if (num_bytes := sum(map(len, self._unsent)) + len(rest)) > MAX_UNSENT_BYTES:
-                raise TimeoutError(f"{num_bytes} bytes wait for it, over the limit of {MAX_UNSENT_BYTES}")
+                raise TimeoutError(f"{num_bytes} unsent bytes, over the limit of {MAX_UNSENT_BYTES}")
             self._unsent.append(rest)
             if len(self._unsent) == 1:
                 threading.Thread(target=self._work, name="unsent", daemon=True).start()
@@ -61,7 +61,7 @@ class NonBlockingSender:
         room.register(connection, select.POLLOUT)
         while True:
             if not room.poll(self._push_s * 1000):
-                raise TimeoutError(f"it took nothing for {self._push_s:g} s")
+                raise TimeoutError(f"it accepted no data for {self._push_s:g} s")
             with self._lock:
                 if rest := _send_some(connection, self._unsent[0]):
                     self._unsent[0] = rest

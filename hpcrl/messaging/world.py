@@ -51,8 +51,8 @@ def rank_queue(rank: int) -> str:
 @dataclass
 class World:
     """A rank's view of the world. Rank 0 has the controller's inbox `events`, other ranks a `watch`. host: the node's
-    name; address: for connections from other ranks; intake: where all messages to this rank arrive; token: what a
-    request to a rank of the run must carry."""
+    name; address: for connections from other ranks; mailbox_server: where all messages to this rank arrive; token: what
+    a request to a rank of the run must carry."""
 
     rank: int
     size: int

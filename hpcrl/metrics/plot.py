@@ -19,14 +19,14 @@ from hpcrl.system.files import write_durably
 PANELS = (
     ("critic/rewards/mean", "training reward", "#3b6fb6"),
     ("sft/loss", "training loss", "#7a5195"),
-    ("val/score/mean", "held-out accuracy", "#d1603d"),
+    ("val/score/mean", "validation accuracy", "#d1603d"),
 )
 SAMPLED = "val/sampled/score/mean"
 SMOOTHING_STEPS = 9  # odd, so that the mean is centred on the step
 
 
 def plot(run_dir: Path) -> Path:
-    """Draw reward (or loss) and held-out accuracy of metrics.jsonl against the step; returns the path of plot.png.
+    """Draw reward (or loss) and validation accuracy of metrics.jsonl against the step; returns the path of plot.png.
     Panels without measurements are omitted. ValueError if there is nothing to draw."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

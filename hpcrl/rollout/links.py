@@ -13,8 +13,8 @@ class ReplicaLink:
     """Every rank of a replica gets the same commands in the same order. The first rank answers, hands samples over, and
     identifies the replica in events and samples.
 
-    live: samples that the replica decodes or queues. num_chunks: unanswered bursts and aborts. sizes: of ended samples
-    that were neither taken nor dropped.
+    live: samples that the replica decodes or queues. num_chunks: unanswered decode chunks and aborts. sizes: of ended
+    samples that were neither taken nor dropped.
     """
 
     def __init__(self, controller: Controller, ranks: Sequence[int]):
@@ -23,7 +23,7 @@ class ReplicaLink:
         self.live = self.num_chunks = 0
         self._given_up = False
         self.sizes: dict[int, Sizes] = {}
-        self._told: dict[int, messages.DecodeChunk] = {}  # by number, bursts with their receivers
+        self._told: dict[int, messages.DecodeChunk] = {}  # by number, decode chunks with their receivers
         self._dropped: dict[int, Sequence[int]] = {}  # by number, samples of an abort
 
     @property
@@ -40,12 +40,12 @@ class ReplicaLink:
         self.num_chunks += 1
 
     def drop(self, samples: Sequence[int]) -> None:
-        """Order samples to be stopped and dropped; answered like a burst."""
+        """Order samples to be stopped and dropped; answered like a decode chunk."""
         self._dropped[self.send(messages.AbortSamples(list(samples)))] = samples
         self.num_chunks += 1
 
     def decode_chunk_done(self, event: messages.DecodeChunkDone) -> messages.DecodeChunk | None:
-        """Handle an answer of the first rank; returns its burst, None for an abort."""
+        """Handle an answer of the first rank; returns its decode chunk, None for an abort."""
         self.num_chunks -= 1
         self.live -= len(event.finished) + len(event.turns)
         for sample in self._dropped.pop(event.seq, ()):

@@ -48,10 +48,10 @@ class CollectedRollouts:
 
 
 class RolloutLoop:
-    """Executes a scheduler's commands. Every replica with work has two bursts queued ahead.
+    """Executes a scheduler's commands. Every replica with work has two decode chunks queued ahead.
 
-    In deterministic mode all replicas run burst by burst together, and events reach the scheduler sorted, once all of a
-    burst's responses are scored, so that generation depends only on the sequence of commands.
+    In deterministic mode all replicas run each decode chunk together, and events reach the scheduler sorted,
+    once all of a decode chunk's responses are scored, so that generation depends only on the sequence of commands.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class RolloutLoop:
         stats, stream.stats = merge([*stream.stats, {"time/step_reward_wait": scalar(self._waited_s)}]), []
         if not scheduler.generates_ahead:
             self._streams.remove(stream)
-            self._awaited.forget_early(stream.prompts.keys())  # no outstanding burst can still report them
+            self._awaited.forget_early(stream.prompts.keys())  # no outstanding decode chunk can still report them
         return CollectedRollouts(groups, sizes, stats)
 
     def _drive_until_ready(self, scheduler: RolloutScheduler, stream: _Stream) -> None:
@@ -205,7 +205,7 @@ class RolloutLoop:
         return receiver
 
     def _on_their_way(self) -> bool:
-        """Whether a burst or an answer is outstanding."""
+        """Whether a decode chunk or an answer is outstanding."""
         return any(replica.num_chunks for replica in self._replicas.values()) or self._awaited.pending
 
     def sizes(self, groups: Iterable[events.Group]) -> dict[int, Sizes]:
@@ -262,7 +262,7 @@ class RolloutLoop:
                 replica.decode_chunk(messages.DecodeChunk(self._decode_chunk_tokens, receivers, envs))
 
     def _settle_down(self, going_on: Collection[ReplicaLink]) -> None:
-        """Wait for outstanding bursts, so that at the end of a step all replicas are idle except those that
+        """Wait for outstanding decode chunks, so that at the end of a step all replicas are idle except those that
         continue."""
         pausing = [replica for replica in self._replicas.values() if replica not in going_on]
         while any(replica.num_chunks > 0 for replica in pausing if not replica.lost):
@@ -305,7 +305,7 @@ class RolloutLoop:
     # -- events --------------------------------------------------------------------------------------------------
 
     def _wait_for_events(self) -> None:
-        """Wait for events; in deterministic mode for all consequences of a burst, sorted."""
+        """Wait for events; in deterministic mode for all consequences of a decode chunk, sorted."""
         while True:
             start, idle = time.perf_counter(), not any(replica.num_chunks for replica in self._replicas.values())
             self._take_in(self._controller.events())
@@ -384,7 +384,7 @@ class RolloutLoop:
             yield from self._pace.learn(replica.first, event.tokens, event.seconds)
         if not ended:
             return
-        assert told is not None, "responses end in bursts"
+        assert told is not None, "responses end in decode chunks"
         replica.sizes |= {e.sample: Sizes(e.total_tokens, e.model_tokens, e.text_bytes) for e in ended}
         waiting = []
         for some, alive, acting in ((finished, told.receivers, False), (event.turns, told.envs, True)):

@@ -1,4 +1,4 @@
-"""Decoding speed of each replica, from the durations of its bursts."""
+"""Decoding speed of each replica, from the durations of its decode chunks."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from statistics import median_low
 from hpcrl.rollout.scheduling.events import Paced
 
 MEMORY = 0.1
-"""Weight of a new burst in a replica's mean."""
+"""Weight of a new decode chunk in a replica's mean."""
 COMMON_MEMORY = 0.01
-"""Weight of a new burst in the line common to all replicas."""
+"""Weight of a new decode chunk in the line common to all replicas."""
 NEWS = 0.25
 """Relative change of a speed that is reported."""
 LOOKS = 8
-"""Comparisons of all speeds while every replica ends one burst."""
+"""Comparisons of all speeds while every replica ends one decode chunk."""
 
 
 class Pace:
-    """Speeds relative to the median replica. A burst of more tokens takes longer, by a line fitted to all bursts; a
-    replica's slowness is the ratio of its durations to that line."""
+    """Speeds relative to the median replica. A decode chunk of more tokens takes longer, by a line fitted to all decode
+    chunks; a replica's slowness is the ratio of its durations to that line."""
 
     def __init__(self) -> None:
         self._line = _Line()
         self._slowness: dict[int, float] = {}
         self._told: dict[int, float] = {}
-        self._unseen = 0  # bursts since the last comparison
+        self._unseen = 0  # decode chunks since the last comparison
 
     def learn(self, replica: int, tokens: int, seconds: float) -> list[Paced]:
-        """Add a replica's burst; returns the speeds that have changed, if they are compared now."""
+        """Add a replica's decode chunk; returns the speeds that have changed, if they are compared now."""
         self._line.learn(tokens, seconds)
         excess = seconds / max(self._line.at(tokens), 1e-9)
         before = self._slowness.get(replica, excess)
@@ -48,7 +48,7 @@ class Pace:
 
 
 class _Line:
-    """Seconds over tokens by least squares; older bursts count less."""
+    """Seconds over tokens by least squares; older decode chunks count less."""
 
     def __init__(self) -> None:
         self._weight = self._x = self._y = self._xx = self._xy = 0.0

@@ -26,7 +26,7 @@ COMMANDS = {
     "launch": ("hpcrl.launch.__main__", "check a run, print its plan, start it here or submit it to Slurm"),
     "status": ("hpcrl.commands.status", "what a run does: state, step, time left, checkpoints, restarts, errors"),
     "logs": ("hpcrl.commands.logs", "the messages of all ranks, nodes and attempts of a run, in the order of time"),
-    "plot": ("hpcrl.metrics.plot", "draw reward and held-out accuracy of a run"),
+    "plot": ("hpcrl.metrics.plot", "draw reward and validation accuracy of a run"),
     "score": ("hpcrl.commands.score", "try a reward on an answer or on a file of rows, without a run"),
     "convert": ("hpcrl.convert.__main__", "make a checkpoint a model in HF layout, or an HF model one of Megatron"),
     "track": ("hpcrl.commands.track", "upload the metrics of a run to a tracker, from a machine with network access"),

@@ -55,8 +55,8 @@ class GeneratorRole:
     """`samples`: admitted samples that were neither forgotten nor handed over.
 
     All ranks of a replica execute the same commands in the same order, so they make the same engine calls and have the
-    same samples. The first rank answers bursts, sends mail and hands samples over; it receives observations by mail and
-    passes them on when the turns after them are admitted.
+    same samples. The first rank answers decode chunks, sends mail and hands samples over; it receives observations by
+    mail and passes them on when the turns after them are admitted.
     """
 
     busy = False
@@ -76,8 +76,8 @@ class GeneratorRole:
         self.trainer = OneProcess.of(worker, self.engine)
         self.samples: dict[int, SampleState] = {}
         self._prompts: WeakValueDictionary[int, PromptState] = WeakValueDictionary()  # alive with any of its samples
-        self._beginning: list[SampleState] = []  # their environments start in the next burst
-        self._refused: list[Ended] = []  # samples that end in the next burst without a new token
+        self._beginning: list[SampleState] = []  # their environments start in the next decode chunk
+        self._refused: list[Ended] = []  # samples that end in the next decode chunk without a new token
         self._observations: dict[int, Observation] = {}  # by sample, of turns not yet admitted
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:

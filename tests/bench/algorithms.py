@@ -5,9 +5,9 @@
 Each run has the keys of `+experiment=demo` with its own `algorithm=`, one process, one thread, and the same number of
 steps, prompts and responses, and the same learning rate. Groups of equal rewards are replaced in `dapo` alone, where
 that is part of the recipe. A KL term of weight 1e-12 changes nothing, and lets the KL to the warm start be measured.
-`--out` gets one JSON line per run; runs that it already has are not run again. Prints a table: held-out accuracy at the
-end, its gain, and KL and entropy of the last step. The recipes for turns (FOR_TURNS) need an environment and are left
-out.
+`--out` gets one JSON line per run; runs that it already has are not run again. Prints a table: validation accuracy at
+the end, its gain, and KL and entropy of the last step. The recipes for turns (FOR_TURNS) need an environment and are
+left out.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def plot(lines: list[Line], file: Path) -> None:
     for axes, key, label in zip(
         panels,
         ("sampled", "kl", "entropy"),
-        ("held-out accuracy, sampled", "KL to the warm start, nats a token", "entropy, nats a token"),
+        ("validation accuracy, sampled", "KL to the warm start, nats a token", "entropy, nats a token"),
         strict=True,
     ):
         for number, name in enumerate(names):

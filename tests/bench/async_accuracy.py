@@ -4,7 +4,7 @@
 
 Four processes each time (`+experiment=rlvr_async`), so that only the lag differs; lag 4 also with the correction that
 is the default, with the ratio to the generator in its place, and without both. One
-JSON line: held-out accuracy of 2,048 prompts at the end, sampled and greedy, per seed, and for every lag the mean of
+JSON line: validation accuracy of 2,048 prompts at the end, sampled and greedy, per seed, and for every lag the mean of
 sync - async over the seeds with its one-sided 90 % upper bound (Student's t on the paired differences). 25 runs take an
 hour and more; those that `--runs` already holds, of an earlier call with the same words, are not run again.
 """

@@ -194,8 +194,8 @@ class Cluster:
 
 
 def serve_ranks(port: int, ranks: list[int], mean_bursts: int) -> None:
-    """Play these ranks until they are told to leave: a thread each; they share an intake, and have connections of
-    their own to the controller."""
+    """Play these ranks until they are told to leave: a thread each. They share a mailbox server, and have
+    connections of their own to the controller."""
     threading.stack_size(1 << 18)
     store, mailbox_server = queues.connect("127.0.0.1", port, 60.0), MailboxServer("127.0.0.1", KEY)
     threads = [threading.Thread(target=_serve, args=(store, mailbox_server, rank, mean_bursts)) for rank in ranks]

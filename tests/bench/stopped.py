@@ -47,7 +47,7 @@ def measure(role: str, folder: Path) -> None:
     start.wait_until(lambda: start.step >= 4, 300)
     began, before = time.monotonic(), start.step
     os.kill(start.ranks[rank], signal.SIGSTOP)
-    start.wait_until(lambda: "goes on without it" in start.text, 1200)
+    start.wait_until(lambda: "continues without it" in start.text, 1200)
     start.wait_until(lambda: start.step > before + 1, 1200)
     waited_s, code = time.monotonic() - began, start.process.poll()
     end = "goes on" if code is None else ExitCode(code).name

@@ -140,11 +140,11 @@ def test_impossible_layouts_are_refused_with_their_numbers(words: list[str], exp
         (["rollout.min_replicas=9"], "rollout.min_replicas: 9, but layout.generator gives 2 replicas"),
         (
             ["rollout.extra_members=3", "generator.max_num_seqs=2", "layout=disaggregated"],
-            "rollout.extra_members: a prompt has 11 responses, but 2 replicas get at most 8 responses at once",
+            "rollout.extra_members: a prompt has 11 responses, but 2 replicas get at most 8 concurrent responses",
         ),
         (
             ["generator.max_requests=3"],
-            "generator.max_requests: 3: a prompt has 8 responses, but 2 replicas get at most 6 responses at once",
+            "generator.max_requests: 3: a prompt has 8 responses, but 2 replicas get at most 6 concurrent responses",
         ),
         (
             ["rollout.extra_prompts=1000", "generator.max_num_seqs=4"],

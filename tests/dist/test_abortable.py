@@ -74,7 +74,7 @@ def test_what_is_sent_arrives_and_errors_of_the_library_are_raised(threads: Thre
 def test_a_wait_for_a_rank_that_does_not_come_ends(
     threads: Threads, told: set[int] | None, timeout_s: float, own_s: float | None, why: str, request: Any
 ) -> None:
-    """Rank 2 never sends. The second wait of a group that is given up ends at once."""
+    """Rank 2 never sends. The second wait of a group that was aborted ends at once."""
     plain, made = groups(threads, request.node.name, timeout_s)
     group = made[1]
     if told is not None:
@@ -105,4 +105,4 @@ def test_only_groups_made_inside_have_no_watchdog(monkeypatch: pytest.MonkeyPatc
 def test_a_dead_peer_under_nccl_does_not_end_the_process(how: str) -> None:
     said = pair(how, "cuda")
     assert SURVIVED in said, said
-    assert how == "dies" or "GroupLost: the group pair is given up: rank 1 is lost" in said
+    assert how == "dies" or "GroupLost: the group pair was aborted: rank 1 is lost" in said

@@ -1,4 +1,4 @@
-"""Control messages through an intake, against everything that somebody at its port could do to them."""
+"""Control messages through a mailbox server, against everything that somebody at its port could do to them."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ def test_a_second_process_with_a_ranks_number_is_told_and_changes_nothing(
     for step in range(3):
         first.send(QUEUE, m.Advantages(step))
     for _ in range(5):
-        with pytest.raises(ReaderLost, match=r"refused sender 4 of queue rank/1: .* another process has"):
+        with pytest.raises(ReaderLost, match=r"refused sender 4 of queue rank/1: .* two processes have the same rank"):
             second.send(QUEUE, m.Export("stolen"))
     first.send(QUEUE, m.Advantages(3))
     assert [inbox.get(5) for _ in range(4)] == [(4, step + 1, m.Advantages(step)) for step in range(4)]
@@ -267,7 +267,7 @@ def test_nobody_speaks_for_another(push: Push, inbox: Inbox, capfd: pytest.Captu
 
 
 def test_a_wrong_key_and_a_wrong_queue_are_answered(mailbox_server: MailboxServer) -> None:
-    for queue, key, why in ((QUEUE, b"j" * 32, "does not know the key of this run"), ("rank/9", KEY, "no such queue")):
+    for queue, key, why in ((QUEUE, b"j" * 32, "wrong key for this run"), ("rank/9", KEY, "no such queue")):
         with pytest.raises(ConnectionRefusedError, match=f"refused sender 3 of queue {queue}: .*{why}"):
             connect("127.0.0.1", mailbox_server.port, queue, key, 3, 30, 30)
 
@@ -492,7 +492,7 @@ def test_a_reader_that_hangs_costs_the_timeout_once(greets: bool) -> None:
         assert time.monotonic() - start < 5
 
 
-def test_what_is_no_intake_is_named() -> None:
+def test_what_is_no_mailbox_server_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
 
@@ -500,28 +500,28 @@ def test_what_is_no_intake_is_named() -> None:
             server.accept()[0].close()
 
         threading.Thread(target=hang_up).start()
-        with pytest.raises(OSError, match=f"what listens at 127.0.0.1:{port} is no intake"):
+        with pytest.raises(OSError, match=f"127.0.0.1:{port} is not a mailbox server of this run"):
             connect("127.0.0.1", port, QUEUE, KEY, 0, 20, 5)
 
 
 @pytest.mark.parametrize("address", ["nonsense", "127.0.0.1:port", b"\xff:1"])
 def test_a_wrong_address_in_the_store_is_named(address: str) -> None:
     store = queues.serve("127.0.0.1", 5)
-    store.set("intake/7", address)
+    store.set("mailbox/7", address)
     with pytest.raises(
         ReaderLost, match=r"Shutdown to rank/7 was not sent, .* the store has a wrong address of rank 7"
     ):
         Sender(module.Dialer(store, KEY, 0, 5, 5), KEY, 0).send("rank/7", m.Shutdown())
 
 
-def test_a_rank_without_an_intake_is_named() -> None:
+def test_a_rank_without_a_mailbox_server_is_named() -> None:
     store = queues.serve("127.0.0.1", 0.3)
     sender = Sender(module.Dialer(store, KEY, 0, 0.3, 0.3), KEY, 0)
     with pytest.raises(ReaderLost, match=r"Shutdown to mail/99 was not sent, .*: the store has no address of rank 99"):
         sender.send("mail/99", m.Shutdown())
 
 
-def test_a_closed_intake_leaves_no_thread() -> None:
+def test_a_closed_mailbox_server_leaves_no_thread() -> None:
     before = set(threading.enumerate())
     mailbox_server = MailboxServer("127.0.0.1", KEY)
     (own,) = set(threading.enumerate()) - before
@@ -649,7 +649,7 @@ def test_without_the_key_nothing_is_added(
 ) -> None:
     with contextlib.suppress(ConnectionError):
         stranger.sendall(hello(stranger, queue, key, drawn, number) + long(raw_of(m.Shutdown())))
-        assert stranger.recv(200, socket.MSG_WAITALL)[1:] in (b"it does not know the key of this run", NO_QUEUE)
+        assert stranger.recv(200, socket.MSG_WAITALL)[1:] in (b"wrong key for this run", NO_QUEUE)
     push(raw_of(m.Shutdown()))
     assert inbox.get(5) == (0, 1, m.Shutdown())
     assert inbox.get(0.1) is None and inbox.num_refused == 0
@@ -679,7 +679,7 @@ def test_one_who_stops_in_the_middle_holds_nobody_up(push: Push, inbox: Inbox, s
 
 
 def test_too_many_connections_are_a_delay(mailbox_server: MailboxServer, inbox: Inbox) -> None:
-    """As long as no file can be opened, the intake waits; then it takes what has come."""
+    """As long as no file can be opened, the mailbox server waits; then it takes what has come."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with socket.socket() as late:
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # whatever other threads of this process close

@@ -49,7 +49,7 @@ def mailbox_server() -> Iterator[MailboxServer]:
 
 @pytest.fixture
 def other(mailbox_server: MailboxServer) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A process that has said Joined, and the port of its own intake."""
+    """A process that has said Joined, and the port of its own mailbox server."""
     process = subprocess.Popen(
         [sys.executable, "-c", OTHER, str(mailbox_server.port)], stdout=subprocess.PIPE, text=True
     )

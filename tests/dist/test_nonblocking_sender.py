@@ -39,7 +39,7 @@ class Reader:
     def __init__(self) -> None:
         self.process = subprocess.Popen([sys.executable, "-c", READER], stdout=subprocess.PIPE, text=True)
         self.store, self.unreached = serve("127.0.0.1", 10), Unreached()
-        self.store.set("intake/1", f"127.0.0.1:{self.line()}")
+        self.store.set("mailbox/1", f"127.0.0.1:{self.line()}")
 
     def line(self) -> str:
         assert self.process.stdout is not None
@@ -80,10 +80,10 @@ def test_a_rank_that_takes_nothing_is_told_once(reader: Reader) -> None:
     reader.process.send_signal(signal.SIGSTOP)
     for _ in range(2):
         sender.send(QUEUE, Export("x" * (16 << 20)))
-    why = "queue rank/1: it took nothing for 1 s"
+    why = "queue rank/1: it accepted no data for 1 s"
     assert reader.unreached.get(timeout=10) == (1, why)
     for _ in range(2):
-        with pytest.raises(ReaderLost, match="its reader is gone: it took nothing for 1 s"):
+        with pytest.raises(ReaderLost, match="its reader is gone: it accepted no data for 1 s"):
             sender.send(QUEUE, Export("y"))
     assert reader.unreached.empty()
 
@@ -92,7 +92,7 @@ def test_no_more_is_kept_than_the_limit(reader: Reader, monkeypatch: pytest.Monk
     monkeypatch.setattr(nonblocking_sender, "MAX_UNSENT_BYTES", 40 << 20)
     reader.process.send_signal(signal.SIGSTOP)
     sender = reader.sender()
-    with pytest.raises(ReaderLost, match=r"its reader is gone: \d+ bytes wait for it, over the limit of 41943040"):
+    with pytest.raises(ReaderLost, match=r"its reader is gone: \d+ unsent bytes, over the limit of 41943040"):
         for _ in range(4):
             sender.send(QUEUE, Export("x" * (16 << 20)))
 

@@ -73,7 +73,7 @@ def test_a_rank_that_does_not_come_ends_the_wait_and_the_group(threads: Threads)
             transfers = [Transfer(torch.zeros(1), 1, sends=False)]
             with pytest.raises(GroupLost, match=r"no answer for 0\.2 s"):
                 begin(group, transfers).wait(timedelta(seconds=0.2))
-            with pytest.raises(GroupLost, match="the group late is given up"):
+            with pytest.raises(GroupLost, match="the group late was aborted"):
                 begin(group, transfers)
         return group  # the groups end together: gloo would wait for the others
 

@@ -175,7 +175,7 @@ def test_a_lost_reward_rank_bad_rewards_and_forged_messages_are_survived(runs: R
     assert start.wait() == ExitCode.DONE, start.text
     assert start.errors.read_text() == ""
     said = [line for line in start.text.splitlines() if "is lost" in line]
-    assert len(said) == 1 and re.search(r"rank 3 \(reward\) .* SIGKILL .*; the run goes on without it", said[0]), (
+    assert len(said) == 1 and re.search(r"rank 3 \(reward\) .* SIGKILL .*; the run continues without it", said[0]), (
         start.text
     )
     rows = read_metrics(run_dir)
@@ -195,7 +195,7 @@ def intrude(run_dir: Path, queue: str) -> None:
     endpoint = json.loads((folder / "endpoint.json").read_text())
     key = Path(endpoint["key_file"]).read_bytes()
     store = queues.connect(endpoint["host"], endpoint["port"], 10)
-    with pytest.raises(ConnectionRefusedError, match="it does not know the key of this run"):
+    with pytest.raises(ConnectionRefusedError, match="wrong key for this run"):
         Dialer(store, os.urandom(32), 77, 10, 10)(queue)
     taken = 0 if queue == "rank/1" else 1
     with pytest.raises(ConnectionRefusedError, match="another process has the same number"):
@@ -223,7 +223,7 @@ def test_an_environment_that_sleeps_costs_its_sample_a_rank_that_does_is_done_wi
         lambda: any(row.get("scheduler/score_errors") for row in read_metrics(run_dir)), COMMAND_S + SLACK_S
     )
     os.kill(start.ranks[2], signal.SIGSTOP)
-    start.wait_until(lambda: "the run goes on without it" in start.text, STORE_S + SLACK_S)
+    start.wait_until(lambda: "the run continues without it" in start.text, STORE_S + SLACK_S)
     said = next(line for line in start.text.splitlines() if "is lost" in line)
     assert re.search(r"rank 2 \(env\) .*was stopped \(SIGSTOP\)", said)
     before = start.step
@@ -237,7 +237,7 @@ def test_a_rank_that_the_network_loses_is_done_without_or_ends_the_run(runs: Run
     silent = "(its host does not answer|the control store (is gone|has not answered))"
     start = runs.running("run", APART.format("env"), ENV)
     cut_off(start.ranks[2])
-    start.wait_until(lambda: "the run goes on without it" in start.text, STORE_S + SLACK_S)
+    start.wait_until(lambda: "the run continues without it" in start.text, STORE_S + SLACK_S)
     assert re.search(rf"rank 2 \(env\) on \S+ is lost: .*{silent}", start.text)
     before = start.step
     start.wait_until(lambda: start.step >= before + 3)
@@ -261,7 +261,7 @@ def test_an_env_rank_killed_in_an_episode_and_an_episode_that_raises_cost_nothin
     rank, _ = waiting(start, runs.folder)
     os.kill(start.ranks[rank], signal.SIGKILL)
     assert start.wait() == ExitCode.DONE, start.text
-    assert re.search(rf"rank {rank} \(env\) .* SIGKILL .*; the run goes on without it", start.text), start.text
+    assert re.search(rf"rank {rank} \(env\) .* SIGKILL .*; the run continues without it", start.text), start.text
     rows = read_metrics(runs.folder / "run")
     assert [row["step"] for row in rows] == list(range(9))
     told = [[row[f"scheduler/{name}"] for row in rows[1:]] for name in ("score_errors", "restarted")]

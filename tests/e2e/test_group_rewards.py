@@ -48,7 +48,7 @@ def test_siblings_are_scored_together_whoever_is_lost(
     start = Start(run_dir, words, {"PYTHONPATH": f"{ROOT}:{ROOT}/tests/e2e/dies", "HPCRL_TEST_DIES": dies})
     start.wait_until(lambda: kill and start.step >= 5, 200.0)
     start.kill()
-    lost = re.findall(r"rank (\d) \(\w+\).* is lost: .*SIGKILL.*; the run goes on without it", start.text)
+    lost = re.findall(r"rank (\d) \(\w+\).* is lost: .*SIGKILL.*; the run continues without it", start.text)
     assert sorted(lost) == sorted([scorer, replica]), start.text
     if kill:
         check_accounts(run_dir)

@@ -49,7 +49,7 @@ def test_replicas_are_lost_one_after_another(
     environment = {"PYTHONPATH": f"{ROOT}:{ROOT}/tests/e2e/dies", "HPCRL_TEST_DIES": dies}
     start = Start(tmp_path / "run", words, environment)
     assert start.wait(200.0) == ExitCode.DONE, start.text
-    lost = re.findall(r"rank (\d) \(generator\).* is lost: .*; the run goes on without it", start.text)
+    lost = re.findall(r"rank (\d) \(generator\).* is lost: .*; the run continues without it", start.text)
     assert sorted(lost) == ["2", "3", "4"], start.text
     rows = read_metrics(tmp_path / "run")
     assert [row["step"] for row in rows] == list(range(NUM_STEPS + 1))

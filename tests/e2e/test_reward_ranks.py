@@ -34,7 +34,7 @@ def test_a_slow_domain_delays_no_other_and_its_ranks_stand_in_for_each_other(
     words = [f"model.path={digit_model}", f"data.train={train}", f"reward.default.options.folder={notes}", *WORDS]
     start = Start(tmp_path / "run", words, {"PYTHONPATH": str(ROOT)})
     assert start.wait() == ExitCode.DONE, start.text
-    (lost,) = re.findall(r"rank (\d) \(reward\).* is lost: .*SIGKILL.*; the run goes on without it", start.text)
+    (lost,) = re.findall(r"rank (\d) \(reward\).* is lost: .*SIGKILL.*; the run continues without it", start.text)
     places: dict[str, set[str]] = {"slow": set(), "fast": set()}
     for name in (path.name for path in notes.glob("*.*")):
         domain, _, rank = name.split(".")

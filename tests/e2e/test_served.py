@@ -53,14 +53,14 @@ def test_a_killed_judge_is_done_without_and_the_last_ends_the_run_which_resumes(
     run = start(run_dir, *words, "max_steps=100000")
     run.wait_until(lambda: run.step >= 2, 300.0)
     os.kill(run.ranks[2], signal.SIGKILL)
-    run.wait_until(lambda: "the run goes on without it" in run.text, 200.0)
+    run.wait_until(lambda: "the run continues without it" in run.text, 200.0)
     before = run.step
     run.wait_until(lambda: run.step >= before + 3, 200.0)
     os.kill(run.ranks[3], signal.SIGKILL)
     assert run.wait() == ExitCode.RANK_KILLED
     # On a busy machine the deadline of a command may come before the agent's report of the kill.
     cause = r"(.*SIGKILL|it did not answer in time)"
-    assert re.search(rf"hpcrl: rank 2 \(judge\) on \S+ is lost: {cause}.*; the run goes on without it", run.text)
+    assert re.search(rf"hpcrl: rank 2 \(judge\) on \S+ is lost: {cause}.*; the run continues without it", run.text)
     assert re.search(r"hpcrl: rank 3 \(judge\) on \S+ is lost: .*SIGKILL", run.errors.read_text()), run.text
     rows = [row for row in read_metrics(run_dir) if row["step"] > 0]
     assert all(row["scheduler/score_errors"] == 0 for row in rows), "what the lost judge was asked, the other was"

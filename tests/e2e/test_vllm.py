@@ -158,7 +158,7 @@ def test_an_asynchronous_run_loses_replicas_and_names_them_with_their_last_lines
     words += ["rollout.on_new_weights=recompute", "timeouts.command_s=30"]
     code, text = runs.start("lost", words, "2:DecodeChunk:12:SIGKILL 3:DecodeChunk:24:SIGSTOP")
     assert code == ExitCode.DONE, text
-    lost = dict(re.findall(r"rank (\d) \(generator\).* is lost: (.*); the run goes on without it", text))
+    lost = dict(re.findall(r"rank (\d) \(generator\).* is lost: (.*); the run continues without it", text))
     assert lost.keys() == {"2", "3"}, text
     assert re.search(
         r"killed by SIGKILL in DecodeChunk #\d+; its log ends: .*at the end: SIGKILL before DecodeChunk", lost["2"]

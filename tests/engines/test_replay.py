@@ -128,9 +128,7 @@ def test_recorded_choices_are_those_of_the_model(full: bool, folder: Path, monke
     interrupted."""
     interrupted: list[int] = []
     interrupt = NativeEngine._preempt
-    monkeypatch.setattr(
-        NativeEngine, "_interrupt", lambda self, slot: (interrupted.append(slot), interrupt(self, slot))
-    )
+    monkeypatch.setattr(NativeEngine, "_preempt", lambda self, slot: (interrupted.append(slot), interrupt(self, slot)))
     room = 25 * block_bytes(read_architecture(folder), 8, torch.float32)  # for one request of full length
     outputs = generated(folder, longer=100, kv_cache_bytes=room) if full else generated(folder)
     assert bool(interrupted) == full

@@ -58,7 +58,7 @@ class Answers:
         self._made = list(made)
 
     def call(self, name: str, *arguments: Any) -> Any:
-        return self._made if name == "burst" else None
+        return self._made if name == "decode_chunk" else None
 
     def close(self) -> None:
         pass
@@ -110,7 +110,7 @@ class Counting(Answers):
     """A Server whose responses are the request's number again and again."""
 
     def call(self, name: str, *arguments: Any) -> Any:
-        if name != "burst":
+        if name != "decode_chunk":
             return None
         jobs, num_tokens, max_num_seqs = arguments
         counts = [(job.id, min(job.left, num_tokens)) for job in jobs[:max_num_seqs]]
@@ -324,8 +324,8 @@ def test_a_stop_string_ends_a_response_wherever_bursts_end(folder: Path) -> None
 @pytest.mark.parametrize(
     ("number", "text"),
     [
-        (signal.SIGKILL, r"SGLang \(pid \d+, burst\) was ended by SIGKILL"),
-        (signal.SIGSTOP, r"SGLang \(pid \d+, burst\) gave no answer for 2 s"),
+        (signal.SIGKILL, r"SGLang \(pid \d+, decode_chunk\) was ended by SIGKILL"),
+        (signal.SIGSTOP, r"SGLang \(pid \d+, decode_chunk\) gave no answer for 2 s"),
     ],
 )
 def test_a_scheduler_that_dies_or_hangs_is_named(folder: Path, number: int, text: str) -> None:

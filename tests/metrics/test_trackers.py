@@ -91,7 +91,7 @@ def test_a_tracker_that_fails_costs_a_warning_and_gets_what_it_missed(tmp_path: 
     assert attempt.log.close() == []
     [warning] = attempt.warnings
     assert warning == (
-        "the tracker own failed: ConnectionError: no server; the run goes on without it, metrics.jsonl has every step"
+        "the tracker own failed: ConnectionError: no server; the run continues without it, metrics.jsonl has every step"
     )
     assert len(read_metrics(tmp_path)) == 6 and [step for step, _ in seen] == [0, 1]
     assert Attempt(tmp_path, 5, lambda _: Recorder(seen)).steps(6, 6, 1.0).log.close() == ["sync it"]

@@ -25,7 +25,7 @@ def test_a_node_that_is_off_is_done_without_or_ends_the_attempt(cluster: Any, tm
     run = Run(cluster, tmp_path, *words, f"cluster.components={{first: {first}, rest: {rest}}}")
     run.wait_step(3)
     switch_off(cluster, run, 3)
-    run.wait_said("the run goes on without it", timeout_s=STORE_S + SLACK_S)
+    run.wait_said("the run continues without it", timeout_s=STORE_S + SLACK_S)
     assert re.search(r"rank 3 \(reward\) on \S+ is lost: its host does not answer; the run goes on", run.log)
     run.wait_step(step_of(run.dir) + 3)
     began = time.monotonic()

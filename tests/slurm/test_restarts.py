@@ -149,10 +149,10 @@ def test_a_lost_reward_rank_is_survived(cluster: Any, tmp_path: Path, tiny: list
     run = Run(cluster, tmp_path, *tiny, *words, "layout.reward.min_ranks=1", "deterministic=false", "max_steps=40")
     run.wait_step(3)
     ranks(cluster, run.job)[3].kill()
-    run.wait_said("the run goes on without it")
+    run.wait_said("the run continues without it")
     before = step_of(run.dir)
     said = run.wait_end()
-    assert re.search(r"rank 3 \(reward\) .*SIGKILL.*the run goes on without it", said)
+    assert re.search(r"rank 3 \(reward\) .*SIGKILL.*the run continues without it", said)
     assert run.restarts == 0 and before < 40 == step_of(run.dir)
 
 

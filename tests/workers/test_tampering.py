@@ -62,7 +62,7 @@ def test_the_controller_loses_a_rank_whose_events_were_reordered(
     if not needed:
         ((lost, event),) = controller.events()
         assert lost == rank and isinstance(event, Lost) and "messages were lost" in event.cause
-        assert "the run goes on without it" in capsys.readouterr().out
+        assert "the run continues without it" in capsys.readouterr().out
         return
     with pytest.raises(RankLost) as caught:
         controller.events()

@@ -1,4 +1,4 @@
-"""The protocol of generation engines: continuous batching, driven burst by burst.
+"""The protocol of generation engines: continuous batching, driven by decode chunks.
 
 One engine serves one replica. All ranks of a replica make the same calls in the same order and see the same results.
 """

@@ -122,7 +122,7 @@ class TrackerThread:
             if self._ended:
                 return
             self._ended = True
-        self._warn(f"the tracker {self.name} {why}; the run goes on without it, metrics.jsonl has every step")
+        self._warn(f"the tracker {self.name} {why}; the run continues without it, metrics.jsonl has every step")
 
 
 def run_id(run_dir: Path) -> str:

@@ -11,8 +11,8 @@ from hpcrl.rollout.types import FinishReason, PromptOutcome
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """A replica ended a burst. finished: (sample id, tokens generated, reason). turns: (sample id, tokens generated so
-    far) of samples whose turn ended and whose environment acts now."""
+    """A replica ended a decode chunk. finished: (sample id, tokens generated, reason). turns: (sample id, tokens
+    generated so far) of samples whose turn ended and whose environment acts now."""
 
     replica: int
     finished: tuple[tuple[int, int, FinishReason], ...] = ()

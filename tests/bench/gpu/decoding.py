@@ -24,7 +24,7 @@ ASLEEP_SHARE = 0.1
 
 
 def native(check: Check) -> Iterator[Row]:
-    """Rows of the native engine: with 64 and 256 responses at once, then asleep and awake."""
+    """Rows of the native engine: with 64 and 256 concurrent responses, then asleep and awake."""
     engine, before, weights = None, check.used(), num_bytes(check.model(few_layers=False)[1])
     for slots in (check.pick(64, 2), check.pick(256, 4)):
         if engine is not None:

@@ -1,7 +1,7 @@
 """The TRL side of tests/bench/vs_trl.py: GRPOTrainer on a jsonl of prompts and answers, run in .venv-trl on the CPU.
 
 Started once per process by torchrun, or alone with several threads. Rank 0 prints one JSON line. With --steps 0 nothing
-is trained: the line holds the held-out accuracy of the model folder, so that both sides are judged by one program.
+is trained: the line holds the validation accuracy of the model folder, so that both sides are judged by one program.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from hpcrl.engines.gen.native.blocks import Blocks, Match
 class AllocationFailure(Enum):
     """Why a request gets no place."""
 
-    NEXT_BATCH = auto()  # its tokens continue some that this wave computes
+    NEXT_BATCH = auto()  # its tokens continue some that this batch computes
     FULL = auto()  # too few blocks are available
 
 
@@ -30,15 +30,15 @@ class RequestBlocks:
 class PrefillBatch:
     """Requests admitted together; their uncached tokens are prefilled in one batch.
 
-    share: requests use the same blocks. Else they copy blocks, of this wave only.
+    share: requests use the same blocks. Else they copy blocks, of this batch only.
     """
 
     def __init__(self, blocks: Blocks, share: bool):
         self._blocks, self._share = blocks, share
-        self._computed: set[int] = set()  # blocks whose tokens are known but are only computed in this wave
+        self._computed: set[int] = set()  # blocks whose tokens are known but are only computed in this batch
         self._pinned: list[int] = []
         self.copies: list[tuple[int, int]] = []  # (from, to), before anything is computed
-        self.late_copies: list[tuple[int, int]] = []  # of what this wave computes
+        self.late_copies: list[tuple[int, int]] = []  # of what this batch computes
 
     def allocate(
         self, tokens: np.ndarray, num_blocks: int, headroom: int, version: int

@@ -79,7 +79,7 @@ class NativeEngine:
     tokenizer: needed for stop strings only. max_num_seqs: requests decoded at once. max_length: maximum tokens of
     prompt and response together. float32_head: compute the vocabulary projection in float32. block_tokens: tokens of a
     block of the KV cache. kv_cache_bytes: the most memory of the KV cache, by default that of max_num_seqs requests of
-    full length; requests wait, or are interrupted and their keys and values computed again, when it is used up.
+    full length; requests wait, or are preempted and their keys and values computed again, when it is used up.
     prefix_staleness: a prefix in the cache serves later requests under weights that are at most this many versions
     newer. deterministic: always decode max_num_seqs rows, reserve a request's full length at admission and share the
     prefill of requests that are admitted together, but no blocks, so that a request's bits depend on no other requests
@@ -392,7 +392,7 @@ class NativeEngine:
         return DecodeAttention.plan(self._cache, places, counts, self._arch)
 
     def _extend(self) -> None:
-        """Take blocks for the next tokens; if there are too few even for the next one, interrupt requests."""
+        """Take blocks for the next tokens; if there are too few even for the next one, preempt requests."""
         slots, size = self._slots, self._blocks.block_tokens
         while True:
             live = slots.num_live
@@ -441,7 +441,7 @@ class NativeEngine:
         return self._collect(ids[:live], iteration)
 
     def _recorded(self, routes: list[torch.Tensor] | None) -> list[torch.Tensor]:
-        """The choices of all layers as a column of the tape, if they are recorded."""
+        """The choices of all layers as a column of the buffer, if they are recorded."""
         if routes is None or self._routes is None:
             return []
         chosen = torch.cat(routes, dim=1).to(getattr(torch, self._routes.travels_as))

@@ -15,13 +15,13 @@ from hpcrl.spec.trajectory import Field
 
 @dataclass(slots=True)
 class OutputSpan:
-    """Location of a request on the tape: the iteration of its first token there and its slots over time."""
+    """Location of a request in the output buffer: the iteration of its first token there and its slots over time."""
 
     start: int
     segments: list[tuple[int, int]]  # (slot, first iteration in it)
     output_so_far: Mapping[
         str, np.ndarray
-    ]  # columns of its tokens from before it was interrupted, as of OutputBuffer.content
+    ]  # columns of its tokens from before it was preempted, as of OutputBuffer.content
 
 
 class OutputBuffer:
@@ -49,7 +49,7 @@ class OutputBuffer:
     def write(
         self, version: int, ids: np.ndarray, logprobs: np.ndarray, behaviour: np.ndarray, *routes: np.ndarray
     ) -> None:
-        """Add one iteration; arrays are [R] for the first R slots, routes [R, width] if the tape has any."""
+        """Add one iteration; arrays are [R] for the first R slots, routes [R, width] if the buffer has any."""
         row = self.end - self._base
         if row == len(self._versions):
             self._columns = {name: np.concatenate((c, np.zeros_like(c))) for name, c in self._columns.items()}
@@ -80,7 +80,7 @@ class OutputBuffer:
         return columns | {"versions": np.concatenate([span.output_so_far["versions"], versions])}
 
     def forget(self, before: int) -> None:
-        """Drop the iterations before this one, once they are most of the tape."""
+        """Drop the iterations before this one, once they are most of the buffer."""
         drop, used = before - self._base, self.end - self._base
         if drop * 2 < len(self._versions):
             return

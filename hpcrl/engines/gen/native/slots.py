@@ -18,7 +18,7 @@ NO_TOKEN = -1
 @dataclass(frozen=True, slots=True)
 class WaitingRequest:
     """A request that waits for a slot. before: the tokens it has already, as in OutputBuffer.content, if it was
-    interrupted."""
+    preempted."""
 
     request: Request
     output_so_far: Mapping[str, np.ndarray]
@@ -70,7 +70,7 @@ class Slots:
         earlier = queued.output_so_far["token_ids"]
         self.tokens[slot] = earlier[-1] if len(earlier) else request.prompt_ids[-1]
         self.positions[slot] = len(request.prompt_ids) + len(earlier) - 1
-        first = iteration - len(earlier)  # had the request never been interrupted
+        first = iteration - len(earlier)  # had the request never been preempted
         self.last_iteration[slot] = first + params.max_new_tokens - 1
         self.origins[slot] = stream_origin(request.seed, first)
         self.temperature[slot], self.top_k[slot] = params.temperature, params.top_k

@@ -173,7 +173,7 @@ class SGLangEngine:
             self._num_added += 1
 
     def abort(self, ids: Sequence[int]) -> list[Output]:
-        """See GenEngine. SGLang has nothing of them between two bursts."""
+        """See GenEngine. SGLang has nothing of them between two decode chunks."""
         ended = [i for i in dict.fromkeys(ids) if i in self._growing]
         return [self._growing.pop(i).output(FinishReason.ABORT) for i in ended]
 
@@ -187,7 +187,7 @@ class SGLangEngine:
         self._wake(ALL_MEMORY)
         first = sorted(self._growing.values(), key=lambda growing: not growing.token_ids)
         jobs = [self._job(growing) for growing in first] if self._server is not None else []
-        made = msgspec.msgpack.decode(self._ask("burst", jobs, num_tokens, self.max_num_seqs), type=list[Made])
+        made = msgspec.msgpack.decode(self._ask("decode_chunk", jobs, num_tokens, self.max_num_seqs), type=list[Made])
         ended: list[tuple[int, int, FinishReason, _Growing]] = []
         for item in made:
             growing = self._growing[item.id]
@@ -271,7 +271,7 @@ class SGLangEngine:
                 "temperature": float(params.temperature),
                 "top_p": float(params.top_p),
                 "top_k": self._top_k(request) if params.truncates else -1,
-                # Drawn from seed and position, so that a response does not depend on where bursts end.
+                # Drawn from seed and position, so that a response does not depend on where decode chunks end.
                 "sampling_seed": request.seed - (request.seed >> 63 << 64),  # as a signed number
                 "stop_token_ids": set(params.stop_token_ids),
                 "ignore_eos": params.ignore_eos,
@@ -313,7 +313,7 @@ class SGLangEngine:
 
     def _until_stop(self, growing: _Growing, before: int) -> int:
         """Number of tokens up to the first, of those from `before` on, that ends the response. SGLang ignores stop ids
-        beside ignore_eos, and stop strings that a burst cuts in two."""
+        beside ignore_eos, and stop strings that a decode chunk cuts in two."""
         ends = (n for n in range(before + 1, len(growing.token_ids) + 1) if self._is_stop(growing, n))
         return next(ends, len(growing.token_ids))
 

@@ -1,7 +1,7 @@
 """SGLang's engine and what is asked of it between the commands of the controller.
 
-Nothing runs in SGLang between two bursts: a burst asks for the next tokens of each response from its prompt and its
-tokens so far, which SGLang's prefix cache makes cheap.
+Nothing runs in SGLang between two decode chunks: a decode chunk asks for the next tokens of each response from its
+prompt and its tokens so far, which SGLang's prefix cache makes cheap.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Continuation(msgspec.Struct):
 
 
 class Made(msgspec.Struct):
-    """What a job got from iteration `start` of the burst on. ended: a stop token was generated. The lists are SGLang's,
-    unchecked."""
+    """What a job got from iteration `start` of the decode chunk on. ended: a stop token was generated. The lists are
+    SGLang's, unchecked."""
 
     id: int
     start: int
