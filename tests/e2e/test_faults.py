@@ -198,7 +198,7 @@ def intrude(run_dir: Path, queue: str) -> None:
     with pytest.raises(ConnectionRefusedError, match="wrong key for this run"):
         Dialer(store, os.urandom(32), 77, 10, 10)(queue)
     taken = 0 if queue == "rank/1" else 1
-    with pytest.raises(ConnectionRefusedError, match="another process has the same number"):
+    with pytest.raises(ConnectionRefusedError, match="two processes have the same rank"):
         Dialer(store, key, taken, 10, 10)(queue)
     push = Dialer(store, key, 77, 10, 10)(queue)
     push(b"no message at all, but longer than a signature is")
