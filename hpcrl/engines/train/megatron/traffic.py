@@ -97,7 +97,7 @@ def _activations(
 def _pairs(
     megatron: MegatronConfig, shape: ModelShape, states: int, num_layers: int, with_experts: int, ends: int
 ) -> Iterator[Sent]:
-    """What the tensor parallel ranks exchange; ends: how many of embedding and head are among the layers."""
+    """Traffic of the tensor parallel ranks; ends: how many of embedding and head are among the layers."""
     pairs, forwards = 2 * num_layers - with_experts, 2 if megatron.recompute == "full" else 1
     if not megatron.sequence_parallel:
         yield from exchanged(
