@@ -1,4 +1,5 @@
-"""Rollouts between ranks: fields packed flat into one byte tensor per pair of ranks, sizes known on both sides."""
+"""Rollout transfer between ranks: fields packed flat into one byte tensor per pair of ranks; both sides know the
+sizes."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ PEER_WORDS = ("gloo/transport", "NCCL", "Connection closed by peer", "Connection
 
 
 def blames_peer(error: BaseException) -> bool:
-    """Whether this error of a group, which gloo and NCCL raise as RuntimeError, means that another rank is gone."""
+    """Whether this error of a group, which gloo and NCCL raise as RuntimeError, means that another rank is lost."""
     words = isinstance(error, RuntimeError) and any(word in str(error) for word in PEER_WORDS)
     return words or isinstance(error, GroupLost)
 
@@ -36,7 +37,7 @@ class PeerLost(RuntimeError):
 
 @dataclass
 class TransferGroup:
-    """A group between roles and the world ranks that are in it, in order."""
+    """A group between roles and its world ranks, in order."""
 
     group: Any  # dist.ProcessGroupGloo, whose methods torch's stubs lack
     ranks: Sequence[int]
@@ -50,12 +51,16 @@ class TransferGroup:
         pick: Pick,
         text: str = "",
     ) -> list[tuple[Move, dict[str, np.ndarray]]]:
-        """Carry out the moves that touch `rank`; returns what this rank receives, in the order of the moves. text: name
-        of a field of UTF-8 texts, sent with the moves that have text_bytes.
+        """Carry out the moves from or to `rank`; returns what this rank receives, in the order of the moves.
 
-        pick(sample ids) gives for every field one array per sample; ValueError if their lengths differ from the move's.
-        Called by every source and destination of a move with the same list; at most one move per pair. PeerLost after
-        the group's timeout or the end of a peer, once every other move is done.
+        Args:
+            pick: returns for sample ids one array per sample for every field; ValueError if their lengths differ from
+                the
+        move's.
+            text: name of a field of UTF-8 texts, sent with the moves that have text_bytes.
+
+        Called with equal lists by every source and destination of a move; at most one move per pair. PeerLost after the
+        group's timeout or the end of a peer, once every other move is done.
         """
         own = [move for move in moves if rank in (move.source, move.dest)]
         parcels = [
@@ -64,8 +69,8 @@ class TransferGroup:
             else _buffer(move, token_fields, row_fields, text)
             for move in own
         ]
-        # Two ranks connect here at their first communication, and one of them waits for the other. No rank waits for
-        # data before, and all ranks follow the list of moves, so ranks cannot wait for each other in a circle.
+        # Two ranks connect at their first communication, and one of them waits for the other. No rank waits for data
+        # before connecting, and all ranks follow the list of moves, so they cannot wait for each other in a circle.
         works: list[tuple[int, Any]] = []
         errors: list[PeerLost] = []
         for move, (buffer, _) in zip(own, parcels, strict=True):
@@ -77,7 +82,7 @@ class TransferGroup:
         for peer, work in works:
             with _noting(peer, errors):
                 work.wait()
-        if errors:  # the first: a wait that times out closes all connections of the group
+        if errors:  # the first error: a wait that times out closes all connections of the group
             raise errors[0]
         return [(move, fields) for move, (_, fields) in zip(own, parcels, strict=True) if move.dest == rank]
 
@@ -93,7 +98,7 @@ def _noting(peer: int, errors: list[PeerLost]) -> Iterator[None]:
 def _buffer(
     move: Move, token_fields: Fields, row_fields: Fields, text: str
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Room for a move as bytes, and the fields as views into it in the order in which they travel."""
+    """A byte buffer for a move, and views of its fields in transfer order."""
     tokens, rows = sum(move.lengths), len(move.samples)
     sizes = [*((name, d, tokens) for name, d in token_fields), *((name, d, rows) for name, d in row_fields)]
     if text and move.text_bytes:
@@ -125,7 +130,7 @@ def _gather(
 
 
 def ragged(rows: Sequence[Sequence[float]], dtype: str) -> bytes:
-    """Rows of different numbers of values as bytes: the numbers as uint16, then the values."""
+    """Rows of different lengths as bytes: the lengths as uint16, then the values."""
     counts = np.array([len(row) for row in rows], dtype=np.uint16)
     return counts.tobytes() + np.array([value for row in rows for value in row], dtype=dtype).tobytes()
 
