@@ -181,7 +181,10 @@ def test_what_no_other_part_gives_is_refused(site: Path, tmp_path: Path) -> None
         file.write('BARE = TrainEngineSpec(about="Log-probs only.", make="a:b")\n')
     refused = call(lonely, "pipeline=hpcrl_example.specs:LONELY", "dry_run=true")
     assert refused.returncode == ExitCode.BAD_INPUT
-    assert "pipeline: hpcrl_example.specs:LONELY needs the role nobody; there are trainer, " in refused.stderr
+    assert (
+        "pipeline: hpcrl_example.specs:LONELY needs the unknown role nobody; known roles are trainer, "
+        in refused.stderr
+    )
     refused = call(lonely, "trainer.engine=hpcrl_example.specs:BARE", "dry_run=true")
     assert refused.returncode == ExitCode.BAD_INPUT
     assert "the objective needs entropy, which the hpcrl_example.specs:BARE trainer does not compute" in refused.stderr
