@@ -244,7 +244,7 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
         ),
         (
             ["generator.engine=sglang", "+generator.sglang.options={tp_size: 2}"],
-            "generator.sglang.options: tp_size is given to SGLang by hpcrl; set layout.generator.tensor_parallel inst",
+            "generator.sglang.options: tp_size is set by hpcrl; set layout.generator.tensor_parallel inst",
         ),
         (
             ["generator.engine=sglang", "trainer.router_replay=true"],

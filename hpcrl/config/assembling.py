@@ -127,7 +127,7 @@ def _clash(base: type[Section], name: str, spec: Spec) -> str:
     key = section_name(name, spec)
     if spec.section is None or not (key in base.model_fields or hasattr(base, key)):
         return ""
-    return f"{base.__name__} has a key or a method {key} of its own; choose another name"
+    return f"{base.__name__} already has a key or method {key}; choose another name"
 
 
 def _named(name: str, spec: Spec) -> type[Section]:

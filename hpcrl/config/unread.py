@@ -119,8 +119,8 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
         yield ("critic", "min_lr"), ("critic", "lr_schedule"), "the learning rate is constant"
     for role, how in ASKED.items():
         if not config.asks(role):
-            yield (role,), ("reward",), f"no reward asks it ({how})"
-            yield ("layout", role), ("reward",), f"no reward asks it ({how})"
+            yield (role,), ("reward",), f"no reward uses it ({how})"
+            yield ("layout", role), ("reward",), f"no reward uses it ({how})"
     if config.trainer.lr_schedule == "constant":
         yield ("trainer", "min_lr"), ("trainer", "lr_schedule"), "the learning rate is constant"
     for name, tracker in TRACKERS.items():

@@ -141,7 +141,7 @@ def test_vllm_prepares_no_sampler_of_its_own() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels of a CPU")
 def test_heads_without_a_kernel_are_refused_with_the_sizes_that_have_one(tmp_path: Path) -> None:
     make_tiny_model(TinyModel(hidden_size=16, num_heads=2, num_kv_heads=1), tmp_path)
-    with pytest.raises(ValueError, match=r"heads have 8 numbers, .* this CPU take .*\b32, 64.*; generator.engine=n"):
+    with pytest.raises(ValueError, match=r"heads have size 8, .* this CPU support .*\b32, 64.*; generator.engine=n"):
         make_engine(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"head_dim": 32}))

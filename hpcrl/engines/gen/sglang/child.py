@@ -100,7 +100,7 @@ class Child:
         lines = Path(self._log.name).read_text(errors="replace").splitlines()
         error, lines = last_error(lines)
         if not lines:
-            return "; it wrote nothing"
+            return "; its log is empty"
         return "".join([f": {error}" if error else "", "; its last lines:\n  ", "\n  ".join(lines[-LAST_LINES:])])
 
 

@@ -361,7 +361,7 @@ def one_by_one(named: Iterable[tuple[str, torch.Tensor]], known: bool) -> Iterat
             yield name, tensor
             continue
         if not known:
-            raise ValueError(f"weight {name}: hpcrl does not know how SGLang names the experts of this model's family")
+            raise ValueError(f"weight {name}: SGLang's names for the experts of this model's family are unknown")
         for expert, matrix in enumerate(tensor):
             kinds = {"gate_up": ("gate", "up"), "down": ("down",)}[match["kind"]]
             for kind, part in zip(kinds, matrix.chunk(len(kinds)), strict=True):

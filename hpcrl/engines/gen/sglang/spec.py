@@ -67,7 +67,7 @@ def _check(config: Any) -> Iterator[Problem]:
     options, rollout = config.generator.section(SGLangConfig).options, config.rollout
     path = ("generator", "sglang", "options")
     for name in sorted(options.keys() & OWN.keys()):
-        how = f"is given to SGLang by hpcrl; set {OWN[name]} instead" if OWN[name] else "is reserved; leave it out"
+        how = f"is set by hpcrl; set {OWN[name]} instead" if OWN[name] else "is reserved; leave it out"
         yield Problem(path, f"generator.sglang.options: {name} {how}")
     if options and config.cluster.container == "none":
         known = fields("sglang", "srt/arg_groups/fields/*.py")  # which hold the fields of its arguments

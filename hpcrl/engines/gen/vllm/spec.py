@@ -79,7 +79,7 @@ def _check(config: Any) -> Iterator[Problem]:
     path, options = ("generator", "vllm", "options"), config.generator.section(VLLMConfig).options
     for name in sorted(options.keys() & OWN.keys()):
         how = f"set {OWN[name]} instead" if OWN[name] else "leave it out"
-        yield Problem(path, f"generator.vllm.options: {name} is given to vLLM by hpcrl; {how}")
+        yield Problem(path, f"generator.vllm.options: {name} is set by hpcrl; {how}")
     if options and config.cluster.container == "none":
         known = fields("vllm", "engine/arg_utils.py", "EngineArgs")
         yield from unknown_options(path, options, known, "vllm", "EngineArgs of vLLM")

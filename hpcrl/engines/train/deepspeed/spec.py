@@ -99,7 +99,7 @@ def _lacking(own: DeepSpeedConfig, model: Mapping[str, Any]) -> Iterator[str]:
 def _check_options(options: dict[str, Any], given: dict[str, str], section: str) -> Iterator[Problem]:
     for name in sorted(options.keys() & given.keys()):
         how = f"set {given[name]} instead" if given[name] else "leave it out"
-        yield _problem("options", f"{section}{name} is given to DeepSpeed by hpcrl; {how}")
+        yield _problem("options", f"{section}{name} is set by hpcrl; {how}")
 
 
 SPEC = TrainEngineSpec(

@@ -230,7 +230,7 @@ def by_blocks(
     blocks, shown = layout.padded
     q, k, v = (_Pad.apply(x, shown) for x in qkv)
     outputs = []
-    # split, not slices: the gradient of a split is one concatenation, that of n slices is n full-size tensors of zeros.
+    # split, not slices: a split's gradient is one concatenation, but n slices' is n full-size tensors of zeros.
     sizes = [rows * length for rows, length in blocks]
     for (rows, length), *parts in zip(blocks, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
         qb, kb, vb = (x.unflatten(0, (rows, length)).transpose(1, 2) for x in parts)

@@ -141,7 +141,7 @@ SPEC = TrainEngineSpec(
         "is compiled), or the image of env/apptainer/megatron.def"
     },
     tested={"megatron.core": "0.16."},
-    not_on_amd="its layers are of Transformer Engine, whose wheels are for CUDA",
+    not_on_amd="its layers come from Transformer Engine, whose wheels are for CUDA",
     deterministic=True,
     float32_head=True,
     router_replay=True,
