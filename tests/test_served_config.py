@@ -54,7 +54,7 @@ def refused(*words: str) -> list[str]:
         ([JUDGED, "judge.path=/m", "layout.judge.min_ranks=2"], "layout.judge.min_ranks: 2 is more than the 1 ranks"),
         (
             [JUDGED, "judge.path=/m", "judge.engine=vllm", "generator.engine=vllm", "layout=single"],
-            "judge.engine: rank 0 has a generator and a judge, and a process can have one vllm engine; give the judge",
+            "judge.engine: rank 0 has a generator and a judge, and a process can have only one vllm engine",
         ),
         ([JUDGED, "debug=fake", "judge.path=/m"], "judge.path: not read here"),
     ],

@@ -271,7 +271,7 @@ def test_a_cache_of_a_family_that_is_not_planned_has_the_size_of_the_key(tmp_pat
     folder = make_model_folder("olmo2", tmp_path / "model", **HEADS, eos_token_id=1)
     words = ["generator.engine=vllm", "data.max_prompt_tokens=32", "rollout.max_new_tokens=32"]
     make(load([*words, "generator.vllm.kv_cache_gib=0.1"]), folder, None, ReplicaRanks((0,))).close()
-    with pytest.raises(ValueError, match=r"set generator\.vllm\.kv_cache_gib on a CPU"):
+    with pytest.raises(ValueError, match=r"on a CPU set generator\.vllm\.kv_cache_gib"):
         make(load(words), folder, None, ReplicaRanks((0,)))
 
 

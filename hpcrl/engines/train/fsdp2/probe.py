@@ -115,6 +115,6 @@ def _say(engine: Probed, kind: str, why: str, ranks: TokenRanks) -> None:
         )
     if mode == "auto" and dist.get_rank() == 0:
         warnings.warn(
-            f"{kind} cannot be packed ({why}): each sequence is trained separately, which is slow",
+            f"{kind} cannot be packed ({why}): it is trained one sequence at a time, which is slow",
             stacklevel=4,
         )
