@@ -227,11 +227,11 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
         ),
         (
             ["trainer.engine=tests.planner.models:UNPLANNED", "deterministic=true"],
-            "deterministic: the tests.planner.models:UNPLANNED trainer cannot be; use false, or trainer.engine=",
+            "deterministic: the tests.planner.models:UNPLANNED trainer is not deterministic; use false, or trainer.",
         ),
         (
             ["generator.engine=vllm", "deterministic=true"],
-            "deterministic: the vllm generator cannot be; use false, or generator.engine=native",
+            "deterministic: the vllm generator is not deterministic; use false, or generator.engine=native",
         ),
         (
             ["generator.engine=sglang", "rollout.min_p=.1"],
@@ -244,7 +244,7 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
         ),
         (
             ["generator.engine=sglang", "+generator.sglang.options={tp_size: 2}"],
-            "generator.sglang.options: tp_size is given to SGLang by hpcrl; set layout.generator.tensor_parallel inst",
+            "generator.sglang.options: tp_size is set by hpcrl; set layout.generator.tensor_parallel inst",
         ),
         (
             ["generator.engine=sglang", "trainer.router_replay=true"],
@@ -258,7 +258,7 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
         ),
         (
             ["generator.engine=sglang", "trainer.lora.rank=8"],
-            "trainer.lora.rank: the sglang generator has no adapters; use 0, or generator.engine=native or vllm",
+            "trainer.lora.rank: the sglang generator does not support adapters; use 0, or generator.engine=native",
         ),
         (
             ["trainer.lora.rank=8", "algorithm.kl_loss_coef=.1", "algorithm.ref_update_steps=5"],
@@ -270,7 +270,7 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
         ),
         (
             ["trainer.engine=megatron", "trainer.lora.rank=8"],
-            "trainer.lora.rank: the megatron trainer has no adapters; use 0, or trainer.engine=fsdp2",
+            "trainer.lora.rank: the megatron trainer does not support adapters; use 0, or trainer.engine=fsdp2",
         ),
         (
             ["trainer.lora.rank=8", "trainer.fsdp2.tensor_parallel=2", "layout.trainer.num_ranks=2"],
@@ -301,7 +301,7 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
         (
             ["trainer.engine=hpcrl.engines.train.fake_trainer.spec:SPEC", "trainer.head_dtype=float32"],
             "trainer.head_dtype: float32, but the hpcrl.engines.train.fake_trainer.spec:SPEC trainer computes the "
-            "vocabulary projection in the model's type only; use null, or trainer.engine=fsdp2, megatron, deepspeed",
+            "vocabulary projection only in the model's type; use null, or trainer.engine=fsdp2, megatron, deepspeed",
         ),
         (
             ["trainer.fsdp2.attention=flash", "trainer.param_dtype=float32"],
@@ -325,23 +325,23 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
         ),
         (
             ["env=scripted", "env.default.max_sequence_tokens=4000", "env.default.episode=steps"],
-            "env.default.max_sequence_tokens: 4000, but by steps every turn is a sequence of its own",
+            "env.default.max_sequence_tokens: 4000, but by steps every turn is a separate sequence",
         ),
         (["reward.default.name=function"], "reward.default.function: name=function needs"),
-        (["reward.a.function=m:f"], "reward.a.function: read with name=function only"),
+        (["reward.a.function=m:f"], "reward.a.function: read only with name=function"),
         (["env.default.name=class"], "env.default.class_path: name=class needs"),
         (
             ["env.name=scripted"],
             "env.name: an environment belongs to a domain; give env.default.name, or",
         ),
-        (["env.default.class_path=m:C"], "env.default.class_path: read with name=class only"),
+        (["env.default.class_path=m:C"], "env.default.class_path: read only with name=class"),
         (
             ["env=scripted", "env.default.history=3"],
             "env.default.history: not read here, an episode by trajectory shows all turns",
         ),
         (
             ["env=scripted", "env.default.episode=steps", "trainer.engine=tests.planner.models:UNPLANNED"],
-            "env.default.episode: the tests.planner.models:UNPLANNED trainer takes an episode for one sequence; use "
+            "env.default.episode: the tests.planner.models:UNPLANNED trainer treats an episode as one sequence; use "
             "trajectory, or trainer.engine=fsdp2 or megatron or deepspeed",
         ),
         (
@@ -389,7 +389,7 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
         ),
         (
             ["deterministic=true", "rollout.restart_failed_episodes=true"],
-            "rollout.restart_failed_episodes: true, but with deterministic=true what is generated does not depend on",
+            "rollout.restart_failed_episodes: true, but with deterministic=true generation cannot depend on",
         ),
         (
             ["deterministic=true", "+env.default.max_seconds=30"],
@@ -410,14 +410,14 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
         ),
         (
             ["+env.default.memory_mib=512"],
-            "env.default.memory_mib: 512, but only a process of an episode has this limit; use env.",
+            "env.default.memory_mib: 512, but only episode processes have this limit; use env.",
         ),
         (
             ["deterministic=true", "rollout.extra_members=2"],
             "rollout.extra_members: 2, but deterministic=true waits for",
         ),
-        (["rollout.filter_mean_low=1"], "rollout.filter_mean_low: 1, and scores are between 0 and 1, so that every"),
-        (["rollout.filter_mean_high=0"], "rollout.filter_mean_high: 0, and scores are between 0 and 1, so that every"),
+        (["rollout.filter_mean_low=1"], "rollout.filter_mean_low: 1, and scores are between 0 and 1, so every"),
+        (["rollout.filter_mean_high=0"], "rollout.filter_mean_high: 0, and scores are between 0 and 1, so every"),
         (
             ["debug=fake", "fake.pass_rate=1", "rollout.filter_std=true"],
             "fake.pass_rate: 1 makes the rewards of a group equal, and rollout.filter_std rejects such groups",
@@ -639,7 +639,7 @@ def test_the_limit_of_a_step_without_one_is_the_schedulers() -> None:
         (["pipeline=sft", "rollout.group_size=4"], "rollout.group_size: not read here, the sft pipeline generates"),
         (
             ["algorithm=reinforce", "algorithm.std_normalize=true"],
-            "algorithm.std_normalize: read by algorithm=grpo and algorithm=gigpo only",
+            "algorithm.std_normalize: read only by algorithm=grpo and algorithm=gigpo",
         ),
         (
             ["algorithm.surrogate=topr", "algorithm.dual_clip=3"],
@@ -767,7 +767,7 @@ def test_limits_of_sample_ids_are_those_of_the_schema() -> None:
 def test_the_families_of_the_native_generator_are_its_own() -> None:
     (problem,) = check_family(parse({}), "mamba", ("model", "path"))
     assert "the native generator supports qwen2, " in problem.text
-    assert problem.text.endswith(", not mamba; generator.engine=vllm or sglang runs what that library supports")
+    assert problem.text.endswith(", not mamba; generator.engine=vllm or sglang runs all models of its library")
     assert not list(check_family(parse({"pipeline": "sft"}), "mamba", ("model", "path")))  # nothing is generated
 
 

@@ -49,7 +49,7 @@ def refused(*words: str) -> list[str]:
         (
             [PPO, "trainer.engine=megatron", "trainer.megatron.tensor_parallel=2", "critic.engine=fsdp2"],
             "critic.engine: fsdp2 divides 2 ranks into 2 group(s) with the same rows, and the trainer on these ranks "
-            "divides them otherwise; give the critic ranks of its own: layout.critic.colocate_with=null layout",
+            "divides them differently; give the critic separate ranks: layout.critic.colocate_with=null layout",
         ),
         ([PPO, "algorithm.cliprange_value=0.2"], "algorithm.cliprange_value: unknown key; here critic.value_clip"),
         (["algorithm=grpo", "algorithm.lam=0.9"], "algorithm.lam: unknown key; here algorithm.lambd"),

@@ -91,7 +91,7 @@ def test_models_that_vllm_lacks_are_refused(
     config = parse({"generator": {"engine": "vllm"}})
     found = [problem.text for problem in check_family(config, model_type, ("model", "path"), model)]
     lacks = f"model.path: the vllm generator lacks a model for {architecture} (vLLM {version_of('vllm')})"
-    way_out = "; generator.engine=sglang runs what that library supports"
+    way_out = "; generator.engine=sglang runs all models of its library"
     assert found == ([lacks + way_out] if refused else [])
 
 

@@ -339,7 +339,7 @@ def reading_rollouts() -> None:
     reveal_type(rollouts.batch.rewards)
     reveal_type(rollouts.texts)
     reveal_type(rollouts.metrics)
-    reveal_type(rollouts.facts)  # Any: text or coefficients that a run has stored
+    reveal_type(rollouts.facts)  # Any: text or numbers that a run has stored
     reveal_type(rollouts.messages(0))  # Any: messages in chat form are JSON
     reveal_type(reader.sizes(1))
     reveal_type(reader.domains(1))

@@ -1,11 +1,11 @@
-"""Coefficients that follow a target from step to step, as numbers of the algorithm.
+"""Coefficients that follow a target from step to step.
 
 KL (arXiv 1909.08593):       scale *= 1 + clip(KL / kl_target - 1, -.2, .2) min(responses / kl_horizon, 1)
 entropy (arXiv 2505.22312):  c += entropy_coef_step if the entropy is below entropy_target, else c -= entropy_coef_step;
                              c is never below 0; the bonus has weight c after an entropy below the target, else 0
 
 KL is the metric critic/kl, nats a token; both KL coefficients are multiplied by `scale`. Entropy is the metric
-critic/entropy/mean. A step without model tokens to learn from changes nothing.
+critic/entropy/mean. A step without model tokens to train on changes nothing.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ MAX_ERROR = 0.2
 
 
 def adapted(config: PolicyLoss, coefficients: Coefficients, stats: Mapping[str, Stat]) -> dict[str, float]:
-    """The coefficients for the next step, by those of this one and its statistics."""
+    """The coefficients for the next step, from this step's coefficients and statistics."""
     new = {name: coefficients[name] for name in (KL_SCALE, ENTROPY_COEF, ENTROPY_LEVEL) if name in coefficients}
     if config.kl_target is not None and (kl := _mean(stats, "critic/kl")) is not None:
         error = min(max(kl / config.kl_target - 1.0, -MAX_ERROR), MAX_ERROR)
-        share = min(stats["critic/score/*"].count / config.kl_horizon, 1.0)  # of a longer step it would be below 0
+        share = min(stats["critic/score/*"].count / config.kl_horizon, 1.0)  # longer steps would make it negative
         new[KL_SCALE] = coefficients.get(KL_SCALE, 1.0) * (1.0 + error * share)
     if config.entropy_target is not None and (entropy := _mean(stats, "critic/entropy/mean")) is not None:
         below = entropy < config.entropy_target
@@ -40,7 +40,7 @@ def adapted(config: PolicyLoss, coefficients: Coefficients, stats: Mapping[str, 
 
 
 def _mean(stats: Mapping[str, Stat], name: str) -> float | None:
-    """None if there is none or it is not finite, which would stay in the numbers of every later step."""
+    """The mean; None if there is none or it is not finite, as it would remain in all later coefficients."""
     stat = stats.get(name)
     mean = stat.total / stat.count if stat is not None and stat.count else math.nan
     return mean if math.isfinite(mean) else None

@@ -1,10 +1,10 @@
-"""The common part of advantage estimators for rewarded responses, which differ in how rewards are normalised.
+"""The common part of advantage estimators for rewarded responses, which differ in reward normalisation.
 
 weights       = which responses count, and how much (hpcrl.algorithms.weighting)
-token rewards = clip(normalised reward) on the last model token - kl_reward_coef KL(old, reference) on each, whitened
-                if asked
+token rewards = clip(normalised reward) on the last model token - kl_reward_coef KL(old, reference) on each token,
+                optionally whitened
 returns       = discounted sums of token rewards over the model tokens of a row
-advantages    = returns, whitened if asked, then clipped
+advantages    = returns, optionally whitened, then clipped
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ReturnsAdvantage(AdvantageEstimator, Generic[LossSection]):
         """float32 [N]: the normalised rewards of the table."""
 
     def weigh(self, table: RewardTable) -> tuple[Tensor, Stats]:
-        """(float32 [N], statistics): the weight of each response of the table; 0: not learned from."""
+        """(float32 [N], statistics): the weight of each response of the table; 0: not trained on."""
         return weigh(self.config, table)
 
     def propagate(self, token_rewards: Tensor, rows: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -64,7 +64,7 @@ class ReturnsAdvantage(AdvantageEstimator, Generic[LossSection]):
         return stats
 
     def place(self, batch: Batch, table: RewardTable, positions: Tensor, index: Tensor) -> Tensor:
-        """float32 [M]: the clipped rewards of the model tokens `index`; that of a row is at its last one."""
+        """float32 [M]: the clipped rewards of the model tokens `index`; a row's reward is at its last token."""
         rows = batch.row_ids[index]
         rewards = clip(self.normalize(table), self.config.reward_clip)[positions]
         return torch.where(is_last(rows), rewards[rows], 0.0)
@@ -81,7 +81,7 @@ class ReturnsAdvantage(AdvantageEstimator, Generic[LossSection]):
             ref = required(batch, "ref_logprobs", "kl_reward_coef > 0")[index]
             kl = F.kl_divergence(old, ref, config.kl_reward_estimator)
             coefficient = config.kl_reward_coef * self.coefficients.get(KL_SCALE, 1.0)
-            token_rewards = token_rewards - coefficient * kl  # not clipped, or it would not hold the policy
+            token_rewards = token_rewards - coefficient * kl  # not clipped: a clipped KL would not hold the policy
         token_rewards = F.whiten(token_rewards, all_sum) if config.whiten_rewards else token_rewards
         return self.propagate(token_rewards, rows, batch)
 
@@ -94,5 +94,5 @@ def positions_in(table: RewardTable, batch: Batch) -> Tensor:
 
 
 def clip(values: Tensor, limit: float | None) -> Tensor:
-    """Clamped to +- limit; None: as they are."""
+    """Clamped to +- limit; None: unchanged."""
     return values if limit is None else values.clamp(-limit, limit)

@@ -1,9 +1,9 @@
 """The off-policy correction of a policy loss: importance weights of tokens, and responses that are dropped.
 
-The ratio is that of the trainer's probabilities before the step to the generator's (functional.behaviour_weights).
-`correction` weights or drops tokens by it. With `rejection_level`, whole responses are dropped by a second ratio with
-bounds of its own. With `correction_normalize` the weights have mean 1 over the step, so that a correction does not act
-as a smaller learning rate.
+The ratio compares the trainer's probabilities before the step with the generator's (functional.behaviour_weights).
+`correction` weights or drops tokens by this ratio. With `rejection_level`, whole responses are dropped by a second
+ratio with separate bounds. With `correction_normalize` the weights have mean 1 over the step; otherwise a correction
+would also act as a smaller learning rate.
 """
 
 from __future__ import annotations
@@ -20,14 +20,18 @@ from hpcrl.rollout.batch import Batch
 from hpcrl.spec.policy_loss import PolicyLoss
 
 MIN_MEAN = 1e-8
-"""Of the weights; below it they are not divided by it."""
+"""Minimum mean of the weights; below it the weights are not divided by their mean."""
 
 
 @dataclass(frozen=True)
 class Correction:
-    """float32 [M] each, without gradients. weights: of the token losses, 0 where a token is dropped; cut: 1 where
-    `correction` changed a ratio or dropped the token; rejected: 1 for the tokens of responses that the rejection
-    dropped, None without one."""
+    """The correction of M tokens: float32 [M] each, without gradients.
+
+    Attributes:
+        weights: weights of the token losses, 0 where a token is dropped.
+        cut: 1 where `correction` changed a ratio or dropped the token.
+        rejected: 1 for tokens of responses that the rejection dropped; None without a rejection.
+    """
 
     weights: Tensor
     cut: Tensor
@@ -35,9 +39,12 @@ class Correction:
 
 
 def far_off(tokens: PolicyTokens, generated: Tensor, most: float) -> Tensor:
-    """bool [M]: the tokens of negative advantage in sequences on which the mean log-ratio of the generator to the
-    current policy is above `most`, nats a token: DeepSeek-V3.2's off-policy sequence mask (arXiv 2512.02556). generated
-    float32 [M]: the generator's log-probs without truncation, since what truncation adds to them is no distance."""
+    """bool [M]: DeepSeek-V3.2's off-policy sequence mask (arXiv 2512.02556): the tokens of negative advantage in
+    sequences whose mean log-ratio of the generator to the current policy is above `most`, nats a token.
+
+    Args:
+        generated: float32 [M], the generator's log-probs without truncation, since renormalisation is no distance.
+    """
     distances = F.at_level(generated - tokens.logprobs.detach(), tokens.sequences, tokens.turns, "geometric")
     return (tokens.advantages < 0) & (distances > most)
 
@@ -49,9 +56,9 @@ def behaviour_logprobs(batch: Batch) -> Tensor:
 
 
 def mean_weight(config: PolicyLoss, batch: Batch, all_sum: AllSum) -> float:
-    """The mean of the weights of `correction` over the model tokens of all ranks, or over their sequences if the ratio
-    is of sequences, weighted by their rows (verl's rollout_is_batch_normalize); 1 if it is below 1e-8. Collective over
-    the ranks of all_sum."""
+    """The mean weight of `correction` over all ranks' model tokens, or over their sequences if the ratio is per
+    sequence, weighted by their rows (verl's rollout_is_batch_normalize); 1 if it is below 1e-8. Collective over the
+    ranks of all_sum."""
     index = model_tokens(batch)
     old = required(batch, "old_logprobs", "correction_normalize")[index]
     sequences = batch.segment_ids[index]
@@ -69,7 +76,7 @@ def mean_weight(config: PolicyLoss, batch: Batch, all_sum: AllSum) -> float:
 
 def corrected(config: PolicyLoss, old: Tensor, behaviour: Tensor, sequences: Tensor, turns: Tensor) -> Correction:
     """The correction of the model tokens [M] with these log-probs, in these sequences and turns (int64 [M])."""
-    assert config.correction != "none", "there is a correction"
+    assert config.correction != "none", "the caller checks that a correction is configured"
     weights, cut = F.behaviour_weights(
         old, behaviour, sequences, turns, config.correction_level, config.correction, config.correction_low,
         config.correction_high,

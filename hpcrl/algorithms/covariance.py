@@ -1,12 +1,12 @@
-"""Clip-Cov and KL-Cov (arXiv 2505.22617): the few tokens that make the entropy fall are clipped or held back.
+"""Clip-Cov and KL-Cov (arXiv 2505.22617): limit the few tokens that reduce the entropy most.
 
 cov_t = (A_t - mean of A) (old_t - mean of old)          means over the model tokens of the step
 
 clip_cov   PPO's clip, and no gradient for cov_share of the tokens, drawn from those with cov_low < cov < cov_high
 kl_cov     -rho A, plus cov_kl_coef |lp - old| for the cov_share of the tokens with the largest cov
 
-The tokens are marked once a step, over all ranks, by the policy before the step: neither micro-batches nor ranks show
-in them. verl marks them in each micro-batch, by the current policy.
+The tokens are marked once a step, over all ranks, by the policy before the step, so the marks depend neither on
+micro-batches nor on ranks. verl marks them in each micro-batch, by the current policy.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hpcrl.spec.policy_loss import PolicyLoss
 
 
 def mark(config: PolicyLoss, batch: Batch, all_sum: AllSum) -> Stats:
-    """Fill batch.marked, bool [T], see the module's docstring. At least one token is marked, if one can be. Returns
+    """Fill batch.marked, bool [T], see the module's docstring. At least one token is marked, if possible. Returns
     statistics to log. Collective over the ranks of all_sum."""
     index = model_tokens(batch)
     old = required(batch, "old_logprobs", f"surrogate={config.surrogate}")[index].double()
@@ -52,7 +52,7 @@ def clip_cov(config: PolicyLoss, tokens: PolicyTokens) -> tuple[Tensor, Tensor]:
 
 
 def kl_cov(config: PolicyLoss, tokens: PolicyTokens) -> tuple[Tensor, Tensor]:
-    """(loss, clipped), [M] each: -rho A, plus the penalty of marked tokens."""
+    """(loss, clipped), [M] each: -rho A, plus the penalty on marked tokens."""
     difference = tokens.logprobs - tokens.old_logprobs
     penalty = torch.where(tokens.marks(), config.cov_kl_coef * difference.abs(), 0.0)
     return penalty - tokens.ratio("token") * tokens.advantages, torch.zeros_like(difference)

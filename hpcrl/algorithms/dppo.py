@@ -8,7 +8,7 @@ pg_clip_high where A > 0 and by pg_clip_low elsewhere:
 tv   |p - q|
 kl   q log(q / p) + (1 - q) log((1 - q) / (1 - p))
 
-A ratio leaves PPO's bounds easily for a rare token, which changes the distribution little, and late for a likely one.
+Rare tokens exceed PPO's ratio bounds soon, although the distribution changes little; probable tokens exceed them late.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from hpcrl.spec.table import load
 
 
 def make_algorithm(config: Config) -> Algorithm:
-    """The objective of the run's pipeline, or the pair of its section `algorithm`."""
+    """The objective of the run's pipeline, or the estimator and objective of its section `algorithm`."""
     if path := config.pipeline_spec.objective:
         return Algorithm(load(path, f"the objective of pipeline={config.pipeline}")())
     return make_pair(config.algorithm_spec, config.algorithm, config.rollout.temperature or 1.0)
@@ -24,6 +24,6 @@ def make_value_loss(config: Config) -> ValueLoss:
 
 
 def make_pair(spec: AlgorithmSpec, section: PolicyLoss, temperature: float = 1.0) -> Algorithm:
-    """The pair of a specification, for its section and for rollouts of this temperature."""
+    """The estimator and objective of a specification, for its section and for rollouts of this temperature."""
     objective = load(spec.objective, f"the objective of {spec.about}")
     return Algorithm(objective(section, temperature), spec.load()(section))

@@ -32,12 +32,17 @@ def normalize_rewards(
     domain_ids: Tensor | None = None,
     running: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """float32 [N]: (r - mean) / (std + eps) with the sample standard deviation, each over all rewards, those of the
-    same domain (batch), of the group, of all steps of the domain so far, or not at all. There is no division if the
-    standard deviation is at most 1e-6 (one member, or equal rewards).
+    """float32 [N]: (r - mean) / (std + eps), without the division if the standard deviation is at most 1e-6 (one
+    member, or equal rewards).
 
-    rewards [N], group_ids int64 [N]; domain_ids int64 [N], None: one domain; running: mean and standard deviation [N]
-    of each reward's domain, needed for that choice.
+    Args:
+        rewards: [N].
+        group_ids: int64 [N].
+        mean: over which rewards to average: all, of the domain (batch), of the group, or of all of the domain's steps
+            so far (running); None: subtract no mean.
+        std: the same choices for the sample standard deviation; None: no division.
+        domain_ids: int64 [N]; None: one domain.
+        running: mean and standard deviation [N] of each reward's domain, for the choice running.
     """
     values = rewards.double()
     normalized = values
@@ -101,8 +106,8 @@ def kl_divergence(logprobs: Tensor, ref_logprobs: Tensor, estimator: Estimator) 
     """float32 [M]: estimate of KL(policy || reference) per token (joschu.net/blog/kl-approx.html).
 
     k1: log-ratio x; abs: its absolute value; k2: half its square; k3: e^-x + x - 1, unbiased and never negative. No
-    value is clamped, since a clamped penalty has no gradient: the policy would be held least where it drifted most. The
-    exponential goes on as its tangent below x = -20, where it would overflow.
+    value is clamped: a clamped penalty has no gradient, so it would hold the policy least where it drifted most. Below
+    x = -20, where the exponential would overflow, its tangent is used.
     """
     log_ratio = logprobs - ref_logprobs
     match estimator:
@@ -123,8 +128,8 @@ def importance_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
 
 
 def at_level(log_ratio: Tensor, rows: Tensor, turns: Tensor, level: RatioLevel) -> Tensor:
-    """float32 [M]: the log-ratio of each token, or in its place the sum (sequence) or the mean (geometric) over the
-    tokens of its row, or the mean over those of its turn. rows and turns int64 [M]: of each token, in order."""
+    """float32 [M]: the log-ratio of each token, or instead the sum (sequence) or the mean (geometric) over its row's
+    tokens, or the mean over its turn's tokens. rows and turns: int64 [M], of each token, in order."""
     if level == "token":
         return log_ratio
     starts = torch.ones_like(rows, dtype=torch.bool)
@@ -150,11 +155,11 @@ def behaviour_weights(
 ) -> tuple[Tensor, Tensor]:
     """(weights, cut), [M] each: importance weights for tokens of another policy than the proximal one.
 
-    The ratio is proximal (the trainer's log-probs before the step) over behaviour (the generator's, maybe of older
-    weights), at this level (at_level). truncate: clipped at `high` (TIS, as in arXiv 1802.01561); mask: 0 outside
-    [low, high] (MIS); reject: 0 for all tokens of a row with a ratio outside [low, high], 1 for all others. `cut` is 1
-    where truncate or mask changed the ratio, and where reject drops a token. The weights have no gradient: decoupled
-    PPO (arXiv 2110.00641).
+    The ratio is proximal (the trainer's log-probs before the step) over behaviour (the generator's, possibly of older
+    weights), at this level (at_level). truncate: clipped at `high` (TIS, as in arXiv 1802.01561); mask: 0 outside [low,
+    high] (MIS); reject: 0 for all tokens of a row with a ratio outside [low, high], 1 for all others. `cut` is 1 where
+    truncate or mask changed the ratio, and where reject drops a token. The weights have no gradient: decoupled PPO
+    (arXiv 2110.00641).
     """
     log_ratio = at_level((old_logprobs - behaviour_logprobs).detach(), rows, turns, level)
     ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()

@@ -1,10 +1,10 @@
 """The advantage estimator of PPO with a critic: generalised advantage estimation (GAE, arXiv 1506.02438).
 
 delta_t = x_t + gamma V_(t+1) - V_t      x: token rewards; V_t: the value before token t
-A_t     = delta_t + gamma lambd A_(t+1)  then whitened if asked, and clipped
-R_t     = A_t + V_t                      before that: what the critic learns
+A_t     = delta_t + gamma lambd A_(t+1)  then optionally whitened, and clipped
+R_t     = A_t + V_t                      with A_t before whitening: the critic's target
 
-A and V are 0 after the last model token of a row, also of one that the limit of tokens ended.
+A and V are 0 after the last model token of a row, also if the token limit ended the row.
 Tokens that the model did not write are skipped: the next token of t is the next model token of its row.
 """
 
@@ -64,7 +64,7 @@ def gae(token_rewards: Tensor, values: Tensor, rows: Tensor, gamma: float, lambd
 
 
 def _variance(values: Tensor, all_sum: AllSum) -> float:
-    """Over the values of all ranks; 0 without any. Collective over them."""
+    """Variance over the values of all ranks; 0 without any. Collective over them."""
     count: float
     total: float
     count, total = all_sum(torch.stack([values.new_tensor(float(values.numel())), values.sum()])).tolist()

@@ -1,8 +1,8 @@
-"""Group-in-group policy optimisation (GiGPO, arXiv 2505.10978): episodes are compared with their group, and turns with
-those turns of the group before which the model saw the same.
+"""Group-in-group policy optimisation (GiGPO, arXiv 2505.10978): episodes are compared within their group, and turns
+with the group's turns that began in the same state (what the model saw).
 
 A_t = norm(R) + step_weight norm(G_t)   R: reward of the episode, over the group; G_t: return of turn t, over the turns
-                                        of the group with the same state; 0 for a state that was seen once
+                                        of the group with the same state; 0 for a state that occurs once
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ d_t = lp - old, cut where it moved far in the direction of the advantage: at pg_
       A < 0. Cut tokens have no gradient
 L_t = -exp(mean of d over the response) A, for each token of the response
 
-One token far off changes a geometric mean little, so that the bounds can be wider than PPO's: .4 in the paper, which
-takes them for the log-ratio. The mean of L over a response is the paper's loss (loss_aggregation=seq-mean-token-mean).
+One token far off changes a geometric mean little, so the bounds can be wider than PPO's: .4 in the paper, as bounds of
+the log-ratio. The mean of L over a response is the paper's loss (loss_aggregation=seq-mean-token-mean).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from hpcrl.spec.policy_loss import PolicyLoss
 
 
 def gmpo(config: PolicyLoss, tokens: PolicyTokens) -> tuple[Tensor, Tensor]:
-    """(loss, clipped), [M] each, see the module's docstring. A token's loss has the gradient of all tokens of its
-    response."""
+    """(loss, clipped), [M] each, see the module's docstring. A token's loss has the gradient of all of its response's
+    tokens."""
     difference, advantages = tokens.logprobs - tokens.old_logprobs, tokens.advantages
     bounded = torch.where(
         advantages >= 0, difference.clamp(max=config.pg_clip_high), difference.clamp(min=-config.pg_clip_low)

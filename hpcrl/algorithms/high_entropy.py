@@ -1,7 +1,7 @@
 """The policy loss of the tokens at which the policy was least certain (arXiv 2506.01939).
 
-The tokens are chosen once a step, over all ranks, by the entropies of the policy before the step: neither micro-batches
-nor ranks show in the choice. TRL chooses in each micro-batch, by the current policy.
+The tokens are chosen once a step, over all ranks, by the entropies of the policy before the step, so the choice depends
+neither on micro-batches nor on ranks. TRL chooses in each micro-batch, by the current policy.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from hpcrl.rollout.batch import Batch
 
 
 def choose_high_entropy(share: float, batch: Batch, all_sum: AllSum) -> Stats:
-    """Fill batch.high_entropy, bool [T], of 1 + floor(share (M - 1)) of the M model tokens of all ranks: as many as are
-    at or above TRL's quantile 1 - share. Returns statistics to log. Collective over the ranks of all_sum."""
+    """Fill batch.high_entropy, bool [T]: marks 1 + floor(share (M - 1)) of all ranks' M model tokens, as many as are at
+    or above TRL's quantile 1 - share. Returns statistics to log. Collective over the ranks of all_sum."""
     index = model_tokens(batch)
     entropies = required(batch, "old_entropies", "entropy_share below 1")[index]
     count = int(all_sum(torch.tensor([len(index)])))

@@ -16,8 +16,8 @@ from hpcrl.metrics.stats import Stat, Stats
 from hpcrl.rollout.batch import STATUS, Batch, Norms
 
 Coefficients = Mapping[str, float]
-"""Numbers by name that an algorithm changes from step to step, such as a coefficient. Rank 0 holds them, sends them
-with every command and saves them in every checkpoint."""
+"""Numbers by name that an algorithm changes from step to step, such as the KL scale. Rank 0 holds them, sends them with
+every command and saves them in every checkpoint."""
 
 AllSum = Callable[[Tensor], Tensor]
 """Sum of a tensor over all ranks that hold a part of the batch (identity on one rank); collective over these ranks."""
@@ -27,11 +27,18 @@ AllSum = Callable[[Tensor], Tensor]
 class RewardTable:
     """Rewards of the whole step, on all ranks, sorted by sample id.
 
-    rewards and scores float32 [N], group_ids and sample_ids int64 [N]; lengths int64 [N]: tokens of the response;
-    truncated bool [N]: whether the limit of tokens ended it. domains: name of each domain -> ids of its groups; a group
-    of none belongs to one more domain without a name. baselines float32 [N]: the reward of the greedy response to the
-    prompt; only for an advantage estimator with a greedy sibling (AlgorithmSpec). decoupled float32 [N]: the decoupled
-    rewards (hpcrl.rollout.scheduling.policies); only for an advantage estimator that reads them.
+    Attributes:
+        rewards: float32 [N].
+        scores: float32 [N].
+        group_ids: int64 [N].
+        sample_ids: int64 [N].
+        lengths: int64 [N], tokens of the response.
+        truncated: bool [N], whether the token limit ended the response.
+        domains: name of each domain -> ids of its groups; groups in none of them form one more domain without a name.
+        baselines: float32 [N], the reward of the prompt's greedy response; only for an advantage estimator with a
+            greedy baseline (AlgorithmSpec).
+        decoupled: float32 [N], the decoupled rewards (hpcrl.rollout.scheduling.policies); only for an advantage
+            estimator that reads them.
     """
 
     rewards: Tensor
@@ -88,9 +95,12 @@ class RewardTable:
 class Outputs:
     """Model outputs for the T tokens of a micro-batch. A field that the objective did not request is None.
 
-    logprobs: float32 [T], log-softmax(logits / temperature) of the tokens, 0 outside loss_mask; always present, with
-    gradients. entropy: float32 [T], nats, of softmax(logits / temperature), without top-p, top-k and min-p. values:
-    float32 [T], from a critic."""
+    Attributes:
+        logprobs: float32 [T], log-softmax(logits / temperature) of the tokens, 0 outside loss_mask; always present,
+            with gradients.
+        entropy: float32 [T], nats, of softmax(logits / temperature), without top-p, top-k and min-p.
+        values: float32 [T], from a critic.
+    """
 
     logprobs: Tensor
     entropy: Tensor | None = None
@@ -98,15 +108,15 @@ class Outputs:
 
 
 class Adaptive:
-    """The base of an advantage estimator or an objective with numbers that change from step to step. Both read the same
-    numbers."""
+    """The base of an advantage estimator or an objective with coefficients that change from step to step. Both read
+    equal coefficients."""
 
     coefficients: Coefficients = MappingProxyType({})
-    """Those of the step, set before each command; empty in the first step of a run."""
+    """The step's coefficients, set before each command; empty in the first step of a run."""
 
     def adapt(self, stats: Mapping[str, Stat]) -> Coefficients:
-        """Its numbers for the next step, by `coefficients` and by the statistics of this one, merged over all ranks.
-        Called on rank 0; the same arguments give the same bits."""
+        """The coefficients for the next step, from `coefficients` and from this step's statistics, merged over all
+        ranks. Called on rank 0; equal arguments give equal bits."""
         return {}
 
 
@@ -138,7 +148,7 @@ class Objective(Adaptive, ABC):
     num_mini_batches: int = 1
     """Optimizer steps per pass."""
     compares_rows: ClassVar[bool] = False
-    """Whether the loss compares rows (preference pairs), so that no engine may split a micro-batch."""
+    """Whether the loss compares rows (preference pairs); then no engine may split a micro-batch."""
 
     @property
     def optimizer_steps(self) -> int:
@@ -146,7 +156,7 @@ class Objective(Adaptive, ABC):
         return self.num_epochs * self.num_mini_batches
 
     def prepare(self, batch: Batch, all_sum: AllSum) -> Stats:
-        """Fill fields of the batch that the loss reads and that depend on the whole step, after the advantage
+        """Fill fields of the batch that the loss reads and that depend on the whole step. Called after the advantage
         estimator. Returns statistics to log. Collective over the ranks of all_sum, which may hold no rows."""
         return {}
 
@@ -161,7 +171,7 @@ class Objective(Adaptive, ABC):
 
 @dataclass(frozen=True)
 class Algorithm:
-    """An objective and its advantage estimator; none for objectives that read no advantages."""
+    """An objective and its advantage estimator; None for objectives that read no advantages."""
 
     objective: Objective
     estimator: AdvantageEstimator | None = None
@@ -172,17 +182,17 @@ class Algorithm:
         return self.objective.reads | (self.estimator.reads if self.estimator is not None else frozenset())
 
     def take(self, coefficients: Coefficients) -> None:
-        """Let both parts read these numbers."""
+        """Set the coefficients of both parts."""
         for part in self._parts:
             part.coefficients = coefficients
 
     @property
     def coefficients(self) -> dict[str, float]:
-        """The numbers that both parts read."""
+        """The coefficients that both parts read."""
         return dict(self.objective.coefficients)
 
     def adapt(self, stats: Mapping[str, Stat]) -> dict[str, float]:
-        """The numbers of the next step, see Adaptive."""
+        """The coefficients of the next step, see Adaptive."""
         return {name: value for part in self._parts for name, value in part.adapt(stats).items()}
 
     @property

@@ -38,8 +38,8 @@ def advantage_stats(batch: Batch) -> Stats:
 
 
 def domain_stats(batch: Batch, table: RewardTable) -> Stats:
-    """`domain/DOMAIN/...`: all statistics above, and the KL divergence to the reference (k3), of this rank's rows of
-    each domain, after the advantage estimator. Nothing for a step of one domain."""
+    """`domain/DOMAIN/...`: all statistics above, and the KL divergence to the reference (k3), of this rank's rows in
+    each domain, after the advantage estimator. Empty for a step of one domain."""
     stats: Stats = {}
     names, ids = table.domain_ids()
     for number, name in enumerate(names):
@@ -60,7 +60,7 @@ def domain_stats(batch: Batch, table: RewardTable) -> Stats:
 
 
 def _mixed(batch: Batch) -> Tensor:
-    """bool [B]: rows with model tokens from several versions of the weights. Unless the cache was recomputed
+    """bool [B]: rows with model tokens from several weight versions. Unless the cache was recomputed
     (rollout.on_new_weights), their later log-probs belong to no single policy."""
     rows, versions = batch.row_ids[batch.loss_mask], batch.versions[batch.loss_mask].long()
     later = (versions > oldest_versions(batch)[rows]).float()
@@ -93,11 +93,11 @@ class LossSums:
         self._row_counts = counts.clamp(min=1)
         self._row_weights = batch.weights * (counts > 0)
         self._by_token = mode == "token-mean"
-        self._sums: list[tuple[str, list[Tensor]]] = []  # name, and the numbers of its Stat
+        self._sums: list[tuple[str, list[Tensor]]] = []  # name, and the values of its Stat
         self._num_tokens, self._num_sequences = self._token_weights.sum(), self._row_weights.sum()
 
     def add_loss(self, name: str, total: Tensor) -> None:
-        """A sum formed with the coefficients of the aggregation."""
+        """A sum computed with the coefficients of the aggregation."""
         self._sums.append((name, [total.detach(), self._num_tokens if self._by_token else self._num_sequences]))
 
     def add_tokens(self, name: str, values: Tensor) -> None:
@@ -115,16 +115,16 @@ class LossSums:
         self.add_tokens("actor/clipfrac", clipped)
 
     def add_correction(self, correction: Correction) -> None:
-        """What the off-policy correction did to the token losses."""
+        """How the off-policy correction changed the token losses."""
         self.add_tokens("actor/correction_mean", correction.weights)
         self.add_tokens("actor/correction_clipfrac", correction.cut)
         if correction.rejected is not None:
             self.add_tokens("actor/rejected_ratio", correction.rejected)
 
     def add_train_infer(self, old: Tensor, gen: Tensor) -> None:
-        """Ratios of the trainer's probabilities to the generator's, and their differences, of the same tokens, as ROLL
-        names them: per token; per sequence the geometric mean of the ratios and the mean of the differences; and per
-        whole sequence the product and the sum."""
+        """Ratios of the trainer's to the generator's probabilities for each token, and their differences, under ROLL's
+        names: per token; per sequence the geometric mean of the ratios and the mean of the differences; and per whole
+        sequence the product and the sum."""
         diff = old.exp() - gen.exp()
         ratios, diffs = (row_sums(values, self._rows, self._num_rows) for values in (old - gen, diff))
         self.add_tokens("actor/train_infer_ratio_token_mean", _exp(old - gen))
@@ -134,9 +134,9 @@ class LossSums:
             self.add_sequences(f"actor/train_infer_diff_{level}_mean", diffs / lengths)
 
     def add_mismatch(self, old: Tensor, gen: Tensor, on_policy: Tensor) -> None:
-        """Absolute differences of probabilities, and estimates of KL(generator || trainer) from the tokens that the
-        generator drew (k1, and k3 of less variance: functional.kl_divergence). Tokens on policy (bool [M]), for which
-        both compute the same function, apart from stale ones, whose generator had other weights."""
+        """Absolute differences of probabilities, and estimates of KL(generator || trainer) from the generator's tokens
+        (k1, and k3 with less variance: functional.kl_divergence). On-policy tokens (bool [M]), for which both compute
+        the same function, are reported separately from stale tokens, which the generator drew with other weights."""
         diff = (old.exp() - gen.exp()).abs()
         k1, k3 = kl_divergence(gen, old, "k1"), kl_divergence(gen, old, "k3")
         self.add_tokens("mismatch/token_ratio", on_policy.float())

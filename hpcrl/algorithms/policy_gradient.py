@@ -4,10 +4,10 @@
 
 The weight is 1, or with `correction` the importance weight of responses from older weights
 (hpcrl.algorithms.correction). Rows of weight 0 are ignored. A batch trained once on its own rollouts needs no
-old_logprobs: the ratio has value 1 and the gradient of the current log-probs. With `ratio_to=generator` the ratio is
-that to the generator's log-probs, after truncation if there is any, and no old_logprobs are needed. Unless the
-advantage estimator reads them, metrics of the policy before the step are then those of the current one, and of several
-optimizer steps there is no mismatch of trainer and generator: they move apart within the step.
+old_logprobs: the ratio has value 1 and the gradient of the current log-probs. With `ratio_to=generator` the ratio
+compares with the generator's log-probs, after truncation if any, and needs no old_logprobs. Unless the advantage
+estimator reads old_logprobs, metrics of the policy before the step are then taken from the current policy, and with
+several optimizer steps the mismatch of trainer and generator is not reported: they diverge within the step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from hpcrl.spec.policy_loss import MARKS_TOKENS, PolicyLoss
 
 
 class PolicyGradient(Objective):
-    """See the module's docstring. temperature: that of the rollouts, so that ratios compare sampling distributions."""
+    """See the module's docstring. temperature: the rollouts' temperature, so that ratios compare sampling
+    distributions."""
 
     def __init__(self, config: PolicyLoss, temperature: float = 1.0):
         self.config, self.temperature = config, temperature
@@ -121,8 +122,8 @@ class PolicyGradient(Objective):
 
 
 def _divergence(config: PolicyLoss, tokens: PolicyTokens, reference: Tensor) -> Tensor:
-    """float32 [M]: the KL term of the loss. k3_weighted is k3 times the ratio to the policy that drew the tokens, with
-    the gradient of both: in expectation that of the exact KL (DeepSeek-V3.2, arXiv 2512.02556)."""
+    """float32 [M]: the KL term of the loss. k3_weighted is k3 times the ratio to the policy that drew the tokens; both
+    have gradients, which in expectation gives the exact KL's gradient (DeepSeek-V3.2, arXiv 2512.02556)."""
     if config.kl_loss_estimator == "k3_weighted":
         return tokens.ratio("token") * F.kl_divergence(tokens.logprobs, reference, "k3")
     return F.kl_divergence(tokens.logprobs, reference, config.kl_loss_estimator)

@@ -1,4 +1,4 @@
-"""What a surrogate of the policy gradient reads (hpcrl.algorithms.surrogates)."""
+"""The inputs of a policy-gradient surrogate (hpcrl.algorithms.surrogates)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hpcrl.algorithms import functional as F
 
 @dataclass(frozen=True)
 class PolicyTokens:
-    """The model tokens [M] of a micro-batch, and the sequences and turns [M] that they belong to (a step of an
-    episode by steps is a sequence of its own)."""
+    """The model tokens [M] of a micro-batch, and their sequences and turns [M] (each step of an episode by steps is a
+    separate sequence)."""
 
     logprobs: Tensor
     old_logprobs: Tensor
@@ -25,7 +25,7 @@ class PolicyTokens:
     def marks(self) -> Tensor:
         """bool [M]: the tokens that the objective marked in the step (hpcrl.algorithms.covariance)."""
         if self.marked is None:
-            raise ValueError("batch.marked must be filled for a surrogate that treats some tokens apart")
+            raise ValueError("batch.marked must be filled for a surrogate that treats some tokens separately")
         return self.marked
 
     def ratio(self, level: F.RatioLevel) -> Tensor:

@@ -1,5 +1,5 @@
-"""The advantage estimator of RAFT++ (arXiv 2504.11343): only responses with a positive reward are learned from, as they
-are."""
+"""The advantage estimator of RAFT++ (arXiv 2504.11343): trains only on responses with a positive reward; rewards are
+not normalised."""
 
 from __future__ import annotations
 

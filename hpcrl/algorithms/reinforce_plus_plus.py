@@ -1,5 +1,5 @@
-"""The advantage estimator of REINFORCE++ (arXiv 2501.03262): the KL is subtracted from the rewards as they are, and the
-returns are whitened over the tokens of the batch unless whiten_advantages=false."""
+"""The advantage estimator of REINFORCE++ (arXiv 2501.03262): the KL is subtracted from unnormalised rewards, and the
+returns are whitened over the batch's tokens unless whiten_advantages=false."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ class ReinforcePlusPlusAdvantage(ReturnsAdvantage[ReinforcePlusPlus]):
         self.gamma = config.gamma
 
     def normalize(self, table: RewardTable) -> Tensor:
-        """See ReturnsAdvantage: a division of the reward alone would change the weight of the KL beside it."""
+        """See ReturnsAdvantage: dividing only the reward would change the KL's relative weight."""
         return table.rewards

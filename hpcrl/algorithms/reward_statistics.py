@@ -1,7 +1,7 @@
-"""Mean and spread of the rewards of all steps so far, per domain, as numbers of the algorithm.
+"""Mean and standard deviation of the rewards of all steps so far, per domain, as coefficients of the algorithm.
 
-After each step the moments of its rewards are merged into those before (Chan, Golub and LeVeque 1979), and the step is
-normalised by the result: ROLL's `running` (arXiv 2506.06122).
+After each step its rewards' moments are merged into the previous moments (Chan, Golub and LeVeque 1979), and the step
+is normalised by the result: ROLL's `running` (arXiv 2506.06122).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PREFIX = "_reward_moments/"
 
 def running_moments(table: RewardTable, coefficients: Coefficients) -> tuple[tuple[Tensor, Tensor], Stats]:
     """((mean, standard deviation), statistics): float64 [N] each, of each row's domain with this step included. The
-    statistics hold the merged moments, which `carried` reads; every rank computes the same."""
+    statistics hold the merged moments, which `carried` reads; every rank computes equal values."""
     names, ids = table.domain_ids()
     means, stds = (torch.zeros(len(names), dtype=torch.float64) for _ in range(2))
     stats: Stats = {}
@@ -42,6 +42,6 @@ def running_moments(table: RewardTable, coefficients: Coefficients) -> tuple[tup
 
 
 def carried(coefficients: Coefficients, stats: Mapping[str, Stat]) -> dict[str, float]:
-    """The moments for the next step: a domain that the step lacks keeps its own."""
+    """The moments for the next step: a domain without responses in this step keeps its moments."""
     before = {name: value for name, value in coefficients.items() if name.startswith(PREFIX)}
     return before | {name[:-1]: stat.high for name, stat in stats.items() if name.startswith(PREFIX)}

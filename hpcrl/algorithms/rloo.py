@@ -14,7 +14,7 @@ class RLOOAdvantage(ReturnsAdvantage[RLOO]):
     """See the module's docstring."""
 
     def normalize(self, table: RewardTable) -> Tensor:
-        """See ReturnsAdvantage. A response without siblings has advantage 0, as with GRPO."""
+        """See ReturnsAdvantage. A response without other group members has advantage 0, as with GRPO."""
         counts: Tensor
         _, groups, counts = torch.unique(table.group_ids, return_inverse=True, return_counts=True)
         rewards = table.rewards.double()

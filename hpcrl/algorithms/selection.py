@@ -1,7 +1,7 @@
-"""The largest of some numbers of the tokens of all ranks, without bringing them together.
+"""The largest of all ranks' token values, without gathering them.
 
-The choice depends neither on the ranks that hold the tokens nor on the order of rows: equal numbers are ordered by a
-number that follows from the sample and the token's place in it.
+The choice depends neither on the ranks that hold the tokens nor on the order of rows: equal values are ordered by a
+number derived from the sample and the token's position in it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from hpcrl.algorithms.interface import AllSum
 DIGIT_BITS, DIGITS = 8, 8
 TIE_BITS = 31
 MULTIPLIERS = (6364136223846793005, 1442695040888963407, -4658895280553007687)
-"""Of the hash: those of Knuth's MMIX, and one of SplitMix64 (Steele, Lea and Flood 2014)."""
+"""Constants of the hash: Knuth's MMIX, and one of SplitMix64 (Steele, Lea and Flood 2014)."""
 
 
 def token_numbers(rows: Tensor, sample_ids: Tensor) -> Tensor:
-    """int64 [M], 0 to 2^31 - 1: a pseudo-random number of each model token, the same in every batch. rows int64 [M],
+    """int64 [M], 0 to 2^31 - 1: a pseudo-random number of each model token, equal in every batch. rows int64 [M],
     sorted; sample_ids int64 [B]."""
     places = torch.arange(len(rows), device=rows.device)
     places = places - torch.searchsorted(rows, rows)
@@ -29,8 +29,8 @@ def token_numbers(rows: Tensor, sample_ids: Tensor) -> Tensor:
 
 
 def largest(values: Tensor, coefficients: Tensor, count: int, all_sum: AllSum) -> Tensor:
-    """bool [M]: whether an entry is one of the `count` largest of all ranks (of all entries if there are fewer), among
-    equal ones those with the largest numbers (token_numbers). values float [M], compared in float32.
+    """bool [M]: whether an entry is one of all ranks' `count` largest (of all entries if there are fewer); among equal
+    values the largest numbers (token_numbers) win. values: float [M], compared in float32.
 
     Digit by digit from the most significant one, by counts over all ranks. Collective over the ranks of all_sum, which
     may hold no entries.

@@ -1,4 +1,4 @@
-"""The keys of the algorithms, and the advantage estimator and objective of each."""
+"""The keys of the algorithms, and each algorithm's advantage estimator and objective."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class GRPO(PolicyLoss):
 
 
 class GDPO(PolicyLoss):
-    """GDPO (arXiv 2601.05242): each part of a composed reward is normalised apart within the group, their weighted sum
-    over the batch."""
+    """GDPO (arXiv 2601.05242): the parts of a composed reward are normalised separately within the group, their
+    weighted sum over the batch."""
 
     advantage_estimator: Literal["gdpo"] = "gdpo"
     """The advantage estimator."""
@@ -53,30 +53,30 @@ class Reinforce(PolicyLoss):
     gamma: Share = 1.0
     """Discount per model token; tokens of observations between two turns are skipped without a discount."""
     norm_mean_type: Literal["all", "batch", "group", "running"] | None = None
-    """Subtract the mean reward of the batch, of the group, or of all steps so far (running), each of the reward's
-    domain; or of all domains of the batch (all); null: off."""
+    """Which mean reward to subtract: of the batch, of the group, or of all steps so far (running), each within the
+    reward's domain; or of all domains of the batch (all); null: off."""
     norm_std_type: Literal["all", "batch", "group", "running"] | None = None
-    """Divide rewards by their standard deviation over the same choices; null: off."""
+    """Divide rewards by their standard deviation, with the same choices; null: off."""
     std_eps: NonNegative = 1e-6
     """Added to the standard deviation."""
 
 
 class RLOO(PolicyLoss):
-    """RLOO (arXiv 2402.14740): a reward minus the mean of the group's others."""
+    """RLOO (arXiv 2402.14740): a reward minus the mean of the group's other rewards."""
 
     advantage_estimator: Literal["rloo"] = "rloo"
     """The advantage estimator."""
 
 
 class ReMax(PolicyLoss):
-    """ReMax (arXiv 2310.10505): a reward minus that of the greedy response to the prompt, which is not trained on."""
+    """ReMax (arXiv 2310.10505): a reward minus the reward of the prompt's greedy response, which is not trained on."""
 
     advantage_estimator: Literal["remax"] = "remax"
     """The advantage estimator."""
 
 
 class RaftPlusPlus(PolicyLoss):
-    """RAFT++ (arXiv 2504.11343): learn from responses with positive rewards only, with PPO clip."""
+    """RAFT++ (arXiv 2504.11343): train only on responses with positive rewards, with PPO clip."""
 
     advantage_estimator: Literal["raft_plus_plus"] = "raft_plus_plus"
     """The advantage estimator."""
@@ -85,7 +85,7 @@ class RaftPlusPlus(PolicyLoss):
 
 
 class TurnLoss(PolicyLoss):
-    """Keys of advantage estimators for the turns of an episode."""
+    """Keys of advantage estimators for an episode's turns."""
 
     gamma: Share = 1.0
     """Discount per turn."""
@@ -94,15 +94,15 @@ class TurnLoss(PolicyLoss):
 
 
 class TurnReinforce(TurnLoss):
-    """REINFORCE by turn: all tokens of a turn have the return of the turn, with PPO clip."""
+    """REINFORCE by turn: all tokens of a turn have the turn's return, with PPO clip."""
 
     advantage_estimator: Literal["turn_reinforce"] = "turn_reinforce"
     """The advantage estimator."""
     norm_mean_type: Literal["all", "batch", "group"] | None = "batch"
-    """Subtract the mean return of the turns of the batch (of the same domain), of all domains of the batch (all), or of
-    the group; null: off."""
+    """Which mean return to subtract: over the turns of the batch (within the domain), of all domains of the batch
+    (all), or of the group; null: off."""
     norm_std_type: Literal["all", "batch", "group"] | None = "batch"
-    """Divide returns by their standard deviation over the same choices; null: off."""
+    """Divide returns by their standard deviation, with the same choices; null: off."""
 
 
 class GiGPO(TurnLoss):
@@ -113,13 +113,13 @@ class GiGPO(TurnLoss):
     gamma: Share = 0.95
     """Discount per turn."""
     step_weight: NonNegative = 1.0
-    """Weight of the advantage of turns beside that of episodes."""
+    """Weight of the turns' advantages relative to the episodes' advantages."""
     std_normalize: bool = True
     """Divide by the standard deviations of group and state."""
 
 
 class CriticLoss(PolicyLoss):
-    """Keys of advantage estimators from the values of a critic."""
+    """Keys of advantage estimators that use a critic's values."""
 
     gamma: Share = 1.0
     """Discount per model token; tokens of observations between two turns are skipped without a discount."""
@@ -148,7 +148,7 @@ class TurnGAE(CriticLoss):
 
 
 GRPO_SPEC = AlgorithmSpec(
-    about="Group-relative policy optimisation: each response is compared with its siblings.",
+    about="Group-relative policy optimisation: each response is compared with its group.",
     section=GRPO,
     make="hpcrl.algorithms.grpo:GRPOAdvantage",
     objective=POLICY_GRADIENT,
@@ -156,7 +156,7 @@ GRPO_SPEC = AlgorithmSpec(
 )
 
 GDPO_SPEC = AlgorithmSpec(
-    about="GDPO: as grpo, with the parts of a composed reward normalised apart.",
+    about="GDPO: as grpo, with the parts of a composed reward normalised separately.",
     section=GDPO,
     make="hpcrl.algorithms.gdpo:GDPOAdvantage",
     objective=POLICY_GRADIENT,
@@ -180,7 +180,7 @@ REINFORCE_SPEC = AlgorithmSpec(
 )
 
 RLOO_SPEC = AlgorithmSpec(
-    about="RLOO: each response is compared with the mean of its siblings.",
+    about="RLOO: each response is compared with the mean of the group's other responses.",
     section=RLOO,
     make="hpcrl.algorithms.rloo:RLOOAdvantage",
     objective=POLICY_GRADIENT,
@@ -188,7 +188,7 @@ RLOO_SPEC = AlgorithmSpec(
 )
 
 REMAX_SPEC = AlgorithmSpec(
-    about="ReMax: each response is compared with the greedy response to its prompt.",
+    about="ReMax: each response is compared with its prompt's greedy response.",
     section=ReMax,
     make="hpcrl.algorithms.remax:ReMaxAdvantage",
     objective=POLICY_GRADIENT,
@@ -196,7 +196,7 @@ REMAX_SPEC = AlgorithmSpec(
 )
 
 RAFT_PLUS_PLUS_SPEC = AlgorithmSpec(
-    about="RAFT++: only responses with a positive reward are learned from.",
+    about="RAFT++: trains only on responses with a positive reward.",
     section=RaftPlusPlus,
     make="hpcrl.algorithms.raft_plus_plus:RaftPlusPlusAdvantage",
     objective=POLICY_GRADIENT,
@@ -220,11 +220,11 @@ TURN_GAE_SPEC = AlgorithmSpec(
 
 
 def _check_turns(config: Any) -> Iterator[Problem]:
-    """Keys for tokens that rewards of turns do not have."""
+    """Report keys for token rewards, which an estimator with turn rewards does not have."""
     for key in ("kl_reward_coef", "whiten_rewards"):
         if value := getattr(config.algorithm, key):
             estimator = config.algorithm.advantage_estimator
-            text = f"algorithm.{key}: {value} acts on rewards of tokens, and {estimator} has rewards of turns"
+            text = f"algorithm.{key}: {value} acts on token rewards, and {estimator} has turn rewards"
             way_out = "kl_loss_coef" if key == "kl_reward_coef" else "whiten_advantages"
             yield Problem(("algorithm", key), f"{text}; use algorithm.{way_out}", (("algorithm",),))
 
@@ -239,7 +239,7 @@ TURN_REINFORCE_SPEC = AlgorithmSpec(
 )
 
 GIGPO_SPEC = AlgorithmSpec(
-    about="GiGPO: episodes are compared with their group, turns with those that began in the same state.",
+    about="GiGPO: episodes are compared with their group, turns with turns that began in the same state.",
     section=GiGPO,
     make="hpcrl.algorithms.gigpo:GiGPOAdvantage",
     objective=POLICY_GRADIENT,

@@ -1,10 +1,11 @@
-"""The surrogates of the policy gradient: a loss of each token whose gradient is that of the expected reward.
+"""The surrogates of the policy gradient: a loss per token whose gradient is the expected reward's.
 
-lp, old: log-probs of a token under the policy, and under the policy before the step or (`ratio_to=generator`) the one
-that drew it; A: its advantage; sg: no gradient.
+lp, old: log-probs of a token under the policy, and under the policy before the step or, with `ratio_to=generator`, the
+policy that drew it; A: its advantage; sg: no gradient.
+
 rho = exp(lp - old) at `ratio_level` token; else the geometric mean of these ratios over the turn or the response, or
-their product over the response. Each token then has the gradient of its own log-prob, as in GSPO-token (arXiv
-2507.18071). Longer ones have files of their own.
+their product over the response. Each token then has its own log-prob's gradient, as in GSPO-token (arXiv 2507.18071).
+Longer surrogates are in separate files.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def topr(config: PolicyLoss, tokens: PolicyTokens) -> tuple[Tensor, Tensor]:
 
 
 def sapo(config: PolicyLoss, tokens: PolicyTokens) -> tuple[Tensor, Tensor]:
-    """-4/tau sigmoid(tau (rho - 1)) A, with a tau for A > 0 and one for the others (SAPO, arXiv 2511.20347)."""
+    """-4/tau sigmoid(tau (rho - 1)) A, with one tau for A > 0 and another for A <= 0 (SAPO, arXiv 2511.20347)."""
     ratio = tokens.ratio(config.ratio_level)
     tau = torch.where(tokens.advantages > 0, config.sapo_tau_positive, config.sapo_tau_negative)
     return -(4.0 / tau) * torch.sigmoid(tau * (ratio - 1.0)) * tokens.advantages, torch.zeros_like(ratio)

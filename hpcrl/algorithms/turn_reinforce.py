@@ -1,4 +1,4 @@
-"""REINFORCE by turn: the return of a turn, normalised over the turns of the batch or of the group as configured."""
+"""REINFORCE by turn: a turn's return, normalised over the batch's or the group's turns as configured."""
 
 from __future__ import annotations
 

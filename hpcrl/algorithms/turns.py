@@ -1,9 +1,9 @@
-"""The common part of advantage estimators for turns: every token of a turn has the advantage of its turn.
+"""The common part of advantage estimators for turns: every token of a turn has the turn's advantage.
 
-G_t = r_t + gamma G_(t+1)       r: the environment's rewards of the turns of an episode; G: their returns
-A_t = clip(compare(G_t))        what an advantage estimator compares them with; the same for all model tokens of turn t
+G_t = r_t + gamma G_(t+1)       r: the environment's rewards of an episode's turns; G: their returns
+A_t = clip(compare(G_t))        compare: the advantage estimator's; equal for all model tokens of turn t
 
-Rewards of tokens have no place in it, so that kl_reward_coef and whiten_rewards are refused.
+There are no token rewards, so kl_reward_coef and whiten_rewards are refused.
 """
 
 from __future__ import annotations
@@ -22,19 +22,24 @@ from hpcrl.algorithms.spec import TurnLoss
 from hpcrl.rollout.batch import Batch
 
 MAX_LOG_TURNS = 16
-"""Logarithm of more turns than an episode has."""
+"""Logarithm of a number that no episode's turns reach."""
 FACTOR = 6364136223846793005
-"""Of the hash of a state (D. Knuth, MMIX)."""
+"""Constant of a state's hash (D. Knuth, MMIX)."""
 
 TurnSection = TypeVar("TurnSection", bound=TurnLoss)
 
 
 @dataclass(frozen=True)
 class TurnTable:
-    """The turns of all ranks, in one order on all of them.
+    """The turns of all ranks, in equal order on all of them.
 
-    returns float32 [K], group_ids and domain_ids int64 [K]; episodes int64 [K]: their places in the reward table;
-    states int64 [K]: equal for turns before which the model saw the same; own int64 [n]: the turns at hand.
+    Attributes:
+        returns: float32 [K].
+        group_ids: int64 [K].
+        domain_ids: int64 [K].
+        episodes: int64 [K], their indices in the reward table.
+        states: int64 [K], equal for turns before which the model saw the same tokens.
+        own: int64 [n], indices of this rank's turns.
     """
 
     returns: Tensor
@@ -75,7 +80,7 @@ def turns_of(batch: Batch, index: Tensor) -> Tensor:
 
 
 def turn_rewards(batch: Batch) -> Tensor:
-    """float32 [n]: the rewards of turns; those of whole responses are of the last turn."""
+    """float32 [n]: the rewards of turns; a whole response's reward belongs to its last turn."""
     if batch.turn_rewards is not None:
         return batch.turn_rewards
     ends = batch.cu_turns[1:]
@@ -88,7 +93,7 @@ def turn_rewards(batch: Batch) -> Tensor:
 def _of_all_ranks(
     returns: Tensor, rows: Tensor, batch: Batch, table: RewardTable, positions: Tensor, all_sum: AllSum
 ) -> TurnTable:
-    """Each rank fills its own places of a table of episodes and turns, whose sum all ranks get."""
+    """Each rank fills its own entries of a table of episodes and turns, and all ranks get the sum."""
     number = torch.arange(len(rows), device=rows.device) - batch.cu_turns[:-1][rows]
     bits = 2 ** torch.arange(MAX_LOG_TURNS, device=rows.device)
     longest = int(number.max()) + 1 if len(number) else 0
@@ -107,11 +112,11 @@ def _of_all_ranks(
 
 
 def turn_states(batch: Batch) -> Tensor:
-    """int64 [n]: a hash of what the model was shown before each turn: the prompt, or the observation after the turn
-    before. By steps it is that of what the environment showed last, whatever else the turn's own prompt shows."""
+    """int64 [n]: a hash of the model's input before each turn: the prompt, or the observation after the previous turn.
+    By steps it covers only the environment's latest observation, whatever else the turn's own prompt shows."""
     if batch.states is None:
         return _hashes(batch, ~batch.loss_mask)
-    starts, begins = batch.cu_turns, batch.states.nonzero()[:, 0]  # the prompts of each row in the order of its turns
+    starts, begins = batch.cu_turns, batch.states.nonzero()[:, 0]  # the prompts of each row, in turn order
     rows = batch.row_ids[begins]
     counts = torch.bincount(rows, minlength=batch.num_sequences)
     turn = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
@@ -121,10 +126,10 @@ def turn_states(batch: Batch) -> Tensor:
 
 
 def _hashes(batch: Batch, shown: Tensor) -> Tensor:
-    """int64 [n]: of those tokens before each turn that are marked in `shown`, bool [T]."""
+    """int64 [n]: a hash of the tokens before each turn that are marked in `shown`, bool [T]."""
     starts, at = batch.cu_turns, shown.nonzero()[:, 0]
     rows, turn = batch.row_ids[at], batch.turn_ids[at].long() + 1
-    precedes = turn < starts.diff()[rows]  # else nothing of the model follows
+    precedes = turn < starts.diff()[rows]  # else no model token follows
     tokens, at = batch.token_ids[at[precedes]].long(), (starts[rows] + turn)[precedes]
     begins = torch.ones_like(at, dtype=torch.bool)
     begins[1:] = at[1:] != at[:-1]

@@ -17,7 +17,7 @@ from hpcrl.rollout.batch import Batch, Norms
 
 
 class ValueLoss(Objective):
-    """See the module's docstring. As many optimizer steps as the policy's objective takes."""
+    """See the module's docstring. Takes as many optimizer steps as the policy's objective."""
 
     reads = frozenset({"values", "returns"})
     outputs = frozenset({"values"})

@@ -1,7 +1,7 @@
-"""Which responses of a step are learned from, and how much: masks and weights by length, outcome and difficulty.
+"""Masks and weights of a step's responses, by length, outcome and difficulty.
 
-A masked response still counts in the statistics by which rewards are normalised. The difficulty of a prompt is 1 minus
-the mean score of its responses. The same stabilisers as in ROLL (arXiv 2506.06122), whose difficulty is a column.
+A masked response still counts in the statistics for reward normalisation. A prompt's difficulty is 1 minus its
+responses' mean score. The stabilisers are ROLL's (arXiv 2506.06122), where difficulty is a column.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from hpcrl.spec.policy_loss import PolicyLoss
 
 def weigh(config: PolicyLoss, table: RewardTable) -> tuple[Tensor, Stats]:
     """(float32 [N], statistics): the weight of each response of the table, 0 where a mask drops it. The weights by
-    difficulty and by length have mean 1 over what remains. The statistics give the share that each active mask keeps,
-    as those of the same name in ROLL."""
+    difficulty and by length have mean 1 over the remaining responses. The statistics report the share that each active
+    mask keeps, under ROLL's names."""
     scores, mean_scores = table.scores, _group_means(table)
     kept = torch.ones_like(scores, dtype=torch.bool)
     stats: Stats = {}
@@ -57,5 +57,5 @@ def _group_means(table: RewardTable) -> Tensor:
 
 
 def _rescaled(weights: Tensor, kept: Tensor) -> Tensor:
-    """The weights over their mean among the responses that are kept."""
+    """The weights divided by their mean over the kept responses."""
     return weights / weights[kept].mean() if kept.any() else weights

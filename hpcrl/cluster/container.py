@@ -1,7 +1,7 @@
-"""The container of the ranks (none, Apptainer, or Pyxis): the options for srun, and their checks.
+"""The ranks' container (none, Apptainer, or Pyxis): the options for srun, and their checks.
 
-The batch script, with hpcrl's checks, runs outside. The source tree (the working directory), the run folder and
-cluster.mounts are mounted at the same paths; `python` is the image's.
+The batch script and hpcrl's checks in it run outside the container. The source tree (the working directory), the run
+folder and cluster.mounts are mounted at unchanged paths; `python` is the image's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def srun_options(cluster: ClusterConfig) -> list[str]:
 
 
 def check_container(cluster: ClusterConfig) -> list[Problem]:
-    """Refuses a missing image and missing files; also called on the node where the job starts."""
+    """Report a missing image and missing files; also called on the node where the job starts."""
     return list(_check(cluster))
 
 

@@ -32,7 +32,7 @@ class RoleLayout:
 
     @classmethod
     def from_config(cls, config: Config) -> RoleLayout:
-        """The layout of a run. ConfigError lists everything impossible about it."""
+        """The layout of a run. ConfigError lists every problem of the layout."""
         if problems := check_layout(config):
             raise ConfigError([problem.text for problem in problems])
         ranks, world_size = _assign(config)
@@ -43,20 +43,20 @@ class RoleLayout:
         return cls(MappingProxyType(ranks), world_size, config.layout.generator.tensor_parallel, divisions, scorers)
 
     def division(self, role: RoleName) -> Division:
-        """How the ranks of a role divide the work."""
+        """The division of a role's work over its ranks."""
         ranks = self.ranks.get(role, ())
         return self.divisions.get(role) or Division.unsplit(len(ranks)).of(ranks)
 
     def scorers_of(self, domain: str) -> tuple[int, ...]:
-        """The reward ranks that score a domain: its own, else those of no domain."""
+        """The reward ranks that score a domain: its own, else the ranks without a domain."""
         return self.scorers.get(domain, self._shared_scorers)
 
     def domain_of(self, rank: int) -> str | None:
-        """The only domain that a reward rank scores; None: all domains without ranks of their own."""
+        """The only domain that a reward rank scores; None: all domains without their own ranks."""
         return next((domain for domain, ranks in self.scorers.items() if rank in ranks), None)
 
     def peers_of(self, role: RoleName, rank: int) -> tuple[int, ...]:
-        """The ranks that do the same work as this rank of a role, itself included."""
+        """The ranks with the work of this rank of a role, itself included."""
         if role != "reward":
             return self.ranks[role]
         domain = self.domain_of(rank)
@@ -84,12 +84,12 @@ class RoleLayout:
         return tuple(ranks[i : i + size] for i in range(0, len(ranks), size))
 
     def replica_of(self, rank: int) -> tuple[int, ...]:
-        """The ranks of the replica that a generator rank belongs to; the first one answers for all."""
+        """The ranks of a generator rank's replica; the first one answers for all."""
         return next(replica for replica in self.replicas if rank in replica)
 
     @property
     def generates_on_trainers(self) -> bool:
-        """Whether every generator rank is a trainer rank that yields all weights, so that the trainers' own collectives
+        """Whether every generator rank is a trainer rank that yields all weights; then the trainers' own collectives
         bring new weights to the generators."""
         trainers = self.division("trainer")
         return len(trainers.weights) == 1 and set(self.ranks["generator"]) <= set(trainers.weights[0])
@@ -104,7 +104,7 @@ class RoleLayout:
 
 
 def needed_roles(config: Config) -> tuple[RoleName, ...]:
-    """The roles, besides the controller, that the run needs."""
+    """The roles that the run needs, in addition to the controller."""
     if config.pipeline_spec.alone:
         return ()
     asked = {role for _, _, spec in chosen(config) for role in spec.roles}
@@ -116,7 +116,7 @@ def needed_roles(config: Config) -> tuple[RoleName, ...]:
 
 
 def check_layout(config: Config) -> list[Problem]:
-    """Everything impossible about the ranks of a run."""
+    """All problems of a run's layout."""
     needed = needed_roles(config)
     problems = [p for role in needed for p in _check_role(config, role, needed)]
     if not problems:
@@ -197,7 +197,7 @@ def _check_ranks(
 
 
 def _check_scorers(config: Config, ranks: tuple[int, ...]) -> Iterator[Problem]:
-    """Checks of layout.reward.domains; whether every domain has ranks is known with the rows."""
+    """Checks of layout.reward.domains; whether every domain has ranks is only known with the rows."""
     spec, at = config.layout.reward, ("layout", "reward", "domains")
     total = sum(spec.domains.values())
     if total > len(ranks):
@@ -220,7 +220,7 @@ def _scorers(config: Config, ranks: tuple[int, ...]) -> Mapping[str, tuple[int, 
 
 
 def _check_division(config: Config, role: RoleName, num_ranks: int) -> Iterator[Problem]:
-    """Whether the engine can divide the role's ranks, and its specification does so consistently."""
+    """Whether the engine can divide the role's work over its ranks, and its specification does so consistently."""
     at, involved = ("layout", role), (("trainer", "engine"),)
     whose = f"trainer.engine={config.train_engine}" if ROLES[role].owns_default_group else "its specification"
     try:
@@ -228,7 +228,7 @@ def _check_division(config: Config, role: RoleName, num_ranks: int) -> Iterator[
     except DivisionError as error:
         for problem in error.problems:
             yield Problem(problem.path, f"{problem.text} (layout.{role})", (*problem.involves, at))
-    except Exception as error:  # the specification may be of an installed package
+    except Exception as error:  # the specification may come from an installed package
         text = f"layout.{role}: {whose}: {type(error).__name__}: {error}"
         yield Problem(at, text, involved)
     else:
@@ -238,7 +238,7 @@ def _check_division(config: Config, role: RoleName, num_ranks: int) -> Iterator[
 
 
 def _check_default_groups(config: Config, ranks: Mapping[RoleName, tuple[int, ...]]) -> Iterator[Problem]:
-    """Replicas of several ranks of which some, but not all, belong to an engine that owns the default group."""
+    """Report replicas of which some but not all ranks belong to an engine that owns the default group."""
     for name, spec in ROLES.items():
         size = config.layout.of(name).tensor_parallel
         for first in range(0, len(ranks[name]), size) if spec.forms_replicas and size > 1 else ():
@@ -249,27 +249,27 @@ def _check_default_groups(config: Config, ranks: Mapping[RoleName, tuple[int, ..
                     text = f"layout.{name}: ranks {_span(tuple(sorted(shared)))} of a replica are also {other} ranks"
                     yield Problem(
                         ("layout", name),
-                        f"{text}, its others are not; let all ranks of each replica or none of them be {other} ranks",
+                        f"{text}, its other ranks are not; make all or none of each replica's ranks {other} ranks",
                         (("layout", other),),
                     )
                     return
 
 
 def _check_engines_of_a_process(config: Config, ranks: Mapping[RoleName, tuple[int, ...]]) -> Iterator[Problem]:
-    """A judge and a generator on one rank with an engine of which a process can have one."""
+    """Report a judge and a generator on one rank if a process can have only one engine of their kind."""
     shared, engine = set(ranks["judge"]) & set(ranks["generator"]), config.judge.engine
     if shared and engine == config.gen_engine and not GEN_ENGINES[engine].several_in_process:
         able = " or ".join(name for name, spec in GEN_ENGINES.items() if spec.several_in_process and spec.offered)
         text = (
             f"judge.engine: rank {_span(tuple(sorted(shared)))} has a generator and a judge, and a process can have "
-            f"one {engine} engine; give the judge ranks of its own (layout.judge.colocate_with=null "
+            f"only one {engine} engine; give the judge separate ranks (layout.judge.colocate_with=null "
             f"layout.judge.num_ranks=N), or judge.engine={able}"
         )
         yield Problem(("judge", "engine"), text, (("layout", "judge"), ("generator", "engine")))
 
 
 def _check_shared_rows(config: Config, ranks: Mapping[RoleName, tuple[int, ...]]) -> Iterator[Problem]:
-    """A critic on ranks of another role has that role's rows, so both engines must divide them alike."""
+    """A critic on another role's ranks gets that role's rows, so both engines must divide the ranks equally."""
     if not (mine := ranks["critic"]):
         return
     groups = ROLES["critic"].division(config, len(mine)).groups
@@ -277,7 +277,7 @@ def _check_shared_rows(config: Config, ranks: Mapping[RoleName, tuple[int, ...]]
         if ranks[other] == mine and ROLES[other].division(config, len(mine)).groups != groups:
             text = (
                 f"critic.engine: {config.critic_engine} divides {len(mine)} ranks into {len(groups)} group(s) with the "
-                f"same rows, and the {other} on these ranks divides them otherwise; give the critic ranks of its own: "
+                f"same rows, and the {other} on these ranks divides them differently; give the critic separate ranks: "
                 "layout.critic.colocate_with=null layout.critic.num_ranks=N"
             )
             yield Problem(("critic", "engine"), text, (("layout", "critic"), ("trainer",)))

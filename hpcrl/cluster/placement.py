@@ -1,7 +1,7 @@
-"""The ranks of each node: a pure function of the configuration, the same on the login node and in the job.
+"""The ranks of each node: a pure function of the configuration, with equal results on the login node and in the job.
 
 A component is a set of identical nodes; several components make a heterogeneous Slurm job. Ranks fill the nodes of
-their component in order. The controller is one more process on the first node of its component.
+their component in order. The controller is an additional process on its component's first node.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def cpus_of_node(component: Component, cluster: ClusterConfig) -> int:
 
 @dataclass(frozen=True)
 class Placement:
-    """All nodes of a run by component, in the order of their ranks."""
+    """All nodes of a run by component, in rank order."""
 
     components: tuple[Component, ...]
 
@@ -61,7 +61,7 @@ class Placement:
 
 
 def check_placement(config: Config, layout: RoleLayout) -> list[Problem]:
-    """Everything impossible about the components of a run."""
+    """All problems of a run's components."""
     return list(_check(config, layout)) or list(_check_sizes(config, layout))
 
 
@@ -113,7 +113,7 @@ def _check_sizes(config: Config, layout: RoleLayout) -> Iterator[Problem]:
 
 
 def _shares(config: Config, layout: RoleLayout) -> list[tuple[str, ComponentConfig, list[int]]]:
-    """(component, its configuration, its ranks ascending) in the order of ranks."""
+    """(component, its configuration, its ranks ascending) in rank order."""
     components = config.cluster.components or {"main": ComponentConfig()}
     places = {role: name for name, spec in components.items() for role in spec.roles}
     shares: dict[str, list[int]] = {}

@@ -22,13 +22,13 @@ NO_ANSWER = re.compile(
     re.IGNORECASE,
 )
 REFUSED = "allocation failure:"
-"""How sbatch --test-only begins Slurm's reason."""
+"""Start of Slurm's reason in the output of sbatch --test-only."""
 ENVIRON = {"LC_ALL": "C", "SLURM_TIME_FORMAT": "%s"}  # messages in English, times as seconds since the epoch
 LAUNCH_FAILED = "launch_failed_requeued_held"
 """Reason with which Slurm holds a job whose node failed at its start, until the job is released."""
 LIVE = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "STOPPED", "COMPLETING", "REQUEUED", "RESIZING", "SIGNALING")
 DECIDED = tuple(f"SBATCH_{name}" for name in ("ARRAY_INX", "NO_REQUEUE", "REQUEUE", "TIMELIMIT", "WAIT"))
-"""Variables that would override settings that every script of hpcrl.launch needs."""
+"""Environment variables that would override settings that every script of hpcrl.launch needs."""
 GPU_VARIABLES = ("SBATCH_GRES", "SBATCH_GPUS", "SBATCH_GPUS_PER_NODE", "SBATCH_GPUS_PER_TASK", "SBATCH_GPUS_PER_SOCKET")
 OF_OPTION = {
     "mem": ("SBATCH_MEM_PER_NODE", "SBATCH_MEM_PER_CPU", "SBATCH_MEM_PER_GPU"),
@@ -77,7 +77,7 @@ class Job:
 
 
 def find_job(job_id: int, timeout_s: float = CALL_S) -> Job | None:
-    """The job; None if Slurm no longer knows it. SlurmError if Slurm cannot be queried within timeout_s."""
+    """The job; None if Slurm no longer has it. SlurmError if Slurm cannot be queried within timeout_s."""
     try:
         text = call("scontrol", "--oneliner", "show", "job", str(job_id), timeout_s=timeout_s)
     except SlurmError as error:
@@ -97,19 +97,19 @@ def find_job(job_id: int, timeout_s: float = CALL_S) -> Job | None:
 
 
 def find_accounted(job_id: int) -> Job | None:
-    """A job that find_job does not know, from the accounts; None if they do not have it."""
+    """A job that find_job cannot find, from the accounting database; None if it has no record."""
     try:
         states = call("sacct", "-n", "-X", "-P", "-j", str(job_id), "-o", "State").split()  # CANCELLED by 1000
     except SlurmError:
         return None
-    # A record that was never closed (as after a loss of the controller's state) does not mean that the job is alive.
+    # A record that was never closed (for example, after a loss of the controller's state) does not mean a live job.
     return Job(job_id, states[0], 0, states[0] == "PREEMPTED", "", None) if states and states[0] not in LIVE else None
 
 
 def submit(script: Path, output: Path, *, after: int | None = None) -> tuple[int, str]:
     """Submit a script whose output goes to `output`, after the job `after` has ended in any way. Returns the (leader's)
-    job id, and the cluster's name if sbatch gives one, as in a federation. SlurmError with Slurm's reason. Options of
-    the script override environment variables."""
+    job id, and the cluster's name if sbatch reports one, as in a federation. SlurmError with Slurm's reason. The
+    script's options override environment variables."""
     set_here, _ = colliding(script.read_text(), os.environ)
     options = [f"--output={output}", *([f"--dependency=afterany:{after}"] if after is not None else [])]
     said = call("sbatch", "--parsable", *options, str(script), environ=_without(os.environ, set_here))
@@ -119,8 +119,8 @@ def submit(script: Path, output: Path, *, after: int | None = None) -> tuple[int
 
 
 def trial(script: str) -> str:
-    """What Slurm answers to this script, which is not queued: when and where the job would start. SlurmError with
-    Slurm's reason if it refuses the job, SlurmSilent if it was not asked, as where there is no Slurm."""
+    """Slurm's answer to this script, which is not queued: when and where the job would start. SlurmError with Slurm's
+    reason if it refuses the job, SlurmSilent if Slurm could not be queried, for example without Slurm."""
     set_here, _ = colliding(script, os.environ)
     with tempfile.NamedTemporaryFile("w", suffix=".sbatch") as file:
         file.write(script)
@@ -137,15 +137,16 @@ def trial(script: str) -> str:
 
 
 def _without(environ: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
-    """Also excludes variables with which a job would affect the srun of jobs submitted from inside it."""
+    """Also removes variables through which a job would affect the srun of jobs submitted from inside it."""
     inside = "SLURM_JOB_ID" in environ
     foreign = {name for name in environ if inside and name.startswith("SLURM_") and name != "SLURM_CONF"}
     return {name: value for name, value in environ.items() if name not in {*foreign, *names, "HPCRL_RANK"}}
 
 
 def colliding(script: str, environ: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Variables that sbatch or the script's srun would read: (those that the script sets itself, which are not passed
-    on; those that affect the job). For sbatch, a variable overrides a line of the script, in every component."""
+    """Environment variables that sbatch or the script's srun would read: (variables that the script sets itself, which
+    are not passed on; variables that affect the job). For sbatch, a variable overrides a line of the script, in every
+    component."""
     given = set(re.findall(r"^#SBATCH --([a-z-]+)", script, re.MULTILINE))
     decided = {*DECIDED, *(name for option in given for name in OF_OPTION.get(option, (_variable(option),)))}
     for_sbatch = sorted(name for name in environ if name.startswith("SBATCH_"))
@@ -159,7 +160,7 @@ def _variable(option: str) -> str:
 
 
 def cancel(jobs: Collection[int], states: Collection[str] = LIVE) -> None:
-    """Cancel those of the jobs that are in one of the states."""
+    """Cancel the jobs that are in one of the states."""
     found = [job for job in map(find_job, jobs) if job is not None and job.state in states]
     if found:
         call("scancel", *(str(job.id) for job in found))
@@ -187,14 +188,14 @@ def insist(ask: Callable[[], T], seconds: float) -> T:
 
 
 def own_job(environ: Mapping[str, str]) -> tuple[int, int] | None:
-    """(job id, restart count) of this process's job; for a heterogeneous job, those of the leader."""
+    """(job id, restart count) of this process's job; for a heterogeneous job, its leader's."""
     name = environ.get("SLURM_HET_JOB_ID") or environ.get("SLURM_JOB_ID", "")
     restarts = environ.get("SLURM_RESTART_COUNT", "")
     return (int(name), int(restarts) if restarts.isdigit() else 0) if name.isdigit() else None
 
 
 def cluster_name() -> str:
-    """Name of the cluster that Slurm's commands use; a job id is valid on its cluster only."""
+    """Name of the cluster that Slurm's commands use; a job id is valid only on its cluster."""
     found = re.search(r"^ClusterName\s*=\s*(\S+)", call("scontrol", "show", "config"), re.MULTILINE)
     return found[1] if found else ""
 
@@ -207,7 +208,7 @@ def own_nodes(environ: Mapping[str, str]) -> list[int]:
 
 
 def call(*command: str, environ: Mapping[str, str] = os.environ, timeout_s: float = CALL_S, told: bool = False) -> str:
-    """Output of a Slurm command, with `told` also what it says on standard error. SlurmError with its messages."""
+    """Output of a Slurm command; with `told`, its standard error as well. SlurmError with its messages."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=timeout_s, check=False, env={**environ, **ENVIRON}

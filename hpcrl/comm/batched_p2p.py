@@ -1,10 +1,10 @@
 """Sends and receives of a group that start together, and the one communicator that carries them on GPUs.
 
-What torch does (2.13, pointToPoint and initNCCLComm in ProcessGroupNCCL.cpp): a send or receive of its own makes a
-communicator of its two ranks, unless eager_connect_single_device() has made that of the group. Those between
-_start_coalescing() and _end_coalescing() use the group's, in one call of NCCL, whatever their order; if there is none
-yet, all ranks of the group must take part in the first such call (torch.distributed.batch_isend_irecv), which a
-transfer between some of them is not. A communicator carries out its calls one after another.
+torch's behaviour (2.13, pointToPoint and initNCCLComm in ProcessGroupNCCL.cpp): a single send or receive creates a
+communicator of its two ranks, unless eager_connect_single_device() has created the group's. Calls between
+_start_coalescing() and _end_coalescing() use the group's communicator, in one NCCL call, whatever their order. If it
+does not exist yet, all ranks of the group must take part in the first such call (torch.distributed.batch_isend_irecv),
+but a transfer does not involve all of them. A communicator executes its calls one after another.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 LAST_WAIT_S = 0.05
-"""Time for a rank that others have waited for already."""
+"""Minimum timeout for a rank whose peers have already been waited for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A tensor to or from rank `peer` of a group, counted within it."""
+    """A tensor to or from rank `peer` of a group (group rank)."""
 
     tensor: Tensor
     peer: int
@@ -38,10 +38,10 @@ class Begun:
         self._works = list(works)
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Return when all have ended; at once if they have. timeout: of all together, instead of the group's of each.
-        RuntimeError of the group if one fails."""
+        """Return when all have ended. timeout: for all together, instead of the group's timeout for each. RuntimeError
+        of the group if one fails."""
         end = None if timeout is None else time.monotonic() + timeout.total_seconds()
-        while self._works:  # a work of gloo can be waited for once
+        while self._works:  # a gloo work can be waited for only once
             if end is None:
                 self._works[0].wait()
             else:
@@ -50,15 +50,15 @@ class Begun:
 
 
 def make_communicator(group: Any, device: torch.device) -> None:
-    """Make the communicator of a group of NCCL, before its first transfer. A collective would make it, too, and take
-    buffers for its rings. Nothing for gloo. Called by all ranks of the group."""
+    """Create the communicator of an NCCL group before its first transfer. A collective would also create it, but
+    allocate buffers for its rings. Does nothing for gloo. Called by all ranks of the group."""
     group.eager_connect_single_device(device)
 
 
 def begin(group: Any, transfers: Sequence[Transfer]) -> Begun:
-    """Start these transfers of one rank: in one batch, if the group's library can (NCCL), else one by one (gloo). The
-    ranks at the other ends start theirs; those between two ranks in the same direction have the same order on both.
-    RuntimeError of the group if it is unusable."""
+    """Start this rank's transfers: in one batch if the group's library can (NCCL), else one by one (gloo). The peers
+    start theirs; transfers between two ranks in one direction have equal order on both. RuntimeError of the group if it
+    is unusable."""
     if not transfers:
         return Begun([])
     if not group.supports_coalescing:
@@ -67,7 +67,7 @@ def begin(group: Any, transfers: Sequence[Transfer]) -> Begun:
     try:
         for transfer in transfers:
             _begin(group, transfer)
-    finally:  # or later calls of NCCL, of any group, would belong to the batch
+    finally:  # or later calls of NCCL, in any group, would join the batch
         work = group._end_coalescing()
     return Begun([work])
 

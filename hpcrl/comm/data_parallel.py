@@ -14,7 +14,8 @@ from hpcrl.spec.division import Division
 
 
 class DataParallel:
-    """A rank's place in its engine's division. Built by all ranks of the engine together, after their default group."""
+    """A rank's position in its engine's division. Built by all ranks of the engine together, after their default
+    group."""
 
     def __init__(self, world: World, role: str, division: Division):
         group, across = division.inside(world.rank), division.across(world.rank)
@@ -28,7 +29,7 @@ class DataParallel:
             self._inside = world.group(f"{role}/inside/{group[0]}", group, 0, of_engine=True)
 
     def broadcast(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of the head, in host memory. Called by all ranks of a data-parallel rank that has several."""
+        """The leader's tensors, in host memory. Called by all ranks of a data-parallel rank that has several."""
         kinds = [(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors.items()]
         header = torch.frombuffer(bytearray(msgspec.msgpack.encode(kinds)), dtype=torch.uint8)
         size = self._from(0, torch.tensor([len(header)]))
@@ -43,8 +44,8 @@ class DataParallel:
         return tensors
 
     def outputs(self, values: Tensor | None, num_tokens: int) -> Tensor:
-        """float32 [T]: the values of these rows' tokens from the rank that holds the outputs; others may pass None.
-        Called by all ranks of a data-parallel rank."""
+        """float32 [T]: the values of these rows' tokens from the rank that holds the outputs; other ranks may pass
+        None. Called by all ranks of a data-parallel rank."""
         if self._inside is None or self.holds_outputs:
             assert values is not None, "this rank holds the outputs"
             given = values
@@ -53,7 +54,7 @@ class DataParallel:
         return given if self._inside is None else self._from(self._output, given)
 
     def _from(self, root: int, tensor: Tensor) -> Tensor:
-        """The tensor of that rank of the group, in place on the others."""
+        """Broadcast the tensor from rank `root` of the group, in place on the other ranks."""
         options = dist.BroadcastOptions()
         options.rootRank = root
         self._inside.broadcast([tensor], options).wait()

@@ -1,4 +1,5 @@
-"""Rollouts between ranks: fields packed flat into one byte tensor per pair of ranks, sizes known on both sides."""
+"""Rollout transfer between ranks: fields packed flat into one byte tensor per pair of ranks; both sides know the
+sizes."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ PEER_WORDS = ("gloo/transport", "NCCL", "Connection closed by peer", "Connection
 
 
 def blames_peer(error: BaseException) -> bool:
-    """Whether this error of a group, which gloo and NCCL raise as RuntimeError, means that another rank is gone."""
+    """Whether this error of a group, which gloo and NCCL raise as RuntimeError, means that another rank is lost."""
     words = isinstance(error, RuntimeError) and any(word in str(error) for word in PEER_WORDS)
     return words or isinstance(error, GroupLost)
 
@@ -44,7 +45,7 @@ class PeerLost(RuntimeError):
 
 @dataclass
 class TransferGroup:
-    """A group between roles and the world ranks that are in it, in order."""
+    """A group between roles and its world ranks, in order."""
 
     group: Any  # dist.ProcessGroupGloo, whose methods torch's stubs lack
     ranks: Sequence[int]
@@ -63,9 +64,13 @@ class TransferGroup:
         of a field of UTF-8 texts, sent with the moves that have text_bytes. ragged_fields: sent after the others, when
         the destination knows their numbers of values.
 
-        pick(sample ids) gives for every field one array per sample; ValueError if their lengths differ from the move's.
-        Called by every source and destination of a move with the same list; at most one move per pair. PeerLost after
-        the group's timeout or the end of a peer, once every other move is done.
+        Args:
+            pick: returns for sample ids one array per sample for every field; ValueError if their lengths differ from
+                the move's.
+            text: name of a field of UTF-8 texts, sent with the moves that have text_bytes.
+
+        Called with equal lists by every source and destination of a move; at most one move per pair. PeerLost after the
+        group's timeout or the end of a peer, once every other move is done.
         """
         own = [move for move in moves if rank in (move.source, move.dest)]
         errors: list[PeerLost] = []
@@ -157,7 +162,7 @@ def _gather(move: Move, sizes: Sizes, arrays: Arrays) -> tuple[np.ndarray, dict[
 
 
 def ragged(rows: Sequence[Sequence[float]], dtype: str) -> bytes:
-    """Rows of different numbers of values as bytes: the numbers as uint16, then the values."""
+    """Rows of different lengths as bytes: the lengths as uint16, then the values."""
     counts = np.array([len(row) for row in rows], dtype=np.uint16)
     return counts.tobytes() + np.array([value for row in rows for value in row], dtype=dtype).tobytes()
 

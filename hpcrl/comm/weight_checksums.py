@@ -1,8 +1,9 @@
 """Checksums of weights on both sides of an update (check_weights=true).
 
-The checksum of a tensor is the sum, modulo 2**64, of the bits of each number times an odd factor of its place. So the
-sums of disjoint parts add up to that of the tensor, whichever ranks hold the parts, and numbers at wrong places count.
-Zeros of both signs are the same number: an engine may show weights as products with the identity, which lose it.
+A tensor's checksum is the sum, modulo 2**64, of each number's bits times an odd factor for its index. So the checksums
+of disjoint slices add up to the tensor's checksum, whichever ranks hold the slices, and misplaced numbers are detected.
+Zeros of both signs are treated as equal: an engine may compute weights as products with the identity, which lose the
+sign.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from hpcrl.comm.weight_transfer import Channel, inside
 from hpcrl.spec.weight_layout import RequiredSlices, TensorShards, TensorSlice, full_slice, intersection
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-FACTOR = 0x4A8BE9229ED9BA3A  # even: a place times this, plus 1, is odd
-CHUNK = 1 << 20  # numbers at once; each takes up to 40 bytes
+FACTOR = 0x4A8BE9229ED9BA3A  # even: index times this, plus 1, is odd
+CHUNK = 1 << 20  # numbers at once; each needs up to 40 bytes
 
 
 def checksum(part: Tensor, tensor_slice: TensorSlice, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
-    """int64 scalar: of the numbers in a box of a tensor of this shape, after conversion to `dtype`."""
+    """int64 scalar: checksum of a slice's numbers in a tensor of this shape, after conversion to `dtype`."""
     total = torch.zeros((), dtype=torch.int64, device=part.device)
     for chunk, at in _chunks(part, tensor_slice):
         places = torch.zeros((), dtype=torch.int64, device=part.device)
@@ -36,7 +37,7 @@ def checksum(part: Tensor, tensor_slice: TensorSlice, shape: Sequence[int], dtyp
 
 
 def _chunks(part: Tensor, tensor_slice: TensorSlice) -> Iterator[tuple[Tensor, TensorSlice]]:
-    """A box of a tensor in pieces of at most CHUNK numbers."""
+    """A slice of a tensor in pieces of at most CHUNK numbers."""
     axis = next((i for i, size in enumerate(part.shape) if size > 1), None)
     if axis is None or part.numel() <= CHUNK:
         yield part, tensor_slice
@@ -51,8 +52,8 @@ def _chunks(part: Tensor, tensor_slice: TensorSlice) -> Iterator[tuple[Tensor, T
 def shard_checksums(
     rank: int, layout: Sequence[TensorShards], needs: Sequence[Sequence[RequiredSlices]], weights: Iterable[Tensor]
 ) -> Tensor:
-    """int64 [ranks of a replica, tensors]: this trainer rank's share of the checksums of what each rank of a replica
-    needs. A part that several ranks hold counts on the first. weights: TrainEngine.local_shards()."""
+    """int64 [ranks of a replica, tensors]: this trainer rank's share of the checksums of each replica rank's required
+    slices. A shard on several ranks counts on the first. weights: TrainEngine.local_shards()."""
     sums = torch.zeros(len(needs), len(layout), dtype=torch.int64)
     own = ((number, held) for number, held in enumerate(layout) if held.part_of(rank) is not None)
     for (number, held), tensor in zip(own, weights, strict=True):
@@ -69,7 +70,7 @@ def shard_checksums(
 
 
 class LoadedSums:
-    """The checksums of what a generator rank needs, of tensors under their names."""
+    """Checksums of a generator rank's required slices, by tensor name."""
 
     def __init__(self, layout: Sequence[TensorShards], needs: Sequence[RequiredSlices]):
         self._layout, self._needs = layout, needs
@@ -77,7 +78,7 @@ class LoadedSums:
         self.sums = torch.zeros(len(layout), dtype=torch.int64)
 
     def noting(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The tensors as they come; their checksums are in `sums` afterwards, in place of earlier ones."""
+        """Yield the tensors; afterwards `sums` holds their checksums, which replace earlier ones."""
         for name, tensor in named:
             number = self._numbers[name]
             held, need, self.sums[number] = self._layout[number], self._needs[number], 0
@@ -88,13 +89,13 @@ class LoadedSums:
             yield name, tensor
 
     def differing(self, expected: Tensor) -> list[str]:
-        """The names of tensors whose checksum is another."""
+        """The names of tensors whose checksum differs."""
         return [self._layout[number].name for number in (self.sums != expected).nonzero()[:, 0].tolist()]
 
 
 def add_sums(channel: Channel, rank: int, trainers: Sequence[int], own: Tensor) -> Tensor:
-    """int64 [tensors]: what all trainers have in shard_checksums() for this rank of the replica. Called by the
-    trainers, with `own`, and the ranks of the replica, which alone use the result."""
+    """int64 [tensors]: the sum of all trainers' shard_checksums() for this rank of the replica. Called by the trainers,
+    with `own`, and by the replica's ranks; only these use the result."""
     transfers, got = [], []
     total = torch.zeros(len(channel.layout), dtype=torch.int64, device=channel.device)
     for index, receiver in enumerate(channel.needs):

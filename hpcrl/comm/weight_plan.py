@@ -1,5 +1,5 @@
-"""Which trainer rank sends which part of which weight to which generator rank, in buckets: a pure function of what both
-sides declare. Every rank of an update computes the same plan, once per run."""
+"""The plan of a weight update: which trainer rank sends which slice of which weight to which generator rank, in
+buckets. A pure function of both sides' declarations. Every rank of an update computes an equal plan, once per run."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from dataclasses import dataclass, replace
 from hpcrl.spec.weight_layout import RequiredSlices, TensorShards, TensorSlice, count, intersection
 
 BUCKET_BYTES = 256 << 20
-"""Most bytes that the ranks of a replica get in one step, so that no rank sends or gets more."""
+"""Maximum bytes that the ranks of a replica get in one step; no rank sends or gets more."""
 SHARED_BYTES = 1 << 20
-"""Most bytes of a piece that several ranks hold and one sends; what is larger is divided among them."""
+"""Maximum bytes of a piece that several ranks hold and one sends; larger pieces are split among them."""
 ALIGN = 16
-"""Bytes to which parts are padded in a message, so that the next can be viewed in any dtype."""
+"""Bytes to which pieces are padded in a message, so the next can be viewed in any dtype."""
 FLOATS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 ITEM_BYTES = FLOATS | {"int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Part `tensor_slice` of tensor number `tensor` (of the layout), from one rank to another."""
+    """Slice `tensor_slice` of tensor number `tensor` (in the layout), from one rank to another."""
 
     tensor: int
     tensor_slice: TensorSlice
@@ -42,18 +42,21 @@ def padded(size: int) -> int:
 
 
 def arriving_dtype(held: TensorShards, need: RequiredSlices) -> str:
-    """The dtype in which a tensor travels; one without fractions stays as it is."""
+    """The dtype in which a tensor is sent; integer types are not converted."""
     return need.dtype if need.dtype and held.dtype in FLOATS else held.dtype
 
 
 def plan_pieces(
     layout: Sequence[TensorShards], needs: Mapping[int, Sequence[RequiredSlices]], bucket_bytes: int = BUCKET_BYTES
 ) -> list[list[Piece]]:
-    """The pieces of each step, tensor by tensor. needs: rank of a replica -> its need of every tensor of the layout.
+    """The pieces of each step, tensor by tensor. ValueError if no rank holds a required slice.
 
-    A rank gets what it needs once: from itself, if it holds it, or else from that holder which has sent it the fewest
-    bytes. Replicas that hold nothing thus get the same pieces from the same senders, which pack them once. A step has
-    at most bucket_bytes; larger pieces are cut. ValueError if nobody holds a need.
+    Args:
+        needs: rank of a replica -> its required slices of every tensor of the layout.
+        bucket_bytes: maximum bytes of a step; larger pieces are cut.
+
+    A rank gets each required slice once: from itself, if it holds it, or else from the holder that has sent it the
+    fewest bytes. So replicas that hold nothing get equal pieces from equal senders, which pack them once.
     """
     steps: list[list[Piece]] = [[]]
     used = 0
@@ -65,7 +68,7 @@ def plan_pieces(
             for piece in _pieces(number, held, need[number], receiver, index, loads[receiver])
         ]
         columns = [_cut(piece, bucket_bytes // len(pieces)) for piece in pieces]
-        # A chunk of every piece in turn: all senders of a large tensor have a part in each step.
+        # A chunk of every piece in turn: all senders of a large tensor take part in each step.
         for piece in itertools.chain.from_iterable(itertools.zip_longest(*columns)):
             if piece is None:
                 continue
@@ -81,8 +84,12 @@ def plan_pieces(
 def _pieces(
     number: int, held: TensorShards, need: RequiredSlices, receiver: int, index: int, load: Counter[int]
 ) -> list[Piece]:
-    """The pieces of one tensor for one rank. index: its place in the replica. load: bytes that it gets from each
-    sender, which grow."""
+    """The pieces of one tensor for one rank.
+
+    Args:
+        index: the rank's index in the replica.
+        load: bytes from each sender so far; increased here.
+    """
     dtype, pieces = arriving_dtype(held, need), []
     for wanted in need.slices:
         found = 0

@@ -1,8 +1,8 @@
-"""Weights from the trainer ranks that hold them to the ranks of generator replicas that need them, in steps.
+"""Weight transfer from the trainer ranks that hold weights to the generator ranks that require them, in steps.
 
-A step's messages are packed, in the generator's dtype, on the device of the group, while those of the step before are
-under way; a generator rank loads the tensors of a step while the next arrives. Neither side holds more than two steps,
-and the receiving side the tensor that it puts together.
+A step's messages are packed, in the generator's dtype, on the group's device, while the previous step's messages are in
+flight; a generator rank loads a step's tensors while the next arrives. Neither side holds more than two steps, and the
+receiving side in addition the tensor that it assembles.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from hpcrl.spec.weight_layout import RequiredSlices, TensorShards, TensorSlice, 
 
 FIRST_STEP_TIMEOUT_FRACTION = 0.8
 """Fraction of the send timeout allowed in the first step; it rises to 1 in the last. Receivers take the steps in order:
-while a sender of early steps (a first pipeline stage) waits for a replica that hangs, healthy ones take nothing from
-senders of later steps, which must not give up before it."""
+while a sender of early steps (a first pipeline stage) waits for a hung replica, healthy replicas receive nothing from
+senders of later steps, which must not time out before it."""
 
 
 @dataclass(frozen=True)
 class Channel:
-    """A group of all trainer ranks and the ranks of one replica, and the plan of its updates.
+    """A group of all trainer ranks and one replica's ranks, and the plan of its updates.
 
-    needs: rank of the replica -> what it needs of every tensor of the layout.
+    Attributes:
+        needs: rank of the replica -> its required slices of every tensor of the layout.
     """
 
     group: Any  # ProcessGroupGloo or ProcessGroupNCCL, whose methods torch's stubs lack
@@ -51,16 +52,16 @@ class Channel:
 
     @property
     def device(self) -> torch.device:
-        """The device of tensors that travel."""
+        """The device of the transferred tensors."""
         return _device(self.group)
 
 
 def connect(group: Any, ranks: Sequence[int], rank: int, senders: Collection[int], receivers: Collection[int]) -> None:
-    """Make the connections of later updates: a rank that is lost then must not hold up the others, which first contact
-    does. Called by all ranks of the group."""
+    """Open the connections of later updates: first contact with a rank that is lost by then would block the other
+    ranks. Called by all ranks of the group."""
     tokens = torch.zeros(2, dtype=torch.uint8, device=_device(group))
     make_communicator(group, tokens.device)
-    # Two ranks of gloo connect together; in this order, no ranks wait for each other in a circle.
+    # Two gloo ranks connect together; in this order, no ranks wait for each other in a circle.
     pairs = sorted({(s, r) for s in senders for r in receivers if s != r}, key=lambda pair: (sorted(pair), pair))
     own = [pair for pair in pairs if rank in pair]
     begin(group, [_between(ranks, rank, pair, tokens[:1], tokens[1:]) for pair in own]).wait()
@@ -75,7 +76,7 @@ def _between(ranks: Sequence[int], rank: int, pair: tuple[int, int], given: Tens
 
 
 def send_layout(group: Any, ranks: Sequence[int], layout: Sequence[TensorShards], receivers: Collection[int]) -> None:
-    """Tell ranks of the group which tensors there are, and who holds them; they call receive_layout()."""
+    """Send the group's receivers the list of tensors and their owners; they call receive_layout()."""
     data = torch.frombuffer(bytearray(msgspec.msgpack.encode(layout)), dtype=torch.uint8).to(_device(group))
     for tensor in (torch.tensor([len(data)], device=data.device), data):
         begin(group, [Transfer(tensor, ranks.index(receiver), sends=True) for receiver in receivers]).wait()
@@ -92,14 +93,14 @@ def receive_layout(group: Any, ranks: Sequence[int], sender: int) -> list[Tensor
 
 @dataclass
 class _Message:
-    """Pieces that one rank or several get alike."""
+    """Pieces that one or several ranks get in equal form."""
 
     pieces: list[Piece]
     num_bytes: int
     receivers: list[tuple[int, int]] = field(default_factory=list)  # (key of the channel, rank)
 
     def has(self, pieces: Sequence[Piece]) -> bool:
-        """Whether these pieces are the same parts of the weights."""
+        """Whether these pieces are equal slices of the weights."""
         contents = [
             [(piece.tensor, piece.tensor_slice, piece.dtype) for piece in some] for some in (self.pieces, pieces)
         ]
@@ -107,7 +108,7 @@ class _Message:
 
 
 class Schedule:
-    """What a trainer rank sends in an update: the same every time."""
+    """A trainer rank's sends in an update: equal in every update."""
 
     def __init__(self, rank: int, channels: Mapping[int, Channel]):
         self.rank, self.channels = rank, channels
@@ -117,7 +118,7 @@ class Schedule:
         self.steps: list[list[_Message]] = []
         planned: dict[int, Channel] = {}
         for key, channel in channels.items():
-            alike = holders.isdisjoint(channel.needs)  # with the same needs, such replicas have the same plan
+            alike = holders.isdisjoint(channel.needs)  # with equal needs, such replicas have equal plans
             same = (k for k, c in planned.items() if alike and [*c.needs.values()] == [*channel.needs.values()])
             if (twin := next(same, None)) is not None:
                 self._add_receivers(key, twin, dict(zip(planned[twin].needs, channel.needs, strict=True)))
@@ -128,7 +129,7 @@ class Schedule:
         self.most_bytes = max(sum(message.num_bytes for message in messages) for messages in self.steps)
 
     def _add_receivers(self, key: int, twin: int, ranks: Mapping[int, int]) -> None:
-        """Another channel whose ranks get what those of `twin` get."""
+        """Add another channel whose ranks get the messages of `twin`."""
         for message in itertools.chain.from_iterable(self.steps):
             message.receivers += [(key, ranks[receiver]) for other, receiver in message.receivers if other == twin]
 
@@ -151,16 +152,20 @@ class Schedule:
 class Sending:
     """A trainer rank's side of one update.
 
-    weights: this rank's part of every tensor of which it holds one, in the order of the layout. errors: the first error
-    of each channel that failed; the rest of its messages are skipped, and the other channels go on. A receiver that
-    does not take a step within patience_s, in early steps a fifth less, counts as failed.
+    Args:
+        weights: this rank's shard of every tensor of which it holds one, in layout order.
+        patience_s: a receiver that does not take a step within this time, in early steps a fifth less, counts as
+            failed.
+
+    `errors` has the first error of each failed channel; the rest of its messages are skipped, and the other channels
+    continue.
     """
 
     def __init__(self, schedule: Schedule, keys: Collection[int], weights: Iterator[Tensor], patience_s: float):
         self._schedule, self._patience_s = schedule, patience_s
         self._keys = [key for key in schedule.channels if key in keys]
         self.errors: dict[int, RuntimeError] = {}
-        self.own: dict[int, Tensor] = {}  # by step: what this rank, which also generates, sends to itself
+        self.own: dict[int, Tensor] = {}  # by step: this rank's messages to itself, as it also generates
         self._weights = weights
         self._held = (number for number, part in enumerate(schedule.parts) if part is not None)
         self._tensor: tuple[int, Tensor] | None = None
@@ -170,8 +175,8 @@ class Sending:
         self._works: dict[int, list[tuple[int, Begun]]] = defaultdict(list)
 
     def advance(self, channel: Channel, receives: Sequence[Transfer]) -> Begun:
-        """Start the next step, and these receives together with what this rank sends in their channel: two ranks that
-        send to each other in two batches could both wait to receive. RuntimeError if the channel has failed."""
+        """Start the next step, together with these receives in their channel: two ranks that send to each other in two
+        batches could both wait to receive. RuntimeError if the channel has failed."""
         key = next(key for key in self._keys if self._schedule.channels[key] is channel)
         started = self._advance({key: receives})
         if key in self.errors:
@@ -179,7 +184,7 @@ class Sending:
         return started[key]
 
     def finish(self) -> None:
-        """Send all that is left; every tensor of `weights` is drawn."""
+        """Send all remaining steps; every tensor of `weights` is drawn."""
         while self._done < len(self._schedule.steps):
             self._advance({})
         for step in range(self._done):
@@ -189,7 +194,7 @@ class Sending:
         self._buffers.clear()
 
     def _advance(self, receives: Mapping[int, Sequence[Transfer]]) -> dict[int, Begun]:
-        """Start the next step; what was started, by channel."""
+        """Start the next step; returns the started transfers by channel."""
         step, self._done = self._done, self._done + 1
         self._wait(step - 2)
         start, places = 0, []
@@ -217,14 +222,14 @@ class Sending:
         return started
 
     def _pack(self, messages: list[tuple[list[Piece], Tensor]]) -> None:
-        """Copy the pieces to their places, tensor by tensor."""
+        """Copy the pieces to their offsets, tensor by tensor."""
         places = []
         for pieces, buffer in messages:
             for piece, view in zip(pieces, views(pieces, buffer), strict=True):
                 places.append((piece, view))
         for piece, view in sorted(places, key=lambda place: place[0].tensor):
             part = self._schedule.parts[piece.tensor]
-            assert part is not None, "the plan has a rank send what it holds"
+            assert part is not None, "the plan lets a rank send only shards that it holds"
             view.copy_(inside(self._draw(piece.tensor), piece.tensor_slice, part))
 
     def _draw(self, number: int) -> Tensor:
@@ -233,7 +238,7 @@ class Sending:
         return self._tensor[1]
 
     def _wait(self, step: int) -> None:
-        """Wait for the messages of a step, whose buffer is needed again."""
+        """Wait for a step's messages, whose buffer is needed again."""
         late = step / max(1, len(self._schedule.steps) - 1)
         deadline = time.monotonic() + self._patience_s * (
             FIRST_STEP_TIMEOUT_FRACTION + (1 - FIRST_STEP_TIMEOUT_FRACTION) * late
@@ -249,7 +254,7 @@ class Sending:
 
 @dataclass(frozen=True, slots=True)
 class _Arrival:
-    """A piece's place among the messages of a step."""
+    """A piece's position in a step's messages."""
 
     step: int
     sender: int
@@ -258,11 +263,11 @@ class _Arrival:
 
 
 class Receiving:
-    """What a generator rank gets in an update: the same every time. num_bytes: of all its messages."""
+    """A generator rank's receives in an update: equal in every update. num_bytes: of all its messages."""
 
     def __init__(self, rank: int, channel: Channel):
         self.rank, self.channel = rank, channel
-        self.pieces: list[dict[int, list[Piece]]] = []  # by step and sender, in the order of the message
+        self.pieces: list[dict[int, list[Piece]]] = []  # by step and sender, in message order
         self._arrivals: dict[int, list[_Arrival]] = defaultdict(list)  # by tensor
         for step, all_pieces in enumerate(channel.steps):
             pieces: dict[int, list[Piece]] = defaultdict(list)
@@ -276,10 +281,10 @@ class Receiving:
         self.num_bytes = sum(sum(sizes.values()) for sizes in self.sizes)
 
     def tensors(self, sending: Sending | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of every tensor of which this rank needs something, each valid until the next is drawn.
+        """(name, tensor) of every tensor with slices that this rank requires, each valid until the next is drawn.
 
-        A tensor has its full shape; numbers that the rank does not need are arbitrary. sending: this rank's own side,
-        which goes on meanwhile and ends with the last tensor. RuntimeError if a sender is lost.
+        A tensor has its full shape; numbers outside the required slices are arbitrary. sending: this rank's own side of
+        the update, which continues meanwhile and ends with the last tensor. RuntimeError if a sender is lost.
         """
         arrived = _Arrived(self, sending)
         needed = self._needed()
@@ -300,18 +305,18 @@ class Receiving:
             sending.finish()
 
     def _needed(self) -> list[tuple[int, TensorShards, torch.dtype]]:
-        """The tensors of which this rank gets something, and their dtypes here."""
+        """The tensors of which this rank gets slices, and their dtypes here."""
         pairs = enumerate(zip(self.channel.layout, self.channel.needs[self.rank], strict=True))
         return [(i, held, getattr(torch, arriving_dtype(held, need))) for i, (held, need) in pairs if need.slices]
 
     def _is_one(self, number: int) -> bool:
-        """Whether the tensor comes in one piece, which needs no other place."""
+        """Whether the tensor comes in one piece, which needs no assembly."""
         arrivals = self._arrivals[number]
         return len(arrivals) == 1 and arrivals[0].tensor_slice == full_slice(self.channel.layout[number].shape)
 
 
 class _Arrived:
-    """The messages of an update as they arrive: those of one step, and of the next into a second buffer."""
+    """An update's messages as they arrive: one step's, and the next step's in a second buffer."""
 
     def __init__(self, receiving: Receiving, sending: Sending | None):
         self._of, self._sending, self._channel = receiving, sending, receiving.channel
@@ -336,12 +341,12 @@ class _Arrived:
         self._works.pop(step).wait()
         messages = self._messages.pop(step)
         if rank in self._of.sizes[step]:
-            assert self._sending is not None, "a rank that sends to itself sends"
+            assert self._sending is not None, "a rank that sends to itself has a sending side"
             messages[rank] = self._sending.own.pop(step)
         self._views = {sender: list(views(self._of.pieces[step][sender], data)) for sender, data in messages.items()}
 
     def _post(self, step: int) -> None:
-        """Start to receive a step, and to send one's own; the step that had its buffer was copied."""
+        """Start to receive a step, and to send this rank's own; the step that used its buffer has been copied."""
         if step >= len(self._of.sizes):
             return
         start, receives, self._messages[step] = 0, [], {}
@@ -368,7 +373,7 @@ def views(pieces: Sequence[Piece], message: Tensor) -> Iterator[Tensor]:
 
 
 def inside(tensor: Tensor, tensor_slice: TensorSlice, part: TensorSlice) -> Tensor:
-    """The box of a tensor of which `tensor` is the part `part`."""
+    """The slice `tensor_slice` of a tensor, given its slice `part` as `tensor`."""
     index = tuple(slice(a - first, b - first) for (a, b), (first, _) in zip(tensor_slice, part, strict=True))
     return tensor[index]
 

@@ -63,7 +63,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Config, with what the tables list. Its class is made when it is asked for: a reward's worker needs none."""
+    """Config, built from the tables on first access: a reward's worker process does not need it."""
     if name == "Config":
         return config_class()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""What the parts that the configuration selects can do, and whether they are there."""
+"""Abilities of the parts that the configuration selects, and whether they are installed."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def chosen(config: Config) -> Iterator[tuple[Path, str, Spec]]:
 
 
 def check_built(config: Config) -> list[Problem]:
-    """Parts of the run that this version can plan but not run, and parts that are not installed or in a version that
-    they do not know. In a container the preflight looks for them."""
+    """Report parts that this version can plan but not run, and parts that are not installed or have an unsupported
+    version. In a container the preflight checks installed parts."""
     problems = []
     for path, name, spec in chosen(config):
         if not spec.built:
@@ -58,17 +58,17 @@ def check_built(config: Config) -> list[Problem]:
 
 
 def check_abilities(config: Config) -> Iterator[Problem]:
-    """What the configuration asks of engines that cannot do it, or of roles that do not exist."""
+    """Report requirements that the selected engines cannot meet, and roles that do not exist."""
     train_engine, gen_engine = config.trainer.engine, config.generator.engine
     trainer, generator = TRAIN_ENGINES[train_engine], GEN_ENGINES[gen_engine]
     trains, generates = ("trainer", "engine"), ("generator", "engine")
     if config.deterministic and not trainer.deterministic:
         instead = _able(TRAIN_ENGINES, trains, lambda spec: spec.deterministic)
-        text = f"deterministic: the {train_engine} trainer cannot be; use false{instead}"
+        text = f"deterministic: the {train_engine} trainer is not deterministic; use false{instead}"
         yield Problem(("deterministic",), text, (trains,))
     if config.deterministic and not generator.deterministic and (config.generates or config.evaluates):
         instead = _able(GEN_ENGINES, generates, lambda spec: spec.deterministic)
-        text = f"deterministic: the {gen_engine} generator cannot be; use false{instead}"
+        text = f"deterministic: the {gen_engine} generator is not deterministic; use false{instead}"
         yield Problem(("deterministic",), text, (generates,))
     yield from _optimizers(config)
     yield from _heads(config)
@@ -78,7 +78,7 @@ def check_abilities(config: Config) -> Iterator[Problem]:
     yield from _segments(config)
     for path, name, spec in chosen(config):
         if unknown := [role for role in spec.roles if role not in list(ROLES)]:
-            text = f"{name} needs the role {unknown[0]}; there are {', '.join(ROLES)}"
+            text = f"{name} needs the unknown role {unknown[0]}; known roles are {', '.join(ROLES)}"
             yield Problem(path, f"{dotted(path)}: {text}; install the package that adds it")
     if not config.learns_from_rewards:
         return
@@ -101,7 +101,7 @@ def check_abilities(config: Config) -> Iterator[Problem]:
 
 
 def _optimizers(config: Config) -> Iterator[Problem]:
-    """An optimizer that the engine of the policy or of the critic lacks."""
+    """Report an optimizer that the policy's or the critic's engine lacks."""
     if not config.learns:
         return
     wanted, engines = config.trainer.optimizer, {"trainer": config.trainer.engine}
@@ -115,7 +115,7 @@ def _optimizers(config: Config) -> Iterator[Problem]:
 
 
 def _lora(config: Config) -> Iterator[Problem]:
-    """Adapters with an engine that has none, or a reference that would be the frozen weights with adapters."""
+    """Report adapters with an engine without adapter support, or an updated reference, which is the frozen weights."""
     if config.lora is None:
         return
     if config.uses_reference and config.reference_is_base and config.algorithm.ref_update_steps is not None:
@@ -131,7 +131,7 @@ def _lora(config: Config) -> Iterator[Problem]:
         path, name = (role, "engine"), str(getattr(config, role).engine)
         if runs and not table[name].lora:  # type: ignore[attr-defined]
             instead = _able(table, path, lambda spec: spec.lora)  # type: ignore[arg-type]
-            text = f"the {name} {role} has no adapters; use 0{instead}"
+            text = f"the {name} {role} does not support adapters; use 0{instead}"
             yield Problem(("trainer", "lora", "rank"), f"trainer.lora.rank: {text}", (path,))
 
 
@@ -149,7 +149,7 @@ def _reference(config: Config) -> Iterator[Problem]:
 
 
 def _heads(config: Config) -> Iterator[Problem]:
-    """A vocabulary projection in float32 in an engine that computes it in the model's type only."""
+    """Report a float32 vocabulary projection in an engine that computes it only in the model's type."""
     engines: tuple[tuple[str, bool, TrainerConfig | GeneratorConfig, SpecTable[Any]], ...] = (
         ("trainer", config.learns, config.trainer, TRAIN_ENGINES),
         ("generator", config.generates or config.evaluates, config.generator, GEN_ENGINES),
@@ -159,13 +159,13 @@ def _heads(config: Config) -> Iterator[Problem]:
             able = ", ".join(name for name, spec in table.items() if spec.float32_head and spec.offered)
             text = (
                 f"{role}.head_dtype: {section.head_dtype}, but the {section.engine} {role} computes the vocabulary "
-                f"projection in the model's type only; use null, or {role}.engine={able}"
+                f"projection only in the model's type; use null, or {role}.engine={able}"
             )
             yield Problem((role, "head_dtype"), text, ((role, "engine"),))
 
 
 def _segments(config: Config) -> Iterator[Problem]:
-    """Episodes by steps with an engine that takes a row for one sequence."""
+    """Report episodes by steps with an engine that treats a row as one sequence."""
     if not config.by_steps:
         return
     section = next(name for name, env in config.envs.items() if env.by_steps)
@@ -174,12 +174,12 @@ def _segments(config: Config) -> Iterator[Problem]:
         name = config.trainer.engine if role == "trainer" else config.critic_engine
         if not TRAIN_ENGINES[name].segments:
             instead = _able(TRAIN_ENGINES, (role, "engine"), lambda spec: spec.segments)
-            text = f"the {name} {role} takes an episode for one sequence; use trajectory{instead}"
+            text = f"the {name} {role} treats an episode as one sequence; use trajectory{instead}"
             yield Problem(("env", section, "episode"), f"env.{section}.episode: {text}", ((role, "engine"),))
 
 
 def _critic(config: Config) -> Iterator[Problem]:
-    """A critic whose engine has none, that never lets the policy learn, or that nothing fills with values."""
+    """Report a critic whose engine has none, that never lets the policy train, or whose values nothing computes."""
     name = str(getattr(config.algorithm, "advantage_estimator", ""))
     if (
         config.learns_from_rewards
@@ -197,10 +197,10 @@ def _critic(config: Config) -> Iterator[Problem]:
         yield Problem(CRITIC_ENGINE, text + instead, (("trainer", "engine"), ("algorithm",)))
     elif config.deterministic and not TRAIN_ENGINES[engine].deterministic:
         instead = _able(TRAIN_ENGINES, CRITIC_ENGINE, lambda spec: spec.deterministic and bool(spec.make_critic))
-        text = f"deterministic: the {engine} critic cannot be; use false{instead}"
+        text = f"deterministic: the {engine} critic is not deterministic; use false{instead}"
         yield Problem(("deterministic",), text, (CRITIC_ENGINE,))
     if critic.warmup_steps >= config.max_steps:
-        text = f"{critic.warmup_steps} of max_steps={config.max_steps} steps leave none in which the policy learns"
+        text = f"{critic.warmup_steps} of max_steps={config.max_steps} steps leave none that trains the policy"
         yield Problem(("critic", "warmup_steps"), f"critic.warmup_steps: {text}; use less", (("max_steps",),))
     if critic.lr_schedule != "constant" and critic.min_lr > critic.lr:
         text = f"critic.min_lr: {critic.min_lr:g} is above critic.lr, which is {critic.lr:g}"
@@ -208,7 +208,7 @@ def _critic(config: Config) -> Iterator[Problem]:
 
 
 def check_length(config: Config, limit: int, name: str) -> Iterator[Problem]:
-    """Whether the longest sequence fits into the model's `limit` positions; `name`: the key of this limit."""
+    """Check that the longest sequence fits into the model's `limit` positions; `name`: the key of this limit."""
     prompt, response = config.data.max_prompt_tokens, config.max_response_tokens
     turns = config.max_sequence_turns
     total = config.max_sequence_tokens
@@ -225,13 +225,13 @@ def check_length(config: Config, limit: int, name: str) -> Iterator[Problem]:
 def check_family(
     config: Config, model_type: str, path: Path, model: Mapping[str, Any] | None = None
 ) -> Iterator[Problem]:
-    """Whether the generation engine, if the run needs one, supports this model family and all features of `model`, a
-    config.json; `path`: the key of the model."""
+    """Check that the generation engine, if the run needs one, supports this model family and all features of `model`, a
+    config.json; `path`: the model's key."""
     if not (config.generates or config.evaluates):
         return
     name, spec = config.generator.engine, GEN_ENGINES[config.generator.engine]
     if spec.needs and config.cluster.container != "none":
-        model = None  # which version of the library the image has is not known here
+        model = None  # the version of the library in the image is not known here
     if spec.families is not None and model_type not in spec.families:
         wrong = f"supports {', '.join(spec.families)}, not {model_type}"
     elif features := list(spec.unsupported(model, config.max_sequence_tokens)) if model is not None else []:
@@ -239,16 +239,16 @@ def check_family(
     else:
         return
     able = " or ".join(n for n, other in GEN_ENGINES.items() if other.offered and not other.families and n != name)
-    text = f"{dotted(path)}: the {name} generator {wrong}; generator.engine={able} runs what that library supports"
+    text = f"{dotted(path)}: the {name} generator {wrong}; generator.engine={able} runs all models of its library"
     yield Problem(path, text, (("generator", "engine"), ("model",)))
 
 
 def check_trainable(config: Config, model: Mapping[str, Any], path: Path) -> Iterator[Problem]:
-    """Whether the training engine, if the run needs one, can train the model of this config.json; `path`: the key of
-    the model."""
+    """Check that the training engine, if the run needs one, can train this config.json's model; `path`: the model's
+    key."""
     name = config.trainer.engine
     pipeline, spec = config.pipeline_spec, TRAIN_ENGINES[name]
-    # A pipeline that is not built is planned, for models that no engine may train yet.
+    # A pipeline that is not built yet is planned, also for models that no engine can train yet.
     if not (pipeline.learns and pipeline.built) or config.debug == "fake":
         return
     own = None if spec.section is None else config.trainer.section(spec.section)
@@ -265,6 +265,6 @@ def check_trainable(config: Config, model: Mapping[str, Any], path: Path) -> Ite
 
 
 def _able(table: SpecTable[Any], path: Path, can: Callable[[Any], bool]) -> str:
-    """Names the engines that can, as a way out."""
+    """Names the engines with an ability, as a remedy."""
     names = [name for name, spec in table.items() if spec.offered and can(spec)]
     return f", or {dotted(path)}={' or '.join(names)}" if names else ""

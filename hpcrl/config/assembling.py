@@ -26,7 +26,7 @@ S = TypeVar("S", bound=Section)
 
 @dataclass(frozen=True)
 class Named:
-    """The parts that a run names by the path of their specification, `module:NAME`; empty: an entry of the table."""
+    """The parts that a run names by their specification's path, `module:NAME`; empty: an entry of the table."""
 
     pipeline: str = ""
     train_engine: str = ""
@@ -48,7 +48,7 @@ NAMED: tuple[tuple[tuple[str, ...], SpecTable[Any], type[Section] | None], ...] 
     (("generator", "engine"), GEN_ENGINES, GeneratorConfig),
     (("algorithm", "advantage_estimator"), ALGORITHMS, None),
 )
-"""Keys that select a part with its own section, in the order of Named's fields, and what holds these sections."""
+"""Keys that select a part with its own section, in the order of Named's fields, and the section that contains it."""
 
 
 def unloadable(data: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
@@ -86,7 +86,8 @@ def _trackers(data: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
 def config_class(named: Named = Named()) -> type[Config]:
     """Config with the choices and sections of all parts in the tables, and of parts named by path.
 
-    Raises SpecError if a specification cannot be loaded."""
+    Raises SpecError if a specification cannot be loaded.
+    """
     pipelines = _choices(PIPELINES, named.pipeline, Config)
     trainer = _engine(TrainerConfig, _choices(TRAIN_ENGINES, named.train_engine, TrainerConfig))
     generator = _engine(GeneratorConfig, _choices(GEN_ENGINES, named.gen_engine, GeneratorConfig))
@@ -95,7 +96,7 @@ def config_class(named: Named = Named()) -> type[Config]:
     trackers = _choices(TRACKERS, "", TrackingConfig) | {path: TRACKERS[path] for path in named.trackers}
     tracking = with_fields(TrackingConfig, **_sections(trackers))
     algorithms = [_named(name, spec) for name, spec in _choices(ALGORITHMS, named.algorithm).items()]
-    union = functools.reduce(operator.or_, algorithms)  # of one member: the member itself, without discriminator
+    union = functools.reduce(operator.or_, algorithms)  # with one algorithm, the class itself, without discriminator
     algorithm: Any = Annotated[union, Field(discriminator="advantage_estimator")] if len(algorithms) > 1 else union
     fields: dict[str, Any] = {
         "pipeline": (_literal(pipelines), Config.model_fields["pipeline"].default),
@@ -111,7 +112,7 @@ def config_class(named: Named = Named()) -> type[Config]:
 
 
 def _choices(table: SpecTable[Any], path: str, base: type[Section] | None = None) -> dict[str, Spec]:
-    """The entries that a key may select; without those of packages whose sections would hide a key of base."""
+    """The entries that a key may select, except packages' entries whose sections would hide a key of base."""
     found: dict[str, Spec] = {}
     for name, spec in table.items():
         if base is not None and (text := _clash(base, name, spec)):
@@ -122,11 +123,11 @@ def _choices(table: SpecTable[Any], path: str, base: type[Section] | None = None
 
 
 def _clash(base: type[Section], name: str, spec: Spec) -> str:
-    """Why a part's section cannot stand beside the keys of base; empty if it can."""
+    """Why a part's section conflicts with the keys of base; empty if it does not."""
     key = section_name(name, spec)
     if spec.section is None or not (key in base.model_fields or hasattr(base, key)):
         return ""
-    return f"{base.__name__} has a key or a method {key} of its own; choose another name"
+    return f"{base.__name__} already has a key or method {key}; choose another name"
 
 
 def _named(name: str, spec: Spec) -> type[Section]:

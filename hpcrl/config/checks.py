@@ -54,7 +54,7 @@ def check(config: Config) -> list[Problem]:
 
 
 def _check_part(config: Config, path: Path, spec: Spec) -> Iterable[Problem]:
-    """What the part that this key selects says of the configuration as it reads it."""
+    """The problems that the selected part itself reports for the configuration."""
     if path == JUDGE_ENGINE:
         return map(as_judges, spec.check(config.of_judge()))
     return spec.check(config.of_critic() if path == CRITIC_ENGINE else config)
@@ -120,7 +120,8 @@ def _reinforcement(config: Config) -> Iterator[Problem]:
 
 
 def _sampling(config: Config) -> Iterator[Problem]:
-    """Values that the engines' number types cannot represent, or that end every response before its first token."""
+    """Report values that the engines' number types cannot represent, or that end every response before its first
+    token."""
     for section in ("rollout", "eval"):
         temperature = getattr(config, section).temperature
         if 0 < temperature < MIN_TEMPERATURE or temperature > MAX_TEMPERATURE:
@@ -135,7 +136,7 @@ def _sampling(config: Config) -> Iterator[Problem]:
 
 
 def _policy_loss(config: Config) -> Iterator[Problem]:
-    """Keys of the loss and of the masks that need or contradict each other."""
+    """Report keys of the loss and of the masks that need or contradict each other."""
     algorithm, section = config.algorithm, "algorithm"
     if not (config.learns_from_rewards and config.learns):
         return
@@ -158,13 +159,13 @@ def _policy_loss(config: Config) -> Iterator[Problem]:
 
 
 def _thresholds(config: Config, rollout: RolloutConfig, at: Path) -> Iterator[Problem]:
-    """Filters of a section that no group passes."""
+    """Report filters of a section that no group passes."""
     low, high, key = rollout.filter_mean_low, rollout.filter_mean_high, ".".join(map(str, at))
     if low is not None and high is not None and low >= high:
         text = f"{key}.filter_mean_low: {low:g} must be below {key}.filter_mean_high, which is {high:g}"
         yield Problem((*at, "filter_mean_low"), text, ((*at, "filter_mean_high"),))
     elif not config.envs and all(REWARDS[reward.name].scores_in_unit_interval for reward in config.reward.values()):
-        scores = "scores are between 0 and 1, so that every group would be rejected"
+        scores = "scores are between 0 and 1, so every group would be rejected"
         if low is not None and low >= 1:
             yield Problem((*at, "filter_mean_low"), f"{key}.filter_mean_low: {low:g}, and {scores}; use less than 1")
         if high is not None and high <= 0:
@@ -175,7 +176,7 @@ def _thresholds(config: Config, rollout: RolloutConfig, at: Path) -> Iterator[Pr
         if getattr(rollout, name) not in (None, False)
     ]
     if config.algorithm_spec.greedy_baseline and "filter_std" in active:
-        active.remove("filter_std")  # it compares with the greedy response, too
+        active.remove("filter_std")  # it also compares with the greedy response
     if active and rollout.group_size == 1:
         text = f"{key}.{active[0]}: a filter compares the responses of a group, and rollout.group_size is 1"
         yield Problem((*at, active[0]), text, (("rollout", "group_size"),))
@@ -212,7 +213,7 @@ def _filters(config: Config) -> Iterator[Problem]:
 
 
 def _fake(config: Config) -> Iterator[Problem]:
-    """Random rewards that reject every group; environments give their own rewards."""
+    """Report random rewards that reject every group; environments give their own rewards."""
     rollout, rate, at = config.rollout, config.fake.pass_rate, ("fake", "pass_rate")
     if not config.learns_from_rewards or config.debug != "fake" or config.envs or rate not in (0, 1):
         return
@@ -242,9 +243,7 @@ def _redundancy(config: Config) -> Iterator[Problem]:
     rollout, members = config.rollout, ("rollout", "extra_members")
     if config.deterministic and rollout.restart_failed_episodes:
         at = ("rollout", "restart_failed_episodes")
-        text = (
-            "true, but with deterministic=true what is generated does not depend on when an error is noticed; use false"
-        )
+        text = "true, but with deterministic=true generation cannot depend on the time of an error; use false"
         yield Problem(at, f"rollout.restart_failed_episodes: {text}", (("deterministic",),))
     for domain, env in config.envs.items() if config.deterministic else ():
         if env.max_seconds is not None:
@@ -254,7 +253,7 @@ def _redundancy(config: Config) -> Iterator[Problem]:
     if config.deterministic and rollout.extra_members:
         text = (
             f"rollout.extra_members: {rollout.extra_members}, but deterministic=true waits for all members of a group, "
-            "so that redundant members gain nothing; use 0"
+            "so redundant members save no time; use 0"
         )
         yield Problem(members, text, (("deterministic",),))
     count = rollout.group_size + rollout.extra_members
@@ -264,7 +263,7 @@ def _redundancy(config: Config) -> Iterator[Problem]:
 
 
 def check_replicas(config: Config, replicas: int) -> Iterator[Problem]:
-    """Settings that are impossible with `replicas` generator replicas."""
+    """Report settings that are impossible with `replicas` generator replicas."""
     if not config.generates:
         return
     rollout, layout, cap = config.rollout, ("layout", "generator"), ("generator", "max_requests")
@@ -285,7 +284,7 @@ def check_replicas(config: Config, replicas: int) -> Iterator[Problem]:
         yield Problem(cap, text, (("rollout", "group_size"), layout))
     elif rollout.extra_members and members > room:
         text = (
-            f"rollout.extra_members: a prompt has {members} responses, {has}, so that redundant responses only start "
+            f"rollout.extra_members: a prompt has {members} responses, {has}, so redundant responses only start "
             "after others have ended; raise generator.max_requests or lower it"
         )
         yield Problem(("rollout", "extra_members"), text, (cap, layout))
@@ -313,7 +312,7 @@ def _asynchronous(config: Config) -> Iterator[Problem]:
             f"generated ahead; use {whole:g} or at least {whole + 1 / rollout.num_prompts:.4g}"
         )
         yield Problem(at, text, (("rollout", "num_prompts"),))
-    furthest = config.max_steps - 1  # the last step trains version max_steps - 1, the oldest rollouts are of version 0
+    furthest = config.max_steps - 1  # the last step trains version max_steps - 1, the oldest rollouts have version 0
     if ceil(rollout.max_staleness) > furthest:
         text = (
             f"rollout.max_staleness: {rollout.max_staleness:g}, but with max_steps={config.max_steps} no staleness "
@@ -352,7 +351,7 @@ def _optimizer(config: Config) -> Iterator[Problem]:
 
 def _model(config: Config) -> Iterator[Problem]:
     if config.model.path is not None:
-        return  # read from the folder by hpcrl.launch.model_folder
+        return  # hpcrl.launch.model_folder reads them from the folder
     tiny, at = config.model.tiny, ("model", "tiny")
     if tiny.num_heads % tiny.num_kv_heads:
         text = f"model.tiny.num_kv_heads: {tiny.num_kv_heads} does not divide num_heads, which is {tiny.num_heads}"
@@ -371,7 +370,7 @@ def _model(config: Config) -> Iterator[Problem]:
 def _environments(config: Config) -> Iterator[Problem]:
     for domain, env in config.envs.items():
         if env.memory_mib is not None and env.runs_in != "process":
-            text = f"env.{domain}.memory_mib: {env.memory_mib}, but only a process of an episode has this limit"
+            text = f"env.{domain}.memory_mib: {env.memory_mib}, but only episode processes have this limit"
             yield Problem(
                 ("env", domain, "memory_mib"),
                 f"{text}; use env.{domain}.runs_in=process or env.{domain}.memory_mib=null",
@@ -394,7 +393,7 @@ def _user_code(config: Config) -> Iterator[Problem]:
 
 
 def _dialogues(config: Config) -> Iterator[Problem]:
-    """What the prompts of an environment cannot show, or not leave out."""
+    """Report prompts of an environment that cannot show, or not leave out, a configured part."""
     for domain, env in config.envs.items():
         at, name = ("env", domain), f"env.{domain}"
         if env.examples and env.examples_path is None and not ENVS[env.name].has_expert:
@@ -413,7 +412,7 @@ def _dialogues(config: Config) -> Iterator[Problem]:
 def _sequence_limit(config: Config, domain: str, limit: int) -> Iterator[Problem]:
     at, key = ("env", domain), f"env.{domain}.max_sequence_tokens"
     if config.envs[domain].by_steps:
-        text = f"{key}: {limit}, but by steps every turn is a sequence of its own; use env.{domain}.episode=trajectory"
+        text = f"{key}: {limit}, but by steps every turn is a separate sequence; use env.{domain}.episode=trajectory"
         yield Problem((*at, "max_sequence_tokens"), text, ((*at, "episode"),))
     elif limit < config.max_turn_tokens:
         prompt, response = config.data.max_prompt_tokens, config.max_response_tokens
@@ -423,7 +422,7 @@ def _sequence_limit(config: Config, domain: str, limit: int) -> Iterator[Problem
 
 
 def _imported_code(at: Path, section: RewardConfig | EnvConfig, table: SpecTable[Any]) -> Iterator[Problem]:
-    """A key that names user code, missing although the selected entry needs it, or given although it is not read."""
+    """Report a key that names user code if it is missing but required, or given but not read."""
     keys = {name: spec.imports_code for name, spec in table.items() if spec.imports_code}
     for name, key in keys.items():
         given, where = getattr(section, key), (*at, "name")
@@ -431,12 +430,12 @@ def _imported_code(at: Path, section: RewardConfig | EnvConfig, table: SpecTable
             text = f"{dotted(at)}.{key}: name={name} needs an import path, package.module:NAME"
             yield Problem((*at, key), text, (where,))
         elif section.name != name and given is not None:
-            text = f"{dotted(at)}.{key}: read with name={name} only, and name is {section.name}"
+            text = f"{dotted(at)}.{key}: read only with name={name}, and name is {section.name}"
             yield Problem((*at, key), text, (where,))
 
 
 def _components(config: Config) -> Iterator[Problem]:
-    """sbatch applies --mem to components without it."""
+    """Report components without memory: sbatch applies another component's --mem to them."""
     given = {name: spec.memory for name, spec in config.cluster.components.items()}
     if any(given.values()):
         for name in (name for name, memory in given.items() if memory is None):
@@ -448,7 +447,7 @@ def _components(config: Config) -> Iterator[Problem]:
 
 
 def _slurm_options(config: Config) -> Iterator[Problem]:
-    """Options that conflict with those that hpcrl itself gives to sbatch or srun."""
+    """Report options that conflict with options that hpcrl itself passes to sbatch or srun."""
     for key, taken in (("sbatch_options", SET_FOR_SBATCH), ("srun_options", SET_FOR_SRUN)):
         for name in getattr(config.cluster, key):
             meant = next((full for full in taken if full.startswith(name)), "")  # Slurm accepts abbreviated names
@@ -459,7 +458,8 @@ def _slurm_options(config: Config) -> Iterator[Problem]:
 
 
 def _warning(config: Config) -> Iterator[Problem]:
-    """A job that is warned at its start would be requeued before its first step, forever."""
+    """Report a signal lead that is not below the time limit: the job would be requeued before its first step,
+    forever."""
     cluster = config.cluster
     if cluster.name == "slurm" and cluster.signal_lead_s >= cluster.time_s:
         text = (

@@ -28,10 +28,11 @@ class RoleConfig(Section):
     tensor_parallel: Positive = 1
     """Ranks per replica."""
     min_ranks: Positive = 1
-    """Continue while this many ranks remain (reward, env, judge and reward_model only); with domains, of each domain's
+    """Continue while this many ranks remain (reward, env, judge and reward_model only); with domains: of each domain's
     ranks."""
     domains: dict[str, Positive] = {}
-    """Domain -> number of ranks that score only this domain (reward only); the others score all other domains."""
+    """Domain -> number of ranks that score only this domain (reward only); the remaining ranks score all other
+    domains."""
 
 
 class LayoutConfig(Section):
@@ -41,9 +42,9 @@ class LayoutConfig(Section):
     """Name of the layout, for display only."""
 
     offload: Literal["auto", "never", "always"] = "auto"
-    """Give memory back between phases where trainer and generator share ranks and rollout.max_staleness=0: the
-    generator sleeps while the trainer works; optimizer, gradients and then weights are in host memory while the
-    generator works. auto: on GPUs, if the engine sleeps or the plan does not fit 80 GB cards otherwise."""
+    """Free memory between phases where trainer and generator share ranks and rollout.max_staleness=0: the generator
+    sleeps during training; optimizer, gradients and then weights are in host memory during generation. auto: on GPUs,
+    if the engine can sleep or the plan does not fit 80 GB cards otherwise."""
 
     if TYPE_CHECKING:  # a field for each role of the table
 
@@ -108,7 +109,7 @@ def _one_line(value: Any) -> str | bool:
 OptionName = Annotated[str, Field(pattern=OPTION)]
 OptionValue = Annotated[str | bool, PlainValidator(_one_line)]
 SlurmOptions = Annotated[dict[OptionName, OptionValue], BeforeValidator(_as_mapping)]
-"""Option -> value; true if the option takes none, false to omit it. A list in command-line form is accepted too."""
+"""Option -> value; true if the option takes none, false to omit it. A list in command-line form is accepted as well."""
 
 SET_FOR_SBATCH = {
     **{name: f"cluster.{name}" for name in ("account", "partition", "qos", "reservation", "constraint", "exclude")},
@@ -131,7 +132,7 @@ SET_FOR_SRUN = {
     **dict.fromkeys(("output", "error", "input", "chdir"), "run_dir"),
     **dict.fromkeys(("export", "kill-on-bad-exit", "no-kill", "multi-prog", "pty"), ""),
 }
-"""The same for the srun that starts the agents."""
+"""Options of srun, for the agents, that hpcrl sets itself or does not support -> the key that sets them."""
 GPU_OPTIONS = ("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket")
 """Options of sbatch that request GPUs instead of --gres."""
 
@@ -171,14 +172,14 @@ class ClusterConfig(Section):
     threads_per_rank: Count = 1
     """CPU threads per rank."""
     oversubscribe: bool = False
-    """Start a run whose ranks need more memory than their node has by the plan, or whose GPUs other processes fill;
-    with name=local, also more than 64 threads and processes per core of this machine."""
+    """Start a run although its plan exceeds a node's memory, or other processes fill its GPUs; with name=local, also
+    with more than 64 threads and processes per core of this machine."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of models; auto: GPUs, one for each rank with a model, or the CPU on nodes without GPUs. Too few GPUs are
-    an error; in a Slurm job, so are nodes with and without GPUs for ranks of one role."""
+    an error; in a Slurm job, so are ranks of one role on nodes both with and without GPUs."""
     numa: Literal["auto", "off"] = "auto"
-    """CPUs of a rank with a GPU; auto: those of the GPU's NUMA node, unless the node has too few or Slurm or a launcher
-    has bound the rank to one node; off: all that the job has."""
+    """CPUs of a rank with a GPU; auto: of the GPU's NUMA node, unless the node has too few or Slurm or a launcher has
+    bound the rank to one node; off: all CPUs of the job on the node."""
     components: dict[Annotated[str, Field(pattern=COMPONENT)], ComponentConfig] = {}
     """Component -> its nodes; empty: one node for all ranks. Several components make a heterogeneous job."""
     account: Word | None = None
@@ -222,12 +223,12 @@ class ClusterConfig(Section):
     image: Image | None = None
     """Container image: a file, or an image address for pyxis."""
     mounts: list[Word] = []
-    """Additional folders to mount in the container, besides run folder and source tree: SOURCE or SOURCE:TARGET."""
+    """Additional folders to mount in the container, as SOURCE or SOURCE:TARGET."""
     storage_gb_per_s: PositiveFloat = 2.0
     """Total write speed of all ranks to the run folder's file system, GB/s; used for the plan's checkpoint time."""
     link_gb_per_s: PositiveFloat = 50.0
-    """Network speed of a rank in one direction, GB/s; used for the plan's times of a weight update and of what a
-    training step sends. 50 is one adapter of 400 Gb/s per rank."""
+    """Network speed of a rank in one direction, GB/s; used for the plan's times of a weight update and of a training
+    step's communication. 50 is one adapter of 400 Gb/s per rank."""
 
     @property
     def time_s(self) -> int:

@@ -1,7 +1,7 @@
 """Composes command-line arguments into a plain dict with Hydra's compose API, and records the source of every value.
 
-Groups go through Hydra's defaults list. Values are applied one by one afterwards, with Hydra's own grammar, so that a
-bad value does not hide the next. Hydra changes no folder and writes nothing.
+Groups go through Hydra's defaults list. Values are then applied one by one, with Hydra's own grammar, so a bad value
+does not hide the next. Hydra changes no folder and writes nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ AS_TYPED = re.compile(
     r"\+{0,2}(run_name|cluster\.(?:components\.\w+\.)?"
     r"(?:account|constraint|exclude|partition|qos|reservation|switches|time))=(?!null$)([^'\"$].*)"
 )
-"""Values such as a commit's 12e4567 as run_name, and low,high or n[1-4] or 60 for sbatch, which have another meaning in
+"""Values such as a commit's 12e4567 as run_name, or low,high or n[1-4] or 60 for sbatch, which mean something else in
 Hydra's grammar."""
 
 
@@ -56,7 +56,7 @@ class Composition:
     overrides: list[Override] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     experiment: str = ""
-    """The name after experiment=, also if there is no such experiment."""
+    """The name after experiment=, even if there is no such experiment."""
     file: ConfigFile | None = None
     """The file of --config."""
 
@@ -77,7 +77,7 @@ class Composition:
 
     def given(self) -> dict[Path, bool]:
         """Explicitly set keys: path -> whether on the command line (else in the file of --config or the experiment's).
-        What a run stored has every key, and sets none."""
+        A stored configuration contains every key, so its keys do not count."""
         keys: dict[Path, bool] = {}
         if self.file is not None and not self.file.of_run:
             keys |= dict.fromkeys(leaves(self.file.data), False)
@@ -97,7 +97,7 @@ def compose(words: Sequence[str]) -> Composition:
 
     path, words = split_file(words)
     result = Composition(file=read_config_file(path) if path is not None else None)
-    if result.file is None or not result.file.of_run:  # a job on another machine needs none of these folders
+    if result.file is None or not result.file.of_run:  # a job on another machine needs no such folders
         check_folders()
     _parse(words, result)
     config: DictConfig = _compose_groups(result)
@@ -147,16 +147,16 @@ def split_file(words: Sequence[str]) -> tuple[FilePath | None, list[str]]:
         elif path := path if given else next(left, ""):
             files.append(FilePath(path).expanduser())
         else:
-            raise ConfigError(["--config: no file is named; write --config FILE"])
+            raise ConfigError(["--config: the file is missing; write --config FILE"])
     if len(files) > 1:
         raise ConfigError(
-            [f"--config: {' and '.join(map(str, files))}; give one file, and further values as key=value"]
+            [f"--config: {' and '.join(map(str, files))}; give one file, and additional values as key=value"]
         )
     return (files[0] if files else None), rest
 
 
 def _with_bases(experiment: str | None) -> Iterator[str]:
-    """An experiment, the experiments of its defaults list, and theirs in turn: the nearest first."""
+    """An experiment, the experiments of its defaults list, and theirs in turn, nearest first."""
     if experiment is not None:
         yield experiment
         for entry in reversed(read_yaml(f"experiment/{experiment}.yaml").get("defaults", [])):
@@ -186,7 +186,7 @@ def _parse(words: Sequence[str], result: Composition) -> None:
             override = parser.parse_override(word)
         except HydraException as error:
             name, _, text = word.lstrip("+").partition("=")
-            if PLACEHOLDER.search(text):  # reported for the value, as for readable ones
+            if PLACEHOLDER.search(text):  # the value is reported, as for readable ones
                 result.overrides.append(Override(tuple(name.split(".")), word, text))
                 continue
             _refuse(result, word, f"cannot be read ({_first_line(error)}); quote special characters: 'key=\"value\"'")
@@ -198,7 +198,7 @@ def _parse(words: Sequence[str], result: Composition) -> None:
             if key == "experiment" and re.fullmatch(r"[\w.-]+", str(value)):
                 result.experiment = str(value)
             if key == "experiment" and result.file is not None:
-                _refuse(result, word, f"--config {result.file.path} takes the place of an experiment; give one of them")
+                _refuse(result, word, f"--config {result.file.path} replaces an experiment; give one of them")
             elif str(value) in known[key]:
                 result.choices[key] = str(value)
             elif key == "experiment" and re.search(r"/|\.ya?ml$", str(value)):
@@ -213,8 +213,8 @@ def _parse(words: Sequence[str], result: Composition) -> None:
 
 
 def _compose_groups(result: Composition) -> Any:
-    """Hydra's composition of the chosen groups. With a file of --config: the values of the file, of which those of
-    groups chosen by hand are replaced. A conf file that cannot be composed is a problem."""
+    """Hydra's composition of the chosen groups. With a file of --config: the file's values, except groups set on the
+    command line, which replace its sections. A conf file that cannot be composed is a problem."""
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -241,7 +241,7 @@ def _compose_groups(result: Composition) -> Any:
 
 
 def _of_conf(error: Exception, experiment: str | None) -> str:
-    """An error of Hydra's, with the file and what to write."""
+    """Text of a Hydra error, with the file and the remedy."""
     text, known = _first_line(error), groups()
     missing = re.search(r"Could not find '(\w+)/([^']+)'", text)
     if missing is not None and missing[1] in known and experiment is not None:
@@ -257,8 +257,9 @@ def _of_conf(error: Exception, experiment: str | None) -> str:
 
 
 def _of_file(file: ConfigFile, result: Composition) -> dict[str, Any]:
-    """The values of a file of --config, without sections of groups chosen by hand. A configuration that a run stored
-    starts another run if the command line names one; then place and way of the first are left out too."""
+    """The values of a file of --config, without sections of groups set on the command line. A stored configuration
+    starts another run if the command line names one; then the first run's folder and resume mode are left out as
+    well."""
     left_out = set(result.chosen)
     if file.of_run:
         left_out.add("dry_run")
@@ -274,11 +275,11 @@ def _of_file(file: ConfigFile, result: Composition) -> dict[str, Any]:
     return {key: value for key, value in file.data.items() if key not in left_out}
 
 
-@functools.lru_cache  # takes a tenth of a second, and the points of a sweep differ in values more than in groups
+@functools.lru_cache  # takes a tenth of a second; a sweep's points differ in values more than in groups
 def _of_hydra(
     folders: tuple[FilePath, ...], words: tuple[str, ...], stamps: tuple[Any, ...]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """The values, with interpolations as they are written, and the option of each group; neither is to be changed."""
+    """The values, with interpolations unresolved, and the option of each group; callers must not change them."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from omegaconf import OmegaConf
@@ -299,7 +300,7 @@ def _of_hydra(
 
 @functools.cache
 def _further_folders() -> Any:
-    """Hydra's plug-in that searches `folders`, the last one first, before the folder that it is given."""
+    """Hydra's plug-in that searches `folders`, the last one first, before the folder that is passed to Hydra."""
     from hydra.core.config_search_path import ConfigSearchPath
     from hydra.core.plugins import Plugins
     from hydra.plugins.search_path_plugin import SearchPathPlugin
@@ -308,7 +309,7 @@ def _further_folders() -> Any:
         folders: ClassVar[list[FilePath]] = []
 
         def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-            before = "main"  # Hydra's name of the folder that it is given
+            before = "main"  # Hydra's name of the folder that is passed to it
             for folder in self.folders:
                 search_path.prepend(str(folder), f"file://{folder}", before)
                 before = str(folder)
@@ -330,7 +331,7 @@ def _refuse(result: Composition, word: str, text: str, path: Path = ()) -> None:
 
 
 def _options(group: str, wrong: str) -> str:
-    """The options of a group, where they were searched, and the one that may be meant by a wrong name."""
+    """The options of a group, the searched folders, and the most similar option to a wrong name."""
     options, places = groups()[group], [shown(folder / group) for folder in conf_dirs()]
     hint = _suggest(wrong, options)
     searched = f" (in {', '.join(places)})" if len(places) > 1 else ""

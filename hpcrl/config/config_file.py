@@ -1,4 +1,4 @@
-"""Configurations in files of their own: those that runs store, and those given as `--config FILE`."""
+"""Configurations in separate files: stored by runs, or given as `--config FILE`."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from hpcrl.config.renamed_keys import with_new_names, words_with_new_names
 from hpcrl.spec.problems import ConfigError, Path
 
 WORDS = "# words: "
-"""Begins the first line of a file that a run stored: the arguments that made the configuration, as JSON."""
+"""Start of the first line of a stored file: the arguments that made the configuration, as JSON."""
 OWNERS = "owners"
-"""A folder beside the configuration of every run, also of those whose version stored no words."""
+"""A folder next to every run's configuration, also of versions that stored no words."""
 FLOAT = re.compile(r"[-+]?(?:\d[\d_]*\.?[\d_]*|\.[\d_]+)[eE][-+]?\d+")
-"""Numbers of Hydra's files that are text in YAML 1.1, such as 1e-6."""
+"""Numbers in Hydra's files that YAML 1.1 reads as text, such as 1e-6."""
 
 
 @dataclass(frozen=True)
 class ConfigFile:
     """A complete or partial configuration in a file. Values have no interpolations: `${` is text.
 
-    of_run: whether a run stored it. words: then the arguments that made it; None if they are not known.
+    Attributes:
+        of_run: whether a run stored it.
+        words: the arguments that made a stored configuration; None if they are not known.
     """
 
     path: FilePath
@@ -91,13 +93,13 @@ def words_in(text: str) -> tuple[str, ...] | None:
 
 
 def write_config(config: Mapping[str, Any], words: Sequence[str] | None) -> bytes:
-    """A file of this configuration for read_config_file(), with the arguments that made it, if they are known."""
+    """The file content of this configuration for read_config_file(), with the arguments that made it, if known."""
     head = f"{WORDS}{json.dumps(None if words is None else list(words))}\n"
     return (head + yaml.dump(dict(config), Dumper=_Dumper, sort_keys=False)).encode()
 
 
 def as_text(value: Any) -> Any:
-    """Plain data whose texts OmegaConf does not take for interpolations."""
+    """Plain data in which OmegaConf finds no interpolations."""
     if isinstance(value, Mapping):
         return {key: as_text(inner) for key, inner in value.items()}
     if isinstance(value, list):

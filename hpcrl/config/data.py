@@ -36,7 +36,7 @@ def _path_or_source(value: Any) -> str:
     return "<source>" if isinstance(value, dict | DataSource) else "<path>"
 
 
-# Tags keep an error in one branch of a union; they are in angle brackets so that no key can be taken for one.
+# Tags keep an error in one branch of a union; angle brackets distinguish them from keys.
 Source = Annotated[
     Annotated[str, Tag("<path>")] | Annotated[DataSource, Tag("<source>")],
     Discriminator(_path_or_source),
@@ -67,14 +67,14 @@ NOT_VARIABLES = {
         "hpcrl sets how a prompt is rendered",
     ),
 }
-"""Arguments of transformers' apply_chat_template() that are no variables of a template -> what is meant instead."""
+"""Arguments of transformers' apply_chat_template() that are not template variables -> the remedy."""
 
 
 def _variables(given: dict[str, Any]) -> dict[str, Any]:
-    """ValueError names an argument that is no variable."""
+    """ValueError names an argument that is not a variable."""
     for name in given:
         if name in NOT_VARIABLES:
-            raise ValueError(f"variables of a chat template, and {name} is none ({NOT_VARIABLES[name]})")
+            raise ValueError(f"variables of a chat template, and {name} is not one ({NOT_VARIABLES[name]})")
     return given
 
 
@@ -87,18 +87,18 @@ class DataConfig(Section):
     val: Sources | None = None
     """Held-out prompts, in the same forms; null: no evaluation."""
     prompt_key: str | None = None
-    """Column of the prompt; null: prompt, messages, conversations, question, problem or instruction, whichever
-    exists."""
+    """Column of the prompt; null: the one that exists of prompt, messages, conversations, question, problem and
+    instruction."""
     answer_key: str | None = None
     """Column of the answer; null: answer, ground_truth, label, solution, reward_model.ground_truth (verl)."""
     domain_key: str = "tag"
     """Column of the domain."""
     system_prompt: str | None = None
-    """System message before every prompt that has none; an empty text is an empty system message, which replaces the
-    chat template's own; null: none."""
+    """System message before every prompt without one; an empty text is an empty system message, which replaces the chat
+    template's own; null: none."""
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_variables)] = {}
-    """Variables of the policy's chat template wherever it is rendered, such as enable_thinking=false; a row's column of
-    this name wins."""
+    """Variables for every rendering of the policy's chat template, such as enable_thinking=false; a row's column of
+    this name overrides it."""
     max_prompt_tokens: Positive = 1024
     """Maximum prompt length, tokens."""
     overlong_prompts: Literal["drop", "truncate", "error"] = "drop"

@@ -1,4 +1,4 @@
-"""The sections `reward` and `env`, which every domain may have of its own."""
+"""The sections `reward` and `env`, one for each domain."""
 
 from __future__ import annotations
 
@@ -51,37 +51,36 @@ class EnvConfig(Section):
     max_model_len). An observation after which a full response (rollout.max_new_tokens) would exceed it ends the episode
     as truncated. null: max_turns x (data.max_prompt_tokens + rollout.max_new_tokens)."""
     max_seconds: Seconds | None = None
-    """Maximum seconds of an episode, with those in which the model generates; the turn that ends after it is the
-    last."""
+    """Maximum seconds of an episode, including generation; the turn that exceeds it is the last."""
     long_observation: Literal["end", "shorten"] = "end"
-    """What becomes of an observation that leaves no room for another turn. end: the episode ends with the reward so far
-    and an error. shorten: the middle of its longest message is left out, so that it fits."""
+    """Treatment of an observation that leaves no room for another turn. end: the episode ends with the reward so far
+    and an error. shorten: the middle of its longest message is cut to make it fit."""
     episode: Literal["trajectory", "steps"] = "trajectory"
-    """trajectory: an episode is one sequence, which grows with every turn. steps: every turn is a sequence of its own,
-    after a prompt that shows the latest turns only; it learns from the advantage of its episode."""
+    """trajectory: an episode is one sequence, which grows with every turn. steps: every turn is a separate sequence,
+    after a prompt that shows only the latest turns; it is trained with its episode's advantage."""
     history: Natural = 2
-    """Earlier turns (observation and action) in the prompt of a turn, with episode=steps; the first prompt is always
-    there."""
+    """Earlier turns (observation and action) in a turn's prompt, with episode=steps; the first prompt is always
+    included."""
     thinking: Literal["keep", "cut"] = "keep"
-    """What later prompts show of the thinking in earlier turns, with episode=steps. keep: what the chat template shows;
-    cut: nothing."""
+    """How later prompts show the thinking of earlier turns, with episode=steps. keep: as the chat template renders it;
+    cut: not at all."""
     examples: Natural = 0
-    """Example episodes before the first prompt, as messages of user and assistant; the same for all prompts."""
+    """Example episodes before the first prompt, as messages of user and assistant; identical for all prompts."""
     examples_path: str | None = None
-    """Dialogues (jsonl or parquet, as for data.train with pipeline=sft) of which the first are the examples; null:
-    episodes of the environment's expert."""
+    """Dialogues (jsonl or parquet, as for data.train with pipeline=sft), of which the first ones are the examples;
+    null: episodes of the environment's expert."""
     add_reward: bool = False
     """Also score each episode with the domain's reward and add this to the environment's rewards."""
     runs_in: RunsIn | None = None
     """thread: each turn is played in a thread of the env rank. task: reset() and step() are coroutines, and all turns
-    are tasks of one event loop. process: each episode has a process of its own, which is killed with all that it has
-    started when a turn exceeds timeout_s. null: what the environment's class declares as `runs_in`, else thread."""
+    are tasks of one event loop. process: each episode has a separate process, which is killed with all processes that
+    it has started when a turn exceeds timeout_s. null: the environment class's `runs_in`, else thread."""
     num_threads: Count | None = None
-    """Turns that are played concurrently on an env rank; with runs_in=task there is no limit. null: up to 32 as long as
-    they wait (for a network or a process), and of those that compute one in threads, one per core in processes; with
-    deterministic 1. In threads their code must be thread-safe: use 1 if it is not."""
+    """Turns that an env rank plays concurrently; no limit with runs_in=task. null: up to 32 while they wait (for a
+    network or a process); of turns that compute, one in threads or one per core in processes; with deterministic 1. In
+    threads their code must be thread-safe: use 1 if it is not."""
     memory_mib: Annotated[int, Field(ge=64), NUMBER] | None = None
-    """With runs_in=process: most private memory of each process of an episode, MiB, with that of the imported modules;
+    """With runs_in=process: maximum private memory of each process of an episode, MiB, including imported modules;
     null: no limit."""
     timeout_s: Seconds | None = None
     """Timeout for one turn, seconds; null: half of timeouts.command_s. An episode whose turn exceeds it has failed; the
@@ -91,5 +90,5 @@ class EnvConfig(Section):
 
     @property
     def by_steps(self) -> bool:
-        """Whether every turn is a sequence of its own."""
+        """Whether every turn is a separate sequence."""
         return self.episode == "steps"

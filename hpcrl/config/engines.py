@@ -14,15 +14,15 @@ S = TypeVar("S", bound=Section)
 
 
 class LoRAConfig(Section):
-    """Training low-rank adapters beside frozen linear layers (LoRA, arXiv 2106.09685) in place of all weights."""
+    """Training low-rank adapters for frozen linear layers (LoRA, arXiv 2106.09685) instead of all weights."""
 
     rank: Annotated[int, Field(ge=0, le=512), NUMBER] = 0
     """Rank of the adapters; 0: train all weights."""
     alpha: PositiveFloat = 32.0
     """The product of an adapter's two matrices is multiplied by alpha / rank."""
     target_modules: Annotated[list[str], Field(min_length=1)] | None = None
-    """Last parts of the names of the linear layers that get an adapter ([q_proj, v_proj]); null: all of the decoder.
-    The embedding, the vocabulary projection, and routers and experts of a mixture never do."""
+    """Last parts of the names of the linear layers that get an adapter ([q_proj, v_proj]); null: all in the decoder.
+    The embedding, the vocabulary projection, and a mixture's routers and experts never get one."""
 
     @property
     def scale(self) -> float:
@@ -36,8 +36,8 @@ class TrainerConfig(Section):
     engine: str = "fsdp2"
     """Training engine."""
     optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"
-    """For the matrices of layers; embedding, vocabulary projection, norms and biases have AdamW. muon: Muon, scaled to
-    AdamW's learning rates (arXiv 2502.16982). adamw8bit: AdamW with moments in 8 bits (arXiv 2110.02861)."""
+    """Optimizer of the layers' matrices; embedding, vocabulary projection, norms and biases use AdamW. muon: Muon,
+    scaled to AdamW's learning rates (arXiv 2502.16982). adamw8bit: AdamW with moments in 8 bits (arXiv 2110.02861)."""
     lr: PositiveFloat = 1e-6
     """Peak learning rate."""
     min_lr: NonNegative = 0.0
@@ -57,24 +57,23 @@ class TrainerConfig(Section):
     max_tokens_per_micro_batch: Positive = 16384
     """Maximum tokens of one forward and backward pass on one rank."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of computation, by default bfloat16 if the configuration asks for GPUs; the master weights have
-    model.dtype. With lora, also the type of the frozen weights."""
+    """Compute dtype, by default bfloat16 if the configuration requests GPUs; the master weights have model.dtype. With
+    lora, also the type of the frozen weights."""
     head_dtype: Literal["float32"] | None = None
-    """Type in which the vocabulary projection is computed, also by the reference; null: param_dtype. float32 with
-    param_dtype=bfloat16 brings log-probs closer to the generator's (set generator.head_dtype alike)."""
+    """Type of the vocabulary projection, also in the reference; null: param_dtype. float32 with param_dtype=bfloat16
+    brings log-probs closer to the generator's (set generator.head_dtype to float32 as well)."""
     router_replay: bool = False
-    """Mixture of experts: choose for each response token the experts that the generator chose for it (arXiv
-    2510.11370)."""
+    """Mixture of experts: for each response token, replay the generator's choice of experts (arXiv 2510.11370)."""
     max_mismatch: Share | None = None
-    """Largest mean difference between the trainer's and the generator's probabilities of the tokens of a step that were
-    written by the weights being trained (mismatch/diff/mean); a step above it ends the run unsaved; null: no bound."""
+    """Maximum mean difference between the trainer's and the generator's probabilities of a step's tokens, counting only
+    tokens from the weights being trained (mismatch/diff/mean); a step above it ends the run unsaved; null: no bound."""
     logits_chunk_tokens: Positive = 4096
     """Tokens per chunk of the vocabulary projection."""
     lora: LoRAConfig = LoRAConfig()
     """Low-rank adapters."""
 
     def section(self, kind: type[S]) -> S:
-        """The section of the engine, which is of this type."""
+        """The section of the selected engine, which has this type."""
         return own_section(self, self.engine, TRAIN_ENGINES[self.engine], kind)
 
 
@@ -90,13 +89,13 @@ class GeneratorConfig(Section):
     decode_chunk_tokens: Positive = 16
     """Decode steps of a chunk; the inbox is read between two chunks."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of weights and KV cache, by default bfloat16 if the configuration asks for GPUs."""
+    """Type of weights and KV cache, by default bfloat16 if the configuration requests GPUs."""
     head_dtype: Literal["float32"] | None = None
-    """Type in which the vocabulary projection is computed; null: dtype. float32 with dtype=bfloat16 brings log-probs
-    closer to the trainer's (set trainer.head_dtype alike)."""
+    """Type of the vocabulary projection; null: dtype. float32 with dtype=bfloat16 brings log-probs closer to the
+    trainer's (set trainer.head_dtype to float32 as well)."""
 
     def section(self, kind: type[S]) -> S:
-        """The section of the engine, which is of this type."""
+        """The section of the selected engine, which has this type."""
         return own_section(self, self.engine, GEN_ENGINES[self.engine], kind)
 
     @property
@@ -106,15 +105,15 @@ class GeneratorConfig(Section):
 
 
 class JudgeConfig(GeneratorConfig):
-    """The model of the role judge and its engine, for rewards with a judge of `role: judge`. It is not trained."""
+    """The model of the role judge and its engine, for rewards whose judge has `role: judge`. It is not trained."""
 
     path: str | None = None
     """Folder in HF layout, with a tokenizer that has a chat template."""
     max_num_seqs: Positive = 32
     """Requests that a rank decodes at once."""
     max_requests: Positive | None = None
-    """Requests that a rank accepts at once, including those that wait for a slot; further ones are refused, and
-    repeated by the reward; null: four times max_num_seqs."""
+    """Requests that a rank accepts at once, including waiting ones; further requests are refused, and the reward
+    repeats them; null: four times max_num_seqs."""
     decode_chunk_tokens: Positive = 4
     """Decode steps of a chunk; new requests join between two chunks."""
     max_prompt_tokens: Positive = 8192
@@ -122,9 +121,9 @@ class JudgeConfig(GeneratorConfig):
     max_new_tokens: Positive = 1024
     """Maximum length of an answer, tokens."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of weights and KV cache, by default bfloat16 if the configuration asks for GPUs."""
+    """Type of weights and KV cache, by default bfloat16 if the configuration requests GPUs."""
     head_dtype: Literal["float32"] | None = None
-    """Type in which the vocabulary projection is computed; null: dtype."""
+    """Type of the vocabulary projection; null: dtype."""
 
     @property
     def most_requests(self) -> int:

@@ -1,4 +1,4 @@
-"""The folders of groups: which there are, what is in them, and how messages name their files."""
+"""The folders of groups: their list, their contents, and their files' names in messages."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 from hpcrl.spec.problems import ConfigError
 
 FOLDERS = "HPCRL_CONF"
-"""Environment variable: folders of groups, with `:` between them."""
+"""Environment variable: folders of groups, separated by `:`."""
 
 
 def conf_dir() -> FilePath:
-    """The folder of the Hydra groups: beside the package in a checkout, inside an installed package."""
+    """The folder of the Hydra groups: next to the package in a checkout, inside an installed package."""
     package = FilePath(__file__).resolve().parents[1]
     return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
 
 
 def conf_dirs() -> list[FilePath]:
-    """The folders of groups, of which a later one wins: the built-in one, those of HPCRL_CONF, and ./conf if it has
+    """The folders of groups; later ones override earlier ones: the built-in one, HPCRL_CONF's, and ./conf if it has
     groups of these names. Folders that do not exist are left out."""
     built_in = conf_dir()
     folders = [built_in]
@@ -36,7 +36,7 @@ def named_folders() -> list[FilePath]:
 
 
 def check_folders() -> None:
-    """ConfigError if HPCRL_CONF names what is no folder of groups."""
+    """ConfigError if HPCRL_CONF names something that is not a folder of groups."""
     known = ", ".join(_groups_of(conf_dir()))
     lines = [
         f"{FOLDERS}: {folder} " + (f"has none of the folders {known}" if folder.exists() else "does not exist")
@@ -59,7 +59,7 @@ def _groups_of(folder: FilePath) -> list[str]:
 
 
 def groups() -> dict[str, list[str]]:
-    """Every group and its options, of all folders."""
+    """Every group and its options, from all folders."""
     folders = conf_dirs()
     return {
         group: sorted({option for folder in folders for option in options_of(folder, group)})
@@ -73,26 +73,27 @@ def options_of(folder: FilePath, group: str) -> list[str]:
 
 
 def conf_file(name: str) -> FilePath:
-    """The file `GROUP/OPTION.yaml` of the last folder that has it; that of the built-in folder if none has."""
+    """The file `GROUP/OPTION.yaml` of the last folder that has it; in the built-in folder if none has it."""
     folders = conf_dirs()
     return next((path for folder in reversed(folders) if (path := folder / name).is_file()), folders[0] / name)
 
 
 def shown(path: FilePath) -> str:
-    """How messages name a file of a folder of groups: from conf/ for the built-in ones, from ./ below this folder."""
+    """The name of a groups' file in messages: from conf/ for built-in files, from ./ below the current folder."""
     if path.is_relative_to(conf_dir()):
         return f"conf/{path.relative_to(conf_dir())}"
     return f"./{path.relative_to(FilePath.cwd())}" if path.is_relative_to(FilePath.cwd()) else str(path)
 
 
 def read_yaml(name: str) -> dict[str, Any]:
-    """Content of a group's file, empty if it is missing or unreadable (which Hydra has reported); to be read only."""
+    """Content of a group's file, empty if it is missing or unreadable (Hydra has reported it); callers must not change
+    it."""
     path = conf_file(name)
     return _read_yaml(path, stamp(path))
 
 
 def stamp(path: FilePath) -> tuple[int, int]:
-    """Changes when a file does; a process may read it again after an edit."""
+    """A value that changes with the file, so that a process reads it again after an edit."""
     try:
         status = path.stat()
     except OSError:

@@ -1,4 +1,4 @@
-"""Names of keys in ROLL, verl and TRL, and the keys of hpcrl that do the same, for the error about an unknown key."""
+"""Names of keys in ROLL, verl and TRL, and hpcrl's corresponding keys, for the error about an unknown key."""
 
 from __future__ import annotations
 

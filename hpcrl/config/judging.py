@@ -1,4 +1,4 @@
-"""What a run asks of the models that its own ranks serve to rewards. The judge's engine is checked as a generator's."""
+"""Checks of the models that a run's own ranks serve to rewards. The judge's engine is checked as a generator's."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ KEYS = {
     "rollout.max_new_tokens": "judge.max_new_tokens",
     "eval.max_new_tokens": "judge.max_new_tokens",
 }
-"""Key of a generator that Config.of_judge() fills -> the judge's own."""
+"""A generator's key that Config.of_judge() fills -> the judge's own key."""
 
 
 def as_judges(problem: Problem) -> Problem:
-    """A problem of Config.of_judge() under the judge's own keys."""
+    """A problem of Config.of_judge(), under the judge's own keys."""
 
     def own(path: Path) -> Path:
         for old, new in KEYS.items():
@@ -38,14 +38,14 @@ def as_judges(problem: Problem) -> Problem:
 
 
 def check_reward_model(config: Config) -> Iterator[Problem]:
-    """A reward model without a folder."""
+    """Report a reward model without a folder."""
     if (domains := config.asks("reward_model")) and config.reward_model.path is None:
         text = f"reward_model.path: missing; reward.{domains[0]}.name=reward_model needs the folder of one"
         yield Problem(("reward_model", "path"), text, (("reward", domains[0]),))
 
 
 def check_judge(config: Config) -> Iterator[Problem]:
-    """A judge without a model, or with an engine that cannot do what the run asks of it."""
+    """Report a judge without a model, or with an engine that does not meet the run's requirements."""
     if not (domains := config.asks("judge")):
         return
     domain = domains[0]
@@ -54,5 +54,5 @@ def check_judge(config: Config) -> Iterator[Problem]:
         yield Problem(("judge", "path"), text, (("reward", domain),))
     if config.deterministic and not GEN_ENGINES[config.judge.engine].deterministic:
         able = " or ".join(name for name, spec in GEN_ENGINES.items() if spec.deterministic and spec.offered)
-        text = f"deterministic: the {config.judge.engine} judge cannot be; use false, or judge.engine={able}"
+        text = f"deterministic: the {config.judge.engine} judge is not deterministic; use false, or judge.engine={able}"
         yield Problem(("deterministic",), text, (JUDGE_ENGINE,))

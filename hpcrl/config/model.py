@@ -20,7 +20,7 @@ class TinyModel(Section):
     vocab_size: Annotated[int, Field(ge=MIN_VOCABULARY, le=1 << 20), NUMBER] = 320
     """Rows of the embedding; the tokenizer is trained to at most this many tokens."""
     corpus: list[str] = []
-    """Texts of the task, whose words become tokens before others do, as far as vocab_size goes."""
+    """Texts of the task, whose words become tokens before other words, up to vocab_size."""
     hidden_size: Annotated[int, Field(ge=1, le=1 << 16), NUMBER] = 64
     """Width of the hidden states."""
     num_layers: Annotated[int, Field(ge=1, le=1000), NUMBER] = 2
@@ -38,7 +38,8 @@ class TinyModel(Section):
     tie_word_embeddings: bool = True
     """Use the embedding as the output projection."""
     initializer_range: PositiveFloat = 0.02
-    """Standard deviation of the weights. A larger one, such as 0.1, lets a small model learn sooner to look back."""
+    """Standard deviation of the weights. A larger one, such as 0.1, helps a small model to learn attention to earlier
+    tokens sooner."""
     seed: Seed = 0
     """Seed of the weights."""
 

@@ -1,4 +1,4 @@
-"""Checks of the ratios between trainer and generator: that of the off-policy correction, and that of the loss with
+"""Checks of the ratios between trainer and generator: in the off-policy correction, and in the loss with
 algorithm.ratio_to=generator."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ KEEPS_ALL = {"top_p": 1, "top_k": 0, "min_p": 0}
 
 
 def check_off_policy(config: Config) -> Iterator[Problem]:
-    """Corrections and ratios that would drop, or weigh at random, what is learned from."""
+    """Report corrections and ratios that would drop, or weight at random, tokens to train on."""
     if config.learns_from_rewards and config.learns:
         yield from _correction(config)
         yield from _ratio_to_generator(config)
@@ -23,8 +23,8 @@ def check_off_policy(config: Config) -> Iterator[Problem]:
 
 
 def _correction(config: Config) -> Iterator[Problem]:
-    """Bounds that correct responses of the trained weights themselves: their ratio is 1 up to rounding, so a mask or a
-    rejection with bound 1 would drop them at random."""
+    """Report bounds that correct responses of the trained weights themselves: their ratio is 1 up to rounding, so a
+    mask or a rejection with bound 1 would drop them at random."""
     algorithm = config.algorithm
     if algorithm.correction == "none":
         return
@@ -36,7 +36,7 @@ def _correction(config: Config) -> Iterator[Problem]:
 
 
 def _ratio_bounds(name: str, low: float, high: float, masks: bool, cause: str) -> Iterator[Problem]:
-    """masks: what is outside the bounds is dropped."""
+    """masks: ratios outside the bounds are dropped."""
     fresh, section = "responses of the weights that are trained, whose ratio is 1", "algorithm"
     if masks and low >= high:
         text = f"algorithm.{name}_low: {low:g} must be below algorithm.{name}_high, which is {high:g}"
@@ -73,7 +73,7 @@ def _ratio_to_generator(config: Config) -> Iterator[Problem]:
 
 
 def starts_clipped(config: Config, rollout: RolloutConfig) -> str:
-    """Why top-p of this section takes ratios to the generator's log-probs out of the clip range even at staleness 0;
+    """Why this section's top-p moves ratios to the generator's log-probs out of the clip range even at staleness 0;
     empty if it does not."""
     algorithm, top_p = config.algorithm, rollout.top_p
     lowest = 1 - algorithm.pg_clip_low
@@ -88,11 +88,15 @@ def starts_clipped(config: Config, rollout: RolloutConfig) -> str:
 
 
 def weighed_shares(config: Config, rollout: RolloutConfig) -> tuple[str, str]:
-    """(key, settings as text) under which a ratio of whole responses contains the probability that sampling kept; empty
-    texts if there are none. `rollout`: the section of the run that generates the responses.
+    """(key, settings as text) with which a ratio of whole responses contains the probability that sampling keeps; empty
+    texts if there are none.
 
-    The generator's log-probs are normalised over the tokens that sampling keeps, the trainer's over all tokens. So the
-    ratio of a token is the kept share of probability, and a product of hundreds of such ratios is nearly 0."""
+    Args:
+        rollout: the section of the run that generates the responses.
+
+    The generator's log-probs are normalised over the tokens that sampling keeps, the trainer's over all tokens. So a
+    token's ratio is the kept share of probability, and a product of hundreds of such ratios is nearly 0.
+    """
     levels = config.algorithm.behaviour_levels if config.learns_from_rewards and config.learns else {}
     whole = next((key for key, level in levels.items() if level == "sequence"), "")
     given = ", ".join(f"rollout.{key}={getattr(rollout, key):g}" for key in KEEPS_ALL if _cuts(rollout, key))

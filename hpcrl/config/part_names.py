@@ -1,4 +1,4 @@
-"""Names of parts in the configuration: those of a table, or the path of a specification; and the part's own section."""
+"""Names of parts in the configuration (a table's entry, or a specification's path), and the part's own section."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpcrl.spec.table import SpecError, SpecTable
 
 S = TypeVar("S", bound=Section)
 UNAVAILABLE = "unavailable"
-"""The kind of error of a part that is there and cannot be had."""
+"""Type of the error for a part that exists but cannot be used."""
 
 
 def listed(table: SpecTable[Any], name: str) -> str:
@@ -28,7 +28,7 @@ def listed(table: SpecTable[Any], name: str) -> str:
 
 
 def once(names: list[str]) -> list[str]:
-    """The names. ValueError if one is there twice."""
+    """The names. ValueError if one is repeated."""
     for place, name in enumerate(names):
         if name in names[:place]:
             raise ValueError(f"every name once, {name} is there twice")
@@ -36,12 +36,12 @@ def once(names: list[str]) -> list[str]:
 
 
 def own_section(at: Section, name: str, spec: Spec, kind: type[S]) -> S:
-    """The section of a part, which is of this type; `at` contains it."""
+    """A part's section, which has this type; `at` contains it."""
     section = getattr(at, section_name(name, spec))
     assert isinstance(section, kind), f"the section of {name} is not a {kind.__name__}"
     return section
 
 
 def section_name(name: str, spec: Spec) -> str:
-    """The key of a part's section: of one that is named by path the name in its specification."""
+    """The key of a part's section; for a part named by path, the name in its specification."""
     return spec.name if ":" in name else name

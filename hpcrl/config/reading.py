@@ -61,8 +61,8 @@ SPLIT: dict[Path, str] = {
 class Reading:
     """The result of reading arguments: `config` is complete if there are no problems.
 
-    With problems, `config` has defaults in place of unreadable values (`unread`), so that further checks are possible;
-    it is None if nothing could be read.
+    With problems, `config` has defaults in place of unreadable values (`unread`), which allows further checks; it is
+    None if nothing could be read.
     """
 
     config: Config | None
@@ -71,11 +71,11 @@ class Reading:
     unread: list[Path] = field(default_factory=list)
 
     def add(self, problems: Sequence[Problem]) -> None:
-        """Add problems, except those that may only follow from an unreadable value."""
+        """Add problems, except problems that may only result from an unreadable value."""
         self.problems += [p for p in problems if not p.touches(self.unread)]
 
     def lines(self) -> list[str]:
-        """One line per problem, with the place where the value was set."""
+        """One line per problem, with the source of the value."""
         lines = []
         for problem in self.problems:
             source = self.composition.source(problem.path) if problem.path else ""
@@ -86,7 +86,7 @@ class Reading:
 def load(argv: Sequence[str]) -> Config:
     """The configuration of these command-line arguments. ConfigError lists every problem, one line each.
 
-    Reads only files of conf/ and that of --config; hpcrl.launch checks data, model and run folder.
+    Reads only files of conf/ and the file of --config; hpcrl.launch checks data, model and run folder.
     """
     reading = read(argv)
     if reading.problems or reading.config is None:
@@ -103,7 +103,7 @@ def parse(data: Mapping[str, Any]) -> Config:
 
 
 def read_data(data: Mapping[str, Any], composition: Composition) -> Reading:
-    """Like parse(), but collects the problems, whose places are told as of this composition."""
+    """Like parse(), but collects the problems and reports their sources in this composition."""
     reading = _validate(data, composition)
     if reading.config is not None:
         reading.add(check(reading.config))
@@ -132,7 +132,7 @@ def read(argv: Sequence[str]) -> Reading:
 
 
 def _given(config: Config, composition: Composition) -> dict[Path, bool]:
-    """Composition.given(), without what a file of --config states though it is the default."""
+    """Composition.given(), except keys that a file of --config sets to their default."""
     given = composition.given()
     if composition.file is None:
         return given
@@ -174,15 +174,15 @@ def _validate(given: Mapping[str, Any], composition: Composition) -> Reading:
 
 
 def _explain(path: Path, detail: Any, data: Mapping[str, Any]) -> list[Problem]:
-    """What a pydantic error about this data means: one line, or one for each value of an unknown section."""
+    """The meaning of a pydantic error about this data: one line, or one for each value of an unknown section."""
     if detail["type"] == "extra_forbidden":
         return _unknown(path, detail["input"], data)
     return [Problem(path, _wrong(path, detail))]
 
 
 def _unknown(path: Path, value: Any, data: Mapping[str, Any]) -> list[Problem]:
-    """An unknown key. Users of other libraries give whole paths, of which pydantic names the first part only: then
-    every value is told, with the meaning of the deepest part that is known."""
+    """An unknown key. Users of other libraries give whole paths, of which pydantic names only the first part: then
+    every value is reported, with the meaning of the deepest known part."""
     hint = _hint(path, data)
     below = [(*path, *leaf) for leaf in leaves(value)] if isinstance(value, Mapping) else []
     foreign = {leaf: name for leaf in below if (name := _foreign(leaf, len(path)))}
@@ -194,12 +194,13 @@ def _unknown(path: Path, value: Any, data: Mapping[str, Any]) -> list[Problem]:
 
 
 def _foreign(path: Path, least: int) -> Path:
-    """The part of a path, of at least this length, down to the deepest key that another library has; empty without."""
+    """The part of a path, of at least this length, down to the deepest key of another library; empty if there is
+    none."""
     return next((path[:end] for end in range(len(path), least - 1, -1) if path[end - 1] in FOREIGN), ())
 
 
 def _hint(path: Path, data: Mapping[str, Any]) -> str:
-    """What to write in place of an unknown key; empty if that is not known."""
+    """The remedy for an unknown key; empty if it is not known."""
     if path in SPLIT:
         return SPLIT[path]
     if path == ("experiment",):
@@ -208,7 +209,7 @@ def _hint(path: Path, data: Mapping[str, Any]) -> str:
         return f"unknown key; it is now {dotted(renamed)}"
     of_algorithm = path[1] if len(path) > 1 and path[0] == "algorithm" else None
     if readers := [name for name, model in _algorithms().items() if of_algorithm in model.model_fields]:
-        return f"read by {' and '.join('algorithm=' + r for r in readers)} only"
+        return f"read only by {' and '.join('algorithm=' + r for r in readers)}"
     if path[-1] in FOREIGN:
         return f"unknown key; here {FOREIGN[str(path[-1])]}"
     near = _option(path, data) or _did_you_mean(path)
@@ -216,7 +217,7 @@ def _hint(path: Path, data: Mapping[str, Any]) -> str:
 
 
 def _option(path: Path, data: Mapping[str, Any]) -> str:
-    """The option of a domain's reward or environment that was written beside `options`; empty if it is none."""
+    """The option of a domain's reward or environment that was written next to `options`; empty if it is none."""
     if len(path) != 3 or path[0] not in ("reward", "env"):
         return ""
     table: SpecTable[Any] = REWARDS if path[0] == "reward" else ENVS
@@ -278,8 +279,8 @@ def _algorithms() -> dict[str, type[BaseModel]]:
 
 
 def _did_you_mean(path: Path) -> str:
-    """The known key most similar to an unknown one: of the same name, then among its siblings, then anywhere; empty if
-    there is none."""
+    """The known key most similar to an unknown one: of equal name, then in its section, then anywhere; empty if there
+    is none."""
     known = dict.fromkeys(key for key in known_keys() if not _matches(key, path))
     if same := [key for key in known if key[-1] == path[-1] and len(key) > 1 and "*" not in key]:
         return dotted(min(same, key=lambda key: (-len({*key} & {*path}), len(key))))
@@ -292,7 +293,7 @@ def _did_you_mean(path: Path) -> str:
 
 
 def _matches(key: Path, path: Path) -> bool:
-    """Whether a known key, in which * stands for any list position or name, is this path."""
+    """Whether a known key, in which * stands for any list position or name, matches this path."""
     return len(key) == len(path) and all(part in ("*", at) for part, at in zip(key, path, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Keys that have been renamed: an error names the new one, and what a run has stored is read by it."""
+"""Renamed keys: an error names the new key, and stored configurations are converted to it."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ RENAMED = {
     "judge.vllm.eager": "judge.vllm.enforce_eager",
     "judge.sglang.memory_share": "judge.sglang.mem_fraction_static",
 }
-"""Dotted key of an earlier version -> its name now; `*` stands for a position in a list."""
+"""Dotted key of an earlier version -> its current name; `*` stands for a position in a list."""
 
 _BY_PATTERN = {"^" + re.escape(old).replace(r"\*", r"\d+") + "$": new for old, new in RENAMED.items()}
 _WORD = re.compile(r"(\+{0,2}|~)([\w.]+)(?==|$)")
 
 
 def new_name(path: Path) -> Path | None:
-    """The path under which a key of an earlier version is read now; None for all others."""
+    """The current path of a key of an earlier version; None for all others."""
     new = next((new for old, new in _BY_PATTERN.items() if re.match(old, dotted(path))), None)
     return None if new is None else (*path[:-1], new.rpartition(".")[2])
 
 
 def with_new_names(stored: Mapping[str, Any], at: Path = ()) -> dict[str, Any]:
-    """A configuration that a run stored, with the keys of this version."""
+    """A stored configuration, with the keys of this version."""
     renamed = {}
     for key, value in stored.items():
         path = (*at, key)

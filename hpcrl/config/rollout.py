@@ -14,7 +14,7 @@ MAX_VALIDATION_PROMPTS = 1 << 20
 
 
 class DomainRolloutConfig(Section):
-    """Keys of rollout with other values for the prompts of one domain; null: the value of rollout."""
+    """Keys of rollout with different values for one domain's prompts; null: the value of rollout."""
 
     max_new_tokens: Positive | None = None
     """Maximum response length, tokens, also of validation prompts; at most rollout.max_new_tokens."""
@@ -46,35 +46,35 @@ class RolloutConfig(Section):
     stop: list[str] = []
     """Strings that end a response."""
     max_staleness: NonNegative = 0
-    """Maximum staleness of a token, steps by which its weights are behind those being trained; 0: synchronous; 0.5: 1
-    for half of a batch."""
+    """Maximum staleness of a token: how many steps its weights are behind the weights being trained; 0: synchronous;
+    0.5: 1 for half of a batch."""
     on_stale: Literal["wait", "cancel"] = "wait"
-    """Groups that would become too old for max_staleness: the batch waits for them, or they are cancelled and
-    restarted, which is faster and favours short responses."""
+    """Treatment of groups that would become too old for max_staleness: the batch waits for them, or they are cancelled
+    and restarted, which is faster and favours short responses."""
     on_new_weights: Literal["continue", "recompute", "restart"] = "continue"
-    """Responses in progress when weights arrive: continue with the KV cache of the old weights (log-probs of no single
-    policy, token/mixed_weights_ratio), recompute the cache, or restart (at most max_attempts times)."""
+    """Treatment of responses in progress when weights arrive: continue with the old weights' KV cache (log-probs of no
+    single policy, token/mixed_weights_ratio), recompute the cache, or restart (at most max_attempts times)."""
     extra_prompts: Natural = 0
-    """Redundant groups, generated beyond num_prompts and aborted once there are enough valid groups."""
+    """Redundant groups, generated in addition to num_prompts and aborted once there are enough valid groups."""
     extra_members: Natural = 0
-    """Redundant responses per prompt, beyond group_size; the first group_size responses count, which favours short
-    responses (scheduler/kept_length, scheduler/aborted_length)."""
+    """Redundant responses per prompt, in addition to group_size; the first group_size responses count, which favours
+    short responses (scheduler/kept_length, scheduler/aborted_length)."""
     group_affinity: bool = True
     """Send all responses to a prompt to one replica while it has room; false: each to the least loaded replica."""
     prompt_affinity: bool = False
-    """Send a restarted prompt to the replica that has its prefix, if there is room."""
+    """Send a restarted prompt to the replica that has cached its prefix, if there is room."""
     routing: Literal["count", "expected_length"] = "count"
     """Unit of a replica's load: responses, or tokens expected from recent lengths in each response's domain."""
     speed_aware_routing: bool = True
-    """Give fewer responses to a replica that decodes more slowly than others under equal load
+    """Assign fewer responses to a replica that decodes more slowly than others under equal load
     (scheduler/replica_speed)."""
     min_replicas: Positive = 1
     """Generator replicas that must remain for the run to continue after losses."""
     max_attempts: Annotated[int, Field(ge=1, le=200), NUMBER] = 3
     """Attempts after which a prompt counts as failed."""
     restart_failed_episodes: bool = False
-    """Begin an episode anew whose environment raised or exceeded its timeout, up to max_attempts times; false: nothing
-    is learned from the episode (scheduler/score_errors), as after the last attempt."""
+    """Restart an episode whose environment raised or exceeded its timeout, up to max_attempts times; false: the episode
+    is not trained on (scheduler/score_errors), as after the last attempt."""
     filter_mean_low: Float | None = None
     """Keep only groups with a mean score above this value."""
     filter_mean_high: Float | None = None
@@ -89,7 +89,7 @@ class RolloutConfig(Section):
     """Write every step's rollouts to rollouts/step_NNNNNN (HDF5)."""
 
     def of_domain(self, domain: str) -> RolloutConfig:
-        """The section as it is for the prompts of a domain."""
+        """The section with the values for a domain's prompts."""
         own = self.domains.get(domain, DomainRolloutConfig()).model_dump(exclude_none=True)
         return self.model_copy(update=own) if own else self
 
@@ -109,4 +109,4 @@ class EvalConfig(Section):
     max_new_tokens: Positive | None = None
     """Maximum response length, tokens; null: rollout.max_new_tokens."""
     num_examples: Natural = 5
-    """Held-out completions that every evaluation keeps; those before and after training are shown at the end."""
+    """Held-out completions that every evaluation keeps; the ones before and after training are shown at the end."""

@@ -19,11 +19,11 @@ def _listed(name: str) -> str:
 
 
 class CriticConfig(Section):
-    """The critic, which an algorithm with values (gae, turn_gae) trains beside the policy. Its engine reads the keys of
-    `trainer` that are not here, and the section of the engine there."""
+    """The critic, which an algorithm with values (gae, turn_gae) trains in addition to the policy. All other keys of
+    its engine are in `trainer`, as is the engine's section."""
 
     path: str | None = None
-    """Folder in HF layout whose decoder it starts from, with the head if it is an exported critic; null: the policy's
+    """Folder in HF layout with its initial decoder, and its head if it is an exported critic; null: the policy's
     (model)."""
     engine: Annotated[str, AfterValidator(_listed)] | None = None
     """Training engine; null: trainer.engine."""
@@ -40,9 +40,9 @@ class CriticConfig(Section):
     max_grad_norm: Annotated[float, Field(gt=0, allow_inf_nan=True), NUMBER] = 1.0
     """Maximum gradient norm, to which gradients are clipped; inf: off."""
     value_clip: PositiveFloat | None = 0.5
-    """Values are clipped to +- this value around those before the step, and the larger loss counts; null: off."""
+    """Values are clipped to +- this value around the values before the step, and the larger loss counts; null: off."""
     warmup_steps: Natural = 0
-    """Steps at the beginning in which only the critic learns."""
+    """Initial steps that train only the critic."""
 
 
 class RewardModelConfig(Section):
@@ -52,10 +52,10 @@ class RewardModelConfig(Section):
     """Folder in HF layout of a model for sequence classification, or of an exported critic, with one label and a
     tokenizer."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights, by default bfloat16 if the configuration asks for GPUs; the head is computed in float32."""
+    """Type of the weights, by default bfloat16 if the configuration requests GPUs; the head is computed in float32."""
     max_tokens: Positive = 4096
     """Maximum length of a dialogue, tokens; the response of a longer one gets an error."""
     max_tokens_per_batch: Positive = 16384
-    """Maximum tokens of one forward pass, with padding."""
+    """Maximum tokens of one forward pass, padding included."""
     max_requests: Positive = 1024
-    """Requests that a rank accepts at once; further ones are refused, and repeated by the reward."""
+    """Requests that a rank accepts at once; further requests are refused, and the reward repeats them."""

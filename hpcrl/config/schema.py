@@ -1,5 +1,5 @@
-"""The typed schema of a run, with the sections of the modules beside it. Defaults live there and here; the files under
-conf/ hold values that differ from them.
+"""The typed schema of a run, including the sections of the modules in this folder. Defaults are defined there and here;
+files under conf/ contain values that differ from them.
 
 The docstring of every key gives its meaning and unit; `python -m hpcrl.launch --help SECTION` prints them.
 """
@@ -30,7 +30,7 @@ S = TypeVar("S", bound=Section)
 
 
 class TrackingConfig(Section):
-    """Settings that all trackers share."""
+    """Settings of all trackers."""
 
     project: Annotated[str, Field(min_length=1, max_length=64)] = "hpcrl"
     """Project or experiment under which the tracker lists the run."""
@@ -38,14 +38,14 @@ class TrackingConfig(Section):
     """Use the network during the run; false: keep everything in the run folder, and print at the end the command that
     uploads it."""
     timeout_s: Seconds = 60.0
-    """Time after which a tracker that does not answer is given up with a warning, seconds."""
+    """Time after which a tracker that does not answer is stopped with a warning, seconds."""
 
 
 DeadlineSeconds = Annotated[float, Field(ge=1, le=1e7), NUMBER]
 
 
 class Timeouts(Section):
-    """Deadlines in seconds. Every wait of the program has one of them."""
+    """Timeouts in seconds. Every wait of the program has one of them."""
 
     start_s: DeadlineSeconds = 300.0
     """From process start until all ranks are ready, seconds."""
@@ -54,7 +54,7 @@ class Timeouts(Section):
     grace_s: DeadlineSeconds = 10.0
     """From the end of the run to SIGKILL of remaining processes, seconds."""
     store_s: DeadlineSeconds = 30.0
-    """One store call, and the time in which a lost store, a host that is off and a rank that is stopped are detected,
+    """One store call, and the time in which a lost store, a host that is off and a stopped rank are detected,
     seconds."""
 
 
@@ -110,9 +110,9 @@ class Config(Section):
     generator: GeneratorConfig = GeneratorConfig()
     """Generation engine."""
     judge: JudgeConfig = JudgeConfig()
-    """The model that judges on ranks of the run."""
+    """The model that judges on the run's ranks."""
     reward_model: RewardModelConfig = RewardModelConfig()
-    """The model with a scalar head that scores on ranks of the run."""
+    """The model with a scalar head that scores on the run's ranks."""
     eval: EvalConfig = EvalConfig()
     """Held-out evaluation."""
     layout: LayoutConfig = LayoutConfig()
@@ -122,7 +122,7 @@ class Config(Section):
     trackers: Annotated[
         list[Annotated[str, AfterValidator(functools.partial(listed, TRACKERS))]], AfterValidator(once)
     ] = ["tensorboard"]
-    """Trackers beside metrics.jsonl (tracking)."""
+    """Trackers in addition to metrics.jsonl (tracking)."""
     tracking: TrackingConfig = TrackingConfig()
     """Trackers."""
     timeouts: Timeouts = Timeouts()
@@ -133,13 +133,13 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _environments_by_domain(cls, data: Any) -> Any:
-        """Treat null, as ~env leaves it, as no environments."""
+        """Treat null, as left by ~env, as no environments."""
         return data | {"env": {}} if isinstance(data, dict) and data.get("env", {}) is None else data
 
     @model_validator(mode="before")
     @classmethod
     def _types_on_gpus(cls, data: Any) -> Any:
-        """In float32, most of a GPU's speed and its attention kernels are not used."""
+        """Set bfloat16 for GPUs: float32 would not use most of their speed, nor their attention kernels."""
         if not isinstance(data, dict) or not _asks_for_gpus(data.get("cluster")):
             return data
         of_models = [(section, "dtype") for section in ("generator", "judge", "reward_model")]
@@ -152,7 +152,8 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _corrected_when_ahead(cls, data: Any) -> Any:
-        """Without a correction, training on responses of older weights learns far less (docs/measured.md)."""
+        """Set a correction for asynchronous runs: without one, training on stale responses learns far less
+        (docs/measured.md)."""
         if not isinstance(data, dict) or not _generates_ahead(data.get("rollout")):
             return data
         default = cls.model_fields["algorithm"].get_default(call_default_factory=True)
@@ -162,7 +163,7 @@ class Config(Section):
             return data
         surrogate = str(given.get("surrogate", "ppo"))
         if given.get("ratio_to") == "generator" and "ratio_to" in SURROGATE_KEYS.get(surrogate, ()):
-            return data  # the ratio of the loss corrects
+            return data  # the loss's ratio corrects
         return data | {"algorithm": {"correction": "truncate"} | given}
 
     @property
@@ -186,17 +187,17 @@ class Config(Section):
         return "fake" if self.debug == "fake" else self.generator.engine
 
     def section(self, kind: type[S]) -> S:
-        """The section of the pipeline, which is of this type."""
+        """The section of the pipeline, which has this type."""
         return own_section(self, self.pipeline, self.pipeline_spec, kind)
 
     @property
     def learns_from_rewards(self) -> bool:
-        """Whether the run learns from rewards."""
+        """Whether the run trains on rewards."""
         return self.pipeline_spec.generates
 
     @property
     def generates(self) -> bool:
-        """Whether the run generates the responses it learns from."""
+        """Whether the run generates the responses that it trains on."""
         return self.learns_from_rewards and self.debug != "train_only"
 
     @property
@@ -206,12 +207,12 @@ class Config(Section):
 
     @property
     def lora(self) -> LoRAConfig | None:
-        """The adapters that are trained; None if all weights are."""
+        """The adapters that are trained; None if all weights are trained."""
         return self.trainer.lora if self.trainer.lora.rank and self.debug != "fake" else None
 
     @property
     def base_dtype(self) -> str:
-        """The type in which the trainer keeps the weights beside which adapters stand, or all without adapters."""
+        """The trainer's type of frozen weights with adapters, or of all weights without."""
         return self.model.dtype if self.lora is None else self.trainer.param_dtype
 
     @property
@@ -248,12 +249,12 @@ class Config(Section):
 
     @property
     def policy_waits(self) -> int:
-        """Steps at the beginning in which the policy does not learn."""
+        """Initial steps that do not train the policy."""
         return self.critic.warmup_steps if self.uses_critic else 0
 
     def of_critic(self) -> Config:
-        """The configuration that the critic's engine and its plan read: with the critic's model, engine and optimizer
-        in place of the policy's."""
+        """The configuration for the critic's engine and its plan: with the critic's model, engine and optimizer instead
+        of the policy's."""
         critic, own = self.critic, ("lr", "min_lr", "lr_schedule", "weight_decay", "max_grad_norm")
         changes: dict[str, Any] = {name: getattr(critic, name) for name in own}
         changes |= {"engine": critic.engine or self.trainer.engine, "lr_warmup_steps": critic.lr_warmup_steps}
@@ -262,8 +263,8 @@ class Config(Section):
         return self.model_copy(update={"trainer": self.trainer.model_copy(update=changes), "model": model})
 
     def of_judge(self) -> Config:
-        """The configuration that the judge's engine and its plan read: with the judge's model, engine, lengths and
-        ranks in place of the policy's and its generator's."""
+        """The configuration for the judge's engine and its plan: with the judge's model, engine, lengths and ranks
+        instead of the policy's and its generator's."""
         judge = self.judge
         trainer = self.trainer.model_copy(update={"lora": LoRAConfig(), "router_replay": False})
         sampling = RolloutConfig(num_prompts=1, group_size=1, max_new_tokens=judge.max_new_tokens)
@@ -279,14 +280,14 @@ class Config(Section):
         return self.model_copy(update=changes)
 
     def asks(self, role: str) -> list[str]:
-        """The domains whose reward asks ranks of this role."""
-        if self.debug == "fake" or not (self.generates or self.evaluates):  # then rewards are random, or none is given
+        """The domains whose reward sends requests to this role's ranks."""
+        if self.debug == "fake" or not (self.generates or self.evaluates):  # rewards are random, or there are none
             return []
         return [domain for domain, reward in self.reward.items() if role in REWARDS[reward.name].asks(reward.options)]
 
     @property
     def decoupling_eps(self) -> float | None:
-        """What is added to the standard deviations of decoupled rewards; None: the algorithm does not read them."""
+        """The number added to standard deviations of decoupled rewards; None: the algorithm does not read them."""
         return self.algorithm_spec.decoupling_eps(self.algorithm) if self.learns_from_rewards else None
 
     def part_weights(self, domain: str) -> Mapping[str, float]:
@@ -300,12 +301,12 @@ class Config(Section):
         return self.data.val is not None and self.eval_every > 0
 
     def env_of(self, domain: str) -> EnvConfig | None:
-        """The environment of the prompts of a domain; None: a single response."""
+        """The environment of a domain's prompts; None: a single response."""
         return self.env[domain] if domain in self.env else self.env.get("default")
 
     @property
     def envs(self) -> dict[str, EnvConfig]:
-        """Every environment by the name of its section."""
+        """Every environment by its section's name."""
         return {name: env for name, env in self.env.items() if env is not None}
 
     def turn_timeout_s(self, env: EnvConfig) -> float:
@@ -319,7 +320,7 @@ class Config(Section):
 
     @property
     def by_steps(self) -> bool:
-        """Whether an environment has turns that are sequences of their own."""
+        """Whether an environment has turns that are separate sequences."""
         return any(env.by_steps for env in self.envs.values())
 
     @property
@@ -339,7 +340,7 @@ class Config(Section):
 
     def sequence_tokens(self, env: EnvConfig) -> int:
         """Maximum sequence length in an environment, tokens: every turn may have a full prompt and a full response, up
-        to the environment's own limit of all of them."""
+        to the environment's own limit for the whole sequence."""
         full = (1 if env.by_steps else env.max_turns) * self.max_turn_tokens
         return min(full, env.max_sequence_tokens or full)
 
@@ -365,12 +366,12 @@ def _generates_ahead(rollout: Any) -> bool:
     """Whether a section `rollout`, not yet checked, has a max_staleness above 0."""
     try:
         return isinstance(rollout, dict) and float(rollout.get("max_staleness", 0)) > 0
-    except (TypeError, ValueError):  # which the type of the key refuses
+    except (TypeError, ValueError):  # the key's type refuses it
         return False
 
 
 def _asks_for_gpus(cluster: Any) -> bool:
-    """Whether a section `cluster`, not yet checked, names GPUs."""
+    """Whether a section `cluster`, not yet checked, requests GPUs."""
     if not isinstance(cluster, dict):
         return False
     components = cluster.get("components") or {}

@@ -13,26 +13,29 @@ from hpcrl.spec.problems import Path, Problem, dotted
 from hpcrl.spec.tables import GEN_ENGINES, PIPELINES, ROLES, TRACKERS, TRAIN_ENGINES
 
 SAMPLING_KEYS = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop")
-"""The keys of rollout that evaluation also reads."""
+"""The keys of rollout that evaluation reads as well."""
 
 STORED_KEYS = (*SAMPLING_KEYS, "num_prompts", "group_size", "min_replicas")
-"""The keys of rollout that a run on stored rollouts reads: those of evaluation, and the batch size."""
+"""The keys of rollout that a run on stored rollouts reads: evaluation's, and the batch size."""
 
 ASKED = {
     "judge": "reward.DOMAIN.options.judges.NAME.role=judge",
     "reward_model": "reward.DOMAIN.name=reward_model",
 }
-"""Role with a section of its own -> what makes a reward ask its ranks."""
+"""Role with its own section -> the option with which a reward uses its ranks."""
 
 KEYS_OF_ALL = ("pipeline", "run_name", "run_dir", "resume", "dry_run", "timeouts", "cluster")
-"""What a run without roles (PipelineSpec.alone) reads, besides the section of its pipeline."""
+"""Keys that a run without roles (PipelineSpec.alone) reads, in addition to its pipeline's section."""
 
 
 def check_unread(config: Config, given: Mapping[Path, bool], chosen: Iterable[str] = ()) -> list[Problem]:
     """Keys set explicitly that this run does not read.
 
-    `given` maps their paths to whether they were set on the command line; `chosen`: the groups whose option was. A key
-    of the experiment's file is accepted if the command line made the choice that leaves it unread.
+    Args:
+        given: their paths -> whether they were set on the command line.
+        chosen: the groups whose option was set on the command line.
+
+    A key of the experiment's file is accepted if a setting on the command line is the cause that it is not read.
     """
     by_hand = [path for path, on_command_line in given.items() if on_command_line] + [(group,) for group in chosen]
     problems = []
@@ -57,7 +60,7 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
             yield (section,), ("pipeline",), f"the {config.pipeline} pipeline has none"
         for key in type(config.rollout).model_fields:
             if key not in SAMPLING_KEYS:
-                yield ("rollout", key), ("pipeline",), f"the {config.pipeline} pipeline generates for evaluation only"
+                yield ("rollout", key), ("pipeline",), f"the {config.pipeline} pipeline generates only for evaluation"
     else:
         yield from _unread_objective(config)
         yield from _unread_policies(config)
@@ -119,8 +122,8 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
         yield ("critic", "min_lr"), ("critic", "lr_schedule"), "the learning rate is constant"
     for role, how in ASKED.items():
         if not config.asks(role):
-            yield (role,), ("reward",), f"no reward asks it ({how})"
-            yield ("layout", role), ("reward",), f"no reward asks it ({how})"
+            yield (role,), ("reward",), f"no reward uses it ({how})"
+            yield ("layout", role), ("reward",), f"no reward uses it ({how})"
     if config.trainer.lr_schedule == "constant":
         yield ("trainer", "min_lr"), ("trainer", "lr_schedule"), "the learning rate is constant"
     for name, tracker in TRACKERS.items():
@@ -136,7 +139,7 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
 
 
 def _unread_objective(config: Config) -> Iterator[tuple[Path, Path, str]]:
-    """Keys of the algorithm that a value of another of its keys leaves unread."""
+    """Keys of the algorithm that are not read because of the value of another of its keys."""
     for place in ("reward", "loss"):
         if not getattr(config.algorithm, f"kl_{place}_coef"):
             yield ("algorithm", f"kl_{place}_estimator"), ("algorithm",), f"kl_{place}_coef is 0"

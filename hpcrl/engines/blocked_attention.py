@@ -1,4 +1,4 @@
-"""Causal attention of equally long rows, with a sliding window or soft-capped scores by blocks of queries."""
+"""Causal attention of equally long rows; with a sliding window or soft-capped scores, by blocks of queries."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ def causal_attention(
 ) -> Tensor:
     """[N, heads, P, D], differentiable. q: [N, heads, P, D]; k and v: [N, kv_heads, P, D].
 
-    window: a token attends to this many tokens up to its own; None: to all. softcap: scores are
-    softcap * tanh(scores / softcap) (arXiv 2408.00118), which no kernel computes; the backward pass computes those of
-    one block of queries after another again. Blocks see the keys in their reach only: no mask and no scores are [P, P].
+    Args:
+        window: a token attends to this many tokens up to its own; None: to all.
+        softcap: scores are softcap * tanh(scores / softcap) (arXiv 2408.00118), which no kernel computes; the backward
+            pass recomputes the scores, one block of queries after another.
+
+    A block reads only the keys that it can attend to: no mask and no scores are [P, P].
     """
     length = q.shape[2]
     window = None if window is None or window >= length else window
@@ -38,7 +41,8 @@ def causal_attention(
 def _plain(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     heads_per_key = q.shape[1] // k.shape[1]
     if heads_per_key > 1 and q.is_cuda and q.dtype == torch.float32:
-        # Only kernels for 16 bits let heads share keys; without a copy, all scores would be computed at once.
+        # Only kernels for 16 bits let heads share keys. In fp32 without a copy of the keys, all scores would be
+        # computed at once.
         k, v = k.repeat_interleave(heads_per_key, 1), v.repeat_interleave(heads_per_key, 1)
     gqa = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
@@ -47,9 +51,9 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 def masked_attention(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softcap: float | None = None
 ) -> Tensor:
-    """[N, heads, P, D]. q: [N, heads, P, D]; k and v: [N, kv_heads, keys, D]; visible: bool [N or 1, 1, P, keys], of
-    which each query needs one. softcap: as of causal_attention. Without it v, and the result, may have another D."""
-    # Heads that share keys are further rows, so that no kernel has to repeat keys.
+    """[N, heads, P, D]. q: [N, heads, P, D]; k and v: [N, kv_heads, keys, D]; visible: bool [N or 1, 1, P, keys]; each
+    query must attend to a key. softcap: as in causal_attention. Without it, v and the result may have another D."""
+    # Heads that share keys are additional rows, so no kernel repeats keys.
     rows = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
     visible = visible.repeat(1, 1, q.shape[1] // k.shape[1], 1)
     if softcap is None:
@@ -61,7 +65,7 @@ def masked_attention(
 
 
 def _last_queries(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
-    """Of the last queries of a row, with the keys up to them."""
+    """Attention of a row's last queries to all keys up to them."""
     length, num_keys = q.shape[2], k.shape[2]
     visible = torch.ones(1, 1, length, num_keys, dtype=torch.bool, device=q.device).tril(num_keys - length)
     if window is not None:

@@ -1,4 +1,4 @@
-"""Where PyTorch's compiler keeps its code: a folder for each set of instructions."""
+"""The cache folder of PyTorch's compiler: one for each instruction set."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def part_by_processor(environ: MutableMapping[str, str]) -> None:
-    """Keep what is compiled apart by the processor's instructions, unless the user names a folder.
+    """Use a separate cache folder for the processor's instruction set, unless the user sets a folder.
 
-    The compiler (torch 2.13) does not look at the instructions when it looks for code: what was generated for AVX2 is
-    compiled again for AVX-512, where it writes twice as many elements as its arrays have, and the process ends some
-    time later. Nodes of several kinds may share a folder, and ATEN_CPU_CAPABILITY changes the instructions of one.
+    The compiler (torch 2.13) ignores the instruction set when it looks up cached code: code generated for AVX2 is
+    compiled again for AVX-512, then writes twice as many elements as its arrays have, and the process crashes some time
+    later. Nodes of several kinds may share a folder, and ATEN_CPU_CAPABILITY changes a processor's instruction set.
     """
     default = default_cache_dir()
-    if environ.get(VARIABLE, default) == default:  # which the import of torch's compiler has set
+    if environ.get(VARIABLE, default) == default:  # set by the import of torch's compiler
         environ[VARIABLE] = f"{default}_{torch.backends.cpu.get_cpu_capability().lower()}"

@@ -1,5 +1,5 @@
-"""Folders of models in Hugging Face layout: a model of transformers, and what goes along with weights that are written
-anew."""
+"""Folders of models in Hugging Face layout: saving a transformers model, and the files that belong to newly written
+weights."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ TOKENIZER_FILES = (
 
 
 def save_model(model: PreTrainedModel, folder: Path, **options: Any) -> None:
-    """model.save_pretrained() without its search for containers around the model, for which accelerate imports
-    DeepSpeed where it is installed."""
+    """model.save_pretrained() without its search for wrappers of the model, for which accelerate imports DeepSpeed if
+    installed."""
     with mock.patch("transformers.modeling_utils.unwrap_model", lambda model: model):
         model.save_pretrained(folder, **options)
 
@@ -60,8 +60,8 @@ def copy_beside_weights(origin: Path, folder: Path) -> None:
 def write_config(
     source: Path, folder: Path, dtype: torch.dtype, changes: Mapping[str, Any] = MappingProxyType({})
 ) -> None:
-    """Write the config.json of the folder `source`, with these changes, for weights of this type."""
+    """Write `source`'s config.json, with these changes, for weights of this type."""
     content = json.loads((source / "config.json").read_text()) | changes
-    content.pop("torch_dtype", None)  # the name that transformers gave it before version 5
+    content.pop("torch_dtype", None)  # the name that transformers used before version 5
     content["dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")

@@ -17,8 +17,9 @@ HEAD = "score"
 class ScalarModel:
     """The score of a sequence is the head's output at its last token. ValueError if the folder has no such model.
 
-    max_batch_tokens: of one forward pass, with padding. alone: one sequence in a pass, so that the bits of a score
-    depend on the sequence alone.
+    Args:
+        max_batch_tokens: tokens of one forward pass, padding included.
+        alone: one sequence per pass, so a score's bits depend only on its sequence.
     """
 
     def __init__(self, path: Path, *, dtype: torch.dtype, device: str, max_batch_tokens: int, alone: bool = False):
@@ -36,7 +37,8 @@ class ScalarModel:
         if not isinstance(head := getattr(model, HEAD, None), nn.Linear):
             raise ValueError(f"reward_model.path: the head of {config.model_type} is not supported")
         self._body, self._head = model.base_model.to(device).eval(), head.to(device).float()
-        # transformers takes the last token of a sequence that is not the padding's, which may end sequences too.
+        # transformers reads the score at the last token that is not padding, but the padding token may also end
+        # sequences.
         self._pad = config.pad_token_id if kind.endswith("SequenceClassification") else None
         self._device, self._most, self._alone = device, max_batch_tokens, alone
         self.vocab_size = int(config.vocab_size)
@@ -51,7 +53,7 @@ class ScalarModel:
         return found
 
     def _batches(self, sequences: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Places of sequences of similar lengths, the longest first."""
+        """Indices of sequences of similar lengths, the longest first."""
         batches: list[list[int]] = []
         for place in sorted(range(len(sequences)), key=lambda i: -len(sequences[i])):
             width = len(sequences[batches[-1][0]]) if batches else 0
@@ -61,7 +63,7 @@ class ScalarModel:
         return batches
 
     def _forward(self, sequences: Sequence[Sequence[int]]) -> Tensor:
-        """float32 [n]. Padding stands behind, where no token of a causal model sees it."""
+        """float32 [n]. Padding is on the right, where no token of a causal model sees it."""
         lengths = torch.tensor([len(ids) for ids in sequences])
         ids = torch.zeros(len(sequences), int(lengths.max()), dtype=torch.long)
         for row, sequence in enumerate(sequences):

@@ -1,5 +1,5 @@
-"""Tiny models in HF layout with seeded random weights, and a byte-level BPE tokenizer trained on the text below: demos,
-tests and dry runs need no network."""
+"""Tiny models in HF layout with seeded random weights, and a byte-level BPE tokenizer trained on the text below, for
+demos, tests and dry runs without a network."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from hpcrl.system.files import give_usual_modes
 SPECIAL_TOKENS = (PAD, START, END)
 assert 256 + len(SPECIAL_TOKENS) == MIN_VOCABULARY  # every byte has a token, so any text can be encoded
 
-# Digits one by one, as Qwen2 splits them; a word takes the space before it.
+# Digits are split one by one, as Qwen2 does; a word includes the space before it.
 SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
-# The words of the roles and built-in tasks stand first and often, so that the smallest vocabulary already holds them.
+# Words of the roles and built-in tasks come first and often, so even the smallest vocabulary contains them.
 OFTEN = 64
 CORPUS = ("user\nassistant\nsystem\nsort: 3 1 2\nadd: 12 + 7\n",) * OFTEN + (
     "The answer is \\boxed{42}. So the final answer is 42.\n#### 42\n",
@@ -54,8 +54,8 @@ CORPUS = ("user\nassistant\nsystem\nsort: 3 1 2\nadd: 12 + 7\n",) * OFTEN + (
 
 
 def make_tiny_model(spec: TinyModel, folder: Path) -> None:
-    """Write model, tokenizer (ChatML) and generation config to `folder`, which appears whole or not at all. The same
-    spec gives the same files; an existing model is kept. ValueError if the spec's numbers do not make a model."""
+    """Write model, tokenizer (ChatML) and generation config to `folder`, which appears complete or not at all. Equal
+    specs give equal files; an existing model is kept. ValueError if the spec's numbers do not make a model."""
     if (folder / "config.json").exists():
         return
     check_spec(spec)
@@ -70,7 +70,7 @@ def make_tiny_model(spec: TinyModel, folder: Path) -> None:
         try:
             partial.rename(folder)
         except OSError:
-            if not (folder / "config.json").exists():  # otherwise another process made the same model first
+            if not (folder / "config.json").exists():  # otherwise another process has made this model first
                 raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -91,7 +91,7 @@ def check_spec(spec: TinyModel) -> None:
 
 def make_tokenizer(vocab_size: int, corpus: Sequence[str] = ()) -> Tokenizer:
     """A byte-level BPE tokenizer of at most `vocab_size` tokens; special tokens have the ids 0, 1, 2. corpus: texts of
-    the task, which count as much as those of the built-in tasks."""
+    the task, weighted like the built-in tasks' texts."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

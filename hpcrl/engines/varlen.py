@@ -1,7 +1,7 @@
-"""Causal attention over sequences of different lengths, back to back, without padding and without a mask: which kernel.
+"""Choose a kernel for causal attention over concatenated sequences of different lengths, without padding or mask.
 
-`find` is the one place that chooses. A kernel is taken only if its outputs and gradients are those of causal_attention
-on random tensors of the model's sizes, on this device: versions of the libraries and GPUs differ in what they support.
+Only `find` chooses. A kernel is used only if its outputs and gradients equal causal_attention's on random tensors of
+the model's sizes, on this device: versions of the libraries and GPUs differ in their support.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from hpcrl.rollout.device_copies import to_device
 
 Choice = Literal["auto", "flash", "sdpa"]
 PROBE_LENGTHS = (70, 1, 33)
-TOLERANCE = 0.02  # of the largest number; rounding to bfloat16 is .004
+TOLERANCE = 0.02  # relative to the largest number; rounding to bfloat16 is .004
 
 
 class Spans(NamedTuple):
-    """N sequences back to back that begin at starts[:N] and end at starts[1:] (int32 [N + 1]), the longest of `longest`
-    tokens; and how their tokens attend (window, softcap: as of causal_attention)."""
+    """N concatenated sequences that begin at starts[:N] and end at starts[1:] (int32 [N + 1]), the longest of `longest`
+    tokens; window and softcap as in causal_attention."""
 
     starts: Tensor
     longest: int
@@ -36,12 +36,12 @@ class Spans(NamedTuple):
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, Spans], Tensor]
-"""[T, heads, D], differentiable, of q [T, heads, D] and k, v [T, kv_heads, D]."""
+"""(q [T, heads, D], k and v [T, kv_heads, D], spans) -> [T, heads, D], differentiable."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a kernel may support or not."""
+    """Properties that a kernel may or may not support."""
 
     device: torch.device
     dtype: torch.dtype
@@ -53,7 +53,7 @@ class Setting:
 
 
 def sequence_by_sequence(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
-    """See Attend: by causal_attention. The reference of the others."""
+    """See Attend: with causal_attention. The reference for the other kernels."""
     parts = []
     for first, end in pairwise(spans.starts.tolist()):
         row = [x[first:end].transpose(0, 1)[None] for x in (q, k, v)]
@@ -63,7 +63,7 @@ def sequence_by_sequence(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tenso
 
 
 def flash_attn() -> Attend:
-    """Of the package flash-attn (arXiv 2307.08691). ImportError without it."""
+    """The kernel of the package flash-attn (arXiv 2307.08691). ImportError without it."""
     from flash_attn import flash_attn_varlen_func
 
     def attend(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
@@ -87,11 +87,11 @@ def flash_attn() -> Attend:
 
 
 def torch_varlen() -> Attend:
-    """Of torch itself. ImportError for a version without it."""
+    """torch's own kernel. ImportError for a version without it."""
     from torch.nn.attention.varlen import varlen_attn
 
     grouped: dict[str, Any] = {}
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # other versions do not ask
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # other versions do not need the argument
         grouped["enable_gqa"] = True
 
     def attend(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
@@ -106,13 +106,13 @@ def torch_varlen() -> Attend:
 
 
 KERNELS: dict[str, Callable[[], Attend]] = {"flash-attn": flash_attn, "torch": torch_varlen}
-"""By preference. All are for GPUs and 16 bits."""
+"""In order of preference. All are for GPUs and 16 bits."""
 
 
 @functools.lru_cache(maxsize=64)
 def find(choice: Choice, sizes: Setting) -> Attend | None:
-    """The kernel for these sizes; None: attention goes by blocks of equally long rows. ValueError with the reasons if
-    choice is "flash" and there is none."""
+    """The kernel for these sizes; None: attention uses blocks of equally long rows. ValueError with the reasons if
+    choice is "flash" and no kernel is usable."""
     if choice == "sdpa":
         return None
     if choice == "auto" and not _suits(sizes):
@@ -141,7 +141,7 @@ def _suits(sizes: Setting) -> bool:
 
 
 def deviation(attend: Attend, sizes: Setting) -> float:
-    """The largest difference of outputs and gradients from those of the reference in fp32, over the largest number."""
+    """The largest difference of outputs and gradients from the reference in fp32, relative to the largest number."""
     generator = torch.Generator(sizes.device).manual_seed(0)
     total = sum(PROBE_LENGTHS)
     shapes = [(total, heads, sizes.head_dim) for heads in (sizes.heads, sizes.kv_heads, sizes.kv_heads, sizes.heads)]
@@ -160,5 +160,5 @@ def deviation(attend: Attend, sizes: Setting) -> float:
 
 
 def starts_of(lengths: Sequence[int], device: torch.device) -> Tensor:
-    """int32 [N + 1]: where each sequence begins, and the end of the last."""
+    """int32 [N + 1]: the start of each sequence, and the end of the last."""
     return to_device(torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32), device)

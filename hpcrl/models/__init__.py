@@ -1,4 +1,4 @@
-"""What hpcrl knows of model families: one file each, and `families` lists them. Imports no torch.
+"""Properties of model families: one file each; `families` lists them. Imports no torch.
 
-A family without a file is trained by what its config.json says, and refused where that does not suffice.
+A family without a file is trained according to its config.json, and refused where that does not suffice.
 """

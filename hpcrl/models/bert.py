@@ -1,4 +1,4 @@
-"""BERT (arXiv 1810.04805), which transformers has as a causal language model, too."""
+"""BERT (arXiv 1810.04805), which transformers also offers as a causal language model."""
 
 from hpcrl.models.family import Family
 

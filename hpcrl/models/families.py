@@ -1,4 +1,4 @@
-"""The model families that have a file, by model_type, and the shapes of their models."""
+"""The model families that have a file, by model_type, and their models' shapes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LISTED = (
 )
 FAMILIES: dict[str, Family] = {model_type: family for family in LISTED for model_type in family.model_types}
 UNKNOWN = Family(model_types=())
-"""Of a model_type without a file."""
+"""The family of a model_type without a file."""
 PLANNED = tuple(name for name, family in FAMILIES.items() if family.decoder is not None)
 NATIVE = tuple(name for name, family in FAMILIES.items() if family.native)
 MEGATRON = tuple(name for name, family in FAMILIES.items() if family.megatron is not None)
@@ -43,7 +43,7 @@ MEGATRON = tuple(name for name, family in FAMILIES.items() if family.megatron is
 
 
 def family_of(model_type: Any) -> Family:
-    """What is known of a model_type; UNKNOWN if it has no file."""
+    """The family of a model_type; UNKNOWN if it has no file."""
     return FAMILIES.get(str(model_type), UNKNOWN)
 
 
@@ -60,7 +60,8 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
 
 
 def shape_of(folder: str | None, key: str) -> ModelShape:
-    """The parameters of the model in a folder; `key` names it. CannotPlanError if its config.json cannot be read."""
+    """Sizes and parameters of the model in a folder; `key` names the folder. CannotPlanError if its config.json cannot
+    be read."""
     path = Path(folder or "") / "config.json"
     try:
         return read_shape(json.loads(path.read_text()))
@@ -69,7 +70,7 @@ def shape_of(folder: str | None, key: str) -> ModelShape:
 
 
 def known_shape(folder: Path) -> ModelShape | None:
-    """The parameters of the model in a folder; None if they are not known."""
+    """Sizes and parameters of the model in a folder; None if they are not known."""
     try:
         return shape_of(str(folder), "model.path")
     except CannotPlanError:

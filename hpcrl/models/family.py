@@ -1,4 +1,4 @@
-"""What hpcrl knows of a model family beyond the config.json of its models."""
+"""Properties of a model family that its models' config.json does not contain."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpcrl.models.shape import Decoder, ModelShape
 
 
 def nothing_lacks(model: Mapping[str, Any]) -> Iterator[str]:
-    """A family of which Megatron-Core's layers compute all that its config.json may say."""
+    """For a family whose config.json features are all implemented by Megatron-Core's layers."""
     yield from ()
 
 
@@ -25,11 +25,11 @@ class MegatronModel:
     biases: tuple[str, ...] = ()
     """Keys of biases that Megatron-Core's layers do not have here."""
     rope_types: tuple[str, ...] = ("default", "linear", "llama3")
-    """Kinds of rotary embedding; those whose frequencies do not depend on the sequence, and that scale nothing else."""
+    """Kinds of rotary embedding whose frequencies do not depend on the sequence, and that scale nothing else."""
     lacks: Callable[[Mapping[str, Any]], Iterator[str]] = nothing_lacks
-    """Why a model is not trained, from its config.json, beside what the keys above say."""
+    """Why a model is not trained, from its config.json, in addition to the keys above."""
     stores_own_names: bool = False
-    """Megatron-Core's own layers store tensors under their own names, not under those of Transformer Engine."""
+    """Megatron-Core's own layers use their own tensor names, not Transformer Engine's."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Family:
     model_types: tuple[str, ...]
     """The values of model_type in config.json."""
     decoder: Decoder | None = None
-    """What its decoder does whatever config.json says; None: not known, and its models are not planned."""
+    """The decoder's properties that do not depend on config.json; None: not known, and its models are not planned."""
     read: Callable[[str, Decoder, Mapping[str, Any]], ModelShape] | None = None
     """Called with model_type, decoder and config.json; None: hpcrl.models.grouped.grouped_shape."""
     native: bool = False
@@ -47,19 +47,19 @@ class Family:
     megatron: MegatronModel | None = None
     """None: the Megatron engine does not train it."""
     vllm_slices: bool = False
-    """The part of each weight that a tensor parallel rank of vLLM reads is tested; else ranks get all of it."""
+    """vLLM's split of each weight over tensor parallel ranks is tested; else ranks get all of it."""
     untrainable: str = ""
-    """Why no engine that reads hidden states trains it, whatever config.json says. Of families without an answer the
-    engine tries a small model before it reads weights (hpcrl.engines.train.fsdp2.trial)."""
+    """Why no engine that reads hidden states trains it, whatever config.json says. If empty, the engine tries a small
+    model before it reads weights (hpcrl.engines.train.fsdp2.trial)."""
     multiplies_logits: bool = False
-    """logits_scaling multiplies logits; elsewhere it divides them."""
+    """logits_scaling multiplies logits; in other families it divides them."""
     renamed_in_files: bool = False
-    """Files have other names than transformers in memory."""
+    """Tensor names in files differ from names in transformers' memory."""
     predicts_further: str = ""
-    """The key of config.json with the number of layers that predict further tokens, which are in files after the
-    others but not in transformers' model."""
+    """The key of config.json with the number of multi-token prediction layers, which are in files after the other
+    layers but not in transformers' model."""
     peft_experts: frozenset[str] = frozenset()
-    """Last names of layers that peft (0.21) takes for experts in all families whose experts transformers stacks in the
-    way of this one."""
+    """Last names of layers that peft (0.21) treats as experts in all families whose experts transformers stacks like
+    this one's."""
     small_sizes: Mapping[str, Any] = field(default_factory=dict)
-    """Sizes of a small model (hpcrl.engines.train.fsdp2.small_model) that must fit to each other."""
+    """Sizes of a small model (hpcrl.engines.train.fsdp2.small_model) that must match each other."""

@@ -13,7 +13,8 @@ EXPERT_DEFAULTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermedia
 
 
 def grouped_shape(family: str, decoder: Decoder, config: Mapping[str, Any], prefix: str = "model.") -> ModelShape:
-    """The decoder of a config.json, with the defaults of transformers 5 for missing keys. prefix: of its parameters.
+    """The decoder of a config.json, with the defaults of transformers 5 for missing keys. prefix: of its parameters'
+    names.
 
     CannotPlanError if a size is missing, too large or not a whole number above 0.
     """
@@ -54,7 +55,7 @@ def grouped_shape(family: str, decoder: Decoder, config: Mapping[str, Any], pref
 def decoder_parameters(
     shape: ModelShape, layers: Sequence[Sequence[ParameterEntry]], prefix: str = "model."
 ) -> Iterator[Parameter]:
-    """The language model, in the order of transformers; layers: the entries of each."""
+    """The language model's parameters, in transformers' order; layers: the entries of each layer."""
     vocabulary = (shape.vocab_size, shape.hidden_size)
     yield Parameter(prefix + "embed_tokens.weight", vocabulary, "vocabulary")
     for layer, entries in enumerate(layers):
@@ -168,7 +169,7 @@ class GroupedLayers:
 
 
 def _qkv(shape: ModelShape, which: str, rest: Sequence[int]) -> Entry:
-    """Of each group of heads that share a key: its query rows, its key rows, its value rows."""
+    """For each group of heads that share a key: its query rows, its key rows, its value rows."""
     key = shape.head_dim
     query = shape.query_size // shape.num_kv_heads
     rows = []

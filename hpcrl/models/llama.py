@@ -1,4 +1,4 @@
-"""Llama 1 to 3 (arXiv 2407.21783), and models of their form."""
+"""Llama 1 to 3 (arXiv 2407.21783), and models with its architecture."""
 
 from hpcrl.models.family import Family, MegatronModel
 from hpcrl.models.shape import Decoder

@@ -1,7 +1,7 @@
-"""Megatron-Core's tensors and the HF tensors that they are made of: what the table of a family is built from.
+"""Megatron-Core's tensors and the HF tensors that they are made of: the entries of a family's table.
 
-A Megatron tensor is put together from rows of HF tensors: query, key and value rows group by group, gate above up, or
-the rows of one HF tensor as they are. Written against megatron-core 0.16.1 and transformers 5.
+A Megatron tensor is assembled from rows of HF tensors: query, key and value rows group by group, gate above up, or
+unchanged rows of one HF tensor. Written against megatron-core 0.16.1 and transformers 5.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 LayerSpec = Literal["local", "copied", "fused"]
-"""Megatron's own layers; these with a copy of the matrices that make latents on every tensor parallel rank; or those of
-Transformer Engine, which has such copies too, and the norm before a matrix in the matrix's module."""
+"""Megatron's own layers; these with a copy of the latents' matrices on every tensor parallel rank; or Transformer
+Engine's layers, which also have such copies, and fuse a norm into the module of the next matrix."""
 
 EntryPlace = Literal["embedding", "layer", "norm", "head"]
 
 
 @dataclass(frozen=True)
 class EntryRows:
-    """`count` rows of a Megatron tensor from row `at`: those of an HF tensor from row `first`. expert: of an HF tensor
-    of all experts of a layer (transformers in memory), the entry of the first dimension."""
+    """`count` rows of a Megatron tensor from row `at`, taken from an HF tensor from row `first`. expert: index in the
+    first dimension of an HF tensor with all experts of a layer (transformers in memory)."""
 
     hf: str
     first: int
@@ -31,12 +31,15 @@ class EntryRows:
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of GPTModel, whole: not divided by tensor parallelism.
+    """A tensor of GPTModel, not split by tensor parallelism.
 
-    name: as in GPTModel's state dict if one rank had all layers and all experts. shape: with the padded vocabulary,
-    whose last rows are in no HF tensor. place, layer, expert: who holds it. split: the dimension that tensor
-    parallelism divides (expert tensor parallelism, for an expert); None: each rank has a copy. parts: equal parts of
-    that dimension, each of which is divided (2: gate and up).
+    Attributes:
+        name: as in GPTModel's state dict if one rank had all layers and all experts.
+        shape: with the padded vocabulary, whose last rows are in no HF tensor.
+        place, layer, expert: which ranks hold it.
+        split: the dimension that tensor parallelism splits (expert tensor parallelism, for an expert); None: each rank
+            has a copy.
+        parts: equal parts of this dimension, each of which is split (2: gate and up).
     """
 
     name: str
@@ -50,12 +53,12 @@ class Entry:
 
     @property
     def padding(self) -> int:
-        """The last rows, which no HF tensor has."""
+        """Number of the last rows, which no HF tensor has."""
         return self.shape[0] - sum(rows.count for rows in self.rows)
 
 
 class MegatronLayers(Protocol):
-    """The layers of a family's models in Megatron-Core, of one config.json."""
+    """The Megatron-Core layers of one config.json's model."""
 
     hidden: int
     vocabulary: int

@@ -24,7 +24,7 @@ IN_CHANNELS = 3
 
 
 def read_shape(family: str, decoder: Decoder, config: Mapping[str, Any]) -> ModelShape:
-    """The tower first, as in transformers; the decoder's keys are in text_config or beside it."""
+    """The tower first, as in transformers; the decoder's keys are in text_config or at the top level."""
     text = {**config, **section(config, "text_config")}
     if "tie_word_embeddings" in config:
         text["tie_word_embeddings"] = config["tie_word_embeddings"]

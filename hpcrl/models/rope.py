@@ -1,4 +1,4 @@
-"""Kinds of rotary embedding (rope_type) that a config.json names, under the key of either version of transformers."""
+"""Kinds of rotary embedding (rope_type) in a config.json, under the keys of all transformers versions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 def ropes(model: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The parameters of each kind of layers' rotary embedding; empty: the default."""
+    """The rotary embedding's parameters for each kind of layer; empty: the default."""
     rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
         return []

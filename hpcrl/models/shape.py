@@ -15,9 +15,9 @@ nothing."""
 
 LAYER_COUNTS = ("num_hidden_layers", "depth")
 MAX_LAYERS = 1000
-"""Several times more than published models have; the time of a plan grows with the square of the layers."""
+"""Several times the maximum of published models; a plan's run time is quadratic in the layers."""
 MAX_SIZE = 2**31 - 1
-"""Of any other size; the kernels of most engines cannot index tensors beyond it."""
+"""Maximum of all other sizes; the kernels of most engines cannot index tensors beyond it."""
 
 
 class CannotPlanError(ValueError):
@@ -26,29 +26,29 @@ class CannotPlanError(ValueError):
 
 @dataclass(frozen=True)
 class Decoder:
-    """What the code of a family's decoder does whatever its config.json says."""
+    """Properties of a family's decoder that do not depend on config.json."""
 
     qkv_bias: bool = False
     """Queries, keys and values have biases, the output projection has none, whatever attention_bias says."""
     reads_bias: bool = False
-    """It reads attention_bias, for queries, keys, values and the output projection."""
+    """Whether it reads attention_bias, for queries, keys, values and the output projection."""
     reads_mlp_bias: bool = False
-    """It reads mlp_bias."""
+    """Whether it reads mlp_bias."""
     qk_norm: bool = False
     """Query and key heads are normalised."""
     experts: bool = False
-    """Layers have routed experts, as num_experts, decoder_sparse_step and mlp_only_layers say."""
+    """Layers have routed experts, according to num_experts, decoder_sparse_step and mlp_only_layers."""
     gemma: bool = False
     """Norms multiply by weight + 1, in float32, also after attention and after the MLP; embeddings are scaled, and the
     head is the embedding unless config.json says otherwise; the MLP is gated by gelu."""
     joined: bool = False
     """One matrix for q, k and v, and one for gate and up."""
     soft_capped: bool = False
-    """It reads attn_logit_softcapping: scores are cap * tanh(scores / cap) (arXiv 2408.00118)."""
+    """Whether it reads attn_logit_softcapping: scores are cap * tanh(scores / cap) (arXiv 2408.00118)."""
     partly_rotated: bool = False
-    """It reads partial_rotary_factor."""
+    """Whether it reads partial_rotary_factor."""
     windows: Literal["none", "all", "by layer"] = "none"
-    """The layers to which sliding_window applies; by layer: those that layer_types names."""
+    """The layers to which sliding_window applies; by layer: as layer_types defines."""
     window_switch: bool = False
     """There are windows only if use_sliding_window is true."""
     head_dim: int | None = None
@@ -73,7 +73,7 @@ class Parameter:
 @dataclass(frozen=True)
 class Latent:
     """Sizes of multi-head latent attention (arXiv 2405.04434): ranks of queries (None: one matrix) and of keys and
-    values, and the widths of a head's parts without and with positions, and of its values."""
+    values; widths of a head's non-rotary part, its rotary part and its values."""
 
     query_rank: int | None
     rank: int
@@ -107,7 +107,7 @@ class ModelShape:
     parameters: tuple[Parameter, ...] = ()
     latent: Latent | None = None
     shared_size: int = 0
-    """Width of the experts that every token has."""
+    """Width of the shared experts."""
 
     @cached_property
     def splits(self) -> dict[str, ParameterSplit]:
@@ -121,7 +121,7 @@ class ModelShape:
 
     @property
     def key_size(self) -> int:
-        """Width of all key heads, equal to that of all value heads."""
+        """Width of all key heads, equal to the width of all value heads."""
         return self.num_kv_heads * self.head_dim
 
     @property
@@ -131,17 +131,17 @@ class ModelShape:
 
     @property
     def num_active(self) -> int:
-        """Parameters active for one token: of the experts, only the selected ones."""
+        """Parameters active for one token: only the selected experts count."""
         idle = sum(p.size for p in self.parameters if p.split == "expert")
         return self.num_parameters - idle + idle * self.experts_per_token // max(1, self.num_experts)
 
     @property
     def route_bytes(self) -> int:
-        """Bytes of the experts that were chosen for a token (the field `routes`, hpcrl.engines.expert_routes)."""
+        """Bytes of a token's chosen experts (the field `routes`, hpcrl.engines.expert_routes)."""
         return len(self.expert_layers) * self.experts_per_token * (1 if self.num_experts <= 255 else 2)
 
     def of_layer(self, layer: int | None) -> list[Parameter]:
-        """The parameters of a layer; for None, those outside the layers."""
+        """The parameters of a layer; for None, the parameters outside the layers."""
         return [parameter for parameter in self.parameters if parameter.layer == layer]
 
 
@@ -150,7 +150,7 @@ ParameterEntry = tuple[str, tuple[int, ...], ParameterSplit]
 
 
 def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """A part of a config.json that is an object; empty if it is absent. CannotPlanError if it is none."""
+    """A JSON object in a config.json; empty if it is absent. CannotPlanError if it is not an object."""
     found = config.get(key) or {}
     if not isinstance(found, Mapping):
         raise CannotPlanError(f"{key} in config.json is not an object")
@@ -158,7 +158,7 @@ def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """A size of a config.json. CannotPlanError if it is missing without a default, or none."""
+    """A size in a config.json. CannotPlanError if it is missing without a default, or not a size."""
     value = config.get(key)
     if value is None and key == "num_experts":
         value = config.get("num_local_experts")
@@ -169,7 +169,7 @@ def size(config: Mapping[str, Any], key: str, default: int | None = None) -> int
 
 
 def wrong_size(key: str, value: Any) -> str:
-    """What is wrong with a size of a config.json, and what is needed; empty if it is valid."""
+    """The error text for a size in a config.json; empty if it is valid."""
     most = MAX_LAYERS if key in LAYER_COUNTS else MAX_SIZE
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         return f"{reprlib.repr(value)}, a whole number above 0 is needed"

@@ -1,4 +1,4 @@
-"""The model families that the installed transformers knows, without importing it."""
+"""The model families of the installed transformers, found without importing it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hpcrl.models.families import family_of
 
 TABLE = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 SCALAR_HEADS = ("ForSequenceClassification", "ForTokenClassification")
-"""Endings of the architectures of reward models; the second is that of an exported critic."""
+"""Endings of the architectures of reward models; the second one is an exported critic's."""
 
 
 @functools.cache
@@ -34,7 +34,7 @@ def causal_families() -> frozenset[str]:
 
 
 def untrainable(model: Mapping[str, Any]) -> Iterator[str]:
-    """Why an engine that trains decoders of transformers cannot train that of this config.json
+    """Why an engine that trains transformers' decoders cannot train this config.json's decoder
     (TrainEngineSpec.unsupported)."""
     family, known = model.get("model_type"), causal_families()
     if known and family not in known:

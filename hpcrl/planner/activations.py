@@ -1,8 +1,8 @@
 """Bytes that autograd keeps between a forward and its backward pass: the sum over the tensors of each operation.
 
 FSDP2 runs transformers' layers operation by operation, and the sums below follow that code: RMSNorm computes in fp32
-and keeps its input and result; a linear layer keeps its input; attention keeps q, k, v and its output. Attention scores
-are computed again in the backward pass: those of Gemma 2, for which there is no kernel, block of queries by block.
+and keeps its input and result; a linear layer keeps its input; attention keeps q, k, v and its output. The backward
+pass recomputes attention scores; Gemma 2's, for which there is no kernel, by blocks of queries.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ engines/train/fsdp2/logits.py)."""
 
 @dataclass(frozen=True)
 class Tokens:
-    """Token counts of one micro-batch: all, those with a loss, those of the longest sequence."""
+    """Token counts of one micro-batch: all tokens, tokens with a loss, tokens of the longest sequence."""
 
     total: int
     predicted: int
@@ -32,19 +32,19 @@ class Tokens:
 
     @classmethod
     def of(cls, config: Config, num_sequences: int) -> Tokens:
-        """The largest micro-batch of a rank with this many sequences: the token limit, or one rollout of maximum
-        length if longer."""
+        """The largest micro-batch of a rank with this many sequences: the token limit, or one rollout of maximum length
+        if longer."""
         row = config.max_row_tokens
         total = max(min(config.trainer.max_tokens_per_micro_batch, num_sequences * row), row)
         return cls(total, total, config.max_sequence_tokens)
 
     def shared(self, num_ranks: int) -> Tokens:
-        """A rank's part, if ranks divide the tokens."""
+        """A rank's part, if ranks split the tokens."""
         return Tokens(-(-self.total // num_ranks), -(-self.predicted // num_ranks), self.longest)
 
 
 def fsdp2_activations(shape: ModelShape, tokens: Tokens, num_bytes: int, checkpointing: bool) -> int:
-    """Bytes kept for the backward pass of one micro-batch; num_bytes: size of a number of the computation type. With
+    """Bytes kept for the backward pass of one micro-batch; num_bytes: bytes per number in the compute dtype. With
     activation checkpointing, each layer keeps only its input."""
     hidden = shape.hidden_size
     outside = tokens.total * (2 * shape.head_dim * num_bytes + INDEX)  # cosines and sines; token ids
@@ -93,7 +93,7 @@ def _layer(shape: ModelShape, layer: int, tokens: Tokens, num_bytes: int) -> int
         kept += _norm(shape, query, num_bytes) + _norm(shape, key, num_bytes)
         kept += FP32 * (shape.num_heads + shape.num_kv_heads - 2)  # one scale per head
     if shape.decoder.soft_capped:
-        kept += (query + 2 * key) * num_bytes  # the rest is computed again (recomputed_scores)
+        kept += (query + 2 * key) * num_bytes  # the rest is recomputed (recomputed_scores)
     else:
         kept += (2 * query + 2 * key) * num_bytes + FP32 * shape.num_heads
     if layer in shape.expert_layers:
@@ -107,9 +107,13 @@ def _layer(shape: ModelShape, layer: int, tokens: Tokens, num_bytes: int) -> int
 def logits_bytes(
     shape: ModelShape, tokens: Tokens, chunk_tokens: int, num_bytes: int, float32_head: bool = False
 ) -> int:
-    """Bytes of one chunk of the vocabulary projection in fp32, of the tensors beside it (the projection's result and
-    gradient in the computation type, or the softmax of a block of rows), and of the matrix's gradient, summed in
-    fp32. float32_head: the hidden states and blocks of the matrix are converted for the projection."""
+    """Bytes of one chunk of the vocabulary projection in fp32, of the other tensors at that time (the projection's
+    result and gradient in the compute dtype, or the softmax of a block of rows), and of the matrix's gradient, summed
+    in fp32.
+
+    Args:
+        float32_head: the hidden states and blocks of the matrix are converted for the projection.
+    """
     chunk = min(chunk_tokens, tokens.predicted) * shape.vocab_size
     blocks = 2 * min(chunk, LOGITS_BLOCK) * FP32
     beside = blocks if num_bytes == FP32 else max(blocks, chunk * num_bytes)

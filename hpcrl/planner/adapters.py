@@ -1,4 +1,4 @@
-"""The adapters of a model (trainer.lora): their shapes, and what a publish sends."""
+"""The adapters of a model (trainer.lora): their shapes, and the weights that a publish sends."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def adapters(lora: LoRAConfig | None, shape: ModelShape) -> list[Parameter]:
 
 
 def trained(config: Config, shape: ModelShape) -> ModelShape:
-    """The shape with the parameters that an optimizer step changes and a publish sends: all, or the adapters alone."""
+    """The shape with only the parameters that an optimizer step changes and a publish sends: all, or the adapters'."""
     return replace(shape, parameters=tuple(adapters(config.lora, shape))) if config.lora is not None else shape
 
 
 def with_adapters(config: Config, shape: ModelShape) -> ModelShape:
-    """The shape with the parameters of the adapters, too."""
+    """The shape with the adapters' parameters added."""
     return replace(shape, parameters=(*shape.parameters, *adapters(config.lora, shape)))
 
 
 def check_targets(config: Config, shape: ModelShape) -> Iterator[Problem]:
-    """Targets that are not linear layers of the model."""
+    """Report targets that are not linear layers of the model."""
     if config.lora is None:
         return
     modules = [p.name.removesuffix(".weight") for p in _linear(shape)]

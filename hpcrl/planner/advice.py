@@ -1,4 +1,4 @@
-"""Suggests changes so that a run fits: changes are tried in turn, cheapest first, and kept only if they help."""
+"""Suggests changes with which a run fits: changes are tried in turn, cheapest first, and kept only if they help."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hpcrl.spec.tables import GEN_ENGINES, ROLES
 SMALLEST_CHUNK = 1024
 SMALLEST_SLOTS = 16
 LESS = 0.99
-"""A change is kept if at most this share of the bytes remains."""
+"""A change is kept if it leaves at most this share of the bytes."""
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -44,7 +44,7 @@ def advise(config: Config, shape: ModelShape, card_bytes: int) -> tuple[list[str
 
 
 def _misfit(config: Config, shape: ModelShape, card_bytes: int) -> int:
-    """Bytes of the fullest GPU rank that does not fit; 0 if all fit."""
+    """Bytes of the fullest GPU rank that do not fit; 0 if all fit."""
     ranks = [rank for rank in memory(config, RoleLayout.from_config(config), shape) if rank.on_gpu]
     return max((rank.peak(least=True)[1] for rank in ranks if not rank.fits(card_bytes)), default=0)
 
@@ -54,7 +54,7 @@ def _possible(config: Config, shape: ModelShape) -> bool:
 
 
 def _changes(config: Config, shape: ModelShape) -> Iterator[Change]:
-    """Changes in the order of their cost: first time, then precision, then nodes."""
+    """Changes by cost: first time, then precision, then nodes."""
     trainer, generator, layout = config.trainer, config.generator, config.layout
     own = train_plan(config).changes(config, shape)
     if layout.offload == "auto":

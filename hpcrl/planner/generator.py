@@ -26,13 +26,13 @@ TRUNCATED_COPIES = 8  # and the copies that top-k, top-p or min-p sort and mask
 def generator_parts(
     config: Config, shape: ModelShape, resident: tuple[Phase, ...], cached: tuple[Phase, ...], on_gpu: bool = False
 ) -> list[Part]:
-    """Parts of a generator rank. resident, cached: phases in which the weights and the KV cache are on the device."""
+    """Memory parts of a generator rank. resident, cached: phases with the weights, or the KV cache, on the device."""
     generator, rollout, tensor = config.generator, config.rollout, config.layout.generator.tensor_parallel
     num_bytes, slots = BYTES[generator.dtype], generator.max_num_seqs
     weights = sum(split_size(p, shape, tensor, tensor) for p in shape.parameters) * num_bytes
     low_rank, engine = sum(p.size for p in adapters(config.lora, shape)) * num_bytes, GEN_ENGINES[config.gen_engine]
     away = tuple(phase for phase in PHASES if phase not in resident) if config.lora is not None else ()
-    if not engine.sleeps:  # read once from the model's folder, the weights beside adapters stay
+    if not engine.sleeps:  # weights frozen under adapters are read once from the model's folder, and stay
         resident, away = (*resident, *away), ()
     truncates = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
     copies = (TRUNCATED_COPIES if truncates else LOGIT_COPIES) + on_gpu
@@ -40,7 +40,7 @@ def generator_parts(
     cache, least = _cache(config, shape)
     longest = config.data.max_prompt_tokens
     prompt = max(longest, min(PREFILL_TOKENS, slots * longest))
-    # A GPU multiplies bfloat16 into float32; elsewhere a copy of the vocabulary matrix is kept for that.
+    # A GPU multiplies bfloat16 into float32; on other devices this needs a copy of the vocabulary matrix.
     converted = bool(generator.head_dtype) and num_bytes != FP32 and not on_gpu
     head = shape.vocab_size * shape.hidden_size * FP32 // tensor if converted else 0
     return [
@@ -62,7 +62,7 @@ def in_one_process(config: Config, layout: RoleLayout) -> bool:
 
 def shares_weights(config: Config, layout: RoleLayout) -> bool:
     """Whether the generator reads its weights from the trainer's parameters: both in one process, in one type, and
-    never at work at the same time."""
+    never active at the same time."""
     return (
         in_one_process(config, layout)
         and GEN_ENGINES[config.gen_engine].shares_weights
@@ -72,8 +72,8 @@ def shares_weights(config: Config, layout: RoleLayout) -> bool:
 
 
 def token_bytes(config: Config, shape: ModelShape) -> int:
-    """Bytes of the KV cache of one token on one rank; key and value heads are repeated if there are more ranks than
-    heads. Latents are whole on every rank."""
+    """Bytes of one token's KV cache on one rank; key and value heads are repeated if there are more ranks than heads.
+    Latents are unsplit on every rank."""
     if shape.latent is not None:
         return shape.num_layers * (shape.latent.rank + shape.latent.rope) * BYTES[config.generator.dtype]
     heads = -(-shape.num_kv_heads // config.layout.generator.tensor_parallel)
@@ -81,14 +81,14 @@ def token_bytes(config: Config, shape: ModelShape) -> int:
 
 
 def paged_cache(config: Config, shape: ModelShape) -> tuple[int, int]:
-    """The `plan` of an engine whose cache uses free memory in pages: bytes for all slots at full length, and the least,
+    """The `plan` of an engine with a paged cache in free memory: bytes for all slots at full length, and the minimum,
     for one."""
     longest = token_bytes(config, shape) * config.max_sequence_tokens
     return longest * config.generator.max_num_seqs, longest
 
 
 def too_small_cache(config: Config, engine: str, given: int | None, least: int) -> Iterator[Problem]:
-    """The refusal of a KV cache of `given` bytes (None: as many as there are) below those of one response of full
+    """Report a KV cache of `given` bytes (None: as many as available) that does not hold one response of full
     length."""
     if given is not None and given < least:
         needed = f"{config.max_sequence_tokens} tokens, the longest prompt and response, need {least / 2**30:.4g}"
@@ -111,9 +111,8 @@ def _cache(config: Config, shape: ModelShape) -> tuple[int, int | None]:
 def rollout_transfer_parts(
     config: Config, layout: RoleLayout, shape: ModelShape, roles: Collection[RoleName]
 ) -> list[Part]:
-    """Parts of a rank during the transfer of weights (hpcrl.workers.weight_updates), beside what the training engine
-    gathers to yield a tensor: on either side two steps, and where tensors come in pieces the one that is put
-    together."""
+    """Memory parts of a rank during a weight transfer (hpcrl.workers.weight_updates), in addition to the training
+    engine's gather: on either side two steps, and on the receiving side the tensor that it assembles."""
     if layout.generates_on_trainers:
         return []
     plan, needed, parts = train_plan(config), needed_bytes(config, layout, shape), []
@@ -129,7 +128,7 @@ def rollout_transfer_parts(
 
 
 def needed_bytes(config: Config, layout: RoleLayout, shape: ModelShape) -> list[int]:
-    """Bytes of new weights that each rank of a replica must get."""
+    """Bytes of new weights that each rank of a replica requires."""
     need, size = GEN_ENGINES[config.gen_engine].need, layout.generator_tensor_parallel
     return [
         sum(
@@ -142,8 +141,9 @@ def needed_bytes(config: Config, layout: RoleLayout, shape: ModelShape) -> list[
 
 
 def update_traffic(config: Config, layout: RoleLayout, shape: ModelShape) -> tuple[int, int]:
-    """(most bytes to a generator rank, bytes from a trainer rank on average) of a weight update, as if no rank had both
-    roles; the trainers' gather, if generators run there, brings each rank all that it lacks of the whole tensors."""
+    """(maximum bytes to a generator rank, mean bytes from a trainer rank) of a weight update, as if no rank had both
+    roles. If generators run on trainer ranks, the trainers' gather brings each rank all missing parts of the full
+    tensors."""
     trainers = len(layout.ranks["trainer"])
     if layout.generates_on_trainers:
         whole = trained(config, shape).num_parameters * BYTES[config.generator.dtype]
@@ -164,14 +164,14 @@ def _mlp_width(shape: ModelShape) -> int:
 
 
 def check_engine_sizes(config: Config, shape: ModelShape) -> Iterator[Problem]:
-    """What the generation engine's own check says of a model of this shape."""
+    """Problems that the generation engine's own check reports for a model of this shape."""
     engine = config.generator.engine
     if path := GEN_ENGINES[engine].check_sizes:
         yield from load(path, f"the check of generator.engine={engine}")(config, shape)
 
 
 def check_replicas_split(config: Config, shape: ModelShape) -> Iterator[Problem]:
-    """Sizes of the model not divisible by the ranks of a replica."""
+    """Report sizes of the model that the ranks of a replica do not divide."""
     tensor, path = config.layout.generator.tensor_parallel, ("layout", "generator", "tensor_parallel")
     sizes = {"attention heads": shape.num_heads}
     if len(shape.expert_layers) < shape.num_layers:

@@ -1,4 +1,4 @@
-"""Memory of each kind of rank, on its card and on its host: the sum of the parts of its roles, and whether it fits."""
+"""Memory of each kind of rank, on its card and on its host: the sum of its roles' parts, and whether it fits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from hpcrl.spec.tables import GEN_ENGINES, ROLES
 
 CARDS = {
     "40 GB": 39 << 30,
-    "48 GB": 44 << 30,  # of an L40S, reduced by error correction; an A6000 shows 47
+    "48 GB": 44 << 30,  # an L40S, reduced by error correction; an A6000 shows 47
     "64 GB": 63 << 30,
     "80 GB": 79 << 30,
     "94 GB": 93 << 30,
@@ -37,13 +37,13 @@ CARDS = {
 }
 """Card -> its memory as shown by CUDA, bytes, the smallest first."""
 USUAL_CARD = "80 GB"
-"""The smallest card for which every plan suggests changes, and beyond which layout.offload=auto moves memory."""
+"""The smallest card for which every plan suggests changes; layout.offload=auto moves memory if the plan exceeds it."""
 RESERVE = 0.1
-"""Share of a card for the CUDA context, the buffers of engines' NCCL groups, kernels' workspaces and fragmentation."""
+"""Share of a card for the CUDA context, the NCCL buffers of engines' groups, kernels' workspaces and fragmentation."""
 PROGRAM_BYTES = 555 << 20
 """Resident memory of a rank of this program and its libraries, without a model (torch for CPUs; measured: 410 MiB, with
-triton 490, with accelerate, which transformers imports if it is installed, 523 to 533; some more is counted, so that a
-plan does not say less than is measured)."""
+triton 490, with accelerate, which transformers imports if installed, 523 to 533). Some more is counted, so a plan does
+not report less than is measured."""
 LEARNING: tuple[Phase, ...] = ("train", "update")
 
 
@@ -60,7 +60,7 @@ class RankMemory:
     offloads: bool = False
     """Whether trainer and generator take turns on it (layout.offload)."""
     generator_share: float = 1.0
-    """Share of a card that the generation engine takes at most."""
+    """Maximum share of a card that the generation engine takes."""
 
     def total(self, phase: Phase, on_host: bool = False, least: bool = False) -> int:
         """Bytes during a phase on the GPU, or in host memory; least: with caches of minimum size."""
@@ -77,30 +77,30 @@ class RankMemory:
         return max(totals.items(), key=lambda item: item[1])
 
     def fits(self, card_bytes: int) -> bool:
-        """Whether the rank's GPU memory fits on a card beside the reserve."""
+        """Whether the rank's GPU memory and the reserve fit on a card."""
         starts = self.start(card_bytes) <= card_bytes
         return starts and self.peak(least=True)[1] <= usable(card_bytes) and self._spare(card_bytes) >= 0
 
     def start(self, card_bytes: int) -> int:
-        """Bytes on the GPU when the generation engine is made, which takes its share of the card at once, beside what
-        other roles keep there while it works; 0 if it takes what it needs."""
+        """Bytes on the GPU when the generation engine starts, which takes its share of the card at once, in addition to
+        memory that other roles keep there during generation; 0 if it only takes what it needs."""
         if self.generator_share == 1:
             return 0
         return self.beside_generator + int(card_bytes * self.generator_share)
 
     @property
     def beside_generator(self) -> int:
-        """Bytes that other roles keep on the GPU while the generator works."""
+        """Bytes that other roles keep on the GPU during generation."""
         return sum(part.num_bytes for part in self.parts_of("generate") if part.role != "generator")
 
     def _spare(self, card_bytes: int) -> int:
-        """Bytes of the generation engine's share of a card beside its parts, with a cache of minimum size."""
+        """Free bytes in the generation engine's share of a card, with a cache of minimum size."""
         parts = [part for part in self.parts_of("generate") if part.role == "generator"]
         needed = sum(part.num_bytes if part.least is None else part.least for part in parts)
         return int(card_bytes * self.generator_share) - needed
 
     def responses(self, card_bytes: int) -> int:
-        """Full-length responses in the KV cache of a paged engine on a card that fits; 0 for other engines."""
+        """Full-length responses in a paged engine's KV cache on a card that fits; 0 for other engines."""
         own = (part for part in self.parts if part.role == "generator" and part.least is not None)
         cache = next(own, None)
         if cache is None or cache.least is None or not self.fits(card_bytes):
@@ -145,9 +145,8 @@ def memory(config: Config, layout: RoleLayout, shape: ModelShape) -> list[RankMe
 def _kind(
     config: Config, layout: RoleLayout, shape: ModelShape, roles: tuple[RoleName, ...], ranks: tuple[int, ...]
 ) -> RankMemory:
-    """Roles that take turns alternate on the GPU: the generator is away while the trainer works, and the trainer's
-    state is in host memory while the generator decodes and, except for weights, while it loads weights. Otherwise the
-    roles are summed."""
+    """Roles that take turns alternate on the GPU: during training the generator sleeps; the trainer's state is in host
+    memory during decoding and, except for weights, during weight loading. Otherwise the roles' parts are summed."""
     on_gpu, mode = has_gpus(config, roles), config.layout.offload
     may = (
         len({"trainer", "reference", "critic"} & {*roles}) > 0
@@ -164,7 +163,8 @@ def _kind(
 
 
 def may_share_device(config: Config, layout: RoleLayout) -> bool:
-    """Whether trainer and generator share ranks, never work at the same time there, and layout.offload allows it."""
+    """Whether trainer and generator share ranks, are never active there at the same time, and layout.offload allows
+    it."""
     shared = set(layout.ranks["trainer"]) & set(layout.ranks["generator"])
     return bool(shared) and config.layout.offload != "never" and config.rollout.max_staleness == 0
 
@@ -183,7 +183,7 @@ def _summed(
         if path := ROLES[role].plan:
             parts += load(path, f"the plan of the role {role}")(config, shape, len(layout.ranks[role]))
     lent = shares_weights(config, layout)
-    if shares:  # what the generator reads stays
+    if shares:  # weights that the generator reads stay
         parts = [moved for p in parts for moved in ([p] if lent and p.name == "weights" else _moves_out(p, on_gpu))]
     if layout.replicas and not {"trainer", "generator"}.isdisjoint(roles):
         parts += rollout_transfer_parts(config, layout, shape, roles)
@@ -208,18 +208,18 @@ def _summed(
 def _routes(config: Config, shape: ModelShape, roles: Collection[RoleName], layout: RoleLayout) -> Iterator[Part]:
     """The recorded experts of a step's responses at full length, in host memory."""
     samples, longest = config.rollout.num_prompts * config.rollout.group_size, config.max_row_tokens
-    if "trainer" in roles:  # twice while a batch is formed
+    if "trainer" in roles:  # twice while a batch is assembled
         held = -(-samples // len(layout.division("trainer").groups)) * longest
         yield Part("trainer", "routes", 2 * held * shape.route_bytes, on_host=True)
-    if "generator" in roles:  # and those of running responses, in a table that doubles when it is full
+    if "generator" in roles:  # and routes of running responses, in a table that doubles when it is full
         held = -(-samples // len(layout.replicas)) * longest
         running = 2 * config.generator.max_num_seqs * config.max_response_tokens
         yield Part("generator", "routes", (held + running) * shape.route_bytes, on_host=True)
 
 
 def _moves_out(part: Part, on_gpu: bool) -> list[Part]:
-    """A permanent part, moved to host memory while the generator uses the GPU. That memory is kept for the next time
-    (hpcrl.engines.train.offloading)."""
+    """A permanent part, moved to host memory while the generator uses the GPU. Its host memory is kept for the next
+    time (hpcrl.engines.train.offloading)."""
     if part.on_host or part.during != PHASES:
         return [part]
     away: tuple[Phase, ...] = ("generate",) if part.name == "weights" else ("generate", "publish")
@@ -228,7 +228,7 @@ def _moves_out(part: Part, on_gpu: bool) -> list[Part]:
 
 
 def sends_over_nccl(config: Config, layout: RoleLayout) -> bool:
-    """Whether new weights go from the GPUs of trainers to those of generators in groups (World.weights_group)."""
+    """Whether new weights go from trainers' GPUs to generators' GPUs in groups (World.weights_group)."""
     both: tuple[RoleName, ...] = ("trainer", "generator")
     apart = bool(layout.replicas) and not layout.generates_on_trainers
     return apart and all(has_gpus(config, (role,)) for role in both)
@@ -262,7 +262,7 @@ def planned_kinds(config: Config, layout: RoleLayout) -> list[RankMemory]:
 
 
 def shares_device(config: Config, layout: RoleLayout) -> bool:
-    """Whether trainer and generator give memory back to each other between phases (layout.offload)."""
+    """Whether trainer and generator free memory for each other between phases (layout.offload)."""
     if not may_share_device(config, layout):
         return False
     return config.layout.offload == "always" or any(kind.offloads for kind in planned_kinds(config, layout))

@@ -10,8 +10,8 @@ from hpcrl.models.shape import ModelShape, Parameter
 from hpcrl.spec.problems import Path
 
 Phase = Literal["train", "update", "reference", "critic", "critic_update", "generate", "publish"]
-"""forward and backward; gradient reduction and optimizer step; reference log-probs; the first two of the critic;
-decoding; transfer of weights."""
+"""forward and backward; gradient reduction and optimizer step; reference log-probs; the critic's first two; decoding;
+weight transfer."""
 PHASES: tuple[Phase, ...] = ("train", "update", "reference", "critic", "critic_update", "generate", "publish")
 BYTES = {"float32": 4, "bfloat16": 2}
 

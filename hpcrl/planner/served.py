@@ -1,7 +1,7 @@
 """Memory of the ranks that serve models to rewards.
 
-A judge rank is a generator rank with the judge's model and keys, whose weights and cache always stay. A reward-model
-rank has the weights of a decoder with a head of one row, and a forward pass.
+A judge rank is a generator rank with the judge's model and keys, whose weights and cache stay at all times. A
+reward-model rank has a decoder's weights with a head of one row, and a forward pass.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from hpcrl.planner.memory_parts import BYTES, PHASES, Part
 
 
 def judge_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
-    """Parts of a judge rank; shape: of the policy's model. CannotPlanError if judge.path cannot be read."""
+    """Memory parts of a judge rank; shape: the policy model's. CannotPlanError if judge.path cannot be read."""
     own = shape_of(config.judge.path, "judge.path")
     parts = generator_parts(config.of_judge(), own, PHASES, PHASES, has_gpus(config, ("judge",)))
     return [replace(part, role="judge") for part in parts]
 
 
 def check_judge_sizes(config: Config) -> Iterator[Problem]:
-    """What the judge's engine says of its model. CannotPlanError as above."""
+    """Problems that the judge's engine reports for its model. CannotPlanError as above."""
     own = shape_of(config.judge.path, "judge.path")
     yield from map(as_judges, check_engine_sizes(config.of_judge(), own))
 
 
 def reward_model_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
-    """Parts of a rank; shape: of the policy's model. CannotPlanError if reward_model.path cannot be read."""
+    """Memory parts of a rank; shape: the policy model's. CannotPlanError if reward_model.path cannot be read."""
     own = config.reward_model
     shape = shape_of(own.path, "reward_model.path")
     body = tuple(p for p in shape.parameters if not p.name.startswith("lm_head."))

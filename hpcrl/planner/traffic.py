@@ -1,12 +1,12 @@
 """Bytes that ranks send: trainers to each other in an optimizer step, and new weights to replicas over NCCL.
 
-The bytes of a step, by purpose and by collective, follow from NCCL's rings of p ranks and a tensor of n bytes:
-n (p - 1) / p from each rank for an all-gather, a reduce-scatter or an exchange of all with all (n: what all ranks have
-together, or what a rank has to exchange), and twice as many for an all-reduce. Norms of gradients, counts and other
-collectives of a few numbers are left out.
+The bytes of a step, by purpose and by collective, are computed for NCCL's rings of p ranks and a tensor of n bytes: n
+(p - 1) / p from each rank for an all-gather, a reduce-scatter or an all-to-all (n: all ranks' bytes together, or a
+rank's bytes to exchange), and twice as many for an all-reduce. Gradient norms, counts and other collectives of a few
+numbers are left out.
 
-New weights travel in one group for each replica, with all trainers. Not run here: the figures come from NCCL's source
-(2.30) and from timings of others. Buffers of a communicator, each way: between nodes one for all peers (net.cc,
+New weights travel in one group per replica, with all trainers. Not run here: the figures come from NCCL's source (2.30)
+and from others' timings. Buffers of a communicator, each way: between nodes one for all peers (net.cc,
 sharedNetBuffersInit); within a node one for each channel to a peer (p2p.cc: three protocols, 9.2 MiB, on the receiving
 side).
 """
@@ -29,14 +29,15 @@ Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all",
 
 @dataclass(frozen=True)
 class StepWork:
-    """What a data parallel rank trains in an optimizer step: tokens of all its micro-batches, and how many of these."""
+    """A data parallel rank's work in an optimizer step: the tokens of all its micro-batches, and the number of
+    micro-batches."""
 
     num_tokens: int
     num_micro_batches: int
 
     @classmethod
     def of(cls, config: Config, num_data_parallel: int) -> StepWork:
-        """If every sequence has the maximum length."""
+        """The work if every sequence has the maximum length."""
         samples, longest = -(-samples_of_an_update(config) // num_data_parallel), config.max_row_tokens
         together = max(1, config.trainer.max_tokens_per_micro_batch // longest)
         return cls(samples * longest, -(-samples // together))
@@ -52,38 +53,38 @@ class Sent:
 
 
 def exchanged(what: str, collective: Collective, num_bytes: int, num_ranks: int) -> Iterator[Sent]:
-    """What each of num_ranks ranks sends if they exchange num_bytes, as above; nothing if there is nothing to send."""
+    """Bytes that each of num_ranks ranks sends if they exchange num_bytes, as above; nothing for 0 bytes."""
     times = 2 if collective == "all_reduce" else 1
     if sent := times * num_bytes * (num_ranks - 1) // num_ranks:
         yield Sent(what, collective, sent)
 
 
 def total_bytes(sent: Iterable[Sent], gloo: bool = False) -> int:
-    """The sum. gloo: with an all-reduce in place of every reduce-scatter, which gloo lacks."""
+    """The sum. gloo: with an all-reduce instead of every reduce-scatter, which gloo lacks."""
     return sum(each.num_bytes * (2 if gloo and each.collective == "reduce_scatter" else 1) for each in sent)
 
 
 NET_BYTES = CHANNELS * 16 * (128 << 10)
 """16 pieces of 128 KiB a channel."""
 SEND_BYTES, RECEIVE_BYTES = 2 << 20, 10 << 20
-"""For each channel to a GPU of the same node, in pieces of 2 MiB."""
+"""Per channel to a GPU of the same node, in pieces of 2 MiB."""
 PEERS_AT_ONCE = 8
-"""Ranks of a communicator to each of which it gives as many channels as its own number, if it spans nodes (paths.cc,
-ncclTopoComputeP2pChannels); of more ranks, each gets fewer."""
+"""A communicator that spans nodes and has at most this many ranks gives each rank as many channels as the communicator
+has; with more ranks, each gets fewer (paths.cc, ncclTopoComputeP2pChannels)."""
 COMMUNICATOR_S, RANK_S = 0.35, 0.0144
-"""Seconds to make a communicator: topology, graphs, own connections; and for each rank, to find the others. 16 GPUs
-on two nodes took 1.08 s, .51 of them once a process to load kernels, and .23 to find each other (NVIDIA/nccl#1412)."""
+"""Seconds to make a communicator: topology, graphs, own connections; and per rank, to find the other ranks. 16 GPUs on
+two nodes took 1.08 s, .51 of them once a process to load kernels, and .23 to find each other (NVIDIA/nccl#1412)."""
 
 
 def seconds_to_make(num_ranks: int) -> float:
-    """Of a communicator of so many ranks, without the connections between them."""
+    """Seconds to make a communicator of this many ranks, without the connections between them."""
     return COMMUNICATOR_S + RANK_S * num_ranks
 
 
 @dataclass(frozen=True)
 class WeightGroups:
-    """Most communicators and bytes of NCCL's buffers of a trainer and of a generator rank, and the seconds to make all
-    communicators, one after another."""
+    """Maximum communicators and bytes of NCCL's buffers of a trainer and of a generator rank, and the seconds to make
+    all communicators, one after another."""
 
     of_trainer: int
     of_generator: int
@@ -93,7 +94,8 @@ class WeightGroups:
 
 
 def weight_groups(config: Config, layout: RoleLayout) -> WeightGroups:
-    """Of a layout whose ranks have a GPU each, and whose generators are not reached by the trainers' own gather."""
+    """The groups of a layout whose ranks have a GPU each, and whose generators are not reached by the trainers' own
+    gather."""
     trainers = layout.ranks["trainer"]
     home = {rank: number for number, node in enumerate(Placement.from_config(config, layout).nodes) for rank in node}
     at = Counter(home[rank] for rank in trainers)

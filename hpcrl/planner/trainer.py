@@ -1,4 +1,4 @@
-"""Memory and traffic of trainer, reference and critic ranks, from the plan of their engine.
+"""Memory and traffic of trainer, reference and critic ranks, from their engine's plan.
 
 A critic rank is a trainer rank with the critic's model and keys, a head of one row and no logits.
 """
@@ -27,10 +27,10 @@ class TrainPlan(Protocol):
         """Problems of the engine's sizes with the model or the ranks."""
 
     def trainer_parts(self, config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
-        """Parts of the fullest trainer rank. The sizes must be valid (check)."""
+        """Memory parts of the fullest trainer rank. The sizes must be valid (check)."""
 
     def reference_parts(self, config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
-        """Parts of the fullest rank of the reference."""
+        """Memory parts of the fullest reference rank."""
 
     def checkpoint_bytes(self, config: Config, shape: ModelShape) -> int:
         """Bytes of weights and optimizer state in one checkpoint, for all ranks together."""
@@ -39,18 +39,18 @@ class TrainPlan(Protocol):
         """Numbers in the largest tensor sent to the generators at once."""
 
     def num_senders(self, config: Config, num_ranks: int) -> int:
-        """The trainer ranks between which the bytes of every tensor that goes to other ranks are divided."""
+        """Number of trainer ranks over which the bytes of every tensor for other ranks are divided."""
 
     def step_traffic(self, config: Config, shape: ModelShape, num_ranks: int, work: StepWork) -> list[Sent]:
-        """What the trainer rank that sends most sends to the others in an optimizer step in which every data parallel
-        rank has this work; empty if it sends nothing. The sizes must be valid (check). CannotPlanError where it is not
-        known."""
+        """The maximum that a trainer rank sends to other trainer ranks in an optimizer step in which every data
+        parallel rank has this work; empty if it sends nothing. The sizes must be valid (check). CannotPlanError where
+        it is not known."""
 
     def changes(self, config: Config, shape: ModelShape) -> dict[str, list[Change]]:
         """Changes of the engine's keys that save memory, by cost."""
 
     def rows(self, config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[PlanRow]:
-        """Lines of the plan on the split of model and batch. The sizes must be valid (check)."""
+        """Lines of the plan about the split of model and batch. The sizes must be valid (check)."""
 
 
 def train_plan(config: Config) -> TrainPlan:
@@ -96,8 +96,8 @@ def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
 def forward_parts(
     config: Config, shape: ModelShape, num_ranks: int, weights: int, gathered: int, on_host: bool, sharing: int = 1
 ) -> list[Part]:
-    """Parts of a rank with frozen weights that computes one layer at a time. sharing: ranks that divide the tokens of
-    the same rows."""
+    """Memory parts of a rank with frozen weights that computes one layer at a time. sharing: ranks that split the
+    tokens of their common rows."""
     samples = samples_of_a_step(config)
     compute = BYTES[config.trainer.param_dtype]
     tokens = Tokens.of(config, -(-samples * sharing // num_ranks)).shared(sharing)
@@ -111,11 +111,11 @@ def forward_parts(
 
 
 PHASE_OF: dict[Phase, Phase] = {"train": "critic", "update": "critic_update"}
-"""Phase of a trainer -> that of the critic with the same work."""
+"""Phase of a trainer -> the critic's phase with equal work."""
 
 
 def critic_shape(config: Config, policy: ModelShape) -> ModelShape:
-    """The parameters of the critic; `policy`: of the policy's model. CannotPlanError if critic.path cannot be read."""
+    """The critic's parameters; `policy`: the policy model's shape. CannotPlanError if critic.path cannot be read."""
     shape = policy if config.critic.path is None else shape_of(config.critic.path, "critic.path")
     body = tuple(p for p in shape.parameters if not p.name.startswith("lm_head."))
     head = (Parameter("score.weight", (1, shape.hidden_size), "whole"), Parameter("score.bias", (1,), "whole"))
@@ -123,7 +123,8 @@ def critic_shape(config: Config, policy: ModelShape) -> ModelShape:
 
 
 def critic_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
-    """Parts of the fullest critic rank; shape: of the policy's model. CannotPlanError for an engine without a plan."""
+    """Memory parts of the fullest critic rank; shape: the policy model's. CannotPlanError for an engine without a
+    plan."""
     own = config.of_critic()
     parts = train_plan(own).trainer_parts(own, critic_shape(config, shape), num_ranks)
     found = []

@@ -223,5 +223,5 @@ def test_of_single_turns_it_is_reinforce() -> None:
 
 @pytest.mark.parametrize("key", [{"kl_reward_coef": 0.1}, {"whiten_rewards": True}], ids=str)
 def test_keys_for_tokens_are_refused(key: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=f"algorithm.{next(iter(key))}: .* acts on rewards of tokens, and gigpo has"):
+    with pytest.raises(ConfigError, match=f"algorithm.{next(iter(key))}: .* acts on token rewards, and gigpo has"):
         parse({"algorithm": {"advantage_estimator": "gigpo", **key}})

@@ -121,7 +121,7 @@ def test_a_replica_shares_all_of_its_ranks_with_an_engine_or_none() -> None:
     layout["trainer"] = {"num_ranks": 1, "colocate_with": "generator"}
     with pytest.raises(ConfigError) as told:
         RoleLayout.from_config(parse({"generator": {"engine": "vllm"}, "layout": layout}))
-    assert "layout.generator: ranks 1 of a replica are also trainer ranks, its others are not" in str(told.value)
+    assert "layout.generator: ranks 1 of a replica are also trainer ranks, its other ranks are not" in str(told.value)
 
 
 def test_sizes_that_do_not_divide_are_told_where_a_fake_engine_stands_in() -> None:

@@ -334,7 +334,7 @@ def test_a_compiler_for_another_cuda_is_told(make: Make, home: bool) -> None:
         (
             ROCM,
             ["trainer.engine=megatron"],
-            "has 8 AMD GPU(s), which trainer.engine=megatron: its layers are of Transformer",
+            "has 8 AMD GPU(s), which trainer.engine=megatron: its layers come from Transformer",
         ),
         (CPU, ["cluster.device=cpu"], ""),
         (CPU, ["debug=fake"], ""),

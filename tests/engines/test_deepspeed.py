@@ -197,7 +197,7 @@ def test_a_damaged_checkpoint_is_one_line(folder: Path, world_of_one: None, tmp_
         ),
         (
             {"options": {"gradient_clipping": 1}},
-            "options: gradient_clipping is given to DeepSpeed by hpcrl; set trainer.m",
+            "options: gradient_clipping is set by hpcrl; set trainer.m",
         ),
         (
             {"options": {"zero_optimization": {"stage": 1}}},

@@ -123,7 +123,7 @@ def test_dense_layers_that_peft_takes_for_experts_are_refused(tmp_path: Path, wo
              "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}  # fmt: skip
     folder, batch = make_model_folder("glm4_moe", tmp_path / "model", **sizes), make_batch(LENGTHS)
     with pytest.raises(
-        ValueError, match="down_proj, gate_proj, up_proj of glm4_moe are dense layers that peft takes for"
+        ValueError, match="down_proj, gate_proj, up_proj of glm4_moe are dense layers that peft treats as"
     ):
         engine(folder, lora=LORA)
     attention = LORA.model_copy(update={"target_modules": ["q_proj", "o_proj"]})

@@ -106,7 +106,7 @@ def test_damaged_folders_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=re.escape("the weights lack model.norm.weight")):
             make(folder)
         save_file({**weights, "model.norm.weight": norm[:-1]}, folder / "model.safetensors")
-        with pytest.raises(ValueError, match=re.escape("model.norm.weight has shape [31], config.json asks for [32]")):
+        with pytest.raises(ValueError, match=re.escape("model.norm.weight has shape [31], config.json requires [32]")):
             make(folder)
         (folder / "model.safetensors").write_bytes(b"no tensors")
         with pytest.raises(ValueError, match="cannot be read"):

@@ -273,7 +273,7 @@ def test_what_cannot_be_replayed_is_refused(folder: Path, tmp_path: Path) -> Non
 
     model = torch.nn.Sequential(SigmoidTopKRouter())
     RouterReplay(model)
-    with pytest.raises(ValueError, match="SigmoidTopKRouter weights experts in another way than Qwen3-MoE"):
+    with pytest.raises(ValueError, match="SigmoidTopKRouter weights experts differently from Qwen3-MoE"):
         model(torch.randn(3, 4))
 
 

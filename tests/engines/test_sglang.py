@@ -144,7 +144,7 @@ def test_experts_go_one_by_one_under_the_names_that_sglang_knows() -> None:
         for kind, stacked in (("gate", gates), ("up", ups), ("down", downs)):
             assert torch.equal(found.pop(f"{at}.{expert}.{kind}_proj.weight"), stacked[expert])
     assert found == {"model.norm.weight": ups}
-    with pytest.raises(ValueError, match=r"weight .*gate_up_proj: hpcrl does not know how SGLang names the experts"):
+    with pytest.raises(ValueError, match=r"weight .*gate_up_proj: SGLang's names for the experts"):
         dict(adapter.one_by_one(given, False))
 
 

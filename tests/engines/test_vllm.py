@@ -141,7 +141,7 @@ def test_vllm_prepares_no_sampler_of_its_own() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels of a CPU")
 def test_heads_without_a_kernel_are_refused_with_the_sizes_that_have_one(tmp_path: Path) -> None:
     make_tiny_model(TinyModel(hidden_size=16, num_heads=2, num_kv_heads=1), tmp_path)
-    with pytest.raises(ValueError, match=r"heads have 8 numbers, .* this CPU take .*\b32, 64.*; generator.engine=n"):
+    with pytest.raises(ValueError, match=r"heads have size 8, .* this CPU support .*\b32, 64.*; generator.engine=n"):
         make_engine(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"head_dim": 32}))
@@ -271,7 +271,7 @@ def test_a_cache_of_a_family_that_is_not_planned_has_the_size_of_the_key(tmp_pat
     folder = make_model_folder("olmo2", tmp_path / "model", **HEADS, eos_token_id=1)
     words = ["generator.engine=vllm", "data.max_prompt_tokens=32", "rollout.max_new_tokens=32"]
     make(load([*words, "generator.vllm.kv_cache_gib=0.1"]), folder, None, ReplicaRanks((0,))).close()
-    with pytest.raises(ValueError, match=r"set generator\.vllm\.kv_cache_gib on a CPU"):
+    with pytest.raises(ValueError, match=r"on a CPU set generator\.vllm\.kv_cache_gib"):
         make(load(words), folder, None, ReplicaRanks((0,)))
 
 

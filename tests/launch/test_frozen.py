@@ -288,9 +288,9 @@ def test_a_sweep_and_an_executor_submit_fixed_configurations(
         ("a: [", [], "--config mine.yaml: cannot be read: while parsing"),
         ("defaults: []", [], "--config mine.yaml: a file with `defaults` chooses groups, and is an experiment: put it"),
         ("algorithm: dapo", [], "algorithm: a section of keys, not the name of an option; on the command line give "),
-        ("seed: 1", ["--config"], "--config: no file is named; write --config FILE"),
-        ("seed: 1", ["--config=b.yaml"], "--config: mine.yaml and b.yaml; give one file, and further values"),
-        ("seed: 1", ["+experiment=demo"], "+experiment=demo: --config mine.yaml takes the place of an experiment"),
+        ("seed: 1", ["--config"], "--config: the file is missing; write --config FILE"),
+        ("seed: 1", ["--config=b.yaml"], "--config: mine.yaml and b.yaml; give one file, and additional values"),
+        ("seed: 1", ["+experiment=demo"], "+experiment=demo: --config mine.yaml replaces an experiment"),
         (
             "generator: {native: {block_tokens: 48}, engine: vllm}",
             [],

@@ -121,7 +121,7 @@ def test_variables_reach_the_template_or_are_refused(at: Path):
     assert problem.startswith("data.chat_template_kwargs.enable_thinkin: the chat template of ")
     assert "reads no variable of this name; did you mean enable_thinking? (override" in problem
     (problem,) = refused(at, "data.chat_template_kwargs={tokenize: true}", "data.train=task:add")
-    assert "variables of a chat template, and tokenize is none" in problem
+    assert "variables of a chat template, and tokenize is not one" in problem
     agentic = ["pipeline=agentic", "env.default.name=lake", f"data.train={path}"]
     (problem,) = (line for line in refused(at, *agentic) if "chat_template_kwargs" in line)
     assert problem.startswith(f"{path}:1: a row's chat_template_kwargs apply only to single responses")

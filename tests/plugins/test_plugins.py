@@ -168,9 +168,14 @@ def test_a_name_that_would_hide_a_key_is_ignored_or_refused(site: Path, tmp_path
     with open(clashing / "hpcrl_example" / "specs.py", "a") as file:
         file.write('HIDING = TrainEngineSpec(about="Noisy.", make="a:b", section=NoisyConfig, name="lr")\n')
     planned = call(clashing, "layout=single", f"run_dir={tmp_path / 'run'}", "dry_run=true")
-    assert planned.returncode == 0 and "the training engine lr is ignored: TrainerConfig has a key" in planned.stderr
+    assert (
+        planned.returncode == 0
+        and "the training engine lr is ignored: TrainerConfig already has a key" in planned.stderr
+    )
     refused = call(clashing, "trainer.engine=hpcrl_example.specs:HIDING", "dry_run=true")
-    assert refused.returncode == ExitCode.BAD_INPUT and "trainer.engine: TrainerConfig has a key" in refused.stderr
+    assert (
+        refused.returncode == ExitCode.BAD_INPUT and "trainer.engine: TrainerConfig already has a key" in refused.stderr
+    )
 
 
 def test_what_no_other_part_gives_is_refused(site: Path, tmp_path: Path) -> None:
@@ -181,7 +186,10 @@ def test_what_no_other_part_gives_is_refused(site: Path, tmp_path: Path) -> None
         file.write('BARE = TrainEngineSpec(about="Log-probs only.", make="a:b")\n')
     refused = call(lonely, "pipeline=hpcrl_example.specs:LONELY", "dry_run=true")
     assert refused.returncode == ExitCode.BAD_INPUT
-    assert "pipeline: hpcrl_example.specs:LONELY needs the role nobody; there are trainer, " in refused.stderr
+    assert (
+        "pipeline: hpcrl_example.specs:LONELY needs the unknown role nobody; known roles are trainer, "
+        in refused.stderr
+    )
     refused = call(lonely, "trainer.engine=hpcrl_example.specs:BARE", "dry_run=true")
     assert refused.returncode == ExitCode.BAD_INPUT
     assert "the objective needs entropy, which the hpcrl_example.specs:BARE trainer does not compute" in refused.stderr

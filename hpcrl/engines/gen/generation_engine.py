@@ -20,9 +20,11 @@ from hpcrl.spec.media import Medium
 class ReplicaRanks:
     """The world ranks of a replica; this rank is at `index`.
 
-    group: a dist.ProcessGroupGloo of these ranks for the engine's own collectives; None for a replica of one rank. The
-    process's default group has the same ranks in this order if there are several and none of them is a trainer or
-    reference rank; else it is the group of all trainer or reference ranks.
+    Args:
+        group: a dist.ProcessGroupGloo of these ranks for the engine's own collectives; None for a replica of one rank.
+
+    The process's default group has the replica's ranks in this order if there are several and none of them is a trainer
+    or reference rank; else it is the group of all trainer or reference ranks.
     """
 
     ranks: tuple[int, ...]
@@ -53,9 +55,11 @@ class SamplingParams:
 class Request:
     """One response to generate. `prompt_ids` are all tokens before the next model token, including earlier turns.
 
-    continues: a later request is likely to begin with this prompt and its response; an engine that caches prefixes
-    should keep those of the response, too. media: of the row's prompt, in its order, of the kinds that the engine takes
-    (GenEngineSpec.media); an engine that caches prefixes must not share them between requests with different media.
+    Args:
+        continues: a later request will probably begin with this prompt and its response, so an engine with a prefix
+            cache should keep the response's blocks as well.
+        media: media of the row's prompt, in order, of the kinds in GenEngineSpec.media. An engine with a prefix cache
+            must not share prefixes between requests with different media.
     """
 
     id: int
@@ -74,9 +78,10 @@ class PromptRefused(ValueError):
 class Output:
     """A finished or aborted request. Arrays have one entry per generated token, including a stop token.
 
-    `gen_logprobs` are log-softmax(logits / temperature) without truncation (for greedy sampling: at temperature 1),
-    `gen_logprobs_behaviour` those after truncation, renormalised; None without truncation. `columns`: additional token
-    fields declared by the engine (hpcrl.spec.trajectory), by name.
+    Args:
+        gen_logprobs: log-softmax(logits / temperature) without truncation; for greedy sampling at temperature 1.
+        gen_logprobs_behaviour: log-probs after truncation, renormalised; None without truncation.
+        columns: additional token fields declared by the engine (hpcrl.spec.trajectory), by name.
     """
 
     id: int
@@ -105,21 +110,24 @@ class GenEngine(Protocol):
         """Stop the requests and return their partial outputs in the order of `ids`; unknown ids are ignored."""
 
     def step(self, num_tokens: int) -> list[Output]:
-        """Run `num_tokens` decode iterations, admitting waiting requests into free slots. Returns the requests that
-        finished, in order of finishing, then of slot. Ends early only if no request is left."""
+        """Run `num_tokens` decode iterations, admitting waiting requests into free slots. Returns the finished requests
+        in order of finishing, then of slot. Ends early only if no request remains."""
 
     def progress(self) -> dict[int, int]:
         """Request id -> number of tokens generated so far, for every running or waiting request."""
 
     def load_weights(self, named: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Replace the weights by tensors under their HF names, in any type; a tensor of an iterator is valid until the
-        next is drawn. Running requests keep their KV cache and continue. With trainer.lora, these are the adapters'
-        weights (hpcrl.spec.lora), and the engine has all others from the model's folder, also after sleep().
-        ValueError on an unknown or missing name or a wrong shape, before anything is changed if possible."""
+        """Replace the weights by tensors under their HF names, in any type. An iterator's tensor is valid until the
+        next is drawn. Running requests keep their KV cache and continue.
+
+        With trainer.lora, the tensors are the adapters' weights (hpcrl.spec.lora), and the engine has all other weights
+        from the model's folder, also after sleep(). ValueError on an unknown or missing name or a wrong shape, before
+        anything is changed if possible.
+        """
 
     def recompute(self) -> None:
-        """Recompute the KV cache of the running requests with the loaded weights, so that later log-probs belong to one
-        policy; their tokens stay."""
+        """Recompute the running requests' KV cache with the loaded weights, so later log-probs belong to one policy.
+        Their tokens stay."""
 
     def sleep(self) -> None:
         """Free KV cache and weights (idempotent); nothing may be running."""
@@ -136,16 +144,16 @@ class SharesWeights(Protocol):
     """An engine that can read its weights from the parameters of a trainer in the same process."""
 
     def share_weights(self) -> dict[str, torch.Tensor]:
-        """The engine's own tensors by HF name, uninitialised, in the layout of transformers' parameters; the trainer's
-        parameters may be these from now on. Called before the first load_weights(), which from then on copies only
-        what is not in place already and still sets the version. sleep() keeps them."""
+        """The engine's own tensors by HF name, uninitialised, in the layout of transformers' parameters; the trainer
+        may use them as its parameters from now on. Called before the first load_weights(). Every load_weights() then
+        copies only tensors that are not in place already, and still sets the version. sleep() keeps the tensors."""
 
 
 @runtime_checkable
 class ReadsBackWeights(Protocol):
-    """A generation engine that can give weights back, for check_weights=true; other weights are checked as it gets
-    them."""
+    """A generation engine that can give weights back, for check_weights=true. For other engines, the weights are
+    checked while they are loaded."""
 
     def loaded_weights(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The loaded tensors under these names, bit for bit, taken from what it computes with; without those that it
-        cannot give back."""
+        """The loaded tensors under these names, bit for bit, taken from the tensors that it computes with; weights that
+        it cannot give back are left out."""

@@ -1,4 +1,4 @@
-"""What a request has so far, for engines that are asked for a few tokens at a time."""
+"""A request's response so far, for engines that return a few tokens at a time."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ from hpcrl.rollout.types import FinishReason
 
 @dataclass(slots=True)
 class Growing:
-    """A request that was not ended, and its tokens so far. order: of add(), and of outputs that finish together.
-    behaviour: log-probs after truncation, of requests that truncate."""
+    """A request that has not ended, and its tokens so far.
+
+    Args:
+        order: of add(), and of outputs that finish together.
+        behaviour: log-probs after truncation, for requests that truncate.
+    """
 
     request: Request
     order: int
@@ -24,7 +28,7 @@ class Growing:
     versions: list[int] = field(default_factory=list)
 
     def output(self, reason: FinishReason, columns: Mapping[str, np.ndarray] | None = None) -> Output:
-        """The request's output if it ends now."""
+        """The request's output if it ended now."""
         truncates = self.request.params.truncates
         return Output(
             id=self.request.id,

@@ -1,4 +1,4 @@
-"""Stop strings: searched in the decoded tail, only after tokens that can complete one."""
+"""Stop strings: searched for in the decoded tail, only after tokens that can complete one."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class StopStrings:
         self._closers: dict[tuple[str, ...], np.ndarray] = {}
 
     def closers(self, stop: tuple[str, ...]) -> np.ndarray:
-        """bool [vocab]: tokens that may complete one of the strings, because their text has a string's last
+        """bool [vocab]: tokens that may complete one of the strings, because their text contains a string's last
         character."""
         if stop not in self._closers:
             if self._pieces is None:
-                # Twice each: some tokenizers strip the space in front of the first token.
+                # Twice each: some tokenizers strip the space before the first token.
                 ids = range(min(len(self._tokenizer), self._vocab_size))
                 self._pieces = [self._decode((i, i)) for i in ids]
             mask = np.zeros(self._vocab_size, dtype=bool)

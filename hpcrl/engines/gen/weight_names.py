@@ -1,4 +1,4 @@
-"""A check of the names and shapes of new weights, for engines that leave parameters that are not given as they are."""
+"""Check the names and shapes of new weights, for engines that silently keep parameters without a new weight."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class WeightNames:
         self._shapes = shapes
 
     def __bool__(self) -> bool:
-        """Whether they are known."""
+        """Whether the names are known."""
         return bool(self._shapes)
 
     @classmethod
     def of(cls, folder: Path, lora: LoRAConfig | None = None) -> WeightNames:
-        """Of a folder in HF layout, or of the adapters beside it; nothing is checked for a family whose parameters are
-        not known."""
+        """Names of a folder in HF layout, or of the adapters for it; nothing is checked for a family whose parameters
+        are not known."""
         if (shape := known_shape(folder)) is None:
             return cls({})
         parameters = adapters(lora, shape) if lora is not None else shape.parameters
@@ -37,7 +37,7 @@ class WeightNames:
             pass
 
     def checked(self, named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights as they come; ValueError as soon as one is wrong, or at the end if some are missing."""
+        """Yield the weights; ValueError as soon as one is wrong, or at the end if some are missing."""
         missing = dict(self._shapes)
         for name, tensor in named:
             if self._shapes:

@@ -1,5 +1,5 @@
-"""What all engines' checkpoints share: how a folder is restored, the frame of a tensor in a file of
-torch.distributed.checkpoint, and the random state of a rank."""
+"""Shared code of all engines' checkpoints: restoring a folder, a tensor's frame in a file of
+torch.distributed.checkpoint, and a rank's random state."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from hpcrl.engines.train.fail_together import agreed
 T = TypeVar("T")
 
 FACTS = "trainer.json"
-ALIGNMENT = 64  # of slices in the file, as torch.save aligns tensors
+ALIGNMENT = 64  # alignment of slices in the file, like torch.save's
 DAMAGE = (OSError, EOFError, RuntimeError, LookupError, TypeError, json.JSONDecodeError, pickle.UnpicklingError)
-"""What readers raise for a file that is missing, cut off or of another kind."""
+"""Errors that readers raise for a file that is missing, truncated or in another format."""
 
 
 class Base(NamedTuple):
@@ -36,7 +36,7 @@ class Base(NamedTuple):
 
 
 def shard_name(rank: int) -> str:
-    """The file of a rank's tensors."""
+    """The file name of a rank's tensors."""
     return f"__{rank}_0.distcp"
 
 
@@ -49,10 +49,14 @@ def facts(optimizer_step: int, base: Base | None = None) -> bytes:
 def restore(
     folder: Path, load_tensors: Callable[[], None], base: Base | None = None, names: Collection[str] | None = None
 ) -> tuple[int, list[str]]:
-    """(optimizer step, warnings) after load_tensors() has restored the tensors of a checkpoint, written by any number
-    of ranks. names: those of all weights, if load_tensors() would not notice others. Collective. ValueError on every
-    rank if the folder is not a trainer's checkpoint, is damaged, is of another model, or has adapters of another base
-    than this one."""
+    """Restore a checkpoint, written by any number of ranks, with load_tensors(). Returns (optimizer step, warnings).
+
+    Args:
+        names: names of all weights, if load_tensors() would not detect additional ones.
+
+    Collective. ValueError on every rank if the folder is not a trainer's checkpoint, is damaged, belongs to another
+    model, or has adapters of another base.
+    """
     stored = agreed(lambda: readable(folder, lambda: _facts(folder, base)))
     if names is not None:
         agreed(lambda: readable(folder, lambda: _require_weights(folder, names)))
@@ -85,7 +89,7 @@ def _contents(base: Base | None) -> str:
 
 
 def _require_weights(folder: Path, names: Collection[str]) -> None:
-    """ValueError on rank 0 if the checkpoint has weights besides these, which reading them would leave out."""
+    """ValueError on rank 0 if the checkpoint has additional weights, which load_tensors() would ignore."""
     if dist.get_rank() != 0:
         return
     stored = FileSystemReader(folder).read_metadata().state_dict_metadata
@@ -93,7 +97,7 @@ def _require_weights(folder: Path, names: Collection[str]) -> None:
 
 
 def require_no_others(folder: Path, stored: Iterable[str], names: Collection[str]) -> None:
-    """ValueError if a checkpoint's weights have further names than those of the model."""
+    """ValueError if the checkpoint has weights that the model lacks."""
     if extra := [name for name in stored if name not in names]:
         raise ValueError(
             f"checkpoint {folder} is of another model: it has {len(extra)} tensors that this model lacks, such as "
@@ -102,7 +106,7 @@ def require_no_others(folder: Path, stored: Iterable[str], names: Collection[str
 
 
 def readable(folder: Path, read: Callable[[], T]) -> T:
-    """What read() returns; ValueError in one line if a file of the folder cannot be read."""
+    """Return the result of read(); ValueError in one line if a file of the folder cannot be read."""
     try:
         return read()
     except CheckpointException as error:  # no Exception, and its text is a traceback of each rank
@@ -117,7 +121,7 @@ def _line(error: BaseException) -> str:
 
 
 def random_state() -> dict[str, Any]:
-    """Of Python, NumPy and torch on this rank."""
+    """The random state of Python, NumPy and torch on this rank."""
     name, keys, *rest = cast(tuple[Any, ...], np.random.get_state())
     return {
         "python": random.getstate(),
@@ -128,7 +132,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Restore it."""
+    """Restore the random state."""
     random.setstate(state["python"])
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))

@@ -1,6 +1,6 @@
-"""How the state of an engine goes to host memory and back (TrainEngine.offload): through memory that is kept and, with
-a GPU, registered with CUDA, which then copies at the rate of the bus. Fresh memory costs a page fault every 4 KiB, and
-memory that is not registered a second copy."""
+"""Moving an engine's state to host memory and back (TrainEngine.offload), through memory that is kept and, with a GPU,
+registered with CUDA, which then copies at the bus's rate. Fresh memory costs a page fault per 4 KiB, and unregistered
+memory a second copy."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ K = TypeVar("K", bound=Hashable)
 
 
 class HostMemory:
-    """Host memory for the tensors of a device: a place for each key, from its first use on."""
+    """Host memory for a device's tensors: each key keeps its memory from first use on."""
 
     def __init__(self, device: torch.device):
         self._device = device
         self._places: dict[Hashable, Tensor] = {}
         self._away: set[Hashable] = set()
-        self._stay: set[Hashable] = set()  # of tensors that were never on the device, such as an optimizer's counters
+        self._stay: set[Hashable] = set()  # tensors that were never on the device, such as an optimizer's counters
 
     def to_host(self, tensors: Mapping[K, Tensor]) -> dict[K, Tensor]:
-        """The tensors as copies in this memory, complete and valid until the next call with their keys. Those that are
-        on the host already are returned. OSError without the memory for a new key."""
+        """The tensors as copies in this memory, complete and valid until the next call with their keys. Tensors that
+        are already on the host are returned unchanged. OSError without the memory for a new key."""
         there = {key: tensor for key, tensor in tensors.items() if key not in self._away}
         going = {key: tensor for key, tensor in there.items() if tensor.device.type == self._device.type}
         self._stay |= there.keys() - going.keys()
@@ -40,14 +40,14 @@ class HostMemory:
         return {**tensors, **self._copied({key: (tensor, self._place(key, tensor)) for key, tensor in going.items()})}
 
     def to_device(self, tensors: Mapping[K, Tensor]) -> dict[K, Tensor]:
-        """The tensors as copies on the device, complete. Those that need not be there are returned."""
+        """The tensors as copies on the device, complete. Tensors that belong on the host are returned unchanged."""
         coming = {key: tensor for key, tensor in tensors.items() if self._is_away(key, tensor)}
         self._away -= coming.keys()
         new = {key: torch.empty_like(_local(tensor), device=self._device) for key, tensor in coming.items()}
         return {**tensors, **self._copied({key: (tensor, new[key]) for key, tensor in coming.items()})}
 
     def _is_away(self, key: Hashable, tensor: Tensor) -> bool:
-        # It may have been made on the host while the others were there.
+        # It may have been created on the host while the others were there.
         return key in self._away or (tensor.device.type != self._device.type and key not in self._stay)
 
     def _place(self, key: Hashable, tensor: Tensor) -> Tensor:
@@ -65,14 +65,14 @@ class HostMemory:
 
 
 def wait() -> None:
-    """Until copies are complete, in a process that uses a GPU."""
+    """Wait for pending copies, in a process that uses a GPU."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 
 def register(memory: Tensor) -> Tensor:
-    """The host memory, to and from which CUDA copies directly from now on until the process ends. Where the driver
-    refuses, copies are slower, which is said once."""
+    """Register host memory, to and from which CUDA then copies directly until the process ends. Where the driver
+    refuses, copies are slower, which is logged once."""
     if torch.cuda.is_initialized():
         error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
         if int(error):
@@ -91,19 +91,19 @@ def _say_refused(error: str) -> None:
 
 
 def _host_memory(num_bytes: int) -> Tensor:
-    """uint8 [num_bytes], in pages of its own, which registration needs."""
+    """uint8 [num_bytes], in separate pages, which registration needs."""
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8)
-    # Shared: a fork would move pages of private memory away from where CUDA knows them.
+    # Shared: a fork would move private pages away from the addresses registered with CUDA.
     return register(torch.frombuffer(mmap.mmap(-1, num_bytes, flags=mmap.MAP_SHARED), dtype=torch.uint8))
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """The part of a tensor on this rank."""
+    """A tensor's part on this rank."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _like(tensor: Tensor, local: Tensor) -> Tensor:
-    """A tensor with this part on this rank, wherever that is."""
+    """A tensor with this local part, on that part's device."""
     return DTensor(local, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else local

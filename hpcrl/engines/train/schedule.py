@@ -1,5 +1,5 @@
-"""Learning rates as a pure function of the optimizer step, so that resuming needs only the step; and what each step
-reports."""
+"""Learning rates as a pure function of the optimizer step (resuming needs only the step), and the statistics of each
+step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def learning_rate(config: TrainerConfig, step: int, total_steps: int) -> float:
 
 
 def update_stats(rate: float, grad_norm: float) -> Stats:
-    """Of an optimizer step at this rate, which is skipped if the gradients' norm is not finite."""
+    """Statistics of an optimizer step at this rate, which is skipped if the gradient norm is not finite."""
     finite = math.isfinite(grad_norm)
     stats = {"actor/lr": scalar(rate), "actor/skipped_update": scalar(not finite)}
     return stats | ({"actor/grad_norm": scalar(grad_norm)} if finite else {})

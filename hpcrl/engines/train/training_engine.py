@@ -1,6 +1,6 @@
 """The interface of training engines. Every rank of the engine's default process group makes the same calls in order.
 
-The ranks of a data-parallel rank (the division of the engine's specification, hpcrl.spec.division) get the same batch.
+The ranks of a data-parallel rank (the division of the engine's specification, hpcrl.spec.division) get equal batches.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TrainEngine(Protocol):
     computes: frozenset[str]  # the optional fields of Outputs that it computes
 
     def logprobs(self, batch: Batch, micro_batches: MicroBatches, temperature: float) -> Tensor | None:
-        """float32 [T] on the host, as the batch: log-softmax(logits / temperature) at tokens of loss_mask in the rows
+        """float32 [T] on the host, like the batch: log-softmax(logits / temperature) at tokens of loss_mask in the rows
         of micro_batches, 0 elsewhere. Ranks that hold no outputs may return None.
 
         The vocabulary projection of other tokens (prompts, tool results) is not computed, also not for an objective.
@@ -51,24 +51,26 @@ class TrainEngine(Protocol):
 
     def named_weights(self, dtypes: Mapping[str, torch.dtype] = MappingProxyType({})) -> Iterator[tuple[str, Tensor]]:
         """Copies of the full weights, one at a time, in a fixed order, under the names of transformers' state_dict(), a
-        tied weight once; those in `dtypes` converted, before ranks exchange anything. With trainer.lora, those of the
-        adapters alone (hpcrl.spec.lora). Collective: every rank must exhaust it. A rank yields its share of the
-        parameters according to the division; all shares together have each name once."""
+        tied weight once. With trainer.lora, only the adapters' weights (hpcrl.spec.lora).
+
+        Collective: every rank must exhaust it. A rank yields its share of the parameters according to the division; all
+        shares together have each name once. dtypes: types of some weights, converted before any exchange between ranks.
+        """
 
     def weight_layout(self) -> list[TensorShards]:
-        """The tensors of all shares, in a fixed order, and which ranks of the engine hold which part. The same on all
+        """The tensors of all shares, in a fixed order, and which ranks of the engine own which shard. Equal on all
         ranks and at all times."""
 
     def local_shards(self) -> Iterator[Tensor]:
-        """This rank's part of every tensor of the layout of which it holds one, in that order: possibly the parameters
-        themselves. Every rank must exhaust it; it may be collective."""
+        """This rank's shard of every tensor of the layout of which it owns one, in layout order; possibly the
+        parameters themselves. Every rank must exhaust it; it may be collective."""
 
     def offload(self, weights: bool = True) -> None:
         """Move gradients and optimizer state, and the parameters unless weights=False, to host memory (idempotent).
-        Before log-probs, a step, named_weights() or local_shards() of what was moved, onload() moves it back."""
+        Call onload() before log-probs, a step, named_weights() or local_shards() needs offloaded tensors."""
 
     def onload(self) -> None:
-        """Move them back (idempotent)."""
+        """Move offloaded tensors back (idempotent)."""
 
     def snapshot(self, copy: bool = True) -> Files:
         """Copy this rank's part of a checkpoint (parameters, optimizer, scheduler, random state) to host memory.
@@ -96,38 +98,39 @@ class LocalWeights(Protocol):
         """The parameters themselves under the names of named_weights(), not to be changed."""
 
     def adopt(self, tensors: Mapping[str, Tensor]) -> None:
-        """Move the values of the named parameters, also frozen ones, into those of these tensors that have their type;
-        these are the parameters from now on."""
+        """Copy the values of the named parameters, also frozen ones, into these tensors, for each tensor of the
+        parameter's type; the tensors are the parameters from now on."""
 
 
 @runtime_checkable
 class ComputesEntropies(Protocol):
-    """An engine that computes entropies apart from a loss, as every one of hpcrl does."""
+    """An engine that computes entropies separately from a loss; all of hpcrl's engines do."""
 
     def entropies(self, batch: Batch, micro_batches: MicroBatches, temperature: float) -> Tensor | None:
         """float32 [T], nats, of softmax(logits / temperature); otherwise as TrainEngine.logprobs()."""
 
 
 class TrainsAdapters(Protocol):
-    """A training engine with adapters beside frozen weights (trainer.lora), which are those of the reference policy."""
+    """A training engine with adapters for frozen weights (trainer.lora); the frozen weights are the reference
+    policy."""
 
     def reference_logprobs(self, batch: Batch, micro_batches: MicroBatches, temperature: float) -> Tensor | None:
-        """TrainEngine.logprobs() of the frozen weights alone. Collective over the engine's ranks."""
+        """TrainEngine.logprobs() of only the frozen weights. Collective over the engine's ranks."""
 
 
 @runtime_checkable
 class ValueEngine(Protocol):
-    """A critic: a training engine whose model gives each token a value in place of log-probs. named_weights() and
+    """A critic: a training engine whose model gives each token a value instead of log-probs. named_weights() and
     logprobs() are not called."""
 
     def values(self, batch: Batch, micro_batches: MicroBatches) -> Tensor | None:
-        """float32 [T] on the host, as the batch: at tokens of loss_mask in the rows of micro_batches the value of the
+        """float32 [T] on the host, like the batch: at tokens of loss_mask in the rows of micro_batches the value of the
         state before the token, 0 elsewhere. Ranks that hold no outputs may return None. Collective over the engine's
         ranks. No gradients."""
 
 
 def check_micro_batches(micro_batches: MicroBatches, num_rows: int) -> list[int]:
-    """Their rows in order. ValueError if one of them is twice there, or none of num_rows."""
+    """Their rows in order. ValueError if a row is repeated or not below num_rows."""
     rows = sorted(row for micro_batch in micro_batches for row in micro_batch)
     if len(set(rows)) < len(rows) or (rows and not 0 <= rows[0] <= rows[-1] < num_rows):
         raise ValueError(f"micro-batches must hold rows below {num_rows}, each once, got {rows[:8]}...")
@@ -135,12 +138,12 @@ def check_micro_batches(micro_batches: MicroBatches, num_rows: int) -> list[int]
 
 
 def check_objective(engine: TrainEngine, objective: Objective) -> None:
-    """ValueError if the objective asks for something that the engine does not compute."""
+    """ValueError if the objective needs an output that the engine does not compute."""
     if "old_entropies" in objective.reads and not isinstance(engine, ComputesEntropies):
         name = engine.config_summary()["engine"]
         raise ValueError(
             f"the objective {type(objective).__name__} needs entropies before the step (algorithm.entropy_share), "
-            f"which the training engine {name} does not compute apart from a loss"
+            f"which the training engine {name} does not compute separately from a loss"
         )
     lacking = sorted((objective.outputs | objective.logged) - engine.computes)
     if lacking:
@@ -151,7 +154,7 @@ def check_objective(engine: TrainEngine, objective: Objective) -> None:
 
 
 def check_segments(engine: TrainEngine, by_steps: bool) -> None:
-    """ValueError if rows consist of several sequences (episodes by steps) and the engine takes a row for one."""
+    """ValueError if rows consist of several sequences (episodes by steps) and the engine treats a row as one."""
     about = engine.config_summary()
     if by_steps and not about.get("packing", True):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""A generator without a model, for tests and debug=fake: lengths and durations are configured, tokens follow from the
+"""A generator without a model, for tests and debug=fake: lengths and durations are configured, tokens derive from the
 seed."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hpcrl.rollout.types import FinishReason
 
 @dataclass(slots=True)
 class _Growing:
-    """A running request, whose last token is known from the beginning."""
+    """A running request, whose last token is known from the start."""
 
     request: Request
     token_ids: np.ndarray
@@ -33,13 +33,17 @@ class _Growing:
 
 
 def seeded_length(request: Request) -> int:
-    """A length from 1 to max_new_tokens, by the request's seed."""
+    """A length from 1 to max_new_tokens, derived from the request's seed."""
     return 1 + request.seed % request.params.max_new_tokens
 
 
 def long_tailed(median: int | None, tail: float) -> Callable[[Request], int]:
-    """Lognormal lengths by the request's seed, up to max_new_tokens: median `median` (None: an eighth of
-    max_new_tokens); `tail` is the standard deviation of the logarithm."""
+    """Lognormal lengths derived from the request's seed, up to max_new_tokens.
+
+    Args:
+        median: the median; None for an eighth of max_new_tokens.
+        tail: the standard deviation of the logarithm.
+    """
 
     def length(request: Request) -> int:
         longest = request.params.max_new_tokens
@@ -68,10 +72,16 @@ def make(config: Config, model_path: Path, tokenizer: Any, replica: ReplicaRanks
 class FakeEngine:
     """GenEngine whose n-th token of a request is a function of (seed, n), uniform over the vocabulary.
 
-    lengths: the response length of a request; one below max_new_tokens ends with STOP. Stop ids and, unless ignore_eos,
-    `eos_id` stop too, or nothing else with stops=False; stop strings never appear. shapes: accepted by load_weights,
-    None for any. `weights` holds the last loaded tensors. step() sleeps decode_s seconds per decode step and prefill_s
-    per request that gets a slot, load_weights() load_s.
+    `weights` holds the last loaded tensors.
+
+    Args:
+        lengths: the response length of a request; a response shorter than max_new_tokens ends with STOP.
+        eos_id: stops a response unless ignore_eos, in addition to the request's stop ids.
+        stops: False: no stop token is generated. Stop strings never appear.
+        shapes: accepted by load_weights; None for any.
+        decode_s: step() sleeps this long per decode iteration.
+        prefill_s: step() sleeps this long per request that gets a slot.
+        load_s: load_weights() sleeps this long.
     """
 
     def __init__(
@@ -126,7 +136,7 @@ class FakeEngine:
                 growing.versions.append(self.version)
                 if len(growing.versions) == len(growing.token_ids):
                     finished.append(self._output(self._live.pop(request_id), growing.reason))
-        if seconds:  # a sleep of nothing still gives way to other threads
+        if seconds:  # sleep(0) would still yield to other threads
             time.sleep(seconds)
         return finished
 
@@ -164,7 +174,7 @@ class FakeEngine:
         self.sleep()
 
     def _foresee(self, request: Request) -> _Growing:
-        """All tokens of a request, and the reason of its end."""
+        """All tokens of a request, and its finish reason."""
         params = request.params
         length = min(self._lengths(request), params.max_new_tokens)
         origins = np.array([stream_origin(request.seed, 0)]) + np.arange(length, dtype=np.uint64) * GOLDEN

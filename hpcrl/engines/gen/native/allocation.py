@@ -1,4 +1,4 @@
-"""Places for the tokens of requests in the KV cache: what is known of them, and new blocks for the rest."""
+"""Allocate blocks of the KV cache for a request's tokens: cached blocks, and new ones for uncached tokens."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from hpcrl.engines.gen.native.blocks import Blocks, Match
 
 
 class AllocationFailure(Enum):
-    """Why a request gets no place."""
+    """Why no blocks were allocated for a request."""
 
-    NEXT_BATCH = auto()  # its tokens continue some that this batch computes
+    NEXT_BATCH = auto()  # its tokens continue tokens that this batch computes
     FULL = auto()  # too few blocks are available
 
 
 @dataclass(frozen=True, slots=True)
 class RequestBlocks:
-    """The blocks of a request's tokens, of which the first num_cached need not be computed; version: of the oldest
-    weights behind them."""
+    """The blocks of a request's tokens; the first num_cached tokens need no prefill.
+
+    Args:
+        version: the oldest weights that produced the cached keys and values.
+    """
 
     blocks: list[int]
     num_cached: int
@@ -30,21 +33,22 @@ class RequestBlocks:
 class PrefillBatch:
     """Requests admitted together; their uncached tokens are prefilled in one batch.
 
-    share: requests use the same blocks. Else they copy blocks, of this batch only.
+    Args:
+        share: requests share blocks. Otherwise they copy blocks, and only blocks of this batch.
     """
 
     def __init__(self, blocks: Blocks, share: bool):
         self._blocks, self._share = blocks, share
-        self._computed: set[int] = set()  # blocks whose tokens are known but are only computed in this batch
+        self._computed: set[int] = set()  # blocks that are in the prefix cache but are only computed in this batch
         self._pinned: list[int] = []
         self.copies: list[tuple[int, int]] = []  # (from, to), before anything is computed
-        self.late_copies: list[tuple[int, int]] = []  # of what this batch computes
+        self.late_copies: list[tuple[int, int]] = []  # copies of blocks that this batch computes
 
     def allocate(
         self, tokens: np.ndarray, num_blocks: int, headroom: int, version: int
     ) -> RequestBlocks | AllocationFailure:
-        """A place of `num_blocks` for tokens (int32 [n]) that are computed with weights of this version, as long as
-        `headroom` blocks stay available."""
+        """Allocate `num_blocks` blocks for tokens (int32 [n]) that are computed with weights of this version, if
+        `headroom` blocks remain available."""
         match, size = self._blocks.match(tokens), self._blocks.block_tokens
         in_wave = not self._computed.isdisjoint((*match.blocks, match.tail))
         if in_wave and len(match.blocks) * size + match.tail_tokens < len(tokens):
@@ -52,7 +56,7 @@ class PrefillBatch:
                 return AllocationFailure.NEXT_BATCH
             match = Match([])
         shared, copied = (match.blocks, []) if self._share else ([], match.blocks)
-        # If memory is short, a tail that is kept for its prefix only is better overwritten than copied.
+        # If memory is short, overwriting a tail that only the prefix cache holds is better than copying it.
         for tail in ([match.tail], []) if match.tail is not None else ([],):
             copies = [*copied, *tail]
             self._blocks.add_users((*shared, *copies))
@@ -71,6 +75,6 @@ class PrefillBatch:
         return place
 
     def end(self) -> None:
-        """To be called after the copies."""
+        """Call it after the copies."""
         for block in self._pinned:
             self._blocks.free([block])

@@ -17,10 +17,10 @@ from hpcrl.models.shape import Decoder
 
 @dataclass(frozen=True)
 class Rope:
-    """A rotary embedding (arXiv 2104.09864) of the first pairs of a head's dimensions."""
+    """A rotary embedding (arXiv 2104.09864) of a head's first pairs of dimensions."""
 
-    frequencies: tuple[float, ...]  # radians per position, of each rotated pair
-    scale: float = 1.0  # of the rotated numbers (YaRN, arXiv 2309.00071)
+    frequencies: tuple[float, ...]  # radians per position, for each rotated pair
+    scale: float = 1.0  # factor of the rotated numbers (YaRN, arXiv 2309.00071)
 
     def rotations(self, num_positions: int, num_pairs: int, device: torch.device) -> Tensor:
         """complex64 [num_positions, num_pairs]: the factor of each position for pairs of dimensions."""
@@ -57,7 +57,7 @@ class Architecture:
     logit_softcap: float | None
     ropes: tuple[Rope, ...]
     rope_of_layer: tuple[int, ...]
-    windows: tuple[int | None, ...]  # of each layer: the tokens up to its own that a token attends to; None: all
+    windows: tuple[int | None, ...]  # per layer, how many tokens, its own included, a token attends to; None: all
     max_positions: int
     eos_ids: tuple[int, ...]
 
@@ -71,18 +71,18 @@ class Architecture:
 
     @property
     def num_rotated(self) -> int:
-        """Dimensions of a head that are rotated, the first ones."""
+        """The number of a head's dimensions that are rotated; these are its first ones."""
         return 2 * len(self.ropes[0].frequencies)
 
     def rotations(self, num_positions: int, device: torch.device) -> list[Tensor]:
-        """complex64 [num_positions, head_dim / 2] of each rope: the factor of each position for pairs of dimensions."""
+        """For each rope, complex64 [num_positions, head_dim / 2]: each position's factor for pairs of dimensions."""
         return [rope.rotations(num_positions, self.head_dim // 2, device) for rope in self.ropes]
 
 
 def read_architecture(path: Path) -> Architecture:
-    """Architecture of the HF folder `path`. ValueError if there is no config.json, the family is not in NATIVE or
-    the config needs a feature that is not implemented (rotary embeddings that depend on the length, quantisation,
-    activations other than the family's, attention in both directions)."""
+    """Architecture of the HF folder `path`. ValueError if there is no config.json, the family is not in NATIVE or the
+    config needs an unsupported feature (rotary embeddings that depend on the length, quantisation, activations that
+    differ from the family's, bidirectional attention)."""
     if not (path / "config.json").is_file():
         raise ValueError(f"model folder {path} has no config.json")
     model_type = json.loads((path / "config.json").read_text()).get("model_type")
@@ -91,7 +91,7 @@ def read_architecture(path: Path) -> Architecture:
     from transformers import AutoConfig  # takes a second; fills in the defaults of every family
 
     config = AutoConfig.from_pretrained(path)
-    decoder = family_of(config.model_type).decoder  # of mistral with layer_types it makes ministral
+    decoder = family_of(config.model_type).decoder  # reads mistral with layer_types as ministral
     assert decoder is not None
     for feature in unsupported(config.to_dict()):
         raise ValueError(
@@ -149,13 +149,13 @@ def _layer_types(config: Any, decoder: Decoder) -> list[str]:
 
 
 def _rope_sections(config: Any) -> dict[str | None, dict[str, Any]]:
-    """The rope parameters of each type of layer; None: of all layers."""
+    """The rope parameters per layer type; key None: for all layers."""
     sections = {kind: value for kind, value in config.rope_parameters.items() if isinstance(value, dict)}
     return sections or {None: config.rope_parameters}
 
 
 def _rope(config: Any, layer_type: str, head_dim: int) -> Rope:
-    """As transformers computes it for sequences of any length that the model accepts (_max_positions)."""
+    """As transformers computes it for sequences of any accepted length (_max_positions)."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     sections = _rope_sections(config)
@@ -169,7 +169,7 @@ def _rope(config: Any, layer_type: str, head_dim: int) -> Rope:
 
 
 def _max_positions(config: Any) -> int:
-    """The longest sequence; with longrope (arXiv 2402.13753) the longest that is rotated by the short factors."""
+    """The longest sequence; with longrope (arXiv 2402.13753) the longest that uses the short factors."""
     return min(
         (
             rope["original_max_position_embeddings"]

@@ -1,9 +1,8 @@
-"""Blocks of the KV cache: who uses them, and which prefixes of tokens they hold. No tensors.
+"""Blocks of the KV cache: their users, and the token prefixes that they hold. No tensors.
 
-A block holds the keys and values of up to `block_tokens` consecutive tokens. Requests that begin with the same tokens
-use the same full blocks; the last block of a prompt, which is rarely full, is copied. Blocks that no request uses stay
-as long as they are known by their tokens and their memory is not needed (vLLM's prefix caching, arXiv 2309.06180, with
-tokens as keys instead of their hash).
+A block holds the keys and values of up to `block_tokens` consecutive tokens. Requests that begin with equal tokens
+share full blocks; the last block of a prompt, which is rarely full, is copied. Blocks without a user stay in the prefix
+cache until their memory is needed (vLLM's prefix caching, arXiv 2309.06180, with tokens as keys instead of their hash).
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ import numpy as np
 
 @dataclass(slots=True, eq=False)
 class _Prefix:
-    """A block that is known by its tokens, after those of its parents."""
+    """A block in the prefix cache, keyed by its tokens; its parents hold the tokens before them."""
 
     block: int
     tokens: bytes  # int32; fewer than block_tokens for the last block of a prefix
-    version: int  # the oldest weights that keys and values of these tokens come from
+    version: int  # the oldest weights that produced keys and values of these tokens
     parent: _Prefix | None
     continues: bool = False  # a later request is expected to begin with it
     children: dict[bytes, _Prefix] = field(default_factory=dict)
@@ -30,8 +29,11 @@ class _Prefix:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The known beginning of some tokens: full blocks, then the first `tail_tokens` tokens of block `tail` (or None).
-    version: of the oldest weights behind them, None if nothing is known."""
+    """The cached beginning of some tokens: full blocks, then the first `tail_tokens` tokens of block `tail` (or None).
+
+    Args:
+        version: the oldest weights that produced these keys and values; None if nothing is cached.
+    """
 
     blocks: list[int]
     tail: int | None = None
@@ -40,28 +42,28 @@ class Match:
 
 
 class Blocks:
-    """`num_blocks` blocks with ids 0..num_blocks-1, each with the number of its users."""
+    """`num_blocks` blocks with ids 0..num_blocks-1, each with a user count."""
 
     def __init__(self, num_blocks: int, block_tokens: int):
         self.num_blocks, self.block_tokens = num_blocks, block_tokens
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything; nothing may be in use."""
+        """Empty the prefix cache; no block may have a user."""
         self.users = np.zeros(self.num_blocks, dtype=np.int32)
         self._unused = list(range(self.num_blocks - 1, -1, -1))
-        self._idle: dict[int, None] = {}  # known but not in use, least recently used first
+        self._idle: dict[int, None] = {}  # cached but not in use, least recently used first
         self._known: dict[int, _Prefix] = {}
         self._root = _Prefix(-1, b"", sys.maxsize, None)
 
     @property
     def num_free(self) -> int:
-        """The number of blocks that `take` can give."""
+        """The number of blocks that `allocate` can give."""
         return len(self._unused) + len(self._idle)
 
     @property
     def evictable(self) -> list[int]:
-        """Blocks that are kept for their prefixes only."""
+        """Blocks that only the prefix cache holds."""
         return list(self._idle)
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -69,24 +71,25 @@ class Blocks:
         return -(-num_tokens // self.block_tokens)
 
     def allocate(self, count: int) -> list[int]:
-        """Blocks for one user; the least recently used prefixes are forgotten if too few are unused. At most
-        `num_free`."""
+        """Blocks for one user, at most `num_free`; if too few are unused, the least recently used prefixes are
+        evicted."""
         while len(self._unused) < count:
-            # The blocks of a prefix became idle last to first: a block goes after those that continue it, unless they
-            # continue another request's block of the same tokens; then nobody finds them and they go in their turn.
+            # free() makes a prefix's blocks idle last to first, so a block is evicted after the blocks that continue
+            # it. Exception: blocks that continue another request's block with equal tokens; then no match finds them,
+            # and they are evicted in their turn.
             self._evict(next(iter(self._idle)))
         taken = [self._unused.pop() for _ in range(count)]
         self.users[taken] = 1
         return taken
 
     def add_users(self, blocks: Collection[int]) -> None:
-        """One more user for each of these blocks."""
+        """Add a user to each of these blocks."""
         for block in blocks:
             self._idle.pop(block, None)
             self.users[block] += 1
 
     def free(self, blocks: Sequence[int]) -> None:
-        """One user less for each of these blocks of one prefix, first to last."""
+        """Remove a user from each of these blocks of one prefix, given first to last."""
         for block in reversed(blocks):
             self.users[block] -= 1
             if self.users[block]:
@@ -97,7 +100,7 @@ class Blocks:
                 self._unused.append(block)
 
     def match(self, tokens: np.ndarray) -> Match:
-        """The longest known beginning of `tokens` (int32 [n])."""
+        """The longest cached beginning of `tokens` (int32 [n])."""
         found: list[int] = []
         at, size = self._root, self.block_tokens
         while child := at.children.get(tokens[len(found) * size : (len(found) + 1) * size].tobytes()):
@@ -118,15 +121,18 @@ class Blocks:
         return Match(found, version=at.version if found else None)
 
     def insert(self, tokens: np.ndarray, blocks: Sequence[int], version: int, continues: bool = False) -> list[int]:
-        """Know `blocks`, which hold `tokens` (int32 [n]), by their tokens. Returns those of them that were not known;
-        where other blocks are known by the same tokens, those stay. continues: a later request is expected to begin
-        with these tokens."""
+        """Insert `blocks`, which hold `tokens` (int32 [n]), into the prefix cache. Where it already has other blocks
+        for these tokens, the other blocks stay. Returns the blocks that were inserted.
+
+        Args:
+            continues: a later request is expected to begin with these tokens.
+        """
         at, size, new = self._root, self.block_tokens, []
         for index, block in enumerate(blocks[: self.blocks_for(len(tokens))]):
             part = tokens[index * size : (index + 1) * size]
             key = part.tobytes()
             if key not in at.children:
-                if block in self._known:  # by fewer tokens, from when it was not full
+                if block in self._known:  # cached with fewer tokens, from before it was full
                     self._unlink(block)
                 at.children[key] = self._known[block] = _Prefix(block, key, min(version, at.version), at)
                 if len(part) < size:
@@ -137,12 +143,13 @@ class Blocks:
         return new
 
     def evict(self, count: int) -> None:
-        """Forget up to `count` blocks, the least recently used, that no request uses or is expected to begin with."""
+        """Evict up to `count` blocks, least recently used first, that have no user and that no later request is
+        expected to begin with."""
         for block in [block for block in self._idle if not self._known[block].continues][: max(0, count)]:
             self._evict(block)
 
     def evict_before(self, version: int) -> None:
-        """Forget what comes from older weights than these."""
+        """Evict all blocks from weights older than this version."""
         for block in [block for block, prefix in self._known.items() if prefix.version < version]:
             self._evict(block)
 

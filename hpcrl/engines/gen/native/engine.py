@@ -1,8 +1,8 @@
 """The native generator: continuous batching in plain torch, in the rank's process.
 
 Live requests occupy consecutive slots; their keys and values are in blocks (blocks.py), which requests with a common
-prefix share. Admission writes the keys and values of a request's tokens without the last one, which the next decode
-iteration feeds like any other: all sampling happens in one place.
+prefix share. Admission writes the keys and values of all of a request's tokens but the last. The next decode iteration
+feeds that last token like any other, so all sampling happens in one place.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from hpcrl.rollout.device_copies import to_device, to_host
 from hpcrl.rollout.types import FinishReason
 
 PREFILL_TOKENS = 4096  # in one forward
-PREFILL_READS = 16384  # tokens that the rows of one forward read, with those that they have already
+PREFILL_READS = 16384  # tokens that the rows of one forward read, cached tokens included
 ADMISSION_SHARE = 32  # 1 / share of the slots must be free before requests are admitted, to prefill several at once
-LOOKAHEAD = 8  # tokens for which blocks are taken at once, so that the way to read the cache is planned less often
+LOOKAHEAD = 8  # tokens for which blocks are allocated at once, so reads of the cache are planned less often
 ALL_VERSIONS = sys.maxsize
 
 
@@ -76,15 +76,21 @@ class _UncachedTokens(NamedTuple):
 class NativeEngine:
     """GenEngine for HF folders of the families in families.py. ValueError if the folder or the sizes are invalid.
 
-    tokenizer: needed for stop strings only. max_num_seqs: requests decoded at once. max_length: maximum tokens of
-    prompt and response together. float32_head: compute the vocabulary projection in float32. block_tokens: tokens of a
-    block of the KV cache. kv_cache_bytes: the most memory of the KV cache, by default that of max_num_seqs requests of
-    full length; requests wait, or are preempted and their keys and values computed again, when it is used up.
-    prefix_staleness: a prefix in the cache serves later requests under weights that are at most this many versions
-    newer. deterministic: always decode max_num_seqs rows, reserve a request's full length at admission and share the
-    prefill of requests that are admitted together, but no blocks, so that a request's bits depend on no other requests
-    than those. routes: record the chosen experts in the column `routes` of outputs. load=False leaves the weights to
-    load_weights(). lora: it gets those of adapters, and all others are read from the folder at its first call.
+    Args:
+        tokenizer: needed for stop strings only.
+        max_num_seqs: requests decoded at once.
+        max_length: maximum tokens of prompt and response together.
+        float32_head: compute the vocabulary projection in float32.
+        block_tokens: tokens per block of the KV cache.
+        kv_cache_bytes: the KV cache's maximum memory, by default enough for max_num_seqs requests of full length. When
+            it is used up, requests wait or are preempted and later prefilled again.
+        prefix_staleness: a cached prefix serves later requests under weights at most this many versions newer.
+        deterministic: always decode max_num_seqs rows, reserve a request's full length at admission, and share the
+            prefill of requests that are admitted together, but no blocks; so a request's bits depend on no requests but
+            these.
+        routes: record the chosen experts in the column `routes` of outputs.
+        load: False leaves the weights to load_weights().
+        lora: load_weights() gets adapters; all other weights are read from the folder at its first call.
     """
 
     def __init__(
@@ -168,7 +174,7 @@ class NativeEngine:
             elif request_id in self._waiting:
                 queued = self._waiting.pop(request_id)
                 outputs[request_id] = _output(queued.request, queued.output_so_far, FinishReason.ABORT)
-                self._blocks_needed = 0  # the next in line may need less
+                self._blocks_needed = 0  # the next waiting request may need fewer
         self._free_slots([self._slots.slot_of[i] for i in outputs if i in self._slots.slot_of])
         return list(outputs.values())
 
@@ -195,7 +201,7 @@ class NativeEngine:
     @torch.inference_mode()
     def load_weights(self, named: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """See GenEngine. A collection is checked before anything is changed. An iterator is consumed tensor by tensor;
-        the engine has no weights (version -1) if that fails."""
+        if it fails, the engine has no weights (version -1)."""
         if version < 0:
             raise ValueError(f"weights version is {version}, 0 or more is needed")
         weights = self._weights or self._new_weights()
@@ -211,7 +217,7 @@ class NativeEngine:
 
     def share_weights(self) -> dict[str, torch.Tensor]:
         """See SharesWeights."""
-        assert self._weights is None, "share_weights() comes before the first load_weights()"
+        assert self._weights is None, "call share_weights() before the first load_weights()"
         self._weights = self._new_weights(shared=True)
         return self._weights.parameters()
 
@@ -221,7 +227,7 @@ class NativeEngine:
 
     def loaded_weights(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """See ReadsBackWeights."""
-        assert self._weights is not None, "load_weights() comes before"
+        assert self._weights is not None, "call load_weights() before loaded_weights()"
         return self._weights.loaded(names)
 
     @torch.inference_mode()
@@ -242,7 +248,7 @@ class NativeEngine:
             prefill_batch, adding, places = self._prefill_batch(), [], {}
             for slot, queued in queue.items():
                 place = self._allocate(queued, prefill_batch, running=True)
-                assert place is not AllocationFailure.FULL, "what shared blocks before does so again"
+                assert place is not AllocationFailure.FULL, "requests that shared blocks share them again"
                 if isinstance(place, RequestBlocks):
                     places[slot] = place
             for slot, place in places.items():
@@ -268,7 +274,7 @@ class NativeEngine:
         self.sleep()
 
     def _admit(self) -> None:
-        """Move waiting requests into free slots, first come, first served, as far as there are blocks."""
+        """Move waiting requests into free slots, first come, first served, while blocks are available."""
         free = self.max_num_seqs - self._slots.num_live
         if not self._waiting or free < min(len(self._waiting), max(1, self.max_num_seqs // ADMISSION_SHARE)):
             return
@@ -302,7 +308,8 @@ class NativeEngine:
         """Allocate blocks for all tokens but the last.
 
         For a new request, also keep one free block per running request so that admission does not preempt any; requests
-        that were already running are exempt."""
+        that were already running are exempt.
+        """
         tokens, request, headroom = queued.tokens(), queued.request, 0
         if self._deterministic:
             length = len(request.prompt_ids) + request.params.max_new_tokens
@@ -318,12 +325,12 @@ class NativeEngine:
         return _UncachedTokens(slot, queued.tokens()[place.num_cached : -1], place.num_cached)
 
     def _compute(self, prefill_batch: PrefillBatch, added: list[_UncachedTokens]) -> None:
-        """Copy and compute what is missing in the cache, a limited number of tokens at a time."""
+        """Copy and prefill uncached tokens, a limited number at a time."""
         self._plan = None
         self._compact()
         self._cache.copy(prefill_batch.copies)
         rows = sorted((row for row in added if len(row.tokens)), key=lambda row: -len(row.tokens))
-        # The longest first: neighbours of similar length waste little padding.
+        # Longest first: neighbours of similar length waste little padding.
         for queue in ([row for row in rows if not row.start], [row for row in rows if row.start]):
             while queue:
                 reads = max(row.start + len(row.tokens) for row in queue)
@@ -347,25 +354,26 @@ class NativeEngine:
         self._model.prefill(self._tensor(ids), self._tensor(positions), self._cache, adding)
 
     def _compact(self, trim: bool = False) -> None:
-        """Give all blocks in use a place in memory; trim: give memory back."""
+        """Move all blocks in use to their indices in memory; trim: release unneeded memory."""
         slots, blocks, cache = self._slots, self._blocks, self._cache
         self._decoding = None
         counts = self._read_blocks()
         read = slots.blocks[: slots.num_live, : counts.max(initial=0)]
         ids = read[np.arange(read.shape[1]) < counts[:, None]]
         shared = np.unique(ids[blocks.users[ids] > 1])
-        # A product has as many rows for each block of a group as the block with the most readers needs.
+        # In a group, each block takes as many rows of the product as the block with the most readers.
         doublings = np.ceil(np.log2(blocks.users[shared]))
         groups = [ids[blocks.users[ids] == 1], *(shared[doublings == d] for d in np.unique(doublings))]
         others = self._other_blocks(ids)
         if (lacking := sum(map(len, groups)) + len(others) - cache.capacity) > 0:
-            # Before the cache grows; but the last blocks of prompts, which nobody shares, stay for waiting siblings.
+            # Evict before the cache grows. The last blocks of prompts, which are not shared, stay for waiting group
+            # members.
             blocks.evict(min(lacking, len(blocks.evictable) - self.max_num_seqs))
             others = self._other_blocks(ids)
         (cache.trim if trim else cache.compact)(groups, others)
 
     def _other_blocks(self, read: np.ndarray) -> np.ndarray:
-        """int64 [n]: the blocks in memory that are to be kept, except those that are read."""
+        """int64 [n]: the blocks in memory to keep, except the blocks that are read."""
         kept = self._blocks.users > 0
         kept[self._blocks.evictable] = True
         kept[read] = False
@@ -378,9 +386,9 @@ class NativeEngine:
         return np.minimum(wanted, slots.num_blocks[:live])
 
     def _plan_decoding(self) -> DecodeAttention:
-        """Take blocks for the next tokens of every slot, and plan how they are read."""
+        """Allocate blocks for the next tokens of every slot, and plan their reads."""
         slots, size = self._slots, self._blocks.block_tokens
-        if not self._deterministic:  # then they are reserved
+        if not self._deterministic:  # deterministic: reserved at admission
             self._extend()
         self._compact()
         live = slots.num_live
@@ -392,7 +400,7 @@ class NativeEngine:
         return DecodeAttention.plan(self._cache, places, counts, self._arch)
 
     def _extend(self) -> None:
-        """Take blocks for the next tokens; if there are too few even for the next one, preempt requests."""
+        """Allocate blocks for the next tokens; if too few are free even for the next token, preempt requests."""
         slots, size = self._slots, self._blocks.block_tokens
         while True:
             live = slots.num_live
@@ -407,7 +415,7 @@ class NativeEngine:
             self._preempt(int(slots.order[:live].argmax()))
 
     def _preempt(self, slot: int) -> None:
-        """Let a request wait again, before all others; it goes on later from the tokens that it has."""
+        """Make a request wait again, before all others; it later continues from its tokens."""
         request, columns = self._slots.requests[slot], self._output_buffer.content(self._slots.spans[slot])
         self._waiting = {request.id: WaitingRequest(request, columns)} | self._waiting
         self._blocks_needed = 0
@@ -415,7 +423,7 @@ class NativeEngine:
         self._free_slots([slot])
 
     def _iterate(self) -> list[Output]:
-        """One decode iteration: every live request gets a token. Returns those that finished, in order of slot."""
+        """One decode iteration: every live request gets a token. Returns the finished requests in order of slot."""
         assert self._model is not None
         slots, iteration = self._slots, self._output_buffer.end
         if self._decoding is None or iteration == self._planned_until:
@@ -441,14 +449,14 @@ class NativeEngine:
         return self._collect(ids[:live], iteration)
 
     def _recorded(self, routes: list[torch.Tensor] | None) -> list[torch.Tensor]:
-        """The choices of all layers as a column of the buffer, if they are recorded."""
+        """The choices of all layers as a column of the output buffer, if they are recorded."""
         if routes is None or self._routes is None:
             return []
         chosen = torch.cat(routes, dim=1).to(getattr(torch, self._routes.travels_as))
         return [chosen.reshape(self._routes.shape(len(chosen)))]
 
     def _collect(self, ids: np.ndarray, iteration: int) -> list[Output]:
-        """The outputs of the requests that end with these tokens (int64 [live]); their slots are free afterwards."""
+        """The outputs of the requests that end with these tokens (int64 [live]); frees their slots."""
         stopped = (ids[:, None] == self._slots.stop_ids[: len(ids)]).any(axis=1)
         for stop, members in self._stop_groups:
             assert self._stops is not None  # add() refuses stop strings without a tokenizer
@@ -465,7 +473,8 @@ class NativeEngine:
         return _output(self._slots.requests[slot], self._output_buffer.content(self._slots.spans[slot]), reason)
 
     def _insert_blocks(self, slots: Sequence[int]) -> None:
-        """Let the cache know the blocks of these slots by all of their tokens, except those of too old weights."""
+        """Insert these slots' blocks with all of their tokens into the prefix cache, unless their weights are too
+        old."""
         for slot in slots if not self._deterministic else ():
             version, request = int(self._slots.kv_version[slot]), self._slots.requests[slot]
             if version < self.version - self._prefix_staleness:

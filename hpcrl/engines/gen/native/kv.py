@@ -1,4 +1,4 @@
-"""The memory of the KV cache: the places of blocks in one tensor per layer."""
+"""The KV cache's memory: one tensor per layer, and each block's index in it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def block_bytes(architecture: Architecture, block_tokens: int, dtype: torch.dtyp
 class KVCache:
     """Keys and values of blocks: one tensor [2 (k, v), places, kv_heads, block_tokens, head_dim] per layer.
 
-    `compact` puts blocks that about as many requests read next to each other, so that attention reads each of the
-    `ranges` of places with one batched product and without a copy. All places hold finite numbers, so that masking what
-    is not part of a request suffices.
+    `compact` puts blocks with a similar number of readers next to each other, so attention reads each range of places
+    (`ranges`) with one batched product and without a copy. All places hold finite numbers, so masking suffices for
+    numbers that are not part of a request.
     """
 
     def __init__(
@@ -38,18 +38,19 @@ class KVCache:
 
     def clear(self) -> None:
         """Free the memory."""
-        self.places = np.full(self.max_blocks, NO_INDEX)  # of each block; int64
+        self.places = np.full(self.max_blocks, NO_INDEX)  # of each block, its index in the tensors; int64
         self.ranges: list[tuple[int, int]] = []  # (first place, end) of each group of blocks
         self.capacity = 0
-        self._most = 0  # blocks held at once since the last trim
+        self._most = 0  # maximum number of blocks held at once since the last trim
         self.layers = [layer[:, :0].clone() for layer in self.layers]
 
     def compact(self, groups: Sequence[np.ndarray], others: np.ndarray, capacity: int | None = None) -> None:
-        """Place all blocks that are in use, int64 [n] each: the first group, which changes most, at the first places,
-        the further groups at the last, others between.
+        """Place all blocks in use, int64 [n] each: the first group, which changes most, at the first places, the
+        further groups at the last, others between.
 
-        The contents of blocks move along; all other contents are lost. There is more memory afterwards if they need it,
-        at least a quarter more, so that copies of everything stay rare; or memory for `capacity` blocks."""
+        Contents of these blocks are moved; all other contents are lost. If they do not fit, memory grows by at least a
+        quarter, which keeps full copies rare; or to `capacity` blocks.
+        """
         blocks = np.concatenate((*groups, others))
         old, self._most = self.places, max(self._most, len(blocks))
         if capacity is None:
@@ -65,7 +66,7 @@ class KVCache:
         self.capacity = capacity
 
     def _place(self, group: np.ndarray, old: np.ndarray, first: int, end: int) -> None:
-        """Give blocks places in this range; those that have one there stay."""
+        """Assign places in this range to blocks; a block that has one there keeps it."""
         at = old[group]
         stays = (at >= first) & (at < end)
         self.places[group[stays]] = at[stays]
@@ -86,18 +87,18 @@ class KVCache:
             layer[:, target] = layer[:, source]
 
     def _resize(self, sources: np.ndarray, targets: np.ndarray, capacity: int) -> None:
-        """Move blocks into tensors of another size, layer by layer: beside the new tensors, at most the old ones of the
-        layers that are left are held."""
-        source_of = np.zeros(capacity, dtype=np.int64)  # any old numbers, which are finite, at places of no block
+        """Move blocks into tensors of another size, layer by layer: at most one layer exists in both sizes at a
+        time."""
+        source_of = np.zeros(capacity, dtype=np.int64)  # places without a block get any old numbers, which are finite
         source_of[targets] = sources
         index = to_device(torch.from_numpy(source_of), self._device)
         for i, layer in enumerate(self.layers):
             self.layers[i] = layer.new_zeros(2, capacity, *self._shape)
-            if len(sources):  # straight into the new tensor: indexing would make a copy of the old one
+            if len(sources):  # straight into the new tensor: indexing would copy the old one
                 torch.index_select(layer, 1, index, out=self.layers[i])
 
     def trim(self, groups: Sequence[np.ndarray], others: np.ndarray) -> None:
-        """`compact`, in no more memory than was needed at once since the last trim."""
+        """`compact`, in at most the memory that was needed at once since the last trim."""
         now = sum(map(len, groups)) + len(others)
         self.compact(groups, others, max(now, min(self.capacity, self._most)))
         self._most = now

@@ -1,6 +1,6 @@
-"""The samples of all iterations: one row per decode iteration, one column per slot.
+"""Tokens and log-probs of all iterations: one row per decode iteration, one column per slot.
 
-A request reads its part of the columns when it ends, so the decode loop does no work per request.
+A request reads its part when it ends, so the decode loop does no work per request.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from hpcrl.spec.trajectory import Field
 
 @dataclass(slots=True)
 class OutputSpan:
-    """Location of a request in the output buffer: the iteration of its first token there and its slots over time."""
+    """A request's location in the output buffer: the iteration of its first token and its slots over time."""
 
     start: int
-    segments: list[tuple[int, int]]  # (slot, first iteration in it)
+    segments: list[tuple[int, int]]  # (slot, first iteration in this slot)
     output_so_far: Mapping[
         str, np.ndarray
-    ]  # columns of its tokens from before it was preempted, as of OutputBuffer.content
+    ]  # columns of its tokens from before it was preempted, as from OutputBuffer.content
 
 
 class OutputBuffer:
-    """Rows of token ids, log-probs, behaviour log-probs, weight versions and maybe routes from iteration `_base` on."""
+    """Rows of token ids, log-probs, behaviour log-probs, weight versions and optionally routes, from iteration `_base`
+    on."""
 
     def __init__(self, num_slots: int, routes: Field | None = None):
         self._base = 0  # iteration of the first row
@@ -49,7 +50,7 @@ class OutputBuffer:
     def write(
         self, version: int, ids: np.ndarray, logprobs: np.ndarray, behaviour: np.ndarray, *routes: np.ndarray
     ) -> None:
-        """Add one iteration; arrays are [R] for the first R slots, routes [R, width] if the buffer has any."""
+        """Add one iteration; arrays are [R] for the first R slots, routes [R, width] if they are recorded."""
         row = self.end - self._base
         if row == len(self._versions):
             self._columns = {name: np.concatenate((c, np.zeros_like(c))) for name, c in self._columns.items()}
@@ -64,7 +65,7 @@ class OutputBuffer:
         return len(span.output_so_far["token_ids"]) + self.end - span.start
 
     def read(self, span: OutputSpan, name: str, last: int | None = None) -> np.ndarray:
-        """The request's values of one column, all of them or the `last` ones, as a separate array."""
+        """The request's values of one column, all or the `last` ones, as a separate array."""
         column, start, before = self._columns[name], span.start, span.output_so_far[name]
         if last is not None:
             start = max(start, self.end - last)
@@ -74,13 +75,13 @@ class OutputBuffer:
         return np.concatenate([before, *parts])
 
     def content(self, span: OutputSpan) -> dict[str, np.ndarray]:
-        """All of the request's values by column, and the weight version of each token as `versions`."""
+        """All of the request's values by column, and each token's weight version as `versions`."""
         versions = self._versions[span.start - self._base : self.end - self._base]
         columns = {name: self.read(span, name) for name in self._columns}
         return columns | {"versions": np.concatenate([span.output_so_far["versions"], versions])}
 
     def forget(self, before: int) -> None:
-        """Drop the iterations before this one, once they are most of the buffer."""
+        """Drop the iterations before this one, once they make up most of the buffer."""
         drop, used = before - self._base, self.end - self._base
         if drop * 2 < len(self._versions):
             return

@@ -1,9 +1,9 @@
-"""Attention over a KV cache in blocks: of tokens that are being added to it, and of one token per request.
+"""Attention over a KV cache in blocks: prefill of new tokens, and decoding of one token per request.
 
-The queries of all requests that use a block are rows of one matrix: keys and values are neither copied nor repeated,
-whether for the q heads that share a kv head or for the requests that share a prefix. The scores, computed block by
-block, are then put in the order of each request's tokens, so that its softmax is an ordinary one, and what a layer
-masks (its window, for example) is a matter of positions only.
+The queries of all requests that use a block are rows of one matrix. So keys and values are neither copied nor repeated,
+neither for q heads that share a kv head nor for requests that share a prefix. Scores are computed block by block, then
+put in each request's token order. Its softmax is then an ordinary one, and a layer's mask (its window, for example)
+depends on positions only.
 """
 
 from __future__ import annotations
@@ -25,12 +25,16 @@ from hpcrl.rollout.device_copies import to_device
 @dataclass(frozen=True)
 class DecodeAttention:
     """How R rows, one query each, read the cache. A unit is one kv head of one pair (row, block that the row reads).
-    Units come in the order in which the products over blocks compute them.
+    Units are in the order in which the products over blocks compute them.
 
-    places: int64 [R, B], the places of each row's blocks in the order of its tokens. products: ranges of places, and of
-    the q heads of their units. queries: int64 [units], the row and kv head of each. in_order: int64 [R * heads * B],
-    the unit and q head of each stretch of the rows' scores; by_unit: its inverse, int64 [units * q heads per kv head].
-    bags: the units of each row and kv head, which begin at `offsets`, int64 [R * kv_heads].
+    Args:
+        places: int64 [R, B], the places of each row's blocks in token order.
+        products: ranges of places, and the ranges of their units' q heads.
+        queries: int64 [units], the row and kv head of each unit.
+        in_order: int64 [R * heads * B], the unit and q head of each stretch of the rows' scores.
+        by_unit: the inverse of in_order, int64 [units * q heads per kv head].
+        bags: the units of each row and kv head.
+        offsets: int64 [R * kv_heads], where each row and kv head begins in bags.
     """
 
     places: Tensor
@@ -48,7 +52,7 @@ class DecodeAttention:
         rows, width = places.shape
         row, index = np.nonzero(np.arange(width) < counts[:, None])
         place = places[row, index]
-        # Of a block with several readers, each reader has its number.
+        # The readers of a shared block are numbered.
         order = place.argsort(kind="stable")
         reader = np.empty_like(place)
         reader[order] = np.arange(len(place)) - np.searchsorted(place[order], place[order])
@@ -68,7 +72,8 @@ class DecodeAttention:
         row_head = row[:, None] * heads + head
         stretch = (row_head[:, :, None] * group + part) * width + index[:, None, None]
         unit_head = unit[:, :, None] * group + part
-        # What is not assigned (a block with fewer readers than others, a row with fewer blocks) points to any numbers.
+        # Unassigned entries (a block with fewer readers than others, a row with fewer blocks) point to arbitrary
+        # numbers.
         queries = np.zeros(num_units, dtype=np.int64)
         queries[unit] = row_head
         in_order = np.zeros(rows * heads * group * width, dtype=np.int64)
@@ -106,8 +111,8 @@ class DecodeAttention:
         return sums.view(rows, -1).to(q.dtype)
 
     def _products(self, left: Tensor, right: Tensor) -> Tensor:
-        """[units * q heads, Y]: of each row of `left` [units * q heads, X] with its block in `right`
-        [places, kv_heads, X, Y]."""
+        """[units * q heads, Y]: each row of `left` [units * q heads, X] times its block in `right` [places, kv_heads,
+        X, Y]."""
         x, y = right.shape[2:]
         products = left.new_empty(left.shape[0], y)
         for places, rows in self.products:
@@ -119,12 +124,15 @@ class DecodeAttention:
 
 @dataclass(frozen=True)
 class PrefillAttention:
-    """How N rows of new tokens, T in total, attend to each other and to what their rows have in the cache.
+    """How N rows of new tokens, T in total, attend to each other and to their rows' cached tokens.
 
-    places, slots: int64 [T], the block's place and the position in it where each token's key and value belong.
-    padded: int64 [T], where the tokens are in N rows of equal length; None if they are these rows. shape: (N, that
-    length). past: int64 [N, B], the places of what the rows have; None if nothing. starts: int64 [N], how many tokens
-    that is.
+    Args:
+        places: int64 [T], the place of each token's block.
+        slots: int64 [T], each token's position in its block.
+        padded: int64 [T], the tokens' indices in N rows of equal length; None if the tokens already have this shape.
+        shape: (N, length of these rows).
+        past: int64 [N, B], the places of the rows' cached blocks; None if nothing is cached.
+        starts: int64 [N], the number of cached tokens per row.
     """
 
     places: Tensor
@@ -136,7 +144,7 @@ class PrefillAttention:
 
     @classmethod
     def plan(cls, cache: KVCache, places: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> PrefillAttention:
-        """Row n has starts[n] tokens in its blocks at places[n], and gets those up to ends[n]; int64 [N(, B)]."""
+        """Row n has starts[n] tokens in its blocks at places[n], and gets new tokens up to ends[n]; int64 [N(, B)]."""
         block, device, lengths = cache.block_tokens, cache.layers[0].device, ends - starts
         longest, most = int(lengths.max()), int(starts.max())
         row, column = np.nonzero(np.arange(longest) < lengths[:, None])
@@ -156,7 +164,7 @@ class PrefillAttention:
             heads = heads.new_zeros(count, *heads.shape[1:]).index_copy_(0, self.padded, heads)
         q, k, v = heads.view(*self.shape, -1, size).transpose(1, 2).split(split, 1)
         scale, softcap = arch.attention_scale, arch.attention_softcap
-        if self.past is None:  # padding is on the right: no row sees its own
+        if self.past is None:  # padding is on the right: no row sees its padding
             out = causal_attention(q, k, v, scale=scale, window=window, softcap=softcap)
         else:
             k, v = torch.cat((kv[:, self.past].transpose(2, 3).flatten(3, 4), torch.stack((k, v))), dim=3)
@@ -171,8 +179,8 @@ class PrefillAttention:
         return out if self.padded is None else out[self.padded]
 
     def _visible(self, first: int, count: int, num_keys: int, window: int | None) -> Tensor:
-        """bool [N, 1, count, num_keys]: which keys, of the past and then of the new tokens, new tokens from `first` on
-        attend to."""
+        """bool [N, 1, count, num_keys]: which keys, cached ones before new ones, each new token from `first` on attends
+        to."""
         key = torch.arange(num_keys, device=self.starts.device)
         new = num_keys - self.shape[1]  # where the new keys begin
         query = new + torch.arange(first, first + count, device=self.starts.device)[:, None]

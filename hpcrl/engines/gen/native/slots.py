@@ -1,4 +1,4 @@
-"""The live requests: compact in slots 0..live-1, one numpy column per value that the decode loop needs."""
+"""The live requests, compacted to slots 0..live-1, with one numpy column per value that the decode loop needs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True, slots=True)
 class WaitingRequest:
-    """A request that waits for a slot. before: the tokens it has already, as in OutputBuffer.content, if it was
-    preempted."""
+    """A request that waits for a slot.
+
+    Args:
+        before: its tokens so far, as in OutputBuffer.content, if it was preempted.
+    """
 
     request: Request
     output_so_far: Mapping[str, np.ndarray]
 
     def tokens(self) -> np.ndarray:
-        """int32: its prompt and what it has of its response."""
+        """int32: its prompt and its response so far."""
         return np.concatenate((np.asarray(self.request.prompt_ids, dtype=np.int32), self.output_so_far["token_ids"]))
 
 
@@ -38,7 +41,7 @@ class Slots:
         self.slot_of: dict[int, int] = {}
         self.blocks = np.zeros((num_slots, max_blocks), dtype=np.int64)  # ids, in the order of the tokens
         self.num_blocks = np.zeros(num_slots, dtype=np.int64)
-        self.kv_version = np.zeros(num_slots, dtype=np.int64)  # of the oldest weights behind keys and values
+        self.kv_version = np.zeros(num_slots, dtype=np.int64)  # the oldest weights that produced its keys and values
         self.order = np.zeros(num_slots, dtype=np.int64)  # of admission
         self.tokens = np.zeros(num_slots, dtype=np.int64)  # next token to feed
         self.positions = np.zeros(num_slots, dtype=np.int64)  # its position
@@ -54,7 +57,7 @@ class Slots:
         return [value for value in vars(self).values() if isinstance(value, np.ndarray)]
 
     def add(self, queued: WaitingRequest, stop_ids: tuple[int, ...], iteration: int) -> int:
-        """Put a request, whose next token comes at `iteration`, into the next slot; returns the slot."""
+        """Assign the next slot to a request whose next token comes at `iteration`; returns the slot."""
         slot, request, params = self.num_live, queued.request, queued.request.params
         self.num_live += 1
         self._num_added += 1
@@ -70,7 +73,7 @@ class Slots:
         earlier = queued.output_so_far["token_ids"]
         self.tokens[slot] = earlier[-1] if len(earlier) else request.prompt_ids[-1]
         self.positions[slot] = len(request.prompt_ids) + len(earlier) - 1
-        first = iteration - len(earlier)  # had the request never been preempted
+        first = iteration - len(earlier)  # as if the request had never been preempted
         self.last_iteration[slot] = first + params.max_new_tokens - 1
         self.origins[slot] = stream_origin(request.seed, first)
         self.temperature[slot], self.top_k[slot] = params.temperature, params.top_k
@@ -78,7 +81,7 @@ class Slots:
         return slot
 
     def set_blocks(self, slot: int, blocks: Sequence[int]) -> None:
-        """Let the slot have these blocks only."""
+        """Set the slot's blocks to exactly these."""
         self.num_blocks[slot] = len(blocks)
         self.blocks[slot, : len(blocks)] = blocks
 
@@ -87,7 +90,7 @@ class Slots:
         return self.blocks[slot, : self.num_blocks[slot]].tolist()
 
     def remove(self, slots: Sequence[int], iteration: int) -> None:
-        """Free these slots and move the last live requests into the gaps, where they are from `iteration` on."""
+        """Free these slots and move the last live requests into the gaps from `iteration` on."""
         left = self.num_live - len(slots)
         gone = set(slots)
         targets = [slot for slot in sorted(gone) if slot < left]

@@ -18,12 +18,12 @@ class Transformer:
     """Forward passes over `weights` that read and write a KVCache."""
 
     def __init__(self, architecture: Architecture, weights: FusedWeights, rotations: Sequence[Tensor]):
-        """rotations: of Architecture.rotations, for as many positions as a sequence may have."""
+        """rotations: from Architecture.rotations, for the maximum sequence length."""
         self._arch, self._weights, self._rotations = architecture, weights, rotations
         positions = len(rotations[0])
         self._windows = [None if w is None or w >= positions else w for w in architecture.windows]
         self._gate = _gelu_gated if architecture.decoder.gemma else _silu_gated
-        self.routes: list[Tensor] | None = None  # if set, gets the chosen experts [T, k] of each layer that has some
+        self.routes: list[Tensor] | None = None  # if set, receives the chosen experts [T, k] of each layer with experts
 
     def prefill(self, ids: Tensor, positions: Tensor, cache: KVCache, adding: PrefillAttention) -> None:
         """Write the keys and values of T tokens of several rows into the cache. ids, positions: int64 [T]."""
@@ -39,8 +39,8 @@ class Transformer:
     def decode(
         self, ids: Tensor, positions: Tensor, num_live: int, cache: KVCache, decoding: DecodeAttention
     ) -> Tensor:
-        """Logits float32 [R, vocab] after feeding token ids[i] at positions[i] of row i, whose key and value are
-        stored for the first num_live rows; int64 [R]."""
+        """Logits float32 [R, vocab] after feeding token ids[i] at positions[i] of row i; keys and values are stored for
+        the first num_live rows; int64 [R]."""
         a = self._arch
         rotations = [r[positions][:, None] for r in self._rotations]
         x = self._embedded(ids)
@@ -59,7 +59,7 @@ class Transformer:
         x = self._weights.embedding[ids]
         if self._arch.embedding_scale == 1.0:
             return x
-        return x.mul_(torch.tensor(self._arch.embedding_scale, dtype=x.dtype).item())  # a number of the model's type
+        return x.mul_(torch.tensor(self._arch.embedding_scale, dtype=x.dtype).item())  # a number of the model's dtype
 
     def _logits(self, x: Tensor) -> Tensor:
         logits, cap = self._weights.logits(self._norm(x, self._weights.norm)), self._arch.logit_softcap
@@ -79,7 +79,7 @@ class Transformer:
         qk = heads[:, : a.num_qk_heads]
         if layer.qk_norm is not None:
             qk.copy_(self._norm(qk.to(layer.qk_norm.dtype), None).mul_(layer.qk_norm))
-        if self._weights.shared:  # the partners of a rotation are half of the rotated dimensions apart
+        if self._weights.shared:  # the two dimensions of a pair are half of the rotated dimensions apart
             halves = qk[..., : a.num_rotated].unflatten(-1, (2, -1)).transpose(-1, -2)
             turned = torch.view_as_complex(halves.float().contiguous()).mul(rotations[..., : a.num_rotated // 2])
             halves.copy_(torch.view_as_real(turned))
@@ -108,8 +108,8 @@ class Transformer:
         return x.add_(self._norm(_adapt(inner @ layer.mlp.down, inner, layer.adapters["down"]), layer.mlp_post_norm))
 
     def _mixture(self, experts: Experts, x: Tensor) -> Tensor:
-        """Weighted sum [T, H] of each token's chosen experts. The host learns nothing of the choices, so it need not
-        wait for the device."""
+        """Weighted sum [T, H] of each token's chosen experts. The choices stay on the device, so the host does not wait
+        for it."""
         top, router = self._arch.experts_per_token, experts.router
         shares, chosen = (x @ router).softmax(-1, dtype=torch.float32).topk(top)
         if self.routes is not None:
@@ -126,7 +126,7 @@ class Transformer:
 
 
 def _adapt(product: Tensor, x: Tensor, adapters: Sequence[LowRank]) -> Tensor:
-    """The product of x with a matrix, to which that with the matrix's adapters is added in place."""
+    """Add the adapters' product with x in place to the product of x with a matrix; returns it."""
     for adapter in adapters:
         product[:, adapter.columns].addmm_(x @ adapter.first.t(), adapter.second.t(), alpha=adapter.scale)
     return product

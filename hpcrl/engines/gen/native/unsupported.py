@@ -1,4 +1,4 @@
-"""What the native generator lacks of the features that the config.json of a family it runs may have."""
+"""Features that config.json may have in families of the native generator, but which it does not support."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from hpcrl.models.families import family_of
 from hpcrl.models.rope import rope_type, ropes
 
 FIXED_ROPE = ("linear", "llama3", "yarn", "longrope")
-"""Kinds of rotary embedding (rope_type), besides the default, that rotate a position by the same angle in sequences of
-any length, longrope up to the model's original length."""
+"""Kinds of rotary embedding (rope_type), in addition to the default, whose angles do not depend on the sequence length;
+longrope up to the model's original length."""
 
 
 def unsupported(model: Mapping[str, Any], longest: int = 0) -> Iterator[str]:
-    """The features that the engine would compute wrongly. longest: tokens of the longest sequence, as far as it is
-    known."""
+    """The features that the engine would compute wrongly. longest: tokens of the longest sequence, if known."""
     decoder = family_of(model["model_type"]).decoder
     assert decoder is not None
     sections = ropes(model)

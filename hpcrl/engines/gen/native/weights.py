@@ -2,11 +2,11 @@
 
 Every HF name has a destination, a view of a fused matrix: a weight update is one copy per tensor and needs no second
 set of weights. Matrices are stored [in, out], which is faster for a few rows on CPU. The rotated dimensions of q and k
-heads are interleaved, so that the rotary embedding is one complex multiplication; attention scores stay the same, as q
+heads are interleaved, which makes the rotary embedding one complex multiplication; attention scores do not change, as q
 and k share the permutation.
 
-Shared with a trainer, matrices are stored [out, in] and no heads are interleaved, so that (almost) every destination is
-a contiguous tensor in the trainer's own layout.
+If weights are shared with a trainer, matrices are stored [out, in] and no heads are interleaved, so (almost) every
+destination is a contiguous tensor in the trainer's own layout.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """An adapter of some columns of a product: scale * x @ first.t() @ second.t() is added to them."""
+    """An adapter for some columns of a product: adds scale * x @ first.t() @ second.t() to them."""
 
     columns: slice
     first: Tensor  # [rank, in]
-    second: Tensor  # [out, rank], rows in the order of the columns
+    second: Tensor  # [out, rank], rows in column order
     scale: float
 
 
@@ -73,16 +73,18 @@ class Layer:
 class _Target:
     view: Tensor  # destination of the tensor; broadcasts from `shape`
     shape: tuple[int, ...]
-    rotary_heads: int = 0  # its first heads, whose rotated dimensions are to be interleaved
-    parts: tuple[str, ...] = ()  # the required names that this tensor covers; empty: its own
+    rotary_heads: int = 0  # the tensor's first heads whose rotated dimensions are interleaved
+    parts: tuple[str, ...] = ()  # the required names that this tensor covers; empty: its own name
     add: float = 0.0
 
 
 class FusedWeights:
     """Fused weights and their loading under HF names. Uninitialised until `load` succeeds.
 
-    float32_head: the vocabulary projection sums and keeps products of numbers of `dtype` in float32. shared: in a
-    layout whose parts can be a trainer's parameters. lora: `load` gets adapters; all other weights are `base`.
+    Args:
+        float32_head: the vocabulary projection sums products of `dtype` numbers in float32 and returns float32.
+        shared: use a layout whose parts can be a trainer's parameters.
+        lora: `load` gets adapters; all other weights come from `base`.
     """
 
     def __init__(
@@ -107,7 +109,7 @@ class FusedWeights:
         self.head = self.embedding if architecture.tied else self._empty(*vocab)
         # A trainer may send a tied matrix under either name, or under both.
         self._target("lm_head.weight", self.head, parts=("model.embed_tokens.weight",) if architecture.tied else ())
-        # Only CUDA has a kernel that multiplies bfloat16 into float32. Elsewhere a copy saves a conversion per token.
+        # Only CUDA has a kernel that multiplies bfloat16 into float32. Elsewhere a copy avoids a conversion per token.
         copied = self._float32_head and device.type != "cuda"
         self._converted_head = torch.empty(vocab, device=device) if copied else None
         self.norm = self._norm("model.norm.weight")
@@ -118,7 +120,7 @@ class FusedWeights:
             self._copy(base, parts - self._required)
 
     def parameters(self) -> dict[str, Tensor]:
-        """Destinations that hold exactly the tensor of an HF name, in its layout."""
+        """Destinations that hold exactly one HF name's tensor, in its layout."""
         exact = ((name, target) for name, target in self._targets.items() if not target.rotary_heads and not target.add)
         return {
             name: target.view
@@ -127,13 +129,13 @@ class FusedWeights:
         }
 
     def check(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """ValueError on an unknown or missing name or a wrong shape in a collection. An iterator is left to `load`,
-        since its tensors may not outlive the iteration."""
+        """ValueError on an unknown or missing name or a wrong shape in a collection. `load` checks an iterator, since
+        its tensors may not outlive the iteration."""
         if isinstance(named, Collection):
             _require(self._required, {part for name, tensor in named for part in self._accept(name, tensor)[1]})
 
     def load(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy every tensor to its place. ValueError at the first unknown or missing name or wrong shape."""
+        """Copy every tensor to its destination. ValueError at the first unknown or missing name or wrong shape."""
         self._copy(named, self._required)
 
     def _copy(self, named: Iterable[tuple[str, Tensor]], required: set[str]) -> None:
@@ -163,15 +165,15 @@ class FusedWeights:
         return F.linear(hidden, self.head).float()
 
     def loaded(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """The tensors as they were loaded under these names, from the fused matrices; without those whose sum with a
-        constant is kept, which does not give their bits back."""
+        """The tensors as they were loaded under these names, from the fused matrices. Tensors that are stored as a sum
+        with a constant are left out, as the sum does not give their bits back."""
         inverse = self._interleaved.argsort()
         for name in names:
             target = self._targets.get(name)
             if target is None or target.add:
                 continue
             tensor = target.view
-            if tensor.shape != target.shape:  # copies for each head: one that differs, if there is one
+            if tensor.shape != target.shape:  # copies for each head; return a differing one if there is one
                 tensor = tensor[(tensor != tensor[0]).any(dim=-1).long().argmax()]
             if target.rotary_heads:
                 heads = tensor.unflatten(0, (-1, self._arch.head_dim))
@@ -181,7 +183,7 @@ class FusedWeights:
 
     def _accept(self, name: str, tensor: Tensor) -> tuple[_Target | None, tuple[str, ...]]:
         """The destination of the tensor and the required names that it covers."""
-        if name.endswith("rotary_emb.inv_freq"):  # in old Llama checkpoints; follows from the config
+        if name.endswith("rotary_emb.inv_freq"):  # in old Llama checkpoints; derived from the config
             return None, ()
         target = self._targets.get(name)
         if target is None:
@@ -194,7 +196,7 @@ class FusedWeights:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
 
     def _matrix(self, *shape: int) -> Tensor:
-        """An empty matrix [..., in, out]."""
+        """An uninitialised matrix [..., in, out]."""
         *batch, size_in, size_out = shape
         return self._empty(*batch, size_out, size_in).transpose(-1, -2) if self.shared else self._empty(*shape)
 
@@ -213,7 +215,7 @@ class FusedWeights:
     def _linear(
         self, name: str, matrix: Tensor, columns: slice = ALL, rotary_heads: int = 0, *, adapters: list[LowRank]
     ) -> None:
-        """The target `name`.weight in these columns of a matrix [in, out], and its adapter, if it gets one."""
+        """The target `name`.weight in these columns of a matrix [in, out], and its adapter, if it has one."""
         part = matrix[:, columns].t()
         self._target(f"{name}.weight", part, rotary_heads=rotary_heads)
         if self._lora is None or not matches(name, self._lora.target_modules):
@@ -227,7 +229,7 @@ class FusedWeights:
         adapters.append(found)
 
     def _norm(self, name: str, *shape: int) -> Tensor:
-        """[H] or `shape`: the factors of a norm, in Gemma's families weight + 1 in float32."""
+        """[H] or `shape`: the factors of a norm; in Gemma's families weight + 1 in float32."""
         plain = not self._arch.decoder.gemma
         weight = torch.empty(
             shape or (self._arch.hidden_size,), dtype=self._dtype if plain else torch.float32, device=self._device
@@ -239,7 +241,7 @@ class FusedWeights:
     def _layer(self, index: int) -> Layer:
         a, prefix = self._arch, f"model.layers.{index}."
         hidden, attention, gemma = a.hidden_size, prefix + "self_attn.", a.decoder.gemma
-        after = prefix + "post_attention_layernorm.weight"  # in Gemma's families the norm of attention's result
+        after = prefix + "post_attention_layernorm.weight"  # in Gemma's families the norm after attention
         adapters: dict[str, list[LowRank]] = {"qkv": [], "out": [], "gate_up": [], "down": []}
         layer = Layer(
             attention_norm=self._norm(prefix + "input_layernorm.weight"),
@@ -269,7 +271,7 @@ class FusedWeights:
         return layer
 
     def _qk_norm(self, prefix: str) -> Tensor:
-        """[heads + kv_heads, D]: the norm of q for each of its heads, then that of k."""
+        """[heads + kv_heads, D]: the q norm for each q head, then the k norm."""
         a = self._arch
         norm = self._norm(prefix + "q_norm.weight", a.num_qk_heads, a.head_dim)
         for which, heads in (("q", norm[: a.num_heads]), ("k", norm[a.num_heads :])):

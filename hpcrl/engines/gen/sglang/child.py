@@ -1,7 +1,7 @@
-"""A Server in a process of its own.
+"""Run a Server in a separate process.
 
-SGLang takes over the signals, the event loop and the child processes of the process that it is made in, and ends all of
-them when one of its own fails. So a rank keeps it at a distance, and names it if it dies or hangs.
+SGLang replaces its process's signal handlers and event loop, and kills all child processes when one of its own fails.
+So a rank runs SGLang in a child process, and reports its name if it dies or hangs.
 """
 
 from __future__ import annotations
@@ -29,9 +29,13 @@ END_S = 30.0
 class Child:
     """A Server whose calls have a deadline.
 
-    environment: variables of its process. start_s, call_s: deadlines, seconds. ValueError if SGLang refuses the
-    arguments; RuntimeError or TimeoutError, with the last error that it wrote and the lines before, if it fails, dies
-    or does not answer.
+    Args:
+        environment: variables of its process.
+        start_s: deadline of the start, seconds.
+        call_s: deadline of a call, seconds.
+
+    ValueError if SGLang refuses the arguments; RuntimeError or TimeoutError if it fails, dies or does not answer, with
+    its last error and the log lines before it.
     """
 
     def __init__(self, arguments: Mapping[str, Any], environment: Mapping[str, str], start_s: float, call_s: float):
@@ -41,9 +45,9 @@ class Child:
         self._channel, theirs = context.Pipe()
         about = theirs, dict(arguments), dict(environment), self._log.name, os.getpid()
         self._process = context.Process(target=_serve, args=about)
-        with held_back():  # a batch system's signals to all processes of a step do not end it
+        with held_back():  # a batch system signals all processes of a step: this one ignores it
             self._process.start()
-        # It opens this process's GPU memory by pidfd_getfd, which some kernels' settings forbid to a child.
+        # It opens this process's GPU memory by pidfd_getfd, which some kernel settings forbid to a child.
         ctypes.CDLL(None).prctl(PR_SET_PTRACER, self._process.pid)
         theirs.close()
         try:
@@ -53,7 +57,7 @@ class Child:
             raise
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """What the Server's method of this name returns."""
+        """Call the Server's method `name` and return its result."""
         try:
             self._channel.send((name, arguments))
         except OSError:
@@ -96,14 +100,14 @@ class Child:
         lines = Path(self._log.name).read_text(errors="replace").splitlines()
         error, lines = last_error(lines)
         if not lines:
-            return "; it wrote nothing"
+            return "; its log is empty"
         return "".join([f": {error}" if error else "", "; its last lines:\n  ", "\n  ".join(lines[-LAST_LINES:])])
 
 
 def last_error(lines: list[str]) -> tuple[str, list[str]]:
-    """The last exception of which a program wrote a traceback, and the lines up to there; without one, "" and all.
+    """The last exception with a traceback in a program's output, and the lines up to it; without one, "" and all lines.
 
-    SGLang ends its processes by SIGKILL when a scheduler fails, and other packages' warnings come after the cause.
+    SGLang kills its processes with SIGKILL when a scheduler fails, and other packages' warnings come after the cause.
     """
     begins = [number for number, line in enumerate(lines) if TRACEBACK in line]
     for number in range(begins[-1] + 1, len(lines)) if begins else ():

@@ -1,6 +1,6 @@
-"""SGLang as a generation engine: the first rank of a replica owns it, the others hear what it made.
+"""SGLang as a generation engine: a replica's first rank owns it and broadcasts its results to the other ranks.
 
-All ranks keep the same account of the responses; the first asks SGLang for their next tokens and tells the others.
+All ranks track all responses; the first requests the next tokens from SGLang and broadcasts them.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from hpcrl.rollout.types import FinishReason
 
 ALONE = ReplicaRanks((0,))
 ALL_MEMORY = frozenset({"weights", "kv_cache", "cuda_graph"})
-"""The kinds of memory that SGLang can bring back separately."""
+"""The kinds of memory that SGLang can allocate again separately."""
 PATIENCE_SHARE = 0.8
-"""Share of a deadline of the run in which SGLang must answer, so that the error names it and not its rank."""
+"""Fraction of a run's timeout in which SGLang must answer, so its error names SGLang and not the rank."""
 EXPERTS = re.compile(r"(?P<layer>.+\.experts)\.(?P<kind>gate_up|down)_proj")
-"""All experts of a layer: [experts, 2 * inner, hidden], first the rows of the gates, and [experts, hidden, inner]."""
+"""All experts of a layer: [experts, 2 * inner, hidden], gate rows first, and [experts, hidden, inner]."""
 PLACE_BYTES = 1024
-"""For the name of a host and the GPU of a rank."""
+"""Bytes for a host name and a rank's GPU."""
 
 
 class Calls(Protocol):
@@ -55,7 +55,7 @@ class Calls(Protocol):
 
 
 def make(config: Config, model_path: Path, tokenizer: Any, replica: ReplicaRanks) -> SGLangEngine:
-    """The engine of one replica, without weights: these come from the trainer. Collective within the replica."""
+    """The engine of one replica, without weights: the trainer sends them. Collective within the replica."""
     own = config.generator.section(SGLangConfig)
     return SGLangEngine(
         model_path,
@@ -95,10 +95,14 @@ class _Growing(Growing):
 class SGLangEngine:
     """GenEngine of SGLang 0.5.23, for folders in HF layout.
 
-    max_num_seqs: requests decoded at once. max_length: maximum tokens of prompt and response together. cache_tokens: of
-    the KV cache; None: what is left of mem_fraction_static of the card. sleeps: whether sleep() frees memory, which
-    takes CUDA. options: more arguments of SGLang's ServerArgs, by name. load=False leaves the weights to
-    load_weights(). start: makes the Server from its arguments and the environment of its process.
+    Args:
+        max_num_seqs: requests decoded at once.
+        max_length: maximum tokens of prompt and response together.
+        cache_tokens: tokens of the KV cache; None: the rest of mem_fraction_static of the GPU.
+        sleeps: whether sleep() frees memory; this needs CUDA.
+        options: additional arguments of SGLang's ServerArgs, by name.
+        load: False leaves the weights to load_weights().
+        start: makes the Server from its arguments and its process's environment variables.
 
     ValueError if SGLang refuses the folder, the sizes or an option, or if the replica's ranks are on several hosts. The
     constructor, load_weights(), step(), sleep() and wake() are collective within the replica.
@@ -138,7 +142,7 @@ class SGLangEngine:
             "enable_fp32_lm_head": float32_head,
             "sampling_mask_max_tokens": MAX_KEPT,
             "random_seed": 0,
-            "sleep_on_idle": True,  # else a core of each node asks for work without a pause
+            "sleep_on_idle": True,  # else a core of each node polls for work without a pause
         } | dict(options or {})
         devices = _devices(replica)
         if replica.index == 0:
@@ -157,7 +161,7 @@ class SGLangEngine:
         self._num_added = 0
 
     def add(self, requests: Sequence[Request]) -> None:
-        """See GenEngine. ValueError also if SGLang cannot give the log-probs of the request."""
+        """See GenEngine. ValueError also if SGLang cannot return the request's log-probs."""
         check_requests(
             requests,
             self._growing,
@@ -173,13 +177,13 @@ class SGLangEngine:
             self._num_added += 1
 
     def abort(self, ids: Sequence[int]) -> list[Output]:
-        """See GenEngine. SGLang has nothing of them between two decode chunks."""
+        """See GenEngine. Between two decode chunks SGLang has no requests."""
         ended = [i for i in dict.fromkeys(ids) if i in self._growing]
         return [self._growing.pop(i).output(FinishReason.ABORT) for i in ended]
 
     def step(self, num_tokens: int) -> list[Output]:
-        """See GenEngine. Which waiting request gets a slot that becomes free within the step may depend on time, its
-        tokens do not. ValueError if the weights are not loaded; RuntimeError if SGLang's answer makes no sense."""
+        """See GenEngine. Which waiting request gets a slot that becomes free within the step may depend on time; its
+        tokens do not. ValueError if the weights are not loaded; RuntimeError if SGLang's answer is malformed."""
         if not self._growing:
             return []
         if self.version < 0:
@@ -203,8 +207,8 @@ class SGLangEngine:
         return {i: len(growing.token_ids) for i, growing in self._growing.items()}
 
     def load_weights(self, named: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """See GenEngine. An iterator is consumed tensor by tensor; the engine has no weights (version -1) if that
-        fails. Prefixes of requests that run are kept for them alone, all others are dropped."""
+        """See GenEngine. An iterator is consumed tensor by tensor; if it fails, the engine has no weights (version -1).
+        Cached prefixes of running requests are kept for these requests only; all others are evicted."""
         if version < 0:
             raise ValueError(f"weights version is {version}, 0 or more is needed")
         if not isinstance(named, Iterator):
@@ -223,7 +227,7 @@ class SGLangEngine:
         self.version = version
 
     def recompute(self) -> None:
-        """See GenEngine: SGLang looks for the prefixes of running requests among those of the new weights."""
+        """See GenEngine: running requests now use only prefixes computed with the new weights."""
         if self.version < 0 and self._growing:
             raise ValueError("the generator has no weights: call load_weights() before recompute()")
         for growing in self._growing.values():
@@ -239,7 +243,7 @@ class SGLangEngine:
             self._asleep = ALL_MEMORY
 
     def wake(self) -> None:
-        """See GenEngine. The KV cache wakes with step(): while weights are loaded, the trainer has some on the GPU."""
+        """See GenEngine. The KV cache wakes with step(): during load_weights() the trainer still uses GPU memory."""
         self._wake(frozenset({"weights"}))
 
     def close(self) -> None:
@@ -249,13 +253,13 @@ class SGLangEngine:
             self._server.close()
 
     def _wake(self, tags: frozenset[str]) -> None:
-        """Bring back these kinds of memory, as far as they sleep."""
+        """Allocate these kinds of memory again, if they are freed."""
         if tags & self._asleep:
             self._ask("wake", sorted(tags & self._asleep))
         self._asleep -= tags
 
     def _ask(self, name: str, *arguments: Any) -> bytes:
-        """What SGLang answers, on every rank of the replica, as msgpack."""
+        """SGLang's answer, on every rank of the replica, as msgpack."""
         answer = b""
         if self._server is not None:
             answer = msgspec.msgpack.encode(self._server.call(name, *arguments))
@@ -271,7 +275,7 @@ class SGLangEngine:
                 "temperature": float(params.temperature),
                 "top_p": float(params.top_p),
                 "top_k": self._top_k(request) if params.truncates else -1,
-                # Drawn from seed and position, so that a response does not depend on where decode chunks end.
+                # Drawn from seed and position, so a response does not depend on decode chunk boundaries.
                 "sampling_seed": request.seed - (request.seed >> 63 << 64),  # as a signed number
                 "stop_token_ids": set(params.stop_token_ids),
                 "ignore_eos": params.ignore_eos,
@@ -284,7 +288,7 @@ class SGLangEngine:
         return request.params.top_k or self._vocab_size
 
     def _extend(self, growing: _Growing, made: Made) -> FinishReason | None:
-        """Add new tokens to a request, up to its end; how it ended."""
+        """Add new tokens to a request, up to its end; returns its finish reason, if any."""
         request, count = growing.request, len(made.token_ids)
         if not count == len(made.logprobs) == len(made.behaviour or made.logprobs):
             raise RuntimeError(
@@ -312,8 +316,8 @@ class SGLangEngine:
         return FinishReason.LENGTH if kept >= request.params.max_new_tokens else None
 
     def _until_stop(self, growing: _Growing, before: int) -> int:
-        """Number of tokens up to the first, of those from `before` on, that ends the response. SGLang ignores stop ids
-        beside ignore_eos, and stop strings that a decode chunk cuts in two."""
+        """Number of tokens up to the first token from index `before` on that ends the response. SGLang ignores stop ids
+        with ignore_eos, and stop strings that span two decode chunks."""
         ends = (n for n in range(before + 1, len(growing.token_ids) + 1) if self._is_stop(growing, n))
         return next(ends, len(growing.token_ids))
 
@@ -330,7 +334,7 @@ class SGLangEngine:
 
     @staticmethod
     def _update(server: Calls, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Pass the weights on in buckets; the sender may fill a tensor's memory anew before its bucket is full."""
+        """Send the weights in buckets; the sender may overwrite a tensor's memory before its bucket is full."""
         server.call("begin_update")
         bucket: list[tuple[str, torch.Tensor]] = []
         size = 0
@@ -345,15 +349,19 @@ class SGLangEngine:
 
 
 def one_by_one(named: Iterable[tuple[str, torch.Tensor]], known: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights under the names in files, each expert's of its own: SGLang passes over names that it does not know,
-    among them those that transformers gives to all experts of a layer. known: whether hpcrl plans the model's family,
-    whose names it knows. ValueError for experts of another."""
+    """The weights under the names in files, each expert's separately. SGLang skips unknown names, among them
+    transformers' names for all experts of a layer.
+
+    Args:
+        known: whether hpcrl plans the model's family, so the expert names are known. ValueError for other families'
+            experts.
+    """
     for name, tensor in named:
         if (match := EXPERTS.fullmatch(name)) is None:
             yield name, tensor
             continue
         if not known:
-            raise ValueError(f"weight {name}: hpcrl does not know how SGLang names the experts of this model's family")
+            raise ValueError(f"weight {name}: SGLang's names for the experts of this model's family are unknown")
         for expert, matrix in enumerate(tensor):
             kinds = {"gate_up": ("gate", "up"), "down": ("down",)}[match["kind"]]
             for kind, part in zip(kinds, matrix.chunk(len(kinds)), strict=True):
@@ -361,12 +369,12 @@ def one_by_one(named: Iterable[tuple[str, torch.Tensor]], known: bool) -> Iterat
 
 
 def _from_first(replica: ReplicaRanks, data: bytes) -> bytes:
-    """What the first rank of the replica has, on all of them."""
+    """Broadcast data from the replica's first rank to all of its ranks."""
     if replica.group is None:
         return data
     size = torch.tensor([len(data)])
     replica.group.broadcast([size], dist.BroadcastOptions()).wait()
-    # One byte more: gloo takes no empty tensors.
+    # One byte more: gloo refuses empty tensors.
     tensor = torch.zeros(int(size.item()) + 1, dtype=torch.uint8)
     if replica.index == 0:
         tensor[:-1] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else tensor[:-1]
@@ -397,6 +405,6 @@ def _devices(replica: ReplicaRanks) -> str | None:
 def _environment(devices: str | None) -> dict[str, str]:
     """Variables of SGLang's process, whose context is a little longer than the model's: see SPARE_TOKENS."""
     own = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
-    # HIP prefers a variable of its own, in which this rank has its GPU alone.
+    # HIP prefers its own variable, in which this rank has only its own GPU.
     names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
     return own if devices is None else own | dict.fromkeys(names, devices)

@@ -1,7 +1,7 @@
-"""SGLang's engine and what is asked of it between the commands of the controller.
+"""SGLang's engine, and the calls that decode chunks, weight updates and sleep make on it.
 
-Nothing runs in SGLang between two decode chunks: a decode chunk asks for the next tokens of each response from its
-prompt and its tokens so far, which SGLang's prefix cache makes cheap.
+Nothing runs in SGLang between two decode chunks: a decode chunk requests the next tokens of each response from its
+prompt and its tokens so far, which is cheap with SGLang's prefix cache.
 """
 
 from __future__ import annotations
@@ -15,12 +15,17 @@ import msgspec
 import torch
 
 NOT_KEPT = "selected a token outside its captured sampling support"
-"""SGLang's words for a token without log-prob after truncation."""
+"""SGLang's error text for a token without log-prob after truncation."""
 
 
 class Continuation(msgspec.Struct):
-    """A response to continue with at most `left` tokens. sampling: SGLang's SamplingParams. salt: of its entries in the
-    prefix cache. behaviour: whether log-probs after truncation are wanted."""
+    """A response to continue with at most `left` tokens.
+
+    Args:
+        sampling: SGLang's SamplingParams.
+        salt: of its entries in the prefix cache.
+        behaviour: whether log-probs after truncation are wanted.
+    """
 
     id: int
     token_ids: bytes  # int32
@@ -31,8 +36,8 @@ class Continuation(msgspec.Struct):
 
 
 class Made(msgspec.Struct):
-    """What a job got from iteration `start` of the decode chunk on. ended: a stop token was generated. The lists are
-    SGLang's, unchecked."""
+    """A job's tokens from iteration `start` of the decode chunk on. ended: a stop token was generated. The lists come
+    from SGLang, unchecked."""
 
     id: int
     start: int
@@ -52,15 +57,15 @@ class Server:
         self._updating = False
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """The method of this name."""
+        """Call the method of this name."""
         return getattr(self, name)(*arguments)
 
     def decode_chunk(self, jobs: Sequence[Continuation], num_tokens: int, max_num_seqs: int) -> list[Made]:
-        """Continue the jobs, in max_num_seqs slots and in order, for num_tokens iterations of each slot.
+        """Continue the jobs, in order, in max_num_seqs slots, for num_tokens iterations per slot.
 
-        Those with and without truncation run one after the other, and a slot has jobs of one kind: if one request of a
-        batch truncates or is greedy, SGLang assigns the noise of every request to tokens sorted by probability, else by
-        id. A response would depend on its batch.
+        Jobs with and without truncation run one after the other, and a slot has jobs of one kind: if one request of a
+        batch truncates or is greedy, SGLang assigns every request's noise to tokens sorted by probability, else by id.
+        Otherwise a response would depend on its batch.
         """
         made: list[Made] = []
         begin, wait = jobs[:max_num_seqs], jobs[max_num_seqs:]
@@ -94,7 +99,7 @@ class Server:
         try:
             (answer,) = [answer async for answer in self._engine.tokenizer_manager.generate_request(request)]
         except Exception as error:
-            if job.behaviour and NOT_KEPT in str(error):  # so it says also of NaN, which the other log-probs show
+            if job.behaviour and NOT_KEPT in str(error):  # also raised for NaN, which the other log-probs show
                 made = await self._generate(msgspec.structs.replace(job, behaviour=False), num_tokens, start)
                 if not all(map(math.isfinite, made.logprobs)):
                     return made
@@ -115,7 +120,7 @@ class Server:
         )
 
     def begin_update(self) -> None:
-        """Open an update of the weights; one that broke off is closed."""
+        """Open a weight update; an interrupted one is closed first."""
         if self._updating:
             self.end_update()
         _succeed(self._engine.begin_weight_update())
@@ -123,7 +128,7 @@ class Server:
 
     def update(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Replace some weights."""
-        # torch does not pass a CUDA tensor on that came from another process.
+        # torch cannot forward a CUDA tensor that came from another process.
         tensors = [(name, tensor.clone() if tensor.is_cuda else tensor) for name, tensor in named]
         _succeed(self._engine.update_weights_from_tensor(tensors, flush_cache=False))
 
@@ -142,16 +147,16 @@ class Server:
         self._engine.release_memory_occupation(list(tags))
 
     def wake(self, tags: Sequence[str]) -> None:
-        """Undo sleep() for these kinds of memory, but for the contents."""
+        """Undo sleep() for these kinds of memory; the contents are lost."""
         self._engine.resume_memory_occupation(list(tags))
 
     def close(self) -> None:
-        """End the engine and its processes."""
+        """Shut the engine and its processes down."""
         self._engine.shutdown()
 
 
 def _sorts(job: Continuation) -> bool:
-    """Whether SGLang draws its tokens from sorted probabilities."""
+    """Whether SGLang draws the job's tokens from sorted probabilities."""
     sampling = job.sampling
     return bool(sampling["temperature"] == 0 or sampling["top_p"] < 1 or sampling["top_k"] != -1)
 

@@ -1,4 +1,4 @@
-"""What SGLang asks of a model of a given shape: memory of its KV cache, and tokens that truncated sampling keeps."""
+"""SGLang's requirements for a model of a given shape: KV cache memory, and tokens that truncated sampling keeps."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from hpcrl.planner.generator import paged_cache, token_bytes, too_small_cache
 from hpcrl.spec.problems import Problem
 
 SPARE_TOKENS = 8
-"""By how much a sequence must be shorter than SGLang's context and its cache."""
+"""How many tokens shorter than SGLang's context and its cache a sequence must be."""
 
 
 def cache(config: Config, shape: ModelShape) -> tuple[int, int]:
-    """Bytes of the cache on one rank: generator.sglang.kv_cache_gib or all slots at full length; and the least."""
+    """Bytes of the cache on one rank: generator.sglang.kv_cache_gib or all slots at full length; and the minimum."""
     given = config.generator.section(SGLangConfig).kv_cache_gib
     return paged_cache(config, shape) if given is None else (int(given * 2**30), int(given * 2**30))
 
 
 def cache_tokens(config: Config, shape: ModelShape) -> int | None:
-    """Tokens that generator.sglang.kv_cache_gib holds; None without it."""
+    """Tokens that fit into generator.sglang.kv_cache_gib; None without it."""
     given = config.generator.section(SGLangConfig).kv_cache_gib
     return None if given is None else int(given * 2**30) // token_bytes(config, shape)
 
 
 def check(config: Config, shape: ModelShape) -> Iterator[Problem]:
-    """A budget that does not hold one response of full length; truncated sampling without log-probs; a mixture of
-    experts without a head of its own, for which SGLang would have one without weights."""
+    """Report a budget that does not hold one response of full length, truncated sampling without log-probs, and a
+    mixture of experts with tied head, for which SGLang would create a separate head without weights."""
     given, rollout = config.generator.section(SGLangConfig).kv_cache_gib, config.rollout
     least = (config.max_sequence_tokens + SPARE_TOKENS) * token_bytes(config, shape)
     yield from too_small_cache(config, "sglang", None if given is None else int(given * 2**30), least)

@@ -41,10 +41,10 @@ OWN = {
         "",
     ),
 }
-"""Arguments that hpcrl gives to SGLang or that it relies on, and the keys that set them."""
+"""Arguments that hpcrl sets in SGLang or relies on, and the keys that set them."""
 
 BESIDE_SHARE = 0.5
-"""Default share of a GPU on which other roles are."""
+"""Default share of a GPU that other roles use as well."""
 MAX_KEPT = 4096
 """Largest top_k with which SGLang gives the log-probs after truncation (its sampling_mask_max_tokens)."""
 TRUNCATED = (
@@ -53,24 +53,24 @@ TRUNCATED = (
 
 
 class SGLangConfig(Section):
-    """SGLang, in processes of its own beside the first rank of each replica."""
+    """SGLang, in separate processes next to the first rank of each replica."""
 
     kv_cache_gib: Annotated[float, Field(gt=0), NUMBER] | None = None
     """KV cache on the GPU of each rank, GiB; null: what mem_fraction_static leaves."""
     mem_fraction_static: Annotated[float, Field(gt=0, lt=1), NUMBER] | None = None
-    """Share of the GPU for weights and KV cache; null: SGLang's choice, beside a trainer on the same GPU 0.5."""
+    """Share of the GPU for weights and KV cache; null: SGLang's choice, with a trainer on the same GPU 0.5."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """More arguments of SGLang's ServerArgs, by name. Their values are checked by SGLang when the generator starts."""
+    """Additional arguments of SGLang's ServerArgs, by name. SGLang checks their values when the generator starts."""
 
 
 def _check(config: Any) -> Iterator[Problem]:
     options, rollout = config.generator.section(SGLangConfig).options, config.rollout
     path = ("generator", "sglang", "options")
     for name in sorted(options.keys() & OWN.keys()):
-        how = f"is given to SGLang by hpcrl; set {OWN[name]} instead" if OWN[name] else "is not free; leave it out"
+        how = f"is set by hpcrl; set {OWN[name]} instead" if OWN[name] else "is reserved; leave it out"
         yield Problem(path, f"generator.sglang.options: {name} {how}")
     if options and config.cluster.container == "none":
-        known = fields("sglang", "srt/arg_groups/fields/*.py")  # among which SGLang divides its arguments
+        known = fields("sglang", "srt/arg_groups/fields/*.py")  # which hold the fields of its arguments
         yield from unknown_options(path, options, known, "sglang", "ServerArgs of SGLang")
     if rollout.min_p:
         text = "SGLang cannot draw with min_p from a response's own seed; use 0 with top_p or top_k, or another engine"
@@ -95,7 +95,7 @@ def share(config: Any) -> float | None:
 
 
 def _need(config: Any, model: Any, name: str, shape: Sequence[int], index: int, num_ranks: int) -> RequiredSlices:
-    """The first rank passes all weights on to the engine, tensor by tensor; the others get none."""
+    """The first rank passes all weights to the engine, tensor by tensor; the other ranks require none."""
     return all_weights(config, model, name, shape, index, num_ranks) if index == 0 else RequiredSlices("", ())
 
 

@@ -1,7 +1,7 @@
-"""vLLM in the rank's process: its engine is stepped between the commands of the controller.
+"""vLLM in the rank's process: its engine runs between the controller's commands.
 
-A replica of several ranks is tensor parallel: every rank has an engine of its own, all get the same calls in the same
-order, and their schedulers decide alike (vLLM's `external_launcher`).
+A replica of several ranks is tensor parallel: every rank has its own engine, all get equal calls in equal order, and
+their schedulers decide identically (vLLM's `external_launcher`).
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from hpcrl.spec.trajectory import Field
 
 ALONE = ReplicaRanks((0,))
 
-# vLLM reads these when it is imported, which happens below: the engine runs in this process, and Sampler takes the
-# place of the sampler of its first model runner, which would compile FlashInfer's kernels to warm up.
+# vLLM reads these at import, which happens below: the engine runs in this process, and Sampler replaces the first model
+# runner's sampler, which would compile FlashInfer's kernels to warm up.
 os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_V2_MODEL_RUNNER": "0",
@@ -62,7 +62,7 @@ for _name, _default in (
 
 
 def make(config: Config, model_path: Path, tokenizer: Any, replica: ReplicaRanks) -> VLLMEngine:
-    """The engine of one replica, without weights: these come from the trainer. Collective within the replica."""
+    """The engine of one replica, without weights: the trainer sends them. Collective within the replica."""
     own = config.generator.section(VLLMConfig)
     return VLLMEngine(
         model_path,
@@ -85,12 +85,12 @@ def make(config: Config, model_path: Path, tokenizer: Any, replica: ReplicaRanks
 
 
 def _cache_bytes(config: Config, own: VLLMConfig, model_path: Path) -> int | None:
-    """Bytes of the KV cache on one rank; None: what the GPU has left. ValueError on a CPU if neither the key nor the
-    plan says how many."""
+    """Bytes of the KV cache on one rank; None: the rest of the GPU. ValueError on a CPU if neither the key nor the plan
+    defines it."""
     if own.kv_cache_bytes is not None or torch.cuda.is_available():
         return own.kv_cache_bytes
     if (shape := known_shape(Path(model_path))) is None:
-        raise ValueError("the sizes of this model's KV cache are not known: set generator.vllm.kv_cache_gib on a CPU")
+        raise ValueError("the size of this model's KV cache is unknown; on a CPU set generator.vllm.kv_cache_gib")
     return cache(config, shape)[0]
 
 
@@ -99,14 +99,14 @@ class _Growing(Growing):
     """origin: of the stream from which its tokens are drawn."""
 
     origin: np.uint64 = field(kw_only=True)
-    routes: bytearray = field(default_factory=bytearray)  # the chosen experts of each token, one after the other
+    routes: bytearray = field(default_factory=bytearray)  # the chosen experts of each token, concatenated
 
     @property
     def drawing(self) -> Drawing:
         return Drawing(self.request.params, self.origin, len(self.token_ids))
 
     def columns(self, routes: Field | None) -> dict[str, np.ndarray]:
-        """The further columns of its output."""
+        """The additional columns of its output."""
         if routes is None:
             return {}
         return {"routes": np.frombuffer(self.routes, routes.travels_as).reshape(routes.shape(len(self.token_ids)))}
@@ -115,12 +115,17 @@ class _Growing(Growing):
 class VLLMEngine:
     """GenEngine of vLLM 0.32, for folders in HF layout.
 
-    max_num_seqs: requests decoded at once. max_length: maximum tokens of prompt and response together. cache_bytes: of
-    the KV cache on each rank; None: what is left of gpu_memory_utilization of the card. head_dtype: type of the
-    vocabulary projection; None: dtype. sleeps: whether sleep() tells vLLM to sleep, which frees memory on GPUs.
-    custom_all_reduce: the ranks of the replica see each other's GPUs. options: more arguments of vLLM's EngineArgs, by
-    name. routes: record the chosen experts in the column `routes` of outputs. load=False leaves the weights to
-    load_weights(). lora: it gets those of adapters, and vLLM reads all others.
+    Args:
+        max_num_seqs: requests decoded at once.
+        max_length: maximum tokens of prompt and response together.
+        cache_bytes: bytes of the KV cache on each rank; None: the rest of gpu_memory_utilization of the GPU.
+        head_dtype: type of the vocabulary projection; None: dtype.
+        sleeps: whether sleep() calls vLLM's sleep, which frees memory on GPUs.
+        custom_all_reduce: the replica's ranks see each other's GPUs.
+        options: additional arguments of vLLM's EngineArgs, by name.
+        routes: record the chosen experts in the column `routes` of outputs.
+        load: False leaves the weights to load_weights().
+        lora: load_weights() gets adapters; vLLM reads all other weights.
 
     ValueError if vLLM refuses the folder, the sizes or an option. The constructor is collective within the replica.
     """
@@ -231,8 +236,8 @@ class VLLMEngine:
         return {i: len(growing.token_ids) for i, growing in self._growing.items()}
 
     def load_weights(self, named: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """See GenEngine. An iterator is consumed tensor by tensor; the engine has no weights (version -1) if that
-        fails."""
+        """See GenEngine. An iterator is consumed tensor by tensor; if it fails, the engine has no weights (version
+        -1)."""
         if version < 0:
             raise ValueError(f"weights version is {version}, 0 or more is needed")
         if not isinstance(named, Iterator):
@@ -240,7 +245,7 @@ class VLLMEngine:
             self._names.check(named)
         self.version = -1
         self.wake()
-        # vLLM holds a layer's tensors until it has all of them; the sender may fill its buffer anew before.
+        # vLLM holds a layer's tensors until it has all of them; the sender may overwrite its buffer earlier.
         copies = ((name, tensor.clone()) for name, tensor in self._names.checked(named))
         with torch.inference_mode():
             if self._adapter is not None:
@@ -250,11 +255,11 @@ class VLLMEngine:
         self.version = version
         waiting = [growing.request for growing in self._growing.values() if not growing.token_ids]
         self._engine.abort_request([str(request.id) for request in waiting])
-        for request in waiting:  # else they would begin with what the weights before have computed
+        for request in waiting:  # else they would reuse prefixes computed with the previous weights
             self._queue(request)
 
     def loaded_weights(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """See ReadsBackWeights: nothing of adapters, and of models of which it is not known how vLLM divides them."""
+        """See ReadsBackWeights: no adapters, and no models whose split by vLLM is not known."""
         if self._adapter is None and self._model is not None and are_known(self._options, self._model):
             place = self._replica.index, len(self._replica.ranks)
             yield from shown(self._runner.get_model(), self._model, names, self._options, *place)
@@ -270,13 +275,13 @@ class VLLMEngine:
         if running := sum(1 for growing in self._growing.values() if growing.token_ids):
             raise ValueError(f"cannot sleep while {running} requests are running: abort or finish them")
         if self._sleeps and not self._asleep:
-            # At level 1 vLLM keeps the weights in host memory; those beside adapters do not come again.
+            # At level 1 vLLM keeps the weights in host memory; with adapters, the frozen weights are not sent again.
             self._engine.sleep(level=2 if self._adapter is None else 1, mode="keep")
             self._asleep = True
         self.version = -1
 
     def wake(self) -> None:
-        """See GenEngine. The KV cache wakes with step(): while weights are loaded, the trainer has some on the GPU."""
+        """See GenEngine. The KV cache wakes with step(): during load_weights() the trainer still uses GPU memory."""
         if self._asleep:
             self._engine.wake_up(["weights"])
             self._asleep = False
@@ -295,7 +300,7 @@ class VLLMEngine:
         return self._engine.model_executor.driver_worker.worker.model_runner
 
     def _queue(self, request: Request) -> None:
-        # The salt separates cached prefixes of different weights: a response that continues keeps its own.
+        # The salt separates prefixes cached under different weights: a response that continues keeps its own.
         prompt = {"prompt_token_ids": list(request.prompt_ids), "cache_salt": str(self.version)}
         adapter = self._adapter.request if self._adapter is not None else None
         self._engine.add_request(str(request.id), prompt, _limits(request), lora_request=adapter)
@@ -348,7 +353,7 @@ class VLLMEngine:
 
 @contextlib.contextmanager
 def _unchanged_random_state() -> Iterator[None]:
-    """vLLM seeds the generators of the process that it is made in."""
+    """Restore the random state, as vLLM seeds the generators of its process."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng():
@@ -359,8 +364,8 @@ def _unchanged_random_state() -> Iterator[None]:
 
 
 def _limits(request: Request) -> Any:
-    """vLLM's parameters of a request, which say when it ends. Stop strings are searched here, on tokens, so that none
-    is cut off; tokens are drawn by hpcrl.engines.gen.vllm.sampler."""
+    """vLLM's parameters for a request, which define when it ends. Stop strings are searched here, on tokens, so that no
+    stop string is cut off; hpcrl.engines.gen.vllm.sampler draws tokens."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

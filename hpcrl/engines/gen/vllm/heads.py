@@ -1,4 +1,5 @@
-"""Sizes of attention heads on a CPU, of which vLLM itself finds out in its first iteration that it has no kernel."""
+"""Check attention head sizes on a CPU: vLLM itself detects only in its first iteration that it has no kernel for
+one."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import torch
 
 
 def check_head_size(config: Any) -> None:
-    """ValueError if vLLM's attention on this CPU has no kernel for the model's heads. config: vLLM's VllmConfig."""
+    """ValueError if vLLM's attention has no kernel on this CPU for the model's head size. config: vLLM's VllmConfig."""
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
@@ -18,13 +19,13 @@ def check_head_size(config: Any) -> None:
     if not _takes(config, size):
         taken = ", ".join(str(s) for s in CPUAttentionBackend.get_supported_head_sizes() if _takes(config, s))
         raise ValueError(
-            f"its attention heads have {size} numbers, and vLLM's kernels for this CPU take {taken}; "
-            "generator.engine=native takes any number"
+            f"its attention heads have size {size}, and vLLM's kernels for this CPU support {taken}; "
+            "generator.engine=native supports any size"
         )
 
 
 def _takes(config: Any, size: int) -> bool:
-    """Whether the kernels plan an iteration of one token."""
+    """Whether the kernels support this head size: plan an iteration of one token."""
     from vllm import _custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 

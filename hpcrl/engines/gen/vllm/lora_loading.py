@@ -1,4 +1,4 @@
-"""Adapters in vLLM: handed over in memory, in place of the files that vLLM reads them from."""
+"""Adapters in vLLM: passed in memory instead of in the files that vLLM reads them from."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from hpcrl.planner.adapters import adapters
 from hpcrl.spec.lora import adapted
 
 NUMBER = 1
-"""Of the only adapter; vLLM knows adapters by numbers above 0."""
+"""Number of the only adapter; vLLM identifies adapters by numbers above 0."""
 
 
 def arguments(lora: LoRAConfig, model_path: Path) -> dict[str, Any]:
     """Arguments of EngineArgs for one adapter of this model. ValueError if its parameters are not known, or if it has
-    experts and there is no GPU: with adapters, vLLM takes kernels in Triton for experts."""
+    experts and there is no GPU: with adapters, vLLM uses Triton kernels for experts."""
     from vllm.config.lora import MaxLoRARanks
 
     sizes, shape = sorted(get_args(MaxLoRARanks)), read_shape(json.loads((model_path / "config.json").read_text()))
     if shape.expert_layers and not torch.cuda.is_available():
         text = f"vLLM on a CPU runs no mixture of experts ({shape.family}) with trainer.lora"
         raise ValueError(f"generator.engine: {text}; use generator.engine=native, or trainer.lora.rank=0")
-    # Without a list vLLM would wrap the vocabulary's matrices and experts as well.
+    # Without a list vLLM would also wrap the vocabulary's matrices and experts.
     targets = {adapted(p.name).split(".")[-2] for p in adapters(lora, shape)}
     return {
         "enable_lora": True,
@@ -38,7 +38,7 @@ def arguments(lora: LoRAConfig, model_path: Path) -> dict[str, Any]:
 
 
 class Adapter:
-    """The adapter of a model runner's model, which requests name by `request`."""
+    """The adapter of a model runner's model; requests refer to it by `request`."""
 
     def __init__(self, runner: Any, lora: LoRAConfig):
         from vllm.lora.request import LoRARequest
@@ -47,7 +47,7 @@ class Adapter:
         self.request = LoRARequest("policy", NUMBER, "in memory")
 
     def load(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Replace its weights by these, under their names in hpcrl.spec.lora."""
+        """Replace its weights by these tensors, under their names in hpcrl.spec.lora."""
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.peft_helper import PEFTHelper
 

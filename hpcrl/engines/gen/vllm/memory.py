@@ -1,4 +1,4 @@
-"""Memory of vLLM's KV cache, and what vLLM asks of sizes and ranks."""
+"""Memory of vLLM's KV cache, and vLLM's requirements for sizes and ranks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ BLOCK_TOKENS = 128
 
 
 def cache(config: Config, shape: ModelShape) -> tuple[int, int]:
-    """Bytes of the cache on one rank, for all slots at full length unless generator.vllm.kv_cache_gib says how many;
-    and the least that vLLM starts with."""
+    """Bytes of the cache on one rank: generator.vllm.kv_cache_gib or all slots at full length; and the minimum with
+    which vLLM starts."""
     given = config.generator.section(VLLMConfig).kv_cache_bytes
     if given is not None:
         return given, given
@@ -27,8 +27,8 @@ def cache(config: Config, shape: ModelShape) -> tuple[int, int]:
 
 
 def check(config: Config, shape: ModelShape) -> Iterator[Problem]:
-    """A cache that does not hold one response of full length, and replicas that vLLM cannot count (see world_of in
-    hpcrl.engines.gen.vllm.replica)."""
+    """Report a cache that does not hold one response of full length, and replicas that vLLM cannot number (see world_of
+    in hpcrl.engines.gen.vllm.replica)."""
     given, block = config.generator.section(VLLMConfig).kv_cache_bytes, _block_bytes(config, shape)
     yield from too_small_cache(config, "vllm", given, (_longest(config) + 1) * block)
     layout, size = RoleLayout.from_config(config), config.layout.generator.tensor_parallel

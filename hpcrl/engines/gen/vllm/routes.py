@@ -1,7 +1,7 @@
 """The experts that vLLM's routers choose, for the field `routes`, read from vLLM's own capture buffer.
 
-vLLM's `enable_return_routed_experts` is not used: it needs vLLM's second model runner, and gives nothing of an aborted
-request.
+vLLM's `enable_return_routed_experts` is not used: it needs vLLM's second model runner, and returns nothing for an
+aborted request.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class RouteRecorder:
         self._shape, self._field = shape, shape.field
         self._runner: Any = None
         self._chosen = torch.empty(0)  # int32 [tokens of a forward, layers, experts per token], all layers of the model
-        self._layers: list[int] = []  # those with experts
+        self._layers: list[int] = []  # the layers with experts
 
     @contextlib.contextmanager
     def bound(self) -> Iterator[None]:
-        """In which vLLM makes the engine that is recorded. ValueError if vLLM cannot capture the choices of its
-        routers."""
+        """Context in which vLLM creates the engine to record. ValueError if vLLM cannot capture its routers'
+        choices."""
         from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
         initialize = GPUModelRunner.initialize_kv_cache

@@ -1,7 +1,7 @@
 """Sampling in vLLM as in the native engine: a response depends on its seed and its logits, not on other rows.
 
 vLLM's own sampler draws from one torch generator per request, one request after the other, and a partly prefilled
-prompt advances it. It also reports the log-probs of the truncated distribution alone.
+prompt advances the generator. It also reports only the log-probs of the truncated distribution.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hpcrl.engines.gen.vllm.routes import RouteRecorder
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """What a request draws with: its parameters, the origin of its stream, and how many numbers it has drawn."""
+    """A request's sampling state: its parameters, its stream's origin, and how many numbers it has drawn."""
 
     params: SamplingParams
     origin: np.uint64
@@ -28,22 +28,26 @@ class Drawing:
 
 
 class Sampler:
-    """Stands in for the sampler of vLLM's model runner. `rows` tells of requests by their ids, `recorder` of the
-    experts that the forward chose."""
+    """Replaces the sampler of vLLM's model runner.
+
+    Args:
+        rows: returns the sampling state of requests by id.
+        recorder: has the experts that the forward chose.
+    """
 
     def __init__(
         self, runner: Any, rows: Callable[[Sequence[int]], list[Drawing]], recorder: RouteRecorder | None = None
     ):
         self._runner, self._rows, self._recorder = runner, rows, recorder
         self._plan: SamplingPlan | None = None
-        self._ids: list[int] = []  # of the plan
+        self._ids: list[int] = []  # request ids of the plan
         self._logprobs = np.empty((2, 0), np.float32)
         self._routes: np.ndarray | None = None
         runner.sampler.forward = self._forward
 
     def drawn(self, request: int) -> tuple[float, float, bytes]:
-        """Of the token that the request drew in the last step: log-softmax(logits / T), the same after truncation, and
-        the experts of the token before it (empty without a recorder)."""
+        """For the token that the request drew in the last step: log-softmax(logits / T), the log-prob after truncation,
+        and the experts of the token before it (empty without a recorder)."""
         row = self._ids.index(request)
         logprob, behaviour = self._logprobs[:, row]
         return float(logprob), float(behaviour), b"" if self._routes is None else self._routes[row].tobytes()
@@ -51,7 +55,7 @@ class Sampler:
     def _forward(self, logits: torch.Tensor, sampling_metadata: Any) -> Any:
         from vllm.v1.outputs import SamplerOutput
 
-        # vLLM adds a random word to the id that it is given.
+        # vLLM appends a random suffix to the request id.
         ids = [int(name.partition("-")[0]) for name in self._runner.input_batch.req_ids]
         rows = self._rows(ids)
         if self._plan is None or ids != self._ids:

@@ -1,4 +1,4 @@
-"""The part of each weight that a tensor parallel rank of vLLM 0.32 reads (its weight loaders in
+"""The slices of each weight that a tensor parallel rank of vLLM 0.32 reads (its weight loaders in
 vllm/model_executor/layers/linear.py, vocab_parallel_embedding.py and fused_moe/routed_experts.py)."""
 
 from __future__ import annotations
@@ -14,29 +14,33 @@ RESHAPING = {
     *("enable_elastic_ep", "enable_eplb", "eplb_config", "expert_placement_strategy", "hf_config_path"),
     *("model_class_overrides", "model_impl", "prefill_context_parallel_size", "quantization", "quantization_config"),
 }
-"""Arguments of vLLM's EngineArgs with which a rank may read other parts."""
+"""Arguments of vLLM's EngineArgs that may change which slices a rank reads."""
 VOCABULARY_BLOCK = 64
 """vLLM pads the vocabulary to a multiple of this."""
 
 
 def are_known(options: Mapping[str, Any], model: ModelShape) -> bool:
-    """Whether it is tested how vLLM divides the weights of this model."""
+    """Whether vLLM's split of this model's weights is tested."""
     return family_of(model.family).vllm_slices and not RESHAPING & options.keys()
 
 
 def slices(
     options: Mapping[str, Any], model: ModelShape | None, name: str, shape: tuple[int, ...], index: int, num_ranks: int
 ) -> tuple[TensorSlice, ...]:
-    """Disjoint boxes of a weight of this name and shape, at least one: what rank `index` of num_ranks reads. options:
-    generator.vllm.options. model: None if its parameters are not known."""
+    """Disjoint slices of a weight of this name and shape, at least one, that rank `index` of num_ranks reads.
+
+    Args:
+        options: generator.vllm.options.
+        model: None if its parameters are not known.
+    """
     split = model.splits.get(name, "whole") if model is not None and are_known(options, model) else "whole"
     if num_ranks == 1 or split == "whole" or model is None:
         return (full_slice(shape),)
     if split == "vocabulary":
         return (_along(shape, 0, *_words(shape[0], index, num_ranks)),)
-    axis, number, blocks = 0, 1, num_ranks  # matrices stacked along an axis, and into how many blocks each is divided
+    axis, number, blocks = 0, 1, num_ranks  # the number of matrices stacked along an axis, and of blocks per matrix
     if split == "key":
-        blocks = min(model.num_kv_heads, num_ranks)  # consecutive ranks have the same head if there are more of them
+        blocks = min(model.num_kv_heads, num_ranks)  # with more ranks than heads, consecutive ranks have one head
     elif split == "row":
         axis = 1
     elif split == "expert" and not options.get("enable_expert_parallel"):
@@ -46,14 +50,14 @@ def slices(
 
 
 def _block(start: int, size: int, index: int, blocks: int) -> tuple[int, int]:
-    """Bounds of one of the blocks; the first are larger by one if their number does not divide the size."""
+    """Bounds of one block; if the size is not divisible, the first blocks are larger by one."""
     each, more = divmod(size, blocks)
     first = start + index * each + min(index, more)
     return first, first + each + (index < more)
 
 
 def _words(rows: int, index: int, num_ranks: int) -> tuple[int, int]:
-    """Rows of the vocabulary. A rank whose rows are all padding gets the last one: vLLM wants every tensor."""
+    """Rows of the vocabulary. A rank with only padding rows gets the last row, as vLLM wants every tensor."""
     padded = -(-rows // VOCABULARY_BLOCK) * VOCABULARY_BLOCK
     first = min(padded * index // num_ranks, rows - 1)
     return first, max(first + 1, min(padded * (index + 1) // num_ranks, rows))

@@ -40,33 +40,34 @@ OWN = {
     **dict.fromkeys(("enable_return_routed_experts", "aux_output_config"), "trainer.router_replay"),
     **dict.fromkeys(("skip_tokenizer_init", "load_format", "async_scheduling", "speculative_config"), ""),
 }
-"""Arguments that hpcrl gives to vLLM, and the keys that set them."""
+"""Arguments that hpcrl sets in vLLM, and the keys that set them."""
 
 MODELS = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS")
 """vLLM's tables of models that generate."""
 REPLACEABLE = ("_supports_attention_backend = True", "ALL_ATTENTION_FUNCTIONS")
-"""By which transformers tells that another attention can take the place of a model's own."""
+"""Text by which transformers marks a model whose attention can be replaced."""
 
 ALONE_SHARE, TURNS_SHARE, BESIDE_SHARE = 0.9, 0.8, 0.5
-"""Default shares of a GPU: of an engine alone, of one that takes turns with a trainer, and of one beside a trainer."""
+"""Default shares of a GPU: for an engine without a trainer, in turns with a trainer, and at the same time as a
+trainer."""
 
 
 class VLLMConfig(Section):
     """vLLM, in the rank's own process."""
 
     kv_cache_gib: Annotated[float, Field(gt=0), NUMBER] | None = None
-    """KV cache of each rank, GiB; null: what gpu_memory_utilization leaves; on a CPU, max_num_seqs sequences of full
+    """KV cache of each rank, GiB; null: the rest of gpu_memory_utilization; on a CPU, max_num_seqs sequences of full
     length."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1), NUMBER] | None = None
-    """Share of the GPU for weights, activations and KV cache; null: 0.9, beside a trainer on the same GPU 0.5, in turns
+    """Share of the GPU for weights, activations and KV cache; null: 0.9, with a trainer on the same GPU 0.5, in turns
     with it (layout.offload) 0.8."""
     enforce_eager: bool = False
-    """Capture no CUDA graphs: vLLM starts sooner and decodes more slowly. Always so on a CPU."""
+    """Capture no CUDA graphs: vLLM starts sooner and decodes more slowly. Always true on a CPU."""
     custom_all_reduce: bool = False
-    """Sum over the ranks of a replica with vLLM's own kernel in place of NCCL, where NVLink connects their GPUs. A rank
-    then sees the GPUs of its replica, its own first. Off, since it has not run on GPUs here."""
+    """All-reduce over a replica's ranks with vLLM's own kernel instead of NCCL, where NVLink connects their GPUs. A
+    rank then sees all GPUs of its replica, its own first. Off by default, as it has not been tried on GPUs."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """More arguments of vLLM's EngineArgs, by name. Their values are checked by vLLM when the generator starts."""
+    """Additional arguments of vLLM's EngineArgs, by name. vLLM checks their values when the generator starts."""
 
     @property
     def kv_cache_bytes(self) -> int | None:
@@ -78,15 +79,15 @@ def _check(config: Any) -> Iterator[Problem]:
     path, options = ("generator", "vllm", "options"), config.generator.section(VLLMConfig).options
     for name in sorted(options.keys() & OWN.keys()):
         how = f"set {OWN[name]} instead" if OWN[name] else "leave it out"
-        yield Problem(path, f"generator.vllm.options: {name} is given to vLLM by hpcrl; {how}")
+        yield Problem(path, f"generator.vllm.options: {name} is set by hpcrl; {how}")
     if options and config.cluster.container == "none":
         known = fields("vllm", "engine/arg_utils.py", "EngineArgs")
         yield from unknown_options(path, options, known, "vllm", "EngineArgs of vLLM")
 
 
 def _unsupported(model: Mapping[str, Any], longest: int) -> Iterator[str]:
-    """An architecture for which neither the installed vLLM nor a plugin of it has a model, nor transformers one whose
-    attention vLLM can replace."""
+    """An architecture that neither the installed vLLM nor one of its plug-ins implements, and that transformers does
+    not implement with replaceable attention."""
     own = table_keys("vllm", "model_executor/models/registry.py", MODELS)
     given = model.get("architectures")
     names = [str(name) for name in given] if isinstance(given, list) else []
@@ -100,18 +101,18 @@ def _unsupported(model: Mapping[str, Any], longest: int) -> Iterator[str]:
 
 
 def shares_gpu(config: Any) -> bool:
-    """Whether its ranks have other roles."""
+    """Whether the generator's ranks have other roles."""
     return config.layout.generator.colocate_with is not None
 
 
 def _planned_share(config: Any) -> float:
-    """Share that the plan counts: all with kv_cache_gib, which vLLM takes outside its share."""
+    """Share in the plan: 1 with kv_cache_gib, which vLLM does not count in its share."""
     own = config.generator.section(VLLMConfig)
     return 1.0 if own.kv_cache_gib is not None else start_share(config)
 
 
 def start_share(config: Any) -> float:
-    """Share of the GPU that must be free when the engine is made, and of which the KV cache takes the rest."""
+    """Share of the GPU that must be free when the engine starts; the KV cache takes the rest of this share."""
     given = config.generator.section(VLLMConfig).gpu_memory_utilization
     if given is not None or not shares_gpu(config):
         return given or ALONE_SHARE
@@ -120,7 +121,7 @@ def start_share(config: Any) -> float:
 
 
 def _need(config: Any, model: Any, name: str, shape: tuple[int, ...], index: int, num_ranks: int) -> RequiredSlices:
-    """The slices that vLLM's loaders take of each tensor."""
+    """The slices of each tensor that vLLM's loaders read."""
     options = config.generator.section(VLLMConfig).options
     return RequiredSlices(config.generator.dtype, slices(options, model, name, shape, index, num_ranks))
 

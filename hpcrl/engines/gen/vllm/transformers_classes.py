@@ -1,4 +1,4 @@
-"""transformers' classes as its other users in a process need them."""
+"""Keep transformers' classes unchanged for their other users in the process."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from unittest.mock import patch
 
 @contextmanager
 def transformers_classes_kept() -> Iterator[None]:
-    """vLLM 0.32 runs many families with transformers' code (OLMo 2, SmolLM3, Seed-OSS), and makes the decoder's class,
-    in place, one that only vLLM can construct and call. Within, vLLM gets a subclass, and a trainer or a reference in
-    this process keeps its class."""
+    """vLLM 0.32 runs many families with transformers' code (OLMo 2, SmolLM3, Seed-OSS), and changes the decoder's class
+    in place, after which only vLLM can construct and call it. In this context, vLLM gets a subclass, and a trainer or a
+    reference in this process keeps the original class."""
     from vllm.model_executor.models.transformers.base import Base
 
     decorate = Base._decorate_cls_for_torch_compile
@@ -22,7 +22,7 @@ def transformers_classes_kept() -> Iterator[None]:
         def decorate_subclass(self: Any, cls: type, *args: Any, **kwargs: Any) -> None:
             own = type(cls.__name__, (cls,), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
             for name in (cls.__module__, cls.__module__.rpartition(".")[0]):  # where AutoModel looks it up
-                if hasattr(module := sys.modules.get(name), cls.__name__):  # code beside a model has no package
+                if hasattr(module := sys.modules.get(name), cls.__name__):  # code in a model's folder has no package
                     stack.enter_context(patch.object(module, cls.__name__, own))
             decorate(self, own, *args, **kwargs)
 

@@ -1,7 +1,7 @@
 """The weights that vLLM computes with, under their HF names (check_weights=true).
 
-On a CPU vLLM multiplies by packed copies. What a linear layer multiplies by is its product with the identity; experts
-are unpacked.
+On a CPU vLLM multiplies by packed copies. A linear layer's matrix is read back as its product with the identity;
+experts are unpacked.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from hpcrl.models.shape import ModelShape
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 DIGITS = 128
-"""Whole numbers below this are exact in every floating type of weights."""
+"""Integers below this are exact in every floating type of weights."""
 
 
 def shown(
     vllm_model: Any, model: ModelShape, names: Iterable[str], options: Mapping[str, Any], index: int, num_ranks: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of full shape with what rank `index` of num_ranks has; other numbers are arbitrary. Without experts on a
-    GPU, whose kernels reorder them."""
+    """Full-shape tensors with the values that rank `index` of num_ranks has; all other values are arbitrary. Experts on
+    a GPU are left out, as its kernels reorder them."""
     modules = dict(vllm_model.named_modules())
     shapes = {parameter.name: parameter.shape for parameter in model.parameters}
     for name in names:
@@ -40,7 +40,7 @@ def shown(
 
 @torch.no_grad()
 def _own(modules: Mapping[str, Any], model: ModelShape, name: str) -> Tensor | None:
-    """What this rank has of a weight; None if it cannot be given back."""
+    """This rank's slices of a weight; None if it cannot be given back."""
     path, _, kind = name.rpartition(".")
     parent, _, last = path.rpartition(".")
     if path.endswith(".experts"):
@@ -61,14 +61,14 @@ def _values(layer: Any, kind: str) -> Tensor:
     own: Tensor = getattr(layer, kind)
     if kind == "bias" or not hasattr(layer, "quant_method") or own.device.type != "cpu":
         return own
-    width = getattr(layer, "input_size_per_partition", layer.input_size)  # routers are not divided
+    width = getattr(layer, "input_size_per_partition", layer.input_size)  # routers are not split
     identity = torch.eye(width, dtype=own.dtype)
     product: Tensor = layer.quant_method.apply(layer, identity, None)
     return product.t()
 
 
 def _words(modules: Mapping[str, Any], model: ModelShape, path: str) -> Tensor | None:
-    """The embedding or the head without padding; of a tied model NaN where both differ. None if all is padding."""
+    """The embedding or the head without padding; of a tied model NaN where they differ. None if all is padding."""
     layer = modules[path]
     if not (rows := layer.num_org_embeddings_per_partition):
         return None
@@ -80,7 +80,7 @@ def _words(modules: Mapping[str, Any], model: ModelShape, path: str) -> Tensor |
 
 
 def _experts(modules: Mapping[str, Any], path: str, kind: str) -> Tensor | None:
-    """The experts of a layer, if it is known how they are packed."""
+    """A layer's experts, if their packing is known."""
     layer = next(module for name, module in modules.items() if name.startswith(path) and hasattr(module, "w13_weight"))
     packed = layer.w13_weight if kind == "gate_up_proj" else layer.w2_weight
     if packed.device.type != "cpu":
@@ -94,8 +94,8 @@ def _experts(modules: Mapping[str, Any], path: str, kind: str) -> Tensor | None:
 
 
 def _unpacked(packed: Tensor, isa: str) -> Tensor:
-    """The experts in rows and columns. Packing only moves the numbers of each, as the packed places, digit by digit,
-    show."""
+    """The experts in rows and columns. Packing only permutes each expert's numbers; packing the numbers' indices, digit
+    by digit, gives the permutation."""
     from vllm._custom_ops import cpu_prepack_moe_weight
 
     size, places, unit = packed[0].numel(), torch.zeros_like(packed[:1], dtype=torch.int64), 1

@@ -1,4 +1,5 @@
-"""New weights for vLLM's model: what vLLM only warns of is an error, and what its CPU build forgets is made up for."""
+"""New weights for vLLM's model: raise errors where vLLM only warns, and repack copies that its CPU build leaves
+stale."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ from torch import Tensor
 
 
 def reload(engine: Any, model: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Load weights into vLLM's model. ValueError if a parameter of the model got none: its loaders skip names that
-    they don't know, and the parameter would stay as it was."""
-    names: dict[int, set[str]] = {}  # of each parameter, which several modules may share
+    """Load weights into vLLM's model. ValueError if a parameter of the model gets no weight: its loaders skip unknown
+    names, and the parameter would keep its old values."""
+    names: dict[int, set[str]] = {}  # names by parameter, which several modules may share
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), set()).add(name)
     missing: list[str] = []
@@ -23,14 +24,14 @@ def reload(engine: Any, model: Any, weights: Iterable[tuple[str, Tensor]]) -> No
             missing.extend(min(own) for own in names.values() if not own & loaded)
         return loaded
 
-    model.load_weights = load  # the only place where vLLM tells
+    model.load_weights = load  # the only place where vLLM reports the loaded names
     try:
         engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
     finally:
         del model.load_weights
     if (
         getattr(model.config, "tie_word_embeddings", False) and "lm_head.weight" in missing
-    ):  # a parameter of its own in the CPU build
+    ):  # a separate parameter in the CPU build
         missing.remove("lm_head.weight")
     if missing:
         some = ", ".join(missing[:3]) + (" ..." if len(missing) > 3 else "")
@@ -42,7 +43,7 @@ def reload(engine: Any, model: Any, weights: Iterable[tuple[str, Tensor]]) -> No
 
 
 def _repair(model: Any) -> None:
-    """The CPU build multiplies by packed copies of the weights, and vLLM packs neither a tied head nor experts anew."""
+    """The CPU build multiplies by packed copies of the weights, but repacks neither a tied head nor experts."""
     if torch.cuda.is_available():
         return
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts

@@ -1,6 +1,5 @@
-"""The engine's part of a checkpoint, in the format of FSDP2's: whole tensors under the same names, each in the file of
-one rank. Another number of ranks, another ZeRO stage and FSDP2 in float32 can read it.
-"""
+"""The engine's part of a checkpoint, in FSDP2's format: unsharded tensors under FSDP2's names, each in one rank's file.
+Another number of ranks, another ZeRO stage and FSDP2 in float32 can read it."""
 
 from __future__ import annotations
 
@@ -24,15 +23,15 @@ class ZeroCheckpoints:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, base: Base | None = None):
         """base: the frozen weights, if only adapters are saved."""
-        # Tied ones once, under their first name.
+        # Tied weights once, under their first name.
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._base = base
         self._optimizer = optimizer
         self._layout: Layout | None = None
 
     def take(self, optimizer_step: int, copy: bool = True) -> Files:
-        """The files of this rank, copies in any case, valid until the next call. Collective. OSError on every rank if
-        any rank lacks memory for the first one."""
+        """The files of this rank, always copies, valid until the next call. Collective. OSError on every rank if any
+        rank lacks memory for the first copy."""
         if self._layout is None:
             self._layout = Layout(copies=True)
             self._layout.lay_out({name: torch.empty(shape) for name, shape in self._mine()})
@@ -45,8 +44,8 @@ class ZeroCheckpoints:
         return self._layout.files(optimizer_step, base=self._base)
 
     def load(self, folder: Path) -> tuple[int, list[str]]:
-        """(optimizer step, warnings). Collective. Each rank reads the tensors that it would write and sends them to the
-        others. ValueError on every rank if one cannot, or if the checkpoint is of another model."""
+        """(optimizer step, warnings). Collective. Each rank reads the tensors that it would write and broadcasts them.
+        ValueError on every rank if a rank cannot read them, or if the checkpoint belongs to another model."""
         names = [_name(name, "") for name in self._parameters]
         step, warned = restore(folder, lambda: self._load_tensors(folder), self._base, names)
         for state in self._optimizer.state.values():
@@ -74,7 +73,7 @@ class ZeroCheckpoints:
                 yield _name(name, "step"), torch.Size()
 
     def _owners(self) -> dict[str, int]:
-        """Parameter -> the rank that writes it: the one that has least so far, in the order of size."""
+        """Parameter -> the rank that writes it: in order of size, the rank with the fewest numbers so far."""
         sizes = {name: shape_of(parameter).numel() for name, parameter in self._parameters.items()}
         written, owners = [0] * dist.get_world_size(), {}
         for name in sorted(sizes, key=lambda name: -sizes[name]):
@@ -84,5 +83,5 @@ class ZeroCheckpoints:
 
 
 def _name(parameter: str, key: str) -> str:
-    """As FSDP2 names a weight (key "") and a tensor of AdamW's state."""
+    """FSDP2's name of a weight (key "") or of a tensor of AdamW's state."""
     return f"optimizer.state.{parameter}.{key}" if key else f"model.{parameter}"

@@ -1,4 +1,4 @@
-"""The critic on DeepSpeed ZeRO: the model and the values are those of FSDP2's critic, DeepSpeed divides its state."""
+"""The critic on DeepSpeed ZeRO: FSDP2's critic defines the model and the values; DeepSpeed shards its state."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def make(config: Config, model_path: Path, total_steps: int) -> ZeroCritic:
 
 
 class ZeroPackedCritic(PackedCritic):
-    """With all forward passes in one method, as ZeroCausalLM. The head has the type of the other weights, and computes
-    in that of its input, float32."""
+    """All forward passes in one method, as in ZeroCausalLM. The head is stored in the other weights' type, and computes
+    in its input's type, float32."""
 
     def __init__(self, *given: Any, **keys: Any):
         super().__init__(*given, **keys)
@@ -51,7 +51,8 @@ def _in_type_of_input(linear: nn.Linear, x: Tensor) -> Tensor:
 class ZeroCritic(ZeroEngine, FSDP2Critic):
     """TrainEngine and ValueEngine (hpcrl.engines.train.training_engine) on the default process group.
 
-    The optimizer keeps the head in float32, as all weights. It is zero at first, unless the folder has one."""
+    The optimizer keeps the head in float32, like all weights. The head starts at zero unless the folder has one.
+    """
 
     model_class = ZeroPackedCritic
 

@@ -1,4 +1,4 @@
-"""The training engine on DeepSpeed ZeRO: the model, its forward and losses are FSDP2's, DeepSpeed divides its state."""
+"""The training engine on DeepSpeed ZeRO: the model, its forward and losses are FSDP2's; DeepSpeed shards its state."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def make(config: Config, model_path: Path, total_steps: int, trainable: bool) ->
 class ZeroEngine(FSDP2Engine):
     """TrainEngine on the default process group, which must contain exactly the engine's ranks.
 
-    The optimizer updates fp32 weights, also with dtype=bfloat16; parameters are in the type of the computation. A
-    frozen engine divides its parameters with ZeRO-3; with ZeRO-1 and 2 every rank has them, without DeepSpeed.
+    The optimizer updates fp32 weights, also with dtype=bfloat16; parameters have the compute dtype. A frozen engine
+    shards its parameters with ZeRO-3; with ZeRO-1 and 2 every rank has all of them, without DeepSpeed.
     """
 
     name = "deepspeed"
@@ -61,7 +61,7 @@ class ZeroEngine(FSDP2Engine):
     def _sharded(self, hf: PreTrainedModel, source: PreTrainedModel | None) -> Any:
         self.module = self._wrapped(hf)
         zero.connect()
-        reduced = self.num_trained or self.num_parameters  # a frozen model reduces none
+        reduced = self.num_trained or self.num_parameters  # a frozen model reduces no gradients
         settings = zero.settings(self.zero, self.config.max_grad_norm, self.compute_dtype, reduced)
         self._disk = agreed(lambda: LocalDisk(self.zero.nvme_path)) if self.zero.nvme_path else None
         is_divided = self.zero.zero_stage == 3
@@ -77,7 +77,7 @@ class ZeroEngine(FSDP2Engine):
         return engine
 
     def _place_state(self, optimizer: Any) -> None:
-        """Make the moments; move to the disk what belongs there. ValueError if it has no room."""
+        """Create the moments; move tensors to the disk as configured. ValueError if the disk is full."""
         zeros_like: Callable[[Tensor], Tensor] = torch.zeros_like
         if self._disk is not None and self.zero.offload_parameters == "nvme":
             move(weight_tensors(self.module, optimizer), self._disk.copy)
@@ -88,7 +88,7 @@ class ZeroEngine(FSDP2Engine):
             zero.make_moments(optimizer, self._adamw, zeros_like)
 
     def _fill_masters(self, source: PreTrainedModel | None) -> None:
-        """Give the fp32 weights what the parameters of the computation have lost."""
+        """Restore in the fp32 weights the precision that the compute parameters have lost."""
         full = dict(source.named_parameters()) if source is not None else {}
         trained = ((name, p) for name, p in self.module.hf.named_parameters() if p.requires_grad)
         for name, parameter in trained:
@@ -102,7 +102,7 @@ class ZeroEngine(FSDP2Engine):
 
     def _make_adamw(self) -> torch.optim.AdamW:
         hf = self.module.hf
-        # Where no gradient arrives, ZeRO takes it for zero.
+        # ZeRO treats a missing gradient as zero.
         idle = idle_parameters(self, hf.config) if self.config.weight_decay else frozenset[str]()
         return make_optimizer(
             hf, self.config, self.compute_dtype, lambda parameter: len(zero.shape_of(parameter)) >= 2, idle
@@ -129,11 +129,11 @@ class ZeroEngine(FSDP2Engine):
         self.model.set_gradient_accumulation_boundary(is_last)
 
     def _backward(self, loss: Tensor) -> None:
-        # DeepSpeed divides the sum over ranks by their number.
+        # DeepSpeed divides the sum over ranks by the number of ranks.
         self.model.backward(loss * self.data_parallel_size, scale_wrt_gas=False)
 
     def _update(self) -> Stats:
-        """Clip, step and drop the gradients. Stats on data-parallel rank 0 only, to count once. Collective."""
+        """Clip, step and drop the gradients. Stats on data-parallel rank 0 only, so they count once. Collective."""
         assert self.optimizer is not None
         rate = learning_rate(self.config, self.optimizer_step, self.total_steps)
         for group in self.optimizer.param_groups:
@@ -162,7 +162,7 @@ class ZeroEngine(FSDP2Engine):
                 yield name, zero.whole(parameter, wanted)
 
     def weight_layout(self) -> list[TensorShards]:
-        """See TrainEngine. ZeRO-3 divides a parameter's numbers, not its rows: every rank gathers it."""
+        """See TrainEngine. ZeRO-3 splits a parameter as a flat vector, not by rows: every rank gathers it."""
         return self._layout(self.weights.names, self.dtype)
 
     def _layout(self, names: Sequence[str], dtype: torch.dtype) -> list[TensorShards]:

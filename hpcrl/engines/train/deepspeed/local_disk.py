@@ -1,4 +1,4 @@
-"""Memory in files of a disk of the rank's own node (trainer.deepspeed.nvme_path)."""
+"""Memory in files on the node's local disk (trainer.deepspeed.nvme_path)."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class LocalDisk:
-    """Tensors in files of a folder, which the kernel reads and writes as pages are used: host memory holds what it has
-    room for. A file has no name, so that no two ranks share one, and it is gone with its process, however that ends."""
+    """Tensors in files of a folder, whose pages the kernel reads and writes on use: host memory caches as many as fit.
+    A file has no name, so no two ranks share one, and it disappears with its process, however the process ends."""
 
     def __init__(self, folder: str):
-        """folder: with the node's environment variables in it. ValueError if files there are not on a disk."""
+        """folder: may contain the node's environment variables. ValueError if its files are not on a disk."""
         self.folder = Path(os.path.expandvars(folder))
         self._made: list[UntypedStorage] = []
         if not self.folder.is_absolute() or not self.folder.is_dir():
@@ -38,7 +38,7 @@ class LocalDisk:
         return f"trainer.deepspeed.nvme_path={self.folder}"
 
     def new(self, num_bytes: int) -> UntypedStorage:
-        """Zeros in a file of their own. ValueError if it cannot be written."""
+        """Zeros in a separate file. ValueError if the file cannot be written."""
         try:
             file, path = tempfile.mkstemp(prefix="hpcrl-", dir=self.folder)
         except OSError as error:
@@ -49,8 +49,9 @@ class LocalDisk:
             os.unlink(path)
             if num_bytes > free:  # a file that is too large would fill the disk before it fails
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.posix_fallocate(file, 0, num_bytes)  # else a full disk ends the process when a page is written
-            # Holds no descriptor, of which a process often may have 1024: a frozen model has a file per parameter.
+            os.posix_fallocate(file, 0, num_bytes)  # else a full disk would kill the process when a page is written
+            # The mapping keeps no descriptor open, as a process often may have only 1024: a frozen model has a file per
+            # parameter.
             storage = cast(UntypedStorage, UntypedStorage.from_file(f"/proc/self/fd/{file}", True, num_bytes))
         except RuntimeError as error:
             raise ValueError(f"{self._key}: a file of {num_bytes / 1e9:.1f} GB cannot be mapped: {error}") from None
@@ -74,13 +75,13 @@ class LocalDisk:
         return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.size(), tensor.stride())
 
     def release(self) -> None:
-        """Tell the kernel that the process does not need the pages now: its resident memory is what else it has."""
+        """Tell the kernel that the pages are not needed now, so they leave the process's resident memory."""
         for storage in self._made:
             _LIBC.madvise(storage.data_ptr(), storage.nbytes(), mmap.MADV_DONTNEED)
 
 
 def _file_system(folder: Path) -> str:
-    """The type of the file system that has the folder; empty where the kernel does not tell."""
+    """The folder's file system type; empty where the kernel does not report it."""
     device = os.stat(folder).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     with open("/proc/self/mountinfo") as file:

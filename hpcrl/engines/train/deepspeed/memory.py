@@ -1,4 +1,4 @@
-"""Memory of a rank of the DeepSpeed engine: what each ZeRO stage divides, and DeepSpeed's own buffers."""
+"""Memory of a rank of the DeepSpeed engine: state that each ZeRO stage shards, and DeepSpeed's own buffers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hpcrl.planner.traffic import Sent, StepWork
 from hpcrl.planner.trainer import forward_parts
 
 LIVE_NUMBERS = 1_000_000_000
-"""DeepSpeed's bound of gathered parameters (stage3_max_live_parameters, stage3_max_reuse_distance): what is used again
-within so many is not freed. Also the numbers that AdamW updates at once (sub_group_size)."""
+"""DeepSpeed's limit of gathered parameters (stage3_max_live_parameters, stage3_max_reuse_distance): a parameter that is
+reused within this many numbers is not freed. Also how many numbers AdamW updates at once (sub_group_size)."""
 PERSISTENT_NUMBERS = 100_000
 """Parameters up to this size stay gathered (stage3_param_persistence_threshold)."""
 OPTIMIZER_BYTES = 2 * FP32
-"""AdamW's moments of a number."""
+"""Bytes of AdamW's two moments per number."""
 
 
 def own(config: Config) -> DeepSpeedConfig:
@@ -29,8 +29,8 @@ def own(config: Config) -> DeepSpeedConfig:
 
 
 def part_size(shape: ModelShape, stage: int, num_ranks: int) -> int:
-    """Numbers of a rank's part of the state. ZeRO-3 divides each parameter; the others divide matrices together, and
-    vectors together, with an even number on each rank."""
+    """Numbers of a rank's shard of the state. ZeRO-3 splits each parameter. Other stages split all matrices together
+    and all vectors together, with an even number on each rank."""
     if stage == 3:
         return sum(-(-parameter.size // num_ranks) for parameter in shape.parameters)
     groups = [sum(p.size for p in shape.parameters if (len(p.shape) >= 2) == matrices) for matrices in (True, False)]
@@ -38,7 +38,7 @@ def part_size(shape: ModelShape, stage: int, num_ranks: int) -> int:
 
 
 def weight_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
-    """Weights, optimizer state and gradients; with a stage or a place of their own each."""
+    """Weights, optimizer state and gradients, by stage and offload setting."""
     zero, compute = own(config), BYTES[config.trainer.param_dtype]
     learnt, whole = trained(config, shape), with_adapters(config, shape)
     part, on_host = part_size(learnt, zero.zero_stage, num_ranks), zero.offload_optimizer != "none"
@@ -73,7 +73,7 @@ def weight_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part
 
 
 def disk_bytes(config: Config, shape: ModelShape, num_ranks: int) -> int:
-    """Bytes that a rank has in trainer.deepspeed.nvme_path."""
+    """Bytes of a rank in trainer.deepspeed.nvme_path."""
     zero, size = own(config), 0
     if zero.offload_optimizer == "nvme":
         size += part_size(trained(config, shape), zero.zero_stage, num_ranks) * (FP32 + OPTIMIZER_BYTES)
@@ -111,7 +111,7 @@ def trainer_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Par
     snapshot = PLAN.checkpoint_bytes(config, shape) // num_ranks + largest * (FP32 + OPTIMIZER_BYTES)
     step: tuple[Phase, ...] = ("train", "update")
     colocated = RoleLayout.from_config(config).generates_on_trainers
-    published = config.generator.dtype if colocated else config.model.dtype  # other ranks convert what they get
+    published = config.generator.dtype if colocated else config.model.dtype  # other ranks convert received weights
     return [
         *weight_parts(config, shape, num_ranks),
         Part("trainer", "reduction", bucket_bytes(config, shape), PHASES if zero.zero_stage == 3 else step),
@@ -147,7 +147,7 @@ class ZeroPlan:
         return learnt.num_parameters * (FP32 + OPTIMIZER_BYTES) + FP32 * len(learnt.parameters)
 
     def largest_tensor(self, shape: ModelShape) -> int:
-        return max(parameter.size for parameter in shape.parameters)  # transformers has one for all experts of a layer
+        return max(parameter.size for parameter in shape.parameters)  # a layer's experts are one tensor
 
     def num_senders(self, config: Config, num_ranks: int) -> int:
         return num_ranks

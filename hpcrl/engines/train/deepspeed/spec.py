@@ -31,37 +31,37 @@ GIVEN = {
     "train_micro_batch_size_per_gpu": "trainer.max_tokens_per_micro_batch",
     "zero_force_ds_cpu_optimizer": "",
 }
-"""Keys of DeepSpeed's configuration that hpcrl sets -> the key to use instead; empty: none."""
+"""Keys of DeepSpeed's configuration that hpcrl sets -> the key to use instead; empty: no such key."""
 GIVEN_OF_ZERO = {
     "stage": "trainer.deepspeed.zero_stage",
     "offload_optimizer": "trainer.deepspeed.offload_optimizer",
     "offload_param": "trainer.deepspeed.offload_parameters",
     "memory_efficient_linear": "",
 }
-"""The same of its section zero_optimization."""
+"""As GIVEN, for keys of the section zero_optimization."""
 
 
 class DeepSpeedConfig(Section):
-    """How DeepSpeed divides the model's state over the trainer's ranks."""
+    """How DeepSpeed shards the model's state over the trainer's ranks."""
 
     zero_stage: Literal[1, 2, 3] = 3
-    """What the ranks divide: 1: optimizer state and the fp32 weights; 2: also gradients; 3: also parameters."""
+    """What is sharded: 1: optimizer state and fp32 weights; 2: also gradients; 3: also parameters."""
     offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
     """Keep optimizer state and fp32 weights in host memory (cpu) or in files of nvme_path; AdamW runs on the host."""
     offload_parameters: Literal["none", "cpu", "nvme"] = "none"
     """Keep parameters in host memory (cpu) or in files of nvme_path; zero_stage 3 only."""
     nvme_path: str = ""
-    """A folder on a disk of each node, where nvme keeps tensors in files without names; $TMPDIR and other variables are
-    those of the node."""
+    """A folder on a disk of each node, where nvme keeps tensors in files without names; each node expands $TMPDIR and
+    other variables itself."""
     packing: Literal["auto", "require", "off"] = "auto"
-    """As trainer.fsdp2.packing."""
+    """See trainer.fsdp2.packing."""
     attention: Literal["auto", "flash", "sdpa"] = "auto"
-    """As trainer.fsdp2.attention."""
+    """See trainer.fsdp2.attention."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """More keys of DeepSpeed's configuration, as {zero_optimization: {reduce_bucket_size: 100000000}}. DeepSpeed checks
-    them when the trainer starts."""
+    """Additional keys of DeepSpeed's configuration, as {zero_optimization: {reduce_bucket_size: 100000000}}. DeepSpeed
+    checks them when the trainer starts."""
 
 
 def _problem(key: str, text: str) -> Problem:
@@ -99,7 +99,7 @@ def _lacking(own: DeepSpeedConfig, model: Mapping[str, Any]) -> Iterator[str]:
 def _check_options(options: dict[str, Any], given: dict[str, str], section: str) -> Iterator[Problem]:
     for name in sorted(options.keys() & given.keys()):
         how = f"set {given[name]} instead" if given[name] else "leave it out"
-        yield _problem("options", f"{section}{name} is given to DeepSpeed by hpcrl; {how}")
+        yield _problem("options", f"{section}{name} is set by hpcrl; {how}")
 
 
 SPEC = TrainEngineSpec(

@@ -1,6 +1,7 @@
-"""Moves the tensors of the engine's state to other memory: that of the host for a while, or files of a local disk.
+"""Moves the tensors of the engine's state to other memory: temporarily to the host, or to files on a local disk.
 
-DeepSpeed's tensors are views of few large ones. What shares memory moves together, and still shares it afterwards.
+DeepSpeed's tensors are views of a few large ones. Tensors that share memory move together, and still share it
+afterwards.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from hpcrl.engines.train.offloading import HostMemory
 
 
 def move(tensors: Iterable[Tensor], copy: Callable[[UntypedStorage], UntypedStorage]) -> None:
-    """Give the tensors copies of their memory; the old memory is free once nothing else refers to it."""
+    """Replace the tensors' memory by copies; the old memory is freed once nothing else refers to it."""
     copies: dict[int, UntypedStorage] = {}
     for tensor in {id(tensor): tensor for tensor in tensors}.values():
         old = tensor.untyped_storage()
@@ -30,9 +31,9 @@ def move(tensors: Iterable[Tensor], copy: Callable[[UntypedStorage], UntypedStor
 
 
 def weight_tensors(module: nn.Module, zero: Any) -> Iterator[Tensor]:
-    """Every tensor with weights of the computation. zero: DeepSpeed's optimizer, if any."""
+    """Every tensor with compute weights. zero: DeepSpeed's optimizer, if any."""
     for parameter in module.parameters():
-        yield getattr(parameter, "ds_tensor", parameter)  # of ZeRO-3: this rank's part
+        yield getattr(parameter, "ds_tensor", parameter)  # with ZeRO-3: this rank's shard
         if mapping := getattr(parameter, "_hp_mapping", None):
             yield mapping.lp_fragment
     if (whole := getattr(zero, "lp_param_buffer", None)) is not None:
@@ -43,7 +44,7 @@ def weight_tensors(module: nn.Module, zero: Any) -> Iterator[Tensor]:
 
 
 def optimizer_tensors(module: nn.Module, zero: Any, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Every tensor with fp32 weights or state of AdamW; those that are also weights of the computation, too."""
+    """Every tensor with fp32 weights or AdamW state, including tensors that are also compute weights."""
     yield from flat_weights(zero)
     for state in optimizer.state.values():
         yield from state.values()
@@ -54,19 +55,19 @@ def optimizer_tensors(module: nn.Module, zero: Any, optimizer: torch.optim.Optim
 
 
 class HostOffload:
-    """Moves the state on the device to host memory and back, and frees buffers of gradients meanwhile."""
+    """Moves the state on the device to host memory and back; gradient buffers are freed in between."""
 
     def __init__(
         self, module: nn.Module, zero: Any, optimizer: torch.optim.Optimizer | None, device: torch.device
     ) -> None:
-        """zero: DeepSpeed's optimizer; None if the model is not in DeepSpeed's hands."""
+        """zero: DeepSpeed's optimizer; None if DeepSpeed does not manage the model."""
         self._module, self._zero, self._optimizer, self._device = module, zero, optimizer, device
         self._host = HostMemory(device)
         self._away: dict[int, Tensor] = {}
         self._freed: list[tuple[Tensor, int]] = []
 
     def offload(self, weights: bool) -> None:
-        """Move what is on the device; without weights those of the computation stay."""
+        """Move the state that is on the device; with weights=False, compute weights stay."""
         if hasattr(self._zero, "empty_partition_cache"):
             self._zero.empty_partition_cache()  # parameters that ZeRO-3 keeps gathered
         of_computation = list(weight_tensors(self._module, self._zero))
@@ -95,7 +96,7 @@ class HostOffload:
         self._freed = []
 
     def _move(self, tensors: Collection[Tensor], moved: Callable[[dict[int, Tensor]], dict[int, Tensor]]) -> None:
-        """moved: of self._host. The first tensor with some memory is its key."""
+        """moved: a method of self._host. The first tensor of each memory is its key."""
         keys: dict[int, int] = {}
         memory: dict[int, Tensor] = {}
         for tensor in tensors:
@@ -107,11 +108,11 @@ class HostOffload:
         move(tensors, lambda storage: copies[keys[storage.data_ptr()]].untyped_storage())
 
     def _is_here(self, tensor: Tensor) -> bool:
-        """Whether it is on the device, which is given as cuda, while a tensor's has a number."""
+        """Whether it is on the device; the device is given as cuda, while a tensor's device has an index."""
         return tensor.device.type == self._device.type
 
     def _gradient_buffers(self) -> Iterator[Tensor]:
-        """What ZeRO-3 keeps between two steps, without values that count."""
+        """Buffers that ZeRO-3 keeps between two steps, whose values are not needed."""
         if (gradients := getattr(self._zero, "grad_partitions_flat_buffer", None)) is not None:
             yield gradients
             yield from (bucket.buffer for bucket in self._zero.ipg_buckets.values() if bucket.buffer is not None)

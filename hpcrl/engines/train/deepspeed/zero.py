@@ -1,7 +1,7 @@
-"""DeepSpeed's side of the engine: its configuration, a model in its hands, and the state of one parameter.
+"""DeepSpeed's part of the engine: its configuration, wrapping a model, and the state of one parameter.
 
-DeepSpeed compiles extensions where it finds a compiler: one for all-reduce in shared memory on CPUs, one for its own
-Adam. hpcrl uses neither, but gloo and torch's fused AdamW, so that nothing is compiled before or during a run.
+DeepSpeed compiles extensions if it finds a compiler: one for all-reduce in shared memory on CPUs, one for its own Adam.
+hpcrl uses neither, but gloo and torch's fused AdamW, so nothing is compiled before or during a run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hpcrl.spec.extras import without
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 
-with without("mlflow", "wandb"):  # a second and 90 MiB of every rank, where they are installed
+with without("mlflow", "wandb"):  # if installed, they would cost every rank a second and 90 MiB
     import deepspeed  # its first import reads the variable
     from deepspeed.comm import comm
     from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
@@ -36,10 +36,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class ZeroCausalLM(PackedCausalLM):
-    """With both forward passes in one method: DeepSpeed gathers parameters for calls of the module only."""
+    """Both forward passes in one method: DeepSpeed gathers parameters only for calls of the module."""
 
     def forward(self, token_ids: Tensor, *packed: Any) -> Any:
-        """PackedCausalLM.forward, or own_logprobs for token_ids alone."""
+        """PackedCausalLM.forward, or own_logprobs if only token_ids are given."""
         return super().forward(token_ids, *packed) if packed else super().own_logprobs(token_ids)
 
     def own_logprobs(self, token_ids: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ class ZeroCausalLM(PackedCausalLM):
 
 
 class _Engine(DeepSpeedEngine):  # type: ignore[misc]
-    """With the same optimizer for ZeRO-1 in bfloat16 as for all other cases."""
+    """Uses for ZeRO-1 in bfloat16 the same optimizer as in all other cases."""
 
     def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> str:
         super()._do_optimizer_sanity_check(basic_optimizer)
@@ -56,27 +56,27 @@ class _Engine(DeepSpeedEngine):  # type: ignore[misc]
 
 
 def connect() -> None:
-    """Let DeepSpeed communicate in the default process group as it is now, within its timeout."""
+    """Make DeepSpeed communicate in the current default process group, within its timeout."""
     world = dist.group.WORLD
-    if comm.cdb is not None and groups._WORLD_GROUP is not world:  # a group that has ended
+    if comm.cdb is not None and groups._WORLD_GROUP is not world:  # a group that was destroyed
         comm.cdb = None
         groups._release_process_group_references(None)
     if comm.cdb is None:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # see above
         deepspeed.init_distributed(dist_init_required=False, auto_mpi_discovery=False, verbose=False)
-    groups._WORLD_GROUP = world  # else a clone of it, which waits 30 minutes
+    groups._WORLD_GROUP = world  # else a clone of the group, with a timeout of 30 minutes
     os.environ.setdefault("LOCAL_RANK", str(torch.cuda.current_device() if torch.cuda.is_available() else 0))
-    os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK", None)  # mpirun's number, which DeepSpeed wants equal to LOCAL_RANK
+    os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK", None)  # mpirun's number, which DeepSpeed requires to equal LOCAL_RANK
 
 
 def settings(own: DeepSpeedConfig, max_grad_norm: float, dtype: torch.dtype, num_parameters: int) -> dict[str, Any]:
-    """DeepSpeed's configuration. dtype: of the computation; gradients are reduced and summed in float32."""
+    """DeepSpeed's configuration. dtype: the compute dtype; gradients are reduced and summed in float32."""
     bucket = min(BUCKET_NUMBERS, num_parameters + num_parameters % 2)
     options = dict(own.options)
     pinned = torch.cuda.is_available()
 
     def place(where: str) -> dict[str, Any]:
-        # From host memory, local_disk.py moves it on.
+        # local_disk.py moves it from host memory to files.
         return {"device": "cpu" if where == "nvme" else where, "pin_memory": pinned and where == "cpu"}
 
     zero = {
@@ -92,7 +92,7 @@ def settings(own: DeepSpeedConfig, max_grad_norm: float, dtype: torch.dtype, num
     zero |= options.pop("zero_optimization", {})
     fixed = {
         "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,  # the end of a mini-batch is set by hand
+        "gradient_accumulation_steps": 1,  # the engine sets the end of a mini-batch itself
         "gradient_clipping": max_grad_norm if max_grad_norm != float("inf") else 0.0,
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,
@@ -111,8 +111,11 @@ def fill(
     dtype: torch.dtype,
     divided: dict[str, Any] | None,
 ) -> None:
-    """Give an empty model rank 0's weights in `dtype`, tensor by tensor. Collective. divided: DeepSpeed's
-    configuration, if each parameter is to be divided over the ranks before the next one is made."""
+    """Give an empty model rank 0's weights in `dtype`, tensor by tensor. Collective.
+
+    Args:
+        divided: DeepSpeed's configuration, if each parameter is sharded before the next one is created.
+    """
     full = dict(source.named_parameters(remove_duplicate=False)) if source is not None else {}
     init = deepspeed.zero.Init(config_dict_or_path=divided) if divided is not None else None
     made: dict[int, nn.Parameter] = {}
@@ -128,25 +131,26 @@ def fill(
                 if init is None:
                     dist.broadcast(values, 0)
                 else:
-                    init._convert_to_zero_parameters([parameter])  # broadcasts, too
+                    init._convert_to_zero_parameters([parameter])  # also broadcasts
                 made[id(empty)] = made[id(parameter)] = parameter
             module._parameters[name] = made[id(empty)]
     fill_buffers(model, source, device)
 
 
 def start(model: PackedCausalLM, optimizer: torch.optim.Optimizer | None, config: dict[str, Any]) -> _Engine:
-    """The model in DeepSpeed's hands; without an optimizer only to gather its parameters. Collective."""
+    """Wrap the model with DeepSpeed; without an optimizer only to gather its parameters. Collective."""
     if config["zero_optimization"]["stage"] == 3:
         for module in model.modules():
             three = any(len(shape_of(parameter)) == 3 for parameter in module.parameters(recurse=False))
             if three and not isinstance(module, nn.Conv1d):
-                # All experts of a layer: which of them it calls, and how often, depends on the tokens of a rank.
+                # All experts of a layer are one module: which experts it calls, and how often, depends on a rank's
+                # tokens.
                 deepspeed.utils.set_z3_leaf_module(module, True)
-            # Layers with a state use the weights of their convolution, and do not call it.
+            # Layers with a recurrent state read their convolution's weights without calling it.
             for convolution in (child for child in module.children() if isinstance(child, nn.Conv1d)):
                 for weight in convolution.parameters():
                     deepspeed.zero.register_external_parameter(module, weight)
-            # Adapters are used by the linear layer beside which they stand, not by their own modules.
+            # Adapters are used by their linear layer, not by their own modules.
             for adapter in (getattr(module, name, None) for name in ("lora_A", "lora_B")):
                 if isinstance(adapter, nn.Linear):
                     deepspeed.zero.register_external_parameter(module, adapter.weight)
@@ -158,9 +162,10 @@ def start(model: PackedCausalLM, optimizer: torch.optim.Optimizer | None, config
 
 
 def make_moments(zero: Any, optimizer: torch.optim.Optimizer, zeros_like: Callable[[Tensor], Tensor]) -> None:
-    """AdamW's state, which it would make in its first step. zeros_like: makes moments for fp32 weights."""
+    """Create AdamW's state, which it would otherwise create in its first step. zeros_like: makes moments for fp32
+    weights."""
     for flat in flat_weights(zero):
-        # A fused AdamW counts on the device.
+        # A fused AdamW keeps its step counter on the device.
         state = {"step": torch.zeros((), dtype=torch.float32, device=flat.device)}
         optimizer.state[flat] = state | {name: zeros_like(flat.detach()) for name in MOMENTS}
     if hasattr(zero, "_lazy_init_hp_params_optimizer_state"):
@@ -168,13 +173,13 @@ def make_moments(zero: Any, optimizer: torch.optim.Optimizer, zeros_like: Callab
 
 
 def flat_weights(zero: Any) -> list[Tensor]:
-    """The fp32 weights of this rank, as AdamW has them."""
+    """This rank's fp32 weights, in AdamW's layout."""
     by_stage = getattr(zero, "fp32_partitioned_groups_flat", None) or zero.single_partition_of_fp32_groups
     return cast(list[Tensor], by_stage)
 
 
 def discard_gradients(zero: Any) -> None:
-    """What DeepSpeed does with the gradients of a step that it skips."""
+    """Drop the gradients, as DeepSpeed does in a skipped step."""
     if hasattr(zero, "_overflow_clean_up"):
         zero._pre_step()
         zero._overflow_clean_up(zero.loss_scale)
@@ -190,7 +195,7 @@ def discard_gradients(zero: Any) -> None:
 
 
 def whole(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy of the full parameter of the computation, converted before it is gathered. Collective if it is divided."""
+    """A copy of the full compute parameter, converted before it is gathered. Collective if it is sharded."""
     if not hasattr(parameter, "ds_id"):
         return parameter.detach().to(dtype, copy=True)
     divided = cast(Any, parameter)
@@ -201,7 +206,7 @@ def whole(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def master(parameter: Tensor) -> Tensor:
-    """The full fp32 weights of a parameter. Collective."""
+    """A parameter's full fp32 weights. Collective."""
     values: Tensor = deepspeed.utils.safe_get_full_fp32_param(parameter)
     return values
 
@@ -212,7 +217,7 @@ def shape_of(parameter: Tensor) -> torch.Size:
 
 
 def set_whole(parameter: Tensor, values: Tensor) -> None:
-    """Give a parameter of the computation these values, equal on all ranks."""
+    """Set a compute parameter to these values, equal on all ranks."""
     if not hasattr(parameter, "ds_id"):
         parameter.detach().copy_(values)
         return
@@ -223,15 +228,15 @@ def set_whole(parameter: Tensor, values: Tensor) -> None:
 
 
 def state_of(parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The fp32 weights and the two moments of a parameter, whole. Collective."""
+    """A parameter's full fp32 weights and two moments. Collective."""
     yield "", master(parameter)
     for name in MOMENTS:
         yield name, deepspeed.utils.safe_get_full_optimizer_state(parameter, name)
 
 
 def set_state(parameter: Tensor, name: str, values: Tensor) -> None:
-    """Set one of state_of(), equal on all ranks; the weights also in the type of the computation."""
-    if hasattr(parameter, "ds_id"):  # the counterpart of safe_get_full_* wants numbers that divide by the ranks
+    """Set one tensor of state_of(), equal on all ranks; the weights also in the compute dtype."""
+    if hasattr(parameter, "ds_id"):  # the counterpart of safe_get_full_* needs a size divisible by the ranks
         mine = _part(cast(Any, parameter).ds_tensor, values)
         if name:
             deepspeed.utils.safe_set_local_optimizer_state(parameter, mine, name)
@@ -246,7 +251,7 @@ def set_state(parameter: Tensor, name: str, values: Tensor) -> None:
 
 
 def _part(part: Tensor, values: Tensor) -> Tensor:
-    """This rank's numbers of a divided parameter, followed by zeros where its last rank has fewer."""
+    """This rank's shard of a parameter, padded with zeros where the last rank has fewer numbers."""
     first = part.numel() * dist.get_rank()
     mine = values.reshape(-1)[first : first + part.numel()]
     return nn.functional.pad(mine, (0, part.numel() - mine.numel()))

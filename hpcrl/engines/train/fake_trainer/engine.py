@@ -29,7 +29,7 @@ VOCABULARY = 64
 
 
 def make(config: Config, model_path: Path, total_steps: int, trainable: bool) -> FakeTrainEngine:
-    """The engine of debug=fake; frozen and trainable engines are equal."""
+    """The engine of debug=fake, the same for a frozen and a trained model."""
     return FakeTrainEngine(
         config.trainer,
         vocab_size=VOCABULARY,
@@ -53,7 +53,7 @@ def make_critic(config: Config, model_path: Path, total_steps: int) -> FakeCriti
 
 class FakeTrainEngine:
     """TrainEngine with the parameter `transitions` [V, V], replicated on every rank and updated by plain SGD. Token ids
-    count modulo V. logprobs() and train_step() sleep logprobs_s and train_s seconds."""
+    are taken modulo V. logprobs() and train_step() sleep logprobs_s and train_s seconds."""
 
     computes = SPEC.computes
 
@@ -143,7 +143,7 @@ class FakeTrainEngine:
         """See TrainEngine."""
 
     def snapshot(self, copy: bool = True) -> Files:
-        """See TrainEngine. Every rank has the same state, rank 0 writes it; there is no random state."""
+        """See TrainEngine. All ranks have equal state, which rank 0 writes; there is no random state."""
         buffer = io.BytesIO()
         torch.save({"transitions": self.transitions.detach(), "step": self.optimizer_step}, buffer)
         return {"fake.pt": buffer.getvalue()} if self.data_parallel_rank == 0 else {}
@@ -171,7 +171,7 @@ class FakeTrainEngine:
 
 
 class FakeCritic(FakeTrainEngine):
-    """ValueEngine: a token's value is the mean of the row of the token before it. values() sleeps logprobs_s."""
+    """ValueEngine: a token's value is the mean of the previous token's row. values() sleeps logprobs_s."""
 
     computes = frozenset({"values"})
 
@@ -190,7 +190,7 @@ class FakeCritic(FakeTrainEngine):
 
 
 def _chosen(batch: Batch, micro_batches: MicroBatches) -> Tensor:
-    """bool [T]: tokens of the rows in the micro-batches."""
+    """bool [T]: whether a token's row is in the micro-batches."""
     rows = torch.zeros(batch.num_sequences, dtype=torch.bool)
     rows[[row for micro_batch in micro_batches for row in micro_batch]] = True
     return rows[batch.row_ids]

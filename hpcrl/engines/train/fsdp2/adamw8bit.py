@@ -1,4 +1,4 @@
-"""AdamW with moments in 8 bits (arXiv 2110.02861), by the kernels of bitsandbytes."""
+"""AdamW with moments in 8 bits (arXiv 2110.02861), with bitsandbytes' kernels."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from hpcrl.engines.train.fsdp2.spec import BLOCK, MIN_NUMBERS
 from hpcrl.engines.train.fsdp2.weights import local
 
 MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))
-"""A moment, and whether it has a sign."""
+"""A moment, and whether it is signed."""
 
 
 class AdamW8bit(ForMatrices):
-    """A block of 256 numbers has one scale. Blocks begin anew with each row, so that they are the same on any number of
-    ranks, which divide rows; a row that is not a multiple of a block is copied into one that is for the update."""
+    """A block of 256 numbers has one scale. Every row begins a new block, so blocks do not depend on the number of
+    ranks, which split by rows. If a row's length is not a multiple of the block size, the row is padded during the
+    update."""
 
     _maps: tuple[Tensor, ...] = ()
 
     @staticmethod
     def takes(parameter: Tensor) -> bool:
-        """See ForMatrices. Short rows would be mostly filling."""
+        """See ForMatrices. Short rows would be mostly padding."""
         size = parameter.numel()
         return size >= MIN_NUMBERS and size // parameter.shape[0] >= BLOCK
 
@@ -69,7 +70,7 @@ class AdamW8bit(ForMatrices):
 
 def _empty_state(parameter: Tensor) -> dict[str, Tensor]:
     """The step, and codes (uint8 [rows, columns in whole blocks]) and scales (float32 [rows, blocks]) of both moments,
-    divided as the parameter is."""
+    sharded like the parameter."""
     num_rows = parameter.shape[0]
     blocks = -(-(parameter.numel() // num_rows) // BLOCK)
     state = {"step": torch.zeros((), dtype=torch.float32)}

@@ -34,14 +34,14 @@ from hpcrl.engines.train.offloading import register, wait
 from hpcrl.spec.lora import is_adapter
 
 NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG))
-"""errno where shared memory cannot be had."""
+"""errno if shared memory cannot be allocated."""
 Whole = Callable[[str, Tensor], Tensor]
-"""(name of a parameter, it or a moment) -> the same as a shard of the whole tensor."""
+"""(name of a parameter, its tensor or moment) -> the tensor as a shard of the whole parameter."""
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, whole: Whole) -> dict[str, Tensor]:
-    """Weights and moments by name, not copied; tied ones once, under their first name; of a model with adapters, theirs
-    alone."""
+    """Weights and moments by name, not copied; tied weights once, under their first name; for a model with adapters,
+    only the adapters'."""
     if optimizer is not None and not optimizer.state:
         get_optimizer_state_dict(model, optimizer)  # runs an empty step, which creates the moments
         for state in optimizer.state.values():
@@ -61,10 +61,10 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, whole: W
 
 
 class Snapshots:
-    """A rank's sharded tensors and random state in the form of files to write: copies in host memory, or references.
+    """A rank's sharded tensors and random state as files to write: copies in host memory, or references.
 
-    torch.distributed.checkpoint can read the shard file. Its layout, everything but the bytes of the tensors, is made
-    once; later snapshots only copy these bytes, and no rank waits for another.
+    torch.distributed.checkpoint can read the shard file. Its layout, everything but the tensors' bytes, is made once;
+    later snapshots only copy these bytes, and no rank waits for another.
     """
 
     def __init__(
@@ -76,8 +76,9 @@ class Snapshots:
         self._layout = Layout(copies=False)
 
     def take(self, optimizer_step: int, copy: bool) -> Files:
-        """The files of this rank, valid until the next call; without a copy, until a tensor changes. The first call is
-        collective, also the first with a copy. OSError names the trainer rank that lacks the memory of the copy."""
+        """The files of this rank, valid until the next call; without a copy, until a tensor changes. The first call,
+        and the first call with a copy, are collective. OSError names the trainer rank that lacks memory for the
+        copy."""
         tensors = _tensors(self._model, self._optimizer, self._whole)
         kinds = [(name, value.shape, value.dtype) for name, value in tensors.items()]
         if kinds != self._laid_out or (copy and not self._layout.copies):
@@ -92,8 +93,7 @@ class Snapshots:
     def load(self, folder: Path) -> tuple[int, list[str]]:
         """(optimizer step, warnings) after restoring a checkpoint in place, on any number of ranks. Collective.
 
-        ValueError on every rank if the folder holds no trainer checkpoint, that of another model, or adapters of
-        another base than this one.
+        ValueError on every rank if the folder has no trainer checkpoint, another model's, or adapters of another base.
         """
 
         def load_tensors() -> None:
@@ -108,10 +108,13 @@ class Snapshots:
 
 
 class Layout(StorageWriter):
-    """The place of each tensor in this rank's shard file of `size` bytes, 0 if the rank has nothing to write.
+    """The position of each tensor in this rank's shard file of `size` bytes, 0 if the rank has nothing to write.
 
-    copies: the memory of a copy is allocated: `shard`, with places: name -> the local part's bytes in the file, as a
-    tensor of its dtype and shape. metadata: content of .metadata, on rank 0.
+    Args:
+        copies: whether to allocate the memory of a copy: `shard`, with places: name -> the local part's bytes in the
+            file, as a tensor of its dtype and shape.
+
+    On rank 0, metadata is the content of .metadata.
     """
 
     def __init__(self, copies: bool) -> None:
@@ -119,11 +122,11 @@ class Layout(StorageWriter):
         self.places: dict[str, Tensor] = {}
         self.shard: SharedFile | None = None
         self.metadata = b""
-        self._frames: dict[str, tuple[bytes, bytes]] = {}  # in the order of the file
+        self._frames: dict[str, tuple[bytes, bytes]] = {}  # in file order
 
     def lay_out(self, tensors: Mapping[str, Tensor]) -> None:
-        """Give each tensor of this rank its place. Collective. OSError, with the cause's number, names the rank that
-        lacks the memory, RuntimeError that of any other failure."""
+        """Assign each of this rank's tensors its position. Collective. OSError, with the cause's errno, names the rank
+        that lacks memory; RuntimeError names the rank of any other failure."""
         try:
             dcp.save(dict(tensors), storage_writer=self)
         except CheckpointException as error:  # equal on all ranks; no Exception, and its text is several tracebacks
@@ -136,7 +139,7 @@ class Layout(StorageWriter):
             raise RuntimeError(f"trainer rank {rank} cannot lay out a snapshot: {text}") from error
 
     def files(self, optimizer_step: int, pieces: Pieces | None = None, base: Base | None = None) -> Files:
-        """The files of this rank, with its random state; `pieces`: the shard file, in place of the copies."""
+        """The files of this rank, with its random state; `pieces`: the shard file, instead of the copies."""
         state = io.BytesIO()
         torch.save(random_state(), state)
         files: Files = {f"random_rank{dist.get_rank()}.pt": state.getvalue()}
@@ -160,7 +163,7 @@ class Layout(StorageWriter):
         """Part of StorageWriter: there is no folder yet."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Part of StorageWriter: all ranks are alike."""
+        """Part of StorageWriter: all ranks do the same."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan

@@ -23,7 +23,7 @@ from hpcrl.engines.train.fsdp2.spec import FSDP2Config
 from hpcrl.rollout.batch import Batch, MicroBatches
 
 HEAD = "score"
-"""The head's name in transformers' models for token classification, of which the critic is one with a single label."""
+"""Name of the head in transformers' models for token classification; the critic is such a model with one label."""
 CRITIC = Kind(
     AutoModelForTokenClassification,
     "critic (transformers' model for token classification)",
@@ -39,8 +39,8 @@ def make(config: Config, model_path: Path, total_steps: int) -> FSDP2Critic:
 
 
 class PackedCritic(PackedCausalLM):
-    """The probe of packing (hpcrl.engines.train.fsdp2.probe) sees a language model that projects by its embedding: the
-    values of a new head are all zero, and show nothing."""
+    """For the packing probe (hpcrl.engines.train.fsdp2.probe), the critic acts as a language model that projects with
+    its embedding: a new head's values are all zero, and would show no difference."""
 
     other_forwards = ("own_logprobs", "values")
 
@@ -71,15 +71,15 @@ class PackedCritic(PackedCausalLM):
     def values(self, token_ids: Tensor, positions: Tensor, layout: PackedLayout | None, before: Tensor) -> Tensor:
         """float32 [N]: the values of the states after the tokens `before`; arguments and ranks as in forward()."""
         states, mine = self._states(token_ids, positions, layout, before)
-        values: Tensor = self.hf.get_submodule(HEAD)(states.float()).sum(1)  # of one label; no view, for FSDP
+        values: Tensor = self.hf.get_submodule(HEAD)(states.float()).sum(1)  # one label; not a view, for FSDP
         return values if layout is None or mine is None else assemble(values, mine, len(before), layout.ranks.all)
 
 
 class FSDP2Critic(FSDP2Engine):
     """TrainEngine and ValueEngine (hpcrl.engines.train.training_engine) on the default process group.
 
-    The head is kept and computed in float32. It is zero at first, unless the folder has one: that of an exported
-    critic."""
+    The head is kept and computed in float32. It starts at zero unless the folder has one, as an exported critic does.
+    """
 
     computes = frozenset({"values"})
     kind = CRITIC

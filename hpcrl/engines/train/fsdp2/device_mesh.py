@@ -1,4 +1,4 @@
-"""The ranks of an engine by what they divide: copies of the parameters, their shards, sequences and matrices."""
+"""The engine's device mesh: copies of the parameters, their shards, sequences and matrices."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from hpcrl.spec.weight_layout import TensorShards
 
 
 class ParallelMesh:
-    """A rank's place: rank = ((replica x shards) + shard) x tensor_parallel + tensor rank. Neighbours among the shards
-    that have the same rows divide the tokens (context parallel).
+    """A rank's coordinates: rank = ((replica x shards) + shard) x tensor_parallel + tensor rank. Neighbouring shards
+    that have the same rows split the tokens (context parallel).
 
-    mesh: the device mesh of fully_shard, (replicas,) shards. parts: the mesh of one copy, (tensor,) shards: a tensor's
-    first division and the division of the resulting parts. replicas: the ranks with the same part of every tensor.
+    Attributes:
+        mesh: the device mesh of fully_shard, (replicas,) shards.
+        parts: the mesh of one copy, (tensor,) shards: a tensor is split over tensor ranks, then over shards.
+        replicas: the ranks with the same part of every tensor.
     """
 
     def __init__(self, own: FSDP2Config, device: torch.device):
@@ -43,17 +45,18 @@ class ParallelMesh:
 
     @property
     def num_data_parallel(self) -> int:
-        """Number of ranks or groups of ranks with rows of their own."""
+        """Number of ranks, or groups of ranks, with their own rows."""
         return self.size // self.tokens.all.size
 
     def placements(self, dim: int | None) -> list[Placement]:
-        """How a tensor is divided over `parts`: in dimension `dim` into matrices' parts, and these by rows."""
+        """A tensor's placements on `parts`: split in dimension `dim` over tensor ranks, each part by rows over
+        shards."""
         shards: list[Placement] = [Shard(0)]
         return shards if self.num_parts == 1 else [Replicate() if dim is None else Shard(dim), *shards]
 
     def as_part_of_whole(self, tensor: Tensor, dim: int | None) -> Tensor:
-        """A sharded part of a matrix, or of its moments, as a shard of the whole, in the same memory; other tensors
-        unchanged."""
+        """A shard of a matrix's part, or of its moments, as a shard of the whole matrix, in the same memory; other
+        tensors unchanged."""
         if dim is None or not isinstance(tensor, DTensor):
             return tensor
         shape = list(tensor.shape)
@@ -70,7 +73,7 @@ class ParallelMesh:
         return cast(Tensor, whole)
 
     def held(self, name: str, dtype: str, shape: Sequence[int], dim: int | None) -> TensorShards:
-        """Where a tensor lies whose parts are divided by rows; `shape`: of the whole."""
+        """Owned shards of a tensor whose parts are split by rows; `shape`: the whole tensor's."""
         sizes, first = list(shape), dim or 0
         if dim is not None:
             sizes[dim] //= self.num_parts
@@ -93,7 +96,7 @@ class ParallelMesh:
 
 
 def _axes(size: int, tensor: int, context: int) -> tuple[Axis, Axis, Axis]:
-    """The tensor ranks, the context ranks and all ranks of this rank's data-parallel rank. Every rank makes all
+    """The tensor ranks, the context ranks and all ranks of this rank's data-parallel rank. Every rank creates all
     groups."""
     groups = torch.arange(size).view(-1, context, tensor)
     matrices = _axis(groups.flatten(0, 1).tolist()) if tensor > 1 else Axis()
@@ -113,7 +116,7 @@ def _axis(groups: list[list[int]]) -> Axis:
 
 
 def check_heads(own: FSDP2Config, config: Any) -> None:
-    """ValueError if the heads of a transformers config cannot be divided."""
+    """ValueError if a transformers config's heads cannot be split."""
     if own.ranks_of_a_row == 1:
         return
     heads = getattr(config, "num_attention_heads", None)

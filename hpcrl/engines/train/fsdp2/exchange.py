@@ -1,9 +1,9 @@
-"""What the ranks that share the tokens of a micro-batch exchange, with the gradients.
+"""Collectives of the ranks that share a micro-batch's tokens, with their gradients.
 
-Each of n ranks has every n-th token, so that each has its share of prompts and of responses: token p is token p // n of
-rank p % n. Gradients are those of the sum over ranks: what a rank computes from its tokens or with its part of a matrix
-gives its part of a gradient, and the sum over the ranks is the gradient. All functions are collective over the ranks of
-the axis, as are their backward passes.
+Rank r of n has the tokens r, r + n, r + 2 n, ..., so each rank has its share of prompts and of responses: token p is
+token p // n of rank p % n. The loss is the sum over ranks: each rank computes its part of a gradient from its tokens or
+its part of a matrix, and the sum over ranks is the gradient. All functions are collective over the axis's ranks, as are
+their backward passes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Axis:
-    """A rank's place in a process group."""
+    """A rank's index in a process group."""
 
     group: Any = None
     size: int = 1
@@ -40,7 +40,7 @@ class TokenRanks:
         return self.tensor.rank * self.context.size + self.context.rank
 
 
-# The names that torch 2.13 gave them.
+# The names used by torch 2.13.
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -51,7 +51,7 @@ def gather_tokens(own: Tensor, axis: Axis) -> Tensor:
 
 
 def sum_tokens(parts: Tensor, axis: Axis) -> Tensor:
-    """[n k, ...] on every rank -> [k, ...]: the sum over ranks, of this rank's tokens."""
+    """[n k, ...] on every rank -> [k, ...]: this rank's tokens of the sum over ranks."""
     return parts if axis.size == 1 else cast(Tensor, _Sum.apply(parts, axis))
 
 
@@ -66,8 +66,8 @@ def heads_to_tokens(own: Tensor, axis: Axis) -> Tensor:
 
 
 def assemble(own: Tensor, places: Tensor, count: int, axis: Axis) -> Tensor:
-    """[count] on every rank from the values [m] that each rank has at `places`. Every rank must go on to compute the
-    same from the result: a value's gradient is taken from its own rank alone."""
+    """[count] on every rank from the values [m] that each rank has at `places`. Every rank must then compute the same
+    from the result: a value's gradient is taken only from its own rank."""
     return cast(Tensor, _Assemble.apply(own, places, count, axis))
 
 

@@ -17,18 +17,20 @@ from torch import Tensor
 from hpcrl.models.families import family_of
 
 BLOCK_NUMBERS = 1 << 24
-"""Logits per softmax call and numbers of the matrix converted at once, which bounds the temporary tensors beside a
-chunk."""
+"""Logits per softmax call, and numbers of the matrix that are converted at once: limits temporary tensors in addition
+to a chunk."""
 
 
 @dataclass(frozen=True)
 class Head:
     """The output head: softcap(hidden @ weight.T + bias) * scale, with softcap(z) = cap * tanh(z / cap).
 
-    `softcap` is Gemma 2's final_logit_softcapping (arXiv 2408.00118), `scale` Cohere's logit_scale, Falcon-H1's
-    lm_head_multiplier, HyperCLOVA X's logits_scaling or the inverse of that of Granite and MiniCPM3. float32: products
-    of bfloat16 numbers are summed and kept in float32 (arXiv 2506.13585)
-    instead of being rounded to bfloat16 logits; the products of the gradient stay in bfloat16.
+    Args:
+        softcap: Gemma 2's final_logit_softcapping (arXiv 2408.00118).
+        scale: Cohere's logit_scale, Falcon-H1's lm_head_multiplier, HyperCLOVA X's logits_scaling, or the inverse of
+            Granite's and MiniCPM3's logits_scaling.
+        float32: sum and keep products of bfloat16 numbers in float32 (arXiv 2506.13585) instead of rounding logits to
+            bfloat16; the gradient's products stay in bfloat16.
     """
 
     softcap: float | None = None
@@ -58,12 +60,12 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, tem
 
 
 def project(hidden: Tensor, weight: Tensor, bias: Tensor | None, in_float32: bool) -> Tensor:
-    """float32 [N, V]: hidden @ weight.T + bias, summed and kept in float32 or rounded to their own type."""
+    """float32 [N, V]: hidden @ weight.T + bias, summed and kept in float32 or rounded to the inputs' type."""
     if not in_float32 or weight.dtype == torch.float32:
         return torch.nn.functional.linear(hidden, weight, bias).float()
     if hidden.is_cuda:
         logits = torch.mm(hidden, weight.T, out_dtype=torch.float32)
-    else:  # no such kernel: blocks of the matrix are converted
+    else:  # no such kernel: convert blocks of the matrix
         states, size = hidden.float(), max(1, BLOCK_NUMBERS // weight.shape[1])
         logits = states.new_empty(len(states), len(weight))
         for first in range(0, len(weight), size):
@@ -73,8 +75,8 @@ def project(hidden: Tensor, weight: Tensor, bias: Tensor | None, in_float32: boo
 
 
 def blocks_of(logits: Tensor, start: int) -> Iterator[tuple[slice, Tensor]]:
-    """(positions among all tokens, rows of the chunk), each of at most BLOCK_NUMBERS or one row; `start`: first
-    position of the chunk."""
+    """(positions among all tokens, rows of the chunk), each of at most BLOCK_NUMBERS or one row; `start`: the chunk's
+    first position."""
     size = max(1, BLOCK_NUMBERS // logits.shape[1])
     for first in range(0, logits.shape[0], size):
         block = logits[first : first + size]
@@ -108,7 +110,7 @@ class _TokenLogprobs(torch.autograd.Function):
             del logits  # before the next chunk is made
         ctx.save_for_backward(hidden, weight, bias, targets, entropy)
         ctx.head, ctx.temperature, ctx.chunk_tokens = head, temperature, chunk_tokens
-        ctx.set_materialize_grads(False)  # the entropy is mostly for the log: None if no loss uses it
+        ctx.set_materialize_grads(False)  # None if no loss uses the entropy, which is mostly for the log
         return logprobs, entropy
 
     @staticmethod
@@ -163,8 +165,12 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """(log-probs, entropies or None) of softmax(logits / temperature), both float32 [N], in nats, differentiable.
 
-    hidden [N, h]: states before the tokens to predict; targets int64 [N]: those tokens; weight [V, h], bias [V]: the
-    vocabulary projection. At most `chunk_tokens` x V logits exist at once, in either pass.
+    Args:
+        hidden: [N, h], states before the tokens to predict.
+        targets: int64 [N], the tokens to predict.
+        weight: [V, h], the vocabulary projection.
+        bias: [V].
+        chunk_tokens: at most chunk_tokens x V logits exist at once, in either pass.
     """
     logprobs, entropies = _TokenLogprobs.apply(hidden, weight, bias, targets, head, temperature, chunk_tokens, entropy)
     return logprobs, entropies if entropy else None

@@ -1,4 +1,4 @@
-"""Low-rank adapters beside the frozen linear layers of a model (LoRA, arXiv 2106.09685), in the layout of peft."""
+"""Low-rank adapters for the frozen linear layers of a model (LoRA, arXiv 2106.09685), in peft's layout."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
 class Adapters:
-    """The adapters of a model: `NAME.lora_A` and `NAME.lora_B`, submodules of the linear layer NAME."""
+    """A model's adapters: `NAME.lora_A` and `NAME.lora_B`, submodules of the linear layer NAME."""
 
     def __init__(self, config: LoRAConfig):
         self.config = config
         self._on = True
 
     def add(self, hf: PreTrainedModel, dtype: torch.dtype, seed: int) -> PreTrainedModel:
-        """The same model, frozen, with adapters of this type whose product is zero. ValueError if a target is not a
-        linear layer of the decoder."""
+        """Freeze the model and add adapters of this type whose product is zero. ValueError if a target is not a linear
+        layer of the decoder."""
         hf.requires_grad_(False)
         inside = {id(module) for module in hf.get_decoder().modules()}
         linear = {n: m for n, m in hf.named_modules() if isinstance(m, nn.Linear) and id(m) in inside}
@@ -46,8 +46,8 @@ class Adapters:
         return hf
 
     def _check_readable(self, family: str, modules: list[str]) -> None:
-        """ValueError if peft would not load these adapters: in families whose experts are stacked in memory, it takes
-        every layer with an expert's name for experts, also dense ones."""
+        """ValueError if peft would not load these adapters: in families whose experts are stacked in memory, it treats
+        every layer with an expert's name as experts, also dense ones."""
         from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN
 
         names = {module.rpartition(".")[2] for module in modules if matches(module, self.config.target_modules)}
@@ -55,12 +55,12 @@ class Adapters:
         if taken := sorted(names & family_of(stacked_as).peft_experts):
             others = ",".join(sorted(names - set(taken))) or "layers of the attention"
             raise ValueError(
-                f"trainer.lora.target_modules: {', '.join(taken)} of {family} are dense layers that peft takes for "
+                f"trainer.lora.target_modules: {', '.join(taken)} of {family} are dense layers that peft treats as "
                 f"experts, so it would not load the adapters; use [{others}]"
             )
 
     def _add(self, linear: nn.Linear, dtype: torch.dtype, generator: torch.Generator) -> None:
-        """As peft begins: A uniform within 1 / sqrt(in), B zero."""
+        """peft's initialisation: A uniform within 1 / sqrt(in), B zero."""
         rank, device = self.config.rank, linear.weight.device
         first = nn.Linear(linear.in_features, rank, bias=False, device="meta")
         bound = linear.in_features**-0.5
@@ -80,7 +80,7 @@ class Adapters:
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """In which the model computes with the frozen weights alone."""
+        """Context in which the model computes with only the frozen weights."""
         self._on = False
         try:
             yield
@@ -88,8 +88,8 @@ class Adapters:
             self._on = True
 
     def merged(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """From the whole weights of base and adapters, those of a model without adapters that computes the same, in the
-        adapters' type."""
+        """Merge base and adapter weights into weights of an equivalent model without adapters, in the adapters'
+        type."""
         found = {name: weight for name, weight in weights.items() if not is_adapter(name)}
         for name in (name for name in weights if name.endswith(A)):
             first, second, matrix = weights[name], weights[name.removesuffix(A) + B], found[adapted(name)]

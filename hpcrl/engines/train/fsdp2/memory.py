@@ -1,5 +1,5 @@
 """Memory of a rank of the FSDP2 engine: its shard, and gathered parameters. A single rank that need not convert its
-parameters has them whole. Of matrices that are split over ranks, a rank has its part instead."""
+parameters has them unsharded. With tensor parallelism, a rank has its part of each split matrix."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ SMALL_MODEL_BYTES = 4 << 30
 """As in engines/train/fsdp2/engine.py."""
 LAYERS_GATHERED = 2
 """Gathered layers of a larger model: the computing layer and the prefetched next one; for gradients, the computing
-layer and the one being reduced."""
+layer and the layer whose gradients are reduced."""
 STEP_BYTES = 4
-"""Bytes of AdamW's step counter of each tensor."""
+"""Bytes of AdamW's step counter per tensor."""
 
 
 def shard_size(shape: ModelShape, num_ranks: int, rank: int = 0) -> int:
-    """Numbers in a rank's shard: the rows of every parameter are divided into equal blocks, the last ranks get
-    fewer."""
+    """Numbers in a rank's shard: every parameter's rows are split into equal blocks; the last ranks get fewer."""
     return sum(_shard_rows(p, num_ranks, rank) * (p.size // p.shape[0]) for p in shape.parameters)
 
 
@@ -39,8 +38,8 @@ def _shard_rows(parameter: Parameter, num_ranks: int, rank: int) -> int:
 
 
 def optimizer_bytes(config: Config, shape: ModelShape, num_shards: int = 1) -> int:
-    """Of these parameters' shards: AdamW's two moments, in the type of the weights, and its counters; of matrices of
-    layers Muon's momentum, or codes and scales of moments in 8 bits."""
+    """Optimizer bytes for these parameters' shards: AdamW's two moments, in the weights' type, and its counters; for
+    matrices of layers Muon's momentum, or codes and scales of 8-bit moments."""
     return sum(_state_bytes(config, parameter, num_shards) for parameter in shape.parameters)
 
 
@@ -57,12 +56,12 @@ def _state_bytes(config: Config, parameter: Parameter, num_shards: int) -> int:
 
 
 def _filled(columns: int) -> int:
-    """The length of a row in whole blocks."""
+    """A row's length padded to whole blocks."""
     return -(-columns // BLOCK) * BLOCK
 
 
 def _has_own_update(config: Config, parameter: Parameter) -> bool:
-    """Whether the optimizer treats it as a matrix of a layer, and not with AdamW."""
+    """Whether the optimizer updates it as a matrix of a layer, and not with AdamW."""
     if parameter.layer is None or len(parameter.shape) < 2 or config.trainer.optimizer == "adamw":
         return False
     is_large = parameter.size >= MIN_NUMBERS and parameter.size // parameter.shape[0] >= BLOCK
@@ -70,9 +69,9 @@ def _has_own_update(config: Config, parameter: Parameter) -> bool:
 
 
 def _update_of_a_matrix(config: Config, shape: ModelShape, num_shards: int) -> Part:
-    """The most that the update of one matrix, or stack of matrices, takes. Muon: the whole, and as Newton-Schulz
-    iterations hold it: before and after one, a sum of both, and three products of its shorter side. In 8 bits: shards
-    of weights and gradients in whole blocks."""
+    """Peak memory of updating one matrix, or stack of matrices. Muon: the whole matrix, and during Newton-Schulz
+    iterations the matrix before and after one, their sum, and three products of its shorter side. 8-bit AdamW: padded
+    shards of weights and gradients."""
     master, compute = BYTES[config.model.dtype], BYTES[config.trainer.param_dtype]
 
     def of(parameter: Parameter) -> int:
@@ -92,7 +91,7 @@ def _stays_gathered(shape: ModelShape, compute: int, num_trained: int) -> bool:
 
 
 def _gathered_numbers(shape: ModelShape, all_at_once: bool) -> int:
-    """Numbers of these parameters that a rank has in full during computation or the reduction of gradients."""
+    """Numbers of these parameters that a rank has unsharded during computation or gradient reduction."""
     if all_at_once:
         return shape.num_parameters
     outside = sum(parameter.size for parameter in shape.of_layer(None))
@@ -101,7 +100,7 @@ def _gathered_numbers(shape: ModelShape, all_at_once: bool) -> int:
 
 
 def _held_bytes(config: Config, shape: ModelShape, num_shards: int) -> int:
-    """Bytes of a rank's parameters: those that are trained, and those beside which adapters stand."""
+    """Bytes of a rank's parameters: trained ones, and frozen ones under adapters."""
     frozen = shard_size(shape, num_shards) * BYTES[config.base_dtype] if config.lora is not None else 0
     return shard_size(trained(config, shape), num_shards) * BYTES[config.model.dtype] + frozen
 
@@ -148,8 +147,8 @@ def fsdp2_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]
 
 
 def _gathered_to_publish(config: Config, shape: ModelShape) -> int:
-    """Bytes of full weights on a rank that gives them to its own generator: everything, if it stays gathered, and a
-    tensor and the next one, in the generator's type. A rank that sends its weights gathers nothing."""
+    """Bytes of full weights on a rank that passes them to its own generator, in the generator's type: everything if it
+    stays gathered, else a tensor and the next one. A rank that sends its weights gathers nothing."""
     if not RoleLayout.from_config(config).generates_on_trainers:
         return 0
     wire, compute = BYTES[config.generator.dtype], BYTES[config.trainer.param_dtype]
@@ -167,9 +166,9 @@ def _whole_parts(config: Config, shape: ModelShape) -> list[Part]:
     activations = fsdp2_activations(shape, tokens, compute, own.activation_checkpointing)
     gradients, optimizer = numbers * num_bytes, optimizer_bytes(config, learnt)
     if samples * config.max_row_tokens > trainer.max_tokens_per_micro_batch:
-        kept = numbers * FP32  # of the micro-batches before
+        kept = numbers * FP32  # accumulated from previous micro-batches
     else:
-        kept = max(0, gradients - activations)  # a backward pass frees activations while it makes gradients
+        kept = max(0, gradients - activations)  # a backward pass frees activations while it creates gradients
     recomputed = recomputed_layer(shape, tokens, compute) if own.activation_checkpointing else 0
     logits = logits_bytes(shape, tokens, trainer.logits_chunk_tokens, compute, bool(trainer.head_dtype))
     return [
@@ -187,7 +186,7 @@ def _whole_parts(config: Config, shape: ModelShape) -> list[Part]:
 
 
 def shape_of_rank(own: FSDP2Config, shape: ModelShape) -> ModelShape:
-    """The model with the parameters of one tensor parallel rank."""
+    """The model with one tensor parallel rank's parameters."""
 
     def part(parameter: Parameter) -> Parameter:
         if (dim := {"column": 0, "key": 0, "expert": 0, "row": 1}.get(parameter.split)) is None:
@@ -200,13 +199,13 @@ def shape_of_rank(own: FSDP2Config, shape: ModelShape) -> ModelShape:
 
 
 def _tokens(config: Config, num_samples: int, num_ranks: int) -> Tokens:
-    """A rank's share of the tokens of the largest micro-batch of its rows."""
+    """A rank's share of the tokens of its rows' largest micro-batch."""
     width = config.trainer.section(FSDP2Config).ranks_of_a_row
     return Tokens.of(config, -(-num_samples * width // num_ranks)).shared(width)
 
 
 def of_other_ranks(own: FSDP2Config, shape: ModelShape, tokens: Tokens, num_bytes: int, num_layers: int) -> int:
-    """Bytes kept of the other tensor parallel ranks' tokens: cosines and sines, and in these layers the inputs of split
+    """Bytes kept of other tensor parallel ranks' tokens: cosines and sines, and in these layers the inputs of split
     matrices."""
     return (own.tensor_parallel - 1) * tokens.total * 2 * (shape.head_dim + num_layers * shape.hidden_size) * num_bytes
 

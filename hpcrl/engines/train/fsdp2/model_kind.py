@@ -1,4 +1,4 @@
-"""What is made of a model's folder."""
+"""Kinds of models that are built from a folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 
 
 class Kind(NamedTuple):
-    """A class of transformers, options of its config, and the tensors that the folder may lack, which are then zero."""
+    """A class of transformers, options of its config, and tensors that the folder may lack, which then start at
+    zero."""
 
     auto: Any = AutoModelForCausalLM
     what: str = "causal language model"

@@ -1,4 +1,4 @@
-"""AdamW for all parameters, or beside an optimizer for the matrices of layers."""
+"""AdamW for all parameters, or together with another optimizer for the matrices of layers."""
 
 from __future__ import annotations
 
@@ -20,8 +20,12 @@ def make_optimizer(
     is_matrix: Callable[[Tensor], bool],
     idle: Collection[str] = (),
 ) -> torch.optim.AdamW:
-    """The configured optimizer of what is trained, with weight decay on matrices only, not on biases and norms.
-    dtype: of the computation. idle: names of parameters whose gradients are always zero; without decay they stay."""
+    """The configured optimizer of the trained parameters, with weight decay on matrices only, not on biases and norms.
+
+    Args:
+        dtype: the compute dtype.
+        idle: names of parameters whose gradients are always zero; they get no decay, so they do not change.
+    """
     kind: type[torch.optim.AdamW] = SPEC.optimizers[config.optimizer].load()
     takes = kind.takes if issubclass(kind, ForMatrices) else lambda parameter: False
     special = {id(p) for p in in_layers(hf) if is_matrix(p) and takes(p)}
@@ -40,25 +44,25 @@ def make_optimizer(
 
 
 def in_layers(hf: PreTrainedModel) -> Iterator[Tensor]:
-    """The parameters of the decoder but its embeddings: neither the vocabulary projection nor a critic's head."""
+    """The decoder's parameters except embeddings, vocabulary projection and a critic's head."""
     for module in hf.base_model.modules():
         if not isinstance(module, nn.Embedding):
             yield from module.parameters(recurse=False)
 
 
 class ForMatrices(torch.optim.AdamW):
-    """A base class: `special` groups have matrices, or stacks of them, such as those of all experts, with an update of
-    their own; other groups have AdamW's."""
+    """A base class: groups marked `special` have matrices, or stacks of matrices, such as one for all experts, with a
+    separate update; other groups use AdamW's."""
 
     @staticmethod
     def takes(parameter: Tensor) -> bool:
-        """Whether a matrix of a layer is of this kind, on any number of ranks."""
+        """Whether a layer's matrix gets the separate update; does not depend on the number of ranks."""
         return True
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Collective over the ranks that share parameters."""
-        assert closure is None, "gradients are there"
+        assert closure is None, "gradients are computed before the step"
         every = self.param_groups
         for group in (group for group in every if group.get("special")):
             for parameter in (parameter for parameter in group["params"] if parameter.grad is not None):

@@ -1,13 +1,13 @@
 """Block-diagonal causal attention over packed sequences, registered with transformers under `PACKED_ATTENTION`.
 
-The hidden states of a micro-batch are one row of tokens. A mask over all pairs of its tokens would cost the square of
-their number. Instead, a kernel for sequences of different lengths (hpcrl.engines.varlen) takes them as they are, or
+The hidden states of a micro-batch are one row of tokens. A mask over all pairs of its tokens would be quadratic in
+their number. Instead, a kernel for sequences of different lengths (hpcrl.engines.varlen) reads them in place, or
 sequences of similar length are gathered into padded blocks [rows, length] of causal attention without a mask: padding
 is on the right, where no real token attends.
 
-Sequences with a common prefix (the prompt of a group's siblings) share its hidden states: the prefix is packed once and
-shown in each sequence (Prefix Grouper, arXiv 2506.05433). The gradient is the same, because a token's
-hidden states depend only on the tokens up to it.
+Sequences with a common prefix (the prompt of group members) share its hidden states: the prefix is packed once and
+shown in each sequence (Prefix Grouper, arXiv 2506.05433). The gradient is unchanged, because a token's hidden states
+depend only on the tokens up to it.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ MIN_PADDING_TOKENS = 8  # or this many tokens: blocks of short rows are cheaper 
 
 
 def shared_prefixes(token_ids: Tensor, lengths: Sequence[int], prefixes: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """(kept int64 [K], places int64 [T]): the tokens to pack, and the place of each of the T tokens among them.
+    """(kept int64 [K], places int64 [T]): the tokens to pack, and the index of each of the T tokens among them.
     Sequences whose first prefixes[row] tokens are equal share these tokens; all others are kept."""
     ids = token_ids.numpy()
     places = np.empty(len(ids), dtype=np.int64)
-    first: dict[bytes, int] = {}  # prefix -> place of its first token
+    first: dict[bytes, int] = {}  # prefix -> index of its first token
     kept: list[np.ndarray] = []
     start = count = 0
     for length, prefix in zip(lengths, prefixes, strict=True):
@@ -53,8 +53,11 @@ def shared_prefixes(token_ids: Tensor, lengths: Sequence[int], prefixes: Sequenc
 class Shown:
     """Which packed token each slot of some rows shows.
 
-    tokens int64 [S]: the packed token of each slot. first int64 [K]: the first slot of each packed token. slots int64:
-    all slots except padding, by the packed token they show. bags int64 [K]: the start of each token's slots.
+    Attributes:
+        tokens: int64 [S], the packed token of each slot.
+        first: int64 [K], the first slot of each packed token.
+        slots: int64, all slots except padding, sorted by their packed token.
+        bags: int64 [K], the start of each token's slots.
     """
 
     def __init__(self, tokens: Tensor, real: Tensor, device: torch.device):
@@ -69,11 +72,14 @@ class Shown:
 
 
 class PackedLayout:
-    """Which tokens of some sequences are packed, and their places in rows of attention. Made once per micro-batch.
+    """Which tokens of some sequences are packed, and their indices in rows of attention. Made once per micro-batch.
 
-    kept int64 [k]: the tokens of this rank, in the order of its forward. rotated int64: those whose queries and keys
-    it computes. attention: which kernel is preferred (hpcrl.engines.varlen). Tokens are divided over `ranks`; the first
-    one is repeated until they can be, and no result depends on that.
+    Tokens are split over `ranks`; the first one is repeated until the number divides, which no result depends on.
+
+    Attributes:
+        kept: int64 [k], the tokens of this rank, in the order of its forward.
+        rotated: int64, the tokens whose queries and keys it computes.
+        attention: which kernel is preferred (hpcrl.engines.varlen).
     """
 
     def __init__(
@@ -84,7 +90,7 @@ class PackedLayout:
         attention: varlen.Choice = "auto",
         ranks: TokenRanks | None = None,
     ):
-        """shared: of shared_prefixes; without it every token is packed separately."""
+        """shared: from shared_prefixes; without it every token is packed separately."""
         kept, self._places = shared or (torch.arange(sum(lengths)),) * 2
         self._lengths, self._device, self._shares = lengths, device, len(kept) < len(self._places)
         self.attention: varlen.Choice = attention
@@ -96,7 +102,8 @@ class PackedLayout:
         self.places = to_device(self._places, device)
 
     def own(self, tokens: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Of these tokens int64 [N], int64 [n] each: which ones this rank has (None: all), and where among `kept`."""
+        """For these tokens int64 [N]: which ones this rank has (None: all), and their indices in `kept`; int64 [n]
+        each."""
         places, size = self.places[tokens], self.ranks.all.size
         if size == 1:
             return None, places
@@ -105,8 +112,8 @@ class PackedLayout:
 
     @cached_property
     def padded(self) -> tuple[list[tuple[int, int]], Shown]:
-        """(rows, length) of blocks of sequences of similar length, longest first; the tokens of all rows one after the
-        other, where padding repeats the row's last token."""
+        """(rows, length) of blocks of sequences of similar length, longest first; and the tokens of all rows,
+        concatenated, where padding repeats the row's last token."""
         lengths, starts = self._lengths, [0]
         order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
         for length in lengths:
@@ -130,7 +137,7 @@ class PackedLayout:
     @cached_property
     def exact(self) -> tuple[Tensor, int, Shown | None]:
         """The starts of the sequences in their order (int32 [N + 1]), the longest length, and the tokens of all
-        sequences one after the other; None if these are the packed tokens."""
+        sequences, concatenated; None if these are the packed tokens."""
         starts = varlen.starts_of(self._lengths, self._device)
         everything = torch.ones(len(self._places), dtype=torch.bool)
         shown = Shown(self._places, everything, self._device) if self._shares else None
@@ -190,7 +197,7 @@ def packed_attention(
     scaling = scaling or query.shape[-1] ** -0.5
     context, num_tokens = layout.ranks.context, len(q)
     if context.size > 1:
-        repeats = max(1, context.size // k.shape[1])  # few key heads: each rank has one that its query heads share
+        repeats = max(1, context.size // k.shape[1])  # fewer key heads than ranks: each rank needs one
         k, v = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (k, v))
         q, k, v = (tokens_to_heads(x, context) for x in (q, k, v))
         num_tokens = len(q)
@@ -223,7 +230,7 @@ def by_blocks(
     blocks, shown = layout.padded
     q, k, v = (_Pad.apply(x, shown) for x in qkv)
     outputs = []
-    # split, not slices: the gradient of a split is one concatenation, that of n slices is n full-size tensors of zeros.
+    # split, not slices: a split's gradient is one concatenation, but n slices' is n full-size tensors of zeros.
     sizes = [rows * length for rows, length in blocks]
     for (rows, length), *parts in zip(blocks, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
         qb, kb, vb = (x.unflatten(0, (rows, length)).transpose(1, 2) for x in parts)

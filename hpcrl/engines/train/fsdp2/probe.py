@@ -1,4 +1,4 @@
-"""Whether the loaded model computes what it should, packed and not: its log-probs against each other."""
+"""Check the loaded model: compare its log-probs, packed and single, with its own logits and with each other."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from hpcrl.engines.train.fsdp2.packed_attention import PackedLayout, shared_pref
 from hpcrl.engines.train.fsdp2.trial import Tried, make_rows, one_line, run
 
 PROBE_LENGTHS, PROBE_PREFIX, PROBE_AFTER = (13, 7, 19), 5, 26
-"""Tokens of the rows, of what the first and the last have in common, and of what is put after a row to see rounding:
-matrix products are then about as large as those of the packed rows."""
+"""Tokens of the rows, of the common prefix of the first and the last, and tokens appended to a row to measure rounding:
+matrix products are then about as large as for packed rows."""
 PROBE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-"""Nats, mean over tokens: where the same is computed in the same way,"""
+"""Tolerance in nats, mean over tokens: where the computation is identical,"""
 OTHER_WAY = {torch.float32: 1e-3, torch.bfloat16: 0.2}
-"""and where attention or the head are computed in another way, whose formula the small model has shown to be right."""
+"""and where attention or the head are computed differently, by a formula that the small model has shown to be right."""
 NOISE = 4.0
-"""Either may be as many times what rounding was seen to change."""
+"""Each tolerance is at least this many times the measured rounding."""
 
 
 class Probed(Tried, Protocol):
@@ -35,13 +35,16 @@ class Probed(Tried, Protocol):
 
 
 def probe_packing(engine: Probed, ranks: TokenRanks, obstacle: str) -> bool:
-    """Whether the engine's sequences are to be packed; the same on all ranks. The model is set accordingly. Collective.
-    Ranks that divide tokens use the attention over packed sequences for single ones, too.
+    """Whether to pack the engine's sequences, equal on all ranks. Sets the model accordingly. Collective. Ranks that
+    split tokens use packed attention for single sequences as well.
 
-    obstacle: why sequences of this architecture cannot be (hpcrl.engines.train.fsdp2.trial). Without one, sequences
-    packed together are compared with the same ones packed alone, where only rounding differs, which is measured on
-    log-probs of a sequence and of the beginning of a longer one. ValueError if not even log-probs of single
-    sequences are the model's own, or packing is required and fails.
+    Args:
+        obstacle: why sequences of this architecture cannot be packed (hpcrl.engines.train.fsdp2.trial); empty if they
+            can.
+
+    Without an obstacle, sequences packed together are compared with sequences packed singly, where only rounding
+    differs; rounding is measured on log-probs of a sequence and of the beginning of a longer one. ValueError if not
+    even log-probs of single sequences agree with the model's own, or packing is required and fails.
     """
     model, device, own, mode = engine.model, engine.device, engine.own, engine.own.packing
     rows, longer = make_rows(model, PROBE_LENGTHS, PROBE_PREFIX, device, PROBE_AFTER)
@@ -88,7 +91,7 @@ def probe_packing(engine: Probed, ranks: TokenRanks, obstacle: str) -> bool:
 
 @contextlib.contextmanager
 def _said(refused: str) -> Iterator[None]:
-    """An error of a model's own code, as a ValueError."""
+    """Raise an error of a model's own code as a ValueError."""
     try:
         yield
     except (torch.OutOfMemoryError, dist.DistError):
@@ -98,7 +101,7 @@ def _said(refused: str) -> Iterator[None]:
 
 
 def _say(engine: Probed, kind: str, why: str, ranks: TokenRanks) -> None:
-    """ValueError if what is asked for needs packing, a warning if training becomes slow."""
+    """ValueError if the configuration needs packing; a warning if training becomes slow."""
     mode, name = engine.own.packing, engine.name
     if not why:
         return
@@ -112,6 +115,6 @@ def _say(engine: Probed, kind: str, why: str, ranks: TokenRanks) -> None:
         )
     if mode == "auto" and dist.get_rank() == 0:
         warnings.warn(
-            f"{kind} cannot be packed ({why}): training goes one sequence at a time, which is slow",
+            f"{kind} cannot be packed ({why}): it is trained one sequence at a time, which is slow",
             stacklevel=4,
         )

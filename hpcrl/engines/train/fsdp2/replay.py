@@ -1,4 +1,4 @@
-"""Routers of transformers that choose the experts that the generator chose (R3, arXiv 2510.11370)."""
+"""transformers' routers, replaying the generator's choice of experts (R3, arXiv 2510.11370)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ TOLERANCE = 1e-2  # relative; weights of experts may be rounded to bf16
 
 
 class RouterReplay:
-    """Takes the place of the choice in every router of a model; the weights of the chosen experts are computed, and get
-    gradients, as before. Without replay_of(), routers choose by themselves.
+    """Replaces the choice in every router of a model. The chosen experts' weights are computed and get gradients as
+    before. Without replay_of(), routers make their own choice.
 
-    ValueError if the model has no routers, or at the first forward if one of them does not weight experts as Qwen3-MoE
-    does: softmax, top k, and maybe a division by their sum.
+    ValueError if the model has no routers, or at the first forward if a router weights experts differently from
+    Qwen3-MoE (softmax, top k, and optionally a division by their sum).
     """
 
     def __init__(self, hf: nn.Module):
@@ -37,7 +37,7 @@ class RouterReplay:
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """In which all routers choose by themselves."""
+        """Context in which all routers make their own choice."""
         self._on, self._chosen = False, None
         try:
             yield
@@ -45,9 +45,9 @@ class RouterReplay:
             self._on = True
 
     def replay_of(self, batch: Batch, kept: Tensor | None) -> None:
-        """Choose in the next forwards, and when activations are computed again, for the tokens `kept` of this batch
-        (None: all) as the generator did. Siblings that share a prefix share the choices of its first occurrence.
-        ValueError if the rollouts have no routes."""
+        """Choose in the next forwards, and in their recomputation, as the generator did for the tokens `kept` of this
+        batch (None: all). Group members that share a prefix share the choices of its first occurrence. ValueError if
+        the rollouts have no routes."""
         self._chosen = None
         if not self._on or not batch.num_tokens:
             return
@@ -71,7 +71,7 @@ class RouterReplay:
         expected = _weights(router, logits, own)
         if expected.shape != weights.shape or not torch.allclose(expected, weights, rtol=TOLERANCE, atol=0.0):
             raise ValueError(
-                f"trainer.router_replay: {type(router).__name__} weights experts in another way than Qwen3-MoE, whose "
+                f"trainer.router_replay: {type(router).__name__} weights experts differently from Qwen3-MoE, whose "
                 "choices can be replayed; set it to false"
             )
 

@@ -1,4 +1,4 @@
-"""Parameters sharded over ranks: what fully_shard is told, and how the shards get their values."""
+"""Parameters sharded over ranks: fully_shard's arguments, and filling the shards."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def shard(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            module.set_reduce_scatter_unused_params(True)  # an expert that no token of one rank visits
+            module.set_reduce_scatter_unused_params(True)  # an expert may get no tokens on one rank
 
     model.to_empty(device="cpu" if cpu_offload else device)
     full = dict(source.named_parameters()) if source is not None else {}
@@ -78,7 +78,7 @@ def shard(
 
 @torch.no_grad()
 def fill_buffers(model: PackedCausalLM, source: PreTrainedModel | None, device: torch.device) -> None:
-    """Give every rank the buffers of rank 0's copy. Collective."""
+    """Broadcast rank 0's buffers to every rank. Collective."""
     buffers = dict(source.named_buffers()) if source is not None else {}
     for name, buffer in list(model.named_buffers()):
         whole = buffers[name.removeprefix("hf.")].to(device) if buffers else torch.empty_like(buffer, device=device)

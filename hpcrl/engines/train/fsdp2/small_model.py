@@ -1,7 +1,7 @@
 """A model of the same architecture with small matrices, small enough to try on every rank before weights are read.
 
-Layers stay as many and of the same kinds; heads, widths, experts and the vocabulary shrink, and so does what limits
-which tokens attend to each other (windows, chunks, the best k of an indexer), below the rows of the probe.
+The number and kinds of layers stay; heads, widths, experts and the vocabulary shrink, and so do limits on which tokens
+attend to each other (windows, chunks, an indexer's best k), below the length of the probe's rows.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from hpcrl.engines.train.fsdp2.model_kind import Kind
 from hpcrl.models.families import family_of
 
 REACH = 8
-"""Tokens of a window, of a chunk or block of tokens, and of those that an indexer chooses."""
+"""Tokens of a window, of a chunk or block, and tokens that an indexer chooses."""
 HEAD_DIM, ROTARY_DIM, RANK, VOCABULARY, EXPERTS, CHOSEN, STATE = 16, 8, 16, 128, 16, 4, 8
 MAX_PARAMETERS = 50_000_000
-"""Of the small model; a config with other names for its sizes makes one that is not small."""
+"""Limit of the small model's parameters; a config with unknown names for its sizes gives a larger one."""
 
 HEADS = re.compile(r"(num_|n_|^)((decoder_|encoder_)?attention_heads?|heads?|head)$|swa_num_attention_heads$")
 KEY_HEADS = re.compile(r"num_(key_value|kv|global_key_value)_heads$|num_query_groups$")
 HIDDEN = ("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_dim", "word_embed_proj_dim", "lru_width")
-WIDTHS = {  # name -> its small value, unless it is smaller already; the first that fits
+WIDTHS = {  # name -> its small value, unless it is smaller already; the first match counts
     r"qk_rope_head_dim$|rotary_dim$": ROTARY_DIM,
     r"qk_head_dim$": HEAD_DIM + ROTARY_DIM,
     r"(^|_)(head_dim|d_head|head_size|dim_head|kv_channels|key_dim)$": HEAD_DIM,
@@ -38,7 +38,7 @@ WIDTHS = {  # name -> its small value, unless it is smaller already; the first t
     r"d_state$|state_size$": STATE,
     r"window|local_attention$|chunk_(size|length)$|block_size$|index_topk$|rel_extent$": REACH,
     r"topk_blocks$": 2,
-    r"index_n_heads$": 16,  # scores are sums of what is cut at zero: of few heads, many are zero, and equal
+    r"index_n_heads$": 16,  # scores are sums of values clipped at zero: with few heads, many are zero, and equal
     r"hidden_size_per_layer_input$|ple_embed_dim$": HEAD_DIM,
 }
 INNER = re.compile(r"intermediate_size|ffn|^d_?ff$|^dim_ff$|^d_inner$|feed_forward_size$|mamba_d_ssm$")
@@ -47,7 +47,7 @@ KEPT = ("max_window_layers", "layer_types", "max_position_embeddings", "topk_gro
 
 
 def small_config(config: PreTrainedConfig, ranks: tuple[int, int] = (1, 1)) -> PreTrainedConfig:
-    """ranks: tensor and context parallel ones, which divide its heads as they do those of `config`."""
+    """ranks: tensor and context parallel ranks, which split its heads as they do `config`'s."""
     return type(config).from_dict(_small(config.to_dict(), *ranks))
 
 
@@ -76,7 +76,7 @@ def _small(full: Mapping[str, Any], tensor: int, context: int) -> dict[str, Any]
         else:
             found[name] = value
     if full.get("head_dim") and full.get("head_dim") == full.get("qk_rope_head_dim"):
-        found["head_dim"] = found["qk_rope_head_dim"]  # what is rotated, in latent attention
+        found["head_dim"] = found["qk_rope_head_dim"]  # the rotated part, in latent attention
     for name in ("mamba_d_head", "mamba_head_dim"):
         if name in found and isinstance(full[name], int):
             found["mamba_n_heads" if name == "mamba_d_head" else "mamba_num_heads"] = 2 * hidden // found[name]
@@ -99,7 +99,7 @@ def _size(name: str, value: int, heads: int, keys: int, hidden: int) -> int:
 
 
 def _small_rope(rope: Mapping[str, Any], full: Mapping[str, Any]) -> dict[str, Any]:
-    """Lists with a number for each pair of a head's rotated numbers get as many as the small head has."""
+    """Lists with a number for each rotated pair of a head are shortened to the small head's pairs."""
     share = rope.get("partial_rotary_factor") or full.get("partial_rotary_factor") or 1.0
     head = full.get("qk_rope_head_dim") or full.get("head_dim") or HEAD_DIM
     pairs = int(min(HEAD_DIM, head) * share) // 2
@@ -117,8 +117,9 @@ def _small_rope(rope: Mapping[str, Any], full: Mapping[str, Any]) -> dict[str, A
 def small_model(
     full: PreTrainedConfig, kind: Kind, device: torch.device, ranks: tuple[int, int] = (1, 1)
 ) -> PreTrainedModel:
-    """Of the architecture of the config `full`, in float32 and evaluation mode, with weights that are large enough for
-    every part to matter, the same wherever it is made. ranks: of small_config. Errors are those of the model's code."""
+    """A model of the config `full`'s architecture, in float32 and evaluation mode. Its weights are large enough for
+    every part to matter, and equal wherever it is made. ranks: as in small_config. Errors come from the model's
+    code."""
     config = small_config(full, ranks)
     with torch.device("meta"):
         size = sum(p.numel() for p in kind.auto.from_config(config, dtype=torch.float32).parameters())
@@ -143,5 +144,5 @@ def _fill(tensor: Tensor) -> None:
         return
     if tensor.ndim >= 2:
         tensor.normal_(std=1.5 / math.sqrt(tensor.shape[-1]))
-    else:  # norms around what they begin with; what a recurrence forgets stays near what it begins with
+    else:  # norms near their initial values, and so a recurrence's decay
         tensor.add_(torch.randn(tensor.shape) * 0.1)

@@ -24,9 +24,9 @@ class FSDP2Config(Section):
     """Pack several sequences into a row; auto: if a probe at load succeeds, and not for rope_type dynamic and longrope;
     require: stop if it fails."""
     attention: Literal["auto", "flash", "sdpa"] = "auto"
-    """Attention over packed sequences; flash: a kernel for sequences of different lengths, of flash-attn where it is
+    """Attention over packed sequences; flash: a kernel for sequences of different lengths, from flash-attn if
     installed, else torch's own, on GPUs in bfloat16; sdpa: torch's scaled_dot_product_attention over blocks of
-    sequences of similar length; auto: flash where such a kernel gives what sdpa does, tried at the model's sizes."""
+    sequences of similar length; auto: flash if a test at the model's sizes gives sdpa's results."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     cpu_offload: bool = False
@@ -34,10 +34,10 @@ class FSDP2Config(Section):
     replicas: Positive = 1
     """Copies of the model (HSDP): ranks gather parameters within their copy, and sum gradients over all copies."""
     tensor_parallel: Positive = 1
-    """Ranks over which matrices are split by transformers' plan, whole experts distributed, and tokens outside of them
-    divided."""
+    """Ranks over which matrices are split by transformers' plan and whole experts are distributed; other modules split
+    the tokens over these ranks."""
     context_parallel: Positive = 1
-    """Ranks over which the tokens of sequences are divided; for attention they exchange tokens for heads."""
+    """Ranks over which the tokens of sequences are split; for attention they exchange tokens for heads."""
 
     @property
     def ranks_of_a_row(self) -> int:
@@ -50,8 +50,8 @@ class FSDP2Config(Section):
 
 
 def divide(config: Any, num_ranks: int) -> Division:
-    """Neighbouring ranks work on the same rows, and all of them have all outputs; the copies of the model follow one
-    another. Every rank yields all weights."""
+    """Neighbouring ranks work on the same rows, and each of them has all outputs; the copies of the model follow one
+    after another. Every rank yields all weights."""
     own: FSDP2Config = config.trainer.section(FSDP2Config)
     if num_ranks % (size := own.replicas * own.ranks_of_a_row):
         text = (
@@ -67,7 +67,7 @@ def divide(config: Any, num_ranks: int) -> Division:
 
 
 def indivisible_heads(own: FSDP2Config, num_heads: int, num_kv_heads: int) -> Iterator[Problem]:
-    """Why the ranks of a row cannot divide the attention heads. Context parallel ranks may share a key head."""
+    """Why the ranks of a row cannot split the attention heads. Context parallel ranks may share a key head."""
     tensor, context = own.tensor_parallel, own.context_parallel
     for what, count in (("attention heads", num_heads), ("key and value heads", num_kv_heads)):
         if count % tensor:
@@ -84,10 +84,11 @@ def indivisible_heads(own: FSDP2Config, num_heads: int, num_kv_heads: int) -> It
 
 
 def unpackable(model: Mapping[str, Any]) -> str:
-    """Why sequences of the model of this config.json cannot be packed; empty if trying it must tell.
+    """Why sequences of the model of this config.json cannot be packed; empty if the probe must decide.
 
-    transformers rotates by the length of the whole forward, so that a short sequence packed with a long one would be
-    rotated like the long one, which the probe's short sequences do not detect."""
+    transformers rotates by the length of the whole forward: a short sequence packed with a long one would be rotated
+    like the long one, which the probe's short sequences do not detect.
+    """
     rope = rope_types(model).intersection(LENGTH_DEPENDENT)
     return f"rope_type={min(rope)} rotates by the length of the longest sequence in a forward" if rope else ""
 
@@ -108,7 +109,7 @@ def is_unsharded(config: Any, num_ranks: int) -> bool:
 
 
 def check_attention(config: Any, own: Any, at: tuple[str, str]) -> Iterator[Problem]:
-    """Whether the flash kernels that `own`, the section `at`, asks for can run."""
+    """Whether the flash kernels that `own` (the section `at`) requires can run."""
     fits = config.trainer.param_dtype != "float32" and own.packing != "off" and config.cluster.device != "cpu"
     if own.attention == "flash" and not fits:
         text = "flash needs GPUs, trainer.param_dtype=bfloat16 and packing; use auto"
@@ -127,7 +128,7 @@ def _check(config: Any) -> Iterator[Problem]:
 
 
 def _check_muon(config: Any) -> Iterator[Problem]:
-    """What divides matrices, or what trains none of them, beside Muon."""
+    """Report settings with which Muon cannot work: split matrices, or no trained matrices."""
     yield from _needs(config, "muon", "whole matrices on the device", ("tensor_parallel", "cpu_offload"))
     if config.lora is not None:
         text = "muon trains the matrices of layers, and trainer.lora freezes them; use adamw"
@@ -139,7 +140,7 @@ def _check_adamw8bit(config: Any) -> Iterator[Problem]:
 
 
 def _needs(config: Any, name: str, what: str, without: tuple[str, ...]) -> Iterator[Problem]:
-    """Keys of the section beside which an optimizer does not work."""
+    """Report keys of the section that an optimizer does not support."""
     own = config.trainer.section(FSDP2Config)
     for key in without:
         if getattr(own, key) != FSDP2Config.model_fields[key].default:
@@ -148,8 +149,8 @@ def _needs(config: Any, name: str, what: str, without: tuple[str, ...]) -> Itera
 
 
 BLOCK, MIN_NUMBERS = 256, 4096
-"""Numbers that have a scale together in bitsandbytes, and those of the smallest matrix with moments in 8 bits; matrices
-with rows shorter than a block have none."""
+"""Numbers per scale in bitsandbytes, and numbers of the smallest matrix with 8-bit moments; matrices with rows shorter
+than a block do not use them."""
 OPTIMIZERS = {
     "muon": Spec(
         about="Muon for the matrices of layers, AdamW for the rest.",

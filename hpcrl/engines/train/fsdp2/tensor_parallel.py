@@ -1,13 +1,13 @@
-"""Matrices split over ranks, by the plan that transformers has for a model (`tp_plan`).
+"""Matrices split over ranks, by transformers' plan for a model (`tp_plan`).
 
-The plan says which matrices are split by rows (colwise) and which, after them, by columns (rowwise). Outside of these
-pairs each rank has its own tokens (sequence parallelism, arXiv 2205.05198): tokens are gathered before a pair, and its
-results are summed and divided. So the gradient of every parameter that is not split is a sum over ranks, also that of
-norms within a pair (replicated_with_grad_allreduce), for which transformers' own hooks would sum the gradients of
-earlier micro-batches again.
+The plan defines which matrices are split by rows (colwise) and which, after them, by columns (rowwise). Outside of
+these pairs each rank has its own tokens (sequence parallelism, arXiv 2205.05198): tokens are gathered before a pair,
+and its results are summed and scattered. So the gradient of every unsplit parameter is a sum over ranks, also for norms
+within a pair (replicated_with_grad_allreduce), for which transformers' own hooks would sum the gradients of earlier
+micro-batches again.
 
-Experts are not cut, as the plan has it, but distributed: a rank has whole ones. Embedding and output head are whole on
-every rank, which uses them for its tokens.
+Experts are distributed, not split as in the plan: a rank has whole ones. Embedding and output head are whole on every
+rank, which applies them to its tokens.
 """
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ WHOLE = {"replicated_with_grad_allreduce", "embedding_rowwise"}
 
 
 class TensorParallel:
-    """Makes every matrix of a plan this rank's part, and its modules exchange what they must.
+    """Replaces every matrix of a plan by this rank's part, and adds the necessary exchanges to its modules.
 
-    dims: parameter name -> the dimension in which it is split. tokens_split: whether a forward has only this rank's
-    tokens, as in training; if not, every rank has all of them (without gradients: the packing probe).
+    Attributes:
+        dims: parameter name -> the dimension in which it is split.
+        tokens_split: whether a forward has only this rank's tokens, as in training; if not, every rank has all of them
+            (without gradients: the packing probe).
     """
 
     def __init__(self, hf: PreTrainedModel, axis: Axis):
-        """hf: on the meta device. ValueError if the plan cannot be carried out."""
+        """hf: on the meta device. ValueError if the plan cannot be applied."""
         self.axis, self.tokens_split, self.dims = axis, False, dict[str, int]()
         self._kind = hf.config.model_type
         modules = dict(hf.named_modules())
@@ -133,8 +135,8 @@ class TensorParallel:
         return run
 
     def _with_own_experts(self, forward: Callable[..., Tensor], count: int) -> Callable[..., Tensor]:
-        """The forward of experts, of which this rank has the next `count`: states [tokens, width], the chosen experts
-        and their weights [tokens, k]."""
+        """The forward of experts on a rank that has `count` of them: states [tokens, width], the chosen experts and
+        their weights [tokens, k]."""
         first = self.axis.rank * count
 
         def run(states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -142,7 +144,7 @@ class TensorParallel:
             token, slot = ((chosen >= 0) & (chosen < count)).nonzero(as_tuple=True)
             if len(token):
                 results = forward(states[token], chosen[token, slot, None], weights[token, slot, None])
-            else:  # everything takes part in the backward pass, whose exchanges need all ranks
+            else:  # keep all inputs in the backward pass, whose exchanges need all ranks
                 results, token = 0.0 * forward(states[:1], chosen.new_zeros(1, 1), weights[:1, :1]), chosen.new_zeros(1)
             return self._sum(torch.zeros_like(states).index_add(0, token, results))
 

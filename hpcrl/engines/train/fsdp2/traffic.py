@@ -14,16 +14,25 @@ from hpcrl.planner.traffic import Sent, StepWork, exchanged
 
 
 def step_traffic(config: Config, part: ModelShape, num_ranks: int, work: StepWork, at_once: bool) -> Iterator[Sent]:
-    """What each rank sends. part: the model with the parameters of a tensor parallel rank; at_once: whether it stays
-    gathered during a step.
+    """Bytes that each rank sends.
 
-    Parameters: an all-gather among the shards, in the type of the computation, once if they stay gathered; otherwise in
-    each micro-batch, twice for layers, which are gathered again in the backward pass. Gradients: a reduce-scatter in
-    fp32, once or in each micro-batch; then an all-reduce of the shards among the copies of the model, and of those of
-    parameters that are not split among tensor parallel ranks. Tensor parallelism, twice a layer: the states of all
-    tokens are gathered before a pair of matrices and a reduce-scatter sums them after it, and the reverse in the
-    backward pass. Context parallelism, in each layer: queries, keys, values and the result change between tokens and
-    heads, in both passes. What is computed again in the backward pass is exchanged again. Muon gathers each matrix.
+    Args:
+        part: the model with a tensor parallel rank's parameters.
+        at_once: whether it stays gathered during a step.
+
+    - Parameters: an all-gather among the shards, in the compute dtype, once if they stay gathered; otherwise in each
+    micro-batch, twice for layers, which are gathered again in the backward pass.
+
+    - Gradients: a reduce-scatter in fp32, once or in each micro-batch; then an all-reduce of the shards among the
+    copies of the model, and, for unsplit parameters, among tensor parallel ranks.
+
+    - Tensor parallelism, twice a layer: all tokens' states are gathered before a pair of matrices and reduce-scattered
+    after it, and the reverse in the backward pass.
+
+    - Context parallelism, in each layer: queries, keys, values and the result change between tokens and heads, in both
+    passes.
+
+    Recomputation in the backward pass repeats its exchanges. Muon gathers each matrix.
     """
     own, compute = config.trainer.section(FSDP2Config), BYTES[config.trainer.param_dtype]
     shards, tensor = own.num_shards(num_ranks), own.tensor_parallel
@@ -52,7 +61,7 @@ def _activations(own: FSDP2Config, shape: ModelShape, num_tokens: int, num_bytes
     yield from exchanged("activations", "all_gather", states, tensor)
     yield from exchanged("activations", "reduce_scatter", states, tensor)
     kv_heads = shape.num_kv_heads // tensor
-    repeats = max(1, context // kv_heads)  # few key heads: each rank has one that its query heads share
+    repeats = max(1, context // kv_heads)  # fewer key heads than ranks: each rank needs one
     width = 2 * (shape.num_heads // tensor + kv_heads * repeats) * shape.head_dim
     swapped = shape.num_layers * (forwards + 1) * tokens * width * num_bytes
     yield from exchanged("attention", "all_to_all", swapped, context)

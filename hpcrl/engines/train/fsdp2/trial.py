@@ -1,8 +1,8 @@
-"""What can be done with an architecture, tried with a small model of it (hpcrl.engines.train.fsdp2.small_model) before
-its weights are read: whether its log-probs can be trained at all, packed, and divided over ranks.
+"""Try an architecture with a small model (hpcrl.engines.train.fsdp2.small_model) before its weights are read: whether
+its log-probs can be trained at all, packed, and split over ranks.
 
 The small model computes in float32 with weights so large that every part of it matters, and rows are longer than its
-windows, chunks and choices of keys. So what is right differs by rounding, what is wrong by tenths of nats.
+windows, chunks and choices of keys. So a correct computation differs by rounding, a wrong one by tenths of nats.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from hpcrl.engines.train.fsdp2.spec import FSDP2Config
 from hpcrl.engines.train.fsdp2.tensor_parallel import TensorParallel
 
 LENGTHS, PREFIX, AFTER, DRAWS = (37, 21, 45), 5, 8, 3
-"""Tokens of the rows, of what the first and the last have in common, and of what is put after a row; draws of rows."""
+"""Tokens of the rows, of the common prefix of the first and the last, and tokens appended to a row; draws of rows."""
 TOLERANCE, SEEN = 1e-4, 1e-2
-"""Nats, mean over tokens: what rounding explains; what rows that attend to each other must differ by at least."""
+"""Nats, mean over tokens: the largest difference due to rounding; the smallest between rows that attend to each other
+and rows that do not."""
 
 
 class Tried(Protocol):
@@ -43,12 +44,12 @@ class Tried(Protocol):
 
 
 _outcomes: dict[tuple[object, ...], str] = {}
-"""Of this process, where no other rank takes part; policy and reference have the same architecture."""
+"""Groups of only this process; policy and reference have the same architecture."""
 
 
 def try_architecture(engine: Tried, config: PreTrainedConfig, ranks: TokenRanks) -> str:
-    """Why rows of the model of this config cannot be packed, and divided over `ranks`; empty if they can. ValueError if
-    the model cannot be trained. Collective over the default group, whose ranks get the same result."""
+    """Why rows of this config's model cannot be packed and split over `ranks`; empty if they can. ValueError if the
+    model cannot be trained. Collective over the default group, whose ranks get equal results."""
     if dist.get_world_size() > 1:
         return _try(engine, config, ranks)
     key = (config.to_json_string(), engine.tried_class, str(engine.device), engine.own.packing == "off")
@@ -58,16 +59,16 @@ def try_architecture(engine: Tried, config: PreTrainedConfig, ranks: TokenRanks)
 
 
 def idle_parameters(engine: Tried, config: PreTrainedConfig) -> frozenset[str]:
-    """Names of the parameters that no gradient of log-probs of text reaches, such as those of a vision tower or of an
-    indexer of keys. Empty if no small model can be tried."""
+    """Names of the parameters that no gradient of text log-probs reaches, such as a vision tower's or a key indexer's.
+    Empty if no small model can be tried."""
     try:
         with torch.enable_grad():
             model = engine.tried_class(small_model(config, engine.kind, engine.device).requires_grad_(), 64)
             model.set_packing(False)
-            for seed in range(DRAWS):  # of many experts, a row may choose none of some
+            for seed in range(DRAWS):  # with many experts, a row may leave some unused
                 for row in make_rows(model, LENGTHS, PREFIX, engine.device, AFTER, seed)[0]:
                     run(model, [row], None).sum().backward()
-    except Exception:  # of a model's own code
+    except Exception:  # an error of a model's own code
         return frozenset()
     return frozenset(name for name, parameter in model.hf.named_parameters() if parameter.grad is None)
 
@@ -81,7 +82,7 @@ def _try(engine: Tried, config: PreTrainedConfig, ranks: TokenRanks) -> str:
         model = engine.tried_class(hf, 64)
         model.set_packing(False)
         finite = model.own_logprobs(make_rows(model, LENGTHS, PREFIX, engine.device, AFTER)[0][0]).isfinite().all()
-    except Exception as error:  # of a model's own code
+    except Exception as error:  # an error of a model's own code
         return f"no small model of it can be tried: {one_line(error)}"
     if not finite:
         return "log-probs of a small model of it are not finite"
@@ -100,7 +101,7 @@ def _try(engine: Tried, config: PreTrainedConfig, ranks: TokenRanks) -> str:
     followed, single, packed, seen = _deviations(engine, model, packer, ranks)
     if followed > TOLERANCE:
         raise ValueError(
-            f"{refused}log-probs change by {followed:.2g} nats with the tokens that follow, so that it is no causal "
+            f"{refused}log-probs change by {followed:.2g} nats with the tokens that follow, so it is no causal "
             "language model; take another one"
         )
     if single > TOLERANCE:
@@ -116,9 +117,9 @@ def _try(engine: Tried, config: PreTrainedConfig, ranks: TokenRanks) -> str:
 
 
 def _deviations(engine: Tried, model: PackedCausalLM, packer: PackedCausalLM | None, ranks: TokenRanks) -> list[float]:
-    """How much log-probs of rows change with the tokens that follow, from the model's own to those from its hidden
-    states, to those of packed rows, and to those of rows that attend to each other; the largest of all ranks. Rounding
-    may choose another expert or key where two are equally good: the best of several draws of rows counts."""
+    """Largest differences, over all ranks, of rows' log-probs: with and without following tokens, the model's own from
+    log-probs computed from its hidden states, from packed rows, and from rows that attend to each other. Rounding may
+    choose another expert or key where two are equally good, so the best of several draws of rows counts."""
     best = torch.full((3,), math.inf, device=engine.device)
     for seed in range(DRAWS):
         rows, longer = make_rows(model, LENGTHS, PREFIX, engine.device, AFTER, seed)
@@ -136,7 +137,7 @@ def _deviations(engine: Tried, model: PackedCausalLM, packer: PackedCausalLM | N
 
 
 def _pack(packer: PackedCausalLM, rows: list[Tensor], ranks: TokenRanks) -> tuple[Tensor, Tensor]:
-    """Log-probs of the packed rows, and of rows that attend to those before them."""
+    """Log-probs of the packed rows, and of rows that attend to the rows before them."""
     lengths, device = [len(row) for row in rows], rows[0].device
     shared = shared_prefixes(torch.cat(rows).cpu(), lengths, [min(PREFIX, n) for n in lengths])
     packer.set_packing(True)
@@ -145,7 +146,7 @@ def _pack(packer: PackedCausalLM, rows: list[Tensor], ranks: TokenRanks) -> tupl
 
 
 def _split(hf: PreTrainedModel, axis: Axis) -> tuple[PreTrainedModel, int, TensorParallel]:
-    """Arguments of PackedCausalLM: a copy of which this rank has its part."""
+    """Arguments of PackedCausalLM: a copy split over the ranks, of which this rank has its part."""
     split = copy.deepcopy(hf)
     matrices = TensorParallel(split, axis)
     for name, dim in matrices.dims.items():
@@ -156,9 +157,9 @@ def _split(hf: PreTrainedModel, axis: Axis) -> tuple[PreTrainedModel, int, Tenso
 def make_rows(
     model: PackedCausalLM, lengths: tuple[int, ...], prefix: int, device: torch.device, after: int, seed: int = 0
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Random tokens, the same on all ranks, and the same rows with `after` more tokens, which fit into the model's
+    """Random tokens, equal on all ranks, and these rows with `after` more tokens, which fit into the model's
     positions. The first and the last row share a prefix. A row has no token twice, if there are enough: where the best
-    keys are chosen, those of equal tokens may be equally good."""
+    keys are chosen, keys of equal tokens may be equally good."""
     text = model.hf.config.get_text_config()
     longest = (getattr(text, "max_position_embeddings", None) or math.inf) - after
     generator = torch.Generator().manual_seed(seed)
@@ -175,12 +176,12 @@ def make_rows(
 
 
 def deviation(found: Tensor, wanted: Tensor) -> Tensor:
-    """Mean difference in nats; infinite where one is not finite."""
+    """Mean difference in nats; infinite if a value is not finite."""
     return (found - wanted).abs().mean().nan_to_num(nan=math.inf)
 
 
 def one_line(error: Exception) -> str:
-    """The kind and the beginning of the text of an error of a model's own code."""
+    """The type and the beginning of the text of an error of a model's own code."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
 
 

@@ -1,4 +1,4 @@
-"""The weights of a model under their names: whole, or the part that a rank holds."""
+"""A model's weights by name: unsharded, or a rank's shards."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from hpcrl.spec.weight_layout import RequiredSlices, TensorShards, full_slice
 
 
 class NamedWeights:
-    """The parameters in the order of state_dict(), each tied one once, under its first name.
+    """The parameters in the order of state_dict(), each tied weight once, under its first name.
 
-    names: of those that are trained and published: all_names or, with adapters, the adapters' own.
-    split_dims: name -> the dimension in which a matrix is split over tensor parallel ranks.
+    Attributes:
+        names: trained and published parameters: all_names or, with adapters, the adapters'.
+        split_dims: name -> the dimension in which a matrix is split over tensor parallel ranks.
     """
 
     def __init__(self, hf: PreTrainedModel, grid: ParallelMesh, split_dims: Mapping[str, int], adapters: bool = False):
@@ -36,7 +37,7 @@ class NamedWeights:
         self.names = [name for name in self.all_names if is_adapter(name)] if adapters else self.all_names
 
     def __getitem__(self, name: str) -> Tensor:
-        # Looked up each time: FSDP puts gathered parameters in the place of shards.
+        # Looked up each time: FSDP replaces shards by gathered parameters.
         return cast(Tensor, operator.attrgetter(name)(self._hf))
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
@@ -44,14 +45,14 @@ class NamedWeights:
         return ((name, self[name]) for name in self.names)
 
     def fingerprint(self) -> str:
-        """Of the frozen weights' bits, on any number of ranks. Collective."""
+        """A hash of the frozen weights' bits, on any number of ranks. Collective."""
         frozen = self.frozen_names
         shards = (local(self[name]).detach() for name in frozen)
         return fingerprint(self._layout(frozen), (shard for shard in shards if shard.numel()))
 
     @property
     def frozen_names(self) -> list[str]:
-        """Of the weights beside which adapters are trained."""
+        """Names of the weights for which adapters are trained."""
         return [name for name in self.all_names if name not in set(self.names)]
 
     def layout(self) -> list[TensorShards]:
@@ -84,7 +85,7 @@ class NamedWeights:
 
 
 def fingerprint(layout: Sequence[TensorShards], held: Iterable[Tensor]) -> str:
-    """Of the weights' bits, however they are divided. held: this rank's parts, on one device. Collective."""
+    """A hash of the weights' bits, however they are split. held: this rank's parts, on one device. Collective."""
     needs = [[RequiredSlices("", (full_slice(whole.shape),)) for whole in layout]]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     sums = shard_checksums(dist.get_rank(), layout, needs, held).to(device)
@@ -102,7 +103,7 @@ def full_tensor(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if isinstance(tensor, DTensor) and tensor.device_mesh.size() > 1:
         mesh = tensor.device_mesh
         divided = [(axis, placement) for axis, placement in enumerate(tensor.placements) if placement.is_shard()]
-        with torch.inference_mode(False):  # a generator draws tensors in its own, in which no DTensor can be made
+        with torch.inference_mode(False):  # a generator draws tensors in inference mode, where no DTensor can be made
             if mesh.device_type == "cpu" and len(divided) == 1 and divided[0][1].is_shard(0):
                 axis = divided[0][0]
                 return _from_rows(tensor, dtype, mesh.get_group(axis), mesh.get_local_rank(axis))
@@ -112,8 +113,8 @@ def full_tensor(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _from_rows(tensor: DTensor, dtype: torch.dtype, group: dist.ProcessGroup, rank: int) -> Tensor:
-    """The whole of a tensor whose rows are divided over a group of gloo, whose all-gather costs more than a broadcast
-    by each rank, straight to its place."""
+    """The whole of a tensor whose rows are split over a gloo group. Gloo's all-gather costs more than a broadcast by
+    each rank straight into the result."""
     whole = torch.empty(tensor.shape, dtype=dtype)
     parts = [part for part in whole.chunk(group.size()) if part.numel()]
     if rank < len(parts):

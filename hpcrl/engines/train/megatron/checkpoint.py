@@ -1,8 +1,8 @@
 """A trainer's part of a checkpoint, in Megatron's format torch_dist: tensors under names that do not depend on the
 split, by torch.distributed.checkpoint; and random state by rank.
 
-Moments are named as Megatron names those of its "fully reshardable" format. Here no rank gathers them: a rank writes
-the pieces that it updates.
+Moments have the names of Megatron's "fully reshardable" format. Here no rank gathers them: a rank writes the pieces
+that it updates.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ BACKEND = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-"""The content of metadata.json, by which Megatron-LM knows the format."""
+"""The content of metadata.json, by which Megatron-LM recognises the format."""
 PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Tensors whose number of rows depends on the split."""
 STATE = "optimizer.state."
@@ -58,8 +58,15 @@ MASTER = f"{STATE}fp32_param."
 
 @dataclass(frozen=True)
 class StatePiece:
-    """A box of a tensor of the checkpoint. key, shape: of the tensor; offset: of the box; values: of its shape, a view
-    of the state. written: by this rank."""
+    """A slice of a tensor of the checkpoint.
+
+    Attributes:
+        key: the tensor's name.
+        shape: the tensor's shape.
+        offset: the slice's offset.
+        values: in the slice's shape, a view of the state.
+        written: whether this rank writes it.
+    """
 
     key: str
     shape: tuple[int, ...]
@@ -73,7 +80,7 @@ class StatePiece:
 
 
 def pieces(chunks: Sequence[Any], optimizer: Optimizer) -> Iterator[StatePiece]:
-    """The state of this rank: all that it needs, of which it writes what no other rank does."""
+    """This rank's state: all that it needs; pieces that no other rank writes are marked as written."""
     for chunk in chunks:
         tensors, parameters = dict(state_of(chunk.module)), dict(chunk.module.named_parameters())
         for name, value in _sharded(chunk).items():
@@ -85,7 +92,7 @@ def pieces(chunks: Sequence[Any], optimizer: Optimizer) -> Iterator[StatePiece]:
 
 
 def weight_names(chunks: Sequence[Any]) -> set[str]:
-    """Of the tensors of all stages, in a checkpoint. Collective over the engine's ranks."""
+    """Names of the tensors of all stages, in a checkpoint. Collective over the engine's ranks."""
     values = [value for chunk in chunks for value in _sharded(chunk).values()]
     shards = [shard for value in values for shard in (value if isinstance(value, list) else [value])]
     of_ranks: list[Any] = [None] * dist.get_world_size()
@@ -94,7 +101,8 @@ def weight_names(chunks: Sequence[Any]) -> set[str]:
 
 
 def _objects(chunks: Sequence[Any]) -> dict[str, bytes]:
-    """What this rank writes beside tensors: empty `_extra_state`, without which Megatron-LM does not read a file."""
+    """Additional objects that this rank writes: empty `_extra_state`, without which Megatron-LM does not read a
+    file."""
     found = {}
     for value in (value for chunk in chunks for value in _sharded(chunk).values()):
         if isinstance(value, ShardedObject) and is_main_replica(value.replica_id):
@@ -105,7 +113,7 @@ def _objects(chunks: Sequence[Any]) -> dict[str, bytes]:
 
 
 def _sharded(chunk: Any) -> dict[str, Any]:
-    """Megatron's description of the state of a chunk: parts of tensors by the names of parameters."""
+    """Megatron's description of a chunk's state: parts of tensors by parameter name."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     named: dict[str, Any] = chunk.module.sharded_state_dict(metadata={"dp_cp_group": group})
     apply_factories(named)
@@ -115,8 +123,8 @@ def _sharded(chunk: Any) -> dict[str, Any]:
 def _of_shard(
     shard: ShardedTensor, parameter: Tensor, first: int, state: dict[str, Tensor], is_distributed: bool
 ) -> Iterator[StatePiece]:
-    """A part of a parameter, and the state of those of its numbers that this rank updates; is_distributed: alone among
-    its data parallel ranks."""
+    """A part of a parameter, and the state of its numbers that this rank updates. is_distributed: no other of its data
+    parallel ranks updates these numbers."""
     assert shard.data is not None
     leading = (1,) * shard.prepend_axis_num
     values = shard.data.detach()
@@ -127,7 +135,7 @@ def _of_shard(
         values.view(*leading, *values.shape),
         is_main_replica(shard.replica_id),
     )
-    assert isinstance(shard.replica_id, tuple)  # the last number is of data parallelism
+    assert isinstance(shard.replica_id, tuple)  # the last number is the data parallel rank
     written = not any(shard.replica_id[:-1]) if is_distributed else is_main_replica(shard.replica_id)
     at = (values.data_ptr() - parameter.data_ptr()) // values.itemsize
     for key, flat in state.items():
@@ -143,7 +151,7 @@ def _of_shard(
 
 
 def _boxes(shape: tuple[int, ...], low: int, high: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], range]]:
-    """(offset, size, numbers) of the boxes that hold the numbers low to high of a flat vector or matrix: the rest of a
+    """(offset, size, numbers) of the slices that hold the numbers low to high of a flat vector or matrix: the rest of a
     row, whole rows, the beginning of a row."""
     if low >= high:
         return
@@ -159,7 +167,7 @@ def _boxes(shape: tuple[int, ...], low: int, high: int) -> Iterator[tuple[tuple[
 
 
 class TorchDistSnapshots:
-    """A rank's pieces and random state in the form of files to write: copies in host memory, or references.
+    """A rank's pieces and random state as files to write: copies in host memory, or references.
 
     The layout of the rank's file is made once; later snapshots only copy bytes, and no rank waits for another.
     """
@@ -173,7 +181,7 @@ class TorchDistSnapshots:
 
     def take(self, optimizer_step: int, copy: bool) -> Files:
         """The files of this rank, valid until the next call; without a copy, until a tensor changes. The first call is
-        collective. OSError if the rank lacks the memory of a copy."""
+        collective. OSError if the rank lacks memory for a copy."""
         mine = [piece for piece in pieces(self._chunks, self._optimizer) if piece.written]
         if not self._is_laid_out:
             self._lay_out(mine)
@@ -271,13 +279,13 @@ class _Planner(DefaultLoadPlanner):
         return values
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """The values are in place."""
+        """Part of LoadPlanner: the values are in place."""
 
 
 @torch.no_grad()
 def read(folder: Path, chunks: Sequence[Any], optimizer: Optimizer, names: Collection[str]) -> None:
-    """Restore the tensors of a checkpoint of any split. Each rank reads what it holds. names: weight_names(chunks).
-    ValueError if Megatron-Core's trainer has not written it, or for another model."""
+    """Restore a checkpoint's tensors, whatever its split. Each rank reads its own shards. names: weight_names(chunks).
+    ValueError if it was not written by Megatron-Core's trainer, or for another model."""
     if not (folder / "metadata.json").is_file():
         raise ValueError(
             f"checkpoint {folder}: no metadata.json; another engine wrote it: convert it with hpcrl.convert"
@@ -294,7 +302,7 @@ def read(folder: Path, chunks: Sequence[Any], optimizer: Optimizer, names: Colle
 
 
 def _items(folder: Path, wanted: Sequence[StatePiece], metadata: Metadata) -> list[ReadItem]:
-    """What to read for the pieces. ValueError names the first tensor that is missing or has another shape."""
+    """The read items for the pieces. ValueError names the first tensor that is missing or has another shape."""
     by_key: dict[str, list[StatePiece]] = {}
     for piece in wanted:
         by_key.setdefault(piece.key, []).append(piece)
@@ -311,7 +319,7 @@ def _items(folder: Path, wanted: Sequence[StatePiece], metadata: Metadata) -> li
                 f"checkpoint {folder}: {key} has shape {list(stored.size)}, this model needs {list(parts[0].shape)}"
             )
         for piece in parts if padded else ():
-            piece.values.zero_()  # rows of padding that the checkpoint may lack
+            piece.values.zero_()  # padding rows that the checkpoint may lack
         places = [ChunkStorageMetadata(torch.Size(piece.offset), torch.Size(piece.size)) for piece in parts]
         for item in create_read_items_for_chunk_list(source, stored, places):
             items.append(dataclasses.replace(item, dest_index=dataclasses.replace(item.dest_index, fqn=key)))

@@ -1,9 +1,9 @@
-"""Megatron-Core on a machine without CUDA: the CUDA calls that it makes unconditionally, answered for the CPU.
+"""Megatron-Core on a machine without CUDA: redirects its unconditional CUDA calls to the CPU.
 
-Megatron-Core asks for the current CUDA device wherever it allocates a buffer, names "cuda" in its schedules and
-optimizers, and draws from CUDA's random state. Naming the CPU where it asks for a device is enough for its tensors; the
-CPU's generator stands in for CUDA's; streams and events have nothing to wait for; the optimizers' checks for the type
-"torch.cuda.FloatTensor" are given that name. Written against megatron-core 0.16.1 with its local layers.
+Megatron-Core requests the current CUDA device wherever it allocates a buffer, names "cuda" in its schedules and
+optimizers, and draws from CUDA's random state. For its tensors, returning the CPU as current device is enough. The
+CPU's generator replaces CUDA's; streams and events have nothing to wait for; the optimizers, which check for the type
+"torch.cuda.FloatTensor", get this name. Written against megatron-core 0.16.1 with its local layers.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange")
 
 
 def install() -> bool:
-    """Answer Megatron-Core's CUDA calls for the CPU in this process; called before a model is built (idempotent).
+    """Redirect Megatron-Core's CUDA calls to the CPU in this process; call it before a model is built (idempotent).
 
-    Returns whether the answers are in force: False, and nothing is changed, where CUDA is available.
+    Returns whether calls are redirected: False, and nothing is changed, where CUDA is available.
     """
     if torch.cuda.is_available():
         return False
@@ -35,7 +35,7 @@ def install() -> bool:
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
-    # `with torch.device(...)` knows torch's functions by a table that it makes when it is first used.
+    # `with torch.device(...)` finds torch's functions in a table that it creates on first use.
     torch.utils._device._device_constructors()
     cpu = torch.device("cpu")
     answers: list[tuple[Any, str, Any]] = [
@@ -58,11 +58,11 @@ def install() -> bool:
         (megatron_random, "_set_cuda_rng_state", lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)),
         # Without Transformer Engine, a router that computes in fp32 looks for one of its functions.
         (moe_utils, "te_general_gemm", None),
-        # Latent attention takes a module that can be imported for Transformer Engine itself.
+        # Latent attention treats an importable module as Transformer Engine itself.
         (multi_latent_attention, "HAVE_TE", False),
-        # A tensor on the CPU is taken for one that was moved there before, and not converted.
+        # A tensor on the CPU is treated as one that was offloaded, and not converted.
         (token_dispatcher, "maybe_move_tensor_to_cpu", _moved),
-        # Gloo exchanges parts of one size only.
+        # Gloo exchanges only parts of one size.
         (mappings, "_gather_along_first_dim", _gathers_any_sizes(mappings._gather_along_first_dim)),
         (mappings, "_reduce_scatter_along_first_dim", _scatters_any_sizes(mappings._reduce_scatter_along_first_dim)),
         (Tensor, "cuda", lambda self, *args, **kwargs: self),
@@ -75,7 +75,7 @@ def install() -> bool:
 
 
 class _Stream:
-    """Stands for a stream or an event on which nothing waits."""
+    """Replaces a stream or an event; no work waits on it."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         pass
@@ -108,7 +108,7 @@ def _moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> 
 
 
 def _gathers_any_sizes(gather: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Megatron's gather of the first dimension, also of parts of different sizes."""
+    """Megatron's gather of the first dimension, also for parts of different sizes."""
 
     def gathered(own: Tensor, group: Any, sizes: list[int] | None = None, use_global_buffer: bool = False) -> Tensor:
         if sizes is None:
@@ -123,7 +123,7 @@ def _gathers_any_sizes(gather: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _scatters_any_sizes(scatter: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Megatron's sum over ranks, of which each keeps a part of the first dimension, also parts of different sizes."""
+    """Megatron's reduce-scatter of the first dimension, also for parts of different sizes."""
 
     def scattered(own: Tensor, group: Any, sizes: list[int] | None = None, use_global_buffer: bool = False) -> Tensor:
         if sizes is None:
@@ -136,7 +136,7 @@ def _scatters_any_sizes(scatter: Callable[..., Tensor]) -> Callable[..., Tensor]
 
 
 def _cuda_means_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`factory` with device="cuda" read as the CPU; every other device is passed on as it is."""
+    """`factory` with device="cuda" replaced by the CPU; all other devices are passed through."""
 
     @functools.wraps(factory)
     def on_cpu(*args: Any, **kwargs: Any) -> Tensor:
@@ -148,7 +148,7 @@ def _cuda_means_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _named_as_cuda(tensor_type: Callable[..., Any]) -> Callable[..., Any]:
-    """`Tensor.type` that names a CPU tensor as its CUDA counterpart; with a type to convert to it is unchanged."""
+    """`Tensor.type` that reports a CPU tensor's type as its CUDA counterpart; conversions to a type are unchanged."""
 
     @functools.wraps(tensor_type)
     def named(self: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -35,7 +35,7 @@ def make(config: Config, model_path: Path, total_steps: int) -> MegatronCritic:
 
 
 class ValueHead(nn.Module):
-    """A value of each state, computed in float32. Every tensor parallel rank has a copy, and computes the same."""
+    """Each state's value, computed in float32. Every tensor parallel rank has a copy, and computes equal values."""
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
@@ -49,10 +49,10 @@ class ValueHead(nn.Module):
 
 
 class ValueModel(GPTModel):
-    """GPTModel whose last stage returns the values, float32 [N], of the states before the tokens of a Prediction given
-    as its labels."""
+    """GPTModel whose last stage returns the values, float32 [N], of the states before the tokens of a Prediction,
+    passed as its labels."""
 
-    words: int  # of the vocabulary without padding
+    words: int  # vocabulary size without padding
 
     def __init__(self, config: TransformerConfig, *args: Any, **options: Any):
         super().__init__(config, *args, **options | {"share_embeddings_and_output_weights": False})
@@ -63,7 +63,7 @@ class ValueModel(GPTModel):
         if not self.post_process:
             return hidden_states
         assert labels is not None
-        if self.config.sequence_parallel:  # each rank computes all gradients: they are divided, not summed
+        if self.config.sequence_parallel:  # each rank computes all gradients: divide instead of summing
             group = parallel_state.get_tensor_model_parallel_group()
             hidden_states = gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False, group=group
@@ -74,7 +74,8 @@ class ValueModel(GPTModel):
 class MegatronCritic(MegatronEngine):
     """TrainEngine and ValueEngine (hpcrl.engines.train.training_engine) on the default process group.
 
-    The head is zero at first, unless the folder has one: that of an exported critic."""
+    The head starts at zero unless the folder has one, as an exported critic does.
+    """
 
     computes = frozenset({"values"})
     chunk_class = ValueModel
@@ -88,7 +89,7 @@ class MegatronCritic(MegatronEngine):
         return Outputs(torch.zeros_like(values), values=values), values.sum()
 
     def export_hf(self, folder: Path) -> None:
-        """See TrainEngine: transformers' model for token classification with a single label."""
+        """See TrainEngine: writes transformers' model for token classification with a single label."""
         name = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES[self.description.shape.family]
         labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
         self._gather()

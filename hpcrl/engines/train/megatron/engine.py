@@ -66,8 +66,8 @@ def make(config: Config, model_path: Path, total_steps: int, trainable: bool) ->
 class MegatronEngine:
     """TrainEngine on the default process group, which must contain exactly the engine's ranks.
 
-    Parameters are of trainer.param_dtype; the optimizer has fp32 copies of those that are not fp32, and gradients are
-    summed in fp32.
+    Parameters have trainer.param_dtype; the optimizer keeps fp32 copies of parameters that are not fp32, and gradients
+    are summed in fp32.
     """
 
     computes = SPEC.computes
@@ -86,9 +86,12 @@ class MegatronEngine:
     ):
         """Build this rank's part of the model of an HF folder and read its weights. Collective.
 
-        total_steps: optimizer steps of the whole run, for the schedule. trainable=False: no gradients, no optimizer
-        (the reference policy). replay: choose the experts in the batch's field `routes`. ValueError on every rank if
-        the folder cannot be used, or a GPU's rank lacks Transformer Engine.
+        Args:
+            total_steps: optimizer steps of the whole run, for the schedule.
+            trainable: False: no gradients, no optimizer (the reference policy).
+            replay: choose the experts in the batch's field `routes`.
+
+        ValueError on every rank if the folder cannot be used, or a GPU's rank lacks Transformer Engine.
         """
         cpu.install()
         part_by_processor(os.environ)
@@ -127,7 +130,7 @@ class MegatronEngine:
         if trainable and self.own.expert_bias_rate:
             self.router_bias = RouterBias(chunks, self.own.expert_bias_rate, self._split()[2], part)
             self.routing.append(self.router_bias)
-        # The buffers of gradients take the parameters' memory over, so the optimizer comes after the weights.
+        # The gradient buffers take over the parameters' memory, so the optimizer is created after the weights.
         self.chunks: list[Any] = distribute(chunks, core, self.own) if trainable else list(chunks)
         self.optimizer = Optimizer(self.chunks, config, self.own, self.dtype) if trainable else None
         self._host = HostMemory(self.device)
@@ -149,13 +152,13 @@ class MegatronEngine:
         entropy: bool = False,
         everywhere: bool = False,
     ) -> list[Any]:
-        """What `use` returned for each micro-batch, on ranks of the last stage: (loss, result) from the micro-batch and
-        what the model computes of each token, log-probs and, where asked, entropies (float32 [T], 0 outside
-        loss_mask). Collective over the engine's ranks."""
+        """The results of `use` for each micro-batch, on ranks of the last stage: (loss, result) from the micro-batch
+        and the model's outputs per token: log-probs and, if requested, entropies (float32 [T], 0 outside loss_mask).
+        Collective over the engine's ranks."""
         check_micro_batches(micro_batches, batch.num_sequences)
         plan = [*micro_batches] or [[]]
         while self.own.virtual_pipeline > 1 and len(plan) % self.own.pipeline_parallel:
-            plan.append([])  # the interleaved schedule takes them in groups
+            plan.append([])  # the interleaved schedule runs micro-batches in groups
 
         split = self._split()
         # The interleaved schedule exchanges tensors of one length.
@@ -203,7 +206,7 @@ class MegatronEngine:
             data_iterator=data if len(data) > 1 else data[0],
             model=self.chunks,
             num_microbatches=len(plan),
-            seq_length=max(1, least),  # in the other schedule, each tensor between stages tells its own length
+            seq_length=max(1, least),  # in the other schedule, each tensor between stages comes with its length
             micro_batch_size=1,
             forward_only=forward_only,
             force_all_reduce=everywhere,
@@ -216,8 +219,8 @@ class MegatronEngine:
         return self.own.context_parallel, parallel_state.get_context_parallel_rank(), shared
 
     def _spread(self, values: Tensor, tokens: Packed, batch: Batch) -> Tensor:
-        """float32 [T]: values of the tokens that all context parallel ranks predicted, 0 elsewhere. The gradient of a
-        value goes to the rank that computed it."""
+        """float32 [T]: values of the tokens that all context parallel ranks predicted, 0 elsewhere. A value's gradient
+        goes to the rank that computed it."""
         spread = values.new_zeros(batch.num_tokens).index_copy(0, tokens.places[tokens.own], values)
         return _SumOverRanks.apply(spread, parallel_state.get_context_parallel_group())  # type: ignore[no-any-return]
 
@@ -233,8 +236,8 @@ class MegatronEngine:
     def _by_row(
         self, batch: Batch, micro_batches: MicroBatches, temperature: float, entropy: bool = False
     ) -> Tensor | None:
-        """float32 [T] on the host: the first of what the model computes of each token, or its entropy; None on ranks
-        before the last stage."""
+        """float32 [T] on the host: the model's first output per token, or its entropy; None on ranks before the last
+        stage."""
 
         def use(micro_batch: Batch, *computed: Tensor) -> tuple[Tensor, Any]:
             values = computed[1 if entropy else 0]
@@ -269,10 +272,11 @@ class MegatronEngine:
         norms: Norms,
         everywhere: bool = False,
     ) -> Stats:
-        """The first half of train_step: the gradient of the mini-batch, summed over ranks, in the parameters'
-        main_grad. Collective. everywhere: all of it on every rank, also with the distributed optimizer.
+        """The first half of train_step: the mini-batch's gradient, summed over ranks, in the parameters' main_grad.
+        Collective. Returns this rank's loss stats.
 
-        Returns this rank's loss stats.
+        Args:
+            everywhere: give every rank the full gradient, also with the distributed optimizer.
         """
         assert self.optimizer is not None, "the engine was built with trainable=False"
         for chunk in self.chunks:
@@ -306,14 +310,14 @@ class MegatronEngine:
         return merge(found)
 
     def _outputs(self, objective: Objective, *found: Tensor) -> tuple[Outputs, Tensor]:
-        """What the objective gets, and the sum of all that may have a gradient."""
+        """The objective's inputs, and the sum of all tensors that may have a gradient."""
         logprobs, *entropies = found
         if "entropy" in objective.outputs:
             return Outputs(logprobs, entropies[0]), logprobs.sum() + entropies[0].sum()
         return Outputs(logprobs, entropies[0].detach() if entropies else None), logprobs.sum()
 
     def _update(self) -> Stats:
-        """Clip and step. Stats on data-parallel rank 0 only, to count once. Collective."""
+        """Clip and step. Stats on data-parallel rank 0 only, so they count once. Collective."""
         assert self.optimizer is not None
         rate = learning_rate(self.config, self.optimizer_step, self.total_steps)
         norm = self.optimizer.step(rate)
@@ -340,7 +344,7 @@ class MegatronEngine:
         yield from self.weights.held()
 
     def _gather(self) -> None:
-        """Gather the parameters that the optimizer has updated, if the next forward pass would. Collective."""
+        """Gather the updated parameters now, if the optimizer leaves this to the next forward pass. Collective."""
         for chunk in self.chunks if self.trainable and self.own.overlap_parameters else ():
             chunk.start_param_sync(force_sync=True)
 
@@ -376,7 +380,8 @@ class MegatronEngine:
             yield from (*chunk.buffers, *chunk.expert_parallel_buffers)
 
     def _move_parameters(self, move: Callable[[dict[Any, Tensor]], dict[Any, Tensor]]) -> None:
-        """Move the parameters that are in no buffer; those of the distributed optimizer are. move: of self._host."""
+        """Move the parameters that are in no buffer; the distributed optimizer's are in buffers. move: a method of
+        self._host."""
         if not (self.trainable and self.own.distributed_optimizer):
             parameters = {id(parameter): parameter for chunk in self.chunks for parameter in chunk.parameters()}
             for key, tensor in move({key: parameter.data for key, parameter in parameters.items()}).items():
@@ -391,7 +396,7 @@ class MegatronEngine:
         return self._snapshots.take(self.optimizer_step, copy)
 
     def load(self, folder: Path) -> list[str]:
-        """See TrainEngine. ValueError on every rank if the folder is not a Megatron trainer's checkpoint, or that of
+        """See TrainEngine. ValueError on every rank if the folder is not a Megatron trainer's checkpoint, or belongs to
         another model."""
         optimizer, path = self.optimizer, Path(folder)
         assert optimizer is not None, "the engine was built with trainable=False"
@@ -420,7 +425,7 @@ class MegatronEngine:
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum over a group; the gradient of a term is that of the sum, which each rank has."""
+    """The sum over a group; every rank has the sum's gradient, which is also the gradient of each term."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, group: Any) -> Tensor:

@@ -27,9 +27,13 @@ def export(
     dtype: torch.dtype,
     config: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Write the weights with config and index, and the tokenizer and generation config of the folder `origin`; config:
-    keys that differ from those of its config.json. The folder is written completely or left unchanged. Collective;
-    rank 0 writes."""
+    """Write the weights with config and index, and the tokenizer and generation config of the folder `origin`.
+
+    Args:
+        config: keys that differ from its config.json.
+
+    The folder is written completely or left unchanged. Collective; rank 0 writes.
+    """
     named = weights.to_files()
     if dist.get_rank() == 0:
         with new_folder(folder) as partial:
@@ -43,7 +47,7 @@ def export(
 
 
 def _write_tensors(named: Iterator[tuple[str, Tensor]], folder: Path) -> None:
-    """Files of at most FILE_BYTES, or one tensor, with an index if there are several."""
+    """Write files of at most FILE_BYTES, or one tensor, with an index if there are several."""
     file_of: dict[str, int] = {}
     current: dict[str, Tensor] = {}
     total = size = count = 0

@@ -1,5 +1,5 @@
-"""Megatron-Core's GPTModel for the config.json of an HF folder: with Transformer Engine's layers on CUDA, with
-Megatron's own elsewhere."""
+"""Megatron-Core's GPTModel for an HF folder's config.json: with Transformer Engine's layers on CUDA, otherwise with
+Megatron's own."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from hpcrl.models.windows import attention_kinds
 from hpcrl.system.clock import UNCOUNTED
 
 LATENT_EPS = 1e-6
-"""Of the norms of latents, whatever rms_norm_eps says, as transformers' DeepseekV3Attention has them."""
+"""Epsilon of the latent norms, whatever rms_norm_eps says, as in transformers' DeepseekV3Attention."""
 
 _INITIALIZED: list[Any] = []
 """The default group and the sizes of Megatron's process groups in this process."""
@@ -48,9 +48,17 @@ _INITIALIZED: list[Any] = []
 
 @dataclass(frozen=True)
 class Description:
-    """A model as its config.json describes it. json: the file's content; shape: the sizes; eps: of the norms;
-    frequencies: of the rotary embedding; window: tokens to which a token attends; tops_normalised: whether the weights
-    of the chosen experts add up to one; options: further keys of Megatron's configuration."""
+    """A model as its config.json describes it.
+
+    Attributes:
+        json: the file's content.
+        shape: the sizes.
+        eps: epsilon of the norms.
+        frequencies: of the rotary embedding.
+        window: number of tokens to which a token attends.
+        tops_normalised: whether the weights of the chosen experts add up to one.
+        options: additional keys of Megatron's configuration.
+    """
 
     json: dict[str, Any]
     shape: ModelShape
@@ -63,13 +71,13 @@ class Description:
 
 def check_layers(on_gpu: bool) -> None:
     """ValueError if there are no layers for the device: on GPUs they are Transformer Engine's, which Megatron-Core
-    imports only where it is installed."""
+    imports only if installed."""
     if on_gpu and (lacking := SPEC.lacking_on_gpu()):
         raise ValueError(f"trainer.engine: megatron is not fully installed; {lacking}")
 
 
 def describe(folder: Path) -> Description:
-    """ValueError if the folder's model is none that Megatron-Core trains here."""
+    """ValueError if Megatron-Core cannot train the folder's model here."""
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"model.path {folder}: no config.json; give a folder in Hugging Face layout")
@@ -99,7 +107,7 @@ def describe(folder: Path) -> Description:
 
 def initialize_parallel(megatron: MegatronConfig) -> None:
     """Megatron's process groups for these sizes on the default group. Engines of one process share them if their sizes
-    are equal; otherwise only the last one can be used. Collective over the default group."""
+    are equal; otherwise only the last engine can be used. Collective over the default group."""
     sizes: dict[str, Any] = {
         "tensor_model_parallel_size": megatron.tensor_parallel,
         "pipeline_model_parallel_size": megatron.pipeline_parallel,
@@ -127,8 +135,8 @@ def _virtual(megatron: MegatronConfig) -> int | None:
 
 
 def recomputation(megatron: MegatronConfig, on_gpu: bool) -> dict[str, Any]:
-    """Megatron's keys for `recompute`. Transformer Engine's fused attention keeps no scores: to compute it once more
-    would spare no memory."""
+    """Megatron's keys for `recompute`. Transformer Engine's fused attention keeps no scores, so recomputing it would
+    save no memory."""
     if megatron.recompute == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if megatron.recompute == "selective" and not on_gpu:
@@ -139,7 +147,7 @@ def recomputation(megatron: MegatronConfig, on_gpu: bool) -> dict[str, Any]:
 def transformer_config(
     model: Description, megatron: MegatronConfig, dtype: torch.dtype, *, deterministic: bool
 ) -> TransformerConfig:
-    """Megatron's configuration of the model on these sizes."""
+    """Megatron's configuration of the model for these sizes."""
     shape, on_cuda = model.shape, torch.cuda.is_available()
     options: dict[str, Any] = {}
     if shape.num_experts:
@@ -183,7 +191,7 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # With two stages, a stage's neighbours are one rank, which would take their lengths for each other.
+        # With two stages, a stage's two neighbours are one rank, which would confuse the lengths of the two directions.
         variable_seq_lengths=megatron.pipeline_parallel > 1 and megatron.virtual_pipeline == 1,
         overlap_p2p_comm=megatron.virtual_pipeline > 1,
         batch_p2p_comm=megatron.virtual_pipeline == 1,
@@ -204,8 +212,8 @@ def transformer_config(
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the last stage computes: log-probs, and entropies where asked, of `targets` int64 [N] from the states at
-    `before` int64 [N], the places among this rank's tokens."""
+    """The last stage's task: log-probs, and entropies if requested, of `targets` int64 [N] from the states at `before`
+    int64 [N], the indices among this rank's tokens."""
 
     before: Tensor
     targets: Tensor
@@ -216,17 +224,17 @@ class Prediction:
 
 
 class LogprobsModel(GPTModel):
-    """GPTModel whose last stage returns (log-probs, entropies) or (log-probs,), float32 [N], of a Prediction given as
+    """GPTModel whose last stage returns (log-probs, entropies) or (log-probs,), float32 [N], of a Prediction, passed as
     its labels."""
 
-    words: int  # of the vocabulary without padding
+    words: int  # vocabulary size without padding
 
     def _postprocess(self, hidden_states: Tensor, labels: Prediction | None = None, **_: Any) -> Any:
         if not self.post_process:
             return hidden_states
         assert labels is not None
         group = parallel_state.get_tensor_model_parallel_group()
-        if self.config.sequence_parallel:  # a sum of gradients over the group is part of both
+        if self.config.sequence_parallel:  # the exchange in both cases sums gradients over the group
             hidden_states = gather_from_sequence_parallel_region(hidden_states, group=group)
         else:
             hidden_states = copy_to_tensor_model_parallel_region(hidden_states, group=group)
@@ -251,7 +259,7 @@ def build(
     config: TransformerConfig,
     chunk_class: type[GPTModel] = LogprobsModel,
 ) -> list[GPTModel]:
-    """The chunks of layers of this rank's stage, without values. Collective over the default group."""
+    """The chunks of layers of this rank's stage, uninitialised. Collective over the default group."""
     stages = split_layers(model.shape.num_layers, megatron)
     assert stages is not None, "checked before"
     stage = stages[parallel_state.get_pipeline_model_parallel_rank()]
@@ -290,7 +298,7 @@ def build(
 
 
 def _latent_norms(chunk: GPTModel) -> Iterator[Any]:
-    """The norms of latents: modules of their own, or fused with the projections that follow."""
+    """The latent norms: separate modules, or fused with the projections that follow."""
     for layer in chunk.decoder.layers:
         attention = layer.self_attention
         for name in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
@@ -304,8 +312,8 @@ def _use_own_layers(submodules: Any, shape: ModelShape) -> None:
     attention.core_attention = PackedAttention
     if shape.latent is not None:
         attention.q_layernorm = attention.kv_layernorm = RMSNorm
-        # Megatron's local layers divide these two and gather the latents, and lose the gradient of the positions' part
-        # from the heads of other tensor parallel ranks. A copy on each rank, as with Transformer Engine, does not.
+        # Megatron's local layers split these two and gather the latents, and lose the gradient that other tensor
+        # parallel ranks' heads give to the rotary part. A copy on each rank, as with Transformer Engine, does not.
         attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
     elif shape.decoder.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm

@@ -1,5 +1,5 @@
 """DeepSeek-V3 (arXiv 2412.19437) in Megatron-Core's configuration: multi-head latent attention, shared experts, and
-routers whose scores are sigmoids, with a bias of each expert that only the choice sees."""
+routers with sigmoid scores and a bias per expert that only affects the choice."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from hpcrl.models.shape import ModelShape
 
 
 def latent_options(shape: ModelShape, hf: Any) -> dict[str, Any]:
-    """Keys of MLATransformerConfig; hf: transformers' configuration. The frequencies of the rotary embedding, also
-    those of yarn, are set in the model; here yarn changes the scale of scores."""
+    """Keys of MLATransformerConfig; hf: transformers' configuration. The rotary embedding's frequencies, including
+    yarn's, are set in the model; here yarn changes the scale of scores."""
     latent, rope = shape.latent, getattr(hf, "rope_parameters", None) or {}
     assert latent is not None
     options: dict[str, Any] = {
@@ -27,7 +27,7 @@ def latent_options(shape: ModelShape, hf: Any) -> dict[str, Any]:
         "moe_router_pre_softmax": False,
         "moe_router_topk_scaling_factor": float(hf.routed_scaling_factor),
         "moe_router_enable_expert_bias": True,
-        "moe_router_bias_update_rate": 0.0,  # RouterBias moves it, after the update of the weights
+        "moe_router_bias_update_rate": 0.0,  # RouterBias updates the bias, after the weights
     }
     if (hf.n_group or 1) > 1:
         options |= {"moe_router_num_groups": hf.n_group, "moe_router_group_topk": hf.topk_group}

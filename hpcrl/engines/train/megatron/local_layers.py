@@ -1,7 +1,7 @@
 """Layers for machines without Transformer Engine: attention over packed sequences, and the norm.
 
-Context parallelism divides each sequence into twice as many chunks as ranks; rank r has the chunks r and 2 n - 1 - r,
-so that all ranks compute equally many scores (arXiv 2310.01889, and Transformer Engine's layout "thd").
+Context parallelism splits each sequence into twice as many chunks as ranks; rank r has the chunks r and 2 n - 1 - r,
+which gives all ranks equally many scores to compute (arXiv 2310.01889, and Transformer Engine's layout "thd").
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from hpcrl.engines.varlen import Spans, sequence_by_sequence
 
 
 class RMSNorm(nn.Module):
-    """As transformers computes it; its weight tells Megatron to sum gradients if tokens are divided over ranks."""
+    """As transformers computes it; an attribute of its weight makes Megatron sum gradients if tokens are split over
+    ranks."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any):
         super().__init__()
@@ -38,7 +39,7 @@ class RMSNorm(nn.Module):
 
 
 class PackedAttention(nn.Module):
-    """Causal attention of [T, heads, D], sequence by sequence; the keys of all context parallel ranks are gathered."""
+    """Causal attention of [T, heads, D], sequence by sequence; all context parallel ranks' keys are gathered."""
 
     def __init__(self, config: TransformerConfig, *_: Any, softmax_scale: float | None = None, **__: Any):
         super().__init__()
@@ -64,7 +65,7 @@ class PackedAttention(nn.Module):
             return sequence_by_sequence(query, key, value, spans).flatten(1)
         ranks, rank = self.group.size(), dist.get_rank(self.group)
         widths = (key.shape[-1], value.shape[-1])
-        # [rank, token, head, key and value]; the backward pass sums the gradients of all ranks' queries.
+        # [rank, token, head, key and value]; the backward pass sums all ranks' gradients of their queries.
         both = gather_from_sequence_parallel_region(torch.cat([key, value], -1), group=self.group)
         both = both.unflatten(0, (ranks, -1))
         results = []
@@ -78,7 +79,7 @@ class PackedAttention(nn.Module):
         return torch.cat(results).flatten(1)
 
     def _chunk(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Of the last queries of a sequence, with all keys up to them."""
+        """Attention of a sequence's last queries to all keys up to them."""
         offset = len(key) - len(query)
         visible = torch.ones(len(query), len(key), dtype=torch.bool, device=query.device).tril(offset)
         if self.window is not None:

@@ -1,8 +1,8 @@
 """Log-probabilities and entropies of tokens where each rank of a group has a part of the vocabulary's matrix.
 
 Logits are never gathered: ranks exchange three numbers per token, four with entropies. Only one chunk of tokens x a
-rank's words exists at a time; the backward pass computes it again and turns it into its gradient in place, block of
-rows by block of rows.
+rank's vocabulary rows exists at a time; the backward pass recomputes it and turns it into its gradient in place, block
+of rows by block of rows.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ class _VocabularyLogprobs(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, targets, entropy, log_sums)
         ctx.num_words, ctx.temperature, ctx.chunk_tokens, ctx.group = num_words, temperature, chunk_tokens, group
         ctx.float32_head = float32_head
-        ctx.set_materialize_grads(False)  # the entropy is mostly for the log: None if no loss uses it
+        ctx.set_materialize_grads(False)  # None if no loss uses the entropy, which is mostly for the log
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         """With z the scaled logits and p = softmax(z): dlogprob/dz = onehot - p, dentropy/dz = -p (log p + entropy).
-        The gradient of the states is that of this rank's words; the caller sums it over the group."""
+        The states' gradient is only this rank's vocabulary part; the caller sums it over the group."""
         hidden, weight, targets, entropy, log_sums = ctx.saved_tensors
         words = weight[: ctx.num_words]
         grad_logprobs = torch.zeros_like(entropy) if grad_logprobs is None else grad_logprobs
@@ -91,7 +91,7 @@ class _VocabularyLogprobs(torch.autograd.Function):
 
 
 def _own(targets: Tensor, num_words: int, group: Any, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(whether a target is among this rank's words, its place among them or 0)."""
+    """(whether a target is in this rank's vocabulary rows, its index in them or 0)."""
     places = targets - dist.get_rank(group) * len(weight)
     mine = (places >= 0) & (places < num_words)
     return mine, places.masked_fill(~mine, 0)
@@ -112,10 +112,13 @@ def vocabulary_logprobs(
     """(log-probs, entropies or None) of softmax(logits / temperature), both float32 [N], in nats, differentiable and
     equal on all ranks of the group, which call it together.
 
-    hidden [N, h]: states before the tokens to predict, equal on all ranks; the gradient of each rank's words flows back
-    to its copy, and must be summed. targets int64 [N]: those tokens. weight [words, h]: this rank's rows of the
-    vocabulary's matrix, of which those from vocab_size on are padding without probability. float32_head: logits are
-    summed and kept in float32 (hpcrl.engines.train.fsdp2.logits.Head).
+    Args:
+        hidden: [N, h], states before the tokens to predict, equal on all ranks. Each rank's gradient covers its
+            vocabulary rows, and must be summed over ranks.
+        targets: int64 [N], the tokens to predict.
+        weight: [words, h], this rank's rows of the vocabulary's matrix; rows from vocab_size on are padding without
+            probability.
+        float32_head: sum and keep logits in float32 (hpcrl.engines.train.fsdp2.logits.Head).
     """
     num_words = min(max(vocab_size - dist.get_rank(group) * len(weight), 0), len(weight))
     logprobs, entropies = _VocabularyLogprobs.apply(

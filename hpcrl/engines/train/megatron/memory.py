@@ -26,12 +26,12 @@ from hpcrl.planner.trainer import forward_parts
 
 VALUE_HEAD = "score."
 LAST = ("lm_head.weight", "model.norm.weight", "model.language_model.norm.weight", VALUE_HEAD)
-"""Parameters outside the layers that the last stage has."""
+"""Parameters of the last stage outside the layers."""
 
 
 def _stages(shape: ModelShape, megatron: MegatronConfig) -> list[StageLayers]:
     stages = split_layers(shape.num_layers, megatron)
-    assert stages is not None, "check_split comes first"
+    assert stages is not None, "call check_split first"
     return stages
 
 
@@ -90,7 +90,7 @@ def num_micro_batches(config: Config, num_ranks: int) -> int:
 
 
 def stage_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[list[Part]]:
-    """Parts of a rank of each stage. The sizes must fit (check_split)."""
+    """Memory parts of a rank of each stage. The sizes must fit (check_split)."""
     numbers = rank_numbers(shape, own(config))
     return [_stage_parts(config, shape, num_ranks, stage, *counts) for stage, counts in enumerate(numbers)]
 
@@ -110,7 +110,7 @@ def _stage_parts(config: Config, shape: ModelShape, num_ranks: int, stage: int, 
     if stage == megatron.pipeline_parallel - 1:
         part = dataclasses.replace(shape, vocab_size=-(-shape.vocab_size // megatron.tensor_parallel))
         logits = logits_bytes(part, tokens, trainer.logits_chunk_tokens, compute, bool(trainer.head_dtype))
-    # Ranks that generate too and have all layers gather the experts of a layer as one tensor.
+    # Ranks that also generate and have all layers gather a layer's experts as one tensor.
     largest = PLAN.largest_tensor(shape) if megatron.pipeline_parallel > 1 else max(p.size for p in shape.parameters)
     return [
         Part("trainer", "weights", (dense + experts) * compute),
@@ -124,7 +124,7 @@ def _stage_parts(config: Config, shape: ModelShape, num_ranks: int, stage: int, 
 
 
 def megatron_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
-    """Parts of a rank of the fullest stage. The sizes must fit (check_split)."""
+    """Memory parts of a rank of the fullest stage. The sizes must fit (check_split)."""
     return max(stage_parts(config, shape, num_ranks), key=lambda parts: sum(part.num_bytes for part in parts))
 
 
@@ -150,7 +150,7 @@ class MegatronPlan:
         return max(p.size if p.split != "expert" else p.size // p.shape[0] for p in shape.parameters)
 
     def num_senders(self, config: Config, num_ranks: int) -> int:
-        return 1  # the most: the tensors of a step may be in the hands of one rank
+        return 1  # worst case: one rank may have all tensors of a step
 
     def step_traffic(self, config: Config, shape: ModelShape, num_ranks: int, work: StepWork) -> list[Sent]:
         megatron = own(config)
@@ -173,7 +173,7 @@ class MegatronPlan:
     def rows(self, config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[PlanRow]:
         megatron, ranks = own(config), len(layout.ranks["trainer"])
         degrees, stages = Degrees.of(megatron, ranks), split_layers(shape.num_layers, megatron)
-        assert stages is not None, "check_split comes first"
+        assert stages is not None, "call check_split first"
         yield (
             "split",
             f"tensor {megatron.tensor_parallel} x pipeline {megatron.pipeline_parallel} x context "

@@ -1,8 +1,8 @@
-"""Megatron-Core's tensors and the HF tensors that they are made of, from a config.json alone: no Megatron, no model.
+"""Megatron-Core's tensors and the HF tensors that they are made of, from only a config.json: no Megatron, no model.
 
-A Megatron tensor is put together from rows of HF tensors: query, key and value rows group by group, gate above up, or
-the rows of one HF tensor as they are. Tensor parallelism divides it once more. Both are tables of rows here, so that
-loading, publishing, exporting and converting read one description.
+A Megatron tensor is assembled from rows of HF tensors: query, key and value rows group by group, gate above up, or
+unchanged rows of one HF tensor. Tensor parallelism splits it again. Both are tables of rows here, from which loading,
+publishing, exporting and converting read one description.
 
 Written against megatron-core 0.16.1 and transformers 5.
 """
@@ -32,7 +32,7 @@ _GROUPED_EXPERT = re.compile(r"(.*\.mlp\.experts)(\.linear_fc[12]\.)(weight|bias
 
 @dataclass(frozen=True)
 class ShardSlice:
-    """A box of an HF tensor that a rank holds: rows (first, last + 1) of its shard, one below the other."""
+    """A slice of an HF tensor in a rank's shard: rows (first, last + 1) of the shard, concatenated."""
 
     hf: str
     tensor_slice: TensorSlice
@@ -40,7 +40,7 @@ class ShardSlice:
 
 
 class NameTable:
-    """The tensors of a model in the order of its layers. shapes: HF name -> shape. tied: the head is the embedding."""
+    """A model's tensors in layer order. shapes: HF name -> shape. tied: the head is the embedding."""
 
     def __init__(self, entries: Sequence[Entry], tied: bool):
         self.entries, self.tied = tuple(entries), tied
@@ -48,9 +48,13 @@ class NameTable:
         self._by_name = {entry.name: entry for entry in self.entries}
 
     def find(self, name: str, first_layer: int = 0, first_expert: int = 0) -> Entry:
-        """The entry of a name in the state dict of a rank whose model chunk begins with the layer `first_layer`, and
-        which holds the experts from `first_expert`. Of a tied model's head, the embedding. ValueError if there is
-        none."""
+        """The entry for a name in a rank's state dict; for a tied model's head, the embedding. ValueError if there is
+        none.
+
+        Args:
+            first_layer: the first layer of the rank's model chunk.
+            first_expert: the first expert of the rank.
+        """
         at = name.removeprefix("module.")
         if match := _LIVE_LAYER.match(at):
             at = f"decoder.layers.{int(match[1]) + first_layer}.{at[match.end() :]}"
@@ -72,11 +76,15 @@ def table(
     stacked: bool = False,
     values: bool = False,
 ) -> NameTable:
-    """The table of the model of a config.json.
+    """The table for a config.json's model.
 
-    padded_vocabulary: rows of Megatron's embedding (default: not padded). stacked: HF names as in transformers' memory,
-    where one tensor has all experts of a layer, instead of those in files. values: with the head of a critic in place
-    of the vocabulary's. ValueError if the family has no table or a size is missing.
+    Args:
+        padded_vocabulary: rows of Megatron's embedding (default: not padded).
+        stacked: HF names as in transformers' memory, where one tensor has all experts of a layer, instead of as in
+            files.
+        values: with a critic's head instead of the vocabulary's.
+
+    ValueError if the family has no table or a size is missing.
     """
     name = config.get("model_type")
     family = family_of(name).megatron
@@ -103,7 +111,7 @@ def table(
 
 
 def shard_shape(entry: Entry, num_ranks: int) -> tuple[int, ...]:
-    """The shape of one tensor parallel rank's part. ValueError if the ranks do not divide the tensor."""
+    """The shape of one tensor parallel rank's part. ValueError if the tensor cannot be split over the ranks."""
     if entry.split is None:
         return entry.shape
     size = entry.shape[entry.split]
@@ -114,10 +122,10 @@ def shard_shape(entry: Entry, num_ranks: int) -> tuple[int, ...]:
 
 
 def held(entry: Entry, rank: int = 0, num_ranks: int = 1) -> list[ShardSlice]:
-    """The boxes of HF tensors that a tensor parallel rank's shard has, neighbouring rows in one box; none has padding.
+    """The slices of HF tensors in a tensor parallel rank's shard, neighbouring rows in one slice; without padding.
 
-    A rank has one box of each tensor, except of `stacked` gate and up, and of queries if there are more ranks than key
-    heads.
+    A rank has one slice of each tensor, except for `stacked` gate and up, and for queries if there are more ranks than
+    key heads.
     """
     shape = shard_shape(entry, num_ranks)
     columns = [(0, size) for size in shape[1:]]
@@ -146,8 +154,9 @@ def shard(
 ) -> Tensor:
     """A tensor parallel rank's part of a Megatron tensor (with one rank: the whole tensor), on the CPU, padding zero.
 
-    tensors: HF name -> tensor, or anything that gives a tensor for `[rows, columns]`, such as safetensors' get_slice:
-    only what the rank holds is read. ValueError if a tensor is missing.
+    Args:
+        tensors: HF name -> tensor, or an object that gives a tensor for `[rows, columns]`, such as safetensors'
+            get_slice: only the rank's part is read. ValueError if a tensor is missing.
     """
     result: Tensor | None = None
     for part in held(entry, rank, num_ranks):
@@ -159,7 +168,7 @@ def shard(
         read = read.reshape(-1, *result.shape[1:])
         for (first, last), rows in zip(part.at, read.split([b - a for a, b in part.at]), strict=True):
             result[first:last] = rows
-    if result is None:  # all of it is padding
+    if result is None:  # only padding
         if dtype is None:
             dtype = tensors[entry.rows[0].hf][(slice(0, 1),) * len(entry.shape)].dtype
         result = torch.zeros(shard_shape(entry, num_ranks), dtype=dtype)
@@ -167,10 +176,10 @@ def shard(
 
 
 def parts(entry: Entry, part: Tensor, rank: int = 0, num_ranks: int = 1) -> Iterator[tuple[str, TensorSlice, Tensor]]:
-    """The inverse: (HF name, box, values) of a rank's shard, in the order of held(). Values that are neighbours in the
-    shard are a view of it, others a copy.
+    """The inverse: (HF name, slice, values) of a rank's shard, in the order of held(). Values that are contiguous in
+    the shard are a view of it, others a copy.
 
-    ValueError if the shard has another shape than such a rank's.
+    ValueError if the shard's shape is not the rank's.
     """
     if tuple(part.shape) != (shape := shard_shape(entry, num_ranks)):
         raise ValueError(f"{entry.name}: a shard of shape {list(part.shape)}, config.json requires {list(shape)}")
@@ -181,7 +190,7 @@ def parts(entry: Entry, part: Tensor, rank: int = 0, num_ranks: int = 1) -> Iter
 
 
 def _row_spans(entry: Entry, rank: int, num_ranks: int) -> list[tuple[int, int]]:
-    """Rows of the whole tensor that are in a rank's shard, in the order of the shard."""
+    """Rows of the whole tensor that are in a rank's shard, in shard order."""
     if entry.split != 0 or num_ranks == 1:
         return [(0, entry.shape[0])]
     part = entry.shape[0] // entry.parts
@@ -190,7 +199,7 @@ def _row_spans(entry: Entry, rank: int, num_ranks: int) -> list[tuple[int, int]]
 
 
 def _joined(pieces: Sequence[EntryRows], columns: Sequence[tuple[int, int]]) -> Iterator[ShardSlice]:
-    """The boxes of pieces of one HF tensor, sorted by its rows."""
+    """The slices of one HF tensor's pieces, sorted by its rows."""
     runs: list[list[EntryRows]] = []
     for rows in pieces:
         if runs and runs[-1][-1].first + runs[-1][-1].count == rows.first:

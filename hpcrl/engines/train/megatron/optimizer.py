@@ -1,5 +1,5 @@
-"""Megatron's gradient buffers and optimizer, driven as the project's engines are: a plain sum of gradients, a rate for
-each step, and no update from gradients that are not finite."""
+"""Megatron's gradient buffers and optimizer with the interface of hpcrl's engines: a plain sum of gradients, a rate per
+step, and no update from gradients that are not finite."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def finalize(chunks: Sequence[Any], num_tokens: Any = None, **options: Any) -> N
 
 
 def distribute(chunks: Sequence[torch.nn.Module], config: TransformerConfig, megatron: MegatronConfig) -> list[Any]:
-    """The chunks with buffers of fp32 gradients, which are summed over data parallel ranks."""
+    """Give the chunks buffers of fp32 gradients, which are summed over data parallel ranks."""
     config.finalize_model_grads_func = finalize
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -42,7 +42,7 @@ def distribute(chunks: Sequence[torch.nn.Module], config: TransformerConfig, meg
     wrapped = [
         DistributedDataParallel(config, ddp, chunk, disable_bucketing=number > 0) for number, chunk in enumerate(chunks)
     ]
-    if megatron.overlap_gradients:  # the schedules leave the last micro-batch's backward pass out of it
+    if megatron.overlap_gradients:  # the schedules do not count the last micro-batch's backward pass
         config.no_sync_func = [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
     return wrapped
 
@@ -69,12 +69,12 @@ class Optimizer:
         self.is_distributed = megatron.distributed_optimizer
         self.max_norm = trainer.max_grad_norm
         self.chain: Any = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
-        for group in self.chain.param_groups:  # Megatron's own scheduler would do it: 0 for norms and biases
+        for group in self.chain.param_groups:  # Megatron's own scheduler would set it: 0 for norms and biases
             group["weight_decay"] = trainer.weight_decay * group["wd_mult"]
 
     def state_of(self, parameter: Tensor) -> tuple[int, dict[str, Tensor]]:
-        """(first number, state) of a parameter: its moments and, if its type is not fp32, its master copy, flat, of the
-        consecutive numbers that this rank updates. Nothing if it updates none."""
+        """(first number, state) of a parameter: its moments and, if it is not fp32, its master copy, flat, for the
+        consecutive numbers that this rank updates. Empty if it updates none."""
         for optimizer in self.chain.chained_optimizers:
             inner = optimizer.optimizer
             if isinstance(optimizer, DistributedOptimizer):
@@ -94,7 +94,7 @@ class Optimizer:
         return 0, {}
 
     def set_step(self, step: int) -> None:
-        """Go on as after this many steps."""
+        """Continue as after this many steps."""
         for optimizer in self.chain.chained_optimizers:
             for group in optimizer.param_groups:
                 if "step" in group:
@@ -105,7 +105,7 @@ class Optimizer:
                         state["step"].fill_(step)
 
     def move(self, move: Callable[[dict[Any, Tensor]], dict[Any, Tensor]]) -> None:
-        """Move moments and master copies of weights. move: of a HostMemory."""
+        """Move moments and master copies of weights. move: a method of a HostMemory."""
         groups = [
             (each.optimizer.state, group) for each in self.chain.chained_optimizers for group in each.param_groups
         ]
@@ -131,7 +131,7 @@ class Optimizer:
             for group in self.chain.param_groups:
                 group["lr"] = rate
             self.chain.step_with_ready_grads()
-        self.chain.zero_grad()  # otherwise the next backward pass would add to the buffers by two ways
+        self.chain.zero_grad()  # otherwise the next backward pass would add to the buffers twice
         return norm
 
     def _clip(self, norm: float) -> None:
@@ -141,7 +141,7 @@ class Optimizer:
 
 
 def _moments(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """Its moments, flat; zeros before the first step, in which the optimizer itself would make them."""
+    """A parameter's moments, flat; zeros before the first step, in which the optimizer would create them."""
     state = optimizer.state[parameter]
     if not state:
         if isinstance(optimizer, torch.optim.AdamW):

@@ -1,4 +1,4 @@
-"""Division of a model over ranks, and its checks: layers over stages, heads and experts over ranks.
+"""Splitting a model over ranks, and its checks: layers over stages, heads and experts over ranks.
 
 The rules are Megatron-Core 0.16's (parallel_state, transformer_config and the interleaved schedule), reported before a
 job is submitted instead of by an assertion on every rank.
@@ -32,11 +32,11 @@ class Degrees:
     expert_data: int
     """Copies of each expert."""
     optimizer: int
-    """Ranks that share the optimizer state outside experts: the copies and the parts of a sequence."""
+    """Ranks that share the optimizer state outside experts: data parallel and context parallel ranks."""
 
     @classmethod
     def of(cls, megatron: MegatronConfig, num_ranks: int) -> Degrees:
-        """ValueError if the sizes do not divide the ranks."""
+        """ValueError if the number of ranks is not a multiple of the sizes."""
         copy, experts = megatron.ranks_of_a_copy, megatron.ranks_of_all_experts
         if num_ranks % copy or num_ranks % experts:
             raise ValueError(f"{num_ranks} ranks are not a multiple of {copy} and {experts}")
@@ -50,8 +50,8 @@ def padded_vocabulary(vocab_size: int, megatron: MegatronConfig) -> int:
 
 
 def split_layers(num_layers: int, megatron: MegatronConfig) -> list[StageLayers] | None:
-    """The layers of every stage; None if they cannot be divided as configured. Chunk c of stage s is the
-    (c x stages + s)th of the model."""
+    """The layers of every stage; None if they cannot be split as configured. Chunk c of stage s is the model's (c x
+    stages + s)th."""
     stages, chunks = megatron.pipeline_parallel, megatron.virtual_pipeline
     counts = (_with_given_ends if megatron.layers_of_ends else _evenly)(num_layers, megatron)
     if not counts:
@@ -61,8 +61,8 @@ def split_layers(num_layers: int, megatron: MegatronConfig) -> list[StageLayers]
 
 
 def _evenly(num_layers: int, megatron: MegatronConfig) -> list[int]:
-    """Layers of each chunk in the model's order; empty if it does not divide. An embedding or a loss that counts as a
-    layer replaces one in the first or last chunk."""
+    """Layers of each chunk in the model's order; empty if the number does not divide. An embedding or a loss that
+    counts as a layer replaces one in the first or last chunk."""
     first, last = (int(getattr(megatron, key)) for key in COUNTED)
     places = megatron.pipeline_parallel * megatron.virtual_pipeline
     size, rest = divmod(num_layers + first + last, places)
@@ -75,7 +75,7 @@ def _evenly(num_layers: int, megatron: MegatronConfig) -> list[int]:
 
 
 def _with_given_ends(num_layers: int, megatron: MegatronConfig) -> list[int]:
-    """The same with the layers of the first or the last stage given, and the others divided evenly."""
+    """As _evenly, with the first or the last stage's layers given; the other stages get equal numbers."""
     stages, chunks = megatron.pipeline_parallel, megatron.virtual_pipeline
     first, last = megatron.num_layers_in_first_pipeline_stage, megatron.num_layers_in_last_pipeline_stage
     between = stages - len(megatron.layers_of_ends)
@@ -91,7 +91,7 @@ def _with_given_ends(num_layers: int, megatron: MegatronConfig) -> list[int]:
 def check_split(config: Config, layout: RoleLayout, shape: ModelShape) -> list[Problem]:
     """Problems of the trainer's sizes with the model or the ranks."""
     megatron, ranks = own(config), len(layout.ranks["trainer"])
-    # A layout refuses what does not divide, unless debug=fake replaces the engine.
+    # The layout refuses sizes that do not divide, unless debug=fake replaces the engine.
     problems = [*indivisible(megatron, ranks), *_tensors(megatron, shape), *_experts(megatron, shape)]
     problems += _stages(megatron, shape)
     return problems or list(_samples(config, Degrees.of(megatron, ranks)))
@@ -131,7 +131,7 @@ def _experts(megatron: MegatronConfig, shape: ModelShape) -> Iterator[Problem]:
         return
     if megatron.expert_bias_rate and shape.latent is None:
         text = (
-            f"{megatron.expert_bias_rate:g}, but the routers of {shape.family} have no bias, so that generators and an "
+            f"{megatron.expert_bias_rate:g}, but the routers of {shape.family} have no bias, so generators and an "
             "exported model would choose other experts; use 0"
         )
         yield problem("expert_bias_rate", text)
@@ -162,7 +162,7 @@ def _stages(megatron: MegatronConfig, shape: ModelShape) -> Iterator[Problem]:
 
 
 def _other_end(num_layers: int, megatron: MegatronConfig, key: str) -> str:
-    """A solution: the nearest number of layers of an end, a key of layers_of_ends."""
+    """A solution: the nearest possible number of layers of an end; key: one of layers_of_ends."""
     possible = [
         count
         for count in range(1, num_layers)
@@ -174,8 +174,8 @@ def _other_end(num_layers: int, megatron: MegatronConfig, key: str) -> str:
 
 
 def _way_out(num_layers: int, megatron: MegatronConfig) -> str:
-    """A solution: other counting of the embedding and the loss, else the nearest number of chunks. Counting the loss
-    alone divides where counting the embedding alone does."""
+    """A solution: another way to count embedding and loss, else the nearest number of chunks. Wherever counting only
+    the embedding divides, counting only the loss does as well."""
     for values in ((True, True), (True, False), (False, False)):
         counted = dict(zip(COUNTED, values, strict=True))
         if split_layers(num_layers, megatron.model_copy(update=counted)) is not None:

@@ -1,4 +1,4 @@
-"""Megatron's routers that choose the experts that the generator chose (R3, arXiv 2510.11370)."""
+"""Megatron's routers, replaying the generator's choice of experts (R3, arXiv 2510.11370)."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ T = TypeVar("T")
 
 
 class OfMicroBatch(Generic[T]):
-    """What one router is to know of a micro-batch in its forward pass, and again if the pass is computed once more in
-    the backward pass."""
+    """A router's value for a micro-batch in its forward pass, and again if the pass is recomputed in the backward
+    pass."""
 
     def __init__(self) -> None:
-        self.value: T | None = None  # of the next forward pass
-        self._recomputed: list[T | None] | None = None  # of micro-batches whose backward pass is to come
+        self.value: T | None = None  # for the next forward pass
+        self._recomputed: list[T | None] | None = None  # for micro-batches whose backward pass is pending
 
     def expect_recomputation(self, recomputes: bool) -> None:
-        """Whether the next forward passes, which are without gradients, are computed again in the backward passes."""
+        """Whether the next forward passes, which have no gradients, are recomputed in the backward passes."""
         self._recomputed = [] if recomputes else None
 
     def take(self) -> T | None:
-        """The value of the micro-batch that the router computes now."""
+        """The value for the micro-batch that the router computes now."""
         if self._recomputed is None:
             return self.value
         if torch.is_grad_enabled():
@@ -38,15 +38,14 @@ class OfMicroBatch(Generic[T]):
 
 
 def routers_of(chunks: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-    """(number of the layer, router) of the layers of a rank that have experts."""
+    """(layer number, router) for a rank's layers with experts."""
     for layer in (layer for chunk in chunks for layer in chunk.decoder.layers):
         if hasattr(layer.mlp, "router"):
             yield layer.layer_number - 1, layer.mlp.router
 
 
 class _Choice:
-    """Takes the place of the choice in one router. The weights of the chosen experts are computed, and get gradients,
-    as before."""
+    """Replaces the choice in one router. The chosen experts' weights are computed and get gradients as before."""
 
     def __init__(self, layer: int) -> None:
         self.layer = layer
@@ -60,7 +59,7 @@ class _Choice:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Called by the router, as of megatron.core's RouterReplay."""
+        """Called by the router, like the method of megatron.core's RouterReplay."""
         assert default_compute_topk is not None
         values, own = default_compute_topk(scores, topk, num_groups, group_topk)
         chosen = self.chosen.take()
@@ -73,8 +72,10 @@ class _Choice:
 class ChosenExperts:
     """The choices in all routers of a rank.
 
-    expert_layers: the layers of the model that have experts. A rank's routers see one of num_parts parts of its tokens,
-    `part` (sequence parallelism; otherwise 1 and 0).
+    Args:
+        expert_layers: the model's layers with experts.
+        num_parts: with sequence parallelism, a rank's routers get one of num_parts parts of its tokens; otherwise 1.
+        part: the number of this part; otherwise 0.
     """
 
     def __init__(self, chunks: Sequence[Any], expert_layers: Sequence[int], num_parts: int, part: int):
@@ -85,12 +86,12 @@ class ChosenExperts:
             self._choices.append(choice)
 
     def expect_recomputation(self, recomputes: bool) -> None:
-        """Whether the next forward passes, which are without gradients, are computed again in the backward passes."""
+        """Whether the next forward passes, which have no gradients, are recomputed in the backward passes."""
         for choice in self._choices:
             choice.chosen.expect_recomputation(recomputes)
 
     def see(self, batch: Batch, packed: Packed) -> None:
-        """Choose in the next forward pass for the tokens of this micro-batch as the generator did. ValueError if the
+        """In the next forward pass, choose for this micro-batch's tokens as the generator did. ValueError if the
         rollouts have no routes."""
         for choice in self._choices:
             choice.chosen.value = None

@@ -1,4 +1,4 @@
-"""The bias of each expert in the routers' choice, which evens their load out without a loss (arXiv 2408.15664)."""
+"""The routers' bias per expert, which balances the experts' load without a loss (arXiv 2408.15664)."""
 
 from __future__ import annotations
 
@@ -16,26 +16,29 @@ from hpcrl.rollout.batch import Batch, Norms
 
 
 class RouterBias:
-    """The biases of all routers of a rank. After an optimizer step, the bias of an expert that got fewer tokens of the
-    mini-batch than the average grows by `rate`; that of one with more becomes smaller by it.
+    """The biases of all routers of a rank. After an optimizer step, an expert's bias grows by `rate` if it got fewer of
+    the mini-batch's tokens than the average, and shrinks by `rate` if it got more.
 
-    Megatron counts padding too, so that the split of a batch would change the biases; here it is not counted. A router
-    sees one of num_parts parts of the tokens of its context parallel rank, `part` (sequence parallelism; otherwise 1
-    and 0).
+    Megatron also counts padding, so the biases would depend on a batch's split; padding is not counted here.
+
+    Args:
+        num_parts: with sequence parallelism, a router gets one of num_parts parts of its context parallel rank's
+            tokens; otherwise 1.
+        part: the number of this part; otherwise 0.
     """
 
     def __init__(self, chunks: Sequence[Any], rate: float, num_parts: int, part: int):
         self._rate, self._num_parts, self._part = rate, num_parts, part
         self._routers = [router for _, router in routers_of(chunks)]
         self._counts = [torch.zeros_like(router.expert_bias) for router in self._routers]
-        self._real: list[OfMicroBatch[Tensor]] = []  # bool [t]: which of the tokens are not padding
+        self._real: list[OfMicroBatch[Tensor]] = []  # bool [t]: tokens that are not padding
         for router, counts in zip(self._routers, self._counts, strict=True):
             real = OfMicroBatch[Tensor]()
             self._real.append(real)
             router._apply_expert_bias = functools.partial(_count, real, counts)
 
     def see_mini_batch(self, norms: Norms) -> None:
-        """Forget what the mini-batch before has counted."""
+        """Reset the counts of the previous mini-batch."""
         for counts in self._counts:
             counts.zero_()
 
@@ -45,13 +48,13 @@ class RouterBias:
             real.expect_recomputation(recomputes)
 
     def see(self, batch: Batch, packed: Packed) -> None:
-        """The micro-batch of the next forward pass."""
+        """Set the micro-batch of the next forward pass."""
         for real in self._real:
             real.value = (packed.sources >= 0).chunk(self._num_parts)[self._part]
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move the biases by the counts of the mini-batch. Collective over the ranks of a pipeline stage."""
+        """Update the biases by the mini-batch's counts. Collective over the ranks of a pipeline stage."""
         if not self._routers:
             return
         biases = torch.stack([router.expert_bias for router in self._routers])
@@ -63,7 +66,7 @@ class RouterBias:
 def _count(
     of_micro_batch: OfMicroBatch[Tensor], counts: Tensor, routing_map: Tensor, padding_mask: Tensor | None = None
 ) -> None:
-    """Takes the place of a router's _apply_expert_bias: add the choices of the tokens, bool [t, experts]."""
+    """Replaces a router's _apply_expert_bias: also counts the tokens' choices, bool [t, experts]."""
     real = of_micro_batch.take()
     if real is not None and torch.is_grad_enabled():
         counts += (routing_map & real[:, None]).sum(0)

@@ -1,7 +1,7 @@
-"""Losses of the routers of a mixture of experts: of the balance of load, and of the size of their logits.
+"""Router losses of a mixture of experts: load balance, and size of the logits.
 
-Megatron's own are means over a micro-batch, so that its split would change them. These are of single sequences: the
-loss of a row is the same in any micro-batch, on any rank.
+Megatron's own losses are means over a micro-batch, and would depend on the batch's split. Here they are per sequence: a
+row's loss is equal in any micro-batch, on any rank.
 """
 
 from __future__ import annotations
@@ -25,9 +25,14 @@ from hpcrl.rollout.batch import Batch, Norms
 
 @dataclass(frozen=True)
 class _Tokens:
-    """A rank's tokens. rows: int64 [t], of the micro-batch, 0 for padding. shares: float32 [t], the part of each in the
-    mean over the mini-batch's sequences of means over their tokens; 0 for padding. lengths: float32 [B], of the rows on
-    all ranks."""
+    """A rank's tokens.
+
+    Attributes:
+        rows: int64 [t], each token's row in the micro-batch, 0 for padding.
+        shares: float32 [t], each token's share in the mean over the mini-batch's sequences of means over their tokens;
+            0 for padding.
+        lengths: float32 [B], the rows' lengths on all ranks.
+    """
 
     rows: Tensor
     shares: Tensor
@@ -35,13 +40,16 @@ class _Tokens:
 
 
 class RouterLosses:
-    """The losses of all routers of a rank: measured, and with their coefficients added to that of the mini-batch.
+    """The losses of all routers of a rank: measured, and added with their coefficients to the mini-batch's loss.
 
-    With the softmax p [E] of a token's logits (DeepSeek-V3: their sigmoids over the sum of these), and the share f [E]
-    of the choices in its sequence that fell on each of E experts, a token has
-    aux_loss * E * sum(f * p) + z_loss * logsumexp(logits)^2; f has no gradient, and is of choices without a bias. A
-    router sees one of num_parts parts of the tokens of its context parallel rank, `part` (sequence parallelism;
-    otherwise 1 and 0).
+    With the softmax p [E] of a token's logits (DeepSeek-V3: the sigmoids, normalised to sum 1), and the share f [E] of
+    its sequence's choices for each of E experts, a token has aux_loss * E * sum(f * p) + z_loss * logsumexp(logits)^2;
+    f has no gradient, and counts choices without a bias.
+
+    Args:
+        num_parts: with sequence parallelism, a router gets one of num_parts parts of its context parallel rank's
+            tokens; otherwise 1.
+        part: the number of this part; otherwise 0.
     """
 
     def __init__(self, chunks: Sequence[Any], own: MegatronConfig, num_parts: int, part: int):
@@ -49,7 +57,7 @@ class RouterLosses:
         self._adds = own.aux_loss > 0 or own.z_loss > 0
         self._num_parts, self._part = num_parts, part
         self.norms = Norms(1.0, 1.0)
-        self._sums = torch.zeros_like(self._coefficients)  # of both losses, since see_mini_batch()
+        self._sums = torch.zeros_like(self._coefficients)  # sums of both losses since see_mini_batch()
         self._group = parallel_state.get_tensor_and_context_parallel_group()
         self._tokens: list[OfMicroBatch[_Tokens]] = []
         self._scores: Callable[[Tensor], Tensor] = _softmax
@@ -61,14 +69,14 @@ class RouterLosses:
             router.gating = functools.partial(self._gating, router.gating, router.topk, tokens)
 
     def see_mini_batch(self, norms: Norms) -> None:
-        """The mini-batch to which the next micro-batches belong."""
+        """Set the mini-batch of the next micro-batches."""
         self.norms = norms
         self._sums.zero_()
 
     def stats(self, batch: Batch, rows: Sequence[int], num_layers: int) -> Stats:
-        """Both losses of these rows, the mini-batch of one data-parallel rank, as means over sequences and the
-        num_layers layers of the model that have experts, without coefficients. Collective over the ranks of the rows,
-        after the last micro-batch."""
+        """Both losses of these rows (the mini-batch of one data-parallel rank), as means over sequences and the model's
+        num_layers layers with experts, without coefficients. Collective over the ranks of the rows, after the last
+        micro-batch."""
         sums = self._sums.clone()
         for group in (self._group, parallel_state.get_pipeline_model_parallel_group()):
             if group.size() > 1:
@@ -83,7 +91,7 @@ class RouterLosses:
             tokens.expect_recomputation(recomputes)
 
     def see(self, batch: Batch, packed: Packed) -> None:
-        """The micro-batch of the next forward pass. Rows without a token to be learned have no losses."""
+        """Set the micro-batch of the next forward pass. Rows without a token to be trained on have no losses."""
         lengths = batch.lengths
         shares = packed.sources.new_zeros(len(packed.sources), dtype=torch.float32)
         rows = torch.zeros_like(packed.sources)
@@ -115,7 +123,7 @@ class RouterLosses:
             return _WithLoss.apply(logits, losses @ self._coefficients) if self._adds else logits
 
     def _chosen(self, logits: Tensor, topk: int, tokens: _Tokens) -> Tensor:
-        """float32 [B, E]: the choices of the tokens of each row, on all ranks that share it."""
+        """float32 [B, E]: the choices of each row's tokens, on all ranks that share the row."""
         real = (tokens.shares > 0).float()
         chosen = torch.zeros_like(logits).scatter_(1, logits.topk(topk, dim=-1).indices, 1.0) * real[:, None]
         counts = logits.new_zeros(len(tokens.lengths), logits.shape[-1]).index_add_(0, tokens.rows, chosen)
@@ -135,14 +143,14 @@ def _sigmoids(logits: Tensor) -> Tensor:
 
 
 def _weights(batch: Batch) -> Tensor:
-    """float32 [B]: the weights of rows; 0 of those without a token to be learned."""
+    """float32 [B]: weights of rows; 0 for rows without a token to be trained on."""
     learned = torch.zeros(batch.num_sequences, device=batch.row_ids.device)
     learned[batch.row_ids[batch.loss_mask]] = 1.0
     return learned if batch.weights is None else learned * batch.weights
 
 
 class _WithLoss(torch.autograd.Function):
-    """A tensor whose backward pass is also that of a loss."""
+    """Returns a tensor; its backward pass adds a loss's gradient."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, loss: Tensor) -> Tensor:

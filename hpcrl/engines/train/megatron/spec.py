@@ -25,7 +25,7 @@ class MegatronConfig(Section):
     tensor_parallel: Positive = 1
     """Ranks over which each matrix is split."""
     sequence_parallel: bool = False
-    """Split activations outside the matrices over the same ranks."""
+    """Split activations outside the matrices over the tensor parallel ranks."""
     pipeline_parallel: Positive = 1
     """Stages of consecutive layers."""
     virtual_pipeline: Positive = 1
@@ -45,29 +45,29 @@ class MegatronConfig(Section):
     num_layers_in_last_pipeline_stage: Positive | None = None
     """Layers of the last stage; null: as many as the stages between. Not with account_for_*."""
     recompute: Literal["none", "selective", "full"] = "selective"
-    """Activations recomputed in the backward pass: none, those within attention, or all except each layer's input. On
-    GPUs fused attention keeps none of its own, and selective is the same as none."""
+    """Activations recomputed in the backward pass: none, attention's own, or all except each layer's input. On GPUs
+    fused attention keeps none of its own, so selective equals none."""
     distributed_optimizer: bool = True
     """Shard the optimizer state over the data-parallel ranks."""
     overlap_gradients: bool = False
-    """Sum gradients over data-parallel ranks while the backward pass goes on."""
+    """Sum gradients over data-parallel ranks during the backward pass."""
     overlap_parameters: bool = False
-    """Gather the parameters that the distributed optimizer has updated during the next forward pass; with
+    """Gather the parameters updated by the distributed optimizer during the next forward pass; needs
     overlap_gradients."""
     aux_loss: NonNegative = 0.0
     """Mixture of experts: coefficient of the load-balancing loss of each sequence and layer, averaged over sequences
     (arXiv 2101.03961; per sequence: arXiv 2412.19437)."""
     z_loss: NonNegative = 0.0
-    """Mixture of experts: coefficient of the mean square of the log-sum-exp of router logits (arXiv 2202.08906), of
-    each sequence and layer, averaged over sequences."""
+    """Mixture of experts: coefficient of the mean squared log-sum-exp of router logits (arXiv 2202.08906), per sequence
+    and layer, averaged over sequences."""
 
     expert_bias_rate: NonNegative = 0.0
-    """Mixture of experts whose routers have a bias of each expert (DeepSeek-V3): change of a bias in a step, towards an
-    even load (arXiv 2408.15664; .001 in the model's own training). 0: they stay as they are."""
+    """Mixture of experts whose routers have a bias per expert (DeepSeek-V3): change of a bias in a step, towards an
+    even load (arXiv 2408.15664; .001 in the model's own training). 0: biases do not change."""
 
     @property
     def layers_of_ends(self) -> dict[str, int]:
-        """Of the keys of the first and the last stage's layers, those that are set."""
+        """The keys that set the first and the last stage's layers, if set."""
         return {key: count for key in ENDS if (count := getattr(self, key)) is not None}
 
     @property
@@ -82,7 +82,7 @@ class MegatronConfig(Section):
 
 
 def divide(config: Any, num_ranks: int) -> Division:
-    """In Megatron-Core's order of ranks (parallel_state, "tp-cp-ep-dp-pp"): neighbouring ranks share matrices, then
+    """In Megatron-Core's rank order (parallel_state, "tp-cp-ep-dp-pp"): neighbouring ranks share matrices, then
     sequences, then come copies of the model, then stages. A stage's ranks publish its layers."""
     megatron: MegatronConfig = config.trainer.section(MegatronConfig)
     if problems := list(indivisible(megatron, num_ranks)):
@@ -141,7 +141,7 @@ SPEC = TrainEngineSpec(
         "is compiled), or the image of env/apptainer/megatron.def"
     },
     tested={"megatron.core": "0.16."},
-    not_on_amd="its layers are of Transformer Engine, whose wheels are for CUDA",
+    not_on_amd="its layers come from Transformer Engine, whose wheels are for CUDA",
     deterministic=True,
     float32_head=True,
     router_replay=True,

@@ -21,27 +21,30 @@ def stage_traffic(
     stages: Sequence[StageLayers],
     numbers: Sequence[tuple[int, int]],
 ) -> list[list[Sent]]:
-    """What a rank of each stage sends. numbers: of the parameters outside experts and of experts on it.
+    """Bytes that a rank of each stage sends.
 
-    - Gradients, in fp32: a reduce-scatter among the copies of the model and the parts of sequences, of experts among
-      their copies; without the distributed optimizer an all-reduce. A tied embedding: an all-reduce of its gradient
-      between the first and the last stage.
-    - Parameters, in their type, after the update: an all-gather among the same ranks. With experts two of everything:
-      the optimizers of experts and of the rest each gather all buffers, unless overlap_parameters leaves it to the next
-      forward pass.
-    - Tensor parallelism: an all-reduce of the states of all tokens behind each pair of matrices (two a layer; a layer
-      of experts has one) in the forward pass, one before it in the backward pass, and one each at the embedding and at
-      the head. Sequence parallelism: a gather before a pair and a reduce-scatter behind it in place of the all-reduce,
-      the reverse in the backward pass, and a second gather of a pair's input there (arXiv 2205.05198).
-    - Context parallelism: keys and values are gathered in the forward pass and once more in the backward pass, and
-      their gradients summed by a reduce-scatter (as many bytes as Transformer Engine's ring).
-    - Experts: a token goes to each of its experts and back in both passes, all with all among the expert parallel
-      ranks; among expert tensor parallel ranks the tokens that arrive are gathered, and their results summed by a
-      reduce-scatter, and the reverse in the backward pass. Experts get equal shares of the tokens.
-    - Pipeline: the states of all tokens go from each chunk to the next, and their gradients back.
+    Args:
+        numbers: per stage, a rank's numbers of parameters outside experts, and of experts.
 
-    recompute=full exchanges what a layer's forward pass does once more. Numbers per token beside states (weights of
-    experts, log-probs) are not counted.
+    - Gradients, in fp32: a reduce-scatter among data and context parallel ranks, of experts among their copies; without
+      the distributed optimizer an all-reduce. A tied embedding: an all-reduce of its gradient between the first and the
+      last stage.
+    - Parameters, in their type, after the update: an all-gather among these ranks. With experts each is sent twice: the
+      optimizers of experts and of other parameters each gather all buffers, unless overlap_parameters leaves it to the
+      next forward pass.
+    - Tensor parallelism: an all-reduce of all tokens' states after each pair of matrices (two a layer; a layer of
+      experts has one) in the forward pass, one before it in the backward pass, and one each at the embedding and at the
+      head. Sequence parallelism: instead of the all-reduce a gather before a pair and a reduce-scatter after it, the
+      reverse in the backward pass, and a second gather of a pair's input there (arXiv 2205.05198).
+    - Context parallelism: keys and values are gathered in the forward pass and again in the backward pass, and their
+      gradients summed by a reduce-scatter (as many bytes as Transformer Engine's ring).
+    - Experts: each token is sent to its experts and back in both passes by an all-to-all among the expert parallel
+      ranks; expert tensor parallel ranks gather the received tokens and reduce-scatter the results, and the reverse in
+      the backward pass. Experts get equal shares of the tokens.
+    - Pipeline: each chunk sends all tokens' states to the next, which sends back their gradients.
+
+    recompute=full repeats the exchanges of a layer's forward pass. Numbers per token other than states (expert weights,
+    log-probs) are not counted.
     """
     return [
         [
@@ -97,7 +100,7 @@ def _activations(
 def _pairs(
     megatron: MegatronConfig, shape: ModelShape, states: int, num_layers: int, with_experts: int, ends: int
 ) -> Iterator[Sent]:
-    """What the tensor parallel ranks exchange; ends: how many of embedding and head are among the layers."""
+    """Traffic of the tensor parallel ranks; ends: how many of embedding and head are among the layers."""
     pairs, forwards = 2 * num_layers - with_experts, 2 if megatron.recompute == "full" else 1
     if not megatron.sequence_parallel:
         yield from exchanged(

@@ -10,11 +10,11 @@ from hpcrl.models.rope import rope_types
 from hpcrl.models.windows import attention_kinds
 
 SILU = ("silu", "swish")
-"""Names of the one activation that Megatron-Core's layers are given here."""
+"""Names of the only activation used in Megatron-Core's layers here."""
 
 
 def lacking(own: object, model: Mapping[str, Any]) -> Iterator[str]:
-    """See TrainEngineSpec.unsupported; the keys of the engine do not matter."""
+    """See TrainEngineSpec.unsupported; does not depend on the engine's keys."""
     family = family_of(model.get("model_type")).megatron
     if family is None:
         yield f"trains {', '.join(MEGATRON)}, not {model.get('model_type')}"

@@ -1,5 +1,4 @@
-"""The weights of a Megatron model under HF names: read slice by slice, gathered tensor by tensor, or the parts that
-ranks hold."""
+"""A Megatron model's weights under HF names: read slice by slice, gathered tensor by tensor, or as ranks' shards."""
 
 from __future__ import annotations
 
@@ -25,19 +24,19 @@ from hpcrl.engines.train.megatron.spec import MegatronConfig
 from hpcrl.spec.weight_layout import TensorShards, TensorSlice
 
 EXPERT_BIAS = "router.expert_bias"
-"""The end of the name of the bias of a router, which is in fp32 whatever the type of the parameters."""
+"""End of the name of a router's bias, which is fp32 whatever the parameters' type."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def state_of(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of a chunk, and the biases of its routers, which no optimizer moves."""
+    """A chunk's parameters, and its routers' biases, which no optimizer updates."""
     yield from chunk.named_parameters()
     yield from ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(EXPERT_BIAS))
 
 
 class TensorFiles(Mapping[str, Any]):
-    """The tensors of an HF folder by name, as slices that are read when they are indexed. ValueError if the folder has
-    no safetensors, or a file cannot be read."""
+    """An HF folder's tensors by name, as slices that are read when they are indexed. ValueError if the folder has no
+    safetensors, or a file cannot be read."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -73,7 +72,7 @@ class TensorFiles(Mapping[str, Any]):
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Where a rank stands in its pipeline stage, in Megatron's order of ranks."""
+    """A rank's coordinates in its pipeline stage, in Megatron's rank order."""
 
     stage: int
     tensor: int
@@ -88,9 +87,9 @@ class Coordinates:
 
 
 class HFWeights:
-    """The parameters of this rank's chunks, and how all ranks divide those of the model.
+    """The parameters of this rank's chunks, and how all ranks split the model's parameters.
 
-    Names are those of transformers in memory, where a layer's experts are one tensor.
+    Names are as in transformers' memory, where a layer's experts are one tensor.
     """
 
     def __init__(
@@ -101,7 +100,7 @@ class HFWeights:
         num_ranks: int,
         values: bool = False,
     ):
-        """values: the model is a critic's, whose head is zero if a folder has none."""
+        """values: the model is a critic's, whose head is zero if the folder has none."""
         self._values = values
         self._megatron, self._chunks, self._num_ranks = megatron, chunks, num_ranks
         self._description = model
@@ -126,14 +125,14 @@ class HFWeights:
         return table(self._description.json, layers, padded, stacked, self._values)
 
     def _own_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Of each chunk, under the names of the whole model. The second copy of a tied embedding is left out."""
+        """Parameters of each chunk, under the whole model's names. The second copy of a tied embedding is left out."""
         for chunk, layers in zip(self._chunks, self._stages[self._place.stage], strict=True):
             for name, parameter in state_of(chunk):
                 entry = self._find(self.table, name, layers[0] if layers else 0)
                 if entry.split is not None and not hasattr(parameter, "tensor_model_parallel"):
-                    # For the norm of the gradients; of weights, Megatron does it where it draws values.
+                    # For the gradient norm; Megatron sets it on weights only where it initialises them.
                     set_tensor_model_parallel_attributes(parameter, True, entry.split, 1)
-                if entry.expert is not None:  # Megatron takes experts that no ranks divide for copies
+                if entry.expert is not None:  # Megatron treats experts that no ranks split as copies
                     parameter.allreduce = False  # type: ignore[attr-defined]
                 if not (self.table.tied and name == HEAD):
                     yield entry.name, parameter
@@ -143,7 +142,7 @@ class HFWeights:
         return names.find(name, first_layer, self._place.expert * experts)
 
     def rank_of(self, entry: Entry, place: Coordinates | None = None) -> tuple[int, int]:
-        """(rank, ranks) among those that divide a tensor."""
+        """(rank, ranks) among the ranks that split a tensor."""
         place = place or self._place
         if entry.expert is not None:
             return place.expert_tensor, self._megatron.expert_tensor_parallel
@@ -153,7 +152,7 @@ class HFWeights:
 
     @torch.no_grad()
     def read(self, folder: Path) -> None:
-        """Fill the parameters from an HF folder. Each rank reads what it holds. ValueError names the first tensor that
+        """Fill the parameters from an HF folder. Each rank reads its own shards. ValueError names the first tensor that
         is missing or has another shape."""
         files = TensorFiles(folder)
         stacked = any(name.endswith("mlp.experts.gate_up_proj") for name in files)
@@ -173,14 +172,14 @@ class HFWeights:
         if name not in files:
             raise ValueError(f"model.path {folder}: the weights lack {name}")
         if (found := tuple(files[name].get_shape())) != shape:
-            raise ValueError(f"model.path {folder}: {name} has shape {list(found)}, config.json asks for {list(shape)}")
+            raise ValueError(f"model.path {folder}: {name} has shape {list(found)}, config.json requires {list(shape)}")
 
     # ---- whole tensors
 
     def whole(self, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> Iterator[tuple[str, Tensor]]:
-        """Whole copies under HF names of tensors that have the names and parts of this rank's parameters, or of some
-        of them; each in the type of dtypes, into which it is converted before it is exchanged. Collective over a
-        pipeline stage: every rank must exhaust it."""
+        """Unsharded copies, under HF names, of tensors with the names and parts of some or all of this rank's
+        parameters; each in the type of dtypes, converted before it is exchanged. Collective over a pipeline stage:
+        every rank must exhaust it."""
         for run in self._runs(self._place.stage):
             experts = [self._gathered(entry, tensors[entry.name], dtypes) for entry in run if entry.name in tensors]
             if not experts:
@@ -190,8 +189,8 @@ class HFWeights:
                 yield name, tensor.to(dtypes.get(name, tensor.dtype))
 
     def to_files(self) -> Iterator[tuple[str, Tensor]]:
-        """On rank 0, whole copies of the tensors of all stages under the names in files, where each expert has matrices
-        of its own; nothing on other ranks. Collective over the engine's ranks: every rank must exhaust it."""
+        """On rank 0, unsharded copies of all stages' tensors under the names in files, where each expert has separate
+        matrices; nothing on other ranks. Collective over the engine's ranks: every rank must exhaust it."""
         names, rank = self._table(stacked=False), dist.get_rank()
         by_expert = {entry.name: entry for entry in names.entries}
         per_stage = self._num_ranks // len(self._stages)
@@ -215,7 +214,7 @@ class HFWeights:
             assert own is None or next(own, None) is None
 
     def _runs(self, stage: int) -> Iterator[list[Entry]]:
-        """The tensors of a stage in order: one, or the same matrix of all experts of a layer."""
+        """A stage's tensors in order: one, or one matrix of all experts of a layer."""
         runs: dict[Any, list[Entry]] = defaultdict(list)
         for entry in self.table.entries:
             if self.stage_of(entry) == stage:
@@ -231,7 +230,7 @@ class HFWeights:
     def _gathered(self, entry: Entry, own: Tensor, dtypes: Mapping[str, torch.dtype]) -> Tensor:
         """The whole Megatron tensor."""
         kinds = {dtypes.get(rows.hf, own.dtype) for rows in entry.rows}
-        # Of query, key and value, those in another type are converted once more after the exchange.
+        # Query, key and value have one type in the exchange; where dtypes differ, they are converted again after it.
         own = own.detach().to(max(kinds, key=lambda dtype: dtype.itemsize), copy=True).contiguous()
         rank, ranks = self.rank_of(entry)
         if entry.split is None or ranks == 1:
@@ -253,7 +252,7 @@ class HFWeights:
             yield name, values
 
     def _stacked(self, run: Sequence[Entry], own: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """The matrices of all experts of a layer, of which this rank has some."""
+        """One matrix of all experts of a layer; this rank has some of them."""
         name = run[0].rows[0].hf
         mine = torch.stack(list(own))
         if self._megatron.expert_parallel > 1:
@@ -278,7 +277,7 @@ class HFWeights:
 
     @staticmethod
     def _dtype(entry: Entry, dtype: torch.dtype) -> torch.dtype:
-        """Of a tensor of a model whose parameters have this type."""
+        """A tensor's type in a model whose parameters have this type."""
         return torch.float32 if entry.name.endswith(EXPERT_BIAS) else dtype
 
     def _parts_of(self, run: Sequence[Entry], name: str) -> tuple[tuple[TensorSlice, tuple[int, ...]], ...]:
@@ -290,7 +289,7 @@ class HFWeights:
         return tuple((tensor_slice, tuple(ranks)) for tensor_slice, ranks in sorted(found.items()))
 
     def _box(self, run: Sequence[Entry], name: str, place: Coordinates) -> TensorSlice:
-        """The part of an HF tensor that a rank holds, or gathers because what it holds is not a box."""
+        """A rank's slice of an HF tensor; or the slice that it gathers because its own part is not one slice."""
         if run[0].expert is not None:
             each = len(run) // self._megatron.expert_parallel
             shape = self.table.shapes[name]
