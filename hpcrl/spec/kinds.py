@@ -91,7 +91,7 @@ def _installed(module: str) -> bool:
 class PipelineSpec(Spec):
     """`make` is called on rank 0 with the run (hpcrl.controller.context.Run, or hpcrl.controller.alone.Alone)."""
 
-    generates: bool = True
+    learns_from_rewards: bool = True
     """Whether it learns from generated responses and their rewards; otherwise from the answers of its rows."""
     learns: bool = True
     """Whether it changes the weights."""
