@@ -34,7 +34,7 @@ SIZES = {"num_heads": 2, "num_kv_heads": 1, "intermediate_size": 16}
         ([KL, *MODELS, "debug=rollout_only"], "reference.path: not read here, grpo has no reference"),
         (
             [KL, MODELS[1]],
-            "reference.path: the policy is a model that the run creates (model.tiny), whose vocabulary no other model "
+            "reference.path: the run creates the policy (model.tiny), and no other model has its "
             "has; give model.path, too",
         ),
         (

@@ -24,7 +24,7 @@ from hpcrl.rollout.types import FinishReason
 
 @dataclass(slots=True)
 class _Growing:
-    """A running request, whose last token is known from the start."""
+    """A waiting or running request. All its tokens are known from the start."""
 
     request: Request
     token_ids: np.ndarray
@@ -77,7 +77,7 @@ class FakeEngine:
     Args:
         lengths: the response length of a request; a response shorter than max_new_tokens ends with STOP.
         eos_id: stops a response unless ignore_eos, in addition to the request's stop ids.
-        stops: False: no stop token is generated. Stop strings never appear.
+        stops: whether stop tokens end a response. Stop strings are always ignored.
         shapes: accepted by load_weights; None for any.
         decode_s: step() sleeps this long per decode iteration.
         prefill_s: step() sleeps this long per request that gets a slot.
