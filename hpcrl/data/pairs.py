@@ -76,7 +76,7 @@ def _common(parts: list[Messages], where: str) -> int:
     if not count or parts[0][count - 1]["role"] not in ("user", "tool"):
         raise BadRow(
             f"{where}: chosen and rejected do not answer the same prompt: they first differ in message {count}, "
-            "which is no answer to a user turn"
+            "which does not follow a user or tool message"
         )
     return count
 

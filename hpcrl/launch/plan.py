@@ -172,7 +172,7 @@ def _debug(config: Config) -> str:
     fake = config.fake
     return {
         "rollout_only": "rollout_only: no log-probs, no optimizer step; the initial weights stay",
-        "train_only": f"train_only: generates nothing for training; step N trains on the stored rollouts of step N in {config.load_rollouts}",
+        "train_only": f"train_only: step N trains on the stored rollouts of step N in {config.load_rollouts}",
         "fake": "fake: engines without a model (only its tokenizer is used), with durations "
         f"{fake.decode_s:g} s per decode step, {fake.logprobs_s:g} s for the log-probs of a batch, {fake.train_s:g} s "
         f"per optimizer step; random rewards, {fake.pass_rate:.0%} pass",
@@ -274,7 +274,7 @@ def _asynchrony(config: Config) -> Iterator[tuple[str, str]]:
         )
         yield (
             "",
-            "      so their log-probs belong to no single policy; token/mixed_weights_ratio is the share of such responses",
+            "      so their log-probs belong to no single policy; token/mixed_weights_ratio is their share",
         )
 
 
