@@ -19,7 +19,7 @@ from hpcrl.config.abilities import check_family, check_length
 from hpcrl.config.folders import conf_dir, groups
 from hpcrl.config.reading import known_keys
 from hpcrl.config.renamed_keys import RENAMED, with_new_keys, with_new_names, words_with_new_names
-from hpcrl.launch.meanings import meaning
+from hpcrl.launch.key_docs import meaning
 from hpcrl.launch.presets import preset_of
 from hpcrl.rollout.scheduling.policies import SchedulerConfig
 from hpcrl.rollout.scheduling.scheduler import RolloutScheduler

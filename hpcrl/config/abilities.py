@@ -50,7 +50,7 @@ def check_built(config: Config) -> list[Problem]:
         elif (lacking := spec.lacking()) and config.cluster.container == "none":
             problems.append(Problem(path, f"{dotted(path)}: {name} is not installed; {install(lacking)}"))
         elif config.cluster.container == "none":
-            for module, known in spec.knows.items():
+            for module, known in spec.required_versions.items():
                 if not (version := version_of(module) or "(of no known version)").startswith(known):
                     text = f"{module} {version} is installed, and hpcrl's part for it is written for {known}*"
                     problems.append(Problem(path, f"{dotted(path)}: {text}; {install([spec.needs[module]])}"))

@@ -76,13 +76,13 @@ def lay_out(config: Config, layout: RoleLayout, step: int, sizes: Mapping[int, S
     """Which data-parallel rank trains on which of a step's samples, in which mini-batch, by their ids and sizes
     only."""
     parts = split_mini_batches(sorted(sizes), config.algorithm.num_mini_batches)
-    trainers, prompts = layout.division("trainer").heads, {sample: split_sample_id(sample)[0] for sample in sizes}
+    trainers, prompts = layout.division("trainer").leaders, {sample: split_sample_id(sample)[0] for sample in sizes}
     handle = BatchHandle(step, step, sizes, parts, assign_rows(sizes, parts, trainers, prompts), prompts=prompts)
     # Each learns by mini-batch and has its share of each; the reference only computes log-probs of the whole.
     for role, pieces in (("critic", parts), ("reference", [sorted(sizes)])):
-        if (heads := layout.division(role).heads) and heads != trainers:
-            same = next((rows for rows in handle.apart.values() if set(rows) == set(heads)), None)
-            handle.apart[role] = same or assign_rows(sizes, pieces, heads, prompts)
+        if (leaders := layout.division(role).leaders) and leaders != trainers:
+            same = next((rows for rows in handle.apart.values() if set(rows) == set(leaders)), None)
+            handle.apart[role] = same or assign_rows(sizes, pieces, leaders, prompts)
     return handle
 
 

@@ -13,7 +13,7 @@ class Stalled(RankSilent):
     """A rank made no progress with its files within the deadline of a command."""
 
 
-class LongWork:
+class PolledOperation:
     """Work of ranks beside their commands. answers: of finished ranks, by rank."""
 
     def __init__(self, controller: Controller, ranks: Iterable[int], doing: str):

@@ -70,7 +70,7 @@ class Trace:
         """Record the section of the configuration whose code a thread executes from now on; empty: none does."""
         self._map[_BESIDE] = section.encode()[:64].ljust(64, b"\0")
 
-    def go_on(self) -> None:
+    def report_progress(self) -> None:
         """Record that the main thread makes progress in a long activity."""
         self._floats[_SINCE] = time.monotonic()
 

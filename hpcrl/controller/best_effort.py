@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def decorate(what: str, make: Callable[[], T], instead: T) -> T:
+def best_effort(what: str, make: Callable[[], T], instead: T) -> T:
     """What `make` returns; if it fails, a line that names `what`, and `instead`."""
     try:
         return make()
