@@ -844,7 +844,7 @@ def test_config_imports_no_torch_and_composing_changes_no_folder(tmp_path: Path)
         ),
         (
             "cluster={name: slurm, time: '5', signal_lead_s: 300}",
-            "cluster.signal_lead_s: 300 s is not below the job's time limit of 300 s; give less",
+            "cluster.signal_lead_s: 300 s is not below the job's time limit of 300 s; lower it",
         ),
         ("cluster=null", "cluster: expected a section of keys, got None"),
         ("cluster.components={A: {}}", "cluster.components.A: expected a name of lower-case letters"),

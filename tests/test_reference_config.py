@@ -35,7 +35,7 @@ SIZES = {"num_heads": 2, "num_kv_heads": 1, "intermediate_size": 16}
         (
             [KL, MODELS[1]],
             "reference.path: the run creates the policy (model.tiny), and no other model has its "
-            "has; give model.path, too",
+            "vocabulary; give model.path, too",
         ),
         (
             [KL, *MODELS, "algorithm.ref_update_steps=5"],
