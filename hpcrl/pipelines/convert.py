@@ -14,7 +14,7 @@ from hpcrl.spec.kinds import PipelineSpec
 from hpcrl.spec.problems import Problem
 
 if TYPE_CHECKING:
-    from hpcrl.controller.rank0_only import Rank0Run
+    from hpcrl.controller.rank0_run import Rank0Run
 
 KEYS = {
     "--checkpoint": "convert.source",
