@@ -23,7 +23,7 @@ from hpcrl.cluster import slurm
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.cluster.placement import Placement
 from hpcrl.config import Config
-from hpcrl.messaging.bootstrap import Place, find_place
+from hpcrl.messaging.bootstrap import ProcessInfo, find_place
 from hpcrl.messaging.processes import rank_name
 from hpcrl.node.agent import Agent, Verdict
 from hpcrl.node.caches import cache_folders
@@ -201,7 +201,7 @@ def import_for(config: Config, layout: RoleLayout, ranks: Sequence[int]) -> None
         pass
 
 
-def run_rank(run_dir: Path, place: Place) -> int:
+def run_rank(run_dir: Path, place: ProcessInfo) -> int:
     """Run one rank, from joining the world to leaving it; return its exit code."""
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text(rank_name(place.index))
@@ -273,7 +273,7 @@ def run_rank(run_dir: Path, place: Place) -> int:
         worker.close()
 
 
-def _start_log(run_dir: Path, place: Place) -> None:
+def _start_log(run_dir: Path, place: ProcessInfo) -> None:
     """Start a rank's log: its standard error if an agent has started the rank, else a file in the same folder."""
     who = f"rank {place.index}"
     if place.launcher == "agent":

@@ -104,7 +104,7 @@ def test_without_folders_of_ones_own_an_unknown_name_says_where_one_would_be_sea
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv(FOLDERS, raising=False)
-    with pytest.raises(ConfigError, match=r"local, slurm \(HPCRL_CONF and \./conf have no folders of groups\)"):
+    with pytest.raises(ConfigError, match=r"local, slurm \(HPCRL_CONF and \./conf have no config groups\)"):
         load(["+cluster=mine"])
 
 
@@ -116,7 +116,7 @@ def test_without_folders_of_ones_own_an_unknown_name_says_where_one_would_be_sea
         (MINE.replace("override /", "override "), "Write override /algorithm, with the slash"),
         (
             MINE.replace("near", "nar"),
-            "mine.yaml, or what it builds on: algorithm: nar: no such algorithm; there are",
+            "mine.yaml, or an experiment in its defaults list: algorithm: nar: no such algorithm; there are",
         ),
         (MINE.replace("near", "nar"), "(in conf/algorithm, ./conf/algorithm); did you mean near?"),
         ("# @package _global_\nmax_steps: [\n", "conf"),

@@ -19,7 +19,7 @@ from hpcrl.config.abilities import check_family, check_length
 from hpcrl.config.folders import conf_dir, groups
 from hpcrl.config.reading import known_keys
 from hpcrl.config.renamed_keys import RENAMED, with_new_keys, with_new_names, words_with_new_names
-from hpcrl.launch.meanings import meaning
+from hpcrl.launch.key_docs import meaning
 from hpcrl.launch.presets import preset_of
 from hpcrl.rollout.scheduling.policies import SchedulerConfig
 from hpcrl.rollout.scheduling.scheduler import RolloutScheduler
@@ -262,7 +262,7 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
         ),
         (
             ["trainer.lora.rank=8", "algorithm.kl_loss_coef=.1", "algorithm.ref_update_steps=5"],
-            "algorithm.ref_update_steps: with adapters (trainer.lora.rank) the reference is the model without them",
+            "algorithm.ref_update_steps: with LoRA (trainer.lora.rank) the reference is the base model, ",
         ),
         (
             ["algorithm.ref_update_steps=5"],
@@ -312,11 +312,11 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
         (["model.tiny.hidden_size=20"], "model.tiny.hidden_size: 20 must be a multiple of"),
         (
             ["env=scripted", "data.max_prompt_tokens=2000"],
-            "data.max_prompt_tokens: 2 turns of 2000 + 256 = 4512 tokens",
+            "data.max_prompt_tokens: 2 turns x (2000 + 256) = 4512 tokens",
         ),
         (
             ["env=scripted", "data.max_prompt_tokens=300", "env.default.max_turns=50"],
-            "data.max_prompt_tokens: 50 turns of 300 + 256 = 27800 tokens exceed "
+            "data.max_prompt_tokens: 50 turns x (300 + 256) = 27800 tokens exceed "
             "model.tiny.max_position_embeddings = 4096; env.NAME.max_sequence_tokens=4096 ends episodes that reach it",
         ),
         (
@@ -434,7 +434,7 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
             ["env=scripted", "env.default.timeout_s=300", "timeouts.command_s=60"],
             "env.default.timeout_s: 300 must be below timeouts.command_s, which is 60",
         ),
-        (["rollout.extra_members=16384"], "rollout.extra_members: with group_size 8 at most 16375"),
+        (["rollout.extra_members=16384"], "rollout.extra_members: 16384 with group_size 8; use at most 16375"),
         (
             ["algorithm.loss_aggregation=seq-mean-token-sum-norm"],
             "algorithm.loss_aggregation: seq-mean-token-sum-norm divides by algorithm.loss_norm_tokens; give it",
@@ -844,7 +844,7 @@ def test_config_imports_no_torch_and_composing_changes_no_folder(tmp_path: Path)
         ),
         (
             "cluster={name: slurm, time: '5', signal_lead_s: 300}",
-            "cluster.signal_lead_s: 300 s is not below the job's time limit of 300 s; give less",
+            "cluster.signal_lead_s: 300 s is not below the job's time limit of 300 s; lower it",
         ),
         ("cluster=null", "cluster: expected a section of keys, got None"),
         ("cluster.components={A: {}}", "cluster.components.A: expected a name of lower-case letters"),

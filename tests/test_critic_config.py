@@ -33,7 +33,10 @@ def refused(*words: str) -> list[str]:
         (["pipeline=sft", "critic.path=x"], "critic.path: not read here, sft has no critic"),
         ([PPO, "critic.min_lr=1e-6"], "critic.min_lr: not read here, the learning rate is constant"),
         ([PPO, "critic.engine=fake"], "critic.engine: expected fsdp2 or megatron or deepspeed, got 'fake'"),
-        ([PPO, "critic.warmup_steps=5", "max_steps=5"], "critic.warmup_steps: 5 of max_steps=5 steps leave none"),
+        (
+            [PPO, "critic.warmup_steps=5", "max_steps=5"],
+            "critic.warmup_steps: 5 of max_steps=5 leaves no step that trains",
+        ),
         (
             [PPO, "debug=rollout_only"],
             "algorithm.advantage_estimator: gae needs values, and debug=rollout_only has no critic",

@@ -118,8 +118,8 @@ def test_the_plan_of_an_asynchronous_run_says_what_its_log_probs_are(tmp_path: P
     alone = launch(*words, "algorithm.correction=none", at=tmp_path).stdout
     assert "correction: none" in alone and "note: without correction (algorithm.correction=none)" in alone
     bypass = launch(*words, "~algorithm.correction", "algorithm.ratio_to=generator", at=tmp_path).stdout
-    assert "correction: none, the loss has the ratio of each token to the generator's log-probs" in bypass
-    assert "log-probs belong to no single policy: token/mixed_weights_ratio" in plan
+    assert "correction: none, the loss uses the ratio to the generator's probabilities per token" in bypass
+    assert "log-probs belong to no single policy; token/mixed_weights_ratio" in plan
     assert "no single policy" not in launch(*words, "rollout.on_new_weights=recompute", at=tmp_path).stdout
     assert "async " not in launch(*words, "rollout.max_staleness=0", at=tmp_path).stdout
 

@@ -34,8 +34,8 @@ SIZES = {"num_heads": 2, "num_kv_heads": 1, "intermediate_size": 16}
         ([KL, *MODELS, "debug=rollout_only"], "reference.path: not read here, grpo has no reference"),
         (
             [KL, MODELS[1]],
-            "reference.path: the policy is a model that the run creates (model.tiny), whose vocabulary no other model "
-            "has; give model.path, too",
+            "reference.path: the run creates the policy (model.tiny), and no other model has its "
+            "vocabulary; give model.path, too",
         ),
         (
             [KL, *MODELS, "algorithm.ref_update_steps=5"],

@@ -1,11 +1,11 @@
 """The surrogate of GMPO, geometric-mean policy optimisation (arXiv 2507.20673).
 
-d_t = lp - old, cut where it moved far in the direction of the advantage: at pg_clip_high if A > 0, at -pg_clip_low if
-      A < 0. Cut tokens have no gradient
+d_t = lp - old, clipped where it moved far in the direction of the advantage: at pg_clip_high if A > 0, at
+      -pg_clip_low if A < 0. Clipped tokens have no gradient
 L_t = -exp(mean of d over the response) A, for each token of the response
 
-One token far off changes a geometric mean little, so the bounds can be wider than PPO's: .4 in the paper, as bounds of
-the log-ratio. The mean of L over a response is the paper's loss (loss_aggregation=seq-mean-token-mean).
+One outlier token changes a geometric mean little, so the clip range can be wider than in PPO: the paper clips the
+log-ratio at .4. The mean of L over a response is the paper's loss (loss_aggregation=seq-mean-token-mean).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from hpcrl.spec.policy_loss import PolicyLoss
 
 
 def gmpo(config: PolicyLoss, tokens: PolicyTokens) -> tuple[Tensor, Tensor]:
-    """(loss, clipped), [M] each, see the module's docstring. A token's loss has the gradient of all of its response's
-    tokens."""
+    """(loss, clipped), [M] each, see the module's docstring. The gradient of a token's loss flows to all tokens of
+    the response."""
     difference, advantages = tokens.logprobs - tokens.old_logprobs, tokens.advantages
     bounded = torch.where(
         advantages >= 0, difference.clamp(max=config.pg_clip_high), difference.clamp(min=-config.pg_clip_low)

@@ -82,7 +82,8 @@ class RewardTable:
         )
 
     def domain_ids(self) -> tuple[list[str], Tensor]:
-        """(names, int64 [N]): the domains, and which of them each row belongs to; without a name if none lists it."""
+        """(names, ids int64 [N]): the domains' names, and for each row the index of its domain; index 0, named "", for
+        rows in no domain."""
         names = ["", *sorted(self.domains)]
         ids = torch.zeros_like(self.group_ids)
         for number, name in enumerate(names[1:], 1):
@@ -108,8 +109,8 @@ class Outputs:
 
 
 class Adaptive:
-    """The base of an advantage estimator or an objective with coefficients that change from step to step. Both read
-    equal coefficients."""
+    """The base of an advantage estimator or an objective with coefficients that change from step to step. The
+    estimator and the objective of an algorithm read the same coefficients."""
 
     coefficients: Coefficients = MappingProxyType({})
     """The step's coefficients, set before each command; empty in the first step of a run."""
@@ -138,7 +139,8 @@ class Objective(Adaptive, ABC):
     temperature: float = 1.0
     """Logits are divided by this before log-probs and entropies are taken."""
     reads: frozenset[str] = frozenset()
-    """Fields of the batch that must be filled beforehand: any of advantages, old_logprobs, ref_logprobs, values."""
+    """Fields of the batch that must be filled beforehand: any of advantages, old_logprobs, old_entropies, ref_logprobs,
+    values."""
     outputs: frozenset[str] = frozenset()
     """Optional fields of Outputs that the loss needs, with gradients."""
     logged: frozenset[str] = frozenset()
@@ -171,7 +173,7 @@ class Objective(Adaptive, ABC):
 
 @dataclass(frozen=True)
 class Algorithm:
-    """An objective and its advantage estimator; None for objectives that read no advantages."""
+    """An objective and its advantage estimator; estimator is None if the objective reads no advantages."""
 
     objective: Objective
     estimator: AdvantageEstimator | None = None

@@ -38,8 +38,9 @@ def advantage_stats(batch: Batch) -> Stats:
 
 
 def domain_stats(batch: Batch, table: RewardTable) -> Stats:
-    """`domain/DOMAIN/...`: all statistics above, and the KL divergence to the reference (k3), of this rank's rows in
-    each domain, after the advantage estimator. Empty for a step of one domain."""
+    """`domain/DOMAIN/...`: for this rank's rows of each domain, the statistics of batch_stats() and
+    advantage_stats(), and the KL divergence to the reference (k3). Called after the advantage estimator. Empty for a
+    step of one domain."""
     stats: Stats = {}
     names, ids = table.domain_ids()
     for number, name in enumerate(names):
@@ -47,7 +48,7 @@ def domain_stats(batch: Batch, table: RewardTable) -> Stats:
         rows = torch.isin(batch.group_ids, table.group_ids[chosen]).nonzero()[:, 0].tolist()
         if not name or not rows or len(table.domains) < 2:
             continue
-        narrow = {field: tensor for field, tensor in batch.columns.items() if tensor.dim() == 1}  # without large ones
+        narrow = {field: tensor for field, tensor in batch.columns.items() if tensor.dim() == 1}  # the small ones
         own = replace(batch, columns=narrow, texts={}).select(rows)
         found = batch_stats(own, table.select(chosen)) | advantage_stats(own)
         if own.ref_logprobs is not None and own.old_logprobs is not None:
@@ -89,7 +90,7 @@ class LossSums:
     def __init__(self, batch: Batch, rows: Tensor, coefficients: Tensor, mode: Aggregation):
         self._rows, self._num_rows = rows, batch.num_sequences
         self._token_weights = batch.weights[rows]
-        counts = row_sums(torch.ones_like(rows), rows, self._num_rows)  # bincount would wait for a GPU
+        counts = row_sums(torch.ones_like(rows), rows, self._num_rows)  # bincount would synchronise with the GPU
         self._row_counts = counts.clamp(min=1)
         self._row_weights = batch.weights * (counts > 0)
         self._by_token = mode == "token-mean"
@@ -123,8 +124,8 @@ class LossSums:
 
     def add_train_infer(self, old: Tensor, gen: Tensor) -> None:
         """Ratios of the trainer's to the generator's probabilities for each token, and their differences, under ROLL's
-        names: per token; per sequence the geometric mean of the ratios and the mean of the differences; and per whole
-        sequence the product and the sum."""
+        names: token: each token; geometric: geometric mean of the ratios and mean of the differences of a sequence;
+        sequence: product of the ratios and sum of the differences."""
         diff = old.exp() - gen.exp()
         ratios, diffs = (row_sums(values, self._rows, self._num_rows) for values in (old - gen, diff))
         self.add_tokens("actor/train_infer_ratio_token_mean", _exp(old - gen))
@@ -135,8 +136,8 @@ class LossSums:
 
     def add_mismatch(self, old: Tensor, gen: Tensor, on_policy: Tensor) -> None:
         """Absolute differences of probabilities, and estimates of KL(generator || trainer) from the generator's tokens
-        (k1, and k3 with less variance: functional.kl_divergence). On-policy tokens (bool [M]), for which both compute
-        the same function, are reported separately from stale tokens, which the generator drew with other weights."""
+        (k1, and k3 with less variance: functional.kl_divergence). On-policy tokens (on_policy, bool [M]), generated
+        with the trainer's weights, are reported separately from stale tokens, generated with other weights."""
         diff = (old.exp() - gen.exp()).abs()
         k1, k3 = kl_divergence(gen, old, "k1"), kl_divergence(gen, old, "k3")
         self.add_tokens("mismatch/token_ratio", on_policy.float())

@@ -105,7 +105,7 @@ class RoleLayout:
 
 def needed_roles(config: Config) -> tuple[RoleName, ...]:
     """The roles that the run needs, in addition to the controller."""
-    if config.pipeline_spec.alone:
+    if config.pipeline_spec.rank0_only:
         return ()
     asked = {role for _, _, spec in chosen(config) for role in spec.roles}
     return tuple(

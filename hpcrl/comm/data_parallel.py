@@ -18,14 +18,16 @@ class DataParallel:
     group."""
 
     def __init__(self, world: World, role: str, division: Division):
-        group, across = division.inside(world.rank), division.across(world.rank)
+        group, data_parallel_peers = division.group_of(world.rank), division.data_parallel_peers(world.rank)
         self.is_head, self.holds_outputs = world.rank == group[0], world.rank in division.outputs
         self.num_data_parallel = len(division.groups)
         self._output = group.index(next(rank for rank in division.outputs if rank in group))
         self._across: Any = dist.group.WORLD
         self._inside: Any = None
         if division.is_split:
-            self._across = world.group(f"{role}/across/{across[0]}", across, 0, of_engine=True)
+            self._across = world.group(
+                f"{role}/across/{data_parallel_peers[0]}", data_parallel_peers, 0, of_engine=True
+            )
             self._inside = world.group(f"{role}/inside/{group[0]}", group, 0, of_engine=True)
 
     def broadcast(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from hpcrl.messaging.messages import Move
 Fields = Sequence[tuple[str, np.dtype]]
 RaggedFields = Sequence[tuple[str, np.dtype, str]]
 """Name, dtype, and the row field with the number of values of each row."""
-Sizes = Sequence[tuple[str, np.dtype, int]]
+FieldSizes = Sequence[tuple[str, np.dtype, int]]
 """Name, dtype and number of values of each field of a move, in the order in which they travel."""
 Arrays = Mapping[str, Sequence[np.ndarray]]
 """One array per sample of each field."""
@@ -75,7 +75,7 @@ class TransferGroup:
         own = [move for move in moves if rank in (move.source, move.dest)]
         errors: list[PeerLost] = []
 
-        def parcel(move: Move, sizes: Sizes, arrays: Arrays) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        def parcel(move: Move, sizes: FieldSizes, arrays: Arrays) -> tuple[np.ndarray, dict[str, np.ndarray]]:
             return _gather(move, sizes, arrays) if move.source == rank and move.samples else _buffer(sizes)
 
         def post(move: Move, buffer: np.ndarray) -> Any:
@@ -127,7 +127,7 @@ def _noting(move: Move, rank: int, errors: list[PeerLost]) -> Iterator[None]:
         errors.append(PeerLost(move.dest if move.source == rank else move.source, str(error)))
 
 
-def _sizes(move: Move, token_fields: Fields, row_fields: Fields, text: str) -> Sizes:
+def _sizes(move: Move, token_fields: Fields, row_fields: Fields, text: str) -> FieldSizes:
     """The fields of a move whose numbers of values it tells."""
     tokens, rows = sum(move.lengths), len(move.samples)
     sizes = [*((name, d, tokens) for name, d in token_fields), *((name, d, rows) for name, d in row_fields)]
@@ -136,7 +136,7 @@ def _sizes(move: Move, token_fields: Fields, row_fields: Fields, text: str) -> S
     return sizes
 
 
-def _buffer(sizes: Sizes) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def _buffer(sizes: FieldSizes) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Room for fields as bytes, and the fields as views into it."""
     buffer = np.empty(sum(dtype.itemsize * count for _, dtype, count in sizes), np.uint8)
     fields, at = {}, 0
@@ -146,7 +146,7 @@ def _buffer(sizes: Sizes) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     return buffer, fields
 
 
-def _gather(move: Move, sizes: Sizes, arrays: Arrays) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def _gather(move: Move, sizes: FieldSizes, arrays: Arrays) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """A move filled on the rank that holds its samples, directly in the buffer: an intermediate array per field would
     cost more than the transfer."""
     buffer, fields = _buffer(sizes)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hpcrl.comm.batched_p2p import Transfer, begin
 from hpcrl.comm.weight_plan import arriving_dtype
-from hpcrl.comm.weight_transfer import Channel, inside
+from hpcrl.comm.weight_transfer import UpdateGroup, inside
 from hpcrl.spec.weight_layout import RequiredSlices, TensorShards, TensorSlice, full_slice, intersection
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -93,7 +93,7 @@ class LoadedSums:
         return [self._layout[number].name for number in (self.sums != expected).nonzero()[:, 0].tolist()]
 
 
-def add_sums(channel: Channel, rank: int, trainers: Sequence[int], own: Tensor) -> Tensor:
+def add_sums(channel: UpdateGroup, rank: int, trainers: Sequence[int], own: Tensor) -> Tensor:
     """int64 [tensors]: the sum of all trainers' shard_checksums() for this rank of the replica. Called by the trainers,
     with `own`, and by the replica's ranks; only these use the result."""
     transfers, got = [], []

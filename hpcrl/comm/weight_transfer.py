@@ -33,7 +33,7 @@ senders of later steps, which must not time out before it."""
 
 
 @dataclass(frozen=True)
-class Channel:
+class UpdateGroup:
     """A group of all trainer ranks and one replica's ranks, and the plan of its updates.
 
     Attributes:
@@ -107,16 +107,16 @@ class _Message:
         return contents[0] == contents[1]
 
 
-class Schedule:
+class SendSchedule:
     """A trainer rank's sends in an update: equal in every update."""
 
-    def __init__(self, rank: int, channels: Mapping[int, Channel]):
+    def __init__(self, rank: int, channels: Mapping[int, UpdateGroup]):
         self.rank, self.channels = rank, channels
         self.layout = next(iter(channels.values())).layout
         self.parts = [held.part_of(rank) for held in self.layout]
         holders = {holder for held in self.layout for _, some in held.parts for holder in some}
         self.steps: list[list[_Message]] = []
-        planned: dict[int, Channel] = {}
+        planned: dict[int, UpdateGroup] = {}
         for key, channel in channels.items():
             alike = holders.isdisjoint(channel.needs)  # with equal needs, such replicas have equal plans
             same = (k for k, c in planned.items() if alike and [*c.needs.values()] == [*channel.needs.values()])
@@ -133,7 +133,7 @@ class Schedule:
         for message in itertools.chain.from_iterable(self.steps):
             message.receivers += [(key, ranks[receiver]) for other, receiver in message.receivers if other == twin]
 
-    def _add_channel(self, key: int, channel: Channel) -> None:
+    def _add_channel(self, key: int, channel: UpdateGroup) -> None:
         for number, all_pieces in enumerate(channel.steps):
             if number == len(self.steps):
                 self.steps.append([])
@@ -149,20 +149,20 @@ class Schedule:
                 message.receivers.append((key, receiver))
 
 
-class Sending:
+class WeightSender:
     """A trainer rank's side of one update.
 
     Args:
         weights: this rank's shard of every tensor of which it holds one, in layout order.
-        patience_s: a receiver that does not take a step within this time, in early steps a fifth less, counts as
+        send_timeout_s: a receiver that does not take a step within this time, in early steps a fifth less, counts as
             failed.
 
     `errors` has the first error of each failed channel; the rest of its messages are skipped, and the other channels
     continue.
     """
 
-    def __init__(self, schedule: Schedule, keys: Collection[int], weights: Iterator[Tensor], patience_s: float):
-        self._schedule, self._patience_s = schedule, patience_s
+    def __init__(self, schedule: SendSchedule, keys: Collection[int], weights: Iterator[Tensor], send_timeout_s: float):
+        self._schedule, self._patience_s = schedule, send_timeout_s
         self._keys = [key for key in schedule.channels if key in keys]
         self.errors: dict[int, RuntimeError] = {}
         self.own: dict[int, Tensor] = {}  # by step: this rank's messages to itself, as it also generates
@@ -174,7 +174,7 @@ class Sending:
         self._buffers = [torch.empty(schedule.most_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
         self._works: dict[int, list[tuple[int, Begun]]] = defaultdict(list)
 
-    def advance(self, channel: Channel, receives: Sequence[Transfer]) -> Begun:
+    def advance(self, channel: UpdateGroup, receives: Sequence[Transfer]) -> Begun:
         """Start the next step, together with these receives in their channel: two ranks that send to each other in two
         batches could both wait to receive. RuntimeError if the channel has failed."""
         key = next(key for key in self._keys if self._schedule.channels[key] is channel)
@@ -262,10 +262,10 @@ class _Arrival:
     place: int
 
 
-class Receiving:
+class WeightReceiver:
     """A generator rank's receives in an update: equal in every update. num_bytes: of all its messages."""
 
-    def __init__(self, rank: int, channel: Channel):
+    def __init__(self, rank: int, channel: UpdateGroup):
         self.rank, self.channel = rank, channel
         self.pieces: list[dict[int, list[Piece]]] = []  # by step and sender, in message order
         self._arrivals: dict[int, list[_Arrival]] = defaultdict(list)  # by tensor
@@ -280,7 +280,7 @@ class Receiving:
         self.sizes = [{s: sum(padded(p.num_bytes) for p in own) for s, own in pieces.items()} for pieces in self.pieces]
         self.num_bytes = sum(sum(sizes.values()) for sizes in self.sizes)
 
-    def tensors(self, sending: Sending | None = None) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, sending: WeightSender | None = None) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of every tensor with slices that this rank requires, each valid until the next is drawn.
 
         A tensor has its full shape; numbers outside the required slices are arbitrary. sending: this rank's own side of
@@ -318,7 +318,7 @@ class Receiving:
 class _Arrived:
     """An update's messages as they arrive: one step's, and the next step's in a second buffer."""
 
-    def __init__(self, receiving: Receiving, sending: Sending | None):
+    def __init__(self, receiving: WeightReceiver, sending: WeightSender | None):
         self._of, self._sending, self._channel = receiving, sending, receiving.channel
         widest = max(sum(size for sender, size in s.items() if sender != receiving.rank) for s in receiving.sizes)
         self._buffers = [torch.empty(widest, dtype=torch.uint8, device=self._channel.device) for _ in range(2)]

@@ -153,7 +153,7 @@ def describe(run_dir: Path, job: slurm.Job | None, now: float) -> str:
     runs = _runs(run, job)
     if config is not None:
         rows += _where(run, config)
-    if run.values and not (config is not None and config.pipeline_spec.alone):
+    if run.values and not (config is not None and config.pipeline_spec.rank0_only):
         rows.append(("step", _progress(run, now, runs)))
         if config is not None and (runs or not run.finished):
             rows += [("time", text) for text in _time(run, config, job if runs else None, now)]
@@ -171,7 +171,7 @@ def line(run_dir: Path, job: slurm.Job | None, now: float) -> str:
     """The run in one line."""
     run = RunFolder(run_dir)
     word = state(run, job).split(":")[0]
-    if not run.values or (run.config is not None and run.config.pipeline_spec.alone):
+    if not run.values or (run.config is not None and run.config.pipeline_spec.rank0_only):
         return f"{run_dir.name:<24}{word}"
     reward = [f"{name} {form.format(found[1])}" for metric, name, form in SHOWN[:2] if (found := run.newest(metric))]
     left = run.seconds_left()

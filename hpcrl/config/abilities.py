@@ -50,7 +50,7 @@ def check_built(config: Config) -> list[Problem]:
         elif (lacking := spec.lacking()) and config.cluster.container == "none":
             problems.append(Problem(path, f"{dotted(path)}: {name} is not installed; {install(lacking)}"))
         elif config.cluster.container == "none":
-            for module, known in spec.knows.items():
+            for module, known in spec.required_versions.items():
                 if not (version := version_of(module) or "(of no known version)").startswith(known):
                     text = f"{module} {version} is installed, and hpcrl's part for it is written for {known}*"
                     problems.append(Problem(path, f"{dotted(path)}: {text}; {install([spec.needs[module]])}"))
@@ -115,13 +115,11 @@ def _optimizers(config: Config) -> Iterator[Problem]:
 
 
 def _lora(config: Config) -> Iterator[Problem]:
-    """Report adapters with an engine without adapter support, or an updated reference, which is the frozen weights."""
+    """Report an engine without adapter support, and updates of a reference that is the frozen base model."""
     if config.lora is None:
         return
     if config.uses_reference and config.reference_is_base and config.algorithm.ref_update_steps is not None:
-        text = (
-            "with adapters (trainer.lora.rank) the reference is the model without them, which does not change; use null"
-        )
+        text = "with LoRA (trainer.lora.rank) the reference is the base model, which never changes; use null"
         path = ("algorithm", "ref_update_steps")
         yield Problem(path, f"algorithm.ref_update_steps: {text}", (("trainer", "lora", "rank"),))
     for role, runs, table in (
@@ -136,11 +134,12 @@ def _lora(config: Config) -> Iterator[Problem]:
 
 
 def _reference(config: Config) -> Iterator[Problem]:
-    """A model as the reference whose vocabulary cannot be compared, or that the policy's weights would replace."""
+    """Report a reference.path whose vocabulary cannot be compared with the policy's, or that ref_update_steps would
+    replace."""
     if not config.uses_reference or config.reference.path is None:
         return
     if config.model.path is None:
-        text = "the policy is a model that the run creates (model.tiny), whose vocabulary no other model has"
+        text = "the run creates the policy (model.tiny), and no other model has its vocabulary"
         yield Problem(("reference", "path"), f"reference.path: {text}; give model.path, too", (("model", "path"),))
     if config.learns_from_rewards and (every := config.algorithm.ref_update_steps) is not None:
         path = ("algorithm", "ref_update_steps")
@@ -179,7 +178,8 @@ def _segments(config: Config) -> Iterator[Problem]:
 
 
 def _critic(config: Config) -> Iterator[Problem]:
-    """Report a critic whose engine has none, that never lets the policy train, or whose values nothing computes."""
+    """Report a critic that its engine does not support, a critic warm-up that leaves no policy step, and a missing
+    critic."""
     name = str(getattr(config.algorithm, "advantage_estimator", ""))
     if (
         config.learns_from_rewards
@@ -200,8 +200,8 @@ def _critic(config: Config) -> Iterator[Problem]:
         text = f"deterministic: the {engine} critic is not deterministic; use false{instead}"
         yield Problem(("deterministic",), text, (CRITIC_ENGINE,))
     if critic.warmup_steps >= config.max_steps:
-        text = f"{critic.warmup_steps} of max_steps={config.max_steps} steps leave none that trains the policy"
-        yield Problem(("critic", "warmup_steps"), f"critic.warmup_steps: {text}; use less", (("max_steps",),))
+        text = f"{critic.warmup_steps} of max_steps={config.max_steps} leaves no step that trains the policy"
+        yield Problem(("critic", "warmup_steps"), f"critic.warmup_steps: {text}; use fewer", (("max_steps",),))
     if critic.lr_schedule != "constant" and critic.min_lr > critic.lr:
         text = f"critic.min_lr: {critic.min_lr:g} is above critic.lr, which is {critic.lr:g}"
         yield Problem(("critic", "min_lr"), text, (("critic", "lr"),))
@@ -213,7 +213,7 @@ def check_length(config: Config, limit: int, name: str) -> Iterator[Problem]:
     turns = config.max_sequence_turns
     total = config.max_sequence_tokens
     if total > limit:
-        sum_of = f"prompt {prompt} + response {response}" if turns == 1 else f"{turns} turns of {prompt} + {response}"
+        sum_of = f"prompt {prompt} + response {response}" if turns == 1 else f"{turns} turns x ({prompt} + {response})"
         sum_of = sum_of if total == turns * config.max_turn_tokens else "env.NAME.max_sequence_tokens"
         text = f"data.max_prompt_tokens: {sum_of} = {total} tokens exceed {name} = {limit}"
         if turns > 1 and config.max_turn_tokens <= limit:

@@ -159,7 +159,7 @@ def _policy_loss(config: Config) -> Iterator[Problem]:
 
 
 def _thresholds(config: Config, rollout: RolloutConfig, at: Path) -> Iterator[Problem]:
-    """Report filters of a section that no group passes."""
+    """Report filters, of one section, that would reject every group."""
     low, high, key = rollout.filter_mean_low, rollout.filter_mean_high, ".".join(map(str, at))
     if low is not None and high is not None and low >= high:
         text = f"{key}.filter_mean_low: {low:g} must be below {key}.filter_mean_high, which is {high:g}"
@@ -258,7 +258,8 @@ def _redundancy(config: Config) -> Iterator[Problem]:
         yield Problem(members, text, (("deterministic",),))
     count = rollout.group_size + rollout.extra_members
     if count > MAX_MEMBERS:
-        text = f"rollout.extra_members: with group_size {rollout.group_size} at most {MAX_MEMBERS - rollout.group_size}"
+        size, most = rollout.group_size, MAX_MEMBERS - rollout.group_size
+        text = f"rollout.extra_members: {rollout.extra_members} with group_size {size}; use at most {most}"
         yield Problem(members, text, (("rollout", "group_size"),))
 
 
@@ -269,8 +270,8 @@ def check_replicas(config: Config, replicas: int) -> Iterator[Problem]:
     rollout, layout, cap = config.rollout, ("layout", "generator"), ("generator", "max_requests")
     if rollout.min_replicas > replicas:
         text = (
-            f"rollout.min_replicas: {rollout.min_replicas}, but layout.generator gives {replicas} replicas; lower it "
-            "or raise layout.generator.num_ranks"
+            f"rollout.min_replicas: {rollout.min_replicas}, but layout.generator gives {replicas} replicas; lower "
+            "rollout.min_replicas or raise layout.generator.num_ranks"
         )
         yield Problem(("rollout", "min_replicas"), text, (layout,))
     room, greedy = replicas * config.generator.most_requests, config.algorithm_spec.greedy_baseline
@@ -279,19 +280,19 @@ def check_replicas(config: Config, replicas: int) -> Iterator[Problem]:
     if config.generator.max_requests is not None and members > room:
         text = (
             f"generator.max_requests: {config.generator.max_requests}: a prompt has {members} responses, {has}; raise "
-            "it or lower rollout.group_size"
+            "generator.max_requests or lower rollout.group_size"
         )
         yield Problem(cap, text, (("rollout", "group_size"), layout))
     elif rollout.extra_members and members > room:
         text = (
             f"rollout.extra_members: a prompt has {members} responses, {has}, so redundant responses only start "
-            "after others have ended; raise generator.max_requests or lower it"
+            "after others have ended; raise generator.max_requests or lower rollout.extra_members"
         )
         yield Problem(("rollout", "extra_members"), text, (cap, layout))
     if rollout.extra_prompts and rollout.extra_prompts * members > room:
         text = (
             f"rollout.extra_prompts: {rollout.extra_prompts} redundant prompts have {rollout.extra_prompts * members} "
-            f"responses, {has}; lower it or raise generator.max_requests"
+            f"responses, {has}; lower rollout.extra_prompts or raise generator.max_requests"
         )
         yield Problem(("rollout", "extra_prompts"), text, (cap, layout))
 
@@ -387,13 +388,14 @@ def _user_code(config: Config) -> Iterator[Problem]:
         if config.turn_timeout_s(env) >= config.timeouts.command_s:
             text = (
                 f"{name}.timeout_s: {config.turn_timeout_s(env):g} must be below timeouts.command_s, which is "
-                f"{config.timeouts.command_s:g}: after that the whole rank counts as lost"
+                f"{config.timeouts.command_s:g}, after which the whole rank counts as lost"
             )
             yield Problem((*at, "timeout_s"), text, (("timeouts", "command_s"),))
 
 
 def _dialogues(config: Config) -> Iterator[Problem]:
-    """Report prompts of an environment that cannot show, or not leave out, a configured part."""
+    """Report environment keys that its prompts cannot follow: examples without an expert, thinking that cannot be
+    cut."""
     for domain, env in config.envs.items():
         at, name = ("env", domain), f"env.{domain}"
         if env.examples and env.examples_path is None and not ENVS[env.name].has_expert:
@@ -464,6 +466,6 @@ def _warning(config: Config) -> Iterator[Problem]:
     if cluster.name == "slurm" and cluster.signal_lead_s >= cluster.time_s:
         text = (
             f"cluster.signal_lead_s: {cluster.signal_lead_s} s is not below the job's time limit of "
-            f"{cluster.time_s} s; give less, or more cluster.time"
+            f"{cluster.time_s} s; lower it or raise cluster.time"
         )
         yield Problem(("cluster", "signal_lead_s"), text, (("cluster", "time"),))

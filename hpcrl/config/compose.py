@@ -23,8 +23,8 @@ AS_TYPED = re.compile(
     r"\+{0,2}(run_name|cluster\.(?:components\.\w+\.)?"
     r"(?:account|constraint|exclude|partition|qos|reservation|switches|time))=(?!null$)([^'\"$].*)"
 )
-"""Values such as a commit's 12e4567 as run_name, or low,high or n[1-4] or 60 for sbatch, which mean something else in
-Hydra's grammar."""
+"""Keys whose value is taken as typed, since Hydra's grammar would change it: a run_name such as 12e4567 (a commit),
+sbatch values such as low,high, n[1-4] or 60."""
 
 
 UNKNOWN_OPTION = "unknown option; settings are written key=value, --help shows them"
@@ -76,8 +76,8 @@ class Composition:
         return next((shown(conf_file(name)) for name, inner in names if _holds(read_yaml(name), inner)), "")
 
     def given(self) -> dict[Path, bool]:
-        """Explicitly set keys: path -> whether on the command line (else in the file of --config or the experiment's).
-        A stored configuration contains every key, so its keys do not count."""
+        """Explicitly set keys: path -> True if set on the command line, False if in the --config file or the experiment
+        file. A stored configuration contains every key, so its keys do not count."""
         keys: dict[Path, bool] = {}
         if self.file is not None and not self.file.of_run:
             keys |= dict.fromkeys(leaves(self.file.data), False)
@@ -117,7 +117,7 @@ def compose(words: Sequence[str]) -> Composition:
 
 
 def _resolve(config: Any, at: Path, problems: list[Problem]) -> dict[str, Any]:
-    """The values, without those whose interpolations fail, which become problems."""
+    """The resolved values; each failed interpolation is left out and reported as a problem."""
     from omegaconf import OmegaConf
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
@@ -246,7 +246,7 @@ def _of_conf(error: Exception, experiment: str | None) -> str:
     missing = re.search(r"Could not find '(\w+)/([^']+)'", text)
     if missing is not None and missing[1] in known and experiment is not None:
         said = f"{missing[1]}: {missing[2]}: no such {missing[1]}; there are: {_options(missing[1], missing[2])}"
-        return f"{shown(conf_file(f'experiment/{experiment}.yaml'))}, or what it builds on: {said}"
+        return f"{shown(conf_file(f'experiment/{experiment}.yaml'))}, or an experiment in its defaults list: {said}"
     place = re.match(r"In '([^']+)': ", text)
     hint = ""
     if "Could not override" in text and "@experiment." in text:
@@ -257,9 +257,8 @@ def _of_conf(error: Exception, experiment: str | None) -> str:
 
 
 def _of_file(file: ConfigFile, result: Composition) -> dict[str, Any]:
-    """The values of a file of --config, without sections of groups set on the command line. A stored configuration
-    starts another run if the command line names one; then the first run's folder and resume mode are left out as
-    well."""
+    """The values of a file of --config, without sections of groups set on the command line. If the command line gives
+    run_name or run_dir, a stored configuration starts a new run, without the old run's folder and resume mode."""
     left_out = set(result.chosen)
     if file.of_run:
         left_out.add("dry_run")
@@ -336,7 +335,7 @@ def _options(group: str, wrong: str) -> str:
     hint = _suggest(wrong, options)
     searched = f" (in {', '.join(places)})" if len(places) > 1 else ""
     if not searched and not hint:
-        searched = f" ({FOLDERS} and ./conf have no folders of groups)"
+        searched = f" ({FOLDERS} and ./conf have no config groups)"
     return ", ".join(options) + searched + hint
 
 

@@ -35,8 +35,8 @@ RunsIn = Literal["thread", "task", "process"]
 
 
 class EnvConfig(Section):
-    """The environment of one domain's prompts: built-in, or `class_path`, an import path. Key default: all other
-    domains; null: no environment, a single response."""
+    """The environment of one domain's prompts: built-in, or `class_path`, an import path or a file. The key `default`
+    is for all domains without their own key; null: no environment, a single response."""
 
     name: Annotated[str, AfterValidator(functools.partial(listed, ENVS))] = "scripted"
     """Built-in environment, class, or module:SPEC."""
@@ -53,8 +53,9 @@ class EnvConfig(Section):
     max_seconds: Seconds | None = None
     """Maximum seconds of an episode, including generation; the turn that exceeds it is the last."""
     long_observation: Literal["end", "shorten"] = "end"
-    """Treatment of an observation that leaves no room for another turn. end: the episode ends with the reward so far
-    and an error. shorten: the middle of its longest message is cut to make it fit."""
+    """Treatment of an observation that leaves no room for another turn. end: the episode ends with the reward so far,
+    and with an error if max_sequence_tokens is null. shorten: the middle of its longest message is cut to make it
+    fit."""
     episode: Literal["trajectory", "steps"] = "trajectory"
     """trajectory: an episode is one sequence, which grows with every turn. steps: every turn is a separate sequence,
     after a prompt that shows only the latest turns; it is trained with its episode's advantage."""
@@ -73,12 +74,12 @@ class EnvConfig(Section):
     """Also score each episode with the domain's reward and add this to the environment's rewards."""
     runs_in: RunsIn | None = None
     """thread: each turn is played in a thread of the env rank. task: reset() and step() are coroutines, and all turns
-    are tasks of one event loop. process: each episode has a separate process, which is killed with all processes that
-    it has started when a turn exceeds timeout_s. null: the environment class's `runs_in`, else thread."""
+    are tasks of one event loop. process: each episode has its own process; if a turn exceeds timeout_s, this process
+    and its children are killed. null: the environment class's `runs_in`, else thread."""
     num_threads: Count | None = None
-    """Turns that an env rank plays concurrently; no limit with runs_in=task. null: up to 32 while they wait (for a
-    network or a process); of turns that compute, one in threads or one per core in processes; with deterministic 1. In
-    threads their code must be thread-safe: use 1 if it is not."""
+    """Turns that an env rank plays concurrently; no limit with runs_in=task. null: up to 32 turns that wait for a
+    network or a process; of turns that compute, one with threads and one per core with processes; with
+    deterministic=true 1. In threads, their code must be thread-safe: use 1 if it is not."""
     memory_mib: Annotated[int, Field(ge=64), NUMBER] | None = None
     """With runs_in=process: maximum private memory of each process of an episode, MiB, including imported modules;
     null: no limit."""

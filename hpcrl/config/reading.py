@@ -22,7 +22,7 @@ from hpcrl.config.foreign_keys import FOREIGN
 from hpcrl.config.part_names import UNAVAILABLE
 from hpcrl.config.renamed_keys import new_name
 from hpcrl.config.schema import Config
-from hpcrl.config.unread import check_unread
+from hpcrl.config.unused_keys import check_unused_keys
 from hpcrl.spec.problems import ConfigError, Path, Problem, dotted, shortened
 from hpcrl.spec.table import SpecError, SpecTable
 from hpcrl.spec.tables import ENVS, PIPELINES, REWARDS
@@ -127,7 +127,7 @@ def read(argv: Sequence[str]) -> Reading:
     reading.unread += [path for p in composition.problems for path in (p.path, *p.involves) if path]
     if reading.config is not None:
         reading.add(check(reading.config))
-        reading.add(check_unread(reading.config, _given(reading.config, composition), composition.chosen))
+        reading.add(check_unused_keys(reading.config, _given(reading.config, composition), composition.chosen))
     return reading
 
 

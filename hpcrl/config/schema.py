@@ -193,7 +193,7 @@ class Config(Section):
     @property
     def learns_from_rewards(self) -> bool:
         """Whether the run trains on rewards."""
-        return self.pipeline_spec.generates
+        return self.pipeline_spec.learns_from_rewards
 
     @property
     def generates(self) -> bool:

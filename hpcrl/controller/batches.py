@@ -79,13 +79,13 @@ class BatchHandle:
 def lay_out(config: Config, layout: RoleLayout, step: int, sizes: Mapping[int, Sizes]) -> BatchHandle:
     """Assign a step's samples to mini-batches and data-parallel ranks, only by their ids and sizes."""
     parts = split_mini_batches(sorted(sizes), config.algorithm.num_mini_batches)
-    trainers, prompts = layout.division("trainer").heads, {sample: split_sample_id(sample)[0] for sample in sizes}
+    trainers, prompts = layout.division("trainer").leaders, {sample: split_sample_id(sample)[0] for sample in sizes}
     handle = BatchHandle(step, step, sizes, parts, assign_rows(sizes, parts, trainers, prompts), prompts=prompts)
     # The critic trains by mini-batch and gets a share of each; the reference computes log-probs of the whole batch.
     for role, pieces in (("critic", parts), ("reference", [sorted(sizes)])):
-        if (heads := layout.division(role).heads) and heads != trainers:
-            same = next((rows for rows in handle.apart.values() if set(rows) == set(heads)), None)
-            handle.apart[role] = same or assign_rows(sizes, pieces, heads, prompts)
+        if (leaders := layout.division(role).leaders) and leaders != trainers:
+            same = next((rows for rows in handle.apart.values() if set(rows) == set(leaders)), None)
+            handle.apart[role] = same or assign_rows(sizes, pieces, leaders, prompts)
     return handle
 
 

@@ -20,7 +20,7 @@ from hpcrl.checkpoint.state import STATE, encode_state, read_state
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config
 from hpcrl.config.renamed_keys import with_new_keys
-from hpcrl.controller.long_commands import LongWork, Stalled
+from hpcrl.controller.long_commands import PolledOperation, Stalled
 from hpcrl.messaging.dispatcher import Controller, RankFailed, Started
 from hpcrl.messaging.messages import CheckFiles, FinishCheck, FinishSave, LoadPending, LoadState, SavePending, SaveState
 from hpcrl.metrics.stats import Stats, merge, scalar
@@ -71,7 +71,7 @@ class _Snapshot:
     state: bytes
     began: float
     stall_s: float
-    writing: LongWork
+    writing: PolledOperation
     held: list[FileEntry]
     committing: Future[float] | None = None
 
@@ -184,7 +184,7 @@ class Checkpoints:
             while len(answers := self._controller.finish(holding)) < len(holding):  # a generator was lost
                 content, holding = self._hold(step, folder)
             held = [FileEntry(*file) for done in answers.values() for file in done.files]
-        writing = LongWork(self._controller, self._writers, "writing")
+        writing = PolledOperation(self._controller, self._writers, "writing")
         self._snapshot = _Snapshot(step, folder, content, began, time.perf_counter() - began, writing, held)
 
     def _hold(self, step: int, folder: Path) -> tuple[bytes, Started]:
@@ -293,7 +293,7 @@ class Checkpoints:
         shares = {rank: entries[i :: len(trainers)] for i, rank in enumerate(trainers)}
         files = {rank: [(entry.path, entry.size, entry.sha256) for entry in share] for rank, share in shares.items()}
         self._controller.call({rank: CheckFiles(str(folder), share) for rank, share in files.items()})
-        reading = LongWork(self._controller, trainers, "reading")
+        reading = PolledOperation(self._controller, trainers, "reading")
         while True:
             all_read = reading.ask(FinishCheck(self._controller.check_s))
             damage = next((text for answer in reading.answers.values() for text in answer.texts), "")

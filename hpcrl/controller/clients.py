@@ -111,14 +111,18 @@ class Trainer:
         trainer and reference. Sequences with equal numbers in keep_together are on one rank, in one micro-batch."""
         by_sequence, together = dict(zip(sequences, sizes, strict=True)), keep_together or {}
         mini_batches = [sorted(by_sequence)]
-        shares = assign_rows(by_sequence, mini_batches, self._division.heads, keep_together=together)
+        shares = assign_rows(by_sequence, mini_batches, self._division.leaders, keep_together=together)
         handle = BatchHandle(step, step, by_sequence, mini_batches, shares, keep_together=together)
         divisions = [self._division]
         if (reference := self._layout.division("reference")).ranks not in ((), self.ranks):
-            handle.apart["reference"] = assign_rows(by_sequence, mini_batches, reference.heads, keep_together=together)
+            handle.apart["reference"] = assign_rows(
+                by_sequence, mini_batches, reference.leaders, keep_together=together
+            )
             divisions.append(reference)
         loads = {rank: messages.LoadRows(handle.id, given) for rank, given in handle.everywhere.items()}
-        self._controller.call({rank: load for division in divisions for rank, load in division.spread(loads).items()})
+        self._controller.call(
+            {rank: load for division in divisions for rank, load in division.replicate(loads).items()}
+        )
         return handle
 
     def drop(self, batch: BatchHandle) -> None:
@@ -128,7 +132,7 @@ class Trainer:
     def write_rollouts(self, batch: BatchHandle, folder: Path, facts: dict[str, Any]) -> Callable[[], object]:
         """Make every data-parallel rank write its rows; return a function that waits until all have."""
         write = messages.WriteRollouts(batch.id, str(folder), facts)
-        return partial(self._controller.finish, self._controller.start(dict.fromkeys(self._division.heads, write)))
+        return partial(self._controller.finish, self._controller.start(dict.fromkeys(self._division.leaders, write)))
 
     def export(self, folder: Path) -> None:
         """Write the policy in HF layout."""
@@ -176,8 +180,8 @@ class RolloutTransfer:
             ranks = layout.division(role).ranks
             if all(division.ranks != ranks for division in self._divisions.values()):
                 self._divisions[role] = layout.division(role)
-        heads = {rank for division in self._divisions.values() for rank in division.heads}
-        self._ranks = sorted({*layout.ranks["generator"], *heads})
+        leaders = {rank for division in self._divisions.values() for rank in division.leaders}
+        self._ranks = sorted({*layout.ranks["generator"], *leaders})
         self._epoch = 0
 
     def build(self) -> None:
@@ -273,7 +277,7 @@ def updates(
                 continue
             # All steps are queued ahead, so no rank waits for the controller between two steps.
             steps = {rank: make(batch.id, plan[rank], tokens, sequences) for rank in plan}
-            started.append(controller.start(division.spread(steps)))
+            started.append(controller.start(division.replicate(steps)))
     return merge([answers_stats(controller.finish(step).values()) for step in started]), num_empty
 
 
@@ -283,8 +287,8 @@ def send_tokens(
     """Send a token field from one role's ranks to another role's ranks; the roles have different ranks."""
     (giver, given), (taker, taken) = source, dest
     homes = {sample: rank for rank, samples in batch.rows_of(giver).items() for sample in samples}
-    between, heads = moves(homes, batch.rows_of(taker), batch.sizes), {*given.heads, *taken.heads}
-    for part in token_transfers(batch.id, RolloutTransfer.NAME, field, between, heads, taker):
+    between, leaders = moves(homes, batch.rows_of(taker), batch.sizes), {*given.leaders, *taken.leaders}
+    for part in token_transfers(batch.id, RolloutTransfer.NAME, field, between, leaders, taker):
         controller.call(part)
     _broadcast(controller, {taker: taken}, batch.id, field)
 
@@ -301,5 +305,5 @@ def fill_logprobs(
     start = time.perf_counter()
     plan = batch.plan(rows, batch.samples, config.trainer.max_tokens_per_micro_batch)
     commands = {rank: messages.Logprobs(batch.id, role, into, plan[rank]) for rank in rows}
-    answers = controller.call(division.spread(commands))
+    answers = controller.call(division.replicate(commands))
     return merge([answers_stats(answers.values()), timed(f"time/{into.replace('logprobs', 'log_probs')}", start)])

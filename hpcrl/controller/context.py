@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config
+from hpcrl.controller.best_effort import best_effort
 from hpcrl.controller.building import Parts
 from hpcrl.controller.deadline import SPARE_S, Deadline
 from hpcrl.controller.debug import StoredRollouts
-from hpcrl.controller.decoration import decorate
 from hpcrl.controller.examples import TABLE, as_table, read_examples
 from hpcrl.controller.guard import Guard, Stopped
 from hpcrl.controller.rollouts import Rollouts
@@ -137,10 +137,12 @@ class Run:
     def report(self) -> str:
         """Draw the plot; return the text for the user. Called after the run is recorded as finished."""
         evaluation, last, episodes = self.evaluation, self.last_step, self._run_dir / "episodes"
-        examples = "" if evaluation is None else decorate("examples", lambda: evaluation.before_and_after(last), "")
-        told = decorate("the summary", lambda: summary(read_metrics(self._run_dir), self.config.max_steps), self.reason)
+        examples = "" if evaluation is None else best_effort("examples", lambda: evaluation.before_and_after(last), "")
+        told = best_effort(
+            "the summary", lambda: summary(read_metrics(self._run_dir), self.config.max_steps), self.reason
+        )
         early = [self.reason] if self._why else []
-        plot = decorate("the plot", lambda: draw_plot(self._run_dir), None)
+        plot = best_effort("the plot", lambda: draw_plot(self._run_dir), None)
         if plot is not None:
             self._metrics.call_trackers(lambda tracker: tracker.image("plot", plot))
         shown = ([f"plot {plot}"] if plot is not None else []) + ([f"episodes {episodes}"] if episodes.is_dir() else [])

@@ -31,7 +31,7 @@ class Critic:
         start, rows = time.perf_counter(), batch.rows_of("critic")
         plan = batch.plan(rows, batch.samples, self._config.trainer.max_tokens_per_micro_batch)
         commands = {rank: messages.Values(batch.id, plan[rank]) for rank in rows}
-        answers = self._controller.call(self._division.spread(commands))
+        answers = self._controller.call(self._division.replicate(commands))
         if self._is_apart:
             send_tokens(self._controller, batch, "values", ("critic", self._division), ("trainer", self._trainers))
         return merge([answers_stats(answers.values()), timed("time/values", start)])
@@ -48,7 +48,7 @@ class Critic:
                 for rank, samples in batch.rows_of("critic").items()
             }
             weigh = {rank: messages.SetSampleWeights(batch.id, pairs) for rank, pairs in weights.items()}
-            self._controller.call(self._division.spread(weigh))
+            self._controller.call(self._division.replicate(weigh))
         epochs = make_value_loss(self._config).num_epochs
         stats, _ = updates(
             self._controller, self._config, "critic", self._division, batch, epochs, messages.TrainCritic

@@ -61,7 +61,9 @@ class StoredRollouts:
         wanted = handle.everywhere
         loads = {rank: LoadRollouts(handle.id, str(self._run_dir), step, rows) for rank, rows in wanted.items()}
         divisions = [self._layout.division(role) for role in ("trainer", "reference", "critic")]
-        self._controller.call({rank: load for division in divisions for rank, load in division.spread(loads).items()})
+        self._controller.call(
+            {rank: load for division in divisions for rank, load in division.replicate(loads).items()}
+        )
         counted = {"_tokens": scalar(sum(size.total for size in sizes.values())), "_samples": scalar(len(sizes))}
         self.stats = timed("time/step_read", start) | counted
         return handle

@@ -13,8 +13,8 @@ from urllib.parse import quote
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config
+from hpcrl.controller.best_effort import best_effort
 from hpcrl.controller.clients import timed
-from hpcrl.controller.decoration import decorate
 from hpcrl.controller.episodes import Episode, write_episode
 from hpcrl.controller.examples import keep_examples, read_examples
 from hpcrl.controller.generation import evaluation_sampling, replica_capacity
@@ -61,7 +61,7 @@ class Evaluation:
         collected = self._generate(config.eval.temperature, 2 * step)
         stats = _score_stats("val", collected, self._domains)
         self._keep_episodes(step, collected)
-        decorate("examples", lambda: keep_examples(self._run_dir, step, self._examples(collected)), None)
+        best_effort("examples", lambda: keep_examples(self._run_dir, step, self._examples(collected)), None)
         self._loop.forget(collected.groups)
         if config.rollout.temperature != config.eval.temperature:
             sampled = self._generate(config.rollout.temperature, 2 * step + 1)

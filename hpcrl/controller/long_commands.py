@@ -13,7 +13,7 @@ class Stalled(RankSilent):
     """A rank made no progress with its files within a command's deadline."""
 
 
-class LongWork:
+class PolledOperation:
     """Work that ranks do in parallel to their commands. answers: finished rank -> its answer."""
 
     def __init__(self, controller: Controller, ranks: Iterable[int], doing: str):

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from hpcrl.cluster.layout import CONTROLLER, RoleLayout
 from hpcrl.config import Config
-from hpcrl.controller.alone import Alone
 from hpcrl.controller.building import build
 from hpcrl.controller.checkpoints import CheckpointError, NotSavedError
 from hpcrl.controller.context import Run
 from hpcrl.controller.guard import MismatchError, NoProgress, Stopped
+from hpcrl.controller.rank0_run import Rank0Run
 from hpcrl.messaging.background import Background
 from hpcrl.messaging.dispatcher import Controller, RankFailed, RankLost, RankSilent
 from hpcrl.messaging.messages import BuildRole, Failed
@@ -62,11 +62,11 @@ def control(
         background=background,
     )
     worker.join()
-    run: Run | Alone | None = None
+    run: Run | Rank0Run | None = None
     try:
         pipeline = PIPELINES[config.pipeline]
-        if pipeline.alone:
-            run = Alone(config, run_dir, attempt, world.trace.go_on)
+        if pipeline.rank0_only:
+            run = Rank0Run(config, run_dir, attempt, world.trace.report_progress)
         else:
             if config.model.path is None and not model_path.exists():
                 from hpcrl.engines.tiny import make_tiny_model  # imports models, which takes seconds

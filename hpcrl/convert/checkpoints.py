@@ -45,7 +45,7 @@ def find(
     model: Path | None,
     hashes: bool,
     tell: Callable[[str], None],
-    go_on: Callable[[], None] = lambda: None,
+    report_progress: Callable[[], None] = lambda: None,
 ) -> Found:
     """Find a checkpoint: the newest valid one of an hpcrl run folder, of a step folder or of the critic in it, or the
     newest or a given one of Megatron-LM.
@@ -53,7 +53,7 @@ def find(
     Args:
         hashes: check the SHA-256 of each file of an hpcrl checkpoint, else only its size.
         tell: gets a line before a long operation.
-        go_on: polled meanwhile; its exception ends the search.
+        report_progress: polled meanwhile; its exception ends the search.
 
     Raises:
         ValueError: there is no checkpoint, it is damaged, or its model is unknown.
@@ -63,7 +63,7 @@ def find(
         size = sum(entry.size for entry in entries)
         if hashes and size > TOLD_BYTES:
             tell(f"hashing the {size / 1e9:.0f} GB of {folder} (--skip-hashes compares sizes only)")
-        return first_damage(folder, entries, lambda _: go_on()) if hashes else ""
+        return first_damage(folder, entries, lambda _: report_progress()) if hashes else ""
 
     if not path.is_dir():
         raise ValueError(f"--checkpoint {path} is not a folder")

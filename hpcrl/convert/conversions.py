@@ -38,8 +38,8 @@ class ConvertOptions:
         most_bytes: maximum size of a weight file.
         num_threads: number of writing threads (default: cores, at most 8).
         stream: for progress (default: stderr).
-        go_on: called by all threads between two blocks; its exception ends the conversion; the same call resumes it.
-        fence: called before the output gets its final name.
+        report_progress: called by all threads between two blocks; its exception ends the conversion; the same call
+        resumes it. fence: called before the output gets its final name.
         again: the complete output may exist, since an earlier call may have been killed after its last file.
     """
 
@@ -50,7 +50,7 @@ class ConvertOptions:
     most_bytes: int = SHARD_BYTES
     num_threads: int | None = None
     stream: TextIO | None = None
-    go_on: Callable[[], None] = lambda: None
+    report_progress: Callable[[], None] = lambda: None
     fence: Callable[[], None] = lambda: None
     again: bool = False
 
@@ -71,13 +71,13 @@ def to_hf(checkpoint: Path, output: Path, options: ConvertOptions) -> Converted:
     def tell(note: str) -> None:
         print(f"hpcrl.convert: {note}", file=options.stream or sys.stderr, flush=True)
 
-    found = find(checkpoint, options.model, options.hashes, tell, options.go_on)
+    found = find(checkpoint, options.model, options.hashes, tell, options.report_progress)
     config = read_config(found.model)
     source = opened(found.folder, config)
     try:
         dtypes = output_dtypes(source, options.dtype)
         if options.verify:
-            source.check_sums(options.go_on)
+            source.check_sums(options.report_progress)
         files = hf_files(source, dtypes, options.most_bytes)
         config |= _critic(config) if source.values else {}
         small = hf_small_files(files, dtypes, config, found.model)
@@ -131,7 +131,7 @@ def _write(
         num_threads=options.num_threads or default_threads(),
         verify=options.verify,
         stream=options.stream or sys.stderr,
-        go_on=options.go_on,
+        report_progress=options.report_progress,
         fence=options.fence,
         again=options.again,
     )

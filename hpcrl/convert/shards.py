@@ -126,13 +126,13 @@ class ShardedCheckpoint:
             raise ValueError(f"{self.folder}: no shard has part {_text(tensor_slice)} of {name} {list(shape)}")
         return result
 
-    def check_sums(self, names: Collection[str], go_on: Callable[[], None]) -> None:
+    def check_sums(self, names: Collection[str], report_progress: Callable[[], None]) -> None:
         """Read these tensors' shards and compare them with the CRC-32 that torch.save stored (hpcrl's checkpoints have
-        a manifest with hashes instead). ValueError names a damaged shard's file. go_on: called before each shard; its
-        exception ends the check."""
+        a manifest with hashes instead). ValueError names a damaged shard's file. report_progress: called before each
+        shard; its exception ends the check."""
         for name in sorted(names):
             for chunk in self.tensors[name].chunks:
-                go_on()
+                report_progress()
                 try:
                     with zipfile.ZipFile(self._view(chunk)) as archive:
                         wrong = next(

@@ -46,9 +46,9 @@ class TensorSource(Protocol):
     def read(self, name: str, first: int, last: int) -> Tensor:
         """Rows of a tensor. Threads may call it at the same time."""
 
-    def check_sums(self, go_on: Callable[[], None]) -> None:
-        """Compare the stored tensors with their stored checksums. ValueError names a damaged file. go_on: called
-        between two blocks; its exception ends the check."""
+    def check_sums(self, report_progress: Callable[[], None]) -> None:
+        """Compare the stored tensors with their stored checksums. ValueError names a damaged file. report_progress:
+        called between two blocks; its exception ends the check."""
 
     def close(self) -> None:
         """Close the files."""
@@ -104,9 +104,9 @@ class MegatronWeights:
         assert result is not None, "a tensor of the table has all its rows"
         return result
 
-    def check_sums(self, go_on: Callable[[], None]) -> None:
+    def check_sums(self, report_progress: Callable[[], None]) -> None:
         """See TensorSource."""
-        self._checkpoint.check_sums({name for where in self._where.values() for name in where.names}, go_on)
+        self._checkpoint.check_sums({name for where in self._where.values() for name in where.names}, report_progress)
 
     def close(self) -> None:
         """Close the files."""
@@ -255,9 +255,9 @@ class TrainerWeights:
         tensor_slice = (*leading, (start + first, start + last), *((0, size) for size in shape[1:]))
         return self._checkpoint.read(stored, tensor_slice).view(last - first, *shape[1:])
 
-    def check_sums(self, go_on: Callable[[], None]) -> None:
+    def check_sums(self, report_progress: Callable[[], None]) -> None:
         """See TensorSource."""
-        self._checkpoint.check_sums({self._where[name][0] for name in self.shapes}, go_on)
+        self._checkpoint.check_sums({self._where[name][0] for name in self.shapes}, report_progress)
 
     def close(self) -> None:
         """Close the files."""
@@ -316,7 +316,7 @@ class ModelWeights:
                 result[low - first : high - first] = part
         return torch.zeros((last - first, *entry.shape[1:]), dtype=self.dtypes[name]) if result is None else result
 
-    def check_sums(self, go_on: Callable[[], None]) -> None:
+    def check_sums(self, report_progress: Callable[[], None]) -> None:
         """Does nothing: safetensors files have no checksums."""
 
     def close(self) -> None:

@@ -88,11 +88,11 @@ class Progression:
         self,
         total: int,
         stream: TextIO,
-        go_on: Callable[[], None] = lambda: None,
+        report_progress: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """go_on: called at every add(), and may raise."""
-        self._total, self._stream, self._go_on, self._clock = total, stream, go_on, clock
+        """report_progress: called at every add(), and may raise."""
+        self._total, self._stream, self._go_on, self._clock = total, stream, report_progress, clock
         self._done = self._skipped = 0
         self._began = self._told = clock()
         self._lock = threading.Lock()
@@ -142,7 +142,7 @@ def write_folder(
     num_threads: int,
     verify: bool,
     stream: TextIO,
-    go_on: Callable[[], None] = lambda: None,
+    report_progress: Callable[[], None] = lambda: None,
     fence: Callable[[], None] = lambda: None,
     again: bool = False,
 ) -> int:
@@ -151,7 +151,7 @@ def write_folder(
 
     Args:
         verify: read everything back and compare it.
-        go_on, fence: as in ConvertOptions.
+        report_progress, fence: as in ConvertOptions.
         again: if the output exists with these files, return 0 at once.
 
     Raises:
@@ -176,7 +176,7 @@ def write_folder(
             if not done:
                 remove(partial)
             raise ValueError(f"--output {output} needs another {needed / 1e9:.3g} GB: {why}")
-        progress = Progression(sum(file.size for file in files) * (1 + verify), stream, go_on)
+        progress = Progression(sum(file.size for file in files) * (1 + verify), stream, report_progress)
         try:
             progress.skip(sum(file.size for file in files if file.name in done))
             growing = [_Growing(partial, file, source, progress) for file in files if file.name not in done]

@@ -1,5 +1,5 @@
-"""Rows of a pipeline that learns from answers: a prompt and its written answer, or two of a pair, with the answer
-marked."""
+"""Rows for supervised training: a prompt and its answer, or the chosen and the rejected sequence of a pair, with a
+loss mask over the answer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REWRITES = (
 
 class SFTRows:
     """Random access to (token_ids, loss_mask). Every assistant turn is marked, including its end token, unless the
-    message has `weight: 0`; of a pair only turns after the prompt. per_row: sequences of a row."""
+    message has `weight: 0`; in a pair, only turns after the prompt. per_row: number of sequences per row."""
 
     def __init__(self, config: DataConfig, split: Split, tokenizer: Any, seed: int, pairs: bool = False):
         if tokenizer.eos_token_id is None:

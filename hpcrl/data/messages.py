@@ -89,7 +89,7 @@ def _is_padded(messages: list[Any]) -> bool:
 
 def _message(message: Any, place: str, padded: bool) -> dict[str, Any]:
     if not isinstance(message, dict):
-        raise BadRow(f"{place}.role must be one of {', '.join(ROLES)}, not {str(message)[:40]!r}")
+        raise BadRow(f"{place} must be an object with role and content, not {str(message)[:40]!r}")
     message = {name: value for name, value in message.items() if value is not None or name == "content"}
     if "from" in message and "role" not in message:
         message = _speaker(message, place)
@@ -139,7 +139,7 @@ def _text(parts: list[Any], place: str) -> str:
         kind = part.get("type", "text") if isinstance(part, dict) else "text"
         text = part.get("text") if isinstance(part, dict) else part
         if kind not in TEXT_PARTS or not isinstance(text, str):
-            raise BadRow(f"{place}.content[{n}] must be text, not of type {str(kind)[:40]!r}")
+            raise BadRow(f"{place}.content[{n}] must be a part with text, not one of type {str(kind)[:40]!r}")
         texts.append(text)
     return "\n".join(texts)
 

@@ -36,7 +36,9 @@ def parse_pair(
         parts = [part[count:] for part in parts]
     elif not any(rest.get(key) is not None for key in ([config.prompt_key] if config.prompt_key else PROMPT_KEYS)):
         looked = config.prompt_key or ", ".join(PROMPT_KEYS)
-        raise BadRow(f"{where}: no prompt: chosen and rejected are answers, looked for {looked} (data.prompt_key)")
+        raise BadRow(
+            f"{where}: no prompt: chosen and rejected have only answers, and the row none of {looked} (data.prompt_key)"
+        )
     if _said(parts[0]) == _said(parts[1]):
         raise BadRow(f"{where}: chosen and rejected are equal")
     chosen, rejected = (
@@ -73,20 +75,20 @@ def _common(parts: list[Messages], where: str) -> int:
     count = next((n for n in range(most) if parts[0][n] != parts[1][n]), most)
     if not count or parts[0][count - 1]["role"] not in ("user", "tool"):
         raise BadRow(
-            f"{where}: chosen and rejected do not answer the same prompt: they differ from message {count} on, "
-            "which is no answer to a user turn"
+            f"{where}: chosen and rejected do not answer the same prompt: they first differ in message {count}, "
+            "which does not follow a user or tool message"
         )
     return count
 
 
 def _check_prompt(given: Any, key: str, prompt: Messages, where: str, padded: bool) -> None:
-    """BadRow if the column of the prompt has another one than the dialogues."""
+    """BadRow if the prompt column differs from the dialogues' prompt."""
     if given is None:
         return
     asked = (read_messages(given, where, key, padded)[-1]["content"] or "").strip()
     contents = [message["content"].strip() for message in prompt if message["role"] == "user"]
     if not any(asked in content or content in asked for content in contents):
-        raise BadRow(f"{where}: {key} is another prompt than the one with which chosen and rejected begin")
+        raise BadRow(f"{where}: {key} differs from the prompt with which chosen and rejected begin")
 
 
 def _said(messages: Messages) -> Messages:

@@ -45,11 +45,11 @@ class _Stream:
 
 
 class PromptSource:
-    """An endless stream of a split's prompts. `ledger` has drawn prompts that have no outcome yet.
+    """An endless stream of a split's prompts. `ledger` holds the drawn prompts that have no outcome yet.
 
     With data.domain_interleave_probs, every `batch_size` prompts contain int(p x batch_size) of each domain, spread
-    evenly; the last domain gets the remainder. A prompt that cannot be trained is replaced from its own domain: a
-    prompt dropped for its length at once, other prompts when replace() is called.
+    evenly; the last domain gets the remainder. A prompt that cannot be trained on is replaced by one of its domain:
+    immediately if it is too long, else when replace() is called.
     """
 
     def __init__(self, config: DataConfig, split: Split, tokenizer: Any, seed: int, batch_size: int):
@@ -65,7 +65,7 @@ class PromptSource:
         # The stream of each prompt of a batch, spread so that any part of a batch has about the same mix.
         places = [((i + 0.5) / s.share, n) for n, s in enumerate(self._streams) for i in range(s.share)]
         self._pattern = [n for _, n in sorted(places)]
-        self._num_given = 0  # without replacements
+        self._num_given = 0  # prompts given, not counting replacements
         self._owed: list[int] = []  # streams of the replacements to draw
         self._dropped: list[ClosedPrompt] = []
         self.ledger = PromptLedger()
@@ -94,8 +94,9 @@ class PromptSource:
             return True
 
     def _all_too_long(self, stream: _Stream) -> str:
+        whose = f" of domain {stream.name}" if self._mixed else ""
         return (
-            f"data.{self._split}: all {len(stream.rows)} prompts of domain {stream.name} have more than "
+            f"data.{self._split}: all {len(stream.rows)} prompts{whose} have more than "
             f"data.max_prompt_tokens={self._config.max_prompt_tokens} tokens; raise it, or set "
             "data.overlong_prompts=truncate"
         )
@@ -110,8 +111,8 @@ class PromptSource:
         return len(self._rows)
 
     def next(self) -> Prompt:
-        """Draw the next prompt. Over-long prompts before it get the outcome too_long (data.overlong_prompts=drop), rows
-        that the chat template refuses and unusable rows of generated sources the outcome failed.
+        """Draw the next prompt. Skipped rows get an outcome: too_long (data.overlong_prompts=drop), or failed if the
+        chat template refuses the row or a generated row is unusable.
 
         ValueError if a whole epoch has no usable prompt, or if a prompt is over the limit
         (data.overlong_prompts=error).
@@ -152,7 +153,8 @@ class PromptSource:
         return dict(Counter(self._streams[place].name for place in self._owed))
 
     def take_dropped(self) -> list[ClosedPrompt]:
-        """The prompts that next() skipped since the last call; a resume keeps those not fetched."""
+        """The prompts that next() skipped since the last call; after a resume, prompts that were not fetched are still
+        returned."""
         dropped, self._dropped = self._dropped, []
         return dropped
 
@@ -169,8 +171,8 @@ class PromptSource:
         return len(self._streams) > 1
 
     def head(self, count: int) -> list[Prompt]:
-        """The first `count` rows that are not over-long, or all if there are fewer, the domains in turn and otherwise
-        in data order, with the row as uid; for evaluation. Opens no prompts."""
+        """For evaluation: the first `count` rows (or fewer) that are not over-long, from the domains in turn, in data
+        order within each. The uid is the row's index; the ledger is not changed."""
         found: list[Prompt] = []
         for row in self._rows.domains_in_turn().tolist():
             if len(found) == count:

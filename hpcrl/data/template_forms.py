@@ -91,7 +91,8 @@ def as_taken(tokenizer: Any, messages: Messages, tools: Tools | None) -> tuple[M
 
 
 def shows_results(tokenizer: Any, results: Messages, called: bool) -> bool:
-    """Whether the template shows these tool results after a turn. called: after a turn with calls, else with text."""
+    """Whether the template shows these tool results after a turn. called: whether the preceding turn has tool calls;
+    otherwise it is text."""
     keys = tuple(sorted({key for message in results for key in message}))
     return _shows_results(tokenizer, chat_template(tokenizer), keys, called)
 
@@ -138,7 +139,7 @@ def _form_of_calls(tokenizer: Any, template: str) -> tuple[str | None, bool] | N
             messages = [ASKED, _written(_one_call(), *form), *later]
             if TEXT in (text := apply_template(tokenizer, messages, tools, ask=bool(later))):
                 shown[form].append(text)
-    # Wrong, though without an error: an object in Python's notation, or the text None.
+    # Faults that raise no error: a Python repr instead of JSON, or the text "None".
     faults = {form: sum(text.count("None") + (f"'{TEXT}'" in text) for text in shown[form]) for form in forms}
     best = min(forms, key=lambda form: (-len(shown[form]), faults[form]))
     return best if shown[best] else None
@@ -157,7 +158,7 @@ def _with_calls(tokenizer: Any, template: str, message: dict[str, Any]) -> dict[
     if not message.get("tool_calls"):
         return message
     if (form := _form_of_calls(tokenizer, template)) is None:
-        raise TemplateRefusal("it shows no calls of tools")
+        raise TemplateRefusal("its output contains no tool calls")
     return _written(message, *form)
 
 

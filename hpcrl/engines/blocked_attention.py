@@ -1,4 +1,4 @@
-"""Causal attention of equally long rows; with a sliding window or soft-capped scores, by blocks of queries."""
+"""Causal attention over rows of equal length; with a sliding window or soft cap it is computed in blocks of queries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def causal_attention(
     """[N, heads, P, D], differentiable. q: [N, heads, P, D]; k and v: [N, kv_heads, P, D].
 
     Args:
-        window: a token attends to this many tokens up to its own; None: to all.
+        window: a token attends to the last `window` tokens, itself included; None: to all tokens up to itself.
         softcap: scores are softcap * tanh(scores / softcap) (arXiv 2408.00118), which no kernel computes; the backward
             pass recomputes the scores, one block of queries after another.
 
@@ -41,8 +41,8 @@ def causal_attention(
 def _plain(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     heads_per_key = q.shape[1] // k.shape[1]
     if heads_per_key > 1 and q.is_cuda and q.dtype == torch.float32:
-        # Only kernels for 16 bits let heads share keys. In fp32 without a copy of the keys, all scores would be
-        # computed at once.
+        # Only 16-bit kernels support GQA. In fp32 without repeated keys, torch would use a kernel that stores all
+        # scores.
         k, v = k.repeat_interleave(heads_per_key, 1), v.repeat_interleave(heads_per_key, 1)
     gqa = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
@@ -52,7 +52,8 @@ def masked_attention(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softcap: float | None = None
 ) -> Tensor:
     """[N, heads, P, D]. q: [N, heads, P, D]; k and v: [N, kv_heads, keys, D]; visible: bool [N or 1, 1, P, keys]; each
-    query must attend to a key. softcap: as in causal_attention. Without it, v and the result may have another D."""
+    query must attend to a key. softcap: see causal_attention; only if it is None may v (and the result) have another
+    head size."""
     # Heads that share keys are additional rows, so no kernel repeats keys.
     rows = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
     visible = visible.repeat(1, 1, q.shape[1] // k.shape[1], 1)

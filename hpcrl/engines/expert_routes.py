@@ -1,8 +1,8 @@
 """The field `routes`: the experts that the generator chose, which the trainer replays (R3, arXiv 2510.11370).
 
-Like its log-prob, a token's routes come from the forward from whose logits the token was drawn: they are the choices
-for the token before it. Tokens of prompts and observations have no routes, since they are not decoded; the trainer's
-own routers choose for them.
+A token's routes, like its log-prob, come from the forward pass that produced its logits. The input of that pass was
+the previous token, so the routes are the experts of the previous token. Tokens of prompts and observations have no
+routes, since they are not decoded; the trainer's own routers choose for them.
 """
 
 from __future__ import annotations

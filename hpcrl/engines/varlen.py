@@ -1,7 +1,7 @@
 """Choose a kernel for causal attention over concatenated sequences of different lengths, without padding or mask.
 
 Only `find` chooses. A kernel is used only if its outputs and gradients equal causal_attention's on random tensors of
-the model's sizes, on this device: versions of the libraries and GPUs differ in their support.
+the model's sizes, on this device: support differs between library versions and GPUs.
 """
 
 from __future__ import annotations
@@ -132,7 +132,9 @@ def find(choice: Choice, sizes: Setting) -> Attend | None:
         else:
             return attend
     if choice == "flash":
-        raise ValueError(f"trainer.fsdp2.attention=flash: no such kernel; {'; '.join(reasons)}; set it to auto")
+        raise ValueError(
+            f"trainer.fsdp2.attention=flash: no usable variable-length kernel: {'; '.join(reasons)}; set it to auto"
+        )
     return None
 
 

@@ -40,7 +40,7 @@ class LaunchConfig:
     ignored: list[str] = member(default_factory=list)
 
 
-def settle(argv: Sequence[str]) -> LaunchConfig:
+def resolve_config(argv: Sequence[str]) -> LaunchConfig:
     """The configuration of these arguments; if there is a run, its stored one. ConfigError as in read()."""
     reading = read(argv)
     words = tuple(word for word in argv if _key(word) not in ("dry_run", "resume"))

@@ -13,7 +13,7 @@ from pydantic_core import PydanticUndefined
 
 from hpcrl.config import Config, ConfigError
 from hpcrl.config.folders import FOLDERS, conf_dir, conf_dirs, groups, options_of, shown
-from hpcrl.launch.meanings import meaning
+from hpcrl.launch.key_docs import meaning
 from hpcrl.spec.table import SpecTable
 from hpcrl.spec.tables import ALGORITHMS, ENVS, GEN_ENGINES, PIPELINES, REWARDS, TRACKERS, TRAIN_ENGINES
 from hpcrl.system.exit_codes import ExitCode

@@ -39,7 +39,7 @@ def _lacking(config: Config) -> Iterator[Problem]:
     if config.cluster.name != "local" or config.cluster.device == "cpu" or not visible_gpus(os.environ):
         return
     for path, name, spec in chosen(config):
-        if lacking := spec.lacking_on_gpu():
+        if lacking := spec.missing_on_gpu():
             text = f"{dotted(path)}: {name} is not fully installed; {lacking}; or set cluster.device=cpu"
             yield Problem(path, text, (("cluster", "device"),))
 

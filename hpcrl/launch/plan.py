@@ -91,7 +91,7 @@ def _inputs(
         yield "", f"validation {_sources(config.data, 'val', shown)}"
     yield from shown.examples
     for path in _missing_files(config):
-        yield "", f"note: {path} does not exist: this run cannot start, and its rows are not checked"
+        yield "", f"note: {path} does not exist; its rows are not checked, and the run cannot start without it"
     yield "batch", _batch(config, layout)
     if layout.replicas:
         yield "", _generation(config, layout)
@@ -172,7 +172,7 @@ def _debug(config: Config) -> str:
     fake = config.fake
     return {
         "rollout_only": "rollout_only: no log-probs, no optimizer step; the initial weights stay",
-        "train_only": f"train_only: generates nothing for training; step N trains on step N of {config.load_rollouts}",
+        "train_only": f"train_only: step N trains on the stored rollouts of step N in {config.load_rollouts}",
         "fake": "fake: engines without a model (only its tokenizer is used), with durations "
         f"{fake.decode_s:g} s per decode step, {fake.logprobs_s:g} s for the log-probs of a batch, {fake.train_s:g} s "
         f"per optimizer step; random rewards, {fake.pass_rate:.0%} pass",
@@ -262,7 +262,8 @@ def _asynchrony(config: Config) -> Iterator[tuple[str, str]]:
         if level := algorithm.correction_levels.get(key):
             corrected += f"{what} of each {level.replace('geometric', 'geometric mean')}"
     if algorithm.compares_with_generator:
-        corrected += f", the loss has the ratio of each {algorithm.ratio_level} to the generator's log-probs"
+        level = algorithm.ratio_level.replace("geometric", "geometric mean")
+        corrected += f", the loss uses the ratio to the generator's probabilities per {level}"
     yield "async", f"{behind}; correction: {corrected}" if config.learns else behind
     if config.learns and corrected == "none":
         yield "", "note: without correction (algorithm.correction=none) the loss ignores the staleness of a response"
@@ -273,7 +274,7 @@ def _asynchrony(config: Config) -> Iterator[tuple[str, str]]:
         )
         yield (
             "",
-            "      so their log-probs belong to no single policy: token/mixed_weights_ratio gives their share",
+            "      so their log-probs belong to no single policy; token/mixed_weights_ratio is their share",
         )
 
 

@@ -15,7 +15,7 @@ from hpcrl.config import Config, ConfigError, Problem, Reading
 from hpcrl.config.abilities import check_built, check_family, check_length, check_trainable
 from hpcrl.config.folders import conf_dir, conf_file, shown
 from hpcrl.config.judging import as_judges
-from hpcrl.launch.frozen import settle
+from hpcrl.launch.frozen import resolve_config
 from hpcrl.launch.hub import find_model
 from hpcrl.launch.machine import check_machine
 from hpcrl.launch.model_folder import NO_TOKENIZER, ModelFolder, check_chat_template, check_scalar_head, inspect_model
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None, RunState, ShownRows]:
     """A checked run, and what its plan shows of its rows; config.run_dir is the folder that the run will use. Writes
     nothing. ConfigError lists all problems of configuration, layout, data, rewards, model and run folder."""
-    settled = settle(argv)
-    reading = settled.reading
+    resolved = resolve_config(argv)
+    reading = resolved.reading
     config = reading.config
     model = run = None
     seen = ShownRows()
@@ -54,7 +54,7 @@ def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None
             reading.add([] if config.dry_run else list(check_machine(config, layout)))
         reading.add(check_container(config.cluster))
         reading.add(check_prologue(config.cluster))
-        if not config.pipeline_spec.alone:
+        if not config.pipeline_spec.rank0_only:
             config = _find_model(reading, config)
             model = _check_model(reading, config)
             seen = _check_inputs(reading, config, None if layout_problems else layout)
@@ -73,7 +73,7 @@ def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None
     if reading.problems or config is None or run is None:
         raise ConfigError(reading.lines())
     config = config.model_copy(update={"run_dir": str(run.run_dir)})
-    run = replace(run, words=settled.words, ignored=settled.ignored)
+    run = replace(run, words=resolved.words, ignored=resolved.ignored)
     return config, RoleLayout.from_config(config), model, run, replace(seen, notes=[*of_folders, *seen.notes])
 
 

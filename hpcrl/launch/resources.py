@@ -91,12 +91,12 @@ def memory_rows(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterat
         if advice is not None:
             yield "", f"to fit {card} cards: {' '.join(advice[0])}"
             return
-        yield "", f"to fit {card} cards: no sequence of single-key changes is enough; use more ranks"
+        yield "", f"to fit {card} cards: changing keys one at a time does not suffice; use more ranks"
 
 
 def _cards_to_advise_on(config: Config, kinds: Sequence[RankMemory]) -> list[str]:
-    """Usual cards that are too small, the smallest first. If there are none, a dry run includes the largest card that
-    does not fit, which takes seconds for the largest models."""
+    """Usual cards that are too small, the smallest first. If there are none: in a dry run the largest card that is
+    too small, else nothing, since advice takes seconds for the largest models."""
     small = [card for card, num_bytes in CARDS.items() if not all(kind.fits(num_bytes) for kind in kinds)]
     usual = [card for card in small if CARDS[card] >= CARDS[USUAL_CARD]]
     return usual or (small[-1:] if config.dry_run else [])
@@ -120,8 +120,8 @@ def _host_rows(config: Config, layout: RoleLayout, kinds: Sequence[RankMemory]) 
 
 
 def host_memory(config: Config, component: Component) -> tuple[int, str]:
-    """Bytes of host memory of a node, and whose limit that is: this machine's, or what the component requests; 0 if
-    neither is known."""
+    """Bytes of host memory of a node, and the source of this number as text: this machine or the component's `memory`
+    key; 0 if unknown."""
     if config.cluster.name == "local" and not config.cluster.components:
         return memory_limit()
     return memory_bytes(component.config.memory or "0"), "its memory key"

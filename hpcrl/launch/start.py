@@ -27,7 +27,7 @@ def start(argv: Sequence[str]) -> int:
         return ExitCode.DONE
     print(text, end="", flush=True)
     if run.kind == "finished":
-        further = "" if config.pipeline_spec.alone else "raise max_steps, or "
+        further = "" if config.pipeline_spec.rank0_only else "raise max_steps, or "
         print(f"\nfinished: {run.finished['reason']}; {further}choose another run_name or resume=fresh")
         return ExitCode.DONE
     if config.cluster.name == "slurm":

@@ -1,8 +1,8 @@
 """Sweeps: `python -m hpcrl.launch -m trainer.lr=1e-4,5e-4 seed=0,1` starts four runs, each with its own folder.
 
 Values use Hydra's syntax (a,b  choice(a,b)  range(0,3)). All points are checked before the first starts. On Slurm every
-point is a job, and all are queued at once; on one machine, points run one after the other. The command ends with the
-last point; the same command again resumes unfinished points.
+point is a job, and all are queued at once; on one machine, points run one after the other. The command ends when the
+last point has ended; run again, it resumes unfinished points.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Point:
 
 
 def sweep(argv: Sequence[str]) -> int:
-    """Run every point of the sweep described by the arguments (without -m); returns the worst exit code."""
+    """Run every point of the sweep described by the arguments (without -m); returns the first exit code that is not 0,
+    else 0."""
     points = expand(argv)
     prepared, problems = [], []
     for point in points:

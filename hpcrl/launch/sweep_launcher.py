@@ -1,7 +1,7 @@
 """Hydra's submitit launcher, with hpcrl's executor instead of submitit's.
 
-hydra-submitit-launcher itself submits one job array of pickled functions: not heterogeneous, restarted without the run
-folder's checkpoint, and waiting forever for a dead task if there is no accounting.
+hydra-submitit-launcher itself submits one job array of pickled functions. Such jobs cannot be heterogeneous and
+restart without the checkpoint; without Slurm accounting it waits forever for a dead task.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ PROBE_S = 2.0
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessInfo:
     """This process's position in the world.
 
     kind: "rank" is one rank of the world; "agent" starts its node's ranks. launcher: the program that started the
@@ -92,12 +92,12 @@ def _whole_step(environ: Mapping[str, str]) -> Mapping[str, str]:
     return whole
 
 
-def find_place(environ: Mapping[str, str], world_size: int) -> Place:
+def find_place(environ: Mapping[str, str], world_size: int) -> ProcessInfo:
     """Find this process's place in a world of `world_size` ranks, only from environment variables. ValueError if a
     launcher started neither one process per rank nor one per node."""
     if "HPCRL_RANK" in environ:
         node, nodes = int(environ.get("HPCRL_NODE", "0")), int(environ.get("HPCRL_NUM_NODES", "1"))
-        return Place("rank", "agent", int(environ["HPCRL_RANK"]), node, nodes)
+        return ProcessInfo("rank", "agent", int(environ["HPCRL_RANK"]), node, nodes)
     environ = _whole_step(environ)
     for launcher in _LAUNCHERS:
         size, rank = _count(environ, launcher.size), _count(environ, launcher.rank)
@@ -109,17 +109,19 @@ def find_place(environ: Mapping[str, str], world_size: int) -> Place:
         # If one process per rank is also one per node, it is an agent that watches its rank. Under MPI, a node with
         # fewer processes computes a larger number of nodes than the other nodes, so only the process count decides.
         if size == world_size and (size > nodes or size == 1 or launcher.name == "mpi"):
-            return Place("rank", launcher.name, rank, node, nodes)
+            return ProcessInfo("rank", launcher.name, rank, node, nodes)
         if size == nodes:
-            return Place("agent", launcher.name, node, node, nodes)
+            return ProcessInfo("agent", launcher.name, node, node, nodes)
         raise ValueError(
             f"{launcher.name} started {size} processes on {nodes} node(s); this layout needs {world_size} ranks "
             f"(one process each) or one process per node, whose agent starts the ranks"
         )
-    return Place("agent", "local", 0, 0, 1)
+    return ProcessInfo("agent", "local", 0, 0, 1)
 
 
-def share_endpoint(place: Place, folder: Path, endpoint: dict[str, Any] | None, timeout_s: float) -> dict[str, Any]:
+def share_endpoint(
+    place: ProcessInfo, folder: Path, endpoint: dict[str, Any] | None, timeout_s: float
+) -> dict[str, Any]:
     """Rank 0 passes {host, port, key_file, world}; every rank returns it. Collective over all ranks.
 
     It is shared through torchrun's store, an MPI broadcast, or a file in `folder`. An earlier start may have left such

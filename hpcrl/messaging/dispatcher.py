@@ -312,7 +312,7 @@ class Controller:
             if now - unreached.since > min(CAUSE_S, self.command_s):
                 del self._unreached[rank]
                 self._lose(Lost(rank, unreached.why, silent=not unreached.closed))
-        self._world.trace.go_on()
+        self._world.trace.report_progress()
         begun = {
             (rank, seq): max(o.since, self._answered.get(rank, 0.0)) for (rank, seq), o in self._outstanding.items()
         }

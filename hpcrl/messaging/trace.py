@@ -70,7 +70,7 @@ class Trace:
         """Record the configuration section whose code another thread executes from now on; empty: none does."""
         self._map[_BESIDE] = section.encode()[:64].ljust(64, b"\0")
 
-    def go_on(self) -> None:
+    def report_progress(self) -> None:
         """Record progress of the main thread in a long activity."""
         self._floats[_SINCE] = time.monotonic()
 

@@ -25,7 +25,7 @@ from torch.distributed import distributed_c10d
 
 from hpcrl.messaging import network, queues
 from hpcrl.messaging.abortable import AbortableGroup, make_nccl
-from hpcrl.messaging.bootstrap import WORLD_KEY, Place, make_key_file, share_endpoint
+from hpcrl.messaging.bootstrap import WORLD_KEY, ProcessInfo, make_key_file, share_endpoint
 from hpcrl.messaging.dead_host_watch import DeadHostWatch
 from hpcrl.messaging.mailbox import Mailbox, mail_queue
 from hpcrl.messaging.mailbox_server import Dialer, MailboxServer, SenderEnded
@@ -65,7 +65,7 @@ class World:
     size: int
     host: str
     address: str
-    place: Place
+    place: ProcessInfo
     folder: Path
     store: dist.TCPStore
     mailbox_server: MailboxServer
@@ -153,7 +153,7 @@ class World:
 
 
 def join(
-    place: Place,
+    place: ProcessInfo,
     size: int,
     folder: Path,
     *,

@@ -148,8 +148,8 @@ class Agent:
         starts = [self._about(rank) for rank in self._ranks]
         if self._parent and len(starts) > 1:
             end = self._clock.now() + self._start_s
-            go_on = lambda: not self._signals and self._clock.now() < end  # noqa: E731
-            self._processes |= fork_ranks(self._parent, self._environ, starts, go_on)
+            report_progress = lambda: not self._signals and self._clock.now() < end  # noqa: E731
+            self._processes |= fork_ranks(self._parent, self._environ, starts, report_progress)
         for start in starts if not self._processes else ():
             self._processes[start.rank] = self._start(start)
 

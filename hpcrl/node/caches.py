@@ -49,8 +49,8 @@ def cache_folders(environ: Mapping[str, str], root: Path = Path("/")) -> dict[st
 
 
 def kind_of_node(environ: Mapping[str, str], root: Path = Path("/")) -> str:
-    """A word for properties on which compiled code depends but which some libraries ignore: the processor's instruction
-    sets, the GPUs, and torch's version."""
+    """A folder name with a hash of what compiled code depends on but some libraries leave out of their cache keys:
+    CPU instruction sets, GPU models, torch version."""
     facts = {environ.get("ATEN_CPU_CAPABILITY", "")}
     for path, label in ((root / "proc/cpuinfo", "flags"), *((p, "Model:") for p in _gpus(root))):
         with contextlib.suppress(OSError):

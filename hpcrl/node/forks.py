@@ -87,10 +87,10 @@ class AdoptedProcess:
 
 
 def fork_ranks(
-    argv: Sequence[str], environ: Mapping[str, str], starts: Sequence[RankStart], go_on: Callable[[], bool]
+    argv: Sequence[str], environ: Mapping[str, str], starts: Sequence[RankStart], report_progress: Callable[[], bool]
 ) -> dict[int, AdoptedProcess]:
     """Fork the ranks from the program `argv` and return their processes; none if forking failed, with the reason in the
-    first rank's log. go_on: polled meanwhile; False aborts the start. Call it on the main thread: Linux ties
+    first rank's log. report_progress: polled meanwhile; False aborts the start. Call it on the main thread: Linux ties
     die_with() to the thread that starts a process."""
     ours, theirs = socket.socketpair()
     with ours, _as_subreaper():
@@ -107,7 +107,7 @@ def fork_ranks(
         try:
             ours.sendall(msgspec.json.encode(Order(os.getpid(), list(starts))) + b"\n")
             ours.settimeout(POLL_S)
-            while go_on() and not answer.endswith(b"\n") and len(answer) < LIMIT_BYTES:
+            while report_progress() and not answer.endswith(b"\n") and len(answer) < LIMIT_BYTES:
                 with contextlib.suppress(TimeoutError):
                     if not (block := ours.recv(1 << 16)):
                         break

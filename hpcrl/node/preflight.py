@@ -123,7 +123,7 @@ class Needs:
     """A run's requirements on a node. `all_or_none`: this many GPUs, or none; `all_or_none_roles`: roles whose other
     nodes must make the same choice; `modules`: the engines' modules, with the extras that install them; `gpu_modules`:
     modules needed only on nodes with GPUs, with the way to install them; `tested`: module -> prefix of its tested
-    versions; `knows`: module -> prefix of its supported versions; `gpu`: requirements for the GPUs."""
+    versions; `required_versions`: module -> prefix of its supported versions; `gpu`: requirements for the GPUs."""
 
     ranks: tuple[int, ...]
     gpus: int
@@ -136,7 +136,7 @@ class Needs:
     modules: Mapping[str, str] = field(default_factory=dict)
     gpu_modules: Mapping[str, str] = field(default_factory=dict)
     tested: Mapping[str, str] = field(default_factory=dict)
-    knows: Mapping[str, str] = field(default_factory=dict)
+    required_versions: Mapping[str, str] = field(default_factory=dict)
     gpu: GpuNeeds = field(default_factory=GpuNeeds)
 
     @property
@@ -237,7 +237,9 @@ def needs_of(config: Config) -> list[Needs]:
     modules = {module: extra for _, _, spec in chosen(config) for module, extra in spec.needs.items()}
     on_gpu = {module: way for _, _, spec in chosen(config) for module, way in spec.needs_on_gpu.items()}
     tested = {module: versions for _, _, spec in chosen(config) for module, versions in spec.tested.items()}
-    knows = {module: versions for _, _, spec in chosen(config) for module, versions in spec.knows.items()}
+    required_versions = {
+        module: versions for _, _, spec in chosen(config) for module, versions in spec.required_versions.items()
+    }
     peers = {roles: _peers(layout, roles) for roles in {layout.roles_of(rank) for rank in range(layout.world_size)}}
     return [
         Needs(
@@ -254,7 +256,7 @@ def needs_of(config: Config) -> list[Needs]:
             modules if with_model & {*ranks} else {},
             on_gpu if with_model & {*ranks} and config.cluster.device != "cpu" else {},
             tested if with_model & {*ranks} else {},
-            knows if with_model & {*ranks} else {},
+            required_versions if with_model & {*ranks} else {},
             GpuNeeds.of(config, layout, ranks, component.config.gpus_per_node),
         )
         for component in Placement.from_config(config, layout).components
@@ -415,7 +417,7 @@ def _complaints(report: Report, need: Needs, usual: Mapping[str, str]) -> list[s
     found += [
         f"has {module} {report.versions[module]}, but hpcrl's part for it is written for {known}*; install that there: "
         f"{install([need.modules.get(module, module)])}"
-        for module, known in need.knows.items()
+        for module, known in need.required_versions.items()
         if report.versions.get(module) and not report.versions[module].startswith(known)
     ]
     if report.bad_gpus:

@@ -14,7 +14,7 @@ from hpcrl.spec.kinds import PipelineSpec
 from hpcrl.spec.problems import Problem
 
 if TYPE_CHECKING:
-    from hpcrl.controller.alone import Alone
+    from hpcrl.controller.rank0_only import Rank0Run
 
 KEYS = {
     "--checkpoint": "convert.source",
@@ -74,15 +74,15 @@ SPEC = PipelineSpec(
     make="hpcrl.pipelines.convert:convert",
     section=ConvertConfig,
     check=_check,
-    generates=False,
+    learns_from_rewards=False,
     learns=False,
-    alone=True,
+    rank0_only=True,
     inspect=_inspect,
     work=_work,
 )
 
 
-def convert(run: Alone) -> None:
+def convert(run: Rank0Run) -> None:
     """Write the model. A later attempt continues with the files that earlier attempts have not completed."""
     import torch
 
@@ -97,7 +97,7 @@ def convert(run: Alone) -> None:
         hashes=section.hashes,
         most_bytes=int(section.shard_gb * 1e9),
         stream=sys.stdout,
-        go_on=run.go_on,
+        report_progress=run.report_progress,
         fence=run.fence,
         again=run.resumes,
     )

@@ -33,7 +33,7 @@ SPEC = PipelineSpec(
     make="hpcrl.pipelines.sft:sft",
     section=SFTConfig,
     check=_check,
-    generates=False,
+    learns_from_rewards=False,
     objective="hpcrl.algorithms.cross_entropy:CrossEntropy",
     batch_size=lambda config: config.sft.batch_size,
 )

@@ -42,8 +42,8 @@ class TrainPlan(Protocol):
         """Number of trainer ranks over which the bytes of every tensor for other ranks are divided."""
 
     def step_traffic(self, config: Config, shape: ModelShape, num_ranks: int, work: StepWork) -> list[Sent]:
-        """The maximum that a trainer rank sends to other trainer ranks in an optimizer step in which every data
-        parallel rank has this work; empty if it sends nothing. The sizes must be valid (check). CannotPlanError where
+        """Maximum traffic from one trainer rank to the others in one optimizer step, if every data-parallel rank has
+        this work; empty if none. The sizes must be valid (check). CannotPlanError where
         it is not known."""
 
     def changes(self, config: Config, shape: ModelShape) -> dict[str, list[Change]]:
@@ -79,7 +79,8 @@ def reference_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[P
 
 
 def check_reference(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[Problem]:
-    """Problems of a reference with a model of its own with its sizes or its ranks. CannotPlanError as above."""
+    """Checks whether the engine can run the separate reference model (reference.path) with these sizes and ranks.
+    CannotPlanError as above."""
     own, sizes, key = config.of_reference(), reference_shape(config, shape), ("reference", "path")
     for problem in train_plan(own).check(own, layout, sizes):
         yield Problem(problem.path, f"{problem.text} (reference.path)", (*problem.involves, key))

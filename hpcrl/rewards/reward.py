@@ -102,7 +102,8 @@ class Reward(Protocol):
 
 
 class PerResponse(Reward):
-    """A reward that scores each response by itself, and equal responses equally; other subclasses set pure=False."""
+    """A reward that scores each response separately. Equal responses must get equal scores; otherwise the subclass sets
+    pure=False."""
 
     pure = True
 

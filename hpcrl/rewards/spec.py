@@ -67,7 +67,7 @@ class ChoiceOptions(Section):
     """Options of the reward choice."""
 
     soft: bool = False
-    """Reward 1 and -0.5 for a right and a wrong letter in a box, 0.5 and -1 for one outside; false: 1 and 0."""
+    """Boxed letter: 1 if right, -0.5 if wrong; letter outside a box: 0.5 or -1. false: 1 or 0."""
 
 
 class F1Options(Section):
@@ -92,7 +92,7 @@ class RegexOptions(Section):
     pattern: str | None = None
     """Regular expression; null: the row's answer is one."""
     whole: bool = False
-    """The whole response must match; false: a part of it."""
+    """The whole response must match; false: a match anywhere is enough."""
     with_thinking: bool = False
     """Search the thinking too."""
 
@@ -113,7 +113,7 @@ class LengthOptions(Section):
     """Options of the reward length."""
 
     max_tokens: Positive
-    """From this length on the reward is -1, tokens; usually rollout.max_new_tokens."""
+    """Length in tokens from which the reward is -1; usually rollout.max_new_tokens."""
     buffer_tokens: Positive
     """The reward falls from 0 to -1 over this many tokens before max_tokens."""
 
@@ -128,7 +128,7 @@ class RepetitionOptions(Section):
     """Options of the reward repetition."""
 
     ngram: Positive = 3
-    """Words of an n-gram."""
+    """Number of words per n-gram."""
 
 
 class TagsOptions(Section):
@@ -170,7 +170,7 @@ class ComposedOptions(Section):
     rule: Literal["sum", "product", "gate"] = "sum"
     """sum: weighted; product: without weights; gate: the weighted sum where every gate has score 1, else `closed`."""
     closed: Float = 0.0
-    """The reward behind a closed gate."""
+    """The reward if a gate does not have score 1."""
 
 
 class IFEvalOptions(Section):
@@ -192,7 +192,7 @@ class CodeOptions(Section):
     case_timeout_s: Seconds = 4.0
     """Timeout of a case, seconds; all cases of a response together have 0.8 x reward.*.timeout_s."""
     min_level: SandboxLevel = "L1"
-    """Least isolation with which code is run (docs/security.md); L0 is unsafe."""
+    """Minimum isolation level for running code (docs/security.md); L0 is unsafe."""
     memory_mib: Annotated[int, Field(ge=64), NUMBER] = 1024
     """Memory of all processes of a case, and address space of each, MiB."""
     max_processes: Count = 16
@@ -259,15 +259,16 @@ class JudgeOptions(Section):
     vote: Literal["mean", "median", "majority"] = "mean"
     """How several verdicts become one; majority: 1 if more than half of them reach the threshold, else 0."""
     min_votes: Positive = 1
-    """Verdicts without which a response has an error."""
+    """Minimum number of verdicts; with fewer, the response is an error."""
     threshold: Share = 0.5
-    """The score is 1 from this verdict on, and a vote counts for the majority; verdicts are scaled to 0..1."""
+    """From this value on the score is 1, and a vote counts as positive with vote=majority; verdicts are scaled to
+    0..1."""
     verdict: Literal["number", "yes_no"] = "number"
     """What the judges are asked for."""
     scale: tuple[Float, Float] = (0.0, 10.0)
     """Lowest and highest number."""
     rubric_file: str | None = None
-    """File with the rubric; null: correct, complete and helpful."""
+    """File with the rubric; null: a built-in rubric (correct, complete and helpful)."""
     template_file: str | None = None
     """File with the question, with the places {rubric}, {prompt}, {answer} and {response}; null: a built-in one."""
     with_thinking: bool = False
@@ -318,7 +319,7 @@ class FakeOptions(Section):
 
 
 EXACT_MATCH = RewardSpec(
-    about="Compares the answer with the gold answer, ignoring white space, case and a final full stop.",
+    about="Compares the answer with the ground truth, up to white space, a final full stop and, by default, case.",
     make="hpcrl.rewards.builtin.exact_match:ExactMatchReward",
     section=ExactMatchOptions,
     compares_answer=True,
@@ -371,13 +372,13 @@ IFEVAL = RewardSpec(
 )
 
 CODE = RewardSpec(
-    about="Runs the code of a response in a sandbox: the test cases of the row.",
+    about="Runs the response's code in a sandbox on the row's test cases.",
     make="hpcrl.rewards.builtin.code:CodeReward",
     section=CodeOptions,
 )
 
 LENGTH = RewardSpec(
-    about="Minus a penalty for responses near the limit of tokens.",
+    about="A negative reward for responses near the token limit.",
     make="hpcrl.rewards.builtin.shaping:LengthReward",
     section=LengthOptions,
 )
@@ -395,7 +396,7 @@ TAGS = RewardSpec(
 )
 
 LANGUAGE = RewardSpec(
-    about="Whether the response is in a language, or in that of the prompt.",
+    about="Whether the response is in the configured language, else in the prompt's language.",
     make="hpcrl.rewards.builtin.shaping:LanguageReward",
     section=LanguageOptions,
 )
@@ -413,7 +414,7 @@ def _roles_of_parts(options: Mapping[str, Any]) -> Iterator[str]:
 def _part_weights(options: Mapping[str, Any]) -> dict[str, float]:
     composed = read_options(ComposedOptions, options)
     if composed.rule != "sum":
-        raise ValueError(f"options.rule: {composed.rule} is no sum whose parts can be normalised apart; use sum")
+        raise ValueError(f"options.rule: {composed.rule} has no parts that can be normalised separately; use sum")
     return {name: part.weight for name, part in composed.parts.items()}
 
 

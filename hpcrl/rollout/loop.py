@@ -11,9 +11,9 @@ from hpcrl.messaging import messages
 from hpcrl.messaging.dispatcher import Controller
 from hpcrl.metrics.stats import Stat, Stats, merge, scalar
 from hpcrl.rollout.admission import admissions
-from hpcrl.rollout.awaited import Awaited
 from hpcrl.rollout.links import ReplicaLink
-from hpcrl.rollout.pace import Pace
+from hpcrl.rollout.pending_answers import PendingAnswers
+from hpcrl.rollout.replica_speeds import ReplicaSpeeds
 from hpcrl.rollout.scheduling import events
 from hpcrl.rollout.scheduling.scheduler import RolloutScheduler
 from hpcrl.rollout.types import FinishReason, Prompt, Sizes, is_greedy, receiver_of, split_sample_id
@@ -78,8 +78,8 @@ class RolloutLoop:
         self._free = [self._replicas[first] for first in free]
         self._needed_elsewhere = frozenset(self._replicas.keys() - set(free))  # in the background
         self._scorers, self._envs, self._scorers_of = list(scorers), list(envs), scorers_of
-        self._awaited = Awaited(controller, {*scorers, *envs})
-        self._pace = Pace()
+        self._awaited = PendingAnswers(controller, {*scorers, *envs})
+        self._pace = ReplicaSpeeds()
         self._errors = errors or UserErrors(None)
         self._waited_s = 0.0  # in this drive, for scorers and environments alone
         self._streams: list[_Stream] = []  # the driven one is last

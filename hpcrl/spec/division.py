@@ -65,7 +65,7 @@ class Division:
         return len(self.groups[0]) > 1 if self.groups else False
 
     @cached_property
-    def heads(self) -> tuple[int, ...]:
+    def leaders(self) -> tuple[int, ...]:
         """The ranks that get rows, one per group."""
         return tuple(group[0] for group in self.groups)
 
@@ -76,15 +76,17 @@ class Division:
         )
         return Division(groups, tuple(ranks[rank] for rank in self.outputs), weights)
 
-    def spread(self, by_head: Mapping[int, T]) -> dict[int, T]:
+    def replicate(self, by_leader: Mapping[int, T]) -> dict[int, T]:
         """Values of heads, repeated for all ranks of their groups; ascending."""
-        return dict(sorted((rank, by_head[group[0]]) for group in self.groups for rank in group if group[0] in by_head))
+        return dict(
+            sorted((rank, by_leader[group[0]]) for group in self.groups for rank in group if group[0] in by_leader)
+        )
 
-    def across(self, rank: int) -> tuple[int, ...]:
+    def data_parallel_peers(self, rank: int) -> tuple[int, ...]:
         """The ranks at the same place of every group, which together hold each row once."""
         place = next(group.index(rank) for group in self.groups if rank in group)
         return tuple(group[place] for group in self.groups)
 
-    def inside(self, rank: int) -> tuple[int, ...]:
+    def group_of(self, rank: int) -> tuple[int, ...]:
         """The ranks of the rank's group."""
         return next(group for group in self.groups if rank in group)

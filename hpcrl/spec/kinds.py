@@ -50,7 +50,7 @@ class Spec:
     """Module that must be installed too where its ranks compute on GPUs -> how to install it."""
     tested: Mapping[str, str] = field(default_factory=dict)
     """Module -> beginning of the versions with which the part was tested; another version is told in the plan."""
-    knows: Mapping[str, str] = field(default_factory=dict)
+    required_versions: Mapping[str, str] = field(default_factory=dict)
     """Module of `needs` -> beginning of the versions whose insides the part uses; another version is refused."""
     not_on_amd: str = ""
     """Why its ranks cannot compute on AMD's GPUs; empty if nothing is known that forbids it."""
@@ -70,7 +70,7 @@ class Spec:
         """The extras or packages to install before it can be used."""
         return sorted({extra for module, extra in self.needs.items() if not _installed(module)})
 
-    def lacking_on_gpu(self) -> str:
+    def missing_on_gpu(self) -> str:
         """What to install here before it can compute on GPUs; empty if nothing is missing."""
         missing = {module: way for module, way in self.needs_on_gpu.items() if not _installed(module)}
         return "; ".join(f"on a GPU it needs {module}: {way}" for module, way in missing.items())
@@ -89,13 +89,14 @@ def _installed(module: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineSpec(Spec):
-    """`make` is called on rank 0 with the run (hpcrl.controller.context.Run, or hpcrl.controller.alone.Alone)."""
+    """`make` is called on rank 0 with the run (hpcrl.controller.context.Run, or
+    hpcrl.controller.rank0_run.Rank0Run)."""
 
-    generates: bool = True
+    learns_from_rewards: bool = True
     """Whether it learns from generated responses and their rewards; otherwise from the answers of its rows."""
     learns: bool = True
     """Whether it changes the weights."""
-    alone: bool = False
+    rank0_only: bool = False
     """Whether rank 0 does it by itself: a run without other ranks, engines, data and steps, which reads none of their
     keys."""
     inspect: Callable[[Any, bool], Iterable[Problem]] = _no_files

@@ -27,7 +27,7 @@ class OneProcess:
         self._shared, self._loaded_at = shared, -1
         if shared:
             assert isinstance(generator, SharesWeights), "the specification says that it shares"
-            self._local.adopt(generator.share_weights())
+            self._local.move_into(generator.share_weights())
 
     @classmethod
     def of(cls, rank: Rank, generator: GenEngine) -> OneProcess | None:

@@ -14,7 +14,15 @@ from torch import Tensor
 from hpcrl.comm.transfer import TransferGroup
 from hpcrl.comm.weight_checksums import LoadedSums, add_sums, shard_checksums
 from hpcrl.comm.weight_plan import arriving_dtype
-from hpcrl.comm.weight_transfer import Channel, Receiving, Schedule, Sending, connect, receive_layout, send_layout
+from hpcrl.comm.weight_transfer import (
+    SendSchedule,
+    UpdateGroup,
+    WeightReceiver,
+    WeightSender,
+    connect,
+    receive_layout,
+    send_layout,
+)
 from hpcrl.engines.gen.generation_engine import ReadsBackWeights
 from hpcrl.messaging.messages import Done, UpdateWeights
 from hpcrl.messaging.world import PEER_SHARE
@@ -26,7 +34,7 @@ from hpcrl.workers.generator import GeneratorRole
 from hpcrl.workers.role import Rank, without
 from hpcrl.workers.trainer import TrainerRole
 
-PATIENCE_SHARE = 0.75
+SEND_TIMEOUT_FRACTION = 0.75
 """Fraction of a peer's time that a trainer waits for a replica: other replicas wait for the trainer meanwhile."""
 
 
@@ -35,9 +43,9 @@ class WeightUpdate:
 
     def __init__(self, worker: Rank):
         self._worker = worker
-        self._channels: dict[int, Channel] = {}
-        self._schedule: Schedule | None = None
-        self._receiving: Receiving | None = None
+        self._channels: dict[int, UpdateGroup] = {}
+        self._schedule: SendSchedule | None = None
+        self._receiving: WeightReceiver | None = None
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
         return {UpdateWeights: self._update_weights}
@@ -56,7 +64,7 @@ class WeightUpdate:
         else:
             layout = receive_layout(transfer_group.group, transfer_group.ranks, trainers[0])
         needs = dict(zip(replica, self._needs(layout), strict=True))
-        self._channels[number] = Channel(transfer_group.group, transfer_group.ranks, layout, needs)
+        self._channels[number] = UpdateGroup(transfer_group.group, transfer_group.ranks, layout, needs)
 
     def _update_weights(self, command: UpdateWeights, seq: int) -> Done:
         if self._worker.layout.generates_on_trainers:
@@ -94,12 +102,12 @@ class WeightUpdate:
         sending, loaded = None, None
         if rank in layout.ranks["trainer"]:
             engine = cast(TrainerRole, self._worker.roles["trainer"]).engine
-            self._schedule = self._schedule or Schedule(rank, self._channels)
-            patience_s = PATIENCE_SHARE * PEER_SHARE * self._worker.world.timeout_s
-            sending = Sending(self._schedule, command.replicas, engine.local_shards(), patience_s)
+            self._schedule = self._schedule or SendSchedule(rank, self._channels)
+            send_timeout_s = SEND_TIMEOUT_FRACTION * PEER_SHARE * self._worker.world.timeout_s
+            sending = WeightSender(self._schedule, command.replicas, engine.local_shards(), send_timeout_s)
         if (number := self._own_replica()) in command.replicas:
             channel = self._channels[number]
-            self._receiving = self._receiving or Receiving(rank, channel)
+            self._receiving = self._receiving or WeightReceiver(rank, channel)
             named = self._receiving.tensors(sending)
             loaded = self._load(named, command.version, channel.layout, channel.needs[rank])
             for _ in named:

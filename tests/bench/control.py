@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from hpcrl.comm.transfer import TransferGroup
-from hpcrl.messaging.bootstrap import Place
+from hpcrl.messaging.bootstrap import ProcessInfo
 from hpcrl.messaging.messages import Done, DropBatch, Move, Shutdown, TransferRollouts
 from hpcrl.messaging.world import CONTROLLER_QUEUE, World, join, rank_queue
 from tests.bench.machine import tell
@@ -53,7 +53,7 @@ def p50_ms(action: Callable[[], object], warmup: int, repeats: int) -> float:
 
 def join_pair(rank: int, folder: Path) -> tuple[World, TransferGroup]:
     """Collective over both processes."""
-    place = Place("rank", "agent", rank, node=0, num_nodes=1)
+    place = ProcessInfo("rank", "agent", rank, node=0, num_nodes=1)
     world = join(place, 2, folder, start_s=TIMEOUT_S, store_s=TIMEOUT_S, command_s=TIMEOUT_S)
     return world, TransferGroup(world.group("bench", [SENDER, PEER], 0), [SENDER, PEER])
 

@@ -39,7 +39,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.comm import weight_transfer
-from hpcrl.comm.weight_transfer import Channel, Receiving, Schedule, Sending
+from hpcrl.comm.weight_transfer import SendSchedule, UpdateGroup, WeightReceiver, WeightSender
 from hpcrl.config import parse
 from hpcrl.engines.train.fsdp2.weights import full_tensor
 from hpcrl.models.families import read_shape
@@ -90,7 +90,7 @@ def sliced(held: TensorShards, index: int, num_ranks: int) -> RequiredSlices:
     return RequiredSlices("bfloat16", (tensor_slice,))
 
 
-class Carrying(Sending):
+class Carrying(WeightSender):
     """Sends what its buffers contain."""
 
     def _pack(self, messages: Any) -> None:
@@ -130,15 +130,15 @@ class Rank:
 
     def _join(self, store: Any, generators: int, tensor: int) -> None:
         rank, trainers = self.rank, self.trainers
-        channels: dict[int, Channel] = {}
+        channels: dict[int, UpdateGroup] = {}
         for number, first in enumerate(range(trainers, trainers + generators, tensor)):
             replica = range(first, first + tensor)
             ranks = [*range(trainers), *replica]
             if rank in ranks:
                 needs = {r: [sliced(held, i, tensor) for held in self.layout] for i, r in enumerate(replica)}
-                channels[number] = Channel(_group(store, f"{number}", ranks, rank), ranks, self.layout, needs)
+                channels[number] = UpdateGroup(_group(store, f"{number}", ranks, rank), ranks, self.layout, needs)
         still = {key: replace(channel, group=Still(dist.HashStore(), 0, 1)) for key, channel in channels.items()}
-        self.receiving = Receiving(rank, next(iter(channels.values()))) if rank >= trainers else None
+        self.receiving = WeightReceiver(rank, next(iter(channels.values()))) if rank >= trainers else None
         channel = next(iter(channels.values()))
         first_rank = min(channel.needs)
         slices = [tensor_slice for need in channel.needs[first_rank] for tensor_slice in need.slices]
@@ -150,19 +150,19 @@ class Rank:
             "update": self._transfer(channels),
         }
 
-    def _transfer(self, channels: dict[int, Channel], copies: bool = True) -> Work:
+    def _transfer(self, channels: dict[int, UpdateGroup], copies: bool = True) -> Work:
         if self.rank < self.trainers:
-            schedule = Schedule(self.rank, channels)
+            schedule = SendSchedule(self.rank, channels)
 
             def send() -> None:
-                sending = (Sending if copies else Carrying)(
+                sending = (WeightSender if copies else Carrying)(
                     schedule, list(channels), iter(self.shards), LIMIT.total_seconds()
                 )
                 sending.finish()
                 assert not sending.errors
 
             return send
-        receiving = Receiving(self.rank, next(iter(channels.values())))
+        receiving = WeightReceiver(self.rank, next(iter(channels.values())))
         needs = receiving.channel.needs[self.rank]
         slices = {held.name: need.slices[0] for held, need in zip(self.layout, needs, strict=True)}
 

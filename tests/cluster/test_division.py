@@ -29,14 +29,14 @@ def megatron(num_ranks: int, reference: int | None = None, **sizes: int) -> Conf
 
 def test_commands_and_groups_follow_from_the_pairs() -> None:
     there = PAIRS.of([4, 5, 8, 9])
-    assert (there.ranks, there.heads, there.outputs) == ((4, 5, 8, 9), (4, 8), (5, 9))
-    assert there.spread({4: "a", 8: "b"}) == {4: "a", 5: "a", 8: "b", 9: "b"}
-    assert there.spread({8: "b"}) == {8: "b", 9: "b"}
-    assert (there.inside(9), there.across(9), there.across(4)) == ((8, 9), (5, 9), (4, 8))
+    assert (there.ranks, there.leaders, there.outputs) == ((4, 5, 8, 9), (4, 8), (5, 9))
+    assert there.replicate({4: "a", 8: "b"}) == {4: "a", 5: "a", 8: "b", 9: "b"}
+    assert there.replicate({8: "b"}) == {8: "b", 9: "b"}
+    assert (there.group_of(9), there.data_parallel_peers(9), there.data_parallel_peers(4)) == ((8, 9), (5, 9), (4, 8))
     assert there.weights == ((4, 8), (5, 9)) and there.is_split
     whole = Division.unsplit(3)
-    assert (whole.heads, whole.outputs, whole.weights) == ((0, 1, 2), (0, 1, 2), ((0, 1, 2),)) and not whole.is_split
-    assert whole.across(1) == (0, 1, 2) and whole.inside(1) == (1,)
+    assert (whole.leaders, whole.outputs, whole.weights) == ((0, 1, 2), (0, 1, 2), ((0, 1, 2),)) and not whole.is_split
+    assert whole.data_parallel_peers(1) == (0, 1, 2) and whole.group_of(1) == (1,)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_megatron_divides_as_megatron_core_does(num_ranks: int, tensor: int, pip
     assert sorted(map(sorted, division.groups)) == sorted(map(sorted, order.get_ranks("tp-cp-pp")))
     stages = sorted(map(sorted, order.get_ranks("tp-cp-dp")))
     assert [list(owners) for owners in division.weights] == stages
-    assert set(division.outputs) <= set(stages[-1]) and set(division.heads) <= set(stages[0])
+    assert set(division.outputs) <= set(stages[-1]) and set(division.leaders) <= set(stages[0])
 
 
 def engine(division: Callable[[Any, int], Division]) -> TrainEngineSpec:

@@ -110,7 +110,10 @@ def test_a_prompt_may_be_rewritten_and_a_learned_turn_may_not(tokenizer: Any, wr
             "no chosen: a row of a pair has the columns chosen and rejected; the row has",
         ),
         ({"prompt": "a", "chosen": "b", "rejected": None}, "no rejected: a row of a pair"),
-        ({"chosen": "b", "rejected": "c"}, "no prompt: chosen and rejected are answers, looked for prompt, "),
+        (
+            {"chosen": "b", "rejected": "c"},
+            "no prompt: chosen and rejected have only answers, and the row none of prompt, ",
+        ),
         ({"prompt": "a", "chosen": "b", "rejected": " b\n"}, "chosen and rejected are equal"),
         ({"chosen": [USER, GOOD], "rejected": [USER, GOOD]}, "chosen and rejected are equal"),
         ({"prompt": "a", "chosen": "b", "rejected": " "}, "rejected is empty"),
@@ -121,14 +124,14 @@ def test_a_prompt_may_be_rewritten_and_a_learned_turn_may_not(tokenizer: Any, wr
         ),
         (
             {"chosen": [USER, GOOD], "rejected": [{"role": "user", "content": "3+3?"}, BAD]},
-            "chosen and rejected do not answer the same prompt: they differ from message 0 on",
+            "chosen and rejected do not answer the same prompt: they first differ in message 0",
         ),
         (
             {"chosen": [USER, GOOD, USER, GOOD], "rejected": [USER, GOOD, {"role": "user", "content": "b"}, BAD]},
-            "chosen and rejected do not answer the same prompt: they differ from message 2 on",
+            "chosen and rejected do not answer the same prompt: they first differ in message 2",
         ),
         ({"chosen": [USER, GOOD], "rejected": [BAD]}, "chosen and rejected do not answer the same prompt"),
-        ({"prompt": "3+3?", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, "prompt is another prompt than the one"),
+        ({"prompt": "3+3?", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, "prompt differs from the prompt"),
         (
             {"prompt": "a", "chosen": [GOOD, USER], "rejected": "b"},
             "chosen does not end with a message of the assistant",

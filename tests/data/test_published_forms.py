@@ -268,7 +268,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "audio": (
         {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
-        ":1: messages[0].content[0] must be text, not of type 'input_audio'",
+        ":1: messages[0].content[0] must be a part with text, not one of type 'input_audio'",
     ),
     "a speaker": (
         {"conversations": [{"from": "narrator", "value": "x"}]},

@@ -17,13 +17,13 @@ class Threads:
     """The worlds of the ranks, and a way to have every rank do something at once."""
 
     def __init__(self, folder: Path, size: int = SIZE):
-        from hpcrl.messaging.bootstrap import Place
+        from hpcrl.messaging.bootstrap import ProcessInfo
         from hpcrl.messaging.world import join
 
         self._size, self._pool = size, ThreadPoolExecutor(size)
         self.worlds = self.every(
             lambda rank: join(
-                Place("rank", "agent", rank, 0, 1), size, folder, start_s=30.0, store_s=30.0, command_s=20.0
+                ProcessInfo("rank", "agent", rank, 0, 1), size, folder, start_s=30.0, store_s=30.0, command_s=20.0
             )
         )
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpcrl.messaging.bootstrap import ENDPOINT, Place, find_place, make_key_file, share_endpoint
+from hpcrl.messaging.bootstrap import ENDPOINT, ProcessInfo, find_place, make_key_file, share_endpoint
 from hpcrl.run_folder import log_folder
 from hpcrl.system.exit_codes import ExitCode
 from hpcrl.system.files import backed_off_s
@@ -73,42 +73,42 @@ def agent(rank: int, node: int = 0, nodes: int = 1) -> Environ:
 BATCH_SCRIPT = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "8", "SLURM_NNODES": "2", "SLURM_PROCID": "0"}  # no step yet
 
 PLACES = {
-    "local": ({}, 3, Place("agent", "local", 0, 0, 1)),
-    "local, one rank": ({}, 1, Place("agent", "local", 0, 0, 1)),
-    "a batch script": (BATCH_SCRIPT, 8, Place("agent", "local", 0, 0, 1)),
-    "rank of an agent": (agent(2), 3, Place("rank", "agent", 2, 0, 1)),
-    "rank of an agent on node 3": (agent(9, 3, 4), 12, Place("rank", "agent", 9, 3, 4)),
-    "rank of an agent in Slurm": (slurm(3, 4, 3, 4) | agent(9, 3, 4), 12, Place("rank", "agent", 9, 3, 4)),
-    "torchrun": (torchrun(2, 3), 3, Place("rank", "torchrun", 2, 0, 1)),
-    "torchrun, 2 nodes": (torchrun(5, 8, 1, 2), 8, Place("rank", "torchrun", 5, 1, 2)),
-    "torchrun, one per node": (torchrun(1, 2, 1, 2), 8, Place("agent", "torchrun", 1, 1, 2)),
-    "torchrun, one rank": (torchrun(0, 1), 1, Place("rank", "torchrun", 0, 0, 1)),
-    "torchrun in a Slurm step": (slurm(1, 2, 1, 2) | torchrun(5, 8, 1, 2), 8, Place("rank", "torchrun", 5, 1, 2)),
-    "Open MPI": (openmpi(2, 3, 3), 3, Place("rank", "mpi", 2, 0, 1)),
-    "Open MPI, 2 nodes": (openmpi(5, 8, 4), 8, Place("rank", "mpi", 5, 1, 2)),
-    "Open MPI, uneven, few": (openmpi(0, 3, 2), 3, Place("rank", "mpi", 0, 0, 2)),
-    "Open MPI, uneven, last": (openmpi(2, 3, 1), 3, Place("rank", "mpi", 2, 2, 3)),
-    "Open MPI, one per node": (openmpi(1, 2, 1), 8, Place("agent", "mpi", 1, 1, 2)),
-    "Open MPI in a batch script": (BATCH_SCRIPT | openmpi(2, 3, 3), 3, Place("rank", "mpi", 2, 0, 1)),
-    "MPICH": (mpich(2, 3, 3), 3, Place("rank", "mpi", 2, 0, 1)),
-    "MPICH started by srun": (slurm(0, 2, 0, 2) | mpich(5, 8, 4), 8, Place("rank", "mpi", 5, 1, 2)),
-    "PMI without a node size": ({"PMI_RANK": "1", "PMI_SIZE": "3"}, 3, Place("rank", "mpi", 1, 0, 1)),
-    "Slurm, one per rank": (slurm(5, 8, 1, 2), 8, Place("rank", "slurm", 5, 1, 2)),
+    "local": ({}, 3, ProcessInfo("agent", "local", 0, 0, 1)),
+    "local, one rank": ({}, 1, ProcessInfo("agent", "local", 0, 0, 1)),
+    "a batch script": (BATCH_SCRIPT, 8, ProcessInfo("agent", "local", 0, 0, 1)),
+    "rank of an agent": (agent(2), 3, ProcessInfo("rank", "agent", 2, 0, 1)),
+    "rank of an agent on node 3": (agent(9, 3, 4), 12, ProcessInfo("rank", "agent", 9, 3, 4)),
+    "rank of an agent in Slurm": (slurm(3, 4, 3, 4) | agent(9, 3, 4), 12, ProcessInfo("rank", "agent", 9, 3, 4)),
+    "torchrun": (torchrun(2, 3), 3, ProcessInfo("rank", "torchrun", 2, 0, 1)),
+    "torchrun, 2 nodes": (torchrun(5, 8, 1, 2), 8, ProcessInfo("rank", "torchrun", 5, 1, 2)),
+    "torchrun, one per node": (torchrun(1, 2, 1, 2), 8, ProcessInfo("agent", "torchrun", 1, 1, 2)),
+    "torchrun, one rank": (torchrun(0, 1), 1, ProcessInfo("rank", "torchrun", 0, 0, 1)),
+    "torchrun in a Slurm step": (slurm(1, 2, 1, 2) | torchrun(5, 8, 1, 2), 8, ProcessInfo("rank", "torchrun", 5, 1, 2)),
+    "Open MPI": (openmpi(2, 3, 3), 3, ProcessInfo("rank", "mpi", 2, 0, 1)),
+    "Open MPI, 2 nodes": (openmpi(5, 8, 4), 8, ProcessInfo("rank", "mpi", 5, 1, 2)),
+    "Open MPI, uneven, few": (openmpi(0, 3, 2), 3, ProcessInfo("rank", "mpi", 0, 0, 2)),
+    "Open MPI, uneven, last": (openmpi(2, 3, 1), 3, ProcessInfo("rank", "mpi", 2, 2, 3)),
+    "Open MPI, one per node": (openmpi(1, 2, 1), 8, ProcessInfo("agent", "mpi", 1, 1, 2)),
+    "Open MPI in a batch script": (BATCH_SCRIPT | openmpi(2, 3, 3), 3, ProcessInfo("rank", "mpi", 2, 0, 1)),
+    "MPICH": (mpich(2, 3, 3), 3, ProcessInfo("rank", "mpi", 2, 0, 1)),
+    "MPICH started by srun": (slurm(0, 2, 0, 2) | mpich(5, 8, 4), 8, ProcessInfo("rank", "mpi", 5, 1, 2)),
+    "PMI without a node size": ({"PMI_RANK": "1", "PMI_SIZE": "3"}, 3, ProcessInfo("rank", "mpi", 1, 0, 1)),
+    "Slurm, one per rank": (slurm(5, 8, 1, 2), 8, ProcessInfo("rank", "slurm", 5, 1, 2)),
     "Slurm, one per rank, with PMI-2": (
         slurm(5, 8, 1, 2) | {"PMI_RANK": "5", "PMI_SIZE": "8"},
         8,
-        Place("rank", "slurm", 5, 1, 2),
+        ProcessInfo("rank", "slurm", 5, 1, 2),
     ),
-    "Slurm, one per node": (slurm(1, 2, 1, 2), 8, Place("agent", "slurm", 1, 1, 2)),
-    "Slurm, one per node and rank": (slurm(1, 2, 1, 2), 2, Place("agent", "slurm", 1, 1, 2)),
-    "Slurm, one node": (slurm(0, 1, 0, 1), 3, Place("agent", "slurm", 0, 0, 1)),
-    "Slurm, one rank": (slurm(0, 1, 0, 1), 1, Place("rank", "slurm", 0, 0, 1)),
-    "Slurm, interactive step": (slurm(0, 1, 0, 1, job_tasks=8), 3, Place("agent", "slurm", 0, 0, 1)),
+    "Slurm, one per node": (slurm(1, 2, 1, 2), 8, ProcessInfo("agent", "slurm", 1, 1, 2)),
+    "Slurm, one per node and rank": (slurm(1, 2, 1, 2), 2, ProcessInfo("agent", "slurm", 1, 1, 2)),
+    "Slurm, one node": (slurm(0, 1, 0, 1), 3, ProcessInfo("agent", "slurm", 0, 0, 1)),
+    "Slurm, one rank": (slurm(0, 1, 0, 1), 1, ProcessInfo("rank", "slurm", 0, 0, 1)),
+    "Slurm, interactive step": (slurm(0, 1, 0, 1, job_tasks=8), 3, ProcessInfo("agent", "slurm", 0, 0, 1)),
 }
 
 
 @pytest.mark.parametrize(("environ", "world_size", "expected"), PLACES.values(), ids=PLACES)
-def test_place(environ: Environ, world_size: int, expected: Place) -> None:
+def test_place(environ: Environ, world_size: int, expected: ProcessInfo) -> None:
     assert find_place(environ, world_size) == expected
 
 
@@ -151,8 +151,8 @@ def test_the_key_file_is_new_and_private(tmp_path: Path) -> None:
 # -- the endpoint file -------------------------------------------------------------------------------------------
 
 
-def place_of(rank: int) -> Place:
-    return Place("rank", "slurm", rank, 0, 1)
+def place_of(rank: int) -> ProcessInfo:
+    return ProcessInfo("rank", "slurm", rank, 0, 1)
 
 
 def join_all(folder: Path, delay_s: float) -> list[str]:

@@ -21,7 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 import psutil, torch
 import torch.distributed as dist
-from hpcrl.messaging.bootstrap import Place
+from hpcrl.messaging.bootstrap import ProcessInfo
 from hpcrl.messaging.world import join
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
 def connections():
@@ -51,7 +51,7 @@ def first_use_of_groups_inside():
     for group in groups[: 1 if rank == 1 else 2]:
         dist.all_reduce(torch.ones(1), group=group)
     world.store.set_timeout(timedelta(seconds=60))
-world = join(Place("rank", "agent", rank, 0, 1), 3, folder, start_s=60, store_s=60, command_s=20)
+world = join(ProcessInfo("rank", "agent", rank, 0, 1), 3, folder, start_s=60, store_s=60, command_s=20)
 world._meetings  # its connection is no pair's
 meet("joined")
 counts = []
@@ -103,11 +103,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from hpcrl.messaging.bootstrap import Place
+from hpcrl.messaging.bootstrap import ProcessInfo
 from hpcrl.messaging.world import join
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
 distributed_c10d.default_pg_timeout = timedelta(seconds=2)  # torch's is 30 minutes, NCCL's 10
-world = join(Place("rank", "agent", rank, 0, 1), 2, folder, start_s=60, store_s=60, command_s=2)
+world = join(ProcessInfo("rank", "agent", rank, 0, 1), 2, folder, start_s=60, store_s=60, command_s=2)
 world.default_group("trainer", [0, 1], 0)
 group = dist.new_group([0, 1])
 for number, used in enumerate((None, group)):

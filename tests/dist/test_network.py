@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from hpcrl.messaging import queues
-from hpcrl.messaging.bootstrap import Place
+from hpcrl.messaging.bootstrap import ProcessInfo
 from hpcrl.messaging.network import NoInterfaceError, choose, interfaces, is_loopback, listen, own_network, unreachable
 from hpcrl.messaging.world import World, join
 
@@ -75,7 +75,7 @@ def test_everything_listens_on_the_interface_alone(
     before = listening()
 
     def rank(number: int) -> World:
-        place = Place("rank", "agent", number, number, 2)
+        place = ProcessInfo("rank", "agent", number, number, 2)
         world = join(place, 2, tmp_path, start_s=30, store_s=30, command_s=30, interface=interface)
         group = world.group("between", [0, 1], 0)
         tensor = torch.tensor([float(number)])

@@ -19,7 +19,7 @@ trace = Trace(int(sys.argv[1]))
 print("up", flush=True)
 while True:
     trace.enter("generate", 7)
-    trace.go_on()
+    trace.report_progress()
     trace._beat()
 """
 
@@ -33,7 +33,7 @@ def test_it_says_what_the_rank_does_and_since_when() -> None:
     found = read_trace(page)
     assert found is not None and (found.seq, found.name, trace.doing) == (7, "generate", "generate #7")
     assert began <= found.beat <= found.since <= time.monotonic()
-    trace.go_on()
+    trace.report_progress()
     again = read_trace(page)
     assert again is not None and again.since > found.since and again.beat == found.beat
     trace.enter("é" * 60)  # cut at its 64 bytes, in the middle of a letter

@@ -156,13 +156,13 @@ MEMBER = """
 import json, os, sys, time
 from pathlib import Path
 import numpy as np
-from hpcrl.messaging.bootstrap import Place
+from hpcrl.messaging.bootstrap import ProcessInfo
 from hpcrl.messaging.messages import Move
 from hpcrl.comm.transfer import TransferGroup, PeerLost
 from hpcrl.messaging.world import join
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
 LENGTH, FIELDS = 1 << 20, [("token_ids", np.dtype(np.int32))]
-world = join(Place("rank", "agent", rank, 0, 1), 3, folder, start_s=60, store_s=60, command_s=20)
+world = join(ProcessInfo("rank", "agent", rank, 0, 1), 3, folder, start_s=60, store_s=60, command_s=20)
 def make(ranks, epoch):
     return TransferGroup(world.group("fabric", ranks, epoch), ranks)
 def exchange(fabric, *pairs):

@@ -18,10 +18,10 @@ from torch import Tensor
 from hpcrl.comm import weight_checksums, weight_transfer
 from hpcrl.comm.weight_checksums import LoadedSums, add_sums, checksum, shard_checksums
 from hpcrl.comm.weight_transfer import (
-    Channel,
-    Receiving,
-    Schedule,
-    Sending,
+    SendSchedule,
+    UpdateGroup,
+    WeightReceiver,
+    WeightSender,
     connect,
     inside,
     receive_layout,
@@ -107,12 +107,14 @@ def transfer(
             send_layout(group, range(SIZE), layout, set(needs) - senders)
         elif rank not in senders and rank in needs:
             told = receive_layout(group, range(SIZE), first)
-        channel = Channel(group, range(SIZE), told, needs)
-        schedule = Schedule(rank, {0: channel}) if rank in senders else None
-        receiving = Receiving(rank, channel) if rank in needs else None
+        channel = UpdateGroup(group, range(SIZE), told, needs)
+        schedule = SendSchedule(rank, {0: channel}) if rank in senders else None
+        receiving = WeightReceiver(rank, channel) if rank in needs else None
         got: Named = {}
         for _ in range(times):
-            sending = Sending(schedule, [0], held(named, layout, rank), PATIENCE_S) if schedule is not None else None
+            sending = (
+                WeightSender(schedule, [0], held(named, layout, rank), PATIENCE_S) if schedule is not None else None
+            )
             if receiving is not None:
                 got = {key: tensor.clone() for key, tensor in receiving.tensors(sending)}
             elif sending is not None:
@@ -217,7 +219,7 @@ def test_one_communicator_carries_an_update_in_a_batch_a_step(
     layout, needs = layout_of(named, [0, 2], True), {1: all_of(named)}
     got = transfer(threads, "batches", named, layout, needs, times=2, kind=kind)
     assert_same(got[1], named)
-    steps = Channel(None, range(SIZE), layout, needs).steps
+    steps = UpdateGroup(None, range(SIZE), layout, needs).steps
     assert len(steps) > 5
     for rank, others in ((0, 2), (1, 2), (2, 0)):
         assert groups[rank].communicators == [WHOLE]
@@ -245,11 +247,13 @@ def test_ranks_of_a_replica_that_also_train_send_to_each_other(
         world = threads.worlds[rank]
         group = kind(world, world.group(f"weights/{request.node.name}", range(SIZE), 0))
         connect(group, range(SIZE), rank, range(SIZE), [0, 1])
-        channel = Channel(group, range(SIZE), layout, dict(enumerate(needs)))
-        sending = Sending(Schedule(rank, {0: channel}), [0], held(named, layout, rank), PATIENCE_S)
+        channel = UpdateGroup(group, range(SIZE), layout, dict(enumerate(needs)))
+        sending = WeightSender(SendSchedule(rank, {0: channel}), [0], held(named, layout, rank), PATIENCE_S)
         loaded, got = LoadedSums(layout, needs[0]), Named()
         if rank in channel.needs:
-            got = {name: tensor.clone() for name, tensor in loaded.noting(Receiving(rank, channel).tensors(sending))}
+            got = {
+                name: tensor.clone() for name, tensor in loaded.noting(WeightReceiver(rank, channel).tensors(sending))
+            }
         else:
             sending.finish()
         sums = add_sums(channel, rank, range(SIZE), shard_checksums(rank, layout, needs, held(named, layout, rank)))
@@ -281,12 +285,12 @@ def test_a_lost_replica_costs_the_others_nothing(threads: Threads, small_steps: 
             if group is not None:
                 connect(group, (0, other), rank, [0], [other])
         channels = {
-            other: Channel(group, (0, other), layout, {other: all_of(named)}) for other, group in groups.items()
+            other: UpdateGroup(group, (0, other), layout, {other: all_of(named)}) for other, group in groups.items()
         }
         if rank == 1:
-            return {name: tensor.clone() for name, tensor in Receiving(1, channels[1]).tensors()}, []
+            return {name: tensor.clone() for name, tensor in WeightReceiver(1, channels[1]).tensors()}, []
         if rank == 0:
-            sending = Sending(Schedule(0, channels), [1, 2], held(named, layout, 0), patience_s=5.0)
+            sending = WeightSender(SendSchedule(0, channels), [1, 2], held(named, layout, 0), send_timeout_s=5.0)
             sending.finish()
             return {}, sorted(sending.errors)
         return {}, []
@@ -312,15 +316,15 @@ def test_stages_give_up_the_replica_that_hangs_and_not_the_one_that_waits(small_
                 ranks = (0, 1, other)
                 group = threads.worlds[rank].group(f"weights/hangs/{other}", ranks, 0)
                 connect(group, ranks, rank, [0, 1], [other])
-                channels[other] = Channel(group, ranks, layout, {other: all_of(named)})
+                channels[other] = UpdateGroup(group, ranks, layout, {other: all_of(named)})
         kept.append(channels)
         if rank == 2:
-            return {name: tensor.clone() for name, tensor in Receiving(2, channels[2]).tensors()}, []
+            return {name: tensor.clone() for name, tensor in WeightReceiver(2, channels[2]).tensors()}, []
         if rank == 3:
             return {}, []
         if rank == 0:
             time.sleep(0.2)  # ranks never begin at the same moment
-        sending = Sending(Schedule(rank, channels), [2, 3], held(named, layout, rank), patience_s=4.0)
+        sending = WeightSender(SendSchedule(rank, channels), [2, 3], held(named, layout, rank), send_timeout_s=4.0)
         sending.finish()
         return {}, sorted(sending.errors)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hpcrl.comm.weight_plan import padded, plan_pieces
-from hpcrl.comm.weight_transfer import Channel, Schedule
+from hpcrl.comm.weight_transfer import SendSchedule, UpdateGroup
 from hpcrl.spec.weight_layout import RequiredSlices, TensorShards, TensorSlice, count, full_slice
 
 SHAPES = [(12, 7), (1,), (9, 4, 3), (0, 4), (), (40,), (64, 64)]
@@ -93,21 +93,21 @@ def test_a_large_tensor_that_several_ranks_hold_is_divided_among_them() -> None:
         [TensorShards.whole("w", "float32", (4096, 256), [0, 1, 2])],
         [RequiredSlices("", (full_slice((4096, 256)),))],
     )
-    channels = {replica: Channel(None, (0, 1, 2, replica), layout, {replica: need}) for replica in (3, 4, 5, 6)}
+    channels = {replica: UpdateGroup(None, (0, 1, 2, replica), layout, {replica: need}) for replica in (3, 4, 5, 6)}
     sent = [sum(p.num_bytes for p in plan_pieces(layout, {3: need})[0] if p.sender == rank) for rank in (0, 1, 2)]
     assert sum(sent) == 4 << 20 and max(sent) < 1.01 * min(sent)
-    assert max(Schedule(rank, channels).most_bytes for rank in (0, 1, 2)) < 1.01 * (4 << 20) / 3
+    assert max(SendSchedule(rank, channels).most_bytes for rank in (0, 1, 2)) < 1.01 * (4 << 20) / 3
 
 
 @pytest.mark.parametrize("layout", [rows([0, 1]), copies([0, 1])], ids=["rows", "copies"])
 def test_what_replicas_get_alike_is_packed_once(layout: list[TensorShards]) -> None:
     channels = {
-        replica: Channel(None, (0, 1, *ranks), layout, {rank: HALVES[i] for i, rank in enumerate(ranks)})
+        replica: UpdateGroup(None, (0, 1, *ranks), layout, {rank: HALVES[i] for i, rank in enumerate(ranks)})
         for replica, ranks in enumerate([(2, 3), (4, 5), (6, 7)])
     }
     got: Counter[int] = Counter()
     for rank in (0, 1):
-        for message in [message for step in Schedule(rank, channels).steps for message in step]:
+        for message in [message for step in SendSchedule(rank, channels).steps for message in step]:
             for replica, receiver in message.receivers:
                 assert receiver in channels[replica].needs
                 got[receiver] += sum(piece.num_bytes for piece in message.pieces)

@@ -25,7 +25,7 @@ def train(run: Run) -> None:
 SPEC = PipelineSpec(
     about="SimPO (arXiv 2405.14734).",
     make="tests.e2e.simpo:train",
-    generates=False,
+    learns_from_rewards=False,
     pairs=True,
     objective="tests.e2e.simpo_loss:SimPO",
     batch_size=lambda config: NUM_PAIRS,

@@ -56,7 +56,7 @@ DATA: dict[str, tuple[bytes, list[str]]] = {
         b'{"prompt": "a", "answer": "b", "tag": 5}\n',
         [
             "rows.jsonl:1: prompt must be text or a list of messages, not int",
-            "rows.jsonl:2: prompt[0].role must be one of",
+            "rows.jsonl:2: prompt[0] must be an object with role and content",
             "rows.jsonl:3: prompt is empty",
             "rows.jsonl:4: tag must be text",
         ],

@@ -153,7 +153,9 @@ def test_a_template_that_loses_something_is_refused_with_what_it_renders() -> No
     )
     with pytest.raises(ValueError, match=r"in an unknown format, as .*probe_first") as refused:
         derive(strings_only)
-    assert "set one of hermes, qwen3_coder, glm4" in str(refused.value) and "\n" not in str(refused.value)
+    assert "set the format that the model writes (hermes, qwen3_coder, glm4" in str(refused.value) and "\n" not in str(
+        refused.value
+    )
 
 
 def test_a_format_that_is_named_is_checked_too() -> None:

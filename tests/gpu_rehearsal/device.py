@@ -215,7 +215,7 @@ def _note(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
 
 
 def _copy(place: Tensor, source: Tensor, non_blocking: bool) -> Tensor:
-    """Place.copy_(source) between the devices."""
+    """ProcessInfo.copy_(source) between the devices."""
     if isinstance(place, OnDevice):
         _upload(source, non_blocking)
         place.elem.copy_(source)

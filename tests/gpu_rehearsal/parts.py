@@ -19,7 +19,15 @@ from torch import Tensor
 
 from hpcrl.algorithms.factory import make_algorithm
 from hpcrl.comm.weight_checksums import LoadedSums, add_sums, shard_checksums
-from hpcrl.comm.weight_transfer import Channel, Receiving, Schedule, Sending, connect, receive_layout, send_layout
+from hpcrl.comm.weight_transfer import (
+    SendSchedule,
+    UpdateGroup,
+    WeightReceiver,
+    WeightSender,
+    connect,
+    receive_layout,
+    send_layout,
+)
 from hpcrl.config import parse
 from hpcrl.engines.expert_routes import RouteShape
 from hpcrl.engines.gen.generation_engine import Request, SamplingParams
@@ -293,12 +301,12 @@ def _weights(folder: Path, device: str, section: Section) -> Coefficients:
     else:
         assert receive_layout(group, ranks, 0) == layout
     needs = {1: [RequiredSlices("bfloat16", (full_slice(held.shape),)) for held in layout]}
-    channel = Channel(group, ranks, layout, needs)
-    schedule, receiving = Schedule(rank, {0: channel}), Receiving(rank, channel) if rank in replica else None
+    channel = UpdateGroup(group, ranks, layout, needs)
+    schedule, receiving = SendSchedule(rank, {0: channel}), WeightReceiver(rank, channel) if rank in replica else None
     sums = shard_checksums(rank, layout, [*needs.values()], engine.local_shards())
     if receiving is None:
         with section("weights: sent"):
-            sending = Sending(schedule, [0], engine.local_shards(), 60.0)
+            sending = WeightSender(schedule, [0], engine.local_shards(), 60.0)
             sending.finish()
         with section("weights: checked"):
             add_sums(channel, rank, ranks, sums)
@@ -307,7 +315,7 @@ def _weights(folder: Path, device: str, section: Section) -> Coefficients:
     generator = NativeEngine(folder, **sizes, device=device, load=False)
     loaded = LoadedSums(layout, needs[1])
     with section("weights: received"):
-        sending = Sending(schedule, [0], engine.local_shards(), 60.0)
+        sending = WeightSender(schedule, [0], engine.local_shards(), 60.0)
         generator.load_weights(receiving.tensors(sending), version=1)
     with section("weights: checked"):
         for _ in loaded.noting(generator.loaded_weights([held.name for held in layout])):

@@ -115,7 +115,7 @@ def test_files_on_a_disk_are_a_line_of_the_plan(tmp_path: Path) -> None:
     assert memory.disk_bytes(one, shape, 1) == 12 * shape.num_parameters
     assert memory.disk_bytes(config_of("bfloat16", offload_optimizer="cpu"), shape, 1) == 0
     (row,) = memory.PLAN.rows(both, RoleLayout.from_config(both), shape)
-    assert row[0] == "on disk" and row[1].endswith(" GiB of each trainer rank in /scratch of its node")
+    assert row[0] == "on disk" and row[1].endswith(" GiB per trainer rank in /scratch on its node")
     on_host = {part.name: part.num_bytes for part in trainer_parts(both, shape, 1) if part.on_host}
     assert on_host["fp32 weights"] == 4 * shape.num_parameters and on_host["optimizer"] < 10
 

@@ -13,7 +13,7 @@ import torch
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.cluster.placement import Placement
-from hpcrl.comm.weight_transfer import Channel, Receiving, Schedule
+from hpcrl.comm.weight_transfer import SendSchedule, UpdateGroup, WeightReceiver
 from hpcrl.config import Config, TinyModel, load, parse
 from hpcrl.engines.expert_routes import RouteShape
 from hpcrl.engines.gen.generation_engine import Request, SamplingParams
@@ -141,9 +141,9 @@ def test_the_plan_of_an_update_is_that_of_its_transfer(trainers: int, generators
     senders, receivers = ranks.ranks["trainer"], ranks.ranks["generator"]
     held = [TensorShards.rows(p.name, "float32", p.shape, trainers).of(senders) for p in shape.parameters]
     needs = [all_weights(config, shape, item.name, item.shape, 0, 1) for item in held]
-    channels = {i: Channel(None, (*senders, rank), held, {rank: needs}) for i, rank in enumerate(receivers)}
-    found = [Schedule(rank, channels) for rank in senders]
-    arriving = Receiving(receivers[0], channels[0])
+    channels = {i: UpdateGroup(None, (*senders, rank), held, {rank: needs}) for i, rank in enumerate(receivers)}
+    found = [SendSchedule(rank, channels) for rank in senders]
+    arriving = WeightReceiver(receivers[0], channels[0])
     received, sent = generator.update_traffic(config, ranks, shape)
     assert received == 2 * shape.num_parameters <= arriving.num_bytes <= 1.05 * received
     assert sent == received * generators // trainers
@@ -168,8 +168,8 @@ def test_the_plan_of_an_update_is_that_of_its_transfer_to_a_replica_of_two(engin
         needs = {
             2 + index: [need(config, shape, item.name, item.shape, index, 2) for item in held] for index in range(2)
         }
-        channel = Channel(None, (1, 2, 3), held, needs)
-        first, second = (Receiving(rank, channel) for rank in (2, 3))
+        channel = UpdateGroup(None, (1, 2, 3), held, needs)
+        first, second = (WeightReceiver(rank, channel) for rank in (2, 3))
         received, sent = generator.update_traffic(config, layout, shape)
         assert received <= first.num_bytes <= 1.05 * received and sent <= first.num_bytes + second.num_bytes
         half = 1.0 if engine == "sglang" else 0.5
@@ -178,7 +178,7 @@ def test_the_plan_of_an_update_is_that_of_its_transfer_to_a_replica_of_two(engin
         widest = max(sum(sizes.values()) for sizes in first.sizes)
         largest = 2 * shape.vocab_size * shape.hidden_size
         assert to_get.num_bytes == pytest.approx(2 * widest + largest, rel=0.02)
-        assert to_send.num_bytes == pytest.approx(2 * Schedule(1, {0: channel}).most_bytes, rel=0.02)
+        assert to_send.num_bytes == pytest.approx(2 * SendSchedule(1, {0: channel}).most_bytes, rel=0.02)
 
 
 def test_a_rank_of_a_replica_of_eight_gets_an_eighth_of_the_experts() -> None:

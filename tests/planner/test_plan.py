@@ -180,7 +180,7 @@ def test_a_recipes_missing_data_is_noted_and_the_users_refused(
     recipe = ["+cluster=slurm", "+experiment=rlvr_vl_7b"]
     assert main([*recipe, "dry_run=true"]) == ExitCode.DONE
     said = capsys.readouterr().out
-    missing = "does not exist: this run cannot start, and its rows are not checked"
+    missing = "does not exist; its rows are not checked, and the run cannot start without it"
     assert f"note: data/geoqa_r1v_train_8k.parquet {missing}" in said
     assert "(qwen2_5_vl, 8.29B parameters), trained in bfloat16, kept in float32, generated in bfloat16\n" in said
     for words in ([*recipe, "data.train=mine.parquet", "dry_run=true"], recipe):

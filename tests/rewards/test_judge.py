@@ -333,12 +333,12 @@ def test_wrong_options_are_named(tmp_path: Path, options: dict[str, Any], messag
 @pytest.mark.slow
 def test_a_judge_is_kept_full_and_delays_no_other_domain(serve: Any) -> None:
     """Eight responses are asked about at once by one worker; meanwhile another domain is scored."""
-    together, asked, go_on = threading.Barrier(8), threading.Event(), threading.Event()
+    together, asked, report_progress = threading.Barrier(8), threading.Event(), threading.Event()
 
     def answer(body: dict[str, Any], number: int) -> Any:
         together.wait(60)
         asked.set()
-        go_on.wait(60)
+        report_progress.wait(60)
         return verdict(5)(body, number)
 
     options = {"judges": {"a": serve(answer).judge}}
@@ -359,11 +359,11 @@ def test_a_judge_is_kept_full_and_delays_no_other_domain(serve: Any) -> None:
         while 100 not in scored and time.monotonic() < deadline:
             scored |= dict(pool.poll())
         assert list(scored) == [100] and pool.pending == 8
-        go_on.set()
+        report_progress.set()
         while len(scored) < 9 and time.monotonic() < deadline:
             scored |= dict(pool.poll())
             time.sleep(0.01)
         assert {scored[n].reward for n in range(8)} == {0.5}
     finally:
-        go_on.set()
+        report_progress.set()
         pool.close()

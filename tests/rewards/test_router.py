@@ -84,7 +84,7 @@ def test_a_product_is_refused_where_parts_are_normalised_apart(rule: str) -> Non
     options = {"parts": {"a": {"name": "exact_match"}, "b": {"name": "f1"}}, "rule": rule}
     told = {
         "sum": [],
-        "product": ["reward.default: options.rule: product is no sum whose parts can be normalised apart; use sum"],
+        "product": ["reward.default: options.rule: product has no parts that can be normalised separately; use sum"],
     }
     sections = {"reward": {"default": {"name": "composed", "options": options}}}
     assert validate_rewards(parse(sections | {"algorithm": {"advantage_estimator": "gdpo"}})) == told[rule]

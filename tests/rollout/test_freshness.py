@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpcrl.rollout.scheduling.groups import LiveGroup, Start
-from hpcrl.rollout.scheduling.staleness import Freshness
+from hpcrl.rollout.scheduling.staleness import StalenessBound
 
 VERSION, NEED = 9, 4
 
@@ -30,7 +30,7 @@ def groups(*lags: int) -> list[LiveGroup]:
 def test_a_share_of_a_batch_may_be_one_version_further_behind(
     max_staleness: float, lags: list[int], old: list[int]
 ) -> None:
-    assert [group.uid for group in Freshness(max_staleness).too_old(groups(*lags), VERSION, NEED)] == old
+    assert [group.uid for group in StalenessBound(max_staleness).too_stale(groups(*lags), VERSION, NEED)] == old
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_a_share_of_a_batch_may_be_one_version_further_behind(
 def test_what_later_batches_cannot_take_is_due(
     max_staleness: float, lags: list[int], due: list[tuple[int, int]]
 ) -> None:
-    found = Freshness(max_staleness).due(groups(*lags), {0}, VERSION, NEED)
+    found = StalenessBound(max_staleness).due(groups(*lags), {0}, VERSION, NEED)
     assert [(len(entry.uids), entry.later) for entry in found] == due
     assert all(entry.open == {0} & entry.uids for entry in found)
 
@@ -66,9 +66,9 @@ def test_what_later_batches_cannot_take_is_due(
     ],
 )
 def test_a_batch_waits_for_as_many_due_groups_as_it_can_take(lags: list[int], still_open: set[int], met: bool) -> None:
-    (due,) = Freshness(1.0).due(groups(*lags), still_open, VERSION, NEED)
+    (due,) = StalenessBound(1.0).due(groups(*lags), still_open, VERSION, NEED)
     assert due.is_met(NEED) == met
 
 
 def test_groups_ahead() -> None:
-    assert [Freshness(lag).ahead(NEED) for lag in (0.0, 0.25, 1.0, 1.5)] == [0, 1, 4, 6]
+    assert [StalenessBound(lag).ahead(NEED) for lag in (0.0, 0.25, 1.0, 1.5)] == [0, 1, 4, 6]

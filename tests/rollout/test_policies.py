@@ -6,16 +6,16 @@ import random
 
 import pytest
 
-from hpcrl.rollout.pace import Pace
+from hpcrl.rollout.replica_speeds import ReplicaSpeeds
 from hpcrl.rollout.scheduling.events import (
     Aborted,
     Decoded,
     Drop,
     Generate,
-    Paced,
     ReplicaLost,
     Rewarded,
     SamplesFailed,
+    SpeedChanged,
 )
 from hpcrl.rollout.scheduling.policies import Lengths, SchedulerConfig
 from hpcrl.rollout.scheduling.scheduler import RolloutExhausted, RolloutScheduler
@@ -139,14 +139,14 @@ def test_kept_samples_are_not_restarted():
 
 def test_a_slow_replica_gets_less():
     scheduler, _ = started(SchedulerConfig(1), 0, {0: 8, 1: 8}, need=12)
-    scheduler.plan([Paced(1, 0.5)])
+    scheduler.plan([SpeedChanged(1, 0.5)])
     scheduler.offer(range(12))
     commands = scheduler.plan()
     assert {command.replica: len(command.sample_ids) for command in commands} == {0: 8, 1: 4}
 
 
 def test_a_pace_is_told_when_it_changes_and_settles():
-    pace = Pace()
+    pace = ReplicaSpeeds()
     assert [pace.learn(name, 8, 1.0) for name in (0, 1, 2)] == [[], [], []]
     told = [event for _ in range(100) for name in (0, 1, 2) for event in pace.learn(name, 8, 3.0 if name == 1 else 1.0)]
     assert {event.replica for event in told} == {1}, "the median is no slower"
@@ -156,14 +156,14 @@ def test_a_pace_is_told_when_it_changes_and_settles():
 @pytest.mark.parametrize(("slow", "fast"), [((1,), (0,)), ((1, 2), (0, 3))])
 def test_half_of_the_replicas_are_slow(slow, fast):
     """The median is one of the fast ones, so that the slow ones get less."""
-    pace, speeds = Pace(), {}
+    pace, speeds = ReplicaSpeeds(), {}
     for name in [*slow, *fast] * 200:
         speeds |= {event.replica: event.speed for event in pace.learn(name, 8, 10.0 if name in slow else 1.0)}
     assert all(speeds[name] < 0.2 for name in slow) and all(speeds.get(name, 1.0) > 0.8 for name in fast)
 
 
 def test_a_replica_that_carries_more_is_not_taken_for_slow():
-    rng, pace = random.Random(0), Pace()
+    rng, pace = random.Random(0), ReplicaSpeeds()
     told = []
     for name, most in [(0, 32), (1, 4), (2, 4)] * 300:
         tokens = rng.randrange(1, most + 1)

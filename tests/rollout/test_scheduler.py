@@ -21,12 +21,12 @@ from hpcrl.rollout.scheduling.events import (
     Decoded,
     Drop,
     Generate,
-    Paced,
     ReplicaLost,
     Rewarded,
     SamplesFailed,
     ScorerLost,
     SendToScorer,
+    SpeedChanged,
 )
 from hpcrl.rollout.scheduling.policies import SchedulerConfig
 from hpcrl.rollout.scheduling.scheduler import RolloutExhausted, RolloutScheduler
@@ -253,7 +253,7 @@ def test_accounting_budget_and_termination_under_random_events(
             world.scoring.discard(events[-1].sample_id)
             world.acting.discard(events[-1].sample_id)
         if chaos and rng.random() < 0.1:
-            events.append(Paced(rng.randrange(replicas), rng.choice([0.1, 0.6, 1.5])))
+            events.append(SpeedChanged(rng.randrange(replicas), rng.choice([0.1, 0.6, 1.5])))
         if chaos and len(world.held) > 1 and rng.random() < 0.02:
             events.append(world.lose(rng.choice(sorted(world.held))))
         return events

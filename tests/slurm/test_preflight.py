@@ -232,7 +232,9 @@ def test_judgement() -> None:
 
 def test_the_versions_of_what_the_engines_need_are_compared_where_they_are_needed() -> None:
     """Nodes without a model need none."""
-    need = dataclasses.replace(NEED, modules={"vllm": "vllm"}, knows={"vllm": "0.32."}, tested={"deepspeed": "0.19"})
+    need = dataclasses.replace(
+        NEED, modules={"vllm": "vllm"}, required_versions={"vllm": "0.32."}, tested={"deepspeed": "0.19"}
+    )
     found = [
         msgspec.structs.replace(GOOD, versions=GOOD.versions | {"vllm": v}) for v in ("0.32.0", "0.32.0", "0.31.1")
     ]

@@ -96,7 +96,7 @@ def test_three_turns_have_the_tokens_of_the_whole_dialogue(name: str, dialogue: 
     """Each turn as the template writes it, with what follows an observation, is the template's text of all messages."""
     tokenizer, tools = tokenizer_of(name), [TOOL] if dialogue is WORK else None
     if dialogue is WORK and name in NO_CALLS | UNSAFE:
-        with pytest.raises(TemplateRefusal, match="it shows no calls of tools"):
+        with pytest.raises(TemplateRefusal, match="its output contains no tool calls"):
             render(tokenizer, dialogue, tools)
         return
     ends = tokenizer.convert_tokens_to_ids(list(TABLE[name].ends))

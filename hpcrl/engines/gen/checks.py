@@ -37,7 +37,7 @@ def _parameter_problems(request: Request, has_tokenizer: bool) -> list[str]:
         f"top_p is {params.top_p}, more than 0 and at most 1 is needed": not 0 < params.top_p <= 1,
         f"top_k is {params.top_k}, 0 (off) or more is needed": params.top_k < 0,
         f"min_p is {params.min_p}, 0 (off) to 1 is needed": not 0 <= params.min_p <= 1,
-        f"the seed {request.seed} does not fit 64 bits without sign": not 0 <= request.seed < 1 << 64,
+        f"the seed {request.seed} is not an unsigned 64-bit integer": not 0 <= request.seed < 1 << 64,
         f"{params.stop!r} among the stop strings is empty": "" in params.stop,
         f"stop strings {params.stop!r} need an engine with a tokenizer": bool(params.stop) and not has_tokenizer,
     }

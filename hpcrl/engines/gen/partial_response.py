@@ -12,7 +12,7 @@ from hpcrl.rollout.types import FinishReason
 
 
 @dataclass(slots=True)
-class Growing:
+class PartialResponse:
     """A request that has not ended, and its tokens so far.
 
     Args:

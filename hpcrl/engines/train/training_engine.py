@@ -97,7 +97,7 @@ class LocalWeights(Protocol):
     def local_weights(self) -> dict[str, Tensor]:
         """The parameters themselves under the names of named_weights(), not to be changed."""
 
-    def adopt(self, tensors: Mapping[str, Tensor]) -> None:
+    def move_into(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy the values of the named parameters, also frozen ones, into these tensors, for each tensor of the
         parameter's type; the tensors are the parameters from now on."""
 

@@ -17,7 +17,7 @@ class Repair(NamedTuple):
 
 
 class _Subject(NamedTuple):
-    """A module with a function, and expressions with their values. bugs: right line -> wrong lines."""
+    """A module with one or more functions, and calls with their correct values. bugs: right line -> wrong lines."""
 
     module: str
     code: str
@@ -96,7 +96,7 @@ SUBJECTS = (
 
 
 def repair(seed: int) -> Repair:
-    """The task of a seed: a module, one of its bugs, and a test that the repository shows."""
+    """The task of a seed: a module with one of its bugs, and a request that names one failing call."""
     rng = random.Random(seed)
     subject = rng.choice(SUBJECTS)
     right = rng.choice([*subject.bugs])

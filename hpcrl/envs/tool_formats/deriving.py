@@ -76,11 +76,11 @@ def check(options: Any, chat_template: str) -> None:
 
 @functools.lru_cache(maxsize=64)
 def derive(chat_template: str, wanted: str = "auto") -> str:
-    """The name of a chat template's tool format; hermes for no template and for one that shows no tools, which are then
-    described in the first prompt. wanted: the required format, if the template renders calls.
+    """The name of a chat template's tool format; hermes if there is no template, or if it shows no tools; the first
+    prompt then describes the tools. wanted: the required format, if the template renders calls.
 
-    ValueError, which begins with the option, shows the rendered text if no format, or not the wanted one, reads the
-    same calls back.
+    ValueError if no format, or not the wanted one, reads the same calls back; its text begins with the option's name
+    and shows the rendered calls.
     """
     if not chat_template:
         return "hermes" if wanted == "auto" else wanted
@@ -116,7 +116,8 @@ def derive(chat_template: str, wanted: str = "auto") -> str:
 
 
 def _shows_tools(chat_template: str) -> bool:
-    """Whether the template shows tools: it does if it raises without them. _Unrenderable if it raises with tools."""
+    """Whether the template shows tools; a template that raises only without tools counts as showing them. _Unrenderable
+    if it raises with tools."""
     with_tools = _shown(chat_template, TOOLS)
     try:
         return with_tools != _shown(chat_template, None)
@@ -125,7 +126,7 @@ def _shows_tools(chat_template: str) -> bool:
 
 
 def _way_out() -> str:
-    return f"set one of {', '.join(FORMATS.paths)} if the model writes it, or use another model"
+    return f"set the format that the model writes ({', '.join(FORMATS.paths)}), or use another model"
 
 
 def _reads(name: str, rendered: _Rendered) -> bool:

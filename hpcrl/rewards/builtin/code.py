@@ -25,14 +25,15 @@ NAMES = {"python": ("python", "py", "python3"), "cpp": ("cpp", "c++", "cc", "cxx
 PROGRAMS = {"cpp": ("g++", "main.cpp"), "bash": ("bash", "main.sh")}
 COMPILE = ("-O2", "-std=c++17", "-pipe", "-o", "main")
 SHARE_OF_TIMEOUT = 0.8
-"""Share of reward.*.timeout_s for all cases of a response: a slow response is wrong, not an error."""
+"""Share of reward.*.timeout_s that all cases of a response may take; slow code then scores 0 instead of causing an
+error."""
 MIN_S = 0.05
 CLOSE = {"rel_tol": 1e-6, "abs_tol": 1e-9}
 
 
 class CodeReward(PerResponse):
-    """1 if a response's code passes all cases of its row, else 0 or, with `partial`, the share that it passes; the
-    score is 1 or 0. Expected values stay outside the process that runs the code (docs/security.md)."""
+    """Score: 1 if the code passes all cases of its row, else 0. Reward: the score; with `partial`, the share of cases
+    passed. Expected values stay outside the process that runs the code (docs/security.md)."""
 
     def __init__(self, config: RewardConfig):
         self.options = read_options(CodeOptions, config.options)
@@ -192,7 +193,8 @@ def _is(result: bytes, expected: Any) -> bool:
 
 def same(given: Any, expected: Any) -> bool:
     """Whether a result, decoded without hashing, equals a row's expected value, which has JSON types: a tuple equals a
-    list, floats are equal to 6 digits, a number is not a bool, and keys are compared as JSON text."""
+    list, floats are compared with a relative tolerance of 1e-6, a number is not a bool, and keys are compared as
+    text."""
     if isinstance(given, bool) or isinstance(expected, bool) or given is None or expected is None:
         return given is expected
     if isinstance(given, int | float) and isinstance(expected, int | float):
@@ -201,6 +203,6 @@ def same(given: Any, expected: Any) -> bool:
     if isinstance(given, list | tuple) and isinstance(expected, list | tuple):
         return len(given) == len(expected) and all(map(same, given, expected))
     if isinstance(given, Unhashed) and given.kind == "dict" and isinstance(expected, Mapping):
-        own = {str(key): value for key, value in given.parts}  # an attacker cannot choose hashes of text
+        own = {str(key): value for key, value in given.parts}  # model code cannot choose hashes of str
         return own.keys() == expected.keys() and all(same(own[key], expected[key]) for key in own)
     return type(given) is type(expected) and bool(given == expected)

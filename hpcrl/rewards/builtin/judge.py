@@ -29,7 +29,7 @@ class JudgeReward(Reward):
 
     A worker process judges reward.*.concurrency responses concurrently, each in one thread per judge. A judge that
     fails, is late or gives an unreadable verdict has no vote; a response with fewer than min_votes votes has an error.
-    Metrics: each judge's vote, and unparsable, failed, cached, requests and retries of the response.
+    Metrics: each judge's vote, and the response's counts unparsable, failed, cached, requests and retries.
     """
 
     pool = "async"

@@ -25,8 +25,8 @@ class MathReward(PerResponse):
         logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # logs a line per unreadable answer otherwise
 
     def problem_of_row(self, answer: Any, extra: Mapping[str, Any]) -> str:
-        """Reports a gold answer that is empty, too long, or incomplete LaTeX: a comparison's time limit does not cover
-        the answer's normalisation."""
+        """Reports a gold answer that is empty, too long, or incomplete LaTeX, since the time limit of a comparison
+        does not cover normalising it."""
         text = "" if answer is None else as_text(answer)
         return self._problem_of(gold_answer(text)) if text.strip() else ""
 

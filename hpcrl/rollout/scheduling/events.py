@@ -88,14 +88,16 @@ class ScorerLost:
 
 
 @dataclass(frozen=True, slots=True)
-class Paced:
+class SpeedChanged:
     """A replica decodes at this speed, relative to the median of all."""
 
     replica: int
     speed: float
 
 
-SchedulerEvent = Decoded | Answered | Rewarded | Played | Aborted | SamplesFailed | ReplicaLost | ScorerLost | Paced
+SchedulerEvent = (
+    Decoded | Answered | Rewarded | Played | Aborted | SamplesFailed | ReplicaLost | ScorerLost | SpeedChanged
+)
 
 
 def only(event: SchedulerEvent, mine: Callable[[int], bool]) -> SchedulerEvent | None:
@@ -113,7 +115,7 @@ def only(event: SchedulerEvent, mine: Callable[[int], bool]) -> SchedulerEvent |
         case Answered() | SamplesFailed() | ScorerLost():
             ids = tuple(filter(mine, event.sample_ids))
             return replace(event, sample_ids=ids) if ids else None
-        case ReplicaLost() | Paced():
+        case ReplicaLost() | SpeedChanged():
             return event
 
 

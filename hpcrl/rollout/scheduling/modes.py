@@ -1,7 +1,7 @@
 """The two modes of the scheduler: when prompts start, where samples run, and when verdicts are given.
 
-Flow, the default, uses every free slot. Wave (deterministic=true) decides by sample ids and outcomes only, so that
-commands and batches never depend on the order of events.
+StreamingMode, the default, uses every free slot. DeterministicMode (deterministic=true) decides by sample ids and
+outcomes only, so that commands and batches never depend on the order of events.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Mode(Protocol):
         ...
 
 
-class Flow:
+class StreamingMode:
     """Samples go to the least loaded replica, siblings together if there is room and the policy requires it. A group
     gets its verdict when its first group_size members are done.
 
@@ -98,7 +98,7 @@ class Flow:
             yield replica.answered.popleft()
 
 
-class Wave:
+class DeterministicMode:
     """A wave of groups is spread over the replicas by sample id, all at once, as engines queue samples beyond their
     slots. The next wave starts after the end of this one. Verdicts are given in order of uid. The samples of a replica
     take their next turn together."""

@@ -22,7 +22,6 @@ from hpcrl.rollout.scheduling.events import (
     Drop,
     Generate,
     Outbox,
-    Paced,
     Played,
     ReplicaLost,
     Rewarded,
@@ -31,6 +30,7 @@ from hpcrl.rollout.scheduling.events import (
     SchedulerEvent,
     ScorerLost,
     SendToScorer,
+    SpeedChanged,
 )
 from hpcrl.rollout.scheduling.groups import LiveSample, State, with_score
 from hpcrl.rollout.scheduling.replicas import Replica, Replicas, Waiting
@@ -94,7 +94,7 @@ class Samples:
                         self._orders.put(SendToScorer, sample.replica, sample_id)
             case ReplicaLost():
                 yield from self._replica_lost(event.replica)
-            case Paced():
+            case SpeedChanged():
                 if event.replica in self.replicas and self._speed_aware_routing:
                     self.replicas.tell_speed(event.replica, event.speed)
 

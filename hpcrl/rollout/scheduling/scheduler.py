@@ -24,8 +24,8 @@ This file contains the life of a group: it is started, gets its verdict (valid, 
 taken or dropped. The other files:
 
     samples.py     states of samples, load of replicas, commands to replicas
-    modes.py       when groups start, where samples run, when verdicts are given: Flow, or Wave if deterministic
-    selection.py   which groups form the batch, and for which groups it waits; freshness.py: max_staleness
+    modes.py       when groups start, where samples run, when verdicts are given: StreamingMode, or DeterministicMode if
+    deterministic selection.py   which groups form the batch, and for which groups it waits; freshness.py: max_staleness
     accounts.py    how prompts ended, and the counts and values of the step
     policies.py    settings and filters
 
@@ -49,7 +49,7 @@ from hpcrl.rollout.scheduling.events import (
     SchedulerEvent,
 )
 from hpcrl.rollout.scheduling.groups import LiveGroup, LiveSample, PromptQueue, State
-from hpcrl.rollout.scheduling.modes import Flow, Mode, Wave
+from hpcrl.rollout.scheduling.modes import DeterministicMode, Mode, StreamingMode
 from hpcrl.rollout.scheduling.policies import SchedulerConfig, rejecting_filter
 from hpcrl.rollout.scheduling.samples import Samples
 from hpcrl.rollout.scheduling.selection import Selection
@@ -69,14 +69,14 @@ class RolloutScheduler:
     def __init__(
         self, config: SchedulerConfig, replicas: Mapping[int, int], kind_of: Callable[[int], str] = lambda uid: ""
     ):
-        """replicas: capacity by replica. kind_of: class of a prompt (its domain), as in modes.Flow,
+        """replicas: capacity by replica. kind_of: class of a prompt (its domain), as in modes.StreamingMode,
         which may have filters of its own."""
         self.config, self._kind_of = config, kind_of
         self._newest = -1  # weights on the replicas
         self._accounts = Accounts()
         self._tally = self._accounts.tally
         self._samples = Samples(replicas, self._tally, config.speed_aware_routing)
-        self._mode: Mode = Wave() if config.deterministic else Flow(config, kind_of)
+        self._mode: Mode = DeterministicMode() if config.deterministic else StreamingMode(config, kind_of)
         self._selection = Selection(config)
         self._queue = PromptQueue()
         self._open: dict[int, LiveGroup] = {}  # started, no verdict yet
@@ -98,7 +98,7 @@ class RolloutScheduler:
         self._selection.open(version, need)
         self._generated = len(self._open) + len(self._selection.valid)
         self.weights_arrived(version)
-        for group in self._selection.too_old(self._open):
+        for group in self._selection.too_stale(self._open):
             self._requeue(group)
             self._tally.count("cancelled")
         self._selection.find_due(self._open)

@@ -13,7 +13,7 @@ from itertools import chain
 
 from hpcrl.rollout.scheduling.groups import LiveGroup
 from hpcrl.rollout.scheduling.policies import SchedulerConfig
-from hpcrl.rollout.scheduling.staleness import Due, Freshness
+from hpcrl.rollout.scheduling.staleness import Due, StalenessBound
 
 PATIENCE = 4
 """Multiple of max_attempts after which the batch waits for a single dropped prompt."""
@@ -23,7 +23,7 @@ class Selection:
     """The batch being formed. `valid`: groups by uid that wait to be taken, in order of acceptance."""
 
     def __init__(self, config: SchedulerConfig):
-        self._fresh = Freshness(0.0 if config.deterministic else config.max_staleness)
+        self._fresh = StalenessBound(0.0 if config.deterministic else config.max_staleness)
         self._waits = config.on_stale == "wait" and self.generates_ahead
         # In order of uid, as in deterministic mode, every prompt gets its turn.
         self._max_dropped = None if config.deterministic else config.max_attempts
@@ -51,9 +51,9 @@ class Selection:
     def open(self, version: int, need: int) -> None:
         self.version, self.need, self.is_closed = version, need, False
 
-    def too_old(self, started: Mapping[int, LiveGroup]) -> list[LiveGroup]:
+    def too_stale(self, started: Mapping[int, LiveGroup]) -> list[LiveGroup]:
         """The valid or started groups that no batch may take from now on; with on_stale=wait, only redundant ones."""
-        return self._fresh.too_old(self._all(started), self.version, self.need)
+        return self._fresh.too_stale(self._all(started), self.version, self.need)
 
     def find_due(self, started: Mapping[int, LiveGroup]) -> None:
         """Determine the groups for which this batch waits, since later batches have no room for them."""
@@ -98,7 +98,7 @@ class Selection:
         if not self.is_ready():
             raise ValueError(f"take() before ready(): {len(self.valid)} valid groups, {self.need} needed")
         picked = sorted(self.pick(), key=lambda group: group.uid)
-        if old := self._fresh.too_old(picked, self.version, self.need):
+        if old := self._fresh.too_stale(picked, self.version, self.need):
             raise AssertionError(
                 f"the batch of version {self.version} would have groups of {old[0].version}: max_staleness"
             )

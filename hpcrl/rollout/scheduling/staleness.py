@@ -30,7 +30,7 @@ class Due:
 
 
 @dataclass(frozen=True, slots=True)
-class Freshness:
+class StalenessBound:
     """max_staleness steps: no group further behind than ceil(max_staleness), and at most the share max_staleness -
     floor(max_staleness) of a batch further than floor(max_staleness)."""
 
@@ -40,7 +40,7 @@ class Freshness:
         """Useful number of groups beyond a batch of `need`: those that can still be trained later."""
         return math.floor(self.max_staleness * need + 1e-9)
 
-    def too_old(self, groups: Iterable[LiveGroup], version: int, need: int) -> list[LiveGroup]:
+    def too_stale(self, groups: Iterable[LiveGroup], version: int, need: int) -> list[LiveGroup]:
         """The groups that no batch may take from now on; among equal ages the last ones."""
         room, old = self._tolerated(need), []
         for group in groups:

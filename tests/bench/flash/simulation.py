@@ -102,7 +102,7 @@ class Simulation:
     def run(self) -> Run:
         """Train `training.steps` steps. RolloutExhausted as the scheduler raises it, or if nothing is left to do."""
         if self._world.told_pace:
-            self._arrived += [events.Paced(name, 1 / factor) for name, factor in self._world.slowness]
+            self._arrived += [events.SpeedChanged(name, 1 / factor) for name, factor in self._world.slowness]
         self._scheduler.begin_step(0, self._training.need)
         while len(self._run.steps) < self._training.steps or self._training_now:
             self._plan()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcrl.comm.batched_p2p import Begun, Transfer, begin
-from hpcrl.comm.weight_transfer import Channel, Receiving, Schedule, Sending, connect
+from hpcrl.comm.weight_transfer import SendSchedule, UpdateGroup, WeightReceiver, WeightSender, connect
 from hpcrl.messaging.abortable import AbortableGroup, make_nccl
 from hpcrl.planner.traffic import SEND_BYTES, seconds_to_make
 from hpcrl.spec.weight_layout import CHANNELS, RequiredSlices, full_slice
@@ -126,15 +126,15 @@ def _update(group: Any, rank: int, device: str, mib: int) -> None:
     made = time.perf_counter() - began, (free - _free_bytes(device)) / MIB
     layout = layout_of(mib, 1, "float32")
     needs = {1: [RequiredSlices("bfloat16", (full_slice(held.shape),)) for held in layout]}
-    channel = Channel(group, RANKS, layout, needs)
+    channel = UpdateGroup(group, RANKS, layout, needs)
     shards = [torch.ones(held.shape, device=device) for held in layout] if rank == 0 else []
     places = [torch.empty(held.shape, dtype=torch.bfloat16, device=device) for held in layout] if rank == 1 else []
-    schedule = Schedule(0, {0: channel}) if rank == 0 else None
-    receiving = Receiving(1, channel) if rank == 1 else None
+    schedule = SendSchedule(0, {0: channel}) if rank == 0 else None
+    receiving = WeightReceiver(1, channel) if rank == 1 else None
 
     def new_weights() -> None:
         if schedule is not None:
-            sending = Sending(schedule, [0], iter(shards), PATIENCE_S)
+            sending = WeightSender(schedule, [0], iter(shards), PATIENCE_S)
             sending.finish()
             assert not sending.errors, sending.errors
         if receiving is not None:

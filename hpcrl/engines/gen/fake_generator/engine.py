@@ -23,8 +23,8 @@ from hpcrl.rollout.types import FinishReason
 
 
 @dataclass(slots=True)
-class _Growing:
-    """A running request, whose last token is known from the start."""
+class _RunningRequest:
+    """A waiting or running request. All its tokens are known from the start."""
 
     request: Request
     token_ids: np.ndarray
@@ -77,7 +77,7 @@ class FakeEngine:
     Args:
         lengths: the response length of a request; a response shorter than max_new_tokens ends with STOP.
         eos_id: stops a response unless ignore_eos, in addition to the request's stop ids.
-        stops: False: no stop token is generated. Stop strings never appear.
+        stops: whether stop tokens end a response. Stop strings are always ignored.
         shapes: accepted by load_weights; None for any.
         decode_s: step() sleeps this long per decode iteration.
         prefill_s: step() sleeps this long per request that gets a slot.
@@ -105,8 +105,8 @@ class FakeEngine:
         self._lengths, self._shapes = lengths, shapes
         self._decode_s, self._prefill_s, self._load_s = decode_s, prefill_s, load_s
         self._stops = stops
-        self._live: dict[int, _Growing] = {}
-        self._waiting: dict[int, _Growing] = {}
+        self._live: dict[int, _RunningRequest] = {}
+        self._waiting: dict[int, _RunningRequest] = {}
 
     def add(self, requests: Sequence[Request]) -> None:
         check_requests(
@@ -173,7 +173,7 @@ class FakeEngine:
         self.abort(list(self.progress()))
         self.sleep()
 
-    def _foresee(self, request: Request) -> _Growing:
+    def _foresee(self, request: Request) -> _RunningRequest:
         """All tokens of a request, and its finish reason."""
         params = request.params
         length = min(self._lengths(request), params.max_new_tokens)
@@ -182,11 +182,11 @@ class FakeEngine:
         stops = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, self._eos_id)
         hits = np.flatnonzero(np.isin(token_ids, [stop for stop in stops if stop is not None and self._stops]))
         if len(hits):
-            return _Growing(request, token_ids[: hits[0] + 1], FinishReason.STOP)
+            return _RunningRequest(request, token_ids[: hits[0] + 1], FinishReason.STOP)
         reason = FinishReason.STOP if length < params.max_new_tokens else FinishReason.LENGTH
-        return _Growing(request, token_ids, reason)
+        return _RunningRequest(request, token_ids, reason)
 
-    def _output(self, growing: _Growing, reason: FinishReason) -> Output:
+    def _output(self, growing: _RunningRequest, reason: FinishReason) -> Output:
         count = len(growing.versions)
         logprobs = np.full(count, -math.log(self._vocab_size), dtype=np.float32)
         return Output(

@@ -325,7 +325,7 @@ class NativeEngine:
         return _UncachedTokens(slot, queued.tokens()[place.num_cached : -1], place.num_cached)
 
     def _compute(self, prefill_batch: PrefillBatch, added: list[_UncachedTokens]) -> None:
-        """Copy and prefill uncached tokens, a limited number at a time."""
+        """Copy cached blocks, then prefill the uncached tokens, a limited number at a time."""
         self._plan = None
         self._compact()
         self._cache.copy(prefill_batch.copies)
@@ -361,7 +361,7 @@ class NativeEngine:
         read = slots.blocks[: slots.num_live, : counts.max(initial=0)]
         ids = read[np.arange(read.shape[1]) < counts[:, None]]
         shared = np.unique(ids[blocks.users[ids] > 1])
-        # In a group, each block takes as many rows of the product as the block with the most readers.
+        # In a group, every block gets as many rows of the attention matmul as the block with the most readers.
         doublings = np.ceil(np.log2(blocks.users[shared]))
         groups = [ids[blocks.users[ids] == 1], *(shared[doublings == d] for d in np.unique(doublings))]
         others = self._other_blocks(ids)
@@ -380,7 +380,7 @@ class NativeEngine:
         return np.flatnonzero(kept & (self._cache.places != NO_INDEX))
 
     def _read_blocks(self) -> np.ndarray:
-        """int64 [live]: the blocks that each slot reads in the next iterations."""
+        """int64 [live]: the number of blocks that each slot reads in the next iterations."""
         slots, live = self._slots, self._slots.num_live
         wanted = (slots.positions[:live] + LOOKAHEAD) // self._blocks.block_tokens + 1
         return np.minimum(wanted, slots.num_blocks[:live])

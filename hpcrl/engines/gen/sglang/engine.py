@@ -24,7 +24,7 @@ from hpcrl.comm.weight_plan import BUCKET_BYTES
 from hpcrl.config import Config
 from hpcrl.engines.gen.checks import check_requests
 from hpcrl.engines.gen.generation_engine import Output, ReplicaRanks, Request
-from hpcrl.engines.gen.partial_response import Growing
+from hpcrl.engines.gen.partial_response import PartialResponse
 from hpcrl.engines.gen.sglang.child import Child
 from hpcrl.engines.gen.sglang.server import Continuation, Made
 from hpcrl.engines.gen.sglang.sizes import SPARE_TOKENS, cache_tokens
@@ -38,7 +38,7 @@ from hpcrl.rollout.types import FinishReason
 ALONE = ReplicaRanks((0,))
 ALL_MEMORY = frozenset({"weights", "kv_cache", "cuda_graph"})
 """The kinds of memory that SGLang can allocate again separately."""
-PATIENCE_SHARE = 0.8
+SEND_TIMEOUT_FRACTION = 0.8
 """Fraction of a run's timeout in which SGLang must answer, so its error names SGLang and not the rank."""
 EXPERTS = re.compile(r"(?P<layer>.+\.experts)\.(?P<kind>gate_up|down)_proj")
 """All experts of a layer: [experts, 2 * inner, hidden], gate rows first, and [experts, hidden, inner]."""
@@ -72,8 +72,8 @@ def make(config: Config, model_path: Path, tokenizer: Any, replica: ReplicaRanks
         load=False,
         start=functools.partial(
             Child,
-            start_s=PATIENCE_SHARE * config.timeouts.start_s,
-            call_s=PATIENCE_SHARE * config.timeouts.command_s,
+            start_s=SEND_TIMEOUT_FRACTION * config.timeouts.start_s,
+            call_s=SEND_TIMEOUT_FRACTION * config.timeouts.command_s,
         ),
     )
 
@@ -86,7 +86,7 @@ def _cache_tokens(config: Config, model_path: Path) -> int | None:
 
 
 @dataclass(slots=True)
-class _Growing(Growing):
+class _RunningRequest(PartialResponse):
     """salt: of its entries in the prefix cache; empty before its first token."""
 
     salt: str = ""
@@ -157,7 +157,7 @@ class SGLangEngine:
         self._max_length, self._vocab_size = max_length, int(config.get("text_config", config)["vocab_size"])
         self._names = WeightNames.of(Path(model_path))
         self._stops = StopStrings(tokenizer, self._vocab_size) if tokenizer is not None else None
-        self._growing: dict[int, _Growing] = {}
+        self._growing: dict[int, _RunningRequest] = {}
         self._num_added = 0
 
     def add(self, requests: Sequence[Request]) -> None:
@@ -173,7 +173,7 @@ class SGLangEngine:
             if request.params.truncates and (request.params.min_p or not 2 <= self._top_k(request) <= MAX_KEPT):
                 raise ValueError(f"request {request.id}: {TRUNCATED}, but not with top_k 1 or min_p")
         for request in requests:
-            self._growing[request.id] = _Growing(request, self._num_added)
+            self._growing[request.id] = _RunningRequest(request, self._num_added)
             self._num_added += 1
 
     def abort(self, ids: Sequence[int]) -> list[Output]:
@@ -192,7 +192,7 @@ class SGLangEngine:
         first = sorted(self._growing.values(), key=lambda growing: not growing.token_ids)
         jobs = [self._job(growing) for growing in first] if self._server is not None else []
         made = msgspec.msgpack.decode(self._ask("decode_chunk", jobs, num_tokens, self.max_num_seqs), type=list[Made])
-        ended: list[tuple[int, int, FinishReason, _Growing]] = []
+        ended: list[tuple[int, int, FinishReason, _RunningRequest]] = []
         for item in made:
             growing = self._growing[item.id]
             before = len(growing.token_ids)
@@ -265,7 +265,7 @@ class SGLangEngine:
             answer = msgspec.msgpack.encode(self._server.call(name, *arguments))
         return _from_first(self._replica, answer)
 
-    def _job(self, growing: _Growing) -> Continuation:
+    def _job(self, growing: _RunningRequest) -> Continuation:
         request, params = growing.request, growing.request.params
         return Continuation(
             id=request.id,
@@ -287,7 +287,7 @@ class SGLangEngine:
     def _top_k(self, request: Request) -> int:
         return request.params.top_k or self._vocab_size
 
-    def _extend(self, growing: _Growing, made: Made) -> FinishReason | None:
+    def _extend(self, growing: _RunningRequest, made: Made) -> FinishReason | None:
         """Add new tokens to a request, up to its end; returns its finish reason, if any."""
         request, count = growing.request, len(made.token_ids)
         if not count == len(made.logprobs) == len(made.behaviour or made.logprobs):
@@ -315,13 +315,13 @@ class SGLangEngine:
             return FinishReason.STOP
         return FinishReason.LENGTH if kept >= request.params.max_new_tokens else None
 
-    def _until_stop(self, growing: _Growing, before: int) -> int:
+    def _until_stop(self, growing: _RunningRequest, before: int) -> int:
         """Number of tokens up to the first token from index `before` on that ends the response. SGLang ignores stop ids
         with ignore_eos, and stop strings that span two decode chunks."""
         ends = (n for n in range(before + 1, len(growing.token_ids) + 1) if self._is_stop(growing, n))
         return next(ends, len(growing.token_ids))
 
-    def _is_stop(self, growing: _Growing, count: int) -> bool:
+    def _is_stop(self, growing: _RunningRequest, count: int) -> bool:
         """Whether the first `count` tokens end with a stop id or complete a stop string."""
         params, token = growing.request.params, growing.token_ids[count - 1]
         if token in params.stop_token_ids:

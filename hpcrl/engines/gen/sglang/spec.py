@@ -102,7 +102,7 @@ def _need(config: Any, model: Any, name: str, shape: Sequence[int], index: int, 
 SPEC = GenEngineSpec(
     about="SGLang; the first rank of a replica owns the engine.",
     needs={"sglang": "sglang"},
-    knows={"sglang": "0.5.23"},
+    required_versions={"sglang": "0.5.23"},
     make="hpcrl.engines.gen.sglang.engine:make",
     section=SGLangConfig,
     check=_check,

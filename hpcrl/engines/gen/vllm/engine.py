@@ -23,7 +23,7 @@ from hpcrl.config import Config, LoRAConfig
 from hpcrl.engines.expert_routes import RouteShape, routes_of
 from hpcrl.engines.gen.checks import check_requests
 from hpcrl.engines.gen.generation_engine import Output, ReplicaRanks, Request
-from hpcrl.engines.gen.partial_response import Growing
+from hpcrl.engines.gen.partial_response import PartialResponse
 from hpcrl.engines.gen.sampling import stream_origin
 from hpcrl.engines.gen.stops import StopStrings
 from hpcrl.engines.gen.vllm.heads import check_head_size
@@ -95,7 +95,7 @@ def _cache_bytes(config: Config, own: VLLMConfig, model_path: Path) -> int | Non
 
 
 @dataclass(slots=True)
-class _Growing(Growing):
+class _RunningRequest(PartialResponse):
     """origin: of the stream from which its tokens are drawn."""
 
     origin: np.uint64 = field(kw_only=True)
@@ -193,7 +193,7 @@ class VLLMEngine:
         self._replica, self._options = replica, dict(options or {})
         self._adapter = Adapter(self._runner, lora) if lora is not None else None
         self._stops = StopStrings(tokenizer, self._vocab_size) if tokenizer is not None else None
-        self._growing: dict[int, _Growing] = {}
+        self._growing: dict[int, _RunningRequest] = {}
         self._num_added = 0
         self._sampler = Sampler(self._runner, lambda ids: [self._growing[i].drawing for i in ids], recorder)
 
@@ -208,7 +208,7 @@ class VLLMEngine:
         )
         for request in requests:
             self._queue(request)
-            self._growing[request.id] = _Growing(request, self._num_added, origin=stream_origin(request.seed, 0))
+            self._growing[request.id] = _RunningRequest(request, self._num_added, origin=stream_origin(request.seed, 0))
             self._num_added += 1
 
     def abort(self, ids: Sequence[int]) -> list[Output]:
@@ -307,7 +307,7 @@ class VLLMEngine:
 
     def _iterate(self) -> list[Output]:
         """One iteration of vLLM's engine."""
-        done: list[tuple[_Growing, FinishReason]] = []
+        done: list[tuple[_RunningRequest, FinishReason]] = []
         for result in self._engine.step():
             growing = self._growing.get(int(result.request_id))
             if growing is None:
@@ -328,7 +328,7 @@ class VLLMEngine:
             del self._growing[growing.request.id]
         return [growing.output(reason, growing.columns(self._routes)) for growing, reason in done]
 
-    def _append(self, growing: _Growing, token: int, logprob: float, behaviour: float, routes: bytes) -> None:
+    def _append(self, growing: _RunningRequest, token: int, logprob: float, behaviour: float, routes: bytes) -> None:
         if not 0 <= token < self._vocab_size:
             text = f"vLLM gave the token {token}, outside the vocabulary of {self._vocab_size}"
             raise RuntimeError(f"request {growing.request.id}: {text}")
@@ -342,7 +342,7 @@ class VLLMEngine:
                 f"request {growing.request.id}: the logits are not finite under weights version {self.version}"
             )
 
-    def _completes_stop(self, growing: _Growing) -> bool:
+    def _completes_stop(self, growing: _RunningRequest) -> bool:
         stop = growing.request.params.stop
         if not stop or not growing.token_ids or self._stops is None:
             return False

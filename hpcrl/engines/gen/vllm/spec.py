@@ -129,7 +129,7 @@ def _need(config: Any, model: Any, name: str, shape: tuple[int, ...], index: int
 SPEC = GenEngineSpec(
     about="vLLM, in the rank's own process.",
     needs={"vllm": "vllm"},
-    knows={"vllm": "0.32."},
+    required_versions={"vllm": "0.32."},
     make="hpcrl.engines.gen.vllm.engine:make",
     section=VLLMConfig,
     check=_check,

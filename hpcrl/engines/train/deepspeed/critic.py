@@ -33,7 +33,8 @@ class ZeroPackedCritic(PackedCritic):
         head.forward = functools.partial(_in_type_of_input, head)  # type: ignore[method-assign]
 
     def forward(self, *given: Any) -> Any:
-        """PackedCritic.own_logprobs of a sequence, values of a batch, or for the probe PackedCausalLM.forward."""
+        """Chosen by the number of arguments: own_logprobs of a sequence, values of a batch, else (for the probe)
+        PackedCausalLM.forward."""
         if len(given) == 1:
             return super().own_logprobs(*given)
         return super().values(*given) if len(given) == 4 else super().forward(*given)

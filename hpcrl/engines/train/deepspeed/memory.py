@@ -29,8 +29,8 @@ def own(config: Config) -> DeepSpeedConfig:
 
 
 def part_size(shape: ModelShape, stage: int, num_ranks: int) -> int:
-    """Numbers of a rank's shard of the state. ZeRO-3 splits each parameter. Other stages split all matrices together
-    and all vectors together, with an even number on each rank."""
+    """Number of elements in a rank's shard of the state. ZeRO-3 splits each parameter. Other stages split all matrices
+    together and all vectors together, with an even number on each rank."""
     if stage == 3:
         return sum(-(-parameter.size // num_ranks) for parameter in shape.parameters)
     groups = [sum(p.size for p in shape.parameters if (len(p.shape) >= 2) == matrices) for matrices in (True, False)]
@@ -73,7 +73,7 @@ def weight_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part
 
 
 def disk_bytes(config: Config, shape: ModelShape, num_ranks: int) -> int:
-    """Bytes of a rank in trainer.deepspeed.nvme_path."""
+    """Bytes that a rank stores in trainer.deepspeed.nvme_path."""
     zero, size = own(config), 0
     if zero.offload_optimizer == "nvme":
         size += part_size(trained(config, shape), zero.zero_stage, num_ranks) * (FP32 + OPTIMIZER_BYTES)
@@ -155,7 +155,7 @@ class ZeroPlan:
     def step_traffic(self, config: Config, shape: ModelShape, num_ranks: int, work: StepWork) -> list[Sent]:
         zero = own(config)
         if zero.zero_stage == 3 and zero.activation_checkpointing:
-            raise CannotPlanError("how often ZeRO-3 gathers layers that are computed again is not known")
+            raise CannotPlanError("with activation checkpointing, the number of ZeRO-3 gathers per layer is not known")
         persistent = _persistent(with_adapters(config, shape))
         return list(step_traffic(config, shape, num_ranks, work, zero.zero_stage, persistent))
 
@@ -169,7 +169,7 @@ class ZeroPlan:
 
     def rows(self, config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[PlanRow]:
         if on_disk := disk_bytes(config, shape, len(layout.ranks["trainer"])):
-            yield "on disk", f"{on_disk / 2**30:.1f} GiB of each trainer rank in {own(config).nvme_path} of its node"
+            yield "on disk", f"{on_disk / 2**30:.1f} GiB per trainer rank in {own(config).nvme_path} on its node"
 
 
 PLAN = ZeroPlan()

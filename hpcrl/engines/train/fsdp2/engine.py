@@ -420,7 +420,7 @@ class FSDP2Engine:
         """See LocalWeights."""
         return {name: tensor.detach() for name, tensor in self.weights.items()}
 
-    def adopt(self, tensors: Mapping[str, Tensor]) -> None:
+    def move_into(self, tensors: Mapping[str, Tensor]) -> None:
         """See LocalWeights."""
         for name in self.weights.all_names:
             parameter, tensor = self.weights[name], tensors.get(name)

@@ -1,8 +1,8 @@
 """Log-probabilities and entropies of tokens from hidden states, by chunks of the vocabulary projection.
 
 The [tokens, vocabulary] logits are the largest tensor of a training step (16384 x 151936 in fp32: 10 GB, with softmax
-and gradient three times that). Only one chunk of them exists at a time; the backward pass recomputes it and turns it
-into its gradient in place, block of rows by block of rows.
+and gradient three times that). Only one chunk of logits exists at a time; the backward pass recomputes each chunk and
+overwrites it with its gradient, a block of rows at a time.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 from hpcrl.models.families import family_of
 
 BLOCK_NUMBERS = 1 << 24
-"""Logits per softmax call, and numbers of the matrix that are converted at once: limits temporary tensors in addition
-to a chunk."""
+"""Maximum elements per softmax call and per dtype conversion of the weight; bounds the temporary memory in addition
+to the chunk."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Head:
 
     @classmethod
     def from_config(cls, config: Any) -> Head:
-        """The head of a transformers config (of the text, where it has several)."""
+        """The head for a transformers config; for a multimodal model, the text config."""
 
         def value(*names: str) -> float | None:
             return next((given for name in names if (given := getattr(config, name, None))), None)
@@ -75,8 +75,8 @@ def project(hidden: Tensor, weight: Tensor, bias: Tensor | None, in_float32: boo
 
 
 def blocks_of(logits: Tensor, start: int) -> Iterator[tuple[slice, Tensor]]:
-    """(positions among all tokens, rows of the chunk), each of at most BLOCK_NUMBERS or one row; `start`: the chunk's
-    first position."""
+    """(positions among all tokens, rows of the chunk), each block has at most BLOCK_NUMBERS logits, but at least one
+    row; `start`: the chunk's first position."""
     size = max(1, BLOCK_NUMBERS // logits.shape[1])
     for first in range(0, logits.shape[0], size):
         block = logits[first : first + size]

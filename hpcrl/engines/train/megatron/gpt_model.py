@@ -72,7 +72,7 @@ class Description:
 def check_layers(on_gpu: bool) -> None:
     """ValueError if there are no layers for the device: on GPUs they are Transformer Engine's, which Megatron-Core
     imports only if installed."""
-    if on_gpu and (lacking := SPEC.lacking_on_gpu()):
+    if on_gpu and (lacking := SPEC.missing_on_gpu()):
         raise ValueError(f"trainer.engine: megatron is not fully installed; {lacking}")
 
 

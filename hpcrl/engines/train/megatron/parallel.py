@@ -32,7 +32,8 @@ class Degrees:
     expert_data: int
     """Copies of each expert."""
     optimizer: int
-    """Ranks that share the optimizer state outside experts: data parallel and context parallel ranks."""
+    """Ranks over which the optimizer state of all parameters except experts is sharded: data parallel x context
+    parallel."""
 
     @classmethod
     def of(cls, megatron: MegatronConfig, num_ranks: int) -> Degrees:
@@ -50,8 +51,8 @@ def padded_vocabulary(vocab_size: int, megatron: MegatronConfig) -> int:
 
 
 def split_layers(num_layers: int, megatron: MegatronConfig) -> list[StageLayers] | None:
-    """The layers of every stage; None if they cannot be split as configured. Chunk c of stage s is the model's (c x
-    stages + s)th."""
+    """The layers of every stage; None if they cannot be split as configured. Chunk c of stage s is the model's chunk
+    number c x stages + s."""
     stages, chunks = megatron.pipeline_parallel, megatron.virtual_pipeline
     counts = (_with_given_ends if megatron.layers_of_ends else _evenly)(num_layers, megatron)
     if not counts:
@@ -89,7 +90,7 @@ def _with_given_ends(num_layers: int, megatron: MegatronConfig) -> list[int]:
 
 
 def check_split(config: Config, layout: RoleLayout, shape: ModelShape) -> list[Problem]:
-    """Problems of the trainer's sizes with the model or the ranks."""
+    """Problems where the trainer's parallel sizes do not fit the model or the ranks."""
     megatron, ranks = own(config), len(layout.ranks["trainer"])
     # The layout refuses sizes that do not divide, unless debug=fake replaces the engine.
     problems = [*indivisible(megatron, ranks), *_tensors(megatron, shape), *_experts(megatron, shape)]
@@ -162,7 +163,7 @@ def _stages(megatron: MegatronConfig, shape: ModelShape) -> Iterator[Problem]:
 
 
 def _other_end(num_layers: int, megatron: MegatronConfig, key: str) -> str:
-    """A solution: the nearest possible number of layers of an end; key: one of layers_of_ends."""
+    """A solution: for `key` (one of layers_of_ends), the nearest layer count that divides."""
     possible = [
         count
         for count in range(1, num_layers)
@@ -174,8 +175,8 @@ def _other_end(num_layers: int, megatron: MegatronConfig, key: str) -> str:
 
 
 def _way_out(num_layers: int, megatron: MegatronConfig) -> str:
-    """A solution: another way to count embedding and loss, else the nearest number of chunks. Wherever counting only
-    the embedding divides, counting only the loss does as well."""
+    """A solution: another way to count embedding and loss, else the nearest number of chunks. Counting only the loss
+    is not tried: it divides exactly where counting only the embedding does."""
     for values in ((True, True), (True, False), (False, False)):
         counted = dict(zip(COUNTED, values, strict=True))
         if split_layers(num_layers, megatron.model_copy(update=counted)) is not None:
@@ -193,7 +194,7 @@ def _way_out(num_layers: int, megatron: MegatronConfig) -> str:
 def _samples(config: Config, degrees: Degrees) -> Iterator[Problem]:
     megatron, samples = own(config), samples_of_an_update(config)
     if samples < degrees.data:
-        text = f"{samples} samples of an optimizer step leave some of {degrees.data} data parallel ranks without any"
+        text = f"an optimizer step has {samples} samples, fewer than the {degrees.data} data parallel ranks"
         yield problem("tensor_parallel", f"{text}; raise rollout.num_prompts or use fewer trainer ranks")
     elif megatron.virtual_pipeline > 1 and samples // degrees.data < megatron.pipeline_parallel:
         text = (

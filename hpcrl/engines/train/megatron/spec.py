@@ -41,12 +41,12 @@ class MegatronConfig(Section):
     account_for_loss_in_pipeline_split: bool = False
     """Count the vocabulary projection as a layer of the last stage."""
     num_layers_in_first_pipeline_stage: Positive | None = None
-    """Layers of the first stage; null: as many as the stages between. Not with account_for_*."""
+    """Layers of the first stage; null: as many as each middle stage. Not with account_for_*."""
     num_layers_in_last_pipeline_stage: Positive | None = None
     """Layers of the last stage; null: as many as the stages between. Not with account_for_*."""
     recompute: Literal["none", "selective", "full"] = "selective"
-    """Activations recomputed in the backward pass: none, attention's own, or all except each layer's input. On GPUs
-    fused attention keeps none of its own, so selective equals none."""
+    """Activations recomputed in the backward pass: none, those inside attention, or all except each layer's input. On
+    GPUs fused attention stores no inner activations, so selective equals none."""
     distributed_optimizer: bool = True
     """Shard the optimizer state over the data-parallel ranks."""
     overlap_gradients: bool = False
@@ -82,8 +82,9 @@ class MegatronConfig(Section):
 
 
 def divide(config: Any, num_ranks: int) -> Division:
-    """In Megatron-Core's rank order (parallel_state, "tp-cp-ep-dp-pp"): neighbouring ranks share matrices, then
-    sequences, then come copies of the model, then stages. A stage's ranks publish its layers."""
+    """In Megatron-Core's rank order (parallel_state, "tp-cp-ep-dp-pp"): from the fastest-varying to the slowest:
+    ranks that split matrices, ranks that split sequences, copies of the model, stages. The ranks of a stage publish
+    its layers."""
     megatron: MegatronConfig = config.trainer.section(MegatronConfig)
     if problems := list(indivisible(megatron, num_ranks)):
         raise DivisionError(problems)
@@ -122,9 +123,13 @@ def _check(config: Any) -> Iterator[Problem]:
         yield problem("overlap_parameters", text, "overlap_gradients", "distributed_optimizer")
     for key, count in own.layers_of_ends.items():
         if own.pipeline_parallel == 1:
-            yield problem(key, f"{count} layers of one of several stages; set pipeline_parallel", "pipeline_parallel")
+            yield problem(
+                key,
+                f"{count} layers of one stage, but there is only one; set pipeline_parallel or unset this key",
+                "pipeline_parallel",
+            )
         elif counted := [other for other in COUNTED if getattr(own, other)]:
-            yield problem(key, f"{count} excludes {counted[0]}=true; set one of them", *counted)
+            yield problem(key, f"{count} cannot be combined with {counted[0]}=true; set only one of them", *counted)
 
 
 SPEC = TrainEngineSpec(

@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def decorate(what: str, make: Callable[[], T], instead: T) -> T:
+def best_effort(what: str, make: Callable[[], T], instead: T) -> T:
     """The result of `make`; if it fails, log a warning that names `what` and return `instead`."""
     try:
         return make()

@@ -36,7 +36,7 @@ class Receiver:
     heard: float = 0.0
 
 
-class Awaited:
+class PendingAnswers:
     """The answers that scorers and environments owe."""
 
     def __init__(self, controller: Controller, receivers: Iterable[int]):

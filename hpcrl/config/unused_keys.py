@@ -25,10 +25,10 @@ ASKED = {
 """Role with its own section -> the option with which a reward uses its ranks."""
 
 KEYS_OF_ALL = ("pipeline", "run_name", "run_dir", "resume", "dry_run", "timeouts", "cluster")
-"""Keys that a run without roles (PipelineSpec.alone) reads, in addition to its pipeline's section."""
+"""Keys that a run without roles (PipelineSpec.rank0_only) reads, in addition to its pipeline's section."""
 
 
-def check_unread(config: Config, given: Mapping[Path, bool], chosen: Iterable[str] = ()) -> list[Problem]:
+def check_unused_keys(config: Config, given: Mapping[Path, bool], chosen: Iterable[str] = ()) -> list[Problem]:
     """Keys set explicitly that this run does not read.
 
     Args:
@@ -51,7 +51,7 @@ def check_unread(config: Config, given: Mapping[Path, bool], chosen: Iterable[st
 def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
     """(prefix of unread keys, key whose value is the cause, reason)."""
     yield from _not_chosen(config)
-    if config.pipeline_spec.alone:
+    if config.pipeline_spec.rank0_only:
         for key in type(config).model_fields:
             if key not in (*KEYS_OF_ALL, config.pipeline):
                 yield (key,), ("pipeline",), f"the {config.pipeline} pipeline neither trains nor generates"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import median_low
 
-from hpcrl.rollout.scheduling.events import Paced
+from hpcrl.rollout.scheduling.events import SpeedChanged
 
 MEMORY = 0.1
 """Weight of a new decode chunk in a replica's mean."""
@@ -16,7 +16,7 @@ LOOKS = 8
 """Comparisons of all speeds while every replica ends one decode chunk."""
 
 
-class Pace:
+class ReplicaSpeeds:
     """Speeds relative to the median replica. A decode chunk of more tokens takes longer, by a line fitted to all decode
     chunks; a replica's slowness is the ratio of its durations to that line."""
 
@@ -26,7 +26,7 @@ class Pace:
         self._told: dict[int, float] = {}
         self._unseen = 0  # decode chunks since the last comparison
 
-    def learn(self, replica: int, tokens: int, seconds: float) -> list[Paced]:
+    def learn(self, replica: int, tokens: int, seconds: float) -> list[SpeedChanged]:
         """Add a replica's decode chunk; returns the speeds that have changed, if they are compared now."""
         self._line.learn(tokens, seconds)
         excess = seconds / max(self._line.at(tokens), 1e-9)
@@ -40,7 +40,7 @@ class Pace:
         speeds = {name: middle / max(slowness, 1e-9) for name, slowness in self._slowness.items()}
         news = {n: speed for n, speed in speeds.items() if abs(speed / self._told.get(n, 1.0) - 1.0) > NEWS}
         self._told |= news
-        return [Paced(name, speed) for name, speed in sorted(news.items())]
+        return [SpeedChanged(name, speed) for name, speed in sorted(news.items())]
 
     def forget(self, replica: int) -> None:
         """The replica is lost."""

@@ -1,4 +1,4 @@
-"""A run without roles: rank 0 does all the work (PipelineSpec.alone)."""
+"""A run without roles: rank 0 does all the work (PipelineSpec.rank0_only)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpcrl.run_folder import check_owner
 CHECK_OWNER_S = 10.0
 
 
-class Alone:
+class Rank0Run:
     """The argument of such a pipeline. reason: one-line result, set at the end. resumes: not the first attempt."""
 
     last_step = 0
@@ -27,10 +27,10 @@ class Alone:
         self._stop_signal, self._checked = 0, time.monotonic()
 
     def stop(self, signal_number: int) -> None:
-        """End the work at its next go_on() because of a signal; safe in a signal handler."""
+        """End the work at its next report_progress() because of a signal; safe in a signal handler."""
         self._stop_signal = self._stop_signal or signal_number
 
-    def go_on(self) -> None:
+    def report_progress(self) -> None:
         """Signal progress; called by any thread every few seconds. Raises Stopped if a signal has arrived,
         SupersededError if another attempt owns the run."""
         self._tell_agent()
