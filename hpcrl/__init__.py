@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING
 
 __version__: str
-"""The version of the installed package, which pyproject.toml says; read when it is asked for."""
+"""The installed package's version, from pyproject.toml; read on access."""
 
-if not TYPE_CHECKING:  # else mypy would take every name for an attribute
+if not TYPE_CHECKING:  # else mypy would accept every name as an attribute
 
     def __getattr__(name: str) -> str:
         if name != "__version__":
@@ -15,4 +15,4 @@ if not TYPE_CHECKING:  # else mypy would take every name for an attribute
         try:
             return version("hpcrl")
         except PackageNotFoundError:
-            return "0+unknown"  # imported from a checkout that is not installed
+            return "0+unknown"  # imported from a checkout without installation

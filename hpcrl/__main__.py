@@ -1,4 +1,4 @@
-"""`python -m hpcrl COMMAND` is the console command `hpcrl COMMAND`, with any interpreter that has hpcrl."""
+"""`python -m hpcrl COMMAND` runs the console command `hpcrl COMMAND`, with any interpreter that has hpcrl."""
 
 import sys
 

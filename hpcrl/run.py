@@ -51,25 +51,25 @@ from hpcrl.system.signals import STOPPING, held_back, ignore_signals, noted
 logger = logging.getLogger("hpcrl.run")  # not __name__: a program
 
 UNWRITTEN = frozenset(code for code in ExitCode if code > ExitCode.BAD_INPUT and code is not ExitCode.STORE_LOST)
-"""Codes with which rank 0 ends only after writing a verdict, unless that fails."""
+"""Exit codes that rank 0 uses only after writing a verdict, unless writing it fails."""
 
 
 def launch_local(config: Config, plan: str, words: Sequence[str] | None) -> int:
-    """Open the run folder and run all ranks on this machine; returns the exit code. plan: its text, for plan.txt.
-    words: the arguments that made the configuration, if they are known."""
+    """Open the run folder and run all ranks on this machine; return the exit code. plan: the text for plan.txt. words:
+    the command-line arguments of the configuration, if known."""
     opened = open_run(config.model_dump(mode="json"), config.run_dir, config.resume, plan, words)
     try:
         with noted() as signals:
             return run_node(opened.run_dir, opened.attempt, node=0, num_nodes=1, signals=signals)
     finally:
-        # The exit code shows an error here, and the next start finds this process dead.
+        # The exit code already reports the error, and the next start detects that this process is dead.
         with contextlib.suppress(SupersededError, OSError):
             close_run(opened.run_dir, opened.attempt)
 
 
 def run_node(run_dir: Path, attempt: int, node: int, num_nodes: int, signals: Sequence[int]) -> int:
-    """The agent of one node: runs its share of the ranks until they end, with one message about a failure. `signals`:
-    from signals.noted."""
+    """One node's agent: run its share of the ranks until they end, and report a failure in one message. `signals`: from
+    signals.noted."""
     log.start("agent", file=log_folder(run_dir, attempt) / f"agent_{node:04d}.log", console="stderr")
     config = stored_config(run_dir)
     layout = RoleLayout.from_config(config)
@@ -78,16 +78,16 @@ def run_node(run_dir: Path, attempt: int, node: int, num_nodes: int, signals: Se
         code = check_nodes(config, run_dir, world, node, num_nodes, signals)
         if code != ExitCode.DONE:
             return code
-        config = stored_config(run_dir)  # this node may have read an older file before
+        config = stored_config(run_dir)  # this node may have read an outdated file before
         layout = RoleLayout.from_config(config)
     ranks = ranks_of_node(config, layout, node, num_nodes)
     environ = {
         "OMP_NUM_THREADS": str(config.cluster.threads_per_rank),
-        "OPENBLAS_NUM_THREADS": "1",  # numpy's, which would start threads when it is imported
+        "OPENBLAS_NUM_THREADS": "1",  # else numpy's OpenBLAS starts threads at import
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
-        "MPLCONFIGDIR": str(world / "matplotlib"),  # for its list of fonts, otherwise stored in the user's home
+        "MPLCONFIGDIR": str(world / "matplotlib"),  # for the font cache, which is otherwise in the user's home
         ORDER: BY_BUS,
         **cache_folders(os.environ),
         **os.environ,
@@ -99,7 +99,7 @@ def run_node(run_dir: Path, attempt: int, node: int, num_nodes: int, signals: Se
         environ["GLOO_SOCKET_IFNAME"] = "lo"
     timeouts = config.timeouts
     try:
-        if config.cluster.name != "slurm":  # where the preflight has looked
+        if config.cluster.name != "slurm":  # in a Slurm job, the preflight has checked GPUs
             check_gpus(GpuNeeds.of(config, layout, ranks), signals)
         gpus = gpus_of_node(config, layout, node, num_nodes)
     except ValueError as error:
@@ -118,7 +118,7 @@ def run_node(run_dir: Path, attempt: int, node: int, num_nodes: int, signals: Se
         world_folder=world,
         logs=log_folder(run_dir, attempt),
         grace_s=timeouts.grace_s,
-        # Before a command's deadline, so that the message names this rank and not those that wait for it.
+        # Shorter than a command's deadline, so the message names this rank and not the ranks that wait for it.
         silent_s=timeouts.command_s / 2,
         stopped_s=timeouts.store_s / 2,
         start_s=timeouts.start_s,
@@ -140,22 +140,22 @@ def run_node(run_dir: Path, attempt: int, node: int, num_nodes: int, signals: Se
 
 
 def check_nodes(config: Config, run_dir: Path, world: Path, node: int, num_nodes: int, signals: Sequence[int]) -> int:
-    """Exit code of the preflight of a Slurm job's nodes; called by the agents of all nodes. It ends hanging nodes."""
+    """Run the preflight of a Slurm job's nodes; return its exit code. Called by all agents. It ends hanging nodes."""
     judgement = preflight(config, run_dir, rendezvous_folder(world), node, num_nodes, signals)
     if judgement.message:
         _say(judgement.message, logging.INFO if judgement.code in ASKED else logging.ERROR)
     if node == 0 and judgement.code != ExitCode.DONE:
         _leave_outcome(world, judgement.code)
         if judgement.code == ExitCode.DEADLINE and (own := slurm.own_job(os.environ)) is not None:
-            with contextlib.suppress(slurm.SlurmError):  # parts of the step may have ended
-                # the whole step, including this process
+            with contextlib.suppress(slurm.SlurmError):  # parts of the job step may have ended
+                # the whole job step, including this process
                 slurm.call("scancel", f"{own[0]}.{os.environ['SLURM_STEP_ID']}")
     return judgement.code
 
 
 def check_gpus(needs: GpuNeeds, signals: Sequence[int]) -> None:
-    """ValueError if the ranks of this node could not compute on its GPUs, or others fill them; AskedToStopError after a
-    signal. Tells what else is to be known of them."""
+    """Check this node's GPUs and log notes about them. ValueError if the node's ranks cannot compute on them, or if
+    other processes fill them; AskedToStopError after a signal."""
     found = look(needs, os.environ, signals, lambda text: _say(f"this node {text}"))
     if found.problem:
         raise ValueError(f"cluster.device: this node {found.problem}")
@@ -164,7 +164,7 @@ def check_gpus(needs: GpuNeeds, signals: Sequence[int]) -> None:
 
 
 def gpus_of_node(config: Config, layout: RoleLayout, node: int, num_nodes: int) -> dict[int, str]:
-    """Rank -> its CUDA_VISIBLE_DEVICES on this node; ValueError if GPUs are requested and there are too few."""
+    """Rank -> its CUDA_VISIBLE_DEVICES on this node. ValueError if GPUs are requested but there are too few."""
     ranks = ranks_of_node(config, layout, node, num_nodes)
     if problem := mislisted(GpuNeeds.of(config, layout, ranks), os.environ):
         raise ValueError(f"cluster.device: this node {problem}")
@@ -173,27 +173,27 @@ def gpus_of_node(config: Config, layout: RoleLayout, node: int, num_nodes: int) 
 
 
 def ranks_of_node(config: Config, layout: RoleLayout, node: int, num_nodes: int) -> list[int]:
-    """The ranks of a node: as placed in a Slurm job of this run, else in order and as evenly as possible."""
+    """A node's ranks: in a Slurm job by the run's placement, else in order and as evenly as possible."""
     if config.cluster.name == "slurm":
         return list(Placement.from_config(config, layout).nodes[node])
     return [rank for rank in range(layout.world_size) if rank * num_nodes // layout.world_size == node]
 
 
 def fork_ranks_of_node(run_dir: Path) -> None:
-    """Import what the ranks that the agent asks for need, and fork them; returns in each of these."""
+    """Import the modules of the ranks that the agent requests, and fork them; returns in each forked rank."""
     parent, config = Parent(), stored_config(run_dir)
-    log.start(f"rank {min(parent.gpus)}", file=log.STDERR)  # whose log has the output
+    log.start(f"rank {min(parent.gpus)}", file=log.STDERR)  # until the fork, output goes to this rank's log
     without_gpu = [rank for rank, gpus in parent.gpus.items() if gpus == HIDDEN]
     import_for(config, RoleLayout.from_config(config), without_gpu)
-    if len(without_gpu) < len(parent.gpus):  # importing their engines may open GPUs, which no fork may share
+    if len(without_gpu) < len(parent.gpus):  # engines are not imported: that may open GPUs, which forks must not share
         from transformers import AutoTokenizer  # noqa: F401
-    gc.freeze()  # a collection in a rank would copy the pages of all these objects
+    gc.freeze()  # a garbage collection in a rank would copy the pages of all these objects
     parent.fork()
 
 
 def import_for(config: Config, layout: RoleLayout, ranks: Sequence[int]) -> None:
-    """Import the code of these ranks."""
-    gc.disable()  # objects of imports are permanent; collecting them repeatedly takes a sixth of a rank's start
+    """Import the modules of these ranks."""
+    gc.disable()  # imported objects are permanent; repeated collections take a sixth of a rank's start
     from hpcrl.workers.rank_loop import import_engines
 
     import_engines(config, {role for rank in ranks for role in layout.roles_of(rank)})
@@ -202,19 +202,19 @@ def import_for(config: Config, layout: RoleLayout, ranks: Sequence[int]) -> None
 
 
 def run_rank(run_dir: Path, place: ProcessInfo) -> int:
-    """One rank, from joining the world to leaving it; returns its exit code."""
+    """Run one rank, from joining the world to leaving it; return its exit code."""
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text(rank_name(place.index))
-    allow_files()  # an agent has, a launcher may not have
+    allow_files()  # an agent has done so, a launcher may not have
     config = stored_config(run_dir)
     layout = RoleLayout.from_config(config)
-    if place.launcher not in ("agent", "local"):  # otherwise chosen by the agent
+    if place.launcher not in ("agent", "local"):  # otherwise the agent has chosen the GPUs
         try:
             gpus = gpus_of_node(config, layout, place.node, place.num_nodes)
         except ValueError as error:
             logger.error("%s", error)
             return ExitCode.BAD_INPUT
-        # Before engines are imported, which may look for GPUs.
+        # Before engines are imported, which may query GPUs.
         os.environ.setdefault(ORDER, BY_BUS)
         os.environ |= own_devices(gpus[place.index]) | cache_folders(os.environ)
     import_for(config, layout, [place.index])
@@ -274,7 +274,7 @@ def run_rank(run_dir: Path, place: ProcessInfo) -> int:
 
 
 def _start_log(run_dir: Path, place: ProcessInfo) -> None:
-    """Standard error of a rank that an agent has started is its log; others get a file beside it."""
+    """Start a rank's log: its standard error if an agent has started the rank, else a file in the same folder."""
     who = f"rank {place.index}"
     if place.launcher == "agent":
         log.start(who, file=log.STDERR, console=None if place.index else "stdout")
@@ -284,7 +284,7 @@ def _start_log(run_dir: Path, place: ProcessInfo) -> None:
 
 
 def _conclude(verdict: Verdict, layout: RoleLayout, run_dir: Path, attempt: int) -> int:
-    """Prints one line for the user if the run failed; returns the exit code."""
+    """Print one line for the user if the run failed; return the exit code."""
     if verdict.controller_code is None:  # another node's agent reports for the controller
         return ExitCode.DONE if not verdict.lost else ExitCode.RANK_KILLED
     if verdict.controller_code == 0 and 0 not in verdict.lost:
@@ -311,20 +311,19 @@ def _conclude(verdict: Verdict, layout: RoleLayout, run_dir: Path, attempt: int)
 
 
 def _leave_outcome(world: Path, code: int) -> None:
-    """For agents of other nodes that still start, and for the part after the step; both work without it."""
+    """Write the outcome for other nodes' agents that still start and for hpcrl.launch.job; both work without it."""
     with contextlib.suppress(OSError):
         write_durably(world / OUTCOME, json.dumps({"code": code}).encode())
 
 
 def _say(text: str, level: int = logging.WARNING) -> None:
-    """One line for the user; lost without a reader, so that the exit code is kept."""
+    """Log one line for the user; it is lost if the log has no reader, so the exit code is kept."""
     with contextlib.suppress(OSError):
         logger.log(level, "%s", text)
 
 
 def _killed_by(code: int) -> int:
-    """The stop signal that ended rank 0 during its start, when rank 0 may receive it before the agent; 0 for other
-    ends."""
+    """The stop signal that ended rank 0 during its start, when rank 0 may receive it before the agent; else 0."""
     return -code if -code in STOPPING else 0
 
 
@@ -337,7 +336,7 @@ def main() -> int:
     if FORKS in os.environ:
         fork_ranks_of_node(run_dir)
     with contextlib.ExitStack() as stack:
-        with held_back():  # an agent loses no signal; a rank is ended by signals until it can handle them
+        with held_back():  # an agent loses no signal; signals end a rank until it can handle them
             if unseen := see_run(run_dir):
                 logger.error(unseen)
                 return ExitCode.BAD_INPUT
@@ -362,4 +361,4 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # process groups and inference engines leave threads that would keep the process alive
+    os._exit(code)  # threads of process groups and inference engines would keep the process alive

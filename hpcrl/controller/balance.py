@@ -1,4 +1,4 @@
-"""Division of rows over ranks, and of each rank's rows into micro-batches. Pure functions of lengths, no torch."""
+"""Divide rows over ranks, and each rank's rows into micro-batches. Pure functions of lengths, without torch."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import heapq
 from collections.abc import Sequence
 
 LINEAR_COST = 24576
-"""A sequence of L tokens costs LINEAR_COST * L + L^2: matrix products and attention of a model of the 7B class."""
+"""A sequence of L tokens costs LINEAR_COST * L + L^2: matrix products and attention of a 7B model."""
 
 
 def cost(length: int) -> int:
-    """Relative time of a sequence of `length` tokens in a forward or backward pass."""
+    """Relative time of a forward or backward pass over a sequence of `length` tokens."""
     return LINEAR_COST * length + length * length
 
 
 UNITS_PER_RANK = 4
-"""Siblings are kept together until balancing has fewer than this many units per rank to choose from."""
+"""Groups are split if balancing would otherwise have fewer than this many units per rank to distribute."""
 
 
 Rows = list[int]
@@ -29,13 +29,12 @@ def balance(
     groups: Sequence[int] | None = None,
     together: Together | None = None,
 ) -> list[list[int]]:
-    """Row indices for each rank, ascending, with similar costs per rank; every row is on one rank. ValueError if
-    num_ranks < 1.
+    """Assign every row to one rank, with similar costs per rank; returns ascending row indices for each rank.
+    ValueError if num_ranks < 1.
 
-    Largest differencing (Karmarkar and Karp 1982), deterministic. Fewer rows than ranks leave some ranks empty. Rows
+    Largest differencing (Karmarkar and Karp 1982), deterministic. With fewer rows than ranks, some ranks get none. Rows
     with the same number in `groups` (they share a prompt, which a rank computes once) go to one rank, or in equal parts
-    to a few ranks if there are too few groups for balance; rows with the same number in `together` always go to one
-    rank.
+    to a few ranks if there are too few groups; rows with the same number in `together` always go to one rank.
     """
     if num_ranks < 1:
         raise ValueError(f"cannot balance {len(lengths)} rows over {num_ranks} ranks")
@@ -44,7 +43,7 @@ def balance(
 
 
 def _bundles(num_rows: int, together: Together | None) -> list[Rows]:
-    """The rows in order, with rows that must stay together as one bundle at the place of the first of them."""
+    """The rows in order; rows that must stay together form one bundle, at the first row's place."""
     bundles: dict[tuple[int | None, int], Rows] = {}
     for row in range(num_rows):
         number = None if together is None else together[row]
@@ -53,8 +52,7 @@ def _bundles(num_rows: int, together: Together | None) -> list[Rows]:
 
 
 def _units(groups: Sequence[int], bundles: Sequence[Rows], num_ranks: int) -> list[Rows]:
-    """The rows of each group, cut between bundles into enough parts for UNITS_PER_RANK per rank. A bundle belongs to
-    the group of its first row."""
+    """Each group's rows, split between bundles to reach UNITS_PER_RANK; the first row determines a bundle's group."""
     members: dict[int, list[Rows]] = {}
     for rows in bundles:
         members.setdefault(groups[rows[0]], []).append(rows)
@@ -67,11 +65,11 @@ def _units(groups: Sequence[int], bundles: Sequence[Rows], num_ranks: int) -> li
 
 
 Partition = list[tuple[int, Rows]]
-"""(cost, rows) of some ranks; ranks not listed are empty."""
+"""(cost, rows) per rank; ranks not listed are empty."""
 
 
 def _merge_partitions(partitions: list[Partition], num_ranks: int) -> list[list[int]]:
-    """Merge the two partitions with the largest spread, the heaviest part of one with the lightest of the other."""
+    """Repeatedly merge the two partitions with the largest spread: heaviest part with lightest part, and so on."""
     heap: list[tuple[int, int, Partition]] = []
     for number, parts in enumerate(partitions):
         full = sorted(parts + [(0, [])] * (num_ranks - len(parts)), key=lambda part: -part[0])
@@ -100,7 +98,7 @@ def micro_batches(
 
     First fit by decreasing length: a micro-batch holds at most max_tokens, or one longer sequence. Rows with the same
     number in groups_per_rank stay together as far as max_tokens allows; rows with the same number in together_per_rank
-    always do, alone in a micro-batch if they are longer than max_tokens.
+    always do, in their own micro-batch if they are longer than max_tokens.
     """
     if max_tokens < 1:
         raise ValueError(f"micro-batches of {max_tokens} tokens cannot hold a sequence; give at least 1")
@@ -130,9 +128,9 @@ def _first_fit(lengths: Sequence[int], max_tokens: int, groups: Sequence[int], b
 def _pieces(
     lengths: Sequence[int], max_tokens: int, groups: Sequence[int], bundles: Sequence[Rows]
 ) -> list[tuple[int, Rows]]:
-    """(tokens, rows): each group, or as many of its bundles as fit into a micro-batch."""
+    """(tokens, rows) for each group, or for as many of its bundles as fit into a micro-batch."""
     pieces: list[tuple[int, Rows]] = []
-    latest: dict[int, int] = {}  # group -> its last piece
+    latest: dict[int, int] = {}  # group -> index of its last piece
     for rows in bundles:
         tokens, group = sum(lengths[row] for row in rows), groups[rows[0]]
         number = latest.get(group)

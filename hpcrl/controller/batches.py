@@ -1,4 +1,4 @@
-"""The controller's view of a batch (ids and sizes per rank, never tokens), and its division into commands."""
+"""The controller's view of a batch (ids and sizes per rank, never tokens), and the division into commands."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ from hpcrl.rollout.types import Sizes, split_sample_id
 
 @dataclass
 class BatchHandle:
-    """A batch on ranks.
+    """A batch that is distributed over ranks.
 
-    rows: rank -> its samples, ascending, in the order of the rank's rows; of each data-parallel group
-    (hpcrl.spec.division) only the first rank is listed. apart: the same mapping for each role on other ranks.
-    mini_batches: the samples of each, over all ranks. prompts: the prompt of each sample, if siblings share one.
-    keep_together: samples with the same number are always in one micro-batch (preference pairs). weights: of each
-    sample in the loss, if not 1. domains: name -> its prompts.
+    Args:
+        mini_batches: Samples of each mini-batch, over all ranks.
+        rows: Trainer rank -> its samples, ascending, in the order of the rank's rows; for each data-parallel group
+            (hpcrl.spec.division) only the first rank is listed.
+        apart: Role -> the same mapping, for roles on other ranks.
+        prompts: Sample -> its prompt, if group members share one.
+        keep_together: Samples with the same number are always in one micro-batch (preference pairs).
+        weights: Sample -> its weight in the loss, if not 1.
+        domains: Name -> its prompts.
     """
 
     id: int
@@ -40,18 +44,18 @@ class BatchHandle:
         return sorted(self.sizes)
 
     def rows_of(self, role: str) -> dict[int, list[int]]:
-        """The samples of the role's ranks."""
+        """Samples per rank for a role."""
         return self.apart.get(role, self.rows)
 
     @property
     def everywhere(self) -> dict[int, list[int]]:
-        """The samples of all ranks that have some."""
+        """Samples per rank, for all roles."""
         return {rank: samples for rows in (self.rows, *self.apart.values()) for rank, samples in rows.items()}
 
     def plan(
         self, rows: Mapping[int, list[int]], samples: Sequence[int], max_tokens: int
     ) -> dict[int, list[list[int]]]:
-        """Row indices per micro-batch and rank for these samples; the same number of micro-batches on every rank."""
+        """Row indices per rank and micro-batch for these samples; every rank gets the same number of micro-batches."""
         chosen = set(samples)
         ranks = sorted(rows)
         indices = [[i for i, sample in enumerate(rows[rank]) if sample in chosen] for rank in ranks]
@@ -66,19 +70,18 @@ class BatchHandle:
         }
 
     def norms(self, samples: Sequence[int]) -> tuple[float, float]:
-        """(model tokens, sequences with model tokens) over all ranks, each weighted by its sample."""
+        """(model tokens, sequences with model tokens) over all ranks, weighted by the samples' weights."""
         counts = [(self.sizes[sample].model, self.weights.get(sample, 1.0)) for sample in samples]
         tokens, sequences = sum(n * weight for n, weight in counts), sum(weight for n, weight in counts if n > 0)
         return float(tokens), float(sequences)
 
 
 def lay_out(config: Config, layout: RoleLayout, step: int, sizes: Mapping[int, Sizes]) -> BatchHandle:
-    """Which data-parallel rank trains on which of a step's samples, in which mini-batch, by their ids and sizes
-    only."""
+    """Assign a step's samples to mini-batches and data-parallel ranks, only by their ids and sizes."""
     parts = split_mini_batches(sorted(sizes), config.algorithm.num_mini_batches)
     trainers, prompts = layout.division("trainer").leaders, {sample: split_sample_id(sample)[0] for sample in sizes}
     handle = BatchHandle(step, step, sizes, parts, assign_rows(sizes, parts, trainers, prompts), prompts=prompts)
-    # Each learns by mini-batch and has its share of each; the reference only computes log-probs of the whole.
+    # The critic trains by mini-batch and gets a share of each; the reference computes log-probs of the whole batch.
     for role, pieces in (("critic", parts), ("reference", [sorted(sizes)])):
         if (leaders := layout.division(role).leaders) and leaders != trainers:
             same = next((rows for rows in handle.apart.values() if set(rows) == set(leaders)), None)
@@ -87,7 +90,7 @@ def lay_out(config: Config, layout: RoleLayout, step: int, sizes: Mapping[int, S
 
 
 def split_mini_batches(samples: Sequence[int], count: int) -> list[list[int]]:
-    """Divide samples, ordered by prompt, into `count` mini-batches, so that each has a few siblings of every prompt.
+    """Divide samples, ordered by prompt, into `count` mini-batches, each with a few group members of every prompt.
     Mini-batches of whole groups share prompts more often, but learnt less from the same rollouts: an optimizer step
     then has fewer prompts (docs/measured.md)."""
     return [list(samples[i::count]) for i in range(count)]
@@ -100,8 +103,8 @@ def assign_rows(
     prompts: Mapping[int, int] | None = None,
     keep_together: Mapping[int, int] | None = None,
 ) -> dict[int, list[int]]:
-    """Samples per rank, ascending: each part (mini-batch) balanced over the ranks by its own lengths. Siblings (by
-    `prompts`) stay together if possible, samples of one number in keep_together always."""
+    """Samples per rank, ascending: each part (mini-batch) is balanced over the ranks by its own lengths. Samples with
+    the same number stay on one rank: in `prompts` if possible, in `keep_together` always."""
     rows: dict[int, list[int]] = {rank: [] for rank in ranks}
     for part in parts:
         groups = None if prompts is None else [prompts[sample] for sample in part]
@@ -118,8 +121,8 @@ def moves(
     sizes: Mapping[int, Sizes],
     readers: Collection[int] = (),
 ) -> list[Move]:
-    """One Move per pair of ranks, from the samples' ranks (homes) to their destinations (rows); with their messages to
-    `readers`."""
+    """One Move per pair of ranks, from the samples' ranks (homes) to their destinations (rows); includes the samples'
+    messages if the destination is in `readers`."""
     pairs: dict[tuple[int, int], list[int]] = {}
     for dest, samples in rows.items():
         for sample in samples:

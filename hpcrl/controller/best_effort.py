@@ -1,5 +1,4 @@
-"""What a run shows beside its results: completions, pages of episodes, the plot, the summary. A failure of these costs
-no run: what a run has trained is recorded first."""
+"""A run's optional output (completions, pages, plot, summary). Its failure fails no run: training is recorded first."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ T = TypeVar("T")
 
 
 def best_effort(what: str, make: Callable[[], T], instead: T) -> T:
-    """What `make` returns; if it fails, a line that names `what`, and `instead`."""
+    """The result of `make`; if it fails, log a warning that names `what` and return `instead`."""
     try:
         return make()
     except Exception as error:

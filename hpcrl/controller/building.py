@@ -1,4 +1,4 @@
-"""Builds the parts of a run: engines of all ranks, groups, data, the newest checkpoint."""
+"""Build the parts of a run: engines of all ranks, groups, data, the newest checkpoint."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ from hpcrl.spec.tables import ROLES
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a run. first_step: that of the restored checkpoint, 0 without one. evaluation: None if the layout
-    has no generators."""
+    """The parts of a run. first_step: the restored checkpoint's step, else 0. evaluation: None without generators."""
 
     roles: Roles
     trainer: Trainer
@@ -58,9 +57,9 @@ def build(
     model_path: Path,
     attempt: int,
 ) -> Parts:
-    """Build the engines of all ranks and restore the newest checkpoint. `background`: the controller's; rollouts
-    generated ahead and the commit of a save continue in it. ValueError for bad input of the user, other errors as
-    Controller.call() and Checkpoints.restore()."""
+    """Build the engines of all ranks and restore the newest checkpoint. `background`: the controller's; it continues
+    rollouts generated ahead, and commits saves. ValueError for invalid user input, other errors as in Controller.call()
+    and Checkpoints.restore()."""
     tokenizer = _load_tokenizer(model_path, config)
     routes_of(config, model_path)  # declares the field, for the rollout transfer
     trainer = (Trainer if config.learns else IdleTrainer)(controller, layout, config)
@@ -89,7 +88,7 @@ def build(
 
 
 def _build_ranks(controller: Controller, layout: RoleLayout, weights: Weights, transfer_group: RolloutTransfer) -> None:
-    """Engines and groups, role by role, on all ranks of a role at once, since making a default group is collective."""
+    """Build engines and groups role by role, on all ranks of a role at once: making a default group is collective."""
     controller.await_world()
     services: dict[str, list[str]] = {}
     for role in sorted(ROLES, key=lambda name: not ROLES[name].owns_default_group):
@@ -135,7 +134,7 @@ def _make_rollouts(
 
 
 def _load_tokenizer(model_path: Path, config: Config) -> Any:
-    """The model's tokenizer, with the variables of its chat template. ValueError if the folder has none that works."""
+    """The model's tokenizer, with its chat template's variables. ValueError if the folder has no working tokenizer."""
     try:
         return bind(AutoTokenizer.from_pretrained(model_path), config.data.chat_template_kwargs)
     except Exception as error:  # for a damaged file, any exception is possible

@@ -32,15 +32,15 @@ from hpcrl.system.files import write_durably
 logger = logging.getLogger(__name__)
 
 COMMANDS = [c.__name__ for c in (SaveState, SavePending, FinishSave, CheckFiles, FinishCheck, LoadState, LoadPending)]
-POLL_EVERY_S = 5.0  # at a running save, within a step
+POLL_EVERY_S = 5.0  # between polls of a running save within a step
 LOAD_PER_CHECK = 2.0
-"""Extra time for loading, as multiple of the time that checking all files took."""
+"""Extra time for loading, as a multiple of the time that checking all files took."""
 WRITTEN = "time/save_write"
 """Statistic of FinishSave: seconds of a rank's writer, present once it has ended."""
 
 
 class CheckpointError(RuntimeError):
-    """Checkpoints exist and none can be read."""
+    """Checkpoints exist, but none can be read."""
 
 
 class NotSavedError(RuntimeError):
@@ -94,8 +94,7 @@ class Checkpoints:
         owner: Stateful,
         adapting: Sequence[Adapting],
     ):
-        """owner: of the run's position in the data; adapting: what else has small state, such as the trainer, whose
-        algorithm adapts numbers."""
+        """owner: holds the run's position in the data; adapting: other parts with small state, such as the trainer."""
         self._controller, self._layout, self._config = controller, layout, config
         self._run_dir, self._root, self._attempt = run_dir, run_dir / "checkpoints", attempt
         self._owner, self._adapting = owner, adapting
@@ -109,16 +108,15 @@ class Checkpoints:
         self._stats: Stats = {}
 
     def expected_save_s(self) -> float:
-        """Expected seconds until a save that starts now is committed, by the last save, also of an earlier attempt; 0
-        before the first."""
+        """Expected seconds until a save that starts now is committed, by the last save of any attempt; 0 if none."""
         whole = self.counters["save_seconds"]
         if self._snapshot is None:
             return whole
         return whole + max(0.0, whole - (time.perf_counter() - self._snapshot.began))
 
     def take_stats(self) -> Stats:
-        """Of saves since the last call: time/save (training was blocked, also by an unfinished earlier save),
-        time/save_drain (from the copy to the commit), in seconds."""
+        """Seconds of saves since the last call: time/save (training was blocked, also by an unfinished earlier save),
+        time/save_drain (from the copy to the commit)."""
         stats, self._stats = self._stats, {}
         return stats
 
@@ -127,7 +125,7 @@ class Checkpoints:
         check_owner(self._run_dir, self._attempt)
 
     def maybe_save(self, step: int) -> None:
-        """Begin a save if due by save_every, and commit the earlier save if it is written; errors as in save()."""
+        """Begin a save if due by save_every, and commit an earlier save if it is written; errors as in save()."""
         due = bool(self._config.save_every) and step % self._config.save_every == 0
         start = time.perf_counter()
         self._drain(wait=due)
@@ -136,8 +134,8 @@ class Checkpoints:
             self._stats = merge([self._stats, {"time/save": scalar(time.perf_counter() - start)}])
 
     def commit_if_written(self) -> None:
-        """Commit the running save within a step if it is written, since the next boundary may be too late. Waits for no
-        rank; errors as in save()."""
+        """Commit the running save within a step if it is written, since the next step boundary may be too late. Does
+        not wait for ranks; errors as in save()."""
         if (snapshot := self._snapshot) is None or time.monotonic() - self._polled < POLL_EVERY_S:
             return
         self._polled = time.monotonic()
@@ -157,8 +155,7 @@ class Checkpoints:
             self._drain(wait=True)
 
     def save_within(self, step: int, seconds: float) -> int:
-        """save(step), or commit the running save instead if save(step) would take longer than `seconds`. Returns the
-        step of the newest checkpoint."""
+        """save(step), or only commit the running save if that would take over `seconds`; return the last saved step."""
         if self._snapshot is not None and self.expected_save_s() > seconds:
             self._drain(wait=True)
         else:
@@ -166,8 +163,7 @@ class Checkpoints:
         return self._saved_step
 
     def discard(self) -> None:
-        """Remove this attempt's uncommitted files, so that a full disk has room for the message about it. Called
-        last."""
+        """Remove this attempt's uncommitted files, so a full disk has room for the error message. Called last."""
         if self._snapshot is not None and (committing := self._snapshot.committing) is not None:
             wait([committing], self._config.timeouts.command_s)
             if not committing.done():
@@ -176,8 +172,7 @@ class Checkpoints:
             shutil.rmtree(folder, ignore_errors=True)  # if a rank still writes into it, the next attempt removes it
 
     def _begin(self, step: int, copy: bool = True) -> None:
-        """Make every rank write its state, or a copy if training goes on meanwhile, and keep the small state of the
-        same step boundary."""
+        """Start to write each rank's state, or its copy if training continues; keep this boundary's small state."""
         began = time.perf_counter()
         self.check_owner()  # begin() removes other files of this step, which may be a newer attempt's
         with self._explained(step):
@@ -193,8 +188,7 @@ class Checkpoints:
         self._snapshot = _Snapshot(step, folder, content, began, time.perf_counter() - began, writing, held)
 
     def _hold(self, step: int, folder: Path) -> tuple[bytes, Started]:
-        """Return the small state, and at once command the generators to write its samples, before they are told to drop
-        any."""
+        """Return the small state, and make generators write its samples before a later command can drop them."""
         state = {"cursor": {}, "scheduler": {}, **self._owner.state_dict()}
         for part in self._adapting:
             state |= part.state_dict()
@@ -203,12 +197,12 @@ class Checkpoints:
         return content, self._controller.start(holders)
 
     def _drain(self, wait: bool) -> None:
-        """Advance the running save as far as possible; `wait`: to its end."""
+        """Advance the running save as far as possible, or, if `wait`, to its end."""
         if (snapshot := self._snapshot) is None:
             return
         with self._explained(snapshot.step):
             if snapshot.committing is None:
-                # Short waits, so that a rank that writes for long is not mistaken for one that hangs.
+                # Short waits, so a rank with a long write does not look like a hanging rank.
                 while not snapshot.writing.ask(FinishSave(self._controller.check_s if wait else 0.0)):
                     if not wait:
                         return
@@ -223,7 +217,7 @@ class Checkpoints:
         self._saved_step, self._snapshot = snapshot.step, None
 
     def _commit(self, snapshot: _Snapshot) -> float:
-        """Commit the ranks' files with the small state; returns the seconds taken."""
+        """Commit the ranks' files with the small state; return the seconds taken."""
         start = time.perf_counter()
         entries = [FileEntry(*file) for answer in snapshot.writing.answers.values() for file in answer.files]
         entries += snapshot.held
@@ -276,7 +270,7 @@ class Checkpoints:
         for warning in sorted(warnings):
             logger.warning("%s", warning)
         with self._setting_aside(step):
-            # Again: a superseded attempt that does not know it yet may have logged during loading.
+            # Again: a superseded attempt that has not noticed it yet may have logged during loading.
             cut_metrics(self._run_dir, step, self._attempt)
         self._owner.load_state_dict(state)
         for part in self._adapting:
@@ -294,7 +288,7 @@ class Checkpoints:
         return _explained(f"what was written {since(step)} not set aside in {self._run_dir}", NotSavedError)
 
     def _damage(self, folder: Path, entries: Sequence[FileEntry]) -> str:
-        """The defect of the first damaged file that a rank finds; every trainer rank reads its share."""
+        """The first defect that a rank finds in the files; every trainer rank reads its share."""
         start, trainers = time.perf_counter(), self._layout.ranks["trainer"]
         shares = {rank: entries[i :: len(trainers)] for i, rank in enumerate(trainers)}
         files = {rank: [(entry.path, entry.size, entry.sha256) for entry in share] for rank, share in shares.items()}
@@ -315,7 +309,7 @@ def _explained(what: str, kind: type[Exception]) -> Iterator[None]:
         yield
     except (OSError, ValueError, Stalled) as error:
         if isinstance(error, Stalled) and kind is CheckpointError:
-            raise  # no damage: the next attempt may get further
+            raise  # not damaged: the next attempt may succeed
         raise kind(f"{what}: {error}") from error
     except RankFailed as error:
         if error.event.kind not in ("input", "storage") or error.event.command not in COMMANDS:
@@ -339,7 +333,7 @@ def _sharing(role: str) -> str:
 
 def _moved(before: dict[str, Any], now: dict[str, Any]) -> str:
     """Differences from the layout that wrote a checkpoint, as text; empty without any."""
-    # What earlier versions did not write.
+    # Defaults for keys that earlier versions did not write.
     before = dict.fromkeys(map(_sharing, ROLES), 1) | {f"{role} ranks": [] for role in ROLES} | with_new_keys(before)
     keys = [key for key in now if before.get(key) != now[key]]
     return ", ".join(f"{key} {_shown(before.get(key))} (now {_shown(now[key])})" for key in keys)

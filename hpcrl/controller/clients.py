@@ -1,5 +1,4 @@
-"""The parts that a pipeline calls: trainer, weights, rollouts. A call is a few commands in one total
-order."""
+"""The parts that a pipeline calls: trainer, weights, rollouts. A call is a few commands in one total order."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from hpcrl.spec.trajectory import generated_fields
 
 
 def answers_stats(answers: Iterable[messages.Done]) -> Stats:
-    """The statistics of all ranks together."""
+    """Merged statistics of all ranks."""
     return merge({name: Stat(*values) for name, values in answer.stats.items()} for answer in answers)
 
 
@@ -35,7 +34,7 @@ def timed(name: str, start: float) -> Stats:
 
 
 class Roles:
-    """The ranks of every role, including those of installed packages."""
+    """The ranks of every role, including roles of installed packages."""
 
     def __init__(self, controller: Controller, layout: RoleLayout):
         self._controller, self._layout = controller, layout
@@ -46,17 +45,17 @@ class Roles:
         return answers_stats(self._controller.call(dict.fromkeys(self._layout.ranks[role], ask)).values())
 
     def load(self) -> Stats:
-        """How busy the ranks that serve requests were since the last call."""
+        """Load since the last call, of ranks that serve requests."""
         serving = [role for role, spec in ROLES.items() if spec.serves and self._layout.ranks.get(role)]
         return merge([self.ask(role, "load", {}) for role in serving])
 
 
 class Trainer:
-    """The trainer ranks: the policy that learns."""
+    """The trainer ranks, with the policy in training."""
 
     def __init__(self, controller: Controller, layout: RoleLayout, config: Config):
         self._controller, self._layout, self._config = controller, layout, config
-        self._algorithm = make_algorithm(config)  # as the trainer ranks make it
+        self._algorithm = make_algorithm(config)  # equal to the trainer ranks' algorithm
         self._division = layout.division("trainer")
         self.ranks = layout.ranks["trainer"]
         self._advantage_stats: Stats = {}
@@ -80,9 +79,9 @@ class Trainer:
         return self._advantage_stats
 
     def update(self, batch: BatchHandle) -> Stats:
-        """All optimizer steps of a batch: the objective's epochs x the batch's mini-batches, without those of which
-        masks leave nothing to learn from, and none while only the critic learns (critic.warmup_steps). Then the
-        algorithm adapts its numbers."""
+        """All optimizer steps of a batch: the objective's epochs x the batch's mini-batches, without fully masked
+        mini-batches; none while only the critic is trained (critic.warmup_steps). Then the algorithm adapts its
+        coefficients."""
         start, coefficients = time.perf_counter(), self._algorithm.coefficients
         stats = {name: scalar(value) for name, value in coefficients.items() if not name.startswith("_")}
         if batch.step > self._config.policy_waits:
@@ -94,11 +93,11 @@ class Trainer:
         return stats
 
     def state_dict(self) -> dict[str, Any]:
-        """What the algorithm adapts from step to step; JSON-able."""
+        """The algorithm's adaptive coefficients; JSON-able."""
         return {"algorithm": dict(self._algorithm.coefficients)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state; a checkpoint of an earlier version has none."""
+        """Restore the state; checkpoints of earlier versions have none."""
         self._algorithm.take(state.get("algorithm", {}))
 
     def load_rows(
@@ -108,9 +107,8 @@ class Trainer:
         sizes: Sequence[Sizes],
         keep_together: Mapping[int, int] | None = None,
     ) -> BatchHandle:
-        """A batch of one mini-batch from sequences of the training data, balanced over the data-parallel ranks of
-        trainer and reference. Sequences with the same number in keep_together are on one rank and in one
-        micro-batch."""
+        """Load sequences of the training data as a batch of one mini-batch, balanced over the data-parallel ranks of
+        trainer and reference. Sequences with equal numbers in keep_together are on one rank, in one micro-batch."""
         by_sequence, together = dict(zip(sequences, sizes, strict=True)), keep_together or {}
         mini_batches = [sorted(by_sequence)]
         shares = assign_rows(by_sequence, mini_batches, self._division.leaders, keep_together=together)
@@ -132,7 +130,7 @@ class Trainer:
         _drop(self._controller, self._layout, batch)
 
     def write_rollouts(self, batch: BatchHandle, folder: Path, facts: dict[str, Any]) -> Callable[[], object]:
-        """Make every data-parallel rank write its rows; returns a function that waits for the end."""
+        """Make every data-parallel rank write its rows; return a function that waits until all have."""
         write = messages.WriteRollouts(batch.id, str(folder), facts)
         return partial(self._controller.finish, self._controller.start(dict.fromkeys(self._division.leaders, write)))
 
@@ -142,14 +140,14 @@ class Trainer:
 
 
 class Weights:
-    """Weights from the trainers to the generator replicas."""
+    """Publishes the trainers' weights to the generator replicas."""
 
     def __init__(self, controller: Controller, layout: RoleLayout):
         self._controller, self._layout = controller, layout
         self._trainers, self._replicas = layout.ranks["trainer"], layout.replicas
 
     def build_groups(self) -> None:
-        """One group per replica, with all trainers, unless the trainers' own collectives do."""
+        """Build one group per replica with all trainers, unless the trainers' own collectives suffice."""
         if self._layout.generates_on_trainers:
             return
         for number, replica in enumerate(self._replicas):
@@ -158,7 +156,7 @@ class Weights:
             self._controller.call(dict.fromkeys(ranks, build))
 
     def publish(self, version: int) -> Stats:
-        """Load the trainers' weights into every living replica under this version, except replicas lost meanwhile."""
+        """Load the trainers' weights into every living replica as this version, except replicas lost meanwhile."""
         living = [i for i, ranks in enumerate(self._replicas) if self._controller.lost.isdisjoint(ranks)]
         if not living:
             return {}
@@ -171,7 +169,7 @@ class Weights:
 
 
 class RolloutTransfer:
-    """The group in which replicas, trainers and references exchange samples."""
+    """The group in which replicas, trainers, references and critics exchange samples."""
 
     NAME = "rollout"
 
@@ -196,9 +194,13 @@ class RolloutTransfer:
     def transfer_rollouts(
         self, config: Config, step: int, collected: CollectedRollouts, truncated: bool, decoupled: Mapping[int, float]
     ) -> BatchHandle | None:
-        """Move the harvested samples, with their behaviour log-probs if `truncated`, from their replicas to the ranks
-        that train on them. decoupled: the decoupled reward of each, if the algorithm reads them. None, with nothing
-        changed, if a replica that held some of them was lost."""
+        """Move collected samples from their replicas to the ranks that train on them. None, with nothing changed, if a
+        replica that held some of the samples was lost.
+
+        Args:
+            truncated: Include behaviour log-probs.
+            decoupled: Sample -> its decoupled reward, if the algorithm reads it.
+        """
         groups, sizes = collected.groups, collected.sizes
         homes = {sample.id: sample.replica for group in groups for sample in group.samples}
         if not self._controller.lost.isdisjoint(homes.values()):
@@ -232,7 +234,7 @@ class RolloutTransfer:
 
 
 def lose_unreached(controller: Controller, answers: Iterable[messages.Done]) -> bool:
-    """Continue without the ranks that others did not reach; returns whether there are any."""
+    """Continue without ranks that other ranks could not reach; return whether there are any."""
     unreached = {rank for answer in answers for rank in answer.unreached}
     controller.lose(sorted(unreached), "others could not reach it")
     return bool(unreached)
@@ -244,7 +246,7 @@ def _drop(controller: Controller, layout: RoleLayout, batch: BatchHandle) -> Non
 
 
 def _broadcast(controller: Controller, divisions: Mapping[str, Division], batch: int, field: str = "") -> None:
-    """Make the heads of data-parallel ranks pass their rows on to the other ranks."""
+    """Make the leaders of data-parallel ranks broadcast their rows to the other ranks."""
     for role, division in divisions.items():
         if division.is_split:
             controller.call(dict.fromkeys(division.ranks, messages.BroadcastBatch(batch, role, field)))
@@ -259,8 +261,12 @@ def updates(
     num_epochs: int,
     make: Callable[[int, list[list[int]], float, float], messages.TrainStep | messages.TrainCritic],
 ) -> tuple[Stats, int]:
-    """(statistics, mini-batches without anything to learn from) of `num_epochs` times all mini-batches, on the ranks of
-    trainer or critic. make: the command of a rank from batch, micro-batches, tokens and sequences."""
+    """Run the optimizer steps of `num_epochs` passes over all mini-batches, on the ranks of trainer or critic. Returns
+    (statistics, number of skipped mini-batches, which masks leave without tokens).
+
+    Args:
+        make: Builds a rank's command from batch, micro-batches, tokens and sequences.
+    """
     started, num_empty = [], 0
     for _ in range(num_epochs):
         for mini_batch in batch.mini_batches:
@@ -269,7 +275,7 @@ def updates(
             if not tokens:
                 num_empty += 1
                 continue
-            # All are queued ahead: no rank waits for the controller between two.
+            # All steps are queued ahead, so no rank waits for the controller between two steps.
             steps = {rank: make(batch.id, plan[rank], tokens, sequences) for rank in plan}
             started.append(controller.start(division.replicate(steps)))
     return merge([answers_stats(controller.finish(step).values()) for step in started]), num_empty
@@ -278,7 +284,7 @@ def updates(
 def send_tokens(
     controller: Controller, batch: BatchHandle, field: str, source: tuple[str, Division], dest: tuple[str, Division]
 ) -> None:
-    """Send a token field from the ranks of one role to those of another, which has other ranks."""
+    """Send a token field from one role's ranks to another role's ranks; the roles have different ranks."""
     (giver, given), (taker, taken) = source, dest
     homes = {sample: rank for rank, samples in batch.rows_of(giver).items() for sample in samples}
     between, leaders = moves(homes, batch.rows_of(taker), batch.sizes), {*given.leaders, *taken.leaders}

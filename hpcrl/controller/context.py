@@ -1,4 +1,4 @@
-"""A run as a pipeline sees it: steps, rollouts, trainer, weights, checkpoints, metrics."""
+"""The interface of a run for its pipeline: steps, rollouts, trainer, weights, checkpoints, metrics."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hpcrl.system.cli import in_shell
 
 
 class Run:
-    """hpcrl.controller.main makes it from the parts that hpcrl.controller.building builds."""
+    """Created by hpcrl.controller.main from the parts that hpcrl.controller.building builds."""
 
     def __init__(self, config: Config, run_dir: Path, parts: Parts):
         self.config, self._run_dir = config, run_dir
@@ -50,13 +50,13 @@ class Run:
 
     @property
     def rollouts(self) -> Rollouts | StoredRollouts:
-        """The training rollouts of a pipeline that generates."""
+        """The training rollouts, for pipelines with rollouts."""
         assert isinstance(self._data, Rollouts | StoredRollouts), f"pipeline {self.config.pipeline} has no rollouts"
         return self._data
 
     @property
     def rows(self) -> AnswerRows:
-        """The training rows of a supervised pipeline."""
+        """The training rows, for supervised pipelines."""
         assert isinstance(self._data, AnswerRows), f"pipeline {self.config.pipeline} has no rows of answers"
         return self._data
 
@@ -78,7 +78,7 @@ class Run:
                 )
 
     def stop(self, signal_number: int) -> None:
-        """Make the run end at the next step boundary because of a signal; safe in a signal handler."""
+        """End the run at the next step boundary because of a signal; safe in a signal handler."""
         self.guard.stop(signal_number)
 
     def ask(self, role: str, question: str, **values: Any) -> Stats:
@@ -93,7 +93,7 @@ class Run:
         return stats
 
     def evaluate(self, step: int) -> Stats:
-        """Scores on validation prompts if due at this step (0: before training); otherwise empty."""
+        """Validation scores if due at this step (0: before training), else empty."""
         every = self.config.eval_every
         due = bool(every) and (step % every == 0 or step == self.config.max_steps)
         return self.evaluation.scores(step) if due and self.evaluation is not None else {}
@@ -109,8 +109,7 @@ class Run:
 
     def log(self, step: int, *parts: Stats) -> None:
         """Write the step's metrics. SupersededError, before anything is written, if another attempt owns the run;
-        NoProgress if the metrics of several steps show that nothing is learnt; MismatchError if trainer and generator
-        differ too much."""
+        NoProgress if several steps show no learning; MismatchError if trainer and generator differ too much."""
         stats = merge([*parts, self.checkpoint.take_stats(), self._roles.load()])
         flat = flatten({name: value for name, value in stats.items() if not name.startswith("_")})
         evaluated = stats["time/val_step"].total if "time/val_step" in stats else 0.0
@@ -136,7 +135,7 @@ class Run:
         self._metrics.end_progress()
 
     def report(self) -> str:
-        """Draw the plot; returns the text for the user. Called when the run is recorded as finished."""
+        """Draw the plot; return the text for the user. Called after the run is recorded as finished."""
         evaluation, last, episodes = self.evaluation, self.last_step, self._run_dir / "episodes"
         examples = "" if evaluation is None else best_effort("examples", lambda: evaluation.before_and_after(last), "")
         told = best_effort(
@@ -151,14 +150,14 @@ class Run:
         return "\n".join([examples, told, *early, *shown, exported])
 
     def close(self, within_s: float = math.inf) -> str:
-        """End the trackers within this time and what is left of the job's, less what leaving takes; how to upload what
-        they kept, as text for the user."""
+        """Close the trackers within this time, and within the job's remaining time minus the time for leaving; return
+        how to upload offline metrics, as text for the user."""
         hints = self._metrics.close(within_s=min(within_s, max(1.0, self.guard.left_s() - SPARE_S)))
         return in_shell("".join(f"upload  {hint}\n" for hint in hints))
 
 
 def _what_is_saved(step: int, saved: int) -> str:
-    """saved: the step of the newest checkpoint, an earlier one if there was only time to finish that."""
+    """saved: the newest checkpoint's step, an earlier step if there was only time to finish its save."""
     if saved == step:
         return "everything is saved"
     return f"saved up to step {saved}: there was no time for another save"

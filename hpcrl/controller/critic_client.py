@@ -1,4 +1,4 @@
-"""The critic as a pipeline calls it. A call is a few commands in one total order."""
+"""The critic's interface for pipelines. A call is a few commands in one total order."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Critic:
         self.ranks = self._division.ranks
 
     def values(self, batch: BatchHandle) -> Stats:
-        """Fill `values` of the batch, also on the trainer ranks."""
+        """Fill the batch's field `values`, also on the trainer ranks."""
         if not self.ranks:
             return {}
         start, rows = time.perf_counter(), batch.rows_of("critic")
@@ -37,8 +37,7 @@ class Critic:
         return merge([answers_stats(answers.values()), timed("time/values", start)])
 
     def update(self, batch: BatchHandle) -> Stats:
-        """All optimizer steps of a batch, as many as the policy's, towards the returns that the advantage estimator has
-        filled."""
+        """All optimizer steps of a batch, as many as the policy's, trained on the advantage estimator's returns."""
         if not self.ranks:
             return {}
         start = time.perf_counter()
@@ -57,6 +56,6 @@ class Critic:
         return merge([stats, timed("time/critic_train", start)])
 
     def export(self, folder: Path) -> None:
-        """Write the critic in HF layout, as transformers' model for token classification with one label."""
+        """Write the critic in HF layout, as a transformers token classification model with one label."""
         if self.ranks:
             self._controller.call({rank: messages.ExportCritic(str(folder)) for rank in self.ranks})

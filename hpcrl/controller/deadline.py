@@ -10,15 +10,15 @@ from collections.abc import Callable, Mapping
 
 from hpcrl.cluster import slurm
 
-ASK_EVERY_S = 60.0  # a time limit can be changed while the job runs
+ASK_EVERY_S = 60.0  # the time limit may change while the job runs
 ASK_S = 2.0  # training waits meanwhile, and the last known end suffices
-RECENT = 5  # steps, of which the longest counts
+RECENT = 5  # number of steps, of which the longest counts
 MARGIN = 1.2
-SPARE_S = 5.0  # to leave the world and write the outcome
+SPARE_S = 5.0  # for leaving the world and writing the outcome
 
 
 class Deadline:
-    """The end of this process's Slurm job; none outside Slurm. clock: seconds since the epoch, as Slurm's."""
+    """The end of this process's Slurm job; none outside Slurm. clock: returns seconds since the epoch, like Slurm."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ, clock: Callable[[], float] = time.time):
         self._own, self._clock = slurm.own_job(environ), clock
@@ -28,7 +28,7 @@ class Deadline:
         self._steps: deque[float] = deque(maxlen=RECENT)
 
     def left_s(self) -> float:
-        """Seconds until the job ends; inf if there is no limit or it is unknown."""
+        """Seconds until the job ends; inf if the job has no limit or the limit is unknown."""
         if self._own is not None and self._clock() - self._asked > ASK_EVERY_S:
             self._asked = self._clock()
             try:
@@ -39,16 +39,16 @@ class Deadline:
         return self._end - self._clock()
 
     def record(self, step_s: float) -> None:
-        """Record the seconds of a step, including evaluation."""
+        """Record a step's duration, including evaluation."""
         self._steps.append(step_s)
 
     def needed_s(self, save_s: float) -> float:
-        """Seconds that another step and a save of `save_s` take, by the longest of the recent steps."""
+        """Seconds that another step and a save of `save_s` need, estimated from the longest recent step."""
         return MARGIN * (max(self._steps, default=0.0) + save_s) + SPARE_S
 
     def notice(self, save_s: float, lead_s: float) -> str:
-        """Whether a warning `lead_s` before the end is early enough, as text; empty outside Slurm, and before a step
-        and a save were measured."""
+        """A text that states whether a signal `lead_s` before the job's end is early enough; empty outside Slurm, and
+        until a step and a save have been measured."""
         if self._own is None or not self._steps or not save_s:
             return ""
         rates = f"a step takes up to {max(self._steps):.1f} s and a save {save_s:.1f} s"

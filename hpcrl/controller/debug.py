@@ -1,4 +1,4 @@
-"""Replacements of the half of a step that a debug mode omits, with the interfaces of the real parts."""
+"""Replacements for the parts of a step that a debug mode omits, with the interfaces of the real parts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hpcrl.rollout.types import Sizes
 
 
 class IdleTrainer(Trainer):
-    """debug=rollout_only: receives batches, reports their rewards and lengths, writes and saves, and does not learn."""
+    """debug=rollout_only: receives batches, reports their rewards and lengths, writes and saves, but does not train."""
 
     def logprobs(self, batch: BatchHandle, into: str) -> Stats:
         """Does not change the field."""
@@ -35,7 +35,7 @@ class FixedWeights(Weights):
     _published = False
 
     def publish(self, version: int) -> Stats:
-        """As Weights.publish() the first time, then nothing."""
+        """Like Weights.publish() the first time, then does nothing."""
         if self._published:
             return {}
         self._published = True
@@ -43,7 +43,7 @@ class FixedWeights(Weights):
 
 
 class StoredRollouts:
-    """debug=train_only: each batch is that of the same step in another run's rollout store."""
+    """debug=train_only: reads each step's batch from the same step in another run's rollout store."""
 
     def __init__(self, controller: Controller, layout: RoleLayout, config: Config):
         assert config.load_rollouts is not None, "checked by hpcrl.config"
@@ -53,8 +53,7 @@ class StoredRollouts:
         self.stats: Stats = {}
 
     def next(self, step: int) -> BatchHandle:
-        """The batch of this step, divided over the ranks, which read it themselves. ValueError names a damaged or
-        missing file."""
+        """This step's batch; the ranks read their parts themselves. ValueError names a damaged or missing file."""
         start = time.perf_counter()
         sizes = {sample: Sizes(*counts) for sample, counts in self._reader.sizes(step).items()}
         handle = lay_out(self._config, self._layout, step, sizes)
@@ -70,7 +69,7 @@ class StoredRollouts:
         return handle
 
     def store(self, batch: BatchHandle, trainer: Trainer) -> None:
-        """Does nothing: the rollouts are stored already."""
+        """Does nothing: the rollouts are already stored."""
 
     def state_dict(self) -> dict[str, Any]:
         """Empty: the step determines its rollouts."""

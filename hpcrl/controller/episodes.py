@@ -1,4 +1,4 @@
-"""Episodes to look at: each as text and as a page, and those of grid worlds as a row of pictures and as a film."""
+"""Write episodes for inspection: as text and as an HTML page; for grid worlds also as a row of pictures and a GIF."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MIN_ROWS, MAX_ROWS, MIN_COLUMNS, MAX_COLUMNS = 2, 64, 2, 64
-"""Lines of text that are taken for a grid."""
+"""Minimum and maximum size of a text block that counts as a grid."""
 MAX_PICTURES = 64
-"""The first states of an episode: formats of pictures end at 65535 pixels."""
+"""Maximum number of an episode's states that are drawn: image formats are limited to 65535 pixels."""
 TILE, MARGIN = 28, 8
-"""Pixels of a cell and between pictures."""
+"""Pixels per cell and between pictures."""
 MAX_CAPTION_CHARS = 34
 FRAME_MS = 700
 GROUND, WALL = "_.", "#W"
-"""Characters of cells that are light, and of those that are dark; others have a colour of their own."""
+"""Characters drawn as light cells, and as dark cells; every other character gets its own colour."""
 PAGE = """<!DOCTYPE html>
 <html><head><meta charset="utf-8"><title>{title}</title>
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
@@ -42,7 +42,7 @@ pre {{ margin: .3em 0; white-space: pre-wrap }} img {{ display: block }}</style>
 
 @dataclass(frozen=True)
 class Episode:
-    """A finished episode: its messages in chat form, the rewards of its turns, the reward and score of all of it."""
+    """A finished episode: chat messages, rewards per turn, total reward and score."""
 
     messages: Sequence[Mapping[str, Any]]
     turn_rewards: Sequence[float]
@@ -52,13 +52,13 @@ class Episode:
 
     @property
     def title(self) -> str:
-        """One line about the whole."""
+        """A one-line summary."""
         told = f"score {self.score:.4g}, reward {self.reward:.4g}, {len(self.turn_rewards)} turns"
         return f"{told}, error: {self.error}" if self.error else told
 
 
 def write_episode(folder: Path, name: str, episode: Episode) -> list[Path]:
-    """Write NAME.txt and NAME.html, and if two or more messages show a grid NAME.png and NAME.gif; returns the paths.
+    """Write NAME.txt and NAME.html, and, if at least two messages show a grid, NAME.png and NAME.gif; return the paths.
     OSError if a file cannot be written."""
     spoken = list(_spoken(episode))
     pictures = _pictures(spoken)
@@ -74,7 +74,7 @@ def write_episode(folder: Path, name: str, episode: Episode) -> list[Path]:
 
 
 def grid_of(text: str) -> list[str]:
-    """The last grid in a text: lines of one length without blanks; empty if there is none."""
+    """The last grid in a text: lines of equal length without blanks; empty if there is none."""
     found: list[str] = []
     block: list[str] = []
     for line in [*text.split("\n"), ""]:
@@ -89,7 +89,7 @@ def grid_of(text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class _Spoken:
-    """A message: who, what, and of a turn its number and reward."""
+    """A message with its role; for a model turn, also its number and reward."""
 
     role: str
     text: str
@@ -102,7 +102,7 @@ class _Spoken:
 
 
 def _spoken(episode: Episode) -> Iterator[_Spoken]:
-    """The messages. The last ones of the assistant are the turns; earlier ones belong to the prompt."""
+    """The messages. The last assistant messages are the turns; earlier assistant messages belong to the prompt."""
     roles = [str(message.get("role", "")) for message in episode.messages]
     turn = len(episode.turn_rewards) - roles.count("assistant")
     for role, message in zip(roles, episode.messages, strict=True):
@@ -133,8 +133,8 @@ def _page(episode: Episode, spoken: Sequence[_Spoken], pictures: Mapping[int, Im
 
 
 def _pictures(spoken: Sequence[_Spoken]) -> dict[int, Image]:
-    """Number of each message of the environment that shows a grid -> its picture, all of one size. Examples in the
-    prompt, which end with an assistant, are other games and have none."""
+    """Index of each environment message that shows a grid -> its picture, all of equal size. Examples in the prompt,
+    which end with an assistant message, are other games and get no pictures."""
     shown = [number for number, one in enumerate(spoken) if one.role == "assistant" and not one.turn]
     begins = shown[-1] + 1 if shown else 0
     told = ((number, one) for number, one in enumerate(spoken) if number >= begins and one.role != "assistant")
@@ -148,7 +148,7 @@ def _pictures(spoken: Sequence[_Spoken]) -> dict[int, Image]:
 
 
 def _caption(before: Sequence[_Spoken]) -> str:
-    """The turn that led to a state."""
+    """A caption with the turn that led to a state."""
     turns = [one for one in before if one.turn]
     if not turns:
         return "start"
@@ -158,7 +158,7 @@ def _caption(before: Sequence[_Spoken]) -> str:
 
 
 def _drawn(grid: Sequence[str], caption: str, size: tuple[int, int]) -> Image:
-    """size: columns and rows of the largest grid."""
+    """Draw a grid. size: columns and rows of the largest grid."""
     from matplotlib import get_data_path
     from PIL import Image, ImageDraw, ImageFont
 

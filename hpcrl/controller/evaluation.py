@@ -1,4 +1,4 @@
-"""Held-out evaluation of the first prompts of data.val, greedily and as in training."""
+"""Held-out evaluation on the first prompts of data.val, greedily and with training's sampling parameters."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MAX_FOLDER_CHARS = 200
 
 
 class Evaluation:
-    """Scores, and the model's answers to the first prompts before and after training."""
+    """Validation scores, and the model's answers to the first prompts before and after training."""
 
     def __init__(
         self,
@@ -53,8 +53,8 @@ class Evaluation:
 
     def scores(self, step: int) -> Stats:
         """val/score (greedy or at eval.temperature) and val/sampled/score (at the training temperature), each with the
-        number of responses whose reward could not be computed (score_errors), and with several domains also those of
-        each, such as val/maths/score."""
+        number of responses whose reward could not be computed (score_errors); with several domains also scores per
+        domain, such as val/maths/score."""
         if not self._prompts:
             return {}
         start, config = time.perf_counter(), self._config
@@ -84,7 +84,7 @@ class Evaluation:
         return "\n".join(["validation completions before and after:", *lines]) if lines else ""
 
     def _generate(self, temperature: float, number: int) -> CollectedRollouts:
-        # Every prompt counts once; a reward that cannot be computed counts as 0.
+        # Every prompt counts once; a reward that could not be computed counts as 0.
         settings = SchedulerConfig(group_size=1, deterministic=self._config.deterministic, accept_errors=True)
         living = {rank: slots for rank, slots in self._slots.items() if rank not in self._controller.lost}
         scheduler = RolloutScheduler(settings, living)
@@ -98,7 +98,7 @@ class Evaluation:
         )
 
     def _examples(self, collected: CollectedRollouts) -> list[dict[str, Any]]:
-        """The first completions of prompts without environments."""
+        """The first completions, from prompts without environments."""
         both = zip(self._prompts, collected.groups, strict=True)  # in order of uid
         chosen = (pair for pair in both if self._config.env_of(pair[0].domain) is None)
         examples = []
@@ -118,7 +118,7 @@ class Evaluation:
         return examples
 
     def _keep_episodes(self, step: int, collected: CollectedRollouts) -> None:
-        """Write the first, the best and the worst of the validation episodes of each domain."""
+        """Write each domain's first, best and worst validation episodes."""
         played: dict[str, list[DoneSample]] = {}
         for prompt, group in zip(self._prompts, collected.groups, strict=True):
             if self._config.env_of(prompt.domain) is not None:
@@ -143,7 +143,7 @@ class Evaluation:
 
 
 def _folder_name(domain: str) -> str:
-    """A domain, which data may name, as the name of a folder."""
+    """A domain's name, which may come from the data, as a safe folder name."""
     return quote(domain, safe="", errors="replace").replace(".", "%2E")[:MAX_FOLDER_CHARS]
 
 
@@ -152,7 +152,7 @@ def _worth(sample: DoneSample) -> tuple[float, float]:
 
 
 def _validation_prompts(config: Config, tokenizer: Any) -> list[Prompt]:
-    """The prompts of an evaluation. ValueError if all prompts of data.val are over-long."""
+    """An evaluation's prompts. ValueError if all prompts of data.val are over-long."""
     source = PromptSource(config.data, "val", tokenizer, config.seed, 1)
     found = source.head(config.eval.num_prompts)
     if not found:
@@ -164,7 +164,7 @@ def _validation_prompts(config: Config, tokenizer: Any) -> list[Prompt]:
 
 
 def _score_stats(prefix: str, collected: CollectedRollouts, domains: Sequence[str]) -> Stats:
-    """Scores and lengths of an evaluation. domains: of its prompts, in order; of several, each has its own too."""
+    """An evaluation's scores and lengths. domains: one per prompt, in order; several domains also get separate ones."""
     samples = [group.samples[0] for group in collected.groups]  # in order of uid
     shown = []
     for sample, domain in zip(samples, domains, strict=True):
@@ -177,6 +177,6 @@ def _score_stats(prefix: str, collected: CollectedRollouts, domains: Sequence[st
 
 
 def _short(text: str) -> str:
-    """A text in one line; a long one is cut to its end, which has the question or answer."""
+    """A text in one line; a long text is cut to its end, which contains the question or answer."""
     line = " ".join(text.split())
     return line if len(line) <= SHOWN_CHARS else "..." + line[-SHOWN_CHARS:]

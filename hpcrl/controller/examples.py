@@ -18,7 +18,7 @@ Examples = dict[int, list[dict[str, Any]]]
 
 
 def read_examples(run_dir: Path) -> Examples:
-    """The completions that the run folder keeps; none if the file is damaged, which does not end a run."""
+    """The completions in the run folder; none if the file is damaged, which does not end a run."""
     try:
         return {int(step): list(rows) for step, rows in json.loads((run_dir / FILE).read_bytes()).items()}
     except FileNotFoundError:
@@ -29,7 +29,7 @@ def read_examples(run_dir: Path) -> Examples:
 
 
 def keep_examples(run_dir: Path, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Add the completions of a step."""
+    """Add a step's completions."""
     kept: dict[int, Any] = read_examples(run_dir) | {step: rows}
     write_durably(run_dir / FILE, json.dumps(kept, indent=1).encode())
 

@@ -8,7 +8,7 @@ from hpcrl.messaging.messages import Sampling
 
 
 def replica_capacity(config: Config, layout: RoleLayout) -> dict[int, int]:
-    """First rank of each replica -> its number of concurrent requests."""
+    """First rank of each replica -> its maximum number of concurrent requests."""
     return dict.fromkeys((replica[0] for replica in layout.replicas), config.generator.most_requests)
 
 
@@ -19,7 +19,7 @@ def training_sampling(config: Config) -> Sampling:
 
 
 def evaluation_sampling(config: Config, temperature: float) -> Sampling:
-    """Sampling parameters of validation responses: those of training at its temperature, else without truncation."""
+    """Sampling parameters of validation responses: as in training at the training temperature, else no truncation."""
     r = config.rollout
     length = config.eval.max_new_tokens or r.max_new_tokens
     top_p, top_k, min_p = (r.top_p, r.top_k, r.min_p) if temperature == r.temperature else (1.0, 0, 0.0)

@@ -1,5 +1,4 @@
-"""Whether a run continues: it owns its folder, no signal has arrived, the job is long enough for another step, and it
-learns."""
+"""Decide whether a run continues: it owns its folder, got no signal, has time for another step, and makes progress."""
 
 from __future__ import annotations
 
@@ -14,20 +13,20 @@ from hpcrl.metrics.stats import Stats
 logger = logging.getLogger(__name__)
 
 MAX_FRUITLESS_STEPS = 3
-"""A run ends after this many steps in a row without an update, or with a loss that is not finite."""
+"""A run ends after this many steps in a row without an update, or with a non-finite loss."""
 MAX_EMPTY_STEPS = 20
-"""A run ends after this many steps in a row whose masks left no response to learn from: as many prompts per step as may
-be started before a step that filters reject is given up."""
+"""A run ends after this many steps in a row whose masks left no response to learn from. Matches the default of
+rollout.max_generated_groups: 20 x num_prompts if filters reject all groups of a step."""
 MAX_SILENT_STEPS = 5
-"""After this many steps in a row without a signal the user is warned."""
+"""The user is warned after this many steps in a row without a signal."""
 LOSSES = ("actor/total_loss", "critic/loss", "sft/loss")
 SHARES = ("_mask_ratio", "/positive_ratio")
-"""Ends of the statistics that give the share of responses that a mask keeps."""
+"""Name endings of statistics that give the fraction of responses that a mask keeps."""
 LEARNERS = {"actor": "", "critic": " of the critic"}
 
 
 class Stopped(Exception):
-    """The run ends early, and the next attempt resumes it. signal_number: 0 if the job's time is over."""
+    """The run ends early, and the next attempt resumes it. signal_number: 0 if the job is about to end."""
 
     def __init__(self, signal_number: int, text: str):
         self.signal_number = signal_number
@@ -35,7 +34,7 @@ class Stopped(Exception):
 
 
 class NoProgress(RuntimeError):
-    """Several steps in a row changed nothing."""
+    """Several steps in a row made no progress."""
 
 
 class MismatchError(RuntimeError):
@@ -53,22 +52,21 @@ class Guard:
         deadline: Deadline,
         max_mismatch: float | None = None,
     ):
-        """fence: raises SupersededError if another attempt owns the run. expected_save_s: expected seconds of a
-        save. max_mismatch: trainer.max_mismatch."""
+        """fence: raises SupersededError if another attempt owns the run. expected_save_s: returns a save's expected
+        duration."""
         self.fence = fence
         self._expected_save_s, self._signal_lead_s, self._deadline = expected_save_s, signal_lead_s, deadline
         self._max_mismatch = max_mismatch
-        self.stop_signal = 0  # the first that came
+        self.stop_signal = 0  # the first signal that arrived
         self._told_notice = False
         self._num_fruitless = self._num_empty = self._num_silent = 0
 
     def stop(self, signal_number: int) -> None:
-        """Make the run end at the next step boundary because of a signal; safe in a signal handler."""
+        """End the run at the next step boundary because of a signal; safe in a signal handler."""
         self.stop_signal = self.stop_signal or signal_number
 
     def before_step(self) -> None:
-        """Print once, as soon as it is known, whether the job's warning comes early enough. SupersededError from the
-        fence."""
+        """Log once, as soon as possible, whether Slurm's signal comes early enough. SupersededError from the fence."""
         notice = self._deadline.notice(self._expected_save_s(), self._signal_lead_s)
         if notice and not self._told_notice:
             logger.warning("%s", notice)
@@ -82,7 +80,7 @@ class Guard:
         return self._deadline.left_s()
 
     def must_stop(self) -> str:
-        """Why no other step may begin; empty if one may."""
+        """Why no further step may begin; empty if one may."""
         if self.stop_signal:
             return signal.Signals(self.stop_signal).name
         save_s = self._expected_save_s()
@@ -92,7 +90,7 @@ class Guard:
         return ""
 
     def check_progress(self, step: int, stats: Stats) -> None:
-        """NoProgress once the statistics of several steps in a row show that nothing was learnt."""
+        """NoProgress once the statistics of several steps in a row show no learning."""
         losses = {name: stats[name].total / stats[name].count for name in LOSSES if name in stats and stats[name].count}
         signs = [f"{name} is {loss}" for name, loss in losses.items() if not math.isfinite(loss)]
         for learner, whose in LEARNERS.items():
@@ -109,7 +107,7 @@ class Guard:
         self._check_signal(step, stats)
 
     def _check_empty(self, step: int, stats: Stats) -> None:
-        """NoProgress once several steps in a row were generated, and masks kept all of them from the policy."""
+        """NoProgress once masks have excluded all responses of several steps in a row."""
         is_empty = "actor/empty_updates" in stats and "actor/total_loss" not in stats
         self._num_empty = self._num_empty + 1 if is_empty else 0
         if self._num_empty == MAX_EMPTY_STEPS:
@@ -122,7 +120,7 @@ class Guard:
             )
 
     def _check_signal(self, step: int, stats: Stats) -> None:
-        """Warn once several steps in a row had no advantage other than 0: the policy learns nothing from them."""
+        """Warn once all advantages of several steps in a row were 0: the policy learns nothing from such steps."""
         advantages, rewards = stats.get("critic/advantages/*"), stats.get("critic/rewards/*")
         is_silent = advantages is not None and advantages.count > 0 and advantages.low == advantages.high == 0
         self._num_silent = self._num_silent + 1 if is_silent else 0
@@ -136,12 +134,12 @@ class Guard:
             )
 
     def check_mismatch(self, step: int, stats: Stats) -> None:
-        """MismatchError if the mean difference of probabilities in this step's statistics exceeds the bound."""
+        """MismatchError if this step's mean difference of probabilities exceeds the bound."""
         diff, kl = stats.get("mismatch/diff/*"), stats.get("mismatch/kl_k3")
         if self._max_mismatch is None or diff is None or kl is None or not diff.count:
             return
         mean = diff.total / diff.count
-        if not mean <= self._max_mismatch:  # also a mean that is not a number
+        if not mean <= self._max_mismatch:  # also for NaN
             raise MismatchError(
                 f"step {step}: trainer and generator give the {diff.count:g} tokens that weights {step - 1} wrote "
                 f"probabilities that differ by {mean:.3g} on average, more than trainer.max_mismatch="

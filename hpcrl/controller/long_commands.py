@@ -1,4 +1,4 @@
-"""Work longer than the deadline of a command: ranks are polled, and must make progress."""
+"""Work that takes longer than a command's deadline: ranks are polled, and must make progress."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from hpcrl.system.clock import AwakeClock
 
 
 class Stalled(RankSilent):
-    """A rank made no progress with its files within the deadline of a command."""
+    """A rank made no progress with its files within a command's deadline."""
 
 
 class PolledOperation:
-    """Work of ranks beside their commands. answers: of finished ranks, by rank."""
+    """Work that ranks do in parallel to their commands. answers: finished rank -> its answer."""
 
     def __init__(self, controller: Controller, ranks: Iterable[int], doing: str):
-        """`doing`: the action on a file, for errors: "reading"."""
+        """`doing`: the action on a file, for error messages, such as "reading"."""
         self._controller, self._doing = controller, doing
         self._clock = AwakeClock(controller.command_s)
         self._reached: dict[int, tuple[int, float]] = dict.fromkeys(ranks, (0, self._clock.now()))
@@ -25,7 +25,7 @@ class PolledOperation:
         self.answers: dict[int, Done] = {}
 
     def ask(self, command: Command) -> bool:
-        """Send the command, which asks for progress, to all unfinished ranks; returns whether all are finished.
+        """Send the command, which asks for progress, to all unfinished ranks; return whether all are finished.
 
         Stalled names a rank without progress for command_s; other errors as in Controller.call().
         """
@@ -33,7 +33,7 @@ class PolledOperation:
         return self._hear()
 
     def poll(self, command: Command) -> bool:
-        """As ask(), without waiting for a busy rank, whose answer is taken by the next call."""
+        """Like ask(), but without waiting for busy ranks, whose answers a later call collects."""
         self._send(command)
         return self._controller.answered(self._asked) and self._hear()
 

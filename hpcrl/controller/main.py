@@ -1,4 +1,4 @@
-"""Rank 0: the controller runs the pipeline, and turns its end into one message and an exit code."""
+"""Rank 0: the controller runs the pipeline, and converts its outcome to one message and an exit code."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from hpcrl.workers.rank_loop import Worker
 logger = logging.getLogger(__name__)
 
 LAST_WORDS_S = 5.0
-"""Time for each tracker to write what was logged when the run fails."""
+"""Time for each tracker to write its pending metrics when the run fails."""
 CODES: list[tuple[type[BaseException], ExitCode]] = [
     (RankFailed, ExitCode.RANK_FAILED),
     (RankLost, ExitCode.RANK_KILLED),
@@ -51,7 +51,7 @@ CODES: list[tuple[type[BaseException], ExitCode]] = [
 def control(
     world: World, worker: Worker, config: Config, layout: RoleLayout, run_dir: Path, model_path: Path, attempt: int
 ) -> int:
-    """Run the pipeline to its end; returns the exit code. Leaves last, after the other ranks."""
+    """Run the pipeline to its end; return the exit code. Leaves the world last, after the other ranks."""
     background = Background(worker.pump if layout.roles_of(CONTROLLER) != ("controller",) else None)
     controller = Controller(
         world,
@@ -103,7 +103,7 @@ def control(
 
 
 def _explain(error: BaseException, built: bool) -> tuple[ExitCode, str]:
-    """Exit code and one line. Errors in the user's input may appear only while the engines are built."""
+    """Exit code and one-line message. Only errors during the build of engines can be invalid user input."""
     if isinstance(error, BackgroundError) and error.__cause__ is not None:
         error = error.__cause__
     code = next((code for kind, code in CODES if isinstance(error, kind)), ExitCode.FAILED)
@@ -112,7 +112,7 @@ def _explain(error: BaseException, built: bool) -> tuple[ExitCode, str]:
             code = ExitCode.NO_PROGRESS
         case RankFailed(event=Failed(kind="storage")):
             code = ExitCode.NOT_SAVED
-        case BrokenPipeError():  # a rank's output has no reader: its step has lost its daemon
+        case BrokenPipeError():  # a rank's output has no reader: its job step has lost its daemon
             code = ExitCode.RANK_KILLED
         case OSError() if is_storage_error(error):
             code = ExitCode.NOT_SAVED
@@ -130,7 +130,7 @@ def _tell_hints(text: str) -> None:
 
 
 def _tell(world: World, code: ExitCode, message: str) -> int:
-    """Write the verdict for the node agent, which prints it; without an agent or on a full disk, print it here."""
+    """Write the verdict for the node agent to print; without an agent or on a full disk, print it here."""
     if world.place.launcher != "agent":
         logger.log(logging.INFO if code in ASKED else logging.ERROR, "%s", message)
         return code
@@ -143,8 +143,7 @@ def _tell(world: World, code: ExitCode, message: str) -> int:
 
 def _survivable(config: Config, layout: RoleLayout, rank: int, lost: Collection[int]) -> bool:
     """Whether a rank may be lost: it only generates, rewards, serves a model to rewards or plays environments, enough
-    ranks with the same work remain, and it is not in a replica of several ranks, which would wait for it in the
-    middle of a decode chunk."""
+    ranks with the same work remain, and no replica of several ranks would wait for it within a decode chunk."""
     roles = {name: ROLES[name] for name in layout.roles_of(rank) if name != "controller"}
     if not roles or rank == CONTROLLER:
         return False

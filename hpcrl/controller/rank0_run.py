@@ -1,4 +1,4 @@
-"""A run without roles, which rank 0 does by itself (PipelineSpec.rank0_only)."""
+"""A run without roles: rank 0 does all the work (PipelineSpec.rank0_only)."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ CHECK_OWNER_S = 10.0
 
 
 class Rank0Run:
-    """What such a pipeline gets. reason: set at the end, what was done in a line. resumes: an earlier attempt began."""
+    """The argument of such a pipeline. reason: one-line result, set at the end. resumes: not the first attempt."""
 
     last_step = 0
 
     def __init__(self, config: Config, run_dir: Path, attempt: int, tell_agent: Callable[[], None]):
-        """tell_agent: tells the node agent, which ends a rank 0 that hangs, that the work goes on."""
+        """tell_agent: signals progress to the node agent, which ends a hanging rank 0."""
         self.config, self.run_dir, self.resumes, self.reason = config, run_dir, attempt > 1, ""
         self._attempt, self._tell_agent = attempt, tell_agent
         self._stop_signal, self._checked = 0, time.monotonic()
 
     def stop(self, signal_number: int) -> None:
-        """Make the work end at its next report_progress() because of a signal; safe in a signal handler."""
+        """End the work at its next report_progress() because of a signal; safe in a signal handler."""
         self._stop_signal = self._stop_signal or signal_number
 
     def report_progress(self) -> None:
-        """Called by any thread between pieces of work of a few seconds at most. Raises Stopped if a signal has arrived,
+        """Signal progress; called by any thread every few seconds. Raises Stopped if a signal has arrived,
         SupersededError if another attempt owns the run."""
         self._tell_agent()
         if self._stop_signal:
@@ -42,16 +42,16 @@ class Rank0Run:
             self.fence()
 
     def fence(self) -> None:
-        """Called before what is done becomes visible. SupersededError if another attempt owns the run."""
+        """Called before results become visible. SupersededError if another attempt owns the run."""
         check_owner(self.run_dir, self._attempt)
 
     def finish(self) -> None:
-        """Nothing: the work is done."""
+        """Does nothing: the pipeline has done all the work."""
 
     def report(self) -> str:
         """The text for the user."""
         return self.reason
 
     def close(self, within_s: float = math.inf) -> str:
-        """Nothing: such a run has no trackers."""
+        """Does nothing: such a run has no trackers."""
         return ""

@@ -1,4 +1,4 @@
-"""The reference as a pipeline calls it: the frozen model against which KL terms hold the policy."""
+"""The reference's interface for pipelines: the frozen model of the KL terms."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from hpcrl.system.files import step_name, steps_in
 
 
 class Reference:
-    """The reference ranks: the frozen initial policy, that of the last step at which the policy became the reference
-    (algorithm.ref_update_steps), or the model of reference.path. With trainer.lora and no such path, the trainer ranks
+    """The reference ranks: the frozen initial policy, the policy at the last reference update
+    (algorithm.ref_update_steps), or the model in reference.path. With trainer.lora and no such path, the trainer ranks
     without their adapters. Does nothing if neither algorithm nor pipeline uses a reference."""
 
     def __init__(self, controller: Controller, layout: RoleLayout, config: Config, run_dir: Path):
@@ -28,7 +28,7 @@ class Reference:
         role = "trainer" if config.uses_reference and not layout.ranks["reference"] else "reference"
         self.ranks = layout.ranks[role]
         self._division, self._trainers = layout.division(role), layout.division("trainer")
-        self._step = 0  # whose policy is the reference
+        self._step = 0  # the policy of this step is the reference
 
     def logprobs(self, batch: BatchHandle, into: str) -> Stats:
         """Fill a token field with the reference's log-probs."""
@@ -41,8 +41,7 @@ class Reference:
         return stats
 
     def update(self, step: int, trainer: Trainer) -> Stats:
-        """Make the policy of this step the reference, if due. It is written in HF layout, from where the reference
-        ranks read it, now and after a resume."""
+        """Make this step's policy the reference, if due: reference ranks read its HF export, now and after a resume."""
         every = self._config.algorithm.ref_update_steps if self.ranks else None
         if every is None or step % every:
             return {}
@@ -57,7 +56,7 @@ class Reference:
         return {"reference": {"step": self._step}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state. ValueError if the model of that step is gone."""
+        """Restore the state. ValueError if the reference's folder is gone."""
         step = _step_of(state)
         if step and self.ranks:
             if not self._folder(step).is_dir():
@@ -70,7 +69,7 @@ class Reference:
         self._step = step
 
     def _prune(self) -> None:
-        """Remove models older than the reference of every checkpoint; a save that is under way has a newer one."""
+        """Remove models older than every checkpoint's reference; a running save has a newer one."""
         root = self._run_dir / "checkpoints"
         try:
             needed = [_step_of(read_state(root / step_name(step))) for step in steps_in(root)]
@@ -85,5 +84,5 @@ class Reference:
 
 
 def _step_of(state: dict[str, Any]) -> int:
-    """A checkpoint of an earlier version has none."""
+    """The reference's step; checkpoints of earlier versions have none."""
     return int(state.get("reference", {}).get("step", 0))

@@ -1,4 +1,4 @@
-"""Training rollouts: from prompts to a batch on the trainer ranks, with the outcome of every prompt."""
+"""Training rollouts: from prompts to batches on the trainer ranks, with an outcome for every prompt."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hpcrl.system.files import step_name
 
 
 class Rollouts:
-    """The stream of batches; its state goes into every checkpoint."""
+    """The stream of batches; every checkpoint contains its state."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Rollouts:
         run_dir: Path,
         fence: Callable[[], None],
     ):
-        """replicas: replica_capacity(). fence: raises if another attempt has taken over the run."""
+        """replicas: from replica_capacity(). fence: raises if another attempt owns the run."""
         self._loop, self._fabric, self._config = loop, transfer_group, config
         self.source, self._folder = source, run_dir / "rollouts"
         self._fence = fence
@@ -45,8 +45,7 @@ class Rollouts:
         self.stats: Stats = {}
 
     def next(self, step: int) -> BatchHandle:
-        """The batch of this step, generated, rewarded, filtered and handed over; regenerated if a replica that held
-        part of it is lost."""
+        """This step's batch: generated, rewarded, filtered, transferred; repeated if a replica with part is lost."""
         config, parts = self._config, []
         self.scheduler.begin_step(step - 1, config.rollout.num_prompts)
         sampling, handle = training_sampling(config), None
@@ -69,7 +68,7 @@ class Rollouts:
         for uid in sorted(set(handle.prompts.values())):
             handle.domains.setdefault(self._prompts[uid].domain, []).append(uid)
         self._loop.forget(collected.groups)
-        self._loop.background([])  # after the rollout transfer, which earlier decode chunks would delay
+        self._loop.background([])  # after the rollout transfer, which decode chunks would delay
         self._record()
         total = sum(size.total for size in collected.sizes.values())
         scheduled = {name: Stat(*value) for name, value in self.scheduler.metrics().items()}
@@ -88,7 +87,7 @@ class Rollouts:
         return found
 
     def store(self, batch: BatchHandle, trainer: Trainer) -> None:
-        """Write the step's rollouts and the outcomes of its prompts, unless the fence raises."""
+        """Write the step's rollouts and its prompts' outcomes, unless the fence raises."""
         if not self._config.rollout.save_rollouts:
             self._records.clear()
             return
@@ -101,7 +100,7 @@ class Rollouts:
         self._records.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Cursor, ledger of prompts and scheduler; JSON-able. Samples of a lost replica are generated again."""
+        """Cursor, ledger of prompts and scheduler; JSON-able. A lost replica's samples are generated again."""
         self._loop.tell_lost()
         self._replace_lost()
         sizes = self._loop.sizes(self.scheduler.finished())
@@ -109,7 +108,7 @@ class Rollouts:
         return {"cursor": self.source.state_dict(), "scheduler": self.scheduler.state_dict() | waiting}
 
     def held(self) -> dict[int, list[int]]:
-        """Replica -> its samples of finished groups that wait to be trained."""
+        """Replica -> its samples in pending rollouts."""
         held: dict[int, list[int]] = {}
         for group in self.scheduler.finished():
             for sample in group.samples:
@@ -117,7 +116,7 @@ class Rollouts:
         return held
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state. Open prompts, also those of finished groups, are read again from their rows."""
+        """Restore the state. Open prompts, including prompts of finished groups, are read again from their rows."""
         self.source.load_state_dict(state["cursor"])
         self.scheduler.load_state_dict(state["scheduler"])
         sizes = {sample: Sizes(*size) for sample, *size in state["scheduler"].get("sizes", [])}
@@ -129,7 +128,7 @@ class Rollouts:
         return [self.source.next() for _ in range(count)]
 
     def _replace_lost(self) -> None:
-        """Have prompts that were filtered or have failed replaced from their own domains."""
+        """Replace prompts that were filtered or have failed with new prompts from their domains."""
         for uid in self.scheduler.lost():
             self.source.replace(self._prompts[uid].domain)
 
@@ -146,6 +145,6 @@ class Rollouts:
 
 
 def _missing(owed: Mapping[str, int]) -> str:
-    """Which domains starve a batch with shares of domains."""
+    """Which domains lack prompts, for a batch with fixed shares of domains."""
     counts = ", ".join(f"{domain} {count}" for domain, count in owed.items())
     return f"; prompts missing by domain (data.domain_interleave_probs): {counts}" if counts else ""

@@ -1,4 +1,4 @@
-"""The batches of a pipeline that learns from the answers of its data."""
+"""Batches for pipelines that train on the answers in their data."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from hpcrl.rollout.types import Sizes
 logger = logging.getLogger(__name__)
 
 MAX_NAMED = 10
-"""Skipped rows named in the log; the others are only counted."""
+"""Maximum number of skipped rows named in the log; further ones are only counted."""
 
 
 class AnswerRows:
-    """Rows of the training data, each epoch in its own order; the step determines its rows. Rows that only the
-    tokenizer shows to be unusable are skipped: their steps have fewer rows. Sequence n is one of row n // per_row
+    """Rows of the training data, in a different order each epoch; the step determines its rows. Rows that prove
+    unusable only when tokenized are skipped: their steps have fewer rows. Sequence n belongs to row n // per_row
     (hpcrl.data.answers); all sequences of a row are in one micro-batch."""
 
     def __init__(self, trainer: Trainer, config: Config, tokenizer: Any):
@@ -35,7 +35,7 @@ class AnswerRows:
         self.stats: Stats = {}
 
     def next(self, step: int) -> BatchHandle:
-        """The batch of this step, on the trainer ranks. ValueError if none of its rows can be learned from."""
+        """This step's batch, on the trainer ranks. ValueError if none of its rows is usable."""
         rows = self._rows
         draws = range((step - 1) * self._batch_size, step * self._batch_size)
         drawn = sorted({int(self._order(draw // len(rows))[draw % len(rows)]) for draw in draws})
@@ -61,7 +61,7 @@ class AnswerRows:
         return self._trainer.load_rows(step, list(sizes), list(sizes.values()), together)
 
     def _skip(self, row: int, why: str) -> None:
-        """Name a row without which the run goes on, once."""
+        """Warn once about a row that is skipped."""
         if row not in self._skipped and len(self._skipped) < MAX_NAMED:
             logger.warning("%s; the row is skipped (counted in rows/skipped)", why)
         self._skipped[row] = why

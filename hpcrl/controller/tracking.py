@@ -1,4 +1,4 @@
-"""Starts the trackers of a run, or of one that is over."""
+"""Start trackers for a running or finished run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpcrl.spec.tables import TRACKERS
 
 
 def start_trackers(config: Config, run_dir: Path, resume_step: int) -> list[TrackerThread]:
-    """A thread for each tracker of the configuration. resume_step: the step of the checkpoint, -1 without one."""
+    """A thread for each configured tracker. resume_step: the restored checkpoint's step, -1 without one."""
     threads, tracked = [], id_of(run_dir)
     for name in config.trackers:
         make = functools.partial(make_tracker, config, run_dir, name, tracked)
@@ -25,7 +25,7 @@ def start_trackers(config: Config, run_dir: Path, resume_step: int) -> list[Trac
 
 
 def make_tracker(config: Config, run_dir: Path, name: str, run_id: str, first_step: int) -> Tracker:
-    """The tracker of the run with this id; may take long, hang or raise anything."""
+    """Create the run's tracker with this id; may take long, hang or raise anything."""
     run = TrackedRun(
         name=config.run_name,
         project=config.tracking.project,
@@ -43,11 +43,11 @@ def make_tracker(config: Config, run_dir: Path, name: str, run_id: str, first_st
 
 
 def folder_of(config: Config, run_dir: Path, name: str) -> Path:
-    """The folder of a tracker; another one with the network, so that each has its own last step."""
+    """A tracker's folder; online and offline tracking have separate folders, each with its own last step."""
     return run_dir / FOLDER / (name.replace(":", "_") + ("_online" if config.tracking.online else ""))
 
 
 def last_step_file(config: Config, run_dir: Path, name: str) -> Path:
-    """The file with the last step that was logged to a tracker."""
+    """The file with a tracker's last logged step."""
     folder = folder_of(config, run_dir, name)
     return folder.with_name(f"{folder.name}.told")

@@ -1,4 +1,4 @@
-"""The commands of a transfer: each rank gets only its own moves, in parts that fit into a message."""
+"""A transfer's commands: each rank gets only its own moves, in parts that fit into a message."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hpcrl.rollout.types import TOKEN_REWARD
 from hpcrl.spec.trajectory import Level, Origin, fields_of
 
 PART_SAMPLES = 32_768
-"""Maximum samples in a message: id, length, bytes of messages, reward, score and number of turn rewards take at most 31
-bytes, together less than 1 MiB. A baseline and a decoupled reward take 4 bytes more each, the mark of failed episodes
-1, a turn reward 4, a token reward 8."""
+"""Maximum samples per message: id, length, bytes of messages, reward, score and number of turn rewards take at most 31
+bytes per sample, in total less than 1 MiB. A baseline and a decoupled reward each take 4 more bytes, the flag of failed
+episodes 1, a turn reward 4, a token reward 8."""
 
 
 def rollout_transfers(
@@ -27,7 +27,7 @@ def rollout_transfers(
     scored: Mapping[int, Mapping[str, Any]],
     fields: Sequence[str],
 ) -> Iterator[dict[int, TransferRollouts]]:
-    """The commands that form a batch on `dests`, part by part, by rank. scored: the scorer's fields of each sample by
+    """The commands that form a batch on `dests`, as one dict by rank per part. scored: sample -> the scorer's fields by
     name. fields: names of the generator's fields to transfer."""
     given = {name for values in scored.values() for name in values}
     of_rows = [f for f in fields_of(Origin.SCORER, Level.ROW) if f.name in given or not f.optional]
@@ -60,14 +60,14 @@ def rollout_transfers(
 def token_transfers(
     batch: int, group: str, field: str, moves: Sequence[Move], ranks: Collection[int], dest: str = "trainer"
 ) -> Iterator[dict[int, SendTokens]]:
-    """The commands that send a token field to the ranks of the role `dest`, part by part, by rank; `ranks`: all ranks
-    of both sides."""
+    """The commands that send a token field to the ranks of the role `dest`, as one dict by rank per part; `ranks`: all
+    senders and receivers."""
     for part in _parts(moves, ranks, PART_SAMPLES):
         yield {rank: SendTokens(batch, group, field, own, dest) for rank, own in part.items()}
 
 
 def _parts(moves: Sequence[Move], ranks: Collection[int], most: int) -> list[dict[int, list[Move]]]:
-    """The moves that touch each rank, cut into parts of at most `most` samples per rank."""
+    """The moves from or to each rank, split into parts of at most `most` samples per rank."""
     touched: Counter[int] = Counter()
     for move in moves:
         for rank in {move.source, move.dest}:

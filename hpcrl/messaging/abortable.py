@@ -1,9 +1,9 @@
-"""Groups whose members may die while others wait for them, made for NCCL.
+"""Process groups that survive the loss of a member, made for NCCL.
 
 What torch does (2.13, ProcessGroupNCCL.cpp): by default a watchdog thread ends the process at an error or timeout, and
-wait() does not block the host. With TORCH_NCCL_BLOCKING_WAIT, which the constructor of a group reads, there is no
-watchdog, and errors are raised on the waiting thread. An abort by another thread makes wait() return as if the data had
-arrived. A waiting rank therefore polls here, and aborts and raises by itself.
+wait() does not block the host. With TORCH_NCCL_BLOCKING_WAIT, which the group's constructor reads, there is no
+watchdog, and errors are raised on the waiting thread. If another thread aborts the group, wait() returns as if the data
+had arrived. A waiting rank therefore polls here, and aborts and raises by itself.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from hpcrl.spec.weight_layout import CHANNELS
 from hpcrl.system.clock import AwakeClock
 
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
-LOOK_EVERY_S = 0.5  # between two looks at the lost ranks
-FIRST_PAUSE_S, MAX_PAUSE_S = 50e-6, 2e-3  # between two looks at the work
+LOOK_EVERY_S = 0.5  # between two polls of the lost ranks
+FIRST_PAUSE_S, MAX_PAUSE_S = 50e-6, 2e-3  # between two polls of the work
 
 
 class GroupLost(RuntimeError):
-    """A member of a group is lost or does not take part; the group is aborted, and the process may go on without it."""
+    """A member of a group is lost or does not take part; the group is aborted, and the process may continue."""
 
 
 @contextlib.contextmanager
 def blocking_wait() -> Iterator[None]:
-    """Groups of NCCL made inside have no watchdog."""
+    """NCCL groups made inside have no watchdog."""
     before = os.environ.get(BLOCKING_WAIT)
     os.environ[BLOCKING_WAIT] = "1"
     try:
@@ -53,10 +53,10 @@ def make_nccl(store: Any, rank: int, size: int) -> Any:
 
 
 class AbortableGroup:
-    """A process group over world ranks, for point-to-point transfers, alone or in batches (hpcrl.comm.batched_p2p).
+    """A process group over world ranks, for point-to-point transfers, single or in batches (hpcrl.comm.batched_p2p).
 
-    lost_ranks(): the world ranks that the controller has given up. A wait that lasts timeout_s, not counting the time
-    in which the job is suspended, gives the group up too.
+    A wait aborts the group if lost_ranks(), the world ranks that the controller treats as lost, contains a member, or
+    after timeout_s, not counting the time in which the job is suspended.
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class AbortableGroup:
     ):
         self._group, self._name, self._ranks = group, name, frozenset(ranks)
         self._timeout_s, self._lost_ranks = timeout_s, lost_ranks
-        self._why = ""  # it was given up
+        self._why = ""  # why the group was aborted
 
     def send(self, tensors: list[Tensor], dest: int, tag: int) -> AbortableWork:
-        """As a process group's; GroupLost if the group is given up already."""
+        """ProcessGroup.send(); GroupLost if the group is already aborted."""
         return self._started(self._group.send, tensors, dest, tag)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> AbortableWork:
@@ -75,12 +75,12 @@ class AbortableGroup:
         return self._started(self._group.recv, tensors, source, tag)
 
     def eager_connect_single_device(self, device: torch.device) -> None:
-        """As a process group's."""
+        """ProcessGroup.eager_connect_single_device()."""
         self._group.eager_connect_single_device(device)
 
     @property
     def supports_coalescing(self) -> bool:
-        """Whether it can carry out transfers in batches."""
+        """Whether the group can batch transfers."""
         return bool(self._group.supports_coalescing)
 
     def _start_coalescing(self) -> None:
@@ -109,7 +109,7 @@ class AbortableGroup:
                 self._give_up(f"no answer for {allowed_s:.3g} s")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
-        work.wait()  # raises what went wrong; on CUDA, later work on this rank's current stream comes after
+        work.wait()  # raises the transfer's error; on CUDA, the rank's current stream waits for the transfer
 
     def _give_up(self, why: str) -> None:
         self._why = why
@@ -128,8 +128,9 @@ class AbortableWork:
         self._group, self._work = group, work
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """True once the data is there; blocks the host. timeout: instead of the group's. GroupLost, after which the
-        tensors hold arbitrary numbers, if a member of the group is lost or the time is over; RuntimeError of the
-        library for other errors."""
+        """Block the host until the data is there, then return True. `timeout` replaces the group's timeout.
+
+        GroupLost if a member is lost or the time is over (the tensors are then undefined), else the library's
+        RuntimeError."""
         self._group.wait(self._work, None if timeout is None else timeout.total_seconds())
         return True

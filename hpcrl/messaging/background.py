@@ -1,4 +1,4 @@
-"""Work in the process of rank 0 while its controller waits for other ranks."""
+"""Work in rank 0's process while its controller waits for other ranks."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ Events = list[tuple[int, Event]]
 
 
 class Background:
-    """Made before the controller; whoever builds a part that works in the background adds it. No such work may wait for
-    another rank."""
+    """Background work of rank 0, in which each part registers its own; it must never wait for another rank."""
 
     def __init__(self, run_local: Callable[[], bool] | None = None):
-        """run_local: runs commands of the roles in this process and returns whether there were any; called whenever the
-        controller waits. None if there are no such roles."""
+        """run_local: runs pending commands of this process's roles and returns whether there were any; called whenever
+        the controller waits. None if this process has no roles."""
         self._run_local = run_local
         self._listener: Callable[[Events], None] | None = None
         self._checks: list[Callable[[], None]] = []
 
     def listen(self, listener: Callable[[Events], None]) -> None:
-        """Pass events that arrive while answers are awaited to the one listener. Without a listener, events are kept
-        until they are asked for."""
+        """Pass events that arrive while answers are awaited to the only listener. Without a listener, events are kept
+        until Controller.events() returns them."""
         assert self._listener is None, "events can be taken once"
         self._listener = listener
 
@@ -31,11 +30,11 @@ class Background:
         """Call `check` whenever events are awaited."""
         self._checks.append(check)
 
-    # -- what the controller calls
+    # -- called by the controller
 
     @property
     def has_local(self) -> bool:
-        """Whether roles live in this process."""
+        """Whether this process has roles."""
         return self._run_local is not None
 
     @property
@@ -43,7 +42,7 @@ class Background:
         return self._listener is not None
 
     def run_local(self) -> bool:
-        """Run commands of roles in this process; whether there were any."""
+        """Run pending commands of this process's roles; returns whether there were any."""
         return self._run_local is not None and self._run_local()
 
     def hear(self, events: Events) -> None:

@@ -1,5 +1,4 @@
-"""Rank and world of this process from the node agent, torchrun, MPI or Slurm, and how all ranks learn the store's
-address."""
+"""Find this process's rank from the node agent, torchrun, MPI or Slurm, and share the store's address with all."""
 
 from __future__ import annotations
 
@@ -23,9 +22,10 @@ PROBE_S = 2.0
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """Position of this process in the world.
+    """This process's position in the world.
 
-    kind: "rank" is one rank of the world; "agent" starts the ranks of its node. launcher: what started the process.
+    kind: "rank" is one rank of the world; "agent" starts its node's ranks. launcher: the program that started the
+    process.
     """
 
     kind: Literal["rank", "agent"]
@@ -36,8 +36,8 @@ class ProcessInfo:
 
 
 class _Launcher(NamedTuple):
-    """Environment variables of a launcher, first choice first. `local`: processes on this node, if nodes have no
-    number."""
+    """A launcher's environment variables, in order of preference. `local`: number of processes on this node, for
+    launchers that do not number nodes."""
 
     name: Literal["torchrun", "mpi", "slurm"]
     marker: str
@@ -48,8 +48,8 @@ class _Launcher(NamedTuple):
     local: tuple[str, ...] = ()
 
 
-# The inner launcher first: torchrun and MPI may run inside a Slurm step. Slurm's own PMI sets PMI_SIZE, but not
-# MPI_LOCALNRANKS. Inside a step SLURM_NTASKS may still be the job's.
+# Inner launchers come first: torchrun and MPI may run inside a Slurm step. Slurm's own PMI sets PMI_SIZE, but not
+# MPI_LOCALNRANKS. Inside a step, SLURM_NTASKS may still hold the job's number of tasks.
 _LAUNCHERS = (
     _Launcher("torchrun", "TORCHELASTIC_RUN_ID", ("RANK",), ("WORLD_SIZE",), ("GROUP_RANK",), ("GROUP_WORLD_SIZE",)),
     _Launcher(
@@ -80,7 +80,7 @@ def _count(environ: Mapping[str, str], names: tuple[str, ...]) -> int | None:
 
 
 def _whole_step(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """The environment; in a step over several components of a heterogeneous job, with the counts of all components."""
+    """The environment; in a job step that spans components of a heterogeneous job, with counts summed over them."""
     num = _count(environ, ("SLURM_HET_SIZE",))
     if num is None:
         return environ
@@ -93,7 +93,7 @@ def _whole_step(environ: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def find_place(environ: Mapping[str, str], world_size: int) -> ProcessInfo:
-    """ProcessInfo of this process in a world of `world_size` ranks, from environment variables alone. ValueError if a
+    """Find this process's place in a world of `world_size` ranks, only from environment variables. ValueError if a
     launcher started neither one process per rank nor one per node."""
     if "HPCRL_RANK" in environ:
         node, nodes = int(environ.get("HPCRL_NODE", "0")), int(environ.get("HPCRL_NUM_NODES", "1"))
@@ -106,8 +106,8 @@ def find_place(environ: Mapping[str, str], world_size: int) -> ProcessInfo:
         local = _count(environ, launcher.local) or size
         number, nodes = _count(environ, launcher.node), _count(environ, launcher.nodes) or -(-size // local)
         node = rank // local if number is None else number
-        # If one process per rank is also one per node, it is an agent that watches its rank. Under MPI a node with
-        # fewer processes than other nodes would count more nodes than they do, so only the number of processes decides.
+        # If one process per rank is also one per node, it is an agent that watches its rank. Under MPI, a node with
+        # fewer processes computes a larger number of nodes than the other nodes, so only the process count decides.
         if size == world_size and (size > nodes or size == 1 or launcher.name == "mpi"):
             return ProcessInfo("rank", launcher.name, rank, node, nodes)
         if size == nodes:
@@ -124,8 +124,8 @@ def share_endpoint(
 ) -> dict[str, Any]:
     """Rank 0 passes {host, port, key_file, world}; every rank returns it. Collective over all ranks.
 
-    Through torchrun's store, an MPI broadcast, or a file in `folder`, which counts only if its store answers with the
-    same `world`: an earlier start may have left a file. TimeoutError names the place and the seconds.
+    It is shared through torchrun's store, an MPI broadcast, or a file in `folder`. An earlier start may have left such
+    a file, so the store that it names must answer with its `world`. TimeoutError names the address and the seconds.
     """
     if place.launcher == "mpi":
         return _share_by_mpi(endpoint)
@@ -166,7 +166,7 @@ def _share_by_mpi(endpoint: dict[str, Any] | None) -> dict[str, Any]:
     from mpi4py import MPI
 
     shared = MPI.COMM_WORLD.bcast(endpoint, root=0)
-    # The last MPI call; without it, mpirun would take the process for a failed one.
+    # The last MPI call; without it, mpirun would treat the process as failed.
     MPI.Finalize()
     return shared
 
@@ -204,7 +204,7 @@ def _share_by_torchrun(endpoint: dict[str, Any] | None, timeout_s: float) -> dic
 
 
 def make_key_file(folder: Path, world: str) -> Path:
-    """Write a new random 32-byte key to a file that only this user can read; removes older keys."""
+    """Write a new random 32-byte key to a file that only this user can read; remove older keys."""
     for old in folder.glob("key_*"):
         old.unlink(missing_ok=True)
     path = folder / f"key_{world}"

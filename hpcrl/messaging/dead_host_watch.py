@@ -1,9 +1,9 @@
-"""Connections to hosts that have vanished end: a host that is off, or cut off, sends no end of its connections.
+"""End connections to hosts that have vanished: a host that is off or unreachable does not close its connections.
 
-An idle connection is asked by the kernel (SO_KEEPALIVE). One with bytes on the way is not, and its kernel would repeat
-them for a quarter of an hour. TCP_USER_TIMEOUT would also end a connection whose reader only takes its time, so a
-thread looks at what the kernel knows instead. In both cases the other host's kernel answers, and a process that is
-stopped, suspended or busy is not taken for gone.
+The kernel probes an idle connection (SO_KEEPALIVE). It does not probe one with unacknowledged bytes, but retransmits
+them for a quarter of an hour. TCP_USER_TIMEOUT would also end a connection whose reader is only slow, so a thread polls
+the kernel's TCP_INFO instead. In both cases the other host's kernel answers, so a process that is stopped, suspended or
+busy does not count as gone.
 """
 
 from __future__ import annotations
@@ -17,24 +17,23 @@ import threading
 import time
 from collections.abc import Iterator
 
-ROUNDS = 12  # looks in a deadline
-KEEP_IDLE, KEEP_EVERY, KEEP_COUNT = 3, 9, 3  # of a deadline: a third without bytes, then three questions a ninth apart
+ROUNDS = 12  # polls per deadline
+KEEP_IDLE, KEEP_EVERY, KEEP_COUNT = 3, 9, 3  # probes start after 1/3 of a deadline without bytes: three, 1/9 apart
 UNANSWERED = 2 / 3
-"""Share of a deadline after which a connection ends, as with the questions above: the rest is for whoever notices."""
+"""Fraction of a deadline after which a connection ends, as with the probes above; the rest is for handling the loss."""
 ESTABLISHED, CLOSE_WAIT = 1, 8  # enum of tcp_states.h
 _INFO = struct.Struct("=3xB20xI16xI8xI")
-"""The start of struct tcp_info: unanswered probes, segments without an answer, and milliseconds since the last bytes
-were sent (again) and since the last answer."""
+"""The start of struct tcp_info: unanswered probes, unacknowledged segments, and milliseconds since bytes were last
+(re)sent and since the last acknowledgement."""
 
 
 class DeadHostWatch:
-    """Ends this process's TCP connections, those of libraries included, to hosts that do not answer for deadline_s at
-    most."""
+    """Ends this process's (also libraries') TCP connections whose host does not answer, after at most deadline_s."""
 
     def __init__(self, deadline_s: float):
         self._deadline_s = deadline_s
         self._stopped = threading.Event()
-        self._since: dict[int, float] = {}  # socket's inode -> since when nothing was answered
+        self._since: dict[int, float] = {}  # socket's inode -> time since which nothing was answered
         threading.Thread(target=self._look_forever, name="vanished watch", daemon=True).start()
 
     def stop(self) -> None:
@@ -46,7 +45,7 @@ class DeadHostWatch:
             self.look()
 
     def look(self) -> None:
-        """One look at all connections; ends those whose time is over."""
+        """Poll all connections once; end each one that has gone unanswered for too long."""
         if socket.getdefaulttimeout() is not None:  # a second handle would make the connection non-blocking
             return
         now, before = time.monotonic(), self._since
@@ -56,7 +55,7 @@ class DeadHostWatch:
                 ask_when_idle(connection, self._deadline_s)
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
                 probes, unacked, sent_ms, answer_ms = _INFO.unpack(info)
-                # A host whose reader has no room is asked ever more rarely, and answers but for quick repetitions.
+                # A host with a full receive buffer is probed ever more rarely; it answers all but quick repetitions.
                 if not (probes > 1 or (unacked and answer_ms > sent_ms)):
                     continue
                 since = max(before.get(inode, now), now - answer_ms / 1000)
@@ -67,12 +66,12 @@ class DeadHostWatch:
 
 
 def state_of(connection: socket.socket) -> int:
-    """Of a TCP connection, as the kernel numbers them: CLOSE_WAIT once the other side has closed it."""
+    """A TCP connection's state, as the kernel numbers it: CLOSE_WAIT once the other side has closed it."""
     return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO) & 0xFF
 
 
 def ask_when_idle(connection: socket.socket, deadline_s: float) -> None:
-    """Let the kernel end a connection without bytes when the other host does not answer."""
+    """Let the kernel probe an idle connection and end it when the other host does not answer."""
     if connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE):
         return
     for option, value in (
@@ -85,7 +84,7 @@ def ask_when_idle(connection: socket.socket, deadline_s: float) -> None:
 
 
 def _connections() -> Iterator[tuple[int, socket.socket]]:
-    """Second handles of the process's TCP connections, with the inodes of their sockets."""
+    """Duplicated handles of this process's TCP connections, with their sockets' inodes."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # closed meanwhile, or another kind of socket
             status = os.fstat(int(name))

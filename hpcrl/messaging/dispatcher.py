@@ -1,4 +1,4 @@
-"""Rank 0's side of the control plane: send commands in one total order, wait for answers, handle silent ranks."""
+"""Rank 0's side of the control plane: send commands in a total order, wait for answers, handle silent ranks."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 CHECK_EVERY_S = 10.0  # while no message arrives
 CHECKS_PER_DEADLINE = 8
-LOCAL_EVERY_S = 0.002  # between two looks at the commands of roles in this process
-MAX_TAKEN = 1024  # messages before events are returned; in a large world they never stop
-CAUSE_S = 15.0  # an agent looks once a second and needs seconds to import torch before its first report
+LOCAL_EVERY_S = 0.002  # between two polls of the commands for this process's roles
+MAX_TAKEN = 1024  # messages read before events are returned; in a large world messages never stop
+CAUSE_S = 15.0  # an agent polls once a second and needs seconds to import torch before its first report
 
 
 class RankFailed(RuntimeError):
@@ -43,7 +43,7 @@ class RankFailed(RuntimeError):
 
 
 class RankLost(RuntimeError):
-    """The process of a rank ended."""
+    """A rank's process ended."""
 
 
 class RankSilent(RuntimeError):
@@ -62,7 +62,7 @@ class _Outstanding:
 class _Unreached:
     since: float
     why: str
-    closed: bool = False  # by the rank: its process has ended
+    closed: bool = False  # the rank closed its connection: its process has ended
 
 
 Started = list[tuple[int, int]]
@@ -70,7 +70,7 @@ Started = list[tuple[int, int]]
 
 
 class Controller:
-    """Pushes commands and collects answers. `background`: other work in this process while it waits."""
+    """Pushes commands and collects answers. `background`: work that this process does while it waits."""
 
     def __init__(
         self,
@@ -92,23 +92,23 @@ class Controller:
         self._next_check = 0.0
         self._events: deque[tuple[int, Event]] = deque()
         self._answers: dict[tuple[int, int], Done] = {}
-        self._answered: dict[int, float] = {}  # rank -> time of its last answer: its present command began then
+        self._answered: dict[int, float] = {}  # rank -> time of its last answer, when its current command began
         self._hosts: dict[int, str] = {}
         self._unreached: dict[int, _Unreached] = {}
         self._left: set[int] = set()
         self.lost: set[int] = set()
-        self.built = False  # before that no rank may be lost: others may wait for it to join a group
+        self.built = False  # until then no rank may be lost: other ranks may wait for it to join a group
 
     def _can_lose(self, rank: int) -> bool:
         return self.built and self._survivable(rank, self.lost | {rank})
 
     def describe(self, rank: int) -> str:
-        """Name of a rank in errors."""
+        """A rank's name in errors."""
         roles = ", ".join(self._roles_of(rank)) or "no role"
         return f"rank {rank} ({roles})" + (f" on {self._hosts[rank]}" if rank in self._hosts else "")
 
     def await_world(self) -> None:
-        """Wait until every rank has joined. RankSilent names the ranks that have not within start_s."""
+        """Wait until every rank has joined. RankSilent names the ranks that have not joined within start_s."""
         clock = AwakeClock(self._start_s)
         while len(self._hosts) < self._world.size:
             self._take(min(self.check_s, self._start_s / CHECKS_PER_DEADLINE))
@@ -117,7 +117,7 @@ class Controller:
                 raise RankSilent(f"did not join the world within {self._start_s:g} s: {', '.join(missing)}")
 
     def send(self, rank: int, command: Command) -> int:
-        """Push a command without waiting for an answer; returns its number, -1 for a lost rank."""
+        """Push a command without waiting for an answer; return its number, or -1 for a lost rank."""
         return self._push(rank, command, self.command_s, awaited=False)
 
     def _push(self, rank: int, command: Command, allowed_s: float, awaited: bool) -> int:
@@ -134,14 +134,14 @@ class Controller:
         return seq
 
     def call(self, commands: Mapping[int, Command], more_s: float = 0.0) -> dict[int, Done]:
-        """Push one command per rank and wait for all answers, up to more_s longer than command_s. RankFailed, RankLost
-        or RankSilent name ranks without an answer."""
+        """Push one command per rank and wait for all answers, at most command_s + more_s. RankFailed, RankLost or
+        RankSilent name the ranks that did not answer."""
         return self.finish(self.start(commands, more_s))
 
     def start(self, commands: Mapping[int, Command], more_s: float = 0.0) -> Started:
         """Push one command per rank; finish() must follow. Several calls may be started first: ranks work in order.
 
-        All commands of a call are pushed before any other, so that all ranks see their collectives in one order.
+        All commands of a call are pushed before any other command, so all ranks see their collectives in one order.
         """
         self._world.trace.enter("call " + ", ".join(sorted({type(c).__name__ for c in commands.values()})))
         allowed_s = self.command_s + more_s
@@ -161,7 +161,7 @@ class Controller:
         return all(key in self._answers or key[0] in self.lost for key in started)
 
     def events(self) -> Events:
-        """Some of the events other than answers to call(), as (rank, event), in order; waits up to check_s for one."""
+        """Some events other than answers to call(), as (rank, event), in order; waits up to check_s for one."""
         self._background.run_checks()
         self._world.trace.enter("wait for events")
         if not self._events:
@@ -183,8 +183,8 @@ class Controller:
         self._lose(Lost(rank, f"no answer for {silent_s:.0f} s: {cause}"))
 
     def lose(self, ranks: Collection[int], cause: str) -> None:
-        """Continue without these ranks, which other ranks could not reach, after waiting for their agents' reports.
-        Errors as in give_up() if the run needs them."""
+        """Wait for the agents' reports about these ranks, which other ranks could not reach, then continue without
+        them. Errors as in give_up() if the run needs one of them."""
         deadline = self._clock.now() + min(CAUSE_S, self.command_s)
         while not self.lost.issuperset(ranks) and self._clock.now() < deadline:
             self._take(min(self.check_s, 1.0))
@@ -192,7 +192,7 @@ class Controller:
             self._lose(Lost(rank, cause, silent=True))
 
     def dismiss(self) -> None:
-        """Send Shutdown to every other rank and wait for the answers. This rank hosts the store, so it leaves last."""
+        """Send Shutdown to every other rank and wait for the answers. This rank hosts the store, so it exits last."""
         self.call({rank: Shutdown() for rank in range(self._world.size) if rank != self._world.rank})
 
     def _take(self, timeout_s: float) -> bool:
@@ -206,7 +206,7 @@ class Controller:
         if message is None:
             return False
         sender, _, event = message
-        if sender in self.lost:  # given up before, and back now
+        if sender in self.lost:  # it was treated as lost before, and answers again
             return True
         match event:
             case Joined():
@@ -233,8 +233,8 @@ class Controller:
         return True
 
     def _end_of(self, ended: SenderEnded) -> None:
-        """Nothing more comes from a sender, or reaches it. A rank whose process has ended, or that takes nothing, is
-        lost when its agent tells why, or after a while."""
+        """Handle a sender from which nothing more arrives, or that accepts nothing. A rank whose process has ended, or
+        that accepts nothing, is lost when its agent reports the cause, or after CAUSE_S."""
         rank = ended.sender
         if rank in self._left or rank in self.lost or not 0 < rank < self._world.size:  # agents end after their ranks
             return
@@ -246,12 +246,12 @@ class Controller:
 
     @staticmethod
     def _is_own(event: Failed) -> bool:
-        """Whether the cause is neither the rank's input nor a peer, so that other ranks of its role may succeed."""
+        """Whether the cause is neither the rank's input nor a peer, so other ranks of its role may succeed."""
         return not event.seq or (event.command == DecodeChunk.__name__ and event.kind == "")
 
     def _cause_of(self, sender: int, event: Failed) -> RankFailed | RankLost | RankSilent:
-        """The error to raise for a failure. If a peer was lost, waits for the report of the peer or of its agent; a
-        peer whose process has ended without one is the cause, too."""
+        """The error to raise for a failure. If the failure is a broken connection to a peer, wait for a report from the
+        peer or its agent; without one, a peer whose process has ended is the cause."""
         first = self._failure(sender, event)
         deadline = self._clock.now() + min(CAUSE_S, self.command_s)
         failed = {sender}
@@ -302,8 +302,8 @@ class Controller:
         return True
 
     def _check_deadlines(self) -> None:
-        """Once per check_s: RankSilent if an answer that the run needs is overdue, or a rank that it needs cannot be
-        reached and no agent says why."""
+        """Once per check_s: RankSilent if an answer that the run needs is overdue, or a rank that it needs accepts no
+        messages and no agent reports the cause (RankLost if its process has ended)."""
         now = self._clock.now()
         if not (self._outstanding or self._unreached) or now < self._next_check:
             return
@@ -320,10 +320,10 @@ class Controller:
         if not late:
             return
         if lost := [rank for rank in sorted({rank for (rank, _), _ in late}) if self._lose_late(rank)]:
-            # Silent ranks may only have waited for the ranks that are lost now.
+            # Other late ranks may only have waited for the ranks that are now lost.
             self._outstanding |= {key: replace(o, since=now) for key, o in late if key[0] not in lost}
             return
-        # A rank works in order, so it is stuck in its oldest command; waiting for a peer looks the same.
+        # A rank works in order, so it is stuck in its oldest command, or waits for a peer in it.
         first: dict[int, tuple[int, _Outstanding]] = {}
         for (rank, seq), outstanding in sorted(late, key=lambda item: item[0]):
             first.setdefault(rank, (seq, outstanding))

@@ -1,4 +1,4 @@
-"""Finished text, turns and observations from rank to rank, not through the controller."""
+"""Send finished text, turns and observations directly from rank to rank, not through the controller."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def mail_queue(rank: int) -> str:
 
 
 class Mailbox:
-    """Sends to the mailboxes of other ranks and reads its own. broken: senders whose mail lacks a message."""
+    """Sends to other ranks' mailboxes and reads its own. broken: senders of which a message was lost."""
 
     def __init__(self, rank: int, sender: Sender, inbox: Inbox):
-        """inbox: of mail_queue(rank)."""
+        """inbox: the inbox of mail_queue(rank)."""
         self._rank, self._sender, self._inbox = rank, sender, inbox
         self._arrived: dict[type, list[MailItem]] = {Response: [], Turn: [], EnvObservation: []}
         self.broken: list[SenderEnded] = []
@@ -30,8 +30,8 @@ class Mailbox:
     def send(self, rank: int, items: Sequence[MailItem]) -> None:
         """Send items in chunks of about 1 MiB; items to this rank go directly.
 
-        ReaderLost if the receiver is gone, and then at once on every later call. ValueError with the size for an item
-        above the maximum of a message.
+        ReaderLost if the receiver is gone, and then immediately on every later call. ValueError with the size if an
+        item exceeds the maximum message size.
         """
         if rank == self._rank:
             self._take_in(items)
@@ -41,7 +41,7 @@ class Mailbox:
 
     def receive(self, kind: type[Kind], timeout_s: float = 0.0) -> list[Kind]:
         """All items of a kind that have arrived, in order per sender; waits up to timeout_s for the first message.
-        Other kinds are kept: roles that share a rank share its mailbox."""
+        Items of other kinds stay in the mailbox, which all roles of the rank share."""
         while (post := self._inbox.get(0.0 if self._arrived[kind] else timeout_s)) is not None:
             self._take_in(post[2].items)
         self.broken += [ended for ended in self._inbox.take_ended() if ended.how == "gap"]
@@ -54,7 +54,7 @@ class Mailbox:
 
 
 def _chunks(items: Sequence[MailItem]) -> Iterator[list[MailItem]]:
-    """The items in lists of about CHUNK_BYTES, none empty."""
+    """Split the items into non-empty lists of about CHUNK_BYTES."""
     chunk: list[MailItem] = []
     size = 0
     for item in items:

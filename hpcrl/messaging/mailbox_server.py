@@ -1,9 +1,9 @@
-"""Where a process receives its messages: one port, one thread, a queue in memory for each name.
+"""Receive a process's messages: one port, one thread, one in-memory queue per name.
 
-A sender opens one connection for each queue, and first shows that it knows the run's key: the mailbox server sends
-bytes that it has drawn, the sender answers with an HMAC-SHA256 over them, its number and the queue's name, then both.
-The mailbox server answers with the reason for a refusal, which is empty if there is none. Length-prefixed messages
-follow, which hpcrl.messaging.queues interprets. No message can be read from a mailbox server.
+A sender opens one connection per queue, and first proves that it has the run's key: the mailbox server sends random
+bytes; the sender answers with an HMAC-SHA256 over these bytes, its number and the queue's name, then number and name.
+The mailbox server answers with the reason for a refusal, empty if it accepts. Length-prefixed messages follow;
+hpcrl.messaging.queues interprets them. No message can be read from a mailbox server.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hpcrl.system.exit_codes import ExitCode
 logger = logging.getLogger(__name__)
 
 MAX_ENTRY_BYTES = (64 << 20) + 1024
-"""A connection with a longer one is closed."""
+"""A connection that sends a longer entry is closed."""
 MAC_BYTES, DRAWN_BYTES = 32, 16
 MAX_HELLO_BYTES = MAC_BYTES + 64
 RECEIVE_BYTES = 1 << 18
@@ -43,15 +43,15 @@ _LENGTH = struct.Struct("<I")
 
 
 class Arrival(NamedTuple):
-    """What a sender, which has shown its number, has sent."""
+    """An entry from an authenticated sender."""
 
     sender: int
     raw: bytes
 
 
 class SenderEnded(NamedTuple):
-    """Nothing more comes from a sender: its connection was closed, its host answers no more (vanished), one of its
-    messages is missing (gap), or it takes nothing that this process sends (unreached)."""
+    """Nothing more arrives from a sender: its connection was closed, its host no longer answers (vanished), one of its
+    messages is missing (gap), or it accepts nothing that this process sends (unreached)."""
 
     sender: int
     how: Literal["closed", "vanished", "gap", "unreached"]
@@ -60,8 +60,8 @@ class SenderEnded(NamedTuple):
 
 Arrivals = Queue[Arrival | SenderEnded]
 Push = Callable[[bytes], None]
-"""Sends an entry; OSError if the mailbox server is gone or does not take it in time. What is sent right after its end
-may still go without an error."""
+"""Sends an entry; OSError if the mailbox server is gone or does not accept it in time. An entry sent right after the
+server's end may be lost without an error."""
 
 
 def mac(key: bytes, text: bytes) -> bytes:
@@ -70,15 +70,15 @@ def mac(key: bytes, text: bytes) -> bytes:
 
 
 def owner(queue: str) -> int:
-    """The rank that receives a queue: NAME/RANK, or the one queue of rank 0 that has no number."""
+    """The rank that receives a queue: NAME/RANK, or rank 0 for a queue without a number."""
     return int(queue.partition("/")[2] or 0)
 
 
 class MailboxServer:
-    """Receives on a free port of `address`. news: set after every entry, for a reader that waits for several queues."""
+    """Receives on a free port of `address`. wakeup: set after every entry, for readers that wait on several queues."""
 
     def __init__(self, address: str, key: bytes):
-        """OSError if nothing can listen there."""
+        """OSError if `address` cannot be listened on."""
         self._server = network.listen(address)
         self._server.setblocking(False)
         self.address, self.port = address, int(self._server.getsockname()[1])
@@ -88,16 +88,15 @@ class MailboxServer:
         threading.Thread(target=_receive, args=arguments, name="mailbox server", daemon=True).start()
 
     def queue(self, name: str) -> Arrivals:
-        """The entries of a queue, in order per sender. What is sent to a queue that nobody has asked for is not
-        received."""
+        """A queue's entries, in order per sender. The first call creates the queue; unknown queues are refused."""
         return self._queues.setdefault(name, Queue())
 
     def publish(self, store: TCPStore, rank: int) -> None:
-        """Let the senders of the world find this mailbox server; call it when all of its queues are there."""
+        """Put the address into the store, for senders; call it when all queues of this mailbox server exist."""
         store.set(_address_key(rank), f"{self.address}:{self.port}")
 
     def close(self) -> None:
-        """Receive no more; connections end."""
+        """Stop receiving; all connections end."""
         with contextlib.suppress(OSError):  # closed before
             self._server.shutdown(socket.SHUT_RDWR)
 
@@ -118,9 +117,9 @@ class Dialer:
         push_s: float,
         unreached: Callable[[int, str], None] | None = None,
     ):
-        """Timeouts, for a connection and for an entry. A process receives nothing while native code in it holds the
-        interpreter lock. unreached: of a sender that must not wait (hpcrl.messaging.nonblocking_sender), called with a
-        rank that takes nothing, and why."""
+        """connect_s, push_s: timeouts of a connection and of an entry (a process receives nothing while native code
+        holds its interpreter lock). unreached: for a sender that must not block (hpcrl.messaging.nonblocking_sender);
+        called with a rank that accepts nothing, and the reason."""
         self._store, self._key, self._sender, self._connect_s, self._push_s = store, key, sender, connect_s, push_s
         self._unreached = unreached
 
@@ -145,8 +144,8 @@ class Dialer:
 
 
 def connect(host: str, port: int, queue: str, key: bytes, sender: int, connect_s: float, push_s: float) -> Push:
-    """The connection of a sender to a queue of the mailbox server at host:port; OSError if nothing listens there, or
-    with what the mailbox server says if it takes nothing from this sender."""
+    """Connect a sender to a queue of the mailbox server at host:port. OSError if nothing listens there, or, with the
+    mailbox server's reason, if it refuses this sender."""
     return _push_to(_open(host, port, queue, key, sender, connect_s, push_s))
 
 
@@ -179,26 +178,26 @@ def _open(host: str, port: int, queue: str, key: bytes, sender: int, connect_s: 
     return connection
 
 
-# -- the receiving thread; it holds no reference to the mailbox server -----------------------------------------------
+# -- the receiving thread, which holds no reference to the mailbox server --------------------------------------------
 
 
 class _Sender:
     """One connection to the mailbox server."""
 
     def __init__(self, connection: socket.socket, key: bytes, taken: set[tuple[int, str]]):
-        """taken: (sender, queue) of all connections so far. OSError if the connection has ended."""
+        """taken: (sender, queue) of all connections until now. OSError if the connection has ended."""
         self.connection, self._key, self._drawn = connection, key, secrets.token_bytes(DRAWN_BYTES)
         self._taken, self._number = taken, 0
-        self._queue: Arrivals | None = None  # until it is known who sends to which
+        self._queue: Arrivals | None = None  # until the sender has named itself and its queue
         self._arrived = bytearray()
         connection.setblocking(False)
-        connection.send(self._drawn)  # the first bytes of a connection find room
+        connection.send(self._drawn)  # does not block: the send buffer is empty
 
     def take(self, queues: Mapping[str, Arrivals]) -> bool:
-        """Pass on what has arrived; whether a whole entry has. OSError if the connection has ended or is to end."""
+        """Put complete entries into the queue; return whether there were any. OSError if the connection is to end."""
         received = self.connection.recv(RECEIVE_BYTES)
         if not received:
-            if state_of(self.connection) != CLOSE_WAIT:  # ended on this side, by DeadHostWatch
+            if state_of(self.connection) != CLOSE_WAIT:  # DeadHostWatch has ended it on this side
                 raise TimeoutError
             raise ConnectionResetError("its connection has ended")
         self._arrived += received
@@ -212,7 +211,7 @@ class _Sender:
         return passed_on
 
     def end(self, error: OSError) -> bool:
-        """Close the connection and tell the queue's reader; whether it has one."""
+        """Close the connection and notify the queue's reader; return whether there is a reader."""
         self.connection.close()
         if self._queue is not None:
             gone = isinstance(error, TimeoutError)
@@ -221,7 +220,7 @@ class _Sender:
         return self._queue is not None
 
     def _next(self) -> bytes | None:
-        """The first entry, if it has arrived as a whole."""
+        """The first entry, if all of it has arrived."""
         if len(self._arrived) < _LENGTH.size:
             return None
         length = _LENGTH.unpack_from(self._arrived)[0]
@@ -259,7 +258,7 @@ def _receive(
     queues: Mapping[str, Arrivals],
     wakeup: threading.Event,
 ) -> None:
-    """Until the server is shut down. A process that could no longer hear ends."""
+    """Receive until the server is shut down. An error ends the process, which could not receive any more."""
     taken: set[tuple[int, str]] = set()
     try:
         with selector, server:
@@ -269,7 +268,7 @@ def _receive(
             for sender in list(selector.get_map().values()):
                 sender.fileobj.close()  # type: ignore[union-attr]
     except BaseException:
-        with contextlib.suppress(OSError):  # without a reader
+        with contextlib.suppress(OSError):  # the log may have no reader
             logger.critical("nothing more can be received", exc_info=True)
         os._exit(ExitCode.STORE_LOST)
 
@@ -282,7 +281,7 @@ def _receive_once(
     queues: Mapping[str, Arrivals],
     wakeup: threading.Event,
 ) -> bool:
-    """Whether to go on."""
+    """Handle all ready connections once; False if the server was shut down."""
     for ready, _ in selector.select():
         if ready.fileobj is server:
             if not _accept(server, selector, key, taken):
@@ -301,14 +300,14 @@ def _receive_once(
 
 
 def _accept(server: socket.socket, selector: selectors.BaseSelector, key: bytes, taken: set[tuple[int, str]]) -> bool:
-    """Take a connection; False if the server was shut down."""
+    """Accept a connection; False if the server was shut down."""
     try:
         connection, _ = server.accept()
     except OSError as error:
         if error.errno == errno.EINVAL:
             return False
         if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-            time.sleep(RETRY_S)  # the connection waits
+            time.sleep(RETRY_S)  # the connection stays in the backlog
         return True
     try:
         selector.register(connection, selectors.EVENT_READ, _Sender(connection, key, taken))

@@ -1,4 +1,4 @@
-"""All messages of the control plane, typed. Anything else is refused.
+"""All messages of the control plane, typed; a rank refuses anything else.
 
 Commands go from the controller to one rank's inbox and are executed in order; events go to the controller's inbox. A
 command with an answer gets exactly one `Done` or `Failed`. Messages never carry tokens, log-probs or weights.
@@ -22,8 +22,8 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, tag=True, array_like=T
 
 
 class BuildRole(Message):
-    """Build the engine or pool of a role. `ranks` share the engine's default group, made from epoch `epoch`. services:
-    role -> addresses of its ranks, of the roles that serve requests and were built before."""
+    """Build a role's engine or pool. `ranks` share the engine's default group of epoch `epoch`. services: role ->
+    addresses of its ranks, for each role that serves requests and is already built."""
 
     role: str
     ranks: list[int]
@@ -32,8 +32,8 @@ class BuildRole(Message):
 
 
 class BuildGroup(Message):
-    """All of `ranks` join the explicit group `name`. replica: its number, if the group brings weights to it, which go
-    from GPU to GPU if every rank has its own GPU."""
+    """All of `ranks` join the explicit group `name`. replica: number of the replica to which the group sends weights,
+    if it does, from GPU to GPU if every rank has its own GPU."""
 
     name: str
     ranks: list[int]
@@ -42,7 +42,7 @@ class BuildGroup(Message):
 
 
 class Ask(Message):
-    """Question of a pipeline to a role (hpcrl.workers.role.Answers)."""
+    """A pipeline's question to a role (hpcrl.workers.role.Answers)."""
 
     role: str
     question: str
@@ -57,7 +57,7 @@ class Shutdown(Message):
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
-    """Sampling parameters of one admission."""
+    """Sampling parameters of an Admit command."""
 
     max_new_tokens: int
     temperature: float
@@ -84,7 +84,7 @@ class PromptPayload(msgspec.Struct, frozen=True, array_like=True):
 
 class Admit(Message):
     """Start samples (id, seed) of these prompts. A held sample continues with its next turn; a new sample with an
-    environment first gets its prompt there."""
+    environment first gets its prompt from the environment."""
 
     prompts: list[PromptPayload]
     samples: list[tuple[int, int]]
@@ -95,8 +95,8 @@ class DecodeChunk(Message):
     """Decode `num_tokens` iterations. The first rank of a replica answers with DecodeChunkDone, its other ranks with
     Done.
 
-    receivers, envs: the living reward and env ranks, to which finished samples and turns go by receiver_of()
-    (hpcrl.rollout.types).
+    receivers, envs: the living reward and env ranks; hpcrl.rollout.types.receiver_of() chooses the rank that gets a
+    finished sample or turn.
     """
 
     num_tokens: int
@@ -105,13 +105,13 @@ class DecodeChunk(Message):
 
 
 class AbortSamples(Message):
-    """Stop these samples and drop their state; answered as DecodeChunk."""
+    """Stop these samples and drop their state; answered like DecodeChunk."""
 
     samples: list[int]
 
 
 class Rescore(Message):
-    """Send held, finished samples to a scorer, after the loss of their first scorer or the end of their episode."""
+    """Send held, finished samples to a scorer, when their first scorer is lost or their episode has ended."""
 
     samples: list[int]
     receivers: list[int]
@@ -124,13 +124,13 @@ class ScoreGroup(Message):
 
 
 class DropAwaiting(Message):
-    """Drop samples that await siblings on this reward rank."""
+    """Drop samples that wait for other group members on this reward rank."""
 
     samples: list[int]
 
 
 class EndEpisodes(Message):
-    """End the episodes of samples of this generator rank, which is lost."""
+    """End the episodes whose samples this lost generator rank held."""
 
     generator: int
 
@@ -142,14 +142,14 @@ class DropSamples(Message):
 
 
 class SavePending(Message):
-    """Write held samples into the folder of a checkpoint; answer with the file."""
+    """Write held samples into a checkpoint's folder; answer with the file."""
 
     folder: str
     samples: list[int]
 
 
 class LoadPending(Message):
-    """Hold these samples of a checkpoint; `files`: all files of held samples in it."""
+    """Load these samples from a checkpoint, as held samples; `files`: all of its files with held samples."""
 
     folder: str
     files: list[str]
@@ -157,15 +157,15 @@ class LoadPending(Message):
 
 
 class ReadTexts(Message):
-    """Answer with the text of held samples. whole: with all their messages as JSON instead, from the prompt on."""
+    """Answer with the text of held samples; if `whole`, with all messages from the prompt on, as JSON."""
 
     samples: list[int]
     whole: bool = False
 
 
 class ReadLastObservation(Message):
-    """Answer with what the environment showed after the last turn of validation samples, messages as JSON; an empty
-    text for samples of other ranks."""
+    """Answer with the environment's observation after the last turn of validation samples, as JSON messages; an empty
+    text for each sample that another rank holds."""
 
     samples: list[int]
 
@@ -174,8 +174,8 @@ class ReadLastObservation(Message):
 
 
 class Move(msgspec.Struct, frozen=True, array_like=True):
-    """Samples that go from rank `source` to rank `dest`, in this order; lengths in tokens. text_bytes: sizes of their
-    messages, empty if the messages stay."""
+    """Samples sent from rank `source` to rank `dest`, in this order; lengths in tokens. text_bytes: sizes of their
+    messages, empty if the messages are not sent."""
 
     source: int
     dest: int
@@ -185,10 +185,10 @@ class Move(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TransferRollouts(Message):
-    """Carry out the moves that touch this rank, with these of the generator's `fields` (hpcrl.spec.trajectory).
+    """Carry out the moves from or to this rank, with the generator's `fields` listed here (hpcrl.spec.trajectory).
 
-    scored: bytes of the scorer's fields for the samples that this rank gets, in order; fields of turns and tokens with
-    counts (hpcrl.comm.transfer). After the last command of a transfer, marked `forms`, every destination forms batch
+    scored: bytes of the scorer's fields for the samples that this rank receives, in order; fields of turns and tokens
+    have counts (hpcrl.comm.transfer). After a transfer's last command, marked `forms`, every destination forms batch
     `batch`, even if it received nothing.
     """
 
@@ -201,7 +201,7 @@ class TransferRollouts(Message):
 
 
 class LoadRows(Message):
-    """Form batch `batch` from rows of the supervised training data: sequence n is one of row n // per_row
+    """Form batch `batch` from the supervised training data: sequence n belongs to row n // per_row
     (hpcrl.data.answers)."""
 
     batch: int
@@ -218,8 +218,8 @@ class LoadRollouts(Message):
 
 
 class Logprobs(Message):
-    """Fill `into` of the batch with the log-probs (old_logprobs, ref_logprobs) or entropies (old_entropies) of `role`'s
-    policy."""
+    """Fill the batch's field `into` with log-probs (old_logprobs, ref_logprobs) or entropies (old_entropies) of
+    `role`'s policy."""
 
     batch: int
     role: str
@@ -228,14 +228,14 @@ class Logprobs(Message):
 
 
 class Values(Message):
-    """Fill `values` of the batch with those of the critic."""
+    """Fill the batch's field `values` with the critic's values."""
 
     batch: int
     micro_batches: list[list[int]]
 
 
 class SendTokens(Message):
-    """Send one token field of a batch to the ranks of the role `dest`, by the moves that touch this rank."""
+    """Send one token field of a batch to the ranks of the role `dest`, by the moves from or to this rank."""
 
     batch: int
     group: str
@@ -245,15 +245,15 @@ class SendTokens(Message):
 
 
 class SetSampleWeights(Message):
-    """Give these samples of the batch on a critic's own rank this weight in the loss, and all others 1."""
+    """Set weights in the loss for a batch on a critic's own rank; samples not listed get 1."""
 
     batch: int
     weights: list[tuple[int, float]]
 
 
 class Advantages(Message):
-    """Fill advantages and returns of the batch; the trainers exchange all rewards. Answered with the weights other than
-    1. numbers: the algorithm's adaptive coefficients for this step; domains: name -> its prompts."""
+    """Fill the batch's advantages and returns; the trainers exchange all rewards. Answered with the weights other than
+    1. coefficients: the algorithm's adaptive coefficients for this step; domains: name -> its prompts."""
 
     batch: int
     coefficients: dict[str, float] = {}
@@ -261,8 +261,8 @@ class Advantages(Message):
 
 
 class TrainStep(Message):
-    """One optimizer step on these rows of the batch; tokens and sequences are the global norms of the loss. numbers:
-    the algorithm's adaptive coefficients for this step."""
+    """One optimizer step on these rows of the batch; tokens and sequences are the loss's global normalizers.
+    coefficients: the algorithm's adaptive coefficients for this step."""
 
     batch: int
     micro_batches: list[list[int]]
@@ -272,7 +272,7 @@ class TrainStep(Message):
 
 
 class TrainCritic(Message):
-    """TrainStep of the critic, which learns the batch's returns."""
+    """TrainStep of the critic, which is trained on the batch's returns."""
 
     batch: int
     micro_batches: list[list[int]]
@@ -281,7 +281,7 @@ class TrainCritic(Message):
 
 
 class BroadcastBatch(Message):
-    """Send the batch, or this token field of it, from the head of a data-parallel rank to its other ranks."""
+    """Broadcast the batch, or only its token field `field`, from a data-parallel rank's leader to its other ranks."""
 
     batch: int
     role: str
@@ -289,7 +289,7 @@ class BroadcastBatch(Message):
 
 
 class DropBatch(Message):
-    """Forget the batch."""
+    """Drop the batch."""
 
     batch: int
 
@@ -306,30 +306,29 @@ class WriteRollouts(Message):
 
 
 class UpdateWeights(Message):
-    """Load the trainers' weights as this version into these replicas, numbers of RoleLayout.replicas. Collective over
-    the trainer ranks and the replicas."""
+    """Load the trainers' weights as this version into these replicas (indices into RoleLayout.replicas). Collective
+    over the trainer ranks and the replicas."""
 
     version: int
     replicas: list[int]
 
 
 class SaveState(Message):
-    """Start to write this rank's part of the checkpoint: a copy while later commands run, or the state itself, which
-    no command may change before FinishSave has the files."""
+    """Start to write this rank's part of the checkpoint: a copy, while later commands run, or the state itself, which
+    no command may change before FinishSave returns the files."""
 
     folder: str
     copy: bool = True
 
 
 class FinishSave(Message):
-    """Answer with the files of SaveState and time/save_write once the files are on disk, or with the progress after
-    wait_s."""
+    """Answer with SaveState's files and time/save_write once they are on disk, or with the progress after wait_s."""
 
     wait_s: float
 
 
 class CheckFiles(Message):
-    """Start to verify files of a checkpoint, given as in Done.files; an earlier check is stopped."""
+    """Start to verify a checkpoint's files, given as in Done.files; stops an earlier check."""
 
     folder: str
     files: list[tuple[str, int, str]]
@@ -342,13 +341,13 @@ class FinishCheck(Message):
 
 
 class LoadState(Message):
-    """Restore this rank's part."""
+    """Restore this rank's part of the checkpoint."""
 
     folder: str
 
 
 class LoadReference(Message):
-    """Make the model of this folder the reference."""
+    """Make the model in this folder the reference."""
 
     folder: str
 
@@ -415,18 +414,22 @@ ONE_WAY = (Admit, Rescore, ScoreGroup, DropAwaiting, EndEpisodes, DropSamples, D
 
 
 class Joined(Message):
-    """A rank is in the world and reads its inbox."""
+    """A rank has joined the world and reads its inbox."""
 
     host: str
     pid: int
 
 
 class Done(Message):
-    """The command `seq` was executed. stats: name -> (sum, count, min, max); files: (path, bytes, hash).
+    """The command `seq` was executed.
 
-    progress: the current file and the total bytes done, if the work is unfinished. unreached: ranks that did not send
-    or take their part, and without which the run may continue. weights: (sample, weight in the loss) if not 1. address:
-    where the role that was built serves requests.
+    Args:
+        stats: Name -> (sum, count, min, max).
+        files: (path, bytes, hash) of each file.
+        progress: The current file and the total bytes done, if the work is unfinished.
+        unreached: Ranks that did not send or receive their part, and without which the run may continue.
+        weights: (sample, weight in the loss), if not 1.
+        address: Where the newly built role serves requests.
     """
 
     seq: int
@@ -442,9 +445,9 @@ class Done(Message):
 class Failed(Message):
     """The command `seq` raised; seq 0: a role raised in work outside a command.
 
-    kind: "input" for ValueError and OSError, "storage" for a full or failing file system, "numbers" for values of the
-    model that are not finite, "peer" for a broken connection to another rank (a consequence, not a cause), "control"
-    for messages to this rank that were lost, reordered or read by another process; else empty.
+    kind: "input" for ValueError and OSError, "storage" for a full or failing file system, "numbers" for non-finite
+    values of the model, "peer" for a broken connection to another rank (a consequence, not a cause), "control" for
+    messages to this rank that were lost, reordered or read by another process; else empty.
     """
 
     seq: int
@@ -454,7 +457,7 @@ class Failed(Message):
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True):
-    """A finished response: tokens with the prompt, tokens of the model, reason, bytes of its messages."""
+    """A finished response: tokens including the prompt, the model's tokens, finish reason, bytes of its messages."""
 
     sample: int
     total_tokens: int
@@ -474,8 +477,8 @@ class DecodeChunkDone(Message):
 
 
 class ScoredSample(msgspec.Struct, frozen=True, array_like=True):
-    """Reward and score; `error`: why there is none. turn_rewards: rewards of the turns, which add up to the reward;
-    empty: the last turn has all of it. token_rewards: rewards of tokens within these, as bytes of
+    """Reward and score; `error`: why there is none. turn_rewards: rewards per turn, which add up to the reward; empty:
+    the last turn gets the whole reward. token_rewards: parts of the turn rewards that belong to tokens, as bytes of
     hpcrl.rollout.types.TOKEN_REWARD."""
 
     sample: int
@@ -494,16 +497,16 @@ class Scored(Message):
 
 
 class AwaitGroup(Message):
-    """Samples that reached a reward rank whose reward scores groups."""
+    """Samples that reached a reward rank with a group reward."""
 
     samples: list[int]
 
 
 class Observed(Message):
-    """An environment answered the turn of a sample; the tokens went to its generator rank.
+    """An environment answered a sample's turn; the tokens went to its generator rank.
 
-    `ended`: the episode is over, reward and score in `result`; add_reward: a reward rank scores it too. failed: the
-    environment raised or did not answer.
+    `ended`: the episode is over, with reward and score in `result`; add_reward: a reward rank scores it too. failed:
+    the environment raised or did not answer.
     """
 
     sample: int
@@ -524,12 +527,12 @@ class Lost(Message):
 Event = Joined | Done | Failed | DecodeChunkDone | Scored | AwaitGroup | Observed | Lost
 
 
-# -- mailbox: rank to rank, finished text and turns ---------------------------------------------------------------
+# -- mailbox items: finished text and turns, from rank to rank ----------------------------------------------------
 
 
 class Response(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
-    """A finished response on its way to a reward rank; `meta` is the prompt's JSON, token_ids (int32) the last turn.
-    earlier: text and token ids of the model's turns before it."""
+    """A finished response, sent to a reward rank; `meta` is the prompt's JSON, token_ids (int32) the last turn.
+    earlier: text and token ids of the model's earlier turns."""
 
     sample: int
     domain: str
@@ -541,11 +544,15 @@ class Response(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_un
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
-    """Request to the environment of a sample: answer a turn of the model or, with `begins`, start the episode.
+    """Request to a sample's environment: answer the model's turn or, with `begins`, start the episode.
 
-    meta: the prompt's JSON. reply_to: the generator rank. last_token: of the turn. room: maximum tokens of the
-    observation, so that another turn fits. written: tokens of all turns until now. marked: the text with its special
-    tokens except the last token, if it has others. Reason "abort": the sample was dropped, no answer is needed.
+    Args:
+        meta: The prompt's JSON.
+        reason: Why the turn ended; "abort": the sample was dropped, no answer is needed.
+        reply_to: The generator rank.
+        room: Maximum tokens of the observation, which leaves space for another turn.
+        written: Tokens of all turns until now.
+        marked: The text with its special tokens, if it has any before the last token.
     """
 
     sample: int
@@ -562,8 +569,8 @@ class Turn(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknow
 
 
 class EnvObservation(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
-    """An observation on its way to all ranks of the replica that holds the sample: int32 token ids, and messages in
-    chat form as JSON. The first one is the whole prompt; without tokens the row's own prompt stays."""
+    """An observation, sent to all ranks of the replica that holds the sample: int32 token ids, and chat messages as
+    JSON. The first one is the whole prompt; if it has no tokens, the row's own prompt is used."""
 
     sample: int
     token_ids: bytes

@@ -1,4 +1,4 @@
-"""The address of this node for other nodes, used by everything that listens: stores, mailbox servers, gloo."""
+"""This node's address for other nodes, used by everything that listens: stores, mailbox servers, gloo."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import psutil
 
 GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 ELSEWHERE = ("192.0.2.1", 9)
-"""An address reserved for documents (RFC 5737): connecting a UDP socket to it sends nothing, but tells from which
-address of this node traffic to other networks leaves."""
+"""An address reserved for documentation (RFC 5737): connecting a UDP socket to it sends nothing, but shows which of
+this node's addresses is the source of traffic to other networks."""
 
 CONNECT_S = 10.0
 
@@ -24,7 +24,7 @@ class NoInterfaceError(ValueError):
 
 
 class Network(NamedTuple):
-    """An interface of this node and its address for other nodes."""
+    """One of this node's interfaces and its address for other nodes."""
 
     interface: str
     address: str
@@ -49,8 +49,8 @@ def interfaces() -> dict[str, list[str]]:
 
 
 def own_network(wanted: str | None) -> Network:
-    """The interface `wanted` (the first of several with commas between), else the one that GLOO_SOCKET_IFNAME names,
-    else that of this node's own address.
+    """The interface `wanted` (the first of a comma-separated list), else the interface that GLOO_SOCKET_IFNAME names,
+    else the interface with this node's own address.
 
     NoInterfaceError if a named interface does not exist, is down or has no address.
     """
@@ -66,8 +66,8 @@ def own_network(wanted: str | None) -> Network:
 
 
 def choose(found: Mapping[str, Sequence[str]], resolved: Sequence[str], routed: str | None) -> Network:
-    """The interface of the host name's address, if other hosts can reach it. On many systems the host name resolves to
-    127.0.1.1: then the interface with the address `routed`, else any that is not loopback."""
+    """The interface with the host name's address, if other hosts can reach it. On many systems the host name resolves
+    to 127.0.1.1: then the interface with the address `routed`, else any that is not loopback."""
     at = {address: name for name, addresses in found.items() for address in addresses}
     there = [address for address in (*resolved, routed, *at) if address in at]
     reachable = [address for address in there if not ipaddress.ip_address(address).is_loopback]
@@ -81,9 +81,8 @@ def is_loopback(address: str) -> bool:
 
 
 def use(network: Network, wanted: str | None) -> None:
-    """Make torch's own gloo groups use this interface; NCCL too if the configuration names one. Call it before the
-    first group is made. NCCL takes names without a leading = (once, before the list) for beginnings: ib0 also for
-    ib01."""
+    """Make torch's own gloo groups use this interface, and NCCL too if the configuration names one. Call it before the
+    first group is made. One = before the list makes NCCL match whole names, not prefixes (ib0 would match ib01)."""
     os.environ[GLOO_INTERFACE] = wanted or os.environ.get(GLOO_INTERFACE) or network.interface
     if wanted:
         os.environ.setdefault(NCCL_INTERFACE, f"={wanted}")
@@ -96,7 +95,7 @@ def listen(address: str) -> socket.socket:
 
 
 def unreachable(address: str, port: int) -> str:
-    """The address and the reason why a connection to it fails; empty if it succeeds."""
+    """The address and why a connection to it fails; empty if it succeeds."""
     try:
         socket.create_connection((address, port), timeout=CONNECT_S).close()
     except OSError as error:

@@ -1,6 +1,6 @@
-"""Without an agent (torchrun, MPI, a Slurm task for each rank) the ranks of a node watch each other and their launcher.
+"""Without an agent (torchrun, MPI, one Slurm task per rank), a node's ranks watch each other and their launcher.
 
-Nothing else would notice that a signal has stopped one of them: its connections stay, and its kernel answers. Nor would
+Nothing else would notice a rank stopped by a signal: its connections stay open, and its kernel answers. Nor would
 anything end the ranks whose launcher was killed.
 """
 
@@ -23,15 +23,15 @@ from hpcrl.system.clock import AwakeClock
 
 logger = logging.getLogger(__name__)
 
-LOOKS = 8  # in the time that a rank may be stopped
+LOOKS = 8  # polls in the time that a rank may be stopped
 
 
 class NodePeerWatch:
-    """Kills the next living rank of this node, and tells the controller, when a signal has stopped it for stopped_s.
-    Ends this process when its launcher has ended."""
+    """Kills this node's next living rank, and notifies the controller, when a signal has stopped that rank for
+    stopped_s. Ends this process when its launcher has ended."""
 
     def __init__(self, world: World, stopped_s: float, start_s: float):
-        """Every rank makes one; start_s: until the last one has."""
+        """Every rank creates one. start_s: timeout until all ranks have."""
         world.store.set(_key(world.rank), f"{os.getpid()} {born(os.getpid())} {world.host}")
         self._world, self._stopped_s, self._start_s, self._parent = world, stopped_s, start_s, os.getppid()
         threading.Thread(target=self._watch, name="sibling watch", daemon=True).start()
@@ -39,12 +39,12 @@ class NodePeerWatch:
     def _watch(self) -> None:
         try:
             others = self._others()
-        except RuntimeError:  # the store is gone, which ends this process
+        except RuntimeError:  # the store is gone; StoreWatch ends this process
             return
         clock, pause, runs_s, watched = AwakeClock(self._stopped_s), threading.Event(), 0.0, 0
         while not pause.wait(self._stopped_s / LOOKS):
             if os.getppid() != self._parent:
-                with contextlib.suppress(OSError):  # the launcher may have read it
+                with contextlib.suppress(OSError):  # the launcher may have read the log
                     logger.error("the launcher of this rank has ended")
                 os.kill(os.getpid(), signal.SIGKILL)
             seen = ((rank, pid, state(pid, began)) for rank, pid, began in others)
@@ -62,10 +62,9 @@ class NodePeerWatch:
             self._world.sender.send(CONTROLLER_QUEUE, Lost(rank, cause, silent=True))
 
     def _others(self) -> Sequence[tuple[int, int, str]]:
-        """(rank, process, when it began) of the other ranks of this node, from the next one on, the first after the
-        last."""
+        """(rank, process id, start time) of this node's other ranks, starting after this one, in cyclic order."""
         own: Any = self._world.store  # torch's stubs lack clone()
-        store = own.clone()  # a client that waits is locked
+        store = own.clone()  # a waiting client is locked
         store.set_timeout(timedelta(seconds=self._start_s))
         told = [text.decode().split(maxsplit=2) for text in store.multi_get([_key(r) for r in range(self._world.size)])]
         here = [(rank, int(pid), began) for rank, (pid, began, host) in enumerate(told) if host == self._world.host]

@@ -1,7 +1,7 @@
-"""Sending without waiting for the reader.
+"""Send without waiting for the reader.
 
-Rank 0 talks to every rank. If it waited while one rank takes nothing (stopped, busy in native code, on a host that has
-vanished), all ranks would wait.
+Rank 0 sends to every rank. If it waited for one rank that accepts nothing (stopped, busy in native code, on a host that
+has vanished), all ranks would wait.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ MAX_UNSENT_BYTES = 256 << 20
 
 
 class NonBlockingSender:
-    """Sends over a connection what it has room for. A thread makes the connection, and sends the rest in order."""
+    """Sends as much as the connection's buffer accepts. A thread opens the connection and sends the rest in order."""
 
     def __init__(self, connect: Callable[[], socket.socket], push_s: float, failed: Callable[[OSError], None]):
-        """push_s: how long the reader may take nothing. failed: called once, in the thread, when nothing can be sent
-        any more."""
+        """push_s: how long the reader may accept nothing. failed: called once, in the thread, when sending fails."""
         self._connect, self._push_s, self._failed = connect, push_s, failed
         self._connection: socket.socket | None = None
         self._lock = threading.Lock()
@@ -28,7 +27,7 @@ class NonBlockingSender:
         self._error: OSError | None = None
 
     def send(self, data: bytes) -> None:
-        """Returns at once. OSError after a failure, or if more than MAX_UNSENT_BYTES would be unsent."""
+        """Return immediately. OSError after a failure, or if more than MAX_UNSENT_BYTES would be unsent."""
         with self._lock:
             if self._error is not None:
                 raise self._error
@@ -72,7 +71,7 @@ class NonBlockingSender:
 
 
 def _send_some(connection: socket.socket, data: memoryview) -> memoryview:
-    """What is left of it."""
+    """Send without blocking; return the unsent rest."""
     try:
         return data[connection.send(data) :]
     except BlockingIOError:

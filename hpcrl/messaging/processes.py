@@ -1,22 +1,21 @@
-"""What the kernel says of a rank's process."""
+"""A rank's process, as the kernel reports it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Literal
 
-STATE, BORN = 0, 19  # places in /proc/PID/stat after the name, which may have any bytes
+STATE, BORN = 0, 19  # fields of /proc/PID/stat after the name, which may contain any bytes
 
 
 def born(pid: int) -> str:
-    """When a process began, in ticks since the start of its host; empty if it has ended. With its number it names a
-    process."""
+    """A process's start time in ticks since boot, which with its id identifies it; empty if it has ended."""
     return _stat(pid)[BORN]
 
 
 def state(pid: int, began: str = "") -> Literal["gone", "stopped", "runs"]:
-    """Of a process that began then, if that is given. gone: it has ended. stopped: by a signal; a debugger's stop is
-    another state."""
+    """A process's state. began: its start time, if known. gone: it has ended. stopped: by a signal; a process that a
+    debugger stopped counts as running."""
     words = _stat(pid)
     if words[STATE] in "ZX" or (began and words[BORN] != began):
         return "gone"
@@ -24,8 +23,7 @@ def state(pid: int, began: str = "") -> Literal["gone", "stopped", "runs"]:
 
 
 def rank_name(rank: int) -> str:
-    """The name of a rank's process in ps and top. Slurm's proctrack/linuxproc takes what follows a blank for something
-    else."""
+    """The name of a rank's process in ps and top, without blanks, which Slurm's proctrack/linuxproc misreads."""
     return f"hpcrl-rank-{rank}"
 
 

@@ -4,8 +4,8 @@ A message is an entry of a queue (hpcrl.messaging.mailbox_server): HMAC-SHA256 o
 msgpack of (sender, seq, body). The per-job key is never sent. This gives integrity and order, not secrecy.
 
 Per queue and sender, the sequence number rises by one with each message. Forged (wrong MAC), replayed (old number) and
-malformed messages are refused and named in `Inbox.refused` and on stderr. After a gap nothing more of this sender is
-taken, and the reader learns that its messages have ended.
+malformed messages are refused and named in `Inbox.refused` and on stderr. After a gap, nothing more from this sender is
+accepted, and the reader is notified that its messages have ended.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class StoreLost(ControlError):
 
 
 class ReaderLost(ControlError):
-    """The reader of a queue does not take its messages: its process ended or the network failed. seq: the number of the
+    """A queue's reader does not accept messages: its process ended or the network failed. seq: the number of the
     message that was not sent."""
 
     def __init__(self, message: str, seq: int):
@@ -67,7 +67,7 @@ def connect(host: str, port: int, timeout_s: float) -> TCPStore:
 
 
 def serve(address: str, timeout_s: float) -> TCPStore:
-    """A new store on a free port of this process, with a client to it. It listens on `address` only."""
+    """A new store on a free port of this process, with a client; it listens on `address` only."""
     listener = network.listen(address)
     port, descriptor = listener.getsockname()[1], listener.detach()
     return TCPStore(
@@ -81,14 +81,14 @@ def serve(address: str, timeout_s: float) -> TCPStore:
 
 
 def sign(key: bytes, name: str, frame: bytes) -> bytes:
-    """The entry of queue `name` for a frame."""
+    """A frame's signed entry for queue `name`."""
     return mac(key, name.encode() + b"\0" + frame) + frame
 
 
 @dataclass
 class _Line:
-    """To one queue. push: None until the first message. seq: of the last message. lost: why the queue has no reader any
-    more."""
+    """State of sending to one queue. push: None until the first message. seq: number of the last message. lost: why the
+    queue no longer has a reader."""
 
     push: Push | None = None
     seq: int = 0
@@ -106,9 +106,9 @@ class Sender:
         self._encoder = msgspec.msgpack.Encoder()
 
     def send(self, name: str, message: Any) -> int:
-        """Send `message` to queue `name`; returns its number, counted from 1 per queue.
+        """Send `message` to queue `name`; return its number, counted from 1 per queue.
 
-        ValueError with the size above 64 MiB; ReaderLost if nobody takes it, and then at once on every later call.
+        ValueError with the size above 64 MiB; ReaderLost if its reader is gone, and then immediately on later calls.
         """
         body = self._encoder.encode(message)
         if len(body) > MAX_MESSAGE_BYTES:
@@ -116,7 +116,7 @@ class Sender:
                 f"{type(message).__name__} to {name} has {len(body)} bytes, over the limit of {MAX_MESSAGE_BYTES}: "
                 "store large data in files and send their paths"
             )
-        line = self._lines.get(name) or self._lines.setdefault(name, _Line())  # one for all threads
+        line = self._lines.get(name) or self._lines.setdefault(name, _Line())  # all threads share it
         with line.lock:
             line.seq += 1
             if not line.lost:
@@ -136,7 +136,7 @@ class Inbox:
     """The only reader of a queue."""
 
     def __init__(self, arrivals: Arrivals, name: str, key: bytes, types: Any):
-        """arrivals: of the queue `name` (hpcrl.messaging.mailbox_server.MailboxServer.queue)."""
+        """arrivals: entries of the queue `name` (hpcrl.messaging.mailbox_server.MailboxServer.queue)."""
         self.name, self._key, self._arrivals = name, key, arrivals
         self.refused: list[str] = []
         self.num_refused = 0
@@ -169,8 +169,8 @@ class Inbox:
                 return None
 
     def take_ended(self) -> list[SenderEnded]:
-        """The senders of which nothing more comes, since the last call; those that closed their connection after their
-        last message are among them."""
+        """The senders whose messages have ended since the last call, including senders that closed their connection
+        after their last message."""
         ended, self._ended = self._ended, []
         return ended
 

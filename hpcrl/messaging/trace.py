@@ -1,7 +1,7 @@
-"""The current activity of a rank, readable by its node agent even if the rank is stuck or dead.
+"""A rank's current activity, readable by its node agent even if the rank is stuck or dead.
 
-Each rank maps a page of memory that its agent has made. The main thread records the command it executes, a daemon
-thread a heartbeat once a second. No file system is involved: a stalled one does not stop the heartbeat.
+Each rank maps a memory page that its agent has created. The main thread records the command it executes; a daemon
+thread records a heartbeat once a second. No file system is involved, so a stalled one does not stop the heartbeat.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _LAYOUT = struct.Struct("=ddq64s64s")  # beat, since, seq, activity, beside
 _BEAT, _SINCE, _SEQ, _ACTIVITY, _BESIDE = 0, 1, 2, slice(24, 88), slice(88, 152)  # numbers in units of eight bytes
 BEAT_EVERY_S = 1.0
 DESCRIPTOR = "HPCRL_TRACE"
-"""Environment variable of a rank that has an agent: the open file of the page."""
+"""Environment variable of a rank that has an agent: the page's file descriptor."""
 LEAVING = "leave"
-"""The activity of a rank that may end; the end of a process in any other activity means unfinished work."""
+"""The activity of a rank that may exit; a process that ends in any other activity has unfinished work."""
 
 
 class Activity(NamedTuple):
-    """Times of a rank's last heartbeat and of the start of its activity, on the host's monotonic clock; the activity's
-    number and name; beside: whose code another thread executes, empty if none does."""
+    """Times of a rank's last heartbeat and of its activity's start, on the host's monotonic clock; the activity's
+    number and name; beside: the configuration section whose code another thread executes, empty if none does."""
 
     beat: float
     since: float
@@ -35,7 +35,7 @@ class Activity(NamedTuple):
 
 
 def new_page() -> int:
-    """Open file of an empty page, inherited by the rank that writes to it."""
+    """File descriptor of an empty page, inherited by the rank that writes to it."""
     descriptor = os.memfd_create("hpcrl trace")
     os.truncate(descriptor, _LAYOUT.size)
     return descriptor
@@ -47,8 +47,8 @@ class Trace:
     def __init__(self, descriptor: int | None = None):
         self.doing = "start"
         self._map = mmap.mmap(-1 if descriptor is None else descriptor, _LAYOUT.size)
-        # A number is written in one store. struct.pack_into clears the bytes first, and an agent that reads them then
-        # would end the rank as silent since the host's boot.
+        # Each number is written in one memory store. struct.pack_into clears the bytes first, and an agent that reads
+        # the cleared bytes would end the rank as silent since the host's boot.
         self._floats, self._ints = memoryview(self._map).cast("d"), memoryview(self._map).cast("q")
         self.enter(self.doing)
         self._beat()
@@ -61,17 +61,17 @@ class Trace:
         return cls(int(descriptor) if descriptor is not None else None)
 
     def enter(self, activity: str, seq: int = 0) -> None:
-        """Record what the main thread does from now on."""
+        """Record the main thread's new activity."""
         self.doing = f"{activity} #{seq}" if seq else activity
         self._floats[_SINCE], self._ints[_SEQ] = time.monotonic(), seq
         self._map[_ACTIVITY] = activity.encode()[:64].ljust(64, b"\0")
 
     def beside(self, section: str) -> None:
-        """Record the section of the configuration whose code a thread executes from now on; empty: none does."""
+        """Record the configuration section whose code another thread executes from now on; empty: none does."""
         self._map[_BESIDE] = section.encode()[:64].ljust(64, b"\0")
 
     def report_progress(self) -> None:
-        """Record that the main thread makes progress in a long activity."""
+        """Record progress of the main thread in a long activity."""
         self._floats[_SINCE] = time.monotonic()
 
     def read(self) -> Activity | None:

@@ -1,7 +1,7 @@
 """Every rank exits when the control store is gone, whatever it does or waits for.
 
-A store call to a host that stopped answering does not return (torch 2.13), and a rank in a long command makes no calls.
-So one thread with its own store client polls the store, and another checks the answers.
+A store call to a host that no longer answers does not return (torch 2.13), and a rank in a long command makes no calls.
+So one thread polls the store with its own client, and another thread checks the answers.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from hpcrl.system.exit_codes import ExitCode
 
 logger = logging.getLogger(__name__)
 
-ROUNDS = 10  # questions in a deadline
+ROUNDS = 10  # polls per deadline
 
 
 class StoreWatch:
-    """Ends this process with ExitCode.STORE_LOST and a message when `store`, which nothing else may use, breaks
-    or is silent for deadline_s. `doing`: the rank's activity, for the message."""
+    """Ends this process with ExitCode.STORE_LOST and a message when `store`, which nothing else may use, breaks or does
+    not answer for deadline_s. `doing`: the rank's activity, for the message."""
 
     def __init__(self, store: TCPStore, doing: Callable[[], str], deadline_s: float):
         self._store, self._doing, self._deadline_s = store, doing, deadline_s
@@ -46,16 +46,16 @@ class StoreWatch:
             self._answers += 1
 
     def _judge(self) -> None:
-        # Counts its own rounds, not seconds: a process that was suspended, or blocked by native code that holds the
-        # interpreter lock, could not receive.
+        # Counts its own rounds, not seconds: a process could not receive while it was suspended, or while native code
+        # held the interpreter lock.
         heard, silent = 0, 0
         while not self._stopped.wait(self._deadline_s / ROUNDS):
             heard, silent = self._answers, silent + 1 if self._answers == heard else 0
-            if silent > ROUNDS - 2:  # a question may just have been asked, and a round takes a little longer
+            if silent > ROUNDS - 2:  # a poll may just have begun, and a round takes a little longer
                 self._end(f"has not answered for {self._deadline_s:g} s")
 
     def _end(self, what: str) -> None:
         if not self._stopped.is_set():
-            with contextlib.suppress(OSError):  # its reader may have ended, too
+            with contextlib.suppress(OSError):  # the log's reader may have ended, too
                 logger.error("the control store %s (while in %s)", what, self._doing())
             os._exit(ExitCode.STORE_LOST)

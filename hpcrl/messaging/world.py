@@ -1,7 +1,7 @@
 """The world: a store and a rank table, not one process group.
 
-Process groups are made by commands, over exactly the named ranks: an engine's default group, or an explicit group
-between roles.
+Commands create process groups over exactly the named ranks: an engine's default group, or an explicit group between
+roles.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from hpcrl.system.clock import UNCOUNTED
 
 CONTROLLER_QUEUE = "controller"
 LOST_KEY = "lost"
-"""Key of the store with the ranks that the controller has given up, separated by commas."""
+"""Store key for the ranks that the controller treats as lost, separated by commas."""
 PUSH_SHARE = 1 / 8
-"""Share of a command's time in which a rank must take a message from its full connection. A sender other than rank 0
-may meet several that do not, and meanwhile does nothing else."""
+"""Fraction of a command's time in which a rank must accept data on its full connection. A sender other than rank 0
+blocks meanwhile, and several ranks in turn may not accept its data."""
 PEER_SHARE = 0.8
-"""Share of a command's time that a rank waits for another rank; the rest is time to report that rank."""
+"""Fraction of a command's time that a rank waits for another rank; the rest is time to report that rank."""
 
 
 def rank_queue(rank: int) -> str:
@@ -50,9 +50,16 @@ def rank_queue(rank: int) -> str:
 
 @dataclass
 class World:
-    """A rank's view of the world. Rank 0 has the controller's inbox `events`, other ranks a `watch`. host: the node's
-    name; address: for connections from other ranks; mailbox_server: where all messages to this rank arrive; token: what
-    a request to a rank of the run must carry."""
+    """A rank's view of the world.
+
+    Args:
+        host: The node's name.
+        address: The node's address for connections from other ranks.
+        mailbox_server: Receives all messages to this rank.
+        events: The controller's inbox, only on rank 0.
+        watch: Only on ranks other than 0.
+        token: Authorizes requests to a rank of the run.
+    """
 
     rank: int
     size: int
@@ -73,7 +80,7 @@ class World:
     token: str = ""
 
     def leave(self) -> None:
-        """This process and the store may end from now on; call it before the last answer."""
+        """Prepare for the end of this process and the store; call it before the last answer."""
         self.trace.enter(LEAVING)
         if self.watch is not None:
             self.watch.stop()
@@ -82,10 +89,9 @@ class World:
 
     @cached_property
     def _rendezvous_store(self) -> dist.Store:
-        """The store in which the members of groups find each other. NCCL fetches the id of a communicator at the first
-        use of its group, and of every group that an engine makes inside its default group, with the timeout of the
-        store that it got; a later pipeline stage comes minutes after the first one. The connection is its own: a member
-        that waits holds it."""
+        """The store for the rendezvous of group members. NCCL fetches a communicator's id at its group's first use,
+        also for each group that an engine makes inside its default group, with this store's timeout; a later pipeline
+        stage comes minutes after the first. It has its own connection, which a waiting member occupies."""
         own: Any = self.store  # torch's stubs lack clone()
         store: dist.Store = own.clone()
         store.set_timeout(timedelta(seconds=self.timeout_s))
@@ -95,7 +101,7 @@ class World:
         """An explicit dist.ProcessGroupGloo between roles. Collective over `ranks`, in which this rank must be.
 
         Pairs connect at their first communication, so there is no full mesh. A higher epoch makes a new group.
-        of_engine: collectives may last as long as the controller allows the command, not counting pauses of the job.
+        of_engine: collectives are limited only by the controller's deadline for the command, without the job's pauses.
         """
         store = dist.PrefixStore(f"group/{name}/{epoch}", self._rendezvous_store)
         gloo: Any = dist.ProcessGroupGloo
@@ -105,11 +111,11 @@ class World:
         return gloo(store, list(ranks).index(self.rank), len(ranks), options)
 
     def weights_group(self, name: str, ranks: Sequence[int], epoch: int) -> Any:
-        """A group for large tensors: NCCL if each of `ranks` has its own GPU, else as `group`. Either survives the loss
-        of a member, with a RuntimeError. Collective over `ranks`.
+        """A group for large tensors: NCCL if each of `ranks` has its own GPU, else group(). Both survive the loss of a
+        member, with a RuntimeError. Collective over `ranks`.
 
-        NCCL makes the communicator and its connections later (hpcrl.comm.weight_transfer.connect), with the store's
-        timeout alone: if a rank dies before, the controller's deadline ends the attempt.
+        NCCL makes the communicator and its connections later (hpcrl.comm.weight_transfer.connect), with only the
+        store's timeout: if a rank dies before that, the controller's deadline ends the attempt.
         """
         store = dist.PrefixStore(f"gpus/{name}/{epoch}", self._rendezvous_store)
         own = str(torch.cuda.get_device_properties(0).uuid) if torch.cuda.is_available() else ""
@@ -122,20 +128,20 @@ class World:
         return AbortableGroup(nccl, name, ranks, PEER_SHARE * self.timeout_s, self.lost_ranks)
 
     def tell_lost(self, ranks: Collection[int]) -> None:
-        """Tell every rank that waits in an AbortableGroup which ranks are given up; called by the controller."""
+        """Publish the lost ranks to every rank that waits in an AbortableGroup; called by the controller."""
         self.store.set(LOST_KEY, ",".join(map(str, sorted(ranks))))
 
     def lost_ranks(self) -> set[int]:
-        """The ranks of the last tell_lost()."""
+        """The ranks that the last tell_lost() published."""
         return set(map(int, self.store.get(LOST_KEY).split(b","))) if self.store.check([LOST_KEY]) else set()
 
     def default_group(self, name: str, ranks: Sequence[int], epoch: int) -> None:
         """Make the process's default group over `ranks` for an engine. Collective over them."""
         if dist.is_initialized():
             raise RuntimeError(f"rank {self.rank} has a default group already; {name} cannot have another")
-        # Those of the groups that engines make beside it.
+        # The timeouts of further groups that engines make.
         distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = UNCOUNTED
-        # NCCL's monitor may take a suspended process for a stuck one. The agent and the controller watch over ranks.
+        # NCCL's monitor may treat a suspended process as stuck. The agent and the controller monitor ranks.
         os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
@@ -156,14 +162,19 @@ def join(
     command_s: float,
     interface: str | None = None,
 ) -> World:
-    """Join the world of `size` ranks of the attempt in `folder`. Called by every rank; waits for rank 0's store.
+    """Join the attempt's world of `size` ranks. Called by every rank; waits for rank 0's store.
 
-    `interface`: on which a world of several nodes listens and connects; None: see network.own_network. StoreLost or
-    TimeoutError if rank 0 is not up within start_s; NoInterfaceError without that interface.
+    StoreLost or TimeoutError if rank 0 is not up within start_s; NoInterfaceError if the node lacks `interface`.
+
+    Args:
+        folder: The attempt's folder, shared by all ranks.
+        store_s: Timeout of the store, of connections and of hosts that do not answer.
+        command_s: Time allowed for a command.
+        interface: Network interface for a world of several nodes; None: see network.own_network.
     """
-    # torch resolves the name of every peer's address, at 5 s an attempt if name servers are missing or lossy.
+    # torch resolves every peer's host name, at 5 s per attempt if name servers are missing or lossy.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
-    # torch makes default groups; with this setting their pairs connect at their first communication: no full mesh.
+    # torch makes default groups; with this setting, pairs connect at their first communication: no full mesh.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     rank = place.index
     folder.mkdir(parents=True, exist_ok=True)
@@ -226,13 +237,13 @@ def join(
 
 
 def pin_threads(threads: int) -> None:
-    """Set the threads of this process; one per rank is fastest if the ranks use all cores."""
+    """Set this process's number of threads; one per rank is fastest if the ranks use all cores."""
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     torch.set_num_threads(threads)
 
 
 def seed_generators(seed: int, rank: int) -> None:
-    """Seed the global generators of this process: a new start repeats the draws of the first."""
+    """Seed this process's global random generators: a restart repeats the first start's draws."""
     random.seed(f"{seed}/{rank}")
     np.random.seed(random.getrandbits(32))
     torch.manual_seed(random.getrandbits(63))

@@ -1,1 +1,1 @@
-"""Pipelines: each reads like pseudo-code and runs on rank 0."""
+"""Pipelines: each one reads like pseudo-code and runs on rank 0."""

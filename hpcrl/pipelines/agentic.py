@@ -1,4 +1,4 @@
-"""Reinforcement learning in environments: the step of rlvr, over episodes of several turns."""
+"""Reinforcement learning in environments: rlvr's step, with episodes of several turns."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SPEC = PipelineSpec(
 
 
 def agentic(run: Run) -> None:
-    """Train the policy of `run` to its last step. A sample is an episode, of which the model's tokens are trained, with
-    the rewards of its environment: its turns are one sequence (StarPO's trajectories, arXiv 2504.20073), or with
-    episode=steps each a sequence of its own. All else, with what runs in the background, is that of rlvr()."""
+    """Train the policy of `run` to its last step. A sample is an episode with its environment's rewards; the model's
+    tokens are trained. Its turns form one sequence (StarPO's trajectories, arXiv 2504.20073) or, with episode=steps,
+    a separate sequence each. Everything else works as in rlvr(), including background work."""
     rlvr(run)

@@ -1,4 +1,4 @@
-"""Conversion of a checkpoint to a model in HF layout, as a job that only rank 0 works on."""
+"""Convert a checkpoint to a model in HF layout, as a job in which rank 0 does all the work."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KEYS = {
     "--model": "convert.model",
     "--skip-hashes": "convert.hashes=false",
 }
-"""What the messages of hpcrl.convert call by the options of its command line."""
+"""Command-line options in hpcrl.convert's messages -> configuration keys."""
 
 
 class ConvertConfig(Section):
@@ -83,7 +83,7 @@ SPEC = PipelineSpec(
 
 
 def convert(run: Rank0Run) -> None:
-    """Write the model. An attempt goes on with the files that earlier ones have not completed."""
+    """Write the model. A later attempt continues with the files that earlier attempts have not completed."""
     import torch
 
     from hpcrl.convert.conversions import ConvertOptions, to_hf
@@ -118,7 +118,7 @@ def _path(folder: str | None) -> Path | None:
 
 
 def _by_key(error: Exception) -> str:
-    """The message with the keys of the configuration."""
+    """The error message, with options replaced by configuration keys."""
     text = str(error)
     for option, key in KEYS.items():
         text = text.replace(option, key)

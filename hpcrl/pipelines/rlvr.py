@@ -17,7 +17,7 @@ def rlvr(run: Run) -> None:
 
     In the background: with rollout.max_staleness above 0, replicas that do not train generate for later steps while the
     run waits for other ranks (RolloutLoop.background); a running save is committed while the run waits for responses
-    (Checkpoints.commit_if_written); roles on rank 0 work in every wait (Worker.pump).
+    (Checkpoints.commit_if_written); roles on rank 0 work during every wait (Worker.pump).
     """
     run.publish(run.first_step)
     if run.first_step == 0:

@@ -43,7 +43,7 @@ def sft(run: Run) -> None:
     """Train to the last step, or until the sampled validation score reaches sft.stop_score.
 
     In the background: a running save is committed while the run waits for validation responses
-    (Checkpoints.commit_if_written); roles on rank 0 work in every wait (Worker.pump).
+    (Checkpoints.commit_if_written); roles on rank 0 work during every wait (Worker.pump).
     """
     config, stop_score = run.config, run.config.section(SFTConfig).stop_score
     for step in run.steps():
@@ -62,6 +62,6 @@ def sft(run: Run) -> None:
 
 
 def _score(logged: Mapping[str, float | None]) -> float:
-    """The last logged sampled validation score, the same in a resumed run; -1 without one."""
+    """The last logged sampled validation score, also from before a resume; -1 if there is none."""
     score = logged.get("val/sampled/score/mean", logged.get("val/score/mean"))
     return -1.0 if score is None else score

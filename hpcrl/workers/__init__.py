@@ -1,1 +1,1 @@
-"""The work of a rank in each role, built by a BuildRole command (hpcrl.workers.rank_loop)."""
+"""A rank's work in each role, built by a BuildRole command (hpcrl.workers.rank_loop)."""

@@ -1,4 +1,4 @@
-"""How PyTorch's allocator of a rank takes memory from a GPU."""
+"""How a rank's PyTorch allocator reserves GPU memory."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ SETTINGS = "expandable_segments:True"
 
 
 def grow_segments(environ: Mapping[str, str]) -> bool:
-    """Let segments grow, so that tensors of one phase fit where those of the phase before, of other sizes, were. False,
-    with nothing done, without a GPU or if the user has settings of their own (VARIABLES).
+    """Use expandable segments, so a phase's tensors can reuse memory of the previous phase, whose tensors had other
+    sizes. Does nothing and returns False without a GPU or if the user has allocator settings (VARIABLES).
 
-    Set in the process, since as a variable it would reach processes that an engine starts: SGLang's cannot give memory
-    back with it. vLLM leaves it out for the memory that it gives back.
+    Set in the process, since processes that an engine starts would inherit a variable: with it, SGLang's processes
+    cannot release memory. vLLM does not use it for the memory that it releases.
     """
     if not torch.cuda.is_available() or any(environ.get(name) for name in VARIABLES):
         return False

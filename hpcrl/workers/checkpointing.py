@@ -1,4 +1,4 @@
-"""A rank's part of checkpoints: the state of all its engines that learn, in one set of files."""
+"""A rank's part of checkpoints: the state of all its trained engines, in one set of files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Learns(Protocol):
 
 
 class Saving:
-    """Exists on every rank; the roles of the rank determine what is saved, in the order in which they were built."""
+    """Exists on every rank; saves the state of the rank's roles, in the order in which they were built."""
 
     def __init__(self, worker: Rank):
         self._worker = worker
@@ -41,13 +41,13 @@ class Saving:
         }
 
     def close(self) -> None:
-        """End what was started."""
+        """Stop writing and checking."""
         self._writer.close()
         if self._check is not None:
             self._check.stop()
 
     def _engines(self) -> list[tuple[str, TrainEngine]]:
-        """(folder in a checkpoint, engine) of the rank's roles that learn."""
+        """(folder in a checkpoint, engine) for each of the rank's roles with a saved state."""
         roles = cast(list[Learns], list(self._worker.roles.values()))
         folders = ((getattr(role, "state_folder", None), role) for role in roles)
         return [(folder, role.engine) for folder, role in folders if folder is not None]

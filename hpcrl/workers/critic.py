@@ -1,4 +1,4 @@
-"""The critic's role: values of a batch, and learning them from its returns."""
+"""The critic role: computes a batch's values, and is trained on its returns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpcrl.workers.trainer import EngineRole
 
 
 class CriticRole(EngineRole):
-    """The critic, on the trainer's ranks or on its own."""
+    """The critic, on the trainer's ranks or on ranks of its own."""
 
     name, state_folder = "critic", "critic"
 

@@ -1,4 +1,4 @@
-"""Prompts of episodes: the first one, and those of turns that are sequences of their own."""
+"""Prompts of episodes: the first prompt, and each turn's prompt if turns are separate sequences."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpcrl.envs.environment import Observation, cut, num_chars
 
 
 def as_messages(observation: Any) -> Messages:
-    """An observation in chat form. TypeError for one that is neither text nor messages."""
+    """An observation as chat messages. TypeError if it is neither text nor messages."""
     if isinstance(observation, str):
         observation = [{"role": "user", "content": observation}]
     if not isinstance(observation, list):
@@ -31,8 +31,8 @@ def as_messages(observation: Any) -> Messages:
 
 
 def with_tools(known: list[dict[str, Any]] | None, added: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The tools of a row and those that an environment adds, in OpenAI form; of two with one name the environment's.
-    TypeError for what is no tool."""
+    """A row's tools and the tools that an environment adds, in OpenAI form; the environment's replace tools with the
+    same name. TypeError for an invalid tool."""
     try:
         names = {tool["function"]["name"] for tool in added}
     except (KeyError, TypeError) as error:
@@ -43,9 +43,9 @@ def with_tools(known: list[dict[str, Any]] | None, added: list[dict[str, Any]]) 
 def first_prompt(
     tokenizer: Any, row: dict[str, Any], observation: Any, added: bool = False, examples: Messages | None = None
 ) -> tuple[Messages, np.ndarray]:
-    """(messages, int32 token ids) of the first prompt of an episode; no tokens if the observation is empty, so that the
-    row's own prompt stays, unless the environment has added tools to those of the row, or there are examples. row:
-    {messages, tools, ...}. examples: messages that stand after those of the system. TypeError as in as_messages().
+    """(messages, int32 token ids) of an episode's first prompt. If the observation is empty, there are no tokens and
+    the row's own prompt is used, unless the environment has added tools to the row or there are examples. row:
+    {messages, tools, ...}. examples: messages to insert after the system messages. TypeError as in as_messages().
     """
     said, tools = as_messages(observation), row["tools"]
     if not (observation or added or examples):
@@ -63,8 +63,8 @@ def first_prompt(
 def fitting(
     observation: Observation, room: int, tokens: Callable[[Observation], tuple[Messages, np.ndarray]]
 ) -> tuple[Messages, np.ndarray]:
-    """What `tokens` gives for the observation with as much of the beginning and the end of its longest message as
-    leaves at most `room` tokens; with nothing of it if that is still too much."""
+    """Shorten the observation's longest message, from its middle, until tokens(observation) has at most `room` tokens,
+    and return that result; if this is impossible, the result without any of that message."""
     fits, too_many = 0, num_chars(observation)
     while too_many - fits > 1:
         count = (fits + too_many) // 2
@@ -76,12 +76,11 @@ def fitting(
 
 
 def window(shown: Sequence[Messages], said: Sequence[str], history: int) -> Messages:
-    """The messages of the prompt of a turn by steps: the first prompt, the latest `history` turns before it (the
-    observation, and what the model said), and the current observation. What a tool has answered never stands without
-    the turn that called it.
+    """A turn's prompt by steps, as messages: the first prompt, the latest `history` turns (observation and the model's
+    turn), and the current observation. A tool's result always follows the turn that called the tool.
 
-    shown: the first prompt and all observations since; said: the turns, one less. Where turns are left out, messages of
-    one role that meet are joined to one, two lines apart, because not every chat template takes two.
+    shown: the first prompt and all observations since; said: the model's turns, one fewer. Where turns are left out,
+    adjacent messages of the same role are joined by a blank line, because some chat templates refuse two in a row.
     """
     first = max(0, len(said) - history)
     messages = list(shown[0])
@@ -99,12 +98,12 @@ def window(shown: Sequence[Messages], said: Sequence[str], history: int) -> Mess
 
 
 def _joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Two messages as one."""
+    """Join two messages into one."""
     images = [*first.get("images", []), *second.get("images", [])]
     joined = {**first, **second, "content": f"{first['content']}\n\n{second['content']}"}
     return joined | ({"images": images} if images else {})
 
 
 def prompt_ids(tokenizer: Any, messages: Messages, tools: list[dict[str, Any]] | None) -> np.ndarray:
-    """int32 [n]: the tokens of a prompt."""
+    """int32 [n]: a prompt's tokens."""
     return np.array(encode(tokenizer, render(tokenizer, messages, tools)), dtype=np.int32)

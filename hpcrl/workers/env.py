@@ -54,18 +54,19 @@ logger = logging.getLogger(__name__)
 
 ERROR_CHARS = 2000
 LAST_CHARS = 100_000
-"""Of what a validation episode shows last, which only its page shows."""
+"""Maximum size of a validation episode's last observation, which only its page shows."""
 NOTHING_PLAYED = {"success": 0.0, "return": 0.0, "turns": 0.0, "failed": 0.0}
-"""Metrics of an episode without a turn. One that fails has them too, since means over the others would be too good."""
+"""Metrics of an episode without a turn. Failed episodes have them too: without these, means would be too good."""
 
 
 @dataclass(eq=False)
 class _Episode:
-    """The episode of a sample. generator: the rank that generates its turns. began: by the role's clock. env: None
-    until a thread has made it. row: with the tools of the environment, if it adds any. rewards: of its turns. shown,
-    said: messages of the first prompt and of all observations, as the chat template shows them, and the turns of the
-    model between them. at_work: one of its turns waits or is played. dropped: the sample is no longer wanted, so the
-    episode ends after the turn at work."""
+    """A sample's episode.
+
+    generator: the rank that generates its turns. began: by the role's clock. env: None until a thread has created it.
+    row: includes tools that the environment adds. rewards: one per turn. shown: messages of the first prompt and of all
+    observations, as the chat template gets them; said: the model's turns between them. at_work: one of its turns waits
+    or is played. dropped: the sample is no longer needed; the episode ends after its current turn."""
 
     generator: int
     began: float
@@ -81,7 +82,7 @@ class _Episode:
 
 @dataclass
 class _Played:
-    """Result of a turn: the environment's observation, the result so far, whether the episode is over."""
+    """A turn's result: the environment's observation, the sample's result so far, whether the episode is over."""
 
     observation: Any
     result: ScoredSample
@@ -106,8 +107,7 @@ class _Playing:
         self.started: StartedTurn
 
     def is_over(self) -> bool:
-        """Whether the turn has ended; ends it with _TooLate after its timeout. Called at every look of the role, as
-        its clock needs."""
+        """Whether the turn has ended; ends it with _TooLate after its timeout. AwakeClock needs a call per poll."""
         if not self.played.done() and self._clock.now() > self._timeout_s:
             call = "reset()" if self.turn.begins else "step()"
             text = f"{call} did not return within {self._timeout_s:g} s (env.{self.section}.timeout_s)"
@@ -115,7 +115,7 @@ class _Playing:
         return self.played.done()
 
     def end(self, result: _Played | BaseException) -> bool:
-        """Set the result unless the turn has ended; returns whether it was set."""
+        """Set the result unless the turn has ended; return whether it was set."""
         try:
             if isinstance(result, BaseException):
                 self.played.set_exception(result)
@@ -127,32 +127,30 @@ class _Playing:
 
 
 class EnvRole:
-    """Turns arrive by mail, observations return to the sample's generator rank. The first turn of an episode has no
+    """Receives turns by mail, and sends observations to the sample's generator rank. An episode's first turn has no
     text and is answered with the first prompt.
 
-    Each configured environment plays several turns at once (hpcrl.workers.env_hosts), so that waiting environments do
-    not delay others.
-    Siblings of a group get the same seed. An environment that raises, or returns an invalid number or text, ends the
-    episode with reward 0; an observation that leaves no room for another turn ends it with the reward so far. Both are
-    errors of the sample. Generator ranks report the samples that they have dropped, the controller reports lost
-    generator ranks.
+    Each configured environment plays several turns at once (hpcrl.workers.env_hosts), so waiting environments do not
+    delay others. Group members get the same seed. An environment that raises, or returns an invalid number or text,
+    ends the episode with reward 0; an observation that leaves no room for another turn ends it with the reward so far.
+    Both are errors of the sample. Generator ranks report dropped samples, the controller reports lost generator ranks.
     """
 
     def __init__(self, worker: Rank):
-        """ValueError if a section names no valid environment, or examples that leave no room for a prompt, or if the
+        """ValueError if a section names no valid environment, if its examples leave no room for a prompt, or if the
         chat template cannot continue a dialogue."""
         if worker.config.envs:
             check_continues(worker.tokenizer)
         self._examples = {name: _examples(worker, name, env) for name, env in worker.config.envs.items()}
         self._config, self._hosts = worker.config, Hosts(worker.config, chat_template(worker.tokenizer))
         self._worker = worker
-        self._token_chars = max(map(len, worker.tokenizer.get_vocab()))  # no token stands for more
+        self._token_chars = max(map(len, worker.tokenizer.get_vocab()))  # maximum characters per token
         limits = [env.max_seconds for env in worker.config.envs.values() if env.max_seconds is not None]
         self._clock, self._now = AwakeClock(min(limits, default=math.inf)), 0.0
-        self._episodes: dict[int, _Episode] = {}  # by sample, without those that were given up and still run
-        self._ends: dict[int, str] = {}  # what validation episodes of the newest evaluation showed last, by sample
+        self._episodes: dict[int, _Episode] = {}  # by sample, without timed-out episodes that still run
+        self._ends: dict[int, str] = {}  # last observations of the newest evaluation's episodes, by sample
         self._unread: dict[str, frozenset[str]] = defaultdict(frozenset)  # keys of info, by section
-        self._waiting: deque[Turn] = deque()  # without a thread, in order
+        self._waiting: deque[Turn] = deque()  # not started yet, in order
         self._playing: list[_Playing] = []
         self._lost: set[int] = set()  # generator ranks
 
@@ -194,7 +192,7 @@ class EnvRole:
         return turn.domain if turn.domain in self._config.env else "default"
 
     def _begin_waiting(self) -> None:
-        """Start waiting turns in order, as far as their environments may play."""
+        """Start waiting turns, in order, for environments that may play another turn."""
         started: dict[str, list[StartedTurn]] = defaultdict(list)
         for playing in self._playing:
             started[playing.section].append(playing.started)
@@ -216,36 +214,35 @@ class EnvRole:
         self._waiting = later
 
     def _in_thread(self, playing: _Playing) -> str:
-        """The name of the section that a turn plays in a thread of this process; empty if it plays elsewhere."""
+        """The turn's section, if its code runs in this process; empty if it runs elsewhere."""
         return f"env.{playing.section}" if self._hosts.plays_here(playing.section) else ""
 
     def _ended(self, playing: _Playing, result: _Played | BaseException) -> None:
-        """In the turn's thread or event loop: what it has returned or raised."""
-        if not playing.end(result):  # given up before
+        """Set what the turn has returned or raised; called in the turn's thread or event loop."""
+        if not playing.end(result):  # timed out before
             self._close(playing.episode)
 
     def _answer(self, playing: _Playing) -> None:
-        """Report the result of a turn: the observation to the generator rank, the state of the sample to the
-        controller."""
+        """Report a turn's result: the observation to the generator rank, the sample's state to the controller."""
         worker, turn, episode = self._worker, playing.turn, playing.episode
         config, reply, failed = self._env(turn), EnvObservation(turn.sample, b""), False
         try:
             played = playing.played.result()
             result, ended = played.result, played.ended
             if ended and is_validation(turn.sample):
-                with contextlib.suppress(TypeError, ValueError):  # nobody needs it any more
+                with contextlib.suppress(TypeError, ValueError):  # training does not need it
                     if num_chars(shown := cut(as_messages(played.observation), LAST_CHARS)) < 2 * LAST_CHARS:
                         self._ends[turn.sample] = json.dumps(shown)
             elif not ended:
                 reply = self._reply(turn, episode, played.observation)
         except _NoRoom as problem:
             ended, error = True, _text(config.name, str(problem))
-            if config.max_sequence_tokens is not None and not turn.begins:  # a limit of the episode, no error
+            if config.max_sequence_tokens is not None and not turn.begins:  # the episode's limit, not an error
                 full = {**result.metrics, "truncated": 1.0, "sequence_full": 1.0}
                 result, error = msgspec.structs.replace(result, metrics=full), ""
             result = msgspec.structs.replace(result, error=error)
         except RAISED as failure:  # one bad environment is data, not a crash
-            told = isinstance(failure, (EnvProcessError, _TooLate))  # in words of hpcrl
+            told = isinstance(failure, (EnvProcessError, _TooLate))  # with hpcrl's own message
             error = _text(config.name, str(failure) if told else describe(failure))
             metrics = NOTHING_PLAYED | {"turns": float(len(episode.rewards)), "failed": 1.0}
             result, ended, failed = ScoredSample(turn.sample, 0.0, 0.0, error, metrics), True, True
@@ -258,21 +255,21 @@ class EnvRole:
         elif ended or episode.dropped:
             self._end(turn.sample)
         else:
-            # The generator is gone: the controller learns it from the agent and restarts the sample.
+            # If the generator is gone, its agent reports that to the controller, which restarts the sample.
             with contextlib.suppress(ReaderLost):
                 worker.world.mailbox.send(turn.reply_to, [reply])
         worker.emit(Observed(turn.sample, ended, result, config.add_reward and not result.error, failed))
 
     def _reply(self, turn: Turn, episode: _Episode, observation: Any) -> EnvObservation:
-        """An observation as messages, and as tokens: those that follow the turn or, by steps, the next turn's own
-        prompt. _NoRoom if they are too many; TypeError for an observation that is neither text nor messages."""
+        """An observation as messages and as tokens: the tokens after the turn or, by steps, the next turn's own prompt.
+        _NoRoom if there are too many; TypeError for an observation that is neither text nor messages."""
         config, tokens = self._env(turn), functools.partial(self._tokens, turn, episode)
         shortens, most_chars = config.long_observation == "shorten", max(0, turn.room) * self._token_chars
         as_messages(observation)
         if shortens:
             observation = cut(observation, most_chars)
-        # What cannot fit is not tokenised, which would delay the rank's other episodes. A note of what is left out, and
-        # messages beside the longest one, add to the characters.
+        # Text that cannot fit is not tokenised: that would delay the rank's other episodes. The factor 2 covers the
+        # note about the cut and the messages other than the longest one.
         if (count := num_chars(observation)) > 2 * most_chars:
             raise _NoRoom(f"an observation of {count} characters is too long, there is room for {turn.room} tokens")
         messages, token_ids = tokens(observation)
@@ -300,11 +297,11 @@ class EnvRole:
         return messages, prompt_ids(tokenizer, window(shown, said, config.history), tools)
 
     def _remembered(self, turn: Turn) -> str:
-        """What later prompts of the episode may show of the turn."""
+        """The part of the turn that later prompts of the episode may show."""
         return after_thinking(turn.text).lstrip() if self._env(turn).thinking == "cut" else turn.text
 
     async def _play(self, turn: Turn, episode: _Episode) -> _Played:
-        """Waits only for coroutines of the environment. Raises whatever the environment raises."""
+        """Play a turn. Awaits only coroutines of the environment; raises whatever the environment raises."""
         config, section = self._env(turn), self._section(turn)
         if turn.begins:
             episode.row = json.loads(turn.meta)
@@ -337,7 +334,7 @@ class EnvRole:
         return _Played(observation, ScoredSample(turn.sample, total, score, "", metrics, list(episode.rewards)), over)
 
     def _mention(self, section: str, info: dict[str, Any]) -> None:
-        """Print once which keys of info nobody sees."""
+        """Warn once about keys of info that nothing reads."""
         if (unread := frozenset(info.get(UNREAD_KEYS, ()))) - self._unread[section]:
             self._unread[section] |= unread
             names = ", ".join(sorted(unread))
@@ -355,17 +352,17 @@ class EnvRole:
         )
 
     def _seed(self, turn: Turn, row: dict[str, Any]) -> int:
-        """The seed of the row, else one of the prompt. ValueError if the row has no valid one."""
+        """The row's seed, else a seed derived from the prompt. ValueError if the row's seed is invalid."""
         given = given_start(row["extra"])
         return episode_seed(self._config.seed, split_sample_id(turn.sample)[0]) if given is None else given
 
     def _peek_end(self, command: ReadLastObservation, seq: int) -> Done:
         found = [self._ends.get(sample, "") for sample in command.samples]
-        self._ends = {}  # of the evaluation that asks
+        self._ends = {}  # they belong to the evaluation that asks
         return Done(seq, texts=found)
 
     def _drop(self, sample: int) -> None:
-        """End an episode, if there is one, after its turn at work."""
+        """End the sample's episode, if it has one, after its current turn."""
         episode = self._episodes.get(sample)
         if episode is not None and episode.at_work:
             episode.dropped = True
@@ -378,7 +375,7 @@ class EnvRole:
             self._drop(sample)
 
     def _end(self, sample: int) -> None:
-        """Forget an episode and close its environment."""
+        """Drop an episode and close its environment."""
         self._close(self._episodes.pop(sample))
 
     def _close(self, episode: _Episode) -> None:
@@ -397,7 +394,7 @@ def _examples(worker: Rank, section: str, config: EnvConfig) -> Messages:
 
 
 def _metrics(info: dict[str, Any], call: str) -> dict[str, float]:
-    """The metrics in info: float and str, since msgpack has no numbers of numpy and torch. ValueError as from
+    """The metrics in info as str and float, since msgpack cannot encode numpy and torch numbers. ValueError as in
     _check_numbers()."""
     metrics = {sendable(str(name)): float(value) for name, value in info.get("metrics", {}).items()}
     _check_numbers(metrics, call)
@@ -405,7 +402,7 @@ def _metrics(info: dict[str, Any], call: str) -> dict[str, float]:
 
 
 def _check_numbers(numbers: dict[str, float], call: str) -> None:
-    """ValueError names one of the call that is not finite or too large."""
+    """ValueError for a number from this call that is not finite or too large."""
     for name, value in numbers.items():
         if not math.isfinite(value):
             raise ValueError(f"{call} returned {name}={value}, which is not a number")

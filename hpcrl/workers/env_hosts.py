@@ -1,5 +1,4 @@
-"""Where the code of environments runs (env.NAME.runs_in): each turn in a thread, all turns as tasks of one event loop,
-or each episode in a process."""
+"""Run environments (env.NAME.runs_in): turns in threads, turns as tasks of one event loop, or episodes in processes."""
 
 from __future__ import annotations
 
@@ -20,37 +19,36 @@ from hpcrl.envs.processes import EnvProcess, EnvProcesses, busy_s, computed_s
 from hpcrl.rewards.serving.guarded import RAISED
 
 WhenOver = Callable[[Any], object]
-"""Gets what a turn has returned or raised, where it was played."""
+"""Called with a turn's result or exception, in the thread or event loop that played it."""
 MAX_WAITING = 32
-"""Turns of a section that are played at a time by default, if they wait."""
+"""Default maximum of concurrent turns per section, if they mostly wait."""
 SEEN_S, BUSY_SHARE = 0.05, 0.1
-"""A turn that after these seconds has computed for less than this share of them is one that waits; a thread that
-computes may get a part only of the time that others leave."""
+"""After SEEN_S seconds, a turn that was busy for less than BUSY_SHARE of its time counts as waiting. The share is
+small because a computing thread may get only part of the time that other threads leave."""
 LOOK_S, BUSY_S = 1.0, 1.0
-"""Seconds between two looks at turns that were given up, and for how long one of them may have computed."""
+"""Seconds between two checks of timed-out turns, and computing time after which such a turn is interrupted."""
 CLOSE_S = 5.0
-"""Seconds for environments that still close themselves at the end of the rank."""
+"""Seconds allowed for environments' close() when the rank ends."""
 
 
 class StartedTurn:
-    """A turn that is played. stop: ends it, as far as that is possible; busy_s: for how long its thread or process has
-    not waited."""
+    """A turn in progress. stop: ends it, if possible; busy_s: seconds in which its thread or process did not wait."""
 
     def __init__(self, stop: Callable[[], object], busy_s: Callable[[], float] = lambda: 0.0):
         self.stop, self._busy_s = stop, busy_s
         self._began, self._before_s = time.monotonic(), busy_s()
 
     def waits(self) -> bool:
-        """Whether it does little else than waiting."""
+        """Whether the turn mostly waits."""
         passed_s = time.monotonic() - self._began
         return passed_s > SEEN_S and self._busy_s() - self._before_s < BUSY_SHARE * passed_s
 
 
 class Hosts:
-    """The threads, the event loop and the processes of an env rank."""
+    """An env rank's threads, event loop and processes."""
 
     def __init__(self, config: Config, chat_template: str):
-        """ValueError if a section names no valid environment. chat_template: of the model."""
+        """ValueError if a section names no valid environment. chat_template: the model's."""
         self._template, self._deterministic = chat_template, config.deterministic
         self._processes: dict[str, EnvProcesses] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -70,16 +68,16 @@ class Hosts:
             raise
 
     def make(self, section: str, config: EnvConfig, row: dict[str, Any]) -> Env:
-        """An environment for a row. Raises what its constructor raises."""
+        """Create an environment for a row. Raises whatever its constructor raises."""
         processes = self._processes.get(section)
         return make_env(config, row, self._template) if processes is None else processes.make(row, self._template)
 
     def plays_here(self, section: str) -> bool:
-        """Whether the code of a section runs in this process, which it may end."""
+        """Whether a section's code runs in this process, which it may crash."""
         return self._where[section] != "process"
 
     def has_room(self, section: str, config: EnvConfig, started: Sequence[StartedTurn]) -> bool:
-        """Whether another turn of the section may begin beside these: tasks are not limited."""
+        """Whether another turn of the section may start while these run; tasks are not limited."""
         if self._where[section] == "task":
             return True
         if config.num_threads is not None or self._deterministic:
@@ -88,8 +86,7 @@ class Hosts:
         return len(started) < MAX_WAITING and sum(not one.waits() for one in started) < at_work
 
     def start(self, section: str, work: Coroutine[Any, Any, Any], ended: WhenOver, env: Env | None) -> StartedTurn:
-        """Begin the work on an environment, if it has been made. RuntimeError if the section's processes can no longer
-        be forked."""
+        """Start a turn. env: its environment, if already created. RuntimeError if the section can no longer fork."""
         if (processes := self._processes.get(section)) is not None:
             processes.check()
         if self._where[section] == "task":
@@ -99,8 +96,8 @@ class Hosts:
         return StartedTurn(lambda: self._given_up.append(thread), busy)
 
     def interrupt_busy(self) -> None:
-        """Interrupt turns that were stopped and go on computing, which takes the time of all other threads. Others may
-        still return, and their environments be closed."""
+        """Interrupt stopped turns that still compute, which slows all other threads. Stopped turns that wait may still
+        return, and then their environments are closed."""
         if (now := time.monotonic()) < self._looked + LOOK_S:
             return
         self._looked = now
@@ -110,7 +107,7 @@ class Hosts:
                 thread.interrupt()
 
     async def returned(self, section: str, value: Any) -> Any:
-        """What a method of an environment returns. TypeError for a coroutine outside the event loop."""
+        """Result of an environment's method, awaited if needed. TypeError for a coroutine outside the event loop."""
         if not inspect.isawaitable(value):
             return value
         if self._where[section] != "task":
@@ -120,13 +117,13 @@ class Hosts:
         return await value
 
     def end(self, env: Env) -> None:
-        """Close an environment, in a thread of its own because close() may wait; what it raises is ignored, since its
-        sample has its result."""
+        """Close an environment, in its own thread because close() may block; its errors are ignored, since the sample
+        already has its result."""
         if isinstance(env, EnvProcess):
             env.close()  # waits for nothing
         elif close := getattr(env, "close", None):
             thread = threading.Thread(target=self._close, args=(close,), name="close", daemon=True)
-            with self._lock:  # close() joins no thread that has not begun
+            with self._lock:  # close() must not join a thread that has not started
                 self._closing.add(thread)
                 thread.start()
 
@@ -173,10 +170,10 @@ async def _others() -> None:
 
 
 class TurnThread:
-    """A thread for a turn. A daemon, since an environment that hangs keeps its thread, for which no other may wait."""
+    """A thread for a turn. It is a daemon: an environment that hangs never frees its thread, so nothing may join it."""
 
     def __init__(self, work: Coroutine[Any, Any, Any], ended: WhenOver):
-        """work: waits for nothing."""
+        """work: a coroutine that never suspends."""
         self._work, self._ended = work, ended
         self._lock, self._over = threading.Lock(), False
         self._thread = threading.Thread(target=self._run, name="environment", daemon=True)
@@ -186,16 +183,16 @@ class TurnThread:
         return self._thread.is_alive()
 
     def used_s(self) -> float:
-        """Seconds for which the thread has computed; 0 if it has ended."""
+        """The thread's CPU time in seconds; 0 if it has ended."""
         return computed_s(f"self/task/{self._thread.native_id}")
 
     def busy_s(self) -> float:
-        """See busy_s() of the thread."""
+        """busy_s() of the thread."""
         return busy_s(f"self/task/{self._thread.native_id}")
 
     def interrupt(self) -> None:
-        """Raise SystemExit in the work, which ends a loop in Python; a call into C ends first."""
-        with self._lock:  # so that the thread is still there
+        """Raise SystemExit in the thread, which ends a loop in Python; a running call into C ends first."""
+        with self._lock:  # keeps the thread alive
             if not self._over and self._thread.ident is not None:
                 ident = ctypes.c_ulong(self._thread.ident)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))

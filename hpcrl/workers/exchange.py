@@ -1,4 +1,4 @@
-"""Commands that transfer rollouts between ranks: responses to trainers, and log-probs back."""
+"""Commands that transfer rollouts between ranks: responses to trainers, and token fields such as log-probs."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class _Share:
     """This rank's part of a batch during its transfer."""
 
     received: list[tuple[Move, dict[str, np.ndarray]]] = field(default_factory=list)
-    scored: dict[str, list[np.ndarray]] = field(default_factory=dict)  # of ROW fields in chunks, of others by row
+    scored: dict[str, list[np.ndarray]] = field(default_factory=dict)  # ROW fields in chunks, other fields per row
 
     def add(self, received: list[tuple[Move, dict[str, np.ndarray]]], scored: Mapping[str, bytes]) -> None:
-        """Add the data of one command."""
+        """Add one command's data."""
         self.received += received
         count = sum(len(move.samples) for move, _ in received)
         for name, data in scored.items():
@@ -78,7 +78,7 @@ class Exchange:
         if not command.forms:
             return Done(seq)
         batch = worker.batches[command.batch] = _formed(self._shares.pop(command.batch), command.fields)
-        if worker.config.debug != "rollout_only":  # which keeps its initial weights
+        if worker.config.debug != "rollout_only":  # where the weights never change
             rollout, trained = worker.config.rollout, command.batch - 1
             batch.on_policy = on_policy(batch, trained, rollout.on_new_weights == "recompute")
             oldest = trained - math.ceil(rollout.max_staleness)
@@ -93,7 +93,7 @@ class Exchange:
         self._worker.batches.pop(command.batch, None)
 
     def _logprobs(self, command: Logprobs, seq: int) -> Done:
-        # Without ranks of its own, the reference is with the trainer.
+        # A reference without ranks of its own is part of the trainer.
         role = self._worker.roles.get(command.role) or self._worker.roles["trainer"]
         return cast(TrainerRole | ReferenceRole, role).logprobs(command, seq)
 
@@ -109,7 +109,7 @@ class Exchange:
         received = worker.transfer_groups[command.group].exchange(
             worker.world.rank, command.moves, [(command.field, _FLOAT)], [], pick
         )
-        if command.dest in worker.roles:  # also without rows: the filled fields of a batch are the same on all of them
+        if command.dest in worker.roles:  # also without rows: all ranks must have the same fields of a batch filled
             values = getattr(batch, command.field)
             if values is None:
                 values = torch.zeros(batch.num_tokens)
@@ -122,8 +122,8 @@ class Exchange:
 
 
 def _travelling(names: Sequence[str], level: Level) -> list[tuple[str, np.dtype]]:
-    """The named fields of this level, except ragged ones, with their dtypes of transfer, of several numbers for wide
-    fields. ValueError for a field that this rank does not know."""
+    """The named non-ragged fields of this level with their transfer dtypes (subarray dtypes for wide fields).
+    ValueError for a field that is not declared on this rank."""
     if unknown := sorted(set(names) - FIELDS.keys()):
         text = f"fields {', '.join(unknown)} are handed over to a rank that has not declared them"
         raise ValueError(f"{text}: declare them (hpcrl.spec.trajectory) in a module that every rank imports")
@@ -132,7 +132,7 @@ def _travelling(names: Sequence[str], level: Level) -> list[tuple[str, np.dtype]
 
 
 def _ragged(names: Sequence[str]) -> list[tuple[str, np.dtype, str]]:
-    """The named ragged fields with their dtypes of transfer and the fields with their numbers of values."""
+    """The named ragged fields with their transfer dtypes and the fields that hold their value counts."""
     return [(name, _dtype(FIELDS[name]), FIELDS[name].counts.name) for name in names if FIELDS[name].ragged]
 
 

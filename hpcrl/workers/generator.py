@@ -52,11 +52,11 @@ logger = logging.getLogger(__name__)
 
 
 class GeneratorRole:
-    """`samples`: admitted samples that were neither forgotten nor handed over.
+    """`samples`: admitted samples that were neither dropped nor transferred.
 
     All ranks of a replica execute the same commands in the same order, so they make the same engine calls and have the
-    same samples. The first rank answers decode chunks, sends mail and hands samples over; it receives observations by
-    mail and passes them on when the turns after them are admitted.
+    same samples. The first rank answers decode chunks, sends mail and transfers samples; it receives observations by
+    mail and broadcasts them when the turns after them are admitted.
     """
 
     busy = False
@@ -75,10 +75,10 @@ class GeneratorRole:
         self._end_ids = end_ids(worker.tokenizer)
         self.trainer = OneProcess.of(worker, self.engine)
         self.samples: dict[int, SampleState] = {}
-        self._prompts: WeakValueDictionary[int, PromptState] = WeakValueDictionary()  # alive with any of its samples
-        self._beginning: list[SampleState] = []  # their environments start in the next decode chunk
+        self._prompts: WeakValueDictionary[int, PromptState] = WeakValueDictionary()  # kept alive by their samples
+        self._beginning: list[SampleState] = []  # samples whose environments start in the next decode chunk
         self._refused: list[Ended] = []  # samples that end in the next decode chunk without a new token
-        self._observations: dict[int, EnvObservation] = {}  # by sample, of turns not yet admitted
+        self._observations: dict[int, EnvObservation] = {}  # by sample, until the next turn is admitted
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
         return {
@@ -99,7 +99,7 @@ class GeneratorRole:
         self.engine.close()
 
     def pick(self, samples: Sequence[int]) -> dict[str, list[np.ndarray]]:
-        """Fields of held samples, one array per sample, and their messages as bytes under TEXT (see
+        """Held samples' fields, one array per sample, and their messages as bytes in TEXT (see
         TransferGroup.exchange)."""
         held = [self.samples[sample].held for sample in samples]
         picked = {name: [sample.columns[name] for sample in held] for name in (held[0].columns if held else ())}
@@ -114,7 +114,7 @@ class GeneratorRole:
         known = [self.samples[sample] for sample, _ in command.samples if sample in self.samples]
         if going_on := [sample for sample in known if sample.rollout is not None]:
             self._extend(going_on)
-        shared: dict[int, list[int]] = {}  # siblings get the same list, which the engine prefills once
+        shared: dict[int, list[int]] = {}  # group members get the same list, which the engine prefills once
         requests = []
         for sample_id, seed in command.samples:
             uid = split_sample_id(sample_id)[0]
@@ -139,7 +139,7 @@ class GeneratorRole:
             requests.append(Request(sample_id, ids, own_params, seed + turn, continues, sample.prompt.media))
         try:
             self.engine.add(requests)
-        except PromptRefused:  # in that case none was accepted
+        except PromptRefused:  # the engine accepted none of the requests
             for request in requests:
                 try:
                     self.engine.add([request])
@@ -153,7 +153,7 @@ class GeneratorRole:
         return prompt
 
     def _refuse(self, request: Request, error: str) -> None:
-        """End a sample that the engine refuses, with an error and without its last observation."""
+        """End a sample that the engine has refused, with an error and without its last observation."""
         sample = self.samples[request.id]
         if sample.rollout is None:
             ended = Ended(request.id, len(request.prompt_ids), 0, str(FinishReason.STOP))
@@ -165,15 +165,15 @@ class GeneratorRole:
             self._worker.emit(Scored([ScoredSample(request.id, 0.0, 0.0, error)]))
 
     def _extend(self, samples: Sequence[SampleState]) -> None:
-        """Add observations to samples that continue, and pass the observations on to the other ranks. Every observation
-        has been sent, because the controller only continues answered samples."""
+        """Add observations to samples that continue, and broadcast the observations to the replica's other ranks. All
+        of them have been sent, because the controller only continues answered samples."""
         deadline = self._worker.world.timeout_s
         clock = AwakeClock(deadline)
         while missing := [sample.id for sample in samples if sample.id not in self._observations]:
             if clock.now() > deadline:
                 raise TimeoutError(f"no observation for samples {sorted(missing)[:4]} within the deadline")
             for item in self._worker.world.mailbox.receive(EnvObservation, 1.0):
-                # A sample unknown to the first rank was dropped meanwhile. Observations that it passes on may arrive
+                # A sample that the first rank does not have was dropped meanwhile. Other ranks may receive observations
                 # early.
                 if item.sample in self.samples or not self._speaks:
                     self._observations[item.sample] = item
@@ -220,7 +220,7 @@ class GeneratorRole:
         return sample.ended(with_text=self._worker.config.rollout.save_rollouts)
 
     def _play(self, samples: Sequence[SampleState]) -> None:
-        """Send each sample's last turn to its environment, or the start of the episode."""
+        """Send each sample's last turn, or the start of its episode, to its environment."""
         posts: dict[int, list[Turn]] = defaultdict(list)
         for sample in samples:
             prompt, held = sample.prompt, sample.held
@@ -249,13 +249,13 @@ class GeneratorRole:
         self._mail(posts)
 
     def _marked(self, held: Sample) -> str:
-        """The last turn with its special tokens but the last; empty without others."""
+        """The last turn's text with its special tokens, except a final one; empty if it has no others."""
         turn = held.token_ids[held.loss_mask & (held.turn_ids == held.turn_ids[-1])].tolist()
         inner = turn[:-1] if turn[-1] in self._special else turn
         return self._worker.tokenizer.decode(inner, skip_special_tokens=False) if self._special & {*inner} else ""
 
     def _post(self, samples: Sequence[SampleState], receivers: Sequence[int]) -> None:
-        """Send each sample's last turn to the rank that scores it; after an episode, also its messages."""
+        """Send each sample's last turn, after an episode also its messages, to the rank that scores it."""
         posts: dict[int, list[Response]] = defaultdict(list)
         for sample in samples if receivers else ():
             prompt, held = sample.prompt, sample.held
@@ -273,7 +273,7 @@ class GeneratorRole:
         self._mail(posts)
 
     def _earlier_turns(self, held: Sample) -> list[tuple[str, bytes]]:
-        """Text and int32 token ids of the model's turns before the last."""
+        """Text and int32 token ids of the model's turns except the last."""
         written = [held.loss_mask & (held.turn_ids == turn) for turn in range(held.turn_ids[-1])]
         turns, starts = [held.token_ids[places] for places in written], [int(places.argmax()) for places in written]
         prompts = [held.token_ids[max(0, start - TAIL_TOKENS) : start].tolist() for start in starts]
@@ -284,7 +284,7 @@ class GeneratorRole:
         for rank, items in posts.items() if self._speaks else ():
             try:
                 self._worker.world.mailbox.send(rank, items)
-            except ReaderLost as error:  # the controller learns of the loss from the agent and has them re-sent
+            except ReaderLost as error:  # the agent reports the loss to the controller, which has the items re-sent
                 logger.warning("%d items did not reach rank %d: %s", len(items), rank, error)
 
     def _rescore(self, command: Rescore, seq: int) -> None:
@@ -294,11 +294,11 @@ class GeneratorRole:
         outputs = self.engine.abort(command.samples)
         samples = {i: self.samples[i] for i in command.samples if i in self.samples}
         outside = {*(sample.id for sample in self._beginning), *(end.sample for end in self._refused)}
-        counts = {o.id: samples[o.id].num_model_tokens + len(o.token_ids) for o in outputs}  # with earlier turns
+        counts = {o.id: samples[o.id].num_model_tokens + len(o.token_ids) for o in outputs}  # includes earlier turns
         counts |= {i: sample.num_model_tokens for i, sample in samples.items() if i in outside}
         posts: dict[int, list[Turn]] = defaultdict(list)
         for sample in samples.values():
-            if sample.env is not None:  # it keeps this sample's environment
+            if sample.env is not None:  # that rank has this sample's environment
                 abort = Turn(sample.id, "", "", b"", str(FinishReason.ABORT), self._worker.world.rank)
                 posts[sample.env].append(abort)
         self._mail(posts)

@@ -1,4 +1,4 @@
-"""State of a sample on a generator rank, from its admission until it is forgotten."""
+"""A sample's state on a generator rank, from its admission until it is dropped."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from hpcrl.spec.trajectory import Field, Level, Origin, fields_of, generated_fie
 
 
 class PromptState:
-    """A prompt that siblings share. played: its domain has an environment; max_tokens: that the model writes in one of
-    its episodes; max_sequence_tokens: of its sequences; by_steps: whose turns are sequences of their own; has_states:
-    some environment of the run is such."""
+    """A prompt, shared by its group members. played: its domain has an environment; max_tokens: maximum model tokens
+    per episode; max_sequence_tokens: maximum length of a sequence; by_steps: each turn is a separate sequence;
+    has_states: some environment of the run is by steps."""
 
     def __init__(self, payload: PromptPayload, config: Config):
         env = config.env_of(payload.domain)
@@ -34,11 +34,8 @@ class PromptState:
 
 @dataclass(eq=False)
 class SampleState:
-    """A sample.
-
-    rollout: its content after its first turn, or from the start of its episode. max_new_tokens: of a turn. env: the
-    rank of its environment.
-    """
+    """A sample. rollout: its content, from its first turn's end or its episode's start on. max_new_tokens: limit per
+    turn. env: its environment's rank."""
 
     id: int
     known_prompt: PromptState | None
@@ -48,24 +45,24 @@ class SampleState:
 
     @property
     def prompt(self) -> PromptState:
-        """Its prompt; missing for a finished sample from a checkpoint."""
+        """The sample's prompt; a finished sample from a checkpoint has none."""
         assert self.known_prompt is not None, f"sample {self.id} was finished before this start"
         return self.known_prompt
 
     @property
     def held(self) -> Sample:
-        """Its rollout, which must exist."""
+        """The sample's rollout, which must exist."""
         assert self.rollout is not None, f"sample {self.id} has neither ended a turn nor begun an episode"
         return self.rollout
 
     @property
     def next_turn(self) -> int:
-        """The number of its next turn."""
+        """The next turn's number."""
         return int(self.held.turn_ids.max()) + 1
 
     @property
     def context(self) -> np.ndarray:
-        """int32 [n]: the tokens that its next turn follows, all of them or those of the turn's own prompt."""
+        """int32 [n]: the tokens before the next turn: the whole trajectory or, by steps, that turn's own prompt."""
         if self.rollout is None:
             return self.prompt.token_ids
         ids, begins = self.held.token_ids, np.zeros(0, np.int64)
@@ -75,7 +72,7 @@ class SampleState:
 
     @property
     def num_model_tokens(self) -> int:
-        """Tokens of its ended turns."""
+        """Number of tokens in the sample's ended turns."""
         return int(self.rollout.loss_mask.sum()) if self.rollout is not None else 0
 
     def begin(
@@ -84,8 +81,8 @@ class SampleState:
         token_ids: np.ndarray | None = None,
         messages: list[dict[str, Any]] | None = None,
     ) -> Sample:
-        """Hold only a prompt, by default the row's own. truncated: with the optional fields. Ragged fields have no
-        values until someone sets them."""
+        """Set the rollout to a prompt only, by default the row's own. truncated: include the optional fields. Ragged
+        fields are empty until set."""
         if token_ids is None or messages is None:
             token_ids, messages = self.prompt.token_ids, self.prompt.messages
         columns = {
@@ -97,7 +94,7 @@ class SampleState:
         return self.rollout
 
     def end_turn(self, output: Output, text: str) -> None:
-        """Add a turn of the model."""
+        """Add a model turn."""
         sample = self.rollout or self.begin(output.gen_logprobs_behaviour is not None)
         _append(sample, output.token_ids, output)
         sample.messages.append({"role": "assistant", "content": text})
@@ -105,7 +102,7 @@ class SampleState:
 
     def observe(self, observation: EnvObservation) -> None:
         """Add an observation; at the start of an episode it replaces the row's prompt. By steps, its tokens are the
-        whole prompt of the next turn."""
+        next turn's whole prompt."""
         token_ids, messages = np.frombuffer(observation.token_ids, dtype=np.int32), json.loads(observation.messages)
         by_steps, start, shown = self.prompt.by_steps, len(self.held.token_ids), messages
         if self.held.turn_ids[-1] >= 0:
@@ -119,7 +116,7 @@ class SampleState:
             self.held.states[start] = _hash(shown)
 
     def take_back(self) -> None:
-        """Remove the observation after the last turn of the model."""
+        """Remove the observation after the model's last turn."""
         sample = self.held
         written = sample.loss_mask.nonzero()[0]
         total = int(written[-1]) + 1 if len(written) else len(sample.token_ids)
@@ -130,7 +127,7 @@ class SampleState:
         sample.finish_reason = FinishReason.STOP
 
     def ended(self, with_text: bool) -> Ended:
-        """How its turn ended; with_text: with the bytes of its messages."""
+        """How the sample's turn ended; with_text: include the size of its messages in bytes."""
         sample = self.held
         text_bytes = len(sample.text()) if with_text else 0
         return Ended(self.id, len(sample.token_ids), self.num_model_tokens, str(sample.finish_reason), text_bytes)
@@ -154,11 +151,11 @@ def _append(sample: Sample, token_ids: np.ndarray, output: Output | None, is_pro
 
 
 def _hash(messages: list[dict[str, Any]]) -> int:
-    """31 bits, not 0: the same for the same messages."""
+    """A non-zero 31-bit hash of the messages."""
     digest = hashlib.blake2b(json.dumps(messages).encode(), digest_size=4).digest()
     return (int.from_bytes(digest, "little") >> 1) or 1
 
 
 def _token_fields(sample: Sample) -> list[Field]:
-    """The token fields of a sample."""
+    """The sample's token fields."""
     return [field for field in fields_of(Origin.GENERATOR, Level.TOKEN) if field.name in sample.columns]

@@ -1,7 +1,7 @@
-"""The judge's role: a frozen model that answers the questions of rewards on a rank of the run.
+"""The judge role: a frozen model on a rank of the run, which answers questions of rewards.
 
-Its engine is stepped between the commands of the controller. Questions of many reward workers join the running batch
-between two steps, so that it stays full while there are more questions than slots.
+Its engine is stepped between the controller's commands. Questions from many reward workers join the running batch
+between two steps, so the batch stays full while there are more questions than slots.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ PATH = "/v1/chat/completions"
 
 
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
-    """A message of a question."""
+    """A message in a question."""
 
     role: str
     content: str
 
 
 class ChatRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """What of OpenAI's chat completions a judge is asked with. The model is the judge's, whatever is named here."""
+    """The subset of OpenAI's chat completions request that a judge supports. `model` is ignored: the judge has one."""
 
     messages: list[ChatMessage]
     model: str = ""
@@ -52,8 +52,8 @@ class ChatRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class JudgeRole:
-    """A replica of the judge on one rank. Greedy answers, and sampled ones without a seed of their own, are functions
-    of the question."""
+    """A replica of the judge on one rank. Greedy answers, and sampled answers without a seed in the request, depend
+    only on the question."""
 
     def __init__(self, worker: Rank):
         from transformers import AutoTokenizer
@@ -71,7 +71,7 @@ class JudgeRole:
         self._most_new = config.rollout.max_new_tokens
         self._questions: dict[int, Question] = {}  # by request
         self._texts = TurnTexts(self._tokenizer)
-        self._prompts: dict[int, list[int]] = {}  # their last tokens
+        self._prompts: dict[int, list[int]] = {}  # by request: the prompt's last tokens
         self._num_asked = 0
         self._load = Load("judge", self.engine.max_num_seqs)
         world = worker.world
@@ -107,7 +107,7 @@ class JudgeRole:
         return True
 
     def answer(self, question: str, values: dict[str, Any]) -> Stats:
-        """See Answers: `load` since the last question."""
+        """See Answers: the load since the last question."""
         return self._load.take(self._service.take_refused())
 
     def close(self) -> None:
@@ -129,7 +129,7 @@ class JudgeRole:
             params = SamplingParams(max_tokens, asked.temperature, *limits, stop_token_ids=self._end_ids)
             seed = asked.seed if asked.seed is not None else _seed_of(ids)
             self.engine.add([Request(self._num_asked, ids, params, seed)])
-        except Exception as error:  # of a template, which runs code of the model's folder, or of the engine's checks
+        except Exception as error:  # from a template, which runs code of the model's folder, or from the engine
             question.refuse(f"{type(error).__name__}: {error}")
             return
         self._questions[self._num_asked], self._prompts[self._num_asked] = question, ids[-TAIL_TOKENS:]
@@ -143,12 +143,12 @@ def _completion(output: Output, text: str) -> dict[str, Any]:
 
 
 def _seed_of(ids: list[int]) -> int:
-    """A seed that depends on the question alone, so that an equal one gets an equal answer."""
+    """A seed that depends only on the question, so equal questions get equal answers."""
     return int.from_bytes(hashlib.sha256(str(ids).encode()).digest()[:8], "little")
 
 
 def _check_template(tokenizer: Any, path: Path) -> None:
-    """ValueError if the chat template does not take the messages of a judge."""
+    """ValueError if the chat template refuses a judge's messages."""
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(f"judge.path: the tokenizer of {path} has no chat template")
     try:

@@ -1,4 +1,4 @@
-"""How busy a rank that serves requests was, as metrics."""
+"""Load metrics of a rank that serves requests."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from hpcrl.metrics.stats import Stat, Stats, scalar
 
 
 class Load:
-    """Measures the time with open requests, and their number over that time, since the last take(). slots: requests
-    that are worked on at once; further ones wait."""
+    """Measures the time with open requests, and their number over time, since the last take(). slots: maximum number of
+    requests processed at once; further requests wait."""
 
     def __init__(self, role: str, slots: int):
         self._role, self._slots = role, slots
@@ -18,7 +18,7 @@ class Load:
         self._total_s = self._busy_s = self._request_s = self._slot_s = 0.0
 
     def note(self, num_open: int) -> None:
-        """From now on this many requests are open."""
+        """Record that `num_open` requests are open from now on."""
         now = time.monotonic()
         seconds, self._since = now - self._since, now
         self._total_s += seconds
@@ -29,12 +29,12 @@ class Load:
         self._most, self._open = max(self._most, num_open), num_open
 
     def answered(self, count: int) -> None:
-        """So many requests were answered."""
+        """Record that `count` requests were answered."""
         self._num_answered += count
 
     def take(self, refused: int) -> Stats:
-        """Metrics since the last call: share of the time with open requests; while there were any, how many (mean and
-        most) and the share of slots in use; requests answered, and told to come back, by a rank on average."""
+        """Metrics since the last call: fraction of time with open requests; within it, their number (mean and maximum)
+        and the fraction of slots in use; requests answered and refused, averaged over ranks."""
         self.note(self._open)
         role, answered, most = self._role, self._num_answered, self._most
         found = {

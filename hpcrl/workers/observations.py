@@ -1,7 +1,7 @@
-"""The tokens between two turns of the model: what the chat template writes after a turn, around an observation.
+"""The tokens between two model turns: the chat template's text after a turn and around an observation.
 
-Nothing that the model wrote is rendered again. A turn that calls tools is rendered as one, with stand-ins for its
-calls: what follows depends on their names and ids only.
+The model's own text is never rendered again. A turn that calls tools is rendered as such a turn, with placeholders for
+its calls: the text after it depends only on their names and ids.
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ from hpcrl.data.messages import Messages
 from hpcrl.data.template_forms import TemplateRefusal, Tools, shows_results
 
 CONTENT = "0CONTENT{}0"
-"""Stands for the end of the model's text; letters and digits, which no template trims or escapes."""
+"""Placeholder for the end of the model's text; letters and digits, which no template trims or escapes."""
 
 
 def observation_ids(tokenizer: Any, observation: Messages, last_token: int, tools: Tools | None = None) -> np.ndarray:
     """int32 [n]: the tokens after a model turn that ends with `last_token`, up to the start of the next model turn.
 
-    This is what the chat template writes after the turn and around the observation, without the token that ends a turn
-    if the model has ended it so, or with another special token (Llama 3.1 ends the call of a tool with <|eom_id|>).
-    Without a template: the contents of the messages. ValueError if the template refuses the messages or renders no
-    model turn.
+    This is the chat template's text after the turn and around the observation, without the end-of-turn token if the
+    model has written it, or another special token instead (Llama 3.1 ends a tool call with <|eom_id|>). Without a
+    template: the contents of the messages. ValueError if the template refuses the messages or renders no model turn.
     """
     if not getattr(tokenizer, "chat_template", None):
         text = render(tokenizer, observation, None)
@@ -48,7 +47,7 @@ def observation_ids(tokenizer: Any, observation: Messages, last_token: int, tool
 
 
 def check_continues(tokenizer: Any) -> None:
-    """ValueError if the chat template cannot continue a dialogue after a turn of the model, as every episode needs."""
+    """ValueError if the chat template cannot continue a dialogue after a model turn, as every episode requires."""
     if not getattr(tokenizer, "chat_template", None):
         return
     mark = CONTENT.format("")
@@ -78,7 +77,7 @@ def _unused(messages: Messages) -> str:
 
 
 def _after(tokenizer: Any, messages: Messages, tools: Tools | None, mark: str, ask: bool) -> str:
-    """The rendered text after the mark. ValueError if it is not shown."""
+    """The rendered text after the mark. TemplateRefusal if the template does not render the mark."""
     _, found, following = render(tokenizer, [{"role": "user", "content": "0"}, *messages], tools, ask).rpartition(mark)
     if not found:
         raise TemplateRefusal("it does not show an assistant turn that an observation follows")
@@ -86,30 +85,30 @@ def _after(tokenizer: Any, messages: Messages, tools: Tools | None, mark: str, a
 
 
 def _begin(tokenizer: Any, alone: str, following: str, last_token: int, called: bool) -> int:
-    """Where in `following` the text begins that the model has not written. alone: the text after the mark in the same
-    turn without an observation. called: the turn has calls, whose end the model has written too, such as brackets."""
+    """Index in `following` after the text that the model has written. alone: the text after the mark in the same turn
+    without an observation. called: the turn has tool calls, whose end the model has also written, such as brackets."""
     special = re.compile("|".join(map(re.escape, special_tokens(tokenizer))) or r"(?!)")
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(alone, following, strict=False))
     shared = sum(1 for _ in same)  # belongs to the turn
     if called and not special.search(following[:shared]):
         shared = max(shared, _end_of_rewritten(alone, following))
     added = tokenizer.added_tokens_decoder.get(last_token)
-    # The token that begins the next message may end the turn instead (GLM's <|observation|>).
+    # Instead, the next message's first token may end the turn (GLM's <|observation|>).
     if added is not None and (at := following.find(added.content)) >= 0 and not following[shared:at].strip():
         return at + len(added.content)
     ends = [found.span() for found in special.finditer(following) if found.end() <= shared]
     if not ends and special.match(alone) and (found := special.match(following)):
-        ends = [found.span()]  # gpt-oss: <|return|> after the last turn, <|end|> after others
+        ends = [found.span()]  # gpt-oss: <|return|> after the last turn, <|end|> after other turns
     if ends:
-        start, end = ends[-1 if called else 0]  # marks of the calls stand before
-        # Only an added token ends a turn: a newline of the model is content, even if the template adds another.
+        start, end = ends[-1 if called else 0]  # special tokens of calls come before the turn's end
+        # Only an added token ends a turn: the model's newline is content, even if the template adds another newline.
         return end if added is not None and added.special else start
     return len(following[:shared].rstrip()) if called else 0
 
 
 def _end_of_rewritten(alone: str, following: str) -> int:
-    """Where a turn ends whose calls the template writes otherwise where messages follow (Apriel adds their ids); 0 if
-    that cannot be found."""
+    """The end of a turn whose calls the template renders differently if messages follow (Apriel adds call ids); 0 if
+    it cannot be found."""
     for start in range(len(alone)):
         if (at := following.find(alone[start:])) >= 0:
             return at + len(alone) - start

@@ -1,4 +1,4 @@
-"""Trainer and generator alone in one process: weights need no transfer, and perhaps not even a second copy."""
+"""One trainer and one generator in one process: weights need no transfer, and perhaps not even a second copy."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hpcrl.workers.trainer import TrainerRole
 
 
 class OneProcess:
-    """The generator's way to the trainer of its process.
+    """Gives the generator access to the trainer in its process.
 
-    If they share weights (shares_weights), an optimizer step changes those of the generator at once. Nothing may be
-    decoded from then on until they are published under their own version.
+    If they share weights (shares_weights), an optimizer step immediately changes the generator's weights. Then nothing
+    may be decoded until they are published as a new version.
     """
 
     def __init__(self, generator: GenEngine, trainer: TrainEngine, shared: bool):
@@ -31,7 +31,7 @@ class OneProcess:
 
     @classmethod
     def of(cls, rank: Rank, generator: GenEngine) -> OneProcess | None:
-        """None if this rank does not train, other ranks train or generate, or its weights are not plain tensors."""
+        """None if this rank does not train, if other ranks train or generate, or if weights are not plain tensors."""
         if not in_one_process(rank.config, rank.layout) or "trainer" not in rank.roles:
             return None
         trainer = cast(TrainerRole, rank.roles["trainer"]).engine
@@ -42,7 +42,7 @@ class OneProcess:
         return self._local.local_weights().items()
 
     def load(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Load the trainer's weights, all of weights(), into the generator under this version."""
+        """Load the trainer's weights, all of weights(), into the generator as this version."""
         self._generator.load_weights(named, version)
         self._loaded_at = self._trainer.optimizer_step
 

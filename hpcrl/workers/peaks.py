@@ -1,7 +1,7 @@
-"""The peak memory of this process in each phase of a step, as metrics; between two phases, unused memory is given back.
+"""Measure this process's peak memory in each phase of a step, and return unused memory to the system between phases.
 
-On a GPU the most that PyTorch's allocator had handed out, else the most that was resident (VmHWM, which Linux resets
-through /proc/self/clear_refs).
+On a GPU this is the peak of memory allocated through PyTorch's allocator, else the peak of resident memory (VmHWM,
+which Linux resets through /proc/self/clear_refs).
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ PHASES: dict[type, str] = {
     DecodeChunk: "generate",
     AbortSamples: "generate",
 }
-"""Command -> the phase it belongs to; log-probs of the reference are a phase of their own."""
+"""Command -> its phase; the reference's log-probs are a separate phase."""
 
 
 class Peaks:
-    """Commands of a phase follow each other, so memory is read only between two phases and for a report."""
+    """A phase's commands follow each other, so memory is measured only between phases and for a report."""
 
     def __init__(self) -> None:
         self._phase = ""
         self._peaks: dict[str, int] = {}
 
     def enter(self, command: object) -> None:
-        """The command is executed next; one without a phase belongs to the phase before it."""
+        """Called before each command; a command without a phase belongs to the current phase."""
         phase = PHASES.get(type(command), self._phase)
         if isinstance(command, Logprobs) and command.role == "reference":
             phase = "reference"
@@ -59,7 +59,7 @@ class Peaks:
             self._phase = phase
 
     def take(self) -> Stats:
-        """Peaks since the last call: `system/<phase>/peak_gib`, of which the largest counts."""
+        """Peaks since the last call: `system/<phase>/peak_gib`, merged by maximum."""
         self._read()
         peaks, self._peaks = self._peaks, {}
         return {f"system/{phase}/peak_gib^": scalar(peak / 2**30) for phase, peak in peaks.items()}
@@ -70,14 +70,14 @@ class Peaks:
 
 
 def trim_heap() -> None:
-    """Return freed memory to the system. glibc keeps freed tensors of up to 32 MiB, for which a phase with tensors of
-    other sizes may have no use."""
+    """Return freed memory to the system. glibc keeps freed tensors of up to 32 MiB, which a phase with tensors of other
+    sizes may not be able to reuse."""
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc
         trim(0)
 
 
 def take_peak() -> int:
-    """Bytes of the peak since the last call; 0 where the kernel does not tell."""
+    """Peak bytes since the last call; 0 if the kernel does not report them."""
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()

@@ -1,4 +1,4 @@
-"""A rank's loop: execute the inbox in order, and advance asynchronous work in between."""
+"""A rank's main loop: execute commands in order, and poll asynchronous work between them."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ from hpcrl.workers.weight_updates import WeightUpdate
 logger = logging.getLogger(__name__)
 
 IDLE_FIRST_S = 0.0005
-BUSY_MOST_S, IDLE_MOST_S = 0.004, 1.0  # between two polls, if a role has own work and if none has
+BUSY_MOST_S, IDLE_MOST_S = 0.004, 1.0  # between two polls, with and without asynchronous work in some role
 
 
 class Reported(Exception):
-    """A command or the work of a role raised; the controller has been informed."""
+    """A command or a role's work raised; the controller has been notified."""
 
 
 class Worker:
-    """One rank process: its roles and what they share (batches, groups)."""
+    """One rank process: its roles and their shared state (batches, groups)."""
 
     def __init__(self, world: World, config: Config, layout: RoleLayout, model_path: Path, run_dir: Path):
         self.world, self.config, self.layout = world, config, layout
@@ -74,7 +74,7 @@ class Worker:
 
     @functools.cached_property
     def tokenizer(self) -> Any:
-        """Loaded at the first use: rank 0 may still be writing the model folder when this rank joins."""
+        """Loaded on first use: rank 0 may still be writing the model folder when this rank joins."""
         from transformers import AutoTokenizer  # takes seconds; a reward rank does not need it
 
         return bind(AutoTokenizer.from_pretrained(self.model_path), self.config.data.chat_template_kwargs)
@@ -85,7 +85,7 @@ class Worker:
         idle_s = IDLE_FIRST_S
         while not self._left:
             self.world.mailbox_server.wakeup.clear()
-            # Always both: commands queue up, and the own work of a role must not wait for them.
+            # Always both: a role's own work must not wait for queued commands.
             if self.execute_one(0.0) | self._look_after():
                 idle_s = IDLE_FIRST_S
             elif not self._left:
@@ -94,11 +94,11 @@ class Worker:
                 idle_s = min(BUSY_MOST_S if busy else IDLE_MOST_S, idle_s * 2)
 
     def join(self) -> None:
-        """Tell the controller that this rank reads its inbox."""
+        """Notify the controller that this rank reads its inbox."""
         self.emit(Joined(self.world.host, os.getpid()))
 
     def pump(self) -> bool:
-        """One round of the loop without waiting, for the controller, which also hears of failures of its own rank."""
+        """One round of the loop without waiting, for the controller, which gets its own rank's failures as events."""
         try:
             return self.execute_one(0.0) | self._look_after()
         except Reported:
@@ -112,7 +112,7 @@ class Worker:
         """Execute the next command if one arrives within timeout_s. Reported if it raises."""
         message = self.world.commands.get(timeout_s)
         for ended in self.world.commands.take_ended():
-            if ended.how == "gap":  # commands are missing, and only this rank knows
+            if ended.how == "gap":  # commands are missing, which only this rank can detect
                 self.emit(Failed(0, "reading its commands", ended.why, "control"))
                 raise Reported
         if message is None:
@@ -138,7 +138,7 @@ class Worker:
         return True
 
     def close(self) -> None:
-        """End the roles; called once when the rank leaves or fails."""
+        """Close the roles; called once when the rank exits or fails."""
         self._saving.close()
         for role in self.roles.values():
             role.close()
@@ -211,14 +211,14 @@ class Worker:
 
 
 def import_engines(config: Config, roles: Collection[str]) -> None:
-    """Import the modules of these roles, so that ranks import in parallel before they wait for each other."""
+    """Import these roles' modules, so ranks import in parallel before they wait for each other."""
     for name in roles:
         if name in ROLES and (module := ROLES[name].imports(config)):
             importlib.import_module(module)
 
 
 def _kind(error: BaseException) -> Literal["", "input", "storage", "numbers", "peer", "control"]:
-    """The kind of an exception's cause (hpcrl.messaging.messages.Failed)."""
+    """The exception's kind (hpcrl.messaging.messages.Failed)."""
     if is_storage_error(error):
         return "storage"
     if isinstance(error, ValueError | OSError):

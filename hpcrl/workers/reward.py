@@ -1,4 +1,4 @@
-"""The reward role: responses arrive by mail, scores go to the controller; the pool's processes compute them."""
+"""The reward role: receives responses by mail, scores them in a pool of processes, sends scores to the controller."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from hpcrl.rollout.types import TOKEN_REWARD
 from hpcrl.workers.role import Rank
 
 SCORES = 512
-"""Maximum scores in a message, so that it stays below the size limit with all possible token rewards."""
+"""Maximum scores per message: with all possible token rewards, it stays below the size limit."""
 
 
 class RewardRole:
-    """Scores each response on arrival. If the reward scores groups, responses wait until the controller, which knows
-    the valid attempts at a prompt, names the group."""
+    """Scores each response on arrival. With a group reward, responses wait until the controller, which tracks the valid
+    attempts of each prompt, names the group."""
 
     def __init__(self, worker: Rank):
         self._worker = worker
@@ -32,7 +32,7 @@ class RewardRole:
             worker.config, services=_services(worker), domain=layout.domain_of(rank), elsewhere=layout.scorers
         )
         self._arrived: list[RewardItem] = []  # until their reward is loaded
-        self._held: dict[int, RewardItem] = {}  # waiting for their siblings
+        self._held: dict[int, RewardItem] = {}  # waiting for other group members
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
         return {ScoreGroup: self._score_together, DropAwaiting: self._drop}

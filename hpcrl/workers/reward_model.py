@@ -1,6 +1,6 @@
-"""The reward model's role: a frozen model with a scalar head that scores dialogues on a rank of the run.
+"""The reward model role: a frozen model with a scalar head on a rank of the run, which scores dialogues.
 
-Requests that arrived while the forward pass before them ran are scored together, the oldest first.
+Requests that arrive during a forward pass are batched into the next one, oldest first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PATH = "/score"
 
 
 class ScoreRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """A dialogue in chat form, which ends with the turn of the model."""
+    """A dialogue as chat messages, ending with a model turn."""
 
     messages: list[dict[str, Any]]
 
@@ -66,7 +66,7 @@ class RewardModelRole:
         for question in self._service.take():
             try:
                 self._waiting.append((question, self._tokens(question.asked)))
-            except Exception as error:  # of a template, which runs code of the model's folder
+            except Exception as error:  # from a template, which runs code of the model's folder
                 question.refuse(f"{type(error).__name__}: {error}")
         self._load.note(len(self._waiting))
         batch = self._next()
@@ -81,7 +81,7 @@ class RewardModelRole:
         return bool(batch)
 
     def _next(self) -> list[tuple[Question, list[int]]]:
-        """The oldest requests that fit into one forward pass, without those that nobody waits for any more."""
+        """The oldest requests that fit into one forward pass, without requests whose client has gone."""
         batch: list[tuple[Question, list[int]]] = []
         width = 0
         while self._waiting:
@@ -95,14 +95,14 @@ class RewardModelRole:
         return batch
 
     def answer(self, question: str, values: dict[str, Any]) -> Stats:
-        """See Answers: `load` since the last question."""
+        """See Answers: the load since the last question."""
         return self._load.take(self._service.take_refused())
 
     def close(self) -> None:
         self._service.close()
 
     def _tokens(self, asked: ScoreRequest) -> list[int]:
-        """The token ids of a dialogue, which the tokenizer's template ends. ValueError if there are too many."""
+        """A dialogue's token ids, rendered with the tokenizer's template. ValueError if there are too many."""
         ids = encode(self._tokenizer, render(self._tokenizer, asked.messages, None, ask=False))
         if not 0 < len(ids) <= self._most_tokens:
             raise ValueError(f"the dialogue has {len(ids)} tokens, reward_model.max_tokens={self._most_tokens}")

@@ -16,7 +16,7 @@ from hpcrl.rollout.batch import Batch
 
 
 class Role(Protocol):
-    """The work of a rank in one role. A handler answers a command with Done, another event, or None for no answer."""
+    """A rank's work in one role. A handler answers a command with Done, another event, or None for no answer."""
 
     @property
     def busy(self) -> bool:
@@ -26,30 +26,30 @@ class Role(Protocol):
         """Command type -> handler(command, seq)."""
 
     def poll(self) -> bool:
-        """Advance asynchronous work without blocking; returns whether anything happened."""
+        """Advance asynchronous work without blocking; return whether anything happened."""
 
     def close(self) -> None:
-        """End what the role started."""
+        """Release the role's processes, threads and engines."""
 
 
 @runtime_checkable
 class Answers(Protocol):
-    """A role that answers questions of pipelines (run.ask())."""
+    """A role that answers pipelines' questions (run.ask())."""
 
     def answer(self, question: str, values: dict[str, Any]) -> Stats:
-        """Statistics of this rank, merged over all ranks of the role. May fill fields of batches on the rank."""
+        """This rank's statistics, merged over all ranks of the role. May fill fields of batches on the rank."""
 
 
 @runtime_checkable
 class Serves(Protocol):
-    """A role that answers requests of rewards over HTTP (hpcrl.workers.serving)."""
+    """A role that answers rewards' requests over HTTP (hpcrl.workers.serving)."""
 
     url: str
 
 
 class Rank(Protocol):
     """The rank process (hpcrl.workers.rank_loop.Worker) as its roles see it; the roles share batches and groups.
-    services: role -> addresses of the ranks that serve requests, of the roles built before."""
+    services: role -> addresses of its ranks, for each role that serves requests and is already built."""
 
     world: World
     config: Config
@@ -70,7 +70,7 @@ class Rank(Protocol):
 
 
 def without(worker: Rank, ranks: Collection[int], seq: int, error: RuntimeError) -> Done:
-    """The answer if ranks did not take part in a transfer; raises `error` if the run needs them."""
+    """The answer if these ranks did not take part in a transfer; raises `error` if the run needs them."""
     disposable = {rank for replica in worker.layout.free_replicas for rank in replica}
     if not blames_peer(error) or not disposable.issuperset(ranks):
         raise error

@@ -1,6 +1,6 @@
-"""A server for the requests of reward workers to a rank of the run: HTTP on the run's network, with the run's token.
+"""An HTTP server on a rank of the run, for requests of reward workers, with the run's network and token.
 
-A thread per connection reads a request, checks it and waits; the rank's own loop takes the questions and answers them.
+One thread per connection reads and checks a request and waits; the rank's main loop takes questions and answers them.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import msgspec
 from hpcrl.rewards.services import LOAD_HEADER
 
 MAX_BYTES = 8 << 20
-"""Largest request; the four texts that a judge sees, at their largest, are 4 MiB of ASCII."""
+"""Maximum request size; the four texts that a judge gets have at most 4 MiB of ASCII."""
 MAX_CONNECTIONS = 2048
 READ_S = 30.0
 """Time for the next bytes of a request."""
 LOOK_S = 0.5
-"""Between two looks whether the client of an open question is still there."""
+"""Seconds between two checks whether an open question's client is still connected."""
 
 
 class Question:
-    """A checked request, to be answered or refused once by the rank's loop; `gone`: nobody waits for the answer."""
+    """A checked request, answered or refused once by the rank's main loop; `gone`: the client has disconnected."""
 
     def __init__(self, asked: Any):
         self.asked, self.gone = asked, False
@@ -46,7 +46,7 @@ class Question:
         self._done.set()
 
     def wait(self, client: socket.socket) -> tuple[int, dict[str, Any]] | None:
-        """(status, content) of the answer; None if the client went away before."""
+        """Wait for the answer's (status, content); None if the client disconnects first."""
         while not self._done.wait(LOOK_S):
             if _has_gone(client):
                 self.gone = True
@@ -55,8 +55,13 @@ class Question:
 
 
 class Service:
-    """Listens from the constructor to close(). paths: path -> type of the JSON object that is posted there. most:
-    questions at once; further ones are told to come back. wake: called in another thread when a question arrives."""
+    """Listens from the constructor to close().
+
+    Args:
+        paths: Path -> type of the JSON object that is posted to it.
+        most: Maximum number of open questions; further ones are refused with status 503.
+        wake: Called in another thread when a question arrives.
+    """
 
     def __init__(self, address: str, token: str, paths: Mapping[str, type[msgspec.Struct]], most: int, wake: Any):
         self._arrived: queue.Queue[Question] = queue.Queue()
@@ -73,11 +78,11 @@ class Service:
 
     @property
     def in_flight(self) -> int:
-        """Questions that were accepted and not yet answered."""
+        """Number of questions accepted but not yet answered."""
         return self._open
 
     def take(self) -> list[Question]:
-        """The questions that arrived since the last call, in order."""
+        """The questions that have arrived since the last call, in order."""
         found = []
         with contextlib.suppress(queue.Empty):
             while True:
@@ -85,18 +90,18 @@ class Service:
         return found
 
     def take_refused(self) -> int:
-        """Questions that were told to come back since the last call."""
+        """Number of questions refused with 503 since the last call."""
         with self._lock:
             count, self._refused = self._refused, 0
         return count
 
     def close(self) -> None:
-        """Stop listening; clients that wait see a broken connection."""
+        """Stop listening; waiting clients get a broken connection."""
         self._server.shutdown()
         self._server.server_close()
 
     def handle(self, path: str, given: Mapping[str, str], read: Callable[[int], bytes], client: socket.socket) -> Any:
-        """(status, content) for a posted request, None for nobody."""
+        """(status, content) for a POST request; None if the client is gone."""
         if not hmac.compare_digest(given.get("Authorization", "").encode(), f"Bearer {self._token}".encode()):
             return _error(401, "the token is wrong")
         if (decoder := self._decoders.get(path)) is None:
@@ -138,7 +143,7 @@ class _Server(http.server.ThreadingHTTPServer):
         super().__init__(at, _Handler)
 
     def server_bind(self) -> None:
-        """Without the look-up of the host's name, which may take seconds."""
+        """Bind without looking up the host name, which may take seconds."""
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
@@ -153,11 +158,11 @@ class _Server(http.server.ThreadingHTTPServer):
             self._room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A connection that breaks is the client's affair."""
+        """Ignore broken connections; the client handles them."""
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-    server_version, sys_version = "hpcrl", ""  # no versions for strangers
+    server_version, sys_version = "hpcrl", ""  # do not reveal versions
     timeout = READ_S
     server: _Server
 
@@ -186,7 +191,7 @@ def _error(status: int, text: str) -> tuple[int, dict[str, Any]]:
 def _has_gone(client: socket.socket) -> bool:
     """Whether the other side has closed the connection."""
     try:
-        looking = select.poll()  # select() takes no descriptor above 1023
+        looking = select.poll()  # select() accepts no descriptor above 1023
         looking.register(client, select.POLLIN)
         return bool(looking.poll(0)) and not client.recv(1, socket.MSG_PEEK)
     except (OSError, ValueError):

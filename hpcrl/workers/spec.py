@@ -1,4 +1,4 @@
-"""The roles of a rank besides the controller, in the order in which they take ranks."""
+"""A rank's roles other than the controller, in the order in which they are assigned ranks."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ CRITIC = RoleSpec(
 
 
 def _serving(role: str) -> dict[str, Any]:
-    """What the roles have in common whose frozen models rewards ask."""
+    """Common keys of roles that serve a frozen model to rewards."""
     return {
         "needed": lambda config: bool(config.asks(role)),
         "num_ranks": 1,

@@ -1,7 +1,7 @@
-"""Trainer, critic, reference and generator of one rank take turns on its device: each gives its memory back while the
-other works.
+"""Trainer, critic, reference and generator of one rank take turns on its device: training engines and generator each
+release memory while the other side works.
 
-What a rank moves follows from the order of its commands alone, as everything that it does.
+Like everything that a rank does, its offloading depends only on the order of its commands.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ TRAIN_ROLES = ("trainer", "critic", "reference")
 
 
 class TimeSharing:
-    """On a rank with a training engine and a generator, if the run offloads (hpcrl.planner.memory.shares_device).
+    """For a rank with a training engine and a generator, if the run offloads (hpcrl.planner.memory.shares_device).
 
-    The generator is built in its own turn: its engine may take a share of the GPU at once, which must be free.
-    shares_weights: it reads the trainer's parameters, which stay (hpcrl.planner.generator.shares_weights).
+    The generator is built in its own turn: its engine may immediately allocate a share of the GPU, which must be free.
+    shares_weights: it reads the trainer's parameters, which are not offloaded (hpcrl.planner.generator.shares_weights).
     """
 
     def __init__(self, roles: Mapping[str, Role], shares_weights: bool = False):
@@ -58,7 +58,7 @@ class TimeSharing:
         self._turn, self._asleep = "", False
 
     def enter(self, command: object) -> None:
-        """The command is executed next: move memory if it begins another phase."""
+        """Called before each command: offload and onload if the command begins another phase."""
         engines = {name: cast(EngineRole, self._roles[name]).engine for name in TRAIN_ROLES if name in self._roles}
         if isinstance(command, BuildRole):
             if command.role == "generator":
@@ -71,7 +71,7 @@ class TimeSharing:
             return
         generator = cast(GeneratorRole, self._roles["generator"]).engine
         if turn == "train" or self._turn == "generate":  # weights to publish may be on the host
-            if not generator.progress():  # responses that go on after the step keep their cache
+            if not generator.progress():  # responses that continue after the step keep their cache
                 generator.sleep()
                 self._asleep = True
             for engine in engines.values():

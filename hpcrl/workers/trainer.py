@@ -1,4 +1,4 @@
-"""The trainer and reference roles: their engines, and the commands on batches."""
+"""The trainer and reference roles: their engines, and commands on batches."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class EngineRole:
 
     name: str
     state_folder: str | None = None
-    """Folder of its state within a checkpoint (hpcrl.workers.checkpointing.Learns)."""
+    """Folder of the role's state within a checkpoint (hpcrl.workers.checkpointing.Learns)."""
     trainable = False
     busy = False
 
@@ -102,10 +102,10 @@ class EngineRole:
         compute = self.engine.logprobs
         if command.into == "old_entropies":
             compute = cast(ComputesEntropies, self.engine).entropies  # check_objective
-        elif command.role != self.name:  # the reference, which is the trainer's model without adapters
+        elif command.role != self.name:  # the reference is the trainer's model without adapters
             compute = cast(
                 TrainsAdapters, self.engine
-            ).reference_logprobs  # its specification says that it has adapters
+            ).reference_logprobs  # the engine's specification declares adapters
         values = compute(batch, command.micro_batches, self._algorithm.objective.temperature)
         setattr(batch, command.into, self._ranks.outputs(values, batch.num_tokens))
         return Done(seq)
@@ -129,8 +129,7 @@ class EngineRole:
 
 
 class ReferenceRole(EngineRole):
-    """The frozen initial policy, that of an earlier step (algorithm.ref_update_steps), or the model of
-    reference.path."""
+    """The frozen initial policy, an earlier policy (algorithm.ref_update_steps), or the model in reference.path."""
 
     name = "reference"
 
@@ -143,13 +142,13 @@ class ReferenceRole(EngineRole):
 
     def _load_reference(self, command: LoadReference, seq: int) -> Done:
         del self.engine
-        gc.collect()  # the memory of the one before is free before the other needs it
+        gc.collect()  # frees the old engine's memory before the new engine needs it
         self.engine = self._make_engine(Path(command.folder))
         return Done(seq)
 
 
 class TrainerRole(EngineRole):
-    """The policy that learns."""
+    """The policy in training."""
 
     name, state_folder, trainable = "trainer", "", True
 
@@ -197,9 +196,9 @@ class TrainerRole(EngineRole):
 
 
 def _fill_advantages(estimator: AdvantageEstimator, batch: Batch, table: RewardTable, ranks: DataParallel) -> Stats:
-    """Have the advantage estimator filled in from the episodes that have not failed, as if there were no others; those
-    that have get the weight 0. Collective over the trainer ranks."""
-    if batch.failed is None:  # on all of them
+    """Compute advantages only from episodes that have not failed, as if the batch had no failed ones, which get the
+    weight 0. Collective over the trainer ranks."""
+    if batch.failed is None:  # then on all trainer ranks
         return estimator.assign(batch, table, ranks.all_sum)
     gone = ranks.all_gather(batch.sample_ids[batch.failed])
     kept = ~batch.failed
@@ -215,13 +214,13 @@ def _fill_advantages(estimator: AdvantageEstimator, batch: Batch, table: RewardT
 
 
 def _gather_rewards(batch: Batch, ranks: DataParallel, domains: dict[str, list[int]]) -> RewardTable:
-    """Rewards of the samples of all trainer ranks. Collective over them."""
+    """Gather the rewards of all trainer ranks' samples. Collective over the trainer ranks."""
     own = RewardTable.of(batch)
     ids = ranks.all_gather(own.sample_ids)
     order = torch.argsort(ids)
     rewards, scores, lengths = (ranks.all_gather(values)[order] for values in (own.rewards, own.scores, own.lengths))
     truncated = ranks.all_gather(own.truncated.byte())[order].bool()
-    # The filled fields of a batch are the same on all ranks, also without rows.
+    # All ranks have the same fields of a batch filled, also without rows.
     baselines, decoupled = (
         None if values is None else ranks.all_gather(values)[order] for values in (own.baselines, own.decoupled)
     )
@@ -230,7 +229,7 @@ def _gather_rewards(batch: Batch, ranks: DataParallel, domains: dict[str, list[i
 
 
 def batch_of_rows(rows: SFTRows, sequences: Sequence[int]) -> Batch:
-    """The batch of these sequences: n is one of row n // per_row, which is its group."""
+    """The batch of these sequences; sequence n belongs to row n // per_row, which is its group."""
     groups = [sequence // rows.per_row for sequence in sequences]
     encoded = {row: rows.sequences(row) for row in dict.fromkeys(groups)}
     samples = [_supervised_sample(n, *encoded[row][n % rows.per_row]) for n, row in zip(sequences, groups, strict=True)]

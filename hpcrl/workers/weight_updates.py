@@ -1,5 +1,5 @@
-"""New weights from the trainers to the generators: in one process they are there, by the trainers' own gather where a
-rank has both roles, else from the ranks that hold them to those that need them."""
+"""Bring new weights from trainers to generators: within one process, by the training engine's own gather if ranks have
+both roles, else from ranks with owned shards to ranks with required shards."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from hpcrl.workers.role import Rank, without
 from hpcrl.workers.trainer import TrainerRole
 
 SEND_TIMEOUT_FRACTION = 0.75
-"""Share of the time of a peer that a trainer waits for a replica: other replicas wait for the trainer meanwhile."""
+"""Fraction of a peer's time that a trainer waits for a replica: other replicas wait for the trainer meanwhile."""
 
 
 class WeightUpdate:
-    """Exists on every rank; its roles determine its part."""
+    """Exists on every rank; the rank's roles determine its part."""
 
     def __init__(self, worker: Rank):
         self._worker = worker
@@ -51,8 +51,8 @@ class WeightUpdate:
         return {UpdateWeights: self._update_weights}
 
     def open(self, transfer_group: TransferGroup, number: int) -> None:
-        """Connect the trainers and a replica, and tell it the layout of the weights. Called by all ranks of the group,
-        after their roles are built."""
+        """Connect the trainers with a replica, and send it the weight layout. Called by all ranks of the group, after
+        their roles are built."""
         rank, trainers = self._worker.world.rank, self._worker.layout.ranks["trainer"]
         replica = self._worker.layout.replicas[number]
         connect(transfer_group.group, transfer_group.ranks, rank, trainers, replica)
@@ -73,7 +73,7 @@ class WeightUpdate:
         return self._transfer(command, seq)
 
     def _gather(self, version: int) -> None:
-        """Load what the training engine yields, tensor by tensor; nothing is kept."""
+        """Load the training engine's weights, tensor by tensor; nothing is kept."""
         rank, layout = self._worker.world.rank, self._worker.layout
         engine = cast(TrainerRole, self._worker.roles["trainer"]).engine
         held = [item.of(layout.ranks["trainer"]) for item in engine.weight_layout()]
@@ -123,7 +123,7 @@ class WeightUpdate:
         return Done(seq, unreached=sorted(unreached))
 
     def _check(self, replicas: list[int], loaded: LoadedSums | None, version: int) -> dict[int, RuntimeError]:
-        """Compare the checksums of the trainers and this rank; the errors of replicas that cannot be reached."""
+        """Compare this rank's checksums with the trainers'; return the errors of unreachable replicas."""
         rank, trainers, own = self._worker.world.rank, self._worker.layout.ranks["trainer"], self._own_replica()
         errors: dict[int, RuntimeError] = {}
         sums = torch.zeros(0)
@@ -159,7 +159,7 @@ class WeightUpdate:
         layout: Sequence[TensorShards],
         needs: Sequence[RequiredSlices],
     ) -> LoadedSums | None:
-        """Load the tensors as they come; their checksums, if those are compared."""
+        """Load the tensors as they arrive; return their checksums if check_weights is set."""
         engine, alone = self._generator.engine, self._generator.trainer
         load = engine.load_weights if alone is None else alone.load
         loaded = LoadedSums(layout, needs) if self._worker.config.check_weights else None
@@ -172,7 +172,7 @@ class WeightUpdate:
         return loaded
 
     def _needs(self, layout: Sequence[TensorShards]) -> list[list[RequiredSlices]]:
-        """What each rank of a replica needs of every tensor."""
+        """For each rank of a replica, its required slices of every tensor."""
         config, size = self._worker.config, self._worker.layout.generator_tensor_parallel
         need, model = GEN_ENGINES[config.gen_engine].need, self._model
         return [[need(config, model, held.name, held.shape, index, size) for held in layout] for index in range(size)]

@@ -1,7 +1,7 @@
 """The training engine on PyTorch FSDP2 (fully_shard): parameters, gradients and optimizer state are sharded.
 
-One rank that computes in the type of its weights has nothing to gather or convert: its parameters are plain tensors,
-used where they are.
+A single rank whose compute dtype is its weights' dtype has nothing to gather or convert: its parameters are plain
+tensors, used in place.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ from hpcrl.rollout.device_copies import to_device, to_host
 from hpcrl.spec.weight_layout import TensorShards
 
 SMALL_MODEL_BYTES = 4 << 30
-"""A model whose full parameters and fp32 gradients take less stays gathered during a command: one all-gather before it
-and one reduce-scatter after it. A larger model gathers layer by layer and reduces the gradient of every micro-batch."""
+"""A model whose full parameters and fp32 gradients take at most this many bytes stays gathered during a command: one
+all-gather before it, one reduce-scatter after it. A larger model gathers by layer and reduces every micro-batch."""
 
 
 def make(config: Config, model_path: Path, total_steps: int, trainable: bool) -> FSDP2Engine:
-    """The trainer's engine, or a frozen one. Collective over the ranks of the default group."""
+    """The trainer's engine, or a frozen engine. Collective over the default group."""
     own, replay = config.trainer.section(FSDP2Config), trainable and routes_of(config, model_path) is not None
     given = arguments(config, total_steps)
     return FSDP2Engine(config.trainer, model_path, own=own, trainable=trainable, replay=replay, **given)
 
 
 def arguments(config: Config, total_steps: int) -> dict[str, Any]:
-    """What every engine with this model gets from the configuration, beside its section."""
+    """Constructor arguments from the configuration, in addition to the engine's section."""
     return {
         "dtype": getattr(torch, config.model.dtype),
         "total_steps": total_steps,
@@ -71,7 +71,7 @@ def arguments(config: Config, total_steps: int) -> dict[str, Any]:
 
 
 class FSDP2Engine:
-    """TrainEngine on the default process group, which must contain exactly the engine's ranks. Between commands
+    """TrainEngine on the default process group, which must contain exactly the engine's ranks. Between commands,
     parameters are sharded and there are no gradients."""
 
     computes = SPEC.computes
@@ -94,13 +94,15 @@ class FSDP2Engine:
         replay: bool = False,
         seed: int = 0,
     ):
-        """Load an HF folder and shard it. Collective.
+        """Load an HF folder and shard the model. Collective. ValueError on every rank if the folder cannot be used.
 
-        dtype (float32, bfloat16): of the parameters that the optimizer updates; config.param_dtype: of the computation.
-        total_steps: optimizer steps of the whole run, for the schedule. trainable=False: no gradients, no optimizer
-        (the reference policy). replay: choose the experts in the batch's field `routes`. With config.lora, the weights
-        of the folder are kept in the type of the computation and stay as they are; only adapters, drawn from `seed`,
-        are trained, published and saved. ValueError on every rank if the folder cannot be used.
+        Args:
+            config: With config.lora, the folder's weights are frozen in config.param_dtype (the compute dtype); only
+                adapters, initialized from `seed`, are trained, published and saved.
+            dtype: float32 or bfloat16, for the parameters that the optimizer updates.
+            total_steps: Optimizer steps of the whole run, for the learning-rate schedule.
+            trainable: False for a frozen model (the reference): no gradients, no optimizer.
+            replay: Route tokens to the experts in the batch's field `routes`.
         """
         self.config, self.model_path, self.total_steps = config, Path(model_path), total_steps
         self.own = own or FSDP2Config()
@@ -109,16 +111,16 @@ class FSDP2Engine:
         self.data_parallel_rank = self.grid.rank // self.grid.tokens.all.size
         self.data_parallel_size = self.grid.num_data_parallel
         self.optimizer_step = 0
-        self._lent = False  # parameters are tensors of a generator
+        self._lent = False  # whether the parameters are a generator's tensors
         self._sums: dict[Tensor, Tensor] | None = None
         if deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, torch refuses matrix products
             torch.use_deterministic_algorithms(True)
         self.dtype, self.compute_dtype = dtype, getattr(torch, config.param_dtype)
         self.lora = Adapters(config.lora) if config.lora.rank and trainable else None
-        kept = self.compute_dtype if self.lora else dtype  # with adapters, the optimizer changes nothing else
+        kept = self.compute_dtype if self.lora else dtype  # with adapters, the optimizer updates only adapters
         self.sharded = self._is_sharded(kept)
-        # Only rank 0 reads the weights; every problem with the folder is found before the first shard.
+        # Only rank 0 reads the weights; all problems with the folder are detected before sharding begins.
         hf = agreed(lambda: self._to_train(self._empty_model(kept), seed))
         ranks = self.grid.tokens
         agreed(lambda: check_heads(self.own, hf.config.get_text_config()))
@@ -131,7 +133,7 @@ class FSDP2Engine:
         gathered_bytes = self.compute_dtype.itemsize * sum(p.numel() for p in of_rank)
         gathered_bytes += 4 * sum(p.numel() for p in of_rank if p.requires_grad)
         self.keep_gathered = gathered_bytes <= SMALL_MODEL_BYTES
-        # A PackedCausalLM that fully_shard, if sharded, also made an FSDPModule.
+        # A PackedCausalLM; if sharded, fully_shard has also made it an FSDPModule.
         self.model: Any = self._sharded(hf, source) if source is None or self.sharded else self._whole(source)
         self.replay = RouterReplay(self.model.hf) if replay else None
         self.shards = list(self.model.parameters())  # walking the modules takes a twentieth of a small step
@@ -149,7 +151,7 @@ class FSDP2Engine:
     # ---- building
 
     def _is_sharded(self, dtype: torch.dtype) -> bool:
-        """Whether parameters of this type are more than plain tensors that compute as they are."""
+        """Whether parameters of this dtype need FSDP2 instead of plain tensors."""
         return self.grid.size > 1 or dtype != self.compute_dtype or self.own.cpu_offload
 
     def _empty_model(self, dtype: torch.dtype) -> PreTrainedModel:
@@ -159,7 +161,7 @@ class FSDP2Engine:
         return read_model(self.model_path, dtype)
 
     def _to_train(self, hf: PreTrainedModel, seed: int) -> PreTrainedModel:
-        """The model with gradients for what is trained."""
+        """The model with requires_grad set for trained parameters."""
         if self.lora is not None:
             return self.lora.add(hf, self.dtype, seed)
         return hf.requires_grad_(self.trainable)
@@ -168,21 +170,21 @@ class FSDP2Engine:
         return self.weights.fingerprint()
 
     def _split_dim(self, name: str) -> int | None:
-        """The dimension in which a parameter of the model is split over tensor parallel ranks."""
+        """The dimension along which tensor parallelism splits a parameter, or None."""
         return None if self.matrices is None else self.matrices.dims.get(name.removeprefix("hf."))
 
     def _as_part_of_whole(self, name: str, tensor: Tensor) -> Tensor:
         return self.grid.as_part_of_whole(tensor, self._split_dim(name))
 
     def _wrapped(self, hf: PreTrainedModel) -> PackedCausalLM:
-        hf.eval()  # no dropout: it would add noise to the ratio of two forwards
+        hf.eval()  # no dropout: it would add noise to the ratio of two forward passes
         model = self.model_class(hf, self.config.logits_chunk_tokens, self.matrices)
         if self.own.activation_checkpointing and self.trainable:
             model.checkpoint_activations(self.name)
         return model
 
     def _whole(self, source: PreTrainedModel) -> PackedCausalLM:
-        """The model of the only rank. Gradients of several micro-batches are summed in fp32, as FSDP2 does."""
+        """The unsharded model of a single rank. Gradients of micro-batches are summed in fp32, as in FSDP2."""
         model = self._wrapped(source).to(self.device)
         if self.trainable and self.dtype != torch.float32:
             for parameter in (p for p in model.parameters() if p.requires_grad):
@@ -201,7 +203,7 @@ class FSDP2Engine:
         )
 
     def _sum_in_fp32(self, parameter: Tensor) -> None:
-        """Move a gradient to the sums, while there is more than one micro-batch."""
+        """Move a gradient to the sums, if there are several micro-batches."""
         if self._sums is None or parameter.grad is None:
             return
         if parameter in self._sums:
@@ -219,7 +221,7 @@ class FSDP2Engine:
     # ---- forward
 
     def _reshard(self) -> None:
-        """Free what forwards without a backward have gathered."""
+        """Free parameters gathered by forward passes without a backward pass."""
         if self.sharded:
             self.model.reshard()
 
@@ -231,11 +233,11 @@ class FSDP2Engine:
         return spread(logprobs, places, batch), None if entropies is None else spread(entropies, places, batch)
 
     def _inputs(self, batch: Batch) -> tuple[Inputs, Tensor]:
-        """What the model gets, and the tokens (int64 [N]) whose predecessors are in it, on the device. The batch is on
-        the host, where all of that is worked out without a wait for the device.
+        """The model's inputs, and the indices (int64 [N]) of the tokens to predict, on the device. They are computed on
+        the host, where the batch is, without waiting for the device.
 
-        Without masked tokens or rows, one token with weight zero is predicted, so that every parameter is in the graph:
-        its gradient is reduced over ranks.
+        Without tokens in loss_mask or without rows, one token with weight zero is predicted, so every parameter is in
+        the graph: its gradient is reduced over ranks.
         """
         lengths = batch.segment_lengths.tolist() or [1]
         token_ids = batch.token_ids if batch.num_tokens else batch.token_ids.new_zeros(1)
@@ -247,7 +249,7 @@ class FSDP2Engine:
         layout = None
         if self.packing or self.grid.tokens.all.size > 1:
             prefixes = batch.prefix_lengths()
-            if positions.dim() > 1:  # equal tokens may stand for different images
+            if positions.dim() > 1:  # equal tokens may represent different images
                 prefixes = torch.zeros_like(prefixes)
             shared = shared_prefixes(token_ids, lengths, prefixes.tolist() or [0])
             layout = PackedLayout(lengths, self.device, shared, self.own.attention, self.grid.tokens)
@@ -266,8 +268,8 @@ class FSDP2Engine:
         return Outputs(logprobs, entropies if gradient or entropies is None else entropies.detach())
 
     def _split(self, micro_batches: MicroBatches, num_rows: int) -> MicroBatches:
-        """The micro-batches to run: as given or, without packing, one per row, equally many on every rank
-        (collective)."""
+        """The micro-batches to run: as given or, without packing, one per row, padded with empty ones to the same
+        number on every rank (collective)."""
         rows = check_micro_batches(micro_batches, num_rows)
         if self.packing:
             return micro_batches
@@ -286,7 +288,7 @@ class FSDP2Engine:
         return self._by_row(batch, micro_batches, lambda part: cast(Tensor, self._forward(part, temperature, True)[1]))
 
     def _by_row(self, batch: Batch, micro_batches: MicroBatches, compute: Callable[[Batch], Tensor]) -> Tensor:
-        """float32 [T] on the host: what is computed for the tokens of each micro-batch, 0 for other rows."""
+        """float32 [T] on the host: values computed for each micro-batch's tokens, 0 for rows in no micro-batch."""
         lengths = batch.lengths.tolist()
         pieces = [torch.zeros(length) for length in lengths]
         split = self._split(micro_batches, batch.num_sequences)
@@ -317,9 +319,9 @@ class FSDP2Engine:
         objective: Objective,
         norms: Norms,
     ) -> Stats:
-        """The first half of train_step: add the gradient of the mini-batch, summed over ranks. Collective.
+        """The first half of train_step: add the mini-batch's gradient, summed over ranks. Collective.
 
-        Returns this rank's loss stats. `discard_gradients` drops the result.
+        Returns this rank's loss stats. `discard_gradients` frees the gradient.
         """
         assert self.optimizer is not None, "the engine was built with trainable=False"
         if objective.compares_rows and not self.packing:
@@ -336,7 +338,7 @@ class FSDP2Engine:
                 self._prepare_backward(is_last=number == len(split) - 1)
             micro_batch = batch.select(rows)
             outputs = self._outputs(micro_batch, objective)
-            computed = (outputs.logprobs, outputs.entropy, outputs.values)  # every rank has the same backward pass
+            computed = (outputs.logprobs, outputs.entropy, outputs.values)  # every rank runs the same backward pass
             loss: Any = sum(some.sum() for some in computed if some is not None and some.requires_grad)  # no rows: zero
             if rows:
                 anchor = 0.0 * loss  # keeps the graph if the objective drops masked tokens
@@ -354,7 +356,7 @@ class FSDP2Engine:
         loss.backward()
 
     def _sum_over_tensor_ranks(self) -> None:
-        """Sum the gradients of what every tensor parallel rank has, each from its own tokens or heads. Collective."""
+        """Sum common parameters' gradients: each tensor-parallel rank has its tokens' or heads' part. Collective."""
         if self.matrices is None:
             return
         for parameter in self._common:
@@ -364,20 +366,20 @@ class FSDP2Engine:
                 gradient.copy_(total)
 
     def _prepare_backward(self, is_last: bool) -> None:
-        # If each backward reduces, none passes its last buffer, of the vocabulary's matrices, to the next backward.
+        # If every backward pass reduces gradients, none defers its last buffer (the vocabulary matrices) to the next.
         self.model.set_is_last_backward(is_last or not self.keep_gathered)
-        self.model.set_requires_all_reduce(is_last)  # over copies of the model, after the sum within a copy
+        self.model.set_requires_all_reduce(is_last)  # over the model's replicas, after the reduction within a replica
         if self.keep_gathered:
             self.model.set_requires_gradient_sync(is_last)
             self.model.set_reshard_after_backward(is_last)
 
     def _update(self) -> Stats:
-        """Clip, step and drop the gradients. Stats on data-parallel rank 0 only, to count once. Collective."""
+        """Clip, step and free the gradients. Stats only on rank 0, so they count once. Collective."""
         assert self.optimizer is not None
         gradients = [local(p.grad) for p in self.shards if p.grad is not None]
         common = [local(p.grad) for p in self._common if p.grad is not None] if self.matrices is not None else []
         norm = _square(gradients)
-        if self.matrices is not None:  # every tensor parallel rank counts the same gradients of what all have
+        if self.matrices is not None:  # all tensor-parallel ranks count the same gradients of common parameters
             norm -= (1 - 1 / self.grid.num_parts) * _square(common)
         norm = norm.to(self.device) / self.grid.num_replicas
         dist.all_reduce(norm)
@@ -407,7 +409,7 @@ class FSDP2Engine:
     def _gathered(self, names: Sequence[str], dtypes: Mapping[str, torch.dtype]) -> Iterator[tuple[str, Tensor]]:
         wanted, everything = {dtypes.get(name, self.dtype) for name in names}, names == self.weights.all_names
         if self.sharded and self.keep_gathered and everything and wanted == {self.compute_dtype}:
-            self.model.unshard()  # one collective, in the type of the computation, instead of one per tensor
+            self.model.unshard()  # one collective, in the compute dtype, instead of one per tensor
         try:
             for name in names:
                 yield name, self.weights.full_tensor(name, dtypes.get(name, self.dtype))
@@ -436,7 +438,7 @@ class FSDP2Engine:
         return self.weights.held()
 
     def offload(self, weights: bool = True) -> None:
-        """See TrainEngine. Does nothing if the parameters are on the host; parameters shared with a generator stay."""
+        """See TrainEngine. Does nothing if parameters are on the host; does not move a generator's tensors."""
         if self.device.type != "cpu" and not self.own.cpu_offload:
             self._move(self._host.to_host, weights and not self._lent)
             torch.cuda.empty_cache()
@@ -447,7 +449,7 @@ class FSDP2Engine:
             self._move(self._host.to_device, not self._lent)
 
     def _move(self, move: Callable[[dict[str, Tensor]], dict[str, Tensor]], weights: bool) -> None:
-        """move: of self._host."""
+        """move: a method of self._host."""
         self._reshard()
         states = list(self.optimizer.state.values()) if self.optimizer is not None else []
         parameters = dict(self.model.named_parameters()) if weights else {}
@@ -456,13 +458,13 @@ class FSDP2Engine:
         moved = move({**parameters, **buffers, **of_states})
         new = {id(tensor): moved[name] for name, tensor in (*parameters.items(), *buffers.items())}
         if weights:
-            # A tied parameter, which two modules have, is changed in place the first time.
+            # A tied parameter, which belongs to two modules, is changed in place the first time.
             self.model._apply(lambda t: new.pop(id(t), t) if isinstance(t, nn.Parameter) else new[id(t)])
         for n, state in enumerate(states):
             state.update({key: moved[f"{n}.{key}"] for key in state})
 
     def snapshot(self, copy: bool = True) -> Files:
-        """See TrainEngine. OSError on every rank if any rank lacks memory for the first copy."""
+        """See TrainEngine. OSError on every rank if any rank lacks host memory for the first copy."""
         files: Files = self._snapshots.take(self.optimizer_step, copy)
         return files
 
@@ -502,11 +504,11 @@ class FSDP2Engine:
 
 
 def spread(values: Tensor, places: Tensor, batch: Batch) -> Tensor:
-    """[T]: values at these places of the batch, else 0."""
+    """[T]: the values at these indices of the batch, 0 elsewhere."""
     zeros = values.new_zeros(batch.num_tokens)
     return zeros.index_copy(0, places, values) if places.numel() else zeros + 0.0 * values.sum()
 
 
 def _square(gradients: list[Tensor]) -> Tensor:
-    """float32: the sum of their squares."""
+    """float32: the squared norm of the gradients."""
     return torch.nn.utils.get_total_norm(gradients).float().square()

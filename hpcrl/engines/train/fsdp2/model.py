@@ -1,4 +1,4 @@
-"""A causal language model from an HF folder, with the two forward passes of a trainer: packed, and the model's own."""
+"""A causal language model from an HF folder, with a trainer's two forward passes: packed, and the model's own."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ class Inputs(NamedTuple):
 
 
 class PackedCausalLM(nn.Module):
-    """Wraps a transformers model so that its parameters are only used inside one forward, where FSDP gathers them.
+    """Wraps a transformers model and uses its parameters only inside forward methods, where FSDP gathers them.
 
-    other_forwards: methods that use them as forward() does."""
+    other_forwards: methods other than forward() that use parameters."""
 
     other_forwards: tuple[str, ...] = ("own_logprobs",)
 
     def __init__(self, hf: PreTrainedModel, chunk_tokens: int, matrices: TensorParallel | None = None):
-        """matrices: how those of hf are split over ranks."""
+        """matrices: the tensor-parallel plan of `hf`."""
         super().__init__()
         self.hf, self.matrices = hf, matrices
         text = hf.config.get_text_config()
@@ -64,38 +64,38 @@ class PackedCausalLM(nn.Module):
         self.chunk_tokens = chunk_tokens
         dynamic = "dynamic" in rope_types(hf.config.to_dict())
         self._dynamic_rotary = [m for m in hf.modules() if dynamic and hasattr(m, "max_seq_len_cached")]
-        # The model's own attention. SDPA has no soft-capping, and transformers' SDPA would silently omit it.
+        # The model's own attention. SDPA has no soft-capping; transformers' SDPA would silently omit it.
         self.own_attention = (
             "eager" if getattr(text, "attn_logit_softcapping", None) else hf.config._attn_implementation
         )
 
     def in_float32(self) -> Iterator[nn.Module]:
-        """Modules that compute in float32 whatever the type of the others."""
+        """Modules that always compute in float32."""
         return iter(())
 
     def set_packing(self, packing: bool) -> None:
-        """Choose between the attention over packed sequences and the model's own over one sequence."""
+        """Use attention over packed sequences, or the model's own attention over one sequence."""
         self.hf.set_attn_implementation(PACKED_ATTENTION if packing else self.own_attention)
         if self.matrices is not None:
             self.matrices.tokens_split = packing
 
     def set_head_dtype(self, dtype: str | None) -> None:
-        """Compute the vocabulary projection in this type (trainer.head_dtype); None, as at first: as the model does."""
+        """Compute the vocabulary projection in this dtype (trainer.head_dtype); None, as initially: the model's."""
         self.head = dataclasses.replace(self.head, float32=dtype == "float32")
 
     def packing_obstacle(self) -> str:
-        """Why the model cannot be packed according to its code and config; empty if the probe must decide."""
+        """Why the model cannot be packed, judged by its code and config; empty if the probe must decide."""
         parameters = inspect.signature(self.hf.base_model.forward).parameters
         if "position_ids" not in parameters or all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
             return "its forward takes no position_ids or no layout of the sequences"
         return unpackable(self.hf.config.to_dict())
 
     def checkpoint_activations(self, engine: str) -> None:
-        """Keep only the inputs of the layers and recompute the rest in the backward pass. ValueError for a model
-        without layers that transformers can checkpoint.
+        """Keep only the layers' inputs and recompute activations in the backward pass. ValueError for a model without
+        layers that transformers can checkpoint.
 
-        transformers does so in training mode only, in which some layers (OPT) apply dropout. The layers are wrapped
-        here instead and stay in evaluation mode, so that recomputation has no randomness.
+        transformers supports this only in training mode, in which some layers (OPT) apply dropout. The layers are
+        wrapped here instead and stay in evaluation mode, so recomputation is deterministic.
         """
         layers = [module for module in self.hf.modules() if isinstance(module, GradientCheckpointingLayer)]
         if not layers:
@@ -120,8 +120,8 @@ class PackedCausalLM(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """(log-probs, entropies or None), float32 [N], of targets[n] as the token that follows token_ids[before[n]].
 
-        token_ids int64 [T] and positions int64 [T] or [T, axes] hold sequences back to back; without a layout, one
-        sequence. Collective over the ranks of the layout, each of which computes its share and gets everything.
+        token_ids int64 [T] and positions int64 [T] or [T, axes] are concatenated sequences; without a layout, one
+        sequence. Collective over the layout's ranks: each computes its share and gets all results.
         """
         num_targets = len(targets)
         states, mine = self._states(token_ids, positions, layout, before)
@@ -150,8 +150,8 @@ class PackedCausalLM(nn.Module):
     def _states(
         self, token_ids: Tensor, positions: Tensor, layout: PackedLayout | None, before: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """The hidden states [n, h] after the tokens `before` that this rank has, and which ones these are (None:
-        all)."""
+        """Hidden states [n, h] after this rank's share of the tokens `before`, and the share's indices in `before`
+        (None: all)."""
         packed: dict[str, Any] = {}
         mine = None
         self._forget_lengths()
@@ -166,16 +166,16 @@ class PackedCausalLM(nn.Module):
         return hidden.index_select(0, before), mine
 
     def _forget_lengths(self) -> None:
-        """Undo what dynamic NTK keeps of earlier forwards: transformers goes on with the longest length so far."""
+        """Reset dynamic NTK's state from earlier forwards: transformers keeps using the longest length until now."""
         for module in self._dynamic_rotary:
             for name in [name for name in vars(module) if name.endswith("max_seq_len_cached")]:
                 setattr(module, name, module.original_max_seq_len)
             for name, original in list(module.named_buffers(recurse=False)):
-                if name.endswith("original_inv_freq"):  # one for each kind of layers, which the prefix names
+                if name.endswith("original_inv_freq"):  # one per kind of layer, named by the prefix
                     setattr(module, f"{name.removesuffix('original_inv_freq')}inv_freq", original)
 
     def own_logprobs(self, token_ids: Tensor) -> Tensor:
-        """float32 [T - 1]: log-probs of tokens 1.. of one sequence int64 [T], by the model's own forward and head."""
+        """float32 [T - 1]: log-probs of tokens 1.. in one sequence int64 [T], by the model's own forward and head."""
         self._forget_lengths()
         logits = self.hf(input_ids=token_ids[None], use_cache=False).logits[0, :-1].float()
         return logits.log_softmax(-1).gather(1, token_ids[1:, None])[:, 0]
@@ -183,7 +183,7 @@ class PackedCausalLM(nn.Module):
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence transformers' progress bar and load report; relevant problems are raised as errors."""
+    """Silence transformers' progress bar and load report; relevant problems still raise errors."""
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity(transformers_logging.CRITICAL)
     transformers_logging.disable_progress_bar()
@@ -196,7 +196,7 @@ def _quiet() -> Iterator[None]:
 
 
 def empty_model(path: Path, dtype: torch.dtype, kind: Kind = CAUSAL) -> PreTrainedModel:
-    """The model of a folder's config.json on the meta device; ValueError if the folder is not a causal LM's."""
+    """The model of a folder's config.json, on the meta device. ValueError if the folder does not hold such a model."""
     if not (path / "config.json").is_file():
         raise ValueError(f"model.path {path}: no config.json; give a folder in Hugging Face layout")
     if not any((path / name).is_file() for name in WEIGHT_FILES):
@@ -205,12 +205,12 @@ def empty_model(path: Path, dtype: torch.dtype, kind: Kind = CAUSAL) -> PreTrain
         config = AutoConfig.from_pretrained(path, local_files_only=True, **kind.options)
         with torch.device("meta"), _quiet():
             return kind.auto.from_config(config, dtype=dtype)
-    except Exception as error:  # of the config's or the model's own code, such as a package that it lacks
+    except Exception as error:  # from the config's or the model's own code, such as a missing package
         raise ValueError(f"model.path {path}: config.json makes no {kind.what}: {_line(error)}") from error
 
 
 def read_model(path: Path, dtype: torch.dtype, kind: Kind = CAUSAL) -> PreTrainedModel:
-    """The model with its weights on the CPU; ValueError names the first tensor that is missing or has another shape."""
+    """The model with its weights, on the CPU. ValueError names the first missing or mismatched tensor."""
     try:
         with _quiet():
             loaded: Any = kind.auto.from_pretrained(
@@ -240,15 +240,15 @@ def read_model(path: Path, dtype: torch.dtype, kind: Kind = CAUSAL) -> PreTraine
 def write_model(
     hf: PreTrainedModel, weights: dict[str, Tensor], origin: Path, folder: Path, lora: Adapters | None = None
 ) -> None:
-    """Write weights (by name) with config and index, and the tokenizer and generation config of the folder `origin`;
-    those of adapters are merged, and also written as they are, for peft, into the folder `adapter` in it. The folder is
-    written completely or left unchanged; OSError gives the cause."""
+    """Write weights (by name) with config and index, and copy tokenizer and generation config from `origin`. Adapter
+    weights are merged, and also written unmerged, for peft, to the subfolder `adapter`. The folder is written
+    completely or left unchanged; OSError gives the cause."""
     with new_folder(folder) as partial:
         try:
             if lora is not None:
                 lora.write(weights, origin, partial / "adapter")
                 weights = lora.merged(weights)
-            dtype = next(iter(weights.values())).dtype  # not that of `hf`
+            dtype = next(iter(weights.values())).dtype  # may differ from the dtype of `hf`
             with _quiet():
                 save_model(hf, partial, state_dict=weights, max_shard_size="5GB")
             write_config(partial, partial, dtype)

@@ -1,4 +1,4 @@
-"""A micro-batch as Megatron's packed tokens: padded where ranks share sequences, and divided over these ranks."""
+"""A micro-batch as Megatron's packed tokens: padded if ranks share sequences, and divided over these ranks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,17 @@ from hpcrl.rollout.device_copies import to_device
 
 @dataclass(frozen=True)
 class Packed:
-    """What one context parallel rank computes of the rows of a micro-batch.
+    """One context-parallel rank's share of a micro-batch.
 
-    token_ids, positions: int64 [t], of this rank. sequences: of all ranks, for attention. own: int64 [n], which of the
-    tokens to predict it predicts; before: int64 [n], the place of the token before each, among its tokens; targets:
-    int64 [n], the tokens to predict. places: int64 [N], of all tokens to predict among those of the micro-batch.
-    sources: int64 [t], of this rank's tokens among those of the micro-batch; -1: padding.
+    Args:
+        token_ids: int64 [t], this rank's tokens.
+        positions: int64 [t], their positions.
+        sequences: All ranks' sequences, for attention.
+        own: int64 [n], indices into `places` of the tokens that this rank predicts.
+        before: int64 [n], indices into `token_ids` of the tokens before the predicted ones.
+        targets: int64 [n], the tokens to predict.
+        places: int64 [N], indices of all tokens to predict in the micro-batch.
+        sources: int64 [t], indices of `token_ids` in the micro-batch; -1: padding.
     """
 
     token_ids: Tensor
@@ -35,7 +40,7 @@ class Packed:
     sources: Tensor
 
     def to(self, device: torch.device) -> Packed:
-        """The same on a device, without a wait."""
+        """A copy on a device, without waiting for the transfer."""
 
         def moved(values: Mapping[str, Any]) -> dict[str, Any]:
             return {name: to_device(value, device) for name, value in values.items() if isinstance(value, Tensor)}
@@ -45,9 +50,9 @@ class Packed:
 
 
 def padded_lengths(lengths: Sequence[int], num_ranks: int, tensor_parallel: int) -> list[int]:
-    """The lengths of sequences on num_ranks context parallel ranks, whose tokens tensor_parallel ranks share (sequence
-    parallelism; otherwise 1). Each gets padding at its end up to a multiple of 2 num_ranks; a last sequence of padding
-    makes up for tokens that the ranks lack to have equally many."""
+    """Padded lengths of sequences for num_ranks context-parallel ranks. tensor_parallel: number of ranks that share a
+    rank's tokens (sequence parallelism), else 1. Each sequence is padded at its end to a multiple of 2 num_ranks; a
+    last sequence of padding makes the ranks' token counts equal."""
     unit = 2 * num_ranks if num_ranks > 1 else 1
     padded = [-(-length // unit) * unit for length in lengths]
     lacking = -sum(padded) % math.lcm(unit, num_ranks * tensor_parallel)
@@ -55,11 +60,9 @@ def padded_lengths(lengths: Sequence[int], num_ranks: int, tensor_parallel: int)
 
 
 def pack(batch: Batch, num_ranks: int, rank: int, tensor_parallel: int, least: int = 0) -> Packed:
-    """The rows of a micro-batch, for one of num_ranks context parallel ranks.
-
-    Sequences get padding as padded_lengths says, which nothing attends to. least: tokens to which a last sequence of
-    padding fills the micro-batch up, on all ranks. ValueError for positions of several axes.
-    """
+    """Pack a micro-batch's rows for one of num_ranks context-parallel ranks. Sequences are padded as in
+    padded_lengths(); no token attends to padding. least: minimum number of tokens over all ranks, reached by a last
+    sequence of padding. ValueError for positions of several axes."""
     if batch.position_ids.dim() > 1:
         axes = batch.position_ids.shape[1]
         raise ValueError(
@@ -71,7 +74,7 @@ def pack(batch: Batch, num_ranks: int, rank: int, tensor_parallel: int, least: i
         padded.append(lacking)
     spans = torch.tensor(padded, device=device)
     starts = torch.cat([spans.new_zeros(1), spans.cumsum(0)])
-    at = starts[batch.segment_ids] + batch.segment_indices  # of each token with padding
+    at = starts[batch.segment_ids] + batch.segment_indices  # each token's index, with padding
     sources = torch.full((sum(padded),), -1, device=device)
     sources[at] = torch.arange(batch.num_tokens, device=device)
     tokens = torch.zeros_like(sources)
@@ -84,8 +87,8 @@ def pack(batch: Batch, num_ranks: int, rank: int, tensor_parallel: int, least: i
     mine = mine[local[mine].argsort()]
     own = (holder[before] == rank).nonzero()[:, 0]
     cu_seqlens, longest = starts.int(), max(padded)
-    # Padding counts as part of a sequence. Transformer Engine divides the padded starts over context parallel ranks;
-    # on one rank, it would only compare them with the others on the host, in every layer.
+    # Padding counts as part of a sequence. Transformer Engine divides the padded starts over context-parallel ranks; on
+    # one rank, it would only compare them with the unpadded starts on the host, in every layer.
     divided = cu_seqlens if num_ranks > 1 else None
     sequences = PackedSeqParams(
         qkv_format="thd",
@@ -102,7 +105,7 @@ def pack(batch: Batch, num_ranks: int, rank: int, tensor_parallel: int, least: i
 
 
 def _divided(spans: Tensor, positions: Tensor, starts: Tensor, num_ranks: int) -> tuple[Tensor, Tensor]:
-    """(the rank that has each token, its place there), int64 [T]; spans: the length of each token's sequence."""
+    """(each token's rank, its index on that rank), int64 [T]; spans: the length of each token's sequence."""
     first = torch.repeat_interleave(starts[:-1], starts.diff())
     if num_ranks == 1:
         return torch.zeros_like(positions), first + positions
