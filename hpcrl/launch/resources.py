@@ -120,8 +120,7 @@ def _host_rows(config: Config, layout: RoleLayout, kinds: Sequence[RankMemory]) 
 
 
 def host_memory(config: Config, component: Component) -> tuple[int, str]:
-    """Bytes of host memory of a node, and whose limit that is: this machine's, or what the component requests; 0 if
-    neither is known."""
+    """A node's host memory in bytes and its source: this machine's limit, or the component's request; 0 if unknown."""
     if config.cluster.name == "local" and not config.cluster.components:
         return memory_limit()
     return memory_bytes(component.config.memory or "0"), "its memory key"
