@@ -67,8 +67,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Latest(NamedTuple):
-    """Result of find_latest: `path` and `manifest` are None in a run without checkpoints; `problems` lists what was
-    skipped."""
+    """Result of find_latest: `path` and `manifest` are None without checkpoints; `problems` lists skipped ones."""
 
     path: Path | None
     manifest: Manifest | None

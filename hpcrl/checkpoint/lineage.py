@@ -68,8 +68,7 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def cut_metrics(run_dir: Path, step: int, attempt: int) -> int:
-    """Move lines of metrics.jsonl past `step`, and unreadable lines (cut short by a kill), to abandoned/<attempt>/.
-    Returns their number."""
+    """Move metrics.jsonl's lines past `step`, and unreadable lines, to abandoned/<attempt>/; returns their number."""
     path, target = run_dir / METRICS, run_dir / "abandoned" / str(attempt) / METRICS
     if not path.is_file():
         return 0

@@ -49,8 +49,7 @@ class SharedFile:
 
 
 class Pieces:
-    """A file's content as consecutive parts of the rank's own memory, which must not change before the file is
-    written."""
+    """A file's content as consecutive parts of the rank's memory, which must not change until the file is written."""
 
     def __init__(self, size: int, parts: Iterable[memoryview]):
         self.size, self.parts = size, parts

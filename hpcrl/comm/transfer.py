@@ -1,5 +1,4 @@
-"""Rollout transfer between ranks: fields packed flat into one byte tensor per pair of ranks; both sides know the
-sizes."""
+"""Rollout transfer between ranks: all fields in one byte tensor per pair of ranks; both sides compute the sizes."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ RaggedFields = Sequence[tuple[str, np.dtype, str]]
 FieldSizes = Sequence[tuple[str, np.dtype, int]]
 """Name, dtype and number of values of each field of a move, in the order in which they travel."""
 Arrays = Mapping[str, Sequence[np.ndarray]]
-"""One array per sample of each field."""
+"""For each field, one array per sample."""
 Pick = Callable[[Sequence[int]], Arrays]
 
 
@@ -45,7 +44,7 @@ class PeerLost(RuntimeError):
 
 @dataclass
 class TransferGroup:
-    """A group between roles and its world ranks, in order."""
+    """A process group between roles, and its world ranks in order."""
 
     group: Any  # dist.ProcessGroupGloo, whose methods torch's stubs lack
     ranks: Sequence[int]
@@ -60,14 +59,13 @@ class TransferGroup:
         text: str = "",
         ragged_fields: RaggedFields = (),
     ) -> list[tuple[Move, dict[str, np.ndarray]]]:
-        """Carry out the moves that touch `rank`; returns what this rank receives, in the order of the moves. text: name
-        of a field of UTF-8 texts, sent with the moves that have text_bytes. ragged_fields: sent after the others, when
-        the destination knows their numbers of values.
+        """Carry out the moves that touch `rank`; returns what this rank receives, in the order of the moves.
 
         Args:
-            pick: returns for sample ids one array per sample for every field; ValueError if their lengths differ from
+            pick: Returns for sample ids one array per sample for every field; ValueError if their lengths differ from
                 the move's.
-            text: name of a field of UTF-8 texts, sent with the moves that have text_bytes.
+            text: Name of a field of UTF-8 texts, sent with the moves that have text_bytes.
+            ragged_fields: Sent after all other fields, when the destination has their numbers of values.
 
         Called with equal lists by every source and destination of a move; at most one move per pair. PeerLost after the
         group's timeout or the end of a peer, once every other move is done.
@@ -86,7 +84,7 @@ class TransferGroup:
             return act([torch.from_numpy(buffer)], self.ranks.index(peer), 0)
 
         def complete(move: Move, arrays: Arrays, fields: dict[str, np.ndarray], work: Any) -> dict[str, np.ndarray]:
-            """All fields of a move; after an error only the first ones."""
+            """All fields of a move; after an error only the fields of the first part."""
             with _noting(move, rank, errors):
                 if work is not None:
                     work.wait()
@@ -104,12 +102,12 @@ class TransferGroup:
             for move, arrays in zip(own, picked, strict=True)
         ]
         # Two ranks connect here at their first communication, and one of them waits for the other. No rank waits for
-        # data before, and all ranks follow the list of moves, so ranks cannot wait for each other in a circle.
+        # data before, and all ranks process moves in one order, so they cannot deadlock.
         posted: list[tuple[Move, Arrays, dict[str, np.ndarray], Any]] = []
         for move, arrays, (buffer, fields) in zip(own, picked, parcels, strict=True):
             with _noting(move, rank, errors):
                 posted.append((move, arrays, fields, post(move, buffer)))
-        if ragged_fields and posted:  # in threads: a rank that is lost must not delay the second part of other moves
+        if ragged_fields and posted:  # in threads: a lost rank must not delay the second part of other moves
             with ThreadPoolExecutor(len(posted)) as pool:
                 received = list(pool.map(complete, *zip(*posted, strict=True)))
         else:
@@ -128,7 +126,7 @@ def _noting(move: Move, rank: int, errors: list[PeerLost]) -> Iterator[None]:
 
 
 def _sizes(move: Move, token_fields: Fields, row_fields: Fields, text: str) -> FieldSizes:
-    """The fields of a move whose numbers of values it tells."""
+    """The fields of a move whose numbers of values the move contains."""
     tokens, rows = sum(move.lengths), len(move.samples)
     sizes = [*((name, d, tokens) for name, d in token_fields), *((name, d, rows) for name, d in row_fields)]
     if text and move.text_bytes:
@@ -137,7 +135,7 @@ def _sizes(move: Move, token_fields: Fields, row_fields: Fields, text: str) -> F
 
 
 def _buffer(sizes: FieldSizes) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Room for fields as bytes, and the fields as views into it."""
+    """A byte buffer for fields, and the fields as views into it."""
     buffer = np.empty(sum(dtype.itemsize * count for _, dtype, count in sizes), np.uint8)
     fields, at = {}, 0
     for name, dtype, count in sizes:
@@ -147,8 +145,7 @@ def _buffer(sizes: FieldSizes) -> tuple[np.ndarray, dict[str, np.ndarray]]:
 
 
 def _gather(move: Move, sizes: FieldSizes, arrays: Arrays) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """A move filled on the rank that holds its samples, directly in the buffer: an intermediate array per field would
-    cost more than the transfer."""
+    """A move's buffer, filled directly from this rank's samples: an array per field would cost more than sending."""
     buffer, fields = _buffer(sizes)
     for name, field in fields.items():
         count = sum(map(len, arrays[name]))
@@ -168,7 +165,7 @@ def ragged(rows: Sequence[Sequence[float]], dtype: str) -> bytes:
 
 
 def ragged_bytes(rows: Sequence[bytes], dtype: np.dtype) -> bytes:
-    """As ragged(), for rows given as the bytes of their values."""
+    """Like ragged(), for rows given as the bytes of their values."""
     counts = np.array([len(row) // dtype.itemsize for row in rows], dtype=np.uint16)
     return counts.tobytes() + b"".join(rows)
 

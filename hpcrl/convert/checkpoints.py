@@ -1,5 +1,4 @@
-"""Finds the checkpoint in a folder that a user names, and the model whose config.json and tokenizer belong to it.
-Imports no torch."""
+"""Finds the checkpoint in a user's folder, and the model with its config.json and tokenizer. Imports no torch."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class ConvertOptions:
         num_threads: number of writing threads (default: cores, at most 8).
         stream: for progress (default: stderr).
         report_progress: called by all threads between two blocks; its exception ends the conversion; the same call
-        resumes it. fence: called before the output gets its final name.
+            resumes it. fence: called before the output gets its final name.
         again: the complete output may exist, since an earlier call may have been killed after its last file.
     """
 

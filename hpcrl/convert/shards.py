@@ -100,8 +100,7 @@ class Stored(NamedTuple):
 
 
 class ShardedCheckpoint:
-    """The tensors of a folder. ValueError if it has no metadata or shards are missing or too short. Threads may read
-    at the same time."""
+    """A folder's tensors, for concurrent reads. ValueError if metadata or shards are missing, or shards too short."""
 
     def __init__(self, folder: Path):
         self.folder = folder

@@ -1,5 +1,4 @@
-"""Rows for supervised training: a prompt and its answer, or the chosen and the rejected sequence of a pair, with a
-loss mask over the answer."""
+"""Rows of a pipeline that learns from marked answers: a prompt with its answer, or with the two answers of a pair."""
 
 from __future__ import annotations
 
@@ -85,8 +84,7 @@ class Rewritten(LeftOut):
 
 
 def turns_of(tokenizer: Any, row: Row) -> Iterator[tuple[str, bool]]:
-    """The pieces of a row as (rendered text, whether it is trained on). Raises the chat template's errors, and
-    LeftOut."""
+    """A row's pieces as (rendered text, whether it is trained on). Raises the chat template's errors, and LeftOut."""
     assert row.turn is not None, "a row without an answer has an obstacle"
     end = end_of_turn(tokenizer) or tokenizer.eos_token
     done = ""
@@ -144,6 +142,5 @@ def _lacking(turn: dict[str, Any], shown: str) -> list[str]:
 
 
 def sft_rows(config: DataConfig, split: Split, tokenizer: Any, seed: int = 0, pairs: bool = False) -> SFTRows:
-    """The rows of a split for supervised training, or for training on pairs. ValueError lists all errors of the
-    data."""
+    """A split's rows for supervised training, or for training on pairs. ValueError lists all errors of the data."""
     return SFTRows(config, split, tokenizer, seed, pairs)

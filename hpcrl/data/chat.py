@@ -90,8 +90,7 @@ def plain(text: str) -> str:
 
 
 def encode(tokenizer: Any, text: str, begins: bool = True) -> list[int]:
-    """Token ids of a rendered text. Without a template, the tokenizer adds its special tokens at the start of the
-    text."""
+    """Token ids of a rendered text. Without a template, the tokenizer adds special tokens at the start of the text."""
     templated = bool(getattr(tokenizer, "chat_template", None))
     if not templated or MARK not in text or (special := _special(tokenizer)) is None:
         return list(tokenizer(text, add_special_tokens=begins and not templated)["input_ids"]) if text else []
@@ -121,10 +120,9 @@ def _special(tokenizer: Any) -> re.Pattern[str] | None:
 def cut_to_fit(
     tokenizer: Any, messages: Messages, tools: list[dict[str, Any]] | None, max_tokens: int, **variables: Any
 ) -> tuple[str, list[int]] | None:
-    """(text, token ids) with the start of the last message cut so that at most `max_tokens` remain.
+    """(text, token ids) after cutting the start of the last message to leave at most `max_tokens`.
 
-    The template, all other messages, and the end of the last message (usually the question) are kept. None if they are
-    already too long.
+    The template, other messages, and the end of the last message (usually the question) are kept; None if too long.
     """
     content = messages[-1]["content"]
 

@@ -2,7 +2,7 @@
 expert.
 
 The row's column env_seed determines the start of an episode, so group members start equally. Seeds below 2**30 belong
-to train, others to val.
+to train, all other seeds to val.
 """
 
 from __future__ import annotations

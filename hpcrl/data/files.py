@@ -32,8 +32,7 @@ PACKED = {
 ENDINGS = {"gzip": ".gz", "zstd": ".zst", "parquet": ".parquet", "arrow": ".arrow"}
 """Format -> the file name ending with which it can be read."""
 BATCH_ROWS = (256, 16, 1)
-"""Rows of a parquet file that are decoded at once; fewer if needed, since Arrow decodes at most 2 GiB of nested text in
-one piece."""
+"""Rows of a parquet file to decode at once; fewer if needed: Arrow decodes at most 2 GiB of nested text at once."""
 IMAGE_COLUMNS = ("images", "image")
 """Columns that may hold the bytes of images."""
 

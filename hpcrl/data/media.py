@@ -14,7 +14,7 @@ NAMES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 BEGINNINGS = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"BM", b"II*\x00", b"MM\x00*")
 """First bytes of the files of NAMES."""
 MAX_MEDIA_BYTES = 16 << 20
-"""Limit for all media of a prompt, which are sent in one message beside the row (hpcrl.data.rows.MAX_ROW_BYTES)."""
+"""Limit for all media of a prompt, which are sent in one message with the row (hpcrl.data.rows.MAX_ROW_BYTES)."""
 IN_MESSAGES = "images in messages are not read by this version; name them in a column images"
 
 

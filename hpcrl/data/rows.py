@@ -177,8 +177,7 @@ def learning_obstacle(row: Row) -> str:
 
 
 def _check_size(written: str | None, extra: dict[str, Any], where: str) -> None:
-    """BadRow if the row is too large to send: it would end the run at the step that draws it. `written`: an answer that
-    is not a column."""
+    """BadRow if the row is too large to send, which would end the run. `written`: an answer that is not a column."""
     try:
         num_bytes = len(msgspec.json.encode((written, extra)))
     except TypeError as error:  # a numpy number, from a generated source
@@ -256,13 +255,19 @@ class ChecksRows(Protocol):
 
 
 class RowSet:
-    """All rows of a split, checked, source after source. ValueError lists all problems. check: applied to rows from
-    files, and to the first row of a generated source. read: parser of a raw row.
+    """All rows of a split, checked, source after source. ValueError lists all problems.
 
-    `domain_names`: in order of appearance; `domains`: int32 [rows], each row's index into domain_names; `unanswered`:
-    domain -> number of rows without an answer, and `file:line` of the first; `unlearnable`: learning_obstacle() ->
-    number and first of such rows; `own_variables`: domain -> number and first of rows with template variables; `media`:
-    kind (hpcrl.spec.media) -> number and first of rows with such media.
+    Args:
+        check: Applied to rows from files, and to the first row of a generated source.
+        read: Parser of a raw row.
+
+    Attributes:
+        domain_names: In order of appearance.
+        domains: int32 [rows], each row's index into domain_names.
+        unanswered: Domain -> number of rows without an answer, and `file:line` of the first.
+        unlearnable: learning_obstacle() -> number and first of such rows.
+        own_variables: Domain -> number and first of rows with template variables.
+        media: Kind (hpcrl.spec.media) -> number and first of rows with such media.
     """
 
     def __init__(

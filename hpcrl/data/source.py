@@ -62,7 +62,7 @@ class PromptSource:
         self._streams = self._make_streams(batch_size)
         if split == "train":
             self._require_room()
-        # The stream of each prompt of a batch, spread so that any part of a batch has about the same mix.
+        # The stream for each prompt of a batch, distributed evenly: any part of a batch has about this mix.
         places = [((i + 0.5) / s.share, n) for n, s in enumerate(self._streams) for i in range(s.share)]
         self._pattern = [n for _, n in sorted(places)]
         self._num_given = 0  # prompts given, not counting replacements

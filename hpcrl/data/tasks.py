@@ -130,8 +130,7 @@ GENERATED = ("task:", "reasoning_gym:", *(f"{kind}:" for kind in EPISODES))
 
 
 class GeneratedTask:
-    """A task of `TASKS`. Only a row's content decides whether it is held out, so train and val are disjoint under any
-    two seeds."""
+    """A task of `TASKS`. Only a row's content decides its split, so train and val are disjoint under any two seeds."""
 
     def __init__(self, name: str, options: dict[str, Any], size: int, seed: int, split: Split):
         self.name = name
@@ -151,8 +150,7 @@ class GeneratedTask:
 
 
 class ReasoningGymTask:
-    """A data set of reasoning-gym (arXiv 2505.24760). Item i is generated from seed + i; the seeds of the splits are
-    far apart."""
+    """A data set of reasoning-gym (arXiv 2505.24760). Item i comes from seed + i; the splits' seeds are far apart."""
 
     def __init__(self, name: str, options: dict[str, Any], size: int, seed: int, split: Split):
         self.name = name

@@ -67,8 +67,7 @@ class EnvProcesses:
     thread that started them ends. Other methods may be called in any thread."""
 
     def __init__(self, config: EnvConfig, section: str = "default"):
-        """section: its name in the configuration, for errors. ValueError if the environment cannot be loaded in a
-        process."""
+        """`section` is its name, for errors. ValueError if the environment cannot be loaded in a process."""
         self._lock, self._name = threading.Lock(), config.name
         self._control, theirs = socket.socketpair()
         self._control.settimeout(START_TIMEOUT_S)

@@ -1,5 +1,4 @@
-"""What the plan shows of a run's rows: row counts, an example prompt as the model gets it, and notes on end-of-turn
-tokens. Does not import transformers."""
+"""The plan's summary of a run's rows: counts, an example prompt, notes on end-of-turn tokens. No transformers."""
 
 from __future__ import annotations
 
@@ -86,8 +85,7 @@ def check_own_variables(config: Config, rows: Mapping[Split, RowSet]) -> Iterato
 
 
 def check_media(config: Config, rows: Mapping[Split, RowSet]) -> Iterator[str]:
-    """Rows with media for a run whose generation engine takes none of their kind, or that generates nothing from
-    them."""
+    """Rows with media of a kind that the run's generation engine does not take, or from which it generates nothing."""
     engine, taken = config.gen_engine, GEN_ENGINES[config.gen_engine].media
     generates: dict[Split, bool] = {"train": config.generates, "val": config.evaluates}
     for split, found in rows.items():
@@ -107,7 +105,7 @@ def show_rows(
     rows: Mapping[Split, RowSet],
     checks: Mapping[Split, RowCheck],
 ) -> ShownRows:
-    """What the plan shows of the rows that were read."""
+    """The plan's summary of the rows that were read."""
     shown = ShownRows()
     for split, found in rows.items():
         for source, table in zip(found.sources, found.tables, strict=True):

@@ -76,8 +76,7 @@ CONSEQUENCE = re.compile(r"srun: error: \S+: tasks? [\d,-]+: ")  # how a task en
 LOG_BYTES, CAUSE_CHARS = 1 << 16, 300
 
 Taken = Literal["nodes", "time", "cancelled", ""]
-"""What Slurm or a user did to the job: took its nodes (preemption, lost node, scontrol requeue), ended it at its time
-limit, cancelled it, or nothing."""
+"""What Slurm or a user did: took nodes (preemption, lost node, scontrol requeue), time limit, cancelled, nothing."""
 
 
 def begin(words: Sequence[str]) -> int:
@@ -234,8 +233,7 @@ def _goes_on(run_dir: Path, code: ExitCode | None, taken: Taken, own: tuple[int,
 
 
 def _count(run_dir: Path, kind: Literal["crashes", "short"], own: tuple[int, int] | None) -> int:
-    """Increment the count of this kind of end; returns the count since the newest checkpoint and the last
-    submission."""
+    """Increment the count of this kind of end; returns it (since the newest checkpoint and last submission)."""
     committed = committed_step(run_dir)
     jobs = submitted_jobs(run_dir)
     job = own[0] if own is not None else 0

@@ -13,8 +13,7 @@ from hpcrl.node.gpus import GpuNeeds, unusable
 from hpcrl.spec.problems import dotted
 
 MAX_PER_CPU = 64
-"""Maximum threads and processes of a run per core: with more, a machine runs out of memory or process ids before
-training."""
+"""Maximum threads and processes of a run per core; more would exhaust memory or process ids before training."""
 
 
 def check_machine(config: Config, layout: RoleLayout) -> Iterator[Problem]:

@@ -26,7 +26,7 @@ NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 
 @dataclass
 class ShownRows:
-    """What the plan shows of the rows. counts: (split, source path) -> number of rows; examples: (label, text); notes:
+    """The plan's summary of the rows. counts: (split, source path) -> number of rows; examples: (label, text); notes:
     warnings about rows that look wrong but may be intended."""
 
     counts: dict[tuple[str, str], str] = field(default_factory=dict)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None, RunState, ShownRows]:
-    """A checked run, and what its plan shows of its rows; config.run_dir is the folder that the run will use. Writes
+    """A checked run and its plan's summary of its rows; config.run_dir is the folder that the run will use. Writes
     nothing. ConfigError lists all problems of configuration, layout, data, rewards, model and run folder."""
     resolved = resolve_config(argv)
     reading = resolved.reading
@@ -78,8 +78,7 @@ def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None
 
 
 def _check_inputs(reading: Reading, config: Config, layout: RoleLayout | None) -> ShownRows:
-    """Checks prompt files, rewards and stored rollouts; returns what the plan shows of them. layout: None if it is
-    impossible."""
+    """Checks prompt files, rewards and stored rollouts; returns the plan's summary. `layout` is None if impossible."""
     from hpcrl.data import check_answers, check_shares, parse_pair, parse_row, read_splits
     from hpcrl.envs.factory import validate_envs
     from hpcrl.launch.data_summary import check_media, check_own_variables, row_checks, show_rows

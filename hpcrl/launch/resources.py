@@ -120,8 +120,7 @@ def _host_rows(config: Config, layout: RoleLayout, kinds: Sequence[RankMemory]) 
 
 
 def host_memory(config: Config, component: Component) -> tuple[int, str]:
-    """Bytes of host memory of a node, and the source of this number as text: this machine or the component's `memory`
-    key; 0 if unknown."""
+    """A node's host memory in bytes and its source: this machine's limit, or the component's request; 0 if unknown."""
     if config.cluster.name == "local" and not config.cluster.components:
         return memory_limit()
     return memory_bytes(component.config.memory or "0"), "its memory key"

@@ -1,4 +1,4 @@
-"""Submits a checked run to Slurm, one launch at a time, so that a run is queued only once."""
+"""Submits a checked run to Slurm, one launch at a time, so a run is queued only once."""
 
 from __future__ import annotations
 

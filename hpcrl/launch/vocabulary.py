@@ -1,4 +1,4 @@
-"""Whether the tokens of the policy are those of a second model, by the tokenizers' files: no torch, no transformers."""
+"""Whether the policy and a second model have equal tokens, by the tokenizers' files: no torch, no transformers."""
 
 from __future__ import annotations
 

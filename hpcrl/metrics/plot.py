@@ -22,7 +22,7 @@ PANELS = (
     ("val/score/mean", "validation accuracy", "#d1603d"),
 )
 SAMPLED = "val/sampled/score/mean"
-SMOOTHING_STEPS = 9  # odd, so that the mean is centred on the step
+SMOOTHING_STEPS = 9  # odd, so the mean is centred on the step
 
 
 def plot(run_dir: Path) -> Path:

@@ -51,8 +51,14 @@ RankProcess = subprocess.Popen[bytes] | AdoptedProcess
 
 @dataclass
 class Verdict:
-    """How the node's ranks ended. lost: rank -> cause, for ranks that failed; silent: rank -> cause, for ranks that the
-    agent killed. signal_number: the first signal received, or 0. controller_code: None on a node without rank 0."""
+    """How the node's ranks ended.
+
+    Args:
+        controller_code: the controller's exit code; None on a node without rank 0.
+        lost: rank -> cause, for ranks that failed.
+        silent: rank -> cause, for ranks that the agent killed.
+        signal_number: the first signal received, or 0.
+    """
 
     controller_code: int | None
     lost: dict[int, str] = field(default_factory=dict)
@@ -69,9 +75,9 @@ class Agent:
         signals: the stop signals that this process has received (see signals.noted).
         grace_s: time for the other ranks to end after the controller.
         silent_s: a rank without a heartbeat for this long is killed.
-        stopped_s: the same for a rank that was stopped (SIGSTOP).
-        start_s: the same for a rank that has not sent its first heartbeat.
-        impatient: the same signal a second time ends all ranks at once.
+        stopped_s: as silent_s, for a rank that was stopped (SIGSTOP).
+        start_s: as silent_s, for a rank that has not sent its first heartbeat.
+        impatient: whether a repeated signal ends all ranks at once.
         parent: command of a process that forks the ranks (hpcrl.node.forks); empty: each rank runs its own command.
     """
 
@@ -106,7 +112,7 @@ class Agent:
         self._beats: dict[int, tuple[float, float]] = {}  # rank -> its last heartbeat, and when it was first seen
         self._runs: dict[int, float] = {}  # rank -> when it was last seen not stopped
         self._kills = OutOfMemoryKills.now()
-        self._got_on = (0.0, 0.0)  # the same for the controller's current operation
+        self._got_on = (0.0, 0.0)  # as in _beats, for the controller's current operation
 
     def run(self) -> Verdict:
         """Start the ranks and wait until all have ended; after the controller's end, the other ranks get grace_s.
@@ -278,8 +284,7 @@ class Agent:
         return said + _last_words(self._logs / f"rank_{rank:04d}.log", self._log_starts[rank])
 
     def _report(self, rank: int, cause: str, silent: bool) -> bool:
-        """Report to the controller; False while it cannot be reached yet. True also if it has ended, since
-        no report is needed then."""
+        """Report to the controller; False while it is not reachable yet. True if it has ended: no report is needed."""
         endpoint = self._folder / ENDPOINT
         # Connecting to a hung controller would block this loop, which must detect that hang.
         if not endpoint.exists() or (0 in self._beats and self._clock.now() - self._beats[0][1] > LISTENS_S):

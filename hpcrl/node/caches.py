@@ -20,8 +20,7 @@ FOLDERS = {
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
     "CUDA_CACHE_PATH": "cuda",
 }
-"""Libraries' variables -> cache folders. Ranks may share a folder: files are written under another name and renamed, or
-locked."""
+"""Libraries' variables -> cache folders. Ranks may share a folder: files are renamed into place, or locked."""
 ABANDONED_S = 1800.0
 """Torch extensions are locked by a file that a killed process leaves behind; the next process would wait forever."""
 

@@ -109,7 +109,7 @@ def bind_gpus(
 
 
 def show_peers(bound: Mapping[int, str], groups: Sequence[Sequence[int]]) -> dict[int, str]:
-    """bind_gpus()'s result, in which each rank also sees, after its own GPU, those of its group's ranks on the node."""
+    """bind_gpus()'s result, in which each rank sees its own GPU and then the GPUs of its group's ranks on the node."""
     lists = dict(bound)
     for group in groups:
         for rank in group:

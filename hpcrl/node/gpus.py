@@ -69,9 +69,16 @@ class AskedToStopError(Exception):
 
 @dataclass(frozen=True)
 class GpuNeeds:
-    """A run's requirements for a node's GPUs. ranks: number of the node's ranks that hold a model; 0 if no GPU is used.
-    required: the CPU is no fallback. engines: the engines' modules -> extra or package that installs them. not_on_amd:
-    engines with the reason. wait_s: for GPUs that other processes use. shares: other processes may use them too."""
+    """A run's requirements for a node's GPUs.
+
+    Args:
+        ranks: number of the node's ranks that hold a model; 0 if no GPU is used.
+        required: whether GPUs are required; otherwise the CPU is a fallback.
+        engines: the engines' modules -> extra or package that installs them.
+        not_on_amd: engines that do not run on AMD GPUs, with the reason.
+        wait_s: maximum wait for GPUs that other processes use.
+        shares: whether other processes may use the GPUs too.
+    """
 
     ranks: int = 0
     required: bool = False
@@ -120,8 +127,7 @@ class TorchBuild(NamedTuple):
 
 
 class Findings(NamedTuple):
-    """Findings about a node's GPUs, as "this node ..."; empty if none. problem: why the node's ranks must not start;
-    note: other facts for the user."""
+    """GPU findings, as "this node ..." or empty. problem: why the node's ranks must not start; note: other facts."""
 
     problem: str = ""
     note: str = ""

@@ -35,8 +35,7 @@ LIMIT_FILES = {"": "memory.max", "memory": "memory.limit_in_bytes"}
 
 
 def _cgroups(root: Path) -> Iterator[tuple[Path, Path, str]]:
-    """This process's memory cgroups: where the cgroups are, the process's own, and the name of the file with its
-    limit."""
+    """This process's memory cgroups: folder of all cgroups, folder of its own, name of the file with its limit."""
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)

@@ -52,14 +52,13 @@ from hpcrl.system.files import allow_files, backed_off_s, find_room, write_durab
 logger = logging.getLogger("hpcrl.node.preflight")  # not __name__: a program, too
 
 CACHED_S = 10.0
-"""How long a node waits for the first node's files. Network file systems may cache earlier reads for longer, but
-refresh when a folder is listed."""
+"""How long a node waits for the first node's files; network file systems may cache reads until a folder is listed."""
 FOLDER = "preflight"
 CANARY, VERDICT = "canary.json", "verdict.json"
 PACKAGES = ("hpcrl", "torch", "transformers")
 FILES_OF_A_PROCESS, FILES_OF_A_PEER = 64, 8
 """Open files of a rank that communicates with N others: in worlds of 5 and of 9 ranks the controller, with four sockets
-per rank, has 17 + 4 N, and a trainer beside 2 and 6 generators has 31 and 55. The rest is room for groups between more
+per rank, has 17 + 4 N, and a trainer with 2 and 6 generators has 31 and 55. The rest is room for groups between more
 roles. Pairs connect at their first communication."""
 RUN_FREE_BYTES, SCRATCH_FREE_BYTES = 1 << 30, 64 << 20
 """Minimum free space of the run folder, for checkpoints, and of the node's scratch folder, for files of sandboxes."""
@@ -83,9 +82,16 @@ class Canary(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Report(msgspec.Struct, forbid_unknown_fields=True):
-    """A node's report. scratch_free_bytes is -1 if scratch is not writable; no_network: its interface's error;
-    unreached: why it cannot connect to the first node; no_room: why RUN_FREE_BYTES cannot be written; bad_gpus: why its
-    ranks cannot compute on its GPUs; gpu_note: a note on its GPUs."""
+    """A node's report.
+
+    Args:
+        scratch_free_bytes: -1 if scratch is not writable.
+        no_network: error of its network interface.
+        unreached: why it cannot connect to the first node.
+        no_room: why RUN_FREE_BYTES cannot be written.
+        bad_gpus: why its ranks cannot compute on its GPUs.
+        gpu_note: a note on its GPUs.
+    """
 
     nonce: str
     node: int
@@ -111,8 +117,7 @@ class Report(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Judgement(msgspec.Struct, forbid_unknown_fields=True):
-    """The first node's verdict on all reports: one line, and the exit code of all agents; 0 on success, with a line if
-    there are remarks."""
+    """The first node's verdict on all reports: exit code of all agents, and one line; with 0, only for remarks."""
 
     code: int
     message: str
@@ -120,10 +125,17 @@ class Judgement(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Needs:
-    """A run's requirements on a node. `all_or_none`: this many GPUs, or none; `all_or_none_roles`: roles whose other
-    nodes must make the same choice; `modules`: the engines' modules, with the extras that install them; `gpu_modules`:
-    modules needed only on nodes with GPUs, with the way to install them; `tested`: module -> prefix of its tested
-    versions; `required_versions`: module -> prefix of its supported versions; `gpu`: requirements for the GPUs."""
+    """A run's requirements on a node.
+
+    Args:
+        all_or_none: this many GPUs, or none.
+        all_or_none_roles: roles whose other nodes must make the same choice.
+        modules: the engines' modules, with the extras that install them.
+        gpu_modules: modules needed only on nodes with GPUs, with the way to install them.
+        tested: module -> prefix of its tested versions.
+        required_versions: module -> prefix of its supported versions.
+        gpu: requirements for the GPUs.
+    """
 
     ranks: tuple[int, ...]
     gpus: int
@@ -162,12 +174,12 @@ ALONE = Rendezvous()
 def preflight(
     config: Config, run_dir: Path, meeting: Path, node: int, num_nodes: int, signals: Sequence[int] = ()
 ) -> Judgement:
-    """Report this node and return the verdict on all nodes, within 2 x timeouts.start_s. Called by the agents of all
-    nodes.
+    """Report this node; returns the verdict on all nodes, within 2 x timeouts.start_s. All nodes' agents call it.
 
     `meeting`: folder for the files, the same on all nodes and unused by earlier starts. `signals`: receives stop
     signals of this process, which batch systems send to all nodes. DEADLINE if a node did not report, BAD_INPUT if a
-    node is unsuitable, else the signal's code. Only node 0 and a node that sees no other node have a message."""
+    node is unsuitable, else the signal's code. Only node 0 and a node that sees no other node have a message.
+    """
     try:
         judgement = _rendezvous(config, run_dir, meeting, node, num_nodes, signals)
     except AskedToStopError:
@@ -272,8 +284,7 @@ def _peers(layout: RoleLayout, roles: Sequence[RoleName]) -> int:
 
 
 def examine(node: int, needs: Needs, run_dir: Path, said: Rendezvous = ALONE, signals: Sequence[int] = ()) -> Report:
-    """The report of this machine; raises this process's limit on open files, which its ranks inherit. AskedToStopError
-    after a signal."""
+    """This machine's report; raises its limit on open files, which ranks inherit. AskedToStopError after a signal."""
     found = look(needs.gpu, os.environ, signals, _say)
     gpus = len(visible_gpus(os.environ))
     run_free, no_room = find_room(run_dir, RUN_FREE_BYTES, reserve=node == 0)
@@ -336,8 +347,7 @@ def judge(reports: Sequence[Report], needs: Sequence[Needs]) -> str:
 
 
 def remark(reports: Sequence[Report], needs: Sequence[Needs]) -> str:
-    """In one line, engine versions with which hpcrl was not tested, and notes on GPUs; empty if there are none. These
-    are no reason to stop."""
+    """One line on engine versions not tested with hpcrl, and on GPUs, or "". They are no reason to stop."""
     found: dict[str, list[str]] = {}
     for report, need in zip(reports, needs, strict=True):
         for module, tested in need.tested.items():

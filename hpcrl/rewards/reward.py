@@ -89,8 +89,7 @@ class Reward(Protocol):
         return None
 
     def start(self) -> None:
-        """Called once in the process that scores, before the first response. ValueError if nothing can be scored
-        there."""
+        """Called once in the scoring process, before the first response. ValueError if nothing can be scored there."""
         return None
 
     def score(self, items: Sequence[RewardItem]) -> Sequence[Score] | Awaitable[Sequence[Score]]: ...

@@ -15,9 +15,14 @@ DOWN_S = 5.0
 
 
 class Services(msgspec.Struct, frozen=True, array_like=True):
-    """The ranks that serve models. urls: role -> address of each of its ranks; models: role -> properties that
-    determine its answers (path, engine, type), a part of their cache key; token: the run's token; seed: of a
-    deterministic run, whose requests must be equal at every start, else None."""
+    """The ranks that serve models.
+
+    Args:
+        urls: Role -> address of each of its ranks.
+        models: Role -> properties that determine its answers (path, engine, type), a part of their cache key.
+        token: The run's token.
+        seed: Seed of a deterministic run, whose requests must be equal at every start; otherwise None.
+    """
 
     urls: dict[str, list[str]] = {}
     models: dict[str, str] = {}

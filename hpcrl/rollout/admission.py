@@ -17,8 +17,8 @@ PAYLOAD_BYTES = 1 << 20
 def admissions(
     samples: Sequence[int], prompts: Mapping[int, Prompt], sampling: messages.Sampling, seed: int
 ) -> Iterator[messages.Admit]:
-    """Admit messages of about 1 MiB; siblings stay together unless their prompt itself is larger. Greedy samples come
-    last, in messages of their own."""
+    """Admit messages of about 1 MiB, or larger for a single larger prompt. Adjacent samples of a prompt share a
+    message. Greedy samples come last, in separate messages."""
     greedy = [sample for sample in samples if is_greedy(sample)]
     sampled = [sample for sample in samples if not is_greedy(sample)]
     plain = msgspec.structs.replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
@@ -50,7 +50,7 @@ def _admissions(
 def _payload(prompt: Prompt) -> messages.PromptPayload:
     told = {"prompt": prompt.text, "answer": prompt.answer, "extra": prompt.extra}
     told |= {"messages": prompt.messages, "tools": prompt.tools}
-    meta = json.dumps(told, ensure_ascii=False, separators=(",", ":"))  # the size that hpcrl.data.rows computes
+    meta = json.dumps(told, ensure_ascii=False, separators=(",", ":"))  # hpcrl.data.rows computes its size
     token_ids = np.array(prompt.token_ids, dtype=np.int32).tobytes()
     return messages.PromptPayload(prompt.uid, prompt.domain, token_ids, meta.encode(), prompt.media)
 

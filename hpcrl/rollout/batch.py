@@ -24,9 +24,11 @@ and backward are collective; an empty one has zero weight."""
 
 @dataclass(frozen=True)
 class Norms:
-    """Denominators of a loss over the mini-batch of all ranks, so that its split never changes a gradient.
+    """Denominators of a loss. They cover the mini-batch of all ranks, so its split never changes a gradient.
 
-    tokens: sum of loss_mask x row weight. sequences: sum of row weights over rows with a masked token.
+    Args:
+        tokens: Sum of loss_mask x row weight.
+        sequences: Sum of row weights over rows with a trained token.
     """
 
     tokens: float
@@ -35,21 +37,24 @@ class Norms:
 
 @dataclass(init=False, eq=False)
 class Batch:
-    """B sequences packed into T tokens and N turns. Every field of hpcrl.spec.trajectory is an attribute: a tensor [T],
-    [N] or [B] by its level (wide fields: [T, width]; ragged ones: the values of all rows, of which cu() tells the
-    rows), None while it is not filled. A token's values (log-prob, advantage) are at its own index; the first token of
-    a sequence has none (0, mask 0).
+    """B sequences packed into T tokens and N turns. Every field of hpcrl.spec.trajectory is an attribute, None until it
+    is filled: a tensor [T], [N] or [B] by its level. Wide fields are [T, width]; ragged fields are the values of all
+    rows, which cu() assigns to rows. A token's values (log-prob, advantage) are at its own index; the first token of a
+    sequence has none (0, mask 0).
 
-    A row consists of one or more segments, of which the model sees each alone: those of an episode by steps are its
-    turns, each after its own prompt, where `states` is not 0; all other rows are one segment.
+    A row consists of one or more segments, which the model computes separately. The segments of an episode by steps are
+    its turns, each after its own prompt, at whose first token `states` is not 0. Every other row is one segment.
 
-    cu_seqlens: int64 [B + 1]. columns: the filled fields by name. texts: fields of strings, one per row.
+    Args:
+        cu_seqlens: int64 [B + 1].
+        columns: Filled fields by name.
+        texts: Fields of strings, one per row.
     """
 
     cu_seqlens: Tensor
     columns: dict[str, Tensor]
     texts: dict[str, list[str]]
-    if TYPE_CHECKING:  # the fields of hpcrl.spec.trajectory, held in columns; a test compares
+    if TYPE_CHECKING:  # the fields of hpcrl.spec.trajectory, stored in columns; a test compares both
         token_ids: Tensor
         loss_mask: Tensor
         gen_logprobs: Tensor
@@ -157,13 +162,13 @@ class Batch:
 
     @property
     def cu_turns(self) -> Tensor:
-        """int64 [B + 1]: turn t of row i is entry cu_turns[i] + t of a field of turns."""
+        """int64 [B + 1]: turn t of row i is entry cu_turns[i] + t of a turn field."""
         turns = self.columns["turn_ids"].long() + 1
         counts = turns.new_zeros(self.num_sequences).scatter_reduce(0, self.row_ids, turns, "amax")
         return _offsets(counts)
 
     def prefix_lengths(self) -> Tensor:
-        """int64 [S]: tokens of each segment before its first trained token; all tokens of a segment without one."""
+        """int64 [S]: tokens of each segment before its first trained token; all of its tokens if none is trained."""
         starts, ends = self.cu_segments[:-1], self.cu_segments[1:]
         trained = torch.cat([self.loss_mask.nonzero()[:, 0], ends[-1:]])
         return torch.minimum(trained[torch.searchsorted(trained[:-1], starts)], ends) - starts
@@ -233,16 +238,16 @@ class Batch:
 
 
 def oldest_versions(batch: Batch) -> Tensor:
-    """int64 [B]: the oldest weights that wrote a model token of the row; the largest int64 for rows without one."""
+    """int64 [B]: the oldest weight version of each row's model tokens; the largest int64 for rows without any."""
     rows, versions = batch.row_ids[batch.loss_mask], batch.versions[batch.loss_mask].long()
     oldest = versions.new_full((batch.num_sequences,), torch.iinfo(torch.int64).max)
     return oldest.scatter_reduce(0, rows, versions, "amin")
 
 
 def on_policy(batch: Batch, version: int, recomputed: bool) -> Tensor:
-    """bool [T]: model tokens for which a trainer with the weights `version` and the generator computed the same
-    function. recomputed: the generator recomputes its cache when weights arrive; if not, tokens after the arrival of
-    weights read a cache of older ones, so that all tokens of the row must be of this version."""
+    """bool [T]: model tokens for which a trainer with weights `version` and the generator compute the same function.
+    Unless the generator's cache is `recomputed` when weights arrive, later tokens read a cache of older weights, so all
+    tokens of the row must be of this version."""
     same = batch.loss_mask & (batch.versions == version)
     return same if recomputed else same & (oldest_versions(batch) == version)[batch.row_ids]
 
@@ -252,7 +257,7 @@ def _offsets(lengths: Tensor) -> Tensor:
 
 
 def _select(cu: Tensor, rows: Sequence[int]) -> Tensor:
-    """The indices of the values of these rows."""
+    """Indices of these rows' values."""
     starts, device = cu.tolist(), cu.device
     parts = [torch.arange(starts[row], starts[row + 1], device=device) for row in rows]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)
@@ -285,12 +290,14 @@ def pack(
     turn_rewards: Sequence[Sequence[float] | np.ndarray] | None = None,
     token_rewards: Sequence[np.ndarray] | None = None,
 ) -> Batch:
-    """A batch of rows of these lengths in the given order, from flat arrays of its fields in their dtypes of transfer;
-    derived fields are filled in. Weights are 1; position_ids are indices in the segment.
+    """Pack rows in the given order and fill derived fields. Weights are 1; position_ids are indices in the segment.
 
-    turn_rewards: of each row, the rewards of its first turns; without any, the last turn has the row's reward.
-    token_rewards: of each row, rewards of some tokens within these (hpcrl.rollout.types.TOKEN_REWARD); the rest of a
-    turn's reward is at the turn's last model token. With turn_rewards both fields are filled.
+    Args:
+        columns: Flat arrays of fields, in their transfer dtypes.
+        turn_rewards: Per row, the rewards of its first turns; if empty, the last turn has the row's reward. With
+            turn_rewards, both reward fields (of turns and of tokens) are filled.
+        token_rewards: Per row, rewards of some tokens (hpcrl.rollout.types.TOKEN_REWARD), included in turn_rewards. A
+            turn's last model token gets the rest of the turn's reward.
     """
     ids, counts = (torch.tensor(list(numbers), dtype=torch.int64) for numbers in (sample_ids, lengths))
     filled = {name: _tensor(FIELDS[name], column) for name, column in columns.items()}
@@ -346,8 +353,7 @@ def _tensor(field: Field, column: np.ndarray) -> Tensor:
 
 
 def batch_from_samples(samples: Sequence[Sample], group_ids: Sequence[int]) -> Batch:
-    """Pack samples in the given order, as siblings by these group ids. Optional fields are packed if all samples have
-    them."""
+    """Pack samples in the given order, with these group ids. Optional fields are packed if all samples have them."""
     columns: dict[str, np.ndarray] = {
         "rewards": np.array([sample.reward for sample in samples]),
         "scores": np.array([sample.score for sample in samples]),

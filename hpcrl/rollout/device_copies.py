@@ -1,7 +1,7 @@
-"""Copies between host memory and a GPU for which the host waits as little as possible.
+"""Copies between host memory and a GPU with as few synchronizations as possible.
 
-A copy from ordinary memory, and each copy to it, makes the host wait until the GPU has done what it was asked before,
-and the GPU then has nothing to do until the host has asked for more. Copies from and to pinned memory do not.
+A copy from or to pageable memory blocks the host until the GPU has finished all earlier work; then the GPU idles until
+the host launches more. Copies from and to pinned memory do not block.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from torch import Tensor
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """The tensor on a device, without a wait. PyTorch keeps the pinned memory until the GPU has read it."""
+    """Copy a tensor to a device without blocking. PyTorch keeps the pinned memory until the GPU has read it."""
     if tensor.device.type == "cpu" and torch.device(device).type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
 
 def to_host(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Tensors of one device in host memory, after one wait for all of them; those that are there as they are."""
+    """Copy tensors of one device to host memory, with one synchronization for all; host tensors are returned as is."""
     given = list(tensors)
     copies = [tensor.to("cpu", non_blocking=True) for tensor in given]
     if given and given[0].is_cuda:

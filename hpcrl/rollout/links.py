@@ -1,4 +1,4 @@
-"""Rank 0's view of a generator replica: the commands to its ranks, in one order, and the outstanding answers."""
+"""Rank 0's view of a generator replica: its commands, in one order for all ranks, and its outstanding answers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from hpcrl.rollout.types import Sizes
 
 
 class ReplicaLink:
-    """Every rank of a replica gets the same commands in the same order. The first rank answers, hands samples over, and
+    """Every rank of a replica gets the same commands in the same order. The first rank answers, transfers samples, and
     identifies the replica in events and samples.
 
-    live: samples that the replica decodes or queues. num_chunks: unanswered decode chunks and aborts. sizes: of ended
-    samples that were neither taken nor dropped.
+    Attributes:
+        live: Number of samples that the replica decodes or queues.
+        num_chunks: Number of unanswered decode chunks and aborts.
+        sizes: Sizes of ended samples that were neither taken nor dropped.
     """
 
     def __init__(self, controller: Controller, ranks: Sequence[int]):
@@ -23,15 +25,15 @@ class ReplicaLink:
         self.live = self.num_chunks = 0
         self._given_up = False
         self.sizes: dict[int, Sizes] = {}
-        self._told: dict[int, messages.DecodeChunk] = {}  # by number, decode chunks with their receivers
-        self._dropped: dict[int, Sequence[int]] = {}  # by number, samples of an abort
+        self._told: dict[int, messages.DecodeChunk] = {}  # unanswered decode chunks by command number
+        self._dropped: dict[int, Sequence[int]] = {}  # samples of unanswered aborts by command number
 
     @property
     def lost(self) -> bool:
         return not self._controller.lost.isdisjoint(self.ranks)
 
     def send(self, command: messages.Command) -> int:
-        """Push a command to all ranks; returns its number on the first rank."""
+        """Send a command to all ranks; returns its number on the first rank."""
         numbers = [self._controller.send(rank, command) for rank in self.ranks]
         return numbers[0]
 
@@ -40,7 +42,7 @@ class ReplicaLink:
         self.num_chunks += 1
 
     def drop(self, samples: Sequence[int]) -> None:
-        """Order samples to be stopped and dropped; answered like a decode chunk."""
+        """Make the replica stop and drop samples; it answers as to a decode chunk."""
         self._dropped[self.send(messages.AbortSamples(list(samples)))] = samples
         self.num_chunks += 1
 
@@ -53,7 +55,7 @@ class ReplicaLink:
         return self._told.pop(event.seq, None)
 
     def drops(self, sample: int) -> bool:
-        """Whether an order to drop the sample is unanswered. Before the answer the replica may report its end."""
+        """Whether a command to drop the sample is unanswered; until the answer the replica may report its end."""
         return any(sample in samples for samples in self._dropped.values())
 
     def lose(self) -> bool:

@@ -1,4 +1,4 @@
-"""The loop that drives a rollout scheduler over the real generator, reward and env ranks."""
+"""The loop that runs a rollout scheduler on the real generator, reward and env ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class BackgroundError(RuntimeError):
 
 @dataclass
 class _Stream:
-    """A running scheduler: the source of its prompts and its unread events."""
+    """A running scheduler, with the source of its prompts and its unread events."""
 
     scheduler: RolloutScheduler
     prompts: dict[int, Prompt]
@@ -40,7 +40,7 @@ class _Stream:
 
 @dataclass
 class CollectedRollouts:
-    """Result of a drive: the scheduler's groups, the sizes of their samples, and statistics."""
+    """Result of collect(): the scheduler's groups, their samples' sizes, and statistics."""
 
     groups: list[events.Group]
     sizes: dict[int, Sizes]
@@ -50,8 +50,14 @@ class CollectedRollouts:
 class RolloutLoop:
     """Executes a scheduler's commands. Every replica with work has two decode chunks queued ahead.
 
-    In deterministic mode all replicas run each decode chunk together, and events reach the scheduler sorted,
-    once all of a decode chunk's responses are scored, so that generation depends only on the sequence of commands.
+    In deterministic mode all replicas run each decode chunk together. The scheduler gets the events sorted, once all of
+    the decode chunk's responses are scored, so generation depends only on the sequence of commands.
+
+    Args:
+        replicas: Ranks of each replica, identified by its first rank.
+        free: First ranks of replicas that neither train nor control, so they may generate while other ranks do.
+        scorers_of: Scorers of a domain; None if every scorer scores all domains.
+        errors: Counts the errors of samples.
     """
 
     def __init__(
@@ -68,9 +74,6 @@ class RolloutLoop:
         scorers_of: Callable[[str], Sequence[int]] | None = None,
         errors: UserErrors | None = None,
     ):
-        """replicas: the ranks of each, by first rank. free: the replicas whose ranks neither train nor control, so that
-        they may continue while others do. scorers_of: those of a domain, if some of them score one domain only. errors:
-        what counts the errors of samples."""
         self._controller, self._seed, self._decode_chunk_tokens = controller, seed, decode_chunk_tokens
         self._deterministic = deterministic
         self._replicas = {ranks[0]: ReplicaLink(controller, ranks) for ranks in replicas}
@@ -81,8 +84,8 @@ class RolloutLoop:
         self._awaited = PendingAnswers(controller, {*scorers, *envs})
         self._pace = ReplicaSpeeds()
         self._errors = errors or UserErrors(None)
-        self._waited_s = 0.0  # in this drive, for scorers and environments alone
-        self._streams: list[_Stream] = []  # the driven one is last
+        self._waited_s = 0.0  # in this collect(), for only scorers and environments
+        self._streams: list[_Stream] = []  # the last one is collected
 
     def collect(
         self,
@@ -91,11 +94,10 @@ class RolloutLoop:
         draw: Callable[[int], list[Prompt]],
         sampling: messages.Sampling,
     ) -> CollectedRollouts:
-        """Run until the scheduler's batch is ready and take it. Prompts that are drawn are added to `prompts` (uid ->
-        prompt).
+        """Run until the scheduler's batch is ready, and take it. Drawn prompts are added to `prompts` (uid -> prompt).
 
-        The trained samples stay on their replicas until they are handed over or forgotten. A scheduler that may
-        generate ahead continues between its drives: under background() and the drives of other schedulers.
+        The batch's samples stay on their replicas until they are transferred or forgotten. A scheduler that may
+        generate ahead continues between its calls: in background() and in collect() of other schedulers.
         RolloutExhausted if the step can get no batch; RankFailed and RankSilent as in the controller.
         """
         stream = next((stream for stream in self._streams if stream.scheduler is scheduler), None)
@@ -135,8 +137,7 @@ class RolloutLoop:
 
     def background(self, arrived: list[tuple[int, messages.Event]]) -> None:
         """Advance the schedulers that generate ahead, while the controller waits for other ranks' answers.
-
-        BackgroundError if they fail or the data is bad: not an error of the awaited answers."""
+        BackgroundError if they fail or the data is bad, since the awaited answers did not fail."""
         self._take_in(arrived)
         self._pause(self._needed_elsewhere)
         try:
@@ -164,7 +165,7 @@ class RolloutLoop:
         return self._bring_together(stream) or bool(arrived or fresh or commands)
 
     def _bring_together(self, stream: _Stream) -> bool:
-        """Have complete groups scored by rewards that score groups; returns whether there were any."""
+        """Request scores of complete groups from rewards that score groups; returns whether there were any."""
         waiting = self._awaited.awaiting_group()
         if not waiting:
             return False
@@ -184,7 +185,7 @@ class RolloutLoop:
         return bool(complete)
 
     def _release(self, samples: Sequence[int]) -> None:
-        """Make the scorers drop samples that await siblings."""
+        """Make the scorers drop these samples, which wait for their groups."""
         unwanted: dict[int, list[int]] = {}
         for sample in samples:
             unwanted.setdefault(self._receiver(sample), []).append(sample)
@@ -194,8 +195,7 @@ class RolloutLoop:
                 self._controller.send(receiver, messages.DropAwaiting(held))
 
     def _to_be_reported(self, sample: int) -> bool:
-        """Whether the replica of an unwanted sample whose reward awaits siblings will still report the sample's end. A
-        lost replica does not."""
+        """Whether a replica, unless lost, will still report the end of an unwanted sample that waits for its group."""
         dropping = (replica.drops(sample) for replica in self._replicas.values())
         return self._awaited[sample].replica < 0 and any(dropping)
 
@@ -209,17 +209,17 @@ class RolloutLoop:
         return any(replica.num_chunks for replica in self._replicas.values()) or self._awaited.pending
 
     def sizes(self, groups: Iterable[events.Group]) -> dict[int, Sizes]:
-        """Sizes of the samples of groups that were not taken yet."""
+        """Sample sizes of groups that were not taken yet."""
         return {s.id: self._replicas[s.replica].sizes[s.id] for group in groups for s in group.samples}
 
     def restore_sizes(self, groups: Iterable[events.Group], sizes: Mapping[int, Sizes]) -> None:
-        """Restore the samples of groups that wait to be taken again, or that replicas hold from a checkpoint."""
+        """Restore sample sizes of groups that wait to be taken again, or that replicas hold from a checkpoint."""
         for group in groups:
             for sample in group.samples:
                 self._replicas[sample.replica].sizes[sample.id] = sizes[sample.id]
 
     def tell_lost(self) -> None:
-        """Tell every scheduler at once which replicas are lost."""
+        """Report lost replicas to every scheduler at once."""
         lost = [replica for replica in self._replicas.values() if replica.lost]
         for replica in lost:
             self._lose(replica)
@@ -262,15 +262,14 @@ class RolloutLoop:
                 replica.decode_chunk(messages.DecodeChunk(self._decode_chunk_tokens, receivers, envs))
 
     def _settle_down(self, going_on: Collection[ReplicaLink]) -> None:
-        """Wait for outstanding decode chunks, so that at the end of a step all replicas are idle except those that
-        continue."""
+        """Wait for outstanding decode chunks at the end of a step: all replicas are idle then, except `going_on`."""
         pausing = [replica for replica in self._replicas.values() if replica not in going_on]
         while any(replica.num_chunks > 0 for replica in pausing if not replica.lost):
             self._take_in(self._controller.events())
 
     def _alive(self, ranks: Sequence[int], replica: ReplicaLink) -> list[int]:
-        """The environments or scorers for this replica's responses: only itself if all of them generate, since mail
-        would only cost time and the load is equal."""
+        """The living environments or scorers for this replica's responses: only its own ranks if all of them generate,
+        since messages would only cost time and the load is equal."""
         own = [rank for rank in replica.ranks if rank in ranks]
         tied = ranks is self._scorers and (self._awaited.scores_groups or self._scorers_of is not None)
         if own and self._generating.issuperset(ranks) and not tied:
@@ -283,7 +282,7 @@ class RolloutLoop:
             self._awaited.reach(sample, receiver, replica.first, acting)
 
     def _scorers_for(self, sample: int) -> Sequence[int]:
-        """The scorers of the sample's domain; all for a prompt that has ended, whose samples nobody waits for."""
+        """The scorers of the sample's domain; all scorers for a prompt that has ended, which needs no answer."""
         prompt = self._prompt_of(sample) if self._scorers_of is not None else None
         return self._scorers if self._scorers_of is None or prompt is None else self._scorers_of(prompt.domain)
 
@@ -305,7 +304,7 @@ class RolloutLoop:
     # -- events --------------------------------------------------------------------------------------------------
 
     def _wait_for_events(self) -> None:
-        """Wait for events; in deterministic mode for all consequences of a decode chunk, sorted."""
+        """Wait for events; in deterministic mode until nothing is outstanding, then sort them."""
         while True:
             start, idle = time.perf_counter(), not any(replica.num_chunks for replica in self._replicas.values())
             self._take_in(self._controller.events())
@@ -319,7 +318,7 @@ class RolloutLoop:
                 return
 
     def _take_in(self, happened: Iterable[tuple[int, messages.Event]]) -> None:
-        """Give every event to the stream of its samples; events of unknown samples go to the first stream."""
+        """Pass every event to the stream of its samples; events of unknown samples go to the first stream."""
         for rank, event in happened:
             self._awaited.heard(rank)
             for told in self._translate(rank, event):
@@ -399,12 +398,12 @@ class RolloutLoop:
         yield from self._stranded([s for s in waiting if self._awaited[s].receiver in self._controller.lost])
 
     def _answered(self, sample: int) -> None:
-        """Its scorer or environment has answered, maybe before the replica's DecodeChunkDone."""
+        """Record the answer of a sample's scorer or environment, maybe before the replica's DecodeChunkDone."""
         uid = split_sample_id(sample)[0]
         self._awaited.answered(sample, wanted=any(uid in stream.prompts for stream in self._streams))
 
     def _stranded(self, samples: Sequence[int]) -> Iterator[events.SchedulerEvent]:
-        """Samples whose scorer or environment is gone: score them again, or restart the group."""
+        """Events for samples whose scorer or environment is lost: score them again, or restart the group."""
         acting = tuple(sample for sample in samples if self._awaited[sample].acting)
         scoring = tuple(sample for sample in samples if not self._awaited[sample].acting)
         for sample in samples:
@@ -427,7 +426,7 @@ class RolloutLoop:
             self._errors.report(source, prompt.domain if prompt is not None else "", result.error)
 
     def _note(self, result: messages.ScoredSample, scored: bool = False) -> None:
-        """Record the statistics of a result, except for a greedy sibling: they are of sampled responses."""
+        """Record a result's statistics. They describe sampled responses, so a greedy baseline is left out."""
         if is_greedy(result.sample):
             return
         stream, prompt = self._stream_of(result.sample), self._prompt_of(result.sample)
@@ -437,7 +436,7 @@ class RolloutLoop:
 
 
 def _order(event: events.SchedulerEvent) -> tuple:
-    """Bursts before answers before scores, each by replica or sample."""
+    """Decode chunks before answers before scores, each by replica or sample."""
     match event:
         case events.Decoded():
             return (0, event.replica)

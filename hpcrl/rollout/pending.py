@@ -1,4 +1,4 @@
-"""Responses that wait for training, in a checkpoint: one safetensors file per generator rank, flat with offsets."""
+"""Pending rollouts in a checkpoint: one safetensors file per generator rank, with flat arrays and offsets."""
 
 from __future__ import annotations
 
@@ -32,15 +32,14 @@ def write_pending(folder: Path, rank: int, samples: Sequence[Sample]) -> str:
 
 
 def drop_others(folder: Path, names: Collection[str]) -> None:
-    """Delete files of responses outside `names`: those of lost replicas."""
+    """Delete files of responses outside `names`, which lost replicas wrote."""
     for path in folder.glob(PATTERN):
         if path.name not in names:
             path.unlink()
 
 
 def read_pending(folder: Path, names: Iterable[str], wanted: Collection[int]) -> dict[int, Sample]:
-    """The wanted responses by sample id, from the checkpoint's files `names`. ValueError if a response is missing or a
-    file unreadable."""
+    """The wanted responses by sample id, from the files `names`. ValueError if one is missing or a file unreadable."""
     found: dict[int, Sample] = {}
     for path in sorted(
         folder / name for name in names if any(fnmatch(name, pattern) for pattern in (PATTERN, PATTERN_UNTIL_0_6))
@@ -66,7 +65,7 @@ def read_pending(folder: Path, names: Iterable[str], wanted: Collection[int]) ->
 
 
 def _starts(field: Field, columns: Mapping[str, np.ndarray], offsets: list[int]) -> list[int]:
-    """Where the values of each response begin, and where the last ones end."""
+    """The start of each response's values, and the end of the last."""
     if field.level is Level.TOKEN:
         return offsets
     counts = columns[field.counts.name] if field.ragged else np.ones(len(offsets) - 1, np.int64)

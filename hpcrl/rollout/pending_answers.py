@@ -1,4 +1,4 @@
-"""Samples that were sent from their replica to a scorer or environment, and the ranks that owe an answer."""
+"""Samples that replicas have sent to scorers and environments, and the ranks whose answers are outstanding."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from hpcrl.system.clock import AwakeClock
 class Away:
     """A sample at its scorer or environment.
 
-    receiver: that rank; None if its answer arrived before the replica's message about the sample. replica: the first
-    rank of the sample's replica; -1 before that message. acting: with an environment, else with a scorer.
-    awaits_group: no answer is expected yet. answered: the answer arrived while receiver is None.
+    Args:
+        receiver: Rank of the scorer or environment; None if it answered before the replica reported the sample.
+        replica: First rank of the sample's replica; -1 until the replica has reported the sample.
+        acting: Whether it is with an environment; otherwise it is with a scorer.
+        awaits_group: Whether it waits for its group, so no answer is expected yet.
+        answered: Whether the answer arrived while receiver is None.
     """
 
     receiver: int | None = None
@@ -28,8 +31,7 @@ class Away:
 
 @dataclass(slots=True)
 class Receiver:
-    """A scorer or env rank: the number of answers it owes, the samples that await siblings there, and the time of its
-    last message."""
+    """A scorer or env rank: count of outstanding answers, samples that wait for their group, last message's time."""
 
     waiting: int = 0
     holding: set[int] = field(default_factory=set)
@@ -37,7 +39,7 @@ class Receiver:
 
 
 class PendingAnswers:
-    """The answers that scorers and environments owe."""
+    """The outstanding answers of scorers and environments."""
 
     def __init__(self, controller: Controller, receivers: Iterable[int]):
         self._controller, self._clock = controller, AwakeClock(controller.command_s)
@@ -52,19 +54,19 @@ class PendingAnswers:
 
     @property
     def pending(self) -> bool:
-        """Whether a scorer or environment is at work."""
+        """Whether an answer of a scorer or environment is outstanding."""
         return any(receiver.waiting for receiver in self._receivers.values())
 
     def where(self, at: Callable[[Away], bool]) -> list[int]:
-        """The samples that their replica has reported, for which this is true."""
+        """The samples reported by their replica for which `at` is true."""
         return [sample for sample, away in self._away.items() if away.replica >= 0 and at(away)]
 
     def awaiting_group(self) -> list[int]:
-        """Samples that wait at a scorer for their siblings, ascending; also before their replica has reported them."""
+        """Samples that wait at a scorer for their group, ascending, even if their replica has not reported them yet."""
         return sorted(sample for receiver in self._receivers.values() for sample in receiver.holding)
 
     def reach(self, sample: int, receiver: int, replica: int, acting: bool) -> None:
-        """The sample has been sent to this rank."""
+        """Record that the sample has been sent to this rank."""
         before = self._away.pop(sample, None)
         held = before is not None and before.awaits_group
         self._away[sample] = Away(receiver, replica, acting, awaits_group=held)
@@ -74,8 +76,8 @@ class PendingAnswers:
             self._expect(receiver)
 
     def hold(self, scorer: int, samples: Iterable[int]) -> None:
-        """These samples await siblings at this scorer, which owes no answer. Its message may arrive before the
-        DecodeChunkDone, and after the loss of the replica."""
+        """Record that these samples wait for their group at this scorer, so no answer is outstanding. The scorer's
+        message may arrive before the DecodeChunkDone, and after the loss of the replica."""
         self.scores_groups = True
         for sample in samples:
             if (away := self._away.get(sample)) is None:
@@ -86,7 +88,7 @@ class PendingAnswers:
             self._receivers[scorer].holding.add(sample)
 
     def ask(self, samples: Iterable[int]) -> None:
-        """The siblings of these samples are complete, so an answer is awaited."""
+        """Expect answers for these samples, whose groups are complete."""
         for sample in samples:
             away = self._away[sample]
             assert away.receiver is not None and away.awaits_group
@@ -108,8 +110,7 @@ class PendingAnswers:
         return True
 
     def answered(self, sample: int, wanted: bool) -> None:
-        """An answer has arrived, maybe before the replica's DecodeChunkDone: then it is recorded for a wanted
-        sample."""
+        """Remove a sample that was answered, or record an early answer (before its DecodeChunkDone) if it is wanted."""
         if not self.leave(sample) and wanted:
             self._away[sample] = Away(answered=True)
 
@@ -122,19 +123,19 @@ class PendingAnswers:
         return True
 
     def forget_early(self, uids: Collection[int]) -> None:
-        """No replica will report samples of these prompts any more, so forget their early answers."""
+        """Forget early answers for these prompts, whose samples no replica will report any more."""
         early = [sample for sample, away in self._away.items() if away.answered]
         for sample in early:
             if split_sample_id(sample)[0] in uids:
                 del self._away[sample]
 
     def heard(self, rank: int) -> None:
-        """A message of the rank has arrived."""
+        """Record the arrival of a message from the rank."""
         if rank in self._receivers:
             self._receivers[rank].heard = self._clock.now()
 
     def check(self) -> None:
-        """Give up a scorer or env rank that has work and has not answered within the deadline."""
+        """Treat a scorer or env rank as lost if it has work and has not answered within the deadline."""
         now = self._clock.now()
         for rank, receiver in sorted(self._receivers.items()):
             silent_s = now - receiver.heard

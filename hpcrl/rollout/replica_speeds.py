@@ -11,14 +11,14 @@ MEMORY = 0.1
 COMMON_MEMORY = 0.01
 """Weight of a new decode chunk in the line common to all replicas."""
 NEWS = 0.25
-"""Relative change of a speed that is reported."""
+"""Relative change of a speed above which it is reported."""
 LOOKS = 8
 """Comparisons of all speeds while every replica ends one decode chunk."""
 
 
 class ReplicaSpeeds:
-    """Speeds relative to the median replica. A decode chunk of more tokens takes longer, by a line fitted to all decode
-    chunks; a replica's slowness is the ratio of its durations to that line."""
+    """Speeds relative to the median replica. A line fitted to all decode chunks gives the duration for a number of
+    tokens; a replica's slowness is the ratio of its durations to that line."""
 
     def __init__(self) -> None:
         self._line = _Line()
@@ -43,7 +43,7 @@ class ReplicaSpeeds:
         return [SpeedChanged(name, speed) for name, speed in sorted(news.items())]
 
     def forget(self, replica: int) -> None:
-        """The replica is lost."""
+        """Remove a lost replica."""
         self._slowness.pop(replica, None)
 
 
@@ -59,7 +59,7 @@ class _Line:
         self._xx, self._xy = kept * self._xx + x * x, kept * self._xy + x * y
 
     def at(self, x: float) -> float:
-        """Never falling with x, nor below 0."""
+        """Seconds for x tokens, never negative and never falling with x."""
         mean_x, mean_y = self._x / self._weight, self._y / self._weight
         spread = self._xx / self._weight - mean_x**2
         slope = (self._xy / self._weight - mean_x * mean_y) / spread if spread > 1e-9 * mean_x**2 else 0.0

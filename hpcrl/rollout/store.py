@@ -29,7 +29,7 @@ from hpcrl.system.files import STEP_NAME, committed_step, step_name, steps_in, w
 
 T = TypeVar("T")
 SCHEMA_VERSIONS = {"rollouts": 2, "outcomes": 2}
-"""Versions of written files. Version 1 can be read too: fields without descriptions, outcomes without metrics."""
+"""Versions of written files. Version 1 can be read too; it lacks field descriptions and metrics of outcomes."""
 CHUNK = 65536
 OUTCOMES, OUTCOMES_UNTIL_0_6 = "outcomes.h5", "dispositions.h5"
 STORED = {"bool": "uint8"}
@@ -38,8 +38,7 @@ STORED = {"bool": "uint8"}
 
 @dataclass(frozen=True, slots=True)
 class OutcomeRecord:
-    """How one prompt ended in a step. rewards and metrics (name -> value) of its samples: in order of member, empty
-    without samples."""
+    """How one prompt ended in a step; its samples' rewards and metrics (name -> value), if any, by member."""
 
     uid: int
     attempt: int
@@ -52,8 +51,8 @@ class OutcomeRecord:
 
 @dataclass(frozen=True)
 class StepRollouts:
-    """Rollouts of a step of all ranks, sorted by sample id. facts: the stored facts of the step. metrics: of each row,
-    name -> value, such as the parts of a composed reward and the metrics of an environment."""
+    """Rollouts of a step from all ranks, sorted by sample id. `facts` are the step's stored facts. `metrics` has name
+    -> value for each row, such as the parts of a composed reward and the metrics of an environment."""
 
     step: int
     batch: Batch
@@ -61,7 +60,7 @@ class StepRollouts:
     metrics: list[Mapping[str, float]] = field(default_factory=list)
 
     def messages(self, row: int) -> list[dict[str, Any]]:
-        """The messages of a row in chat form: its prompt, then per turn the model's answer and the message of the
+        """A row's messages in chat form: its prompt, then per turn the model's answer and the message of the
         environment or tool. Empty if the file has none."""
         stored = self.texts.get("messages")
         return json.loads(stored[row]) if stored else []
@@ -80,8 +79,8 @@ def write_rollouts(
 ) -> Path:
     """Write this rank's rows of a step to `<folder>/rank_NNNNN.h5` and return the path.
 
-    folder: run/rollouts/step_NNNNNN. Every rank of the step calls it once with its own rows, maybe none, and the same
-    num_ranks, names of texts and facts. ValueError if the file exists, or a text has not one string per row.
+    Every rank of the step calls it once with its rows, maybe none. folder (run/rollouts/step_NNNNNN), num_ranks, facts
+    and names of texts are equal on all ranks. ValueError if the file exists, or a text has not one string per row.
     """
     rows = batch.num_sequences
     for name, strings in batch.texts.items():
@@ -103,8 +102,7 @@ def write_rollouts(
 
 
 def write_outcomes(folder: Path, records: Iterable[OutcomeRecord]) -> Path:
-    """Write how prompts ended in this step to `<folder>/outcomes.h5` and return the path. Called by the controller.
-    ValueError if the file exists."""
+    """Write how prompts ended to `<folder>/outcomes.h5`; returns the path. Controller only. ValueError if it exists."""
     records = list(records)
     kinds = list(PromptOutcome)
     with _new_file(folder / OUTCOMES, "outcomes", {"num_prompts": len(records)}) as file:
@@ -134,7 +132,7 @@ class RolloutReader:
         return [step for step in steps_in(self.run_dir / "rollouts") if step <= last]
 
     def read(self, step: int) -> StepRollouts:
-        """Everything stored of one step. ValueError if there is no such step, or a file is missing or damaged."""
+        """All stored data of a step. ValueError if there is no such step, or a file is missing or damaged."""
         folder = self._folder(step)
         paths = sorted(folder.glob("rank_*.h5"))
         parts = [_read_rollouts(path, step) for path in paths]
@@ -152,7 +150,7 @@ class RolloutReader:
         stored = {record.uid: record.metrics for record in _read_outcomes(folder)}
         ids = batch.sample_ids.tolist()
         siblings: dict[int, list[int]] = {}
-        for sample in sorted(ids, key=lambda sample: split_sample_id(sample)[2]):  # attempts of siblings may differ
+        for sample in sorted(ids, key=lambda sample: split_sample_id(sample)[2]):  # attempts of members may differ
             siblings.setdefault(split_sample_id(sample)[0], []).append(sample)
         found = {
             sample: metrics
@@ -203,7 +201,7 @@ class RolloutReader:
 @contextlib.contextmanager
 def _new_file(path: Path, kind: str, about: Mapping[str, int]) -> Iterator[h5py.File]:
     """An HDF5 file that appears under its name once it is complete and on disk, or not at all. It is built in memory:
-    HDF5 ends the process with a segmentation fault if it cannot write its buffers, as on a full disk."""
+    HDF5 crashes the process (segmentation fault) if it cannot write its buffers, as on a full disk."""
     match = STEP_NAME.fullmatch(path.parent.name)
     if path.exists() or not match:
         raise ValueError(f"{path} exists already, rollouts are immutable" if match else f"{path} is in no step_NNNNNN")
@@ -263,7 +261,7 @@ def _learn(name: str, about: Mapping[str, Any], dtype: str = "") -> None:
 
 
 def _read_rollouts(path: Path, step: int) -> tuple[StepRollouts, int]:
-    """Content of one rank's file, and the number of ranks of the step according to the file."""
+    """Content of one rank's file, and the step's number of ranks according to the file."""
 
     def read(file: h5py.File) -> tuple[StepRollouts, int]:
         batch = Batch(torch.from_numpy(file["cu_seqlens"][()]))
@@ -286,7 +284,7 @@ def _read_rollouts(path: Path, step: int) -> tuple[StepRollouts, int]:
 
 
 def _read_outcomes(folder: Path) -> list[OutcomeRecord]:
-    """The records in the folder of a step; none if it has none."""
+    """The records in a step's folder, if it has any."""
 
     def read(file: h5py.File) -> list[OutcomeRecord]:
         codes = file["outcome" if "outcome" in file else "disposition"]

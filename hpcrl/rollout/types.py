@@ -1,5 +1,4 @@
-"""The types of a rollout: prompts, sample ids, samples, outcomes. No torch, so that the scheduler and its tests
-stay pure."""
+"""Rollout types: prompts, sample ids, samples, outcomes. Without torch, so the scheduler and its tests need none."""
 
 from __future__ import annotations
 
@@ -18,12 +17,12 @@ from hpcrl.spec.trajectory import FIELDS
 MEMBER_BITS = 14
 ATTEMPT_BITS = 10
 GREEDY_MEMBER = (1 << MEMBER_BITS) - 1
-"""The member of a group that is decoded greedily, as the baseline of its siblings; it is not trained on."""
+"""The group member that is decoded greedily, as the group's baseline; it is not trained on."""
 MAX_GROUP_SIZE = GREEDY_MEMBER
 """Largest number of sampled responses to a prompt."""
 MAX_ATTEMPTS = 1 << ATTEMPT_BITS
 FIRST_VALIDATION_UID = 1 << 38
-"""First number of validation prompts, apart from those of training."""
+"""First uid of validation prompts; all uids of training prompts are lower."""
 ROW_BITS = 20
 MAX_VALIDATION_ROWS = 1 << ROW_BITS
 
@@ -69,7 +68,7 @@ def split_sample_id(sample_id: int) -> tuple[int, int, int]:
 
 
 def is_greedy(sample_id: int) -> bool:
-    """Whether the sample is the greedy one of its group."""
+    """Whether the sample is its group's greedy baseline."""
     return split_sample_id(sample_id)[2] == GREEDY_MEMBER
 
 
@@ -81,13 +80,13 @@ def validation_uid(evaluation: int, row: int) -> int:
 
 
 def is_validation(sample_id: int) -> bool:
-    """Whether the sample is of an evaluation."""
+    """Whether the sample belongs to an evaluation."""
     return split_sample_id(sample_id)[0] >= FIRST_VALIDATION_UID
 
 
 def episode_seed(seed: int, uid: int) -> int:
-    """31-bit seed of the environments of a prompt, as common random generators take no more: below 2**30 in training,
-    from there on for a validation prompt, which has the same one in every evaluation."""
+    """31-bit seed of a prompt's environments, since common random generators take no more. Training seeds are below
+    2**30. Validation seeds are 2**30 or more, and a validation prompt has an equal seed in every evaluation."""
     validation = uid >= FIRST_VALIDATION_UID
     origin = FIRST_VALIDATION_UID + uid % MAX_VALIDATION_ROWS if validation else uid
     digest = hashlib.blake2b(f"{seed}/{origin}/episode".encode(), digest_size=4).digest()
@@ -101,8 +100,8 @@ def sampling_seed(seed: int, sample_id: int) -> int:
 
 
 def receiver_of(sample_id: int, ranks: Sequence[int], alive: Collection[int]) -> int:
-    """The rank that scores a sample or plays its environment, the same for siblings: the first living rank in an order
-    specific to the prompt, so that the loss of a rank moves only that rank's samples."""
+    """The rank that scores a sample or runs its environment, equal for all members of a group: the first living rank in
+    an order specific to the prompt. So the loss of a rank moves only that rank's samples."""
     if len(alive) == 1:
         return next(iter(alive))
     order, left = split_sample_id(sample_id)[0], list(ranks)
@@ -115,7 +114,7 @@ def receiver_of(sample_id: int, ranks: Sequence[int], alive: Collection[int]) ->
 
 @dataclass(frozen=True)
 class Sizes:
-    """Tokens of a finished sample: with its prompt and observations, and of the model only; bytes of its messages."""
+    """A finished sample's tokens (in total, with prompt and observations; of the model only) and bytes of messages."""
 
     total: int
     model: int
@@ -147,9 +146,10 @@ class Prompt:
 class Sample:
     """A response (of one or more turns) on the rank that generated it.
 
-    columns: the generator's fields of hpcrl.spec.trajectory by name, in their dtypes of transfer; token fields include
-    the prompt; put() sets ragged ones. Each is an attribute too, None if the sample lacks it. messages: prompt, turns
-    and observations in chat form.
+    Args:
+        messages: Prompt, turns and observations in chat form.
+        columns: The generator's fields of hpcrl.spec.trajectory by name, in their transfer dtypes; each is also an
+            attribute, None if the sample lacks it. Token fields include the prompt; put() sets ragged fields.
     """
 
     __slots__ = ("columns", "error", "id", "messages", "reward", "score")
@@ -178,7 +178,7 @@ class Sample:
         raise AttributeError(f"a sample has no field {name!r}")
 
     def put(self, name: str, column: np.ndarray) -> None:
-        """Set a field; for a ragged one also the field with the number of its values."""
+        """Set a field; for a ragged field also the field with the number of its values."""
         self.columns[name] = column
         if FIELDS[name].ragged:
             counts = FIELDS[name].counts

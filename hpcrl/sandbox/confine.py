@@ -59,8 +59,7 @@ def adopt_orphans() -> None:
 
 
 def die_with(parent: int) -> None:
-    """Have this process killed when its parent ends; exit if the parent has already ended. parent: the result of
-    getppid() until then."""
+    """Have this process killed when its parent ends; exit if it has. `parent`: result of getppid() until then."""
     _prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if os.getppid() != parent:
         os._exit(1)
@@ -69,7 +68,7 @@ def die_with(parent: int) -> None:
 def readable_paths(packages: Sequence[str]) -> list[str]:
     """Folders and files that a program needs: the system's libraries and programs, Python, and the packages."""
     system = ["/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime"]
-    python = [f"{sys.base_prefix}/lib"]  # the interpreter's own library, and those of conda
+    python = [f"{sys.base_prefix}/lib"]  # the interpreter's own library, and conda's libraries
     python += [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), *packages]
     python += [path for path in os.environ.get("LD_LIBRARY_PATH", "").split(":") if len(Path(path).parts) > 2]
     python += [sys.executable, os.path.realpath(sys.executable)]

@@ -38,9 +38,14 @@ class ChildTask:
 
 @dataclass
 class JobOutcome:
-    """How a job's last task ended. code: exit code, negative for a signal; stopped: the limit that ended the job (time,
-    memory, processes, files, output), or empty; result: of a call or of tests; seconds: duration, without time in which
-    this process was suspended."""
+    """How a job's last task ended.
+
+    Args:
+        code: exit code, negative for a signal.
+        stopped: the limit that ended the job (time, memory, processes, files, output), or empty.
+        result: result of a call or of tests.
+        seconds: duration, without time in which this process was suspended.
+    """
 
     code: int = 0
     stopped: str = ""

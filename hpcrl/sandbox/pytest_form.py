@@ -15,8 +15,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 BUILTIN = ("tmp_path", "request")
-"""pytest fixtures that tests may use. Other fixtures, such as monkeypatch and capsys, would have no effect in the
-code's process."""
+"""pytest fixtures that tests may use. Others, such as monkeypatch, would have no effect in the code's process."""
 
 
 class CannotJudge(Exception):
@@ -45,8 +44,8 @@ def run_all(space: Mapping[str, Any], folder: Callable[[], Any]) -> tuple[int, i
 
 
 class _Case(NamedTuple):
-    """One run of a test. names: parameters that fixtures fill; values: parameters from parametrize. instance: creates
-    the object of its class."""
+    """One run of a test. Fixtures fill `names`, parametrize gives `values`, and `instance` creates its class's
+    object."""
 
     function: Callable[..., Any]
     values: Mapping[str, Any]

@@ -347,8 +347,7 @@ def make_executable(folder: str) -> None:
 
 
 def fits(folder: str, num_bytes: int) -> bool:
-    """Whether the files below a folder are within both limits, and all are countable: none too deep for a path or in an
-    unreadable folder."""
+    """Whether a folder's files are within both limits and countable (none too deep or in an unreadable folder)."""
     waiting, files, total = [folder], 0, 0
     while waiting:
         try:

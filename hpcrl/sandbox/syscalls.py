@@ -55,7 +55,7 @@ KILL, ALLOW, ERRNO = 0x80000000, 0x7FFF0000, 0x00050000
 NUMBER, ARCH, ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
 
 AF_UNIX, SOCK_STREAM, TYPE_MASK = 1, 1, 0xF
-CLONE_THREAD, FOREIGN_CLONE = 0x10000, 0x7E028000  # namespaces, and children that are siblings
+CLONE_THREAD, FOREIGN_CLONE = 0x10000, 0x7E028000  # namespaces and CLONE_PARENT
 O_TRUNC, O_ACCMODE = 0x200, 3
 FCNTL_REFUSED = (8, 10, 15, 1024, 1026)  # owners of signals, leases, notifications
 IOCTL_ALLOWED = (0x5401, 0x540F, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # terminal queries, flags of the file

@@ -1,5 +1,5 @@
-"""How the ranks of a training engine divide the work: a function of only the configuration, so that the login node, the
-plan, rank 0 and every rank agree without communication."""
+"""How a training engine's ranks divide the work. This depends on only the configuration, so the login node, the plan,
+rank 0 and every rank agree without communication."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ class Division:
     """Engines number their ranks from 0; RoleLayout.division() is the same division in ranks of the world."""
 
     groups: tuple[tuple[int, ...], ...]
-    """The ranks of each data-parallel rank. They work on identical rows; the first rank gets the rows and passes them
-    on, reports statistics of the batch, and writes stored rollouts. All groups have one size."""
+    """The ranks of each data-parallel rank. They work on identical rows; the first rank (leader) gets the rows and
+    broadcasts them, reports batch statistics, and writes stored rollouts. All groups have one size."""
     outputs: tuple[int, ...]
-    """Of each group, the rank that holds the model's outputs for the rows (log-probs, the loss): with pipeline stages a
-    rank of the last stage."""
+    """For each group, the rank with the model's outputs (log-probs, loss): in the last stage of a pipeline."""
     weights: tuple[tuple[int, ...], ...]
     """The parameters in shares, sent to generators one after another: for each share the ranks whose
     TrainEngine.named_weights() yields all of it. One share of all ranks if each rank yields everything."""
@@ -66,7 +65,7 @@ class Division:
 
     @cached_property
     def leaders(self) -> tuple[int, ...]:
-        """The ranks that get rows, one per group."""
+        """The leaders: the rank of each group that gets the rows."""
         return tuple(group[0] for group in self.groups)
 
     def of(self, ranks: Sequence[int]) -> Division:
@@ -83,10 +82,10 @@ class Division:
         )
 
     def data_parallel_peers(self, rank: int) -> tuple[int, ...]:
-        """The ranks at the same place of every group, which together hold each row once."""
+        """The ranks at this rank's index in every group; together they hold each row once."""
         place = next(group.index(rank) for group in self.groups if rank in group)
         return tuple(group[place] for group in self.groups)
 
     def group_of(self, rank: int) -> tuple[int, ...]:
-        """The ranks of the rank's group."""
+        """All ranks of this rank's group."""
         return next(group for group in self.groups if rank in group)

@@ -21,32 +21,32 @@ EXTRAS = {
     "vllm": ("vllm==0.32.*",),
     "wandb": ("wandb==0.31.*",),
 }
-"""Extra of hpcrl -> its packages, as in pyproject.toml: a package index knows them, but not this project."""
+"""hpcrl's extra -> its packages, as in pyproject.toml. Package indexes have these packages, but not hpcrl."""
 
 CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
-"""Beside hpcrl in a checkout. Not for SGLang, which takes another torch."""
+"""Next to hpcrl in a checkout. Not used for SGLang, which needs another version of torch."""
 
 DAMAGED = (OSError, ValueError, TypeError, KeyError)
-"""What reading a package's metadata raises where they are missing in part or no text, by version of Python, and where
-the package importlib_metadata has taken the place of Python's module."""
+"""Exceptions from reading a package's metadata that are incomplete or not text. They depend on the Python version, and
+on whether the package importlib_metadata replaces Python's module."""
 
 
 def install(names: Collection[str]) -> str:
-    """The command that installs extras of hpcrl, or packages, for the interpreter that runs now."""
+    """The command that installs extras of hpcrl, or packages, for the running interpreter."""
     packages = [package for name in names for package in EXTRAS.get(name, (name,))]
     pins = ["-c", str(CONSTRAINTS)] if CONSTRAINTS.exists() and "sglang" not in names else []
     return f"{shlex.quote(sys.executable)} -m pip install {shlex.join([*pins, *packages])}"
 
 
 def packages_of(name: str) -> list[Distribution]:
-    """The installed package of this name, or those that provide the module of this name; empty without one."""
+    """The installed package of this name, or else the packages that provide the module; empty without one."""
     with contextlib.suppress(PackageNotFoundError):
         return [distribution(name)]
     return [distribution(owner) for owner in dict.fromkeys(packages_distributions().get(name, [])) if owner]
 
 
 def version_of(name: str) -> str:
-    """The version of the first of these packages; empty without one, or if its metadata do not say it."""
+    """The version of the first package from packages_of(); empty without one, or if its metadata lack a version."""
     with contextlib.suppress(*DAMAGED):
         return next((package.version or "" for package in packages_of(name)), "")
     return ""
@@ -54,9 +54,9 @@ def version_of(name: str) -> str:
 
 @contextlib.contextmanager
 def without(*names: str) -> Iterator[None]:
-    """Import what is in the block as if these packages were not installed; one that is imported already is there."""
+    """Hide these packages from imports in the block, as if not installed; packages already imported stay visible."""
     hidden = [name for name in names if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None: not to be found
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None: the import fails
     try:
         yield
     finally:

@@ -31,7 +31,7 @@ PositiveFloat = Annotated[float, Field(gt=0), NUMBER]
 NonNegative = Annotated[float, Field(ge=0), NUMBER]
 Seed = Annotated[int, Field(ge=0, lt=1 << 63), NUMBER]
 Seconds = Annotated[float, Field(ge=0.01, le=1e7), NUMBER]
-"""A deadline: nothing answers sooner, and system calls accept no more."""
+"""A deadline: no answer takes less than the minimum, and system calls accept no more than the maximum."""
 Share = Annotated[float, Field(ge=0, le=1), NUMBER]
 ImportPath = Annotated[str, AfterValidator(_import_path)]
 SandboxLevel = Literal["L0", "L1", "L2", "L3"]
@@ -48,7 +48,7 @@ class Section(BaseModel):
         validate_default=True,
         allow_inf_nan=False,
         coerce_numbers_to_str=True,
-        defer_build=True,  # most sections are parts of another, which needs no validator of theirs
+        defer_build=True,  # most sections are parts of a section that needs no validators of its parts
     )
 
 

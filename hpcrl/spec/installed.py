@@ -1,5 +1,5 @@
-"""What an installed package says in its source, read without importing it: packages of engines take seconds to import,
-and the login node must not need a GPU for it."""
+"""Names in the source of an installed package, read without importing it: engine packages take seconds to import, and
+the login node must not need a GPU for it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def folder_of(package: str) -> Path | None:
 
 @functools.cache
 def fields(package: str, pattern: str, owner: str | None = None) -> frozenset[str]:
-    """The annotated names in the classes (of the name `owner`, else in all) of the package's files; empty if the
-    package is not installed or is another than expected."""
+    """The annotated names in all classes of the package's files, or in classes named `owner`; empty if the package is
+    not installed or its source is not as expected."""
     folder = folder_of(package)
     return frozenset(
         statement.target.id
@@ -37,8 +37,7 @@ def fields(package: str, pattern: str, owner: str | None = None) -> frozenset[st
 
 @functools.cache
 def table_keys(package: str, file: str, tables: tuple[str, ...]) -> frozenset[str]:
-    """The strings that are keys of these dicts of the package's file; empty if the package is not installed or is
-    another than expected."""
+    """String keys of these dicts in the package's file; empty if it is not installed or its source is unexpected."""
     folder = folder_of(package)
     if folder is None or not (folder / file).is_file():
         return frozenset()
@@ -55,7 +54,7 @@ def table_keys(package: str, file: str, tables: tuple[str, ...]) -> frozenset[st
 def unknown_options(
     path: tuple[str, ...], given: Mapping[str, object], known: Collection[str], package: str, what: str
 ) -> Iterator[Problem]:
-    """The options whose names are not `known`; none if nothing is known of the installed package."""
+    """A problem for each given option that is not `known`; none if `known` is empty."""
     for name in sorted(given.keys() - set(known)) if known else ():
         near = get_close_matches(name, sorted(known), n=2)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""

@@ -1,4 +1,4 @@
-"""The specification of a part, kind by kind. Its functions get the Config of a run that uses the part."""
+"""Specifications of parts, one class per kind. Their functions get the Config of a run that uses the part."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ class Spec:
     about: str
     """One line for help and documents."""
     make: str = ""
-    """`module:NAME` of the part or its factory, imported on demand; empty: planned and checked, but not runnable in
-    this version."""
+    """`module:NAME` of the part or its factory, imported on demand; empty: planned and checked, but not runnable."""
     section: type[Section] | None = None
     """The part's keys with their defaults and meanings."""
     check: Check = _nothing
@@ -47,17 +46,17 @@ class Spec:
     needs: Mapping[str, str] = field(default_factory=dict)
     """Module that must be installed -> extra of hpcrl, or else package, that installs it."""
     needs_on_gpu: Mapping[str, str] = field(default_factory=dict)
-    """Module that must be installed too where its ranks compute on GPUs -> how to install it."""
+    """Module that must also be installed if its ranks compute on GPUs -> how to install it."""
     tested: Mapping[str, str] = field(default_factory=dict)
-    """Module -> beginning of the versions with which the part was tested; another version is told in the plan."""
+    """Module -> beginning of the versions with which the part was tested; the plan mentions any other version."""
     required_versions: Mapping[str, str] = field(default_factory=dict)
-    """Module of `needs` -> beginning of the versions whose insides the part uses; another version is refused."""
+    """Module of `needs` -> beginning of the versions whose internals the part uses; another version is refused."""
     not_on_amd: str = ""
-    """Why its ranks cannot compute on AMD's GPUs; empty if nothing is known that forbids it."""
+    """Why its ranks cannot compute on AMD's GPUs; empty if no reason is known."""
     notes: Callable[[Any], Iterable[str]] = lambda config: ()
-    """What a configuration that uses the part should know of it: lines of the plan."""
+    """Notes about the part for a configuration that uses it: lines of the plan."""
     roles: tuple[str, ...] = ()
-    """Roles that a run with this part has, besides those that the rest of its configuration needs (RoleSpec.needed)."""
+    """Roles of a run with this part, in addition to the roles that its configuration needs anyway (RoleSpec.needed)."""
     resume_keys: tuple[str, ...] = ()
     """Keys of its section that may change when a run is resumed, since they do not change its results."""
 
@@ -83,7 +82,7 @@ class Spec:
 def _installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # a package above it is missing
+    except ModuleNotFoundError:  # a parent package is missing
         return False
 
 
@@ -97,16 +96,14 @@ class PipelineSpec(Spec):
     learns: bool = True
     """Whether it changes the weights."""
     rank0_only: bool = False
-    """Whether rank 0 does it by itself: a run without other ranks, engines, data and steps, which reads none of their
-    keys."""
+    """Whether rank 0 does it by itself, without other ranks, engines, data and steps; it reads none of their keys."""
     inspect: Callable[[Any, bool], Iterable[Problem]] = _no_files
     """`inspect(config, resumes)`: problems of the files that it reads and writes, found before anything starts."""
     batch_size: Callable[[Any], int] | None = None
     """Rows of a step, if the rows are not prompts with groups of responses."""
     pairs: bool = False
-    """Whether its rows, which are not prompts, are pairs of a chosen and a rejected answer (hpcrl.data.pairs): each
-    becomes two sequences with one group id, the chosen one first (the field `chosen`), on the same rank and in the same
-    micro-batch."""
+    """Whether its rows, which are not prompts, are pairs of a chosen and a rejected answer (hpcrl.data.pairs). Each
+    becomes two sequences of one group id, the chosen one first (field `chosen`), on one rank in one micro-batch."""
     objective: str = ""
     """`module:NAME` of the objective, called without arguments, if the run has no algorithm."""
     work: Callable[[Any], str] | None = None
@@ -142,7 +139,7 @@ class RoleSpec(Spec):
     min_ranks: Callable[[Any], int] | None = None
     """Minimum number of its ranks for a run to continue; None: the run ends with the first lost rank."""
     imports: Callable[[Any], str] = lambda config: ""
-    """The slowest module that its ranks import; all of them import it in parallel before they meet."""
+    """The slowest module that its ranks import; all of them import it in parallel before the rendezvous."""
 
 
 ADAMW = {"adamw": Spec(about="AdamW, torch's own.", make="torch.optim:AdamW")}
@@ -153,7 +150,7 @@ class TrainEngineSpec(Spec):
     """`make(config, model_path, total_steps, trainable)`, called by all its ranks, returns a TrainEngine
     (hpcrl.engines.train.training_engine); total_steps counts the optimizer steps of the run.
 
-    Its section stands under trainer.NAME.
+    Its section is trainer.NAME.
     """
 
     division: Callable[[Any, int], Division] = _unsplit
@@ -162,22 +159,21 @@ class TrainEngineSpec(Spec):
     plan: str = ""
     """`module:NAME` of its TrainPlan (hpcrl.planner.trainer); empty: its memory is not known."""
     unsupported: Callable[[Any, Mapping[str, Any]], Iterable[str]] = lambda section, model: ()
-    """`unsupported(section, config.json)`: why it cannot train this model with these keys of its own, each continuing
-    "the NAME trainer ...". Told before anything starts, with the engines that can."""
+    """`unsupported(section, config.json)`: why it cannot train this model with this section, each reason continuing
+    "the NAME trainer ...". Reported before anything starts, together with the engines that can."""
     whole: Callable[[Any, int], bool] = lambda config, num_ranks: False
     """Whether its engine on this many ranks has plain parameters that a generator in the same process can share
     (hpcrl.engines.train.training_engine.LocalWeights)."""
     computes: frozenset[str] = frozenset()
     """The optional outputs (hpcrl.algorithms.interface.Outputs) that the engine computes for an objective."""
     deterministic: bool = False
-    """Whether it can compute the same bits again (deterministic=true)."""
+    """Whether its results can be bitwise reproducible (deterministic=true)."""
     float32_head: bool = False
     """Whether it can compute the vocabulary projection in float32 in a bfloat16 model (trainer.head_dtype)."""
     optimizers: Mapping[str, Spec] = field(default_factory=lambda: ADAMW)
-    """The values of trainer.optimizer that it has."""
+    """The values of trainer.optimizer that it supports."""
     segments: bool = False
-    """Whether it computes the segments of a row (hpcrl.rollout.batch.Batch) each as a sequence of its own: episodes by
-    steps."""
+    """Whether it computes the segments of a row (hpcrl.rollout.batch.Batch) separately, for episodes by steps."""
     router_replay: bool = False
     """Whether it can choose the experts that the generator chose (the field `routes`, hpcrl.engines.expert_routes)."""
     lora: bool = False
@@ -198,32 +194,31 @@ class GenEngineSpec(Spec):
     """`make(config, model_path, tokenizer, replica)`, called by every rank of a replica (ReplicaRanks), returns a
     GenEngine without weights (both hpcrl.engines.gen.generation_engine).
 
-    Its section stands under generator.NAME.
+    Its section is generator.NAME.
     """
 
     need: Callable[[Any, Any, str, tuple[int, ...], int, int], RequiredSlices] = all_weights
-    """`need(config, model, name, shape, index, num_ranks)`: what rank `index` of the num_ranks of a replica must get of
-    this weight. model: the model's ModelShape (hpcrl.models.shape), None if its parameters are not known.
-    load_weights() gets full-shape tensors for each weight of which this rank needs a part; values outside this part are
+    """`need(config, model, name, shape, index, num_ranks)`: the required shard of this weight for rank `index` of a
+    replica's num_ranks. `model` is the ModelShape (hpcrl.models.shape), None if its parameters are not known.
+    load_weights() gets full-shape tensors for each weight of which this rank needs a shard; values outside are
     undefined."""
     families: tuple[str, ...] | None = None
     """Model families it runs, as config.json's model_type; None: all."""
     unsupported: Callable[[Mapping[str, Any], int], Iterable[str]] = lambda model, longest: ()
-    """`unsupported(config.json, tokens of the longest sequence)`: the features of a model of its families that it
-    lacks."""
+    """`unsupported(config.json, tokens of the longest sequence)`: features of a model of its families that it lacks."""
     tensor_parallel: bool = False
     """Whether a replica may have several ranks."""
     plan: str = ""
     """`module:NAME` of cache(config, shape) -> (bytes of the KV cache with all slots in use, bytes with which it can
     run at least or None); empty: the full length for each slot."""
     memory_share: Callable[[Any], float] = lambda config: 1.0
-    """Share of a GPU's memory that its weights, its working memory and its KV cache take together at most."""
+    """Maximum share of a GPU's memory for its weights, its working memory and its KV cache together."""
     check_sizes: str = ""
-    """`module:NAME` of check(config, shape) -> iterator of Problem: what its section asks of a model of this shape."""
+    """`module:NAME` of check(config, shape) -> iterator of Problem: of its section with a model of this shape."""
     recompute: bool = False
     """Whether it can recompute the KV cache of running responses (rollout.on_new_weights=recompute)."""
     deterministic: bool = False
-    """Whether a response's bits depend on its request alone (deterministic=true)."""
+    """Whether a response's bits depend on only its request (deterministic=true)."""
     float32_head: bool = False
     """Whether it can compute the vocabulary projection in float32 in a bfloat16 model (generator.head_dtype)."""
     shares_weights: bool = False
@@ -234,21 +229,20 @@ class GenEngineSpec(Spec):
     """Kinds of media (hpcrl.spec.media) that it takes with a prompt (Request.media). Training engines get none yet: a
     run that learns from such prompts computes log-probs of the tokens only."""
     lora: bool = False
-    """Whether it can apply adapters beside the weights of the model's folder (trainer.lora)."""
+    """Whether it can apply adapters to the weights of the model's folder (trainer.lora)."""
     several_in_process: bool = False
-    """Whether a process can have two engines of this kind, of a generator and of a judge."""
+    """Whether a process can have two engines of this kind, for a generator and a judge."""
     sleeps: bool = False
     """Whether it releases its memory while the trainer works on the same GPU."""
     shows_peers: Callable[[Any], bool] = lambda config: False
-    """Whether a rank must see the GPUs of the other ranks of its replica on the node, which come behind its own."""
+    """Whether a rank must see, after its own GPU, the GPUs of its replica's other ranks on the node."""
     offered: bool = True
     """Whether generator.engine may name it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmSpec(Spec):
-    """A pair of an advantage estimator and an objective (hpcrl.algorithms.interface); `make(section)` makes the
-    advantage estimator."""
+    """An advantage estimator, which `make(section)` makes, and an objective (hpcrl.algorithms.interface)."""
 
     section: type[PolicyLoss]
     objective: str
@@ -260,32 +254,31 @@ class AlgorithmSpec(Spec):
     uses_critic: Callable[[Any], bool] = lambda section: False
     """Whether it needs a critic's values."""
     compares_group: Callable[[Any], bool] = lambda section: False
-    """Whether the advantage estimator compares the responses to a prompt, so that a group needs at least two."""
+    """Whether the advantage estimator compares the responses to a prompt, so a group needs at least two."""
     greedy_baseline: bool = False
     """Whether every prompt gets one more response, decoded greedily, whose reward the advantage estimator reads
     (RewardTable.baselines) and which is not trained on."""
     decoupling_eps: Callable[[Any], float | None] = lambda section: None
-    """What is added to the standard deviations of decoupled rewards (hpcrl.rollout.scheduling.policies), which the
-    advantage estimator reads (RewardTable.decoupled); None: it does not."""
+    """The number added to standard deviations of decoupled rewards (hpcrl.rollout.scheduling.policies), which the
+    advantage estimator reads (RewardTable.decoupled); None: it does not read them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSpec(Spec):
-    """`make` is called with the RewardConfig of a domain and returns a Reward (hpcrl.rewards.reward); its section types
-    the options."""
+    """`make` gets a domain's RewardConfig and returns a Reward (hpcrl.rewards.reward); the section types its
+    options."""
 
     compares_answer: bool = False
     """Whether it needs the row's answer."""
     asks: Callable[[Mapping[str, Any]], Iterable[str]] = lambda options: ()
-    """`asks(options)`: the roles whose ranks it sends requests to. Called before the options are checked, so that they
-    may have any type."""
+    """`asks(options)`: roles whose ranks it sends requests to. The options are unchecked and may have any type."""
     imports_code: str = ""
     """The key of RewardConfig that names user code, which is imported in worker processes only."""
     scores_in_unit_interval: bool = True
     """Whether scores are between 0 and 1."""
     part_weights: Callable[[Mapping[str, Any]], Mapping[str, float]] = lambda options: {}
-    """`part_weights(options)`: the parts whose weighted sum is the reward, by the metric that tells the part; empty: it
-    has none. ValueError if it has parts and is another function of them."""
+    """`part_weights(options)`: weights of the parts whose weighted sum is the reward, by the metric that reports the
+    part; empty: it has no parts. ValueError if it has parts and is another function of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,14 +290,13 @@ class TrackerSpec(Spec):
     """
 
     rewinds: bool = False
-    """Whether it takes back steps past the checkpoint, which a resumed run then logs to it again; otherwise it keeps
-    them."""
+    """Whether it deletes steps past the checkpoint, which a resumed run logs again. Otherwise it keeps the old ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnvSpec(Spec):
-    """`make` is called with the columns of a row and the options, and returns an Env (hpcrl.envs.environment). With a
-    section, which types the options, they are one argument, an object of the section."""
+    """`make` is called with the columns of a row and the options, and returns an Env (hpcrl.envs.environment). If a
+    section types the options, they are one argument, an object of the section."""
 
     imports_code: str = ""
     """The key of EnvConfig that names a user-defined class."""
@@ -319,5 +311,4 @@ class EnvSpec(Spec):
     """`module:NAME` of a function that raises ValueError if a model with this chat template cannot play it:
     `check_template(section, chat_template)`, before the start if the model's folder is there."""
     problem_of_row: str = ""
-    """`module:NAME` of a function that gets the columns of a row of a file and says why the environment cannot play it;
-    empty if it can."""
+    """`module:NAME` of a function of a row's columns that returns why the environment cannot play it, or ""."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 A, B = ".lora_A.weight", ".lora_B.weight"
-"""What stands in place of `.weight` in the names of an adapter's matrices [rank, in] and [out, rank]."""
+"""Suffixes that replace `.weight` in the names of an adapter's matrices [rank, in] and [out, rank]."""
 
 
 def is_adapter(name: str) -> bool:
@@ -14,7 +14,7 @@ def is_adapter(name: str) -> bool:
 
 
 def adapted(name: str) -> str:
-    """The name of the matrix beside which an adapter's weight stands."""
+    """The name of the matrix that an adapter's weight adapts."""
     return f"{name.removesuffix(A).removesuffix(B)}.weight"
 
 
@@ -24,7 +24,7 @@ def matches(module: str, targets: Sequence[str] | None) -> bool:
 
 
 def unknown(targets: Sequence[str] | None, modules: Sequence[str]) -> str:
-    """What is wrong with trainer.lora.target_modules in a model with these linear layers; empty if nothing is."""
+    """The problem of trainer.lora.target_modules in a model with these linear layers; empty if there is none."""
     names = list(dict.fromkeys(module.rpartition(".")[2] for module in modules))
     lacking = [target for target in targets or () if target not in names]
     if not lacking and names:

@@ -29,7 +29,7 @@ def read_options(schema: type[Options], options: Mapping[str, Any]) -> Options:
 
 
 def _told(detail: Any) -> str:
-    """What is wrong with an option, in its own words if the section checks it."""
+    """The problem of an option, in the section's own words if the section checks it."""
     if detail["type"] == "missing":
         return "missing"
     if detail["type"] == "value_error":

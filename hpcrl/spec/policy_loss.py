@@ -38,10 +38,10 @@ SURROGATE_KEYS: dict[str, frozenset[str]] = {
     "kl_cov": frozenset({"ratio_to", "cov_share", "cov_kl_coef"}),
     "vanilla": frozenset(),
 }
-"""The keys that each surrogate reads, among those that not all read."""
+"""The keys that each surrogate reads, without keys that all of them read."""
 
 MARKS_TOKENS = ("clip_cov", "kl_cov")
-"""Surrogates that treat some tokens apart, which are marked once a step."""
+"""Surrogates that treat some tokens differently; these tokens are marked once per step."""
 
 CORRECTION_KEYS: dict[str, tuple[str, ...]] = {
     "correction_level": ("truncate", "mask", "reject"),
@@ -52,7 +52,7 @@ CORRECTION_KEYS: dict[str, tuple[str, ...]] = {
     "rejection_low": ("truncate", "mask"),
     "rejection_high": ("truncate", "mask"),
 }
-"""The corrections that read each of their keys."""
+"""Key -> the corrections that read it."""
 
 
 class PolicyLoss(Section):
@@ -194,7 +194,7 @@ class PolicyLoss(Section):
 
     @property
     def compares_with_generator(self) -> bool:
-        """Whether the surrogate's ratio is that to the generator's log-probs."""
+        """Whether the surrogate's ratio is relative to the generator's log-probs."""
         return self.ratio_to == "generator" and "ratio_to" in SURROGATE_KEYS[self.surrogate]
 
     @property

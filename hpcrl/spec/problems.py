@@ -1,4 +1,4 @@
-"""Problems of a configuration, collected so that a user sees all of them at once."""
+"""Problems of a configuration, which are collected to show the user all of them at once."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ class Problem:
 
 
 def engine_problem(at: Path, key: str, text: str, *others: str) -> Problem:
-    """A problem of a key of a training engine's section `at`; changes of the other keys, the model or the ranks may
-    solve it too."""
+    """A problem of a key in a training engine's section `at`. Other keys, the model or the ranks may solve it too."""
     involved = tuple((*at, other) for other in others)
     return Problem((*at, key), f"{dotted(at)}.{key}: {text}", (*involved, ("model",), ("layout", "trainer")))
 

@@ -11,8 +11,8 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar
 
 GROUP = "hpcrl.plugins"
-"""Entry-point group of installed packages that add entries. An entry point names a mapping of kind -> name -> path, as
-TABLES in hpcrl.spec.tables; it is read at every start, so its module imports nothing heavy."""
+"""Entry-point group of installed packages that add entries. An entry point names a mapping of kind -> name -> path,
+with the kinds of hpcrl.spec.tables; it is read at every start, so its module imports nothing heavy."""
 
 S = TypeVar("S")
 
@@ -28,7 +28,7 @@ class SpecTable(Generic[S]):
         """entries: name -> `module:NAME` of a torch-free specification, in the order in which help lists them."""
         self.kind = kind
         self._specification, self._entries = specification, dict(entries)
-        self._found: dict[str, S] = {}  # a plan asks thousands of times
+        self._found: dict[str, S] = {}  # a plan looks up entries thousands of times
 
     @functools.cached_property
     def paths(self) -> dict[str, str]:
@@ -59,7 +59,7 @@ class SpecTable(Generic[S]):
         return self._found.setdefault(name, found)
 
     def items(self) -> Iterator[tuple[str, S]]:
-        """Every listed name and its specification, except those of installed packages that cannot be loaded."""
+        """Every listed name and its specification, without entries of installed packages that cannot be loaded."""
         return iter(self._loaded.items())
 
     @functools.cached_property
@@ -80,13 +80,13 @@ def load(path: str, what: str) -> Any:
     module, _, name = path.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
-    except (Exception, SystemExit) as error:  # code of an installed package may raise any exception, or leave
+    except (Exception, SystemExit) as error:  # code of an installed package may raise any exception, or exit
         raise SpecError(f"{what}: {path} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
 @functools.cache
 def _packages() -> dict[EntryPoint, Mapping[str, Mapping[str, str]]]:
-    """The entries of every installed package. Searching all packages takes several milliseconds, so once."""
+    """The entries of every installed package, cached because searching all packages takes several milliseconds."""
     return {entry: _added(entry) for entry in entry_points(group=GROUP)}
 
 

@@ -1,10 +1,9 @@
-"""The table of all fields of a rollout. It defines what generator ranks keep and hand over, the trainer's Batch and its
-checks, the HDF5 files and their reader, and the table in docs/rollouts.md. Imports neither torch nor other modules of
-hpcrl.
+"""The table of all fields of a rollout. It defines what generator ranks keep and transfer, the trainer's Batch and its
+checks, the HDF5 files and their reader, and the table in docs/rollouts.md. Imports no torch and no module of hpcrl.
 
 Engines and algorithms add fields with declare(), in a module imported by every rank that handles the field:
 `declare(Field("entropies", "float32", Level.TOKEN, Origin.TRAINING, "entropy of each token"))`. Files describe their
-fields, so that a reader needs no declaration.
+fields, so a reader needs no declaration.
 """
 
 from __future__ import annotations
@@ -37,10 +36,17 @@ class Origin(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """dtype: numpy's name of the dtype in a Batch, or TEXT. wire: a smaller dtype for generators and transfers, if any.
-    fill: value at tokens that the model did not write. optional: a run may lack the field. width: numbers per value;
-    arrays have a second dimension if there are several. any_width: arrays may have a second dimension of any size.
-    ragged: a row has any number of values, also none; declare() adds the field `<name>_counts` with that number."""
+    """A field of a rollout.
+
+    Args:
+        dtype: NumPy's name of the dtype in a Batch, or TEXT.
+        optional: Whether a run may lack the field.
+        wire: A smaller dtype for generators and transfers, if any.
+        fill: Value at tokens that the model did not write.
+        width: Numbers per value; if above 1, arrays have a second dimension.
+        any_width: Whether arrays may have a second dimension of any size.
+        ragged: Whether a row has any number of values, also none; declare() adds `<name>_counts` with that number.
+    """
 
     name: str
     dtype: str
@@ -60,7 +66,7 @@ class Field:
 
     @property
     def counts(self) -> Field:
-        """The field with each row's number of values of a ragged field."""
+        """For a ragged field, the field with each row's number of values."""
         meaning = f"values of {self.name} per row"
         return Field(f"{self.name}_counts", "int64", Level.ROW, self.origin, meaning, optional=self.optional)
 
@@ -101,8 +107,8 @@ def fields_of(origin: Origin, *levels: Level) -> list[Field]:
 
 
 def generated_fields(truncated: bool, by_steps: bool, *levels: Level) -> list[Field]:
-    """The numeric fields that the generators of a run fill. truncated: under top-p, top-k or min-p; by_steps: with an
-    environment whose turns are sequences of their own."""
+    """The numeric fields that a run's generators fill, with `truncated` sampling (top-p, top-k or min-p) or with an
+    environment `by_steps`, whose turns are separate sequences."""
     present = {"states": by_steps}
     return [f for f in fields_of(Origin.GENERATOR, *levels) if not f.optional or present.get(f.name, truncated)]
 

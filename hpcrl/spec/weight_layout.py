@@ -1,5 +1,4 @@
-"""Where the weights are and where they must go: the parts of each tensor, as training and generation engines declare
-them."""
+"""Owned and required shards of weights: the slices of each tensor, as training and generation engines declare them."""
 
 from __future__ import annotations
 
@@ -10,18 +9,19 @@ from typing import Any
 import msgspec
 
 CHANNELS = 8
-"""Most channels of an NCCL communicator that carries new weights. Each takes a block of the GPU and buffers, and NCCL
-reckons with 14 GB/s of one between nodes; a trainer rank is in one communicator for each replica."""
+"""Maximum channels of an NCCL communicator for new weights. Each channel takes a thread block of the GPU and buffers;
+NCCL expects 14 GB/s per channel between nodes. A trainer rank is in one communicator for each replica."""
 
 TensorSlice = tuple[tuple[int, int], ...]
-"""A part of a tensor: (first, last + 1) in each dimension."""
+"""A slice of a tensor: (first, last + 1) in each dimension."""
 
 
 class TensorShards(msgspec.Struct, frozen=True, array_like=True):
     """A tensor under its HF name, and the ranks of a training engine that hold its parts.
 
-    parts: disjoint boxes that cover the tensor, each with the ranks that hold it; a rank holds at most one part.
-    dtype: as torch names it.
+    Args:
+        dtype: torch's name of the dtype.
+        parts: Disjoint slices that cover the tensor, each with the ranks that hold it; a rank holds at most one slice.
     """
 
     name: str
@@ -43,39 +43,38 @@ class TensorShards(msgspec.Struct, frozen=True, array_like=True):
         return cls(name, dtype, tuple(shape), tuple(((rows, *rest), (i,)) for i, rows in enumerate(bounds)))
 
     def of(self, ranks: Sequence[int]) -> TensorShards:
-        """The same with ranks[i] in place of rank i."""
+        """The same tensor with ranks[i] in place of rank i."""
         parts = tuple((box, tuple(ranks[i] for i in holders)) for box, holders in self.parts)
         return TensorShards(self.name, self.dtype, self.shape, parts)
 
     def part_of(self, rank: int) -> TensorSlice | None:
-        """The part that a rank holds."""
+        """The slice that a rank holds; None if it holds none."""
         return next((box for box, holders in self.parts if rank in holders), None)
 
 
 class RequiredSlices(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank of a generator replica must get of a tensor: disjoint boxes, and the dtype in which it keeps them
-    (empty: the trainer's)."""
+    """Required shard of a generator rank: disjoint slices of a tensor, and the dtype to keep (empty: the trainer's)."""
 
     dtype: str
     slices: tuple[TensorSlice, ...]
 
 
 def full_slice(shape: Sequence[int]) -> TensorSlice:
-    """The box that covers a tensor."""
+    """The slice that covers a whole tensor."""
     return tuple((0, size) for size in shape)
 
 
 def intersection(one: TensorSlice, other: TensorSlice) -> TensorSlice | None:
-    """What two boxes of a tensor share; None if that is nothing."""
+    """The intersection of two slices of a tensor; None if it is empty."""
     shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return shared if all(first < last for first, last in shared) else None
 
 
 def count(box: TensorSlice) -> int:
-    """Numbers in a box."""
+    """Number of elements in a slice."""
     return math.prod(last - first for first, last in box)
 
 
 def all_weights(config: Any, model: Any, name: str, shape: Sequence[int], index: int, num_ranks: int) -> RequiredSlices:
-    """The need of an engine that reads every tensor on every rank, and keeps it in generator.dtype."""
+    """The required slices of an engine that reads every tensor on every rank, and keeps it in generator.dtype."""
     return RequiredSlices(config.generator.dtype, (full_slice(shape),))

@@ -20,8 +20,7 @@ EXAMPLE = "..."
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a valid action. effective: whether it changed anything; truncated: the game was cut off before its
-    end."""
+    """The result of a valid action. `effective`: it changed something; `truncated`: the game was cut off early."""
 
     reward: float
     effective: bool = True

@@ -66,7 +66,7 @@ class Sokoban(GridGame[SokobanOptions]):
         return ((action, self._after(state, action)) for action in MOVES)
 
     def _after(self, state: Position, action: str) -> Position:
-        """The state after a step, which stays the same if a wall, or a box that cannot be pushed, is in the way."""
+        """The state after a step; unchanged if a wall, or a box that cannot be pushed, is in the way."""
         player, boxes = state
         to, beyond = moved(player, MOVES[action]), moved(player, MOVES[action], 2)
         if to not in self.floor or (to in boxes and (beyond not in self.floor or beyond in boxes)):

@@ -1,4 +1,4 @@
-"""Splits hidden tests' imports into the repository's modules, which run in the code's process, and others."""
+"""Splits hidden tests' imports into the repository's modules, which run in the code's process, and other modules."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def problem_of(tests: Mapping[str, str]) -> str:
 
 def split_imports(source: str, files: Mapping[str, str], name: str) -> tuple[str, str]:
     """(imports of the repository's modules, for the code's process; the tests, which get the imported objects under
-    other names). files: the row's repository. Tests import an object that a module of the repository itself imports
-    from elsewhere directly from there, since the code does not define it. ValueError for tests that are not Python."""
+    other names). files: the row's repository. If a module of the repository imports an object from elsewhere, the tests
+    import it directly from there, since the code does not define it. ValueError for tests that are not Python."""
     try:
         tree = ast.parse(source, name)
     except (SyntaxError, ValueError) as error:

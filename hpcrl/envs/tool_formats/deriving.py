@@ -191,7 +191,7 @@ def _calls(count: int, as_text: bool) -> list[dict[str, Any]]:
 def _shown(chat_template: str, tools: Any, message: dict[str, Any] | None = None, ask: bool = False) -> str:
     """The text of a dialogue that ends with this assistant message, if any. _Unrenderable if the template raises."""
     text, failed = None, None
-    for asked in (ASKED, [{"type": "text", "text": ASKED}]):  # some templates of models with vision know parts only
+    for asked in (ASKED, [{"type": "text", "text": ASKED}]):  # some vision models' templates accept only parts
         dialogue = [{"role": "user", "content": asked}, *([message] if message else [])]
         try:
             text = FolderTemplate(chat_template, ENDS).apply_chat_template(dialogue, tools, add_generation_prompt=ask)

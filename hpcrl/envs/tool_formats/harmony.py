@@ -1,5 +1,5 @@
 """Messages of gpt-oss: <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>. The channel
-analysis is reasoning, others are content."""
+analysis is reasoning, other channels are content."""
 
 from __future__ import annotations
 

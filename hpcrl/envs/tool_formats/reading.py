@@ -65,8 +65,13 @@ is not a call."""
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """about: the models with this format. read: (text, schemas) -> Parsed. written: a template of a call without
-    special tokens, for name and arguments, both JSON; empty if the format needs special tokens."""
+    """A format of tool calls.
+
+    Args:
+        about: The models with this format.
+        read: (text, schemas) -> Parsed.
+        written: Template of a call, for name and arguments (JSON); empty if the format needs special tokens.
+    """
 
     about: str
     read: Callable[[str, Schemas], Parsed]

@@ -8,8 +8,13 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a call. error: the tool has failed. success: whether the episode has succeeded so far; None if the
-    tool does not report it. ended: the episode is over."""
+    """The result of a call.
+
+    Args:
+        error: Whether the tool has failed.
+        success: Whether the episode has succeeded so far; None if the tool does not report it.
+        ended: Whether the episode is over.
+    """
 
     text: str
     error: bool = False

@@ -23,8 +23,7 @@ FILES = ("items", "attributes", "human")
 
 
 class Catalogue:
-    """Products, their search, and the goals, shuffled as in the original; the first `held_out` goals are for
-    validation."""
+    """Products, their search, and goals shuffled as in the original; the first `held_out` are for validation."""
 
     def __init__(self, options: WebShopOptions):
         """ValueError begins with the wrong option."""
@@ -55,7 +54,7 @@ class Catalogue:
         self.search = Search(self.products)
 
     def goal(self, seed: int) -> Goal:
-        """An episode's goal, drawn by weight: from the held-out goals for a seed of data.val, else from the others."""
+        """A goal drawn by weight: from the held-out goals for a seed of data.val, else from the other goals."""
         first, end = (0, self._held_out) if seed >= HALF and self._held_out else (self._held_out, len(self.goals))
         low, high = (self._weights[place - 1] if place else 0.0 for place in (first, end))
         drawn = low + random.Random(seed).random() * (high - low)

@@ -1,6 +1,6 @@
 """Products and goals, from items, attributes and instructions in the form of the original's files.
 
-The files are those of https://github.com/princeton-nlp/WebShop: a list of items, an object of asin -> attributes with a
+The files, from https://github.com/princeton-nlp/WebShop, are a list of items, an object of asin -> attributes with a
 synthetic instruction, and an object of asin -> instructions by people.
 """
 
@@ -90,8 +90,7 @@ def _product(item: Mapping[str, Any], about: Mapping[str, Any]) -> Product:
 
 
 def synthetic_goals(products: Iterable[Product], attributes: Mapping[str, Mapping[str, Any]]) -> list[Goal]:
-    """A goal for every combination of options of each product that has an instruction. Goals with frequent attributes
-    weigh less."""
+    """A goal for every combination of options of each product with an instruction. Frequent attributes weigh less."""
     made: list[tuple[Product, str, tuple[str, ...], tuple[tuple[str, str], ...], float]] = []
     for product in products:
         about = attributes.get(product.asin, {})

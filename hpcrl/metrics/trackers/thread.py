@@ -1,6 +1,6 @@
 """Logs to each tracker in its own thread, so a tracker that fails or hangs costs only a warning.
 
-A file beside a tracker's folder holds the last step that was logged to it. The next attempt continues after this step:
+A file next to a tracker's folder holds the last step that was logged to it. The next attempt continues after this step:
 it logs the rows of metrics.jsonl that the tracker missed, and skips the steps from the checkpoint to the previous
 attempt's end, which the tracker has. A tracker that can rewind (TrackerSpec.rewinds) gets these steps again.
 """

@@ -12,9 +12,13 @@ from typing import Any, Protocol
 class TrackedRun:
     """A run as a tracker gets it at the start of an attempt.
 
-    id: the same for all attempts. folder: the tracker's folder in the run folder. first_step: the first step that will
-    be logged. online: whether the tracker may use the network. config: the configuration, as plain data. plan: the text
-    that the launch printed, empty if the run folder has none.
+    Args:
+        id: Equal in all attempts.
+        folder: The tracker's folder in the run folder.
+        first_step: First step that will be logged.
+        online: Whether the tracker may use the network.
+        config: The configuration, as plain data.
+        plan: The text that the launch printed; empty if the run folder has none.
     """
 
     name: str

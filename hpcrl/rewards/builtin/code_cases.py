@@ -62,8 +62,7 @@ Case = Program | Call | Suite | Text
 
 
 def cases_of(answer: Any, columns: Mapping[str, Any], prompt: str = "") -> list[Case]:
-    """The cases of a row, at least one. prompt: may contain the code that the response continues. ValueError describes
-    the problem."""
+    """A row's cases, at least one. `prompt` may contain code to continue. ValueError describes the problem."""
     found = json_of(answer)
     if isinstance(found, Mapping) and "inputs" not in found:
         found = [found]

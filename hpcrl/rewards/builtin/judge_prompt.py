@@ -1,9 +1,9 @@
-"""The prompt of a judge, which marks the judged response so that it cannot pass as instructions.
+"""The prompt of a judge, which marks the judged response so it cannot pass as instructions.
 
 The response and all other material are between markers with a nonce, which a response cannot know; a verdict must
-repeat the nonce, so a verdict that the response wrote and the judge quotes does not count. In the material,
-chat templates' special tokens get other brackets, so tokenizers read them as text; invisible characters are removed.
-The content can still persuade a judge: no marking prevents that.
+repeat the nonce, so a verdict that the response wrote and the judge quotes does not count. In the material, chat
+templates' special tokens get other brackets, so tokenizers read them as text; invisible characters are removed. The
+content can still persuade a judge: no marking prevents that.
 """
 
 from __future__ import annotations

@@ -17,8 +17,7 @@ from hpcrl.spec.options import read_options
 
 
 class MathReward(PerResponse):
-    """1 if the final answer equals the gold answer, else 0 (docs/rewards.md). A comparison over the time limit is an
-    error."""
+    """1 if the final answer equals the gold answer, else 0 (docs/rewards.md). Exceeding the time limit is an error."""
 
     def __init__(self, config: RewardConfig):
         self.options = read_options(MathOptions, config.options)

@@ -97,8 +97,7 @@ def _parsed(text: str) -> tuple[bool, Any]:
 
 
 def _problem_of_schema(schema: Any) -> str:
-    """Why this is not a JSON schema; empty if it is one. References to other documents are refused: they would be
-    downloaded."""
+    """Why this is not a JSON schema; empty if it is one. References to other documents (downloads) are refused."""
     from jsonschema.exceptions import SchemaError
     from jsonschema.validators import validator_for
 

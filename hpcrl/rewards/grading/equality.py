@@ -66,8 +66,7 @@ def equivalent(gold: str, given: str, unevaluated: bool = False) -> bool:
 
 
 def is_explosive(text: str) -> bool:
-    """Whether evaluating `text` could take unlimited time: towers of powers, huge factorials and exponents, deep
-    nesting."""
+    """Whether evaluating `text` could take forever: power towers, huge factorials and exponents, deep nesting."""
     return depths(text)[0] > MAX_DEPTH or bool(_EXPLOSIVE.search(text))
 
 

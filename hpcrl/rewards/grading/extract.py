@@ -1,5 +1,4 @@
-"""Extraction of the answer from a response: text after the thinking, tags, boxes, markers, closing phrases and
-blocks of code."""
+"""Extraction of a response's answer: text after the thinking, tags, boxes, markers, closing phrases, code blocks."""
 
 from __future__ import annotations
 

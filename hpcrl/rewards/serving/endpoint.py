@@ -1,5 +1,4 @@
-"""A thread-safe client of one or several endpoints with one model: retries with back-off until a deadline, a rate
-limit, a cache.
+"""A thread-safe client of endpoints with one model: retries with back-off until a deadline, a rate limit, a cache.
 
 Uses only the standard library. A request is repeated after a broken connection, a timeout, and the status codes of a
 busy or starting server; any other refusal (a wrong key, an unknown model) is an error at once. Redirects are not
@@ -154,8 +153,7 @@ class Endpoint:
 
 
 def in_cluster(host: str) -> bool:
-    """Whether a host is this machine or in its cluster: a loopback or private address, or a name without a public
-    domain."""
+    """Whether a host is this machine or in its cluster: local or private address, or name without public domain."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

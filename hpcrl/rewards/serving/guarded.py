@@ -101,7 +101,7 @@ def _one_each(items: Sequence[RewardItem], scores: Sequence[Score]) -> list[Scor
 
 
 def _failure(reward: Reward, items: Sequence[RewardItem], error: str) -> list[Score] | None:
-    whole = len(items) == 1 or reward.scores == "groups"  # siblings are not scored one by one
+    whole = len(items) == 1 or reward.scores == "groups"  # group members are not scored one by one
     return [failed(error)] * len(items) if whole else None
 
 

@@ -72,8 +72,7 @@ class RewardPool:
                 self._crews[key] = _Crew(name, section, clock, services if asks else NOBODY)
 
     def scores(self, domain: str) -> Literal["samples", "groups"] | None:
-        """Whether the domain's reward scores samples or groups; None while the reward loads. ValueError names a domain
-        without a reward."""
+        """Whether the domain's reward scores samples or groups; None while it loads. ValueError if there is none."""
         key = self._key(domain)
         return self._inline[key].scores if key in self._inline else self._crews[key].scores
 
@@ -271,7 +270,7 @@ class _Crew:
 
 
 class _Worker:
-    """One process, its pipes, and its responses: number -> response and the others in its call."""
+    """One process, its pipes, and its responses: number -> response and its call's other responses."""
 
     def __init__(self, section: RewardConfig, clock: Clock, services: Services):
         self._timeout_s = section.timeout_s
@@ -282,7 +281,7 @@ class _Worker:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 bufsize=0,
-                start_new_session=True,  # a group of its own, so that a kill includes child processes of user code
+                start_new_session=True,  # its own group, so a kill includes child processes of user code
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
         assert self._process.stdin is not None and self._process.stdout is not None

@@ -25,8 +25,7 @@ CHECK_TIMEOUT_S = 60.0
 
 
 class Router:
-    """Domain -> RewardConfig: the domain's own section, else `default`; without sections, the source's built-in
-    reward."""
+    """Domain -> RewardConfig: its own section, else `default`; without sections, the source's built-in reward."""
 
     def __init__(self, config: Config):
         self._sections = _drawn(config) if config.debug == "fake" else dict(config.reward) or built_in_rewards(config)
@@ -189,8 +188,7 @@ def _unused(config: Config, rows: Mapping[Split, RowSet]) -> set[str]:
 
 
 def check_reward_ranks(config: Config, layout: RoleLayout, rows: Mapping[Split, RowSet]) -> list[str]:
-    """Reports entries of layout.reward.domains with nothing to score, and domains of rows without a rank, one line
-    each."""
+    """Reports entries of layout.reward.domains with nothing to score, and row domains without a rank, one line each."""
     problems, key = [], "layout.reward.domains"
     for domains in _all_domains(config, rows) if layout.scorers else ():
         problems += [

@@ -1,4 +1,4 @@
-"""Accounts of the scheduler: the ends of prompts, and the counts and values of a step."""
+"""The scheduler's accounts: how prompts ended, and a step's counts and values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COUNTS = (
     "score_errors",
     "late_events",
 )
-"""Reported even when nothing happened."""
+"""Counts that are reported even when they are 0."""
 FILTERS = ("filtered_mean_low", "filtered_mean_high", "filtered_std")
 
 
@@ -34,7 +34,7 @@ class Accounts:
         self._ended: list[EndedPrompt] = []
         self._lost: list[int] = []  # prompts that ended without being trained
         self._taken: list[LiveGroup] = []  # the last batch, which may still be given back
-        self._staleness_from = -1  # its version
+        self._staleness_from = -1  # the version that it trains
         self._before: dict[str, int] = {}  # counts when the step was opened
 
     def open_step(self, replicas: Replicas) -> None:
@@ -81,11 +81,11 @@ class Accounts:
         return self.tally.take("scheduler/")
 
     def _num_lost(self, name: str) -> int:
-        """This step's groups that were lost by a cause."""
+        """Number of this step's groups that were lost for this cause."""
         return self.tally.counted(name) - self._before.get(name, 0)
 
     def way_out(self, limit: int) -> str:
-        """What the user can do about a step that lost too many of at most `limit` groups."""
+        """Advice for the user about a step that lost too many of its at most `limit` groups."""
         if not any(map(self._num_lost, FILTERS)):
             return "every one failed; mend what the last error names"
         return f"relax rollout.filter_* or raise rollout.max_generated_groups ({limit})"
@@ -105,7 +105,7 @@ class Accounts:
         self._ended = [EndedPrompt.restored(end) for end in saved]
 
     def _count_batch(self, replicas: Replicas) -> None:
-        """Count the last batch: its staleness, the lengths of its responses, and its spread over the replicas."""
+        """Record the last batch: its staleness, response lengths, and distribution over the replicas."""
         taken, self._taken = self._taken, []
         if not taken:
             return
@@ -127,7 +127,7 @@ class Accounts:
 
 
 class Tally:
-    """`names` are counts that are reported even when nothing happened."""
+    """`names` are counts that are reported even when they are 0."""
 
     def __init__(self, names: Iterable[str]):
         self._names = tuple(names)

@@ -1,4 +1,4 @@
-"""Events to the rollout scheduler, its commands on their way out, and its results."""
+"""The rollout scheduler's events, its outgoing commands, and its results."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ from hpcrl.rollout.types import FinishReason, PromptOutcome
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """A replica ended a decode chunk. finished: (sample id, tokens generated, reason). turns: (sample id, tokens
-    generated so far) of samples whose turn ended and whose environment acts now."""
+    """A replica ended a decode chunk.
+
+    Args:
+        finished: (sample id, tokens generated, reason) of each finished response.
+        turns: (sample id, tokens generated so far) of samples whose turn ended and whose environment acts now.
+    """
 
     replica: int
     finished: tuple[tuple[int, int, FinishReason], ...] = ()
@@ -28,9 +32,13 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Rewarded:
-    """A sample's reward and score; `error` says why there is none. It ends the episode of an ACTING sample. The reward
-    of the environment (Played) is added. failed: the error is of the environment's code. metrics: name -> value, such
-    as of each part of a composed reward."""
+    """A sample's reward and score; the environment's reward (Played) is added. Ends the episode of an ACTING sample.
+
+    Args:
+        error: Why there is no reward.
+        failed: Whether the error comes from the environment's code.
+        metrics: Name -> value, such as each part of a composed reward.
+    """
 
     sample_id: int
     reward: float
@@ -44,8 +52,7 @@ class Rewarded:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """A sample's episode is over with this reward and these metrics of its environment, and a scorer will add its
-    own."""
+    """A sample's episode ended with this reward and these metrics of its environment. A scorer will add its own."""
 
     sample_id: int
     reward: float
@@ -89,7 +96,7 @@ class ScorerLost:
 
 @dataclass(frozen=True, slots=True)
 class SpeedChanged:
-    """A replica decodes at this speed, relative to the median of all."""
+    """A replica decodes at this speed, relative to the median replica."""
 
     replica: int
     speed: float
@@ -101,7 +108,7 @@ SchedulerEvent = (
 
 
 def only(event: SchedulerEvent, mine: Callable[[int], bool]) -> SchedulerEvent | None:
-    """The part of an event about these samples; None if there is none."""
+    """The part of an event about the samples for which `mine` is true; None if there is none."""
     match event:
         case Decoded():
             finished = tuple(end for end in event.finished if mine(end[0]))
@@ -157,8 +164,8 @@ SchedulerCommand = Generate | Continue | SendToScorer | Drop
 @dataclass(frozen=True, slots=True)
 class DoneSample:
     """A scored response and the replica that holds its tokens; num_tokens counts generated tokens. turn_rewards,
-    token_rewards and metrics as in hpcrl.messaging.messages.ScoredSample. failed: its environment's code has, so that
-    its reward says nothing about the response."""
+    token_rewards and metrics are as in hpcrl.messaging.messages.ScoredSample. If its environment's code `failed`, the
+    reward does not describe the response."""
 
     id: int
     replica: int
@@ -175,8 +182,8 @@ class DoneSample:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A prompt's responses in order of member. `version`: of the oldest weights in them. `baseline`: the reward of the
-    greedy response, which is none of them; None without one."""
+    """A prompt's responses in order of member. `version`: the oldest weights that wrote them. `baseline`: the reward of
+    the greedy baseline, which is not among the responses; None without one."""
 
     uid: int
     attempt: int
@@ -187,8 +194,8 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class EndedPrompt:
-    """How a prompt ended. `reason`: the filter, or the cause of the last failure. `rewards` and `metrics` of the
-    samples: in order of member, empty if the prompt failed."""
+    """How a prompt ended. `reason`: the filter, or the cause of the last failure. `rewards` and `metrics` are the
+    samples', in order of member; empty if the prompt failed."""
 
     uid: int
     attempt: int
@@ -203,14 +210,14 @@ class EndedPrompt:
 
     @classmethod
     def restored(cls, saved: Mapping[str, Any]) -> EndedPrompt:
-        """What saved() wrote."""
+        """The EndedPrompt from saved()'s result."""
         outcome = PromptOutcome(saved["outcome"] if "outcome" in saved else saved["disposition"])  # until 0.6
         rewards, metrics = (tuple(saved.get(name, ())) for name in ("rewards", "metrics"))
         return cls(saved["uid"], saved["attempt"], outcome, saved["reason"], rewards, metrics)
 
 
 class Outbox:
-    """Orders since the last take(), by kind and replica."""
+    """Commands since the last take(), by kind and replica."""
 
     def __init__(self) -> None:
         self._orders: dict[type, dict[int, list[int]]] = {}
@@ -219,8 +226,7 @@ class Outbox:
         self._orders.setdefault(kind, {}).setdefault(replica, []).append(sample_id)
 
     def take(self, replicas: Container[int], living: Container[int]) -> list[SchedulerCommand]:
-        """The commands, Drops first, without outdated ones: to lost replicas, for dropped samples (or Drops of living
-        ones)."""
+        """The commands, Drops first. Skips commands to lost replicas, for dropped samples, and Drops of living ones."""
         orders, self._orders = self._orders, {}
         return [
             kind(name, kept)

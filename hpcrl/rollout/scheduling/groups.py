@@ -1,4 +1,4 @@
-"""Prompts that wait for their start, and samples and groups on their way through the scheduler."""
+"""Queued prompts, and the samples and groups that the scheduler tracks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpcrl.spec.trajectory import MAX_REWARD
 
 
 class State(Enum):
-    """Where a sample is; hpcrl.rollout.scheduling.samples tells the way through them."""
+    """A sample's state; hpcrl.rollout.scheduling.samples describes the transitions."""
 
     WAITING = 0
     RUNNING = 1
@@ -26,21 +26,21 @@ class State(Enum):
 
 
 class LiveSample:
-    """A sample of the scheduler; `replica` is -1 before its first replica."""
+    """A sample that the scheduler tracks; `replica` is -1 until it is assigned to one."""
 
     __slots__ = ("done", "early", "group", "id", "replica", "state", "weight")
 
     def __init__(self, sample_id: int, group: LiveGroup):
         self.id, self.group, self.state, self.replica = sample_id, group, State.WAITING, -1
-        self.weight = 1.0  # of its expected length, in units of the mean
+        self.weight = 1.0  # its expected length, in units of the mean
         self.early: Rewarded | Answered | Played | None = None  # arrived before the Decoded it belongs to
         self.done = DoneSample(sample_id, -1, 0, FinishReason.STOP, 0.0, 0.0)
 
 
 class LiveGroup:
-    """The samples of one attempt at a prompt, `keep` of which form the group. `version`: oldest weights in it. `home`:
-    the replica that has the prompt's prefix from an earlier attempt. `greedy`: the sample that is decoded greedily,
-    until its reward is the group's `baseline`; it is not in `samples`, and num_done does not count it."""
+    """The samples of one attempt at a prompt, `keep` of which form the group. `version`: oldest weights of its tokens.
+    `home`: the replica that has the prompt's prefix from an earlier attempt. `greedy`: the greedy baseline, until its
+    reward is in `baseline`; neither `samples` nor num_done includes it."""
 
     __slots__ = (
         *("attempt", "baseline", "cause", "failures", "greedy", "home", "keep", "num_done", "samples", "uid"),
@@ -58,30 +58,30 @@ class LiveGroup:
 
     @property
     def everyone(self) -> list[LiveSample]:
-        """The samples and the greedy one."""
+        """The samples and the greedy baseline."""
         return self.samples if self.greedy is None else [*self.samples, self.greedy]
 
     @property
     def is_done_whole(self) -> bool:
-        """Whether no sample is missing, not even a redundant one."""
+        """Whether all samples are done, including redundant ones and the greedy baseline."""
         return self.num_done >= len(self.samples) and self.is_greedy_done
 
     @property
     def is_greedy_done(self) -> bool:
-        """Whether no greedy sample is missing."""
+        """Whether the greedy baseline is done or not needed."""
         return self.greedy is None or self.greedy.state is State.DONE
 
     @property
     def num_dropped(self) -> int:
-        """Number of times the prompt was dropped for causes outside it."""
+        """Number of times the prompt was dropped for causes other than failures."""
         return self.attempt - self.failures
 
     def next_start(self) -> Start:
-        """The restart of its prompt."""
+        """The next attempt at its prompt."""
         return Start(self.uid, self.attempt + 1, self.failures, self.home)
 
     def restart(self, sample: LiveSample) -> LiveSample:
-        """The replacement of this sample: the same member in another attempt."""
+        """Replace this sample by the next attempt of the same member, and return the new one."""
         uid, attempt, member = split_sample_id(sample.id)
         fresh = LiveSample(make_sample_id(uid, attempt + 1, member), self)
         if sample is self.greedy:
@@ -92,7 +92,7 @@ class LiveGroup:
         return fresh
 
     def surplus(self) -> list[LiveSample]:
-        """The samples beyond `keep`; the group keeps those that ended with the fewest tokens, and failed ones last."""
+        """The samples beyond `keep`. The group keeps ended samples with the fewest tokens, and failed ones last."""
         ended = [sample for sample in self.samples if sample.state is State.DONE]
         ended.sort(key=lambda sample: (sample.done.failed, sample.done.num_tokens, sample.id))
         kept = {sample.id for sample in ended[: self.keep]}
@@ -129,8 +129,7 @@ class LiveGroup:
 
 
 def with_score(done: DoneSample, event: Rewarded) -> DoneSample:
-    """The sample with a scorer's reward and metrics added to its environment's; numbers that are not finite are
-    errors."""
+    """The sample with a scorer's reward and metrics added to its environment's; non-finite numbers are errors."""
     reward, score, error, turns = done.reward + event.reward, event.score, event.error, event.turn_rewards
     if done.turn_rewards and not turns:
         turns = (*[0.0] * (len(done.turn_rewards) - 1), event.reward)
@@ -144,7 +143,7 @@ def with_score(done: DoneSample, event: Rewarded) -> DoneSample:
 
 
 class Start(NamedTuple):
-    """A prompt to start. `failures`: attempts that ended with an error; `home`: the replica that has its prefix."""
+    """A prompt to start. `failures` counts attempts that ended with an error; `home` is the replica with its prefix."""
 
     uid: int
     attempt: int = 0
@@ -153,7 +152,7 @@ class Start(NamedTuple):
 
 
 class PromptQueue:
-    """Ordered by uid, so that a restarted prompt precedes all newer prompts."""
+    """Prompts ordered by uid, so a restarted prompt precedes all newer prompts."""
 
     def __init__(self) -> None:
         self.newest_uid = -1

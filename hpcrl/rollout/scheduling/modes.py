@@ -1,7 +1,7 @@
 """The two modes of the scheduler: when prompts start, where samples run, and when verdicts are given.
 
 StreamingMode, the default, uses every free slot. DeterministicMode (deterministic=true) decides by sample ids and
-outcomes only, so that commands and batches never depend on the order of events.
+outcomes only, so commands and batches never depend on the order of events.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from hpcrl.rollout.scheduling.replicas import Replica, Replicas, Waiting
 
 
 class Mode(Protocol):
-    """The decisions of a mode. Callers act on each item of route() and turns() before they take the next, which may
-    depend on it."""
+    """A mode's decisions. Callers handle each item of route() and turns() before the next, which may depend on it."""
 
     decides_at_once: bool
     """Whether a group gets its verdict as soon as possible, instead of through next_decided()."""
@@ -27,7 +26,7 @@ class Mode(Protocol):
         ...
 
     def started(self, uids: Sequence[int]) -> None:
-        """These groups are started, in this order."""
+        """Record that these groups are started, in this order."""
         ...
 
     def next_decided(self, open_groups: Mapping[int, LiveGroup]) -> LiveGroup | None:
@@ -35,11 +34,11 @@ class Mode(Protocol):
         ...
 
     def learn(self, sample: LiveSample) -> None:
-        """A sample is done."""
+        """Record a sample that is done."""
         ...
 
     def route(self, waiting: Waiting, replicas: Replicas) -> Iterator[tuple[LiveSample, int]]:
-        """Waiting samples with the replica to generate them; removes them from `waiting`."""
+        """Waiting samples, each with the replica that generates it; removes them from `waiting`."""
         ...
 
     def turns(self, replica: Replica) -> Iterator[int]:
@@ -48,10 +47,10 @@ class Mode(Protocol):
 
 
 class StreamingMode:
-    """Samples go to the least loaded replica, siblings together if there is room and the policy requires it. A group
-    gets its verdict when its first group_size members are done.
+    """Samples go to the least loaded replica, group members together if there is room and the policy requires it. A
+    group gets its verdict when its first group_size members are done.
 
-    kind_of: class of a prompt (its domain); responses to prompts of one class have similar lengths.
+    `kind_of` returns the class of a prompt (its domain). Responses to prompts of one class have similar lengths.
     """
 
     decides_at_once = True
@@ -99,14 +98,14 @@ class StreamingMode:
 
 
 class DeterministicMode:
-    """A wave of groups is spread over the replicas by sample id, all at once, as engines queue samples beyond their
-    slots. The next wave starts after the end of this one. Verdicts are given in order of uid. The samples of a replica
-    take their next turn together."""
+    """A wave of groups is distributed over the replicas by sample id, all at once; engines queue samples beyond their
+    slots. The next wave starts after it. Verdicts are in order of uid. A replica's samples take their next turn
+    together."""
 
     decides_at_once = False
 
     def __init__(self) -> None:
-        self._uids: deque[int] = deque()  # of the wave, without a verdict, in order
+        self._uids: deque[int] = deque()  # the wave's groups without a verdict, in order
 
     def may_start(self, num_open: int) -> bool:
         return not num_open
@@ -129,7 +128,7 @@ class DeterministicMode:
         pass
 
     def route(self, waiting: Waiting, replicas: Replicas) -> Iterator[tuple[LiveSample, int]]:
-        """In equal runs by sample id."""
+        """In equal contiguous ranges of sample ids."""
         samples = []
         while waiting.head() is not None:
             samples.append(waiting.pop())

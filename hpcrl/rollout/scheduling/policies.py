@@ -1,9 +1,9 @@
-"""The scheduler's settings, the filter of groups, expected lengths of responses, and decoupled rewards of a group.
+"""The scheduler's settings, group filters, expected response lengths, and decoupled rewards.
 
 Decoupled rewards (GDPO, arXiv 2601.05242) normalise each part of a reward over its group only:
 d_i = sum over parts k of w_k (r_ik - mean of k) / (std of k + eps), with the sample standard deviation over the group;
-a part without spread adds 0. What a reward has beside its weighted parts, such as the reward of an environment, is one
-more part of weight 1; a reward without parts is one part.
+a part without spread adds 0. The rest of a reward, such as an environment's reward, is one more part of weight 1; a
+reward without parts is one part.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SchedulerConfig:
     min_replicas: int = 1
     speed_aware_routing: bool = True
     deterministic: bool = False
-    accept_errors: bool = False  # a group of errors counts with its rewards of 0 instead of restarting
+    accept_errors: bool = False  # a group of only errors counts, with rewards of 0, instead of restarting
     greedy_baseline: bool = False  # one more response per prompt, decoded greedily
     decoupling: Decoupling | None = None
 
@@ -56,7 +56,7 @@ class SchedulerConfig:
         return cls(**shared, deterministic=config.deterministic, greedy_baseline=greedy, decoupling=decoupling)
 
     def of_domain(self, domain: str) -> SchedulerConfig:
-        """The settings for prompts of a domain, which may have filters of its own."""
+        """The settings for prompts of a domain, which may have its own filters."""
         if (own := self.domains.get(domain)) is None:
             return self
         given = own.model_dump(include=set(self.__slots__), exclude_none=True)
@@ -73,10 +73,9 @@ def rejecting_filter(
 ) -> str:
     """Name of the filter that rejects a group of a domain (mean_low, mean_high, std), empty if none does.
 
-    Groups pass with low < mean score < high and, under filter_std, with rewards that are not all equal, since equal
-    rewards have no advantage to learn from (DAPO's dynamic sampling, arXiv 2503.14476). Beside a baseline they have one
-    if the baseline is another reward; where rewards are decoupled, if a part of them differs. Failed episodes do not
-    count.
+    Groups pass with low < mean score < high and, under filter_std, rewards that are not all equal, since equal rewards
+    give no advantage (DAPO's dynamic sampling, arXiv 2503.14476). With a baseline, equal rewards pass if they differ
+    from it. Decoupled rewards pass if a part differs. Failed episodes do not count.
     """
     samples = [sample for sample in samples if not sample.failed] or samples
     mean = sum(sample.score for sample in samples) / len(samples)
@@ -115,13 +114,13 @@ def _blend(mean: float | None, value: float) -> float:
 DEGENERATE_STD = 1e-6
 """A part with at most this standard deviation has no spread, as in hpcrl.algorithms.functional."""
 ROUNDING = 1e-9
-"""Share of the weighted parts below which the rest of a reward is rounding."""
+"""Fraction of the weighted parts below which the rest of a reward is a rounding error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decoupling:
-    """eps: added to standard deviations. weights_of: domain -> weight of each part of its reward, by the metric in
-    which the reward tells the part."""
+    """`eps` is added to standard deviations. `weights_of` maps a domain to the weight of each part of its reward, by
+    the metric that reports the part."""
 
     eps: float
     weights_of: Callable[[str], Mapping[str, float]]
@@ -132,8 +131,7 @@ class Decoupling:
         return None if config.decoupling_eps is None else cls(config.decoupling_eps, cache(config.part_weights))
 
     def rewards(self, domain: str, samples: Sequence[DoneSample]) -> list[float]:
-        """The decoupled rewards of a group. Failed episodes have 0 and do not count; a response whose reward raised an
-        error has 0 in every part."""
+        """A group's decoupled rewards. Failed episodes have 0 and do not count; a reward's error zeroes all parts."""
         weights = self.weights_of(domain)
         given = [{} if sample.error else sample.metrics for sample in samples]
         parts = np.array([[metrics.get(name, 0.0) for name in weights] for metrics in given], dtype=float)
@@ -146,7 +144,7 @@ class Decoupling:
         return [float(number) for number in decoupled]
 
     def _normalized(self, columns: np.ndarray, kept: np.ndarray) -> np.ndarray:
-        """Each column over the kept rows; 0 elsewhere."""
+        """Each column normalised over the kept rows; 0 in other rows."""
         normalized = np.zeros_like(columns)
         if kept.sum() > 1:
             spread = columns[kept].std(axis=0, ddof=1)

@@ -18,19 +18,19 @@ class Replica:
         self.speed = 1.0  # of decoding, relative to the median replica
         self.running = 0  # samples that occupy a slot or wait in the engine for one
         self.load = 0.0  # sum of their expected lengths (each 1 if lengths do not count)
-        self.acting = 0  # samples that are with their environment
+        self.acting = 0  # samples whose environment acts
         self.answered: deque[int] = deque()  # samples whose next turn waits for a slot, in order of arrival
         self.samples: set[int] = set()  # all samples whose tokens it holds
 
     @property
     def room(self) -> int:
-        """Number of samples it may get; a slow replica gets less. Negative in deterministic mode, where samples queue
-        in the engine."""
+        """Number of samples it may get; a slow replica gets fewer. Below 0 if samples queue in the engine
+        (DeterministicMode)."""
         return 0 if self.paused else max(1, int(self.capacity * min(1.0, self.speed))) - self.running
 
     @property
     def key(self) -> float:
-        """The replica with the lowest key gets the next sample: its work beyond its capacity, in units of samples."""
+        """Its work beyond its capacity, in units of samples. The replica with the lowest key gets the next sample."""
         return self.load - max(1.0, self.capacity * min(1.0, self.speed))
 
 
@@ -46,7 +46,7 @@ class Replicas(dict[int, Replica]):
         self._rebuild()
 
     def occupy(self, name: int, change: int, weight: float) -> None:
-        """`change` more samples (1 or -1) of this expected length run on a replica."""
+        """Record that `change` more samples (1 or -1) of this expected length run on a replica."""
         replica = self[name]
         replica.running += change
         replica.load = replica.load + change * weight if replica.running else 0.0  # avoids rounding drift
@@ -58,7 +58,7 @@ class Replicas(dict[int, Replica]):
         self._touch(name)
 
     def pause(self, names: frozenset[int]) -> list[int]:
-        """Pause exactly these replicas; returns those that are no longer paused."""
+        """Pause exactly these replicas; returns the replicas that are no longer paused."""
         before, self._paused = self._paused, names
         for name in before ^ names:
             if name in self:
@@ -87,10 +87,10 @@ class Replicas(dict[int, Replica]):
 
 
 class Waiting:
-    """Waiting samples in order of their ids: old prompts first, siblings together."""
+    """Waiting samples in order of their ids: old prompts first, group members together."""
 
     def __init__(self, living: Mapping[int, LiveSample]):
-        self._living = living  # others are skipped
+        self._living = living  # all other samples are skipped
         self._heap: list[int] = []
         self.size = 0  # living samples that wait; the caller subtracts dropped ones
 

@@ -1,9 +1,9 @@
 """The scheduler's samples: their states, the load of their replicas, and the commands to these replicas.
 
 A sample is WAITING for room on a replica, RUNNING there, SCORING, then DONE. A sample with an environment alternates
-between RUNNING, ACTING (with its environment; its slot is free) and ANSWERED (waiting for a slot of its replica). Its
+between RUNNING, ACTING (its environment acts; its slot is free) and ANSWERED (waiting for a slot of its replica). Its
 environment also starts it, so it may be ACTING before it has a token. After its episode it is DONE, or SCORING if a
-reward is added. Dropped samples are forgotten; later events about them are counted as stale and ignored.
+reward is added. Dropped samples are forgotten; later events about them are counted (late_events) and ignored.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from hpcrl.rollout.types import FinishReason
 
 
 class Samples:
-    """The samples that are neither dropped nor taken. `replicas`: living replicas; `waiting`: samples without one."""
+    """Samples neither dropped nor taken. `replicas`: living replicas; `waiting`: samples without a replica."""
 
     def __init__(self, capacities: Mapping[int, int], tally: Tally, speed_aware_routing: bool):
         self.replicas = Replicas(capacities)
@@ -51,9 +51,9 @@ class Samples:
     # -- events
 
     def observe(self, event: SchedulerEvent) -> Iterator[tuple[LiveSample, str]]:
-        """Apply an event. Yields (sample, "") for samples that are DONE now, (sample, cause) for those that cannot end.
+        """Apply an event. Yields (sample, "") for samples that are DONE now, (sample, cause) if a sample cannot end.
 
-        Handle the items one by one: dropping the siblings of one sample changes which samples follow.
+        Handle the items one by one: dropping other members of a sample's group changes which samples follow.
         """
         match event:
             case Decoded():
@@ -114,20 +114,19 @@ class Samples:
         if name not in self.replicas:
             return
         for sample_id in sorted(self.replicas.pop(name).samples):
-            if (sample := self._living.get(sample_id)) is not None:  # None: dropped together with a sibling
+            if (sample := self._living.get(sample_id)) is not None:  # None: dropped with another member of its group
                 yield sample, REPLICA_LOST
                 self.forget(sample)
 
     @staticmethod
     def _is_early(sample: LiveSample, event: Rewarded | Answered | Played) -> bool:
-        """Whether the event overtook the Decoded before it, which comes from another rank; the sample then keeps the
-        event."""
+        """Whether the event overtook the preceding Decoded, which another rank sends; then the sample stores it."""
         if sample.state is State.RUNNING:
             sample.early = event
         return sample.state is State.RUNNING
 
     def _find(self, sample_id: int, *states: State) -> LiveSample | None:
-        """The sample if it is in one of these states; otherwise None, and the event counts as stale."""
+        """The sample if it is in one of these states; otherwise None, and the event counts in late_events."""
         sample = self._living.get(sample_id)
         if sample is not None and sample.state in states:
             return sample
@@ -175,7 +174,7 @@ class Samples:
         self._orders.put(Generate, name, sample.id)
 
     def continue_answered(self, turns: Callable[[Replica], Iterator[int]]) -> None:
-        """Let replicas generate the next turn of those answered samples that `turns` yields for them."""
+        """Let replicas generate the next turn of the answered samples that `turns` yields."""
         for name in sorted(self._touched):
             replica = self.replicas.get(name)
             if replica is None or not replica.answered:
@@ -219,7 +218,7 @@ class Samples:
         return self._orders.take(self.replicas, self._living)
 
     def _move(self, sample: LiveSample, state: State) -> None:
-        """Change a sample's state and the counts of its replica."""
+        """Change a sample's state and its replica's counts."""
         old, sample.state = sample.state, state
         if (replica := self.replicas.get(sample.replica)) is None:
             return

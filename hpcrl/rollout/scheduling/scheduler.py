@@ -1,5 +1,4 @@
-"""The rollout scheduler decides which replica generates which prompt, which groups form the batch, and which are
-dropped.
+"""The rollout scheduler: which replica generates which prompt, which groups form the batch, and which are dropped.
 
 The scheduler is a pure state machine: no torch, no clock, no randomness. The rollout loop passes it events
 (hpcrl.rollout.scheduling.events) and executes its commands:
@@ -12,20 +11,19 @@ The scheduler is a pure state machine: no torch, no clock, no randomness. The ro
         for command in scheduler.plan():
             send it to command.replica
     groups = scheduler.take()          # `need` groups in order of uid; give_back() if they cannot be transferred
-    ended = scheduler.ended_prompts()        # one EndedPrompt per prompt that ended
+    ended = scheduler.ended_prompts()  # one EndedPrompt per prompt that ended
     stats = scheduler.metrics()        # name -> (sum, count, min, max) since the last call
 
-The scheduler knows a prompt by its uid and a response by its sample id (hpcrl.rollout.types).
+Prompts are identified by uid, responses by sample id (hpcrl.rollout.types).
 
 `capacity` is the number of requests a replica gets at once: its slots, plus the requests that may wait there for the
 next free slot. A replica must execute its commands in order: a Generate uses the room that the Drop before it frees.
 
-This file contains the life of a group: it is started, gets its verdict (valid, filtered, restarted or failed), and is
-taken or dropped. The other files:
+This file manages a group: its start, verdict (valid, filtered, restarted or failed), taking and dropping. Other files:
 
     samples.py     states of samples, load of replicas, commands to replicas
-    modes.py       when groups start, where samples run, when verdicts are given: StreamingMode, or DeterministicMode if
-    deterministic selection.py   which groups form the batch, and for which groups it waits; freshness.py: max_staleness
+    modes.py       StreamingMode, DeterministicMode: when groups start, where samples run, when verdicts are given
+    selection.py   which groups form the batch, and for which groups it waits; staleness.py: max_staleness
     accounts.py    how prompts ended, and the counts and values of the step
     policies.py    settings and filters
 
@@ -56,7 +54,7 @@ from hpcrl.rollout.scheduling.selection import Selection
 from hpcrl.rollout.types import PromptOutcome, split_sample_id
 
 POISON = 3
-"""A prompt has failed after the loss of this many replicas or env ranks that worked on it: it may be the cause."""
+"""A prompt fails after the loss of this many replicas or env ranks that worked on it, since it may be the cause."""
 
 
 class RolloutExhausted(ValueError):
@@ -69,10 +67,10 @@ class RolloutScheduler:
     def __init__(
         self, config: SchedulerConfig, replicas: Mapping[int, int], kind_of: Callable[[int], str] = lambda uid: ""
     ):
-        """replicas: capacity by replica. kind_of: class of a prompt (its domain), as in modes.StreamingMode,
-        which may have filters of its own."""
+        """`replicas` maps each replica to its capacity. `kind_of` returns the class of a prompt (its domain, which may
+        have its own filters), as in modes.StreamingMode."""
         self.config, self._kind_of = config, kind_of
-        self._newest = -1  # weights on the replicas
+        self._newest = -1  # weight version on the replicas
         self._accounts = Accounts()
         self._tally = self._accounts.tally
         self._samples = Samples(replicas, self._tally, config.speed_aware_routing)
@@ -91,7 +89,7 @@ class RolloutScheduler:
 
     def begin_step(self, version: int, need: int) -> None:
         """Open the step that trains weights `version`, which the replicas have, on `need` groups. Restarts groups that
-        are too old for max_staleness."""
+        exceed max_staleness."""
         if need < 1 or version < self.version:
             raise ValueError(f"begin_step needs need >= 1 and a version of {self.version} or later: {version=} {need=}")
         self._accounts.open_step(self._samples.replicas)
@@ -104,8 +102,8 @@ class RolloutScheduler:
         self._selection.find_due(self._open)
 
     def weights_arrived(self, version: int) -> None:
-        """All replicas have weights `version`; groups of which no sample has begun start from them. begin_step() calls
-        this too."""
+        """Record that all replicas have weights `version`; groups without a started sample start from them.
+        begin_step() calls this too."""
         if version <= self._newest:
             return
         self._newest = version
@@ -120,8 +118,7 @@ class RolloutScheduler:
         return self._selection.is_ready()
 
     def take(self) -> list[Group]:
-        """Close the step and return its groups in order of uid; their prompts are closed as trained. ValueError unless
-        ready()."""
+        """Close the step; returns its groups in order of uid. Their prompts end as trained. ValueError if not ready."""
         batch = self._selection.take()
         self._accounts.take(batch, self.version)
         for group in batch:
@@ -130,8 +127,8 @@ class RolloutScheduler:
         return [group.frozen() for group in batch]
 
     def give_back(self) -> None:
-        """Undo take() because its groups could not be transferred: groups of a lost replica restart, the others wait to
-        be taken again. Call it before ended_prompts() and metrics()."""
+        """Undo take() because its groups could not be transferred: groups of a lost replica restart, and all others
+        wait to be taken again. Call it before ended_prompts() and metrics()."""
         taken = self._accounts.give_back()
         self._selection.give_back(taken)
         for group in taken:
@@ -152,7 +149,7 @@ class RolloutScheduler:
         self._queue.offer(uids)
 
     def pause(self, replicas: frozenset[int]) -> None:
-        """Give exactly these replicas no work until the next call."""
+        """Assign no work to exactly these replicas until the next call."""
         self._samples.pause(replicas)
 
     def tell(self, events: Iterable[SchedulerEvent]) -> None:
@@ -169,8 +166,7 @@ class RolloutScheduler:
     def plan(self, events: Iterable[SchedulerEvent] = ()) -> list[SchedulerCommand]:
         """tell() the events and return the new commands, Drops first.
 
-        RolloutExhausted if the step can no longer get a batch: too few replicas are left, or max_generated_groups is
-        reached.
+        RolloutExhausted if no batch is possible: too few replicas are left, or max_generated_groups is reached.
         """
         self.tell(events)
         if not self.generates_ahead and self.ready():
@@ -200,7 +196,7 @@ class RolloutScheduler:
         return self._accounts.ended_prompts()
 
     def lost(self) -> list[int]:
-        """Prompts that ended without being trained since the last call: each needs another in its place."""
+        """Prompts that ended without being trained since the last call. Each must be replaced by another prompt."""
         return self._accounts.lost()
 
     def metrics(self) -> dict[str, tuple[float, float, float, float]]:
@@ -218,8 +214,8 @@ class RolloutScheduler:
 
     @property
     def budget(self) -> int:
-        """Maximum number of groups in flight or valid at once: this step's with extra_prompts, and those that may be
-        trained later. Between two steps there are no extra ones, since they would only grow stale."""
+        """Maximum number of groups in flight or valid at once: this step's groups with extra_prompts, and groups that
+        may be trained later. Between two steps there are no extra prompts, since they would only grow stale."""
         return self._selection.worth_having + (0 if self._selection.is_closed else self.config.extra_prompts)
 
     @property
@@ -228,7 +224,7 @@ class RolloutScheduler:
         return self.config.max_generated_groups or 20 * self._selection.need
 
     def exhausted(self, way_out: str) -> RolloutExhausted:
-        """The exception for a step that can no longer get a batch. way_out: what the user can do."""
+        """The exception for a step that can no longer get a batch. `way_out` is advice for the user."""
         return RolloutExhausted(
             f"version {self.version}: {self._generated} groups were started and "
             f"{len(self._open) + len(self._selection.valid)} of {self._selection.need} can still come "
@@ -236,8 +232,8 @@ class RolloutScheduler:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able state: prompts to start (those in flight with attempt + 1), valid groups that wait to be taken, and
-        ends that ended_prompts() has not returned yet."""
+        """JSON-able state: prompts to start (prompts in flight with attempt + 1), valid groups that wait to be taken,
+        and ended prompts that ended_prompts() has not returned yet."""
         started = [[group.uid, group.attempt + 1, group.failures] for group in self._open.values()]
         return {
             "version": self.version,
@@ -248,8 +244,7 @@ class RolloutScheduler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of a new scheduler. Samples whose replica no longer exists get another one: see
-        finished()."""
+        """Restore the state of a new scheduler. Samples of a missing replica get another one: see finished()."""
         self._queue.restore(state["newest_uid"], state["queue"])
         self._selection.version = self._newest = state["version"]
         self._accounts.restore(state["ended_prompts"] if "ended_prompts" in state else state.get("settled", []))
@@ -305,7 +300,7 @@ class RolloutScheduler:
             self._decide(group)
 
     def _give_up(self, sample: LiveSample, cause: str) -> None:
-        """A sample cannot end. Its group continues without it if it has members to spare, and restarts otherwise."""
+        """Handle a sample that cannot end: its group continues without it if it has spare members, or else restarts."""
         group = sample.group
         if group.uid in self._selection.valid:
             self._requeue(group, cause)
@@ -318,7 +313,7 @@ class RolloutScheduler:
             if self._mode.decides_at_once:
                 self._decide(group)
             else:
-                self._samples.drop(sample)  # otherwise the turns of its siblings would wait for it
+                self._samples.drop(sample)  # otherwise the group members' next turns would wait for it
 
     def _decide(self, group: LiveGroup) -> None:
         if not group.cause:
@@ -352,7 +347,7 @@ class RolloutScheduler:
         return rejecting_filter(samples, self.config.of_domain(domain), group.baseline, domain)
 
     def _requeue(self, group: LiveGroup, cause: str = "") -> None:
-        """Drop the group. Its prompt restarts, or has failed after max_attempts failures."""
+        """Drop the group. Its prompt restarts, or fails after max_attempts failures."""
         home = group.samples[0].replica
         for sample in group.everyone:
             self._samples.abort(sample)
@@ -379,7 +374,7 @@ class RolloutScheduler:
         return split_sample_id(sample.id)[1] < self.config.max_attempts
 
     def _replace(self, sample: LiveSample) -> None:
-        """Begin the sample anew."""
+        """Restart the sample."""
         fresh = sample.group.restart(sample)
         if self.config.prompt_affinity:
             sample.group.home = sample.replica

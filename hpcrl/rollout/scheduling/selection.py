@@ -1,9 +1,9 @@
 """Selection of the batch: which valid groups it contains, and for which groups it waits.
 
 The first valid groups form the batch, with two exceptions. Groups that would become too old for every later batch are
-due in this one (freshness.py); a limit of running groups would not suffice, since whole batches overtake a long answer.
-Prompts that were dropped max_attempts times are overdue: so that long answers do not starve, the batch waits for them
-once they fill a batch or one was dropped PATIENCE times as often.
+due in this one (staleness.py); a limit on running groups would not suffice, since whole batches overtake a long
+response. Prompts that were dropped max_attempts times are overdue. The batch waits for them once they fill a batch, or
+once one was dropped PATIENCE times as often; otherwise long responses would starve.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Selection:
     def __init__(self, config: SchedulerConfig):
         self._fresh = StalenessBound(0.0 if config.deterministic else config.max_staleness)
         self._waits = config.on_stale == "wait" and self.generates_ahead
-        # In order of uid, as in deterministic mode, every prompt gets its turn.
+        # In deterministic mode batches are in order of uid, so no prompt starves.
         self._max_dropped = None if config.deterministic else config.max_attempts
         self.version = -1  # trained by the batch
         self.need, self.is_closed = 0, True  # closed: between take() and open()
@@ -35,7 +35,7 @@ class Selection:
 
     @property
     def generates_ahead(self) -> bool:
-        """Whether groups may be trained in a later step than that of their start."""
+        """Whether groups may be trained in a later step than the one in which they start."""
         return self._fresh.max_staleness > 0
 
     @property
@@ -45,7 +45,7 @@ class Selection:
 
     @property
     def worth_having(self) -> int:
-        """Useful number of valid groups: this step's and those that may be trained later."""
+        """Useful number of valid groups: this step's groups and groups that may be trained later."""
         return self._fresh.ahead(self.need) + (0 if self.is_closed else self.need)
 
     def open(self, version: int, need: int) -> None:
@@ -86,8 +86,8 @@ class Selection:
         return all(due.is_met(self.need) for due in self._due)
 
     def pick(self) -> list[LiveGroup]:
-        """The `need` groups to train: as many of the oldest as are due; then overdue prompts, the most often dropped
-        first; then the oldest again."""
+        """The `need` groups to train: the oldest as far as due; then overdue prompts, most often dropped first; then
+        the oldest."""
         oldest = sorted(self.valid.values(), key=lambda group: group.version)
         due = max((due.count for due in self._due), default=0)
         others = sorted(oldest[due:], key=lambda group: -group.num_dropped if self._is_overdue(group) else 0)
@@ -117,8 +117,8 @@ class Selection:
         return [*self.valid.values(), *sorted(started.values(), key=lambda group: group.uid)]
 
     def _awaits_overdue(self) -> bool:
-        """Whether the batch waits for a started group that is overdue. Waiting for each would make every step as long
-        as the longest answer, so they collect until they fill a batch, or one was dropped far too often."""
+        """Whether the batch waits for an overdue started group. Waiting for each one would make every step as long as
+        the longest response, so they accumulate until they fill a batch, or one was dropped far too often."""
         if not self._overdue or self._max_dropped is None:
             return False
         overdue = [*chain(self._overdue.values(), filter(self._is_overdue, self.valid.values()))]

@@ -1,4 +1,4 @@
-"""How far the weights of a rollout may lag behind the weights it trains: the arithmetic of max_staleness."""
+"""The arithmetic of max_staleness: how far a rollout's weights may lag behind the weights it trains."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hpcrl.rollout.scheduling.groups import LiveGroup
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """Of the groups of at least some age, later batches have room for `later`; the rest is due in the next batch.
-    `open`: those groups that have no verdict yet."""
+    """The groups of at least a certain age, `uids`. Later batches have room for `later` of them; the rest is due in the
+    next batch. `open`: the groups without a verdict."""
 
     uids: set[int]
     open: set[int]
@@ -31,13 +31,13 @@ class Due:
 
 @dataclass(frozen=True, slots=True)
 class StalenessBound:
-    """max_staleness steps: no group further behind than ceil(max_staleness), and at most the share max_staleness -
-    floor(max_staleness) of a batch further than floor(max_staleness)."""
+    """Limit of max_staleness steps: no group is staler than ceil(max_staleness), and at most a share of max_staleness -
+    floor(max_staleness) of a batch is staler than floor(max_staleness)."""
 
     max_staleness: float
 
     def ahead(self, need: int) -> int:
-        """Useful number of groups beyond a batch of `need`: those that can still be trained later."""
+        """Useful number of groups beyond a batch of `need`: groups that can still be trained later."""
         return math.floor(self.max_staleness * need + 1e-9)
 
     def too_stale(self, groups: Iterable[LiveGroup], version: int, need: int) -> list[LiveGroup]:
@@ -52,7 +52,7 @@ class StalenessBound:
         return old
 
     def due(self, groups: Iterable[LiveGroup], still_open: Collection[int], version: int, need: int) -> list[Due]:
-        """What the batch of this version must take of groups from older weights, so that none becomes too old for all
+        """Groups from older weights that the batch of this version must take because they would become too old for all
         later batches: one entry for each age of which later batches cannot take all groups."""
         old = sorted((group for group in groups if group.version < version), key=lambda group: group.version)
         uids: set[int] = set()
