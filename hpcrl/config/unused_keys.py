@@ -50,7 +50,12 @@ def check_unused_keys(config: Config, given: Mapping[Path, bool], chosen: Iterab
 
 def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
     """(prefix of unread keys, key whose value is the cause, reason)."""
-    yield from _not_chosen(config)
+    for part in (_not_chosen, _unread_of_pipeline, _unread_of_sections, _unread_models, _unread_services):
+        yield from part(config)
+
+
+def _unread_of_pipeline(config: Config) -> Iterator[tuple[Path, Path, str]]:
+    """Keys of another kind of pipeline, or of another debug mode."""
     if config.pipeline_spec.rank0_only:
         for key in type(config).model_fields:
             if key not in (*KEYS_OF_ALL, config.pipeline):
@@ -81,6 +86,10 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
         yield ("load_rollouts",), ("debug",), f"debug is {config.debug}"
     if config.debug != "fake":
         yield ("fake",), ("debug",), f"debug is {config.debug}"
+
+
+def _unread_of_sections(config: Config) -> Iterator[tuple[Path, Path, str]]:
+    """Keys that a value of another key in their section leaves unread."""
     if config.cluster.after != "chain":
         yield ("cluster", "num_links"), ("cluster", "after"), "an unfinished run is requeued"
     if config.cluster.container == "none":
@@ -101,18 +110,15 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
     if not config.trainer.lora.rank:
         for key in ("alpha", "target_modules"):
             yield ("trainer", "lora", key), ("trainer", "lora", "rank"), "trainer.lora.rank is 0"
-    name = (
-        getattr(config.algorithm, "advantage_estimator", "the algorithm")
-        if config.learns_from_rewards
-        else config.pipeline
-    )
-    cause = (
-        "algorithm"
-        if config.learns_from_rewards and config.learns
-        else "debug"
-        if config.learns_from_rewards
-        else "pipeline"
-    )
+
+
+def _unread_models(config: Config) -> Iterator[tuple[Path, Path, str]]:
+    """Keys of reference and critic, if the run has none."""
+    if config.learns_from_rewards:
+        name = getattr(config.algorithm, "advantage_estimator", "the algorithm")
+        cause = "algorithm" if config.learns else "debug"
+    else:
+        name, cause = config.pipeline, "pipeline"
     if not config.uses_reference:
         lacks = "has no KL term (kl_loss_coef, kl_reward_coef)" if cause == "algorithm" else "has no reference"
         yield ("reference",), (cause,), f"{name} {lacks}"
@@ -120,6 +126,10 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
         yield ("critic",), (cause,), f"{name} has no critic"
     elif config.critic.lr_schedule == "constant":
         yield ("critic", "min_lr"), ("critic", "lr_schedule"), "the learning rate is constant"
+
+
+def _unread_services(config: Config) -> Iterator[tuple[Path, Path, str]]:
+    """Keys of served models, trackers and ranks that the run does not have."""
     for role, how in ASKED.items():
         if not config.asks(role):
             yield (role,), ("reward",), f"no reward uses it ({how})"
