@@ -33,7 +33,7 @@ from hpcrl.system.files import fsync_path
 from hpcrl.system.signals import die_with, held_back, ignore_signals
 
 CHUNK_BYTES = 64 << 20  # one unit of progress, counted once it is on disk
-MAX_FILES = 250  # the kernel's limit of descriptors per message
+MAX_FILES = 250  # with two more descriptors below 253, the kernel's limit per message
 COUNTER_BYTES = 8
 
 
@@ -107,7 +107,8 @@ def _write(
 
 
 class Writer:
-    """The writer process of a rank, started with the first files; writes one set of files at a time."""
+    """Writes a rank's checkpoint files, one set at a time: in a process, started for the first set without pieces, or
+    in a thread."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -131,7 +132,7 @@ class Writer:
         self._counter = SharedFile(COUNTER_BYTES)
         if any(isinstance(content, Pieces) for content in files.values()):
             self._answers, theirs = socket.socketpair()
-            # A daemon: a rank that ends early leaves files without a commit.
+            # A daemon thread does not delay the rank's exit; unfinished files are never committed.
             arguments = (theirs, folder, _parts(files), self._counter.buffer)
             threading.Thread(target=_serve_here, args=arguments, daemon=True).start()
             return

@@ -13,7 +13,7 @@ from hpcrl.cluster.layout import CONTROLLER, RoleLayout
 from hpcrl.config import ClusterConfig, ComponentConfig, Config, ConfigError, Problem
 
 MAX_PER_NODE = 1024
-"""Ranks."""
+"""Maximum ranks on a node without ranks_per_node."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Placement:
 
 
 def check_placement(config: Config, layout: RoleLayout) -> list[Problem]:
-    """All problems of a run's components."""
+    """Problems of a run's components: all problems of their roles; if there are none, all problems of their sizes."""
     return list(_check(config, layout)) or list(_check_sizes(config, layout))
 
 

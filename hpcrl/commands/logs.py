@@ -67,7 +67,8 @@ class Wanted:
 
 
 class Line(NamedTuple):
-    """time: its message's time, or the time of an earlier line of its file if that is later."""
+    """time: the time of the line's message, or of an earlier line of the same file if later, so times never decrease in
+    a file."""
 
     time: str
     source: LogFile
@@ -81,7 +82,7 @@ class LogFile:
 
     def __init__(self, path: Path, who: str, attempt: int | None, wanted: Wanted):
         self.path, self.attempt = path, attempt
-        self.is_copy = False  # the current message, see _without_copies
+        self.is_copy = False  # whether the current message is a copy, see _without_copies
         self.who, self._wanted, self._attempt_now = who, wanted, attempt
         self._place, self._time, self._shown = 0, "", False
 
@@ -118,7 +119,8 @@ class LogFile:
         )
 
     def _begin_without_header(self, file: BinaryIO, changed: float, size: int) -> Iterator[Line]:
-        """Adds a header to lines before the first message, with its time or else the file's time of last change."""
+        """Puts a header before lines that precede the first message: with that message's time, or else the file's time
+        of last change."""
         file.seek(self._place)
         if not HEADER.match(file.readline(MAX_BYTES)):
             found = _first_header(file, self._place, size)
@@ -215,7 +217,8 @@ def _ascending(lines: Iterable[Line]) -> Iterator[Line]:
 
 
 def _without_copies(lines: Iterable[Line]) -> Iterator[Line]:
-    """Drops from jobs' logs the messages that the run's own logs, which come first, have at the same time."""
+    """Drops a message of a job's log if a rank's or agent's log has it with the same time; at equal times, the latter
+    logs come first."""
     now, seen = "", set[bytes]()
     for line in lines:
         if line.time != now:

@@ -1,4 +1,5 @@
-"""The parts that a pipeline calls: trainer, weights, rollouts. A call is a few commands in one total order."""
+"""The objects that a pipeline calls: roles, trainer, weights, rollout transfer. A call sends a few commands, in one
+order for all ranks."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ class Roles:
         return answers_stats(self._controller.call(dict.fromkeys(self._layout.ranks[role], ask)).values())
 
     def load(self) -> Stats:
-        """Load since the last call, of ranks that serve requests."""
+        """Load statistics of the ranks that serve requests, since the last call."""
         serving = [role for role, spec in ROLES.items() if spec.serves and self._layout.ranks.get(role)]
         return merge([self.ask(role, "load", {}) for role in serving])
 
@@ -194,8 +195,8 @@ class RolloutTransfer:
     def transfer_rollouts(
         self, config: Config, step: int, collected: CollectedRollouts, truncated: bool, decoupled: Mapping[int, float]
     ) -> BatchHandle | None:
-        """Move collected samples from their replicas to the ranks that train on them. None, with nothing changed, if a
-        replica that held some of the samples was lost.
+        """Move collected samples from their replicas to the ranks that train on them. None, and no rank keeps the
+        batch, if a replica that held some of the samples was lost.
 
         Args:
             truncated: Include behaviour log-probs.
@@ -262,7 +263,7 @@ def updates(
     make: Callable[[int, list[list[int]], float, float], messages.TrainStep | messages.TrainCritic],
 ) -> tuple[Stats, int]:
     """Run the optimizer steps of `num_epochs` passes over all mini-batches, on the ranks of trainer or critic. Returns
-    (statistics, number of skipped mini-batches, which masks leave without tokens).
+    (statistics, number of mini-batches skipped because masks leave them no tokens).
 
     Args:
         make: Builds a rank's command from batch, micro-batches, tokens and sequences.

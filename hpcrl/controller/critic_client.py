@@ -37,7 +37,8 @@ class Critic:
         return merge([answers_stats(answers.values()), timed("time/values", start)])
 
     def update(self, batch: BatchHandle) -> Stats:
-        """All optimizer steps of a batch, as many as the policy's, trained on the advantage estimator's returns."""
+        """All optimizer steps of a batch on the advantage estimator's returns, with the policy's numbers of epochs and
+        mini-batches."""
         if not self.ranks:
             return {}
         start = time.perf_counter()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from hpcrl.cluster import slurm
 
 ASK_EVERY_S = 60.0  # the time limit may change while the job runs
-ASK_S = 2.0  # training waits meanwhile, and the last known end suffices
+ASK_S = 2.0  # timeout of the query, for which training waits; without an answer the last known end counts
 RECENT = 5  # number of steps, of which the longest counts
 MARGIN = 1.2
 SPARE_S = 5.0  # for leaving the world and writing the outcome

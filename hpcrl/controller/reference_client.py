@@ -41,7 +41,8 @@ class Reference:
         return stats
 
     def update(self, step: int, trainer: Trainer) -> Stats:
-        """Make this step's policy the reference, if due: reference ranks read its HF export, now and after a resume."""
+        """If due, export this step's policy in HF layout and load it as the reference; a resumed run loads the same
+        export."""
         every = self._config.algorithm.ref_update_steps if self.ranks else None
         if every is None or step % every:
             return {}
@@ -69,7 +70,7 @@ class Reference:
         self._step = step
 
     def _prune(self) -> None:
-        """Remove models older than every checkpoint's reference; a running save has a newer one."""
+        """Remove exports older than the references of all checkpoints; the reference of a running save is newer."""
         root = self._run_dir / "checkpoints"
         try:
             needed = [_step_of(read_state(root / step_name(step))) for step in steps_in(root)]

@@ -45,7 +45,8 @@ class Rollouts:
         self.stats: Stats = {}
 
     def next(self, step: int) -> BatchHandle:
-        """This step's batch: generated, rewarded, filtered, transferred; repeated if a replica with part is lost."""
+        """This step's batch: generated, rewarded, filtered, transferred; repeated if a replica that holds some of its
+        samples is lost."""
         config, parts = self._config, []
         self.scheduler.begin_step(step - 1, config.rollout.num_prompts)
         sampling, handle = training_sampling(config), None
@@ -87,7 +88,8 @@ class Rollouts:
         return found
 
     def store(self, batch: BatchHandle, trainer: Trainer) -> None:
-        """Write the step's rollouts and its prompts' outcomes, unless the fence raises."""
+        """Write the step's rollouts and its prompts' outcomes if rollout.save_rollouts. Raises before writing if
+        another attempt owns the run."""
         if not self._config.rollout.save_rollouts:
             self._records.clear()
             return
@@ -108,7 +110,7 @@ class Rollouts:
         return {"cursor": self.source.state_dict(), "scheduler": self.scheduler.state_dict() | waiting}
 
     def held(self) -> dict[int, list[int]]:
-        """Replica -> its samples in pending rollouts."""
+        """Replica -> its samples in valid groups that wait to be taken."""
         held: dict[int, list[int]] = {}
         for group in self.scheduler.finished():
             for sample in group.samples:

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 LayerSpec = Literal["local", "copied", "fused"]
-"""Megatron's own layers; these with a copy of the latents' matrices on every tensor parallel rank; or Transformer
-Engine's layers, which also have such copies, and fuse a norm into the module of the next matrix."""
+"""local: Megatron's own layers. copied: the same, but every tensor parallel rank has a copy of the matrices that
+compute MLA's latents. fused: Transformer Engine's layers, with these copies and with norms fused into the next linear
+layer."""
 
 EntryPlace = Literal["embedding", "layer", "norm", "head"]
 
@@ -53,7 +54,7 @@ class Entry:
 
     @property
     def padding(self) -> int:
-        """Number of the last rows, which no HF tensor has."""
+        """Number of padding rows at the end, which no HF tensor has."""
         return self.shape[0] - sum(rows.count for rows in self.rows)
 
 
@@ -87,7 +88,7 @@ def copied(
 
 
 def gated(name: str, gate: str, up: str, inner: int, rest: Sequence[int]) -> Entry:
-    """Gate above up."""
+    """A Megatron tensor with the gate projection's rows above the up projection's."""
     rows = (EntryRows(gate, 0, 0, inner), EntryRows(up, 0, inner, inner))
     return Entry(name, (2 * inner, *rest), rows, "layer", split=0, parts=2)
 

@@ -10,14 +10,14 @@ from typing import Any
 
 
 def address_of(gpu: Any) -> str:
-    """As in /sys/bus/pci/devices. gpu: what torch.cuda.get_device_properties() returns."""
+    """The GPU's PCI address, as in /sys/bus/pci/devices. gpu: the result of torch.cuda.get_device_properties()."""
     return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
 
 
 def bind_to_gpu(pci: str, threads: int, root: Path = Path("/")) -> set[int]:
-    """Run this process, with all its threads and children from now on, on the CPUs of the GPU's node that it may use;
-    the rest of its memory follows. Empty, with nothing done, if the node is not known, has fewer such CPUs than
-    `threads`, or the process is bound to one node already.
+    """Bind this process, its threads and its later children to its allowed CPUs on the GPU's NUMA node, and return
+    these; memory touched from then on is allocated there. Empty, with nothing changed, if the node is unknown or has
+    fewer than `threads` allowed CPUs, or if the process is already bound to one node.
 
     pci: see address_of. root: where /sys is.
     """
@@ -42,6 +42,6 @@ def _nodes(root: Path) -> dict[int, set[int]]:
 
 
 def _numbers(text: str) -> set[int]:
-    """Of a list such as 0-3,8,10-11."""
+    """The numbers in a list such as 0-3,8,10-11."""
     spans = [part.partition("-") for part in text.strip().split(",") if part]
     return {number for first, _, last in spans for number in range(int(first), int(last or first) + 1)}

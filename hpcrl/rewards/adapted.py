@@ -1,4 +1,4 @@
-"""Adapts scoring objects of other libraries to functions with hpcrl's own signature, `items`.
+"""Wraps scoring objects of other libraries as reward functions with hpcrl's signature, function(items).
 
 verifiers: a Rubric, whose score_rollout(state) and score_group(states) write reward and metrics into each state (read
 and tested: 0.1.14; 0.4 has no rubrics). NeMo-RL: an environment, whose step(message_log_batch, metadata) returns
@@ -19,8 +19,8 @@ ENVIRONMENT = ("step", "global_post_process_and_metrics")
 
 
 def adapted(found: Any, path: str) -> Callable[..., Any]:
-    """A function that scores with a rubric or an environment; anything else unchanged. A function without parameters is
-    called to create the object. ValueError if it cannot be used."""
+    """A scoring function if `found` is a rubric or an environment, or a function without parameters that returns one;
+    otherwise `found` unchanged. ValueError if that function raises or the object cannot be used."""
     made = found
     if callable(found) and not _has(found, RUBRIC) and not _has(found, ENVIRONMENT) and _takes_nothing(found):
         try:
@@ -46,9 +46,9 @@ def _takes_nothing(function: Callable[..., Any]) -> bool:
 
 
 class RubricFunction:
-    """Scores with a verifiers Rubric: a prompt's group in one call if a function of the rubric compares group members,
-    and as an asynchronous reward if a function is a coroutine. The functions get the row's columns by name. verifiers
-    turns a function's exception into 0 and a log line."""
+    """Scores with a verifiers Rubric. If one of its functions compares group members, a prompt's group is scored in
+    one call; if one is a coroutine function, the reward is asynchronous. The functions get the row's columns by name.
+    verifiers turns a function's exception into 0 and a log line."""
 
     def __init__(self, rubric: Any, path: str):
         if list(inspect.signature(rubric.score_rollout).parameters) != ["state"]:
@@ -91,7 +91,7 @@ def _score(reward: Any, metrics: Mapping[str, Any]) -> Score:
 
 class EnvironmentFunction:
     """Scores with one step of a NeMo-RL environment. The metadata is the row's `extra_env_info`, or else the row's
-    columns and `ground_truth`, the answer."""
+    columns plus the answer as `ground_truth`."""
 
     def __init__(self, environment: Any, path: str):
         if hasattr(environment.step, "remote"):

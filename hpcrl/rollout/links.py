@@ -55,7 +55,8 @@ class ReplicaLink:
         return self._told.pop(event.seq, None)
 
     def drops(self, sample: int) -> bool:
-        """Whether a command to drop the sample is unanswered; until the answer the replica may report its end."""
+        """Whether the command to drop the sample is unanswered; until its answer the replica may still report that the
+        sample ended."""
         return any(sample in samples for samples in self._dropped.values())
 
     def lose(self) -> bool:

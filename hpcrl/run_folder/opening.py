@@ -49,8 +49,8 @@ class RunState:
 
 
 def check_run(config: Mapping[str, Any], run_dir: str | Path, resume: str) -> RunState:
-    """The state that open_run would find; writes nothing. ConfigError, one line each: the folder is unusable or holds
-    no run, another configuration, other models, or a live owner."""
+    """The state that open_run would find; writes nothing. ConfigError, one line per problem: the folder is unusable,
+    holds files but no run, has another configuration or other models, or is owned by a live process or job."""
     folder = _fresh_name(Path(run_dir).absolute()) if resume == "fresh" else Path(run_dir).absolute()
     _check_place(folder)
     if not (folder / CONFIG).exists():
@@ -71,7 +71,8 @@ def open_run(
     plan: str = "",
     words: Sequence[str] | None = None,
 ) -> RunState:
-    """Create or reopen the run folder and own it until close_run or the end of this process.
+    """Create or reopen the run folder and own it until close_run or the end of this process (cluster=slurm: of the
+    job).
 
     A finished run is returned without taking ownership; otherwise config.yaml (with the arguments that made it, if
     known), facts.json and, if `plan` is given, plan.txt then describe this attempt. Use the returned run_dir:
@@ -122,7 +123,7 @@ def _check_place(folder: Path) -> None:
 
 
 def _fresh_name(folder: Path) -> Path:
-    """The folder itself if it does not exist, else the first free name of NAME-2, NAME-3, ..."""
+    """The first of NAME, NAME-2, NAME-3, ... that does not exist or is empty."""
     number, free = 1, folder
     while free.exists() and any(free.iterdir() if free.is_dir() else [free]):
         number += 1

@@ -42,7 +42,8 @@ class _Share:
 
 
 class Exchange:
-    """Exists on every rank; the command determines which of the rank's roles take part."""
+    """A rank's handlers of transfer commands. Every rank has one; the command determines which of the rank's roles take
+    part."""
 
     def __init__(self, worker: Rank):
         self._worker = worker
@@ -78,7 +79,7 @@ class Exchange:
         if not command.forms:
             return Done(seq)
         batch = worker.batches[command.batch] = _formed(self._shares.pop(command.batch), command.fields)
-        if worker.config.debug != "rollout_only":  # where the weights never change
+        if worker.config.debug != "rollout_only":  # there, the weights never change
             rollout, trained = worker.config.rollout, command.batch - 1
             batch.on_policy = on_policy(batch, trained, rollout.on_new_weights == "recompute")
             oldest = trained - math.ceil(rollout.max_staleness)

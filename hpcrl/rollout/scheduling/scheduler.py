@@ -54,7 +54,8 @@ from hpcrl.rollout.scheduling.selection import Selection
 from hpcrl.rollout.types import PromptOutcome, split_sample_id
 
 POISON = 3
-"""A prompt fails after the loss of this many replicas or env ranks that worked on it, since it may be the cause."""
+"""A prompt fails after the loss of this many (or max_attempts, if larger) replicas or env ranks that worked on it,
+since the prompt may be the cause."""
 
 
 class RolloutExhausted(ValueError):
@@ -102,7 +103,7 @@ class RolloutScheduler:
         self._selection.find_due(self._open)
 
     def weights_arrived(self, version: int) -> None:
-        """Record that all replicas have weights `version`; groups without a started sample start from them.
+        """Record that all replicas have weights `version`; a group of which no sample has started gets this version.
         begin_step() calls this too."""
         if version <= self._newest:
             return
@@ -132,7 +133,7 @@ class RolloutScheduler:
         taken = self._accounts.give_back()
         self._selection.give_back(taken)
         for group in taken:
-            group.home = None  # it served the attempt that ended
+            group.home = None  # the home was for the previous attempt
             for sample in group.samples:
                 self._samples.restore(sample)
             if any(sample.replica not in self._samples.replicas for sample in group.samples):
@@ -186,7 +187,8 @@ class RolloutScheduler:
         return self._samples.commands()
 
     def complete_groups(self, held: Iterable[int]) -> tuple[list[list[int]], list[int]]:
-        """Split the samples `held` by a scorer for group scoring into complete groups and samples no longer needed."""
+        """Of the samples `held` by a scorer for group scoring: (complete groups, samples no longer needed). The others
+        still wait for their group."""
         return self._samples.complete_groups(held)
 
     # -- state
@@ -220,7 +222,8 @@ class RolloutScheduler:
 
     @property
     def limit(self) -> int:
-        """Maximum number of groups that are started in one step."""
+        """Maximum number of groups in one step: carried over from the previous step or started in it; dropped groups
+        that will restart do not count."""
         return self.config.max_generated_groups or 20 * self._selection.need
 
     def exhausted(self, way_out: str) -> RolloutExhausted:
@@ -244,7 +247,8 @@ class RolloutScheduler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of a new scheduler. Samples of a missing replica get another one: see finished()."""
+        """Restore the state of a new scheduler. Samples of a replica that no longer exists are assigned to another
+        replica, which finished() shows."""
         self._queue.restore(state["newest_uid"], state["queue"])
         self._selection.version = self._newest = state["version"]
         self._accounts.restore(state["ended_prompts"] if "ended_prompts" in state else state.get("settled", []))
@@ -300,7 +304,8 @@ class RolloutScheduler:
             self._decide(group)
 
     def _give_up(self, sample: LiveSample, cause: str) -> None:
-        """Handle a sample that cannot end: its group continues without it if it has spare members, or else restarts."""
+        """Handle a sample that cannot end: if its group has spare members, the group continues without the sample;
+        otherwise the group restarts, or fails after max_attempts."""
         group = sample.group
         if group.uid in self._selection.valid:
             self._requeue(group, cause)

@@ -1,7 +1,8 @@
 """Run a Server in a separate process.
 
 SGLang replaces its process's signal handlers and event loop, and kills all child processes when one of its own fails.
-So a rank runs SGLang in a child process, and reports its name if it dies or hangs.
+So a rank runs SGLang in a child process. If the child dies or hangs, the rank's error names SGLang and the current
+call.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ class Child:
         self._channel, theirs = context.Pipe()
         about = theirs, dict(arguments), dict(environment), self._log.name, os.getpid()
         self._process = context.Process(target=_serve, args=about)
-        with held_back():  # a batch system signals all processes of a step: this one ignores it
+        with held_back():  # the child blocks stop signals, which a batch system sends to the whole step
             self._process.start()
-        # It opens this process's GPU memory by pidfd_getfd, which some kernel settings forbid to a child.
+        # The child opens this process's GPU memory by pidfd_getfd, which kernels with Yama's ptrace_scope=1 forbid.
         ctypes.CDLL(None).prctl(PR_SET_PTRACER, self._process.pid)
         theirs.close()
         try:

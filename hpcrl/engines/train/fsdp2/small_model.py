@@ -19,7 +19,7 @@ from hpcrl.engines.train.fsdp2.model_kind import Kind
 from hpcrl.models.families import family_of
 
 REACH = 8
-"""Tokens of a window, of a chunk or block, and tokens that an indexer chooses."""
+"""Number of tokens in an attention window, chunk or block, and of tokens that an indexer selects."""
 HEAD_DIM, ROTARY_DIM, RANK, VOCABULARY, EXPERTS, CHOSEN, STATE = 16, 8, 16, 128, 16, 4, 8
 MAX_PARAMETERS = 50_000_000
 """Limit of the small model's parameters; a config with unknown names for its sizes gives a larger one."""
@@ -27,7 +27,7 @@ MAX_PARAMETERS = 50_000_000
 HEADS = re.compile(r"(num_|n_|^)((decoder_|encoder_)?attention_heads?|heads?|head)$|swa_num_attention_heads$")
 KEY_HEADS = re.compile(r"num_(key_value|kv|global_key_value)_heads$|num_query_groups$")
 HIDDEN = ("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_dim", "word_embed_proj_dim", "lru_width")
-WIDTHS = {  # name -> its small value, unless it is smaller already; the first match counts
+WIDTHS = {  # pattern of a key -> maximum of its value; the first match counts
     r"qk_rope_head_dim$|rotary_dim$": ROTARY_DIM,
     r"qk_head_dim$": HEAD_DIM + ROTARY_DIM,
     r"(^|_)(head_dim|d_head|head_size|dim_head|kv_channels|key_dim)$": HEAD_DIM,
@@ -47,7 +47,8 @@ KEPT = ("max_window_layers", "layer_types", "max_position_embeddings", "topk_gro
 
 
 def small_config(config: PreTrainedConfig, ranks: tuple[int, int] = (1, 1)) -> PreTrainedConfig:
-    """ranks: tensor and context parallel ranks, which split its heads as they do `config`'s."""
+    """ranks: numbers of tensor and context parallel ranks, which can split the small config's heads as the full
+    config's."""
     return type(config).from_dict(_small(config.to_dict(), *ranks))
 
 
@@ -118,8 +119,8 @@ def small_model(
     full: PreTrainedConfig, kind: Kind, device: torch.device, ranks: tuple[int, int] = (1, 1)
 ) -> PreTrainedModel:
     """A model of the config `full`'s architecture, in float32 and evaluation mode. Its weights are large enough for
-    every part to matter, and equal wherever it is made. ranks: as in small_config. Errors come from the model's
-    code."""
+    every part to matter, and identical on all ranks. ranks: as in small_config. ValueError above MAX_PARAMETERS;
+    other errors come from the model's code."""
     config = small_config(full, ranks)
     with torch.device("meta"):
         size = sum(p.numel() for p in kind.auto.from_config(config, dtype=torch.float32).parameters())
@@ -144,5 +145,5 @@ def _fill(tensor: Tensor) -> None:
         return
     if tensor.ndim >= 2:
         tensor.normal_(std=1.5 / math.sqrt(tensor.shape[-1]))
-    else:  # norms near their initial values, and so a recurrence's decay
+    else:  # norms and a recurrence's decay stay near their initial values
         tensor.add_(torch.randn(tensor.shape) * 0.1)
