@@ -1,8 +1,9 @@
 """Group-in-group policy optimisation (GiGPO, arXiv 2505.10978): episodes are compared within their group, and turns
 with the group's turns that began in the same state (what the model saw).
 
-A_t = norm(R) + step_weight norm(G_t)   R: reward of the episode, over the group; G_t: return of turn t, over the turns
-                                        of the group with the same state; 0 for a state that occurs once
+A_t = norm(R) + step_weight norm(G_t)   R: the episode's reward, normalised over the group; G_t: the return of turn t,
+                                        normalised over the group's turns with the same state; norm(G_t) is 0 if the
+                                        state occurs once
 """
 
 from __future__ import annotations

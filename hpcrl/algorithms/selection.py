@@ -30,10 +30,10 @@ def token_numbers(rows: Tensor, sample_ids: Tensor) -> Tensor:
 
 def largest(values: Tensor, coefficients: Tensor, count: int, all_sum: AllSum) -> Tensor:
     """bool [M]: whether an entry is one of all ranks' `count` largest (of all entries if there are fewer); among equal
-    values the largest numbers (token_numbers) win. values: float [M], compared in float32.
+    values the largest token_numbers win. values: float [M], compared in float32.
 
-    Digit by digit from the most significant one, by counts over all ranks. Collective over the ranks of all_sum, which
-    may hold no entries.
+    Digit by digit from the most significant one, by counts over all ranks. Collective over the ranks of all_sum; a
+    rank may hold no entries.
     """
     keys = (_ordered(values) << TIE_BITS) + coefficients
     chosen, undecided = torch.zeros_like(keys, dtype=torch.bool), torch.ones_like(keys, dtype=torch.bool)

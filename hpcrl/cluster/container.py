@@ -30,7 +30,8 @@ def srun_options(cluster: ClusterConfig) -> list[str]:
 
 
 def check_container(cluster: ClusterConfig) -> list[Problem]:
-    """Report a missing image and missing files; also called on the node where the job starts."""
+    """Report an image that is not given, and an image file or sources of mounts that do not exist; also called on the
+    node where the job starts."""
     return list(_check(cluster))
 
 

@@ -53,7 +53,8 @@ def shard_checksums(
     rank: int, layout: Sequence[TensorShards], needs: Sequence[Sequence[RequiredSlices]], weights: Iterable[Tensor]
 ) -> Tensor:
     """int64 [ranks of a replica, tensors]: this trainer rank's share of the checksums of each replica rank's required
-    slices. A shard on several ranks counts on the first. weights: TrainEngine.local_shards()."""
+    slices. A shard that several ranks hold is counted only by the first of them. weights:
+    TrainEngine.local_shards()."""
     sums = torch.zeros(len(needs), len(layout), dtype=torch.int64)
     own = ((number, held) for number, held in enumerate(layout) if held.part_of(rank) is not None)
     for (number, held), tensor in zip(own, weights, strict=True):
@@ -95,7 +96,7 @@ class LoadedSums:
 
 def add_sums(channel: UpdateGroup, rank: int, trainers: Sequence[int], own: Tensor) -> Tensor:
     """int64 [tensors]: the sum of all trainers' shard_checksums() for this rank of the replica. Called by the trainers,
-    with `own`, and by the replica's ranks; only these use the result."""
+    with `own`, and by the replica's ranks; only the replica's ranks use the result."""
     transfers, got = [], []
     total = torch.zeros(len(channel.layout), dtype=torch.int64, device=channel.device)
     for index, receiver in enumerate(channel.needs):

@@ -69,7 +69,8 @@ class ModelConfig(Section):
     tiny: TinyModel = TinyModel()
     """The model to create if no path is given."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the trainer's master weights."""
+    """Type of the trainer's master weights with fsdp2, and of exported weights; megatron and deepspeed have fp32 master
+    weights."""
 
 
 class ReferenceConfig(Section):

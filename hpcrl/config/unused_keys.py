@@ -16,13 +16,13 @@ SAMPLING_KEYS = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "st
 """The keys of rollout that evaluation reads as well."""
 
 STORED_KEYS = (*SAMPLING_KEYS, "num_prompts", "group_size", "min_replicas")
-"""The keys of rollout that a run on stored rollouts reads: evaluation's, and the batch size."""
+"""The keys of rollout that a run on stored rollouts reads: keys of evaluation, the batch size, and min_replicas."""
 
 ASKED = {
     "judge": "reward.DOMAIN.options.judges.NAME.role=judge",
     "reward_model": "reward.DOMAIN.name=reward_model",
 }
-"""Role with its own section -> the option with which a reward uses its ranks."""
+"""Role with its own section -> the setting with which a reward uses the role's ranks."""
 
 KEYS_OF_ALL = ("pipeline", "run_name", "run_dir", "resume", "dry_run", "timeouts", "cluster")
 """Keys that a run without roles (PipelineSpec.rank0_only) reads, in addition to its pipeline's section."""
@@ -55,7 +55,7 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
 
 
 def _unread_of_pipeline(config: Config) -> Iterator[tuple[Path, Path, str]]:
-    """Keys of another kind of pipeline, or of another debug mode."""
+    """Keys that the pipeline, the debug mode or an environment's other keys leave unread."""
     if config.pipeline_spec.rank0_only:
         for key in type(config).model_fields:
             if key not in (*KEYS_OF_ALL, config.pipeline):
@@ -89,7 +89,7 @@ def _unread_of_pipeline(config: Config) -> Iterator[tuple[Path, Path, str]]:
 
 
 def _unread_of_sections(config: Config) -> Iterator[tuple[Path, Path, str]]:
-    """Keys that a value of another key in their section leaves unread."""
+    """Keys that are unread because of the value of another key, mostly in the same section."""
     if config.cluster.after != "chain":
         yield ("cluster", "num_links"), ("cluster", "after"), "an unfinished run is requeued"
     if config.cluster.container == "none":

@@ -15,7 +15,7 @@ def cost(length: int) -> int:
 
 
 UNITS_PER_RANK = 4
-"""Groups are split if balancing would otherwise have fewer than this many units per rank to distribute."""
+"""Groups are split if there would otherwise be fewer than this many units (rows assigned together) per rank."""
 
 
 Rows = list[int]
@@ -52,7 +52,8 @@ def _bundles(num_rows: int, together: Together | None) -> list[Rows]:
 
 
 def _units(groups: Sequence[int], bundles: Sequence[Rows], num_ranks: int) -> list[Rows]:
-    """Each group's rows, split between bundles to reach UNITS_PER_RANK; the first row determines a bundle's group."""
+    """Each group's rows, split into parts of whole bundles to reach UNITS_PER_RANK; a bundle belongs to the group of
+    its first row."""
     members: dict[int, list[Rows]] = {}
     for rows in bundles:
         members.setdefault(groups[rows[0]], []).append(rows)

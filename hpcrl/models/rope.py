@@ -10,7 +10,7 @@ LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 def ropes(model: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The rotary embedding's parameters for each kind of layer; empty: the default."""
+    """The rotary embedding's parameters, one mapping for each kind of layer; an empty mapping is the default."""
     rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
         return []

@@ -59,7 +59,8 @@ def adopt_orphans() -> None:
 
 
 def die_with(parent: int) -> None:
-    """Have this process killed when its parent ends; exit if it has. `parent`: result of getppid() until then."""
+    """Have this process killed when its parent ends; exit at once if it already has. `parent`: what getppid() returns
+    while the parent lives (0: in another PID namespace)."""
     _prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if os.getppid() != parent:
         os._exit(1)
@@ -158,8 +159,8 @@ def landlock_version() -> int:
 
 
 def landlock_rules(readable: Sequence[str], writable: Sequence[str]) -> int:
-    """File descriptor of rules that allow reading and executing below `readable`, changes below `writable`, and, if the
-    kernel supports it, no TCP, and no signals or abstract sockets out of the sandbox."""
+    """File descriptor of rules that allow reading and executing below `readable` and everything below `writable`,
+    and, if the kernel supports it, forbid TCP, and signals and abstract sockets out of the sandbox."""
     version = landlock_version()
     every = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     words = [every, *([0b11] if version >= 4 else []), *([0b11] if version >= 6 else [])]
@@ -190,7 +191,8 @@ def enforce(rules: int) -> None:
 
 
 def become(user: int, reads_all: bool) -> None:
-    """As root: become this user without groups; reads_all: read what any user may read, within Landlock's rules."""
+    """As root: become this user without groups; reads_all: keep CAP_DAC_READ_SEARCH, which reads files whatever their
+    permissions, within Landlock's rules."""
     _prctl(PR_SET_KEEPCAPS, 1)
     os.setgroups([])
     os.setresgid(user, user, user)
@@ -214,7 +216,7 @@ def filter_calls(processes: bool, signals: bool) -> None:
 
 
 def limit(memory_bytes: int, file_bytes: int, cpu_s: int, processes: int | None) -> None:
-    """Set resource limits of each process; processes: the limit of its user."""
+    """Set resource limits that hold for each process; processes: how many processes its user may have in total."""
     limits = {
         resource.RLIMIT_AS: memory_bytes,
         resource.RLIMIT_FSIZE: file_bytes,

@@ -18,8 +18,9 @@ def _none(value: Any) -> Any:
 
 
 def encode(value: Any, other: Other = _none) -> bytes:
-    """The line for a value. `other` converts values that are not built in to JSON objects. Subclasses are sent as their
-    built-in type. TypeError, ValueError or RecursionError if a value cannot be sent."""
+    """The line for a value. `other` converts all values that are neither of a built-in type nor numpy's; it returns
+    JSON objects. Subclasses are sent as their built-in type. TypeError, ValueError or RecursionError if a value cannot
+    be sent."""
     return json.dumps(pack(value, other), allow_nan=False).encode() + b"\n"
 
 

@@ -21,11 +21,11 @@ BOLD = "1"
 
 
 class Gymnasium(Game[GymnasiumOptions]):
-    """The action that a response names is a step of the environment, with its reward; a response without an action is
-    not a step. An action is effective if it changes the observation or ends the episode."""
+    """An action that a response names is one step of the environment, which gives the reward; a response without an
+    action makes no step. An action is effective if it changes the observation or ends the episode."""
 
     def __init__(self, options: GymnasiumOptions):
-        """ValueError begins with the wrong option."""
+        """ValueError: its message begins with the name of the wrong option."""
         self._env, self._draws = _make(options)
         space = self._env.action_space
         if isinstance(space, Text) and options.actions:
@@ -87,7 +87,7 @@ class Gymnasium(Game[GymnasiumOptions]):
         return bool(info.get(key, False))
 
     def _marked(self, styled: re.Match[str]) -> str:
-        """A styled text in characters."""
+        """The text, with its style shown by characters: `highlight` or [background], *bold*, (other)."""
         codes, text = styled[1].split(";"), styled[2]
         if any(re.fullmatch(r"(4|10)[0-7]", code) for code in codes):
             return self.options.highlight or f"[{text}]"
@@ -95,8 +95,8 @@ class Gymnasium(Game[GymnasiumOptions]):
 
 
 def probe(options: GymnasiumOptions, own_code: bool) -> None:
-    """Create the environment once. ValueError has the error of gymnasium or of the environment. own_code: also import
-    code that is neither gymnasium's nor registered by an installed package."""
+    """Create the environment once, to test its options. Without own_code nothing is done for an entry_point or an id
+    with a module. ValueError with the message of gymnasium or of the environment."""
     if own_code or (options.id and ":" not in options.id):
         Gymnasium(options).close()
 

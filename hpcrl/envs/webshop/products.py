@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 NO_LIMIT = 1e6
-"""Price limit of a goal whose product is too expensive for one."""
+"""Price limit that means none, for products that are too expensive for a limit."""
 DEFAULT_PRICE = 100.0
 
 
@@ -52,7 +52,8 @@ class Goal:
 
 
 def products_of(items: Iterable[Mapping[str, Any]], attributes: Mapping[str, Mapping[str, Any]]) -> list[Product]:
-    """The products, without duplicates and without items that lack a valid asin. ValueError names an invalid item."""
+    """The products, without duplicates and without items whose asin is "nan" or longer than 10 characters. ValueError
+    names an invalid item."""
     found: dict[str, Product] = {}
     for number, item in enumerate(items):
         try:
@@ -127,7 +128,8 @@ def human_goals(products: Iterable[Product], instructions: Mapping[str, Sequence
 
 
 def _limit(product: Product, number: int) -> float:
-    """The larger of two of the next four multiples of 10 dollars, which the product determines."""
+    """The larger of two of the next four multiples of 10 dollars above the price, drawn with a seed from the product
+    and `number`."""
     above = [10.0 * tens for tens in range(1, 100) if 10.0 * tens > product.price][:4]
     return max(random.Random(f"{product.asin}/{number}").sample(above, 2)) if len(above) >= 2 else NO_LIMIT
 

@@ -73,7 +73,7 @@ class Layer:
 class _Target:
     view: Tensor  # destination of the tensor; broadcasts from `shape`
     shape: tuple[int, ...]
-    rotary_heads: int = 0  # the tensor's first heads whose rotated dimensions are interleaved
+    rotary_heads: int = 0  # number of first heads with interleaved rotated dimensions
     parts: tuple[str, ...] = ()  # the required names that this tensor covers; empty: its own name
     add: float = 0.0
 
@@ -109,7 +109,7 @@ class FusedWeights:
         self.head = self.embedding if architecture.tied else self._empty(*vocab)
         # A trainer may send a tied matrix under either name, or under both.
         self._target("lm_head.weight", self.head, parts=("model.embed_tokens.weight",) if architecture.tied else ())
-        # Only CUDA has a kernel that multiplies bfloat16 into float32. Elsewhere a copy avoids a conversion per token.
+        # Only CUDA multiplies bfloat16 with a float32 result. Elsewhere a float32 copy avoids a conversion per token.
         copied = self._float32_head and device.type != "cuda"
         self._converted_head = torch.empty(vocab, device=device) if copied else None
         self.norm = self._norm("model.norm.weight")
@@ -129,8 +129,8 @@ class FusedWeights:
         }
 
     def check(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """ValueError on an unknown or missing name or a wrong shape in a collection. `load` checks an iterator, since
-        its tensors may not outlive the iteration."""
+        """ValueError on an unknown or missing name or a wrong shape. Only a collection is checked here; an iterator
+        is checked by `load`, since its tensors may not outlive the iteration."""
         if isinstance(named, Collection):
             _require(self._required, {part for name, tensor in named for part in self._accept(name, tensor)[1]})
 
@@ -215,7 +215,8 @@ class FusedWeights:
     def _linear(
         self, name: str, matrix: Tensor, columns: slice = ALL, rotary_heads: int = 0, *, adapters: list[LowRank]
     ) -> None:
-        """The target `name`.weight in these columns of a matrix [in, out], and its adapter, if it has one."""
+        """Add the target `name`.weight, which is these columns of a matrix [in, out], and the targets of its adapter,
+        if it has one."""
         part = matrix[:, columns].t()
         self._target(f"{name}.weight", part, rotary_heads=rotary_heads)
         if self._lora is None or not matches(name, self._lora.target_modules):

@@ -207,8 +207,9 @@ class SGLangEngine:
         return {i: len(growing.token_ids) for i, growing in self._growing.items()}
 
     def load_weights(self, named: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """See GenEngine. An iterator is consumed tensor by tensor; if it fails, the engine has no weights (version -1).
-        Cached prefixes of running requests are kept for these requests only; all others are evicted."""
+        """See GenEngine. An iterator is consumed tensor by tensor; if the update fails, the engine has no weights
+        (version -1). If no request is running, the prefix cache is emptied; else its prefixes stay usable for the
+        running requests only."""
         if version < 0:
             raise ValueError(f"weights version is {version}, 0 or more is needed")
         if not isinstance(named, Iterator):
@@ -316,8 +317,8 @@ class SGLangEngine:
         return FinishReason.LENGTH if kept >= request.params.max_new_tokens else None
 
     def _until_stop(self, growing: _RunningRequest, before: int) -> int:
-        """Number of tokens up to the first token from index `before` on that ends the response. SGLang ignores stop ids
-        with ignore_eos, and stop strings that span two decode chunks."""
+        """Number of tokens up to and including the first one, from index `before` on, that ends the response; all if
+        none does. SGLang ignores stop ids with ignore_eos, and is given no stop strings."""
         ends = (n for n in range(before + 1, len(growing.token_ids) + 1) if self._is_stop(growing, n))
         return next(ends, len(growing.token_ids))
 

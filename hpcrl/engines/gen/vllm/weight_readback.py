@@ -18,7 +18,7 @@ from hpcrl.models.shape import ModelShape
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 DIGITS = 128
-"""Integers below this are exact in every floating type of weights."""
+"""Base of the digits; integers below it are exact in bfloat16 and in all wider types."""
 
 
 def shown(
