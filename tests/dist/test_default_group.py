@@ -52,7 +52,7 @@ def first_use_of_groups_inside():
         dist.all_reduce(torch.ones(1), group=group)
     world.store.set_timeout(timedelta(seconds=60))
 world = join(ProcessInfo("rank", "agent", rank, 0, 1), 3, folder, start_s=60, store_s=60, command_s=20)
-world._meetings  # its connection is no pair's
+world._rendezvous_store  # its connection is no pair's
 meet("joined")
 counts = []
 for epoch, lazy in enumerate((None, "0")):

@@ -83,7 +83,7 @@ def test_what_is_killed_goes_on(
     else:
         start.process.send_signal(number)
         assert start.wait() == ExitCode.TERMINATED, start.text
-        assert f"hpcrl: stopped by {number.name}; the next attempt goes on from here\n" in start.text
+        assert f"hpcrl: stopped by {number.name}; the next attempt continues from here\n" in start.text
     done = written(run_dir)
     assert 2 <= len(done) < 26 and not (run_dir / "hf").exists()
     (tmp_path / "pace").write_text("0")
