@@ -127,7 +127,7 @@ def test_bad_input_is_one_line_before_anything_starts(trained: Path, tmp_path: P
     (tmp_path / "unsaved" / "config.yaml").write_bytes((trained / "config.yaml").read_bytes())
     cases = {
         "convert.source=nowhere": "convert.source nowhere is not a folder",
-        f"convert.source={tmp_path}/unsaved": f"convert.source {tmp_path}/unsaved: the run has no checkpoint yet",
+        f"convert.source={tmp_path}/unsaved": f"convert.source {tmp_path}/unsaved: this run has no checkpoint yet",
         f"convert.source={tmp_path}/old": f"convert.source {tmp_path}/old is not a checkpoint: no .metadata in it",
         f"convert.source={trained} convert.target={tmp_path}/old": f"convert.target: {tmp_path}/old exists, and",
         f"convert.source={trained} convert.model={tmp_path}": f"{tmp_path}/config.json cannot be read",

@@ -93,7 +93,7 @@ def test_fake_engines_take_their_time_and_all_else_is_as_ever(tmp_path: Path) ->
     small = ["rollout.num_prompts=8", "save_every=1", "eval.num_prompts=8", "fake.pass_rate=0.7"]
     words = ["+experiment=rlvr_async", "debug=fake", "fake.median_tokens=2", "fake.tail=0", *small]
     start = finish(tmp_path / "run", *words, *(f"{name}={value}" for name, value in times.items()))
-    assert "memory  not counted" in start.text and (tmp_path / "run" / "plot.png").exists()
+    assert "memory  not computed" in start.text and (tmp_path / "run" / "plot.png").exists()
     rows = read_metrics(tmp_path / "run")[1:]
     for row in rows:  # two optimizer steps of a step, eight slots
         assert row["time/step_train"] >= 2 * 0.3 and row["time/old_log_probs"] >= 0.2

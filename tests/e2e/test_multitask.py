@@ -67,8 +67,8 @@ def test_a_preempted_run_of_four_domains_keeps_its_shares_and_accounts(tmp_path:
     assert sorted(uids) == list(range(NUM_STEPS * 10)), "each prompt ended once"
     rows = read_metrics(run_dir)
     assert [row["step"] for row in rows] == list(range(NUM_STEPS + 1))
-    assert all(f"val/{name}/score" in rows[-1] and f"{name}/score" in rows[-1] for name in SHARES)
-    assert all(f"{name}/critic/advantages/mean" in rows[-1] for name in SHARES)
+    assert all(f"val/{name}/score" in rows[-1] and f"domain/{name}/score" in rows[-1] for name in SHARES)
+    assert all(f"domain/{name}/critic/advantages/mean" in rows[-1] for name in SHARES)
     assert rows[-1]["env/programs/sandbox_level"] >= 1 and rows[-1]["env/instructions/judge"] == 1.0
     assert judged >= NUM_STEPS * 2, "every response of the instructions was judged"
     assert not sum(row.get("scheduler/score_errors", 0.0) for row in rows)
