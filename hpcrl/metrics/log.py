@@ -35,7 +35,7 @@ RENAMED = {
     **{f"scheduler/version_lag/{part}": f"scheduler/staleness/{part}" for part in ("mean", "max", "min")},
 }
 """Metric of an earlier version -> its name now."""
-_OF_DOMAIN = re.compile(r"(?!domain/|val/|env/).+/(score$|(actor|critic|group|token)/)")
+_OF_DOMAIN = re.compile(r"(?!(domain|val|env|system)/).+/(score$|(actor|critic|group|token)/)")
 """Metrics of a domain in earlier versions, now below `domain/`."""
 
 

@@ -247,3 +247,23 @@ def test_a_log_on_a_full_disk_can_be_closed(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(OSError, match=r"No space left.*metrics\.jsonl"):
         log.log(0, {"x": 1.0})
     assert log.close() == []
+
+
+def test_metrics_of_earlier_versions_have_their_new_names(tmp_path: Path) -> None:
+    old = {
+        "scheduler/stale": "scheduler/late_events",
+        "time/step_model_update": "time/step_update_weights",
+        "maths/score": "domain/maths/score",
+        "openai/gsm8k/token/prompt_length/mean": "domain/openai/gsm8k/token/prompt_length/mean",
+    }
+    kept = [
+        "system/critic/peak_gib",
+        "critic/score/mean",
+        "val/maths/score",
+        "env/maths/score",
+        "domain/maths/critic/kl",
+    ]
+    row = {"step": 1} | dict.fromkeys([*old, *kept], 0.5)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    (read,) = read_metrics(tmp_path)
+    assert [*read] == ["step", *old.values(), *kept] and json.loads((tmp_path / "metrics.jsonl").read_text()) == row
