@@ -30,7 +30,7 @@ def test_routes_are_trained_with_stored_and_resumed(tmp_path: Path) -> None:
         start = Start(folder, [*WORDS, f"max_steps={steps}"])
         assert start.wait() == ExitCode.DONE, start.text
         if steps == 2:  # generated ahead
-            (held,) = (folder / "checkpoints" / step_name(2)).glob("held*")
+            (held,) = (folder / "checkpoints" / step_name(2)).glob("pending*")
             waiting = load_file(held)
             assert waiting["routes"].shape == (len(waiting["token_ids"]), 4) and (waiting["routes"] < 8).any()
     for step in (1, 4):
