@@ -26,7 +26,7 @@ def test_a_node_that_is_off_is_done_without_or_ends_the_attempt(cluster: Any, tm
     run.wait_step(3)
     switch_off(cluster, run, 3)
     run.wait_said("the run continues without it", timeout_s=STORE_S + SLACK_S)
-    assert re.search(r"rank 3 \(reward\) on \S+ is lost: its host does not answer; the run goes on", run.log)
+    assert re.search(r"rank 3 \(reward\) on \S+ is lost: its host does not answer; the run continues", run.log)
     run.wait_step(step_of(run.dir) + 3)
     began = time.monotonic()
     switch_off(cluster, run, 4)
