@@ -623,7 +623,10 @@ def test_the_limit_of_a_step_without_one_is_the_schedulers() -> None:
     [
         (["sft.batch_size=4"], "sft.batch_size: not read here, the pipeline is rlvr"),
         (["eval_every=1"], "eval_every: not read here, data.val is null, so there is nothing to evaluate on"),
-        (["pipeline=sft", "algorithm.ppo_epochs=2"], "algorithm.ppo_epochs: not read here, the sft pipeline has none"),
+        (
+            ["pipeline=sft", "algorithm.ppo_epochs=2"],
+            "algorithm.ppo_epochs: not read here, the sft pipeline has no algorithm",
+        ),
         (
             ["pipeline=sft", "trainer.max_mismatch=.1"],
             "trainer.max_mismatch: not read here, sft does not train on",
@@ -854,7 +857,7 @@ def test_config_imports_no_torch_and_composing_changes_no_folder(tmp_path: Path)
         ("layout.trainer.num_ranks=100000000", "layout.trainer.num_ranks: expected at most 65536, got 100000000"),
         ("reward.default.num_processes=100000", "reward.default.num_processes: expected at most 1024"),
         ("cluster.components={a: {gpu_type: h100}}", "cluster.components.a.gpu_type: not read here, the component"),
-        ("pipeline=convert", "convert.source: needs the run folder, or the checkpoint in it"),
+        ("pipeline=convert", "convert.source: set it to the run folder or the checkpoint"),
         ("cluster.account=<YOUR_ACCOUNT>", "cluster.account: '<YOUR_ACCOUNT>' is a placeholder; give the value"),
         (
             "model.path=<MODEL>",

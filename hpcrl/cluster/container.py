@@ -46,5 +46,5 @@ def _check(cluster: ClusterConfig) -> Iterator[Problem]:
     for mount in cluster.mounts:
         source = mount.partition(":")[0]
         if not Path(source).is_absolute() or not Path(source).exists():
-            text = f"cluster.mounts: {source} is not the absolute path of an existing folder"
+            text = f"cluster.mounts: {source} is not the absolute path of an existing folder or file"
             yield Problem(("cluster", "mounts"), text)

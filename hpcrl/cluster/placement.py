@@ -75,7 +75,7 @@ def _check(config: Config, layout: RoleLayout) -> Iterator[Problem]:
             places[role] = name
     for name, spec in config.cluster.components.items():
         if not any(layout.ranks.get(role) for role in spec.roles) and (places or len(config.cluster.components) > 1):
-            what = f"no rank of this run has the role {' or '.join(spec.roles)}" if spec.roles else "missing"
+            what = f"no rank of this run has the role {' or '.join(spec.roles)}" if spec.roles else "empty"
             yield Problem((*at, name, "roles"), f"cluster.components.{name}.roles: {what}; remove the component")
     if not places:
         return
@@ -102,7 +102,7 @@ def _check(config: Config, layout: RoleLayout) -> Iterator[Problem]:
 def _check_sizes(config: Config, layout: RoleLayout) -> Iterator[Problem]:
     for name, spec, ranks in _shares(config, layout) if config.cluster.name == "slurm" else ():
         if spec.ranks_per_node is None and len(ranks) > MAX_PER_NODE:
-            text = f"{len(ranks)} ranks are more than one node can hold; give cluster.components.{name}.ranks_per_node"
+            text = f"{len(ranks)} ranks are more than one node can hold; set cluster.components.{name}.ranks_per_node"
             yield Problem(("cluster", "components"), f"cluster.components: {text}", (("layout",),))
         size, gpus = spec.ranks_per_node or len(ranks), spec.gpus_per_node
         with_model = max(len(layout.ranks_with_model & {*ranks[i : i + size]}) for i in range(0, len(ranks), size))

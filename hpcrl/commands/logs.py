@@ -169,11 +169,11 @@ class RunLogs:
             raise ValueError(f"{self._run_dir} has no logs yet")
         attempts = {file.attempt for file in self._files.values() if file.attempt is not None}
         if self._wanted.attempt is not None and self._wanted.attempt not in attempts:
-            known = f"there are {', '.join(map(str, sorted(attempts)))}" if attempts else "none has any yet"
+            known = f"there are {', '.join(map(str, sorted(attempts)))}" if attempts else "no attempt has logs yet"
             raise ValueError(f"--attempt {self._wanted.attempt}: no logs of this attempt; {known}")
         ranks = {file.who for file in self._files.values()} - OTHERS
         for who in sorted(self._wanted.ranks - OTHERS - ranks):
-            last = f"the last one is {max(ranks, key=_number_of)}" if ranks else "no rank has any yet"
+            last = f"the last one is {max(ranks, key=_number_of)}" if ranks else "no rank has a log yet"
             raise ValueError(f"--rank {_number_of(who)}: no log of this rank; {last}")
 
     def lines(self, to_end: bool = True) -> Iterator[Line]:
@@ -278,11 +278,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the messages; returns the exit code."""
     parser = ArgumentParser("hpcrl logs", __doc__)
     parser.add_argument("run", metavar="RUN")
-    parser.add_argument("--rank", metavar="N,N", help="only these; also agent (all agents), launch (batch script)")
+    parser.add_argument("--rank", metavar="N,N", help="only these ranks; agent: all agents, launch: the batch script")
     parser.add_argument("--level", metavar="LEVEL", help="minimum level: info, warning, error")
     parser.add_argument("--since", metavar="WHEN", help="only messages since 90s, 10m, 2h, 3d ago, or a time in UTC")
     parser.add_argument("--attempt", metavar="N", help="only this attempt")
-    parser.add_argument("--lines", metavar="N", help="only the last lines")
+    parser.add_argument("--lines", metavar="N", help="only the last N lines")
     parser.add_argument("--follow", action="store_true", help="wait for new messages, until Ctrl-C")
     try:
         words = parser.parse_args(argv)

@@ -62,7 +62,7 @@ def _unread_of_pipeline(config: Config) -> Iterator[tuple[Path, Path, str]]:
                 yield (key,), ("pipeline",), f"the {config.pipeline} pipeline neither trains nor generates"
     if not config.learns_from_rewards:
         for section in ("algorithm",) if config.evaluates else ("algorithm", "env"):
-            yield (section,), ("pipeline",), f"the {config.pipeline} pipeline has none"
+            yield (section,), ("pipeline",), f"the {config.pipeline} pipeline has no {section}"
         for key in type(config.rollout).model_fields:
             if key not in SAMPLING_KEYS:
                 yield ("rollout", key), ("pipeline",), f"the {config.pipeline} pipeline generates only for evaluation"
@@ -73,12 +73,12 @@ def _unread_of_pipeline(config: Config) -> Iterator[tuple[Path, Path, str]]:
         cause, what = (
             ("debug", f"debug={config.debug}") if config.learns_from_rewards else ("pipeline", config.pipeline)
         )
-        yield ("trainer", "max_mismatch"), (cause,), f"{what} does not train on what it generates"
+        yield ("trainer", "max_mismatch"), (cause,), f"{what} does not train on generated responses"
         if config.debug != "train_only":
             yield ("trainer", "router_replay"), (cause,), f"{what} trains no model on rollouts"
     for name, env in config.envs.items():
         if not env.by_steps:
-            text = "an episode by trajectory shows all turns"
+            text = "with episode=trajectory the model sees all turns"
             yield ("env", name, "history"), ("env", name, "episode"), text
         if not env.examples:
             yield ("env", name, "examples_path"), ("env", name, "examples"), "no examples are shown"
@@ -145,7 +145,7 @@ def _unread_services(config: Config) -> Iterator[tuple[Path, Path, str]]:
     for role in (name for name in ROLES if name not in fewer):
         yield ("layout", role, "min_ranks"), (), f"only {' and '.join(fewer)} continue with fewer ranks"
     for role in (name for name in ROLES if name != "reward"):
-        yield ("layout", role, "domains"), (), "only reward has ranks of one domain"
+        yield ("layout", role, "domains"), (), "only the ranks of reward can be limited to domains"
 
 
 def _unread_objective(config: Config) -> Iterator[tuple[Path, Path, str]]:

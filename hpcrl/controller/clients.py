@@ -237,7 +237,7 @@ class RolloutTransfer:
 def lose_unreached(controller: Controller, answers: Iterable[messages.Done]) -> bool:
     """Continue without ranks that other ranks could not reach; return whether there are any."""
     unreached = {rank for answer in answers for rank in answer.unreached}
-    controller.lose(sorted(unreached), "others could not reach it")
+    controller.lose(sorted(unreached), "other ranks could not reach it")
     return bool(unreached)
 
 

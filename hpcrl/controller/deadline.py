@@ -54,7 +54,8 @@ class Deadline:
         rates = f"a step takes up to {max(self._steps):.1f} s and a save {save_s:.1f} s"
         if self.needed_s(save_s) <= lead_s:
             return f"{rates}: with {lead_s:g} s of notice (cluster.signal_lead_s) no step is lost"
-        return f"{rates}: {lead_s:g} s of notice (cluster.signal_lead_s) may cost what came after the last checkpoint"
+        short = f"{lead_s:g} s of notice (cluster.signal_lead_s) may be too short"
+        return f"{rates}: {short}, and steps after the last checkpoint be lost"
 
     def is_near(self, save_s: float) -> bool:
         """Whether the job would end before another step is trained and saved."""

@@ -61,7 +61,7 @@ class Reference:
         step = _step_of(state)
         if step and self.ranks:
             if not self._folder(step).is_dir():
-                raise ValueError(f"{self._folder(step)}, the reference of this checkpoint, is not there")
+                raise ValueError(f"{self._folder(step)}, the reference of this checkpoint, does not exist")
             self._load(step)
 
     def _load(self, step: int) -> None:

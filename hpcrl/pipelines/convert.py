@@ -46,7 +46,7 @@ class ConvertConfig(Section):
 
 def _check(config: Any) -> Iterator[Problem]:
     if config.convert.source is None:
-        text = "convert.source: needs the run folder, or the checkpoint in it, that becomes a model"
+        text = "convert.source: set it to the run folder or the checkpoint to convert"
         yield Problem(("convert", "source"), text, (("pipeline",),))
 
 

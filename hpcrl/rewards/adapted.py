@@ -95,7 +95,9 @@ class EnvironmentFunction:
 
     def __init__(self, environment: Any, path: str):
         if hasattr(environment.step, "remote"):
-            raise ValueError(f"{path}: it is a Ray actor, but hpcrl uses no Ray; give an object of the plain class")
+            raise ValueError(
+                f"{path}: it is a Ray actor, but hpcrl does not use Ray; return an instance of the class itself"
+            )
         self._step = environment.step
 
     def __call__(self, items: Sequence[RewardItem]) -> list[Score]:

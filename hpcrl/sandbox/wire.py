@@ -93,4 +93,4 @@ def unpack(found: Any, other: Other = _none, hashed: bool = True) -> Any:
 
 
 def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is not a value")
+    raise ValueError(f"{constant} is not a valid JSON value")

@@ -126,7 +126,7 @@ def _travelling(names: Sequence[str], level: Level) -> list[tuple[str, np.dtype]
     """The named non-ragged fields of this level with their transfer dtypes (subarray dtypes for wide fields).
     ValueError for a field that is not declared on this rank."""
     if unknown := sorted(set(names) - FIELDS.keys()):
-        text = f"fields {', '.join(unknown)} are handed over to a rank that has not declared them"
+        text = f"fields {', '.join(unknown)} are sent to a rank that has not declared them"
         raise ValueError(f"{text}: declare them (hpcrl.spec.trajectory) in a module that every rank imports")
     fields = [FIELDS[name] for name in names if FIELDS[name].level is level and not FIELDS[name].ragged]
     return [(field.name, _dtype(field)) for field in fields]

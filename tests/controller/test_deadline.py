@@ -50,7 +50,7 @@ def test_the_notice_is_judged_by_measured_rates() -> None:
     assert deadline.notice(20.0, 300) == (
         "a step takes up to 100.0 s and a save 20.0 s: with 300 s of notice (cluster.signal_lead_s) no step is lost"
     )
-    assert "100 s of notice (cluster.signal_lead_s) may cost" in deadline.notice(20.0, 100)
+    assert "100 s of notice (cluster.signal_lead_s) may be too short" in deadline.notice(20.0, 100)
     assert at(0.0, 1000.0).notice(20.0, 100) == ""  # not in a job
 
 

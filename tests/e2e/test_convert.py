@@ -133,7 +133,7 @@ def test_bad_input_is_one_line_before_anything_starts(trained: Path, tmp_path: P
         f"convert.source={trained} convert.model={tmp_path}": f"{tmp_path}/config.json cannot be read",
         f"convert.source={trained} convert.dtype=int8": "convert.dtype: expected",
         f"convert.source={trained} trainer.lr=1": "trainer.lr: not read here, the convert pipeline neither trains nor",
-        "convert.source=null": "convert.source: needs the run folder, or the checkpoint in it, that becomes a model",
+        "convert.source=null": "convert.source: set it to the run folder or the checkpoint to convert",
     }
     for words, text in cases.items():
         done = in_process.run(main, "+experiment=convert", f"run_dir={tmp_path}/run", *words.split(), at=tmp_path)

@@ -52,4 +52,4 @@ def test_old_references_go_and_one_that_is_missing_is_told(tmp_path: Path, input
     shutil.rmtree(folder)
     start = Runs(tmp_path, [*runs.words, "max_steps=7"]).start("run")
     assert start.wait() == ExitCode.CHECKPOINT, start.text
-    assert f"{folder}/step_000006, the reference of this checkpoint, is not there" in start.text
+    assert f"{folder}/step_000006, the reference of this checkpoint, does not exist" in start.text

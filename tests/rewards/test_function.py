@@ -181,7 +181,7 @@ def test_nemo_rl_environments():
     assert reward.signature == "hpcrl" and reward.batched and reward.scores == "samples"
     assert reward.score([item("a"), item("b")]) == [Score(1.0, 1.0), Score(0.0, 0.0)]
     assert reward.score([item("b", extra_env_info={"ground_truth": "b"})]) == [Score(1.0, 1.0)]
-    with pytest.raises(ValueError, match="it is a Ray actor, but hpcrl uses no Ray"):
+    with pytest.raises(ValueError, match="it is a Ray actor, but hpcrl does not use Ray"):
         make("RayActor")
 
 

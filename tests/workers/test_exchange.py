@@ -88,7 +88,7 @@ def test_tokens_of_weights_that_max_staleness_forbids_are_refused(threads: Threa
 
 def test_a_field_that_a_destination_has_not_declared_is_refused(threads: Threads, workers: list[Worker]) -> None:
     command = TransferRollouts(9, "rollout", [], ["token_ids", "entropies"], {}, False)
-    with pytest.raises(ValueError, match="fields entropies are handed over to a rank that has not declared them"):
+    with pytest.raises(ValueError, match="fields entropies are sent to a rank that has not declared them"):
         Exchange(workers[1]).handlers()[TransferRollouts](command, 1)
 
 

@@ -114,7 +114,7 @@ def _make(options: GymnasiumOptions) -> tuple[gymnasium.Env[Any, Any], bool]:
         raise ValueError(f"{at}: {getattr(options, at)!r} cannot be loaded: {_said(error)}") from error
     can_draw = "ansi" in getattr(creator, "metadata", {}).get("render_modes", ())
     if options.observation == "ansi" and not can_draw:
-        raise ValueError(f"observation: {getattr(options, at)} has no render_mode ansi; use value")
+        raise ValueError(f"observation: {getattr(options, at)} has no render_mode ansi; set observation=value")
     draws = can_draw and options.observation != "value"
     kwargs = options.kwargs | ({"render_mode": "ansi"} if draws else {})
     try:

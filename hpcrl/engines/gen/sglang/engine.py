@@ -171,7 +171,7 @@ class SGLangEngine:
         )
         for request in requests:
             if request.params.truncates and (request.params.min_p or not 2 <= self._top_k(request) <= MAX_KEPT):
-                raise ValueError(f"request {request.id}: {TRUNCATED}, but not with top_k 1 or min_p")
+                raise ValueError(f"request {request.id}: {TRUNCATED}, and not with top_k 1 or min_p")
         for request in requests:
             self._growing[request.id] = _RunningRequest(request, self._num_added)
             self._num_added += 1
@@ -397,7 +397,7 @@ def _devices(replica: ReplicaRanks) -> str | None:
     if len(set(hosts)) > 1:
         raise ValueError(
             f"layout.generator.tensor_parallel: the ranks {replica.ranks} of a replica are on {', '.join(hosts)}, and "
-            "SGLang starts all its processes on one host; use fewer, or generator.engine=vllm"
+            "SGLang starts all its processes on one host; use fewer ranks per replica, or generator.engine=vllm"
         )
     devices = [place.partition(" ")[2] for place in places]
     return ",".join(devices) if torch.cuda.is_available() and all(devices) else None
