@@ -337,7 +337,7 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
         (["env.default.class_path=m:C"], "env.default.class_path: read only with name=class"),
         (
             ["env=scripted", "env.default.history=3"],
-            "env.default.history: not read here, an episode by trajectory shows all turns",
+            "env.default.history: not read here, with episode=trajectory the model sees all turns",
         ),
         (
             ["env=scripted", "env.default.episode=steps", "trainer.engine=tests.planner.models:UNPLANNED"],
