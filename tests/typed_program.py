@@ -264,7 +264,7 @@ def specifications() -> None:
     reveal_type(REWARD.load())  # Any: what an import path names
     reveal_type(ENV.probe)
     reveal_type(TRACKER.rewinds)
-    reveal_type(PIPELINE.generates)
+    reveal_type(PIPELINE.learns_from_rewards)
     reveal_type(ROLE.peers)
     reveal_type(TRAIN_ENGINE.optimizers)
     reveal_type(GEN_ENGINE.families)
