@@ -53,4 +53,4 @@ def switch_off(cluster: Any, run: Run, rank: int) -> None:
         process.suspend()
     time.sleep(1)  # what they have sent arrives: unheard, their kernel would repeat it, and a node that is off does not
     for process in of_hpcrl:
-        cut_off(process.pid)
+        cut_off(process.pid, is_off=True)
