@@ -146,7 +146,10 @@ def test_what_an_environment_does_wrong_reaches_the_role() -> None:
         ),
         ({"id": "FrozenLake-v1", "kwargs": {"render_mode": "human"}}, "kwargs.render_mode: the option observation"),
         ({"id": "Pendulum-v1"}, "id: the action space Box(-2.0, 2.0, (1,), float32) is not Discrete or Text"),
-        ({"id": "Blackjack-v1", "observation": "ansi"}, "observation: Blackjack-v1 has no render_mode ansi; use value"),
+        (
+            {"id": "Blackjack-v1", "observation": "ansi"},
+            "observation: Blackjack-v1 has no render_mode ansi; set observation=value",
+        ),
         ({"id": "FrozenLake-v1", "actions": ["Up"]}, "actions: 1 names for the 4 actions of Discrete(4)"),
         ({"id": "FrozenLake-v1", "actions": {"Up": 4}}, "actions: Up is 4, which Discrete(4) does not have"),
         ({"id": "FrozenLake-v1", "actions": {"Up": 3, "UP": 2}}, "actions: two actions have the same name"),

@@ -86,7 +86,7 @@ def test_threads_and_processes_of_rewards_and_environments_count() -> None:
 def test_a_node_holds_so_many_ranks() -> None:
     (line,) = check("+cluster=slurm", "layout.trainer.num_ranks=2000")
     assert line.startswith(
-        "cluster.components: 2001 ranks are more than one node can hold; give cluster.components.main"
+        "cluster.components: 2001 ranks are more than one node can hold; set cluster.components.main"
     )
 
 
