@@ -313,9 +313,8 @@ def _reading(path: Path, kind: str, read: Callable[[h5py.File], T]) -> T:
         with h5py.File(path, "r", locking=False) as file:
             schema, version = file.attrs.get("schema"), file.attrs.get("schema_version")
             newest = SCHEMA_VERSIONS[kind]
-            if schema != f"hpcrl.{path.stem if path.name == OUTCOMES_UNTIL_0_6 else kind}" or version not in range(
-                1, newest + 1
-            ):
+            known = (f"hpcrl.{kind}", f"hpcrl.{path.stem}")  # dispositions.h5 has a schema of its name
+            if schema not in known or version not in range(1, newest + 1):
                 raise ValueError(f"schema {schema} {version}, this version reads hpcrl.{kind} 1 to {newest}")
             return read(file)
     except (OSError, KeyError, ValueError, RuntimeError, TypeError) as error:
