@@ -463,13 +463,16 @@ def test_deterministic_mode_gives_the_same_bits_whatever_ran_before(qwen2: tuple
     assert calls(fresh) == calls(used) == calls(used)
 
 
-def test_deterministic_mode_gives_the_same_bits_whoever_else_is_live(qwen2: tuple[Any, Path]) -> None:
+def test_deterministic_mode_gives_the_same_bits_whoever_is_admitted_later(qwen2: tuple[Any, Path]) -> None:
     _, folder = qwen2
     engine = engine_of(folder, max_num_seqs=6, deterministic=True)
     requests = [Request(i, prompt_of(i, 9), SamplingParams(12), seed=i) for i in range(6)]
-    together = bits(run(engine, requests))
     for count in (1, 3):
-        assert bits(run(engine, requests[:count])) == {i: together[i] for i in range(count)}
+        alone = bits(run(engine, requests[:count]))
+        engine.add(requests[:count])
+        assert not engine.step(2)
+        together = bits(run(engine, requests[count:], decode_chunk=5))
+        assert together.keys() == set(range(6)) and {i: together[i] for i in alone} == alone
 
 
 def test_the_cache_is_as_large_as_needed(qwen2: tuple[Any, Path]) -> None:

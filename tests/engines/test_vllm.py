@@ -319,6 +319,17 @@ def test_in_bf16_logprobs_after_an_update_differ_by_rounding(family: str, tmp_pa
     engine.close()
 
 
+@pytest.mark.parametrize(
+    ("limit", "hidden"), [("AVX2", True), ("avx512_core_bf16", True), ("AVX512_CORE_AMX", False), ("all", False)]
+)
+def test_amx_is_hidden_where_onednn_may_not_use_it(limit: str, hidden: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hpcrl.engines.gen.vllm.amx import follow_onednn_limit
+
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    follow_onednn_limit({"ONEDNN_MAX_CPU_ISA": limit})
+    assert torch.cpu._is_amx_tile_supported() != hidden
+
+
 def test_what_vllm_refuses_is_told_with_its_key(tmp_path: Path) -> None:
     make_tiny_model(TinyModel(**SIZES), tmp_path)
     with pytest.raises(ValueError, match=r"vLLM refuses .* with generator\.vllm\.options=.*nonsense.*: .*nonsense"):

@@ -26,6 +26,7 @@ from hpcrl.engines.gen.generation_engine import Output, ReplicaRanks, Request
 from hpcrl.engines.gen.partial_response import PartialResponse
 from hpcrl.engines.gen.sampling import stream_origin
 from hpcrl.engines.gen.stops import StopStrings
+from hpcrl.engines.gen.vllm.amx import follow_onednn_limit
 from hpcrl.engines.gen.vllm.heads import check_head_size
 from hpcrl.engines.gen.vllm.lora_loading import Adapter
 from hpcrl.engines.gen.vllm.lora_loading import arguments as adapter_arguments
@@ -177,6 +178,7 @@ class VLLMEngine:
         self._routes = routes.field if routes is not None else None
         recorder = RouteRecorder(routes) if routes is not None else None
         recorded = recorder.bound() if recorder is not None else contextlib.nullcontext()
+        follow_onednn_limit()
         with world_of(replica), transformers_classes_kept(), recorded, _unchanged_random_state():
             try:
                 config = EngineArgs(**arguments).create_engine_config(UsageContext.ENGINE_CONTEXT)
