@@ -18,7 +18,7 @@ from hpcrl.config import Config, ConfigError, RolloutConfig, load, parse
 from hpcrl.config.abilities import check_family, check_length
 from hpcrl.config.folders import conf_dir, groups
 from hpcrl.config.reading import known_keys
-from hpcrl.config.renamed_keys import RENAMED, with_new_keys, with_new_names, words_with_new_names
+from hpcrl.config.renamed_keys import RENAMED, arguments_with_new_names, with_new_keys, with_new_names
 from hpcrl.launch.key_docs import meaning
 from hpcrl.launch.presets import preset_of
 from hpcrl.rollout.scheduling.policies import SchedulerConfig
@@ -1029,7 +1029,7 @@ def test_what_a_run_stored_has_the_new_keys() -> None:
         "rollouts=a=b",
         "--config=a",
     ]
-    assert words_with_new_names(arguments) == (
+    assert arguments_with_new_names(arguments) == (
         "+rollout.max_staleness=rollout.max_lag", "~judge.max_num_seqs", "load_rollouts=a=b", "--config=a",
     )  # fmt: skip
     assert with_new_keys({"generator.native": {"kv_bucket": 16}, "judge.max_slots": 2, "trainer ranks": [0]}) == {

@@ -18,10 +18,14 @@ FUNCTIONS = Path(__file__).parent / "rewards" / "user_rewards.py"
 
 def test_one_response_with_what_was_taken(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--reward", "math", "--answer", "so 9*2\n#### 18", "The answer is **18**."]) == 0
-    assert capsys.readouterr().out.splitlines() == ["reward  1, score 1", "taken   18", "gold    18"]
+    assert capsys.readouterr().out.splitlines() == [
+        "reward       1, score 1",
+        "extracted    18",
+        "ground truth 18",
+    ]
     assert main(["--answer", "18", "--options", "require_boxed=true", "It is 18."]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "reward  0, score 0", "taken   nothing", "gold    18", "metrics no_answer 1",
+        "reward       0, score 0", "extracted    nothing", "ground truth 18", "metrics      no_answer 1",
     ]  # fmt: skip
 
 
@@ -31,17 +35,17 @@ def test_a_file_of_rows_and_the_mean(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["--file", f"{tmp_path}/rows.jsonl"]) == 1, "one has no answer to compare with"
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{tmp_path}/rows.jsonl:1" and lines[4] == f"{tmp_path}/rows.jsonl:3"
-    assert "error   ValueError: the row has no answer to compare with (data.answer_key)" in lines
+    assert "error        ValueError: the row has no answer to compare with (data.answer_key)" in lines
     assert lines[-1] == "3 responses: mean reward 0.3333, mean score 0.3333, 1 errors"
     assert main(["--file", f"{tmp_path}/rows.jsonl", "--json"]) == 1
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [each["score"] for each in found] == [1.0, 0.0, 0.0] and found[0]["given"] == "2"
+    assert [each["score"] for each in found] == [1.0, 0.0, 0.0] and found[0]["extracted"] == "2"
 
 
 def test_functions_with_options_columns_and_siblings(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--reward", f"{FUNCTIONS}:trl", "--options", "bonus=0.5", "--column", "level=2", "xx", "yyy"]) == 0
     assert [line for line in capsys.readouterr().out.splitlines() if "score" in line] == [
-        "reward  4.5, score 4.5", "reward  5.5, score 5.5", "2 responses: mean reward 5, mean score 5, 0 errors",
+        "reward       4.5, score 4.5", "reward       5.5, score 5.5", "2 responses: mean reward 5, mean score 5, 0 errors",
     ]  # fmt: skip
     assert main(["--reward", "tests.rewards.user_rewards:longest", "a", "bbb", "cc"]) == 0
     assert "mean reward 0.3333" in capsys.readouterr().out
@@ -56,8 +60,8 @@ def test_the_turns_of_an_episode(tmp_path: Path, capsys: pytest.CaptureFixture[s
     (tmp_path / "rows.jsonl").write_text('{"response": ["a", "bb"]}\n{"response": "ccc"}\n{"response": ["a"]}\n')
     assert main(["--reward", f"{tmp_path}/mine.py:f", "--file", f"{tmp_path}/rows.jsonl"]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1:3] == ["reward  1.5, score 1", "turns   0.5, 1"] and "turns   1.5" in lines
-    assert "error   the turn_rewards add up to 0.5, but the reward is 1.5" in lines
+    assert lines[1:3] == ["reward       1.5, score 1", "turns        0.5, 1"] and "turns        1.5" in lines
+    assert "error        the turn_rewards add up to 0.5, but the reward is 1.5" in lines
 
 
 @pytest.mark.parametrize(
@@ -112,14 +116,18 @@ def test_what_a_reward_took_may_be_any_value(tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "mine.py").write_text(
         "from hpcrl.rewards.reward import Score\n"
         "def f(items):\n"
-        "    return [Score(1, 1, error='half \\ud800', given=18, gold={2}) for item in items]\n"
+        "    return [Score(1, 1, error='half \\ud800', extracted=18, ground_truth={2}) for item in items]\n"
     )
     words = ["--reward", f"{tmp_path}/mine.py:f", "x"]
     assert main(words) == 1
-    assert capsys.readouterr().out.splitlines()[1:] == ["error   half ?", "taken   18", "gold    {2}"]
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "error             half ?",
+        "extracted    18",
+        "ground truth {2}",
+    ]
     assert main([*words, "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
-    assert (found["error"], found["given"], found["gold"]) == ("half ?", "18", "{2}")
+    assert (found["error"], found["extracted"], found["ground_truth"]) == ("half ?", "18", "{2}")
 
 
 def test_a_reader_that_stops_ends_the_command(

@@ -30,8 +30,8 @@ from hpcrl.config import (
     ConfigError,
     EnvConfig,
     GeneratorConfig,
+    LoadedConfig,
     PolicyLoss,
-    Reading,
     RewardConfig,
     TrainerConfig,
     load,
@@ -260,7 +260,7 @@ GEN_ENGINE = GenEngineSpec(about="Another generator.", make="my_lab.generator:ma
 def specifications() -> None:
     reveal_type(ALGORITHM.objective)
     reveal_type(REWARD.section)
-    reveal_type(REWARD.lacking())
+    reveal_type(REWARD.missing_packages())
     reveal_type(REWARD.load())  # Any: what an import path names
     reveal_type(ENV.probe)
     reveal_type(TRACKER.rewinds)
@@ -282,7 +282,7 @@ def specifications() -> None:
 def loop(run: Run) -> None:
     """A pipeline."""
     reveal_type(run.config)
-    reveal_type(run.publish(run.first_step))
+    reveal_type(run.update_weights(run.first_step))
     for step in run.steps():
         reveal_type(step)
         batch = run.rollouts.next(step)
@@ -294,7 +294,7 @@ def loop(run: Run) -> None:
         reveal_type(run.critic.values(batch))
         reveal_type(run.evaluate(step))
         run.rollouts.store(batch, run.trainer)
-        run.log(step, run.publish(step))
+        run.log(step, run.update_weights(step))
         run.checkpoint.maybe_save(step)
 
 
@@ -306,7 +306,7 @@ def launching() -> None:
         return
     reveal_type(load)
     reveal_type(parse({}))
-    reading: Reading = read(["+experiment=demo"])
+    reading: LoadedConfig = read(["+experiment=demo"])
     reveal_type(reading.lines())
     reveal_type(config.max_steps)
     reveal_type(config.run_dir)

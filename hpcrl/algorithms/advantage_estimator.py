@@ -18,7 +18,7 @@ from torch import Tensor
 from hpcrl.algorithms import functional as F
 from hpcrl.algorithms.adaptive import KL_SCALE
 from hpcrl.algorithms.interface import AdvantageEstimator, AllSum, RewardTable, is_last, model_tokens, required
-from hpcrl.algorithms.weighting import weigh
+from hpcrl.algorithms.weighting import response_weights
 from hpcrl.metrics.stats import Stats
 from hpcrl.rollout.batch import Batch
 from hpcrl.spec.policy_loss import PolicyLoss
@@ -40,9 +40,9 @@ class ReturnsAdvantage(AdvantageEstimator, Generic[LossSection]):
     def normalize(self, table: RewardTable) -> Tensor:
         """float32 [N]: the normalised rewards of the table."""
 
-    def weigh(self, table: RewardTable) -> tuple[Tensor, Stats]:
+    def response_weights(self, table: RewardTable) -> tuple[Tensor, Stats]:
         """(float32 [N], statistics): the weight of each response of the table; 0: not trained on."""
-        return weigh(self.config, table)
+        return response_weights(self.config, table)
 
     def propagate(self, token_rewards: Tensor, rows: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """(advantages before whitening, returns) of the batch's model tokens, float32 [M]; token_rewards [M], rows
@@ -53,29 +53,29 @@ class ReturnsAdvantage(AdvantageEstimator, Generic[LossSection]):
     def assign(self, batch: Batch, table: RewardTable, all_sum: AllSum) -> Stats:
         """See AdvantageEstimator."""
         config, positions = self.config, positions_in(table, batch)
-        weights, stats = self.weigh(table)
+        weights, stats = self.response_weights(table)
         batch.weights = batch.weights * weights[positions]
         index = model_tokens(batch)
-        advantages, returns = self.shares(batch, table, positions, index, all_sum)
+        advantages, returns = self.advantages_and_returns(batch, table, positions, index, all_sum)
         advantages = F.whiten(advantages, all_sum) if config.whiten_advantages else advantages
         advantages = clip(advantages, config.advantage_clip)
         zeros = torch.zeros(batch.num_tokens, device=returns.device)
         batch.returns, batch.advantages = zeros.index_copy(0, index, returns), zeros.index_copy(0, index, advantages)
         return stats
 
-    def place(self, batch: Batch, table: RewardTable, positions: Tensor, index: Tensor) -> Tensor:
+    def token_rewards(self, batch: Batch, table: RewardTable, positions: Tensor, index: Tensor) -> Tensor:
         """float32 [M]: the clipped rewards of the model tokens `index`; a row's reward is at its last token."""
         rows = batch.row_ids[index]
         rewards = clip(self.normalize(table), self.config.reward_clip)[positions]
         return torch.where(is_last(rows), rewards[rows], 0.0)
 
-    def shares(
+    def advantages_and_returns(
         self, batch: Batch, table: RewardTable, positions: Tensor, index: Tensor, all_sum: AllSum
     ) -> tuple[Tensor, Tensor]:
         """(advantages before whitening, returns), float32 [M], of the model tokens `index` of the batch, whose rows are
         at these positions of the table. Collective over the ranks of all_sum."""
         config, rows = self.config, batch.row_ids[index]
-        token_rewards = self.place(batch, table, positions, index)
+        token_rewards = self.token_rewards(batch, table, positions, index)
         if config.kl_reward_coef > 0:
             old = required(batch, "old_logprobs", "kl_reward_coef > 0")[index]
             ref = required(batch, "ref_logprobs", "kl_reward_coef > 0")[index]

@@ -34,11 +34,11 @@ class Correction:
     """
 
     weights: Tensor
-    cut: Tensor
+    clipped: Tensor
     rejected: Tensor | None = None
 
 
-def far_off(tokens: PolicyTokens, generated: Tensor, most: float) -> Tensor:
+def off_policy_tokens(tokens: PolicyTokens, generated: Tensor, most: float) -> Tensor:
     """bool [M]: DeepSeek-V3.2's off-policy sequence mask (arXiv 2512.02556): the tokens of negative advantage in
     sequences whose mean log-ratio of the generator to the current policy is above `most`, nats a token.
 
@@ -77,14 +77,14 @@ def mean_weight(config: PolicyLoss, batch: Batch, all_sum: AllSum) -> float:
 def corrected(config: PolicyLoss, old: Tensor, behaviour: Tensor, sequences: Tensor, turns: Tensor) -> Correction:
     """The correction of the model tokens [M] with these log-probs, in these sequences and turns (int64 [M])."""
     assert config.correction != "none", "the caller checks that a correction is configured"
-    weights, cut = F.behaviour_weights(
+    weights, clipped = F.behaviour_weights(
         old, behaviour, sequences, turns, config.correction_level, config.correction, config.correction_low,
         config.correction_high,
     )  # fmt: skip
     level = config.rejection_level
     if level is None or config.correction == "reject":
-        return Correction(weights, cut)
+        return Correction(weights, clipped)
     _, rejected = F.behaviour_weights(
         old, behaviour, sequences, turns, level, "reject", config.rejection_low, config.rejection_high
     )
-    return Correction(torch.where(rejected > 0, 0.0, weights), cut, rejected)
+    return Correction(torch.where(rejected > 0, 0.0, weights), clipped, rejected)

@@ -118,7 +118,7 @@ class LossSums:
     def add_correction(self, correction: Correction) -> None:
         """How the off-policy correction changed the token losses."""
         self.add_tokens("actor/correction_mean", correction.weights)
-        self.add_tokens("actor/correction_clipfrac", correction.cut)
+        self.add_tokens("actor/correction_clipfrac", correction.clipped)
         if correction.rejected is not None:
             self.add_tokens("actor/rejected_ratio", correction.rejected)
 

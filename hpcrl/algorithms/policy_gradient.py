@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hpcrl.algorithms import functional as F
 from hpcrl.algorithms.adaptive import ENTROPY_COEF, KL_SCALE, adapted
-from hpcrl.algorithms.correction import behaviour_logprobs, corrected, far_off, mean_weight
+from hpcrl.algorithms.correction import behaviour_logprobs, corrected, mean_weight, off_policy_tokens
 from hpcrl.algorithms.covariance import mark
 from hpcrl.algorithms.high_entropy import choose_high_entropy
 from hpcrl.algorithms.interface import AllSum, Coefficients, Objective, Outputs, model_tokens, required
@@ -83,7 +83,7 @@ class PolicyGradient(Objective):
             if self._normalizes:
                 token_losses = token_losses * required(batch, "correction_scale", "correction_normalize")[rows]
         if config.off_policy_mask is not None:
-            masked = far_off(tokens, batch.gen_logprobs[index], config.off_policy_mask)
+            masked = off_policy_tokens(tokens, batch.gen_logprobs[index], config.off_policy_mask)
             token_losses = torch.where(masked, 0.0, token_losses)
         if config.entropy_share < 1:
             chosen = required(batch, "high_entropy", "entropy_share below 1")[index]

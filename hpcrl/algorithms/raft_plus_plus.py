@@ -18,8 +18,8 @@ class RaftPlusPlusAdvantage(ReturnsAdvantage[RaftPlusPlus]):
         """See ReturnsAdvantage."""
         return table.rewards
 
-    def weigh(self, table: RewardTable) -> tuple[Tensor, Stats]:
+    def response_weights(self, table: RewardTable) -> tuple[Tensor, Stats]:
         """See ReturnsAdvantage."""
-        weights, stats = super().weigh(table)
+        weights, stats = super().response_weights(table)
         positive = table.rewards > self.config.positive_above
         return weights * positive, stats | {"actor/positive_ratio": stat(positive)}

@@ -225,8 +225,8 @@ def _check_turns(config: Any) -> Iterator[Problem]:
         if value := getattr(config.algorithm, key):
             estimator = config.algorithm.advantage_estimator
             text = f"algorithm.{key}: {value} acts on token rewards, and {estimator} has turn rewards"
-            way_out = "kl_loss_coef" if key == "kl_reward_coef" else "whiten_advantages"
-            yield Problem(("algorithm", key), f"{text}; use algorithm.{way_out}", (("algorithm",),))
+            remedy = "kl_loss_coef" if key == "kl_reward_coef" else "whiten_advantages"
+            yield Problem(("algorithm", key), f"{text}; use algorithm.{remedy}", (("algorithm",),))
 
 
 TURN_REINFORCE_SPEC = AlgorithmSpec(

@@ -26,7 +26,7 @@ from hpcrl.rollout.batch import Batch
 class TurnGAEAdvantage(GAEAdvantage[TurnGAE]):
     """See the module's docstring."""
 
-    def place(self, batch: Batch, table: RewardTable, positions: Tensor, index: Tensor) -> Tensor:
+    def token_rewards(self, batch: Batch, table: RewardTable, positions: Tensor, index: Tensor) -> Tensor:
         """See ReturnsAdvantage; a turn's reward is at its last token."""
         turns = turns_of(batch, index)
         return torch.where(is_last(turns), clip(turn_rewards(batch), self.config.reward_clip)[turns], 0.0)

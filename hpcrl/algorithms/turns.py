@@ -61,7 +61,7 @@ class TurnAdvantage(ReturnsAdvantage[TurnSection]):
     def compare(self, turns: TurnTable, table: RewardTable) -> Tensor:
         """float32 [K]: the advantages of the turns."""
 
-    def shares(
+    def advantages_and_returns(
         self, batch: Batch, table: RewardTable, positions: Tensor, index: Tensor, all_sum: AllSum
     ) -> tuple[Tensor, Tensor]:
         """See ReturnsAdvantage."""

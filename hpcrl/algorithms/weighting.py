@@ -14,7 +14,7 @@ from hpcrl.metrics.stats import Stats, stat
 from hpcrl.spec.policy_loss import PolicyLoss
 
 
-def weigh(config: PolicyLoss, table: RewardTable) -> tuple[Tensor, Stats]:
+def response_weights(config: PolicyLoss, table: RewardTable) -> tuple[Tensor, Stats]:
     """(float32 [N], statistics): the weight of each response of the table, 0 where a mask drops it. The weights by
     difficulty and by length have mean 1 over the remaining responses. The statistics report the share that each active
     mask keeps, under ROLL's names."""

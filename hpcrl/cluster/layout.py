@@ -259,7 +259,7 @@ def _check_engines_of_a_process(config: Config, ranks: Mapping[RoleName, tuple[i
     """Report a judge and a generator on one rank if a process can have only one engine of their kind."""
     shared, engine = set(ranks["judge"]) & set(ranks["generator"]), config.judge.engine
     if shared and engine == config.gen_engine and not GEN_ENGINES[engine].several_in_process:
-        able = " or ".join(name for name, spec in GEN_ENGINES.items() if spec.several_in_process and spec.offered)
+        able = " or ".join(name for name, spec in GEN_ENGINES.items() if spec.several_in_process and spec.selectable)
         text = (
             f"judge.engine: rank {_span(tuple(sorted(shared)))} has a generator and a judge, and a process can have "
             f"only one {engine} engine; give the judge separate ranks (layout.judge.colocate_with=null "

@@ -256,10 +256,10 @@ def _since(word: str) -> str:
 
 def _ranks(word: str) -> frozenset[str]:
     """Ranks as in headers. ValueError lists the accepted forms."""
-    words = word.split(",")
-    if not all(one.isdecimal() or one in OTHERS for one in words):
+    ranks = word.split(",")
+    if not all(one.isdecimal() or one in OTHERS for one in ranks):
         raise ValueError(f"--rank {word}: ranks separated by commas (0,3), agent or launch")
-    return frozenset(f"rank {int(one)}" if one.isdecimal() else one for one in words)
+    return frozenset(f"rank {int(one)}" if one.isdecimal() else one for one in ranks)
 
 
 def _number(name: str, word: str) -> int:
@@ -285,23 +285,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--lines", metavar="N", help="only the last N lines")
     parser.add_argument("--follow", action="store_true", help="wait for new messages, until Ctrl-C")
     try:
-        words = parser.parse_args(argv)
+        arguments = parser.parse_args(argv)
         wanted = Wanted(
-            ranks=_ranks(words.rank) if words.rank is not None else frozenset(),
-            level=_level(words.level) if words.level is not None else 0,
-            since=_since(words.since) if words.since is not None else "",
-            attempt=_number("--attempt", words.attempt) if words.attempt is not None else None,
+            ranks=_ranks(arguments.rank) if arguments.rank is not None else frozenset(),
+            level=_level(arguments.level) if arguments.level is not None else 0,
+            since=_since(arguments.since) if arguments.since is not None else "",
+            attempt=_number("--attempt", arguments.attempt) if arguments.attempt is not None else None,
         )
-        last = _number("--lines", words.lines) if words.lines is not None else None
-        logs = RunLogs(find_run(words.run), wanted)
+        last = _number("--lines", arguments.lines) if arguments.lines is not None else None
+        logs = RunLogs(find_run(arguments.run), wanted)
         logs.check()
     except (ConfigError, ValueError, OSError) as error:
         print(f"hpcrl: {' '.join(str(error).split())} ({in_shell('python -m hpcrl logs')} --help)", file=sys.stderr)
         return ExitCode.BAD_INPUT
     allow_files()
     try:
-        _print(logs.lines(to_end=not words.follow), last)
-        while words.follow:
+        _print(logs.lines(to_end=not arguments.follow), last)
+        while arguments.follow:
             time.sleep(POLL_S)
             _print(logs.lines(to_end=False))
     except BrokenPipeError:

@@ -36,9 +36,9 @@ MAX_SHOWN_CHARS = 200
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0, 1 if a response could not be scored, 2 on bad input. Stops when the output's reader has stopped."""
     try:
-        words = _parser().parse_args(argv)
-        reward = _reward(words)
-        rows = _rows_of(words)
+        arguments = _parser().parse_args(argv)
+        reward = _reward(arguments)
+        rows = _rows_of(arguments)
         reward.start()
     except (ValueError, OSError) as error:
         print(f"hpcrl score: {' '.join(str(error).split())} (see --help)", file=sys.stderr)
@@ -47,8 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for place, item, score in _scored(reward, rows):
             scores.append(score)
-            _print(_shown(place, item, score, words.json))
-        if len(scores) > 1 and not words.json:
+            _print(_shown(place, item, score, arguments.json))
+        if len(scores) > 1 and not arguments.json:
             _print(f"\n{_summary(scores)}")
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python's last flush fails again
@@ -97,15 +97,17 @@ def _parser() -> ArgumentParser:
     return parser
 
 
-def _reward(words: argparse.Namespace) -> Reward:
+def _reward(arguments: argparse.Namespace) -> Reward:
     """The reward that the arguments choose. ValueError on invalid options."""
-    if ":" not in words.reward and words.reward not in list(REWARDS):
+    if ":" not in arguments.reward and arguments.reward not in list(REWARDS):
         names = ", ".join(name for name, spec in REWARDS.items() if not spec.imports_code)
-        raise ValueError(f"--reward {words.reward}: there are {names}, and package.module:callable or file.py:callable")
-    section: dict[str, Any] = {"name": words.reward, "signature": words.signature}
-    section["options"] = _pairs("--options", words.options)
-    if ":" in words.reward:
-        section |= {"name": "function", "function": words.reward}
+        raise ValueError(
+            f"--reward {arguments.reward}: there are {names}, and package.module:callable or file.py:callable"
+        )
+    section: dict[str, Any] = {"name": arguments.reward, "signature": arguments.signature}
+    section["options"] = _pairs("--options", arguments.options)
+    if ":" in arguments.reward:
+        section |= {"name": "function", "function": arguments.reward}
     try:
         return make_reward(RewardConfig.model_validate(section))
     except ValidationError as error:
@@ -113,9 +115,9 @@ def _reward(words: argparse.Namespace) -> Reward:
         raise ValueError(f"--{detail['loc'][0]} {detail['input']}: {detail['msg']}") from error
 
 
-def _pairs(option: str, words: Sequence[str]) -> dict[str, Any]:
+def _pairs(option: str, arguments: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for word in words:
+    for word in arguments:
         key, equals, value = word.partition("=")
         if not (key and equals):
             raise ValueError(f"{option} {word}: expected KEY=VALUE")
@@ -128,29 +130,29 @@ def _pairs(option: str, words: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def _rows_of(words: argparse.Namespace) -> list[tuple[str, RewardItem]]:
+def _rows_of(arguments: argparse.Namespace) -> list[tuple[str, RewardItem]]:
     """(place, row) of each response to score. ValueError on invalid input."""
-    if words.file and (words.response or words.answer is not None or words.prompt or words.column):
+    if arguments.file and (arguments.response or arguments.answer is not None or arguments.prompt or arguments.column):
         raise ValueError("--file excludes a response, --answer, --prompt and --column: its rows have them")
-    rows = list(_rows(Path(words.file))) if words.file else _arguments(words)
-    compares = ":" not in words.reward and REWARDS[words.reward].compares_answer
+    rows = list(_rows(Path(arguments.file))) if arguments.file else _arguments(arguments)
+    compares = ":" not in arguments.reward and REWARDS[arguments.reward].compares_answer
     if compares and all(item.answer is None for _, item in rows):
-        told = f'{words.file}: no row has an "answer"' if words.file else "give --answer"
-        raise ValueError(f"{told}, which the reward {words.reward} compares with")
+        told = f'{arguments.file}: no row has an "answer"' if arguments.file else "give --answer"
+        raise ValueError(f"{told}, which the reward {arguments.reward} compares with")
     return rows
 
 
-def _arguments(words: argparse.Namespace) -> list[tuple[str, RewardItem]]:
-    if not words.response:
+def _arguments(arguments: argparse.Namespace) -> list[tuple[str, RewardItem]]:
+    if not arguments.response:
         raise ValueError("give a response, or --file with rows")
     try:
-        texts = [sys.stdin.buffer.read().decode() if text == "-" else text for text in words.response]
-        "".join([*texts, words.prompt, words.answer or ""]).encode()
+        texts = [sys.stdin.buffer.read().decode() if text == "-" else text for text in arguments.response]
+        "".join([*texts, arguments.prompt, arguments.answer or ""]).encode()
     except UnicodeError as error:
         raise ValueError("a response, the prompt or the answer is not UTF-8 text") from error
-    columns = _pairs("--column", words.column)
+    columns = _pairs("--column", arguments.column)
     return [
-        ("", RewardItem(place, "default", words.prompt, text, words.answer, columns))
+        ("", RewardItem(place, "default", arguments.prompt, text, arguments.answer, columns))
         for place, text in enumerate(texts)
     ]
 
@@ -225,19 +227,19 @@ def _calls(reward: Reward, rows: Sequence[tuple[str, RewardItem]]) -> Iterator[l
 
 def _shown(where: str, item: RewardItem, score: Score, as_json: bool) -> str:
     if as_json:
-        fields = ("reward", "score", "error", "metrics", "turn_rewards", "given", "gold")
+        fields = ("reward", "score", "error", "metrics", "turn_rewards", "extracted", "ground_truth")
         return json.dumps({"where": where} | {name: getattr(score, name) for name in fields}, ensure_ascii=False)
-    taken = "nothing" if score.given is None else score.given
-    gold = item.answer if score.gold is None else score.gold
+    extracted = "nothing" if score.extracted is None else score.extracted
+    ground_truth = item.answer if score.ground_truth is None else score.ground_truth
     parts = {
         "reward": f"{score.reward:.4g}, score {score.score:.4g}",
         "turns": ", ".join(f"{value:.4g}" for value in score.turn_rewards),
         "error": score.error,
-        "taken": taken if score.gold is not None or score.given is not None else "",
-        "gold": "" if gold is None else str(gold),
+        "extracted": extracted if score.ground_truth is not None or score.extracted is not None else "",
+        "ground truth": "" if ground_truth is None else str(ground_truth),
         "metrics": "  ".join(f"{name} {value:.4g}" for name, value in score.metrics.items()),
     }
-    lines = [f"{name:<8}{_short(text)}" for name, text in parts.items() if text]
+    lines = [f"{name:<13}{_short(text)}" for name, text in parts.items() if text]
     return "\n".join([*([where] if where else []), *lines])
 
 

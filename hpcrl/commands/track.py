@@ -35,8 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("name", metavar="TRACKER", help=f"{', '.join(TRACKERS)}, or module:SPEC")
     parser.add_argument("uri", nargs="?", metavar="URI", help="address of the server, for mlflow")
     try:
-        words = parser.parse_args(argv)
-        run_dir, name, config = words.run_dir, words.name, _config(words.run_dir, words.name, words.uri)
+        arguments = parser.parse_args(argv)
+        run_dir, name = arguments.run_dir, arguments.name
+        config = _config(run_dir, name, arguments.uri)
     except ValueError as error:
         print(f"{error} (see --help)", file=sys.stderr)
         return ExitCode.BAD_INPUT
@@ -73,7 +74,7 @@ def _put_table(step: int, rows: list[dict[str, Any]], tracker: Tracker) -> None:
 def _config(run_dir: Path, name: str, uri: str | None) -> Config:
     """The configuration with this tracker and network access. ConfigError for an unknown or uninstalled tracker."""
     spec = TRACKERS[name]
-    if lacking := spec.lacking():
+    if lacking := spec.missing_packages():
         raise ConfigError([f"{name} is not installed; {install(lacking)}"])
     data = stored_config(run_dir).model_dump(mode="json")
     data["trackers"], data["tracking"]["online"] = [name], True

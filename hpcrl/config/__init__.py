@@ -1,6 +1,6 @@
 """The configuration: a typed schema, its cross-field checks and its composition by Hydra. Imports no torch.
 
-`load(argv)` composes and checks the words of a command line; `parse(data)` checks plain data. Both raise `ConfigError`
+`load(argv)` composes and checks a command line's arguments; `parse(data)` checks plain data. Both raise `ConfigError`
 with every problem at once, one line each.
 """
 
@@ -13,7 +13,7 @@ from hpcrl.config.domains import EnvConfig, RewardConfig
 from hpcrl.config.engines import GeneratorConfig, JudgeConfig, LoRAConfig, TrainerConfig
 from hpcrl.config.fake import FakeConfig
 from hpcrl.config.model import ModelConfig, TinyModel
-from hpcrl.config.reading import Reading, load, parse, read, read_data
+from hpcrl.config.reading import LoadedConfig, load, parse, read, read_data
 from hpcrl.config.rollout import DomainRolloutConfig, EvalConfig, RolloutConfig
 from hpcrl.config.schema import Timeouts
 from hpcrl.spec.fields import Natural, NonNegative, Positive, PositiveFloat, Section, Share
@@ -38,6 +38,7 @@ __all__ = [
     "JudgeConfig",
     "LayoutConfig",
     "LoRAConfig",
+    "LoadedConfig",
     "ModelConfig",
     "Natural",
     "NonNegative",
@@ -45,7 +46,6 @@ __all__ = [
     "Positive",
     "PositiveFloat",
     "Problem",
-    "Reading",
     "RewardConfig",
     "RoleConfig",
     "RoleName",

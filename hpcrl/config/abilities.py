@@ -47,7 +47,7 @@ def check_built(config: Config) -> list[Problem]:
     for path, name, spec in chosen(config):
         if not spec.built:
             problems.append(Problem(path, f"{dotted(path)}: {name} is not built yet"))
-        elif (lacking := spec.lacking()) and config.cluster.container == "none":
+        elif (lacking := spec.missing_packages()) and config.cluster.container == "none":
             problems.append(Problem(path, f"{dotted(path)}: {name} is not installed; {install(lacking)}"))
         elif config.cluster.container == "none":
             for module, known in spec.required_versions.items():
@@ -155,7 +155,7 @@ def _heads(config: Config) -> Iterator[Problem]:
     )
     for role, runs, section, table in engines:
         if runs and section.head_dtype and not table[section.engine].float32_head:
-            able = ", ".join(name for name, spec in table.items() if spec.float32_head and spec.offered)
+            able = ", ".join(name for name, spec in table.items() if spec.float32_head and spec.selectable)
             text = (
                 f"{role}.head_dtype: {section.head_dtype}, but the {section.engine} {role} computes the vocabulary "
                 f"projection only in the model's type; use null, or {role}.engine={able}"
@@ -238,7 +238,7 @@ def check_family(
         wrong = f"lacks {' and '.join(features)}"
     else:
         return
-    able = " or ".join(n for n, other in GEN_ENGINES.items() if other.offered and not other.families and n != name)
+    able = " or ".join(n for n, other in GEN_ENGINES.items() if other.selectable and not other.families and n != name)
     text = f"{dotted(path)}: the {name} generator {wrong}; generator.engine={able} runs all models of its library"
     yield Problem(path, text, (("generator", "engine"), ("model",)))
 
@@ -257,14 +257,14 @@ def check_trainable(config: Config, model: Mapping[str, Any], path: Path) -> Ite
         able = [
             other
             for other, spec in TRAIN_ENGINES.items()
-            if spec.offered and other != name and not list(spec.unsupported(default[other], model))
+            if spec.selectable and other != name and not list(spec.unsupported(default[other], model))
         ]
-        way_out = f"; use trainer.engine={' or '.join(able)}" if able else ""
+        remedy = f"; use trainer.engine={' or '.join(able)}" if able else ""
         involved = (("trainer", "engine"), ("trainer", name), ("model",))
-        yield Problem(path, f"{dotted(path)}: the {name} trainer {' and '.join(lacking)}{way_out}", involved)
+        yield Problem(path, f"{dotted(path)}: the {name} trainer {' and '.join(lacking)}{remedy}", involved)
 
 
 def _able(table: SpecTable[Any], path: Path, can: Callable[[Any], bool]) -> str:
     """Names the engines with an ability, as a remedy."""
-    names = [name for name, spec in table.items() if spec.offered and can(spec)]
+    names = [name for name, spec in table.items() if spec.selectable and can(spec)]
     return f", or {dotted(path)}={' or '.join(names)}" if names else ""

@@ -106,9 +106,9 @@ def _reinforcement(config: Config) -> Iterator[Problem]:
         name = getattr(algorithm, "advantage_estimator", "the algorithm")
         text = f"rollout.group_size: {name} compares the responses of a group and needs at least 2, got 1"
         yield Problem(("rollout", "group_size"), text, (("algorithm",),))
-    for key, greedy, way_out in (("temperature", 0, "1"), ("top_k", 1, "0 (off) or at least 2"), ("min_p", 1, "less")):
+    for key, greedy, remedy in (("temperature", 0, "1"), ("top_k", 1, "0 (off) or at least 2"), ("min_p", 1, "less")):
         if getattr(rollout, key) == greedy and config.generates:
-            text = f"{greedy} makes the responses of a group equal, so there is nothing to learn from; use {way_out}"
+            text = f"{greedy} makes the responses of a group equal, so there is nothing to learn from; use {remedy}"
             yield Problem(("rollout", key), f"rollout.{key}: {text}")
     samples, parts = rollout.num_prompts * rollout.group_size, algorithm.num_mini_batches
     if samples % parts:
@@ -217,11 +217,11 @@ def _fake(config: Config) -> Iterator[Problem]:
     rollout, rate, at = config.rollout, config.fake.pass_rate, ("fake", "pass_rate")
     if not config.learns_from_rewards or config.debug != "fake" or config.envs or rate not in (0, 1):
         return
-    way_out = "use a share between 0 and 1, or rollout"
+    remedy = "use a share between 0 and 1, or rollout"
     if rollout.filter_std:
         text = (
             f"fake.pass_rate: {rate:g} makes the rewards of a group equal, and rollout.filter_std rejects such groups; "
-            f"{way_out}.filter_std=false"
+            f"{remedy}.filter_std=false"
         )
         yield Problem(at, text, (("rollout", "filter_std"),))
     low, high = rollout.filter_mean_low, rollout.filter_mean_high
@@ -232,7 +232,7 @@ def _fake(config: Config) -> Iterator[Problem]:
         if rejects:
             text = (
                 f"fake.pass_rate: {rate:g} is the mean score of every group, and rollout.{key}={bound:g} rejects it; "
-                f"{way_out}.{key}=null"
+                f"{remedy}.{key}=null"
             )
             yield Problem(at, text, (("rollout", key),))
 

@@ -89,17 +89,17 @@ class Composition:
         return {path: by_hand for path, by_hand in keys.items() if path[0] != "defaults"}
 
 
-def compose(words: Sequence[str]) -> Composition:
+def compose(arguments: Sequence[str]) -> Composition:
     """Compose the arguments of a command line (`--config FILE`, `group=option`, `a.b=c`, `+a.b=c`, `++a.b=c`, `~a.b`).
     ConfigError if the file cannot be read."""
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    path, words = split_file(words)
+    path, arguments = split_file(arguments)
     result = Composition(file=read_config_file(path) if path is not None else None)
     if result.file is None or not result.file.of_run:  # a job on another machine needs no such folders
         check_folders()
-    _parse(words, result)
+    _parse(arguments, result)
     config: DictConfig = _compose_groups(result)
     for override in result.overrides:
         try:
@@ -136,10 +136,10 @@ def _resolve(config: Any, at: Path, problems: list[Problem]) -> dict[str, Any]:
     return data
 
 
-def split_file(words: Sequence[str]) -> tuple[FilePath | None, list[str]]:
+def split_file(arguments: Sequence[str]) -> tuple[FilePath | None, list[str]]:
     """The FILE of `--config FILE` or `--config=FILE`, and the other arguments. ConfigError if there are two, or none
     after --config."""
-    files, rest, left = [], [], iter(words)
+    files, rest, left = [], [], iter(arguments)
     for word in left:
         name, given, path = word.partition("=")
         if name != "--config":
@@ -164,13 +164,13 @@ def _with_bases(experiment: str | None) -> Iterator[str]:
                 yield from _with_bases(entry)
 
 
-def _parse(words: Sequence[str], result: Composition) -> None:
+def _parse(arguments: Sequence[str], result: Composition) -> None:
     """Sort the arguments into choices of groups and values; any other argument becomes a problem."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     known, parser = groups(), OverridesParser.create()
-    for word in words:
+    for word in arguments:
         if word.startswith("-"):
             _refuse(result, word, OPTIONS.get(word.partition("=")[0], UNKNOWN_OPTION))
             continue
@@ -222,14 +222,14 @@ def _compose_groups(result: Composition) -> Any:
 
     listed = {key for entry in read_yaml(f"{PRIMARY}.yaml")["defaults"] if isinstance(entry, dict) for key in entry}
     result.chosen = tuple(result.choices)
-    words = [("" if group in listed else "+") + f"{group}={option}" for group, option in result.choices.items()]
+    arguments = [("" if group in listed else "+") + f"{group}={option}" for group, option in result.choices.items()]
     if result.file is not None:
-        words += [f"~{group}" for group in sorted(listed - result.choices.keys())]
+        arguments += [f"~{group}" for group in sorted(listed - result.choices.keys())]
     try:
         folders = conf_dirs()
         files = [path for folder in folders for group in sorted(groups()) for path in (folder / group).rglob("*.yaml")]
         stamps = tuple((path, stamp(path)) for path in files)
-        data, choices = _of_hydra(tuple(folders), tuple(words), stamps)
+        data, choices = _of_hydra(tuple(folders), tuple(arguments), stamps)
         composed: Any = OmegaConf.create(data)
         if result.file is not None:
             composed = OmegaConf.merge(as_text(_of_file(result.file, result)), composed)
@@ -276,7 +276,7 @@ def _of_file(file: ConfigFile, result: Composition) -> dict[str, Any]:
 
 @functools.lru_cache  # takes a tenth of a second; a sweep's points differ in values more than in groups
 def _of_hydra(
-    folders: tuple[FilePath, ...], words: tuple[str, ...], stamps: tuple[Any, ...]
+    folders: tuple[FilePath, ...], arguments: tuple[str, ...], stamps: tuple[Any, ...]
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The values, with interpolations unresolved, and the option of each group; callers must not change them."""
     from hydra import compose as hydra_compose
@@ -286,7 +286,7 @@ def _of_hydra(
     built_in, *_further_folders().folders = folders
     try:
         with initialize_config_dir(str(built_in), version_base="1.3"):
-            config = hydra_compose(PRIMARY, overrides=list(words), return_hydra_config=True)
+            config = hydra_compose(PRIMARY, overrides=list(arguments), return_hydra_config=True)
     finally:
         _further_folders().folders = []
     runtime = config.hydra.runtime.choices

@@ -11,13 +11,13 @@ from typing import Any
 
 import yaml
 
-from hpcrl.config.renamed_keys import with_new_names, words_with_new_names
+from hpcrl.config.renamed_keys import arguments_with_new_names, with_new_names
 from hpcrl.spec.problems import ConfigError, Path
 
 WORDS = "# words: "
 """Start of the first line of a stored file: the arguments that made the configuration, as JSON."""
 OWNERS = "owners"
-"""A folder next to every run's configuration, also of versions that stored no words."""
+"""A folder next to every run's configuration, also of versions that stored no arguments."""
 FLOAT = re.compile(r"[-+]?(?:\d[\d_]*\.?[\d_]*|\.[\d_]+)[eE][-+]?\d+")
 """Numbers in Hydra's files that YAML 1.1 reads as text, such as 1e-6."""
 
@@ -28,13 +28,13 @@ class ConfigFile:
 
     Attributes:
         of_run: whether a run stored it.
-        words: the arguments that made a stored configuration; None if they are not known.
+        arguments: those that made a stored configuration; None if they are not known.
     """
 
     path: FilePath
     data: dict[str, Any] = field(default_factory=dict)
     of_run: bool = False
-    words: tuple[str, ...] | None = None
+    arguments: tuple[str, ...] | None = None
 
     def source(self, path: Path) -> str:
         """File and line of the value at `path`, or of the nearest section above it; empty if neither is in the file."""
@@ -76,25 +76,25 @@ def read_config_file(path: FilePath) -> ConfigFile:
             ]
         )
     of_run = text.startswith(WORDS) or (path.parent / OWNERS).is_dir()
-    return ConfigFile(path, with_new_names(data) if of_run else data, of_run, words_in(text))
+    return ConfigFile(path, with_new_names(data) if of_run else data, of_run, arguments_in(text))
 
 
-def words_in(text: str) -> tuple[str, ...] | None:
+def arguments_in(text: str) -> tuple[str, ...] | None:
     """The arguments in the first line of a stored configuration; None if they are not known."""
     first = text.partition("\n")[0]
     if not first.startswith(WORDS):
         return None
     try:
-        words = json.loads(first.removeprefix(WORDS))
+        arguments = json.loads(first.removeprefix(WORDS))
     except ValueError:
         return None
-    known = isinstance(words, list) and all(isinstance(word, str) for word in words)
-    return words_with_new_names(words) if known else None
+    known = isinstance(arguments, list) and all(isinstance(word, str) for word in arguments)
+    return arguments_with_new_names(arguments) if known else None
 
 
-def write_config(config: Mapping[str, Any], words: Sequence[str] | None) -> bytes:
+def write_config(config: Mapping[str, Any], arguments: Sequence[str] | None) -> bytes:
     """The file content of this configuration for read_config_file(), with the arguments that made it, if known."""
-    head = f"{WORDS}{json.dumps(None if words is None else list(words))}\n"
+    head = f"{WORDS}{json.dumps(None if arguments is None else list(arguments))}\n"
     return (head + yaml.dump(dict(config), Dumper=_Dumper, sort_keys=False)).encode()
 
 

@@ -53,6 +53,6 @@ def check_judge(config: Config) -> Iterator[Problem]:
         text = f"judge.path: missing; reward.{domain} has a judge with role=judge, which needs a model folder"
         yield Problem(("judge", "path"), text, (("reward", domain),))
     if config.deterministic and not GEN_ENGINES[config.judge.engine].deterministic:
-        able = " or ".join(name for name, spec in GEN_ENGINES.items() if spec.deterministic and spec.offered)
+        able = " or ".join(name for name, spec in GEN_ENGINES.items() if spec.deterministic and spec.selectable)
         text = f"deterministic: the {config.judge.engine} judge is not deterministic; use false, or judge.engine={able}"
         yield Problem(("deterministic",), text, (JUDGE_ENGINE,))

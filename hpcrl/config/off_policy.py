@@ -45,8 +45,8 @@ def _ratio_bounds(name: str, low: float, high: float, masks: bool, cause: str) -
         text = f"algorithm.{name}_low: {low:g} drops {fresh}; use less than 1"
         yield Problem((section, f"{name}_low"), text, ((section, cause),))
     elif high < 1 or (masks and high == 1):
-        what, way_out = ("drops", "more than") if masks else ("cuts", "at least")
-        text = f"algorithm.{name}_high: {high:g} {what} {fresh}; use {way_out} 1"
+        what, remedy = ("drops", "more than") if masks else ("cuts", "at least")
+        text = f"algorithm.{name}_high: {high:g} {what} {fresh}; use {remedy} 1"
         yield Problem((section, f"{name}_high"), text, ((section, cause),))
 
 

@@ -58,7 +58,7 @@ SPLIT: dict[Path, str] = {
 
 
 @dataclass
-class Reading:
+class LoadedConfig:
     """The result of reading arguments: `config` is complete if there are no problems.
 
     With problems, `config` has defaults in place of unreadable values (`unread`), which allows further checks; it is
@@ -102,7 +102,7 @@ def parse(data: Mapping[str, Any]) -> Config:
     return reading.config
 
 
-def read_data(data: Mapping[str, Any], composition: Composition) -> Reading:
+def read_data(data: Mapping[str, Any], composition: Composition) -> LoadedConfig:
     """Like parse(), but collects the problems and reports their sources in this composition."""
     reading = _validate(data, composition)
     if reading.config is not None:
@@ -110,7 +110,7 @@ def read_data(data: Mapping[str, Any], composition: Composition) -> Reading:
     return reading
 
 
-def read(argv: Sequence[str]) -> Reading:
+def read(argv: Sequence[str]) -> LoadedConfig:
     """Like load(), but collects the problems, so that the caller can check for more. ConfigError if a file of --config
     cannot be read."""
     composition = compose(argv)
@@ -140,7 +140,7 @@ def _given(config: Config, composition: Composition) -> dict[Path, bool]:
     return {path: by_hand for path, by_hand in given.items() if by_hand or Problem(path, "").touches(other)}
 
 
-def _validate(given: Mapping[str, Any], composition: Composition) -> Reading:
+def _validate(given: Mapping[str, Any], composition: Composition) -> LoadedConfig:
     """Check types and keys. Each round removes wrong values, until the rest can be read."""
     data: dict[str, Any] = copy.deepcopy(dict(given))
     if not data.get("run_dir"):
@@ -149,7 +149,7 @@ def _validate(given: Mapping[str, Any], composition: Composition) -> Reading:
         data["algorithm"].setdefault(
             "advantage_estimator", config_class().model_fields["algorithm"].default.advantage_estimator
         )
-    reading = Reading(None, composition)
+    reading = LoadedConfig(None, composition)
     for problem in check_placeholders(data):
         reading.problems.append(problem)
         reading.unread.append(problem.path)

@@ -64,12 +64,12 @@ def with_new_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def words_with_new_names(words: Sequence[str]) -> tuple[str, ...]:
+def arguments_with_new_names(arguments: Sequence[str]) -> tuple[str, ...]:
     """Stored arguments of a command line, with the keys of this version."""
-    return tuple(_WORD.sub(_renamed_word, word, count=1) if not word.startswith("--") else word for word in words)
+    return tuple(a if a.startswith("--") else _WORD.sub(_renamed_argument, a, count=1) for a in arguments)
 
 
-def _renamed_word(found: re.Match[str]) -> str:
+def _renamed_argument(found: re.Match[str]) -> str:
     return found[1] + _new_key(found[2])
 
 

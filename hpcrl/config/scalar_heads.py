@@ -12,9 +12,9 @@ from hpcrl.spec.tables import TRAIN_ENGINES
 
 
 def _listed(name: str) -> str:
-    if name not in list(TRAIN_ENGINES) or not TRAIN_ENGINES[name].offered:
-        offered = [other for other, spec in TRAIN_ENGINES.items() if spec.offered]
-        raise PydanticCustomError("literal_error", "{expected}", {"expected": " or ".join(offered)})
+    if name not in list(TRAIN_ENGINES) or not TRAIN_ENGINES[name].selectable:
+        selectable = [other for other, spec in TRAIN_ENGINES.items() if spec.selectable]
+        raise PydanticCustomError("literal_error", "{expected}", {"expected": " or ".join(selectable)})
     return name
 
 

@@ -20,7 +20,7 @@ class BatchHandle:
         mini_batches: Samples of each mini-batch, over all ranks.
         rows: Trainer rank -> its samples, ascending, in the order of the rank's rows; for each data-parallel group
             (hpcrl.spec.division) only the first rank is listed.
-        apart: Role -> the same mapping, for roles on other ranks.
+        rows_by_role: Role -> the same mapping, for roles on other ranks.
         prompts: Sample -> its prompt, if group members share one.
         keep_together: Samples with the same number are always in one micro-batch (preference pairs).
         weights: Sample -> its weight in the loss, if not 1.
@@ -32,7 +32,7 @@ class BatchHandle:
     sizes: Mapping[int, Sizes]
     mini_batches: Sequence[Sequence[int]]
     rows: dict[int, list[int]]
-    apart: dict[str, dict[int, list[int]]] = field(default_factory=dict)
+    rows_by_role: dict[str, dict[int, list[int]]] = field(default_factory=dict)
     prompts: Mapping[int, int] = field(default_factory=dict)
     keep_together: Mapping[int, int] = field(default_factory=dict)
     weights: Mapping[int, float] = field(default_factory=dict)
@@ -45,12 +45,12 @@ class BatchHandle:
 
     def rows_of(self, role: str) -> dict[int, list[int]]:
         """Samples per rank for a role."""
-        return self.apart.get(role, self.rows)
+        return self.rows_by_role.get(role, self.rows)
 
     @property
-    def everywhere(self) -> dict[int, list[int]]:
+    def all_rows(self) -> dict[int, list[int]]:
         """Samples per rank, for all roles."""
-        return {rank: samples for rows in (self.rows, *self.apart.values()) for rank, samples in rows.items()}
+        return {rank: samples for rows in (self.rows, *self.rows_by_role.values()) for rank, samples in rows.items()}
 
     def plan(
         self, rows: Mapping[int, list[int]], samples: Sequence[int], max_tokens: int
@@ -84,8 +84,8 @@ def lay_out(config: Config, layout: RoleLayout, step: int, sizes: Mapping[int, S
     # The critic trains by mini-batch and gets a share of each; the reference computes log-probs of the whole batch.
     for role, pieces in (("critic", parts), ("reference", [sorted(sizes)])):
         if (leaders := layout.division(role).leaders) and leaders != trainers:
-            same = next((rows for rows in handle.apart.values() if set(rows) == set(leaders)), None)
-            handle.apart[role] = same or assign_rows(sizes, pieces, leaders, prompts)
+            same = next((rows for rows in handle.rows_by_role.values() if set(rows) == set(leaders)), None)
+            handle.rows_by_role[role] = same or assign_rows(sizes, pieces, leaders, prompts)
     return handle
 
 

@@ -68,7 +68,7 @@ def build(
     _build_ranks(controller, layout, weights, transfer_group)
     loop = _make_loop(controller, layout, config, run_dir)
     if loop is not None and config.rollout.max_staleness > 0:
-        background.listen(loop.background)
+        background.on_events(loop.background)
     fence = functools.partial(check_owner, run_dir, attempt)
     data: Rollouts | StoredRollouts | AnswerRows
     if not config.learns_from_rewards:

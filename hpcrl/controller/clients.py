@@ -116,11 +116,11 @@ class Trainer:
         handle = BatchHandle(step, step, by_sequence, mini_batches, shares, keep_together=together)
         divisions = [self._division]
         if (reference := self._layout.division("reference")).ranks not in ((), self.ranks):
-            handle.apart["reference"] = assign_rows(
+            handle.rows_by_role["reference"] = assign_rows(
                 by_sequence, mini_batches, reference.leaders, keep_together=together
             )
             divisions.append(reference)
-        loads = {rank: messages.LoadRows(handle.id, given) for rank, given in handle.everywhere.items()}
+        loads = {rank: messages.LoadRows(handle.id, given) for rank, given in handle.all_rows.items()}
         self._controller.call(
             {rank: load for division in divisions for rank, load in division.replicate(loads).items()}
         )
@@ -156,7 +156,7 @@ class Weights:
             build = messages.BuildGroup(f"weights/{number}", ranks, replica=number)
             self._controller.call(dict.fromkeys(ranks, build))
 
-    def publish(self, version: int) -> Stats:
+    def update_weights(self, version: int) -> Stats:
         """Load the trainers' weights into every living replica as this version, except replicas lost meanwhile."""
         living = [i for i, ranks in enumerate(self._replicas) if self._controller.lost.isdisjoint(ranks)]
         if not living:
@@ -207,7 +207,7 @@ class RolloutTransfer:
         if not self._controller.lost.isdisjoint(homes.values()):
             return None
         handle = lay_out(config, self._layout, step, sizes)
-        wanted, some_failed = handle.everywhere, any(sample.failed for group in groups for sample in group.samples)
+        wanted, some_failed = handle.all_rows, any(sample.failed for group in groups for sample in group.samples)
         scored = {
             sample.id: {
                 "rewards": sample.reward,
@@ -237,7 +237,7 @@ class RolloutTransfer:
 def lose_unreached(controller: Controller, answers: Iterable[messages.Done]) -> bool:
     """Continue without ranks that other ranks could not reach; return whether there are any."""
     unreached = {rank for answer in answers for rank in answer.unreached}
-    controller.lose(sorted(unreached), "other ranks could not reach it")
+    controller.drop_ranks(sorted(unreached), "other ranks could not reach it")
     return bool(unreached)
 
 

@@ -85,9 +85,9 @@ class Run:
         """Merged answers of all ranks of a role that answers questions (hpcrl.workers.role.Answers)."""
         return self._roles.ask(role, question, values)
 
-    def publish(self, version: int) -> Stats:
+    def update_weights(self, version: int) -> Stats:
         """Load the trainers' weights into every living replica, as this version."""
-        stats = self._weights.publish(version)
+        stats = self._weights.update_weights(version)
         if isinstance(self._data, Rollouts):
             self._data.scheduler.weights_arrived(version)
         return stats

@@ -34,12 +34,12 @@ class FixedWeights(Weights):
 
     _published = False
 
-    def publish(self, version: int) -> Stats:
-        """Like Weights.publish() the first time, then does nothing."""
+    def update_weights(self, version: int) -> Stats:
+        """Like Weights.update_weights() the first time, then does nothing."""
         if self._published:
             return {}
         self._published = True
-        return super().publish(version)
+        return super().update_weights(version)
 
 
 class StoredRollouts:
@@ -58,7 +58,7 @@ class StoredRollouts:
         sizes = {sample: Sizes(*counts) for sample, counts in self._reader.sizes(step).items()}
         handle = lay_out(self._config, self._layout, step, sizes)
         handle.domains = self._reader.domains(step)
-        wanted = handle.everywhere
+        wanted = handle.all_rows
         loads = {rank: LoadRollouts(handle.id, str(self._run_dir), step, rows) for rank, rows in wanted.items()}
         divisions = [self._layout.division(role) for role in ("trainer", "reference", "critic")]
         self._controller.call(

@@ -52,7 +52,7 @@ def control(
     world: World, worker: Worker, config: Config, layout: RoleLayout, run_dir: Path, model_path: Path, attempt: int
 ) -> int:
     """Run the pipeline to its end; return the exit code. Leaves the world last, after the other ranks."""
-    background = Background(worker.pump if layout.roles_of(CONTROLLER) != ("controller",) else None)
+    background = Background(worker.run_pending if layout.roles_of(CONTROLLER) != ("controller",) else None)
     controller = Controller(
         world,
         layout.roles_of,
@@ -85,7 +85,7 @@ def control(
         except Stopped as error:
             stopped = error
         _tell_hints(run.close())
-        controller.dismiss()
+        controller.shut_down()
         world.leave()
         if stopped is None:
             return ExitCode.DONE

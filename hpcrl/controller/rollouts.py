@@ -64,7 +64,7 @@ class Rollouts:
             )
             parts.append(timed("time/step_rollout_transfer", start))
             if handle is None:
-                self.scheduler.give_back()
+                self.scheduler.return_batch()
                 self._loop.restore_sizes(collected.groups, collected.sizes)
         for uid in sorted(set(handle.prompts.values())):
             handle.domains.setdefault(self._prompts[uid].domain, []).append(uid)

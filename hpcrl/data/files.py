@@ -69,8 +69,8 @@ def read_bytes(path: Path) -> bytes:
     kind = next((name for magic, name in PACKED.items() if content.startswith(magic)), None)
     unpack = {".gz": gzip.decompress, ".zst": _unpack_zstd}.get(path.suffix)
     if kind is not None and (unpack is None or ENDINGS.get(kind) != path.suffix):
-        way_out = f"name it {ENDINGS[kind]}" if kind in ENDINGS else "unpack it first"
-        raise ValueError(f"{path}: this is a {kind} file, not lines of text; {way_out}")
+        remedy = f"name it {ENDINGS[kind]}" if kind in ENDINGS else "unpack it first"
+        raise ValueError(f"{path}: this is a {kind} file, not lines of text; {remedy}")
     if unpack is None:
         return content
     try:

@@ -159,7 +159,7 @@ def validate_envs(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
         if ENVS[env.name].section is not None:
             try:
                 _check_template(config, env, name)
-                if config.cluster.container == "none" and not ENVS[env.name].lacking():
+                if config.cluster.container == "none" and not ENVS[env.name].missing_packages():
                     _probe(env, name, own_code=False)
                     if env.runs_in == "task":
                         runs_in(env, name)

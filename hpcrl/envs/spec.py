@@ -457,7 +457,7 @@ VERIFIERS = EnvSpec(
     make="hpcrl.envs.adapters.verifiers:Verifiers",
     section=VerifiersOptions,
     needs={"verifiers": "verifiers==0.1.14"},
-    tested={"verifiers": "0.1.14"},
+    tested_versions={"verifiers": "0.1.14"},
     probe="hpcrl.envs.adapters.verifiers:probe",
 )
 OPENENV = EnvSpec(
@@ -465,7 +465,7 @@ OPENENV = EnvSpec(
     make="hpcrl.envs.adapters.openenv:OpenEnv",
     section=OpenEnvOptions,
     needs={"openenv": "openenv==0.10.0"},
-    tested={"openenv": "0.10"},
+    tested_versions={"openenv": "0.10"},
     probe="hpcrl.envs.adapters.openenv:probe",
 )
 WEBSHOP = EnvSpec(

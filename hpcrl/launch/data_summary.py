@@ -94,9 +94,9 @@ def check_media(config: Config, rows: Mapping[Split, RowSet]) -> Iterator[str]:
             if split == "train" and not config.learns_from_rewards:
                 yield f"{where}: the row has {kind}s, and pipeline={config.pipeline} learns from text only; {rest}"
             elif generates[split] and kind not in taken:
-                able = [name for name, spec in GEN_ENGINES.items() if spec.offered and kind in spec.media]
-                way_out = f"use generator.engine={' or '.join(able)}, or " if able else ""
-                yield f"{where}: the row has {kind}s, which the {engine} generator does not take; {way_out}{rest}"
+                able = [name for name, spec in GEN_ENGINES.items() if spec.selectable and kind in spec.media]
+                remedy = f"use generator.engine={' or '.join(able)}, or " if able else ""
+                yield f"{where}: the row has {kind}s, which the {engine} generator does not take; {remedy}{rest}"
 
 
 def show_rows(

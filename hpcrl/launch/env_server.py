@@ -286,14 +286,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--token-env", default="", help="environment variable with the token that clients need")
     parser.add_argument("--idle-s", type=float, default=600.0, help="close a session after this time without requests")
     parser.add_argument("--max-sessions", type=int, default=MAX_SESSIONS, help="maximum number of open sessions")
-    parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help="the configuration; only env is read")
+    parser.add_argument("arguments", nargs="*", metavar="KEY=VALUE", help="the configuration; only env is read")
     given = parser.parse_args(argv)
     token = os.environ.get(given.token_env, "") if given.token_env else ""
     if not token and (given.token_env or given.host not in ("127.0.0.1", "::1", "localhost")):
         print("a server needs a token unless it listens on 127.0.0.1: --token-env NAME of a variable", file=sys.stderr)
         return ExitCode.BAD_INPUT
     try:
-        config = load(given.words)
+        config = load(given.arguments)
         if not config.envs:
             raise ValueError("no environment is configured; give env.default.name")
         server = EnvServer(config, (given.host, given.port), token, given.idle_s, given.max_sessions)

@@ -42,9 +42,9 @@ NO_JOB = "none"
 """Job id of a run that was already finished."""
 
 
-def run(*words: str) -> tuple[str, ...]:
+def run(*arguments: str) -> tuple[str, ...]:
     """What to submit: the arguments of a run, as for `python -m hpcrl.launch`."""
-    return words
+    return arguments
 
 
 class RunWatcher(InfoWatcher):
@@ -195,7 +195,7 @@ class RunJob(Job[dict[str, Any]]):
 
 
 class HpcrlExecutor(Executor):
-    """Submits runs: `submit(run, *words)`, `map_array(run, ...)`, and `batch()` as with any executor of submitit.
+    """Submits runs: `submit(run, *arguments)`, `map_array(run, ...)`, and `batch()` as with any executor of submitit.
 
     folder: run folders are created in it as <run_name>, unless the arguments name one (run_dir=...).
     update_parameters(account="x", time="02:00:00") sets cluster.account and cluster.time for later submissions. The
@@ -214,23 +214,25 @@ class HpcrlExecutor(Executor):
 
     def _internal_process_submissions(self, delayed_submissions: Sequence[DelayedSubmission]) -> list[Job[Any]]:
         """Check all, then submit all or none. ConfigError, SlurmError."""
-        runs = [self._words(each.function(*each.args, **each.kwargs)) for each in delayed_submissions]
+        runs = [self._arguments(each.function(*each.args, **each.kwargs)) for each in delayed_submissions]
         return list(submit_all(runs))
 
-    def _words(self, given: Sequence[str]) -> list[str]:
-        words = [word for name, value in self.parameters.items() for word in _as_words(f"cluster.{name}", value)]
+    def _arguments(self, given: Sequence[str]) -> list[str]:
+        arguments = [
+            word for name, value in self.parameters.items() for word in _as_arguments(f"cluster.{name}", value)
+        ]
         if not any(word.lstrip("+").startswith("cluster=") for word in given):
-            words.insert(0, "+cluster=slurm")
-        words += given
-        config = None if any(word.startswith("run_dir=") for word in given) else read(words).config
-        return words if config is None else [*words, f"run_dir={self.folder / config.run_name}"]
+            arguments.insert(0, "+cluster=slurm")
+        arguments += given
+        config = None if any(word.startswith("run_dir=") for word in given) else read(arguments).config
+        return arguments if config is None else [*arguments, f"run_dir={self.folder / config.run_name}"]
 
 
-def _as_words(key: str, value: Any) -> Iterator[str]:
+def _as_arguments(key: str, value: Any) -> Iterator[str]:
     """A Python value in command-line syntax, in which names inside a mapping are not quoted."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
-            yield from _as_words(f"{key}.{name}", inner)
+            yield from _as_arguments(f"{key}.{name}", inner)
     else:
         yield f"{key}={json.dumps(value)}"
 
@@ -239,9 +241,9 @@ def submit_all(runs: Sequence[Sequence[str]]) -> list[RunJob]:
     """Check all runs, then submit each unfinished run. ConfigError with the problems of all; SlurmError if Slurm
     refuses one, after the earlier ones were cancelled."""
     prepared, problems = [], []
-    for words in runs:
+    for arguments in runs:
         try:
-            prepared.append(prepare(words))
+            prepared.append(prepare(arguments))
         except ConfigError as error:
             problems += error.problems
     problems += _clashes([config for config, *_ in prepared])
@@ -253,7 +255,7 @@ def submit_all(runs: Sequence[Sequence[str]]) -> list[RunJob]:
             jobs.append(RunJob.of_run(state.run_dir))
             continue
         try:
-            jobs.append(RunJob(state.run_dir, str(submit(config, layout, state.words)[0][0])))
+            jobs.append(RunJob(state.run_dir, str(submit(config, layout, state.arguments)[0][0])))
         except (ConfigError, slurm.SlurmError, OSError):
             for job in jobs:
                 job.cancel(check=False)

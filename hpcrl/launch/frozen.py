@@ -13,13 +13,13 @@ from dataclasses import field as member
 from pathlib import Path
 from typing import Any
 
-from hpcrl.config import Config, ConfigError, Reading, read, read_data
+from hpcrl.config import Config, ConfigError, LoadedConfig, read, read_data
 from hpcrl.config.compose import Composition, Override, split_file
 from hpcrl.config.config_file import ConfigFile
-from hpcrl.config.renamed_keys import words_with_new_names
+from hpcrl.config.renamed_keys import arguments_with_new_names
 from hpcrl.launch.hub import find_model
 from hpcrl.run_folder import CONFIG, MAY_CHANGE, SLURM, division_keys, stored_config
-from hpcrl.run_folder.changes import differences, dotted_leaves, is_below, read_words
+from hpcrl.run_folder.changes import differences, dotted_leaves, is_below, read_arguments
 from hpcrl.run_folder.models import SECTIONS
 from hpcrl.spec.problems import dotted
 
@@ -32,42 +32,42 @@ PATHS = tuple(f"{section}.path" for section in SECTIONS)
 
 @dataclass
 class LaunchConfig:
-    """The configuration of a launch. words: the arguments that made it; None if unknown. ignored: `key: stored -> now`
+    """The configuration of a launch. arguments: those that made it; None if unknown. ignored: `key: stored -> now`
     for each value that files now set differently than when the run began."""
 
-    reading: Reading
-    words: tuple[str, ...] | None
+    reading: LoadedConfig
+    arguments: tuple[str, ...] | None
     ignored: list[str] = member(default_factory=list)
 
 
 def resolve_config(argv: Sequence[str]) -> LaunchConfig:
     """The configuration of these arguments; if there is a run, its stored one. ConfigError as in read()."""
     reading = read(argv)
-    words = tuple(word for word in argv if _key(word) not in ("dry_run", "resume"))
+    arguments = tuple(word for word in argv if _key(word) not in ("dry_run", "resume"))
     folder, file = run_folder(reading), reading.composition.file
     if file is not None and file.of_run and _is(folder, file.data.get("run_dir")):
         # The run's stored or submitted configuration, which was settled before.
-        further = [word for word in split_file(words)[1] if _key(word) != "run_dir"]
-        return LaunchConfig(reading, None if file.words is None else (*file.words, *further))
-    made, stored = read_words(folder), _stored(folder)
+        further = [word for word in split_file(arguments)[1] if _key(word) != "run_dir"]
+        return LaunchConfig(reading, None if file.arguments is None else (*file.arguments, *further))
+    made, stored = read_arguments(folder), _stored(folder)
     if made is None or stored is None or reading.composition.data.get("resume") == "fresh":
-        return LaunchConfig(reading, words)
+        return LaunchConfig(reading, arguments)
     now = None if reading.problems else reading.config
-    if _settings(words_with_new_names(words)) == _settings(made):
+    if _settings(arguments_with_new_names(arguments)) == _settings(made):
         then, overrides = now, []
     elif now is None:
-        return LaunchConfig(reading, words)
+        return LaunchConfig(reading, arguments)
     else:
         then = _load(made)
         overrides = [override for override in reading.composition.overrides if override.text not in made]
         if then is None:
-            return LaunchConfig(reading, words)
-    return _keep(reading, words, folder, stored, then, overrides)
+            return LaunchConfig(reading, arguments)
+    return _keep(reading, arguments, folder, stored, then, overrides)
 
 
 def _keep(
-    reading: Reading,
-    words: tuple[str, ...],
+    reading: LoadedConfig,
+    arguments: tuple[str, ...],
     folder: Path,
     stored: Config,
     then: Config | None,
@@ -81,7 +81,7 @@ def _keep(
     launch = {"run_dir": str(folder), "dry_run": bool(reading.composition.data.get("dry_run")), "resume": "auto"}
     if then is None:
         ignored = [f"no longer valid: {' '.join(reading.problems[0].text.split())}"]
-        return LaunchConfig(read_data(old | launch, composition), words, ignored)
+        return LaunchConfig(read_data(old | launch, composition), arguments, ignored)
     assert reading.config is not None, "without problems"
     new, base = reading.config.model_dump(mode="json"), then.model_dump(mode="json")
     given = [dotted(override.path) for override in overrides]
@@ -92,7 +92,7 @@ def _keep(
     changed = [(key, line) for key, line in changed if not _same_model(key, old, new)]
     merged = _merge(old, new, {key for key, _ in changed if key in said})
     ignored = [line for key, line in changed if key not in said]
-    return LaunchConfig(read_data(merged | launch, composition), words, ignored)
+    return LaunchConfig(read_data(merged | launch, composition), arguments, ignored)
 
 
 def _merge(old: Mapping[str, Any], new: Mapping[str, Any], keys: set[str], prefix: str = "") -> dict[str, Any]:
@@ -123,10 +123,10 @@ def _same_model(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> boo
         return True
 
 
-def _load(words: Sequence[str]) -> Config | None:
+def _load(arguments: Sequence[str]) -> Config | None:
     """The configuration of these arguments; None if they are no longer valid."""
     try:
-        reading = read(words)
+        reading = read(arguments)
     except ConfigError:
         return None
     return None if reading.problems else reading.config
@@ -139,7 +139,7 @@ def _stored(folder: Path) -> Config | None:
         return None
 
 
-def run_folder(reading: Reading) -> Path:
+def run_folder(reading: LoadedConfig) -> Path:
     """The run folder of these arguments, even if they yield no valid configuration."""
     if reading.config is not None and ("run_dir",) not in reading.unread:
         return Path(reading.config.run_dir).absolute()
@@ -151,8 +151,8 @@ def _is(folder: Path, stored: Any) -> bool:
     return isinstance(stored, str) and Path(stored).absolute() == folder
 
 
-def _settings(words: Sequence[str]) -> list[str]:
-    return [word for word in words if _key(word) not in OF_THE_LAUNCH]
+def _settings(arguments: Sequence[str]) -> list[str]:
+    return [word for word in arguments if _key(word) not in OF_THE_LAUNCH]
 
 
 def _key(word: str) -> str:

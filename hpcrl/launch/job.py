@@ -1,6 +1,6 @@
 """The parts of a batch script before and after the step that trains.
 
-python -m hpcrl.launch.job begin WORDS...              checks, creates the run folder, prints values for the script;
+python -m hpcrl.launch.job begin ARGUMENTS...              checks, creates the run folder, prints values for the script;
                                                        from --config FILE in jobs of hpcrl.launch, else composed at the
                                                        first start, from then on as stored in the run folder
 python -m hpcrl.launch.job end RUN_DIR ATTEMPT CODE    closes the attempt, requeues the job if the run continues
@@ -79,21 +79,21 @@ Taken = Literal["nodes", "time", "cancelled", ""]
 """What Slurm or a user did: took nodes (preemption, lost node, scontrol requeue), time limit, cancelled, nothing."""
 
 
-def begin(words: Sequence[str]) -> int:
+def begin(arguments: Sequence[str]) -> int:
     """Open the next attempt of the run described by the arguments; a refusal is recorded in its folder."""
     try:
-        return _begin(words)
+        return _begin(arguments)
     except ConfigError as error:
-        own, folder = slurm.own_job(os.environ), run_folder(read(words))
+        own, folder = slurm.own_job(os.environ), run_folder(read(arguments))
         if own is not None and (folder / SLURM).is_dir():
             with contextlib.suppress(OSError):
                 record_refusal(folder, own[0], error.problems)
         raise
 
 
-def _begin(words: Sequence[str]) -> int:
+def _begin(arguments: Sequence[str]) -> int:
     with contextlib.redirect_stdout(sys.stderr):  # the script reads our output, and a library may print too
-        config, layout, model, run, shown = prepare(words)
+        config, layout, model, run, shown = prepare(arguments)
     own = slurm.own_job(os.environ)
     if own is not None and config.resume == "fresh":
         raise ConfigError(["resume: fresh would start over at every requeue of the job; give another run_dir instead"])
@@ -110,7 +110,7 @@ def _begin(words: Sequence[str]) -> int:
     said = [f"changed: {', '.join(run.changes)}"] if run.changes else []
     for line in (*said, *described(run.ignored, config.model_dump(mode="json"))):
         logger.info("%s", line)
-    opened = open_run(config.model_dump(mode="json"), config.run_dir, config.resume, plan, run.words)
+    opened = open_run(config.model_dump(mode="json"), config.run_dir, config.resume, plan, run.arguments)
     job = None
     if own is not None:
         logger.info(OPENED.format(opened.attempt, *own))
@@ -253,8 +253,8 @@ def main(argv: Sequence[str]) -> int:
     """Command line."""
     try:
         match argv:
-            case ["begin", *words]:
-                return begin(words)
+            case ["begin", *arguments]:
+                return begin(arguments)
             case ["end", run_dir, attempt, code]:
                 return end(Path(run_dir), int(attempt), int(code))
     except ConfigError as error:

@@ -162,7 +162,7 @@ def _engines(config: Config) -> Iterator[tuple[str, str]]:
     versions = {module: version_of(module) for spec in specs for module in spec.needs}
     if versions:
         yield "engines", ", ".join(f"{module} {found or '(not installed here)'}" for module, found in versions.items())
-    for module, tested in ((module, tested) for spec in specs for module, tested in spec.tested.items()):
+    for module, tested in ((module, tested) for spec in specs for module, tested in spec.tested_versions.items()):
         if versions.get(module) and not versions[module].startswith(tested):
             yield "", f"note: {module} {versions[module]} is installed, but hpcrl is written for {tested}*"
     yield from (("", f"note: {text}") for spec in specs for text in spec.notes(config))

@@ -113,8 +113,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--revision", help="branch, tag or commit; default: main")
     parser.add_argument("--folder", type=Path, help="target folder instead of the cache; with one NAME")
     try:
-        words = parser.parse_args(argv)
-        if words.folder is not None and len(words.names) > 1:
+        arguments = parser.parse_args(argv)
+        if arguments.folder is not None and len(arguments.names) > 1:
             raise ValueError("--folder: a folder can hold one model; give one NAME")
         if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON"):
             raise ValueError(
@@ -124,9 +124,9 @@ def main(argv: Sequence[str]) -> int:
         print(f"{error} (see --help)", file=sys.stderr)
         return ExitCode.BAD_INPUT
     code = ExitCode.DONE
-    for name in words.names:
+    for name in arguments.names:
         try:
-            print(prefetch(name, words.revision, words.folder), flush=True)
+            print(prefetch(name, arguments.revision, arguments.folder), flush=True)
         except ValueError as error:
             print(error, file=sys.stderr, flush=True)
             code = ExitCode.BAD_INPUT

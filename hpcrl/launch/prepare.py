@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from hpcrl.cluster.container import check_container
 from hpcrl.cluster.layout import RoleLayout, check_layout
 from hpcrl.cluster.placement import check_placement
-from hpcrl.config import Config, ConfigError, Problem, Reading
+from hpcrl.config import Config, ConfigError, LoadedConfig, Problem
 from hpcrl.config.abilities import check_built, check_family, check_length, check_trainable
 from hpcrl.config.folders import conf_dir, conf_file, shown
 from hpcrl.config.judging import as_judges
@@ -20,7 +20,7 @@ from hpcrl.launch.hub import find_model
 from hpcrl.launch.machine import check_machine
 from hpcrl.launch.model_folder import NO_TOKENIZER, ModelFolder, check_chat_template, check_scalar_head, inspect_model
 from hpcrl.launch.plan import ShownRows, plan_shape
-from hpcrl.launch.render import check_prologue, check_words
+from hpcrl.launch.render import check_arguments, check_prologue
 from hpcrl.launch.resources import check_host_memory
 from hpcrl.launch.stored import check_rollouts
 from hpcrl.launch.vocabulary import check_vocabulary
@@ -69,15 +69,15 @@ def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None
             config = config.model_copy(update={"run_dir": str(run.run_dir)})
             reading.add(list(config.pipeline_spec.inspect(config, run.kind == "resume")))
         if run is not None and config.cluster.name == "slurm":
-            reading.add([Problem((), line, (("run_dir",),)) for line in check_words(argv, run.run_dir)])
+            reading.add([Problem((), line, (("run_dir",),)) for line in check_arguments(argv, run.run_dir)])
     if reading.problems or config is None or run is None:
         raise ConfigError(reading.lines())
     config = config.model_copy(update={"run_dir": str(run.run_dir)})
-    run = replace(run, words=resolved.words, ignored=resolved.ignored)
+    run = replace(run, arguments=resolved.arguments, ignored=resolved.ignored)
     return config, RoleLayout.from_config(config), model, run, replace(seen, notes=[*of_folders, *seen.notes])
 
 
-def _check_inputs(reading: Reading, config: Config, layout: RoleLayout | None) -> ShownRows:
+def _check_inputs(reading: LoadedConfig, config: Config, layout: RoleLayout | None) -> ShownRows:
     """Checks prompt files, rewards and stored rollouts; returns the plan's summary. `layout` is None if impossible."""
     from hpcrl.data import check_answers, check_shares, parse_pair, parse_row, read_splits
     from hpcrl.envs.factory import validate_envs
@@ -108,7 +108,7 @@ def _check_inputs(reading: Reading, config: Config, layout: RoleLayout | None) -
     return shown
 
 
-def _check_template(reading: Reading, config: Config) -> FolderTemplate | None:
+def _check_template(reading: LoadedConfig, config: Config) -> FolderTemplate | None:
     """The policy's chat template; None if it is not known."""
     from hpcrl.launch.data_summary import check_variables, find_template
 
@@ -121,7 +121,7 @@ def _check_template(reading: Reading, config: Config) -> FolderTemplate | None:
     return template
 
 
-def _still_to_give(reading: Reading, config: Config) -> list[str]:
+def _still_to_give(reading: LoadedConfig, config: Config) -> list[str]:
     """Prompt files named by a recipe, which a plan does not need; files given on the command line must exist."""
     if not config.dry_run:
         return []
@@ -136,7 +136,7 @@ def _still_to_give(reading: Reading, config: Config) -> list[str]:
     ]
 
 
-def _find_model(reading: Reading, config: Config) -> Config:
+def _find_model(reading: LoadedConfig, config: Config) -> Config:
     """The configuration with a model's hub name replaced by its folder; unchanged if the folder is not available."""
     if config.model.path is None:
         return config
@@ -150,7 +150,7 @@ def _find_model(reading: Reading, config: Config) -> Config:
     return config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
 
 
-def _check_model(reading: Reading, config: Config) -> ModelFolder | None:
+def _check_model(reading: LoadedConfig, config: Config) -> ModelFolder | None:
     """The model folder, if one is given; None for the tiny model."""
     if config.model.path is None:
         return None
@@ -164,7 +164,7 @@ def _check_model(reading: Reading, config: Config) -> ModelFolder | None:
     return model
 
 
-def _check_reference(reading: Reading, config: Config, policy: ModelFolder | None) -> Config:
+def _check_reference(reading: LoadedConfig, config: Config, policy: ModelFolder | None) -> Config:
     """The configuration with the folder of reference.path in place of a hub name."""
     if not config.uses_reference or config.reference.path is None:
         return config
@@ -180,7 +180,7 @@ def _check_reference(reading: Reading, config: Config, policy: ModelFolder | Non
     return config.model_copy(update={"reference": config.reference.model_copy(update={"path": path})})
 
 
-def _check_critic(reading: Reading, config: Config) -> Config:
+def _check_critic(reading: LoadedConfig, config: Config) -> Config:
     """The configuration with the folder of critic.path in place of a hub name; the folder needs no tokenizer."""
     if not config.uses_critic or config.critic.path is None:
         return config
@@ -189,7 +189,7 @@ def _check_critic(reading: Reading, config: Config) -> Config:
     return config.model_copy(update={"critic": config.critic.model_copy(update={"path": path})})
 
 
-def _check_judge(reading: Reading, config: Config) -> Config:
+def _check_judge(reading: LoadedConfig, config: Config) -> Config:
     """The configuration with the folder of judge.path in place of a hub name."""
     if not config.asks("judge") or config.judge.path is None:
         return config
@@ -208,7 +208,7 @@ def _check_judge(reading: Reading, config: Config) -> Config:
     return config
 
 
-def _check_reward_model(reading: Reading, config: Config) -> Config:
+def _check_reward_model(reading: LoadedConfig, config: Config) -> Config:
     """The configuration with the folder of reward_model.path in place of a hub name."""
     if not config.asks("reward_model") or config.reward_model.path is None:
         return config
@@ -238,7 +238,7 @@ def _look_into(
     return path, found, [Problem((section, "path"), line.replace("model.path", f"{section}.path")) for line in lines]
 
 
-def _check_sizes(reading: Reading, config: Config, model: ModelFolder | None) -> None:
+def _check_sizes(reading: LoadedConfig, config: Config, model: ModelFolder | None) -> None:
     """Conflicts between the model's sizes and the layout; none for an unknown family, which the plan reports."""
     with contextlib.suppress(CannotPlanError):
         layout, shape = RoleLayout.from_config(config), plan_shape(config, model)
@@ -248,7 +248,7 @@ def _check_sizes(reading: Reading, config: Config, model: ModelFolder | None) ->
             reading.add(list(check_host_memory(config, layout, shape)))
 
 
-def _check_run(reading: Reading, config: Config) -> RunState | None:
+def _check_run(reading: LoadedConfig, config: Config) -> RunState | None:
     """The run folder. If keys were unreadable, a stored run cannot be compared and is not checked."""
     if reading.unread and (Path(config.run_dir) / CONFIG).exists():
         return None

@@ -24,7 +24,7 @@ HEADER = """\
 #   sbatch {file} [KEY=VALUE ...]
 #
 # Set account and partition with SBATCH_ACCOUNT and SBATCH_PARTITION. Submit from the top of the checkout. To change the
-# nodes or the #SBATCH lines, use `python -m hpcrl.launch {words} KEY=VALUE ...` instead.
+# nodes or the #SBATCH lines, use `python -m hpcrl.launch {arguments} KEY=VALUE ...` instead.
 # `make recipes` renders this file from conf/experiment/{name}.yaml: edit that file.
 """
 
@@ -33,21 +33,21 @@ def recipes() -> dict[str, str]:
     """File name -> script, for all recipes. Raises ConfigError like hpcrl.config.load."""
     found = {}
     for name in options_of(conf_dir(), "experiment"):
-        words = ["+cluster=slurm", f"+experiment={name}"]
-        config = load(words)
+        arguments = ["+cluster=slurm", f"+experiment={name}"]
+        config = load(arguments)
         if config.cluster.components and PIPELINES[config.pipeline].make:
-            script = render(config, Placement.from_config(config, RoleLayout.from_config(config)), words)
-            found[f"{name}.sbatch"] = _with_header(script, name, words)
+            script = render(config, Placement.from_config(config, RoleLayout.from_config(config)), arguments)
+            found[f"{name}.sbatch"] = _with_header(script, name, arguments)
     return found
 
 
-def _with_header(script: str, name: str, words: Sequence[str]) -> str:
+def _with_header(script: str, name: str, arguments: Sequence[str]) -> str:
     """The script with a header: the first comment of the experiment's file, and how to submit the script."""
     first, rest = script.split("\n", 1)
     lines = (conf_dir() / "experiment" / f"{name}.yaml").read_text().splitlines()
     about = [line for line in takewhile(lambda line: line.startswith("#"), lines) if not line.startswith("# @")]
     header = HEADER.format(
-        about="\n".join(about).removeprefix("# "), file=f"slurm/{name}.sbatch", words=" ".join(words), name=name
+        about="\n".join(about).removeprefix("# "), file=f"slurm/{name}.sbatch", arguments=" ".join(arguments), name=name
     )
     return f"{first}\n{header}{rest}"
 

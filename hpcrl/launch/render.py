@@ -38,10 +38,10 @@ has_hpcrl || { echo "hpcrl: $(command -v python || echo python) has no hpcrl; ru
 
 BODY = """\
 {setup}set -u
-words=({words} "$@")
+args=({arguments} "$@")
 # Starts an attempt: checks everything, makes the run folder, takes ownership. A finished run ends the job here.
 trap '' USR1 TERM
-begun=$({python} -m hpcrl.launch.job begin "${{words[@]}}") || {{ rc=$?; [ $rc -eq {nothing} ] && exit 0; exit $rc; }}
+begun=$({python} -m hpcrl.launch.job begin "${{args[@]}}") || {{ rc=$?; [ $rc -eq {nothing} ] && exit 0; exit $rc; }}
 read -r HPCRL_ATTEMPT HPCRL_JOB_END look_s run_dir <<<"$begun"
 export HPCRL_ATTEMPT HPCRL_JOB_END
 
@@ -90,8 +90,8 @@ exec {python} -m hpcrl.launch.job end "$run_dir" "$HPCRL_ATTEMPT" "$rc"
 """
 
 
-def render(config: Config, placement: Placement, words: Sequence[str], python: str = "") -> str:
-    """The script. words: the command line's arguments. python: the interpreter's path; without one, the script finds an
+def render(config: Config, placement: Placement, arguments: Sequence[str], python: str = "") -> str:
+    """The script. arguments: of the command line. python: the interpreter's path; without one, the script finds an
     interpreter when it starts, since it may be submitted from any shell."""
     cluster = config.cluster
     lines = ["#!/bin/bash", f"#SBATCH --job-name=hpcrl-{config.run_name}", *_job_options(cluster)]
@@ -108,7 +108,7 @@ def render(config: Config, placement: Placement, words: Sequence[str], python: s
     srun += [f"--het-group={','.join(map(str, range(num)))}"] if num > 1 else []
     srun += _further(cluster.srun_options)  # of two equal options, the last counts
     body = BODY.format(
-        words=shlex.join(words),
+        arguments=shlex.join(arguments),
         # Before set -u, under which modules and conda fail.
         setup="".join(f"{line}\n" for line in _setup(cluster)) + ("" if python else FIND_PYTHON),
         python=python or "python",
@@ -119,13 +119,13 @@ def render(config: Config, placement: Placement, words: Sequence[str], python: s
     return "\n".join(lines) + "\n" + body
 
 
-def check_words(words: Sequence[str], run_dir: Path) -> Iterator[str]:
+def check_arguments(arguments: Sequence[str], run_dir: Path) -> Iterator[str]:
     """Problems of arguments that a script cannot contain; sbatch expands the log's path."""
     if not RUN_DIR.fullmatch(str(run_dir)):
         text = "a batch script takes letters, digits, spaces and . _ + @ - in a path; choose another run_dir"
         yield f"run folder {str(run_dir)!r}: {text}"
     try:
-        "".join(words).encode()
+        "".join(arguments).encode()
     except UnicodeEncodeError as error:
         yield f"the command line is not UTF-8: {error.object[max(error.start - 20, 0) : error.end]!r}"
 

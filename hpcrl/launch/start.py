@@ -31,7 +31,7 @@ def start(argv: Sequence[str]) -> int:
         print(f"\nfinished: {run.finished['reason']}; {further}choose another run_name or resume=fresh")
         return ExitCode.DONE
     if config.cluster.name == "slurm":
-        (job, *links), cluster = submit(config, layout, run.words)
+        (job, *links), cluster = submit(config, layout, run.arguments)
         log = Path(config.run_dir) / SLURM / f"job-{job}.log"
         print(f"\njob {job} is submitted\n  follow  tail -F {shlex.quote(str(log))}")
         print(in_shell(f"  status  python -m hpcrl status {shlex.quote(config.run_dir)}"))
@@ -42,4 +42,4 @@ def start(argv: Sequence[str]) -> int:
         return ExitCode.DONE
     from hpcrl.run import launch_local  # not needed for a dry run
 
-    return launch_local(config, plan, run.words)
+    return launch_local(config, plan, run.arguments)

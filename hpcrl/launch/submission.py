@@ -31,7 +31,7 @@ WRITTEN_S = 1.0
 """How long a record may be empty while its launch is alive."""
 
 
-def submit(config: Config, layout: RoleLayout, words: Sequence[str] | None) -> tuple[list[int], str]:
+def submit(config: Config, layout: RoleLayout, arguments: Sequence[str] | None) -> tuple[list[int], str]:
     """Write the configuration, the arguments that made it and the batch script into the run folder, and submit the
     script; returns the job id (for a chain, all job ids) and the cluster.
 
@@ -45,7 +45,7 @@ def submit(config: Config, layout: RoleLayout, words: Sequence[str] | None) -> t
             check_run(config.model_dump(mode="json"), run_dir, "auto")  # earlier findings may be outdated
             # fresh has already taken effect
             frozen = config.model_dump(mode="json") | {"resume": "auto"}
-            write_durably(run_dir / SUBMITTED_CONFIG, write_config(frozen, words))
+            write_durably(run_dir / SUBMITTED_CONFIG, write_config(frozen, arguments))
             write_durably(script, script_of(config, layout).encode())
             return _submit(config, script)
     except OSError as error:
@@ -54,8 +54,8 @@ def submit(config: Config, layout: RoleLayout, words: Sequence[str] | None) -> t
 
 def script_of(config: Config, layout: RoleLayout) -> str:
     """The batch script of a run, which starts from the configuration that was submitted."""
-    words = ["--config", str(Path(config.run_dir) / SUBMITTED_CONFIG)]
-    return render(config, Placement.from_config(config, layout), words, shlex.quote(sys.executable))
+    arguments = ["--config", str(Path(config.run_dir) / SUBMITTED_CONFIG)]
+    return render(config, Placement.from_config(config, layout), arguments, shlex.quote(sys.executable))
 
 
 def _submit(config: Config, script: Path) -> tuple[list[int], str]:

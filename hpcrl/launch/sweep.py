@@ -36,7 +36,7 @@ class Point:
     """One run of a sweep. name: its swept values, such as seed-0_trainer.lr-0.0001; also the name of its folder."""
 
     name: str
-    words: list[str]
+    arguments: list[str]
 
 
 def sweep(argv: Sequence[str]) -> int:
@@ -46,7 +46,7 @@ def sweep(argv: Sequence[str]) -> int:
     prepared, problems = [], []
     for point in points:
         try:
-            prepared.append(prepare(point.words))
+            prepared.append(prepare(point.arguments))
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -82,10 +82,10 @@ def expand(argv: Sequence[str]) -> list[Point]:
         axes.append(axis)
     points = []
     for choice in itertools.product(*axes):
-        words, name = [word for word, _ in choice], "_".join(sorted(name for _, name in choice if name))
+        arguments, name = [word for word, _ in choice], "_".join(sorted(name for _, name in choice if name))
         if not name:
             raise ConfigError(["-m: no key has several values; write key=a,b, or leave -m out"])
-        points.append(_place(name, words))
+        points.append(_place(name, arguments))
     if len({point.name for point in points}) < len(points):
         raise ConfigError(["-m: two runs of the sweep would have the same name; remove duplicate values"])
     return points
@@ -95,16 +95,16 @@ def _name(key: str, value: str) -> str:
     return re.sub(r"[^A-Za-z0-9._]+", "-", f"{key.lstrip('+')}-{value}").strip("-")
 
 
-def _place(name: str, words: list[str]) -> Point:
+def _place(name: str, arguments: list[str]) -> Point:
     """The point with its folder, inside the folder that the arguments would give a single run."""
     if len(name) > MAX_NAME:
         raise ConfigError([f"-m: a folder's name would have {len(name)} characters ({name[:40]}...); sweep fewer keys"])
-    config = read(words).config
+    config = read(arguments).config
     if config is None:
-        return Point(name, words)  # preparing reports the error
+        return Point(name, arguments)  # preparing reports the error
     if (Path(config.run_dir) / CONFIG).exists():
         raise ConfigError([f"run_dir: {config.run_dir} is a single run; give the sweep another run_name"])
-    return Point(name, [*words, f"run_name={config.run_name}_{name}", f"run_dir={config.run_dir}/{name}"])
+    return Point(name, [*arguments, f"run_name={config.run_name}_{name}", f"run_dir={config.run_dir}/{name}"])
 
 
 def _here(points: Sequence[Point]) -> list[tuple[int, str]]:
@@ -112,7 +112,7 @@ def _here(points: Sequence[Point]) -> list[tuple[int, str]]:
     ends: list[tuple[int, str]] = []
     for point in points:
         print(f"\n== {point.name}", flush=True)
-        code = start(point.words)
+        code = start(point.arguments)
         ends.append((code, ExitCode(code).name.lower()))
         if code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED):
             break
@@ -138,7 +138,7 @@ def _on_slurm(points: Sequence[Point], folders: Sequence[Path]) -> list[tuple[in
         flush=True,
     )
     with suppress(UncompletedJobError):  # raised for the first failure; the loop below waits for the other runs
-        SweepLauncher(Path(os.path.commonpath(folders))).launch([point.words for point in points], 0)
+        SweepLauncher(Path(os.path.commonpath(folders))).launch([point.arguments for point in points], 0)
     ends: list[tuple[int, str]] = []
     for folder in folders:
         job = RunJob.of_run(folder)

@@ -20,7 +20,7 @@ class Background:
         self._listener: Callable[[Events], None] | None = None
         self._checks: list[Callable[[], None]] = []
 
-    def listen(self, listener: Callable[[Events], None]) -> None:
+    def on_events(self, listener: Callable[[Events], None]) -> None:
         """Pass events that arrive while answers are awaited to the only listener. Without a listener, events are kept
         until Controller.events() returns them."""
         assert self._listener is None, "events can be taken once"
@@ -38,14 +38,14 @@ class Background:
         return self._run_local is not None
 
     @property
-    def listens(self) -> bool:
+    def has_listener(self) -> bool:
         return self._listener is not None
 
     def run_local(self) -> bool:
         """Run pending commands of this process's roles; returns whether there were any."""
         return self._run_local is not None and self._run_local()
 
-    def hear(self, events: Events) -> None:
+    def deliver(self, events: Events) -> None:
         assert self._listener is not None
         self._listener(events)
 

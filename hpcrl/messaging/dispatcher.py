@@ -152,8 +152,8 @@ class Controller:
         for key in started:
             while key not in self._answers and key[0] not in self.lost:
                 self._take(self.check_s)
-                if self._background.listens and self._events:
-                    self._background.hear(self._taken())
+                if self._background.has_listener and self._events:
+                    self._background.deliver(self._taken())
         return {rank: self._answers.pop((rank, seq)) for rank, seq in started if (rank, seq) in self._answers}
 
     def answered(self, started: Started) -> bool:
@@ -176,22 +176,22 @@ class Controller:
         self._events.clear()
         return events
 
-    def give_up(self, rank: int, cause: str, silent_s: float) -> None:
+    def declare_lost(self, rank: int, cause: str, silent_s: float) -> None:
         """Treat a rank that does not answer as lost; RankSilent if the run cannot continue without it."""
         if not self._can_lose(rank):
             raise RankSilent(f"{self.describe(rank)} did not answer within {silent_s:.0f} s: {cause}")
         self._lose(Lost(rank, f"no answer for {silent_s:.0f} s: {cause}"))
 
-    def lose(self, ranks: Collection[int], cause: str) -> None:
+    def drop_ranks(self, ranks: Collection[int], cause: str) -> None:
         """Wait for the agents' reports about these ranks, which other ranks could not reach, then continue without
-        them. Errors as in give_up() if the run needs one of them."""
+        them. Errors as in declare_lost() if the run needs one of them."""
         deadline = self._clock.now() + min(CAUSE_S, self.command_s)
         while not self.lost.issuperset(ranks) and self._clock.now() < deadline:
             self._take(min(self.check_s, 1.0))
         for rank in ranks:
             self._lose(Lost(rank, cause, silent=True))
 
-    def dismiss(self) -> None:
+    def shut_down(self) -> None:
         """Send Shutdown to every other rank and wait for the answers. This rank hosts the store, so it exits last."""
         self.call({rank: Shutdown() for rank in range(self._world.size) if rank != self._world.rank})
 

@@ -544,15 +544,15 @@ class Response(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_un
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
-    """Request to a sample's environment: answer the model's turn or, with `begins`, start the episode.
+    """Request to a sample's environment: answer the model's turn or, with `starts_episode`, start the episode.
 
     Args:
         meta: The prompt's JSON.
         reason: Why the turn ended; "abort": the sample was dropped, no answer is needed.
         reply_to: The generator rank.
-        room: Maximum tokens of the observation, which leaves space for another turn.
-        written: Tokens of all turns until now.
-        marked: The text with its special tokens, if it has any before the last token.
+        max_observation_tokens: Maximum tokens of the observation, which leaves space for another turn.
+        num_written_tokens: Tokens of all turns until now.
+        text_with_special_tokens: The text with its special tokens, if it has any before the last token.
     """
 
     sample: int
@@ -562,10 +562,10 @@ class Turn(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknow
     reason: str
     reply_to: int
     last_token: int = -1
-    room: int = 0
-    begins: bool = False
-    written: int = 0
-    marked: str = ""
+    max_observation_tokens: int = 0
+    starts_episode: bool = False
+    num_written_tokens: int = 0
+    text_with_special_tokens: str = ""
 
 
 class EnvObservation(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):

@@ -14,8 +14,14 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
-_LAYOUT = struct.Struct("=ddq64s64s")  # beat, since, seq, activity, beside
-_BEAT, _SINCE, _SEQ, _ACTIVITY, _BESIDE = 0, 1, 2, slice(24, 88), slice(88, 152)  # numbers in units of eight bytes
+_LAYOUT = struct.Struct("=ddq64s64s")  # beat, since, seq, activity, thread activity
+_BEAT, _SINCE, _SEQ, _ACTIVITY, _THREAD_ACTIVITY = (
+    0,
+    1,
+    2,
+    slice(24, 88),
+    slice(88, 152),
+)  # numbers in units of eight bytes
 BEAT_EVERY_S = 1.0
 DESCRIPTOR = "HPCRL_TRACE"
 """Environment variable of a rank that has an agent: the page's file descriptor."""
@@ -25,13 +31,13 @@ LEAVING = "leave"
 
 class Activity(NamedTuple):
     """Times of a rank's last heartbeat and of its activity's start, on the host's monotonic clock; the activity's
-    number and name; beside: the configuration section whose code another thread executes, empty if none does."""
+    number and name; thread_activity: the configuration section whose code another thread executes, or empty."""
 
     beat: float
     since: float
     seq: int
     name: str
-    beside: str = ""
+    thread_activity: str = ""
 
 
 def new_page() -> int:
@@ -66,9 +72,9 @@ class Trace:
         self._floats[_SINCE], self._ints[_SEQ] = time.monotonic(), seq
         self._map[_ACTIVITY] = activity.encode()[:64].ljust(64, b"\0")
 
-    def beside(self, section: str) -> None:
+    def set_thread_activity(self, section: str) -> None:
         """Record the configuration section whose code another thread executes from now on; empty: none does."""
-        self._map[_BESIDE] = section.encode()[:64].ljust(64, b"\0")
+        self._map[_THREAD_ACTIVITY] = section.encode()[:64].ljust(64, b"\0")
 
     def report_progress(self) -> None:
         """Record progress of the main thread in a long activity."""

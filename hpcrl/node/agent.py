@@ -276,8 +276,8 @@ class Agent:
             self._kills = OutOfMemoryKills(self._kills.in_cgroup + 1, self._kills.on_machine + 1)  # this one
         activity = read_trace(self._pages[rank])
         doing = f" in {activity.name}" + f" #{activity.seq}" * bool(activity.seq) if activity is not None else ""
-        if activity is not None and activity.beside and not silent:
-            name = activity.beside
+        if activity is not None and activity.thread_activity and not silent:
+            name = activity.thread_activity
             doing += f", while a thread ran {name}, whose code may have ended it ({name}.runs_in=process confines it)"
         where = f"process {self._processes[rank].pid} on {socket.gethostname()}"
         said = f"{where} {silent}{doing} and was killed" if silent else f"{where} {how}{doing}"

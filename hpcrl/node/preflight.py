@@ -147,7 +147,7 @@ class Needs:
     memory_bytes: int = 0
     modules: Mapping[str, str] = field(default_factory=dict)
     gpu_modules: Mapping[str, str] = field(default_factory=dict)
-    tested: Mapping[str, str] = field(default_factory=dict)
+    tested_versions: Mapping[str, str] = field(default_factory=dict)
     required_versions: Mapping[str, str] = field(default_factory=dict)
     gpu: GpuNeeds = field(default_factory=GpuNeeds)
 
@@ -248,7 +248,7 @@ def needs_of(config: Config) -> list[Needs]:
     kinds = planned_kinds(config, layout)
     modules = {module: extra for _, _, spec in chosen(config) for module, extra in spec.needs.items()}
     on_gpu = {module: way for _, _, spec in chosen(config) for module, way in spec.needs_on_gpu.items()}
-    tested = {module: versions for _, _, spec in chosen(config) for module, versions in spec.tested.items()}
+    tested = {module: versions for _, _, spec in chosen(config) for module, versions in spec.tested_versions.items()}
     required_versions = {
         module: versions for _, _, spec in chosen(config) for module, versions in spec.required_versions.items()
     }
@@ -350,7 +350,7 @@ def remark(reports: Sequence[Report], needs: Sequence[Needs]) -> str:
     """One line on engine versions not tested with hpcrl, and on GPUs, or "". They are no reason to stop."""
     found: dict[str, list[str]] = {}
     for report, need in zip(reports, needs, strict=True):
-        for module, tested in need.tested.items():
+        for module, tested in need.tested_versions.items():
             if (version := report.versions.get(module)) and not version.startswith(tested):
                 found[f"{module} {version} is installed on the nodes, but hpcrl is written for {tested}*"] = []
         if report.gpu_note:

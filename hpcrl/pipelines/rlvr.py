@@ -17,9 +17,9 @@ def rlvr(run: Run) -> None:
 
     In the background: with rollout.max_staleness above 0, replicas that do not train generate for later steps while the
     run waits for other ranks (RolloutLoop.background); a running save is committed while the run waits for responses
-    (Checkpoints.commit_if_written); roles on rank 0 work during every wait (Worker.pump).
+    (Checkpoints.commit_if_written); roles on rank 0 work during every wait (Worker.run_pending).
     """
-    run.publish(run.first_step)
+    run.update_weights(run.first_step)
     if run.first_step == 0:
         run.log(0, run.evaluate(0))
     for step in run.steps():
@@ -37,6 +37,6 @@ def rlvr(run: Run) -> None:
         ]
         run.rollouts.store(batch, run.trainer)
         run.trainer.drop(batch)
-        stats.append(run.publish(step))
+        stats.append(run.update_weights(step))
         run.log(step, *stats, run.evaluate(step))
         run.checkpoint.maybe_save(step)

@@ -43,7 +43,7 @@ def sft(run: Run) -> None:
     """Train to the last step, or until the sampled validation score reaches sft.stop_score.
 
     In the background: a running save is committed while the run waits for validation responses
-    (Checkpoints.commit_if_written); roles on rank 0 work during every wait (Worker.pump).
+    (Checkpoints.commit_if_written); roles on rank 0 work during every wait (Worker.run_pending).
     """
     config, stop_score = run.config, run.config.section(SFTConfig).stop_score
     for step in run.steps():
@@ -55,7 +55,7 @@ def sft(run: Run) -> None:
         run.trainer.drop(batch)
         scores = {}
         if run.evaluation is not None and config.eval_every and step % config.eval_every == 0:
-            run.publish(step)
+            run.update_weights(step)
             scores = run.evaluate(step)
         run.log(step, run.rows.stats, stats, scores)
         run.checkpoint.maybe_save(step)

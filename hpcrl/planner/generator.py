@@ -57,7 +57,7 @@ def generator_parts(
 def in_one_process(config: Config, layout: RoleLayout) -> bool:
     """Whether the only trainer rank, which has plain parameters, is the only generator rank."""
     trainers = layout.ranks["trainer"]
-    return trainers == layout.ranks["generator"] and TRAIN_ENGINES[config.train_engine].whole(config, len(trainers))
+    return trainers == layout.ranks["generator"] and TRAIN_ENGINES[config.train_engine].unsharded(config, len(trainers))
 
 
 def shares_weights(config: Config, layout: RoleLayout) -> bool:
@@ -92,10 +92,10 @@ def too_small_cache(config: Config, engine: str, given: int | None, least: int) 
     length."""
     if given is not None and given < least:
         needed = f"{config.max_sequence_tokens} tokens, the longest prompt and response, need {least / 2**30:.4g}"
-        way_out = "raise it, or lower data.max_prompt_tokens or rollout.max_new_tokens"
+        remedy = "raise it, or lower data.max_prompt_tokens or rollout.max_new_tokens"
         yield Problem(
             ("generator", engine, "kv_cache_gib"),
-            f"generator.{engine}.kv_cache_gib: {given / 2**30:.4g} GiB of KV cache, but {needed}; {way_out}",
+            f"generator.{engine}.kv_cache_gib: {given / 2**30:.4g} GiB of KV cache, but {needed}; {remedy}",
             (("rollout", "max_new_tokens"), ("data", "max_prompt_tokens"), ("model",)),
         )
 
@@ -129,7 +129,7 @@ def rollout_transfer_parts(
 
 def needed_bytes(config: Config, layout: RoleLayout, shape: ModelShape) -> list[int]:
     """Bytes of new weights that each rank of a replica requires."""
-    need, size = GEN_ENGINES[config.gen_engine].need, layout.generator_tensor_parallel
+    need, size = GEN_ENGINES[config.gen_engine].required_slices, layout.generator_tensor_parallel
     return [
         sum(
             ITEM_BYTES[needed.dtype or config.model.dtype] * sum(map(count, needed.slices))

@@ -55,7 +55,7 @@ class Score:
     turn_rewards, one for each of the item's turns; or token_rewards, for at most MAX_TOKEN_REWARDS tokens, by position
     from 0 among the model's tokens of all turns.
 
-    `given` and `gold`: the answers that a comparing reward extracted from the response and from the row. Both are for
+    `extracted` and `ground_truth`: the answers that a comparing reward extracted from the response and from the row. Both are for
     `python -m hpcrl score` and are not sent to other ranks.
     """
 
@@ -65,8 +65,8 @@ class Score:
     metrics: dict[str, float] = field(default_factory=dict)
     turn_rewards: Sequence[float] = ()
     token_rewards: Mapping[int, float] = field(default_factory=dict)
-    given: str | None = field(default=None, compare=False)
-    gold: str | None = field(default=None, compare=False)
+    extracted: str | None = field(default=None, compare=False)
+    ground_truth: str | None = field(default=None, compare=False)
 
 
 class Reward(Protocol):

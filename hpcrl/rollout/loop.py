@@ -114,22 +114,22 @@ class RolloutLoop:
         if not scheduler.generates_ahead:
             scheduler.plan(stream.arrived)  # the batch is fixed: this only counts aborted samples
             stream.arrived = []
-        groups = scheduler.take()
+        groups = scheduler.take_batch()
         sizes = {s.id: self._replicas[s.replica].sizes.pop(s.id) for group in groups for s in group.samples}
         stats, stream.stats = merge([*stream.stats, {"time/step_reward_wait": scalar(self._waited_s)}]), []
         if not scheduler.generates_ahead:
             self._streams.remove(stream)
-            self._awaited.forget_early(stream.prompts.keys())  # no outstanding decode chunk can still report them
+            self._awaited.drop_early(stream.prompts.keys())  # no outstanding decode chunk can still report them
         return CollectedRollouts(groups, sizes, stats)
 
     def _drive_until_ready(self, scheduler: RolloutScheduler, stream: _Stream) -> None:
         while True:
             moved = [self._advance(each) for each in self._streams]
             if scheduler.ready():
-                self._settle_down(self._free if scheduler.generates_ahead else ())
+                self._wait_until_idle(self._free if scheduler.generates_ahead else ())
                 if not any(isinstance(event, events.ReplicaLost) for event in stream.arrived):
                     break
-            self._keep_busy(self._replicas.values())
+            self._queue_chunks(self._replicas.values())
             if self._on_their_way():
                 self._wait_for_events()
             elif not any(moved) and not stream.arrived:
@@ -138,14 +138,14 @@ class RolloutLoop:
     def background(self, arrived: list[tuple[int, messages.Event]]) -> None:
         """Advance the schedulers that generate ahead, while the controller waits for other ranks' answers.
         BackgroundError if they fail or the data is bad, since the awaited answers did not fail."""
-        self._take_in(arrived)
+        self._dispatch(arrived)
         self._pause(self._needed_elsewhere)
         try:
             for stream in self._streams:
                 self._advance(stream)
         except (ValueError, OSError) as error:
             raise BackgroundError(str(error)) from error
-        self._keep_busy(self._free)
+        self._queue_chunks(self._free)
 
     def _pause(self, replicas: frozenset[int]) -> None:
         """Pause exactly these replicas."""
@@ -155,16 +155,16 @@ class RolloutLoop:
     def _advance(self, stream: _Stream) -> bool:
         """Pass a scheduler its events and execute its commands; returns whether there were any."""
         arrived, stream.arrived = stream.arrived, []
-        stream.scheduler.tell(arrived)  # first, since a rejected group needs another prompt
-        fresh = stream.draw(stream.scheduler.wants())
+        stream.scheduler.handle_events(arrived)  # first, since a rejected group needs another prompt
+        fresh = stream.draw(stream.scheduler.num_wanted())
         stream.prompts.update((prompt.uid, prompt) for prompt in fresh)
-        stream.scheduler.offer(prompt.uid for prompt in fresh)
+        stream.scheduler.add_prompts(prompt.uid for prompt in fresh)
         commands = stream.scheduler.plan()
         for command in commands:
-            self._carry_out(command, stream.prompts, stream.sampling)
-        return self._bring_together(stream) or bool(arrived or fresh or commands)
+            self._execute(command, stream.prompts, stream.sampling)
+        return self._score_complete_groups(stream) or bool(arrived or fresh or commands)
 
-    def _bring_together(self, stream: _Stream) -> bool:
+    def _score_complete_groups(self, stream: _Stream) -> bool:
         """Request scores of complete groups from rewards that score groups; returns whether there were any."""
         waiting = self._awaited.awaiting_group()
         if not waiting:
@@ -180,7 +180,7 @@ class RolloutLoop:
                     self._reach(replica, [sample], receivers[:1], acting=False)
                     replica.send(messages.Rescore([sample], receivers[:1]))
             if len(set(receivers)) == 1:
-                self._awaited.ask(samples)
+                self._awaited.score_group(samples)
                 self._controller.send(receivers[0], messages.ScoreGroup(samples))
         return bool(complete)
 
@@ -189,7 +189,7 @@ class RolloutLoop:
         unwanted: dict[int, list[int]] = {}
         for sample in samples:
             unwanted.setdefault(self._receiver(sample), []).append(sample)
-            self._awaited.leave(sample)
+            self._awaited.remove(sample)
         for receiver, held in unwanted.items():
             if receiver not in self._controller.lost:
                 self._controller.send(receiver, messages.DropAwaiting(held))
@@ -224,7 +224,7 @@ class RolloutLoop:
         for replica in lost:
             self._lose(replica)
         for stream in self._streams:
-            stream.scheduler.tell(events.ReplicaLost(replica.first) for replica in lost)
+            stream.scheduler.handle_events(events.ReplicaLost(replica.first) for replica in lost)
 
     def forget(self, groups: Sequence[events.Group]) -> None:
         """Make the replicas drop the groups' samples."""
@@ -237,7 +237,7 @@ class RolloutLoop:
 
     # -- commands ------------------------------------------------------------------------------------------------
 
-    def _carry_out(
+    def _execute(
         self, command: events.SchedulerCommand, prompts: Mapping[int, Prompt], sampling: messages.Sampling
     ) -> None:
         replica, samples = self._replicas[command.replica], list(command.sample_ids)
@@ -254,18 +254,18 @@ class RolloutLoop:
             case events.Drop():
                 replica.drop(samples)
 
-    def _keep_busy(self, replicas: Iterable[ReplicaLink]) -> None:
+    def _queue_chunks(self, replicas: Iterable[ReplicaLink]) -> None:
         ahead = 1 if self._deterministic else CHUNKS_AHEAD
         for replica in replicas:
             while replica.live > 0 and replica.num_chunks < ahead and not replica.lost:
                 receivers, envs = self._alive(self._scorers, replica), self._alive(self._envs, replica)
                 replica.decode_chunk(messages.DecodeChunk(self._decode_chunk_tokens, receivers, envs))
 
-    def _settle_down(self, going_on: Collection[ReplicaLink]) -> None:
+    def _wait_until_idle(self, going_on: Collection[ReplicaLink]) -> None:
         """Wait for outstanding decode chunks at the end of a step: all replicas are idle then, except `going_on`."""
         pausing = [replica for replica in self._replicas.values() if replica not in going_on]
         while any(replica.num_chunks > 0 for replica in pausing if not replica.lost):
-            self._take_in(self._controller.events())
+            self._dispatch(self._controller.events())
 
     def _alive(self, ranks: Sequence[int], replica: ReplicaLink) -> list[int]:
         """The living environments or scorers for this replica's responses: only its own ranks if all of them generate,
@@ -279,7 +279,7 @@ class RolloutLoop:
     def _reach(self, replica: ReplicaLink, samples: Sequence[int], alive: Sequence[int], acting: bool) -> None:
         for sample in samples:
             receiver = receiver_of(sample, self._envs if acting else self._scorers_for(sample), alive)
-            self._awaited.reach(sample, receiver, replica.first, acting)
+            self._awaited.sent(sample, receiver, replica.first, acting)
 
     def _scorers_for(self, sample: int) -> Sequence[int]:
         """The scorers of the sample's domain; all scorers for a prompt that has ended, which needs no answer."""
@@ -299,7 +299,7 @@ class RolloutLoop:
         at_home = self._awaited.where(lambda away: away.replica == replica.first)
         self._release([sample for sample in at_home if self._awaited[sample].awaits_group])
         for sample in at_home:
-            self._awaited.leave(sample)
+            self._awaited.remove(sample)
 
     # -- events --------------------------------------------------------------------------------------------------
 
@@ -307,7 +307,7 @@ class RolloutLoop:
         """Wait for events; in deterministic mode until nothing is outstanding, then sort them."""
         while True:
             start, idle = time.perf_counter(), not any(replica.num_chunks for replica in self._replicas.values())
-            self._take_in(self._controller.events())
+            self._dispatch(self._controller.events())
             self._waited_s += idle * (time.perf_counter() - start)
             self._awaited.check()
             if not self._deterministic:
@@ -317,10 +317,10 @@ class RolloutLoop:
                     stream.arrived.sort(key=_order)
                 return
 
-    def _take_in(self, happened: Iterable[tuple[int, messages.Event]]) -> None:
+    def _dispatch(self, happened: Iterable[tuple[int, messages.Event]]) -> None:
         """Pass every event to the stream of its samples; events of unknown samples go to the first stream."""
         for rank, event in happened:
-            self._awaited.heard(rank)
+            self._awaited.touch(rank)
             for told in self._translate(rank, event):
                 if len(self._streams) == 1:
                     self._streams[0].arrived.append(told)
@@ -349,7 +349,7 @@ class RolloutLoop:
                     )
                     yield self._scored(result)
             case messages.AwaitGroup():
-                self._awaited.hold(rank, event.samples)
+                self._awaited.hold_for_group(rank, event.samples)
             case messages.Observed():
                 self._report("environment", event.result)
                 if event.ended and event.add_reward:
@@ -380,14 +380,14 @@ class RolloutLoop:
         if event.tokens and self._streams:
             self._streams[0].stats.append({"system/decode_tps": Stat(event.tokens, event.seconds)})
         if event.tokens and not self._deterministic:
-            yield from self._pace.learn(replica.first, event.tokens, event.seconds)
+            yield from self._pace.observe(replica.first, event.tokens, event.seconds)
         if not ended:
             return
         assert told is not None, "responses end in decode chunks"
         replica.sizes |= {e.sample: Sizes(e.total_tokens, e.model_tokens, e.text_bytes) for e in ended}
         waiting = []
         for some, alive, acting in ((finished, told.receivers, False), (event.turns, told.envs, True)):
-            reaching = [e.sample for e in some if not self._awaited.overtook(e.sample)]
+            reaching = [e.sample for e in some if not self._awaited.answered_early(e.sample)]
             self._reach(replica, reaching, alive, acting)
             waiting += reaching
         yield events.Decoded(
@@ -407,7 +407,7 @@ class RolloutLoop:
         acting = tuple(sample for sample in samples if self._awaited[sample].acting)
         scoring = tuple(sample for sample in samples if not self._awaited[sample].acting)
         for sample in samples:
-            self._awaited.leave(sample)
+            self._awaited.remove(sample)
         if acting:
             yield events.SamplesFailed(acting, events.ENV_LOST)
         if scoring:

@@ -11,7 +11,7 @@ from hpcrl.system.clock import AwakeClock
 
 
 @dataclass(slots=True)
-class Away:
+class PendingSample:
     """A sample at its scorer or environment.
 
     Args:
@@ -43,65 +43,65 @@ class PendingAnswers:
 
     def __init__(self, controller: Controller, receivers: Iterable[int]):
         self._controller, self._clock = controller, AwakeClock(controller.command_s)
-        self._away: dict[int, Away] = {}
+        self._samples: dict[int, PendingSample] = {}
         self._receivers = {rank: Receiver() for rank in receivers}
         self.scores_groups = False
         """Whether some reward scores groups."""
 
-    def __getitem__(self, sample: int) -> Away:
+    def __getitem__(self, sample: int) -> PendingSample:
         """KeyError for an unknown sample."""
-        return self._away[sample]
+        return self._samples[sample]
 
     @property
     def pending(self) -> bool:
         """Whether an answer of a scorer or environment is outstanding."""
         return any(receiver.waiting for receiver in self._receivers.values())
 
-    def where(self, at: Callable[[Away], bool]) -> list[int]:
+    def where(self, at: Callable[[PendingSample], bool]) -> list[int]:
         """The samples reported by their replica for which `at` is true."""
-        return [sample for sample, away in self._away.items() if away.replica >= 0 and at(away)]
+        return [sample for sample, away in self._samples.items() if away.replica >= 0 and at(away)]
 
     def awaiting_group(self) -> list[int]:
         """Samples that wait at a scorer for their group, ascending, even if their replica has not reported them yet."""
         return sorted(sample for receiver in self._receivers.values() for sample in receiver.holding)
 
-    def reach(self, sample: int, receiver: int, replica: int, acting: bool) -> None:
+    def sent(self, sample: int, receiver: int, replica: int, acting: bool) -> None:
         """Record that the sample has been sent to this rank."""
-        before = self._away.pop(sample, None)
+        before = self._samples.pop(sample, None)
         held = before is not None and before.awaits_group
-        self._away[sample] = Away(receiver, replica, acting, awaits_group=held)
+        self._samples[sample] = PendingSample(receiver, replica, acting, awaits_group=held)
         if held:
             self._receivers[receiver].holding.add(sample)
         else:
             self._expect(receiver)
 
-    def hold(self, scorer: int, samples: Iterable[int]) -> None:
+    def hold_for_group(self, scorer: int, samples: Iterable[int]) -> None:
         """Record that these samples wait for their group at this scorer, so no answer is outstanding. The scorer's
         message may arrive before the DecodeChunkDone, and after the loss of the replica."""
         self.scores_groups = True
         for sample in samples:
-            if (away := self._away.get(sample)) is None:
-                away = self._away[sample] = Away(scorer)
+            if (away := self._samples.get(sample)) is None:
+                away = self._samples[sample] = PendingSample(scorer)
             elif not away.awaits_group:
                 self._receivers[scorer].waiting -= 1
             away.awaits_group = True
             self._receivers[scorer].holding.add(sample)
 
-    def ask(self, samples: Iterable[int]) -> None:
+    def score_group(self, samples: Iterable[int]) -> None:
         """Expect answers for these samples, whose groups are complete."""
         for sample in samples:
-            away = self._away[sample]
+            away = self._samples[sample]
             assert away.receiver is not None and away.awaits_group
             away.awaits_group = False
             self._receivers[away.receiver].holding.remove(sample)
             self._expect(away.receiver)
 
-    def leave(self, sample: int) -> bool:
+    def remove(self, sample: int) -> bool:
         """Remove the sample from its scorer or environment; returns whether it was there."""
-        away = self._away.get(sample)
+        away = self._samples.get(sample)
         if away is None or away.receiver is None:
             return False
-        del self._away[sample]
+        del self._samples[sample]
         receiver = self._receivers[away.receiver]
         if away.awaits_group:
             receiver.holding.remove(sample)
@@ -111,25 +111,25 @@ class PendingAnswers:
 
     def answered(self, sample: int, wanted: bool) -> None:
         """Remove a sample that was answered, or record an early answer (before its DecodeChunkDone) if it is wanted."""
-        if not self.leave(sample) and wanted:
-            self._away[sample] = Away(answered=True)
+        if not self.remove(sample) and wanted:
+            self._samples[sample] = PendingSample(answered=True)
 
-    def overtook(self, sample: int) -> bool:
+    def answered_early(self, sample: int) -> bool:
         """Whether the answer arrived before the replica reported the end of the sample; clears the record."""
-        away = self._away.get(sample)
+        away = self._samples.get(sample)
         if away is None or not away.answered:
             return False
-        del self._away[sample]
+        del self._samples[sample]
         return True
 
-    def forget_early(self, uids: Collection[int]) -> None:
+    def drop_early(self, uids: Collection[int]) -> None:
         """Forget early answers for these prompts, whose samples no replica will report any more."""
-        early = [sample for sample, away in self._away.items() if away.answered]
+        early = [sample for sample, away in self._samples.items() if away.answered]
         for sample in early:
             if split_sample_id(sample)[0] in uids:
-                del self._away[sample]
+                del self._samples[sample]
 
-    def heard(self, rank: int) -> None:
+    def touch(self, rank: int) -> None:
         """Record the arrival of a message from the rank."""
         if rank in self._receivers:
             self._receivers[rank].heard = self._clock.now()
@@ -141,7 +141,7 @@ class PendingAnswers:
             silent_s = now - receiver.heard
             if receiver.waiting > 0 and silent_s > self._controller.command_s:
                 cause = f"{receiver.waiting} responses wait there without an answer"
-                self._controller.give_up(rank, cause, silent_s)
+                self._controller.declare_lost(rank, cause, silent_s)
 
     def _expect(self, rank: int) -> None:
         receiver = self._receivers[rank]

@@ -26,9 +26,9 @@ class ReplicaSpeeds:
         self._told: dict[int, float] = {}
         self._unseen = 0  # decode chunks since the last comparison
 
-    def learn(self, replica: int, tokens: int, seconds: float) -> list[SpeedChanged]:
+    def observe(self, replica: int, tokens: int, seconds: float) -> list[SpeedChanged]:
         """Add a replica's decode chunk; returns the speeds that have changed, if they are compared now."""
-        self._line.learn(tokens, seconds)
+        self._line.observe(tokens, seconds)
         excess = seconds / max(self._line.at(tokens), 1e-9)
         before = self._slowness.get(replica, excess)
         self._slowness[replica] = before + MEMORY * (excess - before)
@@ -53,7 +53,7 @@ class _Line:
     def __init__(self) -> None:
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
 
-    def learn(self, x: float, y: float) -> None:
+    def observe(self, x: float, y: float) -> None:
         kept = 1.0 - COMMON_MEMORY
         self._weight, self._x, self._y = kept * self._weight + 1.0, kept * self._x + x, kept * self._y + y
         self._xx, self._xy = kept * self._xx + x * x, kept * self._xy + x * y

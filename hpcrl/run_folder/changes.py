@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from hpcrl.config import Config, ConfigError, parse
-from hpcrl.config.config_file import words_in
+from hpcrl.config.config_file import arguments_in
 from hpcrl.config.renamed_keys import with_new_names
 from hpcrl.run_folder.records import CONFIG
 from hpcrl.spec.tables import GEN_ENGINES, TRAIN_ENGINES
@@ -79,10 +79,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     return with_new_names(stored)
 
 
-def read_words(folder: Path) -> tuple[str, ...] | None:
+def read_arguments(folder: Path) -> tuple[str, ...] | None:
     """The arguments that made config.yaml; None if unknown."""
     try:
-        return words_in((folder / CONFIG).read_text())
+        return arguments_in((folder / CONFIG).read_text())
     except (OSError, ValueError):
         return None
 

@@ -36,7 +36,7 @@ class RunState:
     attempt: from open_run, the number that this process owns; from check_run, the newest so far (0 without one).
     changes: permitted differences from the stored configuration. finished: content of finished.json if kind is
     finished. ignored (from the launch): differences of conf/ and of a --config file from the stored configuration,
-    which the run ignores. words (from the launch): the arguments that made the configuration, None if unknown.
+    which the run ignores. arguments (from the launch): those that made the configuration, None if unknown.
     """
 
     run_dir: Path
@@ -45,7 +45,7 @@ class RunState:
     changes: list[str] = field(default_factory=list)
     finished: dict[str, Any] = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)
-    words: tuple[str, ...] | None = None
+    arguments: tuple[str, ...] | None = None
 
 
 def check_run(config: Mapping[str, Any], run_dir: str | Path, resume: str) -> RunState:
@@ -69,7 +69,7 @@ def open_run(
     run_dir: str | Path,
     resume: str,
     plan: str = "",
-    words: Sequence[str] | None = None,
+    arguments: Sequence[str] | None = None,
 ) -> RunState:
     """Create or reopen the run folder and own it until close_run or the end of this process (cluster=slurm: of the
     job).
@@ -87,7 +87,7 @@ def open_run(
         try:
             lasts = config.get("cluster", {}).get("name", "local") == "local"
             if claim(opened.run_dir, opened.attempt, lasts):
-                _describe(config, opened, plan, words)
+                _describe(config, opened, plan, arguments)
                 return opened
         except OSError as error:
             raise ConfigError([f"run folder {found.run_dir} cannot be written: {error}"]) from error
@@ -131,7 +131,7 @@ def _fresh_name(folder: Path) -> Path:
     return free
 
 
-def _describe(config: Mapping[str, Any], run: RunState, plan: str, words: Sequence[str] | None) -> None:
+def _describe(config: Mapping[str, Any], run: RunState, plan: str, arguments: Sequence[str] | None) -> None:
     """Update config.yaml, facts.json and plan.txt for the attempt that begins."""
     folder = run.run_dir
     attempts = read_attempts(folder)
@@ -140,5 +140,5 @@ def _describe(config: Mapping[str, Any], run: RunState, plan: str, words: Sequen
     write_durably(folder / FACTS, json.dumps({"attempts": attempts}, indent=1).encode())
     if plan:
         write_durably(folder / PLAN, plan.encode())
-    write_durably(folder / CONFIG, write_config(effective(config, folder), words))
+    write_durably(folder / CONFIG, write_config(effective(config, folder), arguments))
     (folder / FINISHED).unlink(missing_ok=True)

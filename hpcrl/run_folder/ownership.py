@@ -132,7 +132,7 @@ def _check_job_gone(held: str, record: Path, number: int, restarts: int, cluster
         ) from error
     if job is not None and job.lives:
         state = job.state.lower()
-        way_out = f"wait for it, scancel {number}" if state != "completing" else "it is about to end: wait a moment"
+        remedy = f"wait for it, scancel {number}" if state != "completing" else "it is about to end: wait a moment"
         if job.held:
-            state, way_out = f"held ({job.reason})", f"scontrol release {number}, scancel {number}"
-        raise ConfigError([f"{held}, which is {state}; {way_out}, or use another run_name"])
+            state, remedy = f"held ({job.reason})", f"scontrol release {number}, scancel {number}"
+        raise ConfigError([f"{held}, which is {state}; {remedy}, or use another run_name"])

@@ -47,7 +47,7 @@ class Spec:
     """Module that must be installed -> extra of hpcrl, or else package, that installs it."""
     needs_on_gpu: Mapping[str, str] = field(default_factory=dict)
     """Module that must also be installed if its ranks compute on GPUs -> how to install it."""
-    tested: Mapping[str, str] = field(default_factory=dict)
+    tested_versions: Mapping[str, str] = field(default_factory=dict)
     """Module -> beginning of the versions with which the part was tested; the plan mentions any other version."""
     required_versions: Mapping[str, str] = field(default_factory=dict)
     """Module of `needs` -> beginning of the versions whose internals the part uses; another version is refused."""
@@ -65,7 +65,7 @@ class Spec:
         """Whether this version can run it."""
         return bool(self.make)
 
-    def lacking(self) -> list[str]:
+    def missing_packages(self) -> list[str]:
         """The extras or packages to install before it can be used."""
         return sorted({extra for module, extra in self.needs.items() if not _installed(module)})
 
@@ -161,7 +161,7 @@ class TrainEngineSpec(Spec):
     unsupported: Callable[[Any, Mapping[str, Any]], Iterable[str]] = lambda section, model: ()
     """`unsupported(section, config.json)`: why it cannot train this model with this section, each reason continuing
     "the NAME trainer ...". Reported before anything starts, together with the engines that can."""
-    whole: Callable[[Any, int], bool] = lambda config, num_ranks: False
+    unsharded: Callable[[Any, int], bool] = lambda config, num_ranks: False
     """Whether its engine on this many ranks has plain parameters that a generator in the same process can share
     (hpcrl.engines.train.training_engine.LocalWeights)."""
     computes: frozenset[str] = frozenset()
@@ -181,7 +181,7 @@ class TrainEngineSpec(Spec):
     make_critic: str = ""
     """`module:NAME` of make_critic(config, model_path, total_steps), called by all ranks of a critic with
     Config.of_critic(): a ValueEngine (hpcrl.engines.train.training_engine). Empty: it has no value head."""
-    offered: bool = True
+    selectable: bool = True
     """Whether trainer.engine may name it."""
 
     def load_critic(self) -> Any:
@@ -197,7 +197,7 @@ class GenEngineSpec(Spec):
     Its section is generator.NAME.
     """
 
-    need: Callable[[Any, Any, str, tuple[int, ...], int, int], RequiredSlices] = all_weights
+    required_slices: Callable[[Any, Any, str, tuple[int, ...], int, int], RequiredSlices] = all_weights
     """`need(config, model, name, shape, index, num_ranks)`: the required shard of this weight for rank `index` of a
     replica's num_ranks. `model` is the ModelShape (hpcrl.models.shape), None if its parameters are not known.
     load_weights() gets full-shape tensors for each weight of which this rank needs a shard; values outside are
@@ -236,7 +236,7 @@ class GenEngineSpec(Spec):
     """Whether it releases its memory while the trainer works on the same GPU."""
     shows_peers: Callable[[Any], bool] = lambda config: False
     """Whether a rank must see, after its own GPU, the GPUs of its replica's other ranks on the node."""
-    offered: bool = True
+    selectable: bool = True
     """Whether generator.engine may name it."""
 
 

@@ -30,7 +30,7 @@ class TensorShards(msgspec.Struct, frozen=True, array_like=True):
     parts: tuple[tuple[TensorSlice, tuple[int, ...]], ...]
 
     @classmethod
-    def whole(cls, name: str, dtype: str, shape: Sequence[int], ranks: Sequence[int]) -> TensorShards:
+    def unsharded(cls, name: str, dtype: str, shape: Sequence[int], ranks: Sequence[int]) -> TensorShards:
         """A tensor that each of these ranks holds."""
         return cls(name, dtype, tuple(shape), ((full_slice(shape), tuple(ranks)),))
 

@@ -64,7 +64,7 @@ SCRIPT = re.compile(r"\bpython launch/(\w+\.py)")
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """Parser of a command such as `python -m hpcrl.launch` or `python -m hpcrl status`. ValueError for wrong words."""
+    """Parser of a command such as `python -m hpcrl.launch` or `hpcrl status`. ValueError for wrong arguments."""
 
     def __init__(self, command: str, about: str):
         super().__init__(
@@ -136,14 +136,14 @@ def _short(path: Path) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Call a command with the words after its name; returns its exit code."""
+    """Call a command with the arguments after its name; returns its exit code."""
     use_utf8()
     log.start("", console="stderr")
-    words = sys.argv[1:] if argv is None else list(argv)
+    arguments = sys.argv[1:] if argv is None else list(argv)
     width = max(map(len, COMMANDS))
     commands = "\n".join(f"  {name:<{width}}  {what}" for name, (_, what) in COMMANDS.items())
     usage = in_shell(USAGE.format(commands=commands))
-    match words:
+    match arguments:
         case ["-h" | "--help" | "help"]:
             show(usage.rstrip())
             return ExitCode.DONE

@@ -109,7 +109,7 @@ class _Playing:
     def is_over(self) -> bool:
         """Whether the turn has ended; ends it with _TooLate after its timeout. AwakeClock needs a call per poll."""
         if not self.played.done() and self._clock.now() > self._timeout_s:
-            call = "reset()" if self.turn.begins else "step()"
+            call = "reset()" if self.turn.starts_episode else "step()"
             text = f"{call} did not return within {self._timeout_s:g} s (env.{self.section}.timeout_s)"
             self.end(_TooLate(text))
         return self.played.done()
@@ -175,7 +175,7 @@ class EnvRole:
             self._playing.remove(playing)
             self._answer(playing)
         self._begin_waiting()
-        self._worker.world.trace.beside(next(map(self._in_thread, self._playing), ""))
+        self._worker.world.trace.set_thread_activity(next(map(self._in_thread, self._playing), ""))
         return bool(arrived or over)
 
     def close(self) -> None:
@@ -207,7 +207,7 @@ class EnvRole:
             self._playing.append(playing)
             playing.played.add_done_callback(lambda _: self._worker.world.mailbox_server.wakeup.set())
             ended = functools.partial(self._ended, playing)
-            self._worker.world.trace.beside(self._in_thread(playing))
+            self._worker.world.trace.set_thread_activity(self._in_thread(playing))
             work, env = self._play(turn, playing.episode), playing.episode.env
             playing.started = self._hosts.start(section, work, ended, env)
             started[section].append(playing.started)
@@ -237,7 +237,7 @@ class EnvRole:
                 reply = self._reply(turn, episode, played.observation)
         except _NoRoom as problem:
             ended, error = True, _text(config.name, str(problem))
-            if config.max_sequence_tokens is not None and not turn.begins:  # the episode's limit, not an error
+            if config.max_sequence_tokens is not None and not turn.starts_episode:  # the episode's limit, not an error
                 full = {**result.metrics, "truncated": 1.0, "sequence_full": 1.0}
                 result, error = msgspec.structs.replace(result, metrics=full), ""
             result = msgspec.structs.replace(result, error=error)
@@ -264,30 +264,36 @@ class EnvRole:
         """An observation as messages and as tokens: the tokens after the turn or, by steps, the next turn's own prompt.
         _NoRoom if there are too many; TypeError for an observation that is neither text nor messages."""
         config, tokens = self._env(turn), functools.partial(self._tokens, turn, episode)
-        shortens, most_chars = config.long_observation == "shorten", max(0, turn.room) * self._token_chars
+        shortens, most_chars = (
+            config.long_observation == "shorten",
+            max(0, turn.max_observation_tokens) * self._token_chars,
+        )
         as_messages(observation)
         if shortens:
             observation = cut(observation, most_chars)
         # Text that cannot fit is not tokenised: that would delay the rank's other episodes. The factor 2 covers the
         # note about the cut and the messages other than the longest one.
         if (count := num_chars(observation)) > 2 * most_chars:
-            raise _NoRoom(f"an observation of {count} characters is too long, there is room for {turn.room} tokens")
+            raise _NoRoom(
+                f"an observation of {count} characters is too long, "
+                f"there is room for {turn.max_observation_tokens} tokens"
+            )
         messages, token_ids = tokens(observation)
-        if len(token_ids) > turn.room and shortens:
-            messages, token_ids = fitting(observation, turn.room, tokens)
-        if (count := len(token_ids)) > turn.room:
+        if len(token_ids) > turn.max_observation_tokens and shortens:
+            messages, token_ids = fitting(observation, turn.max_observation_tokens, tokens)
+        if (count := len(token_ids)) > turn.max_observation_tokens:
             what = "a prompt" if config.by_steps else "an observation"
-            if config.examples and (turn.begins or config.by_steps):
+            if config.examples and (turn.starts_episode or config.by_steps):
                 what = f"a prompt with {config.examples} examples (env.{self._section(turn)}.examples)"
-            raise _NoRoom(f"{what} of {count} tokens is too long, there is room for {turn.room}")
+            raise _NoRoom(f"{what} of {count} tokens is too long, there is room for {turn.max_observation_tokens}")
         episode.shown.append(messages)
-        if not turn.begins:
+        if not turn.starts_episode:
             episode.said.append(self._remembered(turn))
         return EnvObservation(turn.sample, token_ids.tobytes(), json.dumps(messages).encode())
 
     def _tokens(self, turn: Turn, episode: _Episode, observation: Any) -> tuple[Messages, np.ndarray]:
         tokenizer, tools, config = self._worker.tokenizer, episode.row["tools"], self._env(turn)
-        if turn.begins:
+        if turn.starts_episode:
             examples = self._examples[self._section(turn)]
             return first_prompt(tokenizer, episode.row, observation, episode.adds_tools, examples)
         messages = as_messages(observation)
@@ -303,7 +309,7 @@ class EnvRole:
     async def _play(self, turn: Turn, episode: _Episode) -> _Played:
         """Play a turn. Awaits only coroutines of the environment; raises whatever the environment raises."""
         config, section = self._env(turn), self._section(turn)
-        if turn.begins:
+        if turn.starts_episode:
             episode.row = json.loads(turn.meta)
             episode.env = self._hosts.make(section, config, episode.row)
             began = await self._hosts.returned(section, begin(episode.env, self._seed(turn, episode.row)))
@@ -317,7 +323,11 @@ class EnvRole:
             score = metrics["success"]
             return _Played(observation, ScoredSample(turn.sample, 0.0, score, "", metrics), ended)
         assert episode.env is not None, "an episode begins with its first turn"
-        action = turn.marked if turn.marked and getattr(episode.env, "special_tokens", False) else turn.text
+        action = (
+            turn.text_with_special_tokens
+            if turn.text_with_special_tokens and getattr(episode.env, "special_tokens", False)
+            else turn.text
+        )
         played = await self._hosts.returned(section, episode.env.step(action))
         observation, gained, terminated, truncated, info = checked_step(played)
         self._mention(section, info)
@@ -347,7 +357,7 @@ class EnvRole:
         config = self._env(turn)
         return (
             len(episode.rewards) >= config.max_turns
-            or (config.max_tokens is not None and turn.written >= config.max_tokens)
+            or (config.max_tokens is not None and turn.num_written_tokens >= config.max_tokens)
             or (config.max_seconds is not None and self._now - episode.began > config.max_seconds)
         )
 

@@ -97,7 +97,7 @@ class Worker:
         """Notify the controller that this rank reads its inbox."""
         self.emit(Joined(self.world.host, os.getpid()))
 
-    def pump(self) -> bool:
+    def run_pending(self) -> bool:
         """One round of the loop without waiting, for the controller, which gets its own rank's failures as events."""
         try:
             return self.execute_one(0.0) | self._look_after()

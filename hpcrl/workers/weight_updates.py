@@ -174,7 +174,7 @@ class WeightUpdate:
     def _needs(self, layout: Sequence[TensorShards]) -> list[list[RequiredSlices]]:
         """For each rank of a replica, its required slices of every tensor."""
         config, size = self._worker.config, self._worker.layout.generator_tensor_parallel
-        need, model = GEN_ENGINES[config.gen_engine].need, self._model
+        need, model = GEN_ENGINES[config.gen_engine].required_slices, self._model
         return [[need(config, model, held.name, held.shape, index, size) for held in layout] for index in range(size)]
 
     @cached_property

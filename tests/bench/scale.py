@@ -185,7 +185,7 @@ def connected(num_ranks: int, in_flight: int, steps: int) -> dict[str, Any]:
             wall_s = time.monotonic() - start
             cpu_s, own_s = time.process_time() - cpu, time.thread_time() - own
             sent, heard = sent + _count(sender), heard + sum(inbox._last.values())
-            controller.dismiss()
+            controller.shut_down()
         finally:
             for client in clients:
                 client.join(20.0)

@@ -41,8 +41,8 @@ def measure(num_replicas: int, slots: int, need: int, group_size: int, determini
         elif scored:
             rng.shuffle(scored)
         start = time.process_time()
-        wanted = scheduler.wants()
-        scheduler.offer(range(uid, uid + wanted))
+        wanted = scheduler.num_wanted()
+        scheduler.add_prompts(range(uid, uid + wanted))
         commands = scheduler.plan(events)
         spent += time.process_time() - start
         uid += wanted

@@ -79,14 +79,16 @@ class Loop:
         sampling: Any,
     ) -> None:
         while True:
-            fresh = draw(scheduler.wants())
+            fresh = draw(scheduler.num_wanted())
             prompts.update((prompt.uid, prompt) for prompt in fresh)
-            scheduler.offer(prompt.uid for prompt in fresh)
+            scheduler.add_prompts(prompt.uid for prompt in fresh)
             for command in scheduler.plan():
                 for sample in command.sample_ids if isinstance(command, Generate) else ():
                     uid, _, member = split_sample_id(sample)
                     reward = 0.0 if prompts[uid].domain == "hard" else float(member)
-                    scheduler.tell([Decoded(0, ((sample, 1, FinishReason.STOP),)), Rewarded(sample, reward, reward)])
+                    scheduler.handle_events(
+                        [Decoded(0, ((sample, 1, FinishReason.STOP),)), Rewarded(sample, reward, reward)]
+                    )
 
 
 def test_a_domain_that_starves_a_mix_is_named(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ EVENTS: list[Any] = [
 ]
 POSTS: list[Any] = [
     m.Post([m.Response(5, "maths", "4", b"{}", "stop"), m.EnvObservation(5, b"\0\0\0\0", b"[]")]),
-    m.Post([m.Turn(5, "maths", "", b"{}", "stop", 2, 3, 4, begins=True)]),
+    m.Post([m.Turn(5, "maths", "", b"{}", "stop", 2, 3, 4, starts_episode=True)]),
 ]
 
 

@@ -188,7 +188,7 @@ def test_events_that_come_before_an_answer_go_to_the_listener(threads: Any) -> N
         background = Background()
         controller = make_controller(threads, background=background)
         if listens:
-            background.listen(heard.extend)
+            background.on_events(heard.extend)
         started = controller.start({1: Advantages(7)})
         say(threads, scored, Done(started[0][1]))
         assert controller.finish(started) == {1: Done(started[0][1])}
@@ -218,7 +218,7 @@ def test_every_rank_can_know_which_ranks_are_given_up(threads: Any) -> None:
     )
     controller.built = True
     for rank in (2, 1):
-        controller.give_up(rank, "it hangs", 3.0)
+        controller.declare_lost(rank, "it hangs", 3.0)
     assert threads.worlds[1].lost_ranks() == {1, 2}
 
 

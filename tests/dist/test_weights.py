@@ -71,7 +71,7 @@ def layout_of(named: Named, ranks: Sequence[int], rows: bool) -> list[TensorShar
     for name, tensor in named.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
         divided = rows and tensor.ndim > 0
-        made = TensorShards.rows if divided else TensorShards.whole
+        made = TensorShards.rows if divided else TensorShards.unsharded
         found.append(made(name, dtype, tensor.shape, len(ranks) if divided else range(len(ranks))).of(ranks))
     return found
 
@@ -305,7 +305,7 @@ def test_stages_give_up_the_replica_that_hangs_and_not_the_one_that_waits(small_
     """Rank 0 holds the first four of six tensors, rank 1 the others. Rank 3 generates and takes nothing; rank 2
     generates, too, and takes nothing of rank 1 before rank 0 has given rank 3 up."""
     named = {name: tensor for name, tensor in make_weights("float32").items() if tensor.numel() > 1}
-    layout = [TensorShards.whole(name, "float32", t.shape, [i // 4]) for i, (name, t) in enumerate(named.items())]
+    layout = [TensorShards.unsharded(name, "float32", t.shape, [i // 4]) for i, (name, t) in enumerate(named.items())]
     threads = Threads(tmp_path, 4)
     kept: list[Any] = []  # a group that ends is not a replica that hangs
 

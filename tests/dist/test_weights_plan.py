@@ -30,14 +30,14 @@ HALVES = [
 def rows(ranks: list[int]) -> list[TensorShards]:
     size = len(ranks)
     made = (
-        TensorShards.rows("w", "float32", s, size) if s else TensorShards.whole("w", "float32", s, range(size))
+        TensorShards.rows("w", "float32", s, size) if s else TensorShards.unsharded("w", "float32", s, range(size))
         for s in SHAPES
     )
     return [held.of(ranks) for held in made]
 
 
 def copies(ranks: list[int]) -> list[TensorShards]:
-    return [TensorShards.whole("w", "float32", shape, ranks) for shape in SHAPES]
+    return [TensorShards.unsharded("w", "float32", shape, ranks) for shape in SHAPES]
 
 
 def at(tensor_slice: TensorSlice) -> tuple[slice, ...]:
@@ -74,7 +74,7 @@ def test_every_needed_number_comes_once_from_who_holds_it(
 
 
 def test_who_holds_a_need_sends_it_to_itself_and_copies_are_shared_out() -> None:
-    layout = [TensorShards.whole(f"w{i}", "float32", (16, 16), [3, 4, 5]) for i in range(30)]
+    layout = [TensorShards.unsharded(f"w{i}", "float32", (16, 16), [3, 4, 5]) for i in range(30)]
     need = [RequiredSlices("", (full_slice((16, 16)),))] * 30
     pieces = [piece for step in plan_pieces(layout, {4: need, 7: need}) for piece in step]
     assert {piece.sender for piece in pieces if piece.receiver == 4} == {4}
@@ -90,7 +90,7 @@ def test_all_senders_of_a_large_tensor_have_a_part_in_each_step() -> None:
 
 def test_a_large_tensor_that_several_ranks_hold_is_divided_among_them() -> None:
     layout, need = (
-        [TensorShards.whole("w", "float32", (4096, 256), [0, 1, 2])],
+        [TensorShards.unsharded("w", "float32", (4096, 256), [0, 1, 2])],
         [RequiredSlices("", (full_slice((4096, 256)),))],
     )
     channels = {replica: UpdateGroup(None, (0, 1, 2, replica), layout, {replica: need}) for replica in (3, 4, 5, 6)}
@@ -125,5 +125,5 @@ def test_a_number_that_nobody_holds_is_an_error() -> None:
 
 
 def test_integers_travel_as_they_are() -> None:
-    layout, need = [TensorShards.whole("w", "int64", (3,), [0])], [RequiredSlices("bfloat16", (full_slice((3,)),))]
+    layout, need = [TensorShards.unsharded("w", "int64", (3,), [0])], [RequiredSlices("bfloat16", (full_slice((3,)),))]
     assert [piece.dtype for step in plan_pieces(layout, {1: need}) for piece in step] == ["int64"]

@@ -77,10 +77,12 @@ def test_gradients_equal_those_of_fsdp2(family: str, stage: int, tmp_path: Path,
         assert (got[0] - got[1]).abs().max() > 1e-2
         assert worst_difference(mine, theirs) < 1e-5 and mine.keys() == theirs.keys()
     frozen = {
-        name: zero.whole(p, torch.float32) for name, p in trainer.weights._hf.named_parameters() if "lora" not in name
+        name: zero.full_tensor(p, torch.float32)
+        for name, p in trainer.weights._hf.named_parameters()
+        if "lora" not in name
     }
     step(trainer, whole)
-    assert all(torch.equal(zero.whole(trainer.weights[name], torch.float32), frozen[name]) for name in frozen)
+    assert all(torch.equal(zero.full_tensor(trainer.weights[name], torch.float32), frozen[name]) for name in frozen)
     assert worst_difference(results(trainer, whole)[1], theirs) > 1e-3, "the comparison can fail"
 
 

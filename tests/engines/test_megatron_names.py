@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hpcrl.engines.train.megatron.names import NameTable, held, parts, shard, shard_shape, table
+from hpcrl.engines.train.megatron.names import NameTable, parts, shard, shard_shape, shard_slices, table
 from hpcrl.models.families import read_shape
 
 CONF = Path(__file__).parents[2] / "conf" / "model" / "Qwen"
@@ -96,7 +96,7 @@ def test_a_padded_vocabulary_ends_with_zeros_that_no_hf_tensor_gets() -> None:
     last = shard(entry, tensors, 2, 3)  # rows 8 to 11
     assert last.dtype == torch.float64 and not last.any()
     assert list(parts(entry, last, 2, 3)) == []
-    assert [(part.tensor_slice, part.at) for part in held(entry, 1, 3)] == [(((4, 6), (0, 4)), ((0, 2),))]
+    assert [(part.tensor_slice, part.at) for part in shard_slices(entry, 1, 3)] == [(((4, 6), (0, 4)), ((0, 2),))]
 
 
 @pytest.mark.parametrize("layers", ["local", "fused"])
@@ -163,7 +163,7 @@ def test_a_stage_and_an_expert_parallel_rank_find_their_entries() -> None:
     assert grouped.rows == entry.rows
     stacked = table(small("qwen3_moe"), stacked=True).find(entry.name)
     both = ("model.layers.1.mlp.experts.gate_up_proj", ((3, 4), (0, 4), (0, 4)))
-    assert [(part.hf, part.tensor_slice) for part in held(stacked)] == [both]
+    assert [(part.hf, part.tensor_slice) for part in shard_slices(stacked)] == [both]
     tied = table(small("qwen2", tie_word_embeddings=True))
     assert tied.find("output_layer.weight") is tied.find("embedding.word_embeddings.weight")
     assert names.find("output_layer.weight").place == "head"

@@ -370,7 +370,7 @@ def planned(words: list[str], vocab_size: int = 151936) -> tuple[Config, Any]:
 
 def test_the_first_rank_gets_the_weights_whole_and_the_others_none() -> None:
     config, _ = planned([])
-    need = GEN_ENGINES["sglang"].need
+    need = GEN_ENGINES["sglang"].required_slices
     assert need(config, None, "w", (4, 6), 0, 2).slices == (((0, 4), (0, 6)),)
     assert need(config, None, "w", (4, 6), 1, 2).slices == ()
 

@@ -187,7 +187,7 @@ def not_loaded(engine: Any, model: Any) -> list[str]:
     """The weights that the engine shows otherwise than the model has them, by checksums as of check_weights=true; all
     that it does not show."""
     named = dict(model.named_parameters())
-    layout = [TensorShards.whole(name, "float32", tensor.shape, [0]) for name, tensor in named.items()]
+    layout = [TensorShards.unsharded(name, "float32", tensor.shape, [0]) for name, tensor in named.items()]
     needs = [RequiredSlices("float32", (full_slice(tensor.shape),)) for tensor in named.values()]
     loaded = LoadedSums(layout, needs)
     for _ in loaded.noting(engine.loaded_weights(list(named))):

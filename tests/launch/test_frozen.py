@@ -83,7 +83,7 @@ def in_job(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 
 def script_words(run: Path) -> list[str]:
     """The words that the batch script of a run hands to `job begin`."""
-    (line,) = re.findall(r"^words=\((.*) \"\$@\"\)$", (run / "slurm/job.sbatch").read_text(), re.MULTILINE)
+    (line,) = re.findall(r"^args=\((.*) \"\$@\"\)$", (run / "slurm/job.sbatch").read_text(), re.MULTILINE)
     return shlex.split(line)
 
 
@@ -105,7 +105,7 @@ def test_an_edit_neither_changes_a_queued_job_nor_stops_its_requeue(
         config = stored_config(run)
         assert (config.trainer.lr, config.max_steps, config.cluster.time) == (1e-4, 10, "60")
     made = ("+cluster=slurm", "+experiment=mine", "cluster.time=60")
-    assert read_config_file(run / CONFIG).words == made
+    assert read_config_file(run / CONFIG).arguments == made
 
 
 @pytest.mark.slow
@@ -140,7 +140,7 @@ def test_a_script_submitted_by_hand_is_fixed_by_its_first_start(
 def started(*words: str) -> Path:
     """A run of the experiment that was started here and has stopped."""
     config, *_, run, _ = prepare(["+experiment=mine", *words])
-    opened = open_run(config.model_dump(mode="json"), config.run_dir, "auto", words=run.words)
+    opened = open_run(config.model_dump(mode="json"), config.run_dir, "auto", arguments=run.arguments)
     close_run(opened.run_dir, opened.attempt)
     return opened.run_dir
 
@@ -231,7 +231,7 @@ def test_the_configuration_of_a_run_resumes_it(mine: Path) -> None:
     EDITS["edited"](mine)
     config, *_, run, _ = prepare([f"--config={run_dir}/{CONFIG}", "max_steps=20"])
     assert (run.kind, run.changes, run.ignored) == ("resume", ["max_steps: 10 -> 20"], [])
-    assert run.words == ("+experiment=mine", "max_steps=20"), "as if the command had been repeated with the new word"
+    assert run.arguments == ("+experiment=mine", "max_steps=20"), "as if the command was repeated with the new word"
     assert config.trainer.lr == 1e-4
     with pytest.raises(ConfigError, match="holds a run of another configuration"):
         prepare([f"--config={run_dir}/{CONFIG}", "trainer.lr=1"])
@@ -367,5 +367,5 @@ def test_any_text_is_read_back_as_it_was(text: str, tmp_path_factory: pytest.Tem
     file = tmp_path_factory.mktemp("text") / CONFIG
     file.write_bytes(write_config({"data": {"system_prompt": text or "x"}}, [text]))
     assert load(["--config", str(file)]).data.system_prompt == (text or "x")
-    assert read_config_file(file).words == (text,)
+    assert read_config_file(file).arguments == (text,)
     assert json.loads(json.dumps([text])) == [text]

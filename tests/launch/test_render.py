@@ -136,10 +136,10 @@ def test_the_step_is_bound_to_no_core_and_waits_for_all_its_nodes() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("word", ['data.system_prompt=it\'s "so" $HOME `x` \\n', "rollout.stop=[a b,'c d']"])
-def test_the_shell_hands_the_words_on_unchanged(word: str) -> None:
-    line = next(line for line in render_words(word).splitlines() if line.startswith("words="))
+def test_the_shell_hands_the_arguments_on_unchanged(word: str) -> None:
+    line = next(line for line in render_arguments(word).splitlines() if line.startswith("args="))
     done = subprocess.run(
-        ["bash", "-c", f'{line}\nprintf "%s\\0" "${{words[@]}}"', "script", "max_steps=3"],
+        ["bash", "-c", f'{line}\nprintf "%s\\0" "${{args[@]}}"', "script", "max_steps=3"],
         capture_output=True,
         text=True,
         check=True,
@@ -147,7 +147,7 @@ def test_the_shell_hands_the_words_on_unchanged(word: str) -> None:
     assert done.stdout.split("\0")[:-1] == ["run_name=it", word, "max_steps=3"]
 
 
-def render_words(word: str) -> str:
+def render_arguments(word: str) -> str:
     config = load(["+cluster=slurm"])
     return render(config, Placement.from_config(config, RoleLayout.from_config(config)), ["run_name=it", word])
 

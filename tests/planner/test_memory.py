@@ -163,8 +163,8 @@ def test_the_plan_of_an_update_is_that_of_its_transfer_to_a_replica_of_two(engin
         replica = {"num_ranks": 2, "tensor_parallel": 2, "colocate_with": None}
         of_engine = {"engine": engine, "dtype": "bfloat16"}
         config = run(layout={"trainer": {"num_ranks": 1}, "generator": replica}, generator=of_engine, cluster={})
-        layout, need = RoleLayout.from_config(config), GEN_ENGINES[engine].need
-        held = [TensorShards.whole(p.name, "float32", p.shape, [1]) for p in shape.parameters]
+        layout, need = RoleLayout.from_config(config), GEN_ENGINES[engine].required_slices
+        held = [TensorShards.unsharded(p.name, "float32", p.shape, [1]) for p in shape.parameters]
         needs = {
             2 + index: [need(config, shape, item.name, item.shape, index, 2) for item in held] for index in range(2)
         }

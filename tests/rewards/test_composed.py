@@ -88,7 +88,7 @@ def test_a_weighted_sum() -> None:
     reward = make("composed", parts={"right": RIGHT | {"weight": 2}, "short": SHORT | {"weight": 0.5}})
     scored = score(reward, "Paris", "paris", token_ids=range(5))
     assert (scored.reward, scored.score) == (pytest.approx(2 - 0.25), 1.0)
-    assert scored.metrics == {"right": 1.0, "short": -0.5} and scored.gold == "paris"
+    assert scored.metrics == {"right": 1.0, "short": -0.5} and scored.ground_truth == "paris"
     assert score(reward, "Rome", "paris", token_ids=range(5)).score == 0.0
     assert reward.inline
 

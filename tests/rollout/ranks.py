@@ -57,7 +57,7 @@ class Ranks:
     def call(self, commands: Mapping[int, m.Command]) -> dict[int, m.Done]:
         return {rank: m.Done(self.send(rank, command)) for rank, command in commands.items()}
 
-    def lose(self, ranks: Sequence[int], cause: str) -> None:
+    def drop_ranks(self, ranks: Sequence[int], cause: str) -> None:
         self.lost |= set(ranks)
 
     def say(self, rank: int, event: m.Event) -> None:

@@ -66,7 +66,7 @@ def test_a_spare_member_takes_the_place_of_a_failed_one() -> None:
     scheduler, _ = started(SchedulerConfig(2, extra_members=1), 1, {0: 8})
     a, b, c = ids(0, 3)
     scheduler.plan([*played({a: None, b: 1.0, c: 0.0})])
-    (group,) = scheduler.take()
+    (group,) = scheduler.take_batch()
     assert [sample.id for sample in group.samples] in ([b, c], [a, b]) and not group.samples[-1].failed
 
 

@@ -38,7 +38,7 @@ def test_a_group_waits_for_it_and_keeps_its_reward_alone(deterministic: bool, gr
     scheduler.plan(ended(first))
     assert not scheduler.ready()
     assert scheduler.plan(ended(last)) == [Drop(0, (greedy,))] and scheduler.ready()
-    (group,) = scheduler.take()
+    (group,) = scheduler.take_batch()
     assert [sample.id for sample in group.samples] == [a, b] and group.baseline == 0.5
     (end,) = scheduler.ended_prompts()
     assert end.rewards == (1.0, 0.0)
@@ -52,7 +52,7 @@ def test_greedy_sample_is_not_a_spare_member() -> None:
     a, b, c = ids(0, 3)
     assert scheduler.plan(ended({a: 1.0, b: 1.0, c: 1.0})) == [] and not scheduler.ready()
     assert scheduler.plan(ended({greedy_of(0): 0.0})) == [Drop(0, (c, greedy_of(0)))]
-    assert [sample.id for sample in scheduler.take()[0].samples] == [a, b]
+    assert [sample.id for sample in scheduler.take_batch()[0].samples] == [a, b]
 
     scheduler, _ = started(SchedulerConfig(2, extra_members=1, greedy_baseline=True), 1, {0: 8})
     again = Generate(0, (*ids(0, 3, attempt=1), greedy_of(0, 1)))

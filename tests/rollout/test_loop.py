@@ -83,7 +83,7 @@ def test_bad_data_in_the_background_is_no_error_of_what_was_waited_for() -> None
         for _ in range(20):
             loop.background(loop._controller.events() if loop._replicas[GENERATOR].num_chunks else [])
             if scheduler.ready():
-                scheduler.take()
+                scheduler.take_batch()
             scheduler.begin_step(scheduler.version + 1, 1)
     assert isinstance(raised.value.__cause__, ValueError)
     code, text = _explain(raised.value, built=True)
@@ -113,7 +113,7 @@ def test_an_answer_that_a_lost_replica_leaves_behind_ends_with_its_evaluation() 
     scheduler = RolloutScheduler(SchedulerConfig(1), {GENERATOR: 8})
     scheduler.begin_step(0, 2)
     loop.collect(scheduler, {}, draw_from(prompts(FIRST_VALIDATION_UID, 2)), SAMPLING)
-    assert loop._streams and not loop._awaited._away
+    assert loop._streams and not loop._awaited._samples
 
 
 def test_the_loss_of_a_rank_moves_only_the_environments_it_had() -> None:
@@ -220,7 +220,7 @@ def test_sizes_of_dropped_samples_are_dropped() -> None:
     steps(loop, SchedulerConfig(2, extra_prompts=2), [1, 1, 1], prompts())
     assert any(isinstance(command, m.AbortSamples) for _, command in ranks.sent)
     replica = loop._replicas[GENERATOR]
-    assert not replica.sizes and not replica._dropped and not loop._awaited._away
+    assert not replica.sizes and not replica._dropped and not loop._awaited._samples
 
 
 def test_a_scorer_is_not_blamed_for_what_a_lost_replica_has_not_sent() -> None:
@@ -229,7 +229,7 @@ def test_a_scorer_is_not_blamed_for_what_a_lost_replica_has_not_sent() -> None:
     loop._reach(loop._replicas[GENERATOR], [make_sample_id(uid, 0, 0) for uid in range(3)], [SCORER], acting=False)
     ranks.lost.add(GENERATOR)
     loop.tell_lost()
-    assert not loop._awaited._away and not loop._awaited.pending
+    assert not loop._awaited._samples and not loop._awaited.pending
 
 
 def test_the_work_of_a_burst_does_not_grow_with_what_is_scored() -> None:
@@ -263,7 +263,7 @@ def test_a_reward_is_added_to_that_of_an_environment(deterministic: bool) -> Non
     assert collected.stats["domain/maths/score"].count == 8 and collected.stats["env/maths/success"].count == 4
     rescored = {sample for _, command in ranks.sent if isinstance(command, m.Rescore) for sample in command.samples}
     assert {split_sample_id(sample)[0] for sample in rescored} == {0, 2}
-    assert not loop._awaited._away and not loop._awaited.pending
+    assert not loop._awaited._samples and not loop._awaited.pending
 
 
 class PlayedRanks(Ranks):

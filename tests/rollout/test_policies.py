@@ -27,7 +27,7 @@ STOP = FinishReason.STOP
 def started(config, uids, replicas, need=1, kind_of=lambda uid: ""):
     scheduler = RolloutScheduler(config, replicas, kind_of)
     scheduler.begin_step(0, need)
-    scheduler.offer(range(uids))
+    scheduler.add_prompts(range(uids))
     return scheduler, scheduler.plan()
 
 
@@ -52,7 +52,7 @@ def test_the_first_members_make_the_group_and_the_last_is_dropped():
     assert scheduler.plan(ended(c)) == [] and not scheduler.ready()
     assert scheduler.plan(ended(a)) == [Drop(0, (b,))]
     scheduler.plan([Aborted(((b, 40),))])
-    (group,) = scheduler.take()
+    (group,) = scheduler.take_batch()
     assert [sample.id for sample in group.samples] == [a, c]
     metrics = scheduler.metrics()
     assert metrics["scheduler/redundant"][0] == 1
@@ -70,7 +70,7 @@ def test_a_spare_member_stands_in_for_one_that_fails():
         else:
             assert commands == [Drop(0, members[:1])]
             scheduler.plan(ended(*members[1:]))
-            assert [sample.id for sample in scheduler.take()[0].samples] == [*members[1:]]
+            assert [sample.id for sample in scheduler.take_batch()[0].samples] == [*members[1:]]
 
 
 def test_spare_members_outlive_a_replica():
@@ -80,7 +80,7 @@ def test_spare_members_outlive_a_replica():
     homes = {command.replica: command.sample_ids[0] for command in commands}
     assert scheduler.plan([ReplicaLost(1)]) == []
     scheduler.plan([*ended(homes[0]), *ended(homes[2], replica=2)])
-    assert scheduler.ready() and scheduler.take()[0].attempt == 0
+    assert scheduler.ready() and scheduler.take_batch()[0].attempt == 0
 
 
 @pytest.mark.parametrize("on_stale", ["wait", "cancel"])
@@ -88,16 +88,16 @@ def test_a_straggler_is_waited_for_or_cancelled(on_stale):
     """Prompt 0 takes longer than a step; with max_staleness=1 it may be trained at version 1 at the latest."""
     scheduler, _ = started(SchedulerConfig(1, max_staleness=1, on_stale=on_stale), 3, {0: 8})
     scheduler.plan(ended(*ids(1, 1)))
-    assert [group.uid for group in scheduler.take()] == [1]
+    assert [group.uid for group in scheduler.take_batch()] == [1]
     scheduler.begin_step(1, 1)
     assert scheduler.plan() == [Generate(0, ids(2, 1))]
     scheduler.plan(ended(*ids(2, 1)))
     if on_stale == "wait":
         assert not scheduler.ready()
         scheduler.plan(ended(*ids(0, 1)))
-        assert [group.uid for group in scheduler.take()] == [0]
+        assert [group.uid for group in scheduler.take_batch()] == [0]
     else:
-        assert [group.uid for group in scheduler.take()] == [2]
+        assert [group.uid for group in scheduler.take_batch()] == [2]
         scheduler.begin_step(2, 1)
         assert scheduler.plan() == [Drop(0, ids(0, 1)), Generate(0, ids(0, 1, attempt=1))]
     assert counted(scheduler, "cancelled") == (on_stale == "cancel")
@@ -108,12 +108,12 @@ def test_new_weights_restart_what_is_on_its_way():
     scheduler, _ = started(config, 2, {0: 8})
     (a, b), (c, d) = ids(0, 2), ids(1, 2)
     scheduler.plan(ended(a, b, c))
-    scheduler.take()
+    scheduler.take_batch()
     scheduler.begin_step(1, 1)
     again = make_sample_id(1, 1, 1)
     assert scheduler.plan() == [Drop(0, (d,)), Generate(0, (again,))]  # its sibling has ended and stays
     scheduler.plan(ended(again))
-    (group,) = scheduler.take()
+    (group,) = scheduler.take_batch()
     assert [sample.id for sample in group.samples] == [c, again]
     assert (group.attempt, group.version) == (1, 0), "as old as its oldest response"
     assert counted(scheduler, "restarted") == 1
@@ -127,7 +127,7 @@ def test_restarts_end_after_max_attempts_and_make_a_group_fresh():
         commands = scheduler.plan()
         assert bool(commands) == (version <= 2)
     scheduler.plan(ended(make_sample_id(0, 2, 0)))
-    (group,) = scheduler.take()
+    (group,) = scheduler.take_batch()
     assert (group.version, group.attempt) == (2, 2)
 
 
@@ -140,15 +140,17 @@ def test_kept_samples_are_not_restarted():
 def test_a_slow_replica_gets_less():
     scheduler, _ = started(SchedulerConfig(1), 0, {0: 8, 1: 8}, need=12)
     scheduler.plan([SpeedChanged(1, 0.5)])
-    scheduler.offer(range(12))
+    scheduler.add_prompts(range(12))
     commands = scheduler.plan()
     assert {command.replica: len(command.sample_ids) for command in commands} == {0: 8, 1: 4}
 
 
 def test_a_pace_is_told_when_it_changes_and_settles():
     pace = ReplicaSpeeds()
-    assert [pace.learn(name, 8, 1.0) for name in (0, 1, 2)] == [[], [], []]
-    told = [event for _ in range(100) for name in (0, 1, 2) for event in pace.learn(name, 8, 3.0 if name == 1 else 1.0)]
+    assert [pace.observe(name, 8, 1.0) for name in (0, 1, 2)] == [[], [], []]
+    told = [
+        event for _ in range(100) for name in (0, 1, 2) for event in pace.observe(name, 8, 3.0 if name == 1 else 1.0)
+    ]
     assert {event.replica for event in told} == {1}, "the median is no slower"
     assert told[-1].speed == pytest.approx(1 / 3, rel=0.3) and len(told) < 8
 
@@ -158,7 +160,7 @@ def test_half_of_the_replicas_are_slow(slow, fast):
     """The median is one of the fast ones, so that the slow ones get less."""
     pace, speeds = ReplicaSpeeds(), {}
     for name in [*slow, *fast] * 200:
-        speeds |= {event.replica: event.speed for event in pace.learn(name, 8, 10.0 if name in slow else 1.0)}
+        speeds |= {event.replica: event.speed for event in pace.observe(name, 8, 10.0 if name in slow else 1.0)}
     assert all(speeds[name] < 0.2 for name in slow) and all(speeds.get(name, 1.0) > 0.8 for name in fast)
 
 
@@ -167,7 +169,7 @@ def test_a_replica_that_carries_more_is_not_taken_for_slow():
     told = []
     for name, most in [(0, 32), (1, 4), (2, 4)] * 300:
         tokens = rng.randrange(1, most + 1)
-        told += pace.learn(name, tokens, 0.002 + 0.004 * tokens)
+        told += pace.observe(name, tokens, 0.002 + 0.004 * tokens)
     assert not [event for event in told[50:] if not 0.8 < event.speed < 1.25]
 
 
@@ -184,9 +186,9 @@ def test_expected_length_weighs_the_load():
         kind = lambda uid: "even" if uid % 2 == 0 else "odd"  # noqa: E731
         scheduler, _ = started(SchedulerConfig(1, routing=routing), 2, {0: 16, 1: 16}, need=2, kind_of=kind)
         scheduler.plan([*ended(*ids(0, 1), tokens=90), *ended(*ids(1, 1), replica=1, tokens=10)])
-        scheduler.take()
+        scheduler.take_batch()
         scheduler.begin_step(1, 8)
-        scheduler.offer([2, 3, 5, 7, 9, 11, 13, 15])  # one even prompt
+        scheduler.add_prompts([2, 3, 5, 7, 9, 11, 13, 15])  # one even prompt
         commands = scheduler.plan()
         loads[routing] = {command.replica: len(command.sample_ids) for command in commands}
     assert loads == {"count": {0: 4, 1: 4}, "expected_length": {0: 1, 1: 7}}
@@ -196,8 +198,8 @@ def test_recent_lengths_count_more():
     lengths = Lengths()
     assert lengths.expected("a") == 1.0
     for length in [10] * 100 + [30] * 100:
-        lengths.learn("a", length)
-        lengths.learn("b", 60)
+        lengths.observe("a", length)
+        lengths.observe("b", 60)
     assert lengths.expected("a") / lengths.expected("b") == pytest.approx(0.5, rel=0.02)
 
 

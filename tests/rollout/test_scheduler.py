@@ -151,10 +151,10 @@ def run_steps(scheduler, world, need, steps, disturb=None, break_hand_over=None)
         scheduler.begin_step(version, need)
         for turn in range(5_000):
             if scheduler.ready():
-                batch = scheduler.take()
+                batch = scheduler.take_batch()
                 if not (break_hand_over and break_hand_over()):
                     break
-                scheduler.give_back()
+                scheduler.return_batch()
             next_uid = run_turn(scheduler, world, next_uid, disturb if turn else None)
             assert in_flight(scheduler) + len(scheduler.finished()) <= scheduler.budget
         else:
@@ -179,8 +179,8 @@ def run_steps(scheduler, world, need, steps, disturb=None, break_hand_over=None)
 
 def run_turn(scheduler, world, next_uid, disturb=None):
     """Offer what is wanted, tell what happened, carry out what follows. Returns the next fresh uid."""
-    fresh = range(next_uid, next_uid + scheduler.wants())
-    scheduler.offer(fresh)
+    fresh = range(next_uid, next_uid + scheduler.num_wanted())
+    scheduler.add_prompts(fresh)
     events = world.random_events()
     if disturb:
         events += disturb(scheduler, world)
@@ -263,7 +263,7 @@ def test_accounting_budget_and_termination_under_random_events(
         if not chaos or len(world.held) < 2 or rng.random() < 0.8:
             return False
         lost = world.lose(rng.choice(sorted(world.held)))
-        scheduler.tell([lost]) if rng.random() < 0.5 else world.late.append(lost)
+        scheduler.handle_events([lost]) if rng.random() < 0.5 else world.late.append(lost)
         return True
 
     batches, ends, offered = run_steps(scheduler, world, need, 6, disturb, break_hand_over)
@@ -359,7 +359,7 @@ def test_every_epoch_is_closed_whatever_is_long_in_it(
             scheduler.begin_step(version, need)
             while not scheduler.ready():
                 next_uid = run_turn(scheduler, world, next_uid)
-            for sample in (sample for group in scheduler.take() for sample in group.samples):
+            for sample in (sample for group in scheduler.take_batch() for sample in group.samples):
                 del world.held[sample.replica][sample.id]
             for _ in range(rng.randrange(4) if scheduler.generates_ahead else 0):
                 next_uid = run_turn(scheduler, world, next_uid)
@@ -422,7 +422,7 @@ def score(*ids, reward=1.0):
 def started(config, uids, replicas, need):
     scheduler = RolloutScheduler(config, replicas)
     scheduler.begin_step(0, need)
-    scheduler.offer(range(uids))
+    scheduler.add_prompts(range(uids))
     return scheduler, scheduler.plan()
 
 
@@ -450,13 +450,13 @@ def test_group_larger_than_any_room_is_split_and_the_rest_waits():
 
 def test_wants_replaces_filtered_groups_within_the_budget():
     scheduler, _ = started(SchedulerConfig(1, extra_prompts=1, filter_mean_low=0.5), 0, {0: 8}, 2)
-    assert scheduler.wants() == scheduler.budget == 3
-    scheduler.offer([0, 1, 2])
+    assert scheduler.num_wanted() == scheduler.budget == 3
+    scheduler.add_prompts([0, 1, 2])
     scheduler.plan()
-    assert scheduler.wants() == 0
+    assert scheduler.num_wanted() == 0
     (a,), (b,) = ids_of(0, 1), ids_of(1, 1)
     commands = scheduler.plan([finish(a, b), *score(a, reward=0.0), *score(b)])
-    assert commands == [Drop(0, (a,))] and scheduler.wants() == 1  # b counts until it is taken
+    assert commands == [Drop(0, (a,))] and scheduler.num_wanted() == 1  # b counts until it is taken
     end = scheduler.ended_prompts()[0]
     assert (end.uid, end.outcome, end.reason) == (0, PromptOutcome.FILTERED, "mean_low")
 
@@ -487,17 +487,17 @@ def test_over_sampled_groups_are_dropped_and_come_first_next_step():
     first, second = ids_of(0, 2), ids_of(1, 2)
     commands = scheduler.plan([finish(*second, first[0]), *score(*second)])
     assert commands == [Drop(0, first)] and scheduler.ready()
-    assert [group.uid for group in scheduler.take()] == [1]
+    assert [group.uid for group in scheduler.take_batch()] == [1]
     assert scheduler.plan([Rewarded(first[0], 1.0, 1.0), Aborted(((first[1], 3),))]) == []
     metrics = scheduler.metrics()
     assert metrics["scheduler/aborted"][0] == 2 and metrics["scheduler/aborted_length"] == (8.0, 2.0, 3.0, 5.0)
     assert metrics["scheduler/late_events"][0] == 1 and metrics["scheduler/kept_length"] == (10.0, 2.0, 5.0, 5.0)
     scheduler.begin_step(1, 1)
-    assert scheduler.wants() == 1
+    assert scheduler.num_wanted() == 1
     assert scheduler.plan() == [Generate(0, ids_of(0, 2, attempt=1))]
     again = ids_of(0, 2, attempt=1)
     scheduler.plan([Decoded(0, tuple((i, 9, STOP) for i in again)), *score(*again)])
-    scheduler.take()
+    scheduler.take_batch()
     assert scheduler.metrics()["scheduler/kept_length_retried"] == (18.0, 2.0, 9.0, 9.0)
 
 
@@ -509,7 +509,7 @@ def test_what_is_spread_over_replicas_and_what_waits_for_room_is_told():
     for i in (*first, *second):
         places |= {i: name for name in (0, 1) for i in scheduler._samples.replicas[name].samples}
         scheduler.plan([finish(i, replica=places[i]), *score(i)])
-    groups = scheduler.take()
+    groups = scheduler.take_batch()
     metrics = scheduler.metrics()
     homes = [sample.replica for group in groups for sample in group.samples]
     shares = [5 * homes.count(name) for name in (0, 1)]
@@ -524,7 +524,7 @@ def test_deterministic_mode_accepts_in_order_of_prompts():
     scheduler.plan([finish(b, replica=1), *score(b)])
     assert not scheduler.ready()  # prompt 0 has a say first
     assert scheduler.plan([finish(a), *score(a)]) == [Drop(1, (b,))]
-    assert [group.uid for group in scheduler.take()] == [0]
+    assert [group.uid for group in scheduler.take_batch()] == [0]
 
 
 def test_turns_free_the_slot_and_come_back_to_the_same_replica():
@@ -535,7 +535,7 @@ def test_turns_free_the_slot_and_come_back_to_the_same_replica():
     assert scheduler.plan([Answered((a,))]) == []  # its slot is taken by c
     assert scheduler.plan([finish(c)]) == [Continue(0, (a,))]
     scheduler.plan([Decoded(0, turns=((a, 9),)), Rewarded(a, 1.0, 1.0), finish(b, replica=1), *score(b, c)])
-    assert [group.samples[0].num_tokens for group in scheduler.take()] == [9, 5, 5]
+    assert [group.samples[0].num_tokens for group in scheduler.take_batch()] == [9, 5, 5]
 
 
 def test_lost_replica_restarts_its_groups_elsewhere_even_accepted_ones():
@@ -555,14 +555,14 @@ def test_a_batch_that_could_not_be_handed_over_is_given_back():
     scheduler, _ = started(SchedulerConfig(1, max_attempts=2), 3, {0: 2, 1: 2}, 3)
     (a,), (b,), (c,) = (ids_of(uid, 1) for uid in range(3))
     scheduler.plan([finish(a, c), finish(b, replica=1), *score(a, b, c)])
-    assert [group.uid for group in scheduler.take()] == [0, 1, 2]
-    scheduler.tell([ReplicaLost(1)])
-    scheduler.give_back()
+    assert [group.uid for group in scheduler.take_batch()] == [0, 1, 2]
+    scheduler.handle_events([ReplicaLost(1)])
+    scheduler.return_batch()
     assert not scheduler.ready() and scheduler.ended_prompts() == []
     assert scheduler.plan() == [Generate(0, ids_of(1, 1, attempt=1))]
     (again,) = ids_of(1, 1, attempt=1)
     scheduler.plan([finish(again), *score(again)])
-    assert [(group.uid, group.attempt) for group in scheduler.take()] == [(0, 0), (1, 1), (2, 0)]
+    assert [(group.uid, group.attempt) for group in scheduler.take_batch()] == [(0, 0), (1, 1), (2, 0)]
     assert [end.uid for end in scheduler.ended_prompts()] == [0, 1, 2]
 
 
@@ -619,7 +619,7 @@ def test_a_group_of_errors_counts_where_errors_are_accepted():
     scheduler, _ = started(SchedulerConfig(1, accept_errors=True), 2, {0: 4}, 2)
     (a,), (b,) = ids_of(0, 1), ids_of(1, 1)
     scheduler.plan([finish(a, b), Rewarded(a, 0.0, 0.0, "timeout"), *score(b)])
-    assert [group.samples[0].score for group in scheduler.take()] == [0.0, 1.0]
+    assert [group.samples[0].score for group in scheduler.take_batch()] == [0.0, 1.0]
     assert scheduler.metrics()["scheduler/score_errors"][0] == 1
 
 
@@ -634,7 +634,7 @@ def test_an_episode_whose_environment_failed_begins_anew_where_asked_as_often_as
     commands = scheduler.plan([Decoded(0, (), ((again, 3),)), Rewarded(again, 0.0, 0.0, "crash", failed=True)])
     assert commands == [Drop(0, (again,)), Generate(0, (last,))]
     scheduler.plan([Decoded(0, (), ((last, 3),)), Rewarded(last, 0.0, 0.0, "crash", failed=True)])
-    (group,) = scheduler.take()
+    (group,) = scheduler.take_batch()
     assert [(s.id, s.reward, s.error) for s in group.samples] == [(last, 0.0, "crash"), (b, 1.0, "")]
     metrics = scheduler.metrics()
     assert metrics["scheduler/score_errors"][0] == 3 and metrics["scheduler/restarted"][0] == 2
@@ -645,7 +645,7 @@ def test_an_error_of_a_reward_restarts_no_response():
     scheduler, _ = started(SchedulerConfig(2, restart_failed_episodes=True), 1, {0: 4}, 1)
     a, b = ids_of(0, 2)
     assert scheduler.plan([finish(a, b), Rewarded(a, 0.0, 0.0, "timeout"), *score(b)]) == []
-    assert [sample.error for sample in scheduler.take()[0].samples] == ["timeout", ""]
+    assert [sample.error for sample in scheduler.take_batch()[0].samples] == ["timeout", ""]
 
 
 def test_answers_about_samples_of_another_scheduler_are_stale():
@@ -661,7 +661,7 @@ def test_ends_carry_the_rewards_of_filtered_groups_too():
     scheduler.plan(
         [finish(a, b, c, d), *score(a, b, reward=0.5), *score(c), *score(d, reward=0.0), SamplesFailed((e,), "x")]
     )
-    scheduler.take()
+    scheduler.take_batch()
     assert [(end.uid, end.rewards) for end in scheduler.ended_prompts()] == [(0, (0.5, 0.5)), (2, ()), (1, (1.0, 0.0))]
 
 
@@ -671,7 +671,7 @@ def test_lost_scorer_has_its_samples_scored_again_once():
     scheduler.plan([finish(a, b), *score(a)])
     assert scheduler.plan([ScorerLost((a, b))]) == [SendToScorer(0, (b,))]
     scheduler.plan([*score(b), *score(b, reward=0.0)])  # the lost one's answer arrives as well
-    assert [sample.reward for sample in scheduler.take()[0].samples] == [1.0, 1.0]
+    assert [sample.reward for sample in scheduler.take_batch()[0].samples] == [1.0, 1.0]
 
 
 def test_step_that_can_get_no_batch_says_why():
@@ -687,11 +687,11 @@ def test_the_counts_of_a_starved_step_are_of_one_period():
     config = SchedulerConfig(1, filter_mean_low=0.0, max_generated_groups=4, max_staleness=1)
     scheduler, _ = started(config, 2, {0: 8}, 1)
     scheduler.plan([finish(*ids_of(0, 1)), *score(*ids_of(0, 1))])
-    scheduler.take()
+    scheduler.take_batch()
     scheduler.metrics()
 
     def reject(uid):
-        scheduler.offer([uid + 1])
+        scheduler.add_prompts([uid + 1])
         scheduler.plan([finish(*ids_of(uid, 1)), *score(*ids_of(uid, 1), reward=0.0)])
 
     reject(1)  # of the step before, rejected after it
@@ -706,28 +706,28 @@ def test_what_starts_after_weights_arrived_has_them():
     """Between their arrival and the step that trains on them: validation prompts, a checkpoint."""
     scheduler, _ = started(SchedulerConfig(1, max_staleness=1), 1, {0: 8}, 1)
     scheduler.plan([finish(*ids_of(0, 1)), *score(*ids_of(0, 1))])
-    scheduler.take()
+    scheduler.take_batch()
     scheduler.metrics()
     scheduler.weights_arrived(1)
-    scheduler.offer([1])
+    scheduler.add_prompts([1])
     assert scheduler.plan() == [Generate(0, ids_of(1, 1))]
     scheduler.begin_step(1, 1)
     scheduler.plan([finish(*ids_of(1, 1)), *score(*ids_of(1, 1))])
-    assert [group.version for group in scheduler.take()] == [1]
+    assert [group.version for group in scheduler.take_batch()] == [1]
     assert scheduler.metrics()["scheduler/staleness/*"] == (0.0, 1.0, 0.0, 0.0)
 
 
 def test_weights_restart_what_is_on_its_way_when_they_arrive_and_nothing_later():
     scheduler, _ = started(SchedulerConfig(1, max_staleness=1, on_new_weights="restart"), 2, {0: 8}, 1)
     scheduler.plan([finish(*ids_of(0, 1)), *score(*ids_of(0, 1))])
-    scheduler.take()
+    scheduler.take_batch()
     scheduler.weights_arrived(1)
     again = ids_of(1, 1, attempt=1)
     assert scheduler.plan() == [Drop(0, ids_of(1, 1)), Generate(0, again)]
     scheduler.begin_step(1, 1)
     assert not any(isinstance(command, Drop) for command in scheduler.plan())
     scheduler.plan([finish(*again), *score(*again)])
-    assert [(group.uid, group.version) for group in scheduler.take()] == [(1, 1)]
+    assert [(group.uid, group.version) for group in scheduler.take_batch()] == [(1, 1)]
 
 
 def test_bad_calls_are_refused():
@@ -735,9 +735,9 @@ def test_bad_calls_are_refused():
         RolloutScheduler(SchedulerConfig(1), {})
     scheduler, _ = started(SchedulerConfig(1), 1, {0: 1}, 1)
     with pytest.raises(ValueError, match="must rise"):
-        scheduler.offer([0])
+        scheduler.add_prompts([0])
     with pytest.raises(ValueError, match="take"):
-        scheduler.take()
+        scheduler.take_batch()
 
 
 def test_state_survives_json_and_restarts_what_was_in_flight():
@@ -754,7 +754,7 @@ def test_state_survives_json_and_restarts_what_was_in_flight():
     assert restored.plan() == [Generate(0, ids_of(0, 2, 1)), Generate(1, ids_of(2, 2, 1))]
     again = ids_of(0, 2, 1)
     restored.plan([finish(*again), *score(*again)])
-    assert [(group.uid, group.version) for group in restored.take()] == [(0, 1), (1, 0)]
+    assert [(group.uid, group.version) for group in restored.take_batch()] == [(0, 1), (1, 0)]
     smaller = RolloutScheduler(config, {4: 8})
     smaller.load_state_dict(state)
     assert {sample.replica for sample in smaller.finished()[0].samples} == {4}
@@ -770,17 +770,17 @@ def test_a_batch_waits_for_what_later_ones_would_have_no_room_for_in_time(max_st
     for version in range(max_staleness + 1):
         scheduler.begin_step(version, 1)
         for _ in range(3):
-            fresh = range(uid, uid := uid + scheduler.wants())
-            scheduler.offer(fresh)
+            fresh = range(uid, uid := uid + scheduler.num_wanted())
+            scheduler.add_prompts(fresh)
             admitted = [i for command in scheduler.plan() for i in command.sample_ids if isinstance(command, Generate)]
-            scheduler.tell([finish(*(ended := set(admitted) - long)), *score(*ended)])
+            scheduler.handle_events([finish(*(ended := set(admitted) - long)), *score(*ended)])
         if version < max_staleness - 1:
-            assert scheduler.ready() and {group.uid for group in scheduler.take()}.isdisjoint({0, 1})
+            assert scheduler.ready() and {group.uid for group in scheduler.take_batch()}.isdisjoint({0, 1})
             continue
         assert not scheduler.ready()
         one = long.pop()
-        scheduler.tell([finish(one), *score(one)])
-        assert scheduler.ready() and [group.uid for group in scheduler.take()] == [split_sample_id(one)[0]]
+        scheduler.handle_events([finish(one), *score(one)])
+        assert scheduler.ready() and [group.uid for group in scheduler.take_batch()] == [split_sample_id(one)[0]]
     assert scheduler.metrics()["scheduler/cancelled"][0] == 0
 
 
@@ -788,7 +788,7 @@ def test_paused_replicas_are_given_nothing_until_they_go_on():
     scheduler, commands = started(SchedulerConfig(1, max_staleness=1), 4, {0: 8, 1: 8}, 4)
     assert {command.replica for command in commands} == {0, 1}
     scheduler.pause(frozenset({0}))
-    scheduler.offer(range(4, 8))
+    scheduler.add_prompts(range(4, 8))
     assert scheduler.plan() == [Generate(1, ids_of(4, 1) + ids_of(5, 1) + ids_of(6, 1) + ids_of(7, 1))]
     running = [split_sample_id(i)[0] for command in commands if command.replica == 0 for i in command.sample_ids]
     turn = make_sample_id(running[0], 0, 0)
@@ -802,8 +802,8 @@ def test_generation_goes_on_between_steps_only_with_lag():
         scheduler, _ = started(SchedulerConfig(1, max_staleness=max_staleness), 1, {0: 8}, 1)
         (a,) = ids_of(0, 1)
         scheduler.plan([finish(a), *score(a)])
-        scheduler.take()
-        assert scheduler.wants() == wanted
+        scheduler.take_batch()
+        assert scheduler.num_wanted() == wanted
 
 
 def test_config_is_read_from_the_run_configuration():

@@ -144,7 +144,7 @@ def test_a_response_of_a_lost_replica_does_not_stay_at_its_scorer(order: list[st
     assert ranks.lost == {1} and len(groups) == 2
     assert len(ranks.unwanted) == 1 and split_sample_id(ranks.unwanted[0])[2] == 0
     trained = {sample.id for group in groups for sample in group.samples}
-    assert trained.isdisjoint(ranks.unwanted) and not ranks.waiting[3] and not loop._awaited._away
+    assert trained.isdisjoint(ranks.unwanted) and not ranks.waiting[3] and not loop._awaited._samples
 
 
 def test_held_out_samples_are_groups_of_one() -> None:

@@ -233,7 +233,7 @@ def test_judgement() -> None:
 def test_the_versions_of_what_the_engines_need_are_compared_where_they_are_needed() -> None:
     """Nodes without a model need none."""
     need = dataclasses.replace(
-        NEED, modules={"vllm": "vllm"}, required_versions={"vllm": "0.32."}, tested={"deepspeed": "0.19"}
+        NEED, modules={"vllm": "vllm"}, required_versions={"vllm": "0.32."}, tested_versions={"deepspeed": "0.19"}
     )
     found = [
         msgspec.structs.replace(GOOD, versions=GOOD.versions | {"vllm": v}) for v in ("0.32.0", "0.32.0", "0.31.1")

@@ -36,7 +36,7 @@ def test_points_have_names_and_folders_of_their_own(tmp_path: Path, monkeypatch:
     names = [f"seed-{seed}_trainer.lr-{lr}" for lr in ("0.0001", "0.0005") for seed in (0, 1)]
     assert [point.name for point in points] == names
     common = ["+experiment=demo", "trainer.lr=0.0005", "+cluster=slurm", "seed=1"]
-    assert points[3].words == [*common, f"run_name=demo_{names[3]}", f"run_dir=runs/demo/{names[3]}"]
+    assert points[3].arguments == [*common, f"run_name=demo_{names[3]}", f"run_dir=runs/demo/{names[3]}"]
     assert [point.name for point in expand(["algorithm=grpo,reinforce"])] == ["algorithm-grpo", "algorithm-reinforce"]
 
 

@@ -249,13 +249,13 @@ def test_an_episode_ends_with_its_budgets_of_tokens_and_seconds(stage: Stage) ->
     for domain in ("tokens", "seconds"):
         sample = make_sample_id(next(UIDS), 0, 0)
         play(stage, role, turn(sample, "plain", domain=domain))
-        first = play(stage, role, msgspec.structs.replace(turn(sample, domain=domain), written=9))
+        first = play(stage, role, msgspec.structs.replace(turn(sample, domain=domain), num_written_tokens=9))
         assert not first.ended and "truncated" not in first.result.metrics
         end = time.monotonic() + 1.2 * (domain == "seconds")
         while time.monotonic() < end:  # as a rank that waits for mail does
             role.poll()
             time.sleep(0.05)
-        last = play(stage, role, msgspec.structs.replace(turn(sample, domain=domain), written=10))
+        last = play(stage, role, msgspec.structs.replace(turn(sample, domain=domain), num_written_tokens=10))
         assert last.ended and not last.result.error
         assert last.result.reward == 0.5 and last.result.metrics["turns"] == 2.0
     stage.deltas()
@@ -542,7 +542,7 @@ def test_special_tokens_reach_environments_that_ask_for_them(stage: Stage, envir
     sample = make_sample_id(next(UIDS), 0, 0)
     play(stage, role, turn(sample, "echo"))
     stage.deltas()
-    play(stage, role, msgspec.structs.replace(turn(sample), marked="<call>4"))
+    play(stage, role, msgspec.structs.replace(turn(sample), text_with_special_tokens="<call>4"))
     [delta] = stage.deltas()
     assert json.loads(delta.messages) == [{"role": "user", "content": said}]
     role.close()

@@ -45,7 +45,9 @@ def role(stage: Stage, model_folder: Path) -> GeneratorRole:
     admit(role, {uid: ("d", ids) for uid, ids in PROMPTS.items()}, SAMPLES)
     begun = carry_out(role, m.DecodeChunk(8, [2], [1]))
     assert [(e.sample, e.model_tokens) for e in begun.turns] == [(sample, 0) for sample in SAMPLES]
-    assert [(turn.sample, turn.begins) for turn in stage.mail(1, m.Turn)] == [(sample, True) for sample in SAMPLES]
+    assert [(turn.sample, turn.starts_episode) for turn in stage.mail(1, m.Turn)] == [
+        (sample, True) for sample in SAMPLES
+    ]
     stage.send(1, 2, [m.EnvObservation(sample, b"") for sample in SAMPLES])  # each begins with the prompt of its row
     carry_out(role, m.Admit([], [(sample, 3) for sample in SAMPLES], SAMPLING))
     return role
@@ -131,7 +133,7 @@ def test_environments_hear_how_much_room_there_is_and_what_was_dropped(stage: St
     turns = stage.mail(1, m.Turn)
     assert sorted(turn.sample for turn in turns) == SAMPLES[:2]
     for turn in turns:
-        assert turn.room == LENGTH - total[turn.sample] - SAMPLING.max_new_tokens
+        assert turn.max_observation_tokens == LENGTH - total[turn.sample] - SAMPLING.max_new_tokens
         assert turn.last_token == role.samples[turn.sample].held.token_ids[-1]
     carry_out(role, m.AbortSamples(SAMPLES))
     assert [(turn.sample, turn.reason) for turn in stage.mail(1, m.Turn)] == [(s, "abort") for s in SAMPLES]
@@ -151,7 +153,7 @@ def test_environments_hear_special_tokens_but_the_last(
     role.engine.step = lambda count: [replace(o, **new) for o in decode_chunk(count)]  # type: ignore[method-assign]
     carry_out(role, m.DecodeChunk(8, [2], [1]))
     turns = stage.mail(1, m.Turn)
-    assert {(turn.marked, turn.text) for turn in turns} == {(marked, "F" * ids.count(40))}
+    assert {(turn.text_with_special_tokens, turn.text) for turn in turns} == {(marked, "F" * ids.count(40))}
 
 
 def test_a_text_tells_that_its_prompt_has_begun_the_reasoning(stage: Stage, role: GeneratorRole) -> None:
@@ -268,8 +270,8 @@ def test_the_turns_of_an_episode_share_its_tokens(stage: Stage, role: GeneratorR
         stage.empty(1)
         carry_out(role, m.DecodeChunk(8, [2], [1]))
         [turn] = stage.mail(1, m.Turn)
-        written.append(turn.written)
-        assert turn.begins or 0 < turn.written - written[-2] <= min(4, 6 - written[-2])
+        written.append(turn.num_written_tokens)
+        assert turn.starts_episode or 0 < turn.num_written_tokens - written[-2] <= min(4, 6 - written[-2])
         stage.send(1, 2, [m.EnvObservation(sample, np.array([7], np.int32).tobytes(), json.dumps(QUESTION).encode())])
         carry_out(role, m.Admit([], [(sample, 3)], SAMPLING)) if written[-1] < 6 else None
     assert role.samples[sample].num_model_tokens == 6
@@ -290,7 +292,7 @@ def test_a_turn_by_steps_follows_its_own_prompt(
         stage.empty(1)
         carry_out(role, m.DecodeChunk(8, [2], [1]))
         [turn] = stage.mail(1, m.Turn)
-        assert turn.room == SETTINGS["data"]["max_prompt_tokens"], "however long the row is"
+        assert turn.max_observation_tokens == SETTINGS["data"]["max_prompt_tokens"], "however long the row is"
         stage.send(1, 2, [m.EnvObservation(sample, np.array(prompt, np.int32).tobytes(), json.dumps(said).encode())])
         carry_out(role, m.Admit([], [(sample, 3)], SAMPLING))
     assert asked == [([7, 8, 9], False), ([7, 9, 9, 4], False), ([7, 3], False)]

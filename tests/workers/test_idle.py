@@ -59,7 +59,7 @@ def test_an_idle_rank_sleeps_and_answers_at_once(threads: Threads, stage: Stage,
         assert inbox.num_calls - before <= 2  # 10 with a look every 100 ms
         if role == "env":
             meta = json.dumps({"prompt": "?", "answer": "4", "messages": [], "tools": None, "extra": {}}).encode()
-            stage.send(2, 1, [Turn(5, "maths", "", meta, "stop", 2, 2, 100, begins=True)])
+            stage.send(2, 1, [Turn(5, "maths", "", meta, "stop", 2, 2, 100, starts_episode=True)])
             event, seconds = answer(threads)
             assert isinstance(event, Observed) and seconds < AT_ONCE_S
             time.sleep(1.5)

@@ -81,7 +81,7 @@ def test_the_first_rank_speaks_and_the_other_does_the_same(stage: Stage, replica
     assert silent == m.Done(1)
     assert sorted(end.sample for end in done.finished) == [REFUSED, PLAIN]
     assert [end.sample for end in done.turns] == [PLAYED]
-    assert [(turn.sample, turn.begins, turn.reply_to) for turn in stage.mail(0, m.Turn)] == [(PLAYED, True, 1)]
+    assert [(turn.sample, turn.starts_episode, turn.reply_to) for turn in stage.mail(0, m.Turn)] == [(PLAYED, True, 1)]
     assert [response.sample for response in stage.mail(0, m.Response)] == [PLAIN]
     for observation, said in (([], b"[]"), ([9, 9], b'[{"role": "user", "content": "again"}]')):
         # It reaches the first rank alone, which passes it on.

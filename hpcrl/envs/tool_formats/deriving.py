@@ -92,12 +92,12 @@ def derive(chat_template: str, wanted: str = "auto") -> str:
         if wanted != "auto":
             return wanted
         raise ValueError(
-            f"format: the model's chat template cannot be rendered with tools: {error}; {_way_out()}"
+            f"format: the model's chat template cannot be rendered with tools: {error}; {_remedy()}"
         ) from error
     if not renderings:
         if wanted != "auto":
             return wanted
-        raise ValueError(f"format: the model's chat template shows tools but renders no calls; {_way_out()}")
+        raise ValueError(f"format: the model's chat template shows tools but renders no calls; {_remedy()}")
     names = FORMATS.paths if wanted == "auto" else [wanted]
     for rendered in renderings:
         for name in names:
@@ -106,7 +106,7 @@ def derive(chat_template: str, wanted: str = "auto") -> str:
     text = shortened(renderings[0].text, MAX_SHOWN)
     if wanted == "auto":
         raise ValueError(
-            f"format: the model's chat template writes calls in an unknown format, as {text!r}; {_way_out()}"
+            f"format: the model's chat template writes calls in an unknown format, as {text!r}; {_remedy()}"
         )
     told = _told(FORMATS[wanted].parse(renderings[0].text, TOOLS))
     raise ValueError(
@@ -125,7 +125,7 @@ def _shows_tools(chat_template: str) -> bool:
         return True
 
 
-def _way_out() -> str:
+def _remedy() -> str:
     return f"set the format that the model writes ({', '.join(FORMATS.paths)}), or use another model"
 
 

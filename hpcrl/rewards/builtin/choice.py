@@ -44,7 +44,9 @@ class ChoiceReward(PerResponse):
             reward = (RIGHT_BOXED if in_box else RIGHT) if right else (WRONG_BOXED if in_box else WRONG)
         else:
             reward = float(right)
-        return Score(reward, float(right), metrics={"no_answer": float(given is None)}, given=given, gold=gold)
+        return Score(
+            reward, float(right), metrics={"no_answer": float(given is None)}, extracted=given, ground_truth=gold
+        )
 
 
 def letter_of(answer: str) -> str | None:

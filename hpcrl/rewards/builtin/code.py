@@ -90,7 +90,7 @@ class CodeReward(PerResponse):
         if self.options.partial:
             metrics["cases_passed"] = share
         metrics |= {f"stopped_{name}": 1.0 for name in run.stopped}
-        return Score(share if self.options.partial else passed, passed, metrics=metrics, given=code)
+        return Score(share if self.options.partial else passed, passed, metrics=metrics, extracted=code)
 
     def _command(self) -> str | None:
         name = PROGRAMS.get(self.options.language)

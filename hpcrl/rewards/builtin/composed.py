@@ -105,4 +105,4 @@ class ComposedReward(Reward):
         errors = "; ".join(f"{name}: {score.error}" for name, score in scores.items() if score.error)
         if errors:
             return Score(0.0, 0.0, errors, metrics)
-        return Score(reward, first.score, metrics=metrics, given=first.given, gold=first.gold)
+        return Score(reward, first.score, metrics=metrics, extracted=first.extracted, ground_truth=first.ground_truth)

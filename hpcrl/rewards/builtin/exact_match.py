@@ -30,7 +30,7 @@ class ExactMatchReward(PerResponse):
                 return Score(0.0, 0.0)
             given = matches[-1].group(1 if self._pattern.groups else 0) or ""
         hit = float(self._normalise(given) in {self._normalise(answer) for answer in answers})
-        return Score(hit, hit, given=given, gold=" or ".join(answers))
+        return Score(hit, hit, extracted=given, ground_truth=" or ".join(answers))
 
     def _normalise(self, text: str) -> str:
         text = " ".join(unicodedata.normalize("NFKC", text).split()).removesuffix(".")

@@ -28,7 +28,7 @@ class F1Reward(PerResponse):
         answers = answers_of(item)
         given = final_answer(item.response) or ""
         best = max(f1(given, answer) for answer in answers)
-        return Score(best, float(best >= self.options.threshold), given=given, gold=" or ".join(answers))
+        return Score(best, float(best >= self.options.threshold), extracted=given, ground_truth=" or ".join(answers))
 
 
 def f1(given: str, gold: str) -> float:

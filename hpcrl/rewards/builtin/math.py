@@ -47,9 +47,9 @@ class MathReward(PerResponse):
             raise ValueError(problem)
         given = final_answer(item.response, self.options.require_boxed)
         if not given or len(given) > self.options.max_answer_chars:
-            return Score(0.0, 0.0, metrics={"no_answer": 1.0}, given=given, gold=gold)
+            return Score(0.0, 0.0, metrics={"no_answer": 1.0}, extracted=given, ground_truth=gold)
         try:
             right = float(equivalent(gold, given, self.options.unevaluated))
         except TimeoutError as error:
-            return Score(0.0, 0.0, f"TimeoutError: {error}", given=given, gold=gold)
-        return Score(right, right, given=given, gold=gold)
+            return Score(0.0, 0.0, f"TimeoutError: {error}", extracted=given, ground_truth=gold)
+        return Score(right, right, extracted=given, ground_truth=gold)

@@ -44,7 +44,7 @@ class NumericReward(PerResponse):
         right = given is not None and math.isclose(given, gold, rel_tol=options.relative, abs_tol=options.absolute)
         told = None if given is None else f"{given:g}"
         no_answer = {"no_answer": float(given is None)}
-        return Score(float(right), float(right), metrics=no_answer, given=told, gold=f"{gold:g}")
+        return Score(float(right), float(right), metrics=no_answer, extracted=told, ground_truth=f"{gold:g}")
 
 
 def last_number(text: str) -> float | None:

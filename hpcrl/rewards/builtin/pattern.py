@@ -47,8 +47,8 @@ class RegexReward(PerResponse):
         try:
             right = float(find(pattern, text, regex.DOTALL, timeout=LIMIT_S) is not None)
         except TimeoutError:
-            return Score(0.0, 0.0, f"TimeoutError: the search took more than {LIMIT_S:g} s", gold=pattern)
-        return Score(right, right, gold=pattern)
+            return Score(0.0, 0.0, f"TimeoutError: the search took more than {LIMIT_S:g} s", ground_truth=pattern)
+        return Score(right, right, ground_truth=pattern)
 
 
 class JsonSchemaReward(PerResponse):

@@ -33,9 +33,9 @@ class ReasoningGymReward(PerResponse):
         try:
             value = float(dataset.score_answer(answer, entry))
         except Exception:  # verifiers raise on unreadable answers, which are wrong
-            return Score(0.0, 0.0, metrics={"unreadable": 1.0}, given=answer)
+            return Score(0.0, 0.0, metrics={"unreadable": 1.0}, extracted=answer)
         right = float(value >= (1.0 if self.options.threshold is None else self.options.threshold))
-        return Score(value if self.options.threshold is None else right, right, given=answer)
+        return Score(value if self.options.threshold is None else right, right, extracted=answer)
 
     def _entry(self, item: RewardItem) -> tuple[Any, dict[str, Any]]:
         recipe = item.extra.get("reasoning_gym")

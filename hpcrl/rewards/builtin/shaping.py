@@ -77,4 +77,4 @@ class LanguageReward(PerResponse):
         text = item.response if self.options.with_thinking else after_thinking(item.response)
         given = language_of(re.sub(r"\$[^$]*\$|```.*?```", " ", text, flags=re.DOTALL))
         right = float(wanted is None or wanted == given)
-        return Score(right, right, given=given, gold=wanted)
+        return Score(right, right, extracted=given, ground_truth=wanted)

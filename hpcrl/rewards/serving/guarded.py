@@ -113,7 +113,7 @@ def _checked(item: RewardItem, score: Any) -> Score:
         metrics = {sendable(str(name)): float(number) for name, number in score.metrics.items()}
         turns = tuple(map(float, score.turn_rewards))
         tokens = {int(place): float(number) for place, number in sorted(score.token_rewards.items())}
-        given, gold = (None if part is None else str(part) for part in (score.given, score.gold))
+        given, gold = (None if part is None else str(part) for part in (score.extracted, score.ground_truth))
     except Exception as error:
         return failed(describe(error))
     for number in (reward, value):

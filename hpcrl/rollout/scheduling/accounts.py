@@ -51,14 +51,14 @@ class Accounts:
         if outcome is not PromptOutcome.TRAINED:
             self._lost.append(group.uid)
 
-    def take(self, batch: list[LiveGroup], version: int) -> None:
+    def take_batch(self, batch: list[LiveGroup], version: int) -> None:
         """Take the batch for training this version: its prompts are closed as trained."""
         self._taken, self._staleness_from = batch, version
         for group in batch:
             self.close_prompt(group, PromptOutcome.TRAINED)
 
-    def give_back(self) -> list[LiveGroup]:
-        """Undo the last take(); returns its batch."""
+    def return_batch(self) -> list[LiveGroup]:
+        """Undo the last take_batch(); returns its batch."""
         taken, self._taken = self._taken, []
         uids = {group.uid for group in taken}
         self._ended = [end for end in self._ended if end.uid not in uids]
@@ -84,7 +84,7 @@ class Accounts:
         """Number of this step's groups that were lost for this cause."""
         return self.tally.counted(name) - self._before.get(name, 0)
 
-    def way_out(self, limit: int) -> str:
+    def remedy(self, limit: int) -> str:
         """Advice for the user about a step that lost too many of its at most `limit` groups."""
         if not any(map(self._num_lost, FILTERS)):
             return "every one failed; mend what the last error names"

@@ -161,7 +161,7 @@ class PromptQueue:
     def __len__(self) -> int:
         return len(self._heap)
 
-    def offer(self, uids: Iterable[int]) -> None:
+    def add_prompts(self, uids: Iterable[int]) -> None:
         """Add fresh prompts; uids rise over all calls."""
         for uid in uids:
             if uid <= self.newest_uid:

@@ -33,7 +33,7 @@ class Mode(Protocol):
         """The group that gets its verdict now; None if there is none."""
         ...
 
-    def learn(self, sample: LiveSample) -> None:
+    def observe(self, sample: LiveSample) -> None:
         """Record a sample that is done."""
         ...
 
@@ -68,9 +68,9 @@ class StreamingMode:
     def next_decided(self, open_groups: Mapping[int, LiveGroup]) -> LiveGroup | None:
         return None
 
-    def learn(self, sample: LiveSample) -> None:
+    def observe(self, sample: LiveSample) -> None:
         if self._by_length:
-            self._lengths.learn(self._kind_of(sample.group.uid), sample.done.num_tokens)
+            self._lengths.observe(self._kind_of(sample.group.uid), sample.done.num_tokens)
 
     def route(self, waiting: Waiting, replicas: Replicas) -> Iterator[tuple[LiveSample, int]]:
         while (head := waiting.head()) is not None:
@@ -124,7 +124,7 @@ class DeterministicMode:
                 return group
         return None
 
-    def learn(self, sample: LiveSample) -> None:
+    def observe(self, sample: LiveSample) -> None:
         pass
 
     def route(self, waiting: Waiting, replicas: Replicas) -> Iterator[tuple[LiveSample, int]]:

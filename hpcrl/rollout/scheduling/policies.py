@@ -97,7 +97,7 @@ class Lengths:
         self._means: dict[str, float] = {}
         self._mean = 0.0
 
-    def learn(self, kind: str, length: int) -> None:
+    def observe(self, kind: str, length: int) -> None:
         """Add the length of a response of this class, in tokens."""
         self._means[kind] = _blend(self._means.get(kind), length)
         self._mean = _blend(self._mean or None, length)

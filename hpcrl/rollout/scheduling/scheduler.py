@@ -6,11 +6,11 @@ The scheduler is a pure state machine: no torch, no clock, no randomness. The ro
     scheduler = RolloutScheduler(SchedulerConfig.of(config), replicas={replica: capacity, ...})
     scheduler.begin_step(version, need=config.rollout.num_prompts)
     while not scheduler.ready():
-        scheduler.tell(events that arrived)
-        scheduler.offer(uids of scheduler.wants() fresh prompts)
+        scheduler.handle_events(events that arrived)
+        scheduler.add_prompts(uids of scheduler.num_wanted() fresh prompts)
         for command in scheduler.plan():
             send it to command.replica
-    groups = scheduler.take()          # `need` groups in order of uid; give_back() if they cannot be transferred
+    groups = scheduler.take_batch()    # `need` groups in order of uid; return_batch() if they cannot be transferred
     ended = scheduler.ended_prompts()  # one EndedPrompt per prompt that ended
     stats = scheduler.metrics()        # name -> (sum, count, min, max) since the last call
 
@@ -28,8 +28,8 @@ This file manages a group: its start, verdict (valid, filtered, restarted or fai
     policies.py    settings and filters
 
 With max_staleness=0, groups in flight are dropped when the batch is ready, and their prompts return to the head of the
-queue. With on_new_weights=restart, unfinished samples restart when weights arrive. In deterministic mode, offer all
-prompts that wants() asks for before plan().
+queue. With on_new_weights=restart, unfinished samples restart when weights arrive. In deterministic mode, add all
+prompts that num_wanted() asks for before plan().
 """
 
 from __future__ import annotations
@@ -115,23 +115,23 @@ class RolloutScheduler:
                 group.version = version
 
     def ready(self) -> bool:
-        """Whether take() would return a batch."""
+        """Whether take_batch() would return a batch."""
         return self._selection.is_ready()
 
-    def take(self) -> list[Group]:
+    def take_batch(self) -> list[Group]:
         """Close the step; returns its groups in order of uid. Their prompts end as trained. ValueError if not ready."""
-        batch = self._selection.take()
-        self._accounts.take(batch, self.version)
+        batch = self._selection.take_batch()
+        self._accounts.take_batch(batch, self.version)
         for group in batch:
             for sample in group.samples:
                 self._samples.forget(sample)
         return [group.frozen() for group in batch]
 
-    def give_back(self) -> None:
-        """Undo take() because its groups could not be transferred: groups of a lost replica restart, and all others
+    def return_batch(self) -> None:
+        """Undo take_batch() because its groups could not be transferred: groups of a lost replica restart, all others
         wait to be taken again. Call it before ended_prompts() and metrics()."""
-        taken = self._accounts.give_back()
-        self._selection.give_back(taken)
+        taken = self._accounts.return_batch()
+        self._selection.return_batch(taken)
         for group in taken:
             group.home = None  # the home was for the previous attempt
             for sample in group.samples:
@@ -141,20 +141,20 @@ class RolloutScheduler:
 
     # -- events and commands
 
-    def wants(self) -> int:
+    def num_wanted(self) -> int:
         """Number of fresh prompts to offer before the next plan()."""
         return max(0, self._startable() - len(self._queue))
 
-    def offer(self, uids: Iterable[int]) -> None:
+    def add_prompts(self, uids: Iterable[int]) -> None:
         """Queue fresh prompts; uids must increase over all calls."""
-        self._queue.offer(uids)
+        self._queue.add_prompts(uids)
 
     def pause(self, replicas: frozenset[int]) -> None:
         """Assign no work to exactly these replicas until the next call."""
         self._samples.pause(replicas)
 
-    def tell(self, events: Iterable[SchedulerEvent]) -> None:
-        """Apply events, which may change wants() and ready()."""
+    def handle_events(self, events: Iterable[SchedulerEvent]) -> None:
+        """Apply events, which may change num_wanted() and ready()."""
         for event in events:
             for sample, cause in self._samples.observe(event):
                 if cause:
@@ -165,11 +165,11 @@ class RolloutScheduler:
             self._decide(group)
 
     def plan(self, events: Iterable[SchedulerEvent] = ()) -> list[SchedulerCommand]:
-        """tell() the events and return the new commands, Drops first.
+        """Apply the events and return the new commands, Drops first.
 
         RolloutExhausted if no batch is possible: too few replicas are left, or max_generated_groups is reached.
         """
-        self.tell(events)
+        self.handle_events(events)
         if not self.generates_ahead and self.ready():
             keep = {group.uid for group in self._selection.pick()}
             for group in [*self._open.values(), *self._selection.valid.values()]:
@@ -226,12 +226,12 @@ class RolloutScheduler:
         that will restart do not count."""
         return self.config.max_generated_groups or 20 * self._selection.need
 
-    def exhausted(self, way_out: str) -> RolloutExhausted:
-        """The exception for a step that can no longer get a batch. `way_out` is advice for the user."""
+    def exhausted(self, remedy: str) -> RolloutExhausted:
+        """The exception for a step that can no longer get a batch. `remedy` is advice for the user."""
         return RolloutExhausted(
             f"version {self.version}: {self._generated} groups were started and "
             f"{len(self._open) + len(self._selection.valid)} of {self._selection.need} can still come "
-            f"({self._accounts.losses()}): {way_out}"
+            f"({self._accounts.losses()}): {remedy}"
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -276,7 +276,7 @@ class RolloutScheduler:
             )
         may_come = len(self._open) + len(selection.valid)
         if not selection.is_closed and may_come < selection.need and self._generated >= self.limit:
-            raise self.exhausted(self._accounts.way_out(self.limit))
+            raise self.exhausted(self._accounts.remedy(self.limit))
 
     def _start_groups(self) -> None:
         starts = [self._queue.pop() for _ in range(min(self._startable(), len(self._queue)))]
@@ -299,7 +299,7 @@ class RolloutScheduler:
             group.num_done -= sample is not group.greedy
             self._replace(sample)
             return
-        self._mode.learn(sample)
+        self._mode.observe(sample)
         if group.num_done >= group.keep and group.is_greedy_done and self._mode.decides_at_once:
             self._decide(group)
 

@@ -28,7 +28,7 @@ class Selection:
         # In deterministic mode batches are in order of uid, so no prompt starves.
         self._max_dropped = None if config.deterministic else config.max_attempts
         self.version = -1  # trained by the batch
-        self.need, self.is_closed = 0, True  # closed: between take() and open()
+        self.need, self.is_closed = 0, True  # closed: between take_batch() and open()
         self.valid: dict[int, LiveGroup] = {}
         self._overdue: dict[int, LiveGroup] = {}  # started, no verdict yet
         self._due: list[Due] = []
@@ -80,7 +80,7 @@ class Selection:
             due.open.discard(group.uid)
 
     def is_ready(self) -> bool:
-        """Whether take() would return a batch."""
+        """Whether take_batch() would return a batch."""
         if self.is_closed or not self.is_full or self._awaits_overdue():
             return False
         return all(due.is_met(self.need) for due in self._due)
@@ -93,10 +93,10 @@ class Selection:
         others = sorted(oldest[due:], key=lambda group: -group.num_dropped if self._is_overdue(group) else 0)
         return (oldest[:due] + others)[: self.need]
 
-    def take(self) -> list[LiveGroup]:
+    def take_batch(self) -> list[LiveGroup]:
         """Close the batch; its groups in order of uid. ValueError before is_ready()."""
         if not self.is_ready():
-            raise ValueError(f"take() before ready(): {len(self.valid)} valid groups, {self.need} needed")
+            raise ValueError(f"take_batch() before ready(): {len(self.valid)} valid groups, {self.need} needed")
         picked = sorted(self.pick(), key=lambda group: group.uid)
         if old := self._fresh.too_stale(picked, self.version, self.need):
             raise AssertionError(
@@ -107,8 +107,8 @@ class Selection:
         self.is_closed = True
         return picked
 
-    def give_back(self, groups: list[LiveGroup]) -> None:
-        """Undo the take() that returned these groups."""
+    def return_batch(self, groups: list[LiveGroup]) -> None:
+        """Undo the take_batch() that returned these groups."""
         self.valid |= {group.uid: group for group in groups}
         self.is_closed = False
 

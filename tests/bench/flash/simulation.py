@@ -106,7 +106,7 @@ class Simulation:
         self._scheduler.begin_step(0, self._training.need)
         while len(self._run.steps) < self._training.steps or self._training_now:
             self._plan()
-            while self._scheduler.wants():  # a real replica reports after every burst, so that this is soon heard
+            while self._scheduler.num_wanted():  # a real replica reports after every burst, so that this is soon heard
                 self._plan()
             if not self._training_now and self._scheduler.ready():
                 self._take()
@@ -126,9 +126,9 @@ class Simulation:
     # -- the scheduler's side
 
     def _plan(self) -> None:
-        fresh = range(self._next_uid, self._next_uid + self._scheduler.wants())
+        fresh = range(self._next_uid, self._next_uid + self._scheduler.num_wanted())
         self._next_uid += len(fresh)
-        self._scheduler.offer(fresh)
+        self._scheduler.add_prompts(fresh)
         self._run.stale_wait_s += self._waits * (self._now - self._planned)
         self._planned = self._now
         arrived, self._arrived = self._arrived, []
@@ -238,7 +238,7 @@ class Simulation:
 
     def _take(self) -> None:
         assert len(self._scheduler._open) + len(self._scheduler.finished()) <= self._scheduler.budget
-        batch = self._scheduler.take()
+        batch = self._scheduler.take_batch()
         samples = [self._samples.pop(sample.id) for group in batch for sample in group.samples]
         self._run.kept += len(samples)
         self._scheduler.ended_prompts()

@@ -28,7 +28,7 @@ def gradients(
     engine.accumulate(batch, micro_batches, objective, norms, everywhere=True)
     weights = engine.weights.parameters.items()  # biases of routers have no gradients
     of_parameters = {name: weight.main_grad for name, weight in weights if hasattr(weight, "main_grad")}
-    return {name: tensor.clone() for name, tensor in engine.weights.whole(of_parameters, {})}
+    return {name: tensor.clone() for name, tensor in engine.weights.full_tensors(of_parameters, {})}
 
 
 OVERLAPPED = {"overlap_gradients": True, "overlap_parameters": True}

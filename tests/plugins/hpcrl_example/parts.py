@@ -124,7 +124,7 @@ class WitnessRole:
 def curriculum(run: Run) -> None:
     """The pipeline of pipeline=curriculum."""
     enough = run.config.section(CurriculumConfig).enough
-    run.publish(run.first_step)
+    run.update_weights(run.first_step)
     for step in run.steps():
         batch = run.rollouts.next(step)
         old = run.trainer.logprobs(batch, into="old_logprobs")
@@ -133,7 +133,7 @@ def curriculum(run: Run) -> None:
         stats = [run.rollouts.stats, old, credit, seen, run.trainer.update(batch)]
         run.rollouts.store(batch, run.trainer)
         run.trainer.drop(batch)
-        run.log(step, *stats, run.publish(step))
+        run.log(step, *stats, run.update_weights(step))
         run.checkpoint.maybe_save(step)
         if (run.last_logged.get("critic/score/mean") or 0.0) > enough:
             run.end_at(step, f"the mean score is above curriculum.enough={enough:g}")

@@ -119,7 +119,7 @@ def _columns(config: Any, model: Any, name: str, shape: tuple[int, ...], index: 
 COLUMNS = GenEngineSpec(
     about="Generates with the model of the stages engine; ranks of a replica share its columns.",
     make="hpcrl_example.stages:make_generator",
-    need=_columns,
+    required_slices=_columns,
     tensor_parallel=True,
     deterministic=True,
 )

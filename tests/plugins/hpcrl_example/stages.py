@@ -149,7 +149,7 @@ class StagesEngine:
         """See TrainEngine."""
         size, num = dist.get_world_size(), self._config.section(StagesConfig).num
         return [
-            TensorShards.whole(name, "float64", self._shapes[name], range(stage % num, size, num))
+            TensorShards.unsharded(name, "float64", self._shapes[name], range(stage % num, size, num))
             for stage, name in enumerate(NAMES)
         ]
 

@@ -9,5 +9,5 @@ SPEC = GenEngineSpec(
     about="A generator without a model, with configured durations, for debug=fake.",
     make="hpcrl.engines.gen.fake_generator.engine:make",
     media=frozenset({IMAGE}),
-    offered=False,
+    selectable=False,
 )

@@ -53,8 +53,8 @@ class RouteRecorder:
         try:
             bind_routed_experts_capturer(model, capturer)
         except ValueError as error:
-            way_out = "Use false, generator.vllm.options={moe_backend: triton} or generator.engine=native"
-            raise ValueError(f"trainer.router_replay: {error} {way_out}") from error
+            remedy = "Use false, generator.vllm.options={moe_backend: triton} or generator.engine=native"
+            raise ValueError(f"trainer.router_replay: {error} {remedy}") from error
         self._runner, self._chosen = runner, capturer.device_buffer
         self._layers = sorted(module.layer_id for module in model.modules() if isinstance(module, MoERunner))
         found = (len(self._layers), capturer.shape_per_token[1])

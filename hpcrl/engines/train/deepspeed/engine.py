@@ -118,7 +118,7 @@ class ZeroEngine(FSDP2Engine):
     def _fingerprint(self) -> str:
         frozen = self.weights.frozen_names
         layout = self._layout(frozen, self.compute_dtype)
-        return fingerprint(layout, (zero.whole(self.weights[name], self.compute_dtype) for name in frozen))
+        return fingerprint(layout, (zero.full_tensor(self.weights[name], self.compute_dtype) for name in frozen))
 
     def _reshard(self) -> None:
         """DeepSpeed frees gathered parameters itself."""
@@ -159,7 +159,7 @@ class ZeroEngine(FSDP2Engine):
             if parameter.requires_grad and wanted.itemsize > self.compute_dtype.itemsize:
                 yield name, zero.master(parameter).to(wanted)
             else:
-                yield name, zero.whole(parameter, wanted)
+                yield name, zero.full_tensor(parameter, wanted)
 
     def weight_layout(self) -> list[TensorShards]:
         """See TrainEngine. ZeRO-3 splits a parameter as a flat vector, not by rows: every rank gathers it."""
@@ -167,7 +167,7 @@ class ZeroEngine(FSDP2Engine):
 
     def _layout(self, names: Sequence[str], dtype: torch.dtype) -> list[TensorShards]:
         kind, ranks = str(dtype).removeprefix("torch."), range(self.data_parallel_size)
-        return [TensorShards.whole(name, kind, zero.shape_of(self.weights[name]), ranks) for name in names]
+        return [TensorShards.unsharded(name, kind, zero.shape_of(self.weights[name]), ranks) for name in names]
 
     def local_shards(self) -> Iterator[Tensor]:
         """See TrainEngine. Collective."""

@@ -194,7 +194,7 @@ def discard_gradients(zero: Any) -> None:
             zero.averaged_gradients[group] = zero.all_grad_tensors[group] = None
 
 
-def whole(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+def full_tensor(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """A copy of the full compute parameter, converted before it is gathered. Collective if it is sharded."""
     if not hasattr(parameter, "ds_id"):
         return parameter.detach().to(dtype, copy=True)

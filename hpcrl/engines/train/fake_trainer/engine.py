@@ -130,7 +130,9 @@ class FakeTrainEngine:
 
     def weight_layout(self) -> list[TensorShards]:
         """See TrainEngine."""
-        return [TensorShards.whole("transitions", "float32", self.transitions.shape, range(self.data_parallel_size))]
+        return [
+            TensorShards.unsharded("transitions", "float32", self.transitions.shape, range(self.data_parallel_size))
+        ]
 
     def local_shards(self) -> Iterator[Tensor]:
         """See TrainEngine."""

@@ -10,5 +10,5 @@ SPEC = TrainEngineSpec(
     segments=True,
     computes=frozenset({"entropy"}),
     make_critic="hpcrl.engines.train.fake_trainer.engine:make_critic",
-    offered=False,
+    selectable=False,
 )

@@ -107,9 +107,9 @@ class FSDP2Engine:
         self.config, self.model_path, self.total_steps = config, Path(model_path), total_steps
         self.own = own or FSDP2Config()
         self.device, self.trainable = torch.device(device), trainable
-        self.grid = ParallelMesh(self.own, self.device)
-        self.data_parallel_rank = self.grid.rank // self.grid.tokens.all.size
-        self.data_parallel_size = self.grid.num_data_parallel
+        self.mesh = ParallelMesh(self.own, self.device)
+        self.data_parallel_rank = self.mesh.rank // self.mesh.tokens.all.size
+        self.data_parallel_size = self.mesh.num_data_parallel
         self.optimizer_step = 0
         self._lent = False  # whether the parameters are a generator's tensors
         self._sums: dict[Tensor, Tensor] | None = None
@@ -122,13 +122,13 @@ class FSDP2Engine:
         self.sharded = self._is_sharded(kept)
         # Only rank 0 reads the weights; all problems with the folder are detected before sharding begins.
         hf = agreed(lambda: self._to_train(self._empty_model(kept), seed))
-        ranks = self.grid.tokens
+        ranks = self.mesh.tokens
         agreed(lambda: check_heads(self.own, hf.config.get_text_config()))
         obstacle = agreed(lambda: try_architecture(self, hf.config, ranks))
-        source = agreed(lambda: self._to_train(self._read_model(kept), seed) if self.grid.rank == 0 else None)
+        source = agreed(lambda: self._to_train(self._read_model(kept), seed) if self.mesh.rank == 0 else None)
         self.num_parameters = sum(p.numel() for p in hf.parameters())
         self.num_trained = sum(p.numel() for p in hf.parameters() if p.requires_grad)
-        self.matrices = agreed(lambda: TensorParallel(hf, ranks.tensor)) if ranks.tensor.size > 1 else None
+        self.tensor_parallel_plan = agreed(lambda: TensorParallel(hf, ranks.tensor)) if ranks.tensor.size > 1 else None
         of_rank = list(hf.parameters())
         gathered_bytes = self.compute_dtype.itemsize * sum(p.numel() for p in of_rank)
         gathered_bytes += 4 * sum(p.numel() for p in of_rank if p.requires_grad)
@@ -141,8 +141,8 @@ class FSDP2Engine:
         del source
         self.packing = probe_packing(self, ranks, obstacle)
         self.model.set_head_dtype(config.head_dtype)
-        dims = self.matrices.dims if self.matrices is not None else {}
-        self.weights = NamedWeights(self.model.hf, self.grid, dims, adapters=self.lora is not None)
+        dims = self.tensor_parallel_plan.dims if self.tensor_parallel_plan is not None else {}
+        self.weights = NamedWeights(self.model.hf, self.mesh, dims, adapters=self.lora is not None)
         self.optimizer = self._make_optimizer() if trainable else None
         self._base = Base(str(model_path), self._fingerprint()) if self.lora is not None else None
         self._snapshots = self._make_snapshots()
@@ -152,7 +152,7 @@ class FSDP2Engine:
 
     def _is_sharded(self, dtype: torch.dtype) -> bool:
         """Whether parameters of this dtype need FSDP2 instead of plain tensors."""
-        return self.grid.size > 1 or dtype != self.compute_dtype or self.own.cpu_offload
+        return self.mesh.size > 1 or dtype != self.compute_dtype or self.own.cpu_offload
 
     def _empty_model(self, dtype: torch.dtype) -> PreTrainedModel:
         return empty_model(self.model_path, dtype)
@@ -171,14 +171,15 @@ class FSDP2Engine:
 
     def _split_dim(self, name: str) -> int | None:
         """The dimension along which tensor parallelism splits a parameter, or None."""
-        return None if self.matrices is None else self.matrices.dims.get(name.removeprefix("hf."))
+        plan = self.tensor_parallel_plan
+        return None if plan is None else plan.dims.get(name.removeprefix("hf."))
 
     def _as_part_of_whole(self, name: str, tensor: Tensor) -> Tensor:
-        return self.grid.as_part_of_whole(tensor, self._split_dim(name))
+        return self.mesh.as_part_of_whole(tensor, self._split_dim(name))
 
     def _wrapped(self, hf: PreTrainedModel) -> PackedCausalLM:
         hf.eval()  # no dropout: it would add noise to the ratio of two forward passes
-        model = self.model_class(hf, self.config.logits_chunk_tokens, self.matrices)
+        model = self.model_class(hf, self.config.logits_chunk_tokens, self.tensor_parallel_plan)
         if self.own.activation_checkpointing and self.trainable:
             model.checkpoint_activations(self.name)
         return model
@@ -195,7 +196,7 @@ class FSDP2Engine:
         return shard(
             self._wrapped(hf),
             source,
-            self.grid,
+            self.mesh,
             device=self.device,
             compute_dtype=self.compute_dtype,
             cpu_offload=self.own.cpu_offload,
@@ -247,12 +248,12 @@ class FSDP2Engine:
         places = batch.loss_mask.nonzero()[:, 0]
         before = places - 1 if places.numel() else places.new_zeros(1)
         layout = None
-        if self.packing or self.grid.tokens.all.size > 1:
+        if self.packing or self.mesh.tokens.all.size > 1:
             prefixes = batch.prefix_lengths()
             if positions.dim() > 1:  # equal tokens may represent different images
                 prefixes = torch.zeros_like(prefixes)
             shared = shared_prefixes(token_ids, lengths, prefixes.tolist() or [0])
-            layout = PackedLayout(lengths, self.device, shared, self.own.attention, self.grid.tokens)
+            layout = PackedLayout(lengths, self.device, shared, self.own.attention, self.mesh.tokens)
         elif len(lengths) > 1:
             raise ValueError("a row of several sequences (an episode by steps) needs a model that can be packed")
         if self.replay is not None:
@@ -357,12 +358,12 @@ class FSDP2Engine:
 
     def _sum_over_tensor_ranks(self) -> None:
         """Sum common parameters' gradients: each tensor-parallel rank has its tokens' or heads' part. Collective."""
-        if self.matrices is None:
+        if self.tensor_parallel_plan is None:
             return
         for parameter in self._common:
             if parameter.grad is not None and (gradient := local(parameter.grad)).numel():
                 total = gradient.to(self.device)
-                dist.all_reduce(total, group=self.matrices.axis.group)
+                dist.all_reduce(total, group=self.tensor_parallel_plan.axis.group)
                 gradient.copy_(total)
 
     def _prepare_backward(self, is_last: bool) -> None:
@@ -377,11 +378,11 @@ class FSDP2Engine:
         """Clip, step and free the gradients. Stats only on rank 0, so they count once. Collective."""
         assert self.optimizer is not None
         gradients = [local(p.grad) for p in self.shards if p.grad is not None]
-        common = [local(p.grad) for p in self._common if p.grad is not None] if self.matrices is not None else []
         norm = _square(gradients)
-        if self.matrices is not None:  # all tensor-parallel ranks count the same gradients of common parameters
-            norm -= (1 - 1 / self.grid.num_parts) * _square(common)
-        norm = norm.to(self.device) / self.grid.num_replicas
+        if self.tensor_parallel_plan is not None:  # all tensor-parallel ranks count the gradients of common parameters
+            common = [local(p.grad) for p in self._common if p.grad is not None]
+            norm -= (1 - 1 / self.mesh.num_parts) * _square(common)
+        norm = norm.to(self.device) / self.mesh.num_replicas
         dist.all_reduce(norm)
         grad_norm, rate = math.sqrt(norm.item()), learning_rate(self.config, self.optimizer_step, self.total_steps)
         finite = math.isfinite(grad_norm)
@@ -393,7 +394,7 @@ class FSDP2Engine:
             self.optimizer.step()
             self.optimizer_step += 1
         self.discard_gradients()
-        return update_stats(rate, grad_norm) if self.grid.rank == 0 else {}
+        return update_stats(rate, grad_norm) if self.mesh.rank == 0 else {}
 
     def discard_gradients(self) -> None:
         """Free all gradients."""
@@ -435,7 +436,7 @@ class FSDP2Engine:
 
     def local_shards(self) -> Iterator[Tensor]:
         """See TrainEngine. No collective."""
-        return self.weights.held()
+        return self.weights.local_shards()
 
     def offload(self, weights: bool = True) -> None:
         """See TrainEngine. Does nothing if parameters are on the host; does not move a generator's tensors."""
@@ -475,7 +476,7 @@ class FSDP2Engine:
 
     def export_hf(self, folder: Path) -> None:
         """See TrainEngine. Rank 0 holds the whole model in host memory during the call."""
-        is_writer, names = self.grid.rank == 0, self.weights.all_names
+        is_writer, names = self.mesh.rank == 0, self.weights.all_names
         named = self._gathered(names, {}) if self.sharded else ((name, self.weights[name].detach()) for name in names)
         weights = {name: t.to("cpu", self.dtype, copy=self.sharded) for name, t in named if is_writer}
         if is_writer:
@@ -493,7 +494,7 @@ class FSDP2Engine:
             "compute_dtype": str(self.compute_dtype).removeprefix("torch."),
             "head_dtype": self.config.head_dtype or str(self.compute_dtype).removeprefix("torch."),
             "packing": self.packing,
-            "num_ranks": self.grid.size,
+            "num_ranks": self.mesh.size,
             "device": str(self.device),
             **self._split_summary(),
         }

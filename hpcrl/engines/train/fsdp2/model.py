@@ -55,10 +55,10 @@ class PackedCausalLM(nn.Module):
 
     other_forwards: tuple[str, ...] = ("own_logprobs",)
 
-    def __init__(self, hf: PreTrainedModel, chunk_tokens: int, matrices: TensorParallel | None = None):
-        """matrices: the tensor-parallel plan of `hf`."""
+    def __init__(self, hf: PreTrainedModel, chunk_tokens: int, tensor_parallel_plan: TensorParallel | None = None):
+        """tensor_parallel_plan: of `hf`."""
         super().__init__()
-        self.hf, self.matrices = hf, matrices
+        self.hf, self.tensor_parallel_plan = hf, tensor_parallel_plan
         text = hf.config.get_text_config()
         self.head = Head.from_config(text)
         self.chunk_tokens = chunk_tokens
@@ -76,8 +76,8 @@ class PackedCausalLM(nn.Module):
     def set_packing(self, packing: bool) -> None:
         """Use attention over packed sequences, or the model's own attention over one sequence."""
         self.hf.set_attn_implementation(PACKED_ATTENTION if packing else self.own_attention)
-        if self.matrices is not None:
-            self.matrices.tokens_split = packing
+        if self.tensor_parallel_plan is not None:
+            self.tensor_parallel_plan.tokens_split = packing
 
     def set_head_dtype(self, dtype: str | None) -> None:
         """Compute the vocabulary projection in this dtype (trainer.head_dtype); None, as initially: the model's."""

@@ -24,7 +24,7 @@ from hpcrl.engines.train.fsdp2.model import PackedCausalLM
 def shard(
     model: PackedCausalLM,
     source: PreTrainedModel | None,
-    grid: ParallelMesh,
+    mesh: ParallelMesh,
     *,
     device: torch.device,
     compute_dtype: torch.dtype,
@@ -38,7 +38,7 @@ def shard(
         return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
     options: dict[str, Any] = {
-        "mesh": grid.mesh,
+        "mesh": mesh.mesh,
         "mp_policy": computed_in(compute_dtype),
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy(),
     }
@@ -61,16 +61,16 @@ def shard(
 
     model.to_empty(device="cpu" if cpu_offload else device)
     full = dict(source.named_parameters()) if source is not None else {}
-    split_dims = model.matrices.dims if model.matrices is not None else {}
+    split_dims = model.tensor_parallel_plan.dims if model.tensor_parallel_plan is not None else {}
     with torch.no_grad():
         for name in names:
             part, key = cast(DTensor, model.get_parameter(name)), name.removeprefix("hf.")
             dim = split_dims.get(key)
-            shape = grid.as_part_of_whole(part, dim).shape
+            shape = mesh.as_part_of_whole(part, dim).shape
             whole = full[key].to(device) if full else torch.empty(shape, dtype=part.dtype, device=device)
-            own = distribute_tensor(whole, grid.parts, grid.placements(dim)).to_local()
-            if grid.num_replicas > 1:
-                dist.broadcast(own, group=grid.replicas.group, group_src=0)
+            own = distribute_tensor(whole, mesh.parts, mesh.placements(dim)).to_local()
+            if mesh.num_replicas > 1:
+                dist.broadcast(own, group=mesh.replicas.group, group_src=0)
             part.to_local().copy_(own)
     fill_buffers(model, source, device)
     return model

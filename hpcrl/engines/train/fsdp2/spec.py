@@ -161,7 +161,7 @@ OPTIMIZERS = {
         about="AdamW with moments in 8 bits for the matrices of layers, AdamW for the rest.",
         make="hpcrl.engines.train.fsdp2.adamw8bit:AdamW8bit",
         needs={"bitsandbytes": "bitsandbytes"},
-        tested={"bitsandbytes": "0.50"},
+        tested_versions={"bitsandbytes": "0.50"},
         check=_check_adamw8bit,
     ),
 }
@@ -182,7 +182,7 @@ SPEC = TrainEngineSpec(
     ),
     plan="hpcrl.engines.train.fsdp2.memory:PLAN",
     unsupported=lacking,
-    whole=is_unsharded,
+    unsharded=is_unsharded,
     segments=True,
     computes=frozenset({"entropy"}),
     deterministic=True,

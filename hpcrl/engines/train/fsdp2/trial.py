@@ -148,10 +148,10 @@ def _pack(packer: PackedCausalLM, rows: list[Tensor], ranks: TokenRanks) -> tupl
 def _split(hf: PreTrainedModel, axis: Axis) -> tuple[PreTrainedModel, int, TensorParallel]:
     """Arguments of PackedCausalLM: a copy split over the ranks, of which this rank has its part."""
     split = copy.deepcopy(hf)
-    matrices = TensorParallel(split, axis)
-    for name, dim in matrices.dims.items():
+    tensor_parallel_plan = TensorParallel(split, axis)
+    for name, dim in tensor_parallel_plan.dims.items():
         split.get_parameter(name).copy_(hf.get_parameter(name).chunk(axis.size, dim)[axis.rank])
-    return split, 64, matrices
+    return split, 64, tensor_parallel_plan
 
 
 def make_rows(

@@ -28,8 +28,8 @@ class NamedWeights:
         split_dims: name -> the dimension in which a matrix is split over tensor parallel ranks.
     """
 
-    def __init__(self, hf: PreTrainedModel, grid: ParallelMesh, split_dims: Mapping[str, int], adapters: bool = False):
-        self._hf, self._grid, self.split_dims = hf, grid, split_dims
+    def __init__(self, hf: PreTrainedModel, mesh: ParallelMesh, split_dims: Mapping[str, int], adapters: bool = False):
+        self._hf, self._grid, self.split_dims = hf, mesh, split_dims
         first: dict[int, str] = {}
         for name, tensor in hf.state_dict(keep_vars=True).items():
             first.setdefault(id(tensor), name)
@@ -66,7 +66,7 @@ class NamedWeights:
             dim, shape = self.split_dims.get(name), list(tensor.shape)
             if dim is not None:
                 shape[dim] *= self._grid.num_parts
-            found.append(self._grid.held(name, str(tensor.dtype).removeprefix("torch."), shape, dim))
+            found.append(self._grid.shards_of(name, str(tensor.dtype).removeprefix("torch."), shape, dim))
         return found
 
     def full_tensor(self, name: str, dtype: torch.dtype) -> Tensor:
@@ -78,7 +78,7 @@ class NamedWeights:
         dim = self.split_dims.get(name)
         return part if dim is None else torch.cat(list(stack(part, self._grid.tokens.tensor)), dim)
 
-    def held(self) -> Iterator[Tensor]:
+    def local_shards(self) -> Iterator[Tensor]:
         """See TrainEngine.local_shards. No collective: the shards as they are."""
         shards = (local(tensor).detach() for _, tensor in self.items())
         return (shard for shard in shards if shard.numel())

@@ -332,7 +332,7 @@ class MegatronEngine:
     def named_weights(self, dtypes: Mapping[str, torch.dtype] = MappingProxyType({})) -> Iterator[tuple[str, Tensor]]:
         """See TrainEngine. The tensors are on the engine's device."""
         self._gather()
-        yield from self.weights.whole(self.weights.parameters, dtypes)
+        yield from self.weights.full_tensors(self.weights.parameters, dtypes)
 
     def weight_layout(self) -> list[TensorShards]:
         """See TrainEngine."""
@@ -341,7 +341,7 @@ class MegatronEngine:
     def local_shards(self) -> Iterator[Tensor]:
         """See TrainEngine. Collective."""
         self._gather()
-        yield from self.weights.held()
+        yield from self.weights.local_shards()
 
     def _gather(self) -> None:
         """Gather the updated parameters now, if the optimizer leaves this to the next forward pass. Collective."""

@@ -121,7 +121,7 @@ def shard_shape(entry: Entry, num_ranks: int) -> tuple[int, ...]:
     return (*entry.shape[: entry.split], size // num_ranks, *entry.shape[entry.split + 1 :])
 
 
-def held(entry: Entry, rank: int = 0, num_ranks: int = 1) -> list[ShardSlice]:
+def shard_slices(entry: Entry, rank: int = 0, num_ranks: int = 1) -> list[ShardSlice]:
     """The slices of HF tensors in a tensor parallel rank's shard, neighbouring rows in one slice; without padding.
 
     A rank has one slice of each tensor, except for `stacked` gate and up, and for queries if there are more ranks than
@@ -159,7 +159,7 @@ def shard(
             get_slice: only the rank's part is read. ValueError if a tensor is missing.
     """
     result: Tensor | None = None
-    for part in held(entry, rank, num_ranks):
+    for part in shard_slices(entry, rank, num_ranks):
         if part.hf not in tensors:
             raise ValueError(f"the HF tensor {part.hf} of Megatron's {entry.name} is missing")
         read = tensors[part.hf][tuple(slice(*span) for span in part.tensor_slice)]
@@ -183,7 +183,7 @@ def parts(entry: Entry, part: Tensor, rank: int = 0, num_ranks: int = 1) -> Iter
     """
     if tuple(part.shape) != (shape := shard_shape(entry, num_ranks)):
         raise ValueError(f"{entry.name}: a shard of shape {list(part.shape)}, config.json requires {list(shape)}")
-    for piece in held(entry, rank, num_ranks):
+    for piece in shard_slices(entry, rank, num_ranks):
         rows = [part[first:last] for first, last in piece.at]
         values = rows[0] if len(rows) == 1 else torch.cat(rows)
         yield piece.hf, piece.tensor_slice, values.view(tuple(last - first for first, last in piece.tensor_slice))

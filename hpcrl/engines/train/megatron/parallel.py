@@ -159,7 +159,7 @@ def _stages(megatron: MegatronConfig, shape: ModelShape) -> Iterator[Problem]:
     total, places = shape.num_layers + counted, stages * chunks
     what = f"{shape.num_layers} layers" + (f" + {counted} for embedding and loss = {total}" if counted else "")
     text = f"{what} do not divide over {stages} stages x {chunks} chunks = {places}"
-    yield problem("pipeline_parallel", f"{text}; {_way_out(shape.num_layers, megatron)}", "virtual_pipeline", *COUNTED)
+    yield problem("pipeline_parallel", f"{text}; {_remedy(shape.num_layers, megatron)}", "virtual_pipeline", *COUNTED)
 
 
 def _other_end(num_layers: int, megatron: MegatronConfig, key: str) -> str:
@@ -174,7 +174,7 @@ def _other_end(num_layers: int, megatron: MegatronConfig, key: str) -> str:
     return f"{key}={min(possible, key=lambda count: abs(count - megatron.layers_of_ends[key]))} divides"
 
 
-def _way_out(num_layers: int, megatron: MegatronConfig) -> str:
+def _remedy(num_layers: int, megatron: MegatronConfig) -> str:
     """A solution: another way to count embedding and loss, else the nearest number of chunks. Counting only the loss
     is not tried: it divides exactly where counting only the embedding does."""
     for values in ((True, True), (True, False), (False, False)):

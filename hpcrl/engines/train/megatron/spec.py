@@ -145,7 +145,7 @@ SPEC = TrainEngineSpec(
         "transformer_engine": "pip install --no-build-isolation 'transformer_engine[core_cu13,pytorch]>=2.9,<2.12' (it "
         "is compiled), or the image of env/apptainer/megatron.def"
     },
-    tested={"megatron.core": "0.16."},
+    tested_versions={"megatron.core": "0.16."},
     not_on_amd="its layers come from Transformer Engine, whose wheels are for CUDA",
     deterministic=True,
     float32_head=True,

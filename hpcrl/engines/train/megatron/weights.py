@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hpcrl.engines.train.megatron.gpt_model import Description
-from hpcrl.engines.train.megatron.names import HEAD, Entry, LayerSpec, NameTable, held, parts, shard, table
+from hpcrl.engines.train.megatron.names import HEAD, Entry, LayerSpec, NameTable, parts, shard, shard_slices, table
 from hpcrl.engines.train.megatron.parallel import padded_vocabulary, split_layers
 from hpcrl.engines.train.megatron.spec import MegatronConfig
 from hpcrl.spec.weight_layout import TensorShards, TensorSlice
@@ -176,7 +176,9 @@ class HFWeights:
 
     # ---- whole tensors
 
-    def whole(self, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> Iterator[tuple[str, Tensor]]:
+    def full_tensors(
+        self, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]
+    ) -> Iterator[tuple[str, Tensor]]:
         """Unsharded copies, under HF names, of tensors with the names and parts of some or all of this rank's
         parameters; each in the type of dtypes, converted before it is exchanged. Collective over a pipeline stage:
         every rank must exhaust it."""
@@ -196,7 +198,7 @@ class HFWeights:
         per_stage = self._num_ranks // len(self._stages)
         for stage in range(len(self._stages)):
             sender = stage * per_stage
-            own = self.whole(self.parameters, {}) if stage == self._place.stage else None
+            own = self.full_tensors(self.parameters, {}) if stage == self._place.stage else None
             for run in self._runs(stage):
                 for name in dict.fromkeys(rows.hf for rows in run[0].rows):
                     tensor = None if own is None else next(own)[1].contiguous()
@@ -296,17 +298,17 @@ class HFWeights:
             return ((place.expert * each, (place.expert + 1) * each), *((0, size) for size in shape[1:]))
         if self._is_gathered(run[0]):
             return tuple((0, size) for size in self.table.shapes[name])
-        return next(part.tensor_slice for part in held(run[0], *self.rank_of(run[0], place)) if part.hf == name)
+        return next(part.tensor_slice for part in shard_slices(run[0], *self.rank_of(run[0], place)) if part.hf == name)
 
     def _is_gathered(self, entry: Entry) -> bool:
         """Whether some rank holds no part of one of the HF tensors, or several."""
         _, ranks = self.rank_of(entry)
         names = sorted({rows.hf for rows in entry.rows})
         return entry.expert is None and any(
-            sorted(part.hf for part in held(entry, rank, ranks)) != names for rank in range(ranks)
+            sorted(part.hf for part in shard_slices(entry, rank, ranks)) != names for rank in range(ranks)
         )
 
-    def held(self) -> Iterator[Tensor]:
+    def local_shards(self) -> Iterator[Tensor]:
         """See TrainEngine.local_shards. Collective over tensor parallel ranks."""
         for run in self._runs(self._place.stage):
             own = [(entry, self.parameters[entry.name]) for entry in run if entry.name in self.parameters]
