@@ -121,7 +121,7 @@ def test_what_a_reward_took_may_be_any_value(tmp_path: Path, capsys: pytest.Capt
     words = ["--reward", f"{tmp_path}/mine.py:f", "x"]
     assert main(words) == 1
     assert capsys.readouterr().out.splitlines()[1:] == [
-        "error             half ?",
+        "error        half ?",
         "extracted    18",
         "ground truth {2}",
     ]
