@@ -1,4 +1,4 @@
-"""The client of a sandbox: starts its server, finds its level, and runs jobs."""
+"""The sandbox's client: starts the server, finds the highest level that works, and runs jobs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ENVIRONMENT = {
 
 
 class Sandbox:
-    """A server and its level. One job runs at a time."""
+    """A sandbox server and its isolation level. One job runs at a time."""
 
     def __init__(self, min_level: int = 1, limits: Limits | None = None, max_level: int = 3):
         """ValueError if no level from `min_level` on works here, with the reason for each level."""
@@ -100,8 +100,8 @@ class Sandbox:
         return f"code sandbox of level L{self.level} ({', '.join([*have, 'limits'])}){why}"
 
     def run(self, tasks: Sequence[ChildTask], timeout_s: float, keep_files: bool = False) -> JobOutcome:
-        """Run tasks concurrently until the last one has ended. keep_files: with the previous job's files, made
-        executable. Two tasks share a channel. SandboxError if the sandbox failed; it is then restarted."""
+        """Run tasks concurrently, with a channel between two, until the last has ended. With keep_files, they get the
+        previous job's files, made executable. SandboxError if the sandbox failed; it is then restarted."""
         job = SandboxJob(tasks, self.limits.output_bytes)
         try:
             job.give(self._control, {"tasks": len(tasks), "keep_files": keep_files, "cpu_s": int(timeout_s) + 2})

@@ -59,8 +59,8 @@ def adopt_orphans() -> None:
 
 
 def die_with(parent: int) -> None:
-    """Have this process killed when its parent ends; exit at once if it already has. `parent`: what getppid() returns
-    while the parent lives (0: in another PID namespace)."""
+    """Let the kernel kill this process when its parent ends; exit at once if the parent has already ended. `parent`:
+    its id as getppid() returns it, 0 for a parent in another PID namespace."""
     _prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if os.getppid() != parent:
         os._exit(1)
@@ -180,7 +180,7 @@ def landlock_rules(readable: Sequence[str], writable: Sequence[str]) -> int:
 
 
 def no_new_privileges() -> None:
-    """Prevent programs that this process executes from gaining rights by their owner or capabilities."""
+    """Prevent programs that this process executes from gaining rights by setuid bits or file capabilities."""
     _prctl(PR_SET_NO_NEW_PRIVS, 1)
 
 
@@ -191,8 +191,8 @@ def enforce(rules: int) -> None:
 
 
 def become(user: int, reads_all: bool) -> None:
-    """As root: become this user without groups; reads_all: keep CAP_DAC_READ_SEARCH, which reads files whatever their
-    permissions, within Landlock's rules."""
+    """As root: become this user, without groups. With reads_all, keep CAP_DAC_READ_SEARCH, which allows reading files
+    whatever their permissions, within Landlock's rules."""
     _prctl(PR_SET_KEEPCAPS, 1)
     os.setgroups([])
     os.setresgid(user, user, user)
@@ -216,7 +216,7 @@ def filter_calls(processes: bool, signals: bool) -> None:
 
 
 def limit(memory_bytes: int, file_bytes: int, cpu_s: int, processes: int | None) -> None:
-    """Set resource limits that hold for each process; processes: how many processes its user may have in total."""
+    """Set each process's resource limits. processes: maximum number of all processes of its user; None: no limit."""
     limits = {
         resource.RLIMIT_AS: memory_bytes,
         resource.RLIMIT_FSIZE: file_bytes,

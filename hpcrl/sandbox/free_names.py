@@ -1,7 +1,7 @@
 """Decides which of the names that tests use without defining or importing them come from the code under test.
 
-A test that gets `math` or `isclose` from the code passes the expected value to it, and the code decides whether the
-value is right. Such names come from Python's library instead.
+If a test took `math` or `isclose` from the code, it would pass the expected value to the code, which would then decide
+whether its own result is right. So such names come from Python's library.
 """
 
 from __future__ import annotations

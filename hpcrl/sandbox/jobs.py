@@ -14,13 +14,19 @@ from typing import Any
 from hpcrl.system.clock import AwakeClock
 
 ANSWER_S = 30.0
-"""Maximum time for the server to end a job."""
+"""Maximum seconds that the server may take to end a job."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """A job's limits: memory of all its processes and of each, size of a file (four times this for all files),
-    processes and threads, bytes of each output."""
+    """A job's limits.
+
+    Args:
+        memory_bytes: The limit on the memory of all processes together, and on each process's address space.
+        file_bytes: The limit on a file's size. All files together may take four times this.
+        processes: The limit on processes and threads.
+        output_bytes: The limit on each output: stdout, stderr and the result.
+    """
 
     memory_bytes: int = 1 << 30
     file_bytes: int = 16 << 20
@@ -30,7 +36,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class ChildTask:
-    """A child's task (hpcrl.sandbox.tasks), and its standard input."""
+    """A child's task, as perform() in hpcrl.sandbox.tasks expects it, and its standard input."""
 
     what: Mapping[str, Any]
     stdin: bytes = b""
@@ -41,10 +47,10 @@ class JobOutcome:
     """How a job's last task ended.
 
     Args:
-        code: exit code, negative for a signal.
-        stopped: the limit that ended the job (time, memory, processes, files, output), or empty.
-        result: result of a call or of tests.
-        seconds: duration, without time in which this process was suspended.
+        code: The exit code, or minus the signal's number.
+        stopped: The limit that ended the job (time, memory, processes, files or output), or empty.
+        result: The result of a call or of tests, as sent by the task.
+        seconds: The duration, without time in which this process was suspended.
     """
 
     code: int = 0
@@ -60,7 +66,7 @@ class SandboxError(RuntimeError):
 
 
 class SandboxJob:
-    """The pipes of a job."""
+    """A job's pipes, on the client's side."""
 
     def __init__(self, tasks: Sequence[ChildTask], output_bytes: int):
         self.places: list[int] = []
@@ -93,7 +99,7 @@ class SandboxJob:
         return write
 
     def give(self, control: socket.socket, header: Mapping[str, Any]) -> None:
-        """Send the children's ends to the server."""
+        """Send the children's ends of the pipes to the server."""
         try:
             socket.send_fds(control, [json.dumps(header).encode()], self.places)
         finally:
@@ -101,7 +107,7 @@ class SandboxJob:
                 os.close(place)
 
     def wait(self, control: socket.socket, timeout_s: float) -> JobOutcome:
-        """Feed and read the pipes until the server reports the end. OSError if it does not."""
+        """Write to and read from the pipes until the server reports the job's end. OSError if it does not."""
         self._selector.register(control, selectors.EVENT_READ)
         clock, stopped, asked_s = AwakeClock(timeout_s), "", 0.0
         answer: dict[str, Any] = {}
@@ -125,7 +131,7 @@ class SandboxJob:
         if answer["reason"] not in ("", "ended"):
             stopped = answer["reason"]
         elif not answer["reason"] and stopped == "time":
-            stopped = ""  # the task had ended by itself: this process or the server was late
+            stopped = ""  # the task had ended by itself, before this process or the server noticed
         outputs = {name: bytes(data[: self._most]) for name, data in self._outputs.items()}
         return JobOutcome(os.waitstatus_to_exitcode(answer["status"]), stopped, seconds=clock.now(), **outputs)
 

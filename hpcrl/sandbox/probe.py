@@ -1,4 +1,4 @@
-"""The self-test of a sandbox: a program that tries, from inside, what a sandbox must refuse."""
+"""A sandbox's self-test: a program inside it tries what it must refuse."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ json.dump({"own": open("own").read(), "done": done}, sys.stdout)
 
 
 def problem(run: Callable[[Sequence[ChildTask], float], JobOutcome]) -> str:
-    """What this sandbox (by its run()) fails to refuse, or why nothing runs in it; empty if it works."""
+    """What the sandbox with this run() fails to refuse, or why nothing runs in it; empty if it works."""
     with tempfile.TemporaryDirectory() as folder, socket.socket() as listener:
         os.chmod(folder, 0o777)
         file = Path(folder, "canary")

@@ -30,8 +30,8 @@ class _Fixture(NamedTuple):
 
 
 def run_all(space: Mapping[str, Any], folder: Callable[[], Any]) -> tuple[int, int]:
-    """(passed, all) tests of a module with these names, without skipped tests. folder: creates a folder for tmp_path.
-    CannotJudge as raised by a test, or for an unknown fixture."""
+    """(number of passed tests, number of tests that were not skipped) of a module whose names are `space`. `folder`
+    creates a folder for tmp_path. CannotJudge if a test raises it, or requests an unknown fixture."""
     results = []
     with contextlib.ExitStack() as module:
         _call(space.get("setup_module"))
@@ -44,8 +44,7 @@ def run_all(space: Mapping[str, Any], folder: Callable[[], Any]) -> tuple[int, i
 
 
 class _Case(NamedTuple):
-    """One run of a test. Fixtures fill `names`, parametrize gives `values`, and `instance` creates its class's
-    object."""
+    """One run of a test: fixtures fill `names`, parametrize gives `values`, `instance` creates its class's object."""
 
     function: Callable[..., Any]
     values: Mapping[str, Any]
@@ -86,7 +85,7 @@ def _of_unittest(kind: type[unittest.TestCase]) -> Iterator[_Case]:
 
 
 def _fixtures_of(names: Mapping[str, Any]) -> dict[str, _Fixture]:
-    """The fixtures among these values, as marked by pytest's decorator, in versions before and from 8.4."""
+    """The fixtures among these values, as pytest's decorator marks them, before and since version 8.4."""
     found = {}
     for name, value in names.items():
         marker = getattr(value, "_fixture_function_marker", None) or getattr(value, "_pytestfixturefunction", None)
@@ -221,7 +220,7 @@ def _call(function: Any) -> None:
 
 
 def problem_of_tests(source: str, conftest: str = "") -> str:
-    """Why a test file cannot judge, by its source; empty if it can. conftest: source of further fixtures."""
+    """Why a test file cannot judge code, according to its source; empty if it can. conftest: conftest.py's source."""
     try:
         tree, before = ast.parse(source), ast.parse(conftest)
     except (SyntaxError, ValueError) as error:

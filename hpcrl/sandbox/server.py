@@ -2,8 +2,8 @@
 
     python -s -S -P -c "..." SETTINGS        started by hpcrl.sandbox.client, standard input is its socket
 
-It runs one job at a time: several tasks, of which the last determines the end. It sees neither code nor results, which
-go through pipes between the client and the children. When its client ends, it ends the job and itself.
+It runs one job at a time: one or more tasks, until the last has ended. Code and results do not pass through it, but
+through pipes between the client and the children. When its client ends, it ends the job and exits.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class SandboxServer:
         os._exit(0)
 
     def _enter(self) -> None:
-        """Enter the namespaces; returns in the process that serves, whose parent waits for it."""
+        """Enter the namespaces. Returns in the child process that will serve; its parent waits for it."""
         if self._level >= 2:
             confine.leave_namespaces()
             child = os.fork()
@@ -134,7 +134,7 @@ class SandboxServer:
             if self._wake in ready:
                 os.read(self._wake, 1 << 12)
             self._reap()
-            if not ready or time.monotonic() - checked > TICK_S:  # constantly ending children do not postpone the check
+            if not ready or time.monotonic() - checked > TICK_S:  # constant exits of children do not postpone the check
                 tick = min(2 * tick, TICK_S)
                 reason = reason or self._exceeded(request)
                 checked = time.monotonic()
@@ -165,7 +165,7 @@ class SandboxServer:
             os._exit(code)
 
     def _confine(self, request: Mapping[str, Any], folder: str, parent: int, places: list[int]) -> None:
-        """In the child: set up its files and limits, and from L1 on all other restrictions."""
+        """In the child: set up its files and limits and, at L1 and above, all other restrictions."""
         settings = self._settings
         signal.set_wakeup_fd(-1)
         for number in SIGNALS:
@@ -300,7 +300,7 @@ class SandboxServer:
 
 
 def confined_by_user(is_root: bool, level: int) -> bool:
-    """Whether the kernel counts only the children as processes of their user."""
+    """Whether the children have a user id of their own, so the kernel counts no other processes for it."""
     return is_root or level >= 2
 
 

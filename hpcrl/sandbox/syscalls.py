@@ -48,14 +48,14 @@ timer_gettime 224 108; timer_getoverrun 225 109; timer_delete 226 111; clone3 43
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """Machine -> column of the table, and AUDIT_ARCH."""
 FIRST_OF_LATER = 424
-"""Calls from this number on are newer than all that a program requires: C libraries have fallbacks for them."""
+"""No program requires calls from this number on: C libraries have fallbacks for these newer calls."""
 
 LOAD, EQUAL, GREATER, AT_LEAST, ANY_BIT, MASK, RETURN = 0x20, 0x15, 0x25, 0x35, 0x45, 0x54, 0x06
 KILL, ALLOW, ERRNO = 0x80000000, 0x7FFF0000, 0x00050000
 NUMBER, ARCH, ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
 
 AF_UNIX, SOCK_STREAM, TYPE_MASK = 1, 1, 0xF
-CLONE_THREAD, FOREIGN_CLONE = 0x10000, 0x7E028000  # namespaces and CLONE_PARENT
+CLONE_THREAD, FOREIGN_CLONE = 0x10000, 0x7E028000  # new namespaces, and CLONE_PARENT
 O_TRUNC, O_ACCMODE = 0x200, 3
 FCNTL_REFUSED = (8, 10, 15, 1024, 1026)  # owners of signals, leases, notifications
 IOCTL_ALLOWED = (0x5401, 0x540F, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # terminal queries, flags of the file
@@ -70,8 +70,8 @@ def available() -> bool:
 
 
 def program(processes: bool, signals: bool) -> bytes:
-    """The filter for the calling process as an array of struct sock_filter. processes: the process may start others;
-    signals: it may signal any process that it sees, otherwise only itself."""
+    """The calling process's filter, an array of struct sock_filter. processes: whether it may start other processes;
+    signals: whether it may signal every process that it sees, instead of only itself."""
     column, arch = ARCHITECTURES[platform.machine()]
     numbers = {
         words[0]: int(words[1 + column])

@@ -44,7 +44,7 @@ MISSING = "there is no "
 FOLDER = "hpcrl_temporary_folder"
 """Name in the code's module of the function that creates a folder for tests, which the code's process can read."""
 MAX_KINDS = 20
-"""Maximum bases of an exception that are considered."""
+"""Maximum number of an exception's types, its own and its bases, that are considered."""
 
 
 def perform(task: Mapping[str, Any]) -> int:
@@ -71,7 +71,7 @@ def _stream(number: int) -> io.TextIOWrapper:
 
 
 def _ended(work: Any) -> int:
-    """Execute `work` and finish as an interpreter does; returns the exit code."""
+    """Call `work` and finish as an interpreter does; returns the exit code."""
     code = 0
     try:
         work()
@@ -202,7 +202,7 @@ class _Link:
         if not done:
             kind = self._image(value)
             if issubclass(kind, StopIteration) and name != "__next__":
-                raise RuntimeError("the code raised StopIteration")  # StopIteration would end loops of the test early
+                raise RuntimeError("the code raised StopIteration")  # a StopIteration would silently end a test's loop
             raised = kind(str(more[0]))
             if isinstance(raised, RemoteError):
                 raised._remote = more[1]
@@ -217,8 +217,8 @@ class _Link:
         return self._image(found["raises"]) if "raises" in found else Remote(self, int(found["object"]))
 
     def _image(self, names: Sequence[str]) -> type[Exception]:
-        """The tests' exception type for a code's exception with these base names: for a built-in type, which only
-        Python's own types count as, the type itself; else a new class derived from the image of its next base."""
+        """The exception type that tests see for an exception of the code, whose type has these names, then its bases'
+        names: one of Python's own types itself; for other types a new class derived from the next base's image."""
         for place, name in enumerate(map(str, names[:MAX_KINDS])):
             module, _, own = name.partition(".")
             builtin = getattr(builtins, own, None) if module == "builtins" else None
@@ -289,7 +289,7 @@ class _Imported(ModuleType):
 
 
 def _test(task: Mapping[str, Any]) -> int:
-    """Run tests and write {"passed", "total", "problem"}: problem says why the tests cannot judge."""
+    """Run tests and write {"passed", "total", "problem"}; `problem` is the reason if the tests cannot judge."""
     link = _Link()
     space: dict[str, Any] = {"__name__": "tests"}
     passed, total, problem = 0, 1, ""

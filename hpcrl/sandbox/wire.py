@@ -1,4 +1,4 @@
-"""Encodes values that leave a sandboxed process: only built-in types, as one line of JSON, so no code of the sender
+"""Encodes values that leave a sandboxed process: only built-in types, as one line of JSON, so none of the sender's code
 runs in the reading process."""
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ def _none(value: Any) -> Any:
 
 
 def encode(value: Any, other: Other = _none) -> bytes:
-    """The line for a value. `other` converts all values that are neither of a built-in type nor numpy's; it returns
-    JSON objects. Subclasses are sent as their built-in type. TypeError, ValueError or RecursionError if a value cannot
-    be sent."""
+    """The line for a value. `other` converts values of all types except built-in types and numpy's to JSON objects.
+    Subclasses are sent as their built-in type. TypeError, ValueError or RecursionError if a value cannot be sent."""
     return json.dumps(pack(value, other), allow_nan=False).encode() + b"\n"
 
 
 def decode(line: bytes, other: Other = _none, hashed: bool = True) -> Any:
-    """The inverse of encode(); no code of the sender runs. hashed=False: dictionaries, sets and frozensets as Unhashed,
-    so a sender cannot slow this down with keys of equal hashes. ValueError, TypeError, OverflowError or RecursionError
-    if the line is invalid."""
+    """The inverse of encode(); no code of the sender runs. With hashed=False, dictionaries, sets and frozensets become
+    Unhashed, so a sender cannot slow this down with keys of equal hashes. ValueError, TypeError, OverflowError or
+    RecursionError if the line is invalid."""
     return unpack(json.loads(line, parse_constant=_refuse), other, hashed)
 
 
