@@ -19,14 +19,14 @@ def _tag(name: str) -> str:
 
 
 def _symbols(text: str) -> str:
-    """Different visible characters; the field's own limits say how many."""
+    """Different visible characters; the field's own limits set their number."""
     if len(set(text)) < len(text) or not text.isprintable() or " " in text:
         raise ValueError(f"{text!r} must be different visible characters")
     return text
 
 
 def _words(names: list[str] | dict[str, int]) -> list[str] | dict[str, int]:
-    """Names of actions that a response can tell apart, in upper or lower case."""
+    """Names of actions that differ even without regard to case."""
     if wrong := [name for name in names if not name or name != name.strip()]:
         raise ValueError(f"{wrong[0]!r} is not the name of an action; names have no blanks around them")
     if len({name.lower() for name in names}) < len(names):
@@ -72,8 +72,7 @@ class GameOptions(Section):
     )
     """Text after a response without a valid action."""
     tag: Annotated[str, AfterValidator(_tag)] = "answer"
-    """The action stands in the last `<tag>` and `</tag>` of the response after its thinking; empty: it is all of
-    that."""
+    """The action is the text in the last `<tag>` and `</tag>` after the response's thinking; empty: all that text."""
     invalid_reward: Penalty = -0.05
     """Reward of a response without a valid action, which changes nothing."""
 
@@ -111,7 +110,7 @@ class FrozenLakeOptions(GridOptions):
     frozen: Share = 0.8
     """Probability that a place is ice and no hole. Maps whose goal cannot be reached are drawn again."""
     slippery: bool = False
-    """A step goes to either side of its direction with a probability of a third each."""
+    """Whether a step goes to each side of its direction with a probability of a third."""
     symbols: Annotated[str, Field(min_length=6, max_length=6), AfterValidator(_symbols)] = "P_OGX√"
     """The characters for you, ice, hole, goal, you in a hole and you at the goal."""
 
@@ -134,7 +133,7 @@ class SokobanOptions(GridOptions):
     steps_back: Annotated[int, Field(ge=10, le=10000), NUMBER] = 100
     """Random steps from the solved room back to the start."""
     invalid_reward: Penalty = -0.2
-    """Reward of a response without a valid action: below the -0.1 of an action, so that none is not better than any."""
+    """Reward of a response without a valid action, below the -0.1 of an action, so to act is never worse."""
     symbols: Annotated[str, Field(min_length=7, max_length=7), AfterValidator(_symbols)] = "#_O√XPS"
     """The characters for wall, floor, target, box on a target, box, you, and you on a target."""
 
@@ -198,22 +197,22 @@ class GymnasiumOptions(GameOptions):
     prompt: str = (
         "{observation}\nYour actions are {actions}. Give one in each answer, as in {answer}. Turns left: {turns_left}."
     )
-    """First prompt; it should say what the game is about."""
+    """First prompt; it should explain the game."""
     id: str = ""
     """The environment's name in gymnasium's registry, such as FrozenLake-v1; package:NAME imports the package first."""
     entry_point: str = ""
     """Instead of id: a class that is not registered, package.module:Class."""
     kwargs: dict[str, Any] = {}
-    """Arguments of the environment; with id also those of gymnasium.make, such as max_episode_steps."""
+    """Arguments of the environment; with id also arguments of gymnasium.make, such as max_episode_steps."""
     actions: Annotated[list[str] | dict[str, int], AfterValidator(_words)] = []
-    """Names of the actions: a list in the order of a Discrete space, or name -> action of those that may be chosen;
-    empty: their numbers. Not for a Text space, whose actions are texts."""
+    """Names of the actions: a list in the order of a Discrete space, or a mapping from name to action, which may omit
+    actions; empty: actions are numbers. Not for a Text space, whose actions are texts."""
     observation: Literal["auto", "ansi", "value"] = "auto"
     """What {observation} shows: ansi: the environment's rendering as text (render_mode=ansi); value: the observation in
     Python's notation; auto: ansi if the environment has it."""
     highlight: Annotated[str, Field(max_length=1), AfterValidator(_symbols)] = ""
-    """Character shown in place of one with a coloured background; empty: that character in [brackets]. Bold characters
-    stand in *asterisks*, others with a colour in (parentheses)."""
+    """Replaces each character that has a coloured background; empty: such characters are shown in [brackets]. Bold
+    characters are shown in *asterisks*, other coloured characters in (parentheses)."""
     success: Annotated[str, AfterValidator(_success)] = "reward"
     """When an episode succeeds: reward: it is terminated with a positive reward; terminated: it is terminated;
     info.KEY: this value of info is true at its end."""
@@ -231,14 +230,14 @@ class VerifiersOptions(Section):
     """Options of the environment verifiers."""
 
     id: str = ""
-    """The environment's name for verifiers.load_environment(), which is that of an installed package of its own."""
+    """The environment's name for verifiers.load_environment(), equal to the name of its installed package."""
     entry_point: str = ""
     """Instead of id: a class or a function that gives an environment, package.module:NAME."""
     kwargs: dict[str, Any] = {}
     """Arguments of the environment."""
     task: Literal["dataset", "row"] = "dataset"
-    """What an episode starts with: dataset: the row of the environment's own data set that the seed chooses, of the one
-    for evaluation in data.val; row: the messages, `answer` and `info` of the prompt's row."""
+    """What an episode starts with: dataset: a row of the environment's own data set (for data.val its evaluation set),
+    which the seed chooses; row: the messages, `answer` and `info` of the prompt's row."""
     format: FormatName = "auto"
     """How the model writes calls of the environment's tools; auto: as its chat template renders them."""
 
@@ -250,10 +249,10 @@ class VerifiersOptions(Section):
 
 
 class OpenEnvOptions(GameOptions):
-    """Options of the environment openenv. {actions} says that actions are texts."""
+    """Options of the environment openenv. {actions} states that actions are texts."""
 
     prompt: str = "{observation}\nGive one action in each answer, as in {answer}. Turns left: {turns_left}."
-    """First prompt; it should say what the environment is about and what its actions are."""
+    """First prompt; it should explain the environment and its actions."""
     invalid: str = (
         "That is not a valid action.\nTurn {turn}, {turns_left} left:\n{observation}\n"
         "Give one action in each answer, as in {answer}."
@@ -264,17 +263,15 @@ class OpenEnvOptions(GameOptions):
     client: ImportPath = "openenv.core:GenericEnvClient"
     """The client's class, package.module:Class; the default one serves every environment."""
     action_class: Annotated[str, Field(pattern=r"^$|^[^\s:]+:[^\s:]+$")] = ""
-    """The class of actions that a client of the environment's own takes, package.module:Class; empty: a mapping."""
+    """The class of actions for the environment's own client, package.module:Class; empty: a mapping."""
     action: Annotated[dict[str, Any], AfterValidator(_shows_answer)] = {"message": "{answer}"}
-    """The fields of an action; {answer} in a text, at any depth, is what the response gives."""
+    """The fields of an action; {answer} in a text, at any depth, is replaced by the response's answer."""
     observation: str = ""
-    """What {observation} shows: a field of the observation, or what is in it, such as messages.-1.content; empty: all
-    fields as JSON."""
+    """What {observation} shows: a field of the observation, or a path (messages.-1.content); empty: all as JSON."""
     reset: dict[str, Any] = {}
-    """Arguments of reset() besides the seed; those in the row's column `reset`, a mapping, replace them."""
+    """Arguments of reset() besides the seed; arguments in the row's column `reset`, a mapping, override them."""
     success: Annotated[str, AfterValidator(_success_seen)] = "reward"
-    """When an episode succeeds: reward: its last reward is positive; done: it has ended; observation.FIELD: this is
-    true at its end."""
+    """When an episode succeeds: reward: its last reward is positive; done: it ended; observation.FIELD: true then."""
     timeout_s: Seconds = 60.0
     """Timeout of the connection and of each answer, seconds."""
 
@@ -305,15 +302,15 @@ class WebShopOptions(TaskOptions):
     attributes: str = ""
     """The original's attributes and synthetic instructions (items_ins_v2.json), which items need."""
     human: str = ""
-    """The original's instructions by people (items_human_ins.json); empty: synthetic ones."""
+    """The original's human-written instructions (items_human_ins.json); empty: synthetic instructions."""
     num_products: Positive | None = None
-    """Products; null: all of the file, or 1000 generated ones."""
+    """Number of products; null: all in the file, or 1000 generated products."""
     seed: Natural = 0
     """Seed of the generated catalogue."""
     held_out: Natural = 500
-    """How many of the first goals belong to data.val (seeds from 2^30 on), which gets no others."""
+    """Number of goals, the first ones, that belong only to data.val (seeds of 2^30 and more)."""
     page_chars: Annotated[int, Field(ge=100), NUMBER] = 4000
-    """Longest text of a page; the rest is cut off."""
+    """Maximum length of a page's text; the rest is cut off."""
     show_attributes: bool = False
     """Products have a page with their attributes."""
 
@@ -342,13 +339,11 @@ class TextWorldOptions(TaskOptions):
     )
     """Text after a response without a valid action."""
     games: list[str] = []
-    """Games of TextWorld (.z8 or .ulx, with their .json) and of ALFWorld (.tw-pddl), and folders that are searched for
-    them."""
+    """Games of TextWorld (.z8 or .ulx, with their .json) and ALFWorld (.tw-pddl), or folders that contain games."""
     val_games: list[str] = []
-    """The games of data.val (seeds from 2^30 on); empty: those of `games`."""
+    """The games of data.val (seeds of 2^30 and more); empty: the same as `games`."""
     reward: Literal["success", "score"] = "success"
-    """success: 1 at the end of a game that is won; score: what a command adds to the game's score, as a share of its
-    maximum. ALFWorld has no score."""
+    """success: 1 at the end of a won game; score: increase of the score, as a share of its maximum (not ALFWorld)."""
 
     @model_validator(mode="after")
     def _has_games(self) -> Self:
@@ -372,18 +367,17 @@ class SWEOptions(TaskOptions):
     )
     """Text after a response without a command."""
     tag: Annotated[str, AfterValidator(_tag)] = "bash"
-    """The command stands in the last `<tag>` and `</tag>` of the response after its thinking; empty: it is all of
-    that."""
+    """The command is the text in the last `<tag>` and `</tag>` after the response's thinking; empty: all that text."""
     partial: bool = False
     """The reward is the share of hidden tests that pass; false: 1 if all pass, else 0."""
     output_chars: Annotated[int, Field(ge=100), NUMBER] = 2000
-    """Longest output that the model sees; the middle of a longer one is left out."""
+    """Maximum length of the output shown to the model; of longer output the middle is omitted."""
     command_timeout_s: Seconds = 10.0
     """Timeout of a command, seconds."""
     tests_timeout_s: Seconds = 20.0
     """Timeout of each file of hidden tests, seconds."""
     min_level: SandboxLevel = "L1"
-    """Least isolation of commands and tests (docs/security.md); L0 is unsafe."""
+    """Minimum isolation level for commands and tests (docs/security.md); L0 is unsafe."""
     memory_mib: Annotated[int, Field(ge=64), NUMBER] = 1024
     """Memory of all processes of a command, and address space of each, MiB."""
     max_processes: Annotated[int, Field(ge=2, le=1024), NUMBER] = 16
@@ -391,7 +385,7 @@ class SWEOptions(TaskOptions):
     max_file_mib: Positive = 16
     """Maximum size of a file, MiB; of all files of an episode four times this."""
     max_output_kib: Positive = 1024
-    """Maximum output of a command, KiB; one that writes more is stopped."""
+    """Maximum output of a command, KiB; a command that writes more is stopped."""
 
 
 class RemoteOptions(Section):

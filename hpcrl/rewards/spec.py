@@ -41,8 +41,7 @@ class ExactMatchOptions(Section):
     """Options of the reward exact_match."""
 
     pattern: str | None = None
-    """Regular expression whose last match (its first group, if any) is the answer; null: everything after the
-    thinking."""
+    """Regular expression; the answer is its last match (the first group, if any). null: all text after the thinking."""
     ignore_case: bool = True
     """Compare without regard to case."""
 
@@ -74,7 +73,7 @@ class F1Options(Section):
     """Options of the reward f1."""
 
     threshold: Share = 1.0
-    """The score is 1 from this F1 on; the reward is the F1."""
+    """The score is 1 if the F1 is at least this; the reward is the F1."""
 
 
 class NumericOptions(Section):
@@ -94,7 +93,7 @@ class RegexOptions(Section):
     whole: bool = False
     """The whole response must match; false: a match anywhere is enough."""
     with_thinking: bool = False
-    """Search the thinking too."""
+    """Whether to search the thinking too."""
 
     @field_validator("pattern")
     @classmethod
@@ -137,7 +136,7 @@ class TagsOptions(Section):
     tags: Annotated[list[str], Field(min_length=1)] = ["think"]
     """Names of the tags, in order."""
     answer_after: bool = True
-    """Text must follow after the last tag; false: none may."""
+    """Whether text must follow the last tag; false: no text may."""
 
 
 class LanguageOptions(Section):
@@ -146,7 +145,7 @@ class LanguageOptions(Section):
     language: str | None = None
     """Code of ISO 639-1, such as en; null: the language of the prompt."""
     with_thinking: bool = False
-    """Judge the thinking too."""
+    """Whether the thinking counts too."""
 
 
 class PartOptions(Section):
@@ -155,11 +154,11 @@ class PartOptions(Section):
     name: str
     """Built-in reward."""
     options: dict[str, Any] = {}
-    """Its options."""
+    """The reward's options."""
     weight: Float = 1.0
-    """Its reward is multiplied by it."""
+    """Factor of the part's reward."""
     gate: bool = False
-    """Its score must be 1."""
+    """Whether the part's score must be 1; only with rule=gate."""
 
 
 class ComposedOptions(Section):
@@ -170,7 +169,7 @@ class ComposedOptions(Section):
     rule: Literal["sum", "product", "gate"] = "sum"
     """sum: weighted; product: without weights; gate: the weighted sum where every gate has score 1, else `closed`."""
     closed: Float = 0.0
-    """The reward if a gate does not have score 1."""
+    """The reward if a gate's score is not 1."""
 
 
 class IFEvalOptions(Section):
@@ -179,7 +178,7 @@ class IFEvalOptions(Section):
     reading: Literal["strict", "loose"] = "strict"
     """loose: an instruction also counts if the response follows it without its first or last line, or its asterisks."""
     partial: bool = False
-    """The reward is the share of the instructions that are followed; false: 1 for all of them, else 0."""
+    """The reward is the share of instructions that are followed; false: 1 if all are followed, else 0."""
 
 
 class CodeOptions(Section):
@@ -188,7 +187,7 @@ class CodeOptions(Section):
     language: Literal["python", "cpp", "bash"] = "python"
     """Language of the code; cpp and bash with cases of standard input and output only."""
     partial: bool = False
-    """The reward is the share of the cases that pass; false: 1 for all of them, else 0."""
+    """The reward is the share of cases that pass; false: 1 if all pass, else 0."""
     case_timeout_s: Seconds = 4.0
     """Timeout of a case, seconds; all cases of a response together have 0.8 x reward.*.timeout_s."""
     min_level: SandboxLevel = "L1"
@@ -207,7 +206,7 @@ class ReasoningGymOptions(Section):
     """Options of the reward reasoning_gym."""
 
     threshold: Share | None = None
-    """Reward 1 from this score on, else 0; null: the reward is the score with partial credit."""
+    """The reward is 1 if the score is at least this, else 0; null: the reward is the score, with partial credit."""
 
 
 class SortDigitsOptions(Section):
@@ -223,19 +222,19 @@ class JudgeSection(Section):
     role: Literal["judge"] | None = None
     """judge: the ranks of the run that serve the model of the section `judge`; null: url."""
     url: Annotated[str, Field(pattern=r"^https?://[^\s]+$")] | None = None
-    """Address of an OpenAI-compatible endpoint, up to and with /v1."""
+    """Address of an OpenAI-compatible endpoint, including /v1."""
     model: str | None = None
-    """Model that it serves; only with url."""
+    """Name of the model at the endpoint; only with url."""
     api_key_env: str | None = None
-    """Environment variable with its key; null: none."""
+    """Environment variable with the endpoint's key; null: no key."""
     temperature: NonNegative = 0.0
     """Sampling temperature."""
     max_tokens: Positive = 512
-    """Maximum tokens of its answer; only with url, since judge.max_new_tokens is the role's."""
+    """Maximum tokens of an answer; only with url. For role it is judge.max_new_tokens."""
     max_requests_per_s: PositiveFloat | None = None
     """Maximum requests per second of one worker process; null: no limit."""
     extra_body: dict[str, Any] = {}
-    """More fields of the request."""
+    """Additional fields of the request."""
 
     @model_validator(mode="after")
     def _one_place(self) -> Self:
@@ -254,33 +253,31 @@ class JudgeOptions(Section):
     """Options of the reward judge."""
 
     judges: Annotated[dict[str, JudgeSection], Field(min_length=1)]
-    """Name -> role, or url, model and api_key_env; and temperature, max_tokens, max_requests_per_s and extra_body of
-    each judge."""
+    """Judges by name: role, or url, model and api_key_env; temperature, max_tokens, max_requests_per_s, extra_body."""
     vote: Literal["mean", "median", "majority"] = "mean"
-    """How several verdicts become one; majority: 1 if more than half of them reach the threshold, else 0."""
+    """How verdicts are combined; majority: 1 if more than half of them reach the threshold, else 0."""
     min_votes: Positive = 1
-    """Minimum number of verdicts; with fewer, the response is an error."""
+    """Minimum number of verdicts; with fewer, the response has an error."""
     threshold: Share = 0.5
-    """From this value on the score is 1, and a vote counts as positive with vote=majority; verdicts are scaled to
-    0..1."""
+    """The score is 1 if the vote is at least this; vote=majority compares each verdict, scaled to 0..1, with it."""
     verdict: Literal["number", "yes_no"] = "number"
-    """What the judges are asked for."""
+    """Kind of verdict that judges are asked for."""
     scale: tuple[Float, Float] = (0.0, 10.0)
     """Lowest and highest number."""
     rubric_file: str | None = None
     """File with the rubric; null: a built-in rubric (correct, complete and helpful)."""
     template_file: str | None = None
-    """File with the question, with the places {rubric}, {prompt}, {answer} and {response}; null: a built-in one."""
+    """File with the question's template: {rubric}, {prompt}, {answer} and {response}; null: a built-in template."""
     with_thinking: bool = False
-    """Show the thinking of the response too."""
+    """Whether judges see the response's thinking."""
     max_chars: Annotated[int, Field(ge=100, le=1_000_000), NUMBER] = 20_000
-    """Maximum length of each text that a judge sees, characters; the middle of a longer one is left out."""
+    """Maximum length of each text that a judge sees, characters; of longer texts the middle is omitted."""
     request_timeout_s: Seconds = 60.0
     """Time for one request, seconds; requests are repeated until 90 % of the reward's timeout_s have passed."""
     backoff_s: Seconds = 1.0
     """Pause before the first repetition, seconds; it doubles with each, to 30 at most."""
     cache: str | None = None
-    """Folder in which verdicts are kept for equal questions; null: none."""
+    """Folder in which verdicts are cached for equal questions; null: no cache."""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -298,11 +295,11 @@ class RewardModelOptions(Section):
     shift: Float = 0.0
     """Subtracted from the model's score."""
     scale: Float = 1.0
-    """The shifted score is multiplied by it."""
+    """Factor of the shifted score."""
     sigmoid: bool = False
     """The reward is the sigmoid of the scaled score."""
     threshold: Float = 0.0
-    """The score, for accuracy metrics and filters, is 1 from this reward on."""
+    """The score, for accuracy metrics and filters, is 1 if the reward is at least this."""
     request_timeout_s: Seconds = 60.0
     """Time for one request, seconds; requests are repeated until 90 % of the reward's timeout_s have passed."""
     backoff_s: Seconds = 1.0

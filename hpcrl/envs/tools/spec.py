@@ -28,23 +28,23 @@ class ToolOptions(Section):
     """Options of the environment tools."""
 
     tools: Annotated[list[str], Field(min_length=1), AfterValidator(_tools)]
-    """Built-in tools (python, calculator, guess), and functions of yours as module:function, whose annotations and
-    docstring (with a section Args) describe them to the model."""
+    """Built-in tools (python, calculator, guess), and your functions as module:function, which their annotations and
+    docstring (with a section Args) describe to the model."""
     format: FormatName = "auto"
     """How the model writes calls; auto: as its chat template renders them. A name (docs/environments.md) is refused if
     it does not read what the template renders."""
     prompt: str = "{prompt}"
     """First prompt; {prompt} is the last message of the row."""
     tool_timeout_s: Seconds = 5.0
-    """Timeout of a call, seconds; the model is told of a call that exceeds it."""
+    """Timeout of a call, seconds; its result then reports the timeout to the model."""
     max_calls: Annotated[int, Field(ge=1, le=64), NUMBER] = 8
-    """Maximum calls of a turn that are carried out; the model is told that the others are not."""
+    """Maximum calls of a turn that are executed; one result reports to the model that further calls are not."""
     max_result_chars: Annotated[int, Field(ge=64), NUMBER] = 4096
-    """Longest result; of a longer one the middle is left out."""
+    """Maximum length of a result; of longer results the middle is omitted."""
     invalid_reward: Penalty = 0.0
     """Reward of a turn with an invalid call: no JSON, an unknown tool or wrong arguments."""
     min_level: SandboxLevel = "L1"
-    """python: least isolation with which programs are run (docs/security.md); L0 is unsafe."""
+    """python: minimum isolation level for programs (docs/security.md); L0 is unsafe."""
     memory_mib: Annotated[int, Field(ge=64), NUMBER] = 1024
     """python: memory of a program, MiB."""
     highest: Positive = 100
