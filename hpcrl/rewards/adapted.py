@@ -1,8 +1,8 @@
 """Wraps scoring objects of other libraries as reward functions with hpcrl's signature, function(items).
 
-verifiers: a Rubric, whose score_rollout(state) and score_group(states) write reward and metrics into each state (read
-and tested: 0.1.14; 0.4 has no rubrics). NeMo-RL: an environment, whose step(message_log_batch, metadata) returns
-rewards (read, not run: its package is not on PyPI).
+verifiers: a Rubric, whose score_rollout(state) and score_group(states) write reward and metrics into each state (tested
+with 0.1.14; 0.4 has no rubrics). NeMo-RL: an environment, whose step(message_log_batch, metadata) returns rewards
+(written from its source, not run: its package is not on PyPI).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ ENVIRONMENT = ("step", "global_post_process_and_metrics")
 
 
 def adapted(found: Any, path: str) -> Callable[..., Any]:
-    """A scoring function if `found` is a rubric or an environment, or a function without parameters that returns one;
-    otherwise `found` unchanged. ValueError if that function raises or the object cannot be used."""
+    """A scoring function if `found` is a rubric, an environment, or a function without parameters that returns either;
+    else `found` itself. ValueError if that function raises or the object cannot be used."""
     made = found
     if callable(found) and not _has(found, RUBRIC) and not _has(found, ENVIRONMENT) and _takes_nothing(found):
         try:

@@ -37,13 +37,13 @@ GIVEN = {
     "nemo_rl": {"ground_truth", "response"},
     "hpcrl": {"items"},
 }
-# Errors of a function for messages that gets text, and the reverse.
+# Error texts of a function that expects messages but gets text, and the reverse.
 _WANTS_MESSAGES = re.compile(r"string indices must be integers|'str' object has no attribute")
 _WANTS_TEXT = re.compile(r"'(?:list|dict)' object has no attribute|expected string|must be str|not list|not dict")
 
 
 class FunctionReward(Reward):
-    """Calls `function`, `package.module:callable` or `path/to/file.py:callable`, sync or async.
+    """Calls the function at `function`, `package.module:callable` or `path/to/file.py:callable`, which may be async.
 
     verl:     f(data_source, solution_str, ground_truth, extra_info=None) -> float or dict with "score"
     verl_batched: f(data_sources, solution_strs, ground_truths, extra_infos=None) -> list of float or dict with "score"
@@ -53,10 +53,10 @@ class FunctionReward(Reward):
     hpcrl:    f(items: list[RewardItem]) -> list of Score or float
 
     The function gets the parameters that it names, and `options` as keyword arguments. hpcrl itself reads the option
-    `conversational`: under trl, whether a prompt and a completion are a list of one message instead of text; without
-    it, hpcrl tries text, then messages if the function reads text as a message. A class is instantiated first, without
-    arguments. The attributes `scores = "groups"`, `pool = "async"` and `pure = True` of the function or class have the
-    meaning that they have in hpcrl.rewards.reward.Reward.
+    `conversational`: whether trl's prompts and completions are lists of one message instead of text; without this
+    option, hpcrl tries text, then messages if the function reads text as a message. A class is instantiated first,
+    without arguments. The attributes `scores = "groups"`, `pool = "async"` and `pure = True` of the function or class
+    mean the same as in hpcrl.rewards.reward.Reward.
     """
 
     def __init__(self, config: RewardConfig):
@@ -241,8 +241,7 @@ def load_function(path: str) -> Callable[..., Any]:
 
 
 def load_module(name: str, path: str) -> Any:
-    """The module of this name, or of a file.py, which is executed. ValueError begins with `path`, the import path that
-    names the module."""
+    """The module of this name, or of a file.py, which is executed. ValueError begins with `path`, its import path."""
     if name.endswith(".py"):
         return _load_file(name, path)
     try:

@@ -25,9 +25,14 @@ class ModelTurn:
 
 @dataclass(frozen=True, slots=True)
 class RewardItem:
-    """One response to score. `response` and `token_ids` are the model's last turn, as text and as generated; `earlier`
-    has the previous turns. `prompt` is text, `messages` the prompt in chat form (empty in `hpcrl score`); `answer` and
-    `extra` come from the data row; after an episode, `extra["messages"]` has all messages in chat form."""
+    """One response to score.
+
+    Args:
+        prompt: The prompt as text; `messages` is the prompt in chat form (empty in `hpcrl score`).
+        response: The model's last turn as text; `token_ids` has its tokens as generated, `earlier` the previous turns.
+        answer: The row's answer; None if it has none.
+        extra: The row's other columns; after an episode, `extra["messages"]` has the whole dialogue in chat form.
+    """
 
     sample_id: int
     domain: str
@@ -48,15 +53,17 @@ class RewardItem:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """`reward` is used for the advantage, `score` (usually 0 or 1) for accuracy metrics and filters. A reward that
-    failed is data: reward 0 and the cause in `error`.
+    """The result for one response. Without turn_rewards and token_rewards, the last turn gets the whole reward.
 
-    The last turn gets the whole reward, unless the reward is divided in one of two ways, which must add up to `reward`:
-    turn_rewards, one for each of the item's turns; or token_rewards, for at most MAX_TOKEN_REWARDS tokens, by position
-    from 0 among the model's tokens of all turns.
-
-    `extracted` and `ground_truth`: the answers that a comparing reward extracted from the response and from the row. Both are for
-    `python -m hpcrl score` and are not sent to other ranks.
+    Args:
+        reward: The number from which the advantage is computed.
+        score: A number for accuracy metrics and filters, usually 0 or 1.
+        error: Why the response could not be scored; the reward is then 0.
+        turn_rewards: One reward for each of the item's turns. They must add up to `reward`.
+        token_rewards: Rewards of at most MAX_TOKEN_REWARDS tokens, by position from 0 among the model's tokens of all
+            turns. They must add up to `reward`.
+        extracted: The answer that was extracted from the response, shown only by `python -m hpcrl score`.
+        ground_truth: The answer that was extracted from the row, shown only by `python -m hpcrl score`.
     """
 
     reward: float
@@ -70,8 +77,8 @@ class Score:
 
 
 class Reward(Protocol):
-    """Returns scores in the order of the items. A reward may raise or hang: the pool turns both into an error of the
-    sample. Class attributes define how a reward is called; subclasses inherit the usual values."""
+    """Returns scores in the order of the items. If a reward raises or hangs, the pool records an error for the sample.
+    Class attributes define how a reward is called; subclasses inherit the usual values."""
 
     inline: bool = False
     """Whether the reward is cheap and safe: it is then called in the rank itself, not in a worker process."""
@@ -101,8 +108,7 @@ class Reward(Protocol):
 
 
 class PerResponse(Reward):
-    """A reward that scores each response separately. Equal responses must get equal scores; otherwise the subclass sets
-    pure=False."""
+    """A reward that scores each response separately. If equal responses may get different scores, set pure=False."""
 
     pure = True
 

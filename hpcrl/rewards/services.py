@@ -21,7 +21,7 @@ class Services(msgspec.Struct, frozen=True, array_like=True):
         urls: Role -> address of each of its ranks.
         models: Role -> properties that determine its answers (path, engine, type), a part of their cache key.
         token: The run's token.
-        seed: Seed of a deterministic run, whose requests must be equal at every start; otherwise None.
+        seed: Seed of a deterministic run, whose requests must be equal at every start; None in other runs.
     """
 
     urls: dict[str, list[str]] = {}
@@ -50,7 +50,7 @@ class Addresses:
         self._lock = threading.Lock()
 
     def take(self) -> str:
-        """The replica for the next request: an answering one with the fewest open requests; done() must follow."""
+        """Choose the least busy replica that answers; the caller must call done() after the request."""
         with self._lock:
             now = time.monotonic()
             url = min(self._open, key=lambda u: (self._down_until[u] > now, max(self._open[u], self._told[u])))
@@ -59,14 +59,14 @@ class Addresses:
             return url
 
     def done(self, url: str, told: int | None = None, down_s: float = 0.0) -> None:
-        """The request ended. told: the replica's reported open requests; down_s: time to avoid the replica."""
+        """Record a request's end. told: open requests that the replica reported; down_s: time to avoid the replica."""
         with self._lock:
             self._open[url] -= 1
             self._down_until[url] = time.monotonic() + down_s
             self._told[url] = told if told is not None else 0
 
     def any_up(self) -> bool:
-        """Whether a replica is not avoided."""
+        """Whether at least one replica is not being avoided."""
         with self._lock:
             now = time.monotonic()
             return any(until <= now for until in self._down_until.values())

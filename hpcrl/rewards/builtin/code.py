@@ -25,8 +25,7 @@ NAMES = {"python": ("python", "py", "python3"), "cpp": ("cpp", "c++", "cc", "cxx
 PROGRAMS = {"cpp": ("g++", "main.cpp"), "bash": ("bash", "main.sh")}
 COMPILE = ("-O2", "-std=c++17", "-pipe", "-o", "main")
 SHARE_OF_TIMEOUT = 0.8
-"""Share of reward.*.timeout_s that all cases of a response may take; slow code then scores 0 instead of causing an
-error."""
+"""Share of reward.*.timeout_s for all cases of a response, so slow code scores 0 instead of causing an error."""
 MIN_S = 0.05
 CLOSE = {"rel_tol": 1e-6, "abs_tol": 1e-9}
 
@@ -192,9 +191,8 @@ def _is(result: bytes, expected: Any) -> bool:
 
 
 def same(given: Any, expected: Any) -> bool:
-    """Whether a result, decoded without hashing, equals a row's expected value, which has JSON types: a tuple equals a
-    list, floats are compared with a relative tolerance of 1e-6, a number is not a bool, and keys are compared as
-    text."""
+    """Whether a result, decoded without hashing, equals a row's expected value of JSON types: a tuple equals a list,
+    floats have a relative tolerance of 1e-6, a number is not a bool, and keys are compared as text."""
     if isinstance(given, bool) or isinstance(expected, bool) or given is None or expected is None:
         return given is expected
     if isinstance(given, int | float) and isinstance(expected, int | float):

@@ -43,7 +43,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Suite:
-    """Test code that must not fail. setup: code that runs before the tests and the response's code."""
+    """Test code that must not fail. `setup` is code that runs before the tests and before the response's code."""
 
     style: Style
     source: str

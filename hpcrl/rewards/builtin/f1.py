@@ -19,7 +19,7 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 class F1Reward(PerResponse):
     """The word F1 of the final answer, as in SQuAD (arXiv 1606.05250): case-insensitive, without punctuation and
-    English articles; the best of several gold answers counts. The score is 1 from `threshold` on."""
+    English articles; the best of several gold answers counts. The score is 1 if the F1 is at least `threshold`."""
 
     def __init__(self, config: RewardConfig):
         self.options = read_options(F1Options, config.options)

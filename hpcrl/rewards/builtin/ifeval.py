@@ -21,7 +21,7 @@ class IFEvalReward(PerResponse):
     """1 if a response follows all instructions, else 0 or, with `partial`, the share that it follows; the score is 1 or
     0.
 
-    A row has IFEval's columns instruction_id_list and kwargs, or has an object with both, or its JSON, as its answer.
+    A row has IFEval's columns instruction_id_list and kwargs; or its answer is an object with both, or JSON text of it.
     """
 
     def __init__(self, config: RewardConfig):

@@ -21,7 +21,7 @@ _TOKEN = re.compile(r"\w+(?:[-'’.]\w+)*|[^\w\s]")
 _FENCE = re.compile(r"```(?:json)?", re.IGNORECASE)
 _FIRST_WORD_END = frozenset(".,?!'\"")
 MOST = 1_000_000
-"""Relations of counts of sentences, words etc."""
+"""Numbers among an instruction's arguments must be below this."""
 CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
 
@@ -57,7 +57,7 @@ def language_of(text: str) -> str | None:
 
 
 def _language(text: str, language: str) -> bool:
-    """True if the language of the text cannot be detected."""
+    """Whether the text is in this language; also true if its language cannot be detected."""
     return language_of(text) in (language, None)
 
 
@@ -244,7 +244,7 @@ def follows(text: str, name: str, arguments: Mapping[str, Any]) -> bool:
 
 
 def loose_variants(text: str) -> list[str]:
-    """IFEval's loose reading: also without the first line, the last line or both, and each without asterisks."""
+    """The texts of IFEval's loose reading: with and without first and last line, each with and without asterisks."""
     lines = text.split("\n")
     variants = [lines, lines[1:], lines[:-1], lines[1:-1]]
     texts = ["\n".join(variant).strip() for variant in variants]

@@ -25,9 +25,9 @@ SHARE = 0.9
 
 
 class JudgeReward(Reward):
-    """The vote of the judges, 0 to 1; the score is 1 from `threshold` on.
+    """The vote of the judges, 0 to 1; the score is 1 if the vote is at least `threshold`.
 
-    A worker process judges reward.*.concurrency responses concurrently, each in one thread per judge. A judge that
+    A worker process has up to reward.*.concurrency responses judged at once, each in one thread per judge. A judge that
     fails, is late or gives an unreadable verdict has no vote; a response with fewer than min_votes votes has an error.
     Metrics: each judge's vote, and the response's counts unparsable, failed, cached, requests and retries.
     """

@@ -95,9 +95,14 @@ def _nonces(seed: int | None, template: str, texts: Mapping[str, str]) -> Iterat
 def messages(
     template: str, material: Mapping[str, str], scale: Scale, most_chars: int, seed: int | None = None
 ) -> tuple[list[dict[str, str]], str]:
-    """(the messages of a request, the nonce that the verdict must repeat). material: FIELDS as text, empty if absent.
-    seed: if given, the nonce is a hash of the seed and of all texts, equal at every start; a response would have to
-    contain a part of its own hash to contain the nonce."""
+    """Returns (the messages of a request, the nonce that the verdict must repeat).
+
+    Args:
+        material: Maps each of FIELDS to its text; absent material is an empty text.
+        most_chars: Longer texts are cut to this length.
+        seed: Makes the nonce a hash of the seed and all texts, so it is equal at every start; a response that contains
+            this nonce would have to contain a part of its own hash. None draws a random nonce.
+    """
     texts = {name: harmless(material[name], most_chars) or NONE for name in FIELDS}
     nonces = _nonces(seed, template, texts)
     nonce = next(nonce for nonce in nonces if not any(nonce in text for text in texts.values()))
@@ -113,6 +118,6 @@ def messages(
     )
     how = "Explain your grade in at most three sentences. Then end with this line, where V is"
     end = f"{how} {scale.asked}:\nverdict {nonce}: V"
-    # One pass, so a field in a response is not filled in.
+    # One pass, so placeholders inside a response are not replaced.
     asked = _PLACES.sub(lambda place: marked[place[1]], template)
     return [{"role": "system", "content": system}, {"role": "user", "content": f"{asked.rstrip()}\n\n{end}"}], nonce

@@ -24,8 +24,7 @@ class MathReward(PerResponse):
         logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # logs a line per unreadable answer otherwise
 
     def problem_of_row(self, answer: Any, extra: Mapping[str, Any]) -> str:
-        """Reports a gold answer that is empty, too long, or incomplete LaTeX, since the time limit of a comparison
-        does not cover normalising it."""
+        """Reports a gold answer that is empty, too long or incomplete LaTeX: no time limit covers normalising it."""
         text = "" if answer is None else as_text(answer)
         return self._problem_of(gold_answer(text)) if text.strip() else ""
 

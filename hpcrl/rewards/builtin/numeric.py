@@ -1,4 +1,4 @@
-"""The reward of a number within a tolerance."""
+"""The reward for a number within a tolerance."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class NumericReward(PerResponse):
 
 
 def last_number(text: str) -> float | None:
-    """The last number in a text, with thousands separators or an exponent; None without a finite number, and for a text
-    with a fraction, which only the reward math supports."""
+    """The last number in a text, with thousands separators or an exponent. None without a finite number, or if the text
+    has a fraction, which only the reward math supports."""
     text = text[-MAX_CHARS:]
     found = [] if _FRACTION.search(text) else _NUMBER.findall(text)
     number = float(found[-1].replace(",", "").replace("\u2212", "-")) if found else math.nan

@@ -1,4 +1,4 @@
-"""Rewards of form: whether a response matches a regular expression, or is JSON that fits a schema."""
+"""Format rewards: whether a response matches a regular expression, or is JSON that fits a schema."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ LIMIT_S = 2.0
 
 
 class RegexReward(PerResponse):
-    """1 if the regular expression of the options, or of the row's answer, is found in the response, else 0. A search
-    over the time limit is an error."""
+    """1 if the regular expression (an option, or the row's answer) is found, else 0. A slow search is an error."""
 
     def __init__(self, config: RewardConfig):
         self.options = read_options(RegexOptions, config.options)
@@ -52,8 +51,7 @@ class RegexReward(PerResponse):
 
 
 class JsonSchemaReward(PerResponse):
-    """1 if the response, or its last block of code, is JSON that is valid under the schema of the options or of the
-    row's answer, else 0."""
+    """1 if the response or its last code block is JSON valid under the schema (option or row's answer), else 0."""
 
     def __init__(self, config: RewardConfig):
         self.options = read_options(JsonSchemaOptions, config.options)
@@ -115,7 +113,7 @@ def _problem_of_schema(schema: Any) -> str:
 
 
 def _leads_somewhere(schema: Any, reference: str) -> bool:
-    """Whether a reference of the form #/a/b exists; others (#, #anchor) are left to the validator."""
+    """Whether the target of a reference #/a/b exists; the validator checks other references (#, #anchor)."""
     at = schema
     for part in reference.split("/")[1:]:
         key = unquote(part).replace("~1", "/").replace("~0", "~")

@@ -17,7 +17,7 @@ _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 class ReasoningGymReward(PerResponse):
     """Scores the last <answer> tag after the thinking, or the whole text after it; 0 if the verifier raises.
 
-    `extra["reasoning_gym"]` has the arguments that recreate the entry ({name, size, seed, index, options}); rows of a
+    `extra["reasoning_gym"]` has the arguments to recreate the entry ({name, size, seed, index, options}); rows of a
     file with reasoning-gym entries have `extra["metadata"]["source_dataset"]` instead.
     """
 

@@ -25,9 +25,9 @@ SHARE = 0.9
 
 
 class RewardModelReward(Reward):
-    """The reward is the model's score of the whole dialogue, shifted and scaled, or its sigmoid; the score is 1 from
-    `threshold` on. The model's raw score is the metric `raw`. A worker process has up to reward.*.concurrency requests
-    open at once, and a rank scores requests that arrive together in one forward pass."""
+    """The reward is the model's score of the whole dialogue, shifted and scaled, or its sigmoid; the score is 1 if the
+    reward is at least `threshold`. The metric `raw` is the model's score. A worker process has up to
+    reward.*.concurrency open requests, and a rank scores requests that arrive together in one forward pass."""
 
     pool = "async"
 

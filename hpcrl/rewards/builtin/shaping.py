@@ -1,4 +1,4 @@
-"""Rewards of form, as parts of a composed reward: length, repetition, tags and language."""
+"""Format rewards, to be used as parts of a composed reward: length, repetition, tags and language."""
 
 from __future__ import annotations
 

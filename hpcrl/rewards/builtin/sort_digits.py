@@ -1,4 +1,4 @@
-"""The reward of the built-in task sort_digits."""
+"""The reward for the built-in task sort_digits."""
 
 from __future__ import annotations
 

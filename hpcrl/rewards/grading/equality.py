@@ -52,8 +52,8 @@ _DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+")
 
 
 def equivalent(gold: str, given: str, unevaluated: bool = False) -> bool:
-    """Whether two answers are equal. unevaluated: an unevaluated expression may equal its value. TimeoutError after
-    LIMIT_S of CPU time. Main thread only, since the limit uses a signal."""
+    """Whether two answers are equal. With `unevaluated`, an unevaluated expression may equal its value. TimeoutError
+    after LIMIT_S of CPU time. Main thread only, since the limit uses a signal."""
     other_measure = measures_differ(gold, given)
     gold, given = _normalise_gold(gold), normalise(given)
     if not given or not gold or other_measure or not (unevaluated or is_evaluated(gold, given)):
@@ -184,8 +184,7 @@ def _sides_equal(gold: str, given: str) -> bool | None:
 
 
 def _assignment(sides: list[str]) -> tuple[str, list[str]]:
-    """(label, values) of the sides of an equation; an empty label and all sides if neither the first nor the last side
-    is a label."""
+    """(label, values) of an equation's sides; an empty label and all sides if neither the first nor the last is one."""
     sides = [side.strip() for side in sides if side.strip()]
     if len(sides) > 1 and is_label(sides[0]):
         return sides[0], [side for side in sides[1:-1] if not is_label(side)] + sides[-1:]

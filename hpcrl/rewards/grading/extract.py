@@ -99,8 +99,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def boxed_answer(text: str) -> str | None:
-    """The last box together with the boxes directly before it: boxes separated only by commas, "and" or "or" form one
-    list. None without a box."""
+    """The last box, with the boxes before it as one list if only commas, "and" or "or" separate them; None without."""
     contents: dict[str, None] = {}
     next_start = None
     for start, end, content in _boxes(text):

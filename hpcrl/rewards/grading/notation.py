@@ -181,7 +181,7 @@ class Quantity:
 
 
 def close(a: Fraction | int, b: Fraction | int) -> bool:
-    """Equal to 6 digits, and absolutely to 1e-6 above 1."""
+    """Whether two numbers differ by at most 1e-6, or, below 1, by at most 1e-6 of the smaller one."""
     if isinstance(a, int) and isinstance(b, int):
         return a == b
     a, b = Fraction(a), Fraction(b)
@@ -274,8 +274,7 @@ def quantity(text: str, letter_after_number: bool = False) -> Quantity | None:
 
 
 def is_division(text: str) -> bool:
-    """Whether an answer in normal form begins with an unevaluated division: a fraction of decimals, or one with an
-    integer value such as 10/2."""
+    """Whether an answer in normal form begins with a division to evaluate: of decimals, or with an integer value."""
     match = _LITERAL.match(text)
     top = match and (match["top"] or match["short_top"] or match["over"])
     if not match or not top:
@@ -438,7 +437,7 @@ def _singular(unit: str) -> str:
 
 
 def _changes(word: str) -> bool:
-    """Whether a word after a number changes the number, or makes it no answer."""
+    """Whether a word after a number changes the number, or shows that the number is not the answer."""
     if word in _CHANGE_IT_IN_THIS_FORM or _NUMBER_WORD.fullmatch(word):
         return True
     return any(word.removesuffix(ending) in NO_UNITS for ending in ("", "s", "es", "d", "ed", "fold"))

@@ -39,7 +39,7 @@ def split(text: str) -> AnswerParts:
 
 
 def _elements(text: str) -> tuple[str, ...]:
-    """The parts between commas, semicolons, "and" and "or" outside brackets; a part with one "\\pm" is two."""
+    """The parts between commas, semicolons, "and" and "or" outside brackets; a part with one "\\pm" counts as two."""
     found: list[str] = []
     for part in outside(_AND.sub(" , ", text)):
         signed = [part.replace(r"\pm", sign) for sign in "+-"] if part.count(r"\pm") == 1 else [part]

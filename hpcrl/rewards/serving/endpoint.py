@@ -50,11 +50,11 @@ class Endpoint:
     servers, are called without a proxy.
 
     Args:
-        timeout_s: timeout of one request.
-        backoff_s: pause before the first repetition.
-        key_env: environment variable with the bearer token.
-        token: the run's own token, for its ranks, instead of key_env.
-        max_requests_per_s: rate limit of this process; None: no limit.
+        timeout_s: The timeout of a single request.
+        backoff_s: The pause before the first repetition; later pauses double.
+        key_env: The environment variable that contains the bearer token.
+        token: The run's own token, which replaces key_env if the servers are ranks of this run.
+        max_requests_per_s: The rate limit of this process. None means no limit.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class Endpoint:
         self._free_at = 0.0  # monotonic time from which the next request may start
 
     def ask(self, body: Mapping[str, Any], deadline: float, counts: Counter[str]) -> bytes:
-        """The answer to a JSON object. deadline: monotonic time at which all attempts end. counts: requests and retries
-        are added. EndpointError if there is no answer, ValueError if the answer is too long."""
+        """The answer to a JSON object. All attempts end at `deadline` (monotonic time); requests and retries are added
+        to `counts`. EndpointError if there is no answer, ValueError if the answer is too long."""
         data, pause_s, problem = json.dumps(body).encode(), self._backoff_s, "no time left"
         url = "endpoint"
         while self._take_turn(deadline):
@@ -130,7 +130,7 @@ class Endpoint:
         return f" (through the proxy {proxy}, unless no_proxy names the host)" if (proxy := self._proxy(url)) else ""
 
     def _post(self, url: str, data: bytes, deadline: float) -> tuple[bytes, int | None]:
-        """(body of the answer, open requests of the run's rank that sent it)."""
+        """(the answer's body, the number of open requests that the answering rank reported)."""
         headers, key = {"Content-Type": "application/json"}, self._token
         if self._key_env is not None and not (key := os.environ.get(self._key_env, "")):
             raise EndpointError(f"the environment variable {self._key_env} with the key of {url} is not set")
@@ -145,9 +145,9 @@ class Endpoint:
                 body += block
                 if len(body) > MAX_BYTES:
                     raise ValueError(f"the answer has more than {MAX_BYTES} bytes")
-                if time.monotonic() > end:  # a slow trickle of bytes: the socket's timeout covers one read only
+                if time.monotonic() > end:  # bytes arrive slowly: the socket's timeout covers only one read
                     raise TimeoutError("the answer did not end in time")
-            if response.length:  # bytes still missing by the headers
+            if response.length:  # fewer bytes than the headers declare
                 raise http.client.IncompleteRead(bytes(body), response.length)
         return bytes(body), _load(response.headers)
 
@@ -180,7 +180,7 @@ class Cache:
             return None
 
     def write(self, path: Path, verdict: float) -> None:
-        """Cache a verdict; a full disk costs the cache entry, not the sample."""
+        """Cache a verdict. On a full disk the entry is missing, but the sample does not fail."""
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}.tmp")

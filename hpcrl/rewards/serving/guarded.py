@@ -25,7 +25,7 @@ SUM_TOLERANCE = 1e-5
 PACKAGE = Path(__file__).parents[2]
 LIBRARIES = (PACKAGE, *(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")))
 RAISED = (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError)
-"""Exceptions that user code may raise: each costs a sample, not the process that runs the code."""
+"""Exceptions that user code may raise: the sample fails, but the process that runs the code continues."""
 
 
 def describe(error: BaseException) -> str:

@@ -53,8 +53,8 @@ class RewardPool:
         """ValueError if a built-in reward cannot be created from its section; workers start in the background.
 
         Args:
-            clock: the host's clock; timeouts count only the time between two polls that AwakeClock counts.
-            domain: the only domain that is scored here; None: all domains except `elsewhere`.
+            clock: The host's clock. Of the time between two polls, AwakeClock counts at most a quarter of a timeout.
+            domain: The only domain that is scored here. None means all domains except `elsewhere`.
         """
         self._router = Router(config).restricted(domain, elsewhere)
         self._inline: dict[str, Reward] = {}
@@ -119,8 +119,8 @@ class RewardPool:
         return len(self._done) + sum(crew.pending for crew in self._crews.values())
 
     def stats(self) -> dict[str, int]:
-        """Counts since the start: scored, errors (timeouts and dead workers included), timeouts, restarts, and equal,
-        the responses that got the score of an equal one."""
+        """Counts since the start: scored, errors (timeouts and dead workers included), timeouts, restarts, and equal:
+        responses that got the score of an equal response."""
         total = self._counts.copy()
         for crew in self._crews.values():
             total += crew.counts
@@ -240,7 +240,7 @@ class _Crew:
             if self._failed_starts == MAX_STARTS:
                 raise RuntimeError(f"reward {self._name}: no worker started in {MAX_STARTS} attempts: {problem}")
         jobs = worker.take_jobs()
-        if (worker.batched or worker.several) and len(jobs) > 1:  # separate calls show which job failed
+        if (worker.batched or worker.several) and len(jobs) > 1:  # separate calls identify the job that failed
             charged = [(job, left) for job, left in jobs if len(left) < len(job.items)]
             self._retry(job for job, left in jobs if len(left) == len(job.items))
         else:
@@ -270,7 +270,7 @@ class _Crew:
 
 
 class _Worker:
-    """One process, its pipes, and its responses: number -> response and its call's other responses."""
+    """A worker process, its pipes, and the jobs that were sent to it."""
 
     def __init__(self, section: RewardConfig, clock: Clock, services: Services):
         self._timeout_s = section.timeout_s

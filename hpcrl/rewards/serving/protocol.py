@@ -1,4 +1,4 @@
-"""Messages between a rank and its reward workers: msgpack after a length of four bytes."""
+"""Messages between a rank and its reward workers: four bytes of length, then msgpack."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Begin(msgspec.Struct):
 
 
 class Ready(msgspec.Struct, tag="ready"):
-    """The first message of a worker: the reward is loaded; if not, `error` has the reason."""
+    """The first message of a worker: the reward is loaded, or `error` has the reason why it is not."""
 
     batched: bool = False
     scores: Literal["samples", "groups"] = "samples"

@@ -62,8 +62,7 @@ def _drawn(config: Config) -> dict[str, RewardConfig]:
 
 
 def built_in_rewards(config: Config) -> dict[str, RewardConfig]:
-    """The default rewards of sources: each task's own, and maths for the domain of a file whose first gold answer has
-    "####" or a box."""
+    """Default rewards: each task's own, and maths for a file's domain if its first gold answer has "####" or a box."""
     found: dict[str, RewardConfig] = {}
     for split in ("train", "val"):
         for source in sources(config.data, split):
@@ -85,8 +84,7 @@ def built_in_rewards(config: Config) -> dict[str, RewardConfig]:
 
 
 def validate_rewards(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
-    """Problems of rewards that can be found before the start, one line each. rows: the readable rows. User code is
-    imported in a separate process."""
+    """Problems of rewards and of the readable `rows`, one line each. A separate process imports user code."""
     problems = []
     for name, section in config.reward.items():
         if not REWARDS[section.name].imports_code:
@@ -139,8 +137,7 @@ def _check_domains(config: Config, router: Router, rows: Mapping[Split, RowSet])
 
 
 def reward_notes(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
-    """Notes on domains that get reward.default although their name is close to a section's name: a misspelling, unless
-    it is intended."""
+    """Notes on domains that get reward.default although their name is close to a section's: perhaps misspelt."""
     notes = []
     for split, domain, found in _scored(config, rows):
         named = [] if domain in config.reward else [name for name in config.reward if name != DEFAULT]

@@ -57,7 +57,7 @@ def _serve(reward: Reward, source: BinaryIO, sink: BinaryIO) -> None:
 
 
 async def _serve_async(reward: Reward, timeout_s: float, source: BinaryIO, sink: BinaryIO) -> None:
-    """Every message is a call, and calls run concurrently; the rank limits their number."""
+    """Every message is one call. Calls run concurrently; the rank limits their number."""
     calls: set[asyncio.Task[None]] = set()
 
     async def call(items: list[RewardItem], place: int) -> None:
