@@ -16,12 +16,12 @@ class Env(Protocol):
     `info["suffix"]` are shown before and after the observation, as in GEM. Other keys of info are ignored.
 
     The constructor gets env.<domain>.options, and the columns of the prompt's row (answer, prompt, messages and data
-    columns) that its parameters name; with **columns it gets all of them. An environment that holds a resource (a
+    columns) that its parameters name; with **columns it gets all columns. An environment that holds a resource (a
     process, a file) also has close(), called once after its last step, even if the episode has not ended.
 
-    A class may declare `runs_in` (env.<domain>.runs_in): "thread", "task" if its methods are coroutines, "process"; and
-    `max_turns = None`, which is env.<domain>.max_turns in its objects. An environment whose attribute `special_tokens`
-    is true gets actions with their special tokens, without the last token.
+    A class may set `runs_in` (env.<domain>.runs_in) to "thread", "process", or "task" if its methods are coroutines. If
+    it sets `max_turns = None`, its objects get env.<domain>.max_turns as this attribute. If `special_tokens` is true,
+    actions keep their special tokens, without the last token.
     """
 
     def reset(self, seed: int) -> tuple[Observation, dict[str, Any]]:
@@ -44,7 +44,7 @@ UNREAD_KEYS = "hpcrl_unread"
 
 
 def begin(env: Any, seed: int) -> Any:
-    """Call reset(), which may take the seed only as keyword (gymnasium)."""
+    """Call reset(), which may accept the seed only as a keyword argument (gymnasium)."""
     return env.reset(seed=seed) if _names_seed(env.reset) else env.reset(seed)
 
 
@@ -73,15 +73,13 @@ def _names_seed(reset: Callable[..., Any]) -> bool:
 
 
 def checked_reset(returned: Any) -> tuple[Observation, dict[str, Any]]:
-    """reset()'s result: the observation with prefix and suffix, and the keys of info that are read. TypeError unless it
-    is (observation, info)."""
+    """reset()'s result: (observation with prefix and suffix, known keys of info). TypeError if it has another form."""
     observation, info = _values(returned, "reset()", "observation", "info")
     return _whole(observation, info), _kept(info)
 
 
 def checked_step(returned: Any) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
-    """step()'s result, with observation and info as in checked_reset(). TypeError unless it is (observation, reward,
-    terminated, truncated, info)."""
+    """step()'s result, with observation and info as in checked_reset(). TypeError if it has another form."""
     values = _values(returned, "step()", "observation", "reward", "terminated", "truncated", "info")
     observation, reward, terminated, truncated, info = values
     return _whole(observation, info), reward, terminated, truncated, _kept(info)
@@ -113,7 +111,7 @@ def _kept(info: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _values(returned: Any, call: str, *names: str) -> list[Any]:
-    """The values of these names that a call returned. The last, a mapping, may be None."""
+    """The values that a call returned, one for each name. The last, a mapping, may be None."""
     if not isinstance(returned, (tuple, list)) or len(returned) != len(names):
         got = f"{len(returned)} values" if isinstance(returned, (tuple, list)) else type(returned).__name__
         raise TypeError(f"{call} must return ({', '.join(names)}), but returned {got}")

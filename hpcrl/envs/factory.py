@@ -127,9 +127,12 @@ def _imported(class_path: str, section: str) -> Callable[..., Env]:
 
 
 def make_env(config: EnvConfig, row: dict[str, Any], chat_template: str = "") -> Env:
-    """A new environment for one sample of a prompt whose row is {prompt, answer, messages, extra: other columns}. A
-    parameter `chat_template` gets the tokenizer's template, empty without one; an environment whose class has
-    `max_turns = None` gets the section's value."""
+    """A new environment for one sample. If its class sets `max_turns = None`, it gets the section's value.
+
+    Args:
+        row: The prompt's row, as {prompt, answer, messages, extra: other columns}.
+        chat_template: The tokenizer's template, or an empty text, for a constructor with this parameter.
+    """
     made = env_class(config)
     known = {**row["extra"], **{name: row.get(name) for name in ("prompt", "answer", "messages")}}
     parameters = inspect.signature(made).parameters.values()
@@ -146,8 +149,8 @@ def make_env(config: EnvConfig, row: dict[str, Any], chat_template: str = "") ->
 
 def validate_envs(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
     """Problems of environments, one line each: wrong options (of typed sections whose library is installed here), a
-    class that cannot be imported, rows that the environment cannot play, a domain without prompts, episode starts
-    without an environment, and unusable examples. Checks only the rows that could be read."""
+    class that cannot be imported, unplayable rows, a domain without prompts, episode starts without an environment,
+    and unusable examples. Checks only the rows that could be read."""
     problems = [
         f"data.{split}: {path} gives starts of an environment; set "
         + " or ".join(dict.fromkeys([f"env.{domain}.name", "env.default.name"]))
@@ -167,7 +170,7 @@ def validate_envs(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
                 problems.append(str(error))
         if env.class_path is not None and env.name == "class" and config.cluster.container == "none":
             try:
-                EnvProcesses(env, name).close()  # imports the class, not in this process
+                EnvProcesses(env, name).close()  # imports the class in another process
             except ValueError as error:
                 problems.append(str(error))
         if env.examples_path is not None:

@@ -1,5 +1,5 @@
 """Environments in separate processes (env.NAME.runs_in=process): an environment that hangs, crashes, leaks or forks is
-killed with all its processes, and costs only its own episode.
+killed with all its processes, and only its own episode fails.
 
 One process per section (hpcrl.envs.zygote) has imported the environment and forks one process per episode, which takes
 milliseconds. It dies with the rank, and its forks die with it.
@@ -34,7 +34,7 @@ CLOSE_S = 5
 
 
 class MakeEnv(msgspec.Struct, tag="make"):
-    """The first message to a process: the row of its prompt, and the template of make_env()."""
+    """The first message to a process, with the arguments of make_env()."""
 
     row: dict[str, Any]
     chat_template: str = ""
@@ -96,8 +96,7 @@ class EnvProcesses:
             raise RuntimeError(f"the process that forks environments of {self._name} has ended with code {code}")
 
     def make(self, row: dict[str, Any], chat_template: str = "") -> EnvProcess:
-        """An environment for a row, in a new process, which creates it in its first call. EnvProcessError if no process
-        can be forked."""
+        """An environment for a row, created by the first call in a new process. EnvProcessError if the fork fails."""
         ours, theirs = socket.socketpair()
         with theirs, self._lock:
             try:
@@ -140,7 +139,7 @@ class EnvProcess:
         return self._call(StepEnv(action))
 
     def busy_s(self) -> float:
-        """busy_s() of the environment's process."""
+        """Seconds in which the environment's process has computed or waited for a core."""
         return busy_s(str(self._pid))
 
     def close(self) -> None:

@@ -39,7 +39,7 @@ def main() -> None:
     die_with(int(sys.argv[1]))
     adopt_orphans()
     let_signals_pass()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children that end are reaped by the kernel
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps ended children
     control = socket.socket(fileno=int(sys.argv[2]))
     config, section = EnvConfig.model_validate_json(read(control)), read(control).decode()
     try:
@@ -70,7 +70,7 @@ def _fork_episodes(config: EnvConfig, control: socket.socket, folder: Path) -> N
             control.close()
             os.setsid()
             die_with(own)
-            adopt_orphans()  # background processes stay its descendants as long as it lives
+            adopt_orphans()  # so background processes remain its descendants
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             try:
                 with _settled(config, folder / str(os.getpid())):
@@ -87,8 +87,8 @@ def _fork_episodes(config: EnvConfig, control: socket.socket, folder: Path) -> N
 
 
 def _end_left(episodes: set[int]) -> bool:
-    """Kill processes that ended episodes have left running: children not in `episodes`. Returns whether there are
-    children, False on a kernel that does not list them."""
+    """Kill processes left running by ended episodes: children not in `episodes`. Returns whether there are children;
+    False on a kernel that does not list them."""
     try:
         children = {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
     except OSError:

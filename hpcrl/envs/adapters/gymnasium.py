@@ -25,7 +25,7 @@ class Gymnasium(Game[GymnasiumOptions]):
     action makes no step. An action is effective if it changes the observation or ends the episode."""
 
     def __init__(self, options: GymnasiumOptions):
-        """ValueError: its message begins with the name of the wrong option."""
+        """ValueError begins with the name of the wrong option."""
         self._env, self._draws = _make(options)
         space = self._env.action_space
         if isinstance(space, Text) and options.actions:
@@ -47,7 +47,7 @@ class Gymnasium(Game[GymnasiumOptions]):
         self._observation, _ = self._env.reset(seed=seed)
 
     def show(self) -> str:
-        """TypeError if the environment renders something other than text."""
+        """The state as text. TypeError if the environment renders anything else."""
         if not self._draws:
             return str(_plain(self._observation))
         drawn = self._env.render()
@@ -77,7 +77,7 @@ class Gymnasium(Game[GymnasiumOptions]):
         return given if given is not None and self._texts.contains(given) else None
 
     def _succeeded(self, reward: float, terminated: bool, truncated: bool, info: Mapping[str, Any]) -> bool:
-        """KeyError if options.success names a value that info lacks at the end."""
+        """Whether the episode succeeded. KeyError if options.success names a value that info lacks at the end."""
         rule = self.options.success
         if rule in ("reward", "terminated"):
             return terminated and (rule == "terminated" or reward > 0)

@@ -1,6 +1,6 @@
-"""Clients of OpenEnv's environment servers (https://github.com/meta-pytorch/OpenEnv).
+"""Plays environments on OpenEnv servers (https://github.com/meta-pytorch/OpenEnv).
 
-An episode is one WebSocket connection, and thereby one session of the server.
+Each episode has its own WebSocket connection, which is one session on the server.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from hpcrl.envs.games.game import Game, NotAnAction, Outcome
 from hpcrl.envs.spec import OpenEnvOptions
 
 REFUSED = "(code: VALIDATION_ERROR)"
-"""End of the client's error if an action does not have the form that the server requires."""
+"""How the client's error ends if the server refuses the form of an action."""
 OF_RESULT = ("done", "reward", "metadata")
 """Fields of every observation that are not shown."""
 
 
 class OpenEnvError(RuntimeError):
-    """The episode is lost with its connection, or the observation does not fit the options."""
+    """The episode was lost with its connection, or the observation does not match the options."""
 
 
 class OpenEnv(Game[OpenEnvOptions]):
@@ -35,7 +35,7 @@ class OpenEnv(Game[OpenEnvOptions]):
     described_actions = "texts"
 
     def __init__(self, options: OpenEnvOptions, reset: Mapping[str, Any] | None = None):
-        """reset: the row's own arguments of the environment's reset(). ValueError begins with the wrong option."""
+        """reset: arguments of the environment's reset() from the row. ValueError begins with the wrong option."""
         super().__init__(options)
         self._reset = {**options.reset, **(reset or {})}
         self._client_class: Any = _imported("client", options.client)
@@ -53,7 +53,7 @@ class OpenEnv(Game[OpenEnvOptions]):
         self._text = self._shown(result.observation)
 
     def connected(self) -> Any:
-        """A client with its own connection."""
+        """A new client, with its own connection."""
         seconds = self.options.timeout_s
         made = self._client_class(base_url=self.options.url, connect_timeout_s=seconds, message_timeout_s=seconds)
         self._client = made.sync()
@@ -64,7 +64,7 @@ class OpenEnv(Game[OpenEnvOptions]):
         return self._text
 
     def act(self, action: str) -> Outcome:
-        """OpenEnvError if the connection broke in the meantime."""
+        """OpenEnvError if the connection has broken."""
         before = self._text
         try:
             made = self._action_class(**_filled(self.options.action, action))
@@ -97,7 +97,7 @@ class OpenEnv(Game[OpenEnvOptions]):
 
     def _chosen(self, response: str) -> str | None:
         given = self._given(response) or ""
-        return given.encode(errors="replace").decode() or None  # not every server can send a lone surrogate back
+        return given.encode(errors="replace").decode() or None  # some servers cannot return a lone surrogate
 
     def _succeeded(self, reward: float, observation: Any) -> bool:
         rule = self.options.success
@@ -137,7 +137,7 @@ def _imported(option: str, path: str) -> Any:
 
 
 def _filled(template: Any, answer: str) -> Any:
-    """The template with the answer in its texts."""
+    """The template with {answer} replaced in all its texts."""
     if isinstance(template, str):
         return template.replace("{answer}", answer)
     if isinstance(template, Mapping):

@@ -1,9 +1,9 @@
-"""An environment behind HTTP: the client of python -m hpcrl.launch.env_server.
+"""An environment on another machine: the HTTP client of python -m hpcrl.launch.env_server.
 
 A request is repeated after a broken connection until options.retry_s have passed, which is safe: the server executes a
 step once, however often it is requested, and closes idle sessions. Redirects and proxies are not followed, since they
-would forward the token. All methods are coroutines: an env rank's episodes wait for their servers in its event loop,
-without a thread each.
+would forward the token. All methods are coroutines, so all episodes of an env rank wait in one event loop
+instead of a thread each.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class TextWorld(OpenGame[TextWorldOptions]):
 
 @functools.cache
 def games(places: tuple[str, ...]) -> list[str]:
-    """The game files in files and folders, in order. ValueError names a missing or invalid file."""
+    """The game files among these files and in these folders, in order. ValueError names a missing or invalid file."""
     found: list[str] = []
     for place in places:
         path = Path(place)
@@ -126,8 +126,7 @@ def _is_game(file: Path) -> bool:
 
 
 def _name_things(env: Any) -> None:
-    """Give the objects of an ALFWorld game the names that ALFWorld uses, kind and number, counted down in the order of
-    their ids, instead of ids with coordinates."""
+    """Rename an ALFWorld game's objects from their ids to ALFWorld's kind and number, counted down in id order."""
     things = sorted(env._entity_infos.values(), key=lambda thing: str(thing.id))
     kinds = [_kind(thing.id) for thing in things]
     left = Counter(kinds)

@@ -219,8 +219,7 @@ def _loaded(name: str, entry_point: str, kwargs: str) -> Any:
 
 
 def probe(options: VerifiersOptions, own_code: bool) -> None:
-    """Create the environment, which is third-party code: only in env ranks. ValueError begins with the wrong option, or
-    reports a missing data set."""
+    """Create the environment, only in env ranks. ValueError begins with the wrong option or reports missing data."""
     if own_code:
         made = environment(options)
         if options.task == "dataset" and not len(made.get_dataset()):

@@ -11,7 +11,7 @@ from hpcrl.envs.spec import FrozenLakeOptions
 
 SIDEWAYS = {"Up": ("Left", "Right"), "Down": ("Left", "Right"), "Left": ("Up", "Down"), "Right": ("Up", "Down")}
 NUM_DRAWS = 100
-"""Number of maps to draw before holes of the last one are frozen to make it solvable, which thin ice needs."""
+"""Maximum number of maps to draw; if none is solvable, a way through the last map is frozen."""
 
 
 class FrozenLake(GridGame[FrozenLakeOptions]):
@@ -72,6 +72,6 @@ class FrozenLake(GridGame[FrozenLakeOptions]):
 
 
 def _line(start: Cell, end: Cell) -> list[Cell]:
-    """All places between two of one row or column, with both."""
+    """All places from start to end, both included, which are in one row or column."""
     (first_row, last_row), (first, last) = sorted((start[0], end[0])), sorted((start[1], end[1]))
     return [(row, column) for row in range(first_row, last_row + 1) for column in range(first, last + 1)]

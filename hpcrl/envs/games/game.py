@@ -20,7 +20,7 @@ EXAMPLE = "..."
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a valid action. `effective`: it changed something; `truncated`: the game was cut off early."""
+    """A valid action's result. `effective`: whether it changed anything; `truncated`: whether the game was cut off."""
 
     reward: float
     effective: bool = True
@@ -30,7 +30,7 @@ class Outcome:
 
 
 class NotAnAction(Exception):
-    """The named action turned out to be invalid, and has changed nothing."""
+    """The named action is invalid, and has changed nothing."""
 
 
 class Game(ABC, Generic[Options]):
@@ -110,8 +110,7 @@ class Game(ABC, Generic[Options]):
         return None if given is None else self._by_name.get(given.lower())
 
     def _given(self, response: str) -> str | None:
-        """The stripped content of a response's last tag after the thinking; None if there is no tag, or only one that
-        repeats the prompt's example."""
+        """The content of a response's last tag after its thinking; None for the prompt's example, and without a tag."""
         said, tag = after_thinking(response), self.options.tag
         if not tag:
             return said.strip()
@@ -146,7 +145,7 @@ class Game(ABC, Generic[Options]):
 
 
 class ExpertGame(Game[Options]):
-    """A game with an expert."""
+    """A game with an expert, which plays episodes for supervised training."""
 
     @abstractmethod
     def best_action(self) -> str:
@@ -158,7 +157,7 @@ class ExpertGame(Game[Options]):
 
 
 class TextGame(ExpertGame[Options]):
-    """A built-in game, whose rules and expert are here."""
+    """A built-in game, whose rules and expert are in this package."""
 
     def start(self, seed: int) -> None:
         self.begin(random.Random(seed))
@@ -169,7 +168,7 @@ class TextGame(ExpertGame[Options]):
 
 
 class OpenGame(Game[Options]):
-    """A game whose `actions` depend on its state, and change with every step."""
+    """A game whose `actions` depend on its state, so they change with every step."""
 
     def _chosen(self, response: str) -> str | None:
         given = self._given(response)

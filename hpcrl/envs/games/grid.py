@@ -48,8 +48,8 @@ def moved(place: Cell, move: Cell, steps: int = 1) -> Cell:
 def shortest(
     start: State, following: Callable[[State], Iterable[tuple[str, State]]], arrived: Callable[[State], bool]
 ) -> list[str] | None:
-    """The shortest sequence of actions from a state to one for which `arrived` is true, by breadth-first search; None
-    if there is none. following: the actions of a state, and the state after each."""
+    """The shortest sequence of actions from `start` to a state for which `arrived` is true, by breadth-first search.
+    None if there is none. `following` yields a state's actions, each with the state to which it leads."""
     before: dict[State, tuple[str, State] | None] = {start: None}
     waiting = deque([start])
     while waiting:

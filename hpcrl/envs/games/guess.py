@@ -1,4 +1,4 @@
-"""Guess: find a number; after each guess the model is told whether the number is higher or lower."""
+"""Guess: find a number; the observation after each guess shows whether the number is higher or lower."""
 
 from __future__ import annotations
 

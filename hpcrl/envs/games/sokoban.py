@@ -53,8 +53,7 @@ class Sokoban(GridGame[SokobanOptions]):
         return Outcome(reward, before != (self.player, self.boxes), solved, solved)
 
     def best_action(self) -> str:
-        """The first step of a shortest solution; any action if a box is stuck. The search takes up to seconds for more
-        than two boxes."""
+        """A shortest solution's first step; any action if a box is stuck. Above two boxes it may take seconds."""
         way = self.solution()
         return way[0] if way else self.actions[0]
 
@@ -74,7 +73,7 @@ class Sokoban(GridGame[SokobanOptions]):
         return to, (boxes - {to} | {beyond} if to in boxes else boxes)
 
     def _step_back(self, rng: random.Random) -> None:
-        """A random step, which pulls a box behind the player along at random."""
+        """A random step, which at random also pulls a box that is behind the player."""
         move = MOVES[rng.choice(self.actions)]
         to, behind = moved(self.player, move), moved(self.player, move, -1)
         if to not in self.floor or to in self.boxes:

@@ -13,8 +13,8 @@ FREE = " "
 
 
 class TicTacToe(TextGame[TicTacToeOptions]):
-    """Reward 1 for a victory, options.draw_reward for a draw, 0 for a defeat. The model is X, the opponent O. A cell
-    that is taken changes nothing and gains invalid_reward, although it is a valid action."""
+    """Reward 1 for a victory, options.draw_reward for a draw, 0 for a defeat. The model is X, the opponent O. To
+    name a taken cell is a valid action, but it changes nothing and gets invalid_reward."""
 
     actions = tuple("123456789")
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 
 class Repair(NamedTuple):
-    """A task: files of the repository (path -> text), the request, hidden tests (path -> text), and the repair: file,
-    wrong line, right line."""
+    """A task: the repository's files (path -> text), the request as `text`, hidden tests (path -> text), and the repair
+    as `change`: (file, wrong line, right line)."""
 
     files: dict[str, str]
     text: str
@@ -122,7 +122,7 @@ def repair(seed: int) -> Repair:
 
 
 def _gives(code: str, call: str, value: str) -> bool:
-    """Whether our own code gives this value."""
+    """Whether a call of this trusted code returns the value."""
     space: dict[str, object] = {}
     exec(code, space)
     return bool(eval(call, space) == eval(value))

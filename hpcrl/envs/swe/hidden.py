@@ -27,7 +27,7 @@ def tops_of(files: Mapping[str, str]) -> set[str]:
 
 
 def problem_of(tests: Mapping[str, str]) -> str:
-    """Why hidden tests cannot judge, by their source; empty if they can."""
+    """Why hidden tests cannot judge the code, according to their source; empty if they can."""
     conftest = "\n\n".join(source for name, source in tests.items() if _is_conftest(name))
     for name, source in tests.items():
         problem = "" if _is_conftest(name) else problem_of_tests(source, conftest)
@@ -39,9 +39,9 @@ def problem_of(tests: Mapping[str, str]) -> str:
 
 
 def split_imports(source: str, files: Mapping[str, str], name: str) -> tuple[str, str]:
-    """(imports of the repository's modules, for the code's process; the tests, which get the imported objects under
-    other names). files: the row's repository. If a module of the repository imports an object from elsewhere, the tests
-    import it directly from there, since the code does not define it. ValueError for tests that are not Python."""
+    """Returns (imports of the repository's modules, for the code's process; the tests, which get the imported objects
+    under other names). If a repository module imports an object from elsewhere, the tests import it directly from
+    there, since the code does not define it. ValueError for tests that are not Python."""
     try:
         tree = ast.parse(source, name)
     except (SyntaxError, ValueError) as error:
@@ -125,7 +125,7 @@ class _Imports(ast.NodeTransformer):
         return f"{PREFIX}{self._count}"
 
     def _take(self, line: str) -> None:
-        """A failing import within a function fails only in that function."""
+        """Add an import line. If it fails within a function, only this function fails."""
         self.own.append(f"try:\n    {line}\nexcept Exception:\n    pass" if self._depth else line)
 
     def _file(self, module: str) -> str | None:
@@ -133,7 +133,7 @@ class _Imports(ast.NodeTransformer):
         return next((self._files[name] for name in (f"{path}.py", f"{path}/__init__.py") if name in self._files), None)
 
     def _foreign(self, module: str, name: str, bound: str) -> ast.stmt | None:
-        """The import by which a repository module gets this name from elsewhere; None if it defines the name itself."""
+        """The import with which a repository module gets a name from elsewhere; None if the module defines the name."""
         try:
             body = ast.parse(self._file(module) or "").body
         except (SyntaxError, ValueError):

@@ -21,8 +21,8 @@ MOST = 20_000
 
 class SWE(ExpertGame[SWEOptions]):
     """Each turn is a bash command in a repository's folder, in a sandbox that lasts for the episode; `submit` ends the
-    episode. The reward is 1 if all hidden tests pass, or, with options.partial, the share that passes; tests enter no
-    process or folder that a command can see. A command is effective if its exit code is 0.
+    episode. The reward is 1 if all hidden tests pass, or, with options.partial, the share that passes; hidden tests
+    are in no process or folder that a command can see. A command is effective if its exit code is 0.
 
     The row has `files` (path -> text) or `repository` (a folder or an archive), its prompt is the task, and
     `hidden_tests` are tests (path -> text) in pytest's form. Without these columns, the seed generates a small

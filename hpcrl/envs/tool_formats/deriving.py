@@ -76,11 +76,12 @@ def check(options: Any, chat_template: str) -> None:
 
 @functools.lru_cache(maxsize=64)
 def derive(chat_template: str, wanted: str = "auto") -> str:
-    """The name of a chat template's tool format; hermes if there is no template, or if it shows no tools; the first
-    prompt then describes the tools. wanted: the required format, if the template renders calls.
+    """The name of a chat template's tool format. Without a template, and if the template shows no tools, the format is
+    hermes, and the first prompt describes the tools. ValueError if the wanted format, or with auto every format, does
+    not read the rendered calls back unchanged.
 
-    ValueError if no format, or not the wanted one, reads the same calls back; its text begins with the option's name
-    and shows the rendered calls.
+    Args:
+        wanted: The configured format. It is used unchecked if the template renders no calls.
     """
     if not chat_template:
         return "hermes" if wanted == "auto" else wanted
@@ -116,8 +117,7 @@ def derive(chat_template: str, wanted: str = "auto") -> str:
 
 
 def _shows_tools(chat_template: str) -> bool:
-    """Whether the template shows tools; a template that raises only without tools counts as showing them. _Unrenderable
-    if it raises with tools."""
+    """Whether the template shows tools; true if it raises only without them. _Unrenderable if it raises with them."""
     with_tools = _shown(chat_template, TOOLS)
     try:
         return with_tools != _shown(chat_template, None)

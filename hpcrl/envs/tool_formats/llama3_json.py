@@ -1,4 +1,4 @@
-"""{"name": ..., "parameters": {...}}, several with semicolons between or as a list, after text or not."""
+"""{"name": ..., "parameters": {...}}, several separated by semicolons or as a list, with or without text before."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...] of Mistral's tokenizers to v7, and [TOOL_CALLS]name[ARGS]{...},
-maybe with [CALL_ID]id before [ARGS], of later ones."""
+optionally with [CALL_ID]id before [ARGS], of later tokenizers."""
 
 from __future__ import annotations
 

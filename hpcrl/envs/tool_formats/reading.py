@@ -40,7 +40,7 @@ MAX_LITERAL = 100_000
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call as the model wrote it. problem: why it is invalid, empty if it is valid."""
+    """A call as the model wrote it. `problem` is the reason why it is invalid, or empty."""
 
     name: str = ""
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -59,8 +59,8 @@ class Parsed:
 Schemas = Mapping[str, Mapping[str, Any]]
 """Tool -> parameter -> JSON schema."""
 Scan = Callable[[str, "re.Match[str]", Schemas], tuple[list[ToolCall], int]]
-"""(text, match of the start, schemas) -> (calls, end). No calls: the text up to `end`, which may be the match's start,
-is not a call."""
+"""(text, match of the start, schemas) -> (calls, end). Without calls, the text up to `end` is no call; `end` may then
+equal the match's start."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ class ToolFormat:
     """A format of tool calls.
 
     Args:
-        about: The models with this format.
-        read: (text, schemas) -> Parsed.
-        written: Template of a call, for name and arguments (JSON); empty if the format needs special tokens.
+        about: Which models use this format.
+        read: Parses (text, schemas) into a Parsed.
+        written: A template for a call's name and arguments (JSON); empty if the format needs special tokens.
     """
 
     about: str
@@ -78,7 +78,7 @@ class ToolFormat:
     written: str = ""
 
     def parse(self, text: str, tools: Iterable[Mapping[str, Any]] = ()) -> Parsed:
-        """Read a response. tools: in OpenAI form; formats that write values without quotes need their types."""
+        """Read a response. tools: in OpenAI form; formats with unquoted values need the declared types."""
         return self.read(text, schemas_of(tools))
 
     def written_call(self, name: str, arguments: Mapping[str, Any]) -> str:
@@ -94,7 +94,7 @@ def schemas_of(tools: Iterable[Mapping[str, Any]]) -> Schemas:
 
 
 def marked(start: str, scan: Scan) -> Callable[[str, Schemas], Parsed]:
-    """The reader of a format whose calls begin with a mark. start: a pattern that matches it."""
+    """The reader of a format whose calls begin with a mark, which the pattern `start` matches."""
     pattern = re.compile(start)
 
     def read(text: str, schemas: Schemas) -> Parsed:
@@ -131,7 +131,7 @@ def marked(start: str, scan: Scan) -> Callable[[str, Schemas], Parsed]:
 
 
 def _after_reasoning(text: str, pattern: re.Pattern[str], scan: Scan, schemas: Schemas) -> int:
-    """The end of reasoning that the prompt has opened, for a text that contains only the closing mark."""
+    """The end of reasoning that began in the prompt, for a text that contains only the closing mark."""
     mark = REASONING_MARK.search(text)
     if mark is None or mark[0] in REASONING:
         return 0
@@ -161,7 +161,7 @@ def decoded(text: str, at: int = 0) -> tuple[Any, int]:
 
 
 def no_json(where: str, error: Exception) -> ToolCall:
-    """A call whose JSON is broken."""
+    """A call whose JSON is invalid."""
     return ToolCall(problem=f"there is no valid JSON {where}: {error}")
 
 

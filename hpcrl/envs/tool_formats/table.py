@@ -1,5 +1,5 @@
-"""The table of tool formats, in the order in which a chat template is matched: if several read its calls, the first is
-used. Formats with their own marks precede llama3_json, which reads any object that looks like a call."""
+"""The table of tool formats, in the order in which they are tried on a chat template: the first format that reads its
+calls is used. Formats with their own marks precede llama3_json, which reads any object that looks like a call."""
 
 from __future__ import annotations
 

@@ -11,9 +11,16 @@ from hpcrl.envs.tool_formats.reading import SPACE, Schemas, ToolCall, ToolFormat
 
 @dataclass(frozen=True)
 class Marks:
-    """opens, closes: around the calls. call, parameter: patterns of their opening marks, with the name as first group;
-    a second group of `parameter` is "true" for text and "false" for JSON. call_ends, parameter_ends: closing marks.
-    lines: values are on separate lines. bare: calls are also read without `opens`."""
+    """The marks of a format.
+
+    Args:
+        opens: The mark before the first call; `closes` follows the last call.
+        call: A pattern for a call's opening mark, with the function's name as first group; `call_ends` closes the call.
+        parameter: A pattern for a parameter's opening mark, with the name as first group and, in some formats, a
+            second group that is "true" for text and "false" for JSON; `parameter_ends` closes the parameter.
+        lines: Whether values are on separate lines.
+        bare: Whether calls are also read without `opens`.
+    """
 
     opens: str
     closes: str

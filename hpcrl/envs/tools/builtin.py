@@ -128,7 +128,7 @@ def _value(node: ast.expr) -> Number:
 
 
 class GuessTool:
-    """A number of the episode, to find by "higher" and "lower": reward 1 and the end for the number."""
+    """The episode's number, to be found by "higher" and "lower"; finding it gives reward 1 and ends the episode."""
 
     schema = schema(
         "guess",
@@ -154,7 +154,7 @@ class GuessTool:
         return Result("lower", success=False)
 
     def advised(self, rng: random.Random, noise: float) -> dict[str, Any]:
-        """The arguments that halve the range that the answers so far allow; with probability `noise` any number."""
+        """Arguments that halve the range left by the answers so far; with probability `noise` any number."""
         middle = (self._least + self._most) // 2
         return {"number": rng.randint(1, self._highest) if rng.random() < noise else middle}
 

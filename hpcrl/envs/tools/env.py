@@ -1,4 +1,4 @@
-"""Tools: the model calls functions until a turn has no call, which is its final answer."""
+"""Tools: the model calls functions until a turn without a call, which is its final answer."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class ToolEnv:
     """Every call of a turn is answered by a message of the role tool, in order, with its result or its problem. Calls
     within the thinking are ignored.
 
-    Metrics, all of the episode so far: tool_calls, and of them invalid_calls (no JSON, an unknown tool, wrong
-    arguments, beyond max_calls) and tool_errors; success if a tool reports it.
+    Metrics of the episode so far: tool_calls, how many of these were invalid_calls (no JSON, an unknown tool, wrong
+    arguments, beyond max_calls) or tool_errors, and success if a tool reports it.
     """
 
     special_tokens = True  # some formats mark calls with special tokens
@@ -47,7 +47,7 @@ class ToolEnv:
             tool.begin(seed)
         self._counts = Counter(tool_calls=0, invalid_calls=0, tool_errors=0)
         self._turn = 0
-        # An episode that never calls a tool that reports success has failed, and counts in the share of successes.
+        # With the tool guess, an episode that never calls it counts as a failure in the share of successes.
         self._success = False if any(isinstance(tool, GuessTool) for tool in self._tools.values()) else None
         asked = self._messages[-1]["content"] if self._messages else ""
         text = "" if self._options.prompt == "{prompt}" else self._options.prompt.replace("{prompt}", asked)
@@ -101,7 +101,7 @@ class ToolEnv:
         return Result(f"Error: {result.text}") if result.error else result
 
     def _problem(self, call: ToolCall, number: int) -> str:
-        """Why a call cannot be executed, for the model."""
+        """Why a call cannot be executed, as shown to the model; empty if it can."""
         if number >= self._options.max_calls:
             return f"only {self._options.max_calls} calls of a turn are carried out"
         if call.problem:

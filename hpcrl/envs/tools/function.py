@@ -25,7 +25,7 @@ class FunctionTool:
     as a list. A value without a text form is an error."""
 
     def __init__(self, path: str):
-        """ValueError if the path names no function with a description."""
+        """ValueError if `path` does not name a function with a description."""
         self._function, self.schema = _imported(path)
 
     def begin(self, seed: int) -> None:
@@ -80,7 +80,7 @@ def _text(value: Any) -> str:
 
 
 def _shown(value: Any) -> Any:
-    """Converts a value that is not a JSON type: numbers and arrays of numpy and torch, other values to text."""
+    """Converts a value that is not a JSON type: from numpy and torch by tolist(), other values to text."""
     if callable(listed := getattr(value, "tolist", None)):
         return listed()
     kind: Any = type(value)

@@ -33,7 +33,7 @@ class Tool(Protocol):
         """Start the episode of this seed."""
 
     def call(self, arguments: dict[str, Any], timeout_s: float) -> Result:
-        """Answer a call whose arguments fit the schema, within about timeout_s. The model gets any exception."""
+        """Answer a call whose arguments match the schema, within about timeout_s. The model is shown any exception."""
 
 
 def schema(name: str, description: str, **parameters: dict[str, Any]) -> dict[str, Any]:

@@ -15,13 +15,20 @@ from dataclasses import dataclass
 from typing import Any
 
 NO_LIMIT = 1e6
-"""Price limit that means none, for products that are too expensive for a limit."""
+"""Stands for no price limit, for products that are too expensive for one."""
 DEFAULT_PRICE = 100.0
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """prices: one, or both ends of a range; price: the actual price. options: name -> values, in lower case."""
+    """A product of the shop.
+
+    Args:
+        path: The category, as a path with its parents.
+        options: The values from which a customer chooses, by option name, in lower case.
+        prices: The price that is shown, or both ends of the range that is shown.
+        price: The actual price, which must not exceed a goal's limit.
+    """
 
     asin: str
     name: str
@@ -41,7 +48,14 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What to buy, made for `product`. options: values, or (name, value); weight: how often it is drawn."""
+    """What to buy.
+
+    Args:
+        product: The product from which the goal was made.
+        options: The wanted values, without or with the option name.
+        price_upper: The price limit.
+        weight: How often the goal is drawn, relative to other goals.
+    """
 
     product: Product
     text: str
@@ -52,8 +66,7 @@ class Goal:
 
 
 def products_of(items: Iterable[Mapping[str, Any]], attributes: Mapping[str, Mapping[str, Any]]) -> list[Product]:
-    """The products, without duplicates and without items whose asin is "nan" or longer than 10 characters. ValueError
-    names an invalid item."""
+    """Products without duplicates and without asins "nan" or above 10 characters. ValueError names an invalid item."""
     found: dict[str, Product] = {}
     for number, item in enumerate(items):
         try:
@@ -128,8 +141,7 @@ def human_goals(products: Iterable[Product], instructions: Mapping[str, Sequence
 
 
 def _limit(product: Product, number: int) -> float:
-    """The larger of two of the next four multiples of 10 dollars above the price, drawn with a seed from the product
-    and `number`."""
+    """The larger of two of the next four multiples of 10 dollars above the price; product and `number` are the seed."""
     above = [10.0 * tens for tens in range(1, 100) if 10.0 * tens > product.price][:4]
     return max(random.Random(f"{product.asin}/{number}").sample(above, 2)) if len(above) >= 2 else NO_LIMIT
 

@@ -16,7 +16,7 @@ from hpcrl.envs.webshop.products import Goal, Product
 from hpcrl.envs.webshop.search import STOP_WORDS
 
 SIMILAR = 85
-"""Attributes and options match above this similarity."""
+"""Attributes and options match if their similarity is above this."""
 COLOUR_WORDS = """
 alabaster apricot aqua ash asphalt azure banana beige black blue blush bordeaux bronze brown burgundy camel
 camo caramel champagne charcoal cheetah chestnut chocolate christmas coffee cognac copper coral cranberry
@@ -91,7 +91,7 @@ def _ratio(one: str, other: str) -> float:
 
 
 def _base(option: str | tuple[str, str]) -> str:
-    """The base colour of a value; of a pair, only if the value is one. Without one, the text."""
+    """The base colour in an option's value, for a pair only if the value is a colour; else the value's text."""
     text = option if isinstance(option, str) else " ".join(option)
     return next((colour for colour in COLOURS if colour in option), text)
 

@@ -1,4 +1,4 @@
-"""Full-text search over products, by the FTS5 module of SQLite."""
+"""Full-text search over products with SQLite's FTS5 module."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from hpcrl.envs.webshop.products import Product
 
 MAX_WORDS = 64
-"""Words of a query that count."""
+"""Maximum words of a query; later words are ignored."""
 FUNCTION_WORDS = """
 a an and are as at be but by for from i if in into is it me my no not of on or s such t that the their then
 there  these they this to want was will with would need find looking look am please

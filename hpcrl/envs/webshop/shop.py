@@ -59,8 +59,7 @@ class WebShop(OpenGame[WebShopOptions], ExpertGame[WebShopOptions]):
         return Outcome(0.0, effective=before != (self._text, self.chosen))
 
     def best_action(self) -> str:
-        """Search for the goal's product, open the first one with everything, or the best on the last page, and buy it
-        with the options."""
+        """Search for the goal's product, open the first full match or the last page's best one, choose options, buy."""
         if self._page == "search":
             return f"search[{' '.join([self.goal.product.query, *self.goal.attributes, *self._wanted()])}]"
         if self._page == "results":
