@@ -40,7 +40,7 @@ def adapted(config: PolicyLoss, coefficients: Coefficients, stats: Mapping[str, 
 
 
 def _mean(stats: Mapping[str, Stat], name: str) -> float | None:
-    """The mean; None if there is none or it is not finite, as it would remain in all later coefficients."""
+    """The mean; None if there is none or it is not finite, since it would remain in all later coefficients."""
     stat = stats.get(name)
     mean = stat.total / stat.count if stat is not None and stat.count else math.nan
     return mean if math.isfinite(mean) else None

@@ -1,4 +1,4 @@
-"""The common part of advantage estimators for rewarded responses, which differ in reward normalisation.
+"""The base of advantage estimators for rewarded responses, which differ in reward normalisation.
 
 weights       = which responses count, and how much (hpcrl.algorithms.weighting)
 token rewards = clip(normalised reward) on the last model token - kl_reward_coef KL(old, reference) on each token,
@@ -45,8 +45,8 @@ class ReturnsAdvantage(AdvantageEstimator, Generic[LossSection]):
         return response_weights(self.config, table)
 
     def propagate(self, token_rewards: Tensor, rows: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(advantages before whitening, returns) of the batch's model tokens, float32 [M]; token_rewards [M], rows
-        int64 [M]."""
+        """(advantages before whitening, returns) of the batch's model tokens, float32 [M] each. token_rewards: [M];
+        rows: int64 [M]."""
         returns = F.discounted_returns(token_rewards, rows, self.gamma)
         return returns, returns
 
@@ -72,8 +72,8 @@ class ReturnsAdvantage(AdvantageEstimator, Generic[LossSection]):
     def advantages_and_returns(
         self, batch: Batch, table: RewardTable, positions: Tensor, index: Tensor, all_sum: AllSum
     ) -> tuple[Tensor, Tensor]:
-        """(advantages before whitening, returns), float32 [M], of the model tokens `index` of the batch, whose rows are
-        at these positions of the table. Collective over the ranks of all_sum."""
+        """(advantages before whitening, returns), float32 [M], of the batch's model tokens `index`; its rows are at
+        these positions of the table. Collective over the ranks of all_sum."""
         config, rows = self.config, batch.row_ids[index]
         token_rewards = self.token_rewards(batch, table, positions, index)
         if config.kl_reward_coef > 0:

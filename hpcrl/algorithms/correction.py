@@ -28,8 +28,8 @@ class Correction:
     """The correction of M tokens: float32 [M] each, without gradients.
 
     Attributes:
-        weights: weights of the token losses, 0 where a token is dropped.
-        cut: 1 where `correction` changed a ratio or dropped the token.
+        weights: Weights of the token losses, 0 where a token is dropped.
+        clipped: 1 where `correction` changed a ratio or dropped the token.
         rejected: 1 for tokens of responses that the rejection dropped; None without a rejection.
     """
 
@@ -39,11 +39,11 @@ class Correction:
 
 
 def off_policy_tokens(tokens: PolicyTokens, generated: Tensor, most: float) -> Tensor:
-    """bool [M]: DeepSeek-V3.2's off-policy sequence mask (arXiv 2512.02556): the tokens of negative advantage in
-    sequences whose mean log-ratio of the generator to the current policy is above `most`, nats a token.
+    """bool [M]: DeepSeek-V3.2's off-policy sequence mask (arXiv 2512.02556), which marks tokens with negative advantage
+    in sequences whose mean log-ratio of the generator to the current policy is above `most`, nats a token.
 
     Args:
-        generated: float32 [M], the generator's log-probs without truncation, since renormalisation is no distance.
+        generated: float32 [M], the generator's log-probs without truncation, whose renormalisation is no distance.
     """
     distances = F.at_level(generated - tokens.logprobs.detach(), tokens.sequences, tokens.turns, "geometric")
     return (tokens.advantages < 0) & (distances > most)

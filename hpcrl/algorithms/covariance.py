@@ -5,8 +5,8 @@ cov_t = (A_t - mean of A) (old_t - mean of old)          means over the model to
 clip_cov   PPO's clip, and no gradient for cov_share of the tokens, drawn from those with cov_low < cov < cov_high
 kl_cov     -rho A, plus cov_kl_coef |lp - old| for the cov_share of the tokens with the largest cov
 
-The tokens are marked once a step, over all ranks, by the policy before the step, so the marks depend neither on
-micro-batches nor on ranks. verl marks them in each micro-batch, by the current policy.
+The tokens are marked once per step, over all ranks, with the policy before the step, so the marks depend neither on
+micro-batches nor on ranks. verl marks them in each micro-batch, with the current policy.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def mark(config: PolicyLoss, batch: Batch, all_sum: AllSum) -> Stats:
 
 
 def clip_cov(config: PolicyLoss, tokens: PolicyTokens) -> tuple[Tensor, Tensor]:
-    """(loss, clipped), [M] each: PPO's, and no gradient for marked tokens."""
+    """(loss, clipped), [M] each: as for PPO, but marked tokens have no gradient."""
     ratio, marked = tokens.ratio("token"), tokens.marks()
     loss, clipped = F.clipped_policy_loss(ratio, tokens.advantages, config.pg_clip_low, config.pg_clip_high, None)
     return torch.where(marked, 0.0, loss), torch.where(marked, 1.0, clipped)

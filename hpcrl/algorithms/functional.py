@@ -38,11 +38,11 @@ def normalize_rewards(
     Args:
         rewards: [N].
         group_ids: int64 [N].
-        mean: over which rewards to average: all, of the domain (batch), of the group, or of all of the domain's steps
-            so far (running); None: subtract no mean.
-        std: the same choices for the sample standard deviation; None: no division.
+        mean: Rewards whose mean is subtracted: all, of the domain (batch), of the group, or of all of the domain's
+            steps so far (running); None: subtract no mean.
+        std: The same choices for the sample standard deviation; None: no division.
         domain_ids: int64 [N]; None: one domain.
-        running: mean and standard deviation [N] of each reward's domain, for the choice running.
+        running: Mean and standard deviation [N] of each reward's domain, for the choice running.
     """
     values = rewards.double()
     normalized = values
@@ -128,8 +128,8 @@ def importance_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
 
 
 def at_level(log_ratio: Tensor, rows: Tensor, turns: Tensor, level: RatioLevel) -> Tensor:
-    """float32 [M]: the log-ratio of each token, or instead the sum (sequence) or the mean (geometric) over its row's
-    tokens, or the mean over its turn's tokens. rows and turns: int64 [M], of each token, in order."""
+    """float32 [M]: the log-ratio of each token (level token), its sum (sequence) or mean (geometric) over the tokens of
+    the row, or its mean over the tokens of the turn. rows, turns: int64 [M], of each token, in order."""
     if level == "token":
         return log_ratio
     starts = torch.ones_like(rows, dtype=torch.bool)
@@ -153,12 +153,12 @@ def behaviour_weights(
     low: float,
     high: float,
 ) -> tuple[Tensor, Tensor]:
-    """(weights, cut), [M] each: importance weights for tokens of another policy than the proximal one.
+    """(weights, clipped), [M] each: importance weights for tokens that another policy than the proximal one drew.
 
-    The ratio is proximal (the trainer's log-probs before the step) over behaviour (the generator's, possibly of older
-    weights), at this level (at_level). truncate: clipped at `high` (TIS, as in arXiv 1802.01561); mask: 0 outside [low,
-    high] (MIS); reject: 0 for all tokens of a row with a ratio outside [low, high], 1 for all others. `cut` is 1 where
-    truncate or mask changed the ratio, and where reject drops a token. The weights have no gradient: decoupled PPO
+    The ratio is proximal (the trainer before the step) over behaviour (the generator, possibly with older weights), at
+    this level (at_level). truncate: limited to `high` (TIS, as in arXiv 1802.01561); mask: 0 outside [low, high] (MIS);
+    reject: 0 for all tokens of a row with a ratio outside [low, high], 1 for all others. `clipped` is 1 where truncate
+    or mask changed the ratio, and where reject drops a token. The weights have no gradient, as in decoupled PPO
     (arXiv 2110.00641).
     """
     log_ratio = at_level((old_logprobs - behaviour_logprobs).detach(), rows, turns, level)
@@ -193,8 +193,8 @@ def clipped_policy_loss(
 
 
 def token_weights(rows: Tensor, weights: Tensor, mode: Aggregation, norm_tokens: int | None = None) -> Tensor:
-    """float32 [M]: each token's coefficient in the sum of the aggregation: the row's weight, divided by the row's
-    number of model tokens for seq-mean-token-mean, by norm_tokens for seq-mean-token-sum-norm. weights [B]."""
+    """float32 [M]: each token's coefficient in the aggregation's sum: the weight of its row (weights: [B]), divided by
+    the row's number of model tokens for seq-mean-token-mean, or by norm_tokens for seq-mean-token-sum-norm."""
     coefficients = weights[rows]
     if mode == "seq-mean-token-sum-norm":
         assert norm_tokens is not None, "the configuration requires loss_norm_tokens"

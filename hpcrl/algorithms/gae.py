@@ -58,13 +58,13 @@ def values_of(batch: Batch) -> Tensor:
 
 
 def gae(token_rewards: Tensor, values: Tensor, rows: Tensor, gamma: float, lambd: float) -> Tensor:
-    """float32 [M]: A_t, see the module's docstring. token_rewards and values [M], rows int64 [M], sorted."""
+    """float32 [M]: A_t, see the module's docstring. token_rewards, values: [M]; rows: int64 [M], sorted."""
     after = torch.where(is_last(rows), 0.0, values.roll(-1).double())
     return F.discounted_returns(token_rewards.double() + gamma * after - values.double(), rows, gamma * lambd)
 
 
 def _variance(values: Tensor, all_sum: AllSum) -> float:
-    """Variance over the values of all ranks; 0 without any. Collective over them."""
+    """Variance over the values of all ranks; 0 without values. Collective over the ranks of all_sum."""
     count: float
     total: float
     count, total = all_sum(torch.stack([values.new_tensor(float(values.numel())), values.sum()])).tolist()

@@ -19,8 +19,8 @@ from hpcrl.spec.policy_loss import PolicyLoss
 
 
 def gmpo(config: PolicyLoss, tokens: PolicyTokens) -> tuple[Tensor, Tensor]:
-    """(loss, clipped), [M] each, see the module's docstring. The gradient of a token's loss flows to all tokens of
-    the response."""
+    """(loss, clipped), [M] each, see the module's docstring. A token's loss has a gradient for all tokens of its
+    response."""
     difference, advantages = tokens.logprobs - tokens.old_logprobs, tokens.advantages
     bounded = torch.where(
         advantages >= 0, difference.clamp(max=config.pg_clip_high), difference.clamp(min=-config.pg_clip_low)

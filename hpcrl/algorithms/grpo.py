@@ -1,4 +1,4 @@
-"""The advantage estimator of GRPO (arXiv 2402.03300): a response is compared with its group, no critic.
+"""The advantage estimator of GRPO (arXiv 2402.03300): compares a response with its group, without a critic.
 
 A = (r - group mean) / (group std + eps), sample std; `std_normalize=false` omits the division; together with
 `loss_aggregation=seq-mean-token-sum` this is Dr. GRPO (arXiv 2503.20783) up to a constant.

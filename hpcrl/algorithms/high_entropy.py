@@ -1,7 +1,7 @@
-"""The policy loss of the tokens at which the policy was least certain (arXiv 2506.01939).
+"""A policy loss for only the tokens with the highest entropy (arXiv 2506.01939).
 
-The tokens are chosen once a step, over all ranks, by the entropies of the policy before the step, so the choice depends
-neither on micro-batches nor on ranks. TRL chooses in each micro-batch, by the current policy.
+The tokens are chosen once per step, over all ranks, by the entropies of the policy before the step, so the choice
+depends neither on micro-batches nor on ranks. TRL chooses in each micro-batch, by the current policy.
 """
 
 from __future__ import annotations

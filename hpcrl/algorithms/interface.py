@@ -34,7 +34,7 @@ class RewardTable:
         sample_ids: int64 [N].
         lengths: int64 [N], tokens of the response.
         truncated: bool [N], whether the token limit ended the response.
-        domains: name of each domain -> ids of its groups; groups in none of them form one more domain without a name.
+        domains: Name of each domain -> ids of its groups; all other groups form one more domain without a name.
         baselines: float32 [N], the reward of the prompt's greedy response; only for an advantage estimator with a
             greedy baseline (AlgorithmSpec).
         decoupled: float32 [N], the decoupled rewards (hpcrl.rollout.scheduling.policies); only for an advantage
@@ -109,15 +109,15 @@ class Outputs:
 
 
 class Adaptive:
-    """The base of an advantage estimator or an objective with coefficients that change from step to step. The
-    estimator and the objective of an algorithm read the same coefficients."""
+    """The base of advantage estimators and objectives, with coefficients that change from step to step. An algorithm's
+    estimator and objective read the same coefficients."""
 
     coefficients: Coefficients = MappingProxyType({})
     """The step's coefficients, set before each command; empty in the first step of a run."""
 
     def adapt(self, stats: Mapping[str, Stat]) -> Coefficients:
-        """The coefficients for the next step, from `coefficients` and from this step's statistics, merged over all
-        ranks. Called on rank 0; equal arguments give equal bits."""
+        """The coefficients for the next step, from `coefficients` and this step's statistics over all ranks. Called on
+        rank 0; the same arguments give the same bits."""
         return {}
 
 
@@ -158,7 +158,7 @@ class Objective(Adaptive, ABC):
         return self.num_epochs * self.num_mini_batches
 
     def prepare(self, batch: Batch, all_sum: AllSum) -> Stats:
-        """Fill fields of the batch that the loss reads and that depend on the whole step. Called after the advantage
+        """Fill the batch's fields that the loss reads and that depend on the whole step. Called after the advantage
         estimator. Returns statistics to log. Collective over the ranks of all_sum, which may hold no rows."""
         return {}
 

@@ -110,7 +110,7 @@ class LossSums:
         self._sums.append((name, [(self._row_weights * values.detach()).sum(), self._num_sequences]))
 
     def add_policy(self, ratio: Tensor, log_ratio: Tensor, clipped: Tensor) -> None:
-        """How far the policy moved from the policy before the step."""
+        """The change from the policy before the step to the current policy."""
         self.add_tokens("actor/approxkl", 0.5 * log_ratio.detach().square())
         self.add_tokens("actor/ratio_mean", ratio)
         self.add_tokens("actor/clipfrac", clipped)
@@ -123,9 +123,9 @@ class LossSums:
             self.add_tokens("actor/rejected_ratio", correction.rejected)
 
     def add_train_infer(self, old: Tensor, gen: Tensor) -> None:
-        """Ratios of the trainer's to the generator's probabilities for each token, and their differences, under ROLL's
-        names: token: each token; geometric: geometric mean of the ratios and mean of the differences of a sequence;
-        sequence: product of the ratios and sum of the differences."""
+        """Ratios of the trainer's to the generator's probabilities, and their differences, under ROLL's names. token:
+        of each token; geometric: a sequence's geometric mean of ratios and mean of differences; sequence: its product
+        of ratios and sum of differences."""
         diff = old.exp() - gen.exp()
         ratios, diffs = (row_sums(values, self._rows, self._num_rows) for values in (old - gen, diff))
         self.add_tokens("actor/train_infer_ratio_token_mean", _exp(old - gen))
@@ -136,8 +136,8 @@ class LossSums:
 
     def add_mismatch(self, old: Tensor, gen: Tensor, on_policy: Tensor) -> None:
         """Absolute differences of probabilities, and estimates of KL(generator || trainer) from the generator's tokens
-        (k1, and k3 with less variance: functional.kl_divergence). On-policy tokens (on_policy, bool [M]), generated
-        with the trainer's weights, are reported separately from stale tokens, generated with other weights."""
+        (k1, and k3 with less variance: functional.kl_divergence). Tokens that the trainer's weights generated
+        (on_policy, bool [M]) are reported separately from stale tokens, which other weights generated."""
         diff = (old.exp() - gen.exp()).abs()
         k1, k3 = kl_divergence(gen, old, "k1"), kl_divergence(gen, old, "k3")
         self.add_tokens("mismatch/token_ratio", on_policy.float())

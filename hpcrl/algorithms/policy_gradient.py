@@ -4,10 +4,10 @@
 
 The weight is 1, or with `correction` the importance weight of responses from older weights
 (hpcrl.algorithms.correction). Rows of weight 0 are ignored. A batch trained once on its own rollouts needs no
-old_logprobs: the ratio has value 1 and the gradient of the current log-probs. With `ratio_to=generator` the ratio
-compares with the generator's log-probs, after truncation if any, and needs no old_logprobs. Unless the advantage
+old_logprobs: the ratio has value 1 and the gradient of the current log-probs. With `ratio_to=generator` the ratio is
+relative to the generator's log-probs (after truncation, if any) and needs no old_logprobs. Unless the advantage
 estimator reads old_logprobs, metrics of the policy before the step are then taken from the current policy, and with
-several optimizer steps the mismatch of trainer and generator is not reported: they diverge within the step.
+several optimizer steps the mismatch of trainer and generator is not reported, since they diverge within the step.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from hpcrl.spec.policy_loss import MARKS_TOKENS, PolicyLoss
 
 
 class PolicyGradient(Objective):
-    """See the module's docstring. temperature: the rollouts' temperature, so that ratios compare sampling
-    distributions."""
+    """See the module's docstring. `temperature` is the rollouts' temperature: ratios compare sampling distributions."""
 
     def __init__(self, config: PolicyLoss, temperature: float = 1.0):
         self.config, self.temperature = config, temperature

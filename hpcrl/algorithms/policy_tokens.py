@@ -11,8 +11,8 @@ from hpcrl.algorithms import functional as F
 
 @dataclass(frozen=True)
 class PolicyTokens:
-    """The model tokens [M] of a micro-batch, and their sequences and turns [M] (each step of an episode by steps is a
-    separate sequence)."""
+    """The model tokens [M] of a micro-batch, with their sequences and turns [M]. In an episode by steps, each step is a
+    separate sequence."""
 
     logprobs: Tensor
     old_logprobs: Tensor

@@ -29,12 +29,10 @@ def token_numbers(rows: Tensor, sample_ids: Tensor) -> Tensor:
 
 
 def largest(values: Tensor, coefficients: Tensor, count: int, all_sum: AllSum) -> Tensor:
-    """bool [M]: whether an entry is one of all ranks' `count` largest (of all entries if there are fewer); among equal
-    values the largest token_numbers win. values: float [M], compared in float32.
-
-    Digit by digit from the most significant one, by counts over all ranks. Collective over the ranks of all_sum; a
-    rank may hold no entries.
-    """
+    """bool [M]: whether a value is one of the `count` largest of all ranks (all values if there are fewer); among equal
+    values, the largest token_numbers are chosen. values: float [M], compared in float32. Selects digit by digit, from
+    the most significant one, by counts over all ranks. Collective over the ranks of all_sum; a rank may hold no
+    values."""
     keys = (_ordered(values) << TIE_BITS) + coefficients
     chosen, undecided = torch.zeros_like(keys, dtype=torch.bool), torch.ones_like(keys, dtype=torch.bool)
     left = min(count, int(all_sum(undecided.sum())))

@@ -25,7 +25,7 @@ class GRPO(PolicyLoss):
 
 
 class GDPO(PolicyLoss):
-    """GDPO (arXiv 2601.05242): the parts of a composed reward are normalised separately within the group, their
+    """GDPO (arXiv 2601.05242): normalises the parts of a composed reward separately within the group, and their
     weighted sum over the batch."""
 
     advantage_estimator: Literal["gdpo"] = "gdpo"
@@ -53,8 +53,8 @@ class Reinforce(PolicyLoss):
     gamma: Share = 1.0
     """Discount per model token; tokens of observations between two turns are skipped without a discount."""
     norm_mean_type: Literal["all", "batch", "group", "running"] | None = None
-    """Which mean reward to subtract: of the batch, of the group, or of all steps so far (running), each within the
-    reward's domain; or of all domains of the batch (all); null: off."""
+    """Mean reward to subtract: over the batch, the group, or all steps so far (running), each within the reward's
+    domain; or over all domains of the batch (all); null: off."""
     norm_std_type: Literal["all", "batch", "group", "running"] | None = None
     """Divide rewards by their standard deviation, with the same choices; null: off."""
     std_eps: NonNegative = 1e-6
@@ -99,8 +99,8 @@ class TurnReinforce(TurnLoss):
     advantage_estimator: Literal["turn_reinforce"] = "turn_reinforce"
     """The advantage estimator."""
     norm_mean_type: Literal["all", "batch", "group"] | None = "batch"
-    """Which mean return to subtract: over the turns of the batch (within the domain), of all domains of the batch
-    (all), or of the group; null: off."""
+    """Mean return to subtract: over the turns of the batch (within the domain), of all domains of the batch (all), or
+    of the group; null: off."""
     norm_std_type: Literal["all", "batch", "group"] | None = "batch"
     """Divide returns by their standard deviation, with the same choices; null: off."""
 
@@ -124,7 +124,7 @@ class CriticLoss(PolicyLoss):
     gamma: Share = 1.0
     """Discount per model token; tokens of observations between two turns are skipped without a discount."""
     lambd: Share = 0.95
-    """Lambda, per model token: 1: returns minus values, 0: the error of one token's value."""
+    """Lambda per model token. 1: advantages are returns minus values; 0: one-step temporal differences."""
     whiten_advantages: bool = True
     """Subtract the mean of the batch's token advantages and divide by their standard deviation."""
 
@@ -220,7 +220,7 @@ TURN_GAE_SPEC = AlgorithmSpec(
 
 
 def _check_turns(config: Any) -> Iterator[Problem]:
-    """Report keys for token rewards, which an estimator with turn rewards does not have."""
+    """Report keys for token rewards, which advantage estimators for turns do not read."""
     for key in ("kl_reward_coef", "whiten_rewards"):
         if value := getattr(config.algorithm, key):
             estimator = config.algorithm.advantage_estimator

@@ -1,4 +1,4 @@
-"""The common part of advantage estimators for turns: every token of a turn has the turn's advantage.
+"""The base of advantage estimators for turns: every token of a turn has the turn's advantage.
 
 G_t = r_t + gamma G_(t+1)       r: the environment's rewards of an episode's turns; G: their returns
 A_t = clip(compare(G_t))        compare: the advantage estimator's; equal for all model tokens of turn t
@@ -37,7 +37,7 @@ class TurnTable:
         returns: float32 [K].
         group_ids: int64 [K].
         domain_ids: int64 [K].
-        episodes: int64 [K], their indices in the reward table.
+        episodes: int64 [K], the index of each turn's episode in the reward table.
         states: int64 [K], equal for turns before which the model saw the same tokens.
         own: int64 [n], indices of this rank's turns.
     """
@@ -113,7 +113,7 @@ def _of_all_ranks(
 
 def turn_states(batch: Batch) -> Tensor:
     """int64 [n]: a hash of the model's input before each turn: the prompt, or the observation after the previous turn.
-    By steps it covers only the environment's latest observation, whatever else the turn's own prompt shows."""
+    In episodes by steps it covers only the environment's latest observation, not the rest of the turn's own prompt."""
     if batch.states is None:
         return _hashes(batch, ~batch.loss_mask)
     starts, begins = batch.cu_turns, batch.states.nonzero()[:, 0]  # the prompts of each row, in turn order

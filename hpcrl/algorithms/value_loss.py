@@ -2,7 +2,7 @@
 
     loss = 1/2 mean max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)
 
-The mean is over the model tokens of the mini-batch, weighted by their rows. R: returns of the advantage estimator;
+The mean is over the mini-batch's model tokens, weighted by row. R: returns of the advantage estimator;
 V_old: the values before the step; c: critic.value_clip. As in OpenAI's PPO2 (baselines), ROLL and verl.
 """
 

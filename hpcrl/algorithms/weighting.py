@@ -1,7 +1,7 @@
 """Masks and weights of a step's responses, by length, outcome and difficulty.
 
 A masked response still counts in the statistics for reward normalisation. A prompt's difficulty is 1 minus its
-responses' mean score. The stabilisers are ROLL's (arXiv 2506.06122), where difficulty is a column.
+responses' mean score. Masks and weights are ROLL's (arXiv 2506.06122), which reads difficulty from a column.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ CONTROLLER = 0
 
 @dataclass(frozen=True)
 class RoleLayout:
-    """Role -> ranks, ascending. A role that the run does not need has none. Roles may share ranks."""
+    """The ranks of each role, ascending; none for a role that the run does not need. Roles may share ranks."""
 
     ranks: Mapping[RoleName, tuple[int, ...]]
     world_size: int
@@ -56,7 +56,7 @@ class RoleLayout:
         return next((domain for domain, ranks in self.scorers.items() if rank in ranks), None)
 
     def peers_of(self, role: RoleName, rank: int) -> tuple[int, ...]:
-        """The ranks with the work of this rank of a role, itself included."""
+        """The ranks of a role that do the same work as this rank, including itself."""
         if role != "reward":
             return self.ranks[role]
         domain = self.domain_of(rank)
@@ -220,7 +220,7 @@ def _scorers(config: Config, ranks: tuple[int, ...]) -> Mapping[str, tuple[int, 
 
 
 def _check_division(config: Config, role: RoleName, num_ranks: int) -> Iterator[Problem]:
-    """Whether the engine can divide the role's work over its ranks, and its specification does so consistently."""
+    """Report a role whose engine cannot divide the work over its ranks, or has an inconsistent specification."""
     at, involved = ("layout", role), (("trainer", "engine"),)
     whose = f"trainer.engine={config.train_engine}" if ROLES[role].owns_default_group else "its specification"
     try:

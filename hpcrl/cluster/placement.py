@@ -18,7 +18,7 @@ MAX_PER_NODE = 1024
 
 @dataclass(frozen=True)
 class Component:
-    """Identical nodes. first_node counts over all components; ranks are consecutive."""
+    """Identical nodes. `first_node` counts over all components; the ranks are consecutive."""
 
     name: str
     config: ComponentConfig

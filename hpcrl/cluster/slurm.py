@@ -137,7 +137,8 @@ def trial(script: str) -> str:
 
 
 def _without(environ: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
-    """Also removes variables through which a job would affect the srun of jobs submitted from inside it."""
+    """The environment without these names, and without variables through which a job would affect the srun of jobs that
+    are submitted from inside it."""
     inside = "SLURM_JOB_ID" in environ
     foreign = {name for name in environ if inside and name.startswith("SLURM_") and name != "SLURM_CONF"}
     return {name: value for name, value in environ.items() if name not in {*foreign, *names, "HPCRL_RANK"}}

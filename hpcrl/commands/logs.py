@@ -54,7 +54,7 @@ OTHERS = {"agent", "launch"}
 
 @dataclass(frozen=True)
 class Wanted:
-    """The messages to show. ranks, since: as in headers, all if empty; level: index in LEVELS."""
+    """The messages to show. `ranks` and `since` are as in headers, all if empty; `level` is an index in LEVELS."""
 
     ranks: frozenset[str] = frozenset()
     level: int = 0
@@ -67,8 +67,8 @@ class Wanted:
 
 
 class Line(NamedTuple):
-    """time: the time of the line's message, or of an earlier line of the same file if later, so times never decrease in
-    a file."""
+    """A line. `time` is its message's time, or a later time of an earlier line of the same file: times in a file never
+    decrease."""
 
     time: str
     source: LogFile
@@ -77,8 +77,8 @@ class Line(NamedTuple):
 
 
 class LogFile:
-    """A file of messages. attempt: None for a job's log, which covers all attempts and repeats the console messages of
-    rank 0 and the agents."""
+    """A file of messages. `attempt` is None for a job's log, which covers all attempts and repeats the console messages
+    of rank 0 and the agents."""
 
     def __init__(self, path: Path, who: str, attempt: int | None, wanted: Wanted):
         self.path, self.attempt = path, attempt
@@ -87,7 +87,7 @@ class LogFile:
         self._place, self._time, self._shown = 0, "", False
 
     def lines(self, to_end: bool) -> Iterator[Line]:
-        """The wanted lines written since the last call. to_end: also an incomplete last line."""
+        """The wanted lines written since the last call; with `to_end` also an incomplete last line."""
         with open(self.path, "rb") as file:
             status = os.fstat(file.fileno())
             if status.st_size <= self._place or _in_header(status.st_mtime + CLOCKS_S) < self._wanted.since:

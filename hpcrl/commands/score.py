@@ -34,7 +34,7 @@ MAX_SHOWN_CHARS = 200
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0, 1 if a response could not be scored, 2 on bad input. Stops when the output's reader has stopped."""
+    """Returns 0, or 1 if a response could not be scored, or 2 on bad input. Ends when the output's reader has ended."""
     try:
         arguments = _parser().parse_args(argv)
         reward = _reward(arguments)
@@ -98,7 +98,7 @@ def _parser() -> ArgumentParser:
 
 
 def _reward(arguments: argparse.Namespace) -> Reward:
-    """The reward that the arguments choose. ValueError on invalid options."""
+    """The reward that the arguments select. ValueError for invalid options."""
     if ":" not in arguments.reward and arguments.reward not in list(REWARDS):
         names = ", ".join(name for name, spec in REWARDS.items() if not spec.imports_code)
         raise ValueError(

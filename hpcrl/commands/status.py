@@ -54,7 +54,7 @@ from hpcrl.system.files import committed_step, step_name
 RUNS = Path("runs")
 SHOWN_NODES, SHOWN_RESTARTS, SHOWN_ERRORS = 8, 5, 3
 STALLED = 10  # usual step times without a new step
-STALLED_S = 60.0  # at least
+STALLED_S = 60.0  # minimum of that time
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class RunFolder:
 
 
 def describe(run_dir: Path, job: slurm.Job | None, now: float) -> str:
-    """The run as lines of `label  text`. `job`: from Slurm or its accounting, None if neither lists one."""
+    """The run as lines of `label  text`. `job` is from Slurm or its accounting, None if neither lists one."""
     run = RunFolder(run_dir)
     config = run.config
     name, pipeline = (run.values.get(key) for key in ("run_name", "pipeline"))

@@ -208,7 +208,7 @@ def _critic(config: Config) -> Iterator[Problem]:
 
 
 def check_length(config: Config, limit: int, name: str) -> Iterator[Problem]:
-    """Check that the longest sequence fits into the model's `limit` positions; `name`: the key of this limit."""
+    """Check that the longest sequence fits into the model's `limit` positions; `name` is the key of this limit."""
     prompt, response = config.data.max_prompt_tokens, config.max_response_tokens
     turns = config.max_sequence_turns
     total = config.max_sequence_tokens
@@ -226,7 +226,7 @@ def check_family(
     config: Config, model_type: str, path: Path, model: Mapping[str, Any] | None = None
 ) -> Iterator[Problem]:
     """Check that the generation engine, if the run needs one, supports this model family and all features of `model`, a
-    config.json; `path`: the model's key."""
+    config.json. `path` is the model's key."""
     if not (config.generates or config.evaluates):
         return
     name, spec = config.generator.engine, GEN_ENGINES[config.generator.engine]
@@ -244,8 +244,8 @@ def check_family(
 
 
 def check_trainable(config: Config, model: Mapping[str, Any], path: Path) -> Iterator[Problem]:
-    """Check that the training engine, if the run needs one, can train this config.json's model; `path`: the model's
-    key."""
+    """Check that the training engine, if the run needs one, can train the model of this config.json, whose key is
+    `path`."""
     name = config.trainer.engine
     pipeline, spec = config.pipeline_spec, TRAIN_ENGINES[name]
     # A pipeline that is not built yet is planned, also for models that no engine can train yet.

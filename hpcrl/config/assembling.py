@@ -26,7 +26,7 @@ S = TypeVar("S", bound=Section)
 
 @dataclass(frozen=True)
 class Named:
-    """The parts that a run names by their specification's path, `module:NAME`; empty: an entry of the table."""
+    """The parts that a run names by their specification's path (`module:NAME`); empty for entries of the table."""
 
     pipeline: str = ""
     train_engine: str = ""

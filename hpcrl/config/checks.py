@@ -61,7 +61,7 @@ def _check_part(config: Config, path: Path, spec: Spec) -> Iterable[Problem]:
 
 
 def check_placeholders(data: Mapping[str, Any]) -> list[Problem]:
-    """Values that are still placeholders, such as CHANGE_ME; `data`: the composed values before type checks."""
+    """Values that are still placeholders, such as CHANGE_ME. `data` are the composed values before type checks."""
     return [
         Problem(path, f"{dotted(path)}: {value!r} is a placeholder; give the value")
         for path, value in _values(data)
@@ -394,8 +394,8 @@ def _user_code(config: Config) -> Iterator[Problem]:
 
 
 def _dialogues(config: Config) -> Iterator[Problem]:
-    """Report environment keys that its prompts cannot follow: examples without an expert, thinking that cannot be
-    cut."""
+    """Report an environment's keys that its prompts cannot follow: examples without an expert, or thinking that
+    cannot be cut."""
     for domain, env in config.envs.items():
         at, name = ("env", domain), f"env.{domain}"
         if env.examples and env.examples_path is None and not ENVS[env.name].has_expert:

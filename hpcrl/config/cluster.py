@@ -22,14 +22,14 @@ class RoleConfig(Section):
     """The ranks of a role: its own, or shared with another role."""
 
     num_ranks: Annotated[int, Field(ge=1, le=MAX_RANKS), NUMBER] | None = None
-    """Number of ranks; with colocate_with: how many of the other role's ranks, from the first; null: all of them."""
+    """Number of ranks; with colocate_with, the number of the other role's first ranks to share; null: all of them."""
     colocate_with: RoleName | None = None
     """Role whose ranks this role shares."""
     tensor_parallel: Positive = 1
     """Ranks per replica."""
     min_ranks: Positive = 1
-    """Continue while this many ranks remain (reward, env, judge and reward_model only); with domains: of each domain's
-    ranks."""
+    """Continue while this many ranks remain (reward, env, judge and reward_model only); with domains, while each domain
+    has this many."""
     domains: dict[str, Positive] = {}
     """Domain -> number of ranks that score only this domain (reward only); the remaining ranks score all other
     domains."""
@@ -178,8 +178,8 @@ class ClusterConfig(Section):
     """Device of models; auto: GPUs, one for each rank with a model, or the CPU on nodes without GPUs. Too few GPUs are
     an error; in a Slurm job, so are ranks of one role on nodes both with and without GPUs."""
     numa: Literal["auto", "off"] = "auto"
-    """CPUs of a rank with a GPU; auto: of the GPU's NUMA node, unless the node has too few or Slurm or a launcher has
-    bound the rank to one node; off: all CPUs of the job on the node."""
+    """CPUs of a rank with a GPU. auto: the CPUs of the GPU's NUMA node, unless it has too few, or Slurm or a launcher
+    has bound the rank to one NUMA node; off: all CPUs of the job on the node."""
     components: dict[Annotated[str, Field(pattern=COMPONENT)], ComponentConfig] = {}
     """Component -> its nodes; empty: one node for all ranks. Several components make a heterogeneous job."""
     account: Word | None = None

@@ -23,7 +23,7 @@ AS_TYPED = re.compile(
     r"\+{0,2}(run_name|cluster\.(?:components\.\w+\.)?"
     r"(?:account|constraint|exclude|partition|qos|reservation|switches|time))=(?!null$)([^'\"$].*)"
 )
-"""Keys whose value is taken as typed, since Hydra's grammar would change it: a run_name such as 12e4567 (a commit),
+"""Keys whose value is used as typed, since Hydra's grammar would change it: a run_name such as 12e4567 (a commit),
 sbatch values such as low,high, n[1-4] or 60."""
 
 
@@ -37,7 +37,7 @@ OPTIONS = {
 
 @dataclass(frozen=True)
 class Override:
-    """One value from the command line: `text`: the argument as typed; delete: `~key`."""
+    """One value from the command line. `text` is the argument as typed; `delete` is true for `~key`."""
 
     path: Path
     text: str
@@ -61,8 +61,8 @@ class Composition:
     """The file of --config."""
 
     def source(self, path: Path) -> str:
-        """The source of the value at `path`: the override as typed, the line of a file of --config, or the conf file;
-        empty for a default."""
+        """The source of the value at `path`: the override as typed, the --config file's line, or the conf file; empty
+        for a default."""
         for override in reversed(self.overrides):
             shared = min(len(override.path), len(path))
             if shared and override.path[:shared] == path[:shared]:
@@ -117,7 +117,7 @@ def compose(arguments: Sequence[str]) -> Composition:
 
 
 def _resolve(config: Any, at: Path, problems: list[Problem]) -> dict[str, Any]:
-    """The resolved values; each failed interpolation is left out and reported as a problem."""
+    """The resolved values. An interpolation that fails is omitted and reported as a problem."""
     from omegaconf import OmegaConf
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
@@ -156,7 +156,7 @@ def split_file(arguments: Sequence[str]) -> tuple[FilePath | None, list[str]]:
 
 
 def _with_bases(experiment: str | None) -> Iterator[str]:
-    """An experiment, the experiments of its defaults list, and theirs in turn, nearest first."""
+    """An experiment, the experiments of its defaults list, and so on recursively, nearest first."""
     if experiment is not None:
         yield experiment
         for entry in reversed(read_yaml(f"experiment/{experiment}.yaml").get("defaults", [])):
@@ -318,7 +318,7 @@ def _further_folders() -> Any:
 
 
 def _delete(config: Any, path: Path) -> None:
-    """Remove a value, so that the default applies again; an unset key is left unchanged."""
+    """Remove a value, so its default applies again. An unset key is unchanged."""
     for part in path[:-1]:
         config = config[part] if config is not None and part in config else None
     if config is not None and path[-1] in config:

@@ -17,7 +17,7 @@ from hpcrl.spec.problems import ConfigError, Path
 WORDS = "# words: "
 """Start of the first line of a stored file: the arguments that made the configuration, as JSON."""
 OWNERS = "owners"
-"""A folder next to every run's configuration, also of versions that stored no arguments."""
+"""A folder next to every run's configuration, also in versions that did not store the arguments."""
 FLOAT = re.compile(r"[-+]?(?:\d[\d_]*\.?[\d_]*|\.[\d_]+)[eE][-+]?\d+")
 """Numbers in Hydra's files that YAML 1.1 reads as text, such as 1e-6."""
 

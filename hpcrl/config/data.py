@@ -25,7 +25,7 @@ class DataSource(Section):
     size: Annotated[int, Field(ge=1, lt=MAX_ROWS), NUMBER] | None = None
     """Rows per epoch of a generated source."""
     options: dict[str, Any] = {}
-    """Arguments of the task of a generated source."""
+    """Arguments of a generated source's task."""
 
 
 def _one_or_many(value: Any) -> str:
@@ -87,24 +87,23 @@ class DataConfig(Section):
     val: Sources | None = None
     """Held-out prompts, in the same forms; null: no evaluation."""
     prompt_key: str | None = None
-    """Column of the prompt; null: the one that exists of prompt, messages, conversations, question, problem and
-    instruction."""
+    """Column of the prompt; null: prompt, messages, conversations, question, problem or instruction, if it exists."""
     answer_key: str | None = None
     """Column of the answer; null: answer, ground_truth, label, solution, reward_model.ground_truth (verl)."""
     domain_key: str = "tag"
     """Column of the domain."""
     system_prompt: str | None = None
-    """System message before every prompt without one; an empty text is an empty system message, which replaces the chat
-    template's own; null: none."""
+    """System message for every prompt without one; null: none. An empty text replaces the chat template's own system
+    message by an empty one."""
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_variables)] = {}
     """Variables for every rendering of the policy's chat template, such as enable_thinking=false; a row's column of
     this name overrides it."""
     max_prompt_tokens: Positive = 1024
     """Maximum prompt length, tokens."""
     overlong_prompts: Literal["drop", "truncate", "error"] = "drop"
-    """Treatment of longer prompts."""
+    """What to do with longer prompts."""
     shuffle: bool = True
     """Shuffle every epoch, with the run's seed."""
     domain_interleave_probs: dict[str, Share] = {}
-    """Share of each domain in every rollout batch, also where groups are filtered or fail; empty: proportional to the
+    """Share of each domain in every rollout batch, even if groups are filtered or fail; empty: proportional to the
     sizes of the sources."""

@@ -48,8 +48,8 @@ class EnvConfig(Section):
     """Maximum tokens that the model writes in an episode, over all turns; the turn that reaches it is the last."""
     max_sequence_tokens: Positive | None = None
     """Maximum tokens of an episode in one sequence: prompt, turns and observations (ROLL's sequence_length, verl's
-    max_model_len). An observation after which a full response (rollout.max_new_tokens) would exceed it ends the episode
-    as truncated. null: max_turns x (data.max_prompt_tokens + rollout.max_new_tokens)."""
+    max_model_len). An observation that leaves no room for a full response (rollout.max_new_tokens) ends the episode as
+    truncated. null: max_turns x (data.max_prompt_tokens + rollout.max_new_tokens)."""
     max_seconds: Seconds | None = None
     """Maximum seconds of an episode, including generation; the turn that exceeds it is the last."""
     long_observation: Literal["end", "shorten"] = "end"
@@ -60,11 +60,11 @@ class EnvConfig(Section):
     """trajectory: an episode is one sequence, which grows with every turn. steps: every turn is a separate sequence,
     after a prompt that shows only the latest turns; it is trained with its episode's advantage."""
     history: Natural = 2
-    """Earlier turns (observation and action) in a turn's prompt, with episode=steps; the first prompt is always
-    included."""
+    """With episode=steps, number of earlier turns (observation and action) in a turn's prompt, which always includes
+    the first prompt."""
     thinking: Literal["keep", "cut"] = "keep"
-    """How later prompts show the thinking of earlier turns, with episode=steps. keep: as the chat template renders it;
-    cut: not at all."""
+    """With episode=steps, how later prompts show the thinking of earlier turns. keep: as the chat template renders it;
+    cut: they do not show it."""
     examples: Natural = 0
     """Example episodes before the first prompt, as messages of user and assistant; identical for all prompts."""
     examples_path: str | None = None
@@ -77,9 +77,9 @@ class EnvConfig(Section):
     are tasks of one event loop. process: each episode has its own process; if a turn exceeds timeout_s, this process
     and its children are killed. null: the environment class's `runs_in`, else thread."""
     num_threads: Count | None = None
-    """Turns that an env rank plays concurrently; no limit with runs_in=task. null: up to 32 turns that wait for a
-    network or a process; of turns that compute, one with threads and one per core with processes; with
-    deterministic=true 1. In threads, their code must be thread-safe: use 1 if it is not."""
+    """Turns that an env rank plays concurrently; no limit with runs_in=task. null: 1 with deterministic=true; else at
+    most 32, of which at most 1 (with processes, one per core) computes while the others wait for a network or a
+    process. In threads, an environment's code must be thread-safe: use 1 if it is not."""
     memory_mib: Annotated[int, Field(ge=64), NUMBER] | None = None
     """With runs_in=process: maximum private memory of each process of an episode, MiB, including imported modules;
     null: no limit."""

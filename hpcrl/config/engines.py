@@ -21,8 +21,8 @@ class LoRAConfig(Section):
     alpha: PositiveFloat = 32.0
     """The product of an adapter's two matrices is multiplied by alpha / rank."""
     target_modules: Annotated[list[str], Field(min_length=1)] | None = None
-    """Last parts of the names of the linear layers that get an adapter ([q_proj, v_proj]); null: all in the decoder.
-    The embedding, the vocabulary projection, and a mixture's routers and experts never get one."""
+    """Last parts of the names of linear layers that get an adapter ([q_proj, v_proj]); null: all layers of the decoder.
+    The embedding, the vocabulary projection, and a mixture's routers and experts never get an adapter."""
 
     @property
     def scale(self) -> float:

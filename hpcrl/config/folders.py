@@ -20,8 +20,8 @@ def conf_dir() -> FilePath:
 
 
 def conf_dirs() -> list[FilePath]:
-    """The folders of groups; later ones override earlier ones: the built-in one, HPCRL_CONF's, and ./conf if it has
-    groups of these names. Folders that do not exist are left out."""
+    """The folders of groups, of which later ones override earlier ones: the built-in folder, HPCRL_CONF's folders, and
+    ./conf if it has groups of these names. Folders that do not exist are omitted."""
     built_in = conf_dir()
     folders = [built_in]
     for folder in (*named_folders(), FilePath("conf").absolute()):
@@ -73,7 +73,7 @@ def options_of(folder: FilePath, group: str) -> list[str]:
 
 
 def conf_file(name: str) -> FilePath:
-    """The file `GROUP/OPTION.yaml` of the last folder that has it; in the built-in folder if none has it."""
+    """The file `GROUP/OPTION.yaml` in the last folder that has it, or in the built-in folder if none has it."""
     folders = conf_dirs()
     return next((path for folder in reversed(folders) if (path := folder / name).is_file()), folders[0] / name)
 
@@ -93,7 +93,7 @@ def read_yaml(name: str) -> dict[str, Any]:
 
 
 def stamp(path: FilePath) -> tuple[int, int]:
-    """A value that changes with the file, so that a process reads it again after an edit."""
+    """A value that changes with the file, for a process that must read it again after an edit."""
     try:
         status = path.stat()
     except OSError:

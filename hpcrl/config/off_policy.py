@@ -23,8 +23,8 @@ def check_off_policy(config: Config) -> Iterator[Problem]:
 
 
 def _correction(config: Config) -> Iterator[Problem]:
-    """Report bounds that correct responses of the trained weights themselves: their ratio is 1 up to rounding, so a
-    mask or a rejection with bound 1 would drop them at random."""
+    """Report bounds that correct responses from the weights being trained: their ratio is 1 up to rounding, so a mask
+    or a rejection with bound 1 would drop them at random."""
     algorithm = config.algorithm
     if algorithm.correction == "none":
         return
@@ -36,7 +36,7 @@ def _correction(config: Config) -> Iterator[Problem]:
 
 
 def _ratio_bounds(name: str, low: float, high: float, masks: bool, cause: str) -> Iterator[Problem]:
-    """masks: ratios outside the bounds are dropped."""
+    """With `masks`, ratios outside the bounds are dropped instead of clipped."""
     fresh, section = "responses of the weights that are trained, whose ratio is 1", "algorithm"
     if masks and low >= high:
         text = f"algorithm.{name}_low: {low:g} must be below algorithm.{name}_high, which is {high:g}"
@@ -88,7 +88,7 @@ def starts_clipped(config: Config, rollout: RolloutConfig) -> str:
 
 
 def weighed_shares(config: Config, rollout: RolloutConfig) -> tuple[str, str]:
-    """(key, settings as text) with which a ratio of whole responses contains the probability that sampling keeps; empty
+    """(key, settings as text) that make a ratio of whole responses contain the probability that sampling keeps; empty
     texts if there are none.
 
     Args:

@@ -16,7 +16,7 @@ UNAVAILABLE = "unavailable"
 
 
 def listed(table: SpecTable[Any], name: str) -> str:
-    """The name of a part of the table, or the path of its specification. ValueError for any other."""
+    """The name of a part in the table, or the path of its specification. ValueError for any other name."""
     if name not in list(table) and ":" not in name:
         *others, last = map(repr, table)
         raise PydanticCustomError("literal_error", "{expected}", {"expected": f"{', '.join(others)} or {last}"})

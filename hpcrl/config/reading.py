@@ -1,4 +1,4 @@
-"""Turns plain data, or the arguments of a command line, into a checked Config."""
+"""Reads plain data, or the arguments of a command line, as a checked Config."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ def read_data(data: Mapping[str, Any], composition: Composition) -> LoadedConfig
 
 
 def read(argv: Sequence[str]) -> LoadedConfig:
-    """Like load(), but collects the problems, so that the caller can check for more. ConfigError if a file of --config
-    cannot be read."""
+    """Like load(), but collects the problems, to which the caller can add more. ConfigError if a --config file cannot
+    be read."""
     composition = compose(argv)
     pipeline = composition.data.get("pipeline")
     pipeline = pipeline if pipeline in list(PIPELINES) else Config.model_fields["pipeline"].default
@@ -181,8 +181,8 @@ def _explain(path: Path, detail: Any, data: Mapping[str, Any]) -> list[Problem]:
 
 
 def _unknown(path: Path, value: Any, data: Mapping[str, Any]) -> list[Problem]:
-    """An unknown key. Users of other libraries give whole paths, of which pydantic names only the first part: then
-    every value is reported, with the meaning of the deepest known part."""
+    """Problems of an unknown key. Users of other libraries give whole paths, of which pydantic names only the first
+    part; then every value is reported, with the meaning of the deepest known part."""
     hint = _hint(path, data)
     below = [(*path, *leaf) for leaf in leaves(value)] if isinstance(value, Mapping) else []
     foreign = {leaf: name for leaf in below if (name := _foreign(leaf, len(path)))}
@@ -217,7 +217,7 @@ def _hint(path: Path, data: Mapping[str, Any]) -> str:
 
 
 def _option(path: Path, data: Mapping[str, Any]) -> str:
-    """The option of a domain's reward or environment that was written next to `options`; empty if it is none."""
+    """The right key for an option of a reward or environment that was written next to `options`, else empty."""
     if len(path) != 3 or path[0] not in ("reward", "env"):
         return ""
     table: SpecTable[Any] = REWARDS if path[0] == "reward" else ENVS
@@ -279,8 +279,8 @@ def _algorithms() -> dict[str, type[BaseModel]]:
 
 
 def _did_you_mean(path: Path) -> str:
-    """The known key most similar to an unknown one: of equal name, then in its section, then anywhere; empty if there
-    is none."""
+    """The known key that is most similar to an unknown one: of equal name, else in its section, else anywhere; empty if
+    none is similar."""
     known = dict.fromkeys(key for key in known_keys() if not _matches(key, path))
     if same := [key for key in known if key[-1] == path[-1] and len(key) > 1 and "*" not in key]:
         return dotted(min(same, key=lambda key: (-len({*key} & {*path}), len(key))))

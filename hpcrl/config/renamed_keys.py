@@ -38,7 +38,7 @@ _WORD = re.compile(r"(\+{0,2}|~)([\w.]+)(?==|$)")
 
 
 def new_name(path: Path) -> Path | None:
-    """The current path of a key of an earlier version; None for all others."""
+    """The current path of an earlier version's key; None for any other key."""
     new = next((new for old, new in _BY_PATTERN.items() if re.match(old, dotted(path))), None)
     return None if new is None else (*path[:-1], new.rpartition(".")[2])
 

@@ -46,14 +46,14 @@ class RolloutConfig(Section):
     stop: list[str] = []
     """Strings that end a response."""
     max_staleness: NonNegative = 0
-    """Maximum staleness of a token: how many steps its weights are behind the weights being trained; 0: synchronous;
-    0.5: 1 for half of a batch."""
+    """Maximum staleness of a token, the number of steps from its weights to the weights being trained. 0: synchronous;
+    0.5: staleness 1 for at most half of a batch."""
     on_stale: Literal["wait", "cancel"] = "wait"
-    """Treatment of groups that would become too old for max_staleness: the batch waits for them, or they are cancelled
-    and restarted, which is faster and favours short responses."""
+    """What to do with groups that would become too old for max_staleness. wait: the batch waits for them; cancel: they
+    restart, which is faster and favours short responses."""
     on_new_weights: Literal["continue", "recompute", "restart"] = "continue"
-    """Treatment of responses in progress when weights arrive: continue with the old weights' KV cache (log-probs of no
-    single policy, token/mixed_weights_ratio), recompute the cache, or restart (at most max_attempts times)."""
+    """What to do with responses in progress when weights arrive: continue with the old weights' KV cache (log-probs of
+    no single policy, token/mixed_weights_ratio), recompute the cache, or restart (at most max_attempts times)."""
     extra_prompts: Natural = 0
     """Redundant groups, generated in addition to num_prompts and aborted once there are enough valid groups."""
     extra_members: Natural = 0
@@ -82,9 +82,9 @@ class RolloutConfig(Section):
     filter_std: bool = False
     """Drop groups whose rewards are all equal."""
     domains: dict[str, DomainRolloutConfig] = {}
-    """Domain -> max_new_tokens, filter_mean_low, filter_mean_high and filter_std of its prompts, where they differ."""
+    """Domain -> max_new_tokens, filter_mean_low, filter_mean_high and filter_std of its prompts, if different."""
     max_generated_groups: Positive | None = None
-    """Groups generated for a step before the run ends; null: 20 x num_prompts."""
+    """Maximum groups generated for a step, after which the run ends; null: 20 x num_prompts."""
     save_rollouts: bool = True
     """Write every step's rollouts to rollouts/step_NNNNNN (HDF5)."""
 
@@ -109,4 +109,4 @@ class EvalConfig(Section):
     max_new_tokens: Positive | None = None
     """Maximum response length, tokens; null: rollout.max_new_tokens."""
     num_examples: Natural = 5
-    """Held-out completions that every evaluation keeps; the ones before and after training are shown at the end."""
+    """Held-out completions that every evaluation keeps; completions before and after training are shown at the end."""

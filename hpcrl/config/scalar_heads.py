@@ -19,12 +19,12 @@ def _listed(name: str) -> str:
 
 
 class CriticConfig(Section):
-    """The critic, which an algorithm with values (gae, turn_gae) trains in addition to the policy. All other keys of
-    its engine are in `trainer`, as is the engine's section."""
+    """The critic, which an algorithm with values (gae, turn_gae) trains in addition to the policy. The section
+    `trainer` has all other keys of its engine, and the engine's section."""
 
     path: str | None = None
-    """Folder in HF layout with its initial decoder, and its head if it is an exported critic; null: the policy's
-    (model)."""
+    """Folder in HF layout with its initial decoder, and with its head if it is an exported critic; null: the policy's
+    folder (model)."""
     engine: Annotated[str, AfterValidator(_listed)] | None = None
     """Training engine; null: trainer.engine."""
     lr: PositiveFloat = 1e-5
@@ -54,7 +54,7 @@ class RewardModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights, by default bfloat16 if the configuration requests GPUs; the head is computed in float32."""
     max_tokens: Positive = 4096
-    """Maximum length of a dialogue, tokens; the response of a longer one gets an error."""
+    """Maximum length of a dialogue, tokens; the response of a longer dialogue gets an error."""
     max_tokens_per_batch: Positive = 16384
     """Maximum tokens of one forward pass, padding included."""
     max_requests: Positive = 1024

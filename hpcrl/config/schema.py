@@ -54,7 +54,7 @@ class Timeouts(Section):
     grace_s: DeadlineSeconds = 10.0
     """From the end of the run to SIGKILL of remaining processes, seconds."""
     store_s: DeadlineSeconds = 30.0
-    """One store call, and the time in which a lost store, a host that is off and a stopped rank are detected,
+    """One store call; also the time within which a lost store, a host that is off, or a stopped rank is detected;
     seconds."""
 
 
@@ -86,7 +86,7 @@ class Config(Section):
     debug: Literal["none", "rollout_only", "train_only", "fake"] = "none"
     """Partial run: generate only, train only on another run's rollouts, or both with engines without a model (fake)."""
     check_weights: bool = False
-    """Compare checksums of the weights of trainer and generators after every update; slow."""
+    """Compare checksums of the trainer's and the generators' weights after every update; slow."""
     load_rollouts: str | None = None
     """Run folder whose rollouts are used by debug=train_only."""
     model: ModelConfig = ModelConfig()
@@ -98,7 +98,7 @@ class Config(Section):
     algorithm: PolicyLoss = PolicyLoss()
     """Advantages and policy loss."""
     reward: dict[str, RewardConfig] = {}
-    """Domain -> reward; empty: the reward of the data source; key default: all other domains."""
+    """Domain -> reward; the key default is for all other domains; empty: the reward of the data source."""
     env: dict[str, EnvConfig | None] = {}
     """Domain -> environment of its prompts; empty: every rollout is a single response."""
     trainer: TrainerConfig = TrainerConfig()
@@ -133,7 +133,7 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _environments_by_domain(cls, data: Any) -> Any:
-        """Treat null, as left by ~env, as no environments."""
+        """Read null, the result of ~env, as no environments."""
         return data | {"env": {}} if isinstance(data, dict) and data.get("env", {}) is None else data
 
     @model_validator(mode="before")
@@ -227,7 +227,7 @@ class Config(Section):
 
     @property
     def reference_is_base(self) -> bool:
-        """Whether the reference is the frozen weights beside which the trainer's adapters stand."""
+        """Whether the reference is the frozen weights to which the trainer adds adapters."""
         return self.lora is not None and self.reference.path is None
 
     def of_reference(self) -> Config:
@@ -291,7 +291,7 @@ class Config(Section):
         return self.algorithm_spec.decoupling_eps(self.algorithm) if self.learns_from_rewards else None
 
     def part_weights(self, domain: str) -> Mapping[str, float]:
-        """The weights of the parts of a domain's reward (RewardSpec)."""
+        """The part weights of a domain's reward (RewardSpec)."""
         reward = self.reward.get(domain, self.reward.get("default"))
         return {} if reward is None else REWARDS[reward.name].part_weights(reward.options)
 

@@ -32,10 +32,10 @@ def check_unused_keys(config: Config, given: Mapping[Path, bool], chosen: Iterab
     """Keys set explicitly that this run does not read.
 
     Args:
-        given: their paths -> whether they were set on the command line.
-        chosen: the groups whose option was set on the command line.
+        given: Path of each key -> whether it was set on the command line.
+        chosen: The groups whose option was set on the command line.
 
-    A key of the experiment's file is accepted if a setting on the command line is the cause that it is not read.
+    A key of the experiment's file is accepted if it is unread because of a setting on the command line.
     """
     by_hand = [path for path, on_command_line in given.items() if on_command_line] + [(group,) for group in chosen]
     problems = []
@@ -55,7 +55,7 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
 
 
 def _unread_of_pipeline(config: Config) -> Iterator[tuple[Path, Path, str]]:
-    """Keys that the pipeline, the debug mode or an environment's other keys leave unread."""
+    """Keys that are unread because of the pipeline, the debug mode or an environment's other keys."""
     if config.pipeline_spec.rank0_only:
         for key in type(config).model_fields:
             if key not in (*KEYS_OF_ALL, config.pipeline):
@@ -89,7 +89,7 @@ def _unread_of_pipeline(config: Config) -> Iterator[tuple[Path, Path, str]]:
 
 
 def _unread_of_sections(config: Config) -> Iterator[tuple[Path, Path, str]]:
-    """Keys that are unread because of the value of another key, mostly in the same section."""
+    """Keys that are unread because of another key's value, mostly in the same section."""
     if config.cluster.after != "chain":
         yield ("cluster", "num_links"), ("cluster", "after"), "an unfinished run is requeued"
     if config.cluster.container == "none":
@@ -149,7 +149,7 @@ def _unread_services(config: Config) -> Iterator[tuple[Path, Path, str]]:
 
 
 def _unread_objective(config: Config) -> Iterator[tuple[Path, Path, str]]:
-    """Keys of the algorithm that are not read because of the value of another of its keys."""
+    """Keys of the algorithm that are unread because of another algorithm key's value."""
     for place in ("reward", "loss"):
         if not getattr(config.algorithm, f"kl_{place}_coef"):
             yield ("algorithm", f"kl_{place}_estimator"), ("algorithm",), f"kl_{place}_coef is 0"

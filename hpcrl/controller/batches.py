@@ -20,7 +20,7 @@ class BatchHandle:
         mini_batches: Samples of each mini-batch, over all ranks.
         rows: Trainer rank -> its samples, ascending, in the order of the rank's rows; for each data-parallel group
             (hpcrl.spec.division) only the first rank is listed.
-        rows_by_role: Role -> the same mapping, for roles on other ranks.
+        rows_by_role: The same mapping for each role on ranks other than the trainer's.
         prompts: Sample -> its prompt, if group members share one.
         keep_together: Samples with the same number are always in one micro-batch (preference pairs).
         weights: Sample -> its weight in the loss, if not 1.
@@ -44,7 +44,7 @@ class BatchHandle:
         return sorted(self.sizes)
 
     def rows_of(self, role: str) -> dict[int, list[int]]:
-        """Samples per rank for a role."""
+        """A role's samples per rank."""
         return self.rows_by_role.get(role, self.rows)
 
     @property
@@ -91,8 +91,8 @@ def lay_out(config: Config, layout: RoleLayout, step: int, sizes: Mapping[int, S
 
 def split_mini_batches(samples: Sequence[int], count: int) -> list[list[int]]:
     """Divide samples, ordered by prompt, into `count` mini-batches, each with a few group members of every prompt.
-    Mini-batches of whole groups share prompts more often, but learnt less from the same rollouts: an optimizer step
-    then has fewer prompts (docs/measured.md)."""
+    Mini-batches of whole groups would share more prompts, but the policy learnt less from the same rollouts, since an
+    optimizer step then has fewer prompts (docs/measured.md)."""
     return [list(samples[i::count]) for i in range(count)]
 
 
@@ -104,7 +104,7 @@ def assign_rows(
     keep_together: Mapping[int, int] | None = None,
 ) -> dict[int, list[int]]:
     """Samples per rank, ascending: each part (mini-batch) is balanced over the ranks by its own lengths. Samples with
-    the same number stay on one rank: in `prompts` if possible, in `keep_together` always."""
+    equal numbers in `keep_together` are always on one rank; samples with equal numbers in `prompts` are if possible."""
     rows: dict[int, list[int]] = {rank: [] for rank in ranks}
     for part in parts:
         groups = None if prompts is None else [prompts[sample] for sample in part]

@@ -1,4 +1,4 @@
-"""A run's optional output (completions, pages, plot, summary). Its failure fails no run: training is recorded first."""
+"""A run's optional output (completions, pages, plot, summary). The run succeeds even if this output cannot be made."""
 
 from __future__ import annotations
 

@@ -35,7 +35,12 @@ from hpcrl.spec.tables import ROLES
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a run. first_step: the restored checkpoint's step, else 0. evaluation: None without generators."""
+    """The parts of a run.
+
+    Args:
+        first_step: The restored checkpoint's step, or 0 without a checkpoint.
+        evaluation: None without generators.
+    """
 
     roles: Roles
     trainer: Trainer
@@ -57,7 +62,7 @@ def build(
     model_path: Path,
     attempt: int,
 ) -> Parts:
-    """Build the engines of all ranks and restore the newest checkpoint. `background`: the controller's; it continues
+    """Build the engines of all ranks and restore the newest checkpoint. `background` is the controller's; it continues
     rollouts generated ahead, and commits saves. ValueError for invalid user input, other errors as in Controller.call()
     and Checkpoints.restore()."""
     tokenizer = _load_tokenizer(model_path, config)

@@ -59,12 +59,12 @@ class Stateful(Adapting, Protocol):
     """A holder of the run's position in the data."""
 
     def held(self) -> dict[int, list[int]]:
-        """First rank of a replica -> samples of the state that it holds."""
+        """First rank of each replica -> the samples of this state that the replica holds."""
 
 
 @dataclass
 class _Snapshot:
-    """A running save. stall_s: how long it blocked the ranks; `committing` exists once all files are written."""
+    """A running save. `stall_s` is how long it blocked the ranks; `committing` exists once all files are written."""
 
     step: int
     folder: Path
@@ -94,7 +94,7 @@ class Checkpoints:
         owner: Stateful,
         adapting: Sequence[Adapting],
     ):
-        """owner: holds the run's position in the data; adapting: other parts with small state, such as the trainer."""
+        """`owner` holds the run's position in the data; `adapting` are other parts with small state (trainer)."""
         self._controller, self._layout, self._config = controller, layout, config
         self._run_dir, self._root, self._attempt = run_dir, run_dir / "checkpoints", attempt
         self._owner, self._adapting = owner, adapting
@@ -155,7 +155,7 @@ class Checkpoints:
             self._drain(wait=True)
 
     def save_within(self, step: int, seconds: float) -> int:
-        """save(step), or only commit the running save if that would take over `seconds`; return the last saved step."""
+        """save(step), but only commit the running save if another takes over `seconds`; return the last saved step."""
         if self._snapshot is not None and self.expected_save_s() > seconds:
             self._drain(wait=True)
         else:
@@ -172,7 +172,7 @@ class Checkpoints:
             shutil.rmtree(folder, ignore_errors=True)  # if a rank still writes into it, the next attempt removes it
 
     def _begin(self, step: int, copy: bool = True) -> None:
-        """Start to write each rank's state, or its copy if training continues; keep this boundary's small state."""
+        """Start to write each rank's state, or a copy if training continues; keep the small state of this step."""
         began = time.perf_counter()
         self.check_owner()  # begin() removes other files of this step, which may be a newer attempt's
         with self._explained(step):
@@ -288,7 +288,7 @@ class Checkpoints:
         return _explained(f"what was written {since(step)} not set aside in {self._run_dir}", NotSavedError)
 
     def _damage(self, folder: Path, entries: Sequence[FileEntry]) -> str:
-        """The first defect that a rank finds in the files; every trainer rank reads its share."""
+        """The first defect that any rank finds in the files; every trainer rank reads its share."""
         start, trainers = time.perf_counter(), self._layout.ranks["trainer"]
         shares = {rank: entries[i :: len(trainers)] for i, rank in enumerate(trainers)}
         files = {rank: [(entry.path, entry.size, entry.sha256) for entry in share] for rank, share in shares.items()}

@@ -80,9 +80,8 @@ class Trainer:
         return self._advantage_stats
 
     def update(self, batch: BatchHandle) -> Stats:
-        """All optimizer steps of a batch: the objective's epochs x the batch's mini-batches, without fully masked
-        mini-batches; none while only the critic is trained (critic.warmup_steps). Then the algorithm adapts its
-        coefficients."""
+        """Take a batch's optimizer steps: one per epoch and mini-batch, except for fully masked mini-batches, and none
+        while only the critic is trained (critic.warmup_steps). Then the algorithm adapts its coefficients."""
         start, coefficients = time.perf_counter(), self._algorithm.coefficients
         stats = {name: scalar(value) for name, value in coefficients.items() if not name.startswith("_")}
         if batch.step > self._config.policy_waits:
@@ -195,8 +194,8 @@ class RolloutTransfer:
     def transfer_rollouts(
         self, config: Config, step: int, collected: CollectedRollouts, truncated: bool, decoupled: Mapping[int, float]
     ) -> BatchHandle | None:
-        """Move collected samples from their replicas to the ranks that train on them. None, and no rank keeps the
-        batch, if a replica that held some of the samples was lost.
+        """Move collected samples from their replicas to the ranks that train on them. Returns None if a replica that
+        held some of the samples was lost; then no rank keeps the batch.
 
         Args:
             truncated: Include behaviour log-probs.
@@ -262,11 +261,11 @@ def updates(
     num_epochs: int,
     make: Callable[[int, list[list[int]], float, float], messages.TrainStep | messages.TrainCritic],
 ) -> tuple[Stats, int]:
-    """Run the optimizer steps of `num_epochs` passes over all mini-batches, on the ranks of trainer or critic. Returns
-    (statistics, number of mini-batches skipped because masks leave them no tokens).
+    """Run the optimizer steps of `num_epochs` passes over all mini-batches, on the trainer's or the critic's ranks.
+    Returns (statistics, number of mini-batches skipped because masks leave them no tokens).
 
     Args:
-        make: Builds a rank's command from batch, micro-batches, tokens and sequences.
+        make: Builds a rank's command from the batch, its micro-batches, and the numbers of tokens and sequences.
     """
     started, num_empty = [], 0
     for _ in range(num_epochs):

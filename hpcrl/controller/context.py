@@ -157,7 +157,7 @@ class Run:
 
 
 def _what_is_saved(step: int, saved: int) -> str:
-    """saved: the newest checkpoint's step, an earlier step if there was only time to finish its save."""
+    """`saved` is the newest checkpoint's step, below `step` if there was only time to finish an earlier save."""
     if saved == step:
         return "everything is saved"
     return f"saved up to step {saved}: there was no time for another save"

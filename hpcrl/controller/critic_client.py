@@ -37,7 +37,7 @@ class Critic:
         return merge([answers_stats(answers.values()), timed("time/values", start)])
 
     def update(self, batch: BatchHandle) -> Stats:
-        """All optimizer steps of a batch on the advantage estimator's returns, with the policy's numbers of epochs and
+        """Take a batch's optimizer steps on the advantage estimator's returns, with the policy's numbers of epochs and
         mini-batches."""
         if not self.ranks:
             return {}

@@ -12,13 +12,13 @@ from hpcrl.cluster import slurm
 
 ASK_EVERY_S = 60.0  # the time limit may change while the job runs
 ASK_S = 2.0  # timeout of the query, for which training waits; without an answer the last known end counts
-RECENT = 5  # number of steps, of which the longest counts
+RECENT = 5  # number of recent steps; the longest one counts
 MARGIN = 1.2
-SPARE_S = 5.0  # for leaving the world and writing the outcome
+SPARE_S = 5.0  # time for leaving the world and writing the outcome
 
 
 class Deadline:
-    """The end of this process's Slurm job; none outside Slurm. clock: returns seconds since the epoch, like Slurm."""
+    """The end of this process's Slurm job, if any. `clock` returns seconds since the epoch, as Slurm's times are."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ, clock: Callable[[], float] = time.time):
         self._own, self._clock = slurm.own_job(environ), clock

@@ -158,7 +158,7 @@ def _caption(before: Sequence[_Spoken]) -> str:
 
 
 def _drawn(grid: Sequence[str], caption: str, size: tuple[int, int]) -> Image:
-    """Draw a grid. size: columns and rows of the largest grid."""
+    """Draw a grid. `size` is the largest grid's number of columns and rows."""
     from matplotlib import get_data_path
     from PIL import Image, ImageDraw, ImageFont
 

@@ -164,7 +164,7 @@ def _validation_prompts(config: Config, tokenizer: Any) -> list[Prompt]:
 
 
 def _score_stats(prefix: str, collected: CollectedRollouts, domains: Sequence[str]) -> Stats:
-    """An evaluation's scores and lengths. domains: one per prompt, in order; several domains also get separate ones."""
+    """An evaluation's scores and lengths. `domains` names each prompt's domain; several also get separate scores."""
     samples = [group.samples[0] for group in collected.groups]  # in order of uid
     shown = []
     for sample, domain in zip(samples, domains, strict=True):

@@ -52,8 +52,13 @@ class Guard:
         deadline: Deadline,
         max_mismatch: float | None = None,
     ):
-        """fence: raises SupersededError if another attempt owns the run. expected_save_s: returns a save's expected
-        duration."""
+        """Create the checks of a run.
+
+        Args:
+            fence: Raises SupersededError if another attempt owns the run.
+            expected_save_s: Returns a save's expected duration.
+            max_mismatch: Bound of check_mismatch(); None: no bound.
+        """
         self.fence = fence
         self._expected_save_s, self._signal_lead_s, self._deadline = expected_save_s, signal_lead_s, deadline
         self._max_mismatch = max_mismatch

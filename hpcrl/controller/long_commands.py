@@ -14,10 +14,10 @@ class Stalled(RankSilent):
 
 
 class PolledOperation:
-    """Work that ranks do in parallel to their commands. answers: finished rank -> its answer."""
+    """Work that ranks do in parallel to their commands. `answers` has the answer of every finished rank."""
 
     def __init__(self, controller: Controller, ranks: Iterable[int], doing: str):
-        """`doing`: the action on a file, for error messages, such as "reading"."""
+        """`doing` names the action on a file in error messages, such as "reading"."""
         self._controller, self._doing = controller, doing
         self._clock = AwakeClock(controller.command_s)
         self._reached: dict[int, tuple[int, float]] = dict.fromkeys(ranks, (0, self._clock.now()))

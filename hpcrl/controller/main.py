@@ -112,7 +112,7 @@ def _explain(error: BaseException, built: bool) -> tuple[ExitCode, str]:
             code = ExitCode.NO_PROGRESS
         case RankFailed(event=Failed(kind="storage")):
             code = ExitCode.NOT_SAVED
-        case BrokenPipeError():  # a rank's output has no reader: its job step has lost its daemon
+        case BrokenPipeError():  # a rank's output has no reader: the job step's daemon is gone
             code = ExitCode.RANK_KILLED
         case OSError() if is_storage_error(error):
             code = ExitCode.NOT_SAVED

@@ -16,12 +16,12 @@ CHECK_OWNER_S = 10.0
 
 
 class Rank0Run:
-    """The argument of such a pipeline. reason: one-line result, set at the end. resumes: not the first attempt."""
+    """The argument of a rank0_only pipeline. `reason` is its result in one line; `resumes`: not the first attempt."""
 
     last_step = 0
 
     def __init__(self, config: Config, run_dir: Path, attempt: int, tell_agent: Callable[[], None]):
-        """tell_agent: signals progress to the node agent, which ends a hanging rank 0."""
+        """`tell_agent` signals progress to the node agent, which otherwise ends rank 0 as hanging."""
         self.config, self.run_dir, self.resumes, self.reason = config, run_dir, attempt > 1, ""
         self._attempt, self._tell_agent = attempt, tell_agent
         self._stop_signal, self._checked = 0, time.monotonic()

@@ -35,7 +35,7 @@ class Rollouts:
         run_dir: Path,
         fence: Callable[[], None],
     ):
-        """replicas: from replica_capacity(). fence: raises if another attempt owns the run."""
+        """`replicas` comes from replica_capacity(); `fence` raises if another attempt owns the run."""
         self._loop, self._fabric, self._config = loop, transfer_group, config
         self.source, self._folder = source, run_dir / "rollouts"
         self._fence = fence

@@ -15,7 +15,7 @@ from hpcrl.spec.tables import TRACKERS
 
 
 def start_trackers(config: Config, run_dir: Path, resume_step: int) -> list[TrackerThread]:
-    """A thread for each configured tracker. resume_step: the restored checkpoint's step, -1 without one."""
+    """A thread for each configured tracker. `resume_step` is the restored checkpoint's step, -1 without one."""
     threads, tracked = [], id_of(run_dir)
     for name in config.trackers:
         make = functools.partial(make_tracker, config, run_dir, name, tracked)

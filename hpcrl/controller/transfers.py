@@ -27,8 +27,12 @@ def rollout_transfers(
     scored: Mapping[int, Mapping[str, Any]],
     fields: Sequence[str],
 ) -> Iterator[dict[int, TransferRollouts]]:
-    """The commands that form a batch on `dests`, as one dict by rank per part. scored: sample -> the scorer's fields by
-    name. fields: names of the generator's fields to transfer."""
+    """The commands that form a batch on `dests`, as one dict by rank per part.
+
+    Args:
+        scored: The scorer's fields of each sample, by name.
+        fields: Names of the generator's fields to transfer.
+    """
     given = {name for values in scored.values() for name in values}
     of_rows = [f for f in fields_of(Origin.SCORER, Level.ROW) if f.name in given or not f.optional]
     of_turns = fields_of(Origin.SCORER, Level.TURN)
@@ -60,8 +64,8 @@ def rollout_transfers(
 def token_transfers(
     batch: int, group: str, field: str, moves: Sequence[Move], ranks: Collection[int], dest: str = "trainer"
 ) -> Iterator[dict[int, SendTokens]]:
-    """The commands that send a token field to the ranks of the role `dest`, as one dict by rank per part; `ranks`: all
-    senders and receivers."""
+    """The commands that send a token field to the ranks of the role `dest`, as one dict by rank per part. `ranks` are
+    all senders and receivers."""
     for part in _parts(moves, ranks, PART_SAMPLES):
         yield {rank: SendTokens(batch, group, field, own, dest) for rank, own in part.items()}
 

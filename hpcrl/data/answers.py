@@ -20,8 +20,8 @@ REWRITES = (
 
 
 class SFTRows:
-    """Random access to (token_ids, loss_mask). Every assistant turn is marked, including its end token, unless the
-    message has `weight: 0`; in a pair, only turns after the prompt. per_row: number of sequences per row."""
+    """Random access to (token_ids, loss_mask). The mask has every assistant turn, including its end token, unless the
+    message has `weight: 0`; in a pair, only turns after the prompt. `per_row` is the number of sequences per row."""
 
     def __init__(self, config: DataConfig, split: Split, tokenizer: Any, seed: int, pairs: bool = False):
         if tokenizer.eos_token_id is None:
@@ -45,7 +45,7 @@ class SFTRows:
         return len(self._rows)
 
     def row(self, index: int) -> tuple[list[int], list[bool]]:
-        """Token ids and loss mask of a row, of equal length; of the chosen part of a pair. See sequences()."""
+        """Token ids and loss mask, of equal length, of a row or of a pair's chosen part. See sequences()."""
         return self.sequences(index)[0]
 
     def sequences(self, index: int) -> list[tuple[list[int], list[bool]]]:
@@ -84,7 +84,7 @@ class Rewritten(LeftOut):
 
 
 def turns_of(tokenizer: Any, row: Row) -> Iterator[tuple[str, bool]]:
-    """A row's pieces as (rendered text, whether it is trained on). Raises the chat template's errors, and LeftOut."""
+    """A row's parts as (rendered text, whether it is trained on). Raises the chat template's errors, and LeftOut."""
     assert row.turn is not None, "a row without an answer has an obstacle"
     end = end_of_turn(tokenizer) or tokenizer.eos_token
     done = ""
@@ -111,8 +111,8 @@ def turns_of(tokenizer: Any, row: Row) -> Iterator[tuple[str, bool]]:
 
 
 def _last(tokenizer: Any, row: Row, done: str, end: str) -> str:
-    """The last turn with its end token, as the template renders it after its prompt `done`; only its text if the
-    template does not render it, or would cut it."""
+    """The last turn with its end token, as the template renders it after the text `done` before it; only the turn's
+    text if the template does not render it, or would cut it."""
     turn = row.turn
     assert turn is not None
     text = ""

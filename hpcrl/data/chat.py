@@ -23,12 +23,10 @@ def render(
     tokenizer: Any, messages: Messages, tools: list[dict[str, Any]] | None, ask: bool = True, **variables: Any
 ) -> str:
     """The text of messages, for encode(); with `ask` it ends where the model's answer starts. Content that the template
-    would silently omit is written in another form (as_taken).
-
-    Special tokens in messages and tools contain a MARK, which plain() removes. Without a chat template: the contents,
-    one paragraph each. variables: further variables of the template, such as enable_thinking; they override bind()'s.
-    TemplateRefusal if the template raises any error, or would omit tool calls.
-    """
+    would silently omit is written in another form (as_taken). Without a chat template, each content is a paragraph.
+    Special tokens in messages and tools contain a MARK, which plain() removes. `variables` of the template, such as
+    enable_thinking, override bind()'s variables. TemplateRefusal if the template raises any error, or would omit tool
+    calls."""
     if getattr(tokenizer, "chat_template", None):
         messages, tools = as_taken(tokenizer, messages, tools)
         return apply_template(tokenizer, marked(tokenizer, messages), marked(tokenizer, tools), ask, **variables)
@@ -64,8 +62,8 @@ def end_ids(tokenizer: Any) -> tuple[int, ...]:
 
 
 def marked(tokenizer: Any, value: Any) -> Any:
-    """A value of a row with a MARK in every special token of its texts, including keys and nested values; unchanged
-    without a chat template. encode() then encodes them as plain text."""
+    """A row's value with a MARK in every special token of its texts, including keys and nested values, so encode()
+    encodes these tokens as plain text; unchanged without a chat template."""
     special = _special(tokenizer) if getattr(tokenizer, "chat_template", None) else None
     if special is None:
         return value
@@ -120,10 +118,8 @@ def _special(tokenizer: Any) -> re.Pattern[str] | None:
 def cut_to_fit(
     tokenizer: Any, messages: Messages, tools: list[dict[str, Any]] | None, max_tokens: int, **variables: Any
 ) -> tuple[str, list[int]] | None:
-    """(text, token ids) after cutting the start of the last message to leave at most `max_tokens`.
-
-    The template, other messages, and the end of the last message (usually the question) are kept; None if too long.
-    """
+    """(text, token ids) of at most `max_tokens`, after cutting the last message's start. The template, the other
+    messages and the last message's end (usually the question) are kept; None if these are too long."""
     content = messages[-1]["content"]
 
     def attempt(kept: int) -> tuple[str, list[int]]:

@@ -1,8 +1,8 @@
 """Rows from environments: `env:DOMAIN` gives episode starts, `expert:NAME` dialogues of a built-in environment's
 expert.
 
-The row's column env_seed determines the start of an episode, so group members start equally. Seeds below 2**30 belong
-to train, all other seeds to val.
+A row's column env_seed determines the start of an episode, so all group members start equally. Seeds below 2**30 are
+for train, all other seeds for val.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def given_start(columns: Mapping[str, Any]) -> int | None:
 
 
 class StartTask:
-    """Starts for a domain's environment. ValueError if options are given, which belong to the environment's section."""
+    """Starts for a domain's environment. ValueError if options are given: they belong in the environment's section."""
 
     def __init__(self, name: str, options: dict[str, Any], size: int, seed: int, split: str):
         if options:
@@ -57,7 +57,7 @@ class ExpertOptions(Section):
     env: dict[str, Any] = {}
     """Options of the environment."""
     noise: Share = 0.0
-    """Probability that a turn is any action instead of the expert's."""
+    """Probability that a turn is a random action instead of the expert's."""
     max_turns: Positive = 10
     """Maximum turns of an episode."""
 

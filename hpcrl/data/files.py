@@ -42,8 +42,8 @@ class BadRow(ValueError):
 
 
 class Table(Protocol):
-    """Rows as plain dicts. `digest` changes with the content. `fixed_domain`: the domain of all rows, if known.
-    `padded`: absent keys of nested values are null, as in Arrow."""
+    """Rows as plain dicts. `digest` changes with the content. `fixed_domain` is the domain of all rows, if known. If
+    `padded`, absent keys of nested values are null, as in Arrow."""
 
     fixed_domain: str | None
     padded: bool
@@ -54,7 +54,7 @@ class Table(Protocol):
     def __len__(self) -> int: ...
 
     def folder(self, index: int) -> Path:
-        """Where the relative paths in a row begin."""
+        """The folder to which a row's paths are relative."""
 
     def row(self, index: int) -> dict[str, Any]:
         """The raw row; BadRow if it is unreadable."""
@@ -228,7 +228,7 @@ class ArrowTable:
         return {key: self._as_text(value, index, key) for key, value in row.items()} if self._has_bytes else row
 
     def _as_text(self, value: Any, index: int, column: str) -> Any:
-        """Decode bytes as text: some parquet writers have no text type. The content of images stays."""
+        """Decode bytes as text, since some parquet writers have no text type. The content of images is unchanged."""
         if isinstance(value, bytes):
             name, _, inner = column.partition(".")
             if name in IMAGE_COLUMNS and inner == "bytes":

@@ -12,7 +12,7 @@ from hpcrl.spec.media import IMAGE, Medium
 
 NAMES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 BEGINNINGS = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"BM", b"II*\x00", b"MM\x00*")
-"""First bytes of the files of NAMES."""
+"""First bytes of the formats in NAMES."""
 MAX_MEDIA_BYTES = 16 << 20
 """Limit for all media of a prompt, which are sent in one message with the row (hpcrl.data.rows.MAX_ROW_BYTES)."""
 IN_MESSAGES = "images in messages are not read by this version; name them in a column images"
@@ -44,8 +44,8 @@ class ImageFile:
 
 
 def image_column(raw: dict[str, Any]) -> str | None:
-    """The column of a row that holds its images, None if it has none. A row's `image` may be a text of another meaning,
-    such as a container."""
+    """The column of a row that holds its images; None if it has none. A row's `image` may be a text with another
+    meaning, such as a container image."""
     if raw.get("images"):
         return "images"
     image = raw.get("image")
@@ -54,8 +54,8 @@ def image_column(raw: dict[str, Any]) -> str | None:
 
 
 def images_of(value: Any, column: str, where: str, folder: Path) -> tuple[ImageFile, ...]:
-    """The images of a column, each a path in `folder`, the bytes of a file, or {"bytes": ..., "path": ...} as of
-    `datasets`. BadRow if one cannot be read, or all are too large together."""
+    """The images of a column, each a path in `folder`, the bytes of a file, or {"bytes": ..., "path": ...} as in
+    `datasets`. BadRow if one cannot be read, or if their total size is too large."""
     listed = isinstance(value, list | tuple)
     images = [
         _image(given, f"{where}: {column}[{n}]" if listed else f"{where}: {column}", folder)

@@ -34,8 +34,8 @@ EXAMPLES = ("default", "const", "example", "enum", "examples")
 
 
 def read_messages(value: Any, where: str, key: str, padded: bool = False) -> Messages:
-    """The messages of column `key`: text is one user message, a JSON list of messages is parsed. padded: absent keys
-    are null (Arrow). BadRow names the invalid message."""
+    """The messages of column `key`: text is one user message, a JSON list of messages is parsed. If `padded`, absent
+    keys are null (Arrow). BadRow names the invalid message."""
     if isinstance(value, str):
         if not value.strip():
             raise BadRow(f"{where}: {key} is empty")
@@ -184,8 +184,8 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _schema(value: Any, padded: bool, named: bool = False) -> Any:
-    """A tool's description without keys that are null, except example values (EXAMPLES) if not padded. named: the keys
-    are parameter names, not keywords."""
+    """A tool's description without keys that are null, except example values (EXAMPLES) if not `padded`. If `named`,
+    the keys are parameter names, not keywords."""
     if isinstance(value, list):
         return [_schema(inner, padded) for inner in value]
     if not isinstance(value, dict):

@@ -19,7 +19,7 @@ HUB_NAME = re.compile(r"([A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*)(?:/(.+))?")
 NOT_ROWS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """Files that `datasets` writes in addition to the rows."""
 NUMBER = re.compile(r"(?<![A-Za-z0-9])(\d+|of|[0-9a-f]*\d[0-9a-f]{3,}|c000)(?![A-Za-z0-9])")
-"""The differences between the names of files that belong together: numbers and digests."""
+"""The parts in which the names of files that belong together differ: numbers and digests."""
 MAX_SEEN = 50_000
 MAX_NAMED = 6
 

@@ -1,5 +1,5 @@
-"""The text of a model's turn for rewards and environments: with its reasoning within <think> and </think>, whatever
-marks the model's family uses, and without control tokens.
+"""The text of a model's turn for rewards and environments, without control tokens, and with its reasoning within
+<think> and </think> for every model family's marks.
 
 Text from a model is hostile: nothing here takes quadratic time.
 """
@@ -31,7 +31,7 @@ MESSAGE, HEADER_CHARS = "<|message|>", 1000
 END = re.compile(r"<\|(?:end|return|call|start)\|>")
 CHANNEL = re.compile(r"<\|channel\|>\s*(\w{1,32})")
 TAIL_TOKENS = 32
-"""Number of last tokens of a prompt in which a mark that begins the reasoning is searched; every mark is shorter."""
+"""Number of a prompt's last tokens that are searched for a mark that begins the reasoning; every mark is shorter."""
 ASKED, THOUGHT, SAID = "0ASKED0", "0THOUGHT0", "0SAID0"
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking", "thought")
 
@@ -63,8 +63,8 @@ class TurnTexts:
         self._control = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def of(self, turns: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]]) -> list[str]:
-        """The text of each turn. prompts: at least the last TAIL_TOKENS tokens before each turn. A turn whose prompt
-        has begun the reasoning (<think> at its end) begins with <think>."""
+        """The text of each turn. `prompts` has at least the last TAIL_TOKENS tokens before each turn. If a prompt has
+        begun the reasoning (<think> at its end), its turn's text begins with <think>."""
         if not turns:  # transformers would decode an empty list to one text
             return []
         decode = self._tokenizer.batch_decode
@@ -85,7 +85,7 @@ class TurnTexts:
             return "".join(_channels(text))
         begun = tail.rstrip().endswith(self._begins) and not text.lstrip().startswith(self._begins)
         if others := {begin: end for begin, end in self._others.items() if begin in text or end in text}:
-            text = _without(text, OPEN, CLOSE)  # is text of the task for such a model
+            text = _without(text, OPEN, CLOSE)  # <think> is text of the task for such a model
             for begin, end in others.items():
                 text = text.replace(begin, OPEN).replace(end, CLOSE)
         text = f"{OPEN}\n{text}" if begun else text

@@ -12,9 +12,9 @@ from hpcrl.data.template_forms import TemplateRefusal
 
 
 class RowCheck:
-    """Finds rows that a chat template refuses. answers: render the answers too, since they are trained on. After the
-    scan, `skipped` has the number of rows whose earlier turns the template rewrites, which a supervised run skips, and
-    `file:line` of the first."""
+    """Finds rows that a chat template refuses; with `answers` it renders the answers too, since they are trained on.
+    After the scan, `skipped` has the number of rows whose earlier turns the template rewrites, which a supervised run
+    skips, and `file:line` of the first."""
 
     def __init__(self, template: Any, model: str, config: DataConfig, answers: bool = False):
         self._template, self._model, self._config, self._answers = template, model, config, answers

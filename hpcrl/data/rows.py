@@ -43,7 +43,7 @@ class Row:
     """`messages` end with the turn to answer; `turn` is a reference answer for the SFT pipeline, an assistant turn with
     all its keys; `extra` has all columns except prompt and images, including the answer; `variables` are the row's own
     variables for the chat template. In a pair (hpcrl.data.pairs) the row is the chosen part, `rejected` the other part,
-    and the first `prompt_messages` messages are not learned from."""
+    and the first `prompt_messages` messages are not trained on."""
 
     messages: Messages
     answer: Any
@@ -58,7 +58,7 @@ class Row:
 
 
 ReadRow = Callable[[dict[str, Any], DataConfig, str | None, str, bool, Path], Row]
-"""parse_row, or another function of its arguments."""
+"""parse_row, or a function with the same arguments."""
 
 
 def parse_row(
@@ -72,10 +72,10 @@ def parse_row(
     """Parse a raw row. BadRow describes an error.
 
     Args:
-        fixed_domain: domain that replaces the row's tag; None: use the tag.
-        where: place of the row, for errors.
-        padded: absent keys of nested values are null.
-        folder: where relative paths in the row begin.
+        fixed_domain: Domain that replaces the row's tag; None: use the tag.
+        where: Place of the row, for errors.
+        padded: Whether absent keys of nested values are null.
+        folder: Folder to which the row's paths are relative.
     """
     key, pictures = _first(raw, config.prompt_key, PROMPT_KEYS), image_column(raw)
     if key is not None and (place := image_in_messages(raw[key], key)):
@@ -177,7 +177,7 @@ def learning_obstacle(row: Row) -> str:
 
 
 def _check_size(written: str | None, extra: dict[str, Any], where: str) -> None:
-    """BadRow if the row is too large to send, which would end the run. `written`: an answer that is not a column."""
+    """BadRow if the row is too large to send, which would end the run. `written` is an answer that is not a column."""
     try:
         num_bytes = len(msgspec.json.encode((written, extra)))
     except TypeError as error:  # a numpy number, from a generated source
@@ -248,7 +248,7 @@ def start_domains(config: DataConfig, split: Split) -> dict[str, str]:
 
 
 class ChecksRows(Protocol):
-    """A check of rows that needs other data than the row, such as the chat template."""
+    """A check of rows that needs more than the row, such as the chat template."""
 
     def problem_of(self, row: Row, where: str) -> str:
         """The row's problem in one line, or empty."""
@@ -262,12 +262,12 @@ class RowSet:
         read: Parser of a raw row.
 
     Attributes:
-        domain_names: In order of appearance.
+        domain_names: Names of the domains, in order of appearance.
         domains: int32 [rows], each row's index into domain_names.
         unanswered: Domain -> number of rows without an answer, and `file:line` of the first.
-        unlearnable: learning_obstacle() -> number and first of such rows.
-        own_variables: Domain -> number and first of rows with template variables.
-        media: Kind (hpcrl.spec.media) -> number and first of rows with such media.
+        unlearnable: Result of learning_obstacle() -> number of such rows, and the first.
+        own_variables: Domain -> number of rows with template variables, and the first.
+        media: Kind (hpcrl.spec.media) -> number of rows with such media, and the first.
     """
 
     def __init__(
@@ -433,7 +433,7 @@ def read_splits(
     read_train: ReadRow = parse_row,
 ) -> tuple[dict[Split, RowSet], list[str]]:
     """The valid rows of data.train and data.val, and all errors of other rows that can be found without a tokenizer,
-    one line each. checks: further checks of a split's rows. read_train: parser of a raw row of data.train."""
+    one line each. `checks` are further checks of a split's rows; `read_train` parses a raw row of data.train."""
     found: dict[Split, RowSet] = {}
     problems: list[str] = []
     splits: tuple[Split, ...] = ("train", "val")

@@ -45,12 +45,10 @@ class _Stream:
 
 
 class PromptSource:
-    """An endless stream of a split's prompts. `ledger` holds the drawn prompts that have no outcome yet.
-
-    With data.domain_interleave_probs, every `batch_size` prompts contain int(p x batch_size) of each domain, spread
-    evenly; the last domain gets the remainder. A prompt that cannot be trained on is replaced by one of its domain:
-    immediately if it is too long, else when replace() is called.
-    """
+    """An endless stream of a split's prompts. `ledger` has the drawn prompts without an outcome. With
+    data.domain_interleave_probs, every `batch_size` prompts contain int(p x batch_size) of each domain, distributed
+    evenly; the last domain gets the remainder. A prompt that cannot be trained on is replaced by another prompt of its
+    domain: immediately if it is too long, else when replace() is called."""
 
     def __init__(self, config: DataConfig, split: Split, tokenizer: Any, seed: int, batch_size: int):
         """ValueError lists all errors of the data, one line each."""
@@ -167,12 +165,12 @@ class PromptSource:
 
     @property
     def _mixed(self) -> bool:
-        """Whether domains have shares of a batch; otherwise the batch size has no influence."""
+        """Whether domains have shares of a batch; otherwise the order does not depend on the batch size."""
         return len(self._streams) > 1
 
     def head(self, count: int) -> list[Prompt]:
-        """For evaluation: the first `count` rows (or fewer) that are not over-long, from the domains in turn, in data
-        order within each. The uid is the row's index; the ledger is not changed."""
+        """For evaluation: the first `count` rows (or fewer) that are not over-long, from the domains in turn, in the
+        data's order within each domain. The uid is the row's index; the ledger is not changed."""
         found: list[Prompt] = []
         for row in self._rows.domains_in_turn().tolist():
             if len(found) == count:

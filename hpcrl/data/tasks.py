@@ -74,10 +74,10 @@ class ProgramOptions(Section):
 
 
 class RepeatOptions(Section):
-    """Options of the task repeat: two words, each so many times, as instructions of IFEval."""
+    """Options of the task repeat: IFEval instructions to write each of two words a number of times."""
 
     max_times: Positive = 3
-    """Maximum times of a word."""
+    """Maximum number of times for a word."""
 
 
 def _sort_digits(rng: random.Random, options: SortOptions) -> dict[str, Any]:
@@ -179,8 +179,8 @@ def make_reasoning_gym(name: str, size: int, seed: int, options: dict[str, Any])
 
 
 def make_task(path: str, options: dict[str, Any], size: int | None, seed: int, split: Split) -> Task:
-    """The task of a generated source, with epochs of `size` rows (null: 65536, val 1024). ValueError describes an error
-    of name, options or size."""
+    """The task of a generated source, with epochs of `size` rows (None: 65536, for val 1024). ValueError describes an
+    error of name, options or size."""
     kind, _, name = path.partition(":")
     rows = size or DEFAULT_SIZE[split]
     if kind in EPISODES:

@@ -45,7 +45,7 @@ For each call, write a JSON object with the name of the function and its argumen
 
 
 class TemplateRefusal(ValueError):
-    """The chat template cannot render the messages. reason: why."""
+    """The chat template cannot render the messages; `reason` is why."""
 
     def __init__(self, reason: str):
         super().__init__(f"the chat template refuses the messages: {reason}")
@@ -91,8 +91,8 @@ def as_taken(tokenizer: Any, messages: Messages, tools: Tools | None) -> tuple[M
 
 
 def shows_results(tokenizer: Any, results: Messages, called: bool) -> bool:
-    """Whether the template shows these tool results after a turn. called: whether the preceding turn has tool calls;
-    otherwise it is text."""
+    """Whether the template shows these tool results after a turn, which has tool calls if `called` and otherwise only
+    text."""
     keys = tuple(sorted({key for message in results for key in message}))
     return _shows_results(tokenizer, chat_template(tokenizer), keys, called)
 

@@ -60,7 +60,7 @@ class _TokenizerFile(msgspec.Struct):
 @dataclass(eq=False)
 class FolderTemplate:
     """A model folder's chat template and special tokens, with the attribute names of transformers' tokenizers, so
-    render() accepts either. special_tokens: role, such as eos_token -> text."""
+    render() accepts both. `special_tokens` maps roles, such as eos_token, to texts."""
 
     chat_template: str | dict[str, str] | None
     special_tokens: dict[str, str] = field(default_factory=dict)
@@ -180,7 +180,7 @@ def _environment() -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """{% generation %} marks the model's text, and changes no text."""
+        """{% generation %} marks the model's text; it does not change any text."""
 
         tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it
 

@@ -46,7 +46,7 @@ def find_template(config: Config) -> FolderTemplate | None:
 
 
 def check_variables(config: Config, template: FolderTemplate) -> Iterator[Problem]:
-    """Variables of data.chat_template_kwargs that the template does not read."""
+    """Refuses variables of data.chat_template_kwargs that the template does not read."""
     given = config.data.chat_template_kwargs
     if given and not template.chat_template:
         text = f"the tokenizer of {config.model.path} has no chat template that could read {', '.join(given)}"

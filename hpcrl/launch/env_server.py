@@ -47,8 +47,8 @@ UNREAD = (401, 413)
 
 
 class EnvReset(msgspec.Struct, forbid_unknown_fields=True):
-    """Starts a session. row: the columns of the prompt's row, with prompt, answer and messages. max_turns: the run's
-    limit; None if the client did not send one."""
+    """Starts a session. `row` has the columns of the prompt's row, with prompt, answer and messages; `max_turns` is the
+    run's limit, None if the client did not send one."""
 
     section: str
     seed: int
@@ -58,7 +58,7 @@ class EnvReset(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class EnvStep(msgspec.Struct, forbid_unknown_fields=True):
-    """number: the step's index in its session, from 0; a repeated request gets the same answer."""
+    """Takes a step. `number` is its index in the session, from 0; a repeated request gets the same answer."""
 
     session: str
     number: int
@@ -66,7 +66,7 @@ class EnvStep(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class EnvClose(msgspec.Struct, forbid_unknown_fields=True):
-    """Ends a session; one that has ended already is no error."""
+    """Ends a session; it is no error if the session has already ended."""
 
     session: str
 
@@ -234,7 +234,7 @@ _ANSWERS: dict[str, tuple[type[msgspec.Struct], Any]] = {
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-    server_version, sys_version = "hpcrl", ""  # no versions for strangers
+    server_version, sys_version = "hpcrl", ""  # discloses no versions
     timeout = READ_S
     server: EnvServer
 

@@ -37,13 +37,13 @@ from hpcrl.system.log import message_of
 FORGOTTEN = "FORGOTTEN"
 """State of a job that ended minutes ago: scontrol no longer lists it, and sacct does not answer either."""
 MAX_RELEASES = 3
-"""Maximum releases of a job: one that is held every time meets a node that must be repaired or excluded."""
+"""Maximum releases of a job. If Slurm holds it again each time, a node must be repaired or excluded."""
 NO_JOB = "none"
 """Job id of a run that was already finished."""
 
 
 def run(*arguments: str) -> tuple[str, ...]:
-    """What to submit: the arguments of a run, as for `python -m hpcrl.launch`."""
+    """The arguments of a run to submit, as for `python -m hpcrl.launch`."""
     return arguments
 
 
@@ -102,7 +102,7 @@ class RunPaths(JobPaths):
 
 
 class RunJob(Job[dict[str, Any]]):
-    """A submitted run; `folder`: its run folder. For a chain, the job id is the first job's, and the run is done when
+    """A submitted run; `folder` is its run folder. For a chain, the job id is the first job's, and the run is done when
     all jobs of the chain have ended. of_run() recreates the object in any process."""
 
     watcher = RunWatcher(delay_s=10)
@@ -186,7 +186,7 @@ class RunJob(Job[dict[str, Any]]):
         return RunPaths(self.run_dir / SLURM, job_id=link).stdout
 
     def _why(self) -> str:
-        """The message of the last attempt of these jobs, else their last line of output."""
+        """The message of these jobs' last attempt, else the last line of their output."""
         run = RunFolder(self.run_dir)
         if str(run.owner.get("job")) in self.links and (error := last_error(run)):
             return f"{run.owner.get('how', 'lost')}: {error}"
@@ -196,11 +196,9 @@ class RunJob(Job[dict[str, Any]]):
 
 class HpcrlExecutor(Executor):
     """Submits runs: `submit(run, *arguments)`, `map_array(run, ...)`, and `batch()` as with any executor of submitit.
-
-    folder: run folders are created in it as <run_name>, unless the arguments name one (run_dir=...).
+    Run folders are created as `folder`/<run_name>, unless the arguments name one (run_dir=...).
     update_parameters(account="x", time="02:00:00") sets cluster.account and cluster.time for later submissions. The
-    submitted function (`run` or any other) is called at once in this process and returns a run's arguments.
-    """
+    submitted function (`run` or any other) is called at once in this process and returns a run's arguments."""
 
     job_class = RunJob
 

@@ -32,8 +32,8 @@ PATHS = tuple(f"{section}.path" for section in SECTIONS)
 
 @dataclass
 class LaunchConfig:
-    """The configuration of a launch. arguments: those that made it; None if unknown. ignored: `key: stored -> now`
-    for each value that files now set differently than when the run began."""
+    """The configuration of a launch. `arguments` made it, None if unknown; `ignored` has `key: stored -> now` for each
+    value that files now set differently than when the run began."""
 
     reading: LoadedConfig
     arguments: tuple[str, ...] | None
@@ -73,8 +73,12 @@ def _keep(
     then: Config | None,
     overrides: Sequence[Override],
 ) -> LaunchConfig:
-    """The stored configuration, updated with the values that the arguments now change. then: the configuration that the
-    stored arguments yield today; None if they are invalid now and the arguments are unchanged. overrides: new ones."""
+    """The stored configuration, updated with the values that the arguments now change.
+
+    Args:
+        then: What the stored arguments yield today; None if they are invalid now and the arguments are unchanged.
+        overrides: The new arguments.
+    """
     old = stored.model_dump(mode="json")
     composition = Composition(file=ConfigFile(folder / CONFIG, old, of_run=True))
     composition.overrides = [*reading.composition.overrides]

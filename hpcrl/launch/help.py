@@ -92,8 +92,8 @@ def overview() -> str:
 
 
 def section(name: str) -> str:
-    """The text of --help SECTION: every key with its default and meaning; of --help SECTION.KEY, or of a top-level KEY:
-    only this key. ConfigError lists the sections."""
+    """The text of --help SECTION (every key with its default and meaning), --help SECTION.KEY or --help KEY (only this
+    key). For any other name, ConfigError lists the sections."""
     sections = _sections()
     top, _, below = name.partition(".")
     if name in Config.model_fields and name not in sections and name not in CHOICES:
@@ -161,7 +161,7 @@ def _parts(name: str) -> list[tuple[str, list[tuple[str, str]]]]:
 
 
 def _stem(name: str) -> str:
-    """Prefix of the keys of a section: keys of a mapping are below a name given by the user."""
+    """Prefix of a section's keys; in a mapping, keys are below a name that the user gives."""
     return f"{name}.NAME" if get_origin(Config.model_fields[name].annotation) is dict else name
 
 

@@ -16,10 +16,8 @@ NAME = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*")
 
 def find_model(path: str, plan_only: bool) -> str:
     """The folder of model.path: the path itself, or the cached snapshot of a hub name if the path does not exist.
-    ValueError if a name is not in the cache.
-
-    plan_only: the config.json included in hpcrl is enough (conf/model/ORG/NAME).
-    """
+    ValueError if a name is not in the cache. With `plan_only`, the config.json included in hpcrl is enough
+    (conf/model/ORG/NAME)."""
     if Path(path).exists() or not NAME.fullmatch(path):
         return path
     from huggingface_hub import snapshot_download  # takes .2 s to import

@@ -68,7 +68,7 @@ times as many before the agent's first activity."""
 SHORT_LIMIT = 5
 """Maximum jobs in a row that ended before a checkpoint: another job of this length would not reach one either."""
 KILLED_EARLY = {128 + number: SIGNAL_CODES.get(number, ExitCode.REQUEUE) for number in STOPPING}
-"""srun's message about an agent killed by a signal during its imports, before it could handle signals."""
+"""srun's exit code if a signal ended an agent during its imports, before it handled signals -> the run's exit code."""
 OPENED = "attempt {} in job {}, restart {}"
 """The first line of an attempt in its job's log."""
 ERROR = re.compile("^hpcrl: |error|fatal|failed|not found|no such", re.IGNORECASE)
@@ -76,7 +76,7 @@ CONSEQUENCE = re.compile(r"srun: error: \S+: tasks? [\d,-]+: ")  # how a task en
 LOG_BYTES, CAUSE_CHARS = 1 << 16, 300
 
 Taken = Literal["nodes", "time", "cancelled", ""]
-"""What Slurm or a user did: took nodes (preemption, lost node, scontrol requeue), time limit, cancelled, nothing."""
+"""What ended the job: nodes taken (preemption, lost node, scontrol requeue), time limit, cancelled, none of these."""
 
 
 def begin(arguments: Sequence[str]) -> int:
@@ -128,7 +128,7 @@ def _patience_s(config: Config) -> float:
 
 
 def _check_nodes(config: Config, layout: RoleLayout, given: list[int]) -> None:
-    """ConfigError if arguments added by hand need other nodes than the script requested."""
+    """ConfigError if arguments added by hand need different nodes than the script requested."""
     wanted = [len(component.nodes) for component in Placement.from_config(config, layout).components]
     if wanted != given:
         sizes = [" + ".join(map(str, nodes)) for nodes in (given, wanted)]

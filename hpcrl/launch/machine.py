@@ -34,7 +34,7 @@ def machine_notes(config: Config, layout: RoleLayout) -> Iterator[str]:
 
 
 def _lacking(config: Config) -> Iterator[Problem]:
-    """Engines of a local run that are not installed for this machine's GPUs."""
+    """Refuses engines of a local run that are not installed for this machine's GPUs."""
     if config.cluster.name != "local" or config.cluster.device == "cpu" or not visible_gpus(os.environ):
         return
     for path, name, spec in chosen(config):
@@ -44,7 +44,7 @@ def _lacking(config: Config) -> Iterator[Problem]:
 
 
 def _unusable(config: Config, layout: RoleLayout) -> Iterator[Problem]:
-    """This machine's GPUs are unusable for a local run, or fewer than its ranks."""
+    """Refuses a local run that cannot use this machine's GPUs, or has more ranks with a model than there are GPUs."""
     if config.cluster.name != "local":
         return
     ranks, device = range(layout.world_size), config.cluster.device

@@ -27,7 +27,7 @@ OPTIONAL_SIZES = ("head_dim", "num_key_value_heads", "intermediate_size", "max_p
 
 @dataclass
 class ModelFolder:
-    """Facts about the model in a folder. `problems`: a line for each error that prevents loading; `notes`: a line for
+    """Facts about the model in a folder. `problems` has a line for each error that prevents loading, `notes` a line for
     each missing file that a plan does not need."""
 
     path: Path
@@ -50,8 +50,8 @@ class ModelFolder:
 
 
 def inspect_model(path: Path, to_plan: bool = False, weightless: bool = False) -> ModelFolder:
-    """Read config.json and the weight files' headers of a folder in HF layout. to_plan: missing weights or a missing
-    tokenizer are notes. weightless: missing weights are notes, since nothing will load them."""
+    """Read config.json and the weight files' headers of a folder in HF layout. With `to_plan`, missing weights and a
+    missing tokenizer are notes; with `weightless`, missing weights are notes, since nothing will load them."""
     found = ModelFolder(path)
     if not path.is_dir():
         found.problems.append(f"model.path: no folder {path}; give one with config.json, *.safetensors and a tokenizer")

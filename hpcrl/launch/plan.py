@@ -26,8 +26,8 @@ NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 
 @dataclass
 class ShownRows:
-    """The plan's summary of the rows. counts: (split, source path) -> number of rows; examples: (label, text); notes:
-    warnings about rows that look wrong but may be intended."""
+    """The plan's summary of the rows. `counts` maps (split, source path) to the number of rows, `examples` are (label,
+    text), and `notes` are warnings about rows that look wrong but may be intended."""
 
     counts: dict[tuple[str, str], str] = field(default_factory=dict)
     examples: list[tuple[str, str]] = field(default_factory=list)

@@ -41,7 +41,7 @@ def prefetch(name: str, revision: str | None = None, folder: Path | None = None)
 
 
 def _explain(error: BaseException) -> str:
-    """The error of hub, network or disk, and the way out."""
+    """The error of hub, network or disk, and its remedy."""
     from huggingface_hub.constants import ENDPOINT
     from huggingface_hub.errors import (
         EntryNotFoundError,

@@ -226,7 +226,7 @@ def _look_into(
     section: str, path: str, plan_only: bool, check: Callable[[ModelFolder], Iterable[str]] = lambda found: ()
 ) -> tuple[str, ModelFolder | None, list[Problem]]:
     """(folder, its model, problems) of a section's own `path`, a folder or a hub name, which is returned unchanged if
-    the model is not found. check: yields lines that begin with model.path, as inspect_model()'s do."""
+    the model is not found. `check` yields lines that begin with model.path, as inspect_model()'s lines do."""
     found = None
     try:
         path = find_model(path, plan_only=plan_only)

@@ -91,8 +91,8 @@ exec {python} -m hpcrl.launch.job end "$run_dir" "$HPCRL_ATTEMPT" "$rc"
 
 
 def render(config: Config, placement: Placement, arguments: Sequence[str], python: str = "") -> str:
-    """The script. arguments: of the command line. python: the interpreter's path; without one, the script finds an
-    interpreter when it starts, since it may be submitted from any shell."""
+    """The script. `arguments` are the command line's and `python` is the interpreter's path; without one, the script
+    finds an interpreter when it starts, since it may be submitted from any shell."""
     cluster = config.cluster
     lines = ["#!/bin/bash", f"#SBATCH --job-name=hpcrl-{config.run_name}", *_job_options(cluster)]
     for i, component in enumerate(placement.components):

@@ -103,7 +103,7 @@ def _cards_to_advise_on(config: Config, kinds: Sequence[RankMemory]) -> list[str
 
 
 def _host_rows(config: Config, layout: RoleLayout, kinds: Sequence[RankMemory]) -> Iterator[PlanRow]:
-    """Host memory of the fullest node of each component, and whether it exceeds the available memory."""
+    """Host memory of each component's fullest node, and whether it exceeds the available memory."""
     for component in Placement.from_config(config, layout).components:
         need = max(host_bytes(kinds, node) for node in component.nodes)
         if not need:

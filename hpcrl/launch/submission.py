@@ -121,7 +121,7 @@ def _check_ended(run_dir: Path, claim: Path) -> None:
 
 
 def trial(config: Config, layout: RoleLayout) -> list[str]:
-    """A line of a dry run: when Slurm would start the job, why Slurm would refuse it, or why Slurm was not queried."""
+    """A line for a dry run: when Slurm would start the job, why it would refuse the job, or why it was not queried."""
     if config.cluster.name != "slurm":
         return []
     try:

@@ -33,7 +33,7 @@ MAX_NAME = 200
 
 @dataclass(frozen=True)
 class Point:
-    """One run of a sweep. name: its swept values, such as seed-0_trainer.lr-0.0001; also the name of its folder."""
+    """One run of a sweep. `name` has its swept values, such as seed-0_trainer.lr-0.0001, and also names its folder."""
 
     name: str
     arguments: list[str]

@@ -11,9 +11,9 @@ from hpcrl.launch.model_folder import TOKENIZERS
 
 
 def check_vocabulary(folder: Path, policy: Path) -> Iterator[str]:
-    """A line that begins with reference.path if a token of the policy's tokenizer has another id, or none, in the
-    folder's. Tokens that only the folder's has are allowed: no row contains them. Nothing if a folder has no tokenizer,
-    which inspect_model() reports."""
+    """A line that begins with reference.path if the folder's tokenizer lacks a token of the policy's tokenizer or gives
+    it another id. Additional tokens are allowed: no row contains them. Nothing if a folder has no tokenizer, which
+    inspect_model() reports."""
     files = [[name for name in TOKENIZERS if (place / name).is_file()] for place in (folder, policy)]
     common = next((name for name in files[0] if name in files[1]), "")
     if not all(files) or (common and (folder / common).read_bytes() == (policy / common).read_bytes()):

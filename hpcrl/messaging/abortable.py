@@ -45,7 +45,7 @@ def blocking_wait() -> Iterator[None]:
 
 
 def make_nccl(store: Any, rank: int, size: int) -> Any:
-    """A dist.ProcessGroupNCCL for large transfers, without a watchdog; its communicator comes later."""
+    """A dist.ProcessGroupNCCL for large transfers, without a watchdog. It creates its communicator when it connects."""
     options = dist.ProcessGroupNCCL.Options()
     options.config.max_ctas = CHANNELS
     with blocking_wait():
@@ -53,11 +53,9 @@ def make_nccl(store: Any, rank: int, size: int) -> Any:
 
 
 class AbortableGroup:
-    """A process group over world ranks, for point-to-point transfers, single or in batches (hpcrl.comm.batched_p2p).
-
-    A wait aborts the group if lost_ranks(), the world ranks that the controller treats as lost, contains a member, or
-    after timeout_s, not counting the time in which the job is suspended.
-    """
+    """A process group over world ranks, for point-to-point transfers, single or in batches (hpcrl.comm.batched_p2p). A
+    wait aborts the group if a member is in lost_ranks(), the world ranks that the controller treats as lost, or after
+    timeout_s, not counting time during which the job is suspended."""
 
     def __init__(
         self, group: Any, name: str, ranks: Sequence[int], timeout_s: float, lost_ranks: Callable[[], Collection[int]]
@@ -128,9 +126,9 @@ class AbortableWork:
         self._group, self._work = group, work
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block the host until the data is there, then return True. `timeout` replaces the group's timeout.
+        """Block the host until the data has arrived, then return True. `timeout` replaces the group's timeout.
 
-        GroupLost if a member is lost or the time is over (the tensors are then undefined), else the library's
-        RuntimeError."""
+        GroupLost if a member is lost or the timeout expires (the tensors are then undefined), RuntimeError for an error
+        of the library."""
         self._group.wait(self._work, None if timeout is None else timeout.total_seconds())
         return True

@@ -11,23 +11,23 @@ Events = list[tuple[int, Event]]
 
 
 class Background:
-    """Background work of rank 0, in which each part registers its own; it must never wait for another rank."""
+    """The functions that parts register as rank 0's background work; these must never wait for another rank."""
 
     def __init__(self, run_local: Callable[[], bool] | None = None):
-        """run_local: runs pending commands of this process's roles and returns whether there were any; called whenever
-        the controller waits. None if this process has no roles."""
+        """`run_local` runs pending commands of this process's roles and returns whether there were any; it is called
+        whenever the controller waits. None if this process has no roles."""
         self._run_local = run_local
         self._listener: Callable[[Events], None] | None = None
         self._checks: list[Callable[[], None]] = []
 
     def on_events(self, listener: Callable[[Events], None]) -> None:
-        """Pass events that arrive while answers are awaited to the only listener. Without a listener, events are kept
-        until Controller.events() returns them."""
+        """Register the only listener, which gets the events that arrive while the controller waits for answers.
+        Without a listener, events are kept until Controller.events() returns them."""
         assert self._listener is None, "events can be taken once"
         self._listener = listener
 
     def check(self, check: Callable[[], None]) -> None:
-        """Call `check` whenever events are awaited."""
+        """Register a check, which is called whenever the controller waits for events."""
         self._checks.append(check)
 
     # -- called by the controller

@@ -1,4 +1,4 @@
-"""Find this process's rank from the node agent, torchrun, MPI or Slurm, and share the store's address with all."""
+"""Get this process's rank from the node agent, torchrun, MPI or Slurm, and share the store's address with all ranks."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ PROBE_S = 2.0
 class ProcessInfo:
     """This process's position in the world.
 
-    kind: "rank" is one rank of the world; "agent" starts its node's ranks. launcher: the program that started the
-    process.
+    Args:
+        kind: "rank" is one rank of the world; "agent" starts its node's ranks.
+        launcher: The program that started the process.
     """
 
     kind: Literal["rank", "agent"]
@@ -36,8 +37,8 @@ class ProcessInfo:
 
 
 class _Launcher(NamedTuple):
-    """A launcher's environment variables, in order of preference. `local`: number of processes on this node, for
-    launchers that do not number nodes."""
+    """A launcher's environment variables, in order of preference. `local` names the number of processes on this node,
+    for launchers that do not number nodes."""
 
     name: Literal["torchrun", "mpi", "slurm"]
     marker: str

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 
 ROUNDS = 12  # polls per deadline
-KEEP_IDLE, KEEP_EVERY, KEEP_COUNT = 3, 9, 3  # probes start after 1/3 of a deadline without bytes: three, 1/9 apart
+KEEP_IDLE, KEEP_EVERY, KEEP_COUNT = 3, 9, 3  # three probes: after 1/3 of a deadline without bytes, then every 1/9
 UNANSWERED = 2 / 3
 """Fraction of a deadline after which a connection ends, as with the probes above; the rest is for handling the loss."""
 ESTABLISHED, CLOSE_WAIT = 1, 8  # enum of tcp_states.h

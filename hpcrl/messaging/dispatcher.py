@@ -35,7 +35,7 @@ CAUSE_S = 15.0  # an agent polls once a second and needs seconds to import torch
 
 
 class RankFailed(RuntimeError):
-    """A command raised on a rank. `event`: the rank's report."""
+    """A command raised on a rank. `event` is the rank's report."""
 
     def __init__(self, message: str, event: Failed):
         super().__init__(message)
@@ -70,7 +70,7 @@ Started = list[tuple[int, int]]
 
 
 class Controller:
-    """Pushes commands and collects answers. `background`: work that this process does while it waits."""
+    """Pushes commands and collects answers. `background` is work that this process does while it waits."""
 
     def __init__(
         self,

@@ -19,10 +19,10 @@ def mail_queue(rank: int) -> str:
 
 
 class Mailbox:
-    """Sends to other ranks' mailboxes and reads its own. broken: senders of which a message was lost."""
+    """Sends to other ranks' mailboxes and reads its own. `broken` lists the senders of lost messages."""
 
     def __init__(self, rank: int, sender: Sender, inbox: Inbox):
-        """inbox: the inbox of mail_queue(rank)."""
+        """`inbox` reads mail_queue(rank)."""
         self._rank, self._sender, self._inbox = rank, sender, inbox
         self._arrived: dict[type, list[MailItem]] = {Response: [], Turn: [], EnvObservation: []}
         self.broken: list[SenderEnded] = []

@@ -75,7 +75,7 @@ def owner(queue: str) -> int:
 
 
 class MailboxServer:
-    """Receives on a free port of `address`. wakeup: set after every entry, for readers that wait on several queues."""
+    """Receives on a free port of `address`. `wakeup` is set after every entry, for readers of several queues."""
 
     def __init__(self, address: str, key: bytes):
         """OSError if `address` cannot be listened on."""
@@ -92,12 +92,12 @@ class MailboxServer:
         return self._queues.setdefault(name, Queue())
 
     def publish(self, store: TCPStore, rank: int) -> None:
-        """Put the address into the store, for senders; call it when all queues of this mailbox server exist."""
+        """Put the address into the store, for senders. Call it once all queues of this mailbox server exist."""
         store.set(_address_key(rank), f"{self.address}:{self.port}")
 
     def close(self) -> None:
         """Stop receiving; all connections end."""
-        with contextlib.suppress(OSError):  # closed before
+        with contextlib.suppress(OSError):  # already closed
             self._server.shutdown(socket.SHUT_RDWR)
 
 
@@ -106,7 +106,14 @@ def _address_key(rank: int) -> str:
 
 
 class Dialer:
-    """Connects to the queues of a world's ranks, whose addresses are in the store."""
+    """Connects to the queues of a world's ranks, whose addresses are in the store.
+
+    Args:
+        connect_s: Timeout for opening a connection.
+        push_s: Timeout for sending an entry; a process receives nothing while native code holds its interpreter lock.
+        unreached: Called with a rank that accepts nothing, and the reason. If it is given, sending never blocks
+            (hpcrl.messaging.nonblocking_sender).
+    """
 
     def __init__(
         self,
@@ -117,9 +124,6 @@ class Dialer:
         push_s: float,
         unreached: Callable[[int, str], None] | None = None,
     ):
-        """connect_s, push_s: timeouts of a connection and of an entry (a process receives nothing while native code
-        holds its interpreter lock). unreached: for a sender that must not block (hpcrl.messaging.nonblocking_sender);
-        called with a rank that accepts nothing, and the reason."""
         self._store, self._key, self._sender, self._connect_s, self._push_s = store, key, sender, connect_s, push_s
         self._unreached = unreached
 
@@ -185,7 +189,7 @@ class _Sender:
     """One connection to the mailbox server."""
 
     def __init__(self, connection: socket.socket, key: bytes, taken: set[tuple[int, str]]):
-        """taken: (sender, queue) of all connections until now. OSError if the connection has ended."""
+        """`taken` has (sender, queue) of every connection so far. OSError if the connection has ended."""
         self.connection, self._key, self._drawn = connection, key, secrets.token_bytes(DRAWN_BYTES)
         self._taken, self._number = taken, 0
         self._queue: Arrivals | None = None  # until the sender has named itself and its queue

@@ -22,8 +22,8 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, tag=True, array_like=T
 
 
 class BuildRole(Message):
-    """Build a role's engine or pool. `ranks` share the engine's default group of epoch `epoch`. services: role ->
-    addresses of its ranks, for each role that serves requests and is already built."""
+    """Build a role's engine or pool. `ranks` share the engine's default group of epoch `epoch`. `services` maps every
+    role that serves requests, and is already built, to the addresses of its ranks."""
 
     role: str
     ranks: list[int]
@@ -32,8 +32,8 @@ class BuildRole(Message):
 
 
 class BuildGroup(Message):
-    """All of `ranks` join the explicit group `name`. replica: number of the replica to which the group sends weights,
-    if it does, from GPU to GPU if every rank has its own GPU."""
+    """All of `ranks` join the explicit group `name`. `replica` is the number of the replica to which the group sends
+    weights, if it does; it sends from GPU to GPU if every rank has its own GPU."""
 
     name: str
     ranks: list[int]
@@ -93,11 +93,8 @@ class Admit(Message):
 
 class DecodeChunk(Message):
     """Decode `num_tokens` iterations. The first rank of a replica answers with DecodeChunkDone, its other ranks with
-    Done.
-
-    receivers, envs: the living reward and env ranks; hpcrl.rollout.types.receiver_of() chooses the rank that gets a
-    finished sample or turn.
-    """
+    Done. `receivers` and `envs` are the living reward and env ranks, of which hpcrl.rollout.types.receiver_of() chooses
+    the rank that gets a finished sample or turn."""
 
     num_tokens: int
     receivers: list[int]
@@ -149,7 +146,7 @@ class SavePending(Message):
 
 
 class LoadPending(Message):
-    """Load these samples from a checkpoint, as held samples; `files`: all of its files with held samples."""
+    """Load these samples from a checkpoint, as held samples. `files` are all of its files with held samples."""
 
     folder: str
     files: list[str]
@@ -174,8 +171,8 @@ class ReadLastObservation(Message):
 
 
 class Move(msgspec.Struct, frozen=True, array_like=True):
-    """Samples sent from rank `source` to rank `dest`, in this order; lengths in tokens. text_bytes: sizes of their
-    messages, empty if the messages are not sent."""
+    """Samples sent from rank `source` to rank `dest`, in this order; lengths are in tokens. `text_bytes` has the sizes
+    of their messages; it is empty if the messages are not sent."""
 
     source: int
     dest: int
@@ -186,11 +183,9 @@ class Move(msgspec.Struct, frozen=True, array_like=True):
 
 class TransferRollouts(Message):
     """Carry out the moves from or to this rank, with the generator's `fields` listed here (hpcrl.spec.trajectory).
-
-    scored: bytes of the scorer's fields for the samples that this rank receives, in order; fields of turns and tokens
-    have counts (hpcrl.comm.transfer). After a transfer's last command, marked `forms`, every destination forms batch
-    `batch`, even if it received nothing.
-    """
+    `scored` has the bytes of the scorer's fields for the samples that this rank receives, in order; fields of turns and
+    tokens have counts (hpcrl.comm.transfer). After a transfer's last command, which has `forms`, every destination
+    forms batch `batch`, even if it received nothing."""
 
     batch: int
     group: str
@@ -252,8 +247,8 @@ class SetSampleWeights(Message):
 
 
 class Advantages(Message):
-    """Fill the batch's advantages and returns; the trainers exchange all rewards. Answered with the weights other than
-    1. coefficients: the algorithm's adaptive coefficients for this step; domains: name -> its prompts."""
+    """Fill the batch's advantages and returns; the trainers exchange all rewards. The answer has all weights that are
+    not 1. `coefficients` are the algorithm's adaptive coefficients for this step; `domains` maps names to prompts."""
 
     batch: int
     coefficients: dict[str, float] = {}
@@ -261,8 +256,8 @@ class Advantages(Message):
 
 
 class TrainStep(Message):
-    """One optimizer step on these rows of the batch; tokens and sequences are the loss's global normalizers.
-    coefficients: the algorithm's adaptive coefficients for this step."""
+    """One optimizer step on these rows of the batch. `tokens` and `sequences` are the loss's global normalizers;
+    `coefficients` are the algorithm's adaptive coefficients for this step."""
 
     batch: int
     micro_batches: list[list[int]]
@@ -322,7 +317,7 @@ class SaveState(Message):
 
 
 class FinishSave(Message):
-    """Answer with SaveState's files and time/save_write once they are on disk, or with the progress after wait_s."""
+    """Answer with SaveState's files and time/save_write once these are on disk, or after wait_s with the progress."""
 
     wait_s: float
 
@@ -335,7 +330,7 @@ class CheckFiles(Message):
 
 
 class FinishCheck(Message):
-    """Answer with the first defect found by CheckFiles, empty if there is none, or with the progress after wait_s."""
+    """Answer with the first defect found by CheckFiles (empty if none), or after wait_s with the progress."""
 
     wait_s: float
 
@@ -443,12 +438,10 @@ class Done(Message):
 
 
 class Failed(Message):
-    """The command `seq` raised; seq 0: a role raised in work outside a command.
-
-    kind: "input" for ValueError and OSError, "storage" for a full or failing file system, "numbers" for non-finite
-    values of the model, "peer" for a broken connection to another rank (a consequence, not a cause), "control" for
-    messages to this rank that were lost, reordered or read by another process; else empty.
-    """
+    """The command `seq` raised; seq 0: a role raised in work outside a command. `kind` is "input" for ValueError and
+    OSError, "storage" for a full or failing file system, "numbers" for non-finite values of the model, "peer" for a
+    broken connection to another rank (a consequence, not a cause), "control" for messages to this rank that were lost,
+    reordered or read by another process; else empty."""
 
     seq: int
     command: str
@@ -477,9 +470,13 @@ class DecodeChunkDone(Message):
 
 
 class ScoredSample(msgspec.Struct, frozen=True, array_like=True):
-    """Reward and score; `error`: why there is none. turn_rewards: rewards per turn, which add up to the reward; empty:
-    the last turn gets the whole reward. token_rewards: parts of the turn rewards that belong to tokens, as bytes of
-    hpcrl.rollout.types.TOKEN_REWARD."""
+    """A sample's reward and score.
+
+    Args:
+        error: Why there is no reward.
+        turn_rewards: A reward per turn; their sum is `reward`. If empty, the last turn gets the whole reward.
+        token_rewards: Parts of the turn rewards that belong to tokens (bytes of hpcrl.rollout.types.TOKEN_REWARD).
+    """
 
     sample: int
     reward: float
@@ -503,11 +500,9 @@ class AwaitGroup(Message):
 
 
 class Observed(Message):
-    """An environment answered a sample's turn; the tokens went to its generator rank.
-
-    `ended`: the episode is over, with reward and score in `result`; add_reward: a reward rank scores it too. failed:
-    the environment raised or did not answer.
-    """
+    """An environment answered a sample's turn; the tokens went to its generator rank. If `ended`, the episode is over,
+    with reward and score in `result`, and with `add_reward` a reward rank scores it too. If `failed`, the environment
+    raised or did not answer."""
 
     sample: int
     ended: bool
@@ -531,8 +526,8 @@ Event = Joined | Done | Failed | DecodeChunkDone | Scored | AwaitGroup | Observe
 
 
 class Response(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
-    """A finished response, sent to a reward rank; `meta` is the prompt's JSON, token_ids (int32) the last turn.
-    earlier: text and token ids of the model's earlier turns."""
+    """A finished response, sent to a reward rank. `meta` is the prompt's JSON, `token_ids` (int32) is the last turn,
+    and `earlier` has text and token ids of the model's earlier turns."""
 
     sample: int
     domain: str
@@ -544,7 +539,7 @@ class Response(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_un
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
-    """Request to a sample's environment: answer the model's turn or, with `starts_episode`, start the episode.
+    """A request to a sample's environment to answer the model's turn or, with `starts_episode`, to start the episode.
 
     Args:
         meta: The prompt's JSON.

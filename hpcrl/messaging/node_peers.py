@@ -23,7 +23,7 @@ from hpcrl.system.clock import AwakeClock
 
 logger = logging.getLogger(__name__)
 
-LOOKS = 8  # polls in the time that a rank may be stopped
+LOOKS = 8  # polls within stopped_s
 
 
 class NodePeerWatch:
@@ -31,7 +31,7 @@ class NodePeerWatch:
     stopped_s. Ends this process when its launcher has ended."""
 
     def __init__(self, world: World, stopped_s: float, start_s: float):
-        """Every rank creates one. start_s: timeout until all ranks have."""
+        """Every rank must create one within start_s."""
         world.store.set(_key(world.rank), f"{os.getpid()} {born(os.getpid())} {world.host}")
         self._world, self._stopped_s, self._start_s, self._parent = world, stopped_s, start_s, os.getppid()
         threading.Thread(target=self._watch, name="sibling watch", daemon=True).start()

@@ -19,7 +19,7 @@ class NonBlockingSender:
     """Sends as much as the connection's buffer accepts. A thread opens the connection and sends the rest in order."""
 
     def __init__(self, connect: Callable[[], socket.socket], push_s: float, failed: Callable[[OSError], None]):
-        """push_s: how long the reader may accept nothing. failed: called once, in the thread, when sending fails."""
+        """The reader may accept nothing for `push_s`. `failed` is called once, in the thread, when sending fails."""
         self._connect, self._push_s, self._failed = connect, push_s, failed
         self._connection: socket.socket | None = None
         self._lock = threading.Lock()

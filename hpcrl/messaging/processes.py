@@ -14,8 +14,8 @@ def born(pid: int) -> str:
 
 
 def state(pid: int, began: str = "") -> Literal["gone", "stopped", "runs"]:
-    """A process's state. began: its start time, if known. gone: it has ended. stopped: by a signal; a process that a
-    debugger stopped counts as running."""
+    """A process's state: "gone" if it has ended or did not start at `began`, "stopped" if a signal has stopped it. A
+    process that a debugger stopped counts as running."""
     words = _stat(pid)
     if words[STATE] in "ZX" or (began and words[BORN] != began):
         return "gone"

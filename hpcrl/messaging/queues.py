@@ -42,7 +42,7 @@ class StoreLost(ControlError):
 
 
 class ReaderLost(ControlError):
-    """A queue's reader does not accept messages: its process ended or the network failed. seq: the number of the
+    """A queue's reader does not accept messages: its process ended or the network failed. `seq` is the number of the
     message that was not sent."""
 
     def __init__(self, message: str, seq: int):
@@ -87,8 +87,8 @@ def sign(key: bytes, name: str, frame: bytes) -> bytes:
 
 @dataclass
 class _Line:
-    """State of sending to one queue. push: None until the first message. seq: number of the last message. lost: why the
-    queue no longer has a reader."""
+    """State of sending to one queue. `push` is None until the first message, `seq` is the last message's number, and
+    `lost` is why the queue no longer has a reader."""
 
     push: Push | None = None
     seq: int = 0
@@ -100,7 +100,7 @@ class Sender:
     """Sends messages to named queues as one sender; safe to use from several threads."""
 
     def __init__(self, dial: Callable[[str], Push], key: bytes, sender: int):
-        """dial: connects to a queue (hpcrl.messaging.mailbox_server)."""
+        """`dial` connects to a queue (hpcrl.messaging.mailbox_server.Dialer)."""
         self._dial, self._key, self.sender = dial, key, sender
         self._lines: dict[str, _Line] = {}
         self._encoder = msgspec.msgpack.Encoder()
@@ -136,7 +136,7 @@ class Inbox:
     """The only reader of a queue."""
 
     def __init__(self, arrivals: Arrivals, name: str, key: bytes, types: Any):
-        """arrivals: entries of the queue `name` (hpcrl.messaging.mailbox_server.MailboxServer.queue)."""
+        """`arrivals` are the entries of queue `name` (hpcrl.messaging.mailbox_server.MailboxServer.queue)."""
         self.name, self._key, self._arrivals = name, key, arrivals
         self.refused: list[str] = []
         self.num_refused = 0

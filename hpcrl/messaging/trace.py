@@ -30,8 +30,8 @@ LEAVING = "leave"
 
 
 class Activity(NamedTuple):
-    """Times of a rank's last heartbeat and of its activity's start, on the host's monotonic clock; the activity's
-    number and name; thread_activity: the configuration section whose code another thread executes, or empty."""
+    """Times of a rank's last heartbeat and of its activity's start, on the host's monotonic clock, and the activity's
+    number and name. `thread_activity` is the configuration section whose code another thread executes, or empty."""
 
     beat: float
     since: float
@@ -48,7 +48,7 @@ def new_page() -> int:
 
 
 class Trace:
-    """The writing side; one per rank process. descriptor: of the agent's page; None without an agent."""
+    """The writing side; one per rank process. `descriptor` is the agent's page, None without an agent."""
 
     def __init__(self, descriptor: int | None = None):
         self.doing = "start"

@@ -1,4 +1,4 @@
-"""Every rank exits when the control store is gone, whatever it does or waits for.
+"""Every rank exits when the control store is gone, even while it computes or waits.
 
 A store call to a host that no longer answers does not return (torch 2.13), and a rank in a long command makes no calls.
 So one thread polls the store with its own client, and another thread checks the answers.
@@ -24,7 +24,7 @@ ROUNDS = 10  # polls per deadline
 
 class StoreWatch:
     """Ends this process with ExitCode.STORE_LOST and a message when `store`, which nothing else may use, breaks or does
-    not answer for deadline_s. `doing`: the rank's activity, for the message."""
+    not answer for deadline_s. `doing` returns the rank's activity, for the message."""
 
     def __init__(self, store: TCPStore, doing: Callable[[], str], deadline_s: float):
         self._store, self._doing, self._deadline_s = store, doing, deadline_s
@@ -34,7 +34,7 @@ class StoreWatch:
             threading.Thread(target=target, name="store watch", daemon=True).start()
 
     def stop(self) -> None:
-        """The store may end from now on."""
+        """Stop watching: the store may end from now on."""
         self._stopped.set()
 
     def _ask(self) -> None:

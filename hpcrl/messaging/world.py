@@ -101,7 +101,7 @@ class World:
         """An explicit dist.ProcessGroupGloo between roles. Collective over `ranks`, in which this rank must be.
 
         Pairs connect at their first communication, so there is no full mesh. A higher epoch makes a new group.
-        of_engine: collectives are limited only by the controller's deadline for the command, without the job's pauses.
+        With `of_engine`, only the controller's deadline for the command, without the job's pauses, limits collectives.
         """
         store = dist.PrefixStore(f"group/{name}/{epoch}", self._rendezvous_store)
         gloo: Any = dist.ProcessGroupGloo
@@ -128,7 +128,7 @@ class World:
         return AbortableGroup(nccl, name, ranks, PEER_SHARE * self.timeout_s, self.lost_ranks)
 
     def tell_lost(self, ranks: Collection[int]) -> None:
-        """Publish the lost ranks to every rank that waits in an AbortableGroup; called by the controller."""
+        """Publish the lost ranks, for every rank that waits in an AbortableGroup. Called by the controller."""
         self.store.set(LOST_KEY, ",".join(map(str, sorted(ranks))))
 
     def lost_ranks(self) -> set[int]:
@@ -139,7 +139,7 @@ class World:
         """Make the process's default group over `ranks` for an engine. Collective over them."""
         if dist.is_initialized():
             raise RuntimeError(f"rank {self.rank} has a default group already; {name} cannot have another")
-        # The timeouts of further groups that engines make.
+        # Timeouts of other groups that engines make.
         distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = UNCOUNTED
         # NCCL's monitor may treat a suspended process as stuck. The agent and the controller monitor ranks.
         os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")

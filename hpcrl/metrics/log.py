@@ -51,7 +51,7 @@ class MetricsLog:
         eval_every: int = 0,
         trackers: Callable[[], Sequence[TrackerThread]] = tuple,
     ):
-        """trackers: starts the trackers, to which earlier attempts' rows that they miss are then logged."""
+        """`trackers` starts the trackers, to which rows of earlier attempts that they lack are then logged."""
         logged = read_metrics(run_dir)
         if logged and logged[-1]["step"] > resume_step:
             last = logged[-1]["step"]

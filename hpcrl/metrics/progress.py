@@ -32,8 +32,8 @@ REFRESHES_PER_S = 4  # updates of the bar; each costs the controller half a mill
 
 
 def summary(rows: Sequence[Mapping[str, Any]], max_steps: int) -> str:
-    """One line about a finished run: steps, seconds per step, first and last value of each metric. rows: the rows of
-    metrics.jsonl, over all attempts."""
+    """One line about a finished run: steps, seconds per step, first and last value of each metric. `rows` are all
+    attempts' rows of metrics.jsonl."""
     steps = [row for row in rows if row["step"]]
     of = "" if steps and steps[-1]["step"] == max_steps else f" of {max_steps}"
     parts = [f"{len(steps)}{of} step{'s' * (bool(of) or len(steps) != 1)}"]

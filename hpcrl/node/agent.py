@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.05
 CHECK_EVERY_S = 1.0
 LISTENS_S = 3.0  # a controller with a heartbeat since then accepts messages
-STUCK = 4  # multiple of silent_s that the controller may spend on one operation
+STUCK = 4  # the controller may spend this multiple of silent_s on one operation
 KILL_S = 10.0  # a process blocked in the kernel (by a dead file system) may survive SIGKILL
 SIGN_EVERY_S = 10.0  # maximum interval between two updates of the file that the batch script checks
 SIGNS = 8  # at least this many updates in silent_s
@@ -54,10 +54,10 @@ class Verdict:
     """How the node's ranks ended.
 
     Args:
-        controller_code: the controller's exit code; None on a node without rank 0.
-        lost: rank -> cause, for ranks that failed.
-        silent: rank -> cause, for ranks that the agent killed.
-        signal_number: the first signal received, or 0.
+        controller_code: The controller's exit code; None on a node without rank 0.
+        lost: Cause for each rank that failed.
+        silent: Cause for each rank that the agent killed.
+        signal_number: The first signal received, or 0.
     """
 
     controller_code: int | None
@@ -70,15 +70,15 @@ class Agent:
     """One per node.
 
     Args:
-        argv: returns a rank's command, whose output goes to logs/rank_NNNN.log.
-        gpus: rank -> its CUDA_VISIBLE_DEVICES.
-        signals: the stop signals that this process has received (see signals.noted).
-        grace_s: time for the other ranks to end after the controller.
-        silent_s: a rank without a heartbeat for this long is killed.
-        stopped_s: as silent_s, for a rank that was stopped (SIGSTOP).
-        start_s: as silent_s, for a rank that has not sent its first heartbeat.
-        impatient: whether a repeated signal ends all ranks at once.
-        parent: command of a process that forks the ranks (hpcrl.node.forks); empty: each rank runs its own command.
+        argv: Returns a rank's command, whose output goes to logs/rank_NNNN.log.
+        gpus: CUDA_VISIBLE_DEVICES of each rank.
+        signals: The stop signals that this process has received (see signals.noted).
+        grace_s: Time for the other ranks to end after the controller.
+        silent_s: A rank without a heartbeat for this long is killed.
+        stopped_s: The same limit for a rank that was stopped (SIGSTOP).
+        start_s: The same limit for a rank that has not sent its first heartbeat.
+        impatient: Whether a repeated signal ends all ranks at once.
+        parent: Command of a process that forks the ranks (hpcrl.node.forks); empty: each rank runs its own command.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Agent:
         self._earlier_outcome: int | None = None
         self._clock = AwakeClock(min(silent_s, stopped_s, start_s))  # polled by _watch
         self._pages = {rank: new_page() for rank in ranks}
-        self._beats: dict[int, tuple[float, float]] = {}  # rank -> its last heartbeat, and when it was first seen
+        self._beats: dict[int, tuple[float, float]] = {}  # rank -> its last heartbeat, and when this was first seen
         self._runs: dict[int, float] = {}  # rank -> when it was last seen not stopped
         self._kills = OutOfMemoryKills.now()
         self._got_on = (0.0, 0.0)  # as in _beats, for the controller's current operation
@@ -284,7 +284,7 @@ class Agent:
         return said + _last_words(self._logs / f"rank_{rank:04d}.log", self._log_starts[rank])
 
     def _report(self, rank: int, cause: str, silent: bool) -> bool:
-        """Report to the controller; False while it is not reachable yet. True if it has ended: no report is needed."""
+        """Report to the controller; False if it is not reachable yet, True also if it has ended and needs no report."""
         endpoint = self._folder / ENDPOINT
         # Connecting to a hung controller would block this loop, which must detect that hang.
         if not endpoint.exists() or (0 in self._beats and self._clock.now() - self._beats[0][1] > LISTENS_S):

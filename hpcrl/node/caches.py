@@ -27,7 +27,7 @@ ABANDONED_S = 1800.0
 
 def cache_folders(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, str]:
     """The variables that `environ` lacks, with folders created in its TMPDIR: one set for each user and kind of node.
-    Empty if they cannot be created or belong to another user. root: where /proc is."""
+    Empty if they cannot be created or belong to another user. `root` is the folder that contains /proc."""
     names = {name: folder for name, folder in FOLDERS.items() if not environ.get(name)}
     own = Path(environ.get("TMPDIR", "/tmp")) / f"hpcrl-caches-{os.getuid()}"
     there = own / kind_of_node(environ, root)
@@ -48,8 +48,8 @@ def cache_folders(environ: Mapping[str, str], root: Path = Path("/")) -> dict[st
 
 
 def kind_of_node(environ: Mapping[str, str], root: Path = Path("/")) -> str:
-    """A folder name with a hash of what compiled code depends on but some libraries leave out of their cache keys:
-    CPU instruction sets, GPU models, torch version."""
+    """A folder name with a hash of everything on which compiled code depends, but which some libraries omit from their
+    cache keys: CPU instruction sets, GPU models, torch version."""
     facts = {environ.get("ATEN_CPU_CAPABILITY", "")}
     for path, label in ((root / "proc/cpuinfo", "flags"), *((p, "Model:") for p in _gpus(root))):
         with contextlib.suppress(OSError):

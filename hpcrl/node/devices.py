@@ -24,7 +24,7 @@ DEVICE = re.compile(r"[0-9]+|GPU-[0-9A-Fa-f-]+|MIG-\S+")
 
 def check_device(gpus: str, found: bool, torch_version: str) -> None:
     """ValueError if a process cannot compute on the GPUs assigned to it: a CPU would take a thousand times as long.
-    gpus: its CUDA_VISIBLE_DEVICES; found: torch.cuda.is_available()."""
+    `gpus` is its CUDA_VISIBLE_DEVICES and `found` is torch.cuda.is_available()."""
     if gpus and not found:
         raise ValueError(
             f"cluster.device: GPU {gpus} is assigned to this rank, but torch {torch_version} finds none (a build "
@@ -33,7 +33,7 @@ def check_device(gpus: str, found: bool, torch_version: str) -> None:
 
 
 def num_nvidia(devices: Path = Path("/dev")) -> int:
-    """Number of NVIDIA GPUs on this node. devices: the folder of device files."""
+    """Number of NVIDIA GPUs on this node, from the folder of device files."""
     return sum(path.name[6:].isdigit() for path in devices.glob("nvidia*"))
 
 
@@ -95,8 +95,8 @@ def own_devices(gpus: str) -> dict[str, str]:
 def bind_gpus(
     ranks: Sequence[int], with_model: Sequence[int], gpus: Sequence[str], device: Literal["auto", "cpu", "cuda"]
 ) -> dict[int, str]:
-    """Rank -> its CUDA_VISIBLE_DEVICES, for the ranks of one node. auto: the CPU if the node has no GPU. ValueError if
-    the node has fewer GPUs than ranks with a model, since NCCL supports one rank per GPU, unless device="cpu"."""
+    """CUDA_VISIBLE_DEVICES of each of a node's ranks. With device="auto", a node without GPUs uses the CPU. ValueError
+    if a node has fewer GPUs than ranks with a model, since NCCL supports one rank per GPU, unless device="cpu"."""
     holders = [rank for rank in ranks if rank in with_model]
     if len(gpus) < len(holders) and (device == "cuda" or (device == "auto" and gpus)):
         raise ValueError(
@@ -109,7 +109,7 @@ def bind_gpus(
 
 
 def show_peers(bound: Mapping[int, str], groups: Sequence[Sequence[int]]) -> dict[int, str]:
-    """bind_gpus()'s result, in which each rank sees its own GPU and then the GPUs of its group's ranks on the node."""
+    """bind_gpus()'s result, but each rank also sees, after its own GPU, the GPUs of its group's ranks on the node."""
     lists = dict(bound)
     for group in groups:
         for rank in group:

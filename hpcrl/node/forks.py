@@ -39,8 +39,8 @@ LIMIT_BYTES = 1 << 24
 
 
 class RankStart(msgspec.Struct):
-    """Settings that differ between a node's ranks. environ: variables; log: file for standard error and, if `quiet`,
-    standard output; inherited: file descriptors that the rank keeps."""
+    """Settings that differ between a node's ranks. `environ` has variables, `log` is the file for standard error and,
+    if `quiet`, standard output, and `inherited` are file descriptors that the rank keeps."""
 
     rank: int
     environ: dict[str, str]
@@ -57,7 +57,7 @@ class Order(msgspec.Struct):
 
 
 class AdoptedProcess:
-    """A process that this one has not started but may wait for; has the methods of subprocess.Popen that agents use."""
+    """A process that this process can wait for but has not started; has the methods of Popen that agents use."""
 
     def __init__(self, pid: int):
         self.pid = pid
@@ -90,8 +90,8 @@ def fork_ranks(
     argv: Sequence[str], environ: Mapping[str, str], starts: Sequence[RankStart], report_progress: Callable[[], bool]
 ) -> dict[int, AdoptedProcess]:
     """Fork the ranks from the program `argv` and return their processes; none if forking failed, with the reason in the
-    first rank's log. report_progress: polled meanwhile; False aborts the start. Call it on the main thread: Linux ties
-    die_with() to the thread that starts a process."""
+    first rank's log. `report_progress` is polled meanwhile; it returns False to abort the start. Call this on the main
+    thread: Linux ties die_with() to the thread that starts a process."""
     ours, theirs = socket.socketpair()
     with ours, _as_subreaper():
         with held_back(), theirs, open(starts[0].log, "ab") as log:

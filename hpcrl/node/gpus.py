@@ -72,12 +72,12 @@ class GpuNeeds:
     """A run's requirements for a node's GPUs.
 
     Args:
-        ranks: number of the node's ranks that hold a model; 0 if no GPU is used.
-        required: whether GPUs are required; otherwise the CPU is a fallback.
-        engines: the engines' modules -> extra or package that installs them.
-        not_on_amd: engines that do not run on AMD GPUs, with the reason.
-        wait_s: maximum wait for GPUs that other processes use.
-        shares: whether other processes may use the GPUs too.
+        ranks: Number of the node's ranks that hold a model; 0 if no GPU is used.
+        required: Whether GPUs are required; otherwise the CPU is a fallback.
+        engines: The engines' modules, each with the extra or package that installs it.
+        not_on_amd: Engines that do not run on AMD GPUs, each with the reason.
+        wait_s: Maximum wait for GPUs that other processes use.
+        shares: Whether other processes may use the GPUs too.
     """
 
     ranks: int = 0
@@ -127,7 +127,7 @@ class TorchBuild(NamedTuple):
 
 
 class Findings(NamedTuple):
-    """GPU findings, as "this node ..." or empty. problem: why the node's ranks must not start; note: other facts."""
+    """GPU findings, as "this node ..." or empty. `problem` is why the node's ranks must not start."""
 
     problem: str = ""
     note: str = ""
@@ -144,12 +144,12 @@ def look(
     """Check this node's GPUs. Call it before the ranks start, since they fill GPUs themselves.
 
     Args:
-        say: prints a line if the node waits.
-        devices: the folder of device files.
-        torch: torch's build; None: the installed one.
+        say: Prints a line if the node waits.
+        devices: The folder of device files.
+        torch: Torch's build; None: the installed build.
 
     Raises:
-        AskedToStopError: `signals` has one.
+        AskedToStopError: If `signals` has one.
     """
     problem = unusable(needs, environ, devices, torch, signals)
     if problem or not needs.ranks:
@@ -173,9 +173,9 @@ def unusable(
     torch: TorchBuild | None = None,
     signals: Sequence[int] = (),
 ) -> str:
-    """Why this node's ranks could not compute on its GPUs, or would use the CPU although it has GPUs, with the way out,
-    as "this node ..."; empty if they can, or if the node has no GPUs and none are required. torch: the installed one by
-    default. AskedToStopError if `signals` has one."""
+    """Why this node's ranks could not compute on its GPUs, or would use the CPU although it has GPUs, with the remedy,
+    as "this node ..."; empty if they can, or if the node has no GPUs and none are required. `torch` is by default the
+    installed build. AskedToStopError if `signals` has one."""
     gpus, amd = visible_gpus(environ, devices), num_amd(devices)
     if (problem := mislisted(needs, environ, devices)) or not (needs.ranks and gpus):
         return problem
@@ -324,8 +324,8 @@ def _unseen(gpus: Sequence[str], environ: Mapping[str, str], devices: Path) -> s
 def _memory(
     needs: GpuNeeds, gpus: Sequence[str], environ: Mapping[str, str], signals: Sequence[int], say: Callable[[str], None]
 ) -> Findings:
-    """GPUs of the ranks that other processes still use after needs.wait_s, or that are divided by MIG but named whole;
-    as a note, GPUs that nvidia-smi does not list."""
+    """A problem for GPUs of the ranks that other processes still use after needs.wait_s, or that MIG divides but a list
+    names as a whole; a note for GPUs that nvidia-smi does not list."""
     for left_s in reversed(range(int(needs.wait_s) + 1)):
         cards = [card for card in _cards(environ, signals) if any(_is_named(card, gpu) for gpu in gpus)]
         if whole := [card.number for card in cards if card.mig == "Enabled"]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 def memory_limit(root: Path = Path("/")) -> tuple[int, str]:
     """Maximum bytes for this process and its children, and the source of this limit as text; (0, "") if unknown.
-    root: where /proc and /sys are."""
+    `root` is the folder that contains /proc and /sys."""
     limits = [(num_bytes, f"its cgroup's limit in {file}") for file, num_bytes in _cgroup_limits(root)]
     with contextlib.suppress(OSError):
         total = re.search(r"^MemTotal:\s+(\d+) kB$", (root / "proc/meminfo").read_text(), re.MULTILINE)
@@ -35,7 +35,7 @@ LIMIT_FILES = {"": "memory.max", "memory": "memory.limit_in_bytes"}
 
 
 def _cgroups(root: Path) -> Iterator[tuple[Path, Path, str]]:
-    """This process's memory cgroups: folder of all cgroups, folder of its own, name of the file with its limit."""
+    """This process's memory cgroups: (folder of all cgroups, its own folder, name of the file with its limit)."""
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)

@@ -1,5 +1,5 @@
 """Binds processes to the CPUs of their GPU's NUMA node: host memory is allocated on the node of the process that first
-touches it, and copies between it and another node's GPU go over the link between the processors."""
+touches it, and copies between this memory and another node's GPU use the link between the processors."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ from typing import Any
 
 
 def address_of(gpu: Any) -> str:
-    """The GPU's PCI address, as in /sys/bus/pci/devices. gpu: the result of torch.cuda.get_device_properties()."""
+    """The PCI address, as in /sys/bus/pci/devices, of a GPU as torch.cuda.get_device_properties() describes it."""
     return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
 
 
 def bind_to_gpu(pci: str, threads: int, root: Path = Path("/")) -> set[int]:
     """Bind this process, its threads and its later children to its allowed CPUs on the GPU's NUMA node, and return
     these; memory touched from then on is allocated there. Empty, with nothing changed, if the node is unknown or has
-    fewer than `threads` allowed CPUs, or if the process is already bound to one node.
-
-    pci: see address_of. root: where /sys is.
-    """
+    fewer than `threads` allowed CPUs, or if the process is already bound to one node. `pci` is from address_of();
+    `root` is the folder that contains /sys."""
     allowed, nodes = os.sched_getaffinity(0), _nodes(root)
     try:
         node = int((root / "sys/bus/pci/devices" / pci / "numa_node").read_text())
@@ -36,7 +34,7 @@ def bind_to_gpu(pci: str, threads: int, root: Path = Path("/")) -> set[int]:
 
 
 def _nodes(root: Path) -> dict[int, set[int]]:
-    """Number -> its CPUs."""
+    """The CPUs of each NUMA node."""
     folders = (root / "sys/devices/system/node").glob("node[0-9]*")
     return {int(folder.name.removeprefix("node")): _numbers((folder / "cpulist").read_text()) for folder in folders}
 

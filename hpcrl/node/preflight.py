@@ -72,8 +72,8 @@ T = TypeVar("T")
 
 
 class Canary(msgspec.Struct, forbid_unknown_fields=True):
-    """Written by the first node; every node must see it. config: hash of config.yaml; port: port of the first node at
-    `address`, 0 if it does not listen."""
+    """Written by the first node; every node must see it. `config` is the hash of config.yaml; `port` is the first
+    node's port at `address`, 0 if it does not listen."""
 
     nonce: str
     config: str = ""
@@ -85,12 +85,12 @@ class Report(msgspec.Struct, forbid_unknown_fields=True):
     """A node's report.
 
     Args:
-        scratch_free_bytes: -1 if scratch is not writable.
-        no_network: error of its network interface.
-        unreached: why it cannot connect to the first node.
-        no_room: why RUN_FREE_BYTES cannot be written.
-        bad_gpus: why its ranks cannot compute on its GPUs.
-        gpu_note: a note on its GPUs.
+        scratch_free_bytes: Free bytes of the scratch folder; -1 if it is not writable.
+        no_network: Error of the node's network interface.
+        unreached: Why the node cannot connect to the first node.
+        no_room: Why RUN_FREE_BYTES cannot be written.
+        bad_gpus: Why the node's ranks cannot compute on its GPUs.
+        gpu_note: A note on the node's GPUs.
     """
 
     nonce: str
@@ -117,7 +117,7 @@ class Report(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Judgement(msgspec.Struct, forbid_unknown_fields=True):
-    """The first node's verdict on all reports: exit code of all agents, and one line; with 0, only for remarks."""
+    """The first node's verdict on all reports: all agents' exit code, and one line; with code 0, only remarks."""
 
     code: int
     message: str
@@ -128,13 +128,13 @@ class Needs:
     """A run's requirements on a node.
 
     Args:
-        all_or_none: this many GPUs, or none.
-        all_or_none_roles: roles whose other nodes must make the same choice.
-        modules: the engines' modules, with the extras that install them.
-        gpu_modules: modules needed only on nodes with GPUs, with the way to install them.
-        tested: module -> prefix of its tested versions.
-        required_versions: module -> prefix of its supported versions.
-        gpu: requirements for the GPUs.
+        all_or_none: The node must have at least this many GPUs, or none.
+        all_or_none_roles: Roles whose nodes must all make the same choice.
+        modules: The engines' modules, with the extras that install them.
+        gpu_modules: Modules needed only on nodes with GPUs, with the way to install them.
+        tested_versions: Prefix of each module's tested versions.
+        required_versions: Prefix of each module's supported versions.
+        gpu: Requirements for the GPUs.
     """
 
     ranks: tuple[int, ...]
@@ -161,7 +161,7 @@ NOTHING = Needs((), 0, 0, 0)
 
 
 class Rendezvous(NamedTuple):
-    """A node's findings for its report, in addition to its properties."""
+    """What a node found at the rendezvous, for its report."""
 
     nonce: str = ""
     config: str = ""
@@ -175,11 +175,9 @@ def preflight(
     config: Config, run_dir: Path, meeting: Path, node: int, num_nodes: int, signals: Sequence[int] = ()
 ) -> Judgement:
     """Report this node; returns the verdict on all nodes, within 2 x timeouts.start_s. All nodes' agents call it.
-
-    `meeting`: folder for the files, the same on all nodes and unused by earlier starts. `signals`: receives stop
-    signals of this process, which batch systems send to all nodes. DEADLINE if a node did not report, BAD_INPUT if a
-    node is unsuitable, else the signal's code. Only node 0 and a node that sees no other node have a message.
-    """
+    `meeting` is the folder for the files, the same on all nodes and unused by earlier starts. `signals` receives this
+    process's stop signals, which batch systems send to all nodes. The code is DEADLINE if a node did not report,
+    BAD_INPUT if one is unsuitable, a signal's code, or 0. Only node 0 and a node that sees no other have a message."""
     try:
         judgement = _rendezvous(config, run_dir, meeting, node, num_nodes, signals)
     except AskedToStopError:
@@ -192,7 +190,7 @@ def preflight(
 
 
 def stopped(signals: Sequence[int], node: int) -> Judgement:
-    """Verdict for a signal before the start of the ranks; with a message on node 0 only."""
+    """Verdict for a signal that arrived before the ranks were started; only node 0 has a message."""
     name = signal.Signals(signals[0])
     text = f"ended by {name.name} before the ranks were started"
     return Judgement(SIGNAL_CODES.get(name, ExitCode.REQUEUE), text if node == 0 else "")
@@ -359,8 +357,8 @@ def remark(reports: Sequence[Report], needs: Sequence[Needs]) -> str:
 
 
 def _mixed_roles(reports: Sequence[Report], needs: Sequence[Needs]) -> dict[RoleName, dict[int, list[str]]]:
-    """Role -> number of GPUs -> nodes, for roles that would run partly on GPUs and partly on CPUs. Of several roles on
-    the same nodes only the first is listed."""
+    """Nodes by role and number of GPUs, for roles that would run partly on GPUs and partly on CPUs. Of several roles on
+    the same nodes, only the first is listed."""
     counts: dict[RoleName, dict[int, list[str]]] = {}
     for report, need in zip(reports, needs, strict=True):
         for role in need.all_or_none_roles if report.gpus >= need.gpus else ():
@@ -398,8 +396,8 @@ def node_name() -> str:
 
 
 def see_run(run_dir: Path) -> str:
-    """Empty if this node sees the run folder, else a message for the user. Retries for a while in a Slurm step: the
-    batch script has just written the folder on another node."""
+    """A message for the user if this node does not see the run folder, else empty. Retries for a while in a Slurm step:
+    the batch script has just written the folder on another node."""
     seconds = CACHED_S if "SLURM_STEP_ID" in os.environ else 0.0
     if _await(lambda: _hash(run_dir) or None, seconds, ()):
         return ""
@@ -463,7 +461,7 @@ def _complaints(report: Report, need: Needs, usual: Mapping[str, str]) -> list[s
 
 
 def _unconnected(report: Report, need: Needs, num_hosts: int) -> Iterator[str]:
-    """Why other nodes cannot reach this node, or the reverse."""
+    """Why other nodes cannot reach this node, or this node cannot reach them."""
     if report.no_network and (need.interface is not None or num_hosts > 1):
         yield f"{report.no_network}: cluster.network_interface"
     elif report.unreached:

@@ -33,15 +33,15 @@ class ConvertConfig(Section):
     target: str | None = None
     """New folder for the model; null: hf in the folder of this run."""
     model: str | None = None
-    """Folder with config.json and tokenizer; null: of the checkpoint or its run."""
+    """Folder with config.json and tokenizer; null: the folder of the checkpoint or its run."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type of the weights; null: as in the checkpoint."""
     verify: bool = False
     """Read the model back from the disk, and compare it with the checkpoint."""
     shard_gb: Annotated[float, Field(gt=0, le=1000), NUMBER] = 4.0
-    """GB of a weight file at most, or one tensor."""
+    """Maximum size of a weight file, GB; a larger tensor has its own file."""
     hashes: bool = True
-    """Check the SHA-256 of every file of an hpcrl checkpoint before; false: file sizes only."""
+    """Check the SHA-256 of every file of an hpcrl checkpoint before the conversion; false: check file sizes only."""
 
 
 def _check(config: Any) -> Iterator[Problem]:
@@ -83,7 +83,7 @@ SPEC = PipelineSpec(
 
 
 def convert(run: Rank0Run) -> None:
-    """Write the model. A later attempt continues with the files that earlier attempts have not completed."""
+    """Write the model. A later attempt writes the files that earlier attempts have not completed."""
     import torch
 
     from hpcrl.convert.conversions import ConvertOptions, to_hf

@@ -19,7 +19,7 @@ class SFTConfig(Section):
     batch_size: Positive = 64
     """Rows per step."""
     stop_score: Share | None = None
-    """End early once a sampled validation score reaches this."""
+    """End early once the sampled validation score reaches this value."""
 
 
 def _check(config: Any) -> Iterator[Problem]:

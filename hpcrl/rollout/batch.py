@@ -24,7 +24,7 @@ and backward are collective; an empty one has zero weight."""
 
 @dataclass(frozen=True)
 class Norms:
-    """Denominators of a loss. They cover the mini-batch of all ranks, so its split never changes a gradient.
+    """Denominators of a loss, over all ranks' rows of a mini-batch, so gradients do not depend on its division.
 
     Args:
         tokens: Sum of loss_mask x row weight.
@@ -246,8 +246,8 @@ def oldest_versions(batch: Batch) -> Tensor:
 
 def on_policy(batch: Batch, version: int, recomputed: bool) -> Tensor:
     """bool [T]: model tokens for which a trainer with weights `version` and the generator compute the same function.
-    Unless the generator's cache is `recomputed` when weights arrive, later tokens read a cache of older weights, so all
-    tokens of the row must be of this version."""
+    Unless the generator's cache is `recomputed` when weights arrive, later tokens read a cache from older weights; then
+    all tokens of the row must be of this version."""
     same = batch.loss_mask & (batch.versions == version)
     return same if recomputed else same & (oldest_versions(batch) == version)[batch.row_ids]
 

@@ -79,13 +79,13 @@ class RolloutLoop:
         self._replicas = {ranks[0]: ReplicaLink(controller, ranks) for ranks in replicas}
         self._generating = frozenset(rank for replica in self._replicas.values() for rank in replica.ranks)
         self._free = [self._replicas[first] for first in free]
-        self._needed_elsewhere = frozenset(self._replicas.keys() - set(free))  # in the background
+        self._needed_elsewhere = frozenset(self._replicas.keys() - set(free))  # by other work, in background()
         self._scorers, self._envs, self._scorers_of = list(scorers), list(envs), scorers_of
         self._awaited = PendingAnswers(controller, {*scorers, *envs})
         self._pace = ReplicaSpeeds()
         self._errors = errors or UserErrors(None)
-        self._waited_s = 0.0  # in this collect(), for only scorers and environments
-        self._streams: list[_Stream] = []  # the last one is collected
+        self._waited_s = 0.0  # in this collect(): waited for scorers and environments only
+        self._streams: list[_Stream] = []  # collect() runs the last one
 
     def collect(
         self,
@@ -136,8 +136,8 @@ class RolloutLoop:
                 raise scheduler.exhausted("no response is on its way and no prompt is left to draw")
 
     def background(self, arrived: list[tuple[int, messages.Event]]) -> None:
-        """Advance the schedulers that generate ahead, while the controller waits for other ranks' answers.
-        BackgroundError if they fail or the data is bad, since the awaited answers did not fail."""
+        """Advance the schedulers that generate ahead, while the controller waits for other ranks' answers. Raises
+        BackgroundError if they fail or the data is bad: the answers that the controller waits for did not fail."""
         self._dispatch(arrived)
         self._pause(self._needed_elsewhere)
         try:
@@ -268,8 +268,8 @@ class RolloutLoop:
             self._dispatch(self._controller.events())
 
     def _alive(self, ranks: Sequence[int], replica: ReplicaLink) -> list[int]:
-        """The living environments or scorers for this replica's responses: only its own ranks if all of them generate,
-        since messages would only cost time and the load is equal."""
+        """The living scorers or env ranks for this replica's responses. If all of `ranks` are generators, the replica
+        uses only its own: the load is equal, and it needs no messages to other ranks."""
         own = [rank for rank in replica.ranks if rank in ranks]
         tied = ranks is self._scorers and (self._awaited.scores_groups or self._scorers_of is not None)
         if own and self._generating.issuperset(ranks) and not tied:
@@ -282,7 +282,7 @@ class RolloutLoop:
             self._awaited.sent(sample, receiver, replica.first, acting)
 
     def _scorers_for(self, sample: int) -> Sequence[int]:
-        """The scorers of the sample's domain; all scorers for a prompt that has ended, which needs no answer."""
+        """The scorers of the sample's domain. All scorers if its prompt has ended: then no answer is needed."""
         prompt = self._prompt_of(sample) if self._scorers_of is not None else None
         return self._scorers if self._scorers_of is None or prompt is None else self._scorers_of(prompt.domain)
 
@@ -291,7 +291,7 @@ class RolloutLoop:
         return None if stream is None else stream.prompts.get(split_sample_id(sample)[0])
 
     def _lose(self, replica: ReplicaLink) -> None:
-        """Stop waiting for a replica and for answers to samples that it should have sent, and end their episodes."""
+        """Stop waiting for a replica and for answers about samples that it should have sent; end their episodes."""
         for env in self._envs if replica.lose() else ():
             if env not in self._controller.lost:
                 self._controller.send(env, messages.EndEpisodes(replica.first))
@@ -426,7 +426,7 @@ class RolloutLoop:
             self._errors.report(source, prompt.domain if prompt is not None else "", result.error)
 
     def _note(self, result: messages.ScoredSample, scored: bool = False) -> None:
-        """Record a result's statistics. They describe sampled responses, so a greedy baseline is left out."""
+        """Record a result's statistics. They describe sampled responses, so greedy baselines are excluded."""
         if is_greedy(result.sample):
             return
         stream, prompt = self._stream_of(result.sample), self._prompt_of(result.sample)

@@ -32,7 +32,7 @@ def write_pending(folder: Path, rank: int, samples: Sequence[Sample]) -> str:
 
 
 def drop_others(folder: Path, names: Collection[str]) -> None:
-    """Delete files of responses outside `names`, which lost replicas wrote."""
+    """Delete the files of responses that are not in `names`: lost replicas wrote them."""
     for path in folder.glob(PATTERN):
         if path.name not in names:
             path.unlink()

@@ -31,7 +31,7 @@ class PendingSample:
 
 @dataclass(slots=True)
 class Receiver:
-    """A scorer or env rank: count of outstanding answers, samples that wait for their group, last message's time."""
+    """A scorer or env rank: number of outstanding answers, samples that await their group, time of its last message."""
 
     waiting: int = 0
     holding: set[int] = field(default_factory=set)

@@ -63,5 +63,5 @@ class _Line:
         mean_x, mean_y = self._x / self._weight, self._y / self._weight
         spread = self._xx / self._weight - mean_x**2
         slope = (self._xy / self._weight - mean_x * mean_y) / spread if spread > 1e-9 * mean_x**2 else 0.0
-        slope = min(max(0.0, slope), mean_y / mean_x if mean_x else 0.0)  # between no dependence and proportion
+        slope = min(max(0.0, slope), mean_y / mean_x if mean_x else 0.0)  # between constant and proportional
         return mean_y + slope * (x - mean_x)

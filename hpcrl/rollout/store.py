@@ -51,8 +51,8 @@ class OutcomeRecord:
 
 @dataclass(frozen=True)
 class StepRollouts:
-    """Rollouts of a step from all ranks, sorted by sample id. `facts` are the step's stored facts. `metrics` has name
-    -> value for each row, such as the parts of a composed reward and the metrics of an environment."""
+    """Rollouts of a step from all ranks, sorted by sample id. `facts` are the step's stored facts. `metrics` maps names
+    to values for each row, such as the parts of a composed reward and the metrics of an environment."""
 
     step: int
     batch: Batch
@@ -119,8 +119,8 @@ def write_outcomes(folder: Path, records: Iterable[OutcomeRecord]) -> Path:
 
 
 class RolloutReader:
-    """Rollouts of a run along its committed lineage: up to its newest checkpoint. provisional=True reads on to the
-    newest written step; steps after the checkpoint may still move to abandoned/ if the run is killed."""
+    """Rollouts of a run along its committed lineage, up to its newest checkpoint. With provisional=True also the later
+    steps that are written; if the run is killed, these may still move to abandoned/."""
 
     def __init__(self, run_dir: str | Path, provisional: bool = False):
         self.run_dir = Path(run_dir)
@@ -248,7 +248,7 @@ def _about(spec: Field, width: int = 1) -> dict[str, str | int]:
 
 
 def _learn(name: str, about: Mapping[str, Any], dtype: str = "") -> None:
-    """Declare a field that is unknown to this process, by its description in the file."""
+    """Declare a field that this process does not have, by its description in the file."""
     if name in FIELDS:
         return
     if not about and dtype != TEXT:

@@ -74,7 +74,7 @@ def is_greedy(sample_id: int) -> bool:
 
 def validation_uid(evaluation: int, row: int) -> int:
     """Uid of a validation prompt in the n-th evaluation. Uids differ between evaluations, since a late answer must not
-    count in the next one, and repeat after 262,144 evaluations."""
+    count in the next evaluation; they repeat after 262,144 evaluations."""
     assert row < MAX_VALIDATION_ROWS, "checked by hpcrl.config"
     return FIRST_VALIDATION_UID + (evaluation % (FIRST_VALIDATION_UID >> ROW_BITS) << ROW_BITS) + row
 
@@ -94,7 +94,7 @@ def episode_seed(seed: int, uid: int) -> int:
 
 
 def sampling_seed(seed: int, sample_id: int) -> int:
-    """63-bit sampling seed, a function of only (run seed, prompt, attempt, member)."""
+    """63-bit sampling seed, a function of run seed, prompt, attempt and member only."""
     digest = hashlib.blake2b(f"{seed}/{sample_id}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 

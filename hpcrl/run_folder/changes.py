@@ -46,8 +46,8 @@ _ABSENT = object()
 
 
 def division_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Keys that divide the work over ranks and their memory, including those of the engines; other values round
-    differently."""
+    """Keys that divide the work over ranks and their memory, including keys of the engines. Other values of these keys
+    change results only by rounding."""
     keys: list[str] = []
     for section, table in (("trainer", TRAIN_ENGINES), ("generator", GEN_ENGINES), ("judge", GEN_ENGINES)):
         entries, engine = dict(table.items()), str(config.get(section, {}).get("engine", ""))

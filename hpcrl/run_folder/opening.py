@@ -33,10 +33,12 @@ from hpcrl.system.files import write_durably
 class RunState:
     """State of a run folder.
 
-    attempt: from open_run, the number that this process owns; from check_run, the newest so far (0 without one).
-    changes: permitted differences from the stored configuration. finished: content of finished.json if kind is
-    finished. ignored (from the launch): differences of conf/ and of a --config file from the stored configuration,
-    which the run ignores. arguments (from the launch): those that made the configuration, None if unknown.
+    Args:
+        attempt: From open_run, the attempt that this process owns; from check_run, the newest so far (0 if none).
+        changes: Permitted differences from the stored configuration.
+        finished: Content of finished.json if `kind` is "finished".
+        ignored: From the launch: what files (conf/, --config) now set differently, which the run ignores.
+        arguments: From the launch: the arguments that made the configuration; None if unknown.
     """
 
     run_dir: Path

@@ -35,8 +35,8 @@ class SupersededError(RuntimeError):
 
 
 def claim(run_dir: Path, attempt: int, lasts: bool) -> bool:
-    """Create the attempt's record; False if another launch was faster. lasts: the run ends with this process, even if
-    its job continues."""
+    """Create the attempt's record; False if another launch was faster. With `lasts`, the run ends with this process,
+    even if its job continues."""
     (run_dir / OWNERS).mkdir(parents=True, exist_ok=True)
     own, process = slurm.own_job(os.environ), psutil.Process()
     owner: dict[str, Any] = {"since": now(), "host": platform.node()}
@@ -56,15 +56,15 @@ def claim(run_dir: Path, attempt: int, lasts: bool) -> bool:
 
 
 def close_run(run_dir: Path, attempt: int, **told: Any) -> None:
-    """Release the run; the next launch then need not check whether its owner is alive. `told`: how the run ended."""
+    """Release the run, so the next launch need not check whether its owner is alive. `told` is how the run ended."""
     check_owner(run_dir, attempt)
     owner = read_owner(run_dir, attempt)
     write_durably(owner_path(run_dir, attempt), json.dumps(owner | {"ended": now(), **told}).encode())
 
 
 def check_owner(run_dir: Path, attempt: int) -> None:
-    """Raise SupersededError unless `attempt` still owns the run, FileNotFoundError if its folder is gone; any process
-    of the attempt may call it."""
+    """Raise SupersededError unless `attempt` still owns the run, FileNotFoundError if its folder is gone. Any process
+    of the attempt may call this."""
     newest = newest_attempt(run_dir)
     if not newest:
         raise FileNotFoundError(errno.ENOENT, "the run folder was removed or moved while the run used it", str(run_dir))
@@ -115,7 +115,7 @@ def process_lives(pid: int, start: float) -> bool:
 
 
 def _check_job_gone(held: str, record: Path, number: int, restarts: int, cluster: str) -> None:
-    """ConfigError if the job runs or may still run, unless it is this job, requeued since then. cluster: the job's
+    """ConfigError if the job runs or may still run, unless it is this job, requeued since then. `cluster` is the job's
     cluster, empty if unknown; jobs of another cluster cannot be queried here."""
     if (own := slurm.own_job(os.environ)) is not None and own[0] == number and own[1] > restarts:
         return

@@ -36,7 +36,7 @@ class UserErrors:
     from one line of code, or have no line."""
 
     def __init__(self, run_dir: Path | None):
-        """run_dir: None keeps the counts in memory."""
+        """Without `run_dir`, the counts are kept in memory."""
         self._path = None if run_dir is None else run_dir / ERRORS
         self._kinds: dict[tuple[str, ...], dict[str, Any]] = {}
         try:
@@ -48,7 +48,7 @@ class UserErrors:
         self._written, self._changed = -WRITE_S, False
 
     def report(self, source: str, domain: str, error: str) -> None:
-        """Count an error. source: environment, reward or generator."""
+        """Count an error of this source (environment, reward or generator)."""
         error = " ".join(error[:MAX_CHARS].split())
         error = "".join(sign if sign.isprintable() else "?" for sign in error)
         entry: dict[str, Any] = {"source": source, "domain": domain, "error": error, "count": 0, "first": now()}

@@ -1,4 +1,4 @@
-"""How a training engine's ranks divide the work. This depends on only the configuration, so the login node, the plan,
+"""How a training engine's ranks divide the work. This depends only on the configuration, so the login node, the plan,
 rank 0 and every rank agree without communication."""
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Division:
     outputs: tuple[int, ...]
     """For each group, the rank with the model's outputs (log-probs, loss): in the last stage of a pipeline."""
     weights: tuple[tuple[int, ...], ...]
-    """The parameters in shares, sent to generators one after another: for each share the ranks whose
-    TrainEngine.named_weights() yields all of it. One share of all ranks if each rank yields everything."""
+    """The shares of the parameters, which are sent to generators one after another: for each share, the ranks whose
+    TrainEngine.named_weights() yields all of it. One share with all ranks if every rank yields all parameters."""
 
     @classmethod
     def unsplit(cls, num_ranks: int) -> Division:
@@ -76,7 +76,7 @@ class Division:
         return Division(groups, tuple(ranks[rank] for rank in self.outputs), weights)
 
     def replicate(self, by_leader: Mapping[int, T]) -> dict[int, T]:
-        """Values of heads, repeated for all ranks of their groups; ascending."""
+        """The leaders' values, repeated for all ranks of their groups; ascending."""
         return dict(
             sorted((rank, by_leader[group[0]]) for group in self.groups for rank in group if group[0] in by_leader)
         )

@@ -27,8 +27,8 @@ CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 """Next to hpcrl in a checkout. Not used for SGLang, which needs another version of torch."""
 
 DAMAGED = (OSError, ValueError, TypeError, KeyError)
-"""Exceptions from reading a package's metadata that are incomplete or not text. They depend on the Python version, and
-on whether the package importlib_metadata replaces Python's module."""
+"""Exceptions from reading a package's metadata that are incomplete or not text. The type depends on the Python version
+and on whether the package importlib_metadata replaces Python's module."""
 
 
 def install(names: Collection[str]) -> str:

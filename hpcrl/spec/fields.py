@@ -56,5 +56,5 @@ S = TypeVar("S", bound=Section)
 
 
 def with_fields(base: type[S], **fields: Any) -> type[S]:
-    """The section with more or other fields, given as to pydantic's create_model()."""
+    """The section with additional or replaced fields, given as to pydantic's create_model()."""
     return create_model(base.__name__, __base__=base, __doc__=base.__doc__, **fields)

@@ -1,5 +1,5 @@
 """Names in the source of an installed package, read without importing it: engine packages take seconds to import, and
-the login node must not need a GPU for it."""
+their import may need a GPU, which the login node lacks."""
 
 from __future__ import annotations
 

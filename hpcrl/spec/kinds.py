@@ -36,17 +36,17 @@ class Spec:
     about: str
     """One line for help and documents."""
     make: str = ""
-    """`module:NAME` of the part or its factory, imported on demand; empty: planned and checked, but not runnable."""
+    """`module:NAME` of the part or its factory, imported on demand; empty: can be planned and checked, but not run."""
     section: type[Section] | None = None
     """The part's keys with their defaults and meanings."""
     check: Check = _nothing
     """Problems of a configuration that uses the part."""
     name: str = "own"
-    """Name of its section if the entry is given by its path instead of a name in a table."""
+    """Name of its section if the configuration names the part by its path instead of a table's name."""
     needs: Mapping[str, str] = field(default_factory=dict)
     """Module that must be installed -> extra of hpcrl, or else package, that installs it."""
     needs_on_gpu: Mapping[str, str] = field(default_factory=dict)
-    """Module that must also be installed if its ranks compute on GPUs -> how to install it."""
+    """Further module that must be installed if its ranks compute on GPUs -> how to install it."""
     tested_versions: Mapping[str, str] = field(default_factory=dict)
     """Module -> beginning of the versions with which the part was tested; the plan mentions any other version."""
     required_versions: Mapping[str, str] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Spec:
     notes: Callable[[Any], Iterable[str]] = lambda config: ()
     """Notes about the part for a configuration that uses it: lines of the plan."""
     roles: tuple[str, ...] = ()
-    """Roles of a run with this part, in addition to the roles that its configuration needs anyway (RoleSpec.needed)."""
+    """Roles that a run needs because of this part, in addition to the roles needed in any case (RoleSpec.needed)."""
     resume_keys: tuple[str, ...] = ()
     """Keys of its section that may change when a run is resumed, since they do not change its results."""
 
@@ -96,14 +96,14 @@ class PipelineSpec(Spec):
     learns: bool = True
     """Whether it changes the weights."""
     rank0_only: bool = False
-    """Whether rank 0 does it by itself, without other ranks, engines, data and steps; it reads none of their keys."""
+    """Whether rank 0 runs it without other ranks, engines, data and steps; it then reads none of their keys."""
     inspect: Callable[[Any, bool], Iterable[Problem]] = _no_files
     """`inspect(config, resumes)`: problems of the files that it reads and writes, found before anything starts."""
     batch_size: Callable[[Any], int] | None = None
     """Rows of a step, if the rows are not prompts with groups of responses."""
     pairs: bool = False
-    """Whether its rows, which are not prompts, are pairs of a chosen and a rejected answer (hpcrl.data.pairs). Each
-    becomes two sequences of one group id, the chosen one first (field `chosen`), on one rank in one micro-batch."""
+    """Whether its rows are not prompts but pairs of a chosen and a rejected answer (hpcrl.data.pairs). A pair becomes
+    two sequences with one group id, first the chosen one (field `chosen`), on one rank in one micro-batch."""
     objective: str = ""
     """`module:NAME` of the objective, called without arguments, if the run has no algorithm."""
     work: Callable[[Any], str] | None = None
@@ -115,19 +115,19 @@ class RoleSpec(Spec):
     """`make` is called with the rank (hpcrl.workers.role.Rank) and returns a Role."""
 
     needed: Callable[[Any], bool] = lambda config: False
-    """Whether a run of this configuration has its ranks even if no part of the run asks for them (Spec.roles)."""
+    """Whether a run of this configuration has ranks of this role even if none of its parts needs them (Spec.roles)."""
     done_by_others: Callable[[Any], bool] = lambda config: False
-    """Whether ranks of another role do its work; then it has no ranks, even if a part of the run asks for them."""
+    """Whether ranks of another role do its work; then it has no ranks, even if a part of the run needs them."""
     num_ranks: int | None = None
     colocate_with: str | None = "trainer"
-    """Its default ranks, if the layout gives none."""
+    """Defaults of `num_ranks` and `colocate_with` in the role's section of the layout."""
     holds_model: bool = False
     """Whether its ranks hold (a part of) a model: they have a GPU, and the plan counts their memory."""
     plan: str = ""
-    """`module:NAME` of parts(config, shape, num_ranks) -> list[Part] (hpcrl.planner.memory_parts), the memory of its
-    fullest rank during its work, if independent of other roles on the rank."""
+    """`module:NAME` of parts(config, shape, num_ranks) -> list[Part] (hpcrl.planner.memory_parts): the memory of its
+    fullest rank during its work, if this does not depend on other roles on the rank."""
     division: Callable[[Any, int], Division] = _unsplit
-    """How this many of its ranks divide the rows and the parameters. DivisionError if they cannot."""
+    """`division(config, num_ranks)`: how its ranks divide rows and parameters. DivisionError if that is impossible."""
     owns_default_group: bool = False
     """Whether its engine uses the default process group; two such roles share all their ranks or none."""
     forms_replicas: bool = False
@@ -135,7 +135,7 @@ class RoleSpec(Spec):
     serves: bool = False
     """Whether its ranks answer requests of rewards (hpcrl.workers.role.Serves), and the question `load`."""
     peers: tuple[str, ...] = ()
-    """Roles whose ranks it communicates with, besides the controller."""
+    """Roles whose ranks it communicates with, in addition to the controller."""
     min_ranks: Callable[[Any], int] | None = None
     """Minimum number of its ranks for a run to continue; None: the run ends with the first lost rank."""
     imports: Callable[[Any], str] = lambda config: ""
@@ -159,8 +159,8 @@ class TrainEngineSpec(Spec):
     plan: str = ""
     """`module:NAME` of its TrainPlan (hpcrl.planner.trainer); empty: its memory is not known."""
     unsupported: Callable[[Any, Mapping[str, Any]], Iterable[str]] = lambda section, model: ()
-    """`unsupported(section, config.json)`: why it cannot train this model with this section, each reason continuing
-    "the NAME trainer ...". Reported before anything starts, together with the engines that can."""
+    """`unsupported(section, config.json)`: reasons why it cannot train this model with this section; each continues
+    "the NAME trainer ...". Reported before anything starts, with the engines that can train the model."""
     unsharded: Callable[[Any, int], bool] = lambda config, num_ranks: False
     """Whether its engine on this many ranks has plain parameters that a generator in the same process can share
     (hpcrl.engines.train.training_engine.LocalWeights)."""
@@ -177,10 +177,10 @@ class TrainEngineSpec(Spec):
     router_replay: bool = False
     """Whether it can choose the experts that the generator chose (the field `routes`, hpcrl.engines.expert_routes)."""
     lora: bool = False
-    """Whether it can train adapters beside frozen weights (hpcrl.engines.train.training_engine.TrainsAdapters)."""
+    """Whether it can train adapters of frozen weights (hpcrl.engines.train.training_engine.TrainsAdapters)."""
     make_critic: str = ""
-    """`module:NAME` of make_critic(config, model_path, total_steps), called by all ranks of a critic with
-    Config.of_critic(): a ValueEngine (hpcrl.engines.train.training_engine). Empty: it has no value head."""
+    """`module:NAME` of make_critic(config, model_path, total_steps), which all ranks of a critic call with
+    Config.of_critic(); it returns a ValueEngine (hpcrl.engines.train.training_engine). Empty: it has no value head."""
     selectable: bool = True
     """Whether trainer.engine may name it."""
 
@@ -209,16 +209,16 @@ class GenEngineSpec(Spec):
     tensor_parallel: bool = False
     """Whether a replica may have several ranks."""
     plan: str = ""
-    """`module:NAME` of cache(config, shape) -> (bytes of the KV cache with all slots in use, bytes with which it can
-    run at least or None); empty: the full length for each slot."""
+    """`module:NAME` of cache(config, shape) -> (bytes of the KV cache with all slots in use, minimum bytes with which
+    it can run, or None); empty: the plan assumes the full length for each slot."""
     memory_share: Callable[[Any], float] = lambda config: 1.0
     """Maximum share of a GPU's memory for its weights, its working memory and its KV cache together."""
     check_sizes: str = ""
-    """`module:NAME` of check(config, shape) -> iterator of Problem: of its section with a model of this shape."""
+    """`module:NAME` of check(config, shape) -> iterator of Problem, for its section and a model of this shape."""
     recompute: bool = False
     """Whether it can recompute the KV cache of running responses (rollout.on_new_weights=recompute)."""
     deterministic: bool = False
-    """Whether a response's bits depend on only its request (deterministic=true)."""
+    """Whether a response's bits depend only on its request (deterministic=true)."""
     float32_head: bool = False
     """Whether it can compute the vocabulary projection in float32 in a bfloat16 model (generator.head_dtype)."""
     shares_weights: bool = False
@@ -226,8 +226,8 @@ class GenEngineSpec(Spec):
     records_routes: bool = False
     """Whether it can record the experts that it chooses (the field `routes`, hpcrl.engines.expert_routes)."""
     media: frozenset[str] = frozenset()
-    """Kinds of media (hpcrl.spec.media) that it takes with a prompt (Request.media). Training engines get none yet: a
-    run that learns from such prompts computes log-probs of the tokens only."""
+    """Kinds of media (hpcrl.spec.media) that it accepts with a prompt (Request.media). Training engines get no media
+    yet, so a run that trains on such prompts computes log-probs from the tokens only."""
     lora: bool = False
     """Whether it can apply adapters to the weights of the model's folder (trainer.lora)."""
     several_in_process: bool = False
@@ -271,7 +271,7 @@ class RewardSpec(Spec):
     compares_answer: bool = False
     """Whether it needs the row's answer."""
     asks: Callable[[Mapping[str, Any]], Iterable[str]] = lambda options: ()
-    """`asks(options)`: roles whose ranks it sends requests to. The options are unchecked and may have any type."""
+    """`asks(options)`: roles to whose ranks it sends requests. The options are unchecked and may have any type."""
     imports_code: str = ""
     """The key of RewardConfig that names user code, which is imported in worker processes only."""
     scores_in_unit_interval: bool = True
@@ -283,14 +283,11 @@ class RewardSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class TrackerSpec(Spec):
-    """`make(run, section)`, called in a thread of rank 0, returns a Tracker (both hpcrl.metrics.trackers.tracker);
-    section is its own, or None without one.
-
-    Its section stands under tracking.NAME.
-    """
+    """`make(run, section)`, called in a thread of rank 0, returns a Tracker (both hpcrl.metrics.trackers.tracker).
+    `section` is its section tracking.NAME, None without one."""
 
     rewinds: bool = False
-    """Whether it deletes steps past the checkpoint, which a resumed run logs again. Otherwise it keeps the old ones."""
+    """Whether it deletes steps past the checkpoint, which a resumed run logs again; else it keeps the old steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,10 +302,10 @@ class EnvSpec(Spec):
     expert_obstacle: Callable[[Any], str] = lambda options: ""
     """Why there is no expert with these options, an object of its section; empty if there is one."""
     probe: str = ""
-    """`module:NAME` of a function that tries valid options with the libraries of `needs`: `probe(section, own_code)`
-    raises ValueError; it imports a user's code only with own_code, in env ranks."""
+    """`module:NAME` of `probe(section, own_code)`, which tries valid options with the libraries of `needs` and raises
+    ValueError if they fail. It imports a user's code only with `own_code`, in env ranks."""
     check_template: str = ""
-    """`module:NAME` of a function that raises ValueError if a model with this chat template cannot play it:
-    `check_template(section, chat_template)`, before the start if the model's folder is there."""
+    """`module:NAME` of `check_template(section, chat_template)`, which raises ValueError if a model with this chat
+    template cannot play it; called before the start if the model's folder exists."""
     problem_of_row: str = ""
     """`module:NAME` of a function of a row's columns that returns why the environment cannot play it, or ""."""

@@ -63,24 +63,24 @@ class PolicyLoss(Section):
     k1.5 (arXiv 2501.12599), GMPO (arXiv 2507.20673), DPPO (arXiv 2602.04879), Clip-Cov or KL-Cov (arXiv 2505.22617),
     or the plain policy gradient (docs/algorithms.md)."""
     ratio_to: Literal["trainer", "generator"] = "trainer"
-    """Denominator of the ratio: the trainer's policy before the step, or the generator's log-probs, with which tokens
-    were drawn. generator replaces the correction and needs no pass for old log-probs, but a clip then counts the lag,
-    too."""
+    """Denominator of the ratio: the trainer's policy before the step, or the generator's probabilities of the tokens
+    that it drew. generator replaces the correction and needs no pass for old log-probs, but the clip then also counts
+    staleness."""
     ratio_level: Literal["token", "turn", "geometric", "sequence"] = "token"
     """Level of the ratio to that policy: per token, the geometric mean over a turn of the model, or the
     geometric mean (with ppo: GSPO, arXiv 2507.18071) or the product over a response."""
     pg_clip_low: NonNegative = 0.2
-    """Lower clip bound of the ratio is 1 minus this value; with gmpo, of the log-ratio minus this value; with dppo, the
-    divergence at most where the advantage is not positive."""
+    """The ratio's lower clip bound is 1 minus this value. With gmpo, the log-ratio's lower bound is minus this value;
+    with dppo, it is the maximum divergence where the advantage is not positive."""
     pg_clip_high: NonNegative = 0.2
-    """Upper clip bound of the ratio is 1 plus this value; with gmpo, of the log-ratio this value; with dppo, the
-    divergence at most where the advantage is positive."""
+    """The ratio's upper clip bound is 1 plus this value. With gmpo, the log-ratio's upper bound is this value; with
+    dppo, it is the maximum divergence where the advantage is positive."""
     dual_clip: Annotated[float, Field(gt=1), NUMBER] | None = None
     """Constant c of dual clip (arXiv 1912.09729); null: off."""
     sapo_tau_positive: PositiveFloat = 1.0
     """Steepness of SAPO's gate for tokens of positive advantage."""
     sapo_tau_negative: PositiveFloat = 1.05
-    """Steepness of SAPO's gate for the other tokens."""
+    """Steepness of SAPO's gate for all other tokens."""
     kimi_tau: PositiveFloat = 0.1
     """Weight of Kimi k1.5's squared log-ratio."""
     dppo_divergence: Literal["tv", "kl"] = "tv"
@@ -88,11 +88,11 @@ class PolicyLoss(Section):
     dppo_ratio_max: PositiveFloat = 20.0
     """Largest ratio by which DPPO weights a token."""
     cov_share: Annotated[float, Field(gt=0, le=1), NUMBER] = 2e-4
-    """Share of the step's tokens, at least one, that Clip-Cov or KL-Cov treat apart."""
+    """Share of the step's tokens (at least one token) that Clip-Cov or KL-Cov treat differently."""
     cov_low: Float = 1.0
-    """Clip-Cov draws its tokens from those whose covariance is above it."""
+    """Clip-Cov draws its tokens from tokens with a covariance above this value."""
     cov_high: Float = 5.0
-    """Clip-Cov draws its tokens from those whose covariance is below it."""
+    """Clip-Cov draws its tokens from tokens with a covariance below this value."""
     cov_kl_coef: PositiveFloat = 1.0
     """Weight of KL-Cov's penalty, the absolute log-ratio."""
     loss_aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
@@ -106,29 +106,29 @@ class PolicyLoss(Section):
     kl_reward_coef: NonNegative = 0.0
     """Weight of the per-token KL(old policy, reference) subtracted from the reward."""
     kl_reward_estimator: Annotated[Literal["k1", "abs", "k2", "k3"], BeforeValidator(_estimator)] = "k1"
-    """Estimator of the KL in the reward (docs/algorithms.md). The expected gradient of k1 is that of the exact KL; the
-    others can push the policy away from the reference."""
+    """Estimator of the KL in the reward (docs/algorithms.md). The expected gradient of k1 is the exact KL's; the other
+    estimators can push the policy away from the reference."""
     kl_loss_estimator: Annotated[Literal["abs", "k2", "k3", "k3_weighted"], BeforeValidator(_kl_in_loss)] = "k2"
-    """Estimator of the KL in the loss (docs/algorithms.md). The expected gradient of k2 is that of the exact KL; so is
-    that of k3_weighted, k3 times the ratio, also for tokens that another policy drew."""
+    """Estimator of the KL in the loss (docs/algorithms.md). The expected gradients of k2 and k3_weighted are the exact
+    KL's, for k3_weighted (k3 times the ratio) also on tokens that another policy drew."""
     kl_target: PositiveFloat | None = None
     """Target of the KL to the reference (critic/kl), nats a token: both KL coefficients are multiplied by one factor
     that follows it from step to step (arXiv 1909.08593); null: constant coefficients."""
     kl_horizon: PositiveFloat = 10000.0
     """Responses over which the coefficients change by at most a fifth."""
     ref_update_steps: Count | None = None
-    """Every so many steps the policy becomes the reference of the KL terms (arXiv 2404.09656); null: the initial model
-    stays the reference."""
+    """Steps between updates of the KL terms' reference to the current policy (arXiv 2404.09656); null: the initial
+    model stays the reference."""
     entropy_share: Annotated[float, Field(gt=0, le=1), NUMBER] = 1.0
-    """Policy loss of this share of the step's tokens only, those with the highest entropy before the step (arXiv
+    """Share of the step's tokens that get a policy loss: the tokens with the highest entropy before the step (arXiv
     2506.01939); below 1 it costs a pass for the entropies."""
     entropy_loss_coef: Float = 0.0
-    """Weight of the entropy bonus in the loss; with entropy_target, that of the first step."""
+    """Weight of the entropy bonus in the loss; with entropy_target, its weight in the first step."""
     entropy_target: NonNegative | None = None
     """Target of the entropy, nats a token: after a step below it the bonus grows, above it the bonus has weight 0
     (arXiv 2505.22312); null: a constant bonus."""
     entropy_coef_step: PositiveFloat = 0.005
-    """Change of the weight of the entropy bonus after each step with entropy_target."""
+    """Change of the entropy bonus's weight after each step with entropy_target."""
     reward_clip: PositiveFloat | None = None
     """Rewards are clamped to +- this value before the KL is subtracted; null: off."""
     advantage_clip: PositiveFloat | None = None
@@ -149,27 +149,27 @@ class PolicyLoss(Section):
     """Divide the weights of a correction by their mean over the step, before rejection_level drops any; costs the pass
     for old_logprobs."""
     rejection_level: Literal["token", "turn", "geometric", "sequence"] | None = None
-    """With a correction of truncate or mask, drop responses as correction=reject does, by a ratio of this level and
-    with bounds of its own; null: off."""
+    """With correction=truncate or mask, also drop responses as correction=reject does, by a ratio of this level with
+    separate bounds; null: off."""
     rejection_low: NonNegative = 0.5
     """Lower bound of the ratio for rejection_level, below 1."""
     rejection_high: PositiveFloat = 2.0
     """Upper bound of the ratio for rejection_level, above 1."""
     off_policy_mask: PositiveFloat | None = None
-    """Do not learn from responses of negative advantage on which the mean log-ratio of the generator to the current
-    policy is above this value, nats a token (arXiv 2512.02556); null: off."""
+    """Do not learn from responses with negative advantage whose mean log-ratio of the generator to the current policy
+    is above this value, nats a token (arXiv 2512.02556); null: off."""
     whiten_rewards: bool = False
     """Subtract the mean of the batch's token rewards, with their KL, and divide by their standard deviation."""
     whiten_advantages: bool = False
     """Subtract the mean of the batch's token advantages and divide by their standard deviation."""
     max_len_mask: bool = False
-    """Do not learn from responses that the limit of tokens ended."""
+    """Do not learn from responses that the token limit ended."""
     difficulty_mask: bool = False
     """Learn only from prompts whose mean score lies between the two thresholds."""
     difficulty_low_threshold: Float = 0.1
-    """Prompts whose mean score is above it are kept."""
+    """Prompts with a mean score above this value are kept."""
     difficulty_high_threshold: Float = 0.95
-    """Prompts whose mean score is below it are kept."""
+    """Prompts with a mean score below this value are kept."""
     error_max_len_clip: Positive | None = None
     """Do not learn from responses of this many tokens or more whose score is below 1; null: off."""
     difficulty_loss_weight: bool = False
@@ -188,7 +188,7 @@ class PolicyLoss(Section):
 
     @property
     def correction_levels(self) -> dict[str, str]:
-        """The levels of the ratios of the off-policy correction by key; empty without one."""
+        """The levels of the off-policy correction's ratios, by key; empty without a correction."""
         keys = [key for key in ("correction_level", "rejection_level") if self.correction in CORRECTION_KEYS[key]]
         return {key: level for key in keys if (level := getattr(self, key)) is not None}
 
@@ -199,7 +199,7 @@ class PolicyLoss(Section):
 
     @property
     def behaviour_levels(self) -> dict[str, str]:
-        """The levels of all ratios to the generator's log-probs by key."""
+        """The levels of all ratios to the generator's log-probs, by key."""
         reads = self.compares_with_generator and "ratio_level" in SURROGATE_KEYS[self.surrogate]
         return self.correction_levels | ({"ratio_level": self.ratio_level} if reads else {})
 

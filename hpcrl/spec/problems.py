@@ -22,7 +22,7 @@ def dotted(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Problem:
-    """One line for the user about the value at `path` (empty: no single value), and the other keys it involves."""
+    """One line for the user about the value at `path` (empty: no single value), and the other keys that it involves."""
 
     path: Path
     text: str

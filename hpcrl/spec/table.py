@@ -25,7 +25,7 @@ class SpecTable(Generic[S]):
     """The table of one kind: name -> specification. `module:NAME` finds a specification outside the table."""
 
     def __init__(self, kind: str, specification: type[S], entries: Mapping[str, str]):
-        """entries: name -> `module:NAME` of a torch-free specification, in the order in which help lists them."""
+        """`entries` maps names to `module:NAME` of torch-free specifications, in the order in which help lists them."""
         self.kind = kind
         self._specification, self._entries = specification, dict(entries)
         self._found: dict[str, S] = {}  # a plan looks up entries thousands of times

@@ -42,7 +42,7 @@ class Field:
         dtype: NumPy's name of the dtype in a Batch, or TEXT.
         optional: Whether a run may lack the field.
         wire: A smaller dtype for generators and transfers, if any.
-        fill: Value at tokens that the model did not write.
+        fill: Value for tokens that the model did not write.
         width: Numbers per value; if above 1, arrays have a second dimension.
         any_width: Whether arrays may have a second dimension of any size.
         ragged: Whether a row has any number of values, also none; declare() adds `<name>_counts` with that number.

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 CHANNELS = 8
-"""Maximum channels of an NCCL communicator for new weights. Each channel takes a thread block of the GPU and buffers;
+"""Maximum channels of an NCCL communicator for new weights. Each channel uses a thread block of the GPU and buffers;
 NCCL expects 14 GB/s per channel between nodes. A trainer rank is in one communicator for each replica."""
 
 TensorSlice = tuple[tuple[int, int], ...]

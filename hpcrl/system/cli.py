@@ -79,12 +79,9 @@ class ArgumentParser(argparse.ArgumentParser):
 
 def in_shell(text: str) -> str:
     """The text with each `python -m hpcrl...` and `python launch/NAME.py` as it works in the user's shell and current
-    folder.
-
-    That is `hpcrl NAME`, or the script's path, if the command was called so or PATH leads to the command of this
-    installation; else the interpreter that runs now, by its path. The script that runs now is named by the path it was
-    started with.
-    """
+    folder. This is `hpcrl NAME`, or the script's path, if the command was called so or PATH leads to this
+    installation's command; else the running interpreter's path. The running script keeps the path with which it was
+    started."""
     return SCRIPT.sub(lambda found: _script(found[1]), MODULE.sub(lambda found: _command(found[2], found[1]), text))
 
 
@@ -113,7 +110,7 @@ def show(text: str) -> bool:
 def _command(name: str, module: str) -> str:
     script = shutil.which("hpcrl")
     called = Path(sys.argv[0])
-    if name in COMMANDS and called.name == "hpcrl" and called.is_file():  # the script, maybe by its path
+    if name in COMMANDS and called.name == "hpcrl" and called.is_file():  # the script, perhaps called by its path
         by_path = script is None or not called.samefile(script)
         return f"{_short(called) if by_path else 'hpcrl'} {name}"
     if name in COMMANDS and script is not None and Path(script).parent == Path(sys.executable).parent:
@@ -131,7 +128,7 @@ def _python() -> str:
 
 
 def _short(path: Path) -> str:
-    """The path for the shell, from the current folder if it is below."""
+    """The path for the shell, relative to the current folder if it is inside."""
     return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
 
 

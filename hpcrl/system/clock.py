@@ -1,4 +1,4 @@
-"""Running time of a process: deadlines of a job that Slurm suspends continue unchanged when the job resumes."""
+"""Time that does not pass while Slurm suspends the job, for deadlines."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from datetime import timedelta
 
 SHARE = 4
 UNCOUNTED = timedelta(days=30)
-"""Timeout of an engine's collectives. The controller's deadline for the command ends the wait long before; timeouts in
-gloo and NCCL would include the time during which the job is suspended."""
+"""Timeout of an engine's collectives. The controller's deadline for the command ends a wait long before; timeouts of
+gloo and NCCL would count time during which the job is suspended."""
 
 
 class AwakeClock:

@@ -17,7 +17,7 @@ class ExitCode(IntEnum):
     DEADLINE = 12  # a command or the start took longer than its deadline: a hang
     STORE_LOST = 13  # the control store is gone, or control messages were lost or reordered
     STARVED = 14  # a step could not be filled with valid groups
-    NO_PROGRESS = 15  # several steps in a row learnt nothing: values not finite, or all responses masked
+    NO_PROGRESS = 15  # several steps in a row trained nothing: values not finite, or all responses masked
     CHECKPOINT = 16  # checkpoints exist, but none is readable
     SUPERSEDED = 17  # another attempt owns the run folder
     NOT_SAVED = 18  # a checkpoint, or another file of the run, could not be written

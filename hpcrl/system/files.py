@@ -49,7 +49,7 @@ def committed_step(run_dir: Path) -> int:
 
 
 def backed_off_s(waited_s: float) -> float:
-    """Seconds to sleep before the next read of a shared file system after `waited_s`: a twentieth of it, to keep
+    """Seconds to sleep before the next read of a shared file system: a twentieth of the time waited so far, to keep
     hundreds of waiting processes from overloading the file system."""
     return min(max(0.02, waited_s / 20), 1.0)
 
@@ -64,7 +64,7 @@ def fsync_path(path: Path) -> None:
 
 
 def find_room(folder: Path, num_bytes: int, reserve: bool) -> tuple[int, str]:
-    """Free bytes that the file system shows, and, if they suffice and `reserve` is set, the reason of no_room_for().
+    """(free bytes that the file system shows, no_room_for()'s reason if they suffice and `reserve` is set).
 
     Other runs that start at the same time also reserve space for a moment, so if space is short, the check is repeated
     at random times for CONTENDED_S.
@@ -96,7 +96,7 @@ def no_room_for(folder: Path, num_bytes: int) -> str:
 
 
 def rename_durably(source: Path, target: Path) -> None:
-    """Rename; after a machine crash, the entry is in exactly one of the two folders."""
+    """Rename a file or folder; after a crash of the machine it is in exactly one of the two folders."""
     os.rename(source, target)
     fsync_path(target.parent)
     if source.parent != target.parent:
@@ -150,7 +150,7 @@ def shield_output() -> None:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Replace `path` by `data` atomically: temporary file beside it, fsync, rename, fsync of the folder. OSError names
+    """Replace `path` by `data` atomically: temporary file next to it, fsync, rename, fsync of the folder. OSError names
     the file; then `path` is unchanged, and no temporary file is left."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -166,7 +166,7 @@ def write_durably(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A temporary folder beside `path` that replaces `path` at the end, and is removed after an error. Its files are
+    """A temporary folder next to `path` that replaces it at the end, and is removed after an error. Its files are
     synced to disk and get the usual permissions."""
     partial, before = path.with_name(f".{path.name}.tmp"), path.with_name(f".{path.name}.old")
     for left in (partial, before):

@@ -44,7 +44,7 @@ UNSHOWN = {"console": "none"}
 
 def start(who: str, *, file: Path | None = None, console: Literal["stdout", "stderr"] | None = None) -> None:
     """Send this process's messages to a file (including libraries' messages) and to the console (only hpcrl's);
-    replaces an earlier call. who: see above. file: STDERR, or a path whose folder is created with the first message.
+    replaces an earlier call. `who` is as above; `file` is STDERR, or a path, whose folder the first message creates.
 
     In a job, the console is the job's log and gets headers. If `file` is STDERR, the console gets no errors, since the
     agent shows them in one line at the end of the run.

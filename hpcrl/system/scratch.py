@@ -20,8 +20,8 @@ JUST_MADE_S = 60.0
 
 
 def own_folder(above: str, prefix: str) -> str:
-    """Create a folder in `above`, locked as long as this process or one that it forks lives. Folders of the same user
-    and prefix that ended processes on this node left there are removed."""
+    """Create a folder in `above`, locked while this process, or one that it forks, lives. Removes folders of the same
+    user and prefix that processes of this node, which have ended, left there."""
     prefix = f"{prefix}-{socket.gethostname()}-"  # locks may not work across nodes
     for old in Path(above).glob(f"{glob.escape(prefix)}{RANDOM}"):
         with contextlib.suppress(OSError):

@@ -1,5 +1,5 @@
 """Signals that ask a run to stop. A batch system sends them to every process of a step, but only the node agents and
-rank 0 handle them: other processes continue, so that a save is still possible."""
+rank 0 handle them: other processes continue, so a save is still possible."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class TrackerThread:
         self, name: str, make: Callable[[int], Tracker], step_file: Path, resume_step: int, rewinds: bool,
         timeout_s: float, warn: Callable[[str], None] = logger.warning,
     ):  # fmt: skip
-        """make: called with the first step that will be logged. step_file: the file with the last logged step."""
+        """`make` is called with the first step that will be logged; `step_file` has the last logged step."""
         self.name, self._timeout_s, self._warn, self._path = name, timeout_s, warn, step_file
         self.last_step = _read(step_file)
         if rewinds:

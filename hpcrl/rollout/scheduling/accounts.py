@@ -27,14 +27,14 @@ FILTERS = ("filtered_mean_low", "filtered_mean_high", "filtered_std")
 
 
 class Accounts:
-    """Reported values are dropped. `tally`: counts and values since the last metrics()."""
+    """Values are dropped once they are reported. `tally` has the counts and values since the last metrics()."""
 
     def __init__(self) -> None:
         self.tally = Tally(COUNTS)
         self._ended: list[EndedPrompt] = []
         self._lost: list[int] = []  # prompts that ended without being trained
         self._taken: list[LiveGroup] = []  # the last batch, which may still be given back
-        self._staleness_from = -1  # the version that it trains
+        self._staleness_from = -1  # the version that this batch trains
         self._before: dict[str, int] = {}  # counts when the step was opened
 
     def open_step(self, replicas: Replicas) -> None:

@@ -152,7 +152,7 @@ class SendToScorer:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Stop the running samples among these and free all of them; answered with Aborted if any ran."""
+    """Stop the samples that are running, and free all of these samples; answered with Aborted if any ran."""
 
     replica: int
     sample_ids: tuple[int, ...]
@@ -163,9 +163,9 @@ SchedulerCommand = Generate | Continue | SendToScorer | Drop
 
 @dataclass(frozen=True, slots=True)
 class DoneSample:
-    """A scored response and the replica that holds its tokens; num_tokens counts generated tokens. turn_rewards,
-    token_rewards and metrics are as in hpcrl.messaging.messages.ScoredSample. If its environment's code `failed`, the
-    reward does not describe the response."""
+    """A scored response and the replica that holds its tokens; `num_tokens` counts generated tokens. `turn_rewards`,
+    `token_rewards` and `metrics` are as in hpcrl.messaging.messages.ScoredSample. If `failed`, the environment's code
+    failed, and the reward does not describe the response."""
 
     id: int
     replica: int
@@ -182,8 +182,8 @@ class DoneSample:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A prompt's responses in order of member. `version`: the oldest weights that wrote them. `baseline`: the reward of
-    the greedy baseline, which is not among the responses; None without one."""
+    """A prompt's responses in order of member. `version` is the oldest weight version that wrote any of them.
+    `baseline` is the reward of the greedy baseline, which is not among the responses; None without one."""
 
     uid: int
     attempt: int
@@ -194,8 +194,8 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class EndedPrompt:
-    """How a prompt ended. `reason`: the filter, or the cause of the last failure. `rewards` and `metrics` are the
-    samples', in order of member; empty if the prompt failed."""
+    """How a prompt ended. `reason` is the filter, or the cause of the last failure. `rewards` and `metrics` have an
+    entry per sample, in order of member; empty if the prompt failed."""
 
     uid: int
     attempt: int

@@ -38,9 +38,9 @@ class LiveSample:
 
 
 class LiveGroup:
-    """The samples of one attempt at a prompt, `keep` of which form the group. `version`: oldest weights of its tokens.
-    `home`: the replica that has the prompt's prefix from an earlier attempt. `greedy`: the greedy baseline, until its
-    reward is in `baseline`; neither `samples` nor num_done includes it."""
+    """The samples of one attempt at a prompt, of which `keep` form the group. `version` is the oldest version of its
+    tokens; `home` is the replica that cached the prompt's prefix in an earlier attempt. `greedy` is the greedy baseline
+    until its reward is in `baseline`; neither `samples` nor `num_done` includes it."""
 
     __slots__ = (
         *("attempt", "baseline", "cause", "failures", "greedy", "home", "keep", "num_done", "samples", "uid"),
@@ -112,7 +112,7 @@ class LiveGroup:
 
     @classmethod
     def restored(cls, saved: Mapping[str, Any], homes: Sequence[int]) -> LiveGroup:
-        """The saved group; samples whose replica is not among `homes` get one common replica."""
+        """The saved group; its samples whose replica is not in `homes` are all assigned to one replica of `homes`."""
         size = len(saved["samples"])
         start = Start(saved["uid"], saved["attempt"], saved["failures"])
         group = cls(start, saved["version"], size, size)

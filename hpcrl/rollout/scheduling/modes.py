@@ -98,9 +98,9 @@ class StreamingMode:
 
 
 class DeterministicMode:
-    """A wave of groups is distributed over the replicas by sample id, all at once; engines queue samples beyond their
-    slots. The next wave starts after it. Verdicts are in order of uid. A replica's samples take their next turn
-    together."""
+    """Distributes a wave of groups over the replicas by sample id, all at once; engines queue samples beyond their
+    slots. The next wave starts when every group of this one has its verdict. Verdicts are in order of uid. A replica's
+    samples take their next turn together."""
 
     decides_at_once = False
 

@@ -16,7 +16,7 @@ class Replica:
         self.capacity = capacity
         self.paused = False  # busy with other work
         self.speed = 1.0  # of decoding, relative to the median replica
-        self.running = 0  # samples that occupy a slot or wait in the engine for one
+        self.running = 0  # samples in a slot, or waiting in the engine for one
         self.load = 0.0  # sum of their expected lengths (each 1 if lengths do not count)
         self.acting = 0  # samples whose environment acts
         self.answered: deque[int] = deque()  # samples whose next turn waits for a slot, in order of arrival

@@ -38,7 +38,7 @@ from hpcrl.rollout.types import FinishReason
 
 
 class Samples:
-    """Samples neither dropped nor taken. `replicas`: living replicas; `waiting`: samples without a replica."""
+    """The samples that are neither dropped nor taken. `waiting` are the samples without a replica."""
 
     def __init__(self, capacities: Mapping[int, int], tally: Tally, speed_aware_routing: bool):
         self.replicas = Replicas(capacities)

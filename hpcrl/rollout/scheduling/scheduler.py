@@ -187,8 +187,8 @@ class RolloutScheduler:
         return self._samples.commands()
 
     def complete_groups(self, held: Iterable[int]) -> tuple[list[list[int]], list[int]]:
-        """Of the samples `held` by a scorer for group scoring: (complete groups, samples no longer needed). The others
-        still wait for their group."""
+        """Split the samples that a scorer holds for group scoring: (complete groups, samples no longer needed). All
+        other `held` samples still wait for their group."""
         return self._samples.complete_groups(held)
 
     # -- state
@@ -217,7 +217,7 @@ class RolloutScheduler:
     @property
     def budget(self) -> int:
         """Maximum number of groups in flight or valid at once: this step's groups with extra_prompts, and groups that
-        may be trained later. Between two steps there are no extra prompts, since they would only grow stale."""
+        may be trained later. Between two steps there are no extra prompts: their groups would only become stale."""
         return self._selection.worth_having + (0 if self._selection.is_closed else self.config.extra_prompts)
 
     @property

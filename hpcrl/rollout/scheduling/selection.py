@@ -20,7 +20,7 @@ PATIENCE = 4
 
 
 class Selection:
-    """The batch being formed. `valid`: groups by uid that wait to be taken, in order of acceptance."""
+    """The batch being formed. `valid` has the groups that wait to be taken, by uid, in order of acceptance."""
 
     def __init__(self, config: SchedulerConfig):
         self._fresh = StalenessBound(0.0 if config.deterministic else config.max_staleness)

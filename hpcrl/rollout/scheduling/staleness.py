@@ -12,8 +12,8 @@ from hpcrl.rollout.scheduling.groups import LiveGroup
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """The groups of at least a certain age, `uids`. Later batches have room for `later` of them; the rest is due in the
-    next batch. `open`: the groups without a verdict."""
+    """The groups `uids` of at least a certain age. Later batches have room for `later` of them; the rest is due in the
+    next batch. `open` are the groups without a verdict."""
 
     uids: set[int]
     open: set[int]
