@@ -45,7 +45,8 @@ def test_a_file_of_rows_and_the_mean(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_functions_with_options_columns_and_siblings(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--reward", f"{FUNCTIONS}:trl", "--options", "bonus=0.5", "--column", "level=2", "xx", "yyy"]) == 0
     assert [line for line in capsys.readouterr().out.splitlines() if "score" in line] == [
-        "reward       4.5, score 4.5", "reward       5.5, score 5.5", "2 responses: mean reward 5, mean score 5, 0 errors",
+        "reward       4.5, score 4.5", "reward       5.5, score 5.5",
+        "2 responses: mean reward 5, mean score 5, 0 errors",
     ]  # fmt: skip
     assert main(["--reward", "tests.rewards.user_rewards:longest", "a", "bbb", "cc"]) == 0
     assert "mean reward 0.3333" in capsys.readouterr().out
