@@ -1,4 +1,4 @@
-"""Verifies a rank's share of a checkpoint's files against the manifest, in a thread."""
+"""Verify a rank's share of a checkpoint's files against the manifest, in a thread."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class _Stopped(Exception):
 
 
 class FileCheck:
-    """Reads files in a thread, so an unresponsive file system blocks the thread and not the rank."""
+    """Verifies files in a thread, so an unresponsive file system blocks the thread and not the rank."""
 
     def __init__(self, folder: Path, entries: Sequence[FileEntry]):
         self._folder, self._entries = folder, entries
@@ -24,7 +24,8 @@ class FileCheck:
         threading.Thread(target=self._run, name="check", daemon=True).start()
 
     def result(self, wait_s: float) -> str | None:
-        """The first damaged file's damage; empty if all files are intact; None if unknown after wait_s."""
+        """The damage of the first damaged file; empty if all files are intact; None if the result is not ready after
+        wait_s seconds."""
         try:
             return self._found.result(wait_s)
         except TimeoutError:
@@ -41,7 +42,7 @@ class FileCheck:
     def _run(self) -> None:
         try:
             self._found.set_result(self._compare())
-        except BaseException as error:  # raised again by the caller of the result
+        except BaseException as error:  # result() raises it again
             self._found.set_exception(error)
 
     def _compare(self) -> str:

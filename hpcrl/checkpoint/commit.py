@@ -5,8 +5,8 @@ Files only, no collectives. One save is
     begin (rank 0) -> every rank writes and seals its own files with seal_files
     -> the entries are sent to rank 0 -> commit (rank 0)
 
-A kill at any point leaves earlier checkpoints untouched. No save writes into a committed folder: a mix of two saves
-would load without an error but be wrong.
+A kill at any point leaves earlier checkpoints untouched. No save writes into a committed folder, because a mix of two
+saves would load without an error.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MANIFEST = "manifest.json"
 LATEST = "LATEST"
 LEFTOVER = re.compile(r"step_(\d{6,})\.(tmp|abandoned)-.+")
 READ_BYTES = 16 << 20
-HASH_THREADS = 4  # hashlib releases the GIL; sha256 runs at 1-2 GB/s per core where the CPU has the instructions
+HASH_THREADS = 4  # hashlib releases the GIL; sha256 takes 1-2 GB/s per core on CPUs with SHA instructions
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -43,8 +43,8 @@ class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`world` is the layout that wrote the checkpoint, in any JSON form. Earlier versions of hpcrl also stored
-    a hash of the configuration and the weight version, which the checksum covers; new manifests omit both."""
+    """Facts about a checkpoint. `world` is the layout of the ranks that wrote it, as any JSON object. Manifests of
+    earlier versions also have config_hash and weight_version, which their checksum covers."""
 
     config_hash: str | msgspec.UnsetType = msgspec.UNSET
     weight_version: int | msgspec.UnsetType = msgspec.UNSET
@@ -67,7 +67,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Latest(NamedTuple):
-    """Result of find_latest: `path` and `manifest` are None without checkpoints; `problems` lists skipped ones."""
+    """Result of find_latest. `path` and `manifest` are None if there are no checkpoints; `problems` lists skipped
+    checkpoints, extra files, and a LATEST that is not up to date."""
 
     path: Path | None
     manifest: Manifest | None
@@ -98,17 +99,15 @@ def list_files(folder: Path) -> list[str]:
     def refuse(error: OSError) -> None:
         raise error
 
-    walk = os.walk(folder, onerror=refuse)  # rglob finds nothing in a folder that is gone
+    walk = os.walk(folder, onerror=refuse)  # rglob would find nothing, without an error, if the folder is gone
     files = (Path(at, name).relative_to(folder).as_posix() for at, _, names in walk for name in names)
     return sorted(name for name in files if name != MANIFEST)
 
 
 def seal_files(folder: Path, names: Iterable[str]) -> list[FileEntry]:
     """Sync a rank's files to disk and return their sizes and hashes, in the order given. Every rank calls this for its
-    own files: on a network file system, only the writer's fsync reaches the disk.
-
-    ValueError for a name that is missing or outside `folder`.
-    """
+    own files, because on a network file system only the writer's fsync reaches the disk. ValueError for a name that is
+    missing or outside `folder`."""
     failpoint("shards_written")
     names = list(names)
     for name in names:
@@ -139,9 +138,11 @@ def commit(
 ) -> Path:
     """Turn a sealed folder into the checkpoint `step_NNNNNN` and return its path. Called by rank 0.
 
-    Deletes the oldest checkpoints until `keep` remain. `fence`, called last before the rename, raises if another
-    attempt owns the run. ValueError if the entries do not match the folder's files exactly: a shard without an entry
-    would never be verified.
+    Args:
+        keep: The oldest checkpoints are deleted until this many remain.
+        fence: Called immediately before the rename; it raises if another attempt owns the run.
+
+    ValueError if the entries do not match the folder's files exactly, since a file without an entry is never verified.
     """
     assert keep >= 2, f"keep={keep}: the previous checkpoint is the fallback for a damaged one"
     files = sorted(entries, key=lambda entry: entry.path)
@@ -170,10 +171,8 @@ def set_latest(root: Path, step: int) -> None:
 
 
 def damage_of(folder: Path, entry: FileEntry, read: Callable[[int], None] = lambda _: None) -> str:
-    """The damage of a checkpoint's file; empty if its content is as committed.
-
-    `read` gets the number of bytes of each part read; an exception that it raises ends the check.
-    """
+    """The damage of a checkpoint's file; empty if its content is as committed. `read` is called with the number of
+    bytes after each part that is read; an exception that it raises ends the check."""
     try:
         same = _sha256(folder / entry.path, read) == entry.sha256
     except OSError as error:
@@ -182,15 +181,14 @@ def damage_of(folder: Path, entry: FileEntry, read: Callable[[int], None] = lamb
 
 
 def first_damage(folder: Path, entries: Sequence[FileEntry], read: Callable[[int], None] = lambda _: None) -> str:
-    """damage_of the first damaged file; empty if all are intact. This process reads all files, in several threads."""
+    """The damage of the first damaged file; empty if all are intact. Reads all files, in several threads."""
     with ThreadPoolExecutor(HASH_THREADS) as threads:
         return next(filter(None, threads.map(lambda entry: damage_of(folder, entry, read), entries)), "")
 
 
 def problem_of(path: Path, damage: Callable[[Path, Sequence[FileEntry]], str] = first_damage) -> str:
-    """Why the checkpoint in a folder, which may be a copy under another name, is not as committed; else empty.
-
-    damage: as for find_latest."""
+    """How the checkpoint in a folder differs from its committed state; empty if it does not. The folder may be a copy
+    under another name; `damage` is as for find_latest."""
     match = STEP_NAME.fullmatch(path.name)
     manifest, problem = _verify(path, int(match[1]) if match else None)
     return damage(path, manifest.files) if manifest is not None else problem
@@ -199,9 +197,9 @@ def problem_of(path: Path, damage: Callable[[Path, Sequence[FileEntry]], str] = 
 def find_latest(root: Path, damage: Callable[[Path, Sequence[FileEntry]], str] = first_damage) -> Latest:
     """The newest checkpoint whose files have their committed sizes and hashes. Writes nothing.
 
-    damage: verifies the contents of files whose sizes are right. `problems` lists damaged checkpoints, which are
-    skipped. A committed folder counts even if LATEST does not name it, after a kill before that. ValueError if there
-    are checkpoints but none is usable: starting over silently would discard the run.
+    `damage` verifies the contents of files whose sizes are right. Damaged checkpoints are skipped. A kill may have left
+    LATEST behind the newest committed folder, so LATEST is only compared. ValueError if there are checkpoints but none
+    is usable, since the run would otherwise silently start over.
     """
     steps = steps_in(root)
     problems: list[str] = []
@@ -227,7 +225,7 @@ def find_latest(root: Path, damage: Callable[[Path, Sequence[FileEntry]], str] =
 
 
 def _named(root: Path) -> str:
-    """Content of LATEST, for a message; after a machine crash it may be any bytes."""
+    """Content of LATEST, for a message; after a node crash, the file may contain any bytes."""
     try:
         text = (root / LATEST).read_text(errors="backslashreplace").strip()
     except FileNotFoundError:
@@ -238,7 +236,8 @@ def _named(root: Path) -> str:
 
 
 def _verify(path: Path, step: int | None) -> tuple[Manifest | None, str]:
-    """The manifest of a checkpoint (of this step) whose files exist with the right sizes, or None and the error."""
+    """(manifest, "") if the checkpoint's files exist with the right sizes, else (None, error). If `step` is given, the
+    manifest's step must equal it."""
     try:
         manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
         sealed = manifest.seal()
@@ -266,12 +265,12 @@ def _verify(path: Path, step: int | None) -> tuple[Manifest | None, str]:
 def _prune(root: Path, step: int, keep: int) -> None:
     """Delete all but the newest `keep` checkpoints, and leftovers of killed or abandoned saves."""
     for old in steps_in(root)[:-keep]:
-        # Renamed first: a partly deleted checkpoint must not look like a committed one.
+        # Rename first, since a partly deleted checkpoint must not look like a committed one.
         os.rename(root / step_name(old), root / f"{step_name(old)}.tmp-pruned")
     for entry in list(root.iterdir()):
         match = LEFTOVER.fullmatch(entry.name)
         if match and entry.is_dir() and (match[2] == "abandoned" or int(match[1]) <= step):
-            remove(entry)  # if a user has moved it and left a link, only the link
+            remove(entry)  # if a user has replaced the folder by a link, this removes only the link
 
 
 def _inside(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Places where a test kills the program: HPCRL_FAILPOINT=name, or name:k for the k-th time it is reached."""
+"""Places at which a test can kill the process: HPCRL_FAILPOINT=NAME, or NAME:K for the K-th time it is reached."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _hits: dict[str, int] = dict.fromkeys(FAILPOINTS, 0)
 
 
 def failpoint(name: str) -> None:
-    """Kill this process with SIGKILL if HPCRL_FAILPOINT names this place. ValueError if HPCRL_FAILPOINT names no known
-    place: a test with a misspelt name would pass without a kill."""
+    """Kill this process with SIGKILL if HPCRL_FAILPOINT names this place. ValueError if it names no known place, since
+    a test with a misspelt name would pass without a kill."""
     assert name in _hits, f"failpoint {name} is not in FAILPOINTS"
     wanted = os.environ.get("HPCRL_FAILPOINT")
     if not wanted:

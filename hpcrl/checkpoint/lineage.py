@@ -1,7 +1,7 @@
-"""The committed lineage: on resume, results of a killed attempt past its checkpoint are moved away.
+"""The committed lineage: a resumed run moves away what a killed attempt has written after the checkpoint.
 
 Rollouts, metrics and checkpoints are labelled with the number of completed steps, which is also the weight version. A
-run that resumes at checkpoint 12 keeps everything up to label 12.
+run that resumes from checkpoint 12 keeps everything up to label 12.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ METRICS = "metrics.jsonl"
 
 
 def abandon_after(run_dir: Path, step: int, attempt: int) -> list[str]:
-    """Move away everything labelled with a step later than `step`; -1 if the run starts over without a checkpoint.
-    Called by rank 0 before anything is written. Returns one line per move, for the log.
+    """Move away everything with a label above `step`, which is -1 if the run starts over without a checkpoint. Called
+    by rank 0 before anything is written. Returns one line per move, for the log.
 
-    Rollouts and metrics move to abandoned/<attempt>/, named after the calling attempt. Checkpoints (only damaged ones
-    can be newer) are renamed and deleted by the next commit. After a kill at any point, the next call completes the
-    move.
+    Rollouts and metrics move to abandoned/<attempt>/, where `attempt` is the calling attempt. Newer checkpoints, which
+    are damaged, are renamed, and the next commit deletes them. After a kill, the next call completes the moves.
     """
-    # Checkpoints first: if a damaged one became readable again, its rollouts would still be needed.
+    # Checkpoints are moved first: if a damaged one became readable again, its rollouts would be needed.
     moved = _abandon_checkpoints(run_dir / "checkpoints", step, attempt)
     target = run_dir / "abandoned" / str(attempt)
     past = [n for n in steps_in(run_dir / "rollouts") if n > step]
@@ -39,8 +38,8 @@ def abandon_after(run_dir: Path, step: int, attempt: int) -> list[str]:
 
 
 def gaps(run_dir: Path, step: int, rollouts: bool) -> list[str]:
-    """Gaps in the history up to `step`, one line each; `rollouts`: whether the run stores rollouts. Call after
-    abandon_after. Rollout files are not read: their reader names a damaged file."""
+    """Gaps in the history up to `step`, one line each; `rollouts` is whether the run stores rollouts. Called after
+    abandon_after(). Rollout files are not opened here, since whoever reads them reports damaged ones."""
     path = run_dir / METRICS
     logged = {_line_step(line) for line in path.read_bytes().splitlines(keepends=True)} if path.is_file() else set()
     found = {METRICS: logged}

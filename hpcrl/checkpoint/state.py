@@ -1,6 +1,6 @@
-"""A run's small state in a checkpoint: one JSON file, sealed like every other file.
+"""The controller's state in a checkpoint: one small JSON file, sealed like every other file.
 
-Every section is a dict that its owner writes and reads (state_dict / load_state_dict): the data cursor with the prompt
+Each section is a dict that one object writes and reads (state_dict / load_state_dict): the data cursor with the prompt
 ledger, the rollout scheduler, counters.
 """
 
@@ -17,8 +17,8 @@ SECTIONS = ("cursor", "scheduler", "counters")
 
 
 def encode_state(state: dict[str, Any]) -> bytes:
-    """The content of state.json. Tuples are read back as lists, everything else unchanged. ValueError names an entry
-    that JSON would change (non-finite numbers, keys that are not strings, arrays) or the missing section."""
+    """The content of state.json. Tuples are read back as lists, everything else unchanged. ValueError names a missing
+    section, or an entry that JSON would change (non-finite numbers, keys that are not strings, arrays)."""
     _check_sections(state, STATE)
     _check_plain(state, "state")
     return json.dumps({"format": FORMAT, **state}, allow_nan=False, indent=1).encode()

@@ -3,9 +3,9 @@
     python -m hpcrl.checkpoint.writer SOCKET PARENT      started by Writer
 
 The data is in anonymous shared memory: nothing is copied, and nothing is left if either process is killed. The process
-does not import torch, so it starts in a tenth of a second and stays small.
+does not import torch, so it starts in a tenth of a second and needs little memory.
 
-If training waits for the save, tensors need no copy: a thread of the rank writes them directly from its memory.
+If training waits for the save, a thread of the rank writes the tensors directly from the rank's memory instead.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from hpcrl.checkpoint.commit import FileEntry
 from hpcrl.system.files import fsync_path
 from hpcrl.system.signals import die_with, held_back, ignore_signals
 
-CHUNK_BYTES = 64 << 20  # one unit of progress, counted once it is on disk
-MAX_FILES = 250  # with two more descriptors below 253, the kernel's limit per message
+CHUNK_BYTES = 64 << 20  # bytes per sync to disk; progress counts only synced bytes
+MAX_FILES = 250  # with two more descriptors, within the kernel's limit of 253 per message
 COUNTER_BYTES = 8
 
 
 class SharedFile:
-    """A file's content in memory that another process can map."""
+    """A file's content in shared memory, which another process can map."""
 
     def __init__(self, size: int):
         """OSError if there is not enough memory. `size` is at least 1."""
@@ -60,14 +60,14 @@ Files = dict[str, bytes | SharedFile | Pieces]
 
 
 class _Request(msgspec.Struct):
-    """folder: where to write; files: name -> content, or the index of the file descriptor with the content."""
+    """The files to write into `folder`: name -> content, or the index of the file descriptor for the content."""
 
     folder: str
     files: dict[str, bytes | int]
 
 
 class _Answer(msgspec.Struct):
-    """One answer per written file; the last has, instead of an entry, the total seconds or the error."""
+    """One answer per written file has an entry; the last answer has the total seconds or the error instead."""
 
     entry: FileEntry | None = None
     seconds: float = 0.0
@@ -77,7 +77,7 @@ class _Answer(msgspec.Struct):
 
 
 class Written(NamedTuple):
-    """Files in the order given, and the seconds from the first byte until all are on disk."""
+    """The written files in the order given, and the seconds from the first byte until all are on disk."""
 
     entries: list[FileEntry]
     seconds: float
@@ -86,9 +86,9 @@ class Written(NamedTuple):
 def _write(
     folder: Path, name: str, parts: Iterable[memoryview], wrote: Callable[[int], None] = lambda _: None
 ) -> FileEntry:
-    """`wrote` is called with the number of bytes after each sync to disk."""
+    """Write a file. `wrote` is called with the number of bytes after each sync to disk."""
     digest, size, unsynced = hashlib.sha256(), 0, 0
-    if (inner := (folder / name).parent) != folder:  # never the folder itself, which a later attempt may have removed
+    if (inner := (folder / name).parent) != folder:  # `folder` is never created: a later attempt may have removed it
         inner.mkdir(exist_ok=True)
     with open(folder / name, "xb", buffering=0) as file:
         for chunk in (part[at : at + CHUNK_BYTES] for part in parts for at in range(0, len(part), CHUNK_BYTES)):
@@ -97,7 +97,7 @@ def _write(
             while rest:  # a write may be partial
                 rest = rest[file.write(rest) :]
             size, unsynced = size + len(chunk), unsynced + len(chunk)
-            if unsynced >= CHUNK_BYTES:  # one sync at the end of a large file might look like a hang
+            if unsynced >= CHUNK_BYTES:  # one long sync at the end of a large file could look like a hang
                 os.fsync(file.fileno())
                 wrote(unsynced)
                 unsynced = 0
@@ -107,8 +107,8 @@ def _write(
 
 
 class Writer:
-    """Writes a rank's checkpoint files, one set at a time: in a process, started for the first set without pieces, or
-    in a thread."""
+    """Writes a rank's checkpoint files, one set at a time. A thread writes a set with Pieces; a process writes all
+    other sets, and is started for the first one."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -123,23 +123,20 @@ class Writer:
 
     def start(self, folder: Path, files: Files) -> None:
         """Start writing the files into `folder`. Shared files and pieces must not change before result() returns the
-        entries. A set with pieces is written by a thread.
-
-        OSError if the process was killed since the last files.
-        """
+        entries. OSError if the process was killed since the last set."""
         assert not self.busy and len(files) < MAX_FILES, f"{self._folder} is still being written, or {len(files)} files"
         self._folder, self._names, self._entries, self.busy = folder, list(files), [], True
         self._counter = SharedFile(COUNTER_BYTES)
         if any(isinstance(content, Pieces) for content in files.values()):
             self._answers, theirs = socket.socketpair()
-            # A daemon thread does not delay the rank's exit; unfinished files are never committed.
+            # A daemon thread does not delay the rank's exit, and unfinished files are never committed.
             arguments = (theirs, folder, _parts(files), self._counter.buffer)
             threading.Thread(target=_serve_here, args=arguments, daemon=True).start()
             return
         shared = [content for content in files.values() if isinstance(content, SharedFile)]
         numbers = {id(content): number for number, content in enumerate(shared)}
         contents = {name: c if isinstance(c, bytes) else numbers[id(c)] for name, c in files.items()}
-        # The request is shared memory too: a socket would block the rank until the other side reads.
+        # The request is in shared memory, too, since a socket would block the rank until the other side reads.
         body = msgspec.msgpack.encode(_Request(str(folder), contents))
         request = SharedFile(len(body))
         request.buffer[:] = body
@@ -151,8 +148,8 @@ class Writer:
             raise self._ended() from error
 
     def result(self, wait_s: float | None) -> Written | None:
-        """Wait until all files are on disk; None if that takes longer than wait_s (None: no limit). OSError names a
-        file that could not be written, also if the process was killed."""
+        """Wait until all files are on disk; None if this takes longer than wait_s seconds (None: no limit). OSError
+        names the file if it could not be written or the process was killed."""
         assert self.busy and self._answers is not None, "nothing is being written"
         deadline = time.monotonic() + wait_s if wait_s is not None else None
         while True:
@@ -188,7 +185,7 @@ class Writer:
         if self._socket is None:
             self._socket, theirs = socket.socketpair()
             command = [sys.executable, "-m", "hpcrl.checkpoint.writer", str(theirs.fileno()), str(os.getpid())]
-            # Started from the rank's main thread: the kernel ends the process together with the thread that started it.
+            # Called in the rank's main thread, since the kernel ends the process with the thread that has started it.
             with held_back():
                 self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
             theirs.close()
@@ -251,7 +248,7 @@ def _serve(channel: socket.socket, folder: Path, files: Mapping[str, Iterable[me
     path, start = folder, time.perf_counter()
 
     def wrote(num_bytes: int) -> None:
-        # Progress is in shared memory: during a rank's long step the socket would fill up and block this process.
+        # Progress is in shared memory, since the socket would fill up during a long step and block this process.
         total = int.from_bytes(counter[:], sys.byteorder) + num_bytes
         counter[:] = total.to_bytes(COUNTER_BYTES, sys.byteorder)
 

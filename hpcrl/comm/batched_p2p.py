@@ -1,10 +1,10 @@
-"""Sends and receives of a group that start together, and the one communicator that carries them on GPUs.
+"""Start several sends and receives of a group at once; on GPUs, one communicator of the group carries them all.
 
-torch's behaviour (2.13, pointToPoint and initNCCLComm in ProcessGroupNCCL.cpp): a single send or receive creates a
-communicator of its two ranks, unless eager_connect_single_device() has created the group's. Calls between
-_start_coalescing() and _end_coalescing() use the group's communicator, in one NCCL call, whatever their order. If it
-does not exist yet, all ranks of the group must take part in the first such call (torch.distributed.batch_isend_irecv),
-but a transfer does not involve all of them. A communicator executes its calls one after another.
+In torch 2.13 (pointToPoint and initNCCLComm in ProcessGroupNCCL.cpp), a single send or receive creates a communicator
+of its two ranks, unless eager_connect_single_device() has already created the group's communicator. Calls between
+_start_coalescing() and _end_coalescing() become one NCCL call on the group's communicator, in any order. To create that
+communicator, such a call would need all ranks of the group (torch.distributed.batch_isend_irecv), and a transfer does
+not involve all of them. A communicator executes its calls one after another.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 LAST_WAIT_S = 0.05
-"""Minimum timeout for a rank whose peers have already been waited for."""
+"""Minimum seconds to wait for each transfer, even if earlier transfers have used up the common timeout."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A tensor to or from rank `peer` of a group (group rank)."""
+    """A tensor to send to or to receive from `peer`, a rank within the group."""
 
     tensor: Tensor
     peer: int
@@ -38,8 +38,8 @@ class Begun:
         self._works = list(works)
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Return when all have ended. timeout: for all together, instead of the group's timeout for each. RuntimeError
-        of the group if one fails."""
+        """Wait until all transfers have ended. `timeout` limits them together; without it, the group's timeout limits
+        each one. Raises the group's RuntimeError if a transfer fails."""
         end = None if timeout is None else time.monotonic() + timeout.total_seconds()
         while self._works:  # a gloo work can be waited for only once
             if end is None:
@@ -50,15 +50,14 @@ class Begun:
 
 
 def make_communicator(group: Any, device: torch.device) -> None:
-    """Create the communicator of an NCCL group before its first transfer. A collective would also create it, but
-    allocate buffers for its rings. Does nothing for gloo. Called by all ranks of the group."""
+    """Create an NCCL group's communicator before the first transfer; does nothing for gloo. Called by all ranks of the
+    group. A collective would also create the communicator, but with buffers for rings."""
     group.eager_connect_single_device(device)
 
 
 def begin(group: Any, transfers: Sequence[Transfer]) -> Begun:
-    """Start this rank's transfers: in one batch if the group's library can (NCCL), else one by one (gloo). The peers
-    start theirs; transfers between two ranks in one direction have equal order on both. RuntimeError of the group if it
-    is unusable."""
+    """Start this rank's transfers, in one batch over NCCL and one by one over gloo. The peers call begin() too, with
+    transfers from one rank to another in the same order on both. Raises the group's RuntimeError if it is unusable."""
     if not transfers:
         return Begun([])
     if not group.supports_coalescing:
@@ -67,7 +66,7 @@ def begin(group: Any, transfers: Sequence[Transfer]) -> Begun:
     try:
         for transfer in transfers:
             _begin(group, transfer)
-    finally:  # or later calls of NCCL, in any group, would join the batch
+    finally:  # otherwise, later NCCL calls of any group would join the batch
         work = group._end_coalescing()
     return Begun([work])
 

@@ -1,4 +1,4 @@
-"""Communication of a training engine's ranks outside the engine: rows within a data-parallel rank, sums across them."""
+"""Communication between an engine's ranks: rows within a data-parallel rank, sums across data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from hpcrl.spec.division import Division
 
 
 class DataParallel:
-    """A rank's position in its engine's division. Built by all ranks of the engine together, after their default
-    group."""
+    """A rank's position in its engine's division. Built by all the engine's ranks together, after the default group."""
 
     def __init__(self, world: World, role: str, division: Division):
         group, data_parallel_peers = division.group_of(world.rank), division.data_parallel_peers(world.rank)
@@ -31,7 +30,7 @@ class DataParallel:
             self._inside = world.group(f"{role}/inside/{group[0]}", group, 0, of_engine=True)
 
     def broadcast(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The leader's tensors, in host memory. Called by all ranks of a data-parallel rank that has several."""
+        """Return the leader's tensors, in host memory. Called by all ranks of a data-parallel rank that is split."""
         kinds = [(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors.items()]
         header = torch.frombuffer(bytearray(msgspec.msgpack.encode(kinds)), dtype=torch.uint8)
         size = self._from(0, torch.tensor([len(header)]))
@@ -46,8 +45,8 @@ class DataParallel:
         return tensors
 
     def outputs(self, values: Tensor | None, num_tokens: int) -> Tensor:
-        """float32 [T]: the values of these rows' tokens from the rank that holds the outputs; other ranks may pass
-        None. Called by all ranks of a data-parallel rank."""
+        """Broadcast `values`, float32 [T], from the rank that holds the outputs; other ranks may pass None. Called by
+        all ranks of a data-parallel rank."""
         if self._inside is None or self.holds_outputs:
             assert values is not None, "this rank holds the outputs"
             given = values
@@ -69,7 +68,7 @@ class DataParallel:
         return total
 
     def all_gather(self, own: Tensor) -> Tensor:
-        """The [n] values of all data-parallel ranks, concatenated; n may differ between them. Called by all ranks of
+        """Concatenate the [n] values of all data-parallel ranks, where each rank has its own n. Called by all ranks of
         the engine."""
         counts = self._gathered(torch.tensor([len(own)]))
         longest = max(int(count) for count in counts)

@@ -17,9 +17,9 @@ from hpcrl.messaging.messages import Move
 
 Fields = Sequence[tuple[str, np.dtype]]
 RaggedFields = Sequence[tuple[str, np.dtype, str]]
-"""Name, dtype, and the row field with the number of values of each row."""
+"""Name, dtype, and the row field that holds each row's number of values."""
 FieldSizes = Sequence[tuple[str, np.dtype, int]]
-"""Name, dtype and number of values of each field of a move, in the order in which they travel."""
+"""Name, dtype and number of values of each field of a move, in the order in which the fields are sent."""
 Arrays = Mapping[str, Sequence[np.ndarray]]
 """For each field, one array per sample."""
 Pick = Callable[[Sequence[int]], Arrays]
@@ -35,7 +35,7 @@ def blames_peer(error: BaseException) -> bool:
 
 
 class PeerLost(RuntimeError):
-    """A transfer with rank `peer` failed; the text contains gloo's message. The group is unusable afterwards."""
+    """A transfer with rank `peer` failed. `text` contains gloo's message; the group is unusable afterwards."""
 
     def __init__(self, peer: int, text: str):
         super().__init__(text)
@@ -59,16 +59,16 @@ class TransferGroup:
         text: str = "",
         ragged_fields: RaggedFields = (),
     ) -> list[tuple[Move, dict[str, np.ndarray]]]:
-        """Carry out the moves that touch `rank`; returns what this rank receives, in the order of the moves.
+        """Carry out this rank's moves, and return the received fields in the order of the moves.
 
         Args:
-            pick: Returns for sample ids one array per sample for every field; ValueError if their lengths differ from
-                the move's.
-            text: Name of a field of UTF-8 texts, sent with the moves that have text_bytes.
-            ragged_fields: Sent after all other fields, when the destination has their numbers of values.
+            pick: Returns, for a move's sample ids, one array per sample for every field.
+            text: Name of the field with UTF-8 texts, which is sent in moves that have text_bytes.
+            ragged_fields: These fields are sent last, when the destination has received their numbers of values.
 
-        Called with equal lists by every source and destination of a move; at most one move per pair. PeerLost after the
-        group's timeout or the end of a peer, once every other move is done.
+        Every source and destination of a move calls this with equal lists, which have at most one move per pair.
+        ValueError if picked arrays do not have the move's lengths. PeerLost if a peer ends or the group's timeout
+        passes; all other moves are completed first.
         """
         own = [move for move in moves if rank in (move.source, move.dest)]
         errors: list[PeerLost] = []
@@ -77,14 +77,14 @@ class TransferGroup:
             return _gather(move, sizes, arrays) if move.source == rank and move.samples else _buffer(sizes)
 
         def post(move: Move, buffer: np.ndarray) -> Any:
-            """The send or receive of a buffer; None if there is none."""
+            """Start to send or receive a buffer; None if nothing is sent."""
             if move.source == move.dest or not buffer.size:
                 return None
             peer, act = (move.dest, self.group.send) if move.source == rank else (move.source, self.group.recv)
             return act([torch.from_numpy(buffer)], self.ranks.index(peer), 0)
 
         def complete(move: Move, arrays: Arrays, fields: dict[str, np.ndarray], work: Any) -> dict[str, np.ndarray]:
-            """All fields of a move; after an error only the fields of the first part."""
+            """All fields of a move; after an error, possibly without the ragged fields."""
             with _noting(move, rank, errors):
                 if work is not None:
                     work.wait()
@@ -101,18 +101,18 @@ class TransferGroup:
             parcel(move, _sizes(move, token_fields, row_fields, text), arrays)
             for move, arrays in zip(own, picked, strict=True)
         ]
-        # Two ranks connect here at their first communication, and one of them waits for the other. No rank waits for
-        # data before, and all ranks process moves in one order, so they cannot deadlock.
+        # Two ranks connect at their first send or receive, and one of them waits for the other. This cannot deadlock:
+        # all ranks process moves in the same order, and none waits for data before it has started all of its moves.
         posted: list[tuple[Move, Arrays, dict[str, np.ndarray], Any]] = []
         for move, arrays, (buffer, fields) in zip(own, picked, parcels, strict=True):
             with _noting(move, rank, errors):
                 posted.append((move, arrays, fields, post(move, buffer)))
-        if ragged_fields and posted:  # in threads: a lost rank must not delay the second part of other moves
+        if ragged_fields and posted:  # in threads: a lost rank must not delay the ragged fields of other moves
             with ThreadPoolExecutor(len(posted)) as pool:
                 received = list(pool.map(complete, *zip(*posted, strict=True)))
         else:
             received = list(itertools.starmap(complete, posted))
-        if errors:  # the first: a wait that times out closes all connections of the group
+        if errors:  # the first is the cause: a wait that times out closes all connections of the group
             raise errors[0]
         return [(move, fields) for move, fields in zip(own, received, strict=True) if move.dest == rank]
 
@@ -126,7 +126,7 @@ def _noting(move: Move, rank: int, errors: list[PeerLost]) -> Iterator[None]:
 
 
 def _sizes(move: Move, token_fields: Fields, row_fields: Fields, text: str) -> FieldSizes:
-    """The fields of a move whose numbers of values the move contains."""
+    """The fields of a move, except ragged ones, whose sizes follow from the move."""
     tokens, rows = sum(move.lengths), len(move.samples)
     sizes = [*((name, d, tokens) for name, d in token_fields), *((name, d, rows) for name, d in row_fields)]
     if text and move.text_bytes:
@@ -145,7 +145,8 @@ def _buffer(sizes: FieldSizes) -> tuple[np.ndarray, dict[str, np.ndarray]]:
 
 
 def _gather(move: Move, sizes: FieldSizes, arrays: Arrays) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """A move's buffer, filled directly from this rank's samples: an array per field would cost more than sending."""
+    """A move's buffer, filled directly from this rank's samples, since an extra array per field would cost more time
+    than sending."""
     buffer, fields = _buffer(sizes)
     for name, field in fields.items():
         count = sum(map(len, arrays[name]))

@@ -20,11 +20,11 @@ from hpcrl.spec.weight_layout import RequiredSlices, TensorShards, TensorSlice, 
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 FACTOR = 0x4A8BE9229ED9BA3A  # even: index times this, plus 1, is odd
-CHUNK = 1 << 20  # numbers at once; each needs up to 40 bytes
+CHUNK = 1 << 20  # numbers processed at once; each needs up to 40 bytes
 
 
 def checksum(part: Tensor, tensor_slice: TensorSlice, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
-    """int64 scalar: checksum of a slice's numbers in a tensor of this shape, after conversion to `dtype`."""
+    """int64 scalar: the checksum of `part`, a slice of a tensor of this shape, after conversion to `dtype`."""
     total = torch.zeros((), dtype=torch.int64, device=part.device)
     for chunk, at in _chunks(part, tensor_slice):
         places = torch.zeros((), dtype=torch.int64, device=part.device)
@@ -37,7 +37,7 @@ def checksum(part: Tensor, tensor_slice: TensorSlice, shape: Sequence[int], dtyp
 
 
 def _chunks(part: Tensor, tensor_slice: TensorSlice) -> Iterator[tuple[Tensor, TensorSlice]]:
-    """A slice of a tensor in pieces of at most CHUNK numbers."""
+    """Cut a slice of a tensor into pieces of at most CHUNK numbers."""
     axis = next((i for i, size in enumerate(part.shape) if size > 1), None)
     if axis is None or part.numel() <= CHUNK:
         yield part, tensor_slice
@@ -52,8 +52,8 @@ def _chunks(part: Tensor, tensor_slice: TensorSlice) -> Iterator[tuple[Tensor, T
 def shard_checksums(
     rank: int, layout: Sequence[TensorShards], needs: Sequence[Sequence[RequiredSlices]], weights: Iterable[Tensor]
 ) -> Tensor:
-    """int64 [ranks of a replica, tensors]: this trainer rank's share of the checksums of each replica rank's required
-    slices. A shard that several ranks hold is counted only by the first of them. weights:
+    """int64 [ranks of a replica, tensors]: what this trainer rank's shards add to the checksum of each replica rank's
+    required slices. Only the first of several holders counts a shard. `weights` come from
     TrainEngine.local_shards()."""
     sums = torch.zeros(len(needs), len(layout), dtype=torch.int64)
     own = ((number, held) for number, held in enumerate(layout) if held.part_of(rank) is not None)
@@ -79,7 +79,7 @@ class LoadedSums:
         self.sums = torch.zeros(len(layout), dtype=torch.int64)
 
     def noting(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors; afterwards `sums` holds their checksums, which replace earlier ones."""
+        """Yield the tensors; afterwards `sums` holds their checksums instead of earlier ones."""
         for name, tensor in named:
             number = self._numbers[name]
             held, need, self.sums[number] = self._layout[number], self._needs[number], 0
@@ -95,8 +95,8 @@ class LoadedSums:
 
 
 def add_sums(channel: UpdateGroup, rank: int, trainers: Sequence[int], own: Tensor) -> Tensor:
-    """int64 [tensors]: the sum of all trainers' shard_checksums() for this rank of the replica. Called by the trainers,
-    with `own`, and by the replica's ranks; only the replica's ranks use the result."""
+    """int64 [tensors]: the sum of all trainers' shard_checksums() for this rank of the replica. Called by the trainers
+    with their checksums as `own`, and by the replica's ranks, which use the result."""
     transfers, got = [], []
     total = torch.zeros(len(channel.layout), dtype=torch.int64, device=channel.device)
     for index, receiver in enumerate(channel.needs):

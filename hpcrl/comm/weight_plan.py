@@ -1,5 +1,5 @@
-"""The plan of a weight update: which trainer rank sends which slice of which weight to which generator rank, in
-buckets. A pure function of both sides' declarations. Every rank of an update computes an equal plan, once per run."""
+"""The plan of a weight update: which trainer rank sends which slice of which weight to which generator rank, in which
+step. It depends only on the owned and required slices, and every rank computes an equal plan once per run."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from dataclasses import dataclass, replace
 from hpcrl.spec.weight_layout import RequiredSlices, TensorShards, TensorSlice, count, intersection
 
 BUCKET_BYTES = 256 << 20
-"""Maximum bytes that the ranks of a replica get in one step; no rank sends or gets more."""
+"""Maximum bytes that the ranks of a replica receive in one step, all ranks together."""
 SHARED_BYTES = 1 << 20
-"""Maximum bytes of a piece that several ranks hold and one sends; larger pieces are split among them."""
+"""A piece that several ranks hold is split among these senders if it has more bytes than this."""
 ALIGN = 16
-"""Bytes to which pieces are padded in a message, so the next can be viewed in any dtype."""
+"""Pieces in a message are padded to a multiple of this many bytes, so the next piece can be viewed in any dtype."""
 FLOATS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 ITEM_BYTES = FLOATS | {"int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Slice `tensor_slice` of tensor number `tensor` (in the layout), from one rank to another."""
+    """A slice of the layout's tensor number `tensor`, sent from one rank to another."""
 
     tensor: int
     tensor_slice: TensorSlice
@@ -52,11 +52,11 @@ def plan_pieces(
     """The pieces of each step, tensor by tensor. ValueError if no rank holds a required slice.
 
     Args:
-        needs: rank of a replica -> its required slices of every tensor of the layout.
-        bucket_bytes: maximum bytes of a step; larger pieces are cut.
+        needs: Maps each rank of a replica to its required slices of every tensor of the layout.
+        bucket_bytes: Maximum bytes of a step. Larger pieces are cut.
 
-    A rank gets each required slice once: from itself, if it holds it, or else from the holder that has sent it the
-    fewest bytes. So replicas that hold nothing get equal pieces from equal senders, which pack them once.
+    A rank that holds a required slice sends it to itself; otherwise, the holder that has sent this rank the fewest
+    bytes sends it. So replicas that hold nothing get equal pieces from equal senders, which pack them only once.
     """
     steps: list[list[Piece]] = [[]]
     used = 0
@@ -68,7 +68,7 @@ def plan_pieces(
             for piece in _pieces(number, held, need[number], receiver, index, loads[receiver])
         ]
         columns = [_cut(piece, bucket_bytes // len(pieces)) for piece in pieces]
-        # A chunk of every piece in turn: all senders of a large tensor take part in each step.
+        # Take one chunk of every piece in turn, so all senders of a large tensor take part in each step.
         for piece in itertools.chain.from_iterable(itertools.zip_longest(*columns)):
             if piece is None:
                 continue
@@ -84,12 +84,8 @@ def plan_pieces(
 def _pieces(
     number: int, held: TensorShards, need: RequiredSlices, receiver: int, index: int, load: Counter[int]
 ) -> list[Piece]:
-    """The pieces of one tensor for one rank.
-
-    Args:
-        index: the rank's index in the replica.
-        load: bytes from each sender so far; increased here.
-    """
+    """The pieces of one tensor for `receiver`, which is rank number `index` of its replica. `load` counts the bytes
+    from each sender to this receiver so far, and is increased."""
     dtype, pieces = arriving_dtype(held, need), []
     for wanted in need.slices:
         found = 0
@@ -114,7 +110,7 @@ def _pieces(
 
 
 def _cut(piece: Piece, most_bytes: int) -> list[Piece]:
-    """The piece in chunks of at most most_bytes, or of one number."""
+    """Cut the piece into chunks of at most most_bytes, or of one number if that is larger."""
     axis = next((i for i, (first, last) in enumerate(piece.tensor_slice) if last - first > 1), None)
     if piece.num_bytes <= most_bytes or axis is None:
         return [piece]

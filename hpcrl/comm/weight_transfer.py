@@ -1,8 +1,8 @@
 """Weight transfer from the trainer ranks that hold weights to the generator ranks that require them, in steps.
 
-A step's messages are packed, in the generator's dtype, on the group's device, while the previous step's messages are in
-flight; a generator rank loads a step's tensors while the next arrives. Neither side holds more than two steps, and the
-receiving side in addition the tensor that it assembles.
+A trainer rank packs a step's messages, in the generator's dtype on the group's device, while the previous step's
+messages are in flight. A generator rank loads a step's tensors while the next step's messages arrive. Each side holds
+at most two steps' messages; the receiving side also holds the tensor that it assembles.
 """
 
 from __future__ import annotations
@@ -27,18 +27,15 @@ from hpcrl.comm.weight_plan import BUCKET_BYTES, Piece, arriving_dtype, padded, 
 from hpcrl.spec.weight_layout import RequiredSlices, TensorShards, TensorSlice, full_slice
 
 FIRST_STEP_TIMEOUT_FRACTION = 0.8
-"""Fraction of the send timeout allowed in the first step; it rises to 1 in the last. Receivers take the steps in order:
-while a sender of early steps (a first pipeline stage) waits for a hung replica, healthy replicas receive nothing from
-senders of later steps, which must not time out before it."""
+"""Fraction of the send timeout allowed in the first step; it rises to 1 in the last. Receivers process steps in order.
+While a sender of early steps (a first pipeline stage) waits for a hung replica, healthy replicas do not yet receive
+from senders of later steps, so these senders must time out later."""
 
 
 @dataclass(frozen=True)
 class UpdateGroup:
-    """A group of all trainer ranks and one replica's ranks, and the plan of its updates.
-
-    Attributes:
-        needs: rank of the replica -> its required slices of every tensor of the layout.
-    """
+    """A group of all trainer ranks and one replica's ranks, and the plan of its updates. `needs` maps each rank of the
+    replica to its required slices of every tensor of the layout."""
 
     group: Any  # ProcessGroupGloo or ProcessGroupNCCL, whose methods torch's stubs lack
     ranks: Sequence[int]
@@ -57,11 +54,11 @@ class UpdateGroup:
 
 
 def connect(group: Any, ranks: Sequence[int], rank: int, senders: Collection[int], receivers: Collection[int]) -> None:
-    """Open the connections of later updates: first contact with a rank that is lost by then would block the other
-    ranks. Called by all ranks of the group."""
+    """Open the connections of later updates now: to connect to a rank that has been lost would block the other ranks.
+    Called by all ranks of the group."""
     tokens = torch.zeros(2, dtype=torch.uint8, device=_device(group))
     make_communicator(group, tokens.device)
-    # Two gloo ranks connect together; in this order, no ranks wait for each other in a circle.
+    # Two gloo ranks wait for each other to connect; in this order, ranks cannot wait in a circle.
     pairs = sorted({(s, r) for s in senders for r in receivers if s != r}, key=lambda pair: (sorted(pair), pair))
     own = [pair for pair in pairs if rank in pair]
     begin(group, [_between(ranks, rank, pair, tokens[:1], tokens[1:]) for pair in own]).wait()
@@ -76,7 +73,7 @@ def _between(ranks: Sequence[int], rank: int, pair: tuple[int, int], given: Tens
 
 
 def send_layout(group: Any, ranks: Sequence[int], layout: Sequence[TensorShards], receivers: Collection[int]) -> None:
-    """Send the group's receivers the list of tensors and their owners; they call receive_layout()."""
+    """Send the list of tensors and their owners to the receivers, which call receive_layout()."""
     data = torch.frombuffer(bytearray(msgspec.msgpack.encode(layout)), dtype=torch.uint8).to(_device(group))
     for tensor in (torch.tensor([len(data)], device=data.device), data):
         begin(group, [Transfer(tensor, ranks.index(receiver), sends=True) for receiver in receivers]).wait()
@@ -93,14 +90,14 @@ def receive_layout(group: Any, ranks: Sequence[int], sender: int) -> list[Tensor
 
 @dataclass
 class _Message:
-    """Pieces that one or several ranks get in equal form."""
+    """Pieces in one buffer, which is sent to one or several ranks."""
 
     pieces: list[Piece]
     num_bytes: int
     receivers: list[tuple[int, int]] = field(default_factory=list)  # (key of the channel, rank)
 
     def has(self, pieces: Sequence[Piece]) -> bool:
-        """Whether these pieces are equal slices of the weights."""
+        """Whether these pieces have the same contents as the message's pieces."""
         contents = [
             [(piece.tensor, piece.tensor_slice, piece.dtype) for piece in some] for some in (self.pieces, pieces)
         ]
@@ -108,7 +105,7 @@ class _Message:
 
 
 class SendSchedule:
-    """A trainer rank's sends in an update: equal in every update."""
+    """A trainer rank's sends in an update, which are the same in every update."""
 
     def __init__(self, rank: int, channels: Mapping[int, UpdateGroup]):
         self.rank, self.channels = rank, channels
@@ -118,7 +115,7 @@ class SendSchedule:
         self.steps: list[list[_Message]] = []
         planned: dict[int, UpdateGroup] = {}
         for key, channel in channels.items():
-            alike = holders.isdisjoint(channel.needs)  # with equal needs, such replicas have equal plans
+            alike = holders.isdisjoint(channel.needs)  # replicas that hold nothing have equal plans if needs are equal
             same = (k for k, c in planned.items() if alike and [*c.needs.values()] == [*channel.needs.values()])
             if (twin := next(same, None)) is not None:
                 self._add_receivers(key, twin, dict(zip(planned[twin].needs, channel.needs, strict=True)))
@@ -153,11 +150,10 @@ class WeightSender:
     """A trainer rank's side of one update.
 
     Args:
-        weights: this rank's shard of every tensor of which it holds one, in layout order.
-        send_timeout_s: a receiver that does not take a step within this time, in early steps a fifth less, counts as
-            failed.
+        weights: This rank's shards in layout order, without tensors of which it holds no shard.
+        send_timeout_s: A channel fails if a step's sends take longer (see FIRST_STEP_TIMEOUT_FRACTION).
 
-    `errors` has the first error of each failed channel; the rest of its messages are skipped, and the other channels
+    `errors` has the first error of each failed channel. A failed channel gets no more messages; other channels
     continue.
     """
 
@@ -165,7 +161,7 @@ class WeightSender:
         self._schedule, self._patience_s = schedule, send_timeout_s
         self._keys = [key for key in schedule.channels if key in keys]
         self.errors: dict[int, RuntimeError] = {}
-        self.own: dict[int, Tensor] = {}  # by step: this rank's messages to itself, as it also generates
+        self.own: dict[int, Tensor] = {}  # by step: messages to itself, if this rank also generates
         self._weights = weights
         self._held = (number for number, part in enumerate(schedule.parts) if part is not None)
         self._tensor: tuple[int, Tensor] | None = None
@@ -175,8 +171,8 @@ class WeightSender:
         self._works: dict[int, list[tuple[int, Begun]]] = defaultdict(list)
 
     def advance(self, channel: UpdateGroup, receives: Sequence[Transfer]) -> Begun:
-        """Start the next step, together with these receives in their channel: two ranks that send to each other in two
-        batches could both wait to receive. RuntimeError if the channel has failed."""
+        """Start the next step's sends and, in the same batch, these receives of the channel. In two batches, two ranks
+        that send to each other could both wait to receive. RuntimeError if the channel has failed."""
         key = next(key for key in self._keys if self._schedule.channels[key] is channel)
         started = self._advance({key: receives})
         if key in self.errors:
@@ -184,7 +180,7 @@ class WeightSender:
         return started[key]
 
     def finish(self) -> None:
-        """Send all remaining steps; every tensor of `weights` is drawn."""
+        """Send all remaining steps, and exhaust `weights`."""
         while self._done < len(self._schedule.steps):
             self._advance({})
         for step in range(self._done):
@@ -222,7 +218,7 @@ class WeightSender:
         return started
 
     def _pack(self, messages: list[tuple[list[Piece], Tensor]]) -> None:
-        """Copy the pieces to their offsets, tensor by tensor."""
+        """Copy the pieces to their offsets in the buffers, tensor by tensor."""
         places = []
         for pieces, buffer in messages:
             for piece, view in zip(pieces, views(pieces, buffer), strict=True):
@@ -238,7 +234,7 @@ class WeightSender:
         return self._tensor[1]
 
     def _wait(self, step: int) -> None:
-        """Wait for a step's messages, whose buffer is needed again."""
+        """Wait until a step's messages are sent, because their buffer is needed again."""
         late = step / max(1, len(self._schedule.steps) - 1)
         deadline = time.monotonic() + self._patience_s * (
             FIRST_STEP_TIMEOUT_FRACTION + (1 - FIRST_STEP_TIMEOUT_FRACTION) * late
@@ -263,7 +259,7 @@ class _Arrival:
 
 
 class WeightReceiver:
-    """A generator rank's receives in an update: equal in every update. num_bytes: of all its messages."""
+    """A generator rank's receives in an update, which are the same in every update. `num_bytes` counts all messages."""
 
     def __init__(self, rank: int, channel: UpdateGroup):
         self.rank, self.channel = rank, channel
@@ -281,11 +277,9 @@ class WeightReceiver:
         self.num_bytes = sum(sum(sizes.values()) for sizes in self.sizes)
 
     def tensors(self, sending: WeightSender | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of every tensor with slices that this rank requires, each valid until the next is drawn.
-
-        A tensor has its full shape; numbers outside the required slices are arbitrary. sending: this rank's own side of
-        the update, which continues meanwhile and ends with the last tensor. RuntimeError if a sender is lost.
-        """
+        """Yield (name, tensor) for each weight of which this rank requires slices. A tensor is valid until the next one
+        is yielded. It has the weight's full shape; values outside the required slices are undefined. If this rank also
+        sends, `sending` continues in step, and is finished after the last tensor. RuntimeError if a sender is lost."""
         arrived = _Arrived(self, sending)
         needed = self._needed()
         whole_bytes = max(
@@ -305,18 +299,18 @@ class WeightReceiver:
             sending.finish()
 
     def _needed(self) -> list[tuple[int, TensorShards, torch.dtype]]:
-        """The tensors of which this rank gets slices, and their dtypes here."""
+        """(number, shards, received dtype) of each tensor of which this rank gets slices."""
         pairs = enumerate(zip(self.channel.layout, self.channel.needs[self.rank], strict=True))
         return [(i, held, getattr(torch, arriving_dtype(held, need))) for i, (held, need) in pairs if need.slices]
 
     def _is_one(self, number: int) -> bool:
-        """Whether the tensor comes in one piece, which needs no assembly."""
+        """Whether the tensor arrives as one piece and need not be assembled."""
         arrivals = self._arrivals[number]
         return len(arrivals) == 1 and arrivals[0].tensor_slice == full_slice(self.channel.layout[number].shape)
 
 
 class _Arrived:
-    """An update's messages as they arrive: one step's, and the next step's in a second buffer."""
+    """The messages of the current step, and a second buffer into which the next step's messages arrive."""
 
     def __init__(self, receiving: WeightReceiver, sending: WeightSender | None):
         self._of, self._sending, self._channel = receiving, sending, receiving.channel
@@ -346,7 +340,7 @@ class _Arrived:
         self._views = {sender: list(views(self._of.pieces[step][sender], data)) for sender, data in messages.items()}
 
     def _post(self, step: int) -> None:
-        """Start to receive a step, and to send this rank's own; the step that used its buffer has been copied."""
+        """Start a step's receives and this rank's own sends. The step that last used the buffer is already copied."""
         if step >= len(self._of.sizes):
             return
         start, receives, self._messages[step] = 0, [], {}
@@ -363,7 +357,7 @@ class _Arrived:
 
 
 def views(pieces: Sequence[Piece], message: Tensor) -> Iterator[Tensor]:
-    """The pieces in their message, in order."""
+    """Views of the pieces in their message, in order."""
     start = 0
     for piece in pieces:
         dtype = getattr(torch, piece.dtype)
@@ -373,7 +367,7 @@ def views(pieces: Sequence[Piece], message: Tensor) -> Iterator[Tensor]:
 
 
 def inside(tensor: Tensor, tensor_slice: TensorSlice, part: TensorSlice) -> Tensor:
-    """The slice `tensor_slice` of a tensor, given its slice `part` as `tensor`."""
+    """View of the slice `tensor_slice` of a weight, of which `tensor` is the slice `part`."""
     index = tuple(slice(a - first, b - first) for (a, b), (first, _) in zip(tensor_slice, part, strict=True))
     return tensor[index]
 

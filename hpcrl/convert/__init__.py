@@ -1,1 +1,1 @@
-"""Checkpoints of Megatron-Core and of hpcrl to HF layout, and HF models to Megatron's: `python -m hpcrl.convert`."""
+"""Convert checkpoints of Megatron-Core and hpcrl to HF layout, or HF models to Megatron: `python -m hpcrl.convert`."""

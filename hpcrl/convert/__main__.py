@@ -26,7 +26,7 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0, 2 on bad input, 18 if a file cannot be written."""
+    """Returns 0 on success, 2 on bad input, 18 if a file cannot be written."""
     try:
         words = _parser().parse_args(argv)
         print(_convert(words), flush=True)
@@ -60,11 +60,11 @@ def _parser() -> ArgumentParser:
 
 
 def _convert(words: argparse.Namespace) -> str:
-    """Convert; returns a one-line summary."""
+    """Run the conversion; returns a one-line summary."""
     for name, value in (("--shard-gb", words.shard_gb), ("--threads", words.threads)):
         if value is not None and not 0 < value < 1e9:
             raise ValueError(f"{name} {value}: a number above 0 and below 1e9 is needed")
-    import torch  # imported here with its dependents to keep --help fast
+    import torch  # torch and modules that import it are imported here, so --help is fast
 
     from hpcrl.convert.conversions import ConvertOptions, to_hf, to_megatron
 

@@ -1,4 +1,4 @@
-"""Finds the checkpoint in a user's folder, and the model with its config.json and tokenizer. Imports no torch."""
+"""Find the checkpoint in a folder, and its model's folder with config.json and tokenizer. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ METADATA = ".metadata"
 CHECKPOINTS = "checkpoints"
 ITERATION = "latest_checkpointed_iteration.txt"
 DEPTH, MAX_SHOWN = 4, 3
-"""How many levels of subfolders are searched for a checkpoint, and how many of several are named."""
+"""How many levels of subfolders are searched, and how many checkpoints a message names if there are several."""
 TOLD_BYTES = 10_000_000_000
 OTHER_FORMATS = {
     "mp_rank_*": "Megatron's old format; save it as torch_dist (--ckpt-format torch_dist)",
@@ -46,16 +46,15 @@ def find(
     tell: Callable[[str], None],
     report_progress: Callable[[], None] = lambda: None,
 ) -> Found:
-    """Find a checkpoint: the newest valid one of an hpcrl run folder, of a step folder or of the critic in it, or the
-    newest or a given one of Megatron-LM.
+    """Find a checkpoint. `path` is a run folder of hpcrl (its newest valid checkpoint is found), a step folder or the
+    critic's folder in it, or a Megatron-LM checkpoint or a folder of such (the newest is found).
 
     Args:
-        hashes: check the SHA-256 of each file of an hpcrl checkpoint, else only its size.
-        tell: gets a line before a long operation.
-        report_progress: polled meanwhile; its exception ends the search.
+        hashes: Check the SHA-256 of each file of an hpcrl checkpoint, instead of only its size.
+        tell: Called with a line of text before a long operation.
+        report_progress: Called repeatedly during the search; its exception ends the search.
 
-    Raises:
-        ValueError: there is no checkpoint, it is damaged, or its model is unknown.
+    ValueError if there is no checkpoint, it is damaged, or its model is unknown.
     """
 
     def damage(folder: Path, entries: Sequence[FileEntry]) -> str:
@@ -112,7 +111,7 @@ def _iteration(path: Path) -> Path:
 
 
 def _inside(folder: Path) -> Path:
-    """The only checkpoint below a folder, as verl and ROLL nest theirs. ValueError if there are none or several."""
+    """The only checkpoint in subfolders, where verl and ROLL write it. ValueError if there are none or several."""
     levels = ["/".join("*" * depth) for depth in range(1, DEPTH + 1)]
     found = sorted(path.parent for level in levels for path in folder.glob(f"{level}/{METADATA}"))
     if len(found) == 1:

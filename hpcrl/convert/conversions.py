@@ -31,16 +31,17 @@ class ConvertOptions:
     """Options of a conversion.
 
     Args:
-        model: folder of config.json and tokenizer, if the source has none.
-        dtype: None: as in the source.
-        verify: read the output back and compare it.
-        hashes: check the SHA-256 of each file of an hpcrl checkpoint.
-        most_bytes: maximum size of a weight file.
-        num_threads: number of writing threads (default: cores, at most 8).
-        stream: for progress (default: stderr).
-        report_progress: called by all threads between two blocks; its exception ends the conversion; the same call
-            resumes it. fence: called before the output gets its final name.
-        again: the complete output may exist, since an earlier call may have been killed after its last file.
+        model: Folder with config.json and tokenizer, needed if the checkpoint has none.
+        dtype: Data type of the output. None keeps the source's.
+        verify: Read the output back and compare it.
+        hashes: Check the SHA-256 of each file of an hpcrl checkpoint.
+        most_bytes: Maximum size of a weight file.
+        num_threads: Number of writing threads, by default the number of cores, at most 8.
+        stream: Where progress is shown, by default stderr.
+        report_progress: All threads call this between two blocks. Its exception ends the conversion, which an equal
+            call resumes.
+        fence: Called before the output gets its final name.
+        again: Accept a complete output, which an earlier call may have written before it was killed.
     """
 
     model: Path | None = None
@@ -57,16 +58,17 @@ class ConvertOptions:
 
 @dataclass(frozen=True)
 class Converted:
-    """source: the checkpoint that was read. written_bytes: by this call; earlier calls wrote the rest."""
+    """Result of a conversion."""
 
-    source: Path
+    source: Path  # the checkpoint that was read
     num_tensors: int
     total_bytes: int
-    written_bytes: int
+    written_bytes: int  # by this call; earlier, killed calls wrote the rest
 
 
 def to_hf(checkpoint: Path, output: Path, options: ConvertOptions) -> Converted:
-    """Write a checkpoint as a model in HF layout to the new folder `output`. ValueError or OSError: one line."""
+    """Write a checkpoint as a model in HF layout to the new folder `output`. ValueError or OSError has a text of one
+    line."""
 
     def tell(note: str) -> None:
         print(f"hpcrl.convert: {note}", file=options.stream or sys.stderr, flush=True)
@@ -87,7 +89,7 @@ def to_hf(checkpoint: Path, output: Path, options: ConvertOptions) -> Converted:
 
 
 def to_megatron(checkpoint: Path, output: Path, options: ConvertOptions) -> Converted:
-    """Write an HF model as Megatron's torch_dist to the new folder `output`. ValueError or OSError: one line."""
+    """Write an HF model as Megatron's torch_dist to the new folder `output`. Errors as in to_hf()."""
     if not checkpoint.is_dir():
         raise ValueError(f"--checkpoint {checkpoint} is not a folder; --to megatron needs a model in HF layout")
     model = options.model or checkpoint
@@ -105,9 +107,9 @@ def to_megatron(checkpoint: Path, output: Path, options: ConvertOptions) -> Conv
 
 
 def _critic(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of config.json in which a critic differs from a language model: transformers' model for token
-    classification, with a single label."""
-    from transformers.models.auto import modeling_auto  # takes seconds; only critics need it
+    """The config.json entries that make the model a critic: transformers' model for token classification, with a single
+    label."""
+    from transformers.models.auto import modeling_auto  # the import takes seconds, and only critics need it
 
     name = modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES[config["model_type"]]
     return {"architectures": [name], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
@@ -139,6 +141,6 @@ def _write(
 
 
 def _identity(folder: Path) -> Any:
-    """Identifies a source's files: a killed conversion is resumed only if they are unchanged."""
+    """Identifies the source's files, since a killed conversion is resumed only if they are unchanged."""
     files = [(file.name, file.stat()) for file in sorted(folder.iterdir()) if file.is_file()]
     return str(folder.resolve()), [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]

@@ -1,6 +1,6 @@
-"""Maps a tensor of a transformers model in memory to its tensors in files: another name, or one tensor per expert.
+"""Map a tensor of a transformers model in memory to its tensors in files: another name, or one tensor per expert.
 
-Reverses transformers' own table of conversions, for the forms of conversion that are supported here.
+This reverses transformers' own table of conversions, as far as its kinds of conversion are supported here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hpcrl.spec.weight_layout import TensorSlice
 
 
 class InFile(NamedTuple):
-    """A tensor of a file, and its position in a tensor in memory, which is stacked over experts."""
+    """A tensor in a file, and its position in the tensor in memory, which may be stacked over experts."""
 
     name: str
     shape: tuple[int, ...]
@@ -22,7 +22,7 @@ class InFile(NamedTuple):
 
 
 class FileNames:
-    """The file names of a model_type. ValueError if transformers lacks it or uses another form of conversion."""
+    """The file names of a model_type. ValueError if transformers lacks it or uses an unsupported kind of conversion."""
 
     def __init__(self, model_type: Any):
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
@@ -64,7 +64,7 @@ class FileNames:
 
 
 def _plain(pattern: str) -> str:
-    """The text of a pattern that only escapes dots. ValueError for any other pattern."""
+    """The plain text of a pattern that only escapes dots. ValueError for any other pattern."""
     text = re.sub(r"\\(?=[.])", "", pattern)
     if re.search(r"[\\^$()+?|\[\]{}]", text):
         raise ValueError(f"its file names are a pattern, not text: {pattern}")

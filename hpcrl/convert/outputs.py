@@ -34,13 +34,13 @@ FORMAT = {
     "common_backend_version": 1,
 }
 CHUNK_BYTES = 128 << 20
-"""Size of a chunk of a larger tensor: making a chunk's header needs a tensor of this size in memory."""
+"""Size of the chunks of larger tensors. To make a chunk's header, a tensor of this size is created in memory."""
 KEPT_DTYPES = ("e_score_correction_bias", "expert_bias")
-"""Tensors that stay fp32 whatever the model's dtype is."""
+"""Last parts of the names of tensors that stay fp32, whatever the model's dtype is."""
 
 
 def output_dtypes(source: TensorSource, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """The dtype of each tensor; None: as in the source. ValueError if the source has an unsupported dtype."""
+    """Each tensor's dtype in the output; `dtype` None keeps the source's. ValueError for an unsupported dtype."""
     found = {
         name: dtype if dtype is not None and not name.endswith(KEPT_DTYPES) else source.dtypes[name]
         for name in source.shapes
@@ -52,7 +52,7 @@ def output_dtypes(source: TensorSource, dtype: torch.dtype | None) -> dict[str, 
 
 
 def hf_files(source: TensorSource, dtypes: Mapping[str, torch.dtype], most_bytes: int) -> list[OutFile]:
-    """Weight files of at most most_bytes of tensor data each, or of one larger tensor."""
+    """Weight files with at most most_bytes of tensor data each, or with one larger tensor."""
     shards: list[list[str]] = [[]]
     size = 0
     for name, shape in source.shapes.items():
@@ -76,7 +76,7 @@ def hf_files(source: TensorSource, dtypes: Mapping[str, torch.dtype], most_bytes
 def hf_small_files(
     files: list[OutFile], dtypes: Mapping[str, torch.dtype], config: Mapping[str, Any], origin: Path
 ) -> Callable[[Path], None]:
-    """Writes index, config.json with the dtype of most tensors, tokenizer and generation config."""
+    """A function that writes the index, config.json with the dtype of most tensors, tokenizer and generation config."""
 
     def write(folder: Path) -> None:
         copy_small_files(origin, folder)
@@ -92,7 +92,7 @@ def hf_small_files(
 
 
 def megatron_files(source: ModelWeights, dtypes: Mapping[str, torch.dtype], most_bytes: int) -> list[OutFile]:
-    """Shards of about most_bytes each, with a chunk for each layer and expert, and several for a large tensor."""
+    """Shards of about most_bytes each, with one chunk per layer and expert, and several chunks for a large tensor."""
     frames = functools.cache(frame)
     files: list[OutFile] = []
     known, slots, at = list[tuple[int, bytes]](), list[Slot](), 0
@@ -121,8 +121,8 @@ def megatron_small_files(
     config: Mapping[str, Any],
     origin: Path,
 ) -> Callable[[Path], None]:
-    """Writes the shards' metadata, Megatron's common state, and the model's config.json and tokenizer, with which the
-    checkpoint can be converted back."""
+    """A function that writes the shards' metadata, Megatron's common state, and the model's config.json and tokenizer,
+    which the conversion back needs."""
 
     def write(folder: Path) -> None:
         copy_small_files(origin, folder)
@@ -154,7 +154,7 @@ def _metadata(files: list[OutFile], source: ModelWeights, dtypes: Mapping[str, t
 
 
 def _leading(entry: Entry, source: ModelWeights) -> list[tuple[int, int]]:
-    """(index, count) of a tensor's layer and expert within the stored tensor."""
+    """(index, count) of an entry's layer and of its expert in the stored tensor's leading dimensions."""
     found = []
     if entry.layer is not None and source.homogeneous:
         found.append((entry.layer, source.num_layers))
@@ -171,7 +171,7 @@ def _key(entry: Entry, source: ModelWeights) -> str:
 
 
 def _inside(entry: Entry) -> str:
-    """The name within a layer, without the expert's number."""
+    """An entry's name within its layer, without the expert's number."""
     name = entry.name.removeprefix(f"decoder.layers.{entry.layer}.")
     if entry.expert is None:
         return name

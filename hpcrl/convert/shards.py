@@ -1,5 +1,5 @@
-"""Reads slices of torch.distributed.checkpoint checkpoints, which include Megatron's torch_dist, without a process
-group and without Megatron; only the requested slice of a tensor is in memory."""
+"""Read slices of torch.distributed.checkpoint checkpoints, which include Megatron's torch_dist, without a process group
+or Megatron. Only the requested slice of a tensor is in memory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ KNOWN = {
     "pathlib": {"PosixPath"},
     "pathlib._local": {"PosixPath"},
 }
-"""Classes that a checkpoint's metadata may name; a pickle with other classes could run any code."""
+"""Classes that a checkpoint's metadata may name. A pickle with other classes could run any code, and is refused."""
 STAND_INS = {"megatron.core.dist_checkpointing.strategies.torch": {"MCoreMetadata", "MCoreSavePlan"}}
 """Megatron's own classes, whose content is not needed."""
 
@@ -78,7 +78,7 @@ STORAGES = {
 }
 BLOCK_BYTES = 1 << 20
 MAX_PICKLE_BYTES = 1 << 20
-"""Of the description of one tensor."""
+"""Maximum size of the pickle that describes one tensor."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,8 @@ class Stored(NamedTuple):
 
 
 class ShardedCheckpoint:
-    """A folder's tensors, for concurrent reads. ValueError if metadata or shards are missing, or shards too short."""
+    """The tensors of a checkpoint folder, for concurrent reads. ValueError if metadata or shards are missing, or shards
+    are too short."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -111,7 +112,7 @@ class ShardedCheckpoint:
         self._lock = threading.Lock()
 
     def read(self, name: str, tensor_slice: TensorSlice) -> Tensor:
-        """The values in a slice of a tensor. ValueError if no shard has some of them, or a shard is damaged."""
+        """The values in a slice of a tensor. ValueError if shards lack some values, or a shard is damaged."""
         shape, dtype, _ = self.tensors[name]
         result = torch.empty([last - first for first, last in tensor_slice], dtype=dtype)
         found = 0
@@ -126,9 +127,9 @@ class ShardedCheckpoint:
         return result
 
     def check_sums(self, names: Collection[str], report_progress: Callable[[], None]) -> None:
-        """Read these tensors' shards and compare them with the CRC-32 that torch.save stored (hpcrl's checkpoints have
-        a manifest with hashes instead). ValueError names a damaged shard's file. report_progress: called before each
-        shard; its exception ends the check."""
+        """Read these tensors' shards and compare them with the CRC-32 checksums that torch.save stored (hpcrl's
+        checkpoints have a manifest with hashes instead). ValueError names a damaged shard's file. `report_progress` is
+        called before each shard; its exception ends the check."""
         for name in sorted(names):
             for chunk in self.tensors[name].chunks:
                 report_progress()
@@ -145,8 +146,8 @@ class ShardedCheckpoint:
                     raise ValueError(f"{where} ({name} {_text(chunk.tensor_slice)}): its checksum is wrong ({wrong})")
 
     def _near(self, name: str, tensor_slice: TensorSlice) -> list[Chunk]:
-        """The chunks of a tensor that may overlap a slice, found by its first index in the leading dimensions: the
-        experts of a large model are ten thousand chunks of one tensor."""
+        """The chunks of a tensor that may overlap a slice. They are looked up by the slice's first index in the leading
+        dimensions, since the experts of a large model are ten thousand chunks of one tensor."""
         with self._lock:
             if name not in self._by_index:
                 shape, _, chunks = self.tensors[name]
@@ -172,7 +173,7 @@ class ShardedCheckpoint:
             try:
                 loaded = torch.load(self._view(chunk), weights_only=True, map_location="cpu")
                 place.copy_(loaded[tuple(slice(a, b) for a, b in inside)])
-            except Exception as error:  # as above
+            except Exception as error:  # a damaged archive may raise anything
                 where = f"{self.folder / chunk.file} is damaged at byte {chunk.offset}"
                 raise ValueError(f"{where} ({name}): {' '.join(str(error).split())[:200]}") from error
             return
@@ -244,16 +245,16 @@ def _is_right(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bool:
 
 
 class _Head(NamedTuple):
-    """torch.save's description of a tensor; start: the first byte of its values."""
+    """torch.save's description of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     contiguous: bool
-    start: int
+    start: int  # offset of the values' first byte
 
 
 class _HeadUnpickler(pickle.Unpickler):
-    """Reads torch.save's pickle without creating a tensor, which would take ten times as long."""
+    """Reads torch.save's pickle without creating the tensor, which would take ten times as long."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
@@ -293,7 +294,7 @@ def _head(file: IO[bytes]) -> _Head:
 
 
 class _View(io.RawIOBase):
-    """A part of a file as a file; its position is its own."""
+    """A part of a file as a file object with its own position."""
 
     def __init__(self, descriptor: int, offset: int, length: int):
         self._descriptor, self._offset, self._length, self._at = descriptor, offset, length, 0
@@ -324,7 +325,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def _single(tensor_slice: TensorSlice) -> tuple[int, ...] | None:
-    """The index in the leading dimensions of a slice of one matrix in a stack; None if several or no stack."""
+    """The leading index of a slice within one matrix of a stack; None if it spans several, or there is no stack."""
     leading = tensor_slice[:-2] or tensor_slice[:-1]
     if not leading or any(last - first != 1 for first, last in leading):
         return None

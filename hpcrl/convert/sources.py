@@ -1,6 +1,6 @@
 """Sources of a conversion's tensors: HF tensors from a checkpoint, Megatron tensors from an HF model.
 
-Each is read by rows, so memory holds a block of rows and never a whole tensor.
+They are read by rows, so memory holds only a block of rows and never a full tensor.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class TensorSource(Protocol):
 
     @property
     def values(self) -> bool:
-        """Whether the model is a critic, with a value head instead of a vocabulary projection."""
+        """Whether the model is a critic: it has a value head instead of a vocabulary projection."""
 
     def read(self, name: str, first: int, last: int) -> Tensor:
-        """Rows of a tensor. Threads may call it at the same time."""
+        """Rows `first` to `last` - 1 of a tensor. Several threads may call it at the same time."""
 
     def check_sums(self, report_progress: Callable[[], None]) -> None:
-        """Compare the stored tensors with their stored checksums. ValueError names a damaged file. report_progress:
+        """Compare the stored tensors with their stored checksums. ValueError names a damaged file. `report_progress` is
         called between two blocks; its exception ends the check."""
 
     def close(self) -> None:
@@ -57,7 +57,7 @@ class TensorSource(Protocol):
 @dataclass(frozen=True)
 class _Where:
     """Location of a table entry in a checkpoint: the tensor, and the indices of layer and expert in its leading
-    dimensions; both tensors for concatenated gate and up that were stored separately."""
+    dimensions. `names` has two tensors for gate and up if they are stored separately."""
 
     names: tuple[str, ...]
     leading: TensorSlice
@@ -170,8 +170,8 @@ def megatron_prefix(checkpoint: ShardedCheckpoint) -> str | None:
 def _candidates(
     entry: Entry, fused: Entry, num_layers: int, num_experts: int
 ) -> Iterator[tuple[_Where, tuple[int, ...]]]:
-    """Possible locations of a tensor in torch_dist, with its shape there: under the names of either kind of layers,
-    with layers, experts, and gate and up each stacked in one tensor or stored separately."""
+    """Possible locations of an entry in torch_dist, with the stored shape: under the names of Megatron's own or
+    Transformer Engine's layers; with layers, experts, and gate and up each stacked in one tensor or separate."""
     if entry.layer is None:
         yield _Where((entry.name,), ()), entry.shape
         return
@@ -200,7 +200,7 @@ def _inside(name: str) -> str:
 
 
 def _stored_by_own_layers(entry: Entry, config: Mapping[str, Any]) -> str:
-    """The name under which Megatron's own layers store a tensor: mostly Transformer Engine's name."""
+    """The name under which Megatron's own layers store a tensor, which is mostly Transformer Engine's name."""
     if (family := family_of(config["model_type"]).megatron) and family.stores_own_names:
         return entry.name
     name = entry.name.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_")
@@ -208,8 +208,8 @@ def _stored_by_own_layers(entry: Entry, config: Mapping[str, Any]) -> str:
 
 
 class TrainerWeights:
-    """HF tensors from a checkpoint of an engine that keeps transformers' names (fsdp2). ValueError for a family whose
-    file names transformers derives in an unsupported way, or if the checkpoint has only adapters."""
+    """HF tensors from a checkpoint of an engine that uses transformers' names, such as fsdp2. ValueError if FileNames
+    does not support the family, or if the checkpoint has only adapters."""
 
     PREFIX = "model.hf."
 
@@ -227,7 +227,7 @@ class TrainerWeights:
         self.values = f"{self.PREFIX}{VALUE_HEAD}.weight" in checkpoint.tensors
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
-        self._where: dict[str, tuple[str, TensorSlice, int]] = {}  # tensor, leading box, first row
+        self._where: dict[str, tuple[str, TensorSlice, int]] = {}  # (tensor, leading slice, first row)
         for name, stored in checkpoint.tensors.items():
             if name.startswith(self.PREFIX):
                 for hf, shape, leading, first in names.of(name.removeprefix(self.PREFIX), stored.shape):
@@ -265,8 +265,8 @@ class TrainerWeights:
 
 
 class ModelWeights:
-    """Megatron tensors from an HF model, with norms under names that either kind of layers loads. ValueError if the
-    model does not match its config.json. homogeneous: all layers have the same tensors."""
+    """Megatron tensors from an HF model. Norms get names that Megatron's own and Transformer Engine's layers load.
+    `homogeneous`: all layers have the same tensors. ValueError if the model does not match its config.json."""
 
     values = False
 
@@ -301,7 +301,7 @@ class ModelWeights:
         self.dtypes = {name: self._files.tensors[entry.rows[0].hf].dtype for name, entry in self.entries.items()}
 
     def read(self, name: str, first: int, last: int) -> Tensor:
-        """Rows of a Megatron tensor, padding zero."""
+        """Rows of a Megatron tensor; padding rows are zero."""
         entry = self.entries[name]
         result: Tensor | None = None
         for rows in entry.rows:

@@ -1,4 +1,4 @@
-"""Writes files of known layout from tensors that are read row by row: in parallel, resumable after a kill, and complete
+"""Write files of known layout from tensors that are read row by row: in parallel, resumable after a kill, and complete
 under their final name or absent."""
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from hpcrl.metrics.duration import duration
 from hpcrl.system.files import find_room, fsync_path, naming, remove, rename_durably, write_durably
 
 BLOCK_BYTES = 2 << 20
-"""Values that a thread holds at once, in the checkpoint's dtype and once more in the output's dtype. Larger blocks are
-slower: malloc returns their memory to the system, so each block gets new pages."""
+"""Bytes of values that a thread holds at once in the checkpoint's dtype, and again in the output's dtype. Larger blocks
+are slower, because malloc returns their memory to the system, so each block gets new pages."""
 PART_BYTES = 32 << 20
-"""Part of a file for one thread: all threads write parts of the same file, one file after another."""
+"""Size of the part of a file that a thread writes. All threads write parts of the same file, one file after another."""
 SYNC_BYTES = 256 << 20
 PLAN = "plan.sha256"
 NOT_COPIED = ("config.json", "metadata.json", "manifest.json", "state.json", "trainer.json")
@@ -41,7 +41,7 @@ REPORT_S = 10.0
 
 @dataclass(frozen=True)
 class Slot:
-    """The position of a tensor's values in a file: rows from row `first`, in this shape."""
+    """The position in a file of a tensor's rows from row `first` on, in this shape."""
 
     name: str
     offset: int
@@ -52,12 +52,12 @@ class Slot:
 
 @dataclass(frozen=True)
 class OutFile:
-    """A file to write: its size, known bytes by offset, and the tensors."""
+    """A file to write."""
 
     name: str
     size: int
-    known: tuple[tuple[int, bytes], ...]
-    slots: tuple[Slot, ...]
+    known: tuple[tuple[int, bytes], ...]  # (offset, bytes) of what is not a tensor's values, such as headers
+    slots: tuple[Slot, ...]  # the tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Block:
 
 
 class Progression:
-    """Bytes done of all bytes: a bar on a terminal, elsewhere a line every ten seconds."""
+    """Shows how many of all bytes are done: a bar on a terminal, elsewhere a line every ten seconds."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Progression:
         report_progress: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """report_progress: called at every add(), and may raise."""
+        """`report_progress` is called in every add(), and may raise."""
         self._total, self._stream, self._go_on, self._clock = total, stream, report_progress, clock
         self._done = self._skipped = 0
         self._began = self._told = clock()
@@ -146,17 +146,17 @@ def write_folder(
     fence: Callable[[], None] = lambda: None,
     again: bool = False,
 ) -> int:
-    """Write the files, and the files that `small` adds, into the new folder `output`; returns the bytes that this call
-    has written. A killed call leaves `.NAME.converting`, from which a call with the same `identity` continues.
+    """Write the files into the new folder `output`; returns the bytes that this call has written. A killed call leaves
+    `.NAME.converting`, from which a call with the same `identity` continues.
 
     Args:
-        verify: read everything back and compare it.
-        report_progress, fence: as in ConvertOptions.
-        again: if the output exists with these files, return 0 at once.
+        small: Called with the folder to write further, small files.
+        verify: Read everything back and compare it.
+        report_progress, fence: See ConvertOptions.
+        again: Return 0 at once if the output exists with these files.
 
-    Raises:
-        ValueError: the output exists, another process writes it, or the disk has too little space.
-        OSError: a file cannot be written.
+    ValueError if the output exists, another process writes it, or the disk has too little space. OSError if a file
+    cannot be written.
     """
     if output.is_symlink() or (output.exists() and (not output.is_dir() or any(output.iterdir()))):
         if again and all(_size(output / file.name) == file.size for file in files):
@@ -209,7 +209,7 @@ def _alone(partial: Path, output: Path) -> Iterator[None]:
         except OSError as error:
             if error.errno in (errno.EAGAIN, errno.EACCES):
                 raise ValueError(f"--output {output}: another conversion is writing it") from error
-            # A file system without locks: the conversion continues without this check.
+            # The file system has no locks: the conversion continues without this check.
         yield
     finally:
         os.close(descriptor)
@@ -243,7 +243,7 @@ def _in_threads(jobs: Sequence[Callable[[threading.Event], None]], num_threads: 
         try:
             wait(running, return_when=FIRST_EXCEPTION)
         finally:
-            stopped.set()  # after an error or Ctrl-C the other threads end at their next block
+            stopped.set()  # after an error or Ctrl-C, the other threads end before their next block
             threads.shutdown(cancel_futures=True)
     for future in running:
         if not future.cancelled() and (error := future.exception()) is not None:
@@ -266,7 +266,7 @@ class _Growing:
         return [functools.partial(self._write, part) for part in self._parts]
 
     def drop(self) -> None:
-        """Remove an incomplete file, which would keep a full disk full."""
+        """Remove an incomplete file, which would otherwise occupy space on a full disk."""
         if self._out is not None:
             self._out.close()
             self._temporary.unlink(missing_ok=True)
@@ -328,7 +328,7 @@ def _checking(
                 progress.add(len(numbers))
 
     with open(folder / file.name, "rb", buffering=0) as written:
-        os.posix_fadvise(written.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # compare the disk's content, not the cache's
+        os.posix_fadvise(written.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # to read from disk, not from the page cache
     first, *others = _parts(file, source)
     return [functools.partial(check, first, file.known), *(functools.partial(check, part, ()) for part in others)]
 
@@ -360,12 +360,12 @@ def _parts(file: OutFile, source: TensorSource) -> list[list[Block]]:
 
 
 def default_threads() -> int:
-    """This process's number of cores, at most 8: threads mostly wait for one disk."""
+    """The number of this process's cores, at most 8, since threads mostly wait for one disk."""
     return min(8, len(os.sched_getaffinity(0)))
 
 
 def copy_small_files(origin: Path, target: Path) -> None:
-    """Copy tokenizer and generation config of a model folder: all but weights, config.json and checkpoint files."""
+    """Copy a model folder's small text and tokenizer files, but no config.json, index or checkpoint file."""
     for file in sorted(origin.iterdir()):
         known = file.suffix in (".json", ".jinja", ".txt", ".model", ".tiktoken")
         if file.is_file() and known and file.name not in NOT_COPIED and not file.name.endswith(".index.json"):

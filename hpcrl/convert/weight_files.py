@@ -1,4 +1,4 @@
-"""Weight files in HF layout: headers are read and written separately, tensors row by row."""
+"""Weight files in HF layout: their headers, and tensors that are read row by row."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from hpcrl.convert.shards import bytes_of
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
-ALIGNMENT = 8  # of the first value in a file
+ALIGNMENT = 8  # bytes; alignment of the first value in a file
 MAX_HEADER_BYTES = 100_000_000
-"""Names as in safetensors."""
+"""The limit of the safetensors library."""
 
 
 class TensorPlace(NamedTuple):
-    """Location of a tensor in a file: its first byte, and the bytes of a row."""
+    """Location of a tensor in a file, from byte `offset` on."""
 
     file: str
     offset: int
@@ -34,12 +34,12 @@ class TensorPlace(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of an entry of the first dimension."""
+        """Bytes per index of the first dimension."""
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
 
 class WeightFiles:
-    """The tensors of a model folder by name. ValueError if a file is missing or damaged, or its dtype is quantised."""
+    """The tensors of a model folder by name. ValueError if a file is missing or damaged, or has quantised tensors."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -73,7 +73,7 @@ class WeightFiles:
 
 
 def header(tensors: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> tuple[bytes, dict[str, int]]:
-    """The header of a file with these tensors (shape, dtype), and each tensor's first byte."""
+    """The header of a file with these tensors (shape, dtype), and the offset of each tensor."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at, starts = 0, {}
     for name, (shape, dtype) in tensors.items():

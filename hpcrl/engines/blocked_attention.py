@@ -1,4 +1,4 @@
-"""Causal attention over rows of equal length; with a sliding window or soft cap it is computed in blocks of queries."""
+"""Causal attention over rows of equal length, computed in blocks of queries if it has a sliding window or soft cap."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ QUERY_BLOCK = 256
 def causal_attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
 ) -> Tensor:
-    """[N, heads, P, D], differentiable. q: [N, heads, P, D]; k and v: [N, kv_heads, P, D].
+    """Attention of q [N, heads, P, D] to k and v [N, kv_heads, P, D], as [N, heads, P, D]; differentiable.
 
     Args:
-        window: a token attends to the last `window` tokens, itself included; None: to all tokens up to itself.
-        softcap: scores are softcap * tanh(scores / softcap) (arXiv 2408.00118), which no kernel computes; the backward
-            pass recomputes the scores, one block of queries after another.
+        window: A token attends to the last `window` tokens, including itself. None means all tokens up to itself.
+        softcap: Scores are softcap * tanh(scores / softcap) (arXiv 2408.00118), which no kernel computes. The backward
+            pass recomputes them, one block of queries after another.
 
-    A block reads only the keys that it can attend to: no mask and no scores are [P, P].
+    A block reads only the keys to which it can attend, so masks and scores are smaller than [P, P].
     """
     length = q.shape[2]
     window = None if window is None or window >= length else window
@@ -41,8 +41,8 @@ def causal_attention(
 def _plain(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     heads_per_key = q.shape[1] // k.shape[1]
     if heads_per_key > 1 and q.is_cuda and q.dtype == torch.float32:
-        # Only 16-bit kernels support GQA. In fp32 without repeated keys, torch would use a kernel that stores all
-        # scores.
+        # Only 16-bit kernels support GQA. In fp32, torch would use a kernel that stores all scores unless keys are
+        # repeated.
         k, v = k.repeat_interleave(heads_per_key, 1), v.repeat_interleave(heads_per_key, 1)
     gqa = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
@@ -51,10 +51,10 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 def masked_attention(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softcap: float | None = None
 ) -> Tensor:
-    """[N, heads, P, D]. q: [N, heads, P, D]; k and v: [N, kv_heads, keys, D]; visible: bool [N or 1, 1, P, keys]; each
-    query must attend to a key. softcap: see causal_attention; only if it is None may v (and the result) have another
-    head size."""
-    # Heads that share keys are additional rows, so no kernel repeats keys.
+    """Attention of q [N, heads, P, D] to k and v [N, kv_heads, keys, D], as [N, heads, P, D]. `visible`, bool [N or 1,
+    1, P, keys], must have a key for each query. `softcap` is as in causal_attention(); without it, v may have another
+    head size than q and k."""
+    # Heads that share keys become additional rows, so no kernel repeats keys.
     rows = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
     visible = visible.repeat(1, 1, q.shape[1] // k.shape[1], 1)
     if softcap is None:

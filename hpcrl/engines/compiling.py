@@ -1,4 +1,4 @@
-"""The cache folder of PyTorch's compiler: one for each instruction set."""
+"""Separate cache folders of PyTorch's compiler for each instruction set."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 def part_by_processor(environ: MutableMapping[str, str]) -> None:
     """Use a separate cache folder for the processor's instruction set, unless the user sets a folder.
 
-    The compiler (torch 2.13) ignores the instruction set when it looks up cached code: code generated for AVX2 is
-    compiled again for AVX-512, then writes twice as many elements as its arrays have, and the process crashes some time
-    later. Nodes of several kinds may share a folder, and ATEN_CPU_CAPABILITY changes a processor's instruction set.
+    The compiler (torch 2.13) ignores the instruction set when it looks up cached code. Code that was generated for AVX2
+    and is compiled again for AVX-512 writes twice as many elements as its arrays have, and the process crashes later.
+    Different nodes may share a folder, and ATEN_CPU_CAPABILITY changes the instruction set.
     """
     default = default_cache_dir()
-    if environ.get(VARIABLE, default) == default:  # set by the import of torch's compiler
+    if environ.get(VARIABLE, default) == default:  # the import of torch's compiler may have set the default
         environ[VARIABLE] = f"{default}_{torch.backends.cpu.get_cpu_capability().lower()}"

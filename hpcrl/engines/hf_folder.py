@@ -1,5 +1,4 @@
-"""Folders of models in Hugging Face layout: saving a transformers model, and the files that belong to newly written
-weights."""
+"""Model folders in Hugging Face layout: save a transformers model, and write the files that new weights need."""
 
 from __future__ import annotations
 
@@ -30,15 +29,15 @@ TOKENIZER_FILES = (
 
 
 def save_model(model: PreTrainedModel, folder: Path, **options: Any) -> None:
-    """model.save_pretrained() without its search for wrappers of the model, for which accelerate imports DeepSpeed if
-    installed."""
+    """model.save_pretrained() without its search for wrapped models, for which accelerate would import DeepSpeed if it
+    is installed."""
     with mock.patch("transformers.modeling_utils.unwrap_model", lambda model: model):
         model.save_pretrained(folder, **options)
 
 
 def read_safetensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of every *.safetensors file of an HF folder, one in memory at a time. ValueError if there is
-    none."""
+    """Names and tensors from all *.safetensors files of an HF folder, with one tensor in memory at a time. ValueError
+    if there is no such file."""
     from safetensors import safe_open
 
     files = sorted(path.glob("*.safetensors"))

@@ -1,4 +1,4 @@
-"""Reward models: a decoder with a linear head of one label, read with transformers."""
+"""Reward models: a decoder with a linear head for one label, loaded with transformers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ HEAD = "score"
 
 
 class ScalarModel:
-    """The score of a sequence is the head's output at its last token. ValueError if the folder has no such model.
+    """A model whose score of a sequence is the head's output at the last token. ValueError if the folder has none.
 
     Args:
-        max_batch_tokens: tokens of one forward pass, padding included.
-        alone: one sequence per pass, so a score's bits depend only on its sequence.
+        max_batch_tokens: Maximum number of tokens in one forward pass, including padding.
+        alone: Use one sequence per forward pass, so a score's bits depend only on its sequence.
     """
 
     def __init__(self, path: Path, *, dtype: torch.dtype, device: str, max_batch_tokens: int, alone: bool = False):
@@ -37,15 +37,15 @@ class ScalarModel:
         if not isinstance(head := getattr(model, HEAD, None), nn.Linear):
             raise ValueError(f"reward_model.path: the head of {config.model_type} is not supported")
         self._body, self._head = model.base_model.to(device).eval(), head.to(device).float()
-        # transformers reads the score at the last token that is not padding, but the padding token may also end
-        # sequences.
+        # transformers reads the score at the last token that is not a padding token, but a sequence may end with the
+        # padding token.
         self._pad = config.pad_token_id if kind.endswith("SequenceClassification") else None
         self._device, self._most, self._alone = device, max_batch_tokens, alone
         self.vocab_size = int(config.vocab_size)
 
     @torch.inference_mode()
     def scores(self, sequences: Sequence[Sequence[int]]) -> list[float]:
-        """The scores of sequences of token ids, none empty, in their order."""
+        """The scores of sequences of token ids, which must not be empty."""
         found = [0.0] * len(sequences)
         for batch in self._batches(sequences):
             for place, score in zip(batch, self._forward([sequences[i] for i in batch]).tolist(), strict=True):
@@ -53,7 +53,7 @@ class ScalarModel:
         return found
 
     def _batches(self, sequences: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Indices of sequences of similar lengths, the longest first."""
+        """Batches of indices of sequences with similar lengths, the longest first."""
         batches: list[list[int]] = []
         for place in sorted(range(len(sequences)), key=lambda i: -len(sequences[i])):
             width = len(sequences[batches[-1][0]]) if batches else 0
@@ -63,7 +63,7 @@ class ScalarModel:
         return batches
 
     def _forward(self, sequences: Sequence[Sequence[int]]) -> Tensor:
-        """float32 [n]. Padding is on the right, where no token of a causal model sees it."""
+        """The scores, float32 [n]. Padding is on the right, where a causal model's tokens do not attend to it."""
         lengths = torch.tensor([len(ids) for ids in sequences])
         ids = torch.zeros(len(sequences), int(lengths.max()), dtype=torch.long)
         for row, sequence in enumerate(sequences):

@@ -33,10 +33,10 @@ from hpcrl.system.files import give_usual_modes
 SPECIAL_TOKENS = (PAD, START, END)
 assert 256 + len(SPECIAL_TOKENS) == MIN_VOCABULARY  # every byte has a token, so any text can be encoded
 
-# Digits are split one by one, as Qwen2 does; a word includes the space before it.
+# Digits are split one by one, as in Qwen2; a word includes the space before it.
 SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
-# Words of the roles and built-in tasks come first and often, so even the smallest vocabulary contains them.
+# Words of chat roles and built-in tasks come first and often, so even the smallest vocabulary contains them.
 OFTEN = 64
 CORPUS = ("user\nassistant\nsystem\nsort: 3 1 2\nadd: 12 + 7\n",) * OFTEN + (
     "The answer is \\boxed{42}. So the final answer is 42.\n#### 42\n",
@@ -90,8 +90,8 @@ def check_spec(spec: TinyModel) -> None:
 
 
 def make_tokenizer(vocab_size: int, corpus: Sequence[str] = ()) -> Tokenizer:
-    """A byte-level BPE tokenizer of at most `vocab_size` tokens; special tokens have the ids 0, 1, 2. corpus: texts of
-    the task, weighted like the built-in tasks' texts."""
+    """A byte-level BPE tokenizer with at most `vocab_size` tokens; special tokens have the ids 0, 1 and 2. `corpus` has
+    texts of the task, which are weighted like the built-in tasks' texts."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

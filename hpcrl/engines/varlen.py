@@ -1,7 +1,7 @@
 """Choose a kernel for causal attention over concatenated sequences of different lengths, without padding or mask.
 
-Only `find` chooses. A kernel is used only if its outputs and gradients equal causal_attention's on random tensors of
-the model's sizes, on this device: support differs between library versions and GPUs.
+find() uses a kernel only if its outputs and gradients agree with causal_attention() on random tensors of the model's
+sizes on this device, since support differs between library versions and GPUs.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ from hpcrl.rollout.device_copies import to_device
 
 Choice = Literal["auto", "flash", "sdpa"]
 PROBE_LENGTHS = (70, 1, 33)
-TOLERANCE = 0.02  # relative to the largest number; rounding to bfloat16 is .004
+TOLERANCE = 0.02  # relative to the largest number; rounding to bfloat16 changes numbers by 0.004
 
 
 class Spans(NamedTuple):
-    """N concatenated sequences that begin at starts[:N] and end at starts[1:] (int32 [N + 1]), the longest of `longest`
-    tokens; window and softcap as in causal_attention."""
+    """N concatenated sequences; window and softcap are as in causal_attention()."""
 
-    starts: Tensor
-    longest: int
+    starts: Tensor  # int32 [N + 1]: sequences begin at starts[:N] and end at starts[1:]
+    longest: int  # number of tokens in the longest sequence
     scale: float
     window: int | None = None
     softcap: float | None = None
@@ -53,7 +52,7 @@ class Setting:
 
 
 def sequence_by_sequence(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
-    """See Attend: with causal_attention. The reference for the other kernels."""
+    """See Attend. Calls causal_attention() for each sequence; the reference for the kernels."""
     parts = []
     for first, end in pairwise(spans.starts.tolist()):
         row = [x[first:end].transpose(0, 1)[None] for x in (q, k, v)]
@@ -106,13 +105,13 @@ def torch_varlen() -> Attend:
 
 
 KERNELS: dict[str, Callable[[], Attend]] = {"flash-attn": flash_attn, "torch": torch_varlen}
-"""In order of preference. All are for GPUs and 16 bits."""
+"""The kernels in order of preference. All need a GPU and 16-bit numbers."""
 
 
 @functools.lru_cache(maxsize=64)
 def find(choice: Choice, sizes: Setting) -> Attend | None:
-    """The kernel for these sizes; None: attention uses blocks of equally long rows. ValueError with the reasons if
-    choice is "flash" and no kernel is usable."""
+    """The kernel for these sizes; None if attention must use blocks of rows of equal length. ValueError with the
+    reasons if choice is "flash" and no kernel is usable."""
     if choice == "sdpa":
         return None
     if choice == "auto" and not _suits(sizes):
@@ -143,7 +142,8 @@ def _suits(sizes: Setting) -> bool:
 
 
 def deviation(attend: Attend, sizes: Setting) -> float:
-    """The largest difference of outputs and gradients from the reference in fp32, relative to the largest number."""
+    """The largest difference between the kernel's outputs and gradients and the fp32 reference, relative to the largest
+    number."""
     generator = torch.Generator(sizes.device).manual_seed(0)
     total = sum(PROBE_LENGTHS)
     shapes = [(total, heads, sizes.head_dim) for heads in (sizes.heads, sizes.kv_heads, sizes.kv_heads, sizes.heads)]

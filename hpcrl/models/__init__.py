@@ -1,4 +1,4 @@
-"""Properties of model families: one file each; `families` lists them. Imports no torch.
+"""Properties of model families: one file per family; `families` lists them. Imports no torch.
 
-A family without a file is trained according to its config.json, and refused where that does not suffice.
+A family without a file is trained according to its config.json, and refused if that does not define enough.
 """

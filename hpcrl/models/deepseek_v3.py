@@ -25,8 +25,8 @@ DEFAULTS = {
 
 
 def read_shape(family: str, decoder: Decoder, config: Mapping[str, Any]) -> ModelShape:
-    """transformers' model lacks the multi-token prediction layers. The router's bias per expert counts as a parameter:
-    it is in checkpoints, and is sent to generators."""
+    """The shape of transformers' model, which has no multi-token prediction layers. The router's bias per expert counts
+    as a parameter, because checkpoints contain it and generators need it."""
     sizes = {key: size(config, key, default) for key, default in DEFAULTS.items()}
     narrow = config.get("q_lora_rank", 1536)
     latent = Latent(
@@ -65,7 +65,7 @@ def read_shape(family: str, decoder: Decoder, config: Mapping[str, Any]) -> Mode
 
 
 def _attention(shape: ModelShape, latent: Latent) -> Iterator[ParameterEntry]:
-    """The matrices that compute latents are unsplit on every tensor parallel rank."""
+    """Latent attention. Every tensor-parallel rank holds the full matrices that compute latents."""
     hidden, at, query = shape.hidden_size, "self_attn.", (shape.query_size, latent.query_rank or shape.hidden_size)
     if latent.query_rank is None:
         yield at + "q_proj.weight", query, "column"
@@ -96,8 +96,7 @@ def _mlp(shape: ModelShape, layer: int) -> Iterator[ParameterEntry]:
 
 
 class LatentLayers:
-    """The layers in Megatron-Core (MegatronLayers). Multi-token prediction layers have no entries, as in
-    transformers."""
+    """The layers in Megatron-Core (MegatronLayers), without multi-token prediction layers, as in transformers."""
 
     def __init__(self, config: Mapping[str, Any], shape: ModelShape):
         self._config = config
@@ -154,7 +153,7 @@ class LatentLayers:
 
 
 def _lacks(model: Mapping[str, Any]) -> Iterator[str]:
-    """Where Megatron-Core's layers compute something different from transformers' DeepseekV3."""
+    """Features with which Megatron-Core's layers would compute something different from transformers' DeepseekV3."""
     rotated = model.get("qk_rope_head_dim", 64)
     if (width := model.get("head_dim", rotated)) != rotated:
         yield f"rotates the qk_rope_head_dim numbers of a head, {rotated}, not head_dim={width} of them"

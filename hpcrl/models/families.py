@@ -39,7 +39,7 @@ UNKNOWN = Family(model_types=())
 PLANNED = tuple(name for name, family in FAMILIES.items() if family.decoder is not None)
 NATIVE = tuple(name for name, family in FAMILIES.items() if family.native)
 MEGATRON = tuple(name for name, family in FAMILIES.items() if family.megatron is not None)
-"""The values of model_type whose parameters are known, that the native generator runs, and that Megatron trains."""
+"""Each a tuple of model_type values: parameters are known; the native generator runs them; Megatron trains them."""
 
 
 def family_of(model_type: Any) -> Family:
@@ -60,8 +60,8 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
 
 
 def shape_of(folder: str | None, key: str) -> ModelShape:
-    """Sizes and parameters of the model in a folder; `key` names the folder. CannotPlanError if its config.json cannot
-    be read."""
+    """Sizes and parameters of the model in a folder; `key` is the configuration key of the folder, for messages.
+    CannotPlanError if the folder's config.json cannot be read."""
     path = Path(folder or "") / "config.json"
     try:
         return read_shape(json.loads(path.read_text()))
@@ -78,6 +78,6 @@ def known_shape(folder: Path) -> ModelShape | None:
 
 
 def has_experts(model_type: str) -> bool:
-    """Whether models of a family have routed experts; False if its decoder is not known."""
+    """Whether models with this model_type have routed experts; False if the decoder is not known."""
     decoder = family_of(model_type).decoder
     return decoder is not None and decoder.experts

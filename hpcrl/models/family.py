@@ -12,24 +12,24 @@ from hpcrl.models.shape import Decoder, ModelShape
 
 
 def nothing_lacks(model: Mapping[str, Any]) -> Iterator[str]:
-    """For a family whose config.json features are all implemented by Megatron-Core's layers."""
+    """`lacks` of a family for which Megatron-Core's layers implement every feature of config.json."""
     yield from ()
 
 
 @dataclass(frozen=True)
 class MegatronModel:
-    """A family in Megatron-Core."""
+    """How Megatron-Core implements a family."""
 
     layers: Callable[[Mapping[str, Any], ModelShape], MegatronLayers] = GroupedLayers
-    """Called with config.json and its shape; ValueError for a model without a table of names."""
+    """Called with config.json and its shape. ValueError for a model without a table of names."""
     biases: tuple[str, ...] = ()
-    """Keys of biases that Megatron-Core's layers do not have here."""
+    """Keys of config.json that ask for biases, which Megatron-Core's layers do not have here."""
     rope_types: tuple[str, ...] = ("default", "linear", "llama3")
-    """Kinds of rotary embedding whose frequencies do not depend on the sequence, and that scale nothing else."""
+    """Supported rotary embeddings: frequencies do not depend on the sequence, and nothing else is scaled."""
     lacks: Callable[[Mapping[str, Any]], Iterator[str]] = nothing_lacks
-    """Why a model is not trained, from its config.json, in addition to the keys above."""
+    """Yields further reasons not to train a model, from its config.json."""
     stores_own_names: bool = False
-    """Megatron-Core's own layers use their own tensor names, not Transformer Engine's."""
+    """Whether Megatron-Core's own layers use other tensor names than Transformer Engine's."""
 
 
 @dataclass(frozen=True)
@@ -39,27 +39,27 @@ class Family:
     model_types: tuple[str, ...]
     """The values of model_type in config.json."""
     decoder: Decoder | None = None
-    """The decoder's properties that do not depend on config.json; None: not known, and its models are not planned."""
+    """The decoder's properties that do not depend on config.json; if None, memory of its models is not planned."""
     read: Callable[[str, Decoder, Mapping[str, Any]], ModelShape] | None = None
-    """Called with model_type, decoder and config.json; None: hpcrl.models.grouped.grouped_shape."""
+    """Called with model_type, decoder and config.json; None stands for hpcrl.models.grouped.grouped_shape."""
     native: bool = False
-    """The native generator runs it."""
+    """Whether the native generator runs it."""
     megatron: MegatronModel | None = None
-    """None: the Megatron engine does not train it."""
+    """None if the Megatron engine does not train it."""
     vllm_slices: bool = False
-    """vLLM's split of each weight over tensor parallel ranks is tested; else ranks get all of it."""
+    """Whether vLLM's split of each weight over tensor-parallel ranks is tested; otherwise, ranks get full weights."""
     untrainable: str = ""
-    """Why no engine that reads hidden states trains it, whatever config.json says. If empty, the engine tries a small
-    model before it reads weights (hpcrl.engines.train.fsdp2.trial)."""
+    """Why engines that read hidden states train none of its models. If empty, the engine tries a small model before it
+    reads weights (hpcrl.engines.train.fsdp2.trial)."""
     multiplies_logits: bool = False
-    """logits_scaling multiplies logits; in other families it divides them."""
+    """Whether logits_scaling multiplies logits; in other families it divides them."""
     renamed_in_files: bool = False
-    """Tensor names in files differ from names in transformers' memory."""
+    """Whether tensor names in files differ from transformers' names in memory."""
     predicts_further: str = ""
-    """The key of config.json with the number of multi-token prediction layers, which are in files after the other
-    layers but not in transformers' model."""
+    """The config.json key for the number of multi-token prediction layers. Files have them after the other layers;
+    transformers' model does not have them."""
     peft_experts: frozenset[str] = frozenset()
-    """Last names of layers that peft (0.21) treats as experts in all families whose experts transformers stacks like
-    this one's."""
+    """Last parts of layer names that peft (0.21) treats as experts, in every family whose experts transformers stacks
+    as in this one."""
     small_sizes: Mapping[str, Any] = field(default_factory=dict)
-    """Sizes of a small model (hpcrl.engines.train.fsdp2.small_model) that must match each other."""
+    """Sizes for a small model (hpcrl.engines.train.fsdp2.small_model) that must match each other."""

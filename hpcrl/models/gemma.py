@@ -1,4 +1,4 @@
-"""Gemma 2 (arXiv 2408.00118) and 3 (arXiv 2503.19786), text. Gemma 3 has attn_logit_softcapping and ignores it."""
+"""Gemma 2 (arXiv 2408.00118) and 3 (arXiv 2503.19786), text only. Gemma 3 ignores its key attn_logit_softcapping."""
 
 from hpcrl.models.family import Family
 from hpcrl.models.shape import Decoder

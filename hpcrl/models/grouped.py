@@ -13,11 +13,8 @@ EXPERT_DEFAULTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermedia
 
 
 def grouped_shape(family: str, decoder: Decoder, config: Mapping[str, Any], prefix: str = "model.") -> ModelShape:
-    """The decoder of a config.json, with the defaults of transformers 5 for missing keys. prefix: of its parameters'
-    names.
-
-    CannotPlanError if a size is missing, too large or not a whole number above 0.
-    """
+    """The decoder of a config.json, with the defaults of transformers 5 for missing keys. `prefix` begins the names of
+    its parameters. CannotPlanError if a size is missing, too large or not a whole number above 0."""
     heads, hidden = size(config, "num_attention_heads"), size(config, "hidden_size")
     bias = decoder.reads_bias and bool(config.get("attention_bias", False))
     routed = {key: size(config, key, default) for key, default in EXPERT_DEFAULTS.items()} if decoder.experts else {}
@@ -55,7 +52,7 @@ def grouped_shape(family: str, decoder: Decoder, config: Mapping[str, Any], pref
 def decoder_parameters(
     shape: ModelShape, layers: Sequence[Sequence[ParameterEntry]], prefix: str = "model."
 ) -> Iterator[Parameter]:
-    """The language model's parameters, in transformers' order; layers: the entries of each layer."""
+    """The language model's parameters in transformers' order; `layers` has the entries of each layer."""
     vocabulary = (shape.vocab_size, shape.hidden_size)
     yield Parameter(prefix + "embed_tokens.weight", vocabulary, "vocabulary")
     for layer, entries in enumerate(layers):
@@ -169,7 +166,7 @@ class GroupedLayers:
 
 
 def _qkv(shape: ModelShape, which: str, rest: Sequence[int]) -> Entry:
-    """For each group of heads that share a key: its query rows, its key rows, its value rows."""
+    """Query rows, key rows and value rows for each group of query heads that share a key head, group by group."""
     key = shape.head_dim
     query = shape.query_size // shape.num_kv_heads
     rows = []

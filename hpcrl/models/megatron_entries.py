@@ -1,7 +1,7 @@
-"""Megatron-Core's tensors and the HF tensors that they are made of: the entries of a family's table.
+"""Megatron-Core's tensors and the HF tensors that they consist of: the entries of a family's table.
 
-A Megatron tensor is assembled from rows of HF tensors: query, key and value rows group by group, gate above up, or
-unchanged rows of one HF tensor. Written against megatron-core 0.16.1 and transformers 5.
+A Megatron tensor consists of rows of HF tensors: query, key and value rows group by group, gate rows before up rows, or
+the rows of one HF tensor. Written for megatron-core 0.16.1 and transformers 5.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 LayerSpec = Literal["local", "copied", "fused"]
-"""local: Megatron's own layers. copied: the same, but every tensor parallel rank has a copy of the matrices that
-compute MLA's latents. fused: Transformer Engine's layers, with these copies and with norms fused into the next linear
-layer."""
+"""local: Megatron's own layers. copied: Megatron's own layers, but every tensor-parallel rank has a copy of the
+matrices that compute MLA's latents. fused: Transformer Engine's layers, with such copies, and with norms fused into the
+next linear layer."""
 
 EntryPlace = Literal["embedding", "layer", "norm", "head"]
 
 
 @dataclass(frozen=True)
 class EntryRows:
-    """`count` rows of a Megatron tensor from row `at`, taken from an HF tensor from row `first`. expert: index in the
-    first dimension of an HF tensor with all experts of a layer (transformers in memory)."""
+    """`count` rows of a Megatron tensor from row `at` on, which are rows of an HF tensor from row `first` on. `expert`
+    is the index in the first dimension if the HF tensor has all experts of a layer, as in transformers' memory."""
 
     hf: str
     first: int
@@ -35,12 +35,12 @@ class Entry:
     """A tensor of GPTModel, not split by tensor parallelism.
 
     Attributes:
-        name: as in GPTModel's state dict if one rank had all layers and all experts.
-        shape: with the padded vocabulary, whose last rows are in no HF tensor.
-        place, layer, expert: which ranks hold it.
-        split: the dimension that tensor parallelism splits (expert tensor parallelism, for an expert); None: each rank
-            has a copy.
-        parts: equal parts of this dimension, each of which is split (2: gate and up).
+        name: The name in GPTModel's state dict if one rank had all layers and all experts.
+        shape: The shape with the padded vocabulary, whose last rows are in no HF tensor.
+        place, layer, expert: These define which ranks hold the tensor.
+        split: The dimension that tensor parallelism splits, or expert tensor parallelism for an expert. None if each
+            rank has a copy.
+        parts: Number of equal parts of this dimension that are split separately, such as 2 for gate and up.
     """
 
     name: str
@@ -54,12 +54,12 @@ class Entry:
 
     @property
     def padding(self) -> int:
-        """Number of padding rows at the end, which no HF tensor has."""
+        """Number of padding rows at the end, which are in no HF tensor."""
         return self.shape[0] - sum(rows.count for rows in self.rows)
 
 
 class MegatronLayers(Protocol):
-    """The Megatron-Core layers of one config.json's model."""
+    """The Megatron-Core layers for the model of a config.json."""
 
     hidden: int
     vocabulary: int
@@ -67,11 +67,11 @@ class MegatronLayers(Protocol):
     tied: bool
 
     def attention(self, layers: LayerSpec) -> Iterator[Entry]:
-        """The tensors of a layer's attention and of the norm before it; names without the layer."""
+        """The tensors of a layer's attention and of the norm before it. Names do not contain the layer."""
 
     def mlp(self, layer: int, fused: bool, stacked: bool) -> Iterator[Entry]:
-        """The tensors of a layer's MLP or experts and of the norm before them. fused: Transformer Engine's layers;
-        stacked: HF names of experts as in transformers' memory."""
+        """The tensors of a layer's MLP or experts and of the norm before them. `fused` means Transformer Engine's
+        layers; `stacked` means HF names as in transformers' memory, where one tensor has all experts of a layer."""
 
 
 def copied(
@@ -82,13 +82,13 @@ def copied(
     split: int | None = None,
     count: int | None = None,
 ) -> Entry:
-    """A Megatron tensor equal to an HF tensor; count: rows without padding."""
+    """A Megatron tensor equal to an HF tensor; `count` is the number of rows without padding."""
     rows = (EntryRows(hf, 0, 0, shape[0] if count is None else count),)
     return Entry(name, tuple(shape), rows, place, split=split)
 
 
 def gated(name: str, gate: str, up: str, inner: int, rest: Sequence[int]) -> Entry:
-    """A Megatron tensor with the gate projection's rows above the up projection's."""
+    """A Megatron tensor with the gate projection's rows before the up projection's."""
     rows = (EntryRows(gate, 0, 0, inner), EntryRows(up, 0, inner, inner))
     return Entry(name, (2 * inner, *rest), rows, "layer", split=0, parts=2)
 

@@ -24,7 +24,8 @@ IN_CHANNELS = 3
 
 
 def read_shape(family: str, decoder: Decoder, config: Mapping[str, Any]) -> ModelShape:
-    """The tower first, as in transformers; the decoder's keys are in text_config or at the top level."""
+    """The vision tower's parameters come first, as in transformers. The decoder's keys are in text_config or at the top
+    level of config.json."""
     text = {**config, **section(config, "text_config")}
     if "tie_word_embeddings" in config:
         text["tie_word_embeddings"] = config["tie_word_embeddings"]
@@ -33,7 +34,7 @@ def read_shape(family: str, decoder: Decoder, config: Mapping[str, Any]) -> Mode
 
 
 def _vision(config: Mapping[str, Any]) -> Iterator[Parameter]:
-    """The vision tower, which no parallelism splits here."""
+    """The vision tower's parameters, which no parallelism splits here."""
     sizes = {key: size(config, key, default) for key, default in VISION_DEFAULTS.items()}
     hidden, inner, patch = sizes["hidden_size"], sizes["intermediate_size"], sizes["patch_size"]
     merged = hidden * sizes["spatial_merge_size"] ** 2

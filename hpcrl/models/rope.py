@@ -1,4 +1,4 @@
-"""Kinds of rotary embedding (rope_type) in a config.json, under the keys of all transformers versions."""
+"""Kinds of rotary embedding (rope_type) in a config.json, with the keys of all transformers versions."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
-"""Kinds that change above some length: dynamic NTK, and LongRoPE of Phi-3 (arXiv 2402.13753)."""
+"""Kinds whose frequencies change above some length: dynamic NTK, and LongRoPE of Phi-3 (arXiv 2402.13753)."""
 
 
 def ropes(model: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The rotary embedding's parameters, one mapping for each kind of layer; an empty mapping is the default."""
+    """The rotary embedding's parameters, one mapping for each kind of layer; an empty mapping means the default."""
     rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
         return []
@@ -18,10 +18,10 @@ def ropes(model: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def rope_type(rope: Mapping[str, Any]) -> str:
-    """The kind of one of ropes()."""
+    """The kind of a rotary embedding from ropes()."""
     return "longrope" if rope.get("long_factor") else str(rope.get("rope_type", rope.get("type", "default")))
 
 
 def rope_types(model: Mapping[str, Any]) -> set[str]:
-    """The kinds of all layers."""
+    """The kinds of rotary embedding in all layers."""
     return {rope_type(rope) for rope in ropes(model)} or {"default"}

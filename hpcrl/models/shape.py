@@ -1,4 +1,4 @@
-"""The sizes of a decoder, and every parameter by name and shape, as transformers would build it from a config.json."""
+"""A decoder's sizes, and the name and shape of every parameter, as transformers would build them from a config.json."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from math import prod
 from typing import Any, Literal
 
 ParameterSplit = Literal["column", "row", "key", "vocabulary", "expert", "whole"]
-"""Tensor parallelism splits rows of a matrix, columns, rows of key and value heads, rows of the vocabulary, experts, or
-nothing."""
+"""What tensor parallelism splits, in this order: rows of a matrix, its columns, rows of key and value heads, rows of
+the vocabulary, experts, or nothing."""
 
 LAYER_COUNTS = ("num_hidden_layers", "depth")
 MAX_LAYERS = 1000
-"""Several times the maximum of published models; a plan's run time is quadratic in the layers."""
+"""Several times the maximum of published models. A plan's run time is quadratic in the number of layers."""
 MAX_SIZE = 2**31 - 1
-"""Maximum of all other sizes; the kernels of most engines cannot index tensors beyond it."""
+"""Maximum of all other sizes; most engines' kernels cannot index larger dimensions."""
 
 
 class CannotPlanError(ValueError):
@@ -29,30 +29,30 @@ class Decoder:
     """Properties of a family's decoder that do not depend on config.json."""
 
     qkv_bias: bool = False
-    """Queries, keys and values have biases, the output projection has none, whatever attention_bias says."""
+    """Queries, keys and values have biases and the output projection has none; attention_bias is ignored."""
     reads_bias: bool = False
-    """Whether it reads attention_bias, for queries, keys, values and the output projection."""
+    """The decoder uses attention_bias, for queries, keys, values and the output projection."""
     reads_mlp_bias: bool = False
-    """Whether it reads mlp_bias."""
+    """The decoder uses mlp_bias."""
     qk_norm: bool = False
     """Query and key heads are normalised."""
     experts: bool = False
     """Layers have routed experts, according to num_experts, decoder_sparse_step and mlp_only_layers."""
     gemma: bool = False
-    """Norms multiply by weight + 1, in float32, also after attention and after the MLP; embeddings are scaled, and the
-    head is the embedding unless config.json says otherwise; the MLP is gated by gelu."""
+    """Norms multiply by weight + 1 in float32, and there are norms after attention and after the MLP. Embeddings are
+    scaled. The head is the embedding unless config.json has tie_word_embeddings=false. The MLP is gated by gelu."""
     joined: bool = False
-    """One matrix for q, k and v, and one for gate and up."""
+    """Queries, keys and values have one joint matrix, and so do gate and up projection."""
     soft_capped: bool = False
-    """Whether it reads attn_logit_softcapping: scores are cap * tanh(scores / cap) (arXiv 2408.00118)."""
+    """The decoder uses attn_logit_softcapping: scores are cap * tanh(scores / cap) (arXiv 2408.00118)."""
     partly_rotated: bool = False
-    """Whether it reads partial_rotary_factor."""
+    """The decoder uses partial_rotary_factor."""
     windows: Literal["none", "all", "by layer"] = "none"
-    """The layers to which sliding_window applies; by layer: as layer_types defines."""
+    """The layers to which sliding_window applies; "by layer" means as layer_types defines."""
     window_switch: bool = False
     """There are windows only if use_sliding_window is true."""
     head_dim: int | None = None
-    """Head width if config.json does not give it; None: hidden_size / heads."""
+    """Head width if config.json does not define it; None stands for hidden_size / heads."""
 
 
 @dataclass(frozen=True)
@@ -72,19 +72,18 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Latent:
-    """Sizes of multi-head latent attention (arXiv 2405.04434): ranks of queries (None: one matrix) and of keys and
-    values; widths of a head's non-rotary part, its rotary part and its values."""
+    """Sizes of multi-head latent attention (arXiv 2405.04434)."""
 
-    query_rank: int | None
-    rank: int
-    nope: int
-    rope: int
-    value: int
+    query_rank: int | None  # the rank of queries; None if they have one full matrix
+    rank: int  # the rank of keys and values
+    nope: int  # width of a head's non-rotary part
+    rope: int  # width of a head's rotary part
+    value: int  # width of a head's values
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a decoder, named as in config.json, and all its parameters (tied ones once)."""
+    """A decoder's sizes and all its parameters, tied parameters once."""
 
     family: str
     """model_type of config.json."""
@@ -131,17 +130,17 @@ class ModelShape:
 
     @property
     def num_active(self) -> int:
-        """Parameters active for one token: only the selected experts count."""
+        """Number of parameters that one token uses: of the experts, only the selected ones."""
         idle = sum(p.size for p in self.parameters if p.split == "expert")
         return self.num_parameters - idle + idle * self.experts_per_token // max(1, self.num_experts)
 
     @property
     def route_bytes(self) -> int:
-        """Bytes of a token's chosen experts (the field `routes`, hpcrl.engines.expert_routes)."""
+        """Bytes of the field `routes` per token: its chosen experts (hpcrl.engines.expert_routes)."""
         return len(self.expert_layers) * self.experts_per_token * (1 if self.num_experts <= 255 else 2)
 
     def of_layer(self, layer: int | None) -> list[Parameter]:
-        """The parameters of a layer; for None, the parameters outside the layers."""
+        """The parameters of a layer; None selects the parameters outside the layers."""
         return [parameter for parameter in self.parameters if parameter.layer == layer]
 
 
@@ -158,7 +157,7 @@ def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """A size in a config.json. CannotPlanError if it is missing without a default, or not a size."""
+    """A size in a config.json. CannotPlanError if it is invalid, or missing without a default."""
     value = config.get(key)
     if value is None and key == "num_experts":
         value = config.get("num_local_experts")

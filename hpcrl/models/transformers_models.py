@@ -14,7 +14,7 @@ from hpcrl.models.families import family_of
 
 TABLE = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 SCALAR_HEADS = ("ForSequenceClassification", "ForTokenClassification")
-"""Endings of the architectures of reward models; the second one is an exported critic's."""
+"""Endings of reward models' architecture names; the second is also the ending for an exported critic."""
 
 
 @functools.cache

@@ -9,8 +9,8 @@ from hpcrl.models.families import family_of
 
 
 def attention_kinds(model: Mapping[str, Any]) -> set[str]:
-    """The kinds of the layers, out of full_attention and sliding_attention, as transformers reads the config.json of a
-    family whose decoder is known."""
+    """The kinds of layers (full_attention, sliding_attention or both), as transformers reads them from the config.json
+    of a family whose decoder is known."""
     decoder, window = family_of(model.get("model_type")).decoder, model.get("sliding_window", 4096)
     if decoder is None or decoder.windows == "none":
         return {"full_attention"}

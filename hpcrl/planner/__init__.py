@@ -1,2 +1,2 @@
-"""The needs of a run, from only an HF config.json: parameters, bytes of memory per rank, impossible layouts. Pure
-functions of the configuration, without torch, which a login node can use."""
+"""What a run needs, computed from its configuration and an HF config.json: parameters, bytes of memory per rank, and
+impossible layouts. Needs no torch, so it also runs on a login node."""

@@ -1,8 +1,8 @@
 """Bytes that autograd keeps between a forward and its backward pass: the sum over the tensors of each operation.
 
-FSDP2 runs transformers' layers operation by operation, and the sums below follow that code: RMSNorm computes in fp32
+FSDP2 runs transformers' layers operation by operation, and the sums below follow that code. RMSNorm computes in fp32
 and keeps its input and result; a linear layer keeps its input; attention keeps q, k, v and its output. The backward
-pass recomputes attention scores; Gemma 2's, for which there is no kernel, by blocks of queries.
+pass recomputes attention scores. No kernel computes Gemma 2's scores, so they are recomputed by blocks of queries.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ FP32 = 4
 INDEX = 8
 """Bytes of a position or token id."""
 QUERY_BLOCK = 256
-"""As in engines/blocked_attention.py."""
+"""Equal to the block size in engines/blocked_attention.py."""
 LOGITS_BLOCK = 1 << 24
-"""Maximum logits in one softmax of a trainer, and numbers of the matrix converted at once (BLOCK_NUMBERS in
-engines/train/fsdp2/logits.py)."""
+"""Maximum logits in a trainer's softmax, and numbers of the vocabulary matrix that it converts at once (BLOCK_NUMBERS
+in engines/train/fsdp2/logits.py)."""
 
 
 @dataclass(frozen=True)
@@ -32,19 +32,19 @@ class Tokens:
 
     @classmethod
     def of(cls, config: Config, num_sequences: int) -> Tokens:
-        """The largest micro-batch of a rank with this many sequences: the token limit, or one rollout of maximum length
-        if longer."""
+        """The largest micro-batch of a rank with this many sequences: the token limit, or one row of maximum length if
+        that is longer."""
         row = config.max_row_tokens
         total = max(min(config.trainer.max_tokens_per_micro_batch, num_sequences * row), row)
         return cls(total, total, config.max_sequence_tokens)
 
     def shared(self, num_ranks: int) -> Tokens:
-        """A rank's part, if ranks split the tokens."""
+        """One rank's part if num_ranks ranks split the tokens."""
         return Tokens(-(-self.total // num_ranks), -(-self.predicted // num_ranks), self.longest)
 
 
 def fsdp2_activations(shape: ModelShape, tokens: Tokens, num_bytes: int, checkpointing: bool) -> int:
-    """Bytes kept for the backward pass of one micro-batch; num_bytes: bytes per number in the compute dtype. With
+    """Bytes kept for the backward pass of one micro-batch, with num_bytes bytes per number in the compute dtype. With
     activation checkpointing, each layer keeps only its input."""
     hidden = shape.hidden_size
     outside = tokens.total * (2 * shape.head_dim * num_bytes + INDEX)  # cosines and sines; token ids
@@ -56,13 +56,13 @@ def fsdp2_activations(shape: ModelShape, tokens: Tokens, num_bytes: int, checkpo
 
 
 def recomputed_layer(shape: ModelShape, tokens: Tokens, num_bytes: int) -> int:
-    """Bytes of the layer recomputed in the backward pass, and of the gradients of two of its widest tensors."""
+    """Bytes of the layer that is recomputed in the backward pass, and of the gradients of two of its widest tensors."""
     layer = max(_layer(shape, layer, tokens, num_bytes) for layer in range(shape.num_layers))
     return layer + 2 * tokens.total * _widest(shape) * num_bytes
 
 
 def recomputed_scores(shape: ModelShape, tokens: Tokens) -> int:
-    """Bytes of a block of Gemma 2's soft-capped scores in the backward pass: their tanh, softmax and two gradients."""
+    """Bytes for a block of Gemma 2's soft-capped scores in the backward pass: their tanh, softmax and two gradients."""
     block = min(tokens.longest, QUERY_BLOCK)
     return 4 * FP32 * tokens.total * shape.num_heads * block if shape.decoder.soft_capped else 0
 
@@ -80,7 +80,7 @@ def _widest(shape: ModelShape) -> int:
 
 
 def _norm(shape: ModelShape, size: int, num_bytes: int) -> int:
-    """Per token: the input in fp32, the normalised input (Gemma 2 and 3: in fp32 as well) and the scale."""
+    """Bytes per token: the input in fp32, the normalised input (for Gemma 2 and 3 also in fp32) and the scale."""
     return size * (FP32 + (FP32 if shape.decoder.gemma else num_bytes)) + FP32
 
 
@@ -107,13 +107,9 @@ def _layer(shape: ModelShape, layer: int, tokens: Tokens, num_bytes: int) -> int
 def logits_bytes(
     shape: ModelShape, tokens: Tokens, chunk_tokens: int, num_bytes: int, float32_head: bool = False
 ) -> int:
-    """Bytes of one chunk of the vocabulary projection in fp32, of the other tensors at that time (the projection's
-    result and gradient in the compute dtype, or the softmax of a block of rows), and of the matrix's gradient, summed
-    in fp32.
-
-    Args:
-        float32_head: the hidden states and blocks of the matrix are converted for the projection.
-    """
+    """Bytes of a chunk of logits in fp32, of the other tensors at that time (the projection's result and gradient in
+    the compute dtype, or the softmax of a block of rows), and of the matrix's gradient, which is summed in fp32. With
+    float32_head, the hidden states and blocks of the matrix are converted to fp32 for the projection."""
     chunk = min(chunk_tokens, tokens.predicted) * shape.vocab_size
     blocks = 2 * min(chunk, LOGITS_BLOCK) * FP32
     beside = blocks if num_bytes == FP32 else max(blocks, chunk * num_bytes)

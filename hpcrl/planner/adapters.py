@@ -1,4 +1,4 @@
-"""The adapters of a model (trainer.lora): their shapes, and the weights that a publish sends."""
+"""A model's adapters (trainer.lora): their shapes, and the weights that a publish sends."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hpcrl.spec.lora import A, B, matches, unknown
 
 
 def _linear(shape: ModelShape) -> list[Parameter]:
-    """The matrices of linear layers of the decoder: no embedding, head, router or experts."""
+    """The matrices of the decoder's linear layers, without embedding, head, router and experts."""
     return [p for p in shape.parameters if p.layer is not None and len(p.shape) == 2 and p.split != "whole"]
 
 
 def adapters(lora: LoRAConfig | None, shape: ModelShape) -> list[Parameter]:
-    """The weights of all adapters; empty without them."""
+    """The weights of all adapters; empty without trainer.lora."""
     if lora is None:
         return []
     found = []
@@ -29,7 +29,7 @@ def adapters(lora: LoRAConfig | None, shape: ModelShape) -> list[Parameter]:
 
 
 def trained(config: Config, shape: ModelShape) -> ModelShape:
-    """The shape with only the parameters that an optimizer step changes and a publish sends: all, or the adapters'."""
+    """The shape with only the parameters that are trained and published: the adapters' if there are any, else all."""
     return replace(shape, parameters=tuple(adapters(config.lora, shape))) if config.lora is not None else shape
 
 

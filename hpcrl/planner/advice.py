@@ -1,4 +1,4 @@
-"""Suggests changes with which a run fits: changes are tried in turn, cheapest first, and kept only if they help."""
+"""Suggest changes with which a run fits its GPUs: try changes, cheapest first, and keep a change only if it helps."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from hpcrl.spec.tables import GEN_ENGINES, ROLES
 SMALLEST_CHUNK = 1024
 SMALLEST_SLOTS = 16
 LESS = 0.99
-"""A change is kept if it leaves at most this share of the bytes."""
+"""A change is kept if it leaves at most this share of the fullest rank's bytes."""
 
 M = TypeVar("M", bound=BaseModel)
 
 
 def advise(config: Config, shape: ModelShape, card_bytes: int) -> tuple[list[str], Config] | None:
-    """(command-line arguments, resulting configuration) with which every rank fits the card; None if there are none."""
+    """(command-line arguments, resulting configuration) with which every rank fits the card; None if none are found."""
     words: dict[str, str] = {}
     best = _misfit(config, shape, card_bytes)
     for _ in range(32):  # each change is repeated until it no longer helps
@@ -44,7 +44,7 @@ def advise(config: Config, shape: ModelShape, card_bytes: int) -> tuple[list[str
 
 
 def _misfit(config: Config, shape: ModelShape, card_bytes: int) -> int:
-    """Bytes of the fullest GPU rank that do not fit; 0 if all fit."""
+    """Bytes of the fullest GPU rank that does not fit the card; 0 if all ranks fit."""
     ranks = [rank for rank in memory(config, RoleLayout.from_config(config), shape) if rank.on_gpu]
     return max((rank.peak(least=True)[1] for rank in ranks if not rank.fits(card_bytes)), default=0)
 
@@ -54,7 +54,7 @@ def _possible(config: Config, shape: ModelShape) -> bool:
 
 
 def _changes(config: Config, shape: ModelShape) -> Iterator[Change]:
-    """Changes by cost: first time, then precision, then nodes."""
+    """Changes, cheapest first: those that cost time, then precision, then nodes."""
     trainer, generator, layout = config.trainer, config.generator, config.layout
     own = train_plan(config).changes(config, shape)
     if layout.offload == "auto":

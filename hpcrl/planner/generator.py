@@ -18,21 +18,22 @@ from hpcrl.spec.tables import GEN_ENGINES, TRAIN_ENGINES
 from hpcrl.spec.weight_layout import count
 
 PREFILL_TOKENS = 4096
-"""As in engines/gen/native/engine.py."""
+"""Equal to PREFILL_TOKENS in engines/gen/native/engine.py."""
 LOGIT_COPIES = 3  # logits, probabilities, their cumulative sum; on a GPU also the probabilities as integers
-TRUNCATED_COPIES = 8  # and the copies that top-k, top-p or min-p sort and mask
+TRUNCATED_COPIES = 8  # as above, with the copies that top-k, top-p or min-p sort and mask
 
 
 def generator_parts(
     config: Config, shape: ModelShape, resident: tuple[Phase, ...], cached: tuple[Phase, ...], on_gpu: bool = False
 ) -> list[Part]:
-    """Memory parts of a generator rank. resident, cached: phases with the weights, or the KV cache, on the device."""
+    """Memory parts of a generator rank. `resident` are the phases with weights on the device, `cached` those with the
+    KV cache."""
     generator, rollout, tensor = config.generator, config.rollout, config.layout.generator.tensor_parallel
     num_bytes, slots = BYTES[generator.dtype], generator.max_num_seqs
     weights = sum(split_size(p, shape, tensor, tensor) for p in shape.parameters) * num_bytes
     low_rank, engine = sum(p.size for p in adapters(config.lora, shape)) * num_bytes, GEN_ENGINES[config.gen_engine]
     away = tuple(phase for phase in PHASES if phase not in resident) if config.lora is not None else ()
-    if not engine.sleeps:  # weights frozen under adapters are read once from the model's folder, and stay
+    if not engine.sleeps:  # frozen weights are read once from the model's folder, and stay on the device
         resident, away = (*resident, *away), ()
     truncates = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
     copies = (TRUNCATED_COPIES if truncates else LOGIT_COPIES) + on_gpu
@@ -40,7 +41,7 @@ def generator_parts(
     cache, least = _cache(config, shape)
     longest = config.data.max_prompt_tokens
     prompt = max(longest, min(PREFILL_TOKENS, slots * longest))
-    # A GPU multiplies bfloat16 into float32; on other devices this needs a copy of the vocabulary matrix.
+    # A GPU multiplies bfloat16 with a float32 result; other devices need a float32 copy of the vocabulary matrix.
     converted = bool(generator.head_dtype) and num_bytes != FP32 and not on_gpu
     head = shape.vocab_size * shape.hidden_size * FP32 // tensor if converted else 0
     return [
@@ -61,8 +62,8 @@ def in_one_process(config: Config, layout: RoleLayout) -> bool:
 
 
 def shares_weights(config: Config, layout: RoleLayout) -> bool:
-    """Whether the generator reads its weights from the trainer's parameters: both in one process, in one type, and
-    never active at the same time."""
+    """Whether the generator reads its weights from the trainer's parameters: both are in one process, use one dtype and
+    are never active at the same time."""
     return (
         in_one_process(config, layout)
         and GEN_ENGINES[config.gen_engine].shares_weights
@@ -72,8 +73,8 @@ def shares_weights(config: Config, layout: RoleLayout) -> bool:
 
 
 def token_bytes(config: Config, shape: ModelShape) -> int:
-    """Bytes of one token's KV cache on one rank; key and value heads are repeated if there are more ranks than heads.
-    Latents are unsplit on every rank."""
+    """Bytes of one token's KV cache on one rank. If there are more ranks than key and value heads, several ranks hold
+    the same head. Every rank holds all latents."""
     if shape.latent is not None:
         return shape.num_layers * (shape.latent.rank + shape.latent.rope) * BYTES[config.generator.dtype]
     heads = -(-shape.num_kv_heads // config.layout.generator.tensor_parallel)
@@ -81,15 +82,14 @@ def token_bytes(config: Config, shape: ModelShape) -> int:
 
 
 def paged_cache(config: Config, shape: ModelShape) -> tuple[int, int]:
-    """The `plan` of an engine with a paged cache in free memory: bytes for all slots at full length, and the minimum,
-    for one."""
+    """The `plan` of an engine with a paged cache in free memory: bytes for all slots at full length, and the minimum
+    bytes, for one slot."""
     longest = token_bytes(config, shape) * config.max_sequence_tokens
     return longest * config.generator.max_num_seqs, longest
 
 
 def too_small_cache(config: Config, engine: str, given: int | None, least: int) -> Iterator[Problem]:
-    """Report a KV cache of `given` bytes (None: as many as available) that does not hold one response of full
-    length."""
+    """Report a KV cache of `given` bytes (None: as many as available) that cannot hold one full-length response."""
     if given is not None and given < least:
         needed = f"{config.max_sequence_tokens} tokens, the longest prompt and response, need {least / 2**30:.4g}"
         remedy = "raise it, or lower data.max_prompt_tokens or rollout.max_new_tokens"
@@ -111,8 +111,8 @@ def _cache(config: Config, shape: ModelShape) -> tuple[int, int | None]:
 def rollout_transfer_parts(
     config: Config, layout: RoleLayout, shape: ModelShape, roles: Collection[RoleName]
 ) -> list[Part]:
-    """Memory parts of a rank during a weight transfer (hpcrl.workers.weight_updates), in addition to the training
-    engine's gather: on either side two steps, and on the receiving side the tensor that it assembles."""
+    """Memory parts of a rank during a weight transfer (hpcrl.workers.weight_updates), without the training engine's
+    gather: two steps' messages on each side, and on the receiving side the tensor that it assembles."""
     if layout.generates_on_trainers:
         return []
     plan, needed, parts = train_plan(config), needed_bytes(config, layout, shape), []
@@ -141,9 +141,9 @@ def needed_bytes(config: Config, layout: RoleLayout, shape: ModelShape) -> list[
 
 
 def update_traffic(config: Config, layout: RoleLayout, shape: ModelShape) -> tuple[int, int]:
-    """(maximum bytes to a generator rank, mean bytes from a trainer rank) of a weight update, as if no rank had both
-    roles. If generators run on trainer ranks, the trainers' gather brings each rank all missing parts of the full
-    tensors."""
+    """(maximum bytes to a generator rank, mean bytes from a trainer rank) in a weight update, if no rank has both
+    roles. If generators run on trainer ranks, the trainers' gather sends each rank all missing parts of full tensors.
+    """
     trainers = len(layout.ranks["trainer"])
     if layout.generates_on_trainers:
         whole = trained(config, shape).num_parameters * BYTES[config.generator.dtype]
@@ -153,25 +153,25 @@ def update_traffic(config: Config, layout: RoleLayout, shape: ModelShape) -> tup
 
 
 def prefill_width(shape: ModelShape) -> int:
-    """Numbers per token that a forward pass without gradients holds at once."""
+    """Numbers per token that a layer of a forward pass without gradients holds at once."""
     return 3 * shape.hidden_size + 2 * (shape.query_size + 2 * shape.key_size) + _mlp_width(shape)
 
 
 def _mlp_width(shape: ModelShape) -> int:
-    """Numbers per token in the widest feed-forward layer at once."""
+    """Numbers per token that the widest feed-forward layer holds at once."""
     dense = 3 * shape.intermediate_size if len(shape.expert_layers) < shape.num_layers else 0
     return max(dense, shape.experts_per_token * (shape.hidden_size + 3 * shape.expert_size) + 3 * shape.shared_size)
 
 
 def check_engine_sizes(config: Config, shape: ModelShape) -> Iterator[Problem]:
-    """Problems that the generation engine's own check reports for a model of this shape."""
+    """Problems that the generation engine's check of sizes reports for a model of this shape."""
     engine = config.generator.engine
     if path := GEN_ENGINES[engine].check_sizes:
         yield from load(path, f"the check of generator.engine={engine}")(config, shape)
 
 
 def check_replicas_split(config: Config, shape: ModelShape) -> Iterator[Problem]:
-    """Report sizes of the model that the ranks of a replica do not divide."""
+    """Report sizes of the model that the number of ranks in a replica does not divide."""
     tensor, path = config.layout.generator.tensor_parallel, ("layout", "generator", "tensor_parallel")
     sizes = {"attention heads": shape.num_heads}
     if len(shape.expert_layers) < shape.num_layers:

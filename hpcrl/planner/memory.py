@@ -1,4 +1,4 @@
-"""Memory of each kind of rank, on its card and on its host: the sum of its roles' parts, and whether it fits."""
+"""Memory of each kind of rank, on the GPU and in host memory: the sum of its roles' parts, and whether it fits."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ CARDS = {
     "94 GB": 93 << 30,
     "141 GB": 139 << 30,
 }
-"""Card -> its memory as shown by CUDA, bytes, the smallest first."""
+"""Bytes of memory that CUDA shows, by card, the smallest card first."""
 USUAL_CARD = "80 GB"
-"""The smallest card for which every plan suggests changes; layout.offload=auto moves memory if the plan exceeds it."""
+"""The smallest card for which every plan suggests changes. With layout.offload=auto, ranks that exceed it offload."""
 RESERVE = 0.1
-"""Share of a card for the CUDA context, the NCCL buffers of engines' groups, kernels' workspaces and fragmentation."""
+"""Share of a card for the CUDA context, NCCL buffers of engines' groups, kernels' workspaces, and fragmentation."""
 PROGRAM_BYTES = 555 << 20
-"""Resident memory of a rank of this program and its libraries, without a model (torch for CPUs; measured: 410 MiB, with
-triton 490, with accelerate, which transformers imports if installed, 523 to 533). Some more is counted, so a plan does
-not report less than is measured."""
+"""Resident memory of a rank without a model, with torch for CPUs. Measured are 410 MiB; 490 with triton; 523 to 533
+with accelerate, which transformers imports if it is installed. A little more is counted, so no plan reports less than
+a rank uses."""
 LEARNING: tuple[Phase, ...] = ("train", "update")
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Memory of the fullest of several ranks with the same roles; `on_gpu`: each rank has its own GPU."""
+    """Memory of the fullest of several ranks with the same roles. `on_gpu` means that each rank has its own GPU."""
 
     ranks: tuple[int, ...]
     roles: tuple[RoleName, ...]
@@ -58,17 +58,17 @@ class RankMemory:
     cache_bytes: int
     """Bytes of one full-length response in the KV cache; 0 if nothing is generated."""
     offloads: bool = False
-    """Whether trainer and generator take turns on it (layout.offload)."""
+    """Whether training engines and generator take turns on the device (layout.offload)."""
     generator_share: float = 1.0
-    """Maximum share of a card that the generation engine takes."""
+    """Maximum share of a card that the generation engine uses."""
 
     def total(self, phase: Phase, on_host: bool = False, least: bool = False) -> int:
-        """Bytes during a phase on the GPU, or in host memory; least: with caches of minimum size."""
+        """Bytes during a phase on the GPU or in host memory. `least` counts caches with their minimum size."""
         parts = self.parts_of(phase, on_host)
         return sum(part.least if least and part.least is not None else part.num_bytes for part in parts)
 
     def parts_of(self, phase: Phase, on_host: bool = False) -> list[Part]:
-        """The parts during a phase on the GPU, or in host memory."""
+        """The parts during a phase on the GPU or in host memory."""
         return [p for p in self.parts if phase in p.during and (p.on_host or not self.on_gpu) == on_host]
 
     def peak(self, on_host: bool = False, least: bool = False) -> tuple[Phase, int]:
@@ -82,8 +82,8 @@ class RankMemory:
         return starts and self.peak(least=True)[1] <= usable(card_bytes) and self._spare(card_bytes) >= 0
 
     def start(self, card_bytes: int) -> int:
-        """Bytes on the GPU when the generation engine starts, which takes its share of the card at once, in addition to
-        memory that other roles keep there during generation; 0 if it only takes what it needs."""
+        """Bytes on the GPU when the generation engine starts and allocates its share of the card, with the memory that
+        other roles keep there during generation; 0 if the engine has no fixed share."""
         if self.generator_share == 1:
             return 0
         return self.beside_generator + int(card_bytes * self.generator_share)
@@ -100,7 +100,8 @@ class RankMemory:
         return int(card_bytes * self.generator_share) - needed
 
     def responses(self, card_bytes: int) -> int:
-        """Full-length responses in a paged engine's KV cache on a card that fits; 0 for other engines."""
+        """Number of full-length responses in the KV cache of a paged engine on this card; 0 for other engines, and if
+        the rank does not fit."""
         own = (part for part in self.parts if part.role == "generator" and part.least is not None)
         cache = next(own, None)
         if cache is None or cache.least is None or not self.fits(card_bytes):
@@ -116,7 +117,7 @@ def usable(card_bytes: int) -> int:
 
 
 def check_sizes(config: Config, layout: RoleLayout, shape: ModelShape) -> list[Problem]:
-    """Problems of the trainer's and generator's sizes with the model or the ranks."""
+    """Problems between the trainer's and generator's sizes and the model or the ranks."""
     problems = [*check_replicas_split(config, shape), *check_engine_sizes(config, shape)] if layout.replicas else []
     if config.trainer.router_replay and not shape.expert_layers:
         text = f"{shape.family} has no experts; set it to false"
@@ -132,8 +133,8 @@ def check_sizes(config: Config, layout: RoleLayout, shape: ModelShape) -> list[P
 
 
 def memory(config: Config, layout: RoleLayout, shape: ModelShape) -> list[RankMemory]:
-    """Memory of every kind of rank that holds a model, by its roles. The sizes must be valid (check_sizes).
-    CannotPlanError for an engine whose memory is not known."""
+    """Memory of every kind of rank that holds a model; a kind has the same roles. The sizes must be valid
+    (check_sizes). CannotPlanError for an engine whose memory is not known."""
     kinds: dict[tuple[RoleName, ...], list[int]] = {}
     for rank in range(layout.world_size):
         roles = tuple(role for role in layout.roles_of(rank) if role in ROLES and ROLES[role].holds_model)
@@ -145,8 +146,9 @@ def memory(config: Config, layout: RoleLayout, shape: ModelShape) -> list[RankMe
 def _kind(
     config: Config, layout: RoleLayout, shape: ModelShape, roles: tuple[RoleName, ...], ranks: tuple[int, ...]
 ) -> RankMemory:
-    """Roles that take turns alternate on the GPU: during training the generator sleeps; the trainer's state is in host
-    memory during decoding and, except for weights, during weight loading. Otherwise the roles' parts are summed."""
+    """Memory of the ranks with these roles. If roles take turns on the GPU, the generator sleeps during training; the
+    trainer's state is in host memory during decoding and, except for weights, while weights are published. Otherwise,
+    the roles' parts are summed."""
     on_gpu, mode = has_gpus(config, roles), config.layout.offload
     may = (
         len({"trainer", "reference", "critic"} & {*roles}) > 0
@@ -163,8 +165,7 @@ def _kind(
 
 
 def may_share_device(config: Config, layout: RoleLayout) -> bool:
-    """Whether trainer and generator share ranks, are never active there at the same time, and layout.offload allows
-    it."""
+    """Whether trainer and generator share ranks, are never active at the same time, and layout.offload allows turns."""
     shared = set(layout.ranks["trainer"]) & set(layout.ranks["generator"])
     return bool(shared) and config.layout.offload != "never" and config.rollout.max_staleness == 0
 
@@ -183,7 +184,7 @@ def _summed(
         if path := ROLES[role].plan:
             parts += load(path, f"the plan of the role {role}")(config, shape, len(layout.ranks[role]))
     lent = shares_weights(config, layout)
-    if shares:  # weights that the generator reads stay
+    if shares:  # weights that the generator also reads are not offloaded
         parts = [moved for p in parts for moved in ([p] if lent and p.name == "weights" else _moves_out(p, on_gpu))]
     if layout.replicas and not {"trainer", "generator"}.isdisjoint(roles):
         parts += rollout_transfer_parts(config, layout, shape, roles)
@@ -206,20 +207,20 @@ def _summed(
 
 
 def _routes(config: Config, shape: ModelShape, roles: Collection[RoleName], layout: RoleLayout) -> Iterator[Part]:
-    """The recorded experts of a step's responses at full length, in host memory."""
+    """Host memory for the recorded experts of a step's responses at full length."""
     samples, longest = config.rollout.num_prompts * config.rollout.group_size, config.max_row_tokens
-    if "trainer" in roles:  # twice while a batch is assembled
+    if "trainer" in roles:  # two copies exist while a batch is assembled
         held = -(-samples // len(layout.division("trainer").groups)) * longest
         yield Part("trainer", "routes", 2 * held * shape.route_bytes, on_host=True)
-    if "generator" in roles:  # and routes of running responses, in a table that doubles when it is full
+    if "generator" in roles:  # with the routes of running responses, in a table that doubles its size when it is full
         held = -(-samples // len(layout.replicas)) * longest
         running = 2 * config.generator.max_num_seqs * config.max_response_tokens
         yield Part("generator", "routes", (held + running) * shape.route_bytes, on_host=True)
 
 
 def _moves_out(part: Part, on_gpu: bool) -> list[Part]:
-    """A permanent part, moved to host memory while the generator uses the GPU. Its host memory is kept for the next
-    time (hpcrl.engines.train.offloading)."""
+    """Split a permanent part into GPU memory outside the generator's phases, and host memory, which is kept for the
+    next offload (hpcrl.engines.train.offloading)."""
     if part.on_host or part.during != PHASES:
         return [part]
     away: tuple[Phase, ...] = ("generate",) if part.name == "weights" else ("generate", "publish")
@@ -228,7 +229,7 @@ def _moves_out(part: Part, on_gpu: bool) -> list[Part]:
 
 
 def sends_over_nccl(config: Config, layout: RoleLayout) -> bool:
-    """Whether new weights go from trainers' GPUs to generators' GPUs in groups (World.weights_group)."""
+    """Whether new weights are sent from trainers' to generators' GPUs in NCCL groups (World.weights_group)."""
     both: tuple[RoleName, ...] = ("trainer", "generator")
     apart = bool(layout.replicas) and not layout.generates_on_trainers
     return apart and all(has_gpus(config, (role,)) for role in both)
@@ -244,7 +245,7 @@ def has_gpus(config: Config, roles: tuple[RoleName, ...]) -> bool:
 
 
 def host_bytes(kinds: Sequence[RankMemory], ranks: Sequence[int]) -> int:
-    """Bytes of host memory that these ranks of one node need together; 0 if none of them holds a model."""
+    """Bytes of host memory that these ranks of one node need in total; 0 if none of them holds a model."""
     needs: Mapping[int, int] = {rank: kind.peak(on_host=True)[1] for kind in kinds for rank in kind.ranks}
     if needs.keys().isdisjoint(ranks):
         return 0
@@ -262,7 +263,7 @@ def planned_kinds(config: Config, layout: RoleLayout) -> list[RankMemory]:
 
 
 def shares_device(config: Config, layout: RoleLayout) -> bool:
-    """Whether trainer and generator free memory for each other between phases (layout.offload)."""
+    """Whether training engines and generator free memory for each other between phases (layout.offload)."""
     if not may_share_device(config, layout):
         return False
     return config.layout.offload == "always" or any(kind.offloads for kind in planned_kinds(config, layout))

@@ -10,13 +10,13 @@ from hpcrl.models.shape import ModelShape, Parameter
 from hpcrl.spec.problems import Path
 
 Phase = Literal["train", "update", "reference", "critic", "critic_update", "generate", "publish"]
-"""forward and backward; gradient reduction and optimizer step; reference log-probs; the critic's first two; decoding;
-weight transfer."""
+"""In this order: forward and backward; gradient reduction and optimizer step; reference log-probs; the critic's forward
+and backward; the critic's optimizer step; decoding; weight transfer."""
 PHASES: tuple[Phase, ...] = ("train", "update", "reference", "critic", "critic_update", "generate", "publish")
 BYTES = {"float32": 4, "bfloat16": 2}
 
 Change = tuple[Path, Any]
-"""A key and the value to try."""
+"""A configuration key, and the value to try for it."""
 PlanRow = tuple[str, str]
 """A line of the plan: its label (empty on continuation lines) and its text."""
 
@@ -30,14 +30,14 @@ class Part:
     num_bytes: int
     during: tuple[Phase, ...] = PHASES
     on_host: bool = False
-    """Whether the part is in host memory although the model is on a GPU."""
+    """Whether the part is in host memory even if the model is on a GPU."""
     least: int | None = None
-    """Minimum bytes, if the engine can run with less; None: all bytes are needed."""
+    """Minimum bytes if the engine can run with less memory; None if all bytes are needed."""
 
 
 def split_size(parameter: Parameter, shape: ModelShape, tensor: int, experts: int) -> int:
-    """Numbers of a parameter on one rank if matrices are split over `tensor` ranks and experts over `experts` ranks.
-    Key and value heads are repeated if there are fewer heads than ranks."""
+    """Elements of a parameter on one rank if matrices are split over `tensor` ranks and experts over `experts` ranks.
+    If there are fewer key and value heads than ranks, several ranks hold the same head."""
     match parameter.split:
         case "column" | "row" | "vocabulary":
             return -(-parameter.size // tensor)

@@ -1,7 +1,7 @@
 """Memory of the ranks that serve models to rewards.
 
-A judge rank is a generator rank with the judge's model and keys, whose weights and cache stay at all times. A
-reward-model rank has a decoder's weights with a head of one row, and a forward pass.
+A judge rank is a generator rank with the judge's model and keys, which never releases its weights and cache. A
+reward-model rank holds a decoder's weights with a head of one row, and the memory of a forward pass.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hpcrl.planner.memory_parts import BYTES, PHASES, Part
 
 
 def judge_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
-    """Memory parts of a judge rank; shape: the policy model's. CannotPlanError if judge.path cannot be read."""
+    """Memory parts of a judge rank. `shape` is the policy model's. CannotPlanError if judge.path cannot be read."""
     own = shape_of(config.judge.path, "judge.path")
     parts = generator_parts(config.of_judge(), own, PHASES, PHASES, has_gpus(config, ("judge",)))
     return [replace(part, role="judge") for part in parts]
@@ -32,7 +32,7 @@ def check_judge_sizes(config: Config) -> Iterator[Problem]:
 
 
 def reward_model_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
-    """Memory parts of a rank; shape: the policy model's. CannotPlanError if reward_model.path cannot be read."""
+    """Memory parts of a rank. `shape` is the policy model's. CannotPlanError if reward_model.path cannot be read."""
     own = config.reward_model
     shape = shape_of(own.path, "reward_model.path")
     body = tuple(p for p in shape.parameters if not p.name.startswith("lm_head."))

@@ -1,14 +1,14 @@
 """Bytes that ranks send: trainers to each other in an optimizer step, and new weights to replicas over NCCL.
 
-The bytes of a step, by purpose and by collective, are computed for NCCL's rings of p ranks and a tensor of n bytes: n
-(p - 1) / p from each rank for an all-gather, a reduce-scatter or an all-to-all (n: all ranks' bytes together, or a
-rank's bytes to exchange), and twice as many for an all-reduce. Gradient norms, counts and other collectives of a few
-numbers are left out.
+The bytes of a step, by purpose and by collective, are computed for NCCL's rings of p ranks and a tensor of n bytes. In
+an all-gather, reduce-scatter or all-to-all, each rank sends n (p - 1) / p bytes, where n is the size of the full tensor
+or, in an all-to-all, the bytes of one rank. An all-reduce sends twice as many. Gradient norms, counts and other
+collectives of a few numbers are left out.
 
-New weights travel in one group per replica, with all trainers. Not run here: the figures come from NCCL's source (2.30)
-and from others' timings. Buffers of a communicator, each way: between nodes one for all peers (net.cc,
-sharedNetBuffersInit); within a node one for each channel to a peer (p2p.cc: three protocols, 9.2 MiB, on the receiving
-side).
+New weights are sent in one group per replica, which has all trainers. This was not run here: the figures come from
+NCCL's source (2.30) and from timings by others. A communicator has, in each direction, one buffer for all peers on
+other nodes (net.cc, sharedNetBuffersInit), and one buffer per channel to each peer on the same node (p2p.cc: on the
+receiving side three protocols, 9.2 MiB).
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all",
 
 @dataclass(frozen=True)
 class StepWork:
-    """A data parallel rank's work in an optimizer step: the tokens of all its micro-batches, and the number of
-    micro-batches."""
+    """A data-parallel rank's work in an optimizer step: its micro-batches, and the tokens in all of them."""
 
     num_tokens: int
     num_micro_batches: int
@@ -53,38 +52,39 @@ class Sent:
 
 
 def exchanged(what: str, collective: Collective, num_bytes: int, num_ranks: int) -> Iterator[Sent]:
-    """Bytes that each of num_ranks ranks sends if they exchange num_bytes, as above; nothing for 0 bytes."""
+    """What each of num_ranks ranks sends if they exchange num_bytes, as computed above; nothing for 0 bytes."""
     times = 2 if collective == "all_reduce" else 1
     if sent := times * num_bytes * (num_ranks - 1) // num_ranks:
         yield Sent(what, collective, sent)
 
 
 def total_bytes(sent: Iterable[Sent], gloo: bool = False) -> int:
-    """The sum. gloo: with an all-reduce instead of every reduce-scatter, which gloo lacks."""
+    """The sum of bytes. With gloo, which has no reduce-scatter, an all-reduce counts instead."""
     return sum(each.num_bytes * (2 if gloo and each.collective == "reduce_scatter" else 1) for each in sent)
 
 
 NET_BYTES = CHANNELS * 16 * (128 << 10)
-"""16 pieces of 128 KiB a channel."""
+"""16 pieces of 128 KiB per channel."""
 SEND_BYTES, RECEIVE_BYTES = 2 << 20, 10 << 20
-"""Per channel to a GPU of the same node, in pieces of 2 MiB."""
+"""Per channel to a GPU on the same node, allocated in pieces of 2 MiB."""
 PEERS_AT_ONCE = 8
-"""A communicator that spans nodes and has at most this many ranks gives each rank as many channels as the communicator
-has; with more ranks, each gets fewer (paths.cc, ncclTopoComputeP2pChannels)."""
+"""In a communicator that spans nodes and has at most this many ranks, each peer gets all of the communicator's
+channels; with more ranks, each peer gets fewer (paths.cc, ncclTopoComputeP2pChannels)."""
 COMMUNICATOR_S, RANK_S = 0.35, 0.0144
-"""Seconds to make a communicator: topology, graphs, own connections; and per rank, to find the other ranks. 16 GPUs on
-two nodes took 1.08 s, .51 of them once a process to load kernels, and .23 to find each other (NVIDIA/nccl#1412)."""
+"""Seconds to create a communicator (topology, graphs, own connections), and seconds per rank to find the other ranks.
+16 GPUs on two nodes took 1.08 s: 0.51 s to load kernels, once per process, and 0.23 s to find each other
+(NVIDIA/nccl#1412)."""
 
 
 def seconds_to_make(num_ranks: int) -> float:
-    """Seconds to make a communicator of this many ranks, without the connections between them."""
+    """Seconds to create a communicator of this many ranks, without the connections between them."""
     return COMMUNICATOR_S + RANK_S * num_ranks
 
 
 @dataclass(frozen=True)
 class WeightGroups:
-    """Maximum communicators and bytes of NCCL's buffers of a trainer and of a generator rank, and the seconds to make
-    all communicators, one after another."""
+    """The number of communicators and the maximum bytes of NCCL buffers of a trainer and of a generator rank, and the
+    seconds to create all communicators, one after another."""
 
     of_trainer: int
     of_generator: int
@@ -94,8 +94,7 @@ class WeightGroups:
 
 
 def weight_groups(config: Config, layout: RoleLayout) -> WeightGroups:
-    """The groups of a layout whose ranks have a GPU each, and whose generators are not reached by the trainers' own
-    gather."""
+    """The groups of a layout in which every rank has a GPU and generators are not on trainer ranks."""
     trainers = layout.ranks["trainer"]
     home = {rank: number for number, node in enumerate(Placement.from_config(config, layout).nodes) for rank in node}
     at = Counter(home[rank] for rank in trainers)
@@ -112,5 +111,5 @@ def weight_groups(config: Config, layout: RoleLayout) -> WeightGroups:
 
 
 def _bytes(peers: Counter[int], node: int, of_a_peer: int) -> int:
-    """Buffers of a rank on this node for its peers, counted by node."""
+    """Bytes of buffers of a rank on this node. `peers` counts its peers by node."""
     return peers[node] * of_a_peer + NET_BYTES * (peers.total() > peers[node])

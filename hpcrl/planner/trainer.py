@@ -21,10 +21,10 @@ from hpcrl.spec.tables import TRAIN_ENGINES
 
 
 class TrainPlan(Protocol):
-    """Pure functions of the configuration and of the model's shapes."""
+    """A training engine's plan: functions of only the configuration and the model's shape."""
 
     def check(self, config: Config, layout: RoleLayout, shape: ModelShape) -> list[Problem]:
-        """Problems of the engine's sizes with the model or the ranks."""
+        """Problems between the engine's sizes and the model or the ranks."""
 
     def trainer_parts(self, config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
         """Memory parts of the fullest trainer rank. The sizes must be valid (check)."""
@@ -36,25 +36,24 @@ class TrainPlan(Protocol):
         """Bytes of weights and optimizer state in one checkpoint, for all ranks together."""
 
     def largest_tensor(self, shape: ModelShape) -> int:
-        """Numbers in the largest tensor sent to the generators at once."""
+        """Elements of the largest tensor that is sent to the generators at once."""
 
     def num_senders(self, config: Config, num_ranks: int) -> int:
-        """Number of trainer ranks over which the bytes of every tensor for other ranks are divided."""
+        """Number of trainer ranks among which the sending of every tensor is divided."""
 
     def step_traffic(self, config: Config, shape: ModelShape, num_ranks: int, work: StepWork) -> list[Sent]:
-        """Maximum traffic from one trainer rank to the others in one optimizer step, if every data-parallel rank has
-        this work; empty if none. The sizes must be valid (check). CannotPlanError where
-        it is not known."""
+        """Maximum traffic from a trainer rank to the others in one optimizer step, if every data-parallel rank has this
+        work; empty if there is none. The sizes must be valid (check). CannotPlanError if the traffic is not known."""
 
     def changes(self, config: Config, shape: ModelShape) -> dict[str, list[Change]]:
-        """Changes of the engine's keys that save memory, by cost."""
+        """Changes of the engine's keys that save memory, by what they cost."""
 
     def rows(self, config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[PlanRow]:
-        """Lines of the plan about the split of model and batch. The sizes must be valid (check)."""
+        """Lines of the plan that show how model and batch are split. The sizes must be valid (check)."""
 
 
 def train_plan(config: Config) -> TrainPlan:
-    """The plan of the training engine. CannotPlanError for an engine without a plan."""
+    """The training engine's plan. CannotPlanError for an engine without a plan."""
     engine = config.trainer.engine
     if not (path := TRAIN_ENGINES[engine].plan):
         raise CannotPlanError(f"the memory of trainer.engine={engine} is not known")
@@ -67,20 +66,20 @@ def trainer_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Par
 
 
 def reference_shape(config: Config, policy: ModelShape) -> ModelShape:
-    """The parameters of the reference; `policy`: of the policy's model. CannotPlanError if reference.path cannot be
+    """The reference's parameters. `policy` is the policy model's shape. CannotPlanError if reference.path cannot be
     read."""
     return policy if config.reference.path is None else shape_of(config.reference.path, "reference.path")
 
 
 def reference_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
-    """See TrainPlan; shape: of the policy's model. CannotPlanError as above."""
+    """See TrainPlan. `shape` is the policy model's. CannotPlanError as above."""
     own = config.of_reference()
     return train_plan(own).reference_parts(own, reference_shape(config, shape), num_ranks)
 
 
 def check_reference(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[Problem]:
-    """Checks whether the engine can run the separate reference model (reference.path) with these sizes and ranks.
-    CannotPlanError as above."""
+    """Problems of the engine with the reference model in reference.path, for these sizes and ranks. CannotPlanError as
+    above."""
     own, sizes, key = config.of_reference(), reference_shape(config, shape), ("reference", "path")
     for problem in train_plan(own).check(own, layout, sizes):
         yield Problem(problem.path, f"{problem.text} (reference.path)", (*problem.involves, key))
@@ -97,8 +96,8 @@ def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
 def forward_parts(
     config: Config, shape: ModelShape, num_ranks: int, weights: int, gathered: int, on_host: bool, sharing: int = 1
 ) -> list[Part]:
-    """Memory parts of a rank with frozen weights that computes one layer at a time. sharing: ranks that split the
-    tokens of their common rows."""
+    """Memory parts of a rank with frozen weights that computes one layer at a time. `sharing` is the number of ranks
+    that split the tokens of their common rows."""
     samples = samples_of_a_step(config)
     compute = BYTES[config.trainer.param_dtype]
     tokens = Tokens.of(config, -(-samples * sharing // num_ranks)).shared(sharing)
@@ -112,11 +111,11 @@ def forward_parts(
 
 
 PHASE_OF: dict[Phase, Phase] = {"train": "critic", "update": "critic_update"}
-"""Phase of a trainer -> the critic's phase with equal work."""
+"""Maps a trainer's phase to the critic's phase with the same work."""
 
 
 def critic_shape(config: Config, policy: ModelShape) -> ModelShape:
-    """The critic's parameters; `policy`: the policy model's shape. CannotPlanError if critic.path cannot be read."""
+    """The critic's parameters. `policy` is the policy model's shape. CannotPlanError if critic.path cannot be read."""
     shape = policy if config.critic.path is None else shape_of(config.critic.path, "critic.path")
     body = tuple(p for p in shape.parameters if not p.name.startswith("lm_head."))
     head = (Parameter("score.weight", (1, shape.hidden_size), "whole"), Parameter("score.bias", (1,), "whole"))
@@ -124,7 +123,7 @@ def critic_shape(config: Config, policy: ModelShape) -> ModelShape:
 
 
 def critic_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
-    """Memory parts of the fullest critic rank; shape: the policy model's. CannotPlanError for an engine without a
+    """Memory parts of the fullest critic rank. `shape` is the policy model's. CannotPlanError for an engine without a
     plan."""
     own = config.of_critic()
     parts = train_plan(own).trainer_parts(own, critic_shape(config, shape), num_ranks)
@@ -137,7 +136,7 @@ def critic_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part
 
 
 def check_critic(config: Config, layout: RoleLayout, shape: ModelShape) -> list[Problem]:
-    """Problems of the critic's sizes with its model or its ranks. CannotPlanError as above."""
+    """Problems between the critic's sizes and its model or its ranks. CannotPlanError as above."""
     own, sizes = config.of_critic(), critic_shape(config, shape)
     problems = train_plan(own).check(own, layout, sizes)
     if sizes.vocab_size < shape.vocab_size:

@@ -14,8 +14,8 @@ def grow_segments(environ: Mapping[str, str]) -> bool:
     """Use expandable segments, so a phase's tensors can reuse memory of the previous phase, whose tensors had other
     sizes. Does nothing and returns False without a GPU or if the user has allocator settings (VARIABLES).
 
-    Set in the process, since processes that an engine starts would inherit a variable: with it, SGLang's processes
-    cannot release memory. vLLM does not use it for the memory that it releases.
+    The option is set only in this process. Processes that an engine starts would inherit an environment variable, and
+    SGLang's processes cannot release memory in expandable segments. vLLM does not use them for memory that it releases.
     """
     if not torch.cuda.is_available() or any(environ.get(name) for name in VARIABLES):
         return False

@@ -20,11 +20,11 @@ class Learns(Protocol):
 
     engine: TrainEngine
     state_folder: str | None
-    """Folder of the state within a checkpoint; empty: the checkpoint itself; None: the state is not saved."""
+    """Folder of the state within a checkpoint. If empty, the checkpoint folder itself; if None, no state is saved."""
 
 
 class Saving:
-    """Exists on every rank; saves the state of the rank's roles, in the order in which they were built."""
+    """Saves and loads the state of a rank's roles, in the order in which they were built. Every rank has one."""
 
     def __init__(self, worker: Rank):
         self._worker = worker

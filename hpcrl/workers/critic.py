@@ -16,7 +16,7 @@ from hpcrl.workers.trainer import EngineRole
 
 
 class CriticRole(EngineRole):
-    """The critic, on the trainer's ranks or on ranks of its own."""
+    """The critic, on the trainer's ranks or on separate ranks."""
 
     name, state_folder = "critic", "critic"
 

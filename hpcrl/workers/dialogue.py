@@ -1,4 +1,4 @@
-"""Prompts of episodes: the first prompt, and each turn's prompt if turns are separate sequences."""
+"""Build the prompts of episodes: the first prompt, and each turn's prompt if turns are separate sequences."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def as_messages(observation: Any) -> Messages:
 
 
 def with_tools(known: list[dict[str, Any]] | None, added: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row's tools and the tools that an environment adds, in OpenAI form; the environment's replace tools with the
-    same name. TypeError for an invalid tool."""
+    """Add an environment's tools to a row's tools, all in OpenAI form. The environment's tools replace known tools of
+    the same name. TypeError for an invalid tool."""
     try:
         names = {tool["function"]["name"] for tool in added}
     except (KeyError, TypeError) as error:
@@ -43,10 +43,9 @@ def with_tools(known: list[dict[str, Any]] | None, added: list[dict[str, Any]]) 
 def first_prompt(
     tokenizer: Any, row: dict[str, Any], observation: Any, added: bool = False, examples: Messages | None = None
 ) -> tuple[Messages, np.ndarray]:
-    """(messages, int32 token ids) of an episode's first prompt. If the observation is empty, there are no tokens and
-    the row's own prompt is used, unless the environment has added tools to the row or there are examples. row:
-    {messages, tools, ...}. examples: messages to insert after the system messages. TypeError as in as_messages().
-    """
+    """(messages, int32 token ids) of an episode's first prompt. With an empty observation there are no tokens, and the
+    row's own prompt is used, unless the environment has added tools to the row (`added`) or there are examples. `row`
+    is {messages, tools, ...}; examples are inserted after the system messages. TypeError as in as_messages()."""
     said, tools = as_messages(observation), row["tools"]
     if not (observation or added or examples):
         return row["messages"], np.empty(0, dtype=np.int32)
@@ -63,8 +62,8 @@ def first_prompt(
 def fitting(
     observation: Observation, room: int, tokens: Callable[[Observation], tuple[Messages, np.ndarray]]
 ) -> tuple[Messages, np.ndarray]:
-    """Shorten the observation's longest message, from its middle, until tokens(observation) has at most `room` tokens,
-    and return that result; if this is impossible, the result without any of that message."""
+    """Cut text from the middle of the observation's longest message until tokens(observation) has at most `room`
+    tokens, and return its result. If even an empty message is too long, return the result for the empty message."""
     fits, too_many = 0, num_chars(observation)
     while too_many - fits > 1:
         count = (fits + too_many) // 2
@@ -76,11 +75,11 @@ def fitting(
 
 
 def window(shown: Sequence[Messages], said: Sequence[str], history: int) -> Messages:
-    """A turn's prompt by steps, as messages: the first prompt, the latest `history` turns (observation and the model's
-    turn), and the current observation. A tool's result always follows the turn that called the tool.
+    """A turn's prompt if turns are separate sequences: the first prompt, the latest `history` turns (observation and
+    the model's turn), and the current observation. A tool's result always follows the turn that called the tool.
 
-    shown: the first prompt and all observations since; said: the model's turns, one fewer. Where turns are left out,
-    adjacent messages of the same role are joined by a blank line, because some chat templates refuse two in a row.
+    `shown` has the first prompt and all observations since, `said` the model's turns between them. Where turns are left
+    out, adjacent messages of the same role are joined, because some chat templates refuse two in a row.
     """
     first = max(0, len(said) - history)
     messages = list(shown[0])
@@ -98,7 +97,7 @@ def window(shown: Sequence[Messages], said: Sequence[str], history: int) -> Mess
 
 
 def _joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Join two messages into one."""
+    """Join two messages into one, with a blank line between them."""
     images = [*first.get("images", []), *second.get("images", [])]
     joined = {**first, **second, "content": f"{first['content']}\n\n{second['content']}"}
     return joined | ({"images": images} if images else {})

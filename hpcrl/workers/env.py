@@ -54,35 +54,30 @@ logger = logging.getLogger(__name__)
 
 ERROR_CHARS = 2000
 LAST_CHARS = 100_000
-"""Maximum size of a validation episode's last observation, which only its page shows."""
+"""Maximum characters of a validation episode's last observation, which is only shown on its page."""
 NOTHING_PLAYED = {"success": 0.0, "return": 0.0, "turns": 0.0, "failed": 0.0}
-"""Metrics of an episode without a turn. Failed episodes have them too: without these, means would be too good."""
+"""Metrics of an episode without a turn. Failed episodes get them too; otherwise, mean metrics would be too high."""
 
 
 @dataclass(eq=False)
 class _Episode:
-    """A sample's episode.
+    """A sample's episode."""
 
-    generator: the rank that generates its turns. began: by the role's clock. env: None until a thread has created it.
-    row: includes tools that the environment adds. rewards: one per turn. shown: messages of the first prompt and of all
-    observations, as the chat template gets them; said: the model's turns between them. at_work: one of its turns waits
-    or is played. dropped: the sample is no longer needed; the episode ends after its current turn."""
-
-    generator: int
-    began: float
-    env: Env | None = None
-    row: dict[str, Any] = field(default_factory=dict)
+    generator: int  # the rank that generates its turns
+    began: float  # start time by the role's clock
+    env: Env | None = None  # None until it is created for the first turn
+    row: dict[str, Any] = field(default_factory=dict)  # with the tools that the environment adds
     adds_tools: bool = False
-    rewards: list[float] = field(default_factory=list)
-    shown: list[Messages] = field(default_factory=list)
-    said: list[str] = field(default_factory=list)
-    at_work: bool = False
-    dropped: bool = False
+    rewards: list[float] = field(default_factory=list)  # one per turn
+    shown: list[Messages] = field(default_factory=list)  # first prompt and observations, for the chat template
+    said: list[str] = field(default_factory=list)  # the model's turns between them
+    at_work: bool = False  # whether one of its turns waits or is played
+    dropped: bool = False  # whether the sample is no longer needed: the episode ends after its current turn
 
 
 @dataclass
 class _Played:
-    """A turn's result: the environment's observation, the sample's result so far, whether the episode is over."""
+    """A turn's result: the environment's observation, the sample's result so far, and whether the episode ended."""
 
     observation: Any
     result: ScoredSample
@@ -107,7 +102,7 @@ class _Playing:
         self.started: StartedTurn
 
     def is_over(self) -> bool:
-        """Whether the turn has ended; ends it with _TooLate after its timeout. AwakeClock needs a call per poll."""
+        """Whether the turn has ended. Ends it with _TooLate after its timeout. Called in every poll, for AwakeClock."""
         if not self.played.done() and self._clock.now() > self._timeout_s:
             call = "reset()" if self.turn.starts_episode else "step()"
             text = f"{call} did not return within {self._timeout_s:g} s (env.{self.section}.timeout_s)"
@@ -127,13 +122,13 @@ class _Playing:
 
 
 class EnvRole:
-    """Receives turns by mail, and sends observations to the sample's generator rank. An episode's first turn has no
-    text and is answered with the first prompt.
+    """Receives turns in its mailbox, and sends observations to the sample's generator rank. An episode's first turn has
+    no text and is answered with the first prompt.
 
-    Each configured environment plays several turns at once (hpcrl.workers.env_hosts), so waiting environments do not
-    delay others. Group members get the same seed. An environment that raises, or returns an invalid number or text,
-    ends the episode with reward 0; an observation that leaves no room for another turn ends it with the reward so far.
-    Both are errors of the sample. Generator ranks report dropped samples, the controller reports lost generator ranks.
+    Each environment section plays several turns at once (hpcrl.workers.env_hosts), so a waiting environment does not
+    delay others. Group members get the same seed. If an environment raises, or returns an invalid number or text, the
+    episode ends with reward 0. If an observation leaves no room for another turn, it ends with the reward so far. Both
+    are errors of the sample. Generator ranks report dropped samples; the controller reports lost generator ranks.
     """
 
     def __init__(self, worker: Rank):
@@ -149,7 +144,7 @@ class EnvRole:
         self._clock, self._now = AwakeClock(min(limits, default=math.inf)), 0.0
         self._episodes: dict[int, _Episode] = {}  # by sample, without timed-out episodes that still run
         self._ends: dict[int, str] = {}  # last observations of the newest evaluation's episodes, by sample
-        self._unread: dict[str, frozenset[str]] = defaultdict(frozenset)  # keys of info, by section
+        self._unread: dict[str, frozenset[str]] = defaultdict(frozenset)  # info keys already warned about, by section
         self._waiting: deque[Turn] = deque()  # not started yet, in order
         self._playing: list[_Playing] = []
         self._lost: set[int] = set()  # generator ranks
@@ -192,7 +187,7 @@ class EnvRole:
         return turn.domain if turn.domain in self._config.env else "default"
 
     def _begin_waiting(self) -> None:
-        """Start waiting turns, in order, for environments that may play another turn."""
+        """Start waiting turns, in order, where their section may play another turn."""
         started: dict[str, list[StartedTurn]] = defaultdict(list)
         for playing in self._playing:
             started[playing.section].append(playing.started)
@@ -214,12 +209,12 @@ class EnvRole:
         self._waiting = later
 
     def _in_thread(self, playing: _Playing) -> str:
-        """The turn's section, if its code runs in this process; empty if it runs elsewhere."""
+        """A name for the turn's section if its code runs in this process, else an empty string."""
         return f"env.{playing.section}" if self._hosts.plays_here(playing.section) else ""
 
     def _ended(self, playing: _Playing, result: _Played | BaseException) -> None:
         """Set what the turn has returned or raised; called in the turn's thread or event loop."""
-        if not playing.end(result):  # timed out before
+        if not playing.end(result):  # it had already timed out
             self._close(playing.episode)
 
     def _answer(self, playing: _Playing) -> None:
@@ -242,13 +237,13 @@ class EnvRole:
                 result, error = msgspec.structs.replace(result, metrics=full), ""
             result = msgspec.structs.replace(result, error=error)
         except RAISED as failure:  # one bad environment is data, not a crash
-            told = isinstance(failure, (EnvProcessError, _TooLate))  # with hpcrl's own message
+            told = isinstance(failure, (EnvProcessError, _TooLate))  # exceptions with a message by hpcrl
             error = _text(config.name, str(failure) if told else describe(failure))
             metrics = NOTHING_PLAYED | {"turns": float(len(episode.rewards)), "failed": 1.0}
             result, ended, failed = ScoredSample(turn.sample, 0.0, 0.0, error, metrics), True, True
         episode.at_work = False
         if isinstance(playing.played.exception(), _TooLate):
-            del self._episodes[turn.sample]  # its thread closes the environment if the call ever returns
+            del self._episodes[turn.sample]  # if the call ever returns, _ended() closes the environment
             playing.started.stop()
             if isinstance(episode.env, EnvProcess):
                 self._close(episode)
@@ -261,8 +256,8 @@ class EnvRole:
         worker.emit(Observed(turn.sample, ended, result, config.add_reward and not result.error, failed))
 
     def _reply(self, turn: Turn, episode: _Episode, observation: Any) -> EnvObservation:
-        """An observation as messages and as tokens: the tokens after the turn or, by steps, the next turn's own prompt.
-        _NoRoom if there are too many; TypeError for an observation that is neither text nor messages."""
+        """An observation as messages and as tokens: the tokens after the turn or, if turns are separate sequences, the
+        next turn's prompt. _NoRoom if there are too many tokens; TypeError if it is neither text nor messages."""
         config, tokens = self._env(turn), functools.partial(self._tokens, turn, episode)
         shortens, most_chars = (
             config.long_observation == "shorten",
@@ -271,8 +266,8 @@ class EnvRole:
         as_messages(observation)
         if shortens:
             observation = cut(observation, most_chars)
-        # Text that cannot fit is not tokenised: that would delay the rank's other episodes. The factor 2 covers the
-        # note about the cut and the messages other than the longest one.
+        # Text that cannot fit is not tokenised, which would delay the rank's other episodes. The factor 2 leaves room
+        # for the note about the cut and for the shorter messages.
         if (count := num_chars(observation)) > 2 * most_chars:
             raise _NoRoom(
                 f"an observation of {count} characters is too long, "
@@ -307,7 +302,7 @@ class EnvRole:
         return after_thinking(turn.text).lstrip() if self._env(turn).thinking == "cut" else turn.text
 
     async def _play(self, turn: Turn, episode: _Episode) -> _Played:
-        """Play a turn. Awaits only coroutines of the environment; raises whatever the environment raises."""
+        """Play a turn. Awaits only the environment's coroutines, and raises whatever the environment raises."""
         config, section = self._env(turn), self._section(turn)
         if turn.starts_episode:
             episode.row = json.loads(turn.meta)
@@ -368,7 +363,7 @@ class EnvRole:
 
     def _peek_end(self, command: ReadLastObservation, seq: int) -> Done:
         found = [self._ends.get(sample, "") for sample in command.samples]
-        self._ends = {}  # they belong to the evaluation that asks
+        self._ends = {}  # the next evaluation has other episodes
         return Done(seq, texts=found)
 
     def _drop(self, sample: int) -> None:
@@ -404,15 +399,15 @@ def _examples(worker: Rank, section: str, config: EnvConfig) -> Messages:
 
 
 def _metrics(info: dict[str, Any], call: str) -> dict[str, float]:
-    """The metrics in info as str and float, since msgpack cannot encode numpy and torch numbers. ValueError as in
-    _check_numbers()."""
+    """The metrics in info, converted to str and float because msgpack cannot encode numpy and torch numbers. ValueError
+    as in _check_numbers()."""
     metrics = {sendable(str(name)): float(value) for name, value in info.get("metrics", {}).items()}
     _check_numbers(metrics, call)
     return metrics
 
 
 def _check_numbers(numbers: dict[str, float], call: str) -> None:
-    """ValueError for a number from this call that is not finite or too large."""
+    """ValueError if a number that this call returned is not finite or too large."""
     for name, value in numbers.items():
         if not math.isfinite(value):
             raise ValueError(f"{call} returned {name}={value}, which is not a number")
@@ -421,6 +416,6 @@ def _check_numbers(numbers: dict[str, float], call: str) -> None:
 
 
 def _text(name: str, problem: str) -> str:
-    """An error message that can be sent, whatever user code put into it."""
+    """An error message of limited size and valid UTF-8, whatever text user code has raised."""
     text = problem[:ERROR_CHARS].encode(errors="replace").decode()
     return f"environment {name}: {text}"

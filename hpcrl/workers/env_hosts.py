@@ -21,18 +21,19 @@ from hpcrl.rewards.serving.guarded import RAISED
 WhenOver = Callable[[Any], object]
 """Called with a turn's result or exception, in the thread or event loop that played it."""
 MAX_WAITING = 32
-"""Default maximum of concurrent turns per section, if they mostly wait."""
+"""Default maximum of concurrent turns per section if turns mostly wait."""
 SEEN_S, BUSY_SHARE = 0.05, 0.1
 """After SEEN_S seconds, a turn that was busy for less than BUSY_SHARE of its time counts as waiting. The share is
-small because a computing thread may get only part of the time that other threads leave."""
+small because a computing thread gets only the CPU time that other threads leave it."""
 LOOK_S, BUSY_S = 1.0, 1.0
-"""Seconds between two checks of timed-out turns, and computing time after which such a turn is interrupted."""
+"""Seconds between two checks of timed-out turns, and seconds of computing after which such a turn is interrupted."""
 CLOSE_S = 5.0
-"""Seconds allowed for environments' close() when the rank ends."""
+"""Seconds that environments' close() may take when the rank ends."""
 
 
 class StartedTurn:
-    """A turn in progress. stop: ends it, if possible; busy_s: seconds in which its thread or process did not wait."""
+    """A turn in progress. `stop` ends it if possible; `busy_s` returns the seconds in which its thread or process was
+    not waiting."""
 
     def __init__(self, stop: Callable[[], object], busy_s: Callable[[], float] = lambda: 0.0):
         self.stop, self._busy_s = stop, busy_s
@@ -48,7 +49,7 @@ class Hosts:
     """An env rank's threads, event loop and processes."""
 
     def __init__(self, config: Config, chat_template: str):
-        """ValueError if a section names no valid environment. chat_template: the model's."""
+        """ValueError if a section names no valid environment. `chat_template` is the model's."""
         self._template, self._deterministic = chat_template, config.deterministic
         self._processes: dict[str, EnvProcesses] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -73,11 +74,11 @@ class Hosts:
         return make_env(config, row, self._template) if processes is None else processes.make(row, self._template)
 
     def plays_here(self, section: str) -> bool:
-        """Whether a section's code runs in this process, which it may crash."""
+        """Whether a section's code runs in this process, and may crash it."""
         return self._where[section] != "process"
 
     def has_room(self, section: str, config: EnvConfig, started: Sequence[StartedTurn]) -> bool:
-        """Whether another turn of the section may start while these run; tasks are not limited."""
+        """Whether another turn of the section may start while these run. The number of tasks is not limited."""
         if self._where[section] == "task":
             return True
         if config.num_threads is not None or self._deterministic:
@@ -86,7 +87,7 @@ class Hosts:
         return len(started) < MAX_WAITING and sum(not one.waits() for one in started) < at_work
 
     def start(self, section: str, work: Coroutine[Any, Any, Any], ended: WhenOver, env: Env | None) -> StartedTurn:
-        """Start a turn. env: its environment, if already created. RuntimeError if the section can no longer fork."""
+        """Start a turn; `env` is its environment, if already created. RuntimeError if its processes cannot fork."""
         if (processes := self._processes.get(section)) is not None:
             processes.check()
         if self._where[section] == "task":
@@ -96,8 +97,8 @@ class Hosts:
         return StartedTurn(lambda: self._given_up.append(thread), busy)
 
     def interrupt_busy(self) -> None:
-        """Interrupt stopped turns that still compute, which slows all other threads. Stopped turns that wait may still
-        return, and then their environments are closed."""
+        """Interrupt stopped turns that still compute, because they slow all other threads. A stopped turn that waits
+        may still return; its environment is then closed."""
         if (now := time.monotonic()) < self._looked + LOOK_S:
             return
         self._looked = now
@@ -117,10 +118,10 @@ class Hosts:
         return await value
 
     def end(self, env: Env) -> None:
-        """Close an environment, in its own thread because close() may block; its errors are ignored, since the sample
-        already has its result."""
+        """Close an environment in a new thread, because close() may block. Errors are ignored, since the sample already
+        has its result."""
         if isinstance(env, EnvProcess):
-            env.close()  # waits for nothing
+            env.close()  # does not block
         elif close := getattr(env, "close", None):
             thread = threading.Thread(target=self._close, args=(close,), name="close", daemon=True)
             with self._lock:  # close() must not join a thread that has not started
@@ -165,7 +166,7 @@ async def _to_end(work: Coroutine[Any, Any, Any], ended: WhenOver) -> None:
 
 
 async def _others() -> None:
-    """Wait for all other tasks."""
+    """Wait for all other tasks of the event loop."""
     await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}), return_exceptions=True)
 
 
@@ -173,7 +174,7 @@ class TurnThread:
     """A thread for a turn. It is a daemon: an environment that hangs never frees its thread, so nothing may join it."""
 
     def __init__(self, work: Coroutine[Any, Any, Any], ended: WhenOver):
-        """work: a coroutine that never suspends."""
+        """`work` is a coroutine that never suspends."""
         self._work, self._ended = work, ended
         self._lock, self._over = threading.Lock(), False
         self._thread = threading.Thread(target=self._run, name="environment", daemon=True)
@@ -187,11 +188,11 @@ class TurnThread:
         return computed_s(f"self/task/{self._thread.native_id}")
 
     def busy_s(self) -> float:
-        """busy_s() of the thread."""
+        """Seconds in which the thread was not waiting."""
         return busy_s(f"self/task/{self._thread.native_id}")
 
     def interrupt(self) -> None:
-        """Raise SystemExit in the thread, which ends a loop in Python; a running call into C ends first."""
+        """Raise SystemExit in the thread. This ends a loop in Python; a call into C is not interrupted."""
         with self._lock:  # keeps the thread alive
             if not self._over and self._thread.ident is not None:
                 ident = ctypes.c_ulong(self._thread.ident)

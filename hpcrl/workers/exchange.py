@@ -30,7 +30,7 @@ class _Share:
     scored: dict[str, list[np.ndarray]] = field(default_factory=dict)  # ROW fields in chunks, other fields per row
 
     def add(self, received: list[tuple[Move, dict[str, np.ndarray]]], scored: Mapping[str, bytes]) -> None:
-        """Add one command's data."""
+        """Add the data of one TransferRollouts command."""
         self.received += received
         count = sum(len(move.samples) for move, _ in received)
         for name, data in scored.items():
@@ -110,7 +110,7 @@ class Exchange:
         received = worker.transfer_groups[command.group].exchange(
             worker.world.rank, command.moves, [(command.field, _FLOAT)], [], pick
         )
-        if command.dest in worker.roles:  # also without rows: all ranks must have the same fields of a batch filled
+        if command.dest in worker.roles:  # also without rows: a batch must have the same fields filled on all ranks
             values = getattr(batch, command.field)
             if values is None:
                 values = torch.zeros(batch.num_tokens)
@@ -133,7 +133,7 @@ def _travelling(names: Sequence[str], level: Level) -> list[tuple[str, np.dtype]
 
 
 def _ragged(names: Sequence[str]) -> list[tuple[str, np.dtype, str]]:
-    """The named ragged fields with their transfer dtypes and the fields that hold their value counts."""
+    """The named ragged fields with their transfer dtypes and the fields that hold their numbers of values."""
     return [(name, _dtype(FIELDS[name]), FIELDS[name].counts.name) for name in names if FIELDS[name].ragged]
 
 
@@ -142,7 +142,7 @@ def _dtype(field: Field) -> np.dtype:
 
 
 def _formed(share: _Share, fields: Sequence[str]) -> Batch:
-    """The rank's rows, sorted by sample id."""
+    """The batch of this rank's rows, sorted by sample id."""
     ids = [sample for move, _ in share.received for sample in move.samples]
     lengths = [length for move, _ in share.received for length in move.lengths]
     columns = {name: [values[name] for _, values in share.received] for name in fields}

@@ -52,11 +52,11 @@ logger = logging.getLogger(__name__)
 
 
 class GeneratorRole:
-    """`samples`: admitted samples that were neither dropped nor transferred.
+    """A rank of a generator replica. `samples` has all admitted samples that were neither dropped nor transferred.
 
     All ranks of a replica execute the same commands in the same order, so they make the same engine calls and have the
-    same samples. The first rank answers decode chunks, sends mail and transfers samples; it receives observations by
-    mail and broadcasts them when the turns after them are admitted.
+    same samples. The first rank answers DecodeChunk, sends messages to mailboxes and transfers samples. It receives
+    observations in its mailbox, and sends them to the replica's other ranks when the next turns are admitted.
     """
 
     busy = False
@@ -99,7 +99,7 @@ class GeneratorRole:
         self.engine.close()
 
     def pick(self, samples: Sequence[int]) -> dict[str, list[np.ndarray]]:
-        """Held samples' fields, one array per sample, and their messages as bytes in TEXT (see
+        """The fields of these samples, one array per sample, and their messages as bytes in TEXT (see
         TransferGroup.exchange)."""
         held = [self.samples[sample].held for sample in samples]
         picked = {name: [sample.columns[name] for sample in held] for name in (held[0].columns if held else ())}
@@ -153,7 +153,7 @@ class GeneratorRole:
         return prompt
 
     def _refuse(self, request: Request, error: str) -> None:
-        """End a sample that the engine has refused, with an error and without its last observation."""
+        """End a sample that the engine has refused: report an error, and remove its last observation."""
         sample = self.samples[request.id]
         if sample.rollout is None:
             ended = Ended(request.id, len(request.prompt_ids), 0, str(FinishReason.STOP))
@@ -165,16 +165,16 @@ class GeneratorRole:
             self._worker.emit(Scored([ScoredSample(request.id, 0.0, 0.0, error)]))
 
     def _extend(self, samples: Sequence[SampleState]) -> None:
-        """Add observations to samples that continue, and broadcast the observations to the replica's other ranks. All
-        of them have been sent, because the controller only continues answered samples."""
+        """Add observations to samples that continue, and send them to the replica's other ranks. All of them have been
+        sent to the first rank, because the controller only continues samples whose environment has answered."""
         deadline = self._worker.world.timeout_s
         clock = AwakeClock(deadline)
         while missing := [sample.id for sample in samples if sample.id not in self._observations]:
             if clock.now() > deadline:
                 raise TimeoutError(f"no observation for samples {sorted(missing)[:4]} within the deadline")
             for item in self._worker.world.mailbox.receive(EnvObservation, 1.0):
-                # A sample that the first rank does not have was dropped meanwhile. Other ranks may receive observations
-                # early.
+                # On the first rank, an unknown sample has been dropped. Other ranks may receive observations before
+                # they admit the sample.
                 if item.sample in self.samples or not self._speaks:
                     self._observations[item.sample] = item
         observations = [self._observations.pop(sample.id) for sample in samples]
@@ -249,13 +249,13 @@ class GeneratorRole:
         self._mail(posts)
 
     def _marked(self, held: Sample) -> str:
-        """The last turn's text with its special tokens, except a final one; empty if it has no others."""
+        """The last turn's text with special tokens but without a final one; empty if there are no other ones."""
         turn = held.token_ids[held.loss_mask & (held.turn_ids == held.turn_ids[-1])].tolist()
         inner = turn[:-1] if turn[-1] in self._special else turn
         return self._worker.tokenizer.decode(inner, skip_special_tokens=False) if self._special & {*inner} else ""
 
     def _post(self, samples: Sequence[SampleState], receivers: Sequence[int]) -> None:
-        """Send each sample's last turn, after an episode also its messages, to the rank that scores it."""
+        """Send each sample's last turn, and an episode's messages, to the rank that scores it."""
         posts: dict[int, list[Response]] = defaultdict(list)
         for sample in samples if receivers else ():
             prompt, held = sample.prompt, sample.held
@@ -284,7 +284,7 @@ class GeneratorRole:
         for rank, items in posts.items() if self._speaks else ():
             try:
                 self._worker.world.mailbox.send(rank, items)
-            except ReaderLost as error:  # the agent reports the loss to the controller, which has the items re-sent
+            except ReaderLost as error:  # the agent reports it to the controller, which commands to resend the items
                 logger.warning("%d items did not reach rank %d: %s", len(items), rank, error)
 
     def _rescore(self, command: Rescore, seq: int) -> None:

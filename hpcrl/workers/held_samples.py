@@ -17,9 +17,13 @@ from hpcrl.spec.trajectory import Field, Level, Origin, fields_of, generated_fie
 
 
 class PromptState:
-    """A prompt, shared by its group members. played: its domain has an environment; max_tokens: maximum model tokens
-    per episode; max_sequence_tokens: maximum length of a sequence; by_steps: each turn is a separate sequence;
-    has_states: some environment of the run is by steps."""
+    """A prompt, shared by its group members.
+
+    Attributes:
+        played: Whether the prompt's domain has an environment.
+        max_tokens: Maximum number of model tokens in an episode.
+        by_steps: Whether each turn is a separate sequence; `has_states`, whether this holds for any environment.
+    """
 
     def __init__(self, payload: PromptPayload, config: Config):
         env = config.env_of(payload.domain)
@@ -34,14 +38,13 @@ class PromptState:
 
 @dataclass(eq=False)
 class SampleState:
-    """A sample. rollout: its content, from its first turn's end or its episode's start on. max_new_tokens: limit per
-    turn. env: its environment's rank."""
+    """A sample on its generator rank."""
 
     id: int
     known_prompt: PromptState | None
-    max_new_tokens: int = 0
-    rollout: Sample | None = None
-    env: int | None = None
+    max_new_tokens: int = 0  # per turn
+    rollout: Sample | None = None  # None before the first turn has ended or an episode has started
+    env: int | None = None  # the rank of its environment
 
     @property
     def prompt(self) -> PromptState:
@@ -62,7 +65,7 @@ class SampleState:
 
     @property
     def context(self) -> np.ndarray:
-        """int32 [n]: the tokens before the next turn: the whole trajectory or, by steps, that turn's own prompt."""
+        """int32 [n]: the tokens before the next turn: the trajectory or, by steps, the next turn's own prompt."""
         if self.rollout is None:
             return self.prompt.token_ids
         ids, begins = self.held.token_ids, np.zeros(0, np.int64)
@@ -81,8 +84,8 @@ class SampleState:
         token_ids: np.ndarray | None = None,
         messages: list[dict[str, Any]] | None = None,
     ) -> Sample:
-        """Set the rollout to a prompt only, by default the row's own. truncated: include the optional fields. Ragged
-        fields are empty until set."""
+        """Set the rollout to a prompt without a response, by default the row's own prompt. `truncated` adds the fields
+        for truncated sampling. Ragged fields are empty until they are set."""
         if token_ids is None or messages is None:
             token_ids, messages = self.prompt.token_ids, self.prompt.messages
         columns = {
@@ -101,8 +104,8 @@ class SampleState:
         sample.finish_reason = output.finish_reason
 
     def observe(self, observation: EnvObservation) -> None:
-        """Add an observation; at the start of an episode it replaces the row's prompt. By steps, its tokens are the
-        next turn's whole prompt."""
+        """Add an observation. At the start of an episode, it replaces the row's prompt unless it has no tokens. If
+        turns are separate sequences, its tokens are the next turn's whole prompt."""
         token_ids, messages = np.frombuffer(observation.token_ids, dtype=np.int32), json.loads(observation.messages)
         by_steps, start, shown = self.prompt.by_steps, len(self.held.token_ids), messages
         if self.held.turn_ids[-1] >= 0:
@@ -127,14 +130,14 @@ class SampleState:
         sample.finish_reason = FinishReason.STOP
 
     def ended(self, with_text: bool) -> Ended:
-        """How the sample's turn ended; with_text: include the size of its messages in bytes."""
+        """How the sample's turn ended; `with_text` includes the size of its messages in bytes."""
         sample = self.held
         text_bytes = len(sample.text()) if with_text else 0
         return Ended(self.id, len(sample.token_ids), self.num_model_tokens, str(sample.finish_reason), text_bytes)
 
 
 def _append(sample: Sample, token_ids: np.ndarray, output: Output | None, is_prompt: bool = False) -> None:
-    """Add a model turn (output) or an observation (None) to a sample; is_prompt: the next turn's own prompt."""
+    """Add a model turn (output) or an observation (None) to a sample; `is_prompt` marks the next turn's own prompt."""
     last = int(sample.turn_ids.max())
     known: dict[str, Any] = {
         "token_ids": token_ids,

@@ -1,7 +1,7 @@
-"""The judge role: a frozen model on a rank of the run, which answers questions of rewards.
+"""The judge role: a frozen model on a rank of the run, which answers requests of reward workers.
 
-Its engine is stepped between the controller's commands. Questions from many reward workers join the running batch
-between two steps, so the batch stays full while there are more questions than slots.
+Its engine decodes between the controller's commands. Requests join the running batch between two decode chunks, so the
+batch stays full while there are more requests than slots.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PATH = "/v1/chat/completions"
 
 
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
-    """A message in a question."""
+    """A message in a request."""
 
     role: str
     content: str
@@ -52,8 +52,8 @@ class ChatRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class JudgeRole:
-    """A replica of the judge on one rank. Greedy answers, and sampled answers without a seed in the request, depend
-    only on the question."""
+    """A replica of the judge on one rank. The answer depends only on the question if it is greedy, or sampled without a
+    seed in the request."""
 
     def __init__(self, worker: Rank):
         from transformers import AutoTokenizer
@@ -107,7 +107,7 @@ class JudgeRole:
         return True
 
     def answer(self, question: str, values: dict[str, Any]) -> Stats:
-        """See Answers: the load since the last question."""
+        """The load since the last call (see Answers)."""
         return self._load.take(self._service.take_refused())
 
     def close(self) -> None:

@@ -8,8 +8,8 @@ from hpcrl.metrics.stats import Stat, Stats, scalar
 
 
 class Load:
-    """Measures the time with open requests, and their number over time, since the last take(). slots: maximum number of
-    requests processed at once; further requests wait."""
+    """Measures the time with open requests, and their number over time, since the last take(). `slots` is the maximum
+    number of requests processed at once."""
 
     def __init__(self, role: str, slots: int):
         self._role, self._slots = role, slots
@@ -33,8 +33,8 @@ class Load:
         self._num_answered += count
 
     def take(self, refused: int) -> Stats:
-        """Metrics since the last call: fraction of time with open requests; within it, their number (mean and maximum)
-        and the fraction of slots in use; requests answered and refused, averaged over ranks."""
+        """Metrics since the last call: the fraction of time with open requests; the mean and maximum number of requests
+        and the fraction of used slots in that time; the requests answered and refused, averaged over ranks."""
         self.note(self._open)
         role, answered, most = self._role, self._num_answered, self._most
         found = {

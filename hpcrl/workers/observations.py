@@ -1,7 +1,7 @@
 """The tokens between two model turns: the chat template's text after a turn and around an observation.
 
-The model's own text is never rendered again. A turn that calls tools is rendered as such a turn, with placeholders for
-its calls: the text after it depends only on their names and ids.
+The model's own text is never rendered again. A turn that calls tools is rendered with placeholders for the calls, since
+the text after the turn depends only on the calls' names and ids.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ CONTENT = "0CONTENT{}0"
 def observation_ids(tokenizer: Any, observation: Messages, last_token: int, tools: Tools | None = None) -> np.ndarray:
     """int32 [n]: the tokens after a model turn that ends with `last_token`, up to the start of the next model turn.
 
-    This is the chat template's text after the turn and around the observation, without the end-of-turn token if the
-    model has written it, or another special token instead (Llama 3.1 ends a tool call with <|eom_id|>). Without a
-    template: the contents of the messages. ValueError if the template refuses the messages or renders no model turn.
+    This is the chat template's text after the turn and around the observation. The end-of-turn token is left out if the
+    model has written it or another special token instead (Llama 3.1 ends a tool call with <|eom_id|>). Without a chat
+    template, only the messages' contents. ValueError if the template refuses the messages or renders no model turn.
     """
     if not getattr(tokenizer, "chat_template", None):
         text = render(tokenizer, observation, None)
@@ -85,11 +85,11 @@ def _after(tokenizer: Any, messages: Messages, tools: Tools | None, mark: str, a
 
 
 def _begin(tokenizer: Any, alone: str, following: str, last_token: int, called: bool) -> int:
-    """Index in `following` after the text that the model has written. alone: the text after the mark in the same turn
-    without an observation. called: the turn has tool calls, whose end the model has also written, such as brackets."""
+    """Index in `following` after the text that the model has written. `alone` is the text after the mark if no
+    observation follows. `called` means tool calls, whose end (such as brackets) the model has also written."""
     special = re.compile("|".join(map(re.escape, special_tokens(tokenizer))) or r"(?!)")
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(alone, following, strict=False))
-    shared = sum(1 for _ in same)  # belongs to the turn
+    shared = sum(1 for _ in same)  # length of the text that belongs to the turn
     if called and not special.search(following[:shared]):
         shared = max(shared, _end_of_rewritten(alone, following))
     added = tokenizer.added_tokens_decoder.get(last_token)
@@ -100,15 +100,15 @@ def _begin(tokenizer: Any, alone: str, following: str, last_token: int, called: 
     if not ends and special.match(alone) and (found := special.match(following)):
         ends = [found.span()]  # gpt-oss: <|return|> after the last turn, <|end|> after other turns
     if ends:
-        start, end = ends[-1 if called else 0]  # special tokens of calls come before the turn's end
-        # Only an added token ends a turn: the model's newline is content, even if the template adds another newline.
+        start, end = ends[-1 if called else 0]  # tool calls may contain special tokens before the turn's end
+        # Only an added token ends a turn. A newline by the model is content, even if the template adds another one.
         return end if added is not None and added.special else start
     return len(following[:shared].rstrip()) if called else 0
 
 
 def _end_of_rewritten(alone: str, following: str) -> int:
-    """The end of a turn whose calls the template renders differently if messages follow (Apriel adds call ids); 0 if
-    it cannot be found."""
+    """The end of a turn whose calls the template renders differently if messages follow, as Apriel's adds call ids; 0
+    if it is not found."""
     for start in range(len(alone)):
         if (at := following.find(alone[start:])) >= 0:
             return at + len(alone) - start

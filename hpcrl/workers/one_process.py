@@ -15,10 +15,8 @@ from hpcrl.workers.trainer import TrainerRole
 
 
 class OneProcess:
-    """Gives the generator access to the trainer in its process.
-
-    If they share weights (shares_weights), an optimizer step immediately changes the generator's weights. Then nothing
-    may be decoded until they are published as a new version.
+    """Gives the generator access to the trainer in its process. If they share weights (shares_weights), an optimizer
+    step changes the generator's weights at once, and nothing may be decoded until they are published as a new version.
     """
 
     def __init__(self, generator: GenEngine, trainer: TrainEngine, shared: bool):
@@ -42,7 +40,7 @@ class OneProcess:
         return self._local.local_weights().items()
 
     def load(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Load the trainer's weights, all of weights(), into the generator as this version."""
+        """Load all of weights() into the generator as this version."""
         self._generator.load_weights(named, version)
         self._loaded_at = self._trainer.optimizer_step
 

@@ -1,6 +1,6 @@
 """Measure this process's peak memory in each phase of a step, and return unused memory to the system between phases.
 
-On a GPU this is the peak of memory allocated through PyTorch's allocator, else the peak of resident memory (VmHWM,
+On a GPU this is the peak of memory that PyTorch's allocator has allocated, else the peak of resident memory (VmHWM,
 which Linux resets through /proc/self/clear_refs).
 """
 
@@ -41,7 +41,7 @@ PHASES: dict[type, str] = {
 
 
 class Peaks:
-    """A phase's commands follow each other, so memory is measured only between phases and for a report."""
+    """Peak memory per phase. A phase's commands follow each other, so a peak is read only after them or by take()."""
 
     def __init__(self) -> None:
         self._phase = ""

@@ -46,7 +46,7 @@ BUSY_MOST_S, IDLE_MOST_S = 0.004, 1.0  # between two polls, with and without asy
 
 
 class Reported(Exception):
-    """A command or a role's work raised; the controller has been notified."""
+    """A command or a role's work has raised an exception, and the controller has been notified."""
 
 
 class Worker:
@@ -80,12 +80,12 @@ class Worker:
         return bind(AutoTokenizer.from_pretrained(self.model_path), self.config.data.chat_template_kwargs)
 
     def serve(self) -> None:
-        """Join and execute commands until Shutdown. Reported if anything raised, which ends the rank."""
+        """Join and execute commands until Shutdown. Reported after any exception, which ends the rank."""
         self.join()
         idle_s = IDLE_FIRST_S
         while not self._left:
             self.world.mailbox_server.wakeup.clear()
-            # Always both: a role's own work must not wait for queued commands.
+            # Always run both, because a role's own work must not wait for queued commands.
             if self.execute_one(0.0) | self._look_after():
                 idle_s = IDLE_FIRST_S
             elif not self._left:
@@ -112,7 +112,7 @@ class Worker:
         """Execute the next command if one arrives within timeout_s. Reported if it raises."""
         message = self.world.commands.get(timeout_s)
         for ended in self.world.commands.take_ended():
-            if ended.how == "gap":  # commands are missing, which only this rank can detect
+            if ended.how == "gap":  # only this rank can detect that commands are missing
                 self.emit(Failed(0, "reading its commands", ended.why, "control"))
                 raise Reported
         if message is None:
@@ -211,7 +211,7 @@ class Worker:
 
 
 def import_engines(config: Config, roles: Collection[str]) -> None:
-    """Import these roles' modules, so ranks import in parallel before they wait for each other."""
+    """Import the modules of these roles, so ranks import in parallel before they wait for each other."""
     for name in roles:
         if name in ROLES and (module := ROLES[name].imports(config)):
             importlib.import_module(module)

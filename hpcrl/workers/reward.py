@@ -1,4 +1,4 @@
-"""The reward role: receives responses by mail, scores them in a pool of processes, sends scores to the controller."""
+"""The reward role: receives responses, scores them in a pool of processes, and sends the scores to the controller."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from hpcrl.rollout.types import TOKEN_REWARD
 from hpcrl.workers.role import Rank
 
 SCORES = 512
-"""Maximum scores per message: with all possible token rewards, it stays below the size limit."""
+"""Maximum scores per message, so a message stays below the size limit even if all scores have token rewards."""
 
 
 class RewardRole:
-    """Scores each response on arrival. With a group reward, responses wait until the controller, which tracks the valid
-    attempts of each prompt, names the group."""
+    """Scores each response on arrival. For a group reward, responses wait until the controller names their group,
+    because only the controller tracks which attempts of a prompt are valid."""
 
     def __init__(self, worker: Rank):
         self._worker = worker
@@ -31,7 +31,7 @@ class RewardRole:
         self._pool = RewardPool(
             worker.config, services=_services(worker), domain=layout.domain_of(rank), elsewhere=layout.scorers
         )
-        self._arrived: list[RewardItem] = []  # until their reward is loaded
+        self._arrived: list[RewardItem] = []  # waiting until their reward is loaded
         self._held: dict[int, RewardItem] = {}  # waiting for other group members
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:

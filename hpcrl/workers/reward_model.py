@@ -81,7 +81,7 @@ class RewardModelRole:
         return bool(batch)
 
     def _next(self) -> list[tuple[Question, list[int]]]:
-        """The oldest requests that fit into one forward pass, without requests whose client has gone."""
+        """The oldest requests that fit into one forward pass, except requests of disconnected clients."""
         batch: list[tuple[Question, list[int]]] = []
         width = 0
         while self._waiting:
@@ -95,14 +95,15 @@ class RewardModelRole:
         return batch
 
     def answer(self, question: str, values: dict[str, Any]) -> Stats:
-        """See Answers: the load since the last question."""
+        """The load since the last call (see Answers)."""
         return self._load.take(self._service.take_refused())
 
     def close(self) -> None:
         self._service.close()
 
     def _tokens(self, asked: ScoreRequest) -> list[int]:
-        """A dialogue's token ids, rendered with the tokenizer's template. ValueError if there are too many."""
+        """The token ids of a dialogue, rendered with the chat template. ValueError if there are none, too many, or ids
+        outside the vocabulary."""
         ids = encode(self._tokenizer, render(self._tokenizer, asked.messages, None, ask=False))
         if not 0 < len(ids) <= self._most_tokens:
             raise ValueError(f"the dialogue has {len(ids)} tokens, reward_model.max_tokens={self._most_tokens}")

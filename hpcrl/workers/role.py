@@ -1,4 +1,4 @@
-"""The interface of roles, and a role's view of its rank."""
+"""The protocols of roles, and of the rank as its roles see it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpcrl.rollout.batch import Batch
 
 
 class Role(Protocol):
-    """A rank's work in one role. A handler answers a command with Done, another event, or None for no answer."""
+    """A rank's work in one role. A handler returns Done or another event as the answer, or None for no answer."""
 
     @property
     def busy(self) -> bool:
@@ -37,19 +37,19 @@ class Answers(Protocol):
     """A role that answers pipelines' questions (run.ask())."""
 
     def answer(self, question: str, values: dict[str, Any]) -> Stats:
-        """This rank's statistics, merged over all ranks of the role. May fill fields of batches on the rank."""
+        """This rank's statistics, which are merged over the role's ranks. May fill fields of the rank's batches."""
 
 
 @runtime_checkable
 class Serves(Protocol):
-    """A role that answers rewards' requests over HTTP (hpcrl.workers.serving)."""
+    """A role that answers requests of reward workers over HTTP (hpcrl.workers.serving)."""
 
     url: str
 
 
 class Rank(Protocol):
     """The rank process (hpcrl.workers.rank_loop.Worker) as its roles see it; the roles share batches and groups.
-    services: role -> addresses of its ranks, for each role that serves requests and is already built."""
+    `services` maps each role that is built and serves requests to its ranks' addresses."""
 
     world: World
     config: Config
@@ -70,7 +70,7 @@ class Rank(Protocol):
 
 
 def without(worker: Rank, ranks: Collection[int], seq: int, error: RuntimeError) -> Done:
-    """The answer if these ranks did not take part in a transfer; raises `error` if the run needs them."""
+    """The answer after a transfer without these ranks; raises `error` if the run needs them."""
     disposable = {rank for replica in worker.layout.free_replicas for rank in replica}
     if not blames_peer(error) or not disposable.issuperset(ranks):
         raise error

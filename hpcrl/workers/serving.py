@@ -1,6 +1,6 @@
-"""An HTTP server on a rank of the run, for requests of reward workers, with the run's network and token.
+"""An HTTP server on a rank of the run, for requests of reward workers, on the run's network and with its token.
 
-One thread per connection reads and checks a request and waits; the rank's main loop takes questions and answers them.
+One thread per connection reads and checks a request, and waits for the answer, which the rank's main loop gives.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import msgspec
 from hpcrl.rewards.services import LOAD_HEADER
 
 MAX_BYTES = 8 << 20
-"""Maximum request size; the four texts that a judge gets have at most 4 MiB of ASCII."""
+"""Maximum request size; the four texts that a judge gets have at most 4 MiB in ASCII."""
 MAX_CONNECTIONS = 2048
 READ_S = 30.0
-"""Time for the next bytes of a request."""
+"""Timeout for the next bytes of a request."""
 LOOK_S = 0.5
-"""Seconds between two checks whether an open question's client is still connected."""
+"""Seconds between checks whether the client of an open question is still connected."""
 
 
 class Question:
-    """A checked request, answered or refused once by the rank's main loop; `gone`: the client has disconnected."""
+    """A checked request, which the rank's main loop answers or refuses once. `gone`: the client has disconnected."""
 
     def __init__(self, asked: Any):
         self.asked, self.gone = asked, False
@@ -55,11 +55,11 @@ class Question:
 
 
 class Service:
-    """Listens from the constructor to close().
+    """The HTTP server, which listens from the constructor to close().
 
     Args:
-        paths: Path -> type of the JSON object that is posted to it.
-        most: Maximum number of open questions; further ones are refused with status 503.
+        paths: Maps each URL path to the type of the JSON object that is posted to it.
+        most: Maximum number of open questions. Further questions are refused with status 503.
         wake: Called in another thread when a question arrives.
     """
 
@@ -143,7 +143,7 @@ class _Server(http.server.ThreadingHTTPServer):
         super().__init__(at, _Handler)
 
     def server_bind(self) -> None:
-        """Bind without looking up the host name, which may take seconds."""
+        """Bind without a look-up of the host name, which may take seconds."""
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])

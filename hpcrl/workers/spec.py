@@ -1,4 +1,4 @@
-"""A rank's roles other than the controller, in the order in which they are assigned ranks."""
+"""The roles other than the controller, in the order in which ranks are assigned to them."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ CRITIC = RoleSpec(
 
 
 def _serving(role: str) -> dict[str, Any]:
-    """Common keys of roles that serve a frozen model to rewards."""
+    """Arguments of RoleSpec that are common to roles that serve a frozen model to rewards."""
     return {
         "needed": lambda config: bool(config.asks(role)),
         "num_ranks": 1,

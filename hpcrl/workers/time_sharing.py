@@ -1,7 +1,5 @@
-"""Trainer, critic, reference and generator of one rank take turns on its device: training engines and generator each
-release memory while the other side works.
-
-Like everything that a rank does, its offloading depends only on the order of its commands.
+"""Training engines and the generator of one rank take turns on its device: each side releases memory while the other
+works. As with everything that a rank does, offloading depends only on the order of the rank's commands.
 """
 
 from __future__ import annotations
@@ -47,10 +45,10 @@ TRAIN_ROLES = ("trainer", "critic", "reference")
 
 
 class TimeSharing:
-    """For a rank with a training engine and a generator, if the run offloads (hpcrl.planner.memory.shares_device).
+    """Exists on a rank with a training engine and a generator if the run offloads (hpcrl.planner.memory.shares_device).
 
-    The generator is built in its own turn: its engine may immediately allocate a share of the GPU, which must be free.
-    shares_weights: it reads the trainer's parameters, which are not offloaded (hpcrl.planner.generator.shares_weights).
+    Training engines are offloaded before the generator is built, since its engine may allocate a share of the GPU at
+    once. With `shares_weights` (hpcrl.planner.generator), it reads the trainer's parameters, which then stay there.
     """
 
     def __init__(self, roles: Mapping[str, Role], shares_weights: bool = False):
@@ -58,7 +56,7 @@ class TimeSharing:
         self._turn, self._asleep = "", False
 
     def enter(self, command: object) -> None:
-        """Called before each command: offload and onload if the command begins another phase."""
+        """Called before each command. Offloads and onloads if the command begins another phase."""
         engines = {name: cast(EngineRole, self._roles[name]).engine for name in TRAIN_ROLES if name in self._roles}
         if isinstance(command, BuildRole):
             if command.role == "generator":

@@ -1,4 +1,4 @@
-"""The trainer and reference roles: their engines, and commands on batches."""
+"""The trainer and reference roles: their engines, and the commands for batches."""
 
 from __future__ import annotations
 
@@ -196,9 +196,9 @@ class TrainerRole(EngineRole):
 
 
 def _fill_advantages(estimator: AdvantageEstimator, batch: Batch, table: RewardTable, ranks: DataParallel) -> Stats:
-    """Compute advantages only from episodes that have not failed, as if the batch had no failed ones, which get the
-    weight 0. Collective over the trainer ranks."""
-    if batch.failed is None:  # then on all trainer ranks
+    """Compute advantages as if the batch had no failed episodes, and give failed episodes the weight 0. Collective over
+    the trainer ranks."""
+    if batch.failed is None:  # it is then None on all trainer ranks
         return estimator.assign(batch, table, ranks.all_sum)
     gone = ranks.all_gather(batch.sample_ids[batch.failed])
     kept = ~batch.failed
@@ -220,7 +220,7 @@ def _gather_rewards(batch: Batch, ranks: DataParallel, domains: dict[str, list[i
     order = torch.argsort(ids)
     rewards, scores, lengths = (ranks.all_gather(values)[order] for values in (own.rewards, own.scores, own.lengths))
     truncated = ranks.all_gather(own.truncated.byte())[order].bool()
-    # All ranks have the same fields of a batch filled, also without rows.
+    # A batch has the same fields filled on all ranks, even on ranks without rows.
     baselines, decoupled = (
         None if values is None else ranks.all_gather(values)[order] for values in (own.baselines, own.decoupled)
     )

@@ -1,5 +1,5 @@
 """Bring new weights from trainers to generators: within one process, by the training engine's own gather if ranks have
-both roles, else from ranks with owned shards to ranks with required shards."""
+both roles, else by sending owned shards to the ranks that require them."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from hpcrl.workers.role import Rank, without
 from hpcrl.workers.trainer import TrainerRole
 
 SEND_TIMEOUT_FRACTION = 0.75
-"""Fraction of a peer's time that a trainer waits for a replica: other replicas wait for the trainer meanwhile."""
+"""Fraction of the peer timeout that a trainer waits for one replica, because other replicas wait for the trainer."""
 
 
 class WeightUpdate:
-    """Exists on every rank; the rank's roles determine its part."""
+    """A rank's part in weight updates, which its roles determine. Every rank has one."""
 
     def __init__(self, worker: Rank):
         self._worker = worker
@@ -51,7 +51,7 @@ class WeightUpdate:
         return {UpdateWeights: self._update_weights}
 
     def open(self, transfer_group: TransferGroup, number: int) -> None:
-        """Connect the trainers with a replica, and send it the weight layout. Called by all ranks of the group, after
+        """Connect the trainers to a replica, and send it the weight layout. Called by all ranks of the group, once
         their roles are built."""
         rank, trainers = self._worker.world.rank, self._worker.layout.ranks["trainer"]
         replica = self._worker.layout.replicas[number]
@@ -73,7 +73,7 @@ class WeightUpdate:
         return self._transfer(command, seq)
 
     def _gather(self, version: int) -> None:
-        """Load the training engine's weights, tensor by tensor; nothing is kept."""
+        """Load the training engine's weights into the generator, tensor by tensor."""
         rank, layout = self._worker.world.rank, self._worker.layout
         engine = cast(TrainerRole, self._worker.roles["trainer"]).engine
         held = [item.of(layout.ranks["trainer"]) for item in engine.weight_layout()]
@@ -89,7 +89,7 @@ class WeightUpdate:
         if number is not None:
             index = layout.replicas[number].index(rank)
             loaded = self._load(named, version, held, needs[index])
-        for _ in named:  # a collective
+        for _ in named:  # ranks without a generator take part in the collective
             pass
         if self._worker.config.check_weights:
             sums = shard_checksums(rank, held, needs, engine.local_shards())

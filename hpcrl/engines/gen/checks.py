@@ -16,8 +16,8 @@ def check_requests(
     has_tokenizer: bool,
     media: Container[str] = (),
 ) -> None:
-    """ValueError names the first request that can never be served (PromptRefused if the cause is its prompt). media:
-    the kinds that the engine takes."""
+    """ValueError names the first request that can never be served; PromptRefused if its prompt is the cause. `media`
+    has the kinds of media that the engine supports."""
     seen: set[int] = set()
     for request in requests:
         if request.id in in_use or request.id in seen:

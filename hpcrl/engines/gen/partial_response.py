@@ -13,18 +13,13 @@ from hpcrl.rollout.types import FinishReason
 
 @dataclass(slots=True)
 class PartialResponse:
-    """A request that has not ended, and its tokens so far.
-
-    Args:
-        order: of add(), and of outputs that finish together.
-        behaviour: log-probs after truncation, for requests that truncate.
-    """
+    """A request that has not ended, and its tokens so far."""
 
     request: Request
-    order: int
+    order: int  # the order of add(), and of outputs that finish together
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    behaviour: list[float] = field(default_factory=list)
+    behaviour: list[float] = field(default_factory=list)  # log-probs after truncation, if the request truncates
     versions: list[int] = field(default_factory=list)
 
     def output(self, reason: FinishReason, columns: Mapping[str, np.ndarray] | None = None) -> Output:

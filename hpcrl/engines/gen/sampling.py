@@ -1,6 +1,6 @@
-"""Sampling one token per row: inverse CDF over (truncated) softmax, one uniform number per token.
+"""Sample one token per row: inverse CDF over the (truncated) softmax, with one uniform number per token.
 
-A row's uniform number is a function of its seed and its number of drawn tokens, so a response does not depend on other
+A row's uniform number depends only on its seed and its number of drawn tokens, so a response does not depend on other
 rows.
 """
 
@@ -17,7 +17,7 @@ from hpcrl.rollout.device_copies import to_device
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 MASK64 = (1 << 64) - 1
 UNITS = 2.0**30
-"""Units in a probability of 1; a row's sum, which rounding makes a little larger, still fits 32 bits."""
+"""Units in a probability of 1. Rounding may make a row's sum a little larger, which still fits in 32 bits."""
 
 
 def mix64(x: np.ndarray) -> np.ndarray:
@@ -28,7 +28,7 @@ def mix64(x: np.ndarray) -> np.ndarray:
 
 
 def stream_origin(seed: int, start: int) -> np.uint64:
-    """For `uniforms`: the origin of `seed`'s stream whose first number is drawn at iteration `start`."""
+    """The origin, for uniforms(), of the stream of `seed` whose first number is drawn at iteration `start`."""
     x = seed & MASK64  # mix64 in Python integers: ten times faster for a single number
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK64
@@ -36,34 +36,23 @@ def stream_origin(seed: int, start: int) -> np.uint64:
 
 
 def uniforms(origins: np.ndarray, iteration: int) -> np.ndarray:
-    """float32 [R] in [0, 1): the numbers at this iteration of the streams with these origins (uint64 [R]). The n-th
-    number of a stream is a function of (seed, n) only.
-
-    The largest number is about 1 - 2^-22, which keeps `uniform * total` below `total` in float32.
-    """
+    """float32 [R] in [0, 1): this iteration's numbers from the streams with these origins (uint64 [R]). A stream's n-th
+    number depends only on (seed, n). The largest number is about 1 - 2^-22, so `uniform * total` is below `total` in
+    float32."""
     bits = mix64(origins + np.array([iteration + 1], dtype=np.uint64) * GOLDEN) >> np.uint64(40)
     return bits.astype(np.float32) * np.float32((1 - 2.0**-22) * 2.0**-24)
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingPlan:
-    """Sampling parameters of R rows; a field that no row needs is None.
+    """Sampling parameters of R rows, of which r have truncation; a field that no row needs is None."""
 
-    Args:
-        temperatures: float32 [R, 1].
-        greedy: bool [R].
-        truncated: int64 [r], the rows with truncation; top_k, top_p and min_p have one row for each.
-        top_k: int64 [r, 1]; the vocabulary size turns it off.
-        top_p: float32 [r, 1]; a value above 1 turns it off.
-        min_p: float32 [r, 1].
-    """
-
-    temperatures: Tensor | None
-    greedy: Tensor | None
-    truncated: Tensor | None
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
+    temperatures: Tensor | None  # float32 [R, 1]
+    greedy: Tensor | None  # bool [R]
+    truncated: Tensor | None  # int64 [r], the rows with truncation
+    top_k: Tensor  # int64 [r, 1]; the vocabulary size turns it off
+    top_p: Tensor  # float32 [r, 1]; a value above 1 turns it off
+    min_p: Tensor  # float32 [r, 1]
 
     @classmethod
     def build(
@@ -77,8 +66,7 @@ class SamplingPlan:
         vocab_size: int,
         device: torch.device,
     ) -> SamplingPlan:
-        """The plan for rows with these parameters ([R] each; temperature 0 = greedy). Rows from num_live on are
-        free."""
+        """The plan for rows with these parameters, [R] each; temperature 0 is greedy. Rows after num_live are free."""
         greedy = temperature == 0
         limits = (top_k > 0) | (top_p < 1) | (min_p > 0)
         rows = np.flatnonzero((limits & ~greedy)[:num_live])
@@ -103,10 +91,12 @@ class SamplingPlan:
 
 
 def sample(logits: Tensor, plan: SamplingPlan, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Token ids int64 [R], their log-softmax(logits / T) float32 [R], and these log-probs renormalised over the tokens
-    that truncation keeps (the same tensor if no row truncates).
+    """Returns token ids int64 [R], their log-softmax(logits / T) float32 [R], and these log-probs renormalised over the
+    tokens that truncation keeps (the same tensor if no row truncates).
 
-    logits: float32 [R, vocab], overwritten. uniform: float32 [R] in [0, 1).
+    Args:
+        logits: float32 [R, vocab]. They are overwritten.
+        uniform: float32 [R] in [0, 1), one random number per row.
     """
     if plan.temperatures is not None:
         logits.div_(plan.temperatures)
@@ -115,7 +105,7 @@ def sample(logits: Tensor, plan: SamplingPlan, uniform: Tensor) -> tuple[Tensor,
     if plan.truncated is not None:
         part = truncate(probs[plan.truncated], plan.top_k, plan.top_p, plan.min_p)
         kept = probs.index_copy(0, plan.truncated, part)
-    # In vocabulary order for all rows, truncated or not: a row's token must not depend on other rows.
+    # All rows, truncated or not, use vocabulary order, because a row's token must not depend on other rows.
     summands = in_units(kept)
     cumulative = summands.cumsum(-1, dtype=summands.dtype)
     total = cumulative[:, -1:]
@@ -124,7 +114,7 @@ def sample(logits: Tensor, plan: SamplingPlan, uniform: Tensor) -> tuple[Tensor,
     else:
         drawn, total = (uniform[:, None].double() * total).int(), kept.sum(-1, keepdim=True)
     ids = torch.searchsorted(cumulative, drawn, right=True)
-    ids.clamp_(max=logits.shape[1] - 1)  # only needed for a row of NaN, which its log-prob shows
+    ids.clamp_(max=logits.shape[1] - 1)  # only needed for a row of NaN, whose log-prob is then NaN
     if plan.greedy is not None:
         ids = torch.where(plan.greedy[:, None], probs.max(-1, keepdim=True).indices, ids)  # faster than argmax
     logprobs = probs.gather(1, ids).log_()[:, 0]
@@ -133,8 +123,8 @@ def sample(logits: Tensor, plan: SamplingPlan, uniform: Tensor) -> tuple[Tensor,
 
 
 def in_units(probs: Tensor) -> Tensor:
-    """Probabilities as numbers whose running sums are identical in every run: unchanged on the CPU, elsewhere int32 in
-    units of 2^-30, a finer resolution than 24-bit uniform numbers have."""
+    """Probabilities as numbers whose running sums are equal in every run: unchanged on a CPU, elsewhere int32 in units
+    of 2^-30, which are finer than the 24 bits of uniform numbers."""
     return probs if adds_in_order(probs.device) else (probs * UNITS).int()
 
 
@@ -144,9 +134,9 @@ def adds_in_order(device: torch.device) -> bool:
 
 
 def truncate(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """`probs` [r, vocab] with zeros where top-k, then top-p (arXiv 1904.09751) of the rest, then min-p (arXiv
-    2407.01082) drop a token; not renormalised. The most probable token is kept, as are ties with the last kept token.
-    Parameters as in SamplingPlan."""
+    """`probs` [r, vocab] with zeros for tokens that are dropped by top-k, then by top-p (arXiv 1904.09751) among the
+    rest, then by min-p (arXiv 2407.01082); not renormalised. The most probable token is kept, and so are ties with the
+    last kept token. Parameters are as in SamplingPlan."""
     vocab = probs.shape[1]
     values = _descending(probs)
     summands = in_units(values)
@@ -160,7 +150,7 @@ def truncate(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tens
 
 
 def _descending(probs: Tensor) -> Tensor:
-    """Each row sorted; on CPU by numpy, here about twenty times faster than torch."""
+    """Sort each row in descending order; on a CPU by numpy, which is about twenty times faster here than torch."""
     if probs.device.type != "cpu":
         return probs.sort(-1, descending=True).values
     return torch.from_numpy(np.sort(probs.numpy(), axis=-1)).flip(-1)

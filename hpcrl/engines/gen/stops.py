@@ -1,4 +1,4 @@
-"""Stop strings: searched for in the decoded tail, only after tokens that can complete one."""
+"""Stop strings: the decoded last tokens are searched, only after a token that can complete a stop string."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ class StopStrings:
         self._closers: dict[tuple[str, ...], np.ndarray] = {}
 
     def closers(self, stop: tuple[str, ...]) -> np.ndarray:
-        """bool [vocab]: tokens that may complete one of the strings, because their text contains a string's last
-        character."""
+        """bool [vocab]: tokens that may complete a stop string, since their text contains a string's last character."""
         if stop not in self._closers:
             if self._pieces is None:
-                # Twice each: some tokenizers strip the space before the first token.
+                # Each token is decoded twice in a row, since some tokenizers strip the space before the first token.
                 ids = range(min(len(self._tokenizer), self._vocab_size))
                 self._pieces = [self._decode((i, i)) for i in ids]
             mask = np.zeros(self._vocab_size, dtype=bool)
@@ -33,12 +32,12 @@ class StopStrings:
         return self._closers[stop]
 
     def window(self, stop: tuple[str, ...]) -> int:
-        """Number of tokens of the tail: one per byte of the longest string, plus a few so that the tail's start does
-        not matter."""
+        """Number of last tokens to search: one per byte of the longest string, and a few more in case the first tokens
+        are decoded differently without the tokens before them."""
         return max(len(text.encode()) for text in stop) + 4
 
     def completes(self, stop: tuple[str, ...], tail: Sequence[int]) -> bool:
-        """Whether one of the strings is in the text of the tail, which had none before its last token."""
+        """Whether a stop string is in the text of `tail`, which had none before its last token."""
         text = self._decode(tail)
         return any(s in text for s in stop)
 

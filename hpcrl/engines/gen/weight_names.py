@@ -1,4 +1,4 @@
-"""Check the names and shapes of new weights, for engines that silently keep parameters without a new weight."""
+"""Check the names and shapes of new weights, for engines that silently keep a parameter if no new weight arrives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpcrl.planner.adapters import adapters
 
 
 class WeightNames:
-    """The names and shapes of a model's weights."""
+    """The names and shapes of a model's weights; empty if they are not known, and then nothing is checked."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]):
         self._shapes = shapes
@@ -24,8 +24,8 @@ class WeightNames:
 
     @classmethod
     def of(cls, folder: Path, lora: LoRAConfig | None = None) -> WeightNames:
-        """Names of a folder in HF layout, or of the adapters for it; nothing is checked for a family whose parameters
-        are not known."""
+        """The names for a folder in HF layout, or for its adapters; unknown for a family whose parameters are not
+        known."""
         if (shape := known_shape(folder)) is None:
             return cls({})
         parameters = adapters(lora, shape) if lora is not None else shape.parameters
@@ -37,7 +37,7 @@ class WeightNames:
             pass
 
     def checked(self, named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the weights; ValueError as soon as one is wrong, or at the end if some are missing."""
+        """Yield the weights. ValueError as soon as one is wrong, or at the end if some are missing."""
         missing = dict(self._shapes)
         for name, tensor in named:
             if self._shapes:

@@ -1,5 +1,5 @@
-"""Shared code of all engines' checkpoints: restoring a folder, a tensor's frame in a file of
-torch.distributed.checkpoint, and a rank's random state."""
+"""Shared code for all engines' checkpoints: restoring a folder, a tensor's frame in a torch.distributed.checkpoint
+file, and a rank's random state."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Base(NamedTuple):
 
 
 def shard_name(rank: int) -> str:
-    """The file name of a rank's tensors."""
+    """The name of the file with a rank's tensors."""
     return f"__{rank}_0.distcp"
 
 
 def facts(optimizer_step: int, base: Base | None = None) -> bytes:
-    """The content of FACTS."""
+    """The content of the file FACTS."""
     found = {"optimizer_step": optimizer_step, "num_ranks": dist.get_world_size()}
     return json.dumps(found | ({"base": base._asdict()} if base is not None else {})).encode() + b"\n"
 
@@ -49,14 +49,10 @@ def facts(optimizer_step: int, base: Base | None = None) -> bytes:
 def restore(
     folder: Path, load_tensors: Callable[[], None], base: Base | None = None, names: Collection[str] | None = None
 ) -> tuple[int, list[str]]:
-    """Restore a checkpoint, written by any number of ranks, with load_tensors(). Returns (optimizer step, warnings).
-
-    Args:
-        names: names of all weights, if load_tensors() would not detect additional ones.
-
-    Collective. ValueError on every rank if the folder is not a trainer's checkpoint, is damaged, belongs to another
-    model, or has adapters of another base.
-    """
+    """Restore a checkpoint, which any number of ranks has written, with load_tensors(). Returns (optimizer step,
+    warnings). `names` has all weights if load_tensors() would not detect that the checkpoint has more. Collective.
+    ValueError on every rank if the folder is not a trainer's checkpoint, is damaged, belongs to another model, or has
+    adapters for another base."""
     stored = agreed(lambda: readable(folder, lambda: _facts(folder, base)))
     if names is not None:
         agreed(lambda: readable(folder, lambda: _require_weights(folder, names)))
@@ -142,7 +138,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 def frame(shape: Sequence[int], dtype: torch.dtype) -> tuple[bytes, bytes]:
-    """The bytes that torch.save writes before and after such a tensor's data, without their checksum."""
+    """The bytes that torch.save writes before and after the data of such a tensor, without the data's checksum."""
     buffer = io.BytesIO()
     value = torch.empty(shape, dtype=dtype)
     with skip_data():

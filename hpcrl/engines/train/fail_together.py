@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def agreed(work: Callable[[], T]) -> T:
-    """The result of work(); a ValueError on any rank is raised on every rank. Collective over the default group."""
+    """Return work()'s result. A ValueError on any rank is raised on every rank. Collective over the default group."""
     result, message = None, None
     try:
         result = work()

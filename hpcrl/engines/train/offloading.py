@@ -1,5 +1,5 @@
-"""Moving an engine's state to host memory and back (TrainEngine.offload), through memory that is kept and, with a GPU,
-registered with CUDA, which then copies at the bus's rate. Fresh memory costs a page fault per 4 KiB, and unregistered
+"""Move an engine's state to host memory and back (TrainEngine.offload). The host memory is kept and, with a GPU,
+registered with CUDA, so copies have the bus's full rate. New memory would cost a page fault per 4 KiB, and unregistered
 memory a second copy."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 class HostMemory:
-    """Host memory for a device's tensors: each key keeps its memory from first use on."""
+    """Host memory for a device's tensors. Each key's memory is kept from its first use on."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -31,8 +31,8 @@ class HostMemory:
         self._stay: set[Hashable] = set()  # tensors that were never on the device, such as an optimizer's counters
 
     def to_host(self, tensors: Mapping[K, Tensor]) -> dict[K, Tensor]:
-        """The tensors as copies in this memory, complete and valid until the next call with their keys. Tensors that
-        are already on the host are returned unchanged. OSError without the memory for a new key."""
+        """Copy the tensors into this memory and wait for the copies, which are valid until the next call with the same
+        keys. Tensors that are already on the host are returned unchanged. OSError without memory for a new key."""
         there = {key: tensor for key, tensor in tensors.items() if key not in self._away}
         going = {key: tensor for key, tensor in there.items() if tensor.device.type == self._device.type}
         self._stay |= there.keys() - going.keys()
@@ -40,14 +40,14 @@ class HostMemory:
         return {**tensors, **self._copied({key: (tensor, self._place(key, tensor)) for key, tensor in going.items()})}
 
     def to_device(self, tensors: Mapping[K, Tensor]) -> dict[K, Tensor]:
-        """The tensors as copies on the device, complete. Tensors that belong on the host are returned unchanged."""
+        """Copy the tensors to the device and wait for the copies. Tensors that belong on the host are not changed."""
         coming = {key: tensor for key, tensor in tensors.items() if self._is_away(key, tensor)}
         self._away -= coming.keys()
         new = {key: torch.empty_like(_local(tensor), device=self._device) for key, tensor in coming.items()}
         return {**tensors, **self._copied({key: (tensor, new[key]) for key, tensor in coming.items()})}
 
     def _is_away(self, key: Hashable, tensor: Tensor) -> bool:
-        # It may have been created on the host while the others were there.
+        # The tensor may have been created on the host while the others were offloaded.
         return key in self._away or (tensor.device.type != self._device.type and key not in self._stay)
 
     def _place(self, key: Hashable, tensor: Tensor) -> Tensor:
@@ -105,5 +105,5 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _like(tensor: Tensor, local: Tensor) -> Tensor:
-    """A tensor with this local part, on that part's device."""
+    """A tensor like `tensor`, but with this local part and on its device."""
     return DTensor(local, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else local

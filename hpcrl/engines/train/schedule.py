@@ -1,5 +1,4 @@
-"""Learning rates as a pure function of the optimizer step (resuming needs only the step), and the statistics of each
-step."""
+"""Learning rates as a function of only the optimizer step, so resuming needs no other state; and step statistics."""
 
 from __future__ import annotations
 
@@ -10,11 +9,9 @@ from hpcrl.metrics.stats import Stats, scalar
 
 
 def learning_rate(config: TrainerConfig, step: int, total_steps: int) -> float:
-    """The rate of optimizer step `step` (0 is the first) of `total_steps`.
-
-    It rises linearly over lr_warmup_steps, reaching lr at step lr_warmup_steps - 1, then follows the schedule; linear
-    and cosine end at min_lr in the last step and stay there.
-    """
+    """The learning rate of optimizer step `step` (the first is 0) of `total_steps`. It rises linearly to lr, which it
+    reaches at step lr_warmup_steps - 1, and then follows the schedule. The schedules linear and cosine end at min_lr in
+    the last step and stay there."""
     if step < config.lr_warmup_steps:
         return config.lr * (step + 1) / config.lr_warmup_steps
     if config.lr_schedule == "constant":
@@ -26,7 +23,7 @@ def learning_rate(config: TrainerConfig, step: int, total_steps: int) -> float:
 
 
 def update_stats(rate: float, grad_norm: float) -> Stats:
-    """Statistics of an optimizer step at this rate, which is skipped if the gradient norm is not finite."""
+    """Statistics of an optimizer step at this learning rate; it is skipped if the gradient norm is not finite."""
     finite = math.isfinite(grad_norm)
     stats = {"actor/lr": scalar(rate), "actor/skipped_update": scalar(not finite)}
     return stats | ({"actor/grad_norm": scalar(grad_norm)} if finite else {})

@@ -1,6 +1,5 @@
-"""The interface of training engines. Every rank of the engine's default process group makes the same calls in order.
-
-The ranks of a data-parallel rank (the division of the engine's specification, hpcrl.spec.division) get equal batches.
+"""The protocol of training engines. All ranks of the engine's default process group make the same calls in the same
+order. The ranks of a data-parallel rank (hpcrl.spec.division) get equal batches.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from hpcrl.spec.weight_layout import TensorShards
 
 
 class TrainEngine(Protocol):
-    """The contract every training engine passes (tests/contracts/test_train_engine.py)."""
+    """The protocol of training engines, tested by tests/contracts/test_train_engine.py."""
 
     optimizer_step: int  # steps taken so far
     computes: frozenset[str]  # the optional fields of Outputs that it computes
@@ -30,7 +29,7 @@ class TrainEngine(Protocol):
         """float32 [T] on the host, like the batch: log-softmax(logits / temperature) at tokens of loss_mask in the rows
         of micro_batches, 0 elsewhere. Ranks that hold no outputs may return None.
 
-        The vocabulary projection of other tokens (prompts, tool results) is not computed, also not for an objective.
+        The vocabulary projection is never computed for other tokens (prompts, tool results), not even for an objective.
         Collective over the engine's ranks. No gradients.
         """
 
@@ -41,73 +40,73 @@ class TrainEngine(Protocol):
         objective: Objective,
         norms: Norms,
     ) -> Stats:
-        """Forward, backward over all micro-batches, clip, one optimizer and scheduler step. Collective.
+        """Forward and backward pass of all micro-batches, clipping, and one optimizer and scheduler step. Collective.
 
-        The mini-batch is the rows in micro_batches, each once; norms are of the mini-batch over all ranks. Returns the
-        loss stats of the rows, plus actor/grad_norm and actor/lr (equal on all ranks) on the first data-parallel rank
-        only; only stats of ranks that hold outputs are read. A gradient norm that is not finite skips the update and
-        counts actor/skipped_update.
+        The mini-batch consists of the rows in micro_batches, each once; `norms` are the mini-batch's over all ranks.
+        Returns the rows' loss stats and, only on the first data-parallel rank, actor/grad_norm and actor/lr. Only stats
+        of ranks that hold outputs are read. If the gradient norm is not finite, the update is skipped and counted in
+        actor/skipped_update.
         """
 
     def named_weights(self, dtypes: Mapping[str, torch.dtype] = MappingProxyType({})) -> Iterator[tuple[str, Tensor]]:
-        """Copies of the full weights, one at a time, in a fixed order, under the names of transformers' state_dict(), a
-        tied weight once. With trainer.lora, only the adapters' weights (hpcrl.spec.lora).
+        """Yield copies of the full weights in a fixed order, under the names of transformers' state_dict(), a tied
+        weight once. With trainer.lora, only the adapters' weights (hpcrl.spec.lora).
 
         Collective: every rank must exhaust it. A rank yields its share of the parameters according to the division; all
-        shares together have each name once. dtypes: types of some weights, converted before any exchange between ranks.
+        shares together have each name once. Weights in `dtypes` are converted before they are sent between ranks.
         """
 
     def weight_layout(self) -> list[TensorShards]:
-        """The tensors of all shares, in a fixed order, and which ranks of the engine own which shard. Equal on all
+        """The tensors of all shares in a fixed order, and which ranks of the engine own which shards. Equal on all
         ranks and at all times."""
 
     def local_shards(self) -> Iterator[Tensor]:
-        """This rank's shard of every tensor of the layout of which it owns one, in layout order; possibly the
-        parameters themselves. Every rank must exhaust it; it may be collective."""
+        """This rank's shards in layout order, without tensors of which it owns no shard; they may be the parameters
+        themselves. Every rank must exhaust it, because it may be collective."""
 
     def offload(self, weights: bool = True) -> None:
-        """Move gradients and optimizer state, and the parameters unless weights=False, to host memory (idempotent).
-        Call onload() before log-probs, a step, named_weights() or local_shards() needs offloaded tensors."""
+        """Move gradients, optimizer state and (unless weights=False) parameters to host memory; idempotent. onload()
+        must be called before log-probs, a step, named_weights() or local_shards() needs offloaded tensors."""
 
     def onload(self) -> None:
-        """Move offloaded tensors back (idempotent)."""
+        """Move offloaded tensors back to the device; idempotent."""
 
     def snapshot(self, copy: bool = True) -> Files:
         """Copy this rank's part of a checkpoint (parameters, optimizer, scheduler, random state) to host memory.
-        Returns the files that this rank must write, valid until the next call. Collective. copy=False: the files may
-        refer to the state itself, and are valid until it changes."""
+        Returns the files that this rank must write, which are valid until the next call. With copy=False, they may
+        refer to the state itself, and are valid until it changes. Collective."""
 
     def load(self, folder: Path) -> list[str]:
-        """Restore the state from the files of all ranks. Collective. Returns warnings: on another number of ranks,
-        random state is not restored."""
+        """Restore the state from all ranks' files; returns warnings, such as that another number of ranks does not
+        restore random state. Collective."""
 
     def export_hf(self, folder: Path) -> None:
-        """Write config, sharded safetensors with index, tokenizer and generation config. Collective; rank 0 writes."""
+        """Write config, safetensors with index, tokenizer and generation config. Collective; rank 0 writes."""
 
     def config_summary(self) -> dict[str, Any]:
         """Facts for the log: parameters, dtype, packing, ranks."""
 
 
 class LocalWeights(Protocol):
-    """An engine whose only rank has every parameter as one plain tensor, which a generator in its process can read
+    """An engine whose only rank has every parameter as one plain tensor, which a generator in the same process can read
     and even share. Other engines lack these methods or are `sharded`."""
 
     sharded: bool
 
     def local_weights(self) -> dict[str, Tensor]:
-        """The parameters themselves under the names of named_weights(), not to be changed."""
+        """The parameters themselves under the names of named_weights(). They must not be changed."""
 
     def move_into(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy the values of the named parameters, also frozen ones, into these tensors, for each tensor of the
-        parameter's type; the tensors are the parameters from now on."""
+        """Copy the values of the named parameters, also of frozen ones, into these tensors, which then are the
+        parameters. Tensors of another dtype than their parameter are left out."""
 
 
 @runtime_checkable
 class ComputesEntropies(Protocol):
-    """An engine that computes entropies separately from a loss; all of hpcrl's engines do."""
+    """An engine that can compute entropies without a loss, as all of hpcrl's engines do."""
 
     def entropies(self, batch: Batch, micro_batches: MicroBatches, temperature: float) -> Tensor | None:
-        """float32 [T], nats, of softmax(logits / temperature); otherwise as TrainEngine.logprobs()."""
+        """Entropies of softmax(logits / temperature) in nats, float32 [T]; otherwise as TrainEngine.logprobs()."""
 
 
 class TrainsAdapters(Protocol):
@@ -115,7 +114,7 @@ class TrainsAdapters(Protocol):
     policy."""
 
     def reference_logprobs(self, batch: Batch, micro_batches: MicroBatches, temperature: float) -> Tensor | None:
-        """TrainEngine.logprobs() of only the frozen weights. Collective over the engine's ranks."""
+        """TrainEngine.logprobs() with only the frozen weights. Collective over the engine's ranks."""
 
 
 @runtime_checkable
@@ -124,13 +123,13 @@ class ValueEngine(Protocol):
     logprobs() are not called."""
 
     def values(self, batch: Batch, micro_batches: MicroBatches) -> Tensor | None:
-        """float32 [T] on the host, like the batch: at tokens of loss_mask in the rows of micro_batches the value of the
-        state before the token, 0 elsewhere. Ranks that hold no outputs may return None. Collective over the engine's
-        ranks. No gradients."""
+        """float32 [T] on the host, like the batch: at tokens of loss_mask in the rows of micro_batches, the value of
+        the state before the token; 0 elsewhere. Ranks that hold no outputs may return None. Collective over the
+        engine's ranks. No gradients."""
 
 
 def check_micro_batches(micro_batches: MicroBatches, num_rows: int) -> list[int]:
-    """Their rows in order. ValueError if a row is repeated or not below num_rows."""
+    """The rows of the micro-batches in order. ValueError if a row is repeated or not below num_rows."""
     rows = sorted(row for micro_batch in micro_batches for row in micro_batch)
     if len(set(rows)) < len(rows) or (rows and not 0 <= rows[0] <= rows[-1] < num_rows):
         raise ValueError(f"micro-batches must hold rows below {num_rows}, each once, got {rows[:8]}...")

@@ -1,4 +1,4 @@
-"""A generator without a model, for tests and debug=fake: lengths and durations are configured, tokens derive from the
+"""A generator without a model, for tests and debug=fake. Lengths and durations are configured; tokens depend on the
 seed."""
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def seeded_length(request: Request) -> int:
 
 
 def long_tailed(median: int | None, tail: float) -> Callable[[Request], int]:
-    """Lognormal lengths derived from the request's seed, up to max_new_tokens.
+    """Lognormal lengths up to max_new_tokens, derived from the request's seed.
 
     Args:
-        median: the median; None for an eighth of max_new_tokens.
-        tail: the standard deviation of the logarithm.
+        median: Median of the lengths; None means an eighth of max_new_tokens.
+        tail: Standard deviation of the lengths' logarithm.
     """
 
     def length(request: Request) -> int:
@@ -70,15 +70,14 @@ def make(config: Config, model_path: Path, tokenizer: Any, replica: ReplicaRanks
 
 
 class FakeEngine:
-    """GenEngine whose n-th token of a request is a function of (seed, n), uniform over the vocabulary.
-
-    `weights` holds the last loaded tensors.
+    """GenEngine whose n-th token of a request depends only on (seed, n), uniform over the vocabulary. `weights` holds
+    the last loaded tensors.
 
     Args:
-        lengths: the response length of a request; a response shorter than max_new_tokens ends with STOP.
-        eos_id: stops a response unless ignore_eos, in addition to the request's stop ids.
-        stops: whether stop tokens end a response. Stop strings are always ignored.
-        shapes: accepted by load_weights; None for any.
+        lengths: Returns a request's response length. A response shorter than max_new_tokens ends with STOP.
+        eos_id: Ends a response unless ignore_eos is set, in addition to the request's stop ids.
+        stops: Whether stop tokens end a response. Stop strings are always ignored.
+        shapes: Names and shapes that load_weights() accepts; None accepts all.
         decode_s: step() sleeps this long per decode iteration.
         prefill_s: step() sleeps this long per request that gets a slot.
         load_s: load_weights() sleeps this long.
@@ -147,7 +146,7 @@ class FakeEngine:
         if version < 0:
             raise ValueError(f"weights version is {version}, 0 or more is needed")
         if not isinstance(named, Collection):
-            self.version = -1  # as in the native engine: after an iterator fails, there are no weights
+            self.version = -1  # as in the native engine, there are no weights after an iterator has failed
         weights = {name: tensor.detach().clone() for name, tensor in named}
         if self._shapes is not None:
             for name, tensor in weights.items():
@@ -159,7 +158,7 @@ class FakeEngine:
         self.weights, self.version = weights, version
 
     def recompute(self) -> None:
-        """There is no cache."""
+        """Does nothing, since there is no cache."""
 
     def sleep(self) -> None:
         if self._live:
@@ -174,7 +173,7 @@ class FakeEngine:
         self.sleep()
 
     def _foresee(self, request: Request) -> _RunningRequest:
-        """All tokens of a request, and its finish reason."""
+        """Compute all tokens of a request, and its finish reason."""
         params = request.params
         length = min(self._lengths(request), params.max_new_tokens)
         origins = np.array([stream_origin(request.seed, 0)]) + np.arange(length, dtype=np.uint64) * GOLDEN

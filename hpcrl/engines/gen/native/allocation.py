@@ -13,42 +13,38 @@ from hpcrl.engines.gen.native.blocks import Blocks, Match
 class AllocationFailure(Enum):
     """Why no blocks were allocated for a request."""
 
-    NEXT_BATCH = auto()  # its tokens continue tokens that this batch computes
+    NEXT_BATCH = auto()  # its tokens continue tokens that this batch computes: it can share them in the next batch
     FULL = auto()  # too few blocks are available
 
 
 @dataclass(frozen=True, slots=True)
 class RequestBlocks:
-    """The blocks of a request's tokens; the first num_cached tokens need no prefill.
-
-    Args:
-        version: the oldest weights that produced the cached keys and values.
-    """
+    """The blocks for a request's tokens."""
 
     blocks: list[int]
-    num_cached: int
-    version: int
+    num_cached: int  # the first num_cached tokens need no prefill
+    version: int  # the oldest weights that produced the cached keys and values
 
 
 class PrefillBatch:
-    """Requests admitted together; their uncached tokens are prefilled in one batch.
+    """Requests that are admitted together. Their uncached tokens are prefilled in one batch.
 
     Args:
-        share: requests share blocks. Otherwise they copy blocks, and only blocks of this batch.
+        share: Whether requests share blocks. If not, they only copy blocks of this batch.
     """
 
     def __init__(self, blocks: Blocks, share: bool):
         self._blocks, self._share = blocks, share
         self._computed: set[int] = set()  # blocks that are in the prefix cache but are only computed in this batch
         self._pinned: list[int] = []
-        self.copies: list[tuple[int, int]] = []  # (from, to), before anything is computed
-        self.late_copies: list[tuple[int, int]] = []  # copies of blocks that this batch computes
+        self.copies: list[tuple[int, int]] = []  # (from, to), to copy before anything is computed
+        self.late_copies: list[tuple[int, int]] = []  # (from, to), to copy after this batch has computed the sources
 
     def allocate(
         self, tokens: np.ndarray, num_blocks: int, headroom: int, version: int
     ) -> RequestBlocks | AllocationFailure:
-        """Allocate `num_blocks` blocks for tokens (int32 [n]) that are computed with weights of this version, if
-        `headroom` blocks remain available."""
+        """Allocate `num_blocks` blocks for tokens (int32 [n]), which are computed with weights of this version. Fails
+        unless `headroom` blocks remain available."""
         match, size = self._blocks.match(tokens), self._blocks.block_tokens
         in_wave = not self._computed.isdisjoint((*match.blocks, match.tail))
         if in_wave and len(match.blocks) * size + match.tail_tokens < len(tokens):
@@ -56,7 +52,7 @@ class PrefillBatch:
                 return AllocationFailure.NEXT_BATCH
             match = Match([])
         shared, copied = (match.blocks, []) if self._share else ([], match.blocks)
-        # If memory is short, overwriting a tail that only the prefix cache holds is better than copying it.
+        # If too few blocks are free, recompute the tail: its block, if only the prefix cache holds it, can be evicted.
         for tail in ([match.tail], []) if match.tail is not None else ([],):
             copies = [*copied, *tail]
             self._blocks.add_users((*shared, *copies))
@@ -75,6 +71,6 @@ class PrefillBatch:
         return place
 
     def end(self) -> None:
-        """Call it after the copies."""
+        """Free the copied blocks; called after the copies."""
         for block in self._pinned:
             self._blocks.free([block])

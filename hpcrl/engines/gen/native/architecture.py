@@ -1,4 +1,4 @@
-"""The architecture of a model for the native generator, read from an HF folder; unsupported features are refused."""
+"""A model's architecture for the native generator, read from an HF folder. Unsupported features are refused."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Rope:
     """A rotary embedding (arXiv 2104.09864) of a head's first pairs of dimensions."""
 
     frequencies: tuple[float, ...]  # radians per position, for each rotated pair
-    scale: float = 1.0  # factor of the rotated numbers (YaRN, arXiv 2309.00071)
+    scale: float = 1.0  # factor for the rotated numbers (YaRN, arXiv 2309.00071)
 
     def rotations(self, num_positions: int, num_pairs: int, device: torch.device) -> Tensor:
-        """complex64 [num_positions, num_pairs]: the factor of each position for pairs of dimensions."""
+        """complex64 [num_positions, num_pairs]: each position's factor for each pair of dimensions."""
         angles = torch.outer(torch.arange(num_positions).float(), torch.tensor(self.frequencies))
         factors = torch.ones(num_positions, num_pairs, dtype=torch.complex64)
         factors[:, : len(self.frequencies)] = torch.polar(torch.full_like(angles, self.scale), angles)
@@ -57,7 +57,7 @@ class Architecture:
     logit_softcap: float | None
     ropes: tuple[Rope, ...]
     rope_of_layer: tuple[int, ...]
-    windows: tuple[int | None, ...]  # per layer, how many tokens, its own included, a token attends to; None: all
+    windows: tuple[int | None, ...]  # per layer, how many tokens a token attends to, itself included; None: all
     max_positions: int
     eos_ids: tuple[int, ...]
 
@@ -71,18 +71,18 @@ class Architecture:
 
     @property
     def num_rotated(self) -> int:
-        """The number of a head's dimensions that are rotated; these are its first ones."""
+        """The number of a head's dimensions, from the first on, that are rotated."""
         return 2 * len(self.ropes[0].frequencies)
 
     def rotations(self, num_positions: int, device: torch.device) -> list[Tensor]:
-        """For each rope, complex64 [num_positions, head_dim / 2]: each position's factor for pairs of dimensions."""
+        """For each rope, complex64 [num_positions, head_dim / 2]: each position's factors for pairs of dimensions."""
         return [rope.rotations(num_positions, self.head_dim // 2, device) for rope in self.ropes]
 
 
 def read_architecture(path: Path) -> Architecture:
-    """Architecture of the HF folder `path`. ValueError if there is no config.json, the family is not in NATIVE or the
-    config needs an unsupported feature (rotary embeddings that depend on the length, quantisation, activations that
-    differ from the family's, bidirectional attention)."""
+    """The architecture of the model in an HF folder. ValueError if there is no config.json, the family is not in NATIVE
+    or the config needs an unsupported feature (rotary embeddings that depend on the length, quantisation, other
+    activations than the family's, bidirectional attention)."""
     if not (path / "config.json").is_file():
         raise ValueError(f"model folder {path} has no config.json")
     model_type = json.loads((path / "config.json").read_text()).get("model_type")
@@ -149,13 +149,13 @@ def _layer_types(config: Any, decoder: Decoder) -> list[str]:
 
 
 def _rope_sections(config: Any) -> dict[str | None, dict[str, Any]]:
-    """The rope parameters per layer type; key None: for all layers."""
+    """The rope parameters by layer type; the key None stands for all layers."""
     sections = {kind: value for kind, value in config.rope_parameters.items() if isinstance(value, dict)}
     return sections or {None: config.rope_parameters}
 
 
 def _rope(config: Any, layer_type: str, head_dim: int) -> Rope:
-    """As transformers computes it for sequences of any accepted length (_max_positions)."""
+    """The rotary embedding that transformers computes for sequences of any accepted length (_max_positions)."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     sections = _rope_sections(config)
@@ -169,7 +169,7 @@ def _rope(config: Any, layer_type: str, head_dim: int) -> Rope:
 
 
 def _max_positions(config: Any) -> int:
-    """The longest sequence; with longrope (arXiv 2402.13753) the longest that uses the short factors."""
+    """The maximum sequence length; with longrope (arXiv 2402.13753), the maximum for which the short factors apply."""
     return min(
         (
             rope["original_max_position_embeddings"]

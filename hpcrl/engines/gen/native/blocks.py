@@ -1,8 +1,8 @@
 """Blocks of the KV cache: their users, and the token prefixes that they hold. No tensors.
 
 A block holds the keys and values of up to `block_tokens` consecutive tokens. Requests that begin with equal tokens
-share full blocks; the last block of a prompt, which is rarely full, is copied. Blocks without a user stay in the prefix
-cache until their memory is needed (vLLM's prefix caching, arXiv 2309.06180, with tokens as keys instead of their hash).
+share full blocks; a prompt's last block, which is rarely full, is copied. Blocks without a user stay in the prefix
+cache until their memory is needed, as in vLLM (arXiv 2309.06180), but with tokens as keys instead of hashes.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import numpy as np
 
 @dataclass(slots=True, eq=False)
 class _Prefix:
-    """A block in the prefix cache, keyed by its tokens; its parents hold the tokens before them."""
+    """A block in the prefix cache. Its key is its tokens; its parent holds the tokens before them."""
 
     block: int
     tokens: bytes  # int32; fewer than block_tokens for the last block of a prefix
-    version: int  # the oldest weights that produced keys and values of these tokens
+    version: int  # the oldest weights that produced keys and values up to these tokens
     parent: _Prefix | None
     continues: bool = False  # a later request is expected to begin with it
     children: dict[bytes, _Prefix] = field(default_factory=dict)
@@ -29,20 +29,16 @@ class _Prefix:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The cached beginning of some tokens: full blocks, then the first `tail_tokens` tokens of block `tail` (or None).
-
-    Args:
-        version: the oldest weights that produced these keys and values; None if nothing is cached.
-    """
+    """The cached beginning of some tokens: full blocks, then the first `tail_tokens` tokens of block `tail`."""
 
     blocks: list[int]
     tail: int | None = None
     tail_tokens: int = 0
-    version: int | None = None
+    version: int | None = None  # the oldest weights that produced these keys and values; None if nothing is cached
 
 
 class Blocks:
-    """`num_blocks` blocks with ids 0..num_blocks-1, each with a user count."""
+    """Blocks with the ids 0 to num_blocks - 1 and their numbers of users."""
 
     def __init__(self, num_blocks: int, block_tokens: int):
         self.num_blocks, self.block_tokens = num_blocks, block_tokens
@@ -58,7 +54,7 @@ class Blocks:
 
     @property
     def num_free(self) -> int:
-        """The number of blocks that `allocate` can give."""
+        """The number of blocks that allocate() can return."""
         return len(self._unused) + len(self._idle)
 
     @property
@@ -71,12 +67,12 @@ class Blocks:
         return -(-num_tokens // self.block_tokens)
 
     def allocate(self, count: int) -> list[int]:
-        """Blocks for one user, at most `num_free`; if too few are unused, the least recently used prefixes are
+        """Allocate blocks, at most num_free, for one user. If too few are unused, the least recently used prefixes are
         evicted."""
         while len(self._unused) < count:
-            # free() makes a prefix's blocks idle last to first, so a block is evicted after the blocks that continue
-            # it. Exception: blocks that continue another request's block with equal tokens; then no match finds them,
-            # and they are evicted in their turn.
+            # free() makes a prefix's last block idle first, so a block is evicted after the blocks that continue it.
+            # Blocks that continue another request's block with equal tokens may stay longer; no match finds them then,
+            # and they are evicted later.
             self._evict(next(iter(self._idle)))
         taken = [self._unused.pop() for _ in range(count)]
         self.users[taken] = 1
@@ -89,7 +85,7 @@ class Blocks:
             self.users[block] += 1
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Remove a user from each of these blocks of one prefix, given first to last."""
+        """Remove a user from each of these blocks of one prefix, which are in token order."""
         for block in reversed(blocks):
             self.users[block] -= 1
             if self.users[block]:
@@ -121,18 +117,15 @@ class Blocks:
         return Match(found, version=at.version if found else None)
 
     def insert(self, tokens: np.ndarray, blocks: Sequence[int], version: int, continues: bool = False) -> list[int]:
-        """Insert `blocks`, which hold `tokens` (int32 [n]), into the prefix cache. Where it already has other blocks
-        for these tokens, the other blocks stay. Returns the blocks that were inserted.
-
-        Args:
-            continues: a later request is expected to begin with these tokens.
-        """
+        """Insert `blocks`, which hold `tokens` (int32 [n]), into the prefix cache; returns the inserted blocks. If the
+        cache already has a block for some tokens, the old block stays and the new one is not inserted. `continues`
+        means that a later request is expected to begin with these tokens."""
         at, size, new = self._root, self.block_tokens, []
         for index, block in enumerate(blocks[: self.blocks_for(len(tokens))]):
             part = tokens[index * size : (index + 1) * size]
             key = part.tobytes()
             if key not in at.children:
-                if block in self._known:  # cached with fewer tokens, from before it was full
+                if block in self._known:  # it was cached with fewer tokens, before it was full
                     self._unlink(block)
                 at.children[key] = self._known[block] = _Prefix(block, key, min(version, at.version), at)
                 if len(part) < size:
@@ -143,13 +136,13 @@ class Blocks:
         return new
 
     def evict(self, count: int) -> None:
-        """Evict up to `count` blocks, least recently used first, that have no user and that no later request is
-        expected to begin with."""
+        """Evict up to `count` blocks, least recently used first, which have no user and are not expected to be used by
+        a later request."""
         for block in [block for block in self._idle if not self._known[block].continues][: max(0, count)]:
             self._evict(block)
 
     def evict_before(self, version: int) -> None:
-        """Evict all blocks from weights older than this version."""
+        """Remove all blocks from the prefix cache whose contents older weights than this version have produced."""
         for block in [block for block, prefix in self._known.items() if prefix.version < version]:
             self._evict(block)
 

@@ -1,8 +1,8 @@
 """The native generator: continuous batching in plain torch, in the rank's process.
 
-Live requests occupy consecutive slots; their keys and values are in blocks (blocks.py), which requests with a common
-prefix share. Admission writes the keys and values of all of a request's tokens but the last. The next decode iteration
-feeds that last token like any other, so all sampling happens in one place.
+Live requests occupy consecutive slots. Their keys and values are in blocks (blocks.py), which requests with a common
+prefix share. Admission prefills all of a request's tokens but the last. The next decode iteration feeds the last token
+like any other, so all sampling happens in one place.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from hpcrl.engines.hf_folder import read_safetensors
 from hpcrl.rollout.device_copies import to_device, to_host
 from hpcrl.rollout.types import FinishReason
 
-PREFILL_TOKENS = 4096  # in one forward
-PREFILL_READS = 16384  # tokens that the rows of one forward read, cached tokens included
-ADMISSION_SHARE = 32  # 1 / share of the slots must be free before requests are admitted, to prefill several at once
-LOOKAHEAD = 8  # tokens for which blocks are allocated at once, so reads of the cache are planned less often
+PREFILL_TOKENS = 4096  # maximum tokens computed in one forward pass, padding included
+PREFILL_READS = 16384  # maximum tokens that the rows of one forward pass attend to, cached tokens included
+ADMISSION_SHARE = 32  # requests are admitted once 1 / 32 of the slots is free, to prefill several at once
+LOOKAHEAD = 8  # number of tokens for which blocks are allocated at once, so cache reads are planned less often
 ALL_VERSIONS = sys.maxsize
 
 
 def make(config: Config, model_path: Path, tokenizer: Any, replica: ReplicaRanks) -> NativeEngine:
-    """The engine of one replica; its weights come from the trainer."""
+    """The engine of a replica, without weights, which the trainer sends."""
     section, rollout = config.generator.section(NativeConfig), config.rollout
     return NativeEngine(
         model_path,
@@ -74,23 +74,23 @@ class _UncachedTokens(NamedTuple):
 
 
 class NativeEngine:
-    """GenEngine for HF folders of the families in families.py. ValueError if the folder or the sizes are invalid.
+    """GenEngine for HF folders of the families in hpcrl.models.families.NATIVE. ValueError if the folder or the sizes
+    are invalid.
 
     Args:
-        tokenizer: needed for stop strings only.
-        max_num_seqs: requests decoded at once.
-        max_length: maximum tokens of prompt and response together.
-        float32_head: compute the vocabulary projection in float32.
-        block_tokens: tokens per block of the KV cache.
-        kv_cache_bytes: the KV cache's maximum memory, by default enough for max_num_seqs requests of full length. When
-            it is used up, requests wait or are preempted and later prefilled again.
-        prefix_staleness: a cached prefix serves later requests under weights at most this many versions newer.
-        deterministic: always decode max_num_seqs rows, reserve a request's full length at admission, and share the
-            prefill of requests that are admitted together, but no blocks; so a request's bits depend on no requests but
-            these.
-        routes: record the chosen experts in the column `routes` of outputs.
-        load: False leaves the weights to load_weights().
-        lora: load_weights() gets adapters; all other weights are read from the folder at its first call.
+        tokenizer: Only needed for stop strings.
+        max_num_seqs: Maximum number of requests decoded at once.
+        max_length: Maximum number of tokens in prompt and response together.
+        float32_head: Compute the vocabulary projection in float32.
+        block_tokens: Number of tokens in a block of the KV cache.
+        kv_cache_bytes: Maximum memory of the KV cache, by default enough for max_num_seqs requests of full length. When
+            it is full, requests wait, or are preempted and later prefilled again.
+        prefix_staleness: Later requests use a cached prefix if the weights are at most this many versions newer.
+        deterministic: Always decode max_num_seqs rows, reserve a request's full length at admission, and share no
+            blocks, only the prefill of requests that are admitted together. So a request's bits depend only on them.
+        routes: Record the chosen experts in the column `routes` of outputs.
+        lora: load_weights() gets adapters, and its first call reads all other weights from the folder.
+        load: Read the weights from the folder now. False leaves them to load_weights().
     """
 
     def __init__(
@@ -143,12 +143,12 @@ class NativeEngine:
         self._slots, self._output_buffer = Slots(max_num_seqs, longest), OutputBuffer(max_num_seqs, self._routes)
         self._blocks = Blocks(num_blocks, block_tokens)
         self._cache = KVCache(self._arch, num_blocks, block_tokens, dtype, self._device)
-        self._blocks_needed = 0  # blocks that must be available before the next admission
+        self._blocks_needed = 0  # number of blocks that must be available before the next admission
         self._weights: FusedWeights | None = None
         self._model: Transformer | None = None
-        self._plan: SamplingPlan | None = None  # None: the slots have changed
-        self._decoding: DecodeAttention | None = None  # None: the blocks of the slots have changed
-        self._planned_until = 0  # iteration
+        self._plan: SamplingPlan | None = None  # None after the slots have changed
+        self._decoding: DecodeAttention | None = None  # None after the slots' blocks have changed
+        self._planned_until = 0  # the iteration before which `_decoding` must be planned again
         self._stop_groups: list[tuple[tuple[str, ...], np.ndarray]] = []
         if load:
             self.load_weights(read_safetensors(Path(model_path)), version=0)
@@ -200,8 +200,8 @@ class NativeEngine:
 
     @torch.inference_mode()
     def load_weights(self, named: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """See GenEngine. A collection is checked before anything is changed. An iterator is consumed tensor by tensor;
-        if it fails, the engine has no weights (version -1)."""
+        """See GenEngine. A collection is checked before anything is changed. An iterator is consumed tensor by tensor.
+        If it fails, the engine has no weights (version -1)."""
         if version < 0:
             raise ValueError(f"weights version is {version}, 0 or more is needed")
         weights = self._weights or self._new_weights()
@@ -266,7 +266,7 @@ class NativeEngine:
             self._weights = None
 
     def wake(self) -> None:
-        """See GenEngine. Memory is allocated when needed."""
+        """See GenEngine. Memory is allocated when it is needed."""
 
     def close(self) -> None:
         """See GenEngine. Drops every request."""
@@ -274,7 +274,7 @@ class NativeEngine:
         self.sleep()
 
     def _admit(self) -> None:
-        """Move waiting requests into free slots, first come, first served, while blocks are available."""
+        """Move waiting requests into free slots, in order of arrival, while blocks are available."""
         free = self.max_num_seqs - self._slots.num_live
         if not self._waiting or free < min(len(self._waiting), max(1, self.max_num_seqs // ADMISSION_SHARE)):
             return
@@ -305,11 +305,8 @@ class NativeEngine:
     def _allocate(
         self, queued: WaitingRequest, prefill_batch: PrefillBatch, running: bool = False
     ) -> RequestBlocks | AllocationFailure:
-        """Allocate blocks for all tokens but the last.
-
-        For a new request, also keep one free block per running request so that admission does not preempt any; requests
-        that were already running are exempt.
-        """
+        """Allocate blocks for all tokens but the last. For a new request, one block per running request must stay free,
+        so admission does not preempt any; requests that were already running are exempt."""
         tokens, request, headroom = queued.tokens(), queued.request, 0
         if self._deterministic:
             length = len(request.prompt_ids) + request.params.max_new_tokens
@@ -330,7 +327,7 @@ class NativeEngine:
         self._compact()
         self._cache.copy(prefill_batch.copies)
         rows = sorted((row for row in added if len(row.tokens)), key=lambda row: -len(row.tokens))
-        # Longest first: neighbours of similar length waste little padding.
+        # Sorted by length, neighbouring rows need little padding.
         for queue in ([row for row in rows if not row.start], [row for row in rows if row.start]):
             while queue:
                 reads = max(row.start + len(row.tokens) for row in queue)
@@ -354,26 +351,26 @@ class NativeEngine:
         self._model.prefill(self._tensor(ids), self._tensor(positions), self._cache, adding)
 
     def _compact(self, trim: bool = False) -> None:
-        """Move all blocks in use to their indices in memory; trim: release unneeded memory."""
+        """Move all blocks in use to their places in memory; `trim` also releases unneeded memory."""
         slots, blocks, cache = self._slots, self._blocks, self._cache
         self._decoding = None
         counts = self._read_blocks()
         read = slots.blocks[: slots.num_live, : counts.max(initial=0)]
         ids = read[np.arange(read.shape[1]) < counts[:, None]]
         shared = np.unique(ids[blocks.users[ids] > 1])
-        # In a group, every block gets as many rows of the attention matmul as the block with the most readers.
+        # The attention matmul has as many rows for every block of a group as for the block with the most readers.
         doublings = np.ceil(np.log2(blocks.users[shared]))
         groups = [ids[blocks.users[ids] == 1], *(shared[doublings == d] for d in np.unique(doublings))]
         others = self._other_blocks(ids)
         if (lacking := sum(map(len, groups)) + len(others) - cache.capacity) > 0:
-            # Evict before the cache grows. The last blocks of prompts, which are not shared, stay for waiting group
-            # members.
+            # Evict before the cache grows, but keep the prompts' last blocks, which are not shared, for group members
+            # that wait.
             blocks.evict(min(lacking, len(blocks.evictable) - self.max_num_seqs))
             others = self._other_blocks(ids)
         (cache.trim if trim else cache.compact)(groups, others)
 
     def _other_blocks(self, read: np.ndarray) -> np.ndarray:
-        """int64 [n]: the blocks in memory to keep, except the blocks that are read."""
+        """int64 [n]: the blocks whose contents are kept, except the blocks in `read`."""
         kept = self._blocks.users > 0
         kept[self._blocks.evictable] = True
         kept[read] = False
@@ -388,7 +385,7 @@ class NativeEngine:
     def _plan_decoding(self) -> DecodeAttention:
         """Allocate blocks for the next tokens of every slot, and plan their reads."""
         slots, size = self._slots, self._blocks.block_tokens
-        if not self._deterministic:  # deterministic: reserved at admission
+        if not self._deterministic:  # otherwise, blocks are reserved at admission
             self._extend()
         self._compact()
         live = slots.num_live
@@ -400,7 +397,7 @@ class NativeEngine:
         return DecodeAttention.plan(self._cache, places, counts, self._arch)
 
     def _extend(self) -> None:
-        """Allocate blocks for the next tokens; if too few are free even for the next token, preempt requests."""
+        """Allocate blocks for the next tokens. If too few are free even for one token, preempt requests."""
         slots, size = self._slots, self._blocks.block_tokens
         while True:
             live = slots.num_live
@@ -415,7 +412,7 @@ class NativeEngine:
             self._preempt(int(slots.order[:live].argmax()))
 
     def _preempt(self, slot: int) -> None:
-        """Make a request wait again, before all others; it later continues from its tokens."""
+        """Make a request wait again, before all others. It later continues after its last token."""
         request, columns = self._slots.requests[slot], self._output_buffer.content(self._slots.spans[slot])
         self._waiting = {request.id: WaitingRequest(request, columns)} | self._waiting
         self._blocks_needed = 0
@@ -431,7 +428,7 @@ class NativeEngine:
         live = slots.num_live
         rows = self.max_num_seqs if self._deterministic else live
         plan = self._plan or self._replan(rows)
-        # Old values of free slots must not point past the read range.
+        # Old values of free slots must not point past the range that is read.
         slots.positions[live:rows] = 0
         self._model.routes = None if self._routes is None else []
         tokens, positions = self._tensor(slots.tokens[:rows]), self._tensor(slots.positions[:rows])
@@ -449,7 +446,7 @@ class NativeEngine:
         return self._collect(ids[:live], iteration)
 
     def _recorded(self, routes: list[torch.Tensor] | None) -> list[torch.Tensor]:
-        """The choices of all layers as a column of the output buffer, if they are recorded."""
+        """The chosen experts of all layers as a column for the output buffer, if they are recorded."""
         if routes is None or self._routes is None:
             return []
         chosen = torch.cat(routes, dim=1).to(getattr(torch, self._routes.travels_as))
@@ -473,7 +470,7 @@ class NativeEngine:
         return _output(self._slots.requests[slot], self._output_buffer.content(self._slots.spans[slot]), reason)
 
     def _insert_blocks(self, slots: Sequence[int]) -> None:
-        """Insert these slots' blocks with all of their tokens into the prefix cache, unless their weights are too
+        """Insert these slots' blocks, with all of their tokens, into the prefix cache, except if their weights are too
         old."""
         for slot in slots if not self._deterministic else ():
             version, request = int(self._slots.kv_version[slot]), self._slots.requests[slot]
@@ -484,7 +481,7 @@ class NativeEngine:
             self._blocks.insert(cached, self._slots.blocks_of(slot), version, request.continues)
 
     def _free_slots(self, done: Sequence[int]) -> None:
-        """Free these slots; the last live requests move into the gaps."""
+        """Free these slots, and move the last live requests into them."""
         if not done:
             return
         for slot in done:
@@ -493,7 +490,7 @@ class NativeEngine:
         self._plan = self._decoding = None
 
     def _replan(self, rows: int) -> SamplingPlan:
-        """Compute values that are constant until a slot gets another request."""
+        """Make the sampling plan, which is constant until a slot gets another request."""
         groups: dict[tuple[str, ...], list[int]] = {}
         for slot, request in enumerate(self._slots.requests):
             if request.params.stop:
@@ -507,7 +504,7 @@ class NativeEngine:
 
 
 def _output(request: Request, columns: Mapping[str, np.ndarray], reason: FinishReason) -> Output:
-    """columns: as in OutputBuffer.content."""
+    """A finished request. `columns` are as in OutputBuffer.content."""
     behaviour = columns["gen_logprobs_behaviour"] if request.params.truncates else None
     return Output(
         id=request.id,

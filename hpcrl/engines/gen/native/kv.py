@@ -1,4 +1,4 @@
-"""The KV cache's memory: one tensor per layer, and each block's index in it."""
+"""The KV cache's memory: one tensor per layer, and each block's place in it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ def block_bytes(architecture: Architecture, block_tokens: int, dtype: torch.dtyp
 
 
 class KVCache:
-    """Keys and values of blocks: one tensor [2 (k, v), places, kv_heads, block_tokens, head_dim] per layer.
+    """Keys and values of blocks: one tensor [2 (k, v), places, kv_heads, block_tokens, head_dim] per layer. A block's
+    place is its index in these tensors.
 
-    `compact` puts blocks with a similar number of readers next to each other, so attention reads each range of places
-    (`ranges`) with one batched product and without a copy. All places hold finite numbers, so masking suffices for
-    numbers that are not part of a request.
+    compact() puts blocks with a similar number of readers next to each other, so attention reads each range of places
+    (`ranges`) with one batched product and without a copy. All places hold finite numbers, so numbers that do not
+    belong to a request can be masked.
     """
 
     def __init__(
@@ -38,18 +39,18 @@ class KVCache:
 
     def clear(self) -> None:
         """Free the memory."""
-        self.places = np.full(self.max_blocks, NO_INDEX)  # of each block, its index in the tensors; int64
+        self.places = np.full(self.max_blocks, NO_INDEX)  # int64 [blocks]: each block's place
         self.ranges: list[tuple[int, int]] = []  # (first place, end) of each group of blocks
         self.capacity = 0
         self._most = 0  # maximum number of blocks held at once since the last trim
         self.layers = [layer[:, :0].clone() for layer in self.layers]
 
     def compact(self, groups: Sequence[np.ndarray], others: np.ndarray, capacity: int | None = None) -> None:
-        """Place all blocks in use, int64 [n] each: the first group, which changes most, at the first places, the
-        further groups at the last, others between.
+        """Move all blocks in use (int64 [n] each) to new places, and lose the contents of all other blocks.
 
-        Contents of these blocks are moved; all other contents are lost. If they do not fit, memory grows by at least a
-        quarter, which keeps full copies rare; or to `capacity` blocks.
+        The first group, which changes most, gets the first places; the further groups get the last places; the others
+        are between them. If the blocks do not fit, memory grows to `capacity` blocks or, by default, by at least a
+        quarter, since growing copies everything.
         """
         blocks = np.concatenate((*groups, others))
         old, self._most = self.places, max(self._most, len(blocks))
@@ -66,7 +67,7 @@ class KVCache:
         self.capacity = capacity
 
     def _place(self, group: np.ndarray, old: np.ndarray, first: int, end: int) -> None:
-        """Assign places in this range to blocks; a block that has one there keeps it."""
+        """Assign places in this range to blocks. A block that already has a place in the range keeps it."""
         at = old[group]
         stays = (at >= first) & (at < end)
         self.places[group[stays]] = at[stays]
@@ -87,25 +88,24 @@ class KVCache:
             layer[:, target] = layer[:, source]
 
     def _resize(self, sources: np.ndarray, targets: np.ndarray, capacity: int) -> None:
-        """Move blocks into tensors of another size, layer by layer: at most one layer exists in both sizes at a
-        time."""
-        source_of = np.zeros(capacity, dtype=np.int64)  # places without a block get any old numbers, which are finite
+        """Move blocks into tensors of another size, layer by layer, so at most one layer exists in both sizes."""
+        source_of = np.zeros(capacity, dtype=np.int64)  # places without a block get some old numbers, which are finite
         source_of[targets] = sources
         index = to_device(torch.from_numpy(source_of), self._device)
         for i, layer in enumerate(self.layers):
             self.layers[i] = layer.new_zeros(2, capacity, *self._shape)
-            if len(sources):  # straight into the new tensor: indexing would copy the old one
+            if len(sources):  # write directly into the new tensor, since indexing would make another copy
                 torch.index_select(layer, 1, index, out=self.layers[i])
 
     def trim(self, groups: Sequence[np.ndarray], others: np.ndarray) -> None:
-        """`compact`, in at most the memory that was needed at once since the last trim."""
+        """compact(), and reduce memory to what was needed at once since the last trim."""
         now = sum(map(len, groups)) + len(others)
         self.compact(groups, others, max(now, min(self.capacity, self._most)))
         self._most = now
 
     def write(self, layer: int, places: Tensor, slots: Tensor, kv: Tensor) -> None:
-        """Store the keys and values of T tokens, each at a place and a position in the block; kv: [T, 2, kv_heads,
-        head_dim]."""
+        """Store `kv` [T, 2, kv_heads, head_dim], the keys and values of T tokens: each at its block's place and at its
+        slot, the position in the block."""
         self.layers[layer][:, places, :, slots] = kv
 
     def copy(self, blocks: Sequence[tuple[int, int]]) -> None:

@@ -12,7 +12,7 @@ from hpcrl.spec.problems import Problem
 
 
 def cache(config: Config, shape: ModelShape) -> tuple[int, None]:
-    """Bytes of the full cache, and of the copy of one layer while it grows."""
+    """Bytes of the full cache, with the second copy of one layer that exists while the cache grows."""
     one = _block_bytes(config, shape)
     num_blocks, budget = config.generator.max_num_seqs * _longest(config), _budget(config)
     if budget is not None:
@@ -21,7 +21,7 @@ def cache(config: Config, shape: ModelShape) -> tuple[int, None]:
 
 
 def check(config: Config, shape: ModelShape) -> Iterator[Problem]:
-    """Report a budget that does not hold one response of full length."""
+    """Report a KV cache that is too small for one response of full length."""
     return too_small_cache(config, "native", _budget(config), _longest(config) * _block_bytes(config, shape))
 
 

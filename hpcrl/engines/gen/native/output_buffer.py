@@ -1,6 +1,6 @@
 """Tokens and log-probs of all iterations: one row per decode iteration, one column per slot.
 
-A request reads its part when it ends, so the decode loop does no work per request.
+A request's part is read when the request ends, so the decode loop does no work per request.
 """
 
 from __future__ import annotations
@@ -19,14 +19,11 @@ class OutputSpan:
 
     start: int
     segments: list[tuple[int, int]]  # (slot, first iteration in this slot)
-    output_so_far: Mapping[
-        str, np.ndarray
-    ]  # columns of its tokens from before it was preempted, as from OutputBuffer.content
+    output_so_far: Mapping[str, np.ndarray]  # OutputBuffer.content() from before it was preempted
 
 
 class OutputBuffer:
-    """Rows of token ids, log-probs, behaviour log-probs, weight versions and optionally routes, from iteration `_base`
-    on."""
+    """Token ids, log-probs, behaviour log-probs, weight versions and optionally routes, from iteration `_base` on."""
 
     def __init__(self, num_slots: int, routes: Field | None = None):
         self._base = 0  # iteration of the first row
@@ -50,7 +47,7 @@ class OutputBuffer:
     def write(
         self, version: int, ids: np.ndarray, logprobs: np.ndarray, behaviour: np.ndarray, *routes: np.ndarray
     ) -> None:
-        """Add one iteration; arrays are [R] for the first R slots, routes [R, width] if they are recorded."""
+        """Add one iteration. Arrays are [R], for the first R slots; routes are [R, width], if they are recorded."""
         row = self.end - self._base
         if row == len(self._versions):
             self._columns = {name: np.concatenate((c, np.zeros_like(c))) for name, c in self._columns.items()}
@@ -65,7 +62,7 @@ class OutputBuffer:
         return len(span.output_so_far["token_ids"]) + self.end - span.start
 
     def read(self, span: OutputSpan, name: str, last: int | None = None) -> np.ndarray:
-        """The request's values of one column, all or the `last` ones, as a separate array."""
+        """A copy of the request's values in one column: all, or the `last` ones."""
         column, start, before = self._columns[name], span.start, span.output_so_far[name]
         if last is not None:
             start = max(start, self.end - last)
@@ -81,7 +78,7 @@ class OutputBuffer:
         return columns | {"versions": np.concatenate([span.output_so_far["versions"], versions])}
 
     def forget(self, before: int) -> None:
-        """Drop the iterations before this one, once they make up most of the buffer."""
+        """Drop the iterations before this one, once they occupy most of the buffer."""
         drop, used = before - self._base, self.end - self._base
         if drop * 2 < len(self._versions):
             return

@@ -1,9 +1,9 @@
 """Attention over a KV cache in blocks: prefill of new tokens, and decoding of one token per request.
 
-The queries of all requests that use a block are rows of one matrix. So keys and values are neither copied nor repeated,
-neither for q heads that share a kv head nor for requests that share a prefix. Scores are computed block by block, then
-put in each request's token order. Its softmax is then an ordinary one, and a layer's mask (its window, for example)
-depends on positions only.
+The queries of all requests that use a block are rows of one matrix. So keys and values are not copied or repeated, for
+q heads that share a kv head or for requests that share a prefix. Scores are computed block by block, then put in each
+request's token order. So the softmax is an ordinary one, and a layer's mask, such as a window, depends only on
+positions.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from hpcrl.rollout.device_copies import to_device
 
 @dataclass(frozen=True)
 class DecodeAttention:
-    """How R rows, one query each, read the cache. A unit is one kv head of one pair (row, block that the row reads).
-    Units are in the order in which the products over blocks compute them.
+    """How R rows, with one query each, read the cache. A unit is one kv head for one row and one block that this row
+    reads. Units are in the order in which the products over blocks compute them.
 
     Args:
         places: int64 [R, B], the places of each row's blocks in token order.
-        products: ranges of places, and the ranges of their units' q heads.
+        products: Ranges of places, and for each the range of its units' q heads.
         queries: int64 [units], the row and kv head of each unit.
-        in_order: int64 [R * heads * B], the unit and q head of each stretch of the rows' scores.
-        by_unit: the inverse of in_order, int64 [units * q heads per kv head].
-        bags: the units of each row and kv head.
-        offsets: int64 [R * kv_heads], where each row and kv head begins in bags.
+        in_order: int64 [R * heads * B], the unit and q head for each row, head and block, in the order of scores.
+        by_unit: int64 [units * q heads per kv head], the inverse of in_order.
+        bags: int64, the units of each row and kv head, concatenated.
+        offsets: int64 [R * kv_heads], the start of each row and kv head in `bags`.
     """
 
     places: Tensor
@@ -47,12 +47,12 @@ class DecodeAttention:
 
     @classmethod
     def plan(cls, cache: KVCache, places: np.ndarray, counts: np.ndarray, arch: Architecture) -> DecodeAttention:
-        """Row r reads its first counts[r] >= 0 blocks at places[r]; int64 [R, B] and [R]."""
+        """The plan if row r reads counts[r] >= 0 blocks, at the first of places[r]; int64 [R, B] and [R]."""
         heads, group = arch.num_kv_heads, arch.num_heads // arch.num_kv_heads
         rows, width = places.shape
         row, index = np.nonzero(np.arange(width) < counts[:, None])
         place = places[row, index]
-        # The readers of a shared block are numbered.
+        # Number the readers of each block.
         order = place.argsort(kind="stable")
         reader = np.empty_like(place)
         reader[order] = np.arange(len(place)) - np.searchsorted(place[order], place[order])
@@ -72,8 +72,8 @@ class DecodeAttention:
         row_head = row[:, None] * heads + head
         stretch = (row_head[:, :, None] * group + part) * width + index[:, None, None]
         unit_head = unit[:, :, None] * group + part
-        # Unassigned entries (a block with fewer readers than others, a row with fewer blocks) point to arbitrary
-        # numbers.
+        # Where a block has fewer readers than others, or a row fewer blocks, entries stay 0, and results are masked or
+        # not used.
         queries = np.zeros(num_units, dtype=np.int64)
         queries[unit] = row_head
         in_order = np.zeros(rows * heads * group * width, dtype=np.int64)
@@ -95,7 +95,8 @@ class DecodeAttention:
         return torch.zeros(unseen.shape, dtype=dtype, device=unseen.device).masked_fill_(unseen, -math.inf)[:, None]
 
     def attend(self, q: Tensor, kv: Tensor, mask: Tensor, arch: Architecture) -> Tensor:
-        """[R, heads * head_dim]. q: [R, heads, head_dim]; kv: a layer of the cache; mask: [R, 1, L], added."""
+        """The attention of `q` [R, heads, head_dim], as [R, heads * head_dim]. `kv` is a layer of the cache; `mask`
+        [R, 1, L] is added to the scores."""
         (rows, heads, size), (k, v) = q.shape, kv
         num_kv_heads, block = k.shape[1:3]
         group = heads // num_kv_heads
@@ -111,8 +112,8 @@ class DecodeAttention:
         return sums.view(rows, -1).to(q.dtype)
 
     def _products(self, left: Tensor, right: Tensor) -> Tensor:
-        """[units * q heads, Y]: each row of `left` [units * q heads, X] times its block in `right` [places, kv_heads,
-        X, Y]."""
+        """[units * q heads, Y]: each row of `left` [units * q heads, X] times the matrix of its block and kv head in
+        `right` [places, kv_heads, X, Y]."""
         x, y = right.shape[2:]
         products = left.new_empty(left.shape[0], y)
         for places, rows in self.products:
@@ -129,8 +130,8 @@ class PrefillAttention:
     Args:
         places: int64 [T], the place of each token's block.
         slots: int64 [T], each token's position in its block.
-        padded: int64 [T], the tokens' indices in N rows of equal length; None if the tokens already have this shape.
-        shape: (N, length of these rows).
+        padded: int64 [T], the tokens' indices in N rows of equal length; None if all rows already have this length.
+        shape: N and the length of these rows.
         past: int64 [N, B], the places of the rows' cached blocks; None if nothing is cached.
         starts: int64 [N], the number of cached tokens per row.
     """
@@ -144,7 +145,8 @@ class PrefillAttention:
 
     @classmethod
     def plan(cls, cache: KVCache, places: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> PrefillAttention:
-        """Row n has starts[n] tokens in its blocks at places[n], and gets new tokens up to ends[n]; int64 [N(, B)]."""
+        """The plan if row n, with blocks at places[n], has starts[n] cached tokens and gets new tokens up to ends[n].
+        `places` is int64 [N, B], `starts` and `ends` are int64 [N]."""
         block, device, lengths = cache.block_tokens, cache.layers[0].device, ends - starts
         longest, most = int(lengths.max()), int(starts.max())
         row, column = np.nonzero(np.arange(longest) < lengths[:, None])
@@ -156,15 +158,15 @@ class PrefillAttention:
         return cls(at, slots, None if full else padded, (len(lengths), longest), known if most else None, begin)
 
     def attend(self, heads: Tensor, kv: Tensor, arch: Architecture, window: int | None) -> Tensor:
-        """[T, heads * head_dim]. heads: [T, heads + 2 kv_heads, head_dim], of the new tokens; kv: a layer of the cache;
-        window: as in Architecture.windows."""
+        """The attention of the new tokens, as [T, heads * head_dim]. `heads` is [T, heads + 2 kv_heads, head_dim], `kv`
+        a layer of the cache, and `window` as in Architecture.windows."""
         split, size = (arch.num_heads, arch.num_kv_heads, arch.num_kv_heads), heads.shape[-1]
         if self.padded is not None:
             count = self.shape[0] * self.shape[1]
             heads = heads.new_zeros(count, *heads.shape[1:]).index_copy_(0, self.padded, heads)
         q, k, v = heads.view(*self.shape, -1, size).transpose(1, 2).split(split, 1)
         scale, softcap = arch.attention_scale, arch.attention_softcap
-        if self.past is None:  # padding is on the right: no row sees its padding
+        if self.past is None:  # padding is on the right, so no token attends to it
             out = causal_attention(q, k, v, scale=scale, window=window, softcap=softcap)
         else:
             k, v = torch.cat((kv[:, self.past].transpose(2, 3).flatten(3, 4), torch.stack((k, v))), dim=3)
@@ -179,8 +181,8 @@ class PrefillAttention:
         return out if self.padded is None else out[self.padded]
 
     def _visible(self, first: int, count: int, num_keys: int, window: int | None) -> Tensor:
-        """bool [N, 1, count, num_keys]: which keys, cached ones before new ones, each new token from `first` on attends
-        to."""
+        """bool [N, 1, count, num_keys]: which keys `count` new tokens from `first` on attend to. Cached keys come
+        before new keys."""
         key = torch.arange(num_keys, device=self.starts.device)
         new = num_keys - self.shape[1]  # where the new keys begin
         query = new + torch.arange(first, first + count, device=self.starts.device)[:, None]

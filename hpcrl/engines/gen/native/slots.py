@@ -1,4 +1,4 @@
-"""The live requests, compacted to slots 0..live-1, with one numpy column per value that the decode loop needs."""
+"""The live requests in slots 0 to num_live - 1, with one numpy column per value that the decode loop needs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,8 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True, slots=True)
 class WaitingRequest:
-    """A request that waits for a slot.
-
-    Args:
-        before: its tokens so far, as in OutputBuffer.content, if it was preempted.
-    """
+    """A request that waits for a slot. If it was preempted, `output_so_far` has its tokens, as OutputBuffer.content()
+    returns them."""
 
     request: Request
     output_so_far: Mapping[str, np.ndarray]
@@ -32,7 +29,7 @@ class WaitingRequest:
 
 
 class Slots:
-    """Columns over slots; entries of free slots hold harmless old values."""
+    """Columns with one entry per slot; free slots have harmless old values."""
 
     def __init__(self, num_slots: int, max_blocks: int):
         self.num_live = self._num_added = 0
@@ -42,9 +39,9 @@ class Slots:
         self.blocks = np.zeros((num_slots, max_blocks), dtype=np.int64)  # ids, in the order of the tokens
         self.num_blocks = np.zeros(num_slots, dtype=np.int64)
         self.kv_version = np.zeros(num_slots, dtype=np.int64)  # the oldest weights that produced its keys and values
-        self.order = np.zeros(num_slots, dtype=np.int64)  # of admission
-        self.tokens = np.zeros(num_slots, dtype=np.int64)  # next token to feed
-        self.positions = np.zeros(num_slots, dtype=np.int64)  # its position
+        self.order = np.zeros(num_slots, dtype=np.int64)  # the order of admission
+        self.tokens = np.zeros(num_slots, dtype=np.int64)  # the next token to feed
+        self.positions = np.zeros(num_slots, dtype=np.int64)  # the position of this token
         self.last_iteration = np.zeros(num_slots, dtype=np.int64)  # iteration of the last allowed token
         self.stop_ids = np.full((num_slots, 1), NO_TOKEN, dtype=np.int64)
         self.origins = np.zeros(num_slots, dtype=np.uint64)
@@ -57,7 +54,7 @@ class Slots:
         return [value for value in vars(self).values() if isinstance(value, np.ndarray)]
 
     def add(self, queued: WaitingRequest, stop_ids: tuple[int, ...], iteration: int) -> int:
-        """Assign the next slot to a request whose next token comes at `iteration`; returns the slot."""
+        """Assign the next slot to a request whose next token is drawn at `iteration`; returns the slot."""
         slot, request, params = self.num_live, queued.request, queued.request.params
         self.num_live += 1
         self._num_added += 1
@@ -81,7 +78,7 @@ class Slots:
         return slot
 
     def set_blocks(self, slot: int, blocks: Sequence[int]) -> None:
-        """Set the slot's blocks to exactly these."""
+        """Set the ids of the slot's blocks."""
         self.num_blocks[slot] = len(blocks)
         self.blocks[slot, : len(blocks)] = blocks
 
@@ -90,7 +87,7 @@ class Slots:
         return self.blocks[slot, : self.num_blocks[slot]].tolist()
 
     def remove(self, slots: Sequence[int], iteration: int) -> None:
-        """Free these slots and move the last live requests into the gaps from `iteration` on."""
+        """Free these slots. From `iteration` on, the last live requests are in the slots that became free."""
         left = self.num_live - len(slots)
         gone = set(slots)
         targets = [slot for slot in sorted(gone) if slot < left]

@@ -18,15 +18,15 @@ class Transformer:
     """Forward passes over `weights` that read and write a KVCache."""
 
     def __init__(self, architecture: Architecture, weights: FusedWeights, rotations: Sequence[Tensor]):
-        """rotations: from Architecture.rotations, for the maximum sequence length."""
+        """`rotations` come from Architecture.rotations(), for the maximum sequence length."""
         self._arch, self._weights, self._rotations = architecture, weights, rotations
         positions = len(rotations[0])
         self._windows = [None if w is None or w >= positions else w for w in architecture.windows]
         self._gate = _gelu_gated if architecture.decoder.gemma else _silu_gated
-        self.routes: list[Tensor] | None = None  # if set, receives the chosen experts [T, k] of each layer with experts
+        self.routes: list[Tensor] | None = None  # if a list, each layer with experts appends its choices [T, k]
 
     def prefill(self, ids: Tensor, positions: Tensor, cache: KVCache, adding: PrefillAttention) -> None:
-        """Write the keys and values of T tokens of several rows into the cache. ids, positions: int64 [T]."""
+        """Write the keys and values of T tokens, from several rows, into the cache. ids and positions are int64 [T]."""
         a = self._arch
         rotations = [r[positions][:, None] for r in self._rotations]
         x = self._embedded(ids)
@@ -39,8 +39,8 @@ class Transformer:
     def decode(
         self, ids: Tensor, positions: Tensor, num_live: int, cache: KVCache, decoding: DecodeAttention
     ) -> Tensor:
-        """Logits float32 [R, vocab] after feeding token ids[i] at positions[i] of row i; keys and values are stored for
-        the first num_live rows; int64 [R]."""
+        """Logits float32 [R, vocab] after token ids[i] at positions[i] of row i (int64 [R] each). Keys and values are
+        stored only for the first num_live rows."""
         a = self._arch
         rotations = [r[positions][:, None] for r in self._rotations]
         x = self._embedded(ids)
@@ -59,7 +59,7 @@ class Transformer:
         x = self._weights.embedding[ids]
         if self._arch.embedding_scale == 1.0:
             return x
-        return x.mul_(torch.tensor(self._arch.embedding_scale, dtype=x.dtype).item())  # a number of the model's dtype
+        return x.mul_(torch.tensor(self._arch.embedding_scale, dtype=x.dtype).item())  # rounded to the model's dtype
 
     def _logits(self, x: Tensor) -> Tensor:
         logits, cap = self._weights.logits(self._norm(x, self._weights.norm)), self._arch.logit_softcap
@@ -79,7 +79,7 @@ class Transformer:
         qk = heads[:, : a.num_qk_heads]
         if layer.qk_norm is not None:
             qk.copy_(self._norm(qk.to(layer.qk_norm.dtype), None).mul_(layer.qk_norm))
-        if self._weights.shared:  # the two dimensions of a pair are half of the rotated dimensions apart
+        if self._weights.shared:  # not interleaved: pairs consist of a dimension of each half
             halves = qk[..., : a.num_rotated].unflatten(-1, (2, -1)).transpose(-1, -2)
             turned = torch.view_as_complex(halves.float().contiguous()).mul(rotations[..., : a.num_rotated // 2])
             halves.copy_(torch.view_as_real(turned))
@@ -91,7 +91,7 @@ class Transformer:
         return heads
 
     def _block(self, layer: Layer, x: Tensor, attended: Tensor) -> Tensor:
-        """The rest of a block after attention; x [T, H] is overwritten."""
+        """The part of a block after attention; x [T, H] is overwritten."""
         if layer.attention_post_norm is None:
             _adapt(x.addmm_(attended, layer.out), attended, layer.adapters["out"])
             if layer.out_bias is not None:
@@ -108,8 +108,7 @@ class Transformer:
         return x.add_(self._norm(_adapt(inner @ layer.mlp.down, inner, layer.adapters["down"]), layer.mlp_post_norm))
 
     def _mixture(self, experts: Experts, x: Tensor) -> Tensor:
-        """Weighted sum [T, H] of each token's chosen experts. The choices stay on the device, so the host does not wait
-        for it."""
+        """Weighted sum [T, H] of the outputs of each token's chosen experts. The host does not wait for the choices."""
         top, router = self._arch.experts_per_token, experts.router
         shares, chosen = (x @ router).softmax(-1, dtype=torch.float32).topk(top)
         if self.routes is not None:
@@ -126,7 +125,7 @@ class Transformer:
 
 
 def _adapt(product: Tensor, x: Tensor, adapters: Sequence[LowRank]) -> Tensor:
-    """Add the adapters' product with x in place to the product of x with a matrix; returns it."""
+    """Add the adapters' product with x in place to `product`, which is x times a matrix; returns `product`."""
     for adapter in adapters:
         product[:, adapter.columns].addmm_(x @ adapter.first.t(), adapter.second.t(), alpha=adapter.scale)
     return product

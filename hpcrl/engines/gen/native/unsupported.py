@@ -1,4 +1,4 @@
-"""Features that config.json may have in families of the native generator, but which it does not support."""
+"""Features of config.json that families of the native generator may use but the native generator does not support."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from hpcrl.models.families import family_of
 from hpcrl.models.rope import rope_type, ropes
 
 FIXED_ROPE = ("linear", "llama3", "yarn", "longrope")
-"""Kinds of rotary embedding (rope_type), in addition to the default, whose angles do not depend on the sequence length;
-longrope up to the model's original length."""
+"""Kinds of rotary embedding (rope_type), in addition to the default, whose frequencies do not depend on the sequence
+length; for longrope, only up to the model's original length."""
 
 
 def unsupported(model: Mapping[str, Any], longest: int = 0) -> Iterator[str]:
-    """The features that the engine would compute wrongly. longest: tokens of the longest sequence, if known."""
+    """The features that the engine would compute wrongly. `longest` is the maximum sequence length, 0 if not known."""
     decoder = family_of(model["model_type"]).decoder
     assert decoder is not None
     sections = ropes(model)

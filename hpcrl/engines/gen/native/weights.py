@@ -1,11 +1,11 @@
-"""The native generator's weights: HF tensors copied straight into fused matrices.
+"""The native generator's weights: HF tensors are copied directly into fused matrices.
 
-Every HF name has a destination, a view of a fused matrix: a weight update is one copy per tensor and needs no second
-set of weights. Matrices are stored [in, out], which is faster for a few rows on CPU. The rotated dimensions of q and k
-heads are interleaved, which makes the rotary embedding one complex multiplication; attention scores do not change, as q
-and k share the permutation.
+Every HF name has a destination, which is a view of a fused matrix. So a weight update is one copy per tensor and needs
+no second set of weights. Matrices are stored [in, out], which is faster for a few rows on a CPU. The rotated dimensions
+of q and k heads are interleaved, so the rotary embedding is one complex multiplication. Attention scores do not change,
+because q and k have the same permutation.
 
-If weights are shared with a trainer, matrices are stored [out, in] and no heads are interleaved, so (almost) every
+If weights are shared with a trainer, matrices are stored [out, in] and heads are not interleaved, so almost every
 destination is a contiguous tensor in the trainer's own layout.
 """
 
@@ -44,7 +44,7 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """An adapter for some columns of a product: adds scale * x @ first.t() @ second.t() to them."""
+    """An adapter for some columns of a matrix product, to which it adds scale * x @ first.t() @ second.t()."""
 
     columns: slice
     first: Tensor  # [rank, in]
@@ -71,20 +71,20 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    view: Tensor  # destination of the tensor; broadcasts from `shape`
+    view: Tensor  # the destination; a tensor of `shape` is broadcast to it
     shape: tuple[int, ...]
     rotary_heads: int = 0  # number of first heads with interleaved rotated dimensions
-    parts: tuple[str, ...] = ()  # the required names that this tensor covers; empty: its own name
+    parts: tuple[str, ...] = ()  # the required names that this tensor provides; if empty, its own name
     add: float = 0.0
 
 
 class FusedWeights:
-    """Fused weights and their loading under HF names. Uninitialised until `load` succeeds.
+    """Fused weights, which are loaded under HF names. Uninitialised until load() succeeds.
 
     Args:
-        float32_head: the vocabulary projection sums products of `dtype` numbers in float32 and returns float32.
-        shared: use a layout whose parts can be a trainer's parameters.
-        lora: `load` gets adapters; all other weights come from `base`.
+        float32_head: The vocabulary projection sums products of `dtype` numbers in float32 and returns float32.
+        shared: Use a layout whose parts can be a trainer's parameters.
+        lora: load() gets adapters, and all other weights come from `base`.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class FusedWeights:
         self.head = self.embedding if architecture.tied else self._empty(*vocab)
         # A trainer may send a tied matrix under either name, or under both.
         self._target("lm_head.weight", self.head, parts=("model.embed_tokens.weight",) if architecture.tied else ())
-        # Only CUDA multiplies bfloat16 with a float32 result. Elsewhere a float32 copy avoids a conversion per token.
+        # Only CUDA multiplies bfloat16 with a float32 result. Elsewhere, a float32 copy avoids a conversion per token.
         copied = self._float32_head and device.type != "cuda"
         self._converted_head = torch.empty(vocab, device=device) if copied else None
         self.norm = self._norm("model.norm.weight")
@@ -120,7 +120,7 @@ class FusedWeights:
             self._copy(base, parts - self._required)
 
     def parameters(self) -> dict[str, Tensor]:
-        """Destinations that hold exactly one HF name's tensor, in its layout."""
+        """By HF name, the destinations that hold exactly this name's tensor in its HF layout."""
         exact = ((name, target) for name, target in self._targets.items() if not target.rotary_heads and not target.add)
         return {
             name: target.view
@@ -129,8 +129,8 @@ class FusedWeights:
         }
 
     def check(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """ValueError on an unknown or missing name or a wrong shape. Only a collection is checked here; an iterator
-        is checked by `load`, since its tensors may not outlive the iteration."""
+        """ValueError on an unknown or missing name or a wrong shape. An iterator is not checked here but in load(),
+        since its tensors may not outlive the iteration."""
         if isinstance(named, Collection):
             _require(self._required, {part for name, tensor in named for part in self._accept(name, tensor)[1]})
 
@@ -143,7 +143,7 @@ class FusedWeights:
         for name, tensor in named:
             target, parts = self._accept(name, tensor)
             loaded.update(parts)
-            if target is None or tensor.is_set_to(target.view):  # a trainer's parameter
+            if target is None or tensor.is_set_to(target.view):  # already in place, as a trainer's parameter
                 continue
             if target.rotary_heads:
                 heads = tensor.to(self._device).unflatten(0, (-1, self._arch.head_dim))
@@ -165,15 +165,15 @@ class FusedWeights:
         return F.linear(hidden, self.head).float()
 
     def loaded(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """The tensors as they were loaded under these names, from the fused matrices. Tensors that are stored as a sum
-        with a constant are left out, as the sum does not give their bits back."""
+        """The tensors that were loaded under these names, read back from the fused matrices. Tensors that are stored as
+        a sum with a constant are left out, since the sum does not preserve their bits."""
         inverse = self._interleaved.argsort()
         for name in names:
             target = self._targets.get(name)
             if target is None or target.add:
                 continue
             tensor = target.view
-            if tensor.shape != target.shape:  # copies for each head; return a differing one if there is one
+            if tensor.shape != target.shape:  # one copy per head; if a copy differs from the first, return it
                 tensor = tensor[(tensor != tensor[0]).any(dim=-1).long().argmax()]
             if target.rotary_heads:
                 heads = tensor.unflatten(0, (-1, self._arch.head_dim))
@@ -182,8 +182,8 @@ class FusedWeights:
             yield name, tensor
 
     def _accept(self, name: str, tensor: Tensor) -> tuple[_Target | None, tuple[str, ...]]:
-        """The destination of the tensor and the required names that it covers."""
-        if name.endswith("rotary_emb.inv_freq"):  # in old Llama checkpoints; derived from the config
+        """The destination of the tensor and the required names that it provides."""
+        if name.endswith("rotary_emb.inv_freq"):  # in old Llama checkpoints; here it is derived from the config
             return None, ()
         target = self._targets.get(name)
         if target is None:
@@ -215,8 +215,8 @@ class FusedWeights:
     def _linear(
         self, name: str, matrix: Tensor, columns: slice = ALL, rotary_heads: int = 0, *, adapters: list[LowRank]
     ) -> None:
-        """Add the target `name`.weight, which is these columns of a matrix [in, out], and the targets of its adapter,
-        if it has one."""
+        """Add the target `name`.weight, which is some columns of a matrix [in, out], and the targets of its adapter if
+        it has one."""
         part = matrix[:, columns].t()
         self._target(f"{name}.weight", part, rotary_heads=rotary_heads)
         if self._lora is None or not matches(name, self._lora.target_modules):
@@ -230,7 +230,7 @@ class FusedWeights:
         adapters.append(found)
 
     def _norm(self, name: str, *shape: int) -> Tensor:
-        """[H] or `shape`: the factors of a norm; in Gemma's families weight + 1 in float32."""
+        """[H] or `shape`: the factors of a norm, which in Gemma's families are weight + 1 in float32."""
         plain = not self._arch.decoder.gemma
         weight = torch.empty(
             shape or (self._arch.hidden_size,), dtype=self._dtype if plain else torch.float32, device=self._device
@@ -292,7 +292,7 @@ class FusedWeights:
         return mlp
 
     def _experts(self, prefix: str) -> Experts:
-        """Targets of both layouts: fused over experts (transformers in memory) and one tensor per expert (on disk)."""
+        """Add targets for both layouts: one tensor for all experts (transformers in memory), one per expert (files)."""
         hidden, size, count = self._arch.hidden_size, self._arch.expert_size, self._arch.num_experts
         mlp = Experts(
             router=self._matrix(hidden, count),

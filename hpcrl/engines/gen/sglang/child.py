@@ -1,8 +1,8 @@
 """Run a Server in a separate process.
 
-SGLang replaces its process's signal handlers and event loop, and kills all child processes when one of its own fails.
-So a rank runs SGLang in a child process. If the child dies or hangs, the rank's error names SGLang and the current
-call.
+SGLang replaces its process's signal handlers and event loop, and kills all of the process's children when one of its
+own processes fails. So a rank runs SGLang in a child process. If the child dies or hangs, the rank's error names SGLang
+and the current call.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ END_S = 30.0
 
 
 class Child:
-    """A Server whose calls have a deadline.
+    """A Server in a child process, whose calls have a deadline.
 
     Args:
-        environment: variables of its process.
-        start_s: deadline of the start, seconds.
-        call_s: deadline of a call, seconds.
+        arguments: Arguments of SGLang's ServerArgs.
+        environment: Environment variables of the child process.
+        start_s: Deadline of the start in seconds.
+        call_s: Deadline of a call in seconds.
 
-    ValueError if SGLang refuses the arguments; RuntimeError or TimeoutError if it fails, dies or does not answer, with
+    ValueError if SGLang refuses the arguments. RuntimeError or TimeoutError if it fails, dies or does not answer, with
     its last error and the log lines before it.
     """
 
@@ -48,7 +49,7 @@ class Child:
         self._process = context.Process(target=_serve, args=about)
         with held_back():  # the child blocks stop signals, which a batch system sends to the whole step
             self._process.start()
-        # The child opens this process's GPU memory by pidfd_getfd, which kernels with Yama's ptrace_scope=1 forbid.
+        # The child opens this process's GPU memory with pidfd_getfd, which Yama's ptrace_scope=1 would forbid.
         ctypes.CDLL(None).prctl(PR_SET_PTRACER, self._process.pid)
         theirs.close()
         try:
@@ -107,9 +108,7 @@ class Child:
 
 def last_error(lines: list[str]) -> tuple[str, list[str]]:
     """The last exception with a traceback in a program's output, and the lines up to it; without one, "" and all lines.
-
-    SGLang kills its processes with SIGKILL when a scheduler fails, and other packages' warnings come after the cause.
-    """
+    When a scheduler fails, SGLang kills its processes with SIGKILL, and other packages' warnings follow the cause."""
     begins = [number for number, line in enumerate(lines) if TRACEBACK in line]
     for number in range(begins[-1] + 1, len(lines)) if begins else ():
         if lines[number].strip() and not lines[number][0].isspace():

@@ -1,6 +1,5 @@
-"""SGLang as a generation engine: a replica's first rank owns it and broadcasts its results to the other ranks.
-
-All ranks track all responses; the first requests the next tokens from SGLang and broadcasts them.
+"""SGLang as a generation engine. A replica's first rank starts SGLang, requests the next tokens from it and broadcasts
+them to the replica's other ranks. All ranks track all responses.
 """
 
 from __future__ import annotations
@@ -37,17 +36,18 @@ from hpcrl.rollout.types import FinishReason
 
 ALONE = ReplicaRanks((0,))
 ALL_MEMORY = frozenset({"weights", "kv_cache", "cuda_graph"})
-"""The kinds of memory that SGLang can allocate again separately."""
+"""The kinds of memory that SGLang can free and allocate separately."""
 SEND_TIMEOUT_FRACTION = 0.8
-"""Fraction of a run's timeout in which SGLang must answer, so its error names SGLang and not the rank."""
+"""Fraction of the run's timeout within which SGLang must answer, so the error names SGLang and not the rank."""
 EXPERTS = re.compile(r"(?P<layer>.+\.experts)\.(?P<kind>gate_up|down)_proj")
-"""All experts of a layer: [experts, 2 * inner, hidden], gate rows first, and [experts, hidden, inner]."""
+"""Names of the tensors of all experts in a layer: gate_up_proj [experts, 2 * inner, hidden], with gate rows first, and
+down_proj [experts, hidden, inner]."""
 PLACE_BYTES = 1024
-"""Bytes for a host name and a rank's GPU."""
+"""Bytes of a message with a host name and a rank's GPU."""
 
 
 class Calls(Protocol):
-    """A Server, here or in another process."""
+    """A Server in this process or in another one."""
 
     def call(self, name: str, *arguments: Any) -> Any: ...
 
@@ -55,7 +55,7 @@ class Calls(Protocol):
 
 
 def make(config: Config, model_path: Path, tokenizer: Any, replica: ReplicaRanks) -> SGLangEngine:
-    """The engine of one replica, without weights: the trainer sends them. Collective within the replica."""
+    """The engine of a replica, without weights, which the trainer sends. Collective within the replica."""
     own = config.generator.section(SGLangConfig)
     return SGLangEngine(
         model_path,
@@ -87,22 +87,22 @@ def _cache_tokens(config: Config, model_path: Path) -> int | None:
 
 @dataclass(slots=True)
 class _RunningRequest(PartialResponse):
-    """salt: of its entries in the prefix cache; empty before its first token."""
+    """A request that has not ended, with its salt."""
 
-    salt: str = ""
+    salt: str = ""  # separates its entries in the prefix cache from others; empty before its first token
 
 
 class SGLangEngine:
     """GenEngine of SGLang 0.5.23, for folders in HF layout.
 
     Args:
-        max_num_seqs: requests decoded at once.
-        max_length: maximum tokens of prompt and response together.
-        cache_tokens: tokens of the KV cache; None: the rest of mem_fraction_static of the GPU.
-        sleeps: whether sleep() frees memory; this needs CUDA.
-        options: additional arguments of SGLang's ServerArgs, by name.
-        load: False leaves the weights to load_weights().
-        start: makes the Server from its arguments and its process's environment variables.
+        start: Creates the Server from its arguments and its process's environment variables.
+        max_num_seqs: Maximum number of requests decoded at once.
+        max_length: Maximum number of tokens in prompt and response together.
+        cache_tokens: Number of tokens in the KV cache. None means the rest of mem_fraction_static of the GPU.
+        sleeps: Whether sleep() frees memory, which needs CUDA.
+        options: Additional arguments of SGLang's ServerArgs, by name.
+        load: Read the weights from the folder now. False leaves them to load_weights().
 
     ValueError if SGLang refuses the folder, the sizes or an option, or if the replica's ranks are on several hosts. The
     constructor, load_weights(), step(), sleep() and wake() are collective within the replica.
@@ -142,7 +142,7 @@ class SGLangEngine:
             "enable_fp32_lm_head": float32_head,
             "sampling_mask_max_tokens": MAX_KEPT,
             "random_seed": 0,
-            "sleep_on_idle": True,  # else a core of each node polls for work without a pause
+            "sleep_on_idle": True,  # otherwise, a core of each node polls for work without a pause
         } | dict(options or {})
         devices = _devices(replica)
         if replica.index == 0:
@@ -182,8 +182,8 @@ class SGLangEngine:
         return [self._growing.pop(i).output(FinishReason.ABORT) for i in ended]
 
     def step(self, num_tokens: int) -> list[Output]:
-        """See GenEngine. Which waiting request gets a slot that becomes free within the step may depend on time; its
-        tokens do not. ValueError if the weights are not loaded; RuntimeError if SGLang's answer is malformed."""
+        """See GenEngine. Which waiting request gets a slot that becomes free within the step may depend on timing, but
+        its tokens do not. ValueError if no weights are loaded; RuntimeError if SGLang's answer is malformed."""
         if not self._growing:
             return []
         if self.version < 0:
@@ -208,8 +208,8 @@ class SGLangEngine:
 
     def load_weights(self, named: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """See GenEngine. An iterator is consumed tensor by tensor; if the update fails, the engine has no weights
-        (version -1). If no request is running, the prefix cache is emptied; else its prefixes stay usable for the
-        running requests only."""
+        (version -1). If no request is running, the prefix cache is emptied; otherwise, only running requests still use
+        its prefixes."""
         if version < 0:
             raise ValueError(f"weights version is {version}, 0 or more is needed")
         if not isinstance(named, Iterator):
@@ -228,7 +228,7 @@ class SGLangEngine:
         self.version = version
 
     def recompute(self) -> None:
-        """See GenEngine: running requests now use only prefixes computed with the new weights."""
+        """See GenEngine. Running requests then use only prefixes computed with the new weights."""
         if self.version < 0 and self._growing:
             raise ValueError("the generator has no weights: call load_weights() before recompute()")
         for growing in self._growing.values():
@@ -244,7 +244,7 @@ class SGLangEngine:
             self._asleep = ALL_MEMORY
 
     def wake(self) -> None:
-        """See GenEngine. The KV cache wakes with step(): during load_weights() the trainer still uses GPU memory."""
+        """See GenEngine. step() allocates the KV cache, since the trainer still uses GPU memory in load_weights()."""
         self._wake(frozenset({"weights"}))
 
     def close(self) -> None:
@@ -254,13 +254,13 @@ class SGLangEngine:
             self._server.close()
 
     def _wake(self, tags: frozenset[str]) -> None:
-        """Allocate these kinds of memory again, if they are freed."""
+        """Allocate these kinds of memory again if they have been freed."""
         if tags & self._asleep:
             self._ask("wake", sorted(tags & self._asleep))
         self._asleep -= tags
 
     def _ask(self, name: str, *arguments: Any) -> bytes:
-        """SGLang's answer, on every rank of the replica, as msgpack."""
+        """SGLang's answer to a call, as msgpack, on every rank of the replica."""
         answer = b""
         if self._server is not None:
             answer = msgspec.msgpack.encode(self._server.call(name, *arguments))
@@ -276,8 +276,8 @@ class SGLangEngine:
                 "temperature": float(params.temperature),
                 "top_p": float(params.top_p),
                 "top_k": self._top_k(request) if params.truncates else -1,
-                # Drawn from seed and position, so a response does not depend on decode chunk boundaries.
-                "sampling_seed": request.seed - (request.seed >> 63 << 64),  # as a signed number
+                # SGLang draws from seed and position, so a response does not depend on the limits of decode chunks.
+                "sampling_seed": request.seed - (request.seed >> 63 << 64),  # converted to a signed number
                 "stop_token_ids": set(params.stop_token_ids),
                 "ignore_eos": params.ignore_eos,
             },
@@ -289,7 +289,7 @@ class SGLangEngine:
         return request.params.top_k or self._vocab_size
 
     def _extend(self, growing: _RunningRequest, made: Made) -> FinishReason | None:
-        """Add new tokens to a request, up to its end; returns its finish reason, if any."""
+        """Add new tokens to a request, up to its end. Returns its finish reason, if it has ended."""
         request, count = growing.request, len(made.token_ids)
         if not count == len(made.logprobs) == len(made.behaviour or made.logprobs):
             raise RuntimeError(
@@ -318,7 +318,7 @@ class SGLangEngine:
 
     def _until_stop(self, growing: _RunningRequest, before: int) -> int:
         """Number of tokens up to and including the first one, from index `before` on, that ends the response; all if
-        none does. SGLang ignores stop ids with ignore_eos, and is given no stop strings."""
+        none does. This is needed because SGLang ignores stop ids with ignore_eos, and gets no stop strings."""
         ends = (n for n in range(before + 1, len(growing.token_ids) + 1) if self._is_stop(growing, n))
         return next(ends, len(growing.token_ids))
 
@@ -335,7 +335,7 @@ class SGLangEngine:
 
     @staticmethod
     def _update(server: Calls, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Send the weights in buckets; the sender may overwrite a tensor's memory before its bucket is full."""
+        """Send the weights in buckets. Tensors are copied, since their memory may be reused before a bucket is full."""
         server.call("begin_update")
         bucket: list[tuple[str, torch.Tensor]] = []
         size = 0
@@ -350,13 +350,9 @@ class SGLangEngine:
 
 
 def one_by_one(named: Iterable[tuple[str, torch.Tensor]], known: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights under the names in files, each expert's separately. SGLang skips unknown names, among them
-    transformers' names for all experts of a layer.
-
-    Args:
-        known: whether hpcrl plans the model's family, so the expert names are known. ValueError for other families'
-            experts.
-    """
+    """The weights under their names in files, with separate tensors per expert, since SGLang silently skips unknown
+    names such as transformers' name for all experts of a layer. `known` means that hpcrl plans the model's family, so
+    names of experts are known; ValueError for experts of other families."""
     for name, tensor in named:
         if (match := EXPERTS.fullmatch(name)) is None:
             yield name, tensor
@@ -375,7 +371,7 @@ def _from_first(replica: ReplicaRanks, data: bytes) -> bytes:
         return data
     size = torch.tensor([len(data)])
     replica.group.broadcast([size], dist.BroadcastOptions()).wait()
-    # One byte more: gloo refuses empty tensors.
+    # One byte is added because gloo refuses empty tensors.
     tensor = torch.zeros(int(size.item()) + 1, dtype=torch.uint8)
     if replica.index == 0:
         tensor[:-1] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else tensor[:-1]
@@ -384,8 +380,8 @@ def _from_first(replica: ReplicaRanks, data: bytes) -> bytes:
 
 
 def _devices(replica: ReplicaRanks) -> str | None:
-    """The GPUs of all ranks of the replica as CUDA_VISIBLE_DEVICES, in order; None on CPUs. ValueError if the ranks are
-    on several hosts."""
+    """The GPUs of the replica's ranks, in order, as CUDA_VISIBLE_DEVICES; None on CPUs. ValueError if the ranks are on
+    several hosts."""
     own = f"{socket.gethostname()} {os.environ.get('CUDA_VISIBLE_DEVICES', '')}"
     places = [own]
     if replica.group is not None:
@@ -404,7 +400,7 @@ def _devices(replica: ReplicaRanks) -> str | None:
 
 
 def _environment(devices: str | None) -> dict[str, str]:
-    """Variables of SGLang's process, whose context is a little longer than the model's: see SPARE_TOKENS."""
+    """Environment variables of SGLang's process, whose context is a little longer than the model's (SPARE_TOKENS)."""
     own = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
     # HIP prefers its own variable, in which this rank has only its own GPU.
     names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")

@@ -1,7 +1,7 @@
-"""SGLang's engine, and the calls that decode chunks, weight updates and sleep make on it.
+"""SGLang's engine, and its calls for decode chunks, weight updates and sleep.
 
-Nothing runs in SGLang between two decode chunks: a decode chunk requests the next tokens of each response from its
-prompt and its tokens so far, which is cheap with SGLang's prefix cache.
+Nothing runs in SGLang between two decode chunks. Each decode chunk requests the next tokens of every response from its
+prompt and its tokens so far, which SGLang's prefix cache makes cheap.
 """
 
 from __future__ import annotations
@@ -15,40 +15,33 @@ import msgspec
 import torch
 
 NOT_KEPT = "selected a token outside its captured sampling support"
-"""SGLang's error text for a token without log-prob after truncation."""
+"""SGLang's error text for a token that has no log-prob after truncation."""
 
 
 class Continuation(msgspec.Struct):
-    """A response to continue with at most `left` tokens.
-
-    Args:
-        sampling: SGLang's SamplingParams.
-        salt: of its entries in the prefix cache.
-        behaviour: whether log-probs after truncation are wanted.
-    """
+    """A response to continue with at most `left` tokens."""
 
     id: int
     token_ids: bytes  # int32
     left: int
-    sampling: dict[str, Any]
-    salt: str
-    behaviour: bool
+    sampling: dict[str, Any]  # SGLang's SamplingParams
+    salt: str  # separates its entries in the prefix cache from others
+    behaviour: bool  # whether log-probs after truncation are wanted
 
 
 class Made(msgspec.Struct):
-    """A job's tokens from iteration `start` of the decode chunk on. ended: a stop token was generated. The lists come
-    from SGLang, unchecked."""
+    """The tokens with which a response was continued. The lists come from SGLang, unchecked."""
 
     id: int
-    start: int
+    start: int  # the iteration of the decode chunk in which the first token was generated
     token_ids: list[int]
     logprobs: list[float]
     behaviour: list[float]
-    ended: bool
+    ended: bool  # whether a stop token was generated
 
 
 class Server:
-    """SGLang's engine in this process. arguments: of ServerArgs."""
+    """SGLang's engine in this process, with these arguments of ServerArgs."""
 
     def __init__(self, arguments: Mapping[str, Any]):
         import sglang
@@ -57,15 +50,15 @@ class Server:
         self._updating = False
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call the method of this name."""
+        """Call the method with this name."""
         return getattr(self, name)(*arguments)
 
     def decode_chunk(self, jobs: Sequence[Continuation], num_tokens: int, max_num_seqs: int) -> list[Made]:
         """Continue the jobs, in order, in max_num_seqs slots, for num_tokens iterations per slot.
 
-        Jobs with and without truncation run one after the other, and a slot has jobs of one kind: if one request of a
-        batch truncates or is greedy, SGLang assigns every request's noise to tokens sorted by probability, else by id.
-        Otherwise a response would depend on its batch.
+        If one request of a batch truncates or is greedy, SGLang assigns the noise of every request to tokens sorted by
+        probability, otherwise by id. A response must not depend on its batch, so these two kinds of jobs run one after
+        the other, and a slot has jobs of one kind.
         """
         made: list[Made] = []
         begin, wait = jobs[:max_num_seqs], jobs[max_num_seqs:]
@@ -86,7 +79,7 @@ class Server:
         return made
 
     async def _generate(self, job: Continuation, num_tokens: int, start: int) -> Made:
-        # Engine.generate() has no argument for the log-probs after truncation; this is what it calls.
+        # Engine.generate() has no argument for log-probs after truncation, so this calls what it calls.
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         request = GenerateReqInput(
@@ -99,7 +92,7 @@ class Server:
         try:
             (answer,) = [answer async for answer in self._engine.tokenizer_manager.generate_request(request)]
         except Exception as error:
-            if job.behaviour and NOT_KEPT in str(error):  # also raised for NaN, which the other log-probs show
+            if job.behaviour and NOT_KEPT in str(error):  # NaN has the same error, and is detected in other log-probs
                 made = await self._generate(msgspec.structs.replace(job, behaviour=False), num_tokens, start)
                 if not all(map(math.isfinite, made.logprobs)):
                     return made
@@ -120,7 +113,7 @@ class Server:
         )
 
     def begin_update(self) -> None:
-        """Open a weight update; an interrupted one is closed first."""
+        """Begin a weight update; an interrupted update is ended first."""
         if self._updating:
             self.end_update()
         _succeed(self._engine.begin_weight_update())
@@ -133,7 +126,7 @@ class Server:
         _succeed(self._engine.update_weights_from_tensor(tensors, flush_cache=False))
 
     def end_update(self) -> None:
-        """Close the update."""
+        """End the weight update."""
         self._updating = False
         _succeed(self._engine.end_weight_update())
 
@@ -147,7 +140,7 @@ class Server:
         self._engine.release_memory_occupation(list(tags))
 
     def wake(self, tags: Sequence[str]) -> None:
-        """Undo sleep() for these kinds of memory; the contents are lost."""
+        """Allocate these kinds of memory again; their contents are lost."""
         self._engine.resume_memory_occupation(list(tags))
 
     def close(self) -> None:

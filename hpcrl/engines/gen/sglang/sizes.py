@@ -1,4 +1,4 @@
-"""SGLang's requirements for a model of a given shape: KV cache memory, and tokens that truncated sampling keeps."""
+"""SGLang's requirements for a model's shape: KV cache memory, and the number of tokens that truncation keeps."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hpcrl.planner.generator import paged_cache, token_bytes, too_small_cache
 from hpcrl.spec.problems import Problem
 
 SPARE_TOKENS = 8
-"""How many tokens shorter than SGLang's context and its cache a sequence must be."""
+"""A sequence must be this many tokens shorter than SGLang's context and its cache."""
 
 
 def cache(config: Config, shape: ModelShape) -> tuple[int, int]:
-    """Bytes of the cache on one rank: generator.sglang.kv_cache_gib or all slots at full length; and the minimum."""
+    """(bytes, minimum bytes) of the cache on one rank: generator.sglang.kv_cache_gib or all slots at full length."""
     given = config.generator.section(SGLangConfig).kv_cache_gib
     return paged_cache(config, shape) if given is None else (int(given * 2**30), int(given * 2**30))
 
@@ -27,8 +27,8 @@ def cache_tokens(config: Config, shape: ModelShape) -> int | None:
 
 
 def check(config: Config, shape: ModelShape) -> Iterator[Problem]:
-    """Report a budget that does not hold one response of full length, truncated sampling without log-probs, and a
-    mixture of experts with tied head, for which SGLang would create a separate head without weights."""
+    """Report a cache that is too small for one full-length response; truncation for which SGLang returns no log-probs;
+    and a mixture of experts with a tied head, for which SGLang would create a separate head without weights."""
     given, rollout = config.generator.section(SGLangConfig).kv_cache_gib, config.rollout
     least = (config.max_sequence_tokens + SPARE_TOKENS) * token_bytes(config, shape)
     yield from too_small_cache(config, "sglang", None if given is None else int(given * 2**30), least)

@@ -41,12 +41,12 @@ OWN = {
         "",
     ),
 }
-"""Arguments that hpcrl sets in SGLang or relies on, and the keys that set them."""
+"""Arguments of SGLang that hpcrl sets or relies on, and the keys that set them."""
 
 BESIDE_SHARE = 0.5
-"""Default share of a GPU that other roles use as well."""
+"""Default share of a GPU that other roles also use."""
 MAX_KEPT = 4096
-"""Largest top_k with which SGLang gives the log-probs after truncation (its sampling_mask_max_tokens)."""
+"""Largest top_k for which SGLang returns log-probs after truncation (its sampling_mask_max_tokens)."""
 TRUNCATED = (
     f"SGLang gives the log-probs of truncated sampling, which corrections need, only with top_k up to {MAX_KEPT}"
 )
@@ -70,7 +70,7 @@ def _check(config: Any) -> Iterator[Problem]:
         how = f"is set by hpcrl; set {OWN[name]} instead" if OWN[name] else "is reserved; leave it out"
         yield Problem(path, f"generator.sglang.options: {name} {how}")
     if options and config.cluster.container == "none":
-        known = fields("sglang", "srt/arg_groups/fields/*.py")  # which hold the fields of its arguments
+        known = fields("sglang", "srt/arg_groups/fields/*.py")  # these files define SGLang's arguments
         yield from unknown_options(path, options, known, "sglang", "ServerArgs of SGLang")
     if rollout.min_p:
         text = "SGLang cannot draw with min_p from a response's own seed; use 0 with top_p or top_k, or another engine"
@@ -89,13 +89,13 @@ def _notes(config: Any) -> Iterator[str]:
 
 
 def share(config: Any) -> float | None:
-    """SGLang's mem_fraction_static; None: its own choice."""
+    """SGLang's mem_fraction_static; None leaves it to SGLang."""
     given: float | None = config.generator.section(SGLangConfig).mem_fraction_static
     return given or (BESIDE_SHARE if config.layout.generator.colocate_with is not None else None)
 
 
 def _need(config: Any, model: Any, name: str, shape: Sequence[int], index: int, num_ranks: int) -> RequiredSlices:
-    """The first rank passes all weights to the engine, tensor by tensor; the other ranks require none."""
+    """The first rank requires all weights, and passes them to SGLang; the other ranks require none."""
     return all_weights(config, model, name, shape, index, num_ranks) if index == 0 else RequiredSlices("", ())
 
 

@@ -9,8 +9,8 @@ import torch
 
 
 def follow_onednn_limit(environ: Mapping[str, str] = os.environ) -> None:
-    """Hide AMX in this process if ONEDNN_MAX_CPU_ISA excludes it: vLLM asks only the processor, and then its bfloat16
-    matmul ends the process with SIGABRT, since PyTorch's brgemm needs oneDNN's AMX."""
+    """Hide AMX in this process if ONEDNN_MAX_CPU_ISA excludes it. vLLM checks only the processor, and its bfloat16
+    matmul would end the process with SIGABRT, because PyTorch's brgemm needs AMX in oneDNN."""
     limit = (environ.get("ONEDNN_MAX_CPU_ISA") or environ.get("DNNL_MAX_CPU_ISA") or "ALL").upper()
     if limit not in {"ALL", "DEFAULT"} and "AMX" not in limit:
         torch.cpu._is_amx_tile_supported = _is_hidden

@@ -1,7 +1,7 @@
 """vLLM in the rank's process: its engine runs between the controller's commands.
 
-A replica of several ranks is tensor parallel: every rank has its own engine, all get equal calls in equal order, and
-their schedulers decide identically (vLLM's `external_launcher`).
+A replica of several ranks is tensor parallel. Every rank has its own engine; all engines get the same calls in the same
+order, so their schedulers make the same decisions (vLLM's `external_launcher`).
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from hpcrl.spec.trajectory import Field
 
 ALONE = ReplicaRanks((0,))
 
-# vLLM reads these at import, which happens below: the engine runs in this process, and Sampler replaces the first model
-# runner's sampler, which would compile FlashInfer's kernels to warm up.
+# vLLM reads these when it is imported below. The engine runs in this process, and Sampler replaces the sampler of the
+# first model runner, which would compile FlashInfer's kernels to warm up.
 os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_V2_MODEL_RUNNER": "0",
@@ -63,7 +63,7 @@ for _name, _default in (
 
 
 def make(config: Config, model_path: Path, tokenizer: Any, replica: ReplicaRanks) -> VLLMEngine:
-    """The engine of one replica, without weights: the trainer sends them. Collective within the replica."""
+    """The engine of a replica, without weights, which the trainer sends. Collective within the replica."""
     own = config.generator.section(VLLMConfig)
     return VLLMEngine(
         model_path,
@@ -86,8 +86,8 @@ def make(config: Config, model_path: Path, tokenizer: Any, replica: ReplicaRanks
 
 
 def _cache_bytes(config: Config, own: VLLMConfig, model_path: Path) -> int | None:
-    """Bytes of the KV cache on one rank; None: the rest of the GPU. ValueError on a CPU if neither the key nor the plan
-    defines it."""
+    """Bytes of the KV cache on one rank; None means the rest of the GPU's share. ValueError on a CPU if neither the key
+    nor the plan defines it."""
     if own.kv_cache_bytes is not None or torch.cuda.is_available():
         return own.kv_cache_bytes
     if (shape := known_shape(Path(model_path))) is None:
@@ -97,9 +97,9 @@ def _cache_bytes(config: Config, own: VLLMConfig, model_path: Path) -> int | Non
 
 @dataclass(slots=True)
 class _RunningRequest(PartialResponse):
-    """origin: of the stream from which its tokens are drawn."""
+    """A request that has not ended, with its random stream and routes."""
 
-    origin: np.uint64 = field(kw_only=True)
+    origin: np.uint64 = field(kw_only=True)  # the origin of the stream from which its tokens are drawn
     routes: bytearray = field(default_factory=bytearray)  # the chosen experts of each token, concatenated
 
     @property
@@ -117,16 +117,16 @@ class VLLMEngine:
     """GenEngine of vLLM 0.32, for folders in HF layout.
 
     Args:
-        max_num_seqs: requests decoded at once.
-        max_length: maximum tokens of prompt and response together.
-        cache_bytes: bytes of the KV cache on each rank; None: the rest of gpu_memory_utilization of the GPU.
-        head_dtype: type of the vocabulary projection; None: dtype.
-        sleeps: whether sleep() calls vLLM's sleep, which frees memory on GPUs.
-        custom_all_reduce: the replica's ranks see each other's GPUs.
-        options: additional arguments of vLLM's EngineArgs, by name.
-        routes: record the chosen experts in the column `routes` of outputs.
-        load: False leaves the weights to load_weights().
-        lora: load_weights() gets adapters; vLLM reads all other weights.
+        max_num_seqs: Maximum number of requests decoded at once.
+        max_length: Maximum number of tokens in prompt and response together.
+        cache_bytes: Bytes of the KV cache on each rank. None means the rest of gpu_memory_utilization of the GPU.
+        head_dtype: Data type of the vocabulary projection. None means `dtype`.
+        sleeps: Whether sleep() calls vLLM's sleep, which frees memory on GPUs.
+        custom_all_reduce: Use vLLM's own all-reduce. The replica's ranks must see each other's GPUs.
+        options: Additional arguments of vLLM's EngineArgs, by name.
+        routes: Record the chosen experts in the column `routes` of outputs.
+        lora: load_weights() gets adapters, and vLLM reads all other weights.
+        load: Read the weights from the folder now. False leaves them to load_weights().
 
     ValueError if vLLM refuses the folder, the sizes or an option. The constructor is collective within the replica.
     """
@@ -168,7 +168,7 @@ class VLLMEngine:
             "hf_overrides": {"head_dtype": head_dtype} if head_dtype else {},
             "enable_sleep_mode": sleeps and torch.cuda.is_available(),
             "enable_prefix_caching": True,
-            "async_scheduling": False,  # each step returns its own tokens
+            "async_scheduling": False,  # a step must return its own tokens
             "seed": 0,
         }
         arguments |= replica_arguments(len(replica.ranks), custom_all_reduce) | dict(options or {})
@@ -186,7 +186,7 @@ class VLLMEngine:
                 self._engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
             except (TypeError, ValueError) as error:
                 named = f" with generator.vllm.options={dict(options)}" if options else ""
-                text = " ".join(str(error).partition(" [type=")[0].split())  # pydantic's errors have several lines
+                text = " ".join(str(error).partition(" [type=")[0].split())  # in one line: pydantic's text has several
                 raise ValueError(f"vLLM refuses {model_path}{named}: {text}") from error
         self.version = 0 if load else -1
         self.max_num_seqs = max_num_seqs
@@ -247,7 +247,7 @@ class VLLMEngine:
             self._names.check(named)
         self.version = -1
         self.wake()
-        # vLLM holds a layer's tensors until it has all of them; the sender may overwrite its buffer earlier.
+        # vLLM keeps a layer's tensors until it has all of them, and the sender may overwrite its buffer earlier.
         copies = ((name, tensor.clone()) for name, tensor in self._names.checked(named))
         with torch.inference_mode():
             if self._adapter is not None:
@@ -257,17 +257,17 @@ class VLLMEngine:
         self.version = version
         waiting = [growing.request for growing in self._growing.values() if not growing.token_ids]
         self._engine.abort_request([str(request.id) for request in waiting])
-        for request in waiting:  # else they would reuse prefixes computed with the previous weights
+        for request in waiting:  # otherwise, they would reuse prefixes computed with the previous weights
             self._queue(request)
 
     def loaded_weights(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """See ReadsBackWeights: no adapters, and no models whose split by vLLM is not known."""
+        """See ReadsBackWeights. Yields nothing with adapters, or if it is not known how vLLM splits the model."""
         if self._adapter is None and self._model is not None and are_known(self._options, self._model):
             place = self._replica.index, len(self._replica.ranks)
             yield from shown(self._runner.get_model(), self._model, names, self._options, *place)
 
     def recompute(self) -> None:
-        """See GenEngine: running requests are preempted, and their tokens are prefilled again."""
+        """See GenEngine. Running requests are preempted, and their tokens are prefilled again."""
         if self.version < 0 and self._growing:
             raise ValueError("the generator has no weights: call load_weights() before recompute()")
         self._engine.reset_prefix_cache(reset_running_requests=True)
@@ -277,13 +277,13 @@ class VLLMEngine:
         if running := sum(1 for growing in self._growing.values() if growing.token_ids):
             raise ValueError(f"cannot sleep while {running} requests are running: abort or finish them")
         if self._sleeps and not self._asleep:
-            # At level 1 vLLM keeps the weights in host memory; with adapters, the frozen weights are not sent again.
+            # At level 1, vLLM keeps the weights in host memory, since frozen weights under adapters are not sent again.
             self._engine.sleep(level=2 if self._adapter is None else 1, mode="keep")
             self._asleep = True
         self.version = -1
 
     def wake(self) -> None:
-        """See GenEngine. The KV cache wakes with step(): during load_weights() the trainer still uses GPU memory."""
+        """See GenEngine. step() allocates the KV cache, since the trainer still uses GPU memory in load_weights()."""
         if self._asleep:
             self._engine.wake_up(["weights"])
             self._asleep = False
@@ -302,7 +302,7 @@ class VLLMEngine:
         return self._engine.model_executor.driver_worker.worker.model_runner
 
     def _queue(self, request: Request) -> None:
-        # The salt separates prefixes cached under different weights: a response that continues keeps its own.
+        # The salt separates prefixes cached under different weights; a response that continues keeps its salt.
         prompt = {"prompt_token_ids": list(request.prompt_ids), "cache_salt": str(self.version)}
         adapter = self._adapter.request if self._adapter is not None else None
         self._engine.add_request(str(request.id), prompt, _limits(request), lora_request=adapter)
@@ -355,7 +355,7 @@ class VLLMEngine:
 
 @contextlib.contextmanager
 def _unchanged_random_state() -> Iterator[None]:
-    """Restore the random state, as vLLM seeds the generators of its process."""
+    """Context that restores the random state, because vLLM seeds the process's random generators."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng():
@@ -366,8 +366,8 @@ def _unchanged_random_state() -> Iterator[None]:
 
 
 def _limits(request: Request) -> Any:
-    """vLLM's parameters for a request, which define when it ends. Stop strings are searched here, on tokens, so that no
-    stop string is cut off; hpcrl.engines.gen.vllm.sampler draws tokens."""
+    """vLLM's parameters for a request, which only define when it ends; hpcrl.engines.gen.vllm.sampler draws tokens.
+    vLLM would cut stop strings off, so hpcrl searches for them, in tokens."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

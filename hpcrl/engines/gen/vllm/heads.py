@@ -1,5 +1,4 @@
-"""Check attention head sizes on a CPU: vLLM itself detects only in its first iteration that it has no kernel for
-one."""
+"""Check attention head sizes on a CPU, since vLLM itself detects a missing kernel only in its first iteration."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ import torch
 
 
 def check_head_size(config: Any) -> None:
-    """ValueError if vLLM's attention has no kernel on this CPU for the model's head size. config: vLLM's VllmConfig."""
+    """ValueError if vLLM's attention has no kernel on this CPU for the model's head size. `config` is a VllmConfig."""
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
@@ -25,7 +24,7 @@ def check_head_size(config: Any) -> None:
 
 
 def _takes(config: Any, size: int) -> bool:
-    """Whether the kernels support this head size: plan an iteration of one token."""
+    """Whether the kernels support this head size, tested by planning an iteration of one token."""
     from vllm import _custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 

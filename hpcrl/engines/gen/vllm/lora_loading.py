@@ -1,4 +1,4 @@
-"""Adapters in vLLM: passed in memory instead of in the files that vLLM reads them from."""
+"""Adapters in vLLM, passed in memory instead of files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def arguments(lora: LoRAConfig, model_path: Path) -> dict[str, Any]:
     if shape.expert_layers and not torch.cuda.is_available():
         text = f"vLLM on a CPU runs no mixture of experts ({shape.family}) with trainer.lora"
         raise ValueError(f"generator.engine: {text}; use generator.engine=native, or trainer.lora.rank=0")
-    # Without a list vLLM would also wrap the vocabulary's matrices and experts.
+    # Without this list, vLLM would also wrap the vocabulary's matrices and experts.
     targets = {adapted(p.name).split(".")[-2] for p in adapters(lora, shape)}
     return {
         "enable_lora": True,
@@ -38,7 +38,7 @@ def arguments(lora: LoRAConfig, model_path: Path) -> dict[str, Any]:
 
 
 class Adapter:
-    """The adapter of a model runner's model; requests refer to it by `request`."""
+    """The adapter for a model runner's model; requests refer to it by `request`."""
 
     def __init__(self, runner: Any, lora: LoRAConfig):
         from vllm.lora.request import LoRARequest

@@ -13,12 +13,12 @@ from hpcrl.spec.problems import Problem
 from hpcrl.spec.tables import ROLES
 
 BLOCK_TOKENS = 128
-"""Tokens of a block on a CPU; blocks on GPUs are smaller."""
+"""Number of tokens in a block on a CPU; blocks on GPUs are smaller."""
 
 
 def cache(config: Config, shape: ModelShape) -> tuple[int, int]:
-    """Bytes of the cache on one rank: generator.vllm.kv_cache_gib or all slots at full length; and the minimum with
-    which vLLM starts."""
+    """(bytes, minimum bytes with which vLLM starts) of the cache on one rank: generator.vllm.kv_cache_gib or all slots
+    at full length."""
     given = config.generator.section(VLLMConfig).kv_cache_bytes
     if given is not None:
         return given, given
@@ -27,8 +27,8 @@ def cache(config: Config, shape: ModelShape) -> tuple[int, int]:
 
 
 def check(config: Config, shape: ModelShape) -> Iterator[Problem]:
-    """Report a cache that does not hold one response of full length, and replicas that vLLM cannot number (see world_of
-    in hpcrl.engines.gen.vllm.replica)."""
+    """Report a cache that is too small for one full-length response, and replicas whose ranks vLLM cannot number (see
+    world_of in hpcrl.engines.gen.vllm.replica)."""
     given, block = config.generator.section(VLLMConfig).kv_cache_bytes, _block_bytes(config, shape)
     yield from too_small_cache(config, "vllm", given, (_longest(config) + 1) * block)
     layout, size = RoleLayout.from_config(config), config.layout.generator.tensor_parallel

@@ -1,8 +1,8 @@
 """The process groups of a vLLM engine among a run's ranks.
 
-vLLM's `external_launcher` creates its groups within the process's default group, and all ranks of that group take part.
-Here the default group is the trainer's or the replica's, and only some of its ranks may generate. So while an engine is
-created, vLLM's world is the replica, and only a group's own members create it.
+vLLM's `external_launcher` creates its groups within the process's default group, and all ranks of the default group
+take part. Here, the default group belongs to the trainer or the replica, and only some of its ranks may generate. So,
+while an engine is created, vLLM's world is the replica, and only a group's members take part in its creation.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from hpcrl.engines.gen.generation_engine import ReplicaRanks
 
 
 def arguments(num_ranks: int, custom_all_reduce: bool) -> dict[str, Any]:
-    """Arguments of EngineArgs for a replica of this many ranks. custom_all_reduce: each rank sees all GPUs."""
-    # In a process without a default group, `uni` creates one of this rank only.
+    """Arguments of EngineArgs for a replica of this many ranks. With custom_all_reduce, each rank sees all GPUs."""
+    # In a process without a default group, `uni` creates one with only this rank.
     found = {
         "tensor_parallel_size": num_ranks,
         "distributed_executor_backend": "external_launcher" if dist.is_initialized() else "uni",
     }
-    # vLLM's own all-reduce looks for the other ranks' GPUs in CUDA_VISIBLE_DEVICES (CustomAllreduce, _can_p2p). Where
-    # each rank sees only its own GPU, vLLM would stop with an IndexError, so NCCL is used instead.
+    # vLLM's own all-reduce searches CUDA_VISIBLE_DEVICES for the other ranks' GPUs (CustomAllreduce, _can_p2p). If each
+    # rank sees only its own GPU, vLLM would fail with an IndexError, so NCCL is used instead.
     return found | ({"disable_custom_all_reduce": not custom_all_reduce} if num_ranks > 1 else {})
 
 
 @contextlib.contextmanager
 def world_of(replica: ReplicaRanks) -> Iterator[None]:
-    """Context in which vLLM creates an engine of these ranks. Collective within the replica. ValueError if the ranks
-    are not a consecutive block of the default group, as vLLM numbers them."""
+    """Context in which vLLM creates an engine of these ranks. Collective within the replica. ValueError unless the
+    default group consists of blocks of this many ranks, and the replica is one of them: vLLM numbers ranks so."""
     if not dist.is_initialized():
         yield
         return
@@ -60,7 +60,8 @@ def world_of(replica: ReplicaRanks) -> Iterator[None]:
         return make_world(members, local_rank, backend)
 
     def distributed_args(executor: Any) -> tuple[str, int, int]:
-        # On a CPU, the last part of the first item names shared memory; a rank's own GPU is the first that it sees.
+        # On a CPU, the last part of the first item names shared memory. The last item is the rank's GPU, which is the
+        # first one that it sees.
         return f"replica:{name}", own, 0
 
     with (
@@ -73,7 +74,7 @@ def world_of(replica: ReplicaRanks) -> Iterator[None]:
 
 @contextlib.contextmanager
 def keeping_default_group() -> Iterator[None]:
-    """Context in which vLLM shuts an engine down: it would also destroy the default group, which is still needed."""
+    """Context in which vLLM shuts an engine down without destroying the default group, which is still needed."""
     destroy = dist.destroy_process_group
 
     def destroy_process_group(group: Any = None) -> None:
@@ -85,7 +86,7 @@ def keeping_default_group() -> Iterator[None]:
 
 
 def _shared_name(replica: ReplicaRanks) -> str:
-    """A name that the replica's ranks share with no other process."""
+    """A name that only the replica's ranks have."""
     drawn = torch.tensor([secrets.randbits(62)])
     if replica.group is not None:
         replica.group.broadcast([drawn], dist.BroadcastOptions()).wait()

@@ -1,7 +1,7 @@
 """The experts that vLLM's routers choose, for the field `routes`, read from vLLM's own capture buffer.
 
-vLLM's `enable_return_routed_experts` is not used: it needs vLLM's second model runner, and returns nothing for an
-aborted request.
+vLLM's `enable_return_routed_experts` is not used, because it needs vLLM's second model runner and returns nothing for
+aborted requests.
 """
 
 from __future__ import annotations
@@ -18,25 +18,24 @@ from hpcrl.engines.expert_routes import RouteShape
 
 
 class RouteRecorder:
-    """The experts chosen in the last forward, for models of this shape."""
+    """Records the experts that were chosen in the last forward pass."""
 
     def __init__(self, shape: RouteShape):
         self._shape, self._field = shape, shape.field
         self._runner: Any = None
-        self._chosen = torch.empty(0)  # int32 [tokens of a forward, layers, experts per token], all layers of the model
+        self._chosen = torch.empty(0)  # int32 [tokens of a forward, all layers, experts per token]
         self._layers: list[int] = []  # the layers with experts
 
     @contextlib.contextmanager
     def bound(self) -> Iterator[None]:
-        """Context in which vLLM creates the engine to record. ValueError if vLLM cannot capture its routers'
-        choices."""
+        """Context in which the engine to record is created. ValueError if vLLM cannot capture its routers' choices."""
         from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
         initialize = GPUModelRunner.initialize_kv_cache
 
         def initialize_kv_cache(runner: Any, *args: Any, **kwargs: Any) -> None:
             initialize(runner, *args, **kwargs)
-            self._bind(runner)  # the model is loaded, and no CUDA graph captured
+            self._bind(runner)  # now the model is loaded, and no CUDA graph is captured yet
 
         with mock.patch.object(GPUModelRunner, "initialize_kv_cache", initialize_kv_cache):
             yield
@@ -65,8 +64,8 @@ class RouteRecorder:
             )
 
     def last(self, num_requests: int) -> np.ndarray:
-        """For each request of the last forward, the experts of its last token, from whose logits the next one is drawn:
-        [num_requests, width]."""
+        """[num_requests, width]: for each request of the last forward pass, the experts of its last token, from whose
+        logits the next token is drawn."""
         rows = self._runner.query_start_loc.gpu[1 : num_requests + 1] - 1
         chosen = self._chosen[rows][:, self._layers].to(getattr(torch, self._field.travels_as))
         return chosen.cpu().numpy().reshape(self._field.shape(num_requests))

@@ -1,7 +1,7 @@
-"""Sampling in vLLM as in the native engine: a response depends on its seed and its logits, not on other rows.
+"""Sample in vLLM as in the native engine: a response depends on its seed and its logits, not on other rows.
 
 vLLM's own sampler draws from one torch generator per request, one request after the other, and a partly prefilled
-prompt advances the generator. It also reports only the log-probs of the truncated distribution.
+prompt advances the generator. Moreover, it returns only the log-probs after truncation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hpcrl.engines.gen.vllm.routes import RouteRecorder
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """A request's sampling state: its parameters, its stream's origin, and how many numbers it has drawn."""
+    """A request's sampling state: its parameters, its stream's origin, and its number of drawn tokens."""
 
     params: SamplingParams
     origin: np.uint64
@@ -31,8 +31,8 @@ class Sampler:
     """Replaces the sampler of vLLM's model runner.
 
     Args:
-        rows: returns the sampling state of requests by id.
-        recorder: has the experts that the forward chose.
+        rows: Returns the sampling states of the requests with these ids.
+        recorder: Has the experts that were chosen in the forward pass.
     """
 
     def __init__(
@@ -40,14 +40,14 @@ class Sampler:
     ):
         self._runner, self._rows, self._recorder = runner, rows, recorder
         self._plan: SamplingPlan | None = None
-        self._ids: list[int] = []  # request ids of the plan
+        self._ids: list[int] = []  # the plan's request ids
         self._logprobs = np.empty((2, 0), np.float32)
         self._routes: np.ndarray | None = None
         runner.sampler.forward = self._forward
 
     def drawn(self, request: int) -> tuple[float, float, bytes]:
-        """For the token that the request drew in the last step: log-softmax(logits / T), the log-prob after truncation,
-        and the experts of the token before it (empty without a recorder)."""
+        """For the token that the request has drawn in the last step: log-softmax(logits / T), the log-prob after
+        truncation, and the experts of the token before (empty without a recorder)."""
         row = self._ids.index(request)
         logprob, behaviour = self._logprobs[:, row]
         return float(logprob), float(behaviour), b"" if self._routes is None else self._routes[row].tobytes()

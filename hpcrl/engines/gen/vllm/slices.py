@@ -1,5 +1,5 @@
-"""The slices of each weight that a tensor parallel rank of vLLM 0.32 reads (its weight loaders in
-vllm/model_executor/layers/linear.py, vocab_parallel_embedding.py and fused_moe/routed_experts.py)."""
+"""The slices of each weight that a tensor-parallel rank of vLLM 0.32 reads (weight loaders in linear.py,
+vocab_parallel_embedding.py and fused_moe/routed_experts.py of vllm/model_executor/layers)."""
 
 from __future__ import annotations
 
@@ -27,12 +27,8 @@ def are_known(options: Mapping[str, Any], model: ModelShape) -> bool:
 def slices(
     options: Mapping[str, Any], model: ModelShape | None, name: str, shape: tuple[int, ...], index: int, num_ranks: int
 ) -> tuple[TensorSlice, ...]:
-    """Disjoint slices of a weight of this name and shape, at least one, that rank `index` of num_ranks reads.
-
-    Args:
-        options: generator.vllm.options.
-        model: None if its parameters are not known.
-    """
+    """The disjoint slices, at least one, that rank `index` of num_ranks reads of a weight with this name and shape.
+    `options` are generator.vllm.options; `model` is None if its parameters are not known."""
     split = model.splits.get(name, "whole") if model is not None and are_known(options, model) else "whole"
     if num_ranks == 1 or split == "whole" or model is None:
         return (full_slice(shape),)
@@ -50,19 +46,19 @@ def slices(
 
 
 def _block(start: int, size: int, index: int, blocks: int) -> tuple[int, int]:
-    """Bounds of one block; if the size is not divisible, the first blocks are larger by one."""
+    """Bounds of block `index` of `blocks`; if the size is not divisible, the first blocks are larger by one."""
     each, more = divmod(size, blocks)
     first = start + index * each + min(index, more)
     return first, first + each + (index < more)
 
 
 def _words(rows: int, index: int, num_ranks: int) -> tuple[int, int]:
-    """Rows of the vocabulary. A rank with only padding rows gets the last row, as vLLM wants every tensor."""
+    """A rank's rows of the vocabulary. If they are all padding, it gets the last row, since vLLM needs every tensor."""
     padded = -(-rows // VOCABULARY_BLOCK) * VOCABULARY_BLOCK
     first = min(padded * index // num_ranks, rows - 1)
     return first, max(first + 1, min(padded * (index + 1) // num_ranks, rows))
 
 
 def _along(shape: tuple[int, ...], axis: int, first: int, end: int) -> TensorSlice:
-    """The tensor between two bounds of an axis."""
+    """The slice of a tensor between two bounds along an axis."""
     return (*full_slice(shape[:axis]), (first, end), *full_slice(shape[axis + 1 :]))

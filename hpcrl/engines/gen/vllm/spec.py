@@ -40,16 +40,15 @@ OWN = {
     **dict.fromkeys(("enable_return_routed_experts", "aux_output_config"), "trainer.router_replay"),
     **dict.fromkeys(("skip_tokenizer_init", "load_format", "async_scheduling", "speculative_config"), ""),
 }
-"""Arguments that hpcrl sets in vLLM, and the keys that set them."""
+"""Arguments of vLLM that hpcrl sets, and the keys that set them."""
 
 MODELS = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS")
-"""vLLM's tables of models that generate."""
+"""vLLM's tables of models that generate text."""
 REPLACEABLE = ("_supports_attention_backend = True", "ALL_ATTENTION_FUNCTIONS")
-"""Text by which transformers marks a model whose attention can be replaced."""
+"""Texts in transformers' code of a model whose attention can be replaced."""
 
 ALONE_SHARE, TURNS_SHARE, BESIDE_SHARE = 0.9, 0.8, 0.5
-"""Default shares of a GPU: for an engine without a trainer, in turns with a trainer, and at the same time as a
-trainer."""
+"""Default shares of a GPU if the engine is without a trainer, takes turns with one, or runs at the same time as one."""
 
 
 class VLLMConfig(Section):
@@ -86,8 +85,8 @@ def _check(config: Any) -> Iterator[Problem]:
 
 
 def _unsupported(model: Mapping[str, Any], longest: int) -> Iterator[str]:
-    """An architecture that neither the installed vLLM nor one of its plug-ins implements, and that transformers does
-    not implement with replaceable attention."""
+    """Report an architecture that neither the installed vLLM nor one of its plug-ins implements, and that transformers
+    does not implement with replaceable attention."""
     own = table_keys("vllm", "model_executor/models/registry.py", MODELS)
     given = model.get("architectures")
     names = [str(name) for name in given] if isinstance(given, list) else []
@@ -101,18 +100,18 @@ def _unsupported(model: Mapping[str, Any], longest: int) -> Iterator[str]:
 
 
 def shares_gpu(config: Any) -> bool:
-    """Whether the generator's ranks have other roles."""
+    """Whether the generator's ranks also have other roles."""
     return config.layout.generator.colocate_with is not None
 
 
 def _planned_share(config: Any) -> float:
-    """Share in the plan: 1 with kv_cache_gib, which vLLM does not count in its share."""
+    """The share for the plan; 1 with kv_cache_gib, which vLLM does not count in its share."""
     own = config.generator.section(VLLMConfig)
     return 1.0 if own.kv_cache_gib is not None else start_share(config)
 
 
 def start_share(config: Any) -> float:
-    """Share of the GPU that must be free when the engine starts; the KV cache takes the rest of this share."""
+    """The share of the GPU that must be free when the engine starts; the KV cache gets the rest of this share."""
     given = config.generator.section(VLLMConfig).gpu_memory_utilization
     if given is not None or not shares_gpu(config):
         return given or ALONE_SHARE

@@ -1,4 +1,4 @@
-"""Keep transformers' classes unchanged for their other users in the process."""
+"""Keep transformers' classes unchanged for other engines in the process."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from unittest.mock import patch
 
 @contextmanager
 def transformers_classes_kept() -> Iterator[None]:
-    """vLLM 0.32 runs many families with transformers' code (OLMo 2, SmolLM3, Seed-OSS), and changes the decoder's class
-    in place, after which only vLLM can construct and call it. In this context, vLLM gets a subclass, and a trainer or a
-    reference in this process keeps the original class."""
+    """Context in which vLLM changes a subclass, so a trainer or reference in this process keeps the original class.
+    vLLM 0.32 runs many families with transformers' code (OLMo 2, SmolLM3, Seed-OSS), and changes the decoder's class in
+    place, after which only vLLM can construct and call it."""
     from vllm.model_executor.models.transformers.base import Base
 
     decorate = Base._decorate_cls_for_torch_compile

@@ -1,7 +1,7 @@
-"""The weights that vLLM computes with, under their HF names (check_weights=true).
+"""The weights with which vLLM computes, under their HF names (check_weights=true).
 
-On a CPU vLLM multiplies by packed copies. A linear layer's matrix is read back as its product with the identity;
-experts are unpacked.
+On a CPU, vLLM multiplies with packed copies. A linear layer's matrix is read back as its product with the identity
+matrix; experts are unpacked.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from hpcrl.models.shape import ModelShape
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 DIGITS = 128
-"""Base of the digits; integers below it are exact in bfloat16 and in all wider types."""
+"""Base of the digits in _unpacked(); smaller integers are exact in bfloat16 and in all wider types."""
 
 
 def shown(
     vllm_model: Any, model: ModelShape, names: Iterable[str], options: Mapping[str, Any], index: int, num_ranks: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Full-shape tensors with the values that rank `index` of num_ranks has; all other values are arbitrary. Experts on
-    a GPU are left out, as its kernels reorder them."""
+    """Full-shape tensors with the values that rank `index` of num_ranks has; other values are undefined. Experts on a
+    GPU are left out, because its kernels reorder them."""
     modules = dict(vllm_model.named_modules())
     shapes = {parameter.name: parameter.shape for parameter in model.parameters}
     for name in names:
@@ -40,7 +40,7 @@ def shown(
 
 @torch.no_grad()
 def _own(modules: Mapping[str, Any], model: ModelShape, name: str) -> Tensor | None:
-    """This rank's slices of a weight; None if it cannot be given back."""
+    """This rank's slices of a weight; None if it cannot be read back."""
     path, _, kind = name.rpartition(".")
     parent, _, last = path.rpartition(".")
     if path.endswith(".experts"):
@@ -68,7 +68,8 @@ def _values(layer: Any, kind: str) -> Tensor:
 
 
 def _words(modules: Mapping[str, Any], model: ModelShape, path: str) -> Tensor | None:
-    """The embedding or the head without padding; of a tied model NaN where they differ. None if all is padding."""
+    """The embedding or the head without padding rows; None if all rows are padding. If the model is tied, numbers in
+    which embedding and head differ are NaN."""
     layer = modules[path]
     if not (rows := layer.num_org_embeddings_per_partition):
         return None
@@ -80,7 +81,7 @@ def _words(modules: Mapping[str, Any], model: ModelShape, path: str) -> Tensor |
 
 
 def _experts(modules: Mapping[str, Any], path: str, kind: str) -> Tensor | None:
-    """A layer's experts, if their packing is known."""
+    """A layer's experts; None if their packing is not known."""
     layer = next(module for name, module in modules.items() if name.startswith(path) and hasattr(module, "w13_weight"))
     packed = layer.w13_weight if kind == "gate_up_proj" else layer.w2_weight
     if packed.device.type != "cpu":
@@ -94,8 +95,8 @@ def _experts(modules: Mapping[str, Any], path: str, kind: str) -> Tensor | None:
 
 
 def _unpacked(packed: Tensor, isa: str) -> Tensor:
-    """The experts in rows and columns. Packing only permutes each expert's numbers; packing the numbers' indices, digit
-    by digit, gives the permutation."""
+    """The unpacked experts. Packing only permutes an expert's numbers, so packing the numbers' indices, digit by digit,
+    shows the permutation."""
     from vllm._custom_ops import cpu_prepack_moe_weight
 
     size, places, unit = packed[0].numel(), torch.zeros_like(packed[:1], dtype=torch.int64), 1

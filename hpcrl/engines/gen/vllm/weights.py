@@ -1,5 +1,5 @@
-"""New weights for vLLM's model: raise errors where vLLM only warns, and repack copies that its CPU build leaves
-stale."""
+"""Load new weights into vLLM's model: raise errors where vLLM only warns, and repack copies that its CPU build does not
+update."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 
 def reload(engine: Any, model: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Load weights into vLLM's model. ValueError if a parameter of the model gets no weight: its loaders skip unknown
-    names, and the parameter would keep its old values."""
+    """Load weights into vLLM's model. ValueError if a parameter gets no weight and would keep its old values, since
+    vLLM's loaders skip unknown names."""
     names: dict[int, set[str]] = {}  # names by parameter, which several modules may share
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), set()).add(name)
@@ -43,7 +43,7 @@ def reload(engine: Any, model: Any, weights: Iterable[tuple[str, Tensor]]) -> No
 
 
 def _repair(model: Any) -> None:
-    """The CPU build multiplies by packed copies of the weights, but repacks neither a tied head nor experts."""
+    """Repack a tied head and experts. vLLM's CPU build multiplies with packed copies, and does not update these two."""
     if torch.cuda.is_available():
         return
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts

@@ -1,5 +1,5 @@
 """The engine's part of a checkpoint, in FSDP2's format: unsharded tensors under FSDP2's names, each in one rank's file.
-Another number of ranks, another ZeRO stage and FSDP2 in float32 can read it."""
+It can be read by another number of ranks, another ZeRO stage, and FSDP2 in float32."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class ZeroCheckpoints:
     """The trained weights, moments and step counters of a model, gathered one parameter at a time."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, base: Base | None = None):
-        """base: the frozen weights, if only adapters are saved."""
-        # Tied weights once, under their first name.
+        """`base` identifies the frozen weights, if only adapters are saved."""
+        # Tied weights appear once, under their first name.
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._base = base
         self._optimizer = optimizer
         self._layout: Layout | None = None
 
     def take(self, optimizer_step: int, copy: bool = True) -> Files:
-        """The files of this rank, always copies, valid until the next call. Collective. OSError on every rank if any
-        rank lacks memory for the first copy."""
+        """This rank's files, which are always copies and valid until the next call. Collective. OSError on every rank
+        if any rank lacks memory for the first copy."""
         if self._layout is None:
             self._layout = Layout(copies=True)
             self._layout.lay_out({name: torch.empty(shape) for name, shape in self._mine()})
@@ -44,8 +44,8 @@ class ZeroCheckpoints:
         return self._layout.files(optimizer_step, base=self._base)
 
     def load(self, folder: Path) -> tuple[int, list[str]]:
-        """(optimizer step, warnings). Collective. Each rank reads the tensors that it would write and broadcasts them.
-        ValueError on every rank if a rank cannot read them, or if the checkpoint belongs to another model."""
+        """Restore a checkpoint; returns (optimizer step, warnings). Each rank reads the tensors that it would write,
+        and broadcasts them. Collective. ValueError on every rank if a rank cannot read them, or for another model."""
         names = [_name(name, "") for name in self._parameters]
         step, warned = restore(folder, lambda: self._load_tensors(folder), self._base, names)
         for state in self._optimizer.state.values():
@@ -73,7 +73,7 @@ class ZeroCheckpoints:
                 yield _name(name, "step"), torch.Size()
 
     def _owners(self) -> dict[str, int]:
-        """Parameter -> the rank that writes it: in order of size, the rank with the fewest numbers so far."""
+        """Maps each parameter to the rank that writes it: largest first, to the rank with the fewest numbers so far."""
         sizes = {name: shape_of(parameter).numel() for name, parameter in self._parameters.items()}
         written, owners = [0] * dist.get_world_size(), {}
         for name in sorted(sizes, key=lambda name: -sizes[name]):

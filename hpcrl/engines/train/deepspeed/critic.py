@@ -1,4 +1,4 @@
-"""The critic on DeepSpeed ZeRO: FSDP2's critic defines the model and the values; DeepSpeed shards its state."""
+"""The critic on DeepSpeed ZeRO: FSDP2's critic defines the model and the values; DeepSpeed shards the state."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from hpcrl.rollout.batch import Batch
 
 
 def make(config: Config, model_path: Path, total_steps: int) -> ZeroCritic:
-    """The critic's engine; config: Config.of_critic(). Collective over the ranks of the default group."""
+    """The critic's engine; `config` is Config.of_critic(). Collective over the default group."""
     own = config.trainer.section(DeepSpeedConfig)
     return ZeroCritic(config.trainer, model_path, zero=own, **arguments(config, total_steps))
 
 
 class ZeroPackedCritic(PackedCritic):
-    """All forward passes in one method, as in ZeroCausalLM. The head is stored in the other weights' type, and computes
-    in its input's type, float32."""
+    """All forward passes in one method, as in ZeroCausalLM. The head has the other weights' dtype, and computes in its
+    input's dtype, float32."""
 
     def __init__(self, *given: Any, **keys: Any):
         super().__init__(*given, **keys)
@@ -33,7 +33,7 @@ class ZeroPackedCritic(PackedCritic):
         head.forward = functools.partial(_in_type_of_input, head)  # type: ignore[method-assign]
 
     def forward(self, *given: Any) -> Any:
-        """Chosen by the number of arguments: own_logprobs of a sequence, values of a batch, else (for the probe)
+        """The number of arguments selects own_logprobs of a sequence, values of a batch, or (for the probe)
         PackedCausalLM.forward."""
         if len(given) == 1:
             return super().own_logprobs(*given)

@@ -1,4 +1,5 @@
-"""The training engine on DeepSpeed ZeRO: the model, its forward and losses are FSDP2's; DeepSpeed shards its state."""
+"""The training engine on DeepSpeed ZeRO: model, forward pass and losses are the FSDP2 engine's; DeepSpeed shards the
+state."""
 
 from __future__ import annotations
 
@@ -32,16 +33,16 @@ from hpcrl.spec.weight_layout import TensorShards
 
 
 def make(config: Config, model_path: Path, total_steps: int, trainable: bool) -> ZeroEngine:
-    """The trainer's engine, or a frozen one. Collective over the ranks of the default group."""
+    """The trainer's engine, or a frozen engine. Collective over the default group."""
     own = config.trainer.section(DeepSpeedConfig)
     return ZeroEngine(config.trainer, model_path, zero=own, trainable=trainable, **arguments(config, total_steps))
 
 
 class ZeroEngine(FSDP2Engine):
-    """TrainEngine on the default process group, which must contain exactly the engine's ranks.
+    """TrainEngine on the default process group, which must have exactly the engine's ranks.
 
-    The optimizer updates fp32 weights, also with dtype=bfloat16; parameters have the compute dtype. A frozen engine
-    shards its parameters with ZeRO-3; with ZeRO-1 and 2 every rank has all of them, without DeepSpeed.
+    The optimizer updates fp32 weights, even with dtype=bfloat16; parameters have the compute dtype. A frozen engine
+    shards its parameters with ZeRO-3; with ZeRO-1 and 2, every rank has all parameters and DeepSpeed is not used.
     """
 
     name = "deepspeed"
@@ -88,7 +89,7 @@ class ZeroEngine(FSDP2Engine):
             zero.make_moments(optimizer, self._adamw, zeros_like)
 
     def _fill_masters(self, source: PreTrainedModel | None) -> None:
-        """Restore in the fp32 weights the precision that the compute parameters have lost."""
+        """Set the fp32 weights from the folder's weights, since compute parameters have lost precision."""
         full = dict(source.named_parameters()) if source is not None else {}
         trained = ((name, p) for name, p in self.module.hf.named_parameters() if p.requires_grad)
         for name, parameter in trained:
@@ -129,7 +130,7 @@ class ZeroEngine(FSDP2Engine):
         self.model.set_gradient_accumulation_boundary(is_last)
 
     def _backward(self, loss: Tensor) -> None:
-        # DeepSpeed divides the sum over ranks by the number of ranks.
+        # Compensates DeepSpeed's division of the sum over ranks by the number of ranks.
         self.model.backward(loss * self.data_parallel_size, scale_wrt_gas=False)
 
     def _update(self) -> Stats:

@@ -1,4 +1,4 @@
-"""Memory in files on the node's local disk (trainer.deepspeed.nvme_path)."""
+"""Memory that is mapped from files on the node's local disk (trainer.deepspeed.nvme_path)."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class LocalDisk:
-    """Tensors in files of a folder, whose pages the kernel reads and writes on use: host memory caches as many as fit.
-    A file has no name, so no two ranks share one, and it disappears with its process, however the process ends."""
+    """Tensors in files of a folder. The kernel reads and writes their pages on use, and caches as many as fit in host
+    memory. A file has no name, so ranks cannot share it, and it disappears when its process ends in any way."""
 
     def __init__(self, folder: str):
-        """folder: may contain the node's environment variables. ValueError if its files are not on a disk."""
+        """`folder` may contain environment variables of the node. ValueError if its files are not on a disk."""
         self.folder = Path(os.path.expandvars(folder))
         self._made: list[UntypedStorage] = []
         if not self.folder.is_absolute() or not self.folder.is_dir():
@@ -50,8 +50,8 @@ class LocalDisk:
             if num_bytes > free:  # a file that is too large would fill the disk before it fails
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.posix_fallocate(file, 0, num_bytes)  # else a full disk would kill the process when a page is written
-            # The mapping keeps no descriptor open, as a process often may have only 1024: a frozen model has a file per
-            # parameter.
+            # The mapping keeps no descriptor open: a frozen model has a file per parameter, and a process often may
+            # open only 1024 files.
             storage = cast(UntypedStorage, UntypedStorage.from_file(f"/proc/self/fd/{file}", True, num_bytes))
         except RuntimeError as error:
             raise ValueError(f"{self._key}: a file of {num_bytes / 1e9:.1f} GB cannot be mapped: {error}") from None

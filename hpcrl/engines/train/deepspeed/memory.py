@@ -1,4 +1,4 @@
-"""Memory of a rank of the DeepSpeed engine: state that each ZeRO stage shards, and DeepSpeed's own buffers."""
+"""Memory of a rank of the DeepSpeed engine: the state, which each ZeRO stage shards, and DeepSpeed's own buffers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from hpcrl.planner.traffic import Sent, StepWork
 from hpcrl.planner.trainer import forward_parts
 
 LIVE_NUMBERS = 1_000_000_000
-"""DeepSpeed's limit of gathered parameters (stage3_max_live_parameters, stage3_max_reuse_distance): a parameter that is
-reused within this many numbers is not freed. Also how many numbers AdamW updates at once (sub_group_size)."""
+"""DeepSpeed's limit for gathered parameters (stage3_max_live_parameters, stage3_max_reuse_distance). A parameter that
+is used again within this many numbers is not freed. AdamW also updates this many numbers at once (sub_group_size)."""
 PERSISTENT_NUMBERS = 100_000
 """Parameters up to this size stay gathered (stage3_param_persistence_threshold)."""
 OPTIMIZER_BYTES = 2 * FP32
@@ -29,8 +29,8 @@ def own(config: Config) -> DeepSpeedConfig:
 
 
 def part_size(shape: ModelShape, stage: int, num_ranks: int) -> int:
-    """Number of elements in a rank's shard of the state. ZeRO-3 splits each parameter. Other stages split all matrices
-    together and all vectors together, with an even number on each rank."""
+    """Number of elements in a rank's shard of the state. ZeRO-3 splits each parameter. Other stages concatenate all
+    matrices, and all vectors, and split each; every rank's shard has an even number of elements."""
     if stage == 3:
         return sum(-(-parameter.size // num_ranks) for parameter in shape.parameters)
     groups = [sum(p.size for p in shape.parameters if (len(p.shape) >= 2) == matrices) for matrices in (True, False)]
@@ -66,7 +66,7 @@ def weight_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part
             Part("trainer", "weights", (part * num_ranks + frozen) * compute),
             Part("trainer", "gradients", kept, step),
         ]
-    if not on_host:  # the gradients in one tensor, for AdamW
+    if not on_host:  # the gradients as one tensor for AdamW
         at_once = min(part, LIVE_NUMBERS) if zero.zero_stage == 3 else part
         parts.append(Part("trainer", "gradients of the step", at_once * FP32, ("update",)))
     return parts
@@ -87,31 +87,31 @@ def _persistent(shape: ModelShape) -> int:
 
 
 def _gathered(shape: ModelShape) -> int:
-    """Numbers of the gathered parameters that are freed after a step."""
+    """Size of the gathered parameters that are freed after a step."""
     layer = max(sum(parameter.size for parameter in shape.of_layer(i)) for i in range(shape.num_layers))
     return min(shape.num_parameters - _persistent(shape), LIVE_NUMBERS + layer)
 
 
 def bucket_bytes(config: Config, shape: ModelShape) -> int:
-    """The buffers in which gradients are reduced: two where communication overlaps, on GPUs."""
+    """Bytes of the buffers in which gradients are reduced: on GPUs two, because communication overlaps."""
     zero = own(config).options.get("zero_optimization", {})
     size = int(zero.get("reduce_bucket_size", min(BUCKET_NUMBERS, trained(config, shape).num_parameters)))
     return size * FP32 * (1 if config.cluster.device == "cpu" else 2)
 
 
 def trainer_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
-    """Parts of any rank."""
+    """Memory parts of any trainer rank."""
     trainer, zero = config.trainer, own(config)
     tokens = Tokens.of(config, -(-samples_of_an_update(config) // num_ranks))
     compute, checkpointing = BYTES[trainer.param_dtype], zero.activation_checkpointing
     largest = PLAN.largest_tensor(trained(config, shape))
-    converted = compute + FP32 * (compute < FP32 and zero.zero_stage == 3)  # for the reduction
+    converted = compute + FP32 * (compute < FP32 and zero.zero_stage == 3)  # ZeRO-3 converts gradients to reduce them
     recomputed = recomputed_layer(shape, tokens, compute) if checkpointing else 0
     logits = logits_bytes(shape, tokens, trainer.logits_chunk_tokens, compute, bool(trainer.head_dtype))
     snapshot = PLAN.checkpoint_bytes(config, shape) // num_ranks + largest * (FP32 + OPTIMIZER_BYTES)
     step: tuple[Phase, ...] = ("train", "update")
     colocated = RoleLayout.from_config(config).generates_on_trainers
-    published = config.generator.dtype if colocated else config.model.dtype  # other ranks convert received weights
+    published = config.generator.dtype if colocated else config.model.dtype  # sent weights are converted when packed
     return [
         *weight_parts(config, shape, num_ranks),
         Part("trainer", "reduction", bucket_bytes(config, shape), PHASES if zero.zero_stage == 3 else step),

@@ -15,7 +15,7 @@ from hpcrl.spec.problems import Problem
 
 AT = ("trainer", "deepspeed")
 BUCKET_NUMBERS = 500_000_000
-"""DeepSpeed's own sizes of the buffers in which it reduces gradients and gathers parameters."""
+"""DeepSpeed's default size of the buffers in which it reduces gradients and gathers parameters."""
 GIVEN = {
     "bf16": "trainer.param_dtype",
     "bfloat16": "trainer.param_dtype",
@@ -31,14 +31,14 @@ GIVEN = {
     "train_micro_batch_size_per_gpu": "trainer.max_tokens_per_micro_batch",
     "zero_force_ds_cpu_optimizer": "",
 }
-"""Keys of DeepSpeed's configuration that hpcrl sets -> the key to use instead; empty: no such key."""
+"""Maps keys of DeepSpeed's configuration that hpcrl sets to the key to use instead; empty if there is none."""
 GIVEN_OF_ZERO = {
     "stage": "trainer.deepspeed.zero_stage",
     "offload_optimizer": "trainer.deepspeed.offload_optimizer",
     "offload_param": "trainer.deepspeed.offload_parameters",
     "memory_efficient_linear": "",
 }
-"""As GIVEN, for keys of the section zero_optimization."""
+"""Like GIVEN, for keys of the section zero_optimization."""
 
 
 class DeepSpeedConfig(Section):

@@ -1,6 +1,6 @@
-"""Moves the tensors of the engine's state to other memory: temporarily to the host, or to files on a local disk.
+"""Move the tensors of the engine's state to other memory: temporarily to the host, or to files on a local disk.
 
-DeepSpeed's tensors are views of a few large ones. Tensors that share memory move together, and still share it
+DeepSpeed's tensors are views of a few large tensors. Tensors that share memory move together, and still share memory
 afterwards.
 """
 
@@ -31,7 +31,7 @@ def move(tensors: Iterable[Tensor], copy: Callable[[UntypedStorage], UntypedStor
 
 
 def weight_tensors(module: nn.Module, zero: Any) -> Iterator[Tensor]:
-    """Every tensor with compute weights. zero: DeepSpeed's optimizer, if any."""
+    """Every tensor with compute weights. `zero` is DeepSpeed's optimizer, if any."""
     for parameter in module.parameters():
         yield getattr(parameter, "ds_tensor", parameter)  # with ZeRO-3: this rank's shard
         if mapping := getattr(parameter, "_hp_mapping", None):
@@ -60,14 +60,14 @@ class HostOffload:
     def __init__(
         self, module: nn.Module, zero: Any, optimizer: torch.optim.Optimizer | None, device: torch.device
     ) -> None:
-        """zero: DeepSpeed's optimizer; None if DeepSpeed does not manage the model."""
+        """`zero` is DeepSpeed's optimizer; None if DeepSpeed does not manage the model."""
         self._module, self._zero, self._optimizer, self._device = module, zero, optimizer, device
         self._host = HostMemory(device)
         self._away: dict[int, Tensor] = {}
         self._freed: list[tuple[Tensor, int]] = []
 
     def offload(self, weights: bool) -> None:
-        """Move the state that is on the device; with weights=False, compute weights stay."""
+        """Move the state from the device to the host; with weights=False, compute weights stay."""
         if hasattr(self._zero, "empty_partition_cache"):
             self._zero.empty_partition_cache()  # parameters that ZeRO-3 keeps gathered
         of_computation = list(weight_tensors(self._module, self._zero))
@@ -96,7 +96,7 @@ class HostOffload:
         self._freed = []
 
     def _move(self, tensors: Collection[Tensor], moved: Callable[[dict[int, Tensor]], dict[int, Tensor]]) -> None:
-        """moved: a method of self._host. The first tensor of each memory is its key."""
+        """Move tensors with `moved`, a method of self._host. The key of each memory is its first tensor."""
         keys: dict[int, int] = {}
         memory: dict[int, Tensor] = {}
         for tensor in tensors:
@@ -108,11 +108,11 @@ class HostOffload:
         move(tensors, lambda storage: copies[keys[storage.data_ptr()]].untyped_storage())
 
     def _is_here(self, tensor: Tensor) -> bool:
-        """Whether it is on the device; the device is given as cuda, while a tensor's device has an index."""
+        """Whether a tensor is on the device. Types are compared, since the device may be cuda without an index."""
         return tensor.device.type == self._device.type
 
     def _gradient_buffers(self) -> Iterator[Tensor]:
-        """Buffers that ZeRO-3 keeps between two steps, whose values are not needed."""
+        """Buffers that ZeRO-3 keeps between two steps although their values are no longer needed."""
         if (gradients := getattr(self._zero, "grad_partitions_flat_buffer", None)) is not None:
             yield gradients
             yield from (bucket.buffer for bucket in self._zero.ipg_buckets.values() if bucket.buffer is not None)

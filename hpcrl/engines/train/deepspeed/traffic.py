@@ -15,12 +15,12 @@ from hpcrl.planner.traffic import Sent, StepWork, exchanged
 def step_traffic(
     config: Config, shape: ModelShape, num_ranks: int, work: StepWork, stage: int, persistent: int
 ) -> Iterator[Sent]:
-    """Bytes that each rank sends. persistent: numbers of the parameters that ZeRO-3 keeps gathered.
+    """Bytes that each rank sends. `persistent` is the size of the parameters that ZeRO-3 keeps gathered.
 
-    Gradients, in fp32: ZeRO-1 and 2 use an all-reduce, from which each rank keeps its shard (DeepSpeed's
-    use_multi_rank_bucket_allreduce): with ZeRO-1 once a step, with ZeRO-2 in each micro-batch. ZeRO-3 uses a
-    reduce-scatter in each micro-batch. Parameters, in the compute dtype: an all-gather of the updated ones, and with
-    ZeRO-3 another all-gather of every parameter in each forward and in each backward pass.
+    Gradients, in fp32: ZeRO-1 and 2 use an all-reduce, of which each rank keeps its shard (DeepSpeed's
+    use_multi_rank_bucket_allreduce), ZeRO-1 once per step and ZeRO-2 in each micro-batch. ZeRO-3 uses a reduce-scatter
+    in each micro-batch. Parameters, in the compute dtype: an all-gather of the updated parameters, and with ZeRO-3
+    another all-gather of every parameter in each forward and in each backward pass.
     """
     compute, learnt = BYTES[config.trainer.param_dtype], trained(config, shape)
     reductions = learnt.num_parameters * FP32 * (1 if stage == 1 else work.num_micro_batches)

@@ -1,7 +1,7 @@
 """DeepSpeed's part of the engine: its configuration, wrapping a model, and the state of one parameter.
 
-DeepSpeed compiles extensions if it finds a compiler: one for all-reduce in shared memory on CPUs, one for its own Adam.
-hpcrl uses neither, but gloo and torch's fused AdamW, so nothing is compiled before or during a run.
+If DeepSpeed finds a compiler, it compiles extensions: one for all-reduce in shared memory on CPUs, one for its own
+Adam. hpcrl uses gloo and torch's fused AdamW instead, so nothing is compiled before or during a run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hpcrl.spec.extras import without
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 
-with without("mlflow", "wandb"):  # if installed, they would cost every rank a second and 90 MiB
+with without("mlflow", "wandb"):  # if they are installed, importing them would cost every rank a second and 90 MiB
     import deepspeed  # its first import reads the variable
     from deepspeed.comm import comm
     from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
@@ -36,7 +36,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class ZeroCausalLM(PackedCausalLM):
-    """Both forward passes in one method: DeepSpeed gathers parameters only for calls of the module."""
+    """Both forward passes in one method, because DeepSpeed gathers parameters only when the module is called."""
 
     def forward(self, token_ids: Tensor, *packed: Any) -> Any:
         """PackedCausalLM.forward, or own_logprobs if only token_ids are given."""
@@ -48,7 +48,7 @@ class ZeroCausalLM(PackedCausalLM):
 
 
 class _Engine(DeepSpeedEngine):  # type: ignore[misc]
-    """Uses for ZeRO-1 in bfloat16 the same optimizer as in all other cases."""
+    """A DeepSpeedEngine whose optimizer for ZeRO-1 in bfloat16 is the same as in all other cases."""
 
     def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> str:
         super()._do_optimizer_sanity_check(basic_optimizer)
@@ -64,19 +64,19 @@ def connect() -> None:
     if comm.cdb is None:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # see above
         deepspeed.init_distributed(dist_init_required=False, auto_mpi_discovery=False, verbose=False)
-    groups._WORLD_GROUP = world  # else a clone of the group, with a timeout of 30 minutes
+    groups._WORLD_GROUP = world  # otherwise DeepSpeed would clone the group with a timeout of 30 minutes
     os.environ.setdefault("LOCAL_RANK", str(torch.cuda.current_device() if torch.cuda.is_available() else 0))
     os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK", None)  # mpirun's number, which DeepSpeed requires to equal LOCAL_RANK
 
 
 def settings(own: DeepSpeedConfig, max_grad_norm: float, dtype: torch.dtype, num_parameters: int) -> dict[str, Any]:
-    """DeepSpeed's configuration. dtype: the compute dtype; gradients are reduced and summed in float32."""
+    """DeepSpeed's configuration for the compute dtype `dtype`. Gradients are reduced and summed in float32."""
     bucket = min(BUCKET_NUMBERS, num_parameters + num_parameters % 2)
     options = dict(own.options)
     pinned = torch.cuda.is_available()
 
     def place(where: str) -> dict[str, Any]:
-        # local_disk.py moves it from host memory to files.
+        # local_disk.py moves such state from host memory to files.
         return {"device": "cpu" if where == "nvme" else where, "pin_memory": pinned and where == "cpu"}
 
     zero = {
@@ -84,7 +84,7 @@ def settings(own: DeepSpeedConfig, max_grad_norm: float, dtype: torch.dtype, num
         "reduce_bucket_size": bucket,
         "allgather_bucket_size": bucket,
         "overlap_comm": torch.cuda.is_available(),
-        "memory_efficient_linear": False,  # would replace torch.nn.functional.linear in the whole process
+        "memory_efficient_linear": False,  # True would replace torch.nn.functional.linear in the whole process
         "offload_optimizer": place(own.offload_optimizer),
     }
     if own.zero_stage == 3:
@@ -111,11 +111,8 @@ def fill(
     dtype: torch.dtype,
     divided: dict[str, Any] | None,
 ) -> None:
-    """Give an empty model rank 0's weights in `dtype`, tensor by tensor. Collective.
-
-    Args:
-        divided: DeepSpeed's configuration, if each parameter is sharded before the next one is created.
-    """
+    """Fill an empty model with rank 0's weights in `dtype`, tensor by tensor. `divided` is DeepSpeed's configuration if
+    each parameter is sharded before the next one is created. Collective."""
     full = dict(source.named_parameters(remove_duplicate=False)) if source is not None else {}
     init = deepspeed.zero.Init(config_dict_or_path=divided) if divided is not None else None
     made: dict[int, nn.Parameter] = {}
@@ -138,13 +135,13 @@ def fill(
 
 
 def start(model: PackedCausalLM, optimizer: torch.optim.Optimizer | None, config: dict[str, Any]) -> _Engine:
-    """Wrap the model with DeepSpeed; without an optimizer only to gather its parameters. Collective."""
+    """Wrap the model with DeepSpeed, which without an optimizer only gathers its parameters. Collective."""
     if config["zero_optimization"]["stage"] == 3:
         for module in model.modules():
             three = any(len(shape_of(parameter)) == 3 for parameter in module.parameters(recurse=False))
             if three and not isinstance(module, nn.Conv1d):
-                # All experts of a layer are one module: which experts it calls, and how often, depends on a rank's
-                # tokens.
+                # A layer's experts are one leaf module, since it depends on a rank's tokens which experts are called,
+                # and how often.
                 deepspeed.utils.set_z3_leaf_module(module, True)
             # Layers with a recurrent state read their convolution's weights without calling it.
             for convolution in (child for child in module.children() if isinstance(child, nn.Conv1d)):
@@ -162,7 +159,7 @@ def start(model: PackedCausalLM, optimizer: torch.optim.Optimizer | None, config
 
 
 def make_moments(zero: Any, optimizer: torch.optim.Optimizer, zeros_like: Callable[[Tensor], Tensor]) -> None:
-    """Create AdamW's state, which it would otherwise create in its first step. zeros_like: makes moments for fp32
+    """Create AdamW's state, which AdamW would otherwise create in its first step. `zeros_like` makes a moment for fp32
     weights."""
     for flat in flat_weights(zero):
         # A fused AdamW keeps its step counter on the device.
@@ -179,7 +176,7 @@ def flat_weights(zero: Any) -> list[Tensor]:
 
 
 def discard_gradients(zero: Any) -> None:
-    """Drop the gradients, as DeepSpeed does in a skipped step."""
+    """Drop the gradients, as DeepSpeed does when it skips a step."""
     if hasattr(zero, "_overflow_clean_up"):
         zero._pre_step()
         zero._overflow_clean_up(zero.loss_scale)
@@ -251,7 +248,7 @@ def set_state(parameter: Tensor, name: str, values: Tensor) -> None:
 
 
 def _part(part: Tensor, values: Tensor) -> Tensor:
-    """This rank's shard of a parameter, padded with zeros where the last rank has fewer numbers."""
+    """This rank's shard of a parameter. The last rank's shard may have fewer numbers, and is padded with zeros."""
     first = part.numel() * dist.get_rank()
     mine = values.reshape(-1)[first : first + part.numel()]
     return nn.functional.pad(mine, (0, part.numel() - mine.numel()))

@@ -25,7 +25,7 @@ from hpcrl.rollout.batch import Batch, MicroBatches, Norms
 from hpcrl.spec.weight_layout import TensorShards
 
 VOCABULARY = 64
-"""Size of the table; the square of a real vocabulary would not fit in memory."""
+"""Number of rows of the table; with a real vocabulary, the table would not fit in memory."""
 
 
 def make(config: Config, model_path: Path, total_steps: int, trainable: bool) -> FakeTrainEngine:
@@ -139,13 +139,13 @@ class FakeTrainEngine:
         yield self.transitions.detach()
 
     def offload(self, weights: bool = True) -> None:
-        """See TrainEngine. The parameter is on the host."""
+        """See TrainEngine. Does nothing, since the parameter is on the host."""
 
     def onload(self) -> None:
         """See TrainEngine."""
 
     def snapshot(self, copy: bool = True) -> Files:
-        """See TrainEngine. All ranks have equal state, which rank 0 writes; there is no random state."""
+        """See TrainEngine. All ranks have the same state, which rank 0 writes; there is no random state."""
         buffer = io.BytesIO()
         torch.save({"transitions": self.transitions.detach(), "step": self.optimizer_step}, buffer)
         return {"fake.pt": buffer.getvalue()} if self.data_parallel_rank == 0 else {}
@@ -159,7 +159,7 @@ class FakeTrainEngine:
         return []
 
     def export_hf(self, folder: Path) -> None:
-        """See TrainEngine. No library can load the files."""
+        """See TrainEngine. No library can load the exported files."""
         if self.data_parallel_rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             config = {"model_type": "hpcrl_fake", "vocab_size": self.transitions.shape[0]}

@@ -15,19 +15,19 @@ from hpcrl.engines.train.fsdp2.spec import BLOCK, MIN_NUMBERS
 from hpcrl.engines.train.fsdp2.weights import local
 
 MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))
-"""A moment, and whether it is signed."""
+"""Each moment, and whether it is signed."""
 
 
 class AdamW8bit(ForMatrices):
-    """A block of 256 numbers has one scale. Every row begins a new block, so blocks do not depend on the number of
-    ranks, which split by rows. If a row's length is not a multiple of the block size, the row is padded during the
-    update."""
+    """AdamW whose moments have 8 bits and one scale per block of 256 numbers. Every row begins a new block, so blocks
+    do not depend on the number of ranks, which split by rows. If a row's length is not a multiple of 256, the row is
+    padded during the update."""
 
     _maps: tuple[Tensor, ...] = ()
 
     @staticmethod
     def takes(parameter: Tensor) -> bool:
-        """See ForMatrices. Short rows would be mostly padding."""
+        """See ForMatrices. Matrices with short rows are left to AdamW, since they would be mostly padding."""
         size = parameter.numel()
         return size >= MIN_NUMBERS and size // parameter.shape[0] >= BLOCK
 
@@ -69,8 +69,8 @@ class AdamW8bit(ForMatrices):
 
 
 def _empty_state(parameter: Tensor) -> dict[str, Tensor]:
-    """The step, and codes (uint8 [rows, columns in whole blocks]) and scales (float32 [rows, blocks]) of both moments,
-    sharded like the parameter."""
+    """The step, and for both moments codes (uint8 [rows, columns padded to full blocks]) and scales (float32 [rows,
+    blocks]), sharded like the parameter."""
     num_rows = parameter.shape[0]
     blocks = -(-(parameter.numel() // num_rows) // BLOCK)
     state = {"step": torch.zeros((), dtype=torch.float32)}

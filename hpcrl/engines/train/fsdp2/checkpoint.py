@@ -34,14 +34,14 @@ from hpcrl.engines.train.offloading import register, wait
 from hpcrl.spec.lora import is_adapter
 
 NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG))
-"""errno if shared memory cannot be allocated."""
+"""Values of errno if shared memory cannot be allocated."""
 Whole = Callable[[str, Tensor], Tensor]
-"""(name of a parameter, its tensor or moment) -> the tensor as a shard of the whole parameter."""
+"""(name of a parameter, its tensor or moment) -> the tensor as a shard of the full parameter."""
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, whole: Whole) -> dict[str, Tensor]:
-    """Weights and moments by name, not copied; tied weights once, under their first name; for a model with adapters,
-    only the adapters'."""
+    """Weights and moments by name, not copied. Tied weights appear once, under their first name; of a model with
+    adapters, only the adapters appear."""
     if optimizer is not None and not optimizer.state:
         get_optimizer_state_dict(model, optimizer)  # runs an empty step, which creates the moments
         for state in optimizer.state.values():
@@ -63,22 +63,22 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, whole: W
 class Snapshots:
     """A rank's sharded tensors and random state as files to write: copies in host memory, or references.
 
-    torch.distributed.checkpoint can read the shard file. Its layout, everything but the tensors' bytes, is made once;
-    later snapshots only copy these bytes, and no rank waits for another.
+    torch.distributed.checkpoint can read the shard file. Its layout (everything but the tensors' bytes) is made once.
+    Later snapshots only copy the tensors' bytes, and no rank waits for another.
     """
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, whole: Whole, base: Base | None = None
     ):
-        """base: the frozen weights, if only adapters are saved."""
+        """`base` identifies the frozen weights, if only adapters are saved."""
         self._model, self._optimizer, self._whole, self._base = model, optimizer, whole, base
         self._laid_out: list[tuple[str, torch.Size, torch.dtype]] = []
         self._layout = Layout(copies=False)
 
     def take(self, optimizer_step: int, copy: bool) -> Files:
-        """The files of this rank, valid until the next call; without a copy, until a tensor changes. The first call,
-        and the first call with a copy, are collective. OSError names the trainer rank that lacks memory for the
-        copy."""
+        """This rank's files. They are valid until the next call or, without a copy, until a tensor changes. The first
+        call, and the first call with a copy, are collective. OSError names a trainer rank without memory for the copy.
+        """
         tensors = _tensors(self._model, self._optimizer, self._whole)
         kinds = [(name, value.shape, value.dtype) for name, value in tensors.items()]
         if kinds != self._laid_out or (copy and not self._layout.copies):
@@ -91,8 +91,7 @@ class Snapshots:
         return self._layout.files(optimizer_step, pieces, self._base)
 
     def load(self, folder: Path) -> tuple[int, list[str]]:
-        """(optimizer step, warnings) after restoring a checkpoint in place, on any number of ranks. Collective.
-
+        """Restore a checkpoint in place, on any number of ranks; returns (optimizer step, warnings). Collective.
         ValueError on every rank if the folder has no trainer checkpoint, another model's, or adapters of another base.
         """
 
@@ -108,13 +107,13 @@ class Snapshots:
 
 
 class Layout(StorageWriter):
-    """The position of each tensor in this rank's shard file of `size` bytes, 0 if the rank has nothing to write.
+    """The position of each tensor in this rank's shard file, whose `size` is 0 if the rank has nothing to write.
 
     Args:
-        copies: whether to allocate the memory of a copy: `shard`, with places: name -> the local part's bytes in the
-            file, as a tensor of its dtype and shape.
+        copies: Whether to allocate `shard`, the memory for a copy of the file. `places` then maps each name to its
+            local part in `shard`, as a tensor.
 
-    On rank 0, metadata is the content of .metadata.
+    On rank 0, `metadata` is the content of .metadata.
     """
 
     def __init__(self, copies: bool) -> None:
@@ -139,7 +138,7 @@ class Layout(StorageWriter):
             raise RuntimeError(f"trainer rank {rank} cannot lay out a snapshot: {text}") from error
 
     def files(self, optimizer_step: int, pieces: Pieces | None = None, base: Base | None = None) -> Files:
-        """The files of this rank, with its random state; `pieces`: the shard file, instead of the copies."""
+        """This rank's files, with its random state. `pieces` is the shard file if there is no copy."""
         state = io.BytesIO()
         torch.save(random_state(), state)
         files: Files = {f"random_rank{dist.get_rank()}.pt": state.getvalue()}
@@ -152,7 +151,7 @@ class Layout(StorageWriter):
         return files
 
     def pieces(self, tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
-        """The file's bytes in order; tensors on a GPU are copied one at a time."""
+        """The shard file's bytes in order. Tensors on a GPU are copied to the host one at a time."""
         for name, (head, tail) in self._frames.items():
             value = local(tensors[name]).detach().cpu().contiguous()
             yield memoryview(head)
@@ -202,6 +201,6 @@ class Layout(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Keep the metadata of every slice of every rank's file. Called on rank 0."""
+        """Store the metadata of all slices in all ranks' files. Called on rank 0."""
         metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
         self.metadata = pickle.dumps(metadata)

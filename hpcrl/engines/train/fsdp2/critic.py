@@ -1,4 +1,4 @@
-"""The critic on FSDP2: the decoder of a causal language model, with a linear head that gives each token a value."""
+"""The critic on FSDP2: the decoder of a causal language model with a linear head, which gives each token a value."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hpcrl.engines.train.fsdp2.spec import FSDP2Config
 from hpcrl.rollout.batch import Batch, MicroBatches
 
 HEAD = "score"
-"""Name of the head in transformers' models for token classification; the critic is such a model with one label."""
+"""The head's name in transformers' models for token classification; the critic is such a model with one label."""
 CRITIC = Kind(
     AutoModelForTokenClassification,
     "critic (transformers' model for token classification)",
@@ -33,14 +33,14 @@ CRITIC = Kind(
 
 
 def make(config: Config, model_path: Path, total_steps: int) -> FSDP2Critic:
-    """The critic's engine; config: Config.of_critic(). Collective over the ranks of the default group."""
+    """The critic's engine; `config` is Config.of_critic(). Collective over the default group."""
     own = config.trainer.section(FSDP2Config)
     return FSDP2Critic(config.trainer, model_path, own=own, **arguments(config, total_steps))
 
 
 class PackedCritic(PackedCausalLM):
-    """For the packing probe (hpcrl.engines.train.fsdp2.probe), the critic acts as a language model that projects with
-    its embedding: a new head's values are all zero, and would show no difference."""
+    """The critic's model. For the packing probe (hpcrl.engines.train.fsdp2.probe), it is a language model that projects
+    with its embedding, since a new head's values are all zero and would show no differences."""
 
     other_forwards = ("own_logprobs", "values")
 
@@ -78,7 +78,7 @@ class PackedCritic(PackedCausalLM):
 class FSDP2Critic(FSDP2Engine):
     """TrainEngine and ValueEngine (hpcrl.engines.train.training_engine) on the default process group.
 
-    The head is kept and computed in float32. It starts at zero unless the folder has one, as an exported critic does.
+    The head is stored and computed in float32. It starts at zero unless the folder has one, as an exported critic does.
     """
 
     computes = frozenset({"values"})

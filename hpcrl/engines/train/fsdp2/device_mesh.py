@@ -18,12 +18,13 @@ from hpcrl.spec.weight_layout import TensorShards
 
 class ParallelMesh:
     """A rank's coordinates: rank = ((replica x shards) + shard) x tensor_parallel + tensor rank. Neighbouring shards
-    that have the same rows split the tokens (context parallel).
+    that have the same rows split the tokens (context parallelism).
 
     Attributes:
-        mesh: the device mesh of fully_shard, (replicas,) shards.
-        parts: the mesh of one copy, (tensor,) shards: a tensor is split over tensor ranks, then over shards.
-        replicas: the ranks with the same part of every tensor.
+        mesh: The device mesh for fully_shard, with the dimensions (replicas,) shards.
+        parts: The mesh of one copy, with the dimensions (tensor,) shards. A tensor is split over tensor ranks, then
+            over shards.
+        replicas: The ranks that hold the same part of every tensor.
     """
 
     def __init__(self, own: FSDP2Config, device: torch.device):
@@ -45,18 +46,17 @@ class ParallelMesh:
 
     @property
     def num_data_parallel(self) -> int:
-        """Number of ranks, or groups of ranks, with their own rows."""
+        """Number of data-parallel ranks, which are ranks or groups of ranks with their own rows."""
         return self.size // self.tokens.all.size
 
     def placements(self, dim: int | None) -> list[Placement]:
-        """A tensor's placements on `parts`: split in dimension `dim` over tensor ranks, each part by rows over
-        shards."""
+        """A tensor's placements on `parts`: split in dimension `dim` over tensor ranks, then by rows over shards."""
         shards: list[Placement] = [Shard(0)]
         return shards if self.num_parts == 1 else [Replicate() if dim is None else Shard(dim), *shards]
 
     def as_part_of_whole(self, tensor: Tensor, dim: int | None) -> Tensor:
-        """A shard of a matrix's part, or of its moments, as a shard of the whole matrix, in the same memory; other
-        tensors unchanged."""
+        """Turn a shard of one tensor rank's part of a matrix, or of its moments, into a shard of the full matrix, in
+        the same memory. Other tensors are returned unchanged."""
         if dim is None or not isinstance(tensor, DTensor):
             return tensor
         shape = list(tensor.shape)
@@ -96,8 +96,8 @@ class ParallelMesh:
 
 
 def _axes(size: int, tensor: int, context: int) -> tuple[Axis, Axis, Axis]:
-    """The tensor ranks, the context ranks and all ranks of this rank's data-parallel rank. Every rank creates all
-    groups."""
+    """The tensor ranks, the context ranks and all ranks of this rank's data-parallel rank. All ranks take part in the
+    creation of all groups."""
     groups = torch.arange(size).view(-1, context, tensor)
     tensor_parallel_plan = _axis(groups.flatten(0, 1).tolist()) if tensor > 1 else Axis()
     sequences = _axis(groups.transpose(1, 2).flatten(0, 1).tolist()) if context > 1 else Axis()

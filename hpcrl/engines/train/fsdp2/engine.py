@@ -1,7 +1,7 @@
 """The training engine on PyTorch FSDP2 (fully_shard): parameters, gradients and optimizer state are sharded.
 
-A single rank whose compute dtype is its weights' dtype has nothing to gather or convert: its parameters are plain
-tensors, used in place.
+A single rank whose compute dtype is its weights' dtype has nothing to gather or convert, so its parameters are plain
+tensors.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ from hpcrl.rollout.device_copies import to_device, to_host
 from hpcrl.spec.weight_layout import TensorShards
 
 SMALL_MODEL_BYTES = 4 << 30
-"""A model whose full parameters and fp32 gradients take at most this many bytes stays gathered during a command: one
-all-gather before it, one reduce-scatter after it. A larger model gathers by layer and reduces every micro-batch."""
+"""A model whose full parameters and fp32 gradients have at most this many bytes stays gathered during a command, with
+one all-gather before and one reduce-scatter after it. A larger model gathers by layer and reduces in each micro-batch.
+"""
 
 
 def make(config: Config, model_path: Path, total_steps: int, trainable: bool) -> FSDP2Engine:
@@ -60,7 +61,7 @@ def make(config: Config, model_path: Path, total_steps: int, trainable: bool) ->
 
 
 def arguments(config: Config, total_steps: int) -> dict[str, Any]:
-    """Constructor arguments from the configuration, in addition to the engine's section."""
+    """Arguments of the constructor from the configuration, except the engine's section."""
     return {
         "dtype": getattr(torch, config.model.dtype),
         "total_steps": total_steps,
@@ -71,7 +72,7 @@ def arguments(config: Config, total_steps: int) -> dict[str, Any]:
 
 
 class FSDP2Engine:
-    """TrainEngine on the default process group, which must contain exactly the engine's ranks. Between commands,
+    """TrainEngine on the default process group, which must have exactly the engine's ranks. Between commands,
     parameters are sharded and there are no gradients."""
 
     computes = SPEC.computes
@@ -111,7 +112,7 @@ class FSDP2Engine:
         self.data_parallel_rank = self.mesh.rank // self.mesh.tokens.all.size
         self.data_parallel_size = self.mesh.num_data_parallel
         self.optimizer_step = 0
-        self._lent = False  # whether the parameters are a generator's tensors
+        self._lent = False  # whether the parameters are also a generator's tensors
         self._sums: dict[Tensor, Tensor] | None = None
         if deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, torch refuses matrix products
@@ -120,7 +121,7 @@ class FSDP2Engine:
         self.lora = Adapters(config.lora) if config.lora.rank and trainable else None
         kept = self.compute_dtype if self.lora else dtype  # with adapters, the optimizer updates only adapters
         self.sharded = self._is_sharded(kept)
-        # Only rank 0 reads the weights; all problems with the folder are detected before sharding begins.
+        # Only rank 0 reads the weights. All problems with the folder are detected before sharding begins.
         hf = agreed(lambda: self._to_train(self._empty_model(kept), seed))
         ranks = self.mesh.tokens
         agreed(lambda: check_heads(self.own, hf.config.get_text_config()))
@@ -133,7 +134,7 @@ class FSDP2Engine:
         gathered_bytes = self.compute_dtype.itemsize * sum(p.numel() for p in of_rank)
         gathered_bytes += 4 * sum(p.numel() for p in of_rank if p.requires_grad)
         self.keep_gathered = gathered_bytes <= SMALL_MODEL_BYTES
-        # A PackedCausalLM; if sharded, fully_shard has also made it an FSDPModule.
+        # A PackedCausalLM; if it is sharded, fully_shard has also made it an FSDPModule.
         self.model: Any = self._sharded(hf, source) if source is None or self.sharded else self._whole(source)
         self.replay = RouterReplay(self.model.hf) if replay else None
         self.shards = list(self.model.parameters())  # walking the modules takes a twentieth of a small step
@@ -161,7 +162,7 @@ class FSDP2Engine:
         return read_model(self.model_path, dtype)
 
     def _to_train(self, hf: PreTrainedModel, seed: int) -> PreTrainedModel:
-        """The model with requires_grad set for trained parameters."""
+        """Set requires_grad for trained parameters; returns the model."""
         if self.lora is not None:
             return self.lora.add(hf, self.dtype, seed)
         return hf.requires_grad_(self.trainable)
@@ -185,7 +186,7 @@ class FSDP2Engine:
         return model
 
     def _whole(self, source: PreTrainedModel) -> PackedCausalLM:
-        """The unsharded model of a single rank. Gradients of micro-batches are summed in fp32, as in FSDP2."""
+        """A single rank's unsharded model. Gradients of micro-batches are summed in fp32, as in FSDP2."""
         model = self._wrapped(source).to(self.device)
         if self.trainable and self.dtype != torch.float32:
             for parameter in (p for p in model.parameters() if p.requires_grad):
@@ -204,7 +205,7 @@ class FSDP2Engine:
         )
 
     def _sum_in_fp32(self, parameter: Tensor) -> None:
-        """Move a gradient to the sums, if there are several micro-batches."""
+        """Add a gradient to the fp32 sums if there are several micro-batches."""
         if self._sums is None or parameter.grad is None:
             return
         if parameter in self._sums:
@@ -237,8 +238,8 @@ class FSDP2Engine:
         """The model's inputs, and the indices (int64 [N]) of the tokens to predict, on the device. They are computed on
         the host, where the batch is, without waiting for the device.
 
-        Without tokens in loss_mask or without rows, one token with weight zero is predicted, so every parameter is in
-        the graph: its gradient is reduced over ranks.
+        Without rows or tokens in loss_mask, one token with weight zero is predicted. So every parameter is in the graph
+        and its gradient can be reduced over ranks.
         """
         lengths = batch.segment_lengths.tolist() or [1]
         token_ids = batch.token_ids if batch.num_tokens else batch.token_ids.new_zeros(1)
@@ -269,7 +270,7 @@ class FSDP2Engine:
         return Outputs(logprobs, entropies if gradient or entropies is None else entropies.detach())
 
     def _split(self, micro_batches: MicroBatches, num_rows: int) -> MicroBatches:
-        """The micro-batches to run: as given or, without packing, one per row, padded with empty ones to the same
+        """The micro-batches to run: the given ones or, without packing, one per row and empty ones up to the same
         number on every rank (collective)."""
         rows = check_micro_batches(micro_batches, num_rows)
         if self.packing:
@@ -289,7 +290,7 @@ class FSDP2Engine:
         return self._by_row(batch, micro_batches, lambda part: cast(Tensor, self._forward(part, temperature, True)[1]))
 
     def _by_row(self, batch: Batch, micro_batches: MicroBatches, compute: Callable[[Batch], Tensor]) -> Tensor:
-        """float32 [T] on the host: values computed for each micro-batch's tokens, 0 for rows in no micro-batch."""
+        """float32 [T] on the host: the values computed for each micro-batch's tokens, 0 for rows in no micro-batch."""
         lengths = batch.lengths.tolist()
         pieces = [torch.zeros(length) for length in lengths]
         split = self._split(micro_batches, batch.num_sequences)
@@ -342,7 +343,7 @@ class FSDP2Engine:
             computed = (outputs.logprobs, outputs.entropy, outputs.values)  # every rank runs the same backward pass
             loss: Any = sum(some.sum() for some in computed if some is not None and some.requires_grad)  # no rows: zero
             if rows:
-                anchor = 0.0 * loss  # keeps the graph if the objective drops masked tokens
+                anchor = 0.0 * loss  # keeps the graph even if the objective drops masked tokens
                 loss, stats = objective.loss(outputs, micro_batch.to(self.device), norms)
                 loss = loss + anchor
                 collected.append(stats)
@@ -367,7 +368,7 @@ class FSDP2Engine:
                 gradient.copy_(total)
 
     def _prepare_backward(self, is_last: bool) -> None:
-        # If every backward pass reduces gradients, none defers its last buffer (the vocabulary matrices) to the next.
+        # If every backward pass reduces gradients, no pass must defer its last buffer (the vocabulary matrices).
         self.model.set_is_last_backward(is_last or not self.keep_gathered)
         self.model.set_requires_all_reduce(is_last)  # over the model's replicas, after the reduction within a replica
         if self.keep_gathered:
@@ -439,7 +440,7 @@ class FSDP2Engine:
         return self.weights.local_shards()
 
     def offload(self, weights: bool = True) -> None:
-        """See TrainEngine. Does nothing if parameters are on the host; does not move a generator's tensors."""
+        """See TrainEngine. Does nothing if parameters are on the host, and does not move a generator's tensors."""
         if self.device.type != "cpu" and not self.own.cpu_offload:
             self._move(self._host.to_host, weights and not self._lent)
             torch.cuda.empty_cache()
@@ -450,7 +451,7 @@ class FSDP2Engine:
             self._move(self._host.to_device, not self._lent)
 
     def _move(self, move: Callable[[dict[str, Tensor]], dict[str, Tensor]], weights: bool) -> None:
-        """move: a method of self._host."""
+        """`move` is a method of self._host."""
         self._reshard()
         states = list(self.optimizer.state.values()) if self.optimizer is not None else []
         parameters = dict(self.model.named_parameters()) if weights else {}
@@ -465,7 +466,7 @@ class FSDP2Engine:
             state.update({key: moved[f"{n}.{key}"] for key in state})
 
     def snapshot(self, copy: bool = True) -> Files:
-        """See TrainEngine. OSError on every rank if any rank lacks host memory for the first copy."""
+        """See TrainEngine. OSError on every rank if a rank lacks host memory for the first copy."""
         files: Files = self._snapshots.take(self.optimizer_step, copy)
         return files
 
@@ -505,11 +506,11 @@ class FSDP2Engine:
 
 
 def spread(values: Tensor, places: Tensor, batch: Batch) -> Tensor:
-    """[T]: the values at these indices of the batch, 0 elsewhere."""
+    """[T]: the values scattered to these indices of the batch, 0 elsewhere."""
     zeros = values.new_zeros(batch.num_tokens)
     return zeros.index_copy(0, places, values) if places.numel() else zeros + 0.0 * values.sum()
 
 
 def _square(gradients: list[Tensor]) -> Tensor:
-    """float32: the squared norm of the gradients."""
+    """The gradients' squared norm, float32."""
     return torch.nn.utils.get_total_norm(gradients).float().square()

@@ -1,9 +1,9 @@
-"""Collectives of the ranks that share a micro-batch's tokens, with their gradients.
+"""Differentiable collectives of the ranks that split a micro-batch's tokens.
 
 Rank r of n has the tokens r, r + n, r + 2 n, ..., so each rank has its share of prompts and of responses: token p is
-token p // n of rank p % n. The loss is the sum over ranks: each rank computes its part of a gradient from its tokens or
-its part of a matrix, and the sum over ranks is the gradient. All functions are collective over the axis's ranks, as are
-their backward passes.
+token p // n of rank p % n. The loss is the sum over ranks. So each rank computes its part of a gradient, from its
+tokens or its part of a matrix, and the gradient is the sum over ranks. All functions and their backward passes are
+collective over the axis's ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Axis:
-    """A rank's index in a process group."""
+    """A process group, its size, and this rank's index in it."""
 
     group: Any = None
     size: int = 1
@@ -27,8 +27,8 @@ class Axis:
 
 @dataclass(frozen=True)
 class TokenRanks:
-    """The ranks of a data-parallel rank, which have the same rows: context x tensor ranks, tensor ranks first. Token p
-    belongs to context rank p % context.size."""
+    """The ranks of a data-parallel rank, which have the same rows: context x tensor ranks, of which consecutive ranks
+    are tensor ranks. Token p belongs to context rank p % context.size."""
 
     tensor: Axis = Axis()
     context: Axis = Axis()
@@ -36,11 +36,11 @@ class TokenRanks:
 
     @property
     def place(self) -> int:
-        """Token p belongs to the rank whose place is p % all.size."""
+        """This rank's place: token p belongs to the rank with place p % all.size."""
         return self.tensor.rank * self.context.size + self.context.rank
 
 
-# The names used by torch 2.13.
+# The first name is torch 2.13's.
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -51,7 +51,7 @@ def gather_tokens(own: Tensor, axis: Axis) -> Tensor:
 
 
 def sum_tokens(parts: Tensor, axis: Axis) -> Tensor:
-    """[n k, ...] on every rank -> [k, ...]: this rank's tokens of the sum over ranks."""
+    """[n k, ...] on every rank -> [k, ...] of this rank's tokens, summed over ranks."""
     return parts if axis.size == 1 else cast(Tensor, _Sum.apply(parts, axis))
 
 
@@ -66,8 +66,8 @@ def heads_to_tokens(own: Tensor, axis: Axis) -> Tensor:
 
 
 def assemble(own: Tensor, places: Tensor, count: int, axis: Axis) -> Tensor:
-    """[count] on every rank from the values [m] that each rank has at `places`. Every rank must then compute the same
-    from the result: a value's gradient is taken only from its own rank."""
+    """[count] on every rank from the values [m] that each rank has for the indices `places`. Every rank must then
+    compute the same from the result, since a value's gradient comes only from its own rank."""
     return cast(Tensor, _Assemble.apply(own, places, count, axis))
 
 

@@ -1,8 +1,8 @@
-"""Log-probabilities and entropies of tokens from hidden states, by chunks of the vocabulary projection.
+"""Log-probabilities and entropies of tokens from hidden states, in chunks of the vocabulary projection.
 
 The [tokens, vocabulary] logits are the largest tensor of a training step (16384 x 151936 in fp32: 10 GB, with softmax
-and gradient three times that). Only one chunk of logits exists at a time; the backward pass recomputes each chunk and
-overwrites it with its gradient, a block of rows at a time.
+and gradient 30 GB). Only one chunk of logits exists at a time. The backward pass recomputes each chunk and overwrites
+it with its gradient, one block of rows at a time.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 from hpcrl.models.families import family_of
 
 BLOCK_NUMBERS = 1 << 24
-"""Maximum elements per softmax call and per dtype conversion of the weight; bounds the temporary memory in addition
-to the chunk."""
+"""Maximum elements per softmax and per dtype conversion of the weight, which limits temporary memory besides the chunk.
+"""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Head:
         softcap: Gemma 2's final_logit_softcapping (arXiv 2408.00118).
         scale: Cohere's logit_scale, Falcon-H1's lm_head_multiplier, HyperCLOVA X's logits_scaling, or the inverse of
             Granite's and MiniCPM3's logits_scaling.
-        float32: sum and keep products of bfloat16 numbers in float32 (arXiv 2506.13585) instead of rounding logits to
-            bfloat16; the gradient's products stay in bfloat16.
+        float32: Sum products of bfloat16 numbers in float32 and keep the result (arXiv 2506.13585), instead of rounding
+            logits to bfloat16. Products for the gradient stay in bfloat16.
     """
 
     softcap: float | None = None
@@ -39,7 +39,7 @@ class Head:
 
     @classmethod
     def from_config(cls, config: Any) -> Head:
-        """The head for a transformers config; for a multimodal model, the text config."""
+        """The head for a transformers config, which must be the text config of a multimodal model."""
 
         def value(*names: str) -> float | None:
             return next((given for name in names if (given := getattr(config, name, None))), None)
@@ -51,7 +51,7 @@ class Head:
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, temperature: float) -> Tensor:
-    """float32 [N, V]: the input of the softmax."""
+    """The softmax's input, float32 [N, V]."""
     logits = project(hidden, weight, bias, head.float32)
     if head.softcap is not None:
         logits.div_(head.softcap).tanh_().mul_(head.softcap)
@@ -75,8 +75,8 @@ def project(hidden: Tensor, weight: Tensor, bias: Tensor | None, in_float32: boo
 
 
 def blocks_of(logits: Tensor, start: int) -> Iterator[tuple[slice, Tensor]]:
-    """(positions among all tokens, rows of the chunk), each block has at most BLOCK_NUMBERS logits, but at least one
-    row; `start`: the chunk's first position."""
+    """Yield (positions among all tokens, rows of the chunk) for blocks of at most BLOCK_NUMBERS logits, but at least
+    one row. `start` is the chunk's first position."""
     size = max(1, BLOCK_NUMBERS // logits.shape[1])
     for first in range(0, logits.shape[0], size):
         block = logits[first : first + size]
@@ -166,11 +166,11 @@ def token_logprobs(
     """(log-probs, entropies or None) of softmax(logits / temperature), both float32 [N], in nats, differentiable.
 
     Args:
-        hidden: [N, h], states before the tokens to predict.
-        targets: int64 [N], the tokens to predict.
+        hidden: [N, h], the states before the tokens to predict.
         weight: [V, h], the vocabulary projection.
         bias: [V].
-        chunk_tokens: at most chunk_tokens x V logits exist at once, in either pass.
+        targets: int64 [N], the tokens to predict.
+        chunk_tokens: At most chunk_tokens x V logits exist at once in either pass.
     """
     logprobs, entropies = _TokenLogprobs.apply(hidden, weight, bias, targets, head, temperature, chunk_tokens, entropy)
     return logprobs, entropies if entropy else None

@@ -24,15 +24,15 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
 class Adapters:
-    """A model's adapters: `NAME.lora_A` and `NAME.lora_B`, submodules of the linear layer NAME."""
+    """A model's adapters, which are the submodules `NAME.lora_A` and `NAME.lora_B` of each linear layer NAME."""
 
     def __init__(self, config: LoRAConfig):
         self.config = config
         self._on = True
 
     def add(self, hf: PreTrainedModel, dtype: torch.dtype, seed: int) -> PreTrainedModel:
-        """Freeze the model and add adapters of this type whose product is zero. ValueError if a target is not a linear
-        layer of the decoder."""
+        """Freeze the model, and add adapters of this dtype whose product is zero. ValueError if a target is not a
+        linear layer of the decoder, or if peft could not load the adapters."""
         hf.requires_grad_(False)
         inside = {id(module) for module in hf.get_decoder().modules()}
         linear = {n: m for n, m in hf.named_modules() if isinstance(m, nn.Linear) and id(m) in inside}
@@ -46,8 +46,8 @@ class Adapters:
         return hf
 
     def _check_readable(self, family: str, modules: list[str]) -> None:
-        """ValueError if peft would not load these adapters: in families whose experts are stacked in memory, it treats
-        every layer with an expert's name as experts, also dense ones."""
+        """ValueError if peft would not load these adapters. In families whose experts are stacked in memory, peft
+        treats every layer with an expert's name as experts, even dense layers."""
         from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN
 
         names = {module.rpartition(".")[2] for module in modules if matches(module, self.config.target_modules)}
@@ -60,7 +60,7 @@ class Adapters:
             )
 
     def _add(self, linear: nn.Linear, dtype: torch.dtype, generator: torch.Generator) -> None:
-        """peft's initialisation: A uniform within 1 / sqrt(in), B zero."""
+        """Add an adapter with peft's initialisation: A is uniform within 1 / sqrt(in), B is zero."""
         rank, device = self.config.rank, linear.weight.device
         first = nn.Linear(linear.in_features, rank, bias=False, device="meta")
         bound = linear.in_features**-0.5
@@ -88,8 +88,8 @@ class Adapters:
             self._on = True
 
     def merged(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Merge base and adapter weights into weights of an equivalent model without adapters, in the adapters'
-        type."""
+        """The weights of an equivalent model without adapters, merged from base and adapter weights, in the adapters'
+        dtype."""
         found = {name: weight for name, weight in weights.items() if not is_adapter(name)}
         for name in (name for name in weights if name.endswith(A)):
             first, second, matrix = weights[name], weights[name.removesuffix(A) + B], found[adapted(name)]

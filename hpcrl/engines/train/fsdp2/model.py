@@ -1,4 +1,4 @@
-"""A causal language model from an HF folder, with a trainer's two forward passes: packed, and the model's own."""
+"""A causal language model from an HF folder, with a trainer's two forward passes: a packed one and the model's own."""
 
 from __future__ import annotations
 
@@ -49,11 +49,9 @@ class Inputs(NamedTuple):
 
 
 class PackedCausalLM(nn.Module):
-    """Wraps a transformers model and uses its parameters only inside forward methods, where FSDP gathers them.
+    """Wraps a transformers model. Parameters are used only inside forward methods, for which FSDP gathers them."""
 
-    other_forwards: methods other than forward() that use parameters."""
-
-    other_forwards: tuple[str, ...] = ("own_logprobs",)
+    other_forwards: tuple[str, ...] = ("own_logprobs",)  # methods besides forward() that use parameters
 
     def __init__(self, hf: PreTrainedModel, chunk_tokens: int, tensor_parallel_plan: TensorParallel | None = None):
         """tensor_parallel_plan: of `hf`."""
@@ -64,27 +62,27 @@ class PackedCausalLM(nn.Module):
         self.chunk_tokens = chunk_tokens
         dynamic = "dynamic" in rope_types(hf.config.to_dict())
         self._dynamic_rotary = [m for m in hf.modules() if dynamic and hasattr(m, "max_seq_len_cached")]
-        # The model's own attention. SDPA has no soft-capping; transformers' SDPA would silently omit it.
+        # SDPA has no soft-capping, and transformers' SDPA attention would silently omit it.
         self.own_attention = (
             "eager" if getattr(text, "attn_logit_softcapping", None) else hf.config._attn_implementation
         )
 
     def in_float32(self) -> Iterator[nn.Module]:
-        """Modules that always compute in float32."""
+        """Yield the modules that always compute in float32."""
         return iter(())
 
     def set_packing(self, packing: bool) -> None:
-        """Use attention over packed sequences, or the model's own attention over one sequence."""
+        """Use attention over packed sequences (True), or the model's own attention over one sequence (False)."""
         self.hf.set_attn_implementation(PACKED_ATTENTION if packing else self.own_attention)
         if self.tensor_parallel_plan is not None:
             self.tensor_parallel_plan.tokens_split = packing
 
     def set_head_dtype(self, dtype: str | None) -> None:
-        """Compute the vocabulary projection in this dtype (trainer.head_dtype); None, as initially: the model's."""
+        """Compute the vocabulary projection in this dtype (trainer.head_dtype). None, the default, is the model's."""
         self.head = dataclasses.replace(self.head, float32=dtype == "float32")
 
     def packing_obstacle(self) -> str:
-        """Why the model cannot be packed, judged by its code and config; empty if the probe must decide."""
+        """Why the model's code or config rules out packing; empty if the probe must decide."""
         parameters = inspect.signature(self.hf.base_model.forward).parameters
         if "position_ids" not in parameters or all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
             return "its forward takes no position_ids or no layout of the sequences"
@@ -94,8 +92,8 @@ class PackedCausalLM(nn.Module):
         """Keep only the layers' inputs and recompute activations in the backward pass. ValueError for a model without
         layers that transformers can checkpoint.
 
-        transformers supports this only in training mode, in which some layers (OPT) apply dropout. The layers are
-        wrapped here instead and stay in evaluation mode, so recomputation is deterministic.
+        transformers supports this only in training mode, in which some layers (OPT) apply dropout. Here, layers are
+        wrapped and stay in evaluation mode, so recomputation is deterministic.
         """
         layers = [module for module in self.hf.modules() if isinstance(module, GradientCheckpointingLayer)]
         if not layers:
@@ -120,8 +118,8 @@ class PackedCausalLM(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """(log-probs, entropies or None), float32 [N], of targets[n] as the token that follows token_ids[before[n]].
 
-        token_ids int64 [T] and positions int64 [T] or [T, axes] are concatenated sequences; without a layout, one
-        sequence. Collective over the layout's ranks: each computes its share and gets all results.
+        token_ids int64 [T] and positions int64 [T] or [T, axes] are concatenated sequences, or one sequence if there is
+        no layout. Collective over the layout's ranks: each rank computes its share and gets all results.
         """
         num_targets = len(targets)
         states, mine = self._states(token_ids, positions, layout, before)
@@ -150,8 +148,8 @@ class PackedCausalLM(nn.Module):
     def _states(
         self, token_ids: Tensor, positions: Tensor, layout: PackedLayout | None, before: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Hidden states [n, h] after this rank's share of the tokens `before`, and the share's indices in `before`
-        (None: all)."""
+        """Hidden states [n, h] after this rank's share of the tokens `before`, and the share's indices in `before`, or
+        None if the share is all of them."""
         packed: dict[str, Any] = {}
         mine = None
         self._forget_lengths()
@@ -166,16 +164,17 @@ class PackedCausalLM(nn.Module):
         return hidden.index_select(0, before), mine
 
     def _forget_lengths(self) -> None:
-        """Reset dynamic NTK's state from earlier forwards: transformers keeps using the longest length until now."""
+        """Reset dynamic NTK's state, because transformers uses the maximum length of all earlier forward passes."""
         for module in self._dynamic_rotary:
             for name in [name for name in vars(module) if name.endswith("max_seq_len_cached")]:
                 setattr(module, name, module.original_max_seq_len)
             for name, original in list(module.named_buffers(recurse=False)):
-                if name.endswith("original_inv_freq"):  # one per kind of layer, named by the prefix
+                if name.endswith("original_inv_freq"):  # one per kind of layer, which is the name's prefix
                     setattr(module, f"{name.removesuffix('original_inv_freq')}inv_freq", original)
 
     def own_logprobs(self, token_ids: Tensor) -> Tensor:
-        """float32 [T - 1]: log-probs of tokens 1.. in one sequence int64 [T], by the model's own forward and head."""
+        """float32 [T - 1]: log-probs of all but the first token of a sequence, int64 [T], from the model's own forward
+        pass and head."""
         self._forget_lengths()
         logits = self.hf(input_ids=token_ids[None], use_cache=False).logits[0, :-1].float()
         return logits.log_softmax(-1).gather(1, token_ids[1:, None])[:, 0]
@@ -196,7 +195,7 @@ def _quiet() -> Iterator[None]:
 
 
 def empty_model(path: Path, dtype: torch.dtype, kind: Kind = CAUSAL) -> PreTrainedModel:
-    """The model of a folder's config.json, on the meta device. ValueError if the folder does not hold such a model."""
+    """The model of a folder's config.json, on the meta device. ValueError if the folder has no model of this kind."""
     if not (path / "config.json").is_file():
         raise ValueError(f"model.path {path}: no config.json; give a folder in Hugging Face layout")
     if not any((path / name).is_file() for name in WEIGHT_FILES):
@@ -240,9 +239,9 @@ def read_model(path: Path, dtype: torch.dtype, kind: Kind = CAUSAL) -> PreTraine
 def write_model(
     hf: PreTrainedModel, weights: dict[str, Tensor], origin: Path, folder: Path, lora: Adapters | None = None
 ) -> None:
-    """Write weights (by name) with config and index, and copy tokenizer and generation config from `origin`. Adapter
-    weights are merged, and also written unmerged, for peft, to the subfolder `adapter`. The folder is written
-    completely or left unchanged; OSError gives the cause."""
+    """Write weights (by name), config and index, and copy tokenizer and generation config from `origin`. Adapters are
+    merged, and also written to the subfolder `adapter` for peft. The folder is written completely or left unchanged;
+    OSError gives the cause."""
     with new_folder(folder) as partial:
         try:
             if lora is not None:

@@ -1,4 +1,4 @@
-"""Kinds of models that are built from a folder."""
+"""Kinds of models that can be built from a folder."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from transformers import AutoModelForCausalLM
 
 
 class Kind(NamedTuple):
-    """A class of transformers, options of its config, and tensors that the folder may lack, which then start at
-    zero."""
+    """A class of transformers, options for its config, and tensors that start at zero if the folder lacks them."""
 
     auto: Any = AutoModelForCausalLM
     what: str = "causal language model"

@@ -15,7 +15,7 @@ MOMENTUM = 0.95
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
 SCALE = 0.2
-"""Root mean square of AdamW's updates; Muon's updates are scaled to it, so both use the same learning rate."""
+"""Root mean square of AdamW's updates. Muon's updates are scaled to it, so both can use the same learning rate."""
 
 
 def orthogonalized(tensor_parallel_plan: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ def orthogonalized(tensor_parallel_plan: Tensor) -> Tensor:
 
 
 class Muon(ForMatrices):
-    """A sharded matrix is gathered, and orthogonalized on every rank."""
+    """The Muon optimizer. A sharded matrix is gathered and orthogonalized on every rank."""
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         assert parameter.grad is not None

@@ -20,11 +20,12 @@ def make_optimizer(
     is_matrix: Callable[[Tensor], bool],
     idle: Collection[str] = (),
 ) -> torch.optim.AdamW:
-    """The configured optimizer of the trained parameters, with weight decay on matrices only, not on biases and norms.
+    """The configured optimizer for the trained parameters, with weight decay for matrices but not for biases and norms.
 
     Args:
-        dtype: the compute dtype.
-        idle: names of parameters whose gradients are always zero; they get no decay, so they do not change.
+        dtype: The compute dtype.
+        is_matrix: Whether a parameter is a matrix, which gets weight decay.
+        idle: Names of parameters whose gradients are always zero. They get no decay, so they do not change.
     """
     kind: type[torch.optim.AdamW] = SPEC.optimizers[config.optimizer].load()
     takes = kind.takes if issubclass(kind, ForMatrices) else lambda parameter: False
@@ -51,17 +52,17 @@ def in_layers(hf: PreTrainedModel) -> Iterator[Tensor]:
 
 
 class ForMatrices(torch.optim.AdamW):
-    """A base class: groups marked `special` have matrices, or stacks of matrices, such as one for all experts, with a
-    separate update; other groups use AdamW's."""
+    """A base class of optimizers that update matrices differently. Groups marked `special` have matrices, or stacks of
+    matrices such as a layer's experts, and use _update(); other groups use AdamW."""
 
     @staticmethod
     def takes(parameter: Tensor) -> bool:
-        """Whether a layer's matrix gets the separate update; does not depend on the number of ranks."""
+        """Whether _update() applies to a layer's matrix, on any number of ranks."""
         return True
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Collective over the ranks that share parameters."""
+        """Update the parameters. Collective over the ranks that share parameters."""
         assert closure is None, "gradients are computed before the step"
         every = self.param_groups
         for group in (group for group in every if group.get("special")):

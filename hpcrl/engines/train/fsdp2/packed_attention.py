@@ -1,12 +1,12 @@
 """Block-diagonal causal attention over packed sequences, registered with transformers under `PACKED_ATTENTION`.
 
-The hidden states of a micro-batch are one row of tokens. A mask over all pairs of its tokens would be quadratic in
-their number. Instead, a kernel for sequences of different lengths (hpcrl.engines.varlen) reads them in place, or
-sequences of similar length are gathered into padded blocks [rows, length] of causal attention without a mask: padding
-is on the right, where no real token attends.
+A micro-batch's hidden states are one row of tokens, and a mask over all pairs of tokens would be quadratic in their
+number. Instead, a kernel for sequences of different lengths (hpcrl.engines.varlen) reads them in place, or sequences
+of similar length are gathered into padded blocks [rows, length] for causal attention without a mask. Padding is on the
+right, where no real token attends to it.
 
-Sequences with a common prefix (the prompt of group members) share its hidden states: the prefix is packed once and
-shown in each sequence (Prefix Grouper, arXiv 2506.05433). The gradient is unchanged, because a token's hidden states
+Sequences with a common prefix (the prompt of group members) share the prefix's hidden states: it is packed once, and
+shown in each sequence (Prefix Grouper, arXiv 2506.05433). The gradient does not change, because a token's hidden states
 depend only on the tokens up to it.
 """
 
@@ -28,13 +28,13 @@ from hpcrl.engines.train.fsdp2.exchange import TokenRanks, heads_to_tokens, toke
 from hpcrl.rollout.device_copies import to_device
 
 PACKED_ATTENTION = "hpcrl_packed"
-MAX_PADDING = 1 / 8  # a row may leave this share of its block empty,
-MIN_PADDING_TOKENS = 8  # or this many tokens: blocks of short rows are cheaper than many kernel calls
+MAX_PADDING = 1 / 8  # maximum share of padding in a row of a block
+MIN_PADDING_TOKENS = 8  # always allowed, since blocks of short rows cost less than many kernel calls
 
 
 def shared_prefixes(token_ids: Tensor, lengths: Sequence[int], prefixes: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """(kept int64 [K], places int64 [T]): the tokens to pack, and the index of each of the T tokens among them.
-    Sequences whose first prefixes[row] tokens are equal share these tokens; all others are kept."""
+    """(kept int64 [K], places int64 [T]): the tokens to pack, and for each of the T tokens its index among them.
+    Sequences whose first prefixes[row] tokens are equal share these; all other tokens are kept."""
     ids = token_ids.numpy()
     places = np.empty(len(ids), dtype=np.int64)
     first: dict[bytes, int] = {}  # prefix -> index of its first token
@@ -51,17 +51,17 @@ def shared_prefixes(token_ids: Tensor, lengths: Sequence[int], prefixes: Sequenc
 
 
 class Shown:
-    """Which packed token each slot of some rows shows.
+    """Which packed token each slot (a position in attention's rows) shows.
 
     Attributes:
         tokens: int64 [S], the packed token of each slot.
         first: int64 [K], the first slot of each packed token.
         slots: int64, all slots except padding, sorted by their packed token.
-        bags: int64 [K], the start of each token's slots.
+        bags: int64 [K], the index in `slots` of the first slot of each packed token.
     """
 
     def __init__(self, tokens: Tensor, real: Tensor, device: torch.device):
-        """real: bool [S], False for padding."""
+        """`real`, bool [S], is False for padding."""
         slots = real.nonzero()[:, 0]
         shown = tokens[slots]
         slots = slots[shown.argsort(stable=True)]
@@ -72,14 +72,14 @@ class Shown:
 
 
 class PackedLayout:
-    """Which tokens of some sequences are packed, and their indices in rows of attention. Made once per micro-batch.
+    """Which tokens of some sequences are packed, and their positions in attention's rows. Made once per micro-batch.
 
-    Tokens are split over `ranks`; the first one is repeated until the number divides, which no result depends on.
+    Tokens are split over `ranks`. The first token is repeated until their number divides; no result depends on it.
 
     Attributes:
-        kept: int64 [k], the tokens of this rank, in the order of its forward.
-        rotated: int64, the tokens whose queries and keys it computes.
-        attention: which kernel is preferred (hpcrl.engines.varlen).
+        kept: int64 [k], this rank's tokens, in the order of its forward pass.
+        rotated: int64, the tokens whose queries and keys this rank computes.
+        attention: The preferred kernel (hpcrl.engines.varlen).
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class PackedLayout:
         attention: varlen.Choice = "auto",
         ranks: TokenRanks | None = None,
     ):
-        """shared: from shared_prefixes; without it every token is packed separately."""
+        """`shared` comes from shared_prefixes(); without it, every token is packed separately."""
         kept, self._places = shared or (torch.arange(sum(lengths)),) * 2
         self._lengths, self._device, self._shares = lengths, device, len(kept) < len(self._places)
         self.attention: varlen.Choice = attention
@@ -102,8 +102,8 @@ class PackedLayout:
         self.places = to_device(self._places, device)
 
     def own(self, tokens: Tensor) -> tuple[Tensor | None, Tensor]:
-        """For these tokens int64 [N]: which ones this rank has (None: all), and their indices in `kept`; int64 [n]
-        each."""
+        """For these tokens, int64 [N]: which of them this rank has (None means all), and their indices in `kept`; both
+        int64 [n]."""
         places, size = self.places[tokens], self.ranks.all.size
         if size == 1:
             return None, places
@@ -112,8 +112,8 @@ class PackedLayout:
 
     @cached_property
     def padded(self) -> tuple[list[tuple[int, int]], Shown]:
-        """(rows, length) of blocks of sequences of similar length, longest first; and the tokens of all rows,
-        concatenated, where padding repeats the row's last token."""
+        """(rows, length) of blocks of sequences with similar lengths, longest first; and the tokens of all rows,
+        concatenated, where padding repeats a row's last token."""
         lengths, starts = self._lengths, [0]
         order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
         for length in lengths:
@@ -136,8 +136,8 @@ class PackedLayout:
 
     @cached_property
     def exact(self) -> tuple[Tensor, int, Shown | None]:
-        """The starts of the sequences in their order (int32 [N + 1]), the longest length, and the tokens of all
-        sequences, concatenated; None if these are the packed tokens."""
+        """The sequences' starts (int32 [N + 1]), the longest length, and the tokens of all sequences, concatenated, or
+        None instead of the tokens if no prefix is shared."""
         starts = varlen.starts_of(self._lengths, self._device)
         everything = torch.ones(len(self._places), dtype=torch.bool)
         shown = Shown(self._places, everything, self._device) if self._shares else None
@@ -146,7 +146,7 @@ class PackedLayout:
 
 class _Pad(torch.autograd.Function):
     """Packed [K, H, D] -> padded slots. A token's gradient is the sum over the slots that show it. Padding has no
-    gradient: padded keys reach no real query and padded queries are dropped."""
+    gradient, because no real query attends to padded keys and padded queries are dropped."""
 
     @staticmethod
     def forward(ctx: Any, packed: Tensor, shown: Shown) -> Tensor:
@@ -188,16 +188,14 @@ def packed_attention(
     packed_layout: PackedLayout | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: q [1, H, T, D], k and v [1, KV, T, D] -> ([1, T, H, D], None).
-
-    A model that does not pass on `packed_layout` attends over the whole row; the probe at load detects it.
-    """
+    """transformers' attention interface: q [1, H, T, D], k and v [1, KV, T, D] -> ([1, T, H, D], None). A model that
+    does not pass `packed_layout` on attends over the whole row, which the probe at load detects."""
     layout = packed_layout or PackedLayout([query.shape[2]], query.device)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     scaling = scaling or query.shape[-1] ** -0.5
     context, num_tokens = layout.ranks.context, len(q)
     if context.size > 1:
-        repeats = max(1, context.size // k.shape[1])  # fewer key heads than ranks: each rank needs one
+        repeats = max(1, context.size // k.shape[1])  # with fewer key heads than ranks, heads are repeated
         k, v = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (k, v))
         q, k, v = (tokens_to_heads(x, context) for x in (q, k, v))
         num_tokens = len(q)
@@ -211,7 +209,7 @@ def packed_attention(
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float, window: int | None, softcap: float | None
 ) -> Tensor:
-    """[K, H, D]: attention over all packed tokens; q [K, H, D], k and v [K, KV, D]."""
+    """Attention over all packed tokens: q [K, H, D], k and v [K, KV, D] -> [K, H, D]."""
     sizes = varlen.Setting(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[-1], window, softcap)
     attend = varlen.find(layout.attention, sizes) if v.shape[-1] == q.shape[-1] else None
     if attend is None:

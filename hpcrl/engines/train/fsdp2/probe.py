@@ -1,4 +1,4 @@
-"""Check the loaded model: compare its log-probs, packed and single, with its own logits and with each other."""
+"""Check the loaded model: compare log-probs of packed and of single sequences with the model's own and each other."""
 
 from __future__ import annotations
 
@@ -20,31 +20,28 @@ PROBE_LENGTHS, PROBE_PREFIX, PROBE_AFTER = (13, 7, 19), 5, 26
 """Tokens of the rows, of the common prefix of the first and the last, and tokens appended to a row to measure rounding:
 matrix products are then about as large as for packed rows."""
 PROBE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-"""Tolerance in nats, mean over tokens: where the computation is identical,"""
+"""Tolerance in nats, mean over tokens, if both sides compute the same way."""
 OTHER_WAY = {torch.float32: 1e-3, torch.bfloat16: 0.2}
-"""and where attention or the head are computed differently, by a formula that the small model has shown to be right."""
+"""Tolerance if attention or the head is computed in another way, which the small model has shown to be right."""
 NOISE = 4.0
 """Each tolerance is at least this many times the measured rounding."""
 
 
 class Probed(Tried, Protocol):
-    """An engine with its weights."""
+    """What the probe needs of an engine with weights."""
 
     model: Any
     compute_dtype: torch.dtype
 
 
 def probe_packing(engine: Probed, ranks: TokenRanks, obstacle: str) -> bool:
-    """Whether to pack the engine's sequences, equal on all ranks. Sets the model accordingly. Collective. Ranks that
-    split tokens use packed attention for single sequences as well.
+    """Decide whether to pack the engine's sequences, equally on all ranks, and set the model accordingly. Ranks that
+    split tokens use packed attention for single sequences, too. Collective.
 
-    Args:
-        obstacle: why sequences of this architecture cannot be packed (hpcrl.engines.train.fsdp2.trial); empty if they
-            can.
-
-    Without an obstacle, sequences packed together are compared with sequences packed singly, where only rounding
-    differs; rounding is measured on log-probs of a sequence and of the beginning of a longer one. ValueError if not
-    even log-probs of single sequences agree with the model's own, or packing is required and fails.
+    `obstacle` is why sequences of this architecture cannot be packed (hpcrl.engines.train.fsdp2.trial); empty if they
+    can. Without an obstacle, sequences packed together are compared with sequences packed singly, which may differ only
+    by rounding. Rounding is measured as the difference between a sequence and the same beginning of a longer one.
+    ValueError if not even single sequences have the model's own log-probs, or if packing is required and fails.
     """
     model, device, own, mode = engine.model, engine.device, engine.own, engine.own.packing
     rows, longer = make_rows(model, PROBE_LENGTHS, PROBE_PREFIX, device, PROBE_AFTER)

@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from hpcrl.engines.expert_routes import choices_of
 from hpcrl.rollout.batch import Batch
 
-TOLERANCE = 1e-2  # relative; weights of experts may be rounded to bf16
+TOLERANCE = 1e-2  # relative; experts' weights may be rounded to bf16
 
 
 class RouterReplay:
-    """Replaces the choice in every router of a model. The chosen experts' weights are computed and get gradients as
-    before. Without replay_of(), routers make their own choice.
+    """Replaces the choice of experts in all routers of a model. The chosen experts' weights are computed and get
+    gradients as before. Before replay_of() is called, routers make their own choice.
 
-    ValueError if the model has no routers, or at the first forward if a router weights experts differently from
-    Qwen3-MoE (softmax, top k, and optionally a division by their sum).
+    ValueError if the model has no routers, or at the first forward pass if a router computes weights differently from
+    Qwen3-MoE (softmax, top k, optionally divided by their sum).
     """
 
     def __init__(self, hf: nn.Module):
@@ -45,9 +45,9 @@ class RouterReplay:
             self._on = True
 
     def replay_of(self, batch: Batch, kept: Tensor | None) -> None:
-        """Choose in the next forwards, and in their recomputation, as the generator did for the tokens `kept` of this
-        batch (None: all). Group members that share a prefix share the choices of its first occurrence. ValueError if
-        the rollouts have no routes."""
+        """In the next forward passes and their recomputation, use the generator's choices for the tokens `kept` of this
+        batch (None means all). Group members that share a prefix use the choices for its first occurrence. ValueError
+        if the rollouts have no routes."""
         self._chosen = None
         if not self._on or not batch.num_tokens:
             return

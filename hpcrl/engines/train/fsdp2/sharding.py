@@ -1,4 +1,4 @@
-"""Parameters sharded over ranks: fully_shard's arguments, and filling the shards."""
+"""Shard parameters over ranks with fully_shard, and fill the shards."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def shard(
     cpu_offload: bool,
     by_layer: bool,
 ) -> PackedCausalLM:
-    """Shard an empty model, then fill it tensor by tensor from rank 0's copy: no other rank holds a full model.
-    Collective. by_layer: each layer is gathered when it computes, instead of all at once."""
+    """Shard an empty model, then fill it tensor by tensor from rank 0's copy, so no other rank holds a full model. With
+    by_layer, each layer is gathered when it computes, instead of all layers at once. Collective."""
 
     def computed_in(dtype: torch.dtype) -> MixedPrecisionPolicy:
         return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -57,7 +57,7 @@ def shard(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            module.set_reduce_scatter_unused_params(True)  # an expert may get no tokens on one rank
+            module.set_reduce_scatter_unused_params(True)  # on some ranks, an expert may get no tokens
 
     model.to_empty(device="cpu" if cpu_offload else device)
     full = dict(source.named_parameters()) if source is not None else {}

@@ -1,7 +1,7 @@
-"""A model of the same architecture with small matrices, small enough to try on every rank before weights are read.
+"""A model of the same architecture with small matrices, which every rank can try before weights are read.
 
-The number and kinds of layers stay; heads, widths, experts and the vocabulary shrink, and so do limits on which tokens
-attend to each other (windows, chunks, an indexer's best k), below the length of the probe's rows.
+The number and kinds of layers stay. Heads, widths, experts and the vocabulary shrink. Limits on which tokens attend to
+each other (windows, chunks, an indexer's top k) shrink below the length of the trial's rows.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ REACH = 8
 """Number of tokens in an attention window, chunk or block, and of tokens that an indexer selects."""
 HEAD_DIM, ROTARY_DIM, RANK, VOCABULARY, EXPERTS, CHOSEN, STATE = 16, 8, 16, 128, 16, 4, 8
 MAX_PARAMETERS = 50_000_000
-"""Limit of the small model's parameters; a config with unknown names for its sizes gives a larger one."""
+"""Maximum number of the small model's parameters, which a config with unknown names for sizes may exceed."""
 
 HEADS = re.compile(r"(num_|n_|^)((decoder_|encoder_)?attention_heads?|heads?|head)$|swa_num_attention_heads$")
 KEY_HEADS = re.compile(r"num_(key_value|kv|global_key_value)_heads$|num_query_groups$")
 HIDDEN = ("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_dim", "word_embed_proj_dim", "lru_width")
-WIDTHS = {  # pattern of a key -> maximum of its value; the first match counts
+WIDTHS = {  # pattern of a key -> maximum of its value; the first matching pattern counts
     r"qk_rope_head_dim$|rotary_dim$": ROTARY_DIM,
     r"qk_head_dim$": HEAD_DIM + ROTARY_DIM,
     r"(^|_)(head_dim|d_head|head_size|dim_head|kv_channels|key_dim)$": HEAD_DIM,
@@ -38,7 +38,7 @@ WIDTHS = {  # pattern of a key -> maximum of its value; the first match counts
     r"d_state$|state_size$": STATE,
     r"window|local_attention$|chunk_(size|length)$|block_size$|index_topk$|rel_extent$": REACH,
     r"topk_blocks$": 2,
-    r"index_n_heads$": 16,  # scores are sums of values clipped at zero: with few heads, many are zero, and equal
+    r"index_n_heads$": 16,  # scores are sums of values clipped at zero; with few heads, many scores would be zero
     r"hidden_size_per_layer_input$|ple_embed_dim$": HEAD_DIM,
 }
 INNER = re.compile(r"intermediate_size|ffn|^d_?ff$|^dim_ff$|^d_inner$|feed_forward_size$|mamba_d_ssm$")
@@ -47,8 +47,8 @@ KEPT = ("max_window_layers", "layer_types", "max_position_embeddings", "topk_gro
 
 
 def small_config(config: PreTrainedConfig, ranks: tuple[int, int] = (1, 1)) -> PreTrainedConfig:
-    """ranks: numbers of tensor and context parallel ranks, which can split the small config's heads as the full
-    config's."""
+    """A small config of the same architecture. `ranks` are the numbers of tensor- and context-parallel ranks, which can
+    split its heads as they split the full config's."""
     return type(config).from_dict(_small(config.to_dict(), *ranks))
 
 
@@ -77,7 +77,7 @@ def _small(full: Mapping[str, Any], tensor: int, context: int) -> dict[str, Any]
         else:
             found[name] = value
     if full.get("head_dim") and full.get("head_dim") == full.get("qk_rope_head_dim"):
-        found["head_dim"] = found["qk_rope_head_dim"]  # the rotated part, in latent attention
+        found["head_dim"] = found["qk_rope_head_dim"]  # in latent attention, the width of the rotated part
     for name in ("mamba_d_head", "mamba_head_dim"):
         if name in found and isinstance(full[name], int):
             found["mamba_n_heads" if name == "mamba_d_head" else "mamba_num_heads"] = 2 * hidden // found[name]
@@ -100,7 +100,7 @@ def _size(name: str, value: int, heads: int, keys: int, hidden: int) -> int:
 
 
 def _small_rope(rope: Mapping[str, Any], full: Mapping[str, Any]) -> dict[str, Any]:
-    """Lists with a number for each rotated pair of a head are shortened to the small head's pairs."""
+    """Shorten lists that have a number for each rotated pair of a head to the small head's number of pairs."""
     share = rope.get("partial_rotary_factor") or full.get("partial_rotary_factor") or 1.0
     head = full.get("qk_rope_head_dim") or full.get("head_dim") or HEAD_DIM
     pairs = int(min(HEAD_DIM, head) * share) // 2
@@ -119,7 +119,7 @@ def small_model(
     full: PreTrainedConfig, kind: Kind, device: torch.device, ranks: tuple[int, int] = (1, 1)
 ) -> PreTrainedModel:
     """A model of the config `full`'s architecture, in float32 and evaluation mode. Its weights are large enough for
-    every part to matter, and identical on all ranks. ranks: as in small_config. ValueError above MAX_PARAMETERS;
+    every part to matter, and equal on all ranks. `ranks` are as in small_config(). ValueError above MAX_PARAMETERS;
     other errors come from the model's code."""
     config = small_config(full, ranks)
     with torch.device("meta"):

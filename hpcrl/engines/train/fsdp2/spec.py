@@ -50,8 +50,8 @@ class FSDP2Config(Section):
 
 
 def divide(config: Any, num_ranks: int) -> Division:
-    """Neighbouring ranks work on the same rows, and each of them has all outputs; the copies of the model follow one
-    after another. Every rank yields all weights."""
+    """Neighbouring ranks work on the same rows, and each of them has all outputs. The copies of the model have
+    consecutive ranks. Every rank yields all weights."""
     own: FSDP2Config = config.trainer.section(FSDP2Config)
     if num_ranks % (size := own.replicas * own.ranks_of_a_row):
         text = (
@@ -67,7 +67,7 @@ def divide(config: Any, num_ranks: int) -> Division:
 
 
 def indivisible_heads(own: FSDP2Config, num_heads: int, num_kv_heads: int) -> Iterator[Problem]:
-    """Why the ranks of a row cannot split the attention heads. Context parallel ranks may share a key head."""
+    """Why ranks with the same rows cannot split the attention heads. Context-parallel ranks may share a key head."""
     tensor, context = own.tensor_parallel, own.context_parallel
     for what, count in (("attention heads", num_heads), ("key and value heads", num_kv_heads)):
         if count % tensor:
@@ -84,10 +84,11 @@ def indivisible_heads(own: FSDP2Config, num_heads: int, num_kv_heads: int) -> It
 
 
 def unpackable(model: Mapping[str, Any]) -> str:
-    """Why sequences of the model of this config.json cannot be packed; empty if the probe must decide.
+    """Why sequences of this config.json's model cannot be packed; empty if the probe must decide.
 
-    transformers rotates by the length of the whole forward: a short sequence packed with a long one would be rotated
-    like the long one, which the probe's short sequences do not detect.
+    With some rotary embeddings, transformers rotates by the length of the longest sequence in a forward pass. A short
+    sequence packed with a long one would be rotated like the long one, and the probe's sequences are too short to
+    detect this.
     """
     rope = rope_types(model).intersection(LENGTH_DEPENDENT)
     return f"rope_type={min(rope)} rotates by the length of the longest sequence in a forward" if rope else ""
@@ -109,7 +110,7 @@ def is_unsharded(config: Any, num_ranks: int) -> bool:
 
 
 def check_attention(config: Any, own: Any, at: tuple[str, str]) -> Iterator[Problem]:
-    """Whether the flash kernels that `own` (the section `at`) requires can run."""
+    """Report flash kernels that `own` (the section `at`) requires but that cannot run."""
     fits = config.trainer.param_dtype != "float32" and own.packing != "off" and config.cluster.device != "cpu"
     if own.attention == "flash" and not fits:
         text = "flash needs GPUs, trainer.param_dtype=bfloat16 and packing; use auto"
@@ -128,7 +129,7 @@ def _check(config: Any) -> Iterator[Problem]:
 
 
 def _check_muon(config: Any) -> Iterator[Problem]:
-    """Report settings with which Muon cannot work: split matrices, or no trained matrices."""
+    """Report settings with which Muon does not work: split matrices, or no trained matrices."""
     yield from _needs(config, "muon", "whole matrices on the device", ("tensor_parallel", "cpu_offload"))
     if config.lora is not None:
         text = "muon trains the matrices of layers, and trainer.lora freezes them; use adamw"
@@ -149,8 +150,8 @@ def _needs(config: Any, name: str, what: str, without: tuple[str, ...]) -> Itera
 
 
 BLOCK, MIN_NUMBERS = 256, 4096
-"""Numbers per scale in bitsandbytes, and numbers of the smallest matrix with 8-bit moments; matrices with rows shorter
-than a block do not use them."""
+"""Numbers per scale in bitsandbytes, and size of the smallest matrix that has 8-bit moments. Matrices whose rows are
+shorter than a block have none."""
 OPTIMIZERS = {
     "muon": Spec(
         about="Muon for the matrices of layers, AdamW for the rest.",

@@ -1,13 +1,13 @@
-"""Matrices split over ranks, by transformers' plan for a model (`tp_plan`).
+"""Split matrices over ranks, by transformers' tensor-parallel plan for a model (`tp_plan`).
 
-The plan defines which matrices are split by rows (colwise) and which, after them, by columns (rowwise). Outside of
-these pairs each rank has its own tokens (sequence parallelism, arXiv 2205.05198): tokens are gathered before a pair,
-and its results are summed and scattered. So the gradient of every unsplit parameter is a sum over ranks, also for norms
-within a pair (replicated_with_grad_allreduce), for which transformers' own hooks would sum the gradients of earlier
-micro-batches again.
+The plan defines which matrices are split by rows (colwise) and which, after them, by columns (rowwise). Outside these
+pairs, each rank has its own tokens (sequence parallelism, arXiv 2205.05198): tokens are gathered before a pair, and its
+results are summed and scattered. So the gradient of every parameter that is not split is a sum over ranks. This also
+holds for norms within a pair (replicated_with_grad_allreduce), for which transformers' own hooks would sum the
+gradients of earlier micro-batches again.
 
-Experts are distributed, not split as in the plan: a rank has whole ones. Embedding and output head are whole on every
-rank, which applies them to its tokens.
+Experts are distributed, although the plan splits them: a rank has full experts. Every rank has the full embedding and
+output head, which it applies to its tokens.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class TensorParallel:
     """Replaces every matrix of a plan by this rank's part, and adds the necessary exchanges to its modules.
 
     Attributes:
-        dims: parameter name -> the dimension in which it is split.
-        tokens_split: whether a forward has only this rank's tokens, as in training; if not, every rank has all of them
-            (without gradients: the packing probe).
+        dims: Maps a parameter's name to the dimension in which it is split.
+        tokens_split: Whether a forward pass has only this rank's tokens, as in training. In the packing probe, which
+            has no gradients, every rank has all tokens.
     """
 
     def __init__(self, hf: PreTrainedModel, axis: Axis):
-        """hf: on the meta device. ValueError if the plan cannot be applied."""
+        """`hf` is on the meta device. ValueError if the plan cannot be applied."""
         self.axis, self.tokens_split, self.dims = axis, False, dict[str, int]()
         self._kind = hf.config.model_type
         modules = dict(hf.named_modules())
@@ -104,20 +104,20 @@ class TensorParallel:
     # ---- forwards
 
     def _gathered(self, own: Tensor) -> Tensor:
-        """[..., tokens, width] from this rank's tokens, for a batch of one."""
+        """All tokens [..., tokens, width] from all ranks' tokens, for a batch of one."""
         if not self.tokens_split:
             return own
         return gather_tokens(own.flatten(0, -2), self.axis).unflatten(0, (*own.shape[:-2], -1))
 
     def _sum(self, parts: Tensor) -> Tensor:
-        """[..., tokens, width] of this rank's tokens, for a batch of one."""
+        """This rank's tokens [..., tokens, width] of the sum over ranks, for a batch of one."""
         if self.tokens_split:
             return sum_tokens(parts.flatten(0, -2), self.axis).unflatten(0, (*parts.shape[:-2], -1))
         dist.all_reduce(parts, group=self.axis.group)
         return parts
 
     def _with_all_tokens(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The forward of a module that has a pair of split matrices; its first input holds the tokens."""
+        """The forward of a module that has a pair of split matrices. Its first input holds the tokens."""
 
         def run(*inputs: Any, **named: Any) -> Any:
             first = inputs[0] if inputs else named.pop("hidden_states")
@@ -135,8 +135,8 @@ class TensorParallel:
         return run
 
     def _with_own_experts(self, forward: Callable[..., Tensor], count: int) -> Callable[..., Tensor]:
-        """The forward of experts on a rank that has `count` of them: states [tokens, width], the chosen experts and
-        their weights [tokens, k]."""
+        """The forward of experts on a rank that has `count` of them. It gets states [tokens, width], and the chosen
+        experts and their weights [tokens, k]."""
         first = self.axis.rank * count
 
         def run(states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:

@@ -17,22 +17,18 @@ def step_traffic(config: Config, part: ModelShape, num_ranks: int, work: StepWor
     """Bytes that each rank sends.
 
     Args:
-        part: the model with a tensor parallel rank's parameters.
-        at_once: whether it stays gathered during a step.
+        part: The model with only one tensor-parallel rank's parameters.
+        at_once: Whether the model stays gathered during a step.
 
-    - Parameters: an all-gather among the shards, in the compute dtype, once if they stay gathered; otherwise in each
-    micro-batch, twice for layers, which are gathered again in the backward pass.
-
+    - Parameters: an all-gather among the shards in the compute dtype. It happens once if parameters stay gathered;
+      otherwise in each micro-batch, and twice for layers, which are gathered again in the backward pass.
     - Gradients: a reduce-scatter in fp32, once or in each micro-batch; then an all-reduce of the shards among the
-    copies of the model, and, for unsplit parameters, among tensor parallel ranks.
-
-    - Tensor parallelism, twice a layer: all tokens' states are gathered before a pair of matrices and reduce-scattered
-    after it, and the reverse in the backward pass.
-
-    - Context parallelism, in each layer: queries, keys, values and the result change between tokens and heads, in both
-    passes.
-
-    Recomputation in the backward pass repeats its exchanges. Muon gathers each matrix.
+      copies of the model and, for parameters that are not split, among tensor-parallel ranks.
+    - Tensor parallelism, twice per layer: all tokens' states are gathered before a pair of matrices and
+      reduce-scattered after it, and the reverse in the backward pass.
+    - Context parallelism, in each layer and both passes: an all-to-all of queries, keys, values and results between
+      ranks that split tokens and ranks that split heads.
+    - Recomputation in the backward pass repeats the exchanges of what it computes. Muon gathers each matrix.
     """
     own, compute = config.trainer.section(FSDP2Config), BYTES[config.trainer.param_dtype]
     shards, tensor = own.num_shards(num_ranks), own.tensor_parallel
@@ -54,14 +50,14 @@ def step_traffic(config: Config, part: ModelShape, num_ranks: int, work: StepWor
 
 
 def _activations(own: FSDP2Config, shape: ModelShape, num_tokens: int, num_bytes: int) -> Iterator[Sent]:
-    """The ranks of a row: num_tokens tokens."""
+    """Exchanges of num_tokens tokens among the ranks that have the same rows."""
     tensor, context = own.tensor_parallel, own.context_parallel
     tokens, forwards = -(-num_tokens // context), 2 if own.activation_checkpointing else 1
     states = 2 * shape.num_layers * (forwards + 1) * tokens * shape.hidden_size * num_bytes
     yield from exchanged("activations", "all_gather", states, tensor)
     yield from exchanged("activations", "reduce_scatter", states, tensor)
     kv_heads = shape.num_kv_heads // tensor
-    repeats = max(1, context // kv_heads)  # fewer key heads than ranks: each rank needs one
+    repeats = max(1, context // kv_heads)  # with fewer key heads than ranks, heads are repeated
     width = 2 * (shape.num_heads // tensor + kv_heads * repeats) * shape.head_dim
     swapped = shape.num_layers * (forwards + 1) * tokens * width * num_bytes
     yield from exchanged("attention", "all_to_all", swapped, context)

@@ -1,8 +1,9 @@
-"""Try an architecture with a small model (hpcrl.engines.train.fsdp2.small_model) before its weights are read: whether
-its log-probs can be trained at all, packed, and split over ranks.
+"""Try an architecture with a small model (hpcrl.engines.train.fsdp2.small_model) before weights are read: whether its
+log-probs can be trained at all, packed, and split over ranks.
 
 The small model computes in float32 with weights so large that every part of it matters, and rows are longer than its
-windows, chunks and choices of keys. So a correct computation differs by rounding, a wrong one by tenths of nats.
+windows, chunks and numbers of selected keys. So a correct computation differs only by rounding, a wrong one by tenths
+of nats.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from hpcrl.engines.train.fsdp2.spec import FSDP2Config
 from hpcrl.engines.train.fsdp2.tensor_parallel import TensorParallel
 
 LENGTHS, PREFIX, AFTER, DRAWS = (37, 21, 45), 5, 8, 3
-"""Tokens of the rows, of the common prefix of the first and the last, and tokens appended to a row; draws of rows."""
+"""Tokens of the rows, of the prefix that the first and last row share, and appended to a row; number of draws."""
 TOLERANCE, SEEN = 1e-4, 1e-2
-"""Nats, mean over tokens: the largest difference due to rounding; the smallest between rows that attend to each other
-and rows that do not."""
+"""Nats, mean over tokens: the maximum difference due to rounding, and the minimum difference if rows attend to each
+other."""
 
 
 class Tried(Protocol):
-    """An engine."""
+    """What a trial needs of an engine."""
 
     name: str
     kind: Kind
@@ -44,12 +45,12 @@ class Tried(Protocol):
 
 
 _outcomes: dict[tuple[object, ...], str] = {}
-"""Groups of only this process; policy and reference have the same architecture."""
+"""Results of try_architecture() for a single rank, because policy and reference have the same architecture."""
 
 
 def try_architecture(engine: Tried, config: PreTrainedConfig, ranks: TokenRanks) -> str:
     """Why rows of this config's model cannot be packed and split over `ranks`; empty if they can. ValueError if the
-    model cannot be trained. Collective over the default group, whose ranks get equal results."""
+    model cannot be trained. Collective over the default group; all ranks get equal results."""
     if dist.get_world_size() > 1:
         return _try(engine, config, ranks)
     key = (config.to_json_string(), engine.tried_class, str(engine.device), engine.own.packing == "off")
@@ -117,9 +118,9 @@ def _try(engine: Tried, config: PreTrainedConfig, ranks: TokenRanks) -> str:
 
 
 def _deviations(engine: Tried, model: PackedCausalLM, packer: PackedCausalLM | None, ranks: TokenRanks) -> list[float]:
-    """Largest differences, over all ranks, of rows' log-probs: with and without following tokens, the model's own from
-    log-probs computed from its hidden states, from packed rows, and from rows that attend to each other. Rounding may
-    choose another expert or key where two are equally good, so the best of several draws of rows counts."""
+    """The largest differences, over all ranks, from the model's own log-probs: if more tokens follow; if log-probs are
+    computed from its hidden states; of packed rows; of rows that attend to each other. Rounding may select another
+    expert or key if two are equally good, so the best of several draws of rows counts."""
     best = torch.full((3,), math.inf, device=engine.device)
     for seed in range(DRAWS):
         rows, longer = make_rows(model, LENGTHS, PREFIX, engine.device, AFTER, seed)
@@ -137,7 +138,7 @@ def _deviations(engine: Tried, model: PackedCausalLM, packer: PackedCausalLM | N
 
 
 def _pack(packer: PackedCausalLM, rows: list[Tensor], ranks: TokenRanks) -> tuple[Tensor, Tensor]:
-    """Log-probs of the packed rows, and of rows that attend to the rows before them."""
+    """Log-probs of the packed rows, and of the same rows if they attend to the rows before them."""
     lengths, device = [len(row) for row in rows], rows[0].device
     shared = shared_prefixes(torch.cat(rows).cpu(), lengths, [min(PREFIX, n) for n in lengths])
     packer.set_packing(True)
@@ -146,7 +147,7 @@ def _pack(packer: PackedCausalLM, rows: list[Tensor], ranks: TokenRanks) -> tupl
 
 
 def _split(hf: PreTrainedModel, axis: Axis) -> tuple[PreTrainedModel, int, TensorParallel]:
-    """Arguments of PackedCausalLM: a copy split over the ranks, of which this rank has its part."""
+    """Arguments of PackedCausalLM for a copy of the model that is split over the ranks."""
     split = copy.deepcopy(hf)
     tensor_parallel_plan = TensorParallel(split, axis)
     for name, dim in tensor_parallel_plan.dims.items():
@@ -176,12 +177,12 @@ def make_rows(
 
 
 def deviation(found: Tensor, wanted: Tensor) -> Tensor:
-    """Mean difference in nats; infinite if a value is not finite."""
+    """The mean absolute difference in nats; infinite if a value is not finite."""
     return (found - wanted).abs().mean().nan_to_num(nan=math.inf)
 
 
 def one_line(error: Exception) -> str:
-    """The type and the beginning of the text of an error of a model's own code."""
+    """The type and the beginning of the text of an error in a model's own code."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
 
 

@@ -1,4 +1,4 @@
-"""A model's weights by name: unsharded, or a rank's shards."""
+"""A model's weights by name, unsharded or as a rank's shards."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class NamedWeights:
     """The parameters in the order of state_dict(), each tied weight once, under its first name.
 
     Attributes:
-        names: trained and published parameters: all_names or, with adapters, the adapters'.
-        split_dims: name -> the dimension in which a matrix is split over tensor parallel ranks.
+        names: The trained and published parameters: all_names or, with adapters, only the adapters' parameters.
+        split_dims: Maps a matrix's name to the dimension that is split over tensor-parallel ranks.
     """
 
     def __init__(self, hf: PreTrainedModel, mesh: ParallelMesh, split_dims: Mapping[str, int], adapters: bool = False):
@@ -37,15 +37,15 @@ class NamedWeights:
         self.names = [name for name in self.all_names if is_adapter(name)] if adapters else self.all_names
 
     def __getitem__(self, name: str) -> Tensor:
-        # Looked up each time: FSDP replaces shards by gathered parameters.
+        # Looked up each time, because FSDP replaces shards by gathered parameters.
         return cast(Tensor, operator.attrgetter(name)(self._hf))
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
-        """The parameters as they are now."""
+        """The current parameters, sharded or gathered."""
         return ((name, self[name]) for name in self.names)
 
     def fingerprint(self) -> str:
-        """A hash of the frozen weights' bits, on any number of ranks. Collective."""
+        """A hash of the frozen weights' bits, equal for any number of ranks. Collective."""
         frozen = self.frozen_names
         shards = (local(self[name]).detach() for name in frozen)
         return fingerprint(self._layout(frozen), (shard for shard in shards if shard.numel()))
@@ -70,11 +70,11 @@ class NamedWeights:
         return found
 
     def full_tensor(self, name: str, dtype: torch.dtype) -> Tensor:
-        """A copy of a whole parameter, converted before it is gathered. Collective if it is sharded or split."""
+        """A copy of a full parameter, converted before it is gathered. Collective if it is sharded or split."""
         return self.from_parts(name, full_tensor(self[name], dtype))
 
     def from_parts(self, name: str, part: Tensor) -> Tensor:
-        """A whole matrix from its tensor parallel parts; other tensors unchanged. Collective over these ranks."""
+        """A full matrix from its tensor-parallel parts; other tensors are unchanged. Collective over tensor ranks."""
         dim = self.split_dims.get(name)
         return part if dim is None else torch.cat(list(stack(part, self._grid.tokens.tensor)), dim)
 
@@ -85,7 +85,8 @@ class NamedWeights:
 
 
 def fingerprint(layout: Sequence[TensorShards], held: Iterable[Tensor]) -> str:
-    """A hash of the weights' bits, however they are split. held: this rank's parts, on one device. Collective."""
+    """A hash of the weights' bits, which does not depend on their split. `held` are this rank's parts, on one device.
+    Collective."""
     needs = [[RequiredSlices("", (full_slice(whole.shape),)) for whole in layout]]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     sums = shard_checksums(dist.get_rank(), layout, needs, held).to(device)
@@ -99,7 +100,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def full_tensor(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy of the whole tensor, converted before it is gathered. Collective if it is sharded."""
+    """A copy of the full tensor, converted before it is gathered. Collective if it is sharded."""
     if isinstance(tensor, DTensor) and tensor.device_mesh.size() > 1:
         mesh = tensor.device_mesh
         divided = [(axis, placement) for axis, placement in enumerate(tensor.placements) if placement.is_shard()]
@@ -108,13 +109,13 @@ def full_tensor(tensor: Tensor, dtype: torch.dtype) -> Tensor:
                 axis = divided[0][0]
                 return _from_rows(tensor, dtype, mesh.get_group(axis), mesh.get_local_rank(axis))
             return cast(DTensor, tensor.detach().to(dtype)).full_tensor()
-    # A copy: FSDP frees gathered parameters when it reshards, even if they are still referenced.
+    # A copy, because FSDP frees gathered parameters when it reshards, even if they are still referenced.
     return local(tensor).detach().to(dtype, copy=True)
 
 
 def _from_rows(tensor: DTensor, dtype: torch.dtype, group: dist.ProcessGroup, rank: int) -> Tensor:
-    """The whole of a tensor whose rows are split over a gloo group. Gloo's all-gather costs more than a broadcast by
-    each rank straight into the result."""
+    """The full tensor, whose rows are split over a gloo group. Each rank broadcasts its rows directly into the result,
+    which costs less than gloo's all-gather."""
     whole = torch.empty(tensor.shape, dtype=dtype)
     parts = [part for part in whole.chunk(group.size()) if part.numel()]
     if rank < len(parts):

@@ -1,4 +1,5 @@
-"""Bytes that Megatron's fused layers keep for the backward pass (arXiv 2205.05198, no dropout, flash attention)."""
+"""Bytes that Megatron's fused layers keep for the backward pass (arXiv 2205.05198, without dropout, with flash
+attention)."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from hpcrl.planner.activations import FP32, INDEX, Tokens
 def megatron_activations(
     shape: ModelShape, megatron: MegatronConfig, tokens: Tokens, layers: list[int], num_bytes: int
 ) -> tuple[int, int]:
-    """(bytes kept for each micro-batch in flight, bytes of one layer while it is recomputed) of some layers."""
+    """(bytes kept per micro-batch in flight, bytes of one layer while it is recomputed) for these layers."""
     total = -(-tokens.total // megatron.context_parallel)
     whole = [_megatron_layer(shape, megatron, layer, total, num_bytes) for layer in layers]
     if megatron.recompute != "full":
@@ -20,7 +21,7 @@ def megatron_activations(
 
 
 def _megatron_layer(shape: ModelShape, megatron: MegatronConfig, layer: int, tokens: int, num_bytes: int) -> int:
-    """Outside the matrices a token's numbers are split by sequence parallelism, inside them by tensor parallelism."""
+    """Sequence parallelism splits a token's numbers outside the matrices, tensor parallelism those inside."""
     tensor = megatron.tensor_parallel
     outer = tensor if megatron.sequence_parallel else 1
     hidden = shape.hidden_size

@@ -1,8 +1,8 @@
-"""A trainer's part of a checkpoint, in Megatron's format torch_dist: tensors under names that do not depend on the
-split, by torch.distributed.checkpoint; and random state by rank.
+"""A trainer's part of a checkpoint, in Megatron's format torch_dist: tensors by torch.distributed.checkpoint, under
+names that do not depend on the split, and random state by rank.
 
-Moments have the names of Megatron's "fully reshardable" format. Here no rank gathers them: a rank writes the pieces
-that it updates.
+Moments have the names of Megatron's "fully reshardable" format, but no rank gathers them: a rank writes the pieces that
+it updates.
 """
 
 from __future__ import annotations
@@ -58,21 +58,13 @@ MASTER = f"{STATE}fp32_param."
 
 @dataclass(frozen=True)
 class StatePiece:
-    """A slice of a tensor of the checkpoint.
+    """A slice of a tensor of the checkpoint."""
 
-    Attributes:
-        key: the tensor's name.
-        shape: the tensor's shape.
-        offset: the slice's offset.
-        values: in the slice's shape, a view of the state.
-        written: whether this rank writes it.
-    """
-
-    key: str
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    values: Tensor
-    written: bool
+    key: str  # the tensor's name
+    shape: tuple[int, ...]  # the tensor's shape
+    offset: tuple[int, ...]  # the slice's offset in the tensor
+    values: Tensor  # a view of the state, in the slice's shape
+    written: bool  # whether this rank writes the slice
 
     @property
     def size(self) -> tuple[int, ...]:
@@ -80,7 +72,7 @@ class StatePiece:
 
 
 def pieces(chunks: Sequence[Any], optimizer: Optimizer) -> Iterator[StatePiece]:
-    """This rank's state: all that it needs; pieces that no other rank writes are marked as written."""
+    """All pieces of state that this rank needs. Of equal pieces on several ranks, one is marked as written."""
     for chunk in chunks:
         tensors, parameters = dict(state_of(chunk.module)), dict(chunk.module.named_parameters())
         for name, value in _sharded(chunk).items():
@@ -92,7 +84,7 @@ def pieces(chunks: Sequence[Any], optimizer: Optimizer) -> Iterator[StatePiece]:
 
 
 def weight_names(chunks: Sequence[Any]) -> set[str]:
-    """Names of the tensors of all stages, in a checkpoint. Collective over the engine's ranks."""
+    """Names that all stages' tensors have in a checkpoint. Collective over the engine's ranks."""
     values = [value for chunk in chunks for value in _sharded(chunk).values()]
     shards = [shard for value in values for shard in (value if isinstance(value, list) else [value])]
     of_ranks: list[Any] = [None] * dist.get_world_size()
@@ -101,8 +93,7 @@ def weight_names(chunks: Sequence[Any]) -> set[str]:
 
 
 def _objects(chunks: Sequence[Any]) -> dict[str, bytes]:
-    """Additional objects that this rank writes: empty `_extra_state`, without which Megatron-LM does not read a
-    file."""
+    """Additional objects that this rank writes: empty `_extra_state`, without which Megatron-LM reads no checkpoint."""
     found = {}
     for value in (value for chunk in chunks for value in _sharded(chunk).values()):
         if isinstance(value, ShardedObject) and is_main_replica(value.replica_id):
@@ -123,8 +114,8 @@ def _sharded(chunk: Any) -> dict[str, Any]:
 def _of_shard(
     shard: ShardedTensor, parameter: Tensor, first: int, state: dict[str, Tensor], is_distributed: bool
 ) -> Iterator[StatePiece]:
-    """A part of a parameter, and the state of its numbers that this rank updates. is_distributed: no other of its data
-    parallel ranks updates these numbers."""
+    """A part of a parameter, and the state of its numbers that this rank updates. With is_distributed, no other
+    data-parallel rank updates these numbers."""
     assert shard.data is not None
     leading = (1,) * shard.prepend_axis_num
     values = shard.data.detach()
@@ -151,8 +142,8 @@ def _of_shard(
 
 
 def _boxes(shape: tuple[int, ...], low: int, high: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], range]]:
-    """(offset, size, numbers) of the slices that hold the numbers low to high of a flat vector or matrix: the rest of a
-    row, whole rows, the beginning of a row."""
+    """(offset, size, numbers) of the slices for the numbers `low` to `high` of a flattened vector or matrix: the rest
+    of a row, full rows, the beginning of a row."""
     if low >= high:
         return
     if len(shape) == 1:
@@ -180,8 +171,8 @@ class TorchDistSnapshots:
         self._is_laid_out = False
 
     def take(self, optimizer_step: int, copy: bool) -> Files:
-        """The files of this rank, valid until the next call; without a copy, until a tensor changes. The first call is
-        collective. OSError if the rank lacks memory for a copy."""
+        """This rank's files. They are valid until the next call or, without a copy, until a tensor changes. The first
+        call is collective. OSError if the rank lacks memory for a copy."""
         mine = [piece for piece in pieces(self._chunks, self._optimizer) if piece.written]
         if not self._is_laid_out:
             self._lay_out(mine)
@@ -218,7 +209,7 @@ class TorchDistSnapshots:
         return self._shard
 
     def _parts(self, mine: Sequence[StatePiece]) -> Iterator[memoryview]:
-        """The file's bytes in order; tensors on a GPU are copied one at a time."""
+        """The file's bytes in order. Tensors on a GPU are copied to the host one at a time."""
         for piece, (head, tail) in zip(mine, self._frames, strict=True):
             values = piece.values.cpu().contiguous()
             yield memoryview(head)
@@ -247,7 +238,7 @@ class TorchDistSnapshots:
 
 
 def _metadata(gathered: Sequence[tuple[list[Any], list[Any]]]) -> Metadata:
-    """The index of the tensors' pieces and of the objects in all ranks' files."""
+    """The index of the pieces and objects in all ranks' files."""
     tensors: dict[str, TensorStorageMetadata] = {}
     others: dict[str, BytesStorageMetadata] = {}
     places = {}
@@ -266,7 +257,7 @@ def _metadata(gathered: Sequence[tuple[list[Any], list[Any]]]) -> Metadata:
 
 
 class _Planner(DefaultLoadPlanner):
-    """Reads into the pieces."""
+    """Reads values directly into the pieces."""
 
     def __init__(self, wanted: Sequence[StatePiece]):
         super().__init__()
@@ -279,13 +270,13 @@ class _Planner(DefaultLoadPlanner):
         return values
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Part of LoadPlanner: the values are in place."""
+        """Part of LoadPlanner. Does nothing, since the values are already in place."""
 
 
 @torch.no_grad()
 def read(folder: Path, chunks: Sequence[Any], optimizer: Optimizer, names: Collection[str]) -> None:
-    """Restore a checkpoint's tensors, whatever its split. Each rank reads its own shards. names: weight_names(chunks).
-    ValueError if it was not written by Megatron-Core's trainer, or for another model."""
+    """Restore a checkpoint's tensors, for any split. Each rank reads its own shards. `names` are weight_names(chunks).
+    ValueError if the checkpoint was not written by a Megatron-Core trainer, or for another model."""
     if not (folder / "metadata.json").is_file():
         raise ValueError(
             f"checkpoint {folder}: no metadata.json; another engine wrote it: convert it with hpcrl.convert"
@@ -308,7 +299,7 @@ def _items(folder: Path, wanted: Sequence[StatePiece], metadata: Metadata) -> li
         by_key.setdefault(piece.key, []).append(piece)
     items: list[ReadItem] = []
     for key, parts in by_key.items():
-        # A run in fp32 wrote no master copy.
+        # A run in fp32 has written no master copies.
         source = key if key in metadata.state_dict_metadata else key.removeprefix(MASTER)
         stored: Any = metadata.state_dict_metadata.get(source)
         if stored is None:

@@ -1,9 +1,9 @@
-"""Megatron-Core on a machine without CUDA: redirects its unconditional CUDA calls to the CPU.
+"""Run Megatron-Core on a machine without CUDA: redirect its unconditional CUDA calls to the CPU.
 
-Megatron-Core requests the current CUDA device wherever it allocates a buffer, names "cuda" in its schedules and
-optimizers, and draws from CUDA's random state. For its tensors, returning the CPU as current device is enough. The
-CPU's generator replaces CUDA's; streams and events have nothing to wait for; the optimizers, which check for the type
-"torch.cuda.FloatTensor", get this name. Written against megatron-core 0.16.1 with its local layers.
+Megatron-Core requests the current CUDA device wherever it allocates a buffer, uses "cuda" in its schedules and
+optimizers, and draws from CUDA's random state. For its tensors, it is enough to return the CPU as current device. The
+CPU's random generator replaces CUDA's; streams and events do nothing; and tensors report the type
+"torch.cuda.FloatTensor", for which the optimizers check. Written for megatron-core 0.16.1 with its local layers.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange")
 def install() -> bool:
     """Redirect Megatron-Core's CUDA calls to the CPU in this process; call it before a model is built (idempotent).
 
-    Returns whether calls are redirected: False, and nothing is changed, where CUDA is available.
+    Returns whether calls are redirected. If CUDA is available, returns False and changes nothing.
     """
     if torch.cuda.is_available():
         return False
-    if hasattr(Tensor.type, "__wrapped__"):  # wrapping twice would name a type twice
+    if hasattr(Tensor.type, "__wrapped__"):  # wrapping twice would change the name twice
         return True
     from megatron.core.tensor_parallel import mappings
     from megatron.core.tensor_parallel import random as megatron_random
@@ -56,11 +56,11 @@ def install() -> bool:
             lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state(),
         ),
         (megatron_random, "_set_cuda_rng_state", lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)),
-        # Without Transformer Engine, a router that computes in fp32 looks for one of its functions.
+        # Without Transformer Engine, a router that computes in fp32 still looks up one of its functions.
         (moe_utils, "te_general_gemm", None),
         # Latent attention treats an importable module as Transformer Engine itself.
         (multi_latent_attention, "HAVE_TE", False),
-        # A tensor on the CPU is treated as one that was offloaded, and not converted.
+        # Otherwise, a tensor on the CPU would be treated as offloaded, and not converted.
         (token_dispatcher, "maybe_move_tensor_to_cpu", _moved),
         # Gloo exchanges only parts of one size.
         (mappings, "_gather_along_first_dim", _gathers_any_sizes(mappings._gather_along_first_dim)),
@@ -75,7 +75,7 @@ def install() -> bool:
 
 
 class _Stream:
-    """Replaces a stream or an event; no work waits on it."""
+    """Replaces a stream or an event, and does nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         pass

@@ -1,4 +1,4 @@
-"""The critic on Megatron-Core: the decoder of a causal language model, with a linear head that gives each token a
+"""The critic on Megatron-Core: the decoder of a causal language model with a linear head, which gives each token a
 value."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hpcrl.rollout.batch import Batch, MicroBatches
 
 
 def make(config: Config, model_path: Path, total_steps: int) -> MegatronCritic:
-    """The critic's engine; config: Config.of_critic(). Collective over the ranks of the default group."""
+    """The critic's engine; `config` is Config.of_critic(). Collective over the default group."""
     return MegatronCritic(
         config.trainer,
         model_path,
@@ -35,7 +35,7 @@ def make(config: Config, model_path: Path, total_steps: int) -> MegatronCritic:
 
 
 class ValueHead(nn.Module):
-    """Each state's value, computed in float32. Every tensor parallel rank has a copy, and computes equal values."""
+    """Computes each state's value in float32. Every tensor-parallel rank has a copy, and computes the same values."""
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
@@ -63,7 +63,7 @@ class ValueModel(GPTModel):
         if not self.post_process:
             return hidden_states
         assert labels is not None
-        if self.config.sequence_parallel:  # each rank computes all gradients: divide instead of summing
+        if self.config.sequence_parallel:  # each rank computes all gradients, so they are split, not summed
             group = parallel_state.get_tensor_model_parallel_group()
             hidden_states = gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False, group=group

@@ -51,7 +51,7 @@ from hpcrl.spec.weight_layout import TensorShards
 
 
 def make(config: Config, model_path: Path, total_steps: int, trainable: bool) -> MegatronEngine:
-    """The trainer's engine, or a frozen one. Collective over the ranks of the default group."""
+    """The trainer's engine, or a frozen engine. Collective over the default group."""
     return MegatronEngine(
         config.trainer,
         model_path,
@@ -64,11 +64,8 @@ def make(config: Config, model_path: Path, total_steps: int, trainable: bool) ->
 
 
 class MegatronEngine:
-    """TrainEngine on the default process group, which must contain exactly the engine's ranks.
-
-    Parameters have trainer.param_dtype; the optimizer keeps fp32 copies of parameters that are not fp32, and gradients
-    are summed in fp32.
-    """
+    """TrainEngine on the default process group, which must have exactly the engine's ranks. Parameters have
+    trainer.param_dtype; the optimizer has fp32 copies of parameters that are not fp32. Gradients are summed in fp32."""
 
     computes = SPEC.computes
     chunk_class: type[GPTModel] = LogprobsModel
@@ -84,12 +81,12 @@ class MegatronEngine:
         deterministic: bool = False,
         replay: bool = False,
     ):
-        """Build this rank's part of the model of an HF folder and read its weights. Collective.
+        """Build this rank's part of an HF folder's model and read its weights. Collective.
 
         Args:
-            total_steps: optimizer steps of the whole run, for the schedule.
-            trainable: False: no gradients, no optimizer (the reference policy).
-            replay: choose the experts in the batch's field `routes`.
+            total_steps: Optimizer steps of the whole run, for the learning-rate schedule.
+            trainable: False for a frozen model (the reference): no gradients, no optimizer.
+            replay: Route tokens to the experts in the batch's field `routes`.
 
         ValueError on every rank if the folder cannot be used, or a GPU's rank lacks Transformer Engine.
         """
@@ -152,9 +149,9 @@ class MegatronEngine:
         entropy: bool = False,
         everywhere: bool = False,
     ) -> list[Any]:
-        """The results of `use` for each micro-batch, on ranks of the last stage: (loss, result) from the micro-batch
-        and the model's outputs per token: log-probs and, if requested, entropies (float32 [T], 0 outside loss_mask).
-        Collective over the engine's ranks."""
+        """Run the micro-batches; on ranks of the last stage, returns the results of `use` for each one. `use` gets the
+        micro-batch and the model's outputs (float32 [T], 0 outside loss_mask), which are log-probs and, if requested,
+        entropies, and returns (loss, result). Collective over the engine's ranks."""
         check_micro_batches(micro_batches, batch.num_sequences)
         plan = [*micro_batches] or [[]]
         while self.own.virtual_pipeline > 1 and len(plan) % self.own.pipeline_parallel:
@@ -214,13 +211,13 @@ class MegatronEngine:
         return list(results)
 
     def _split(self) -> tuple[int, int, int]:
-        """(context parallel ranks, this one, ranks that share its tokens)."""
+        """(number of context-parallel ranks, this rank's number, number of ranks that share its tokens)."""
         shared = self.own.tensor_parallel if self.own.sequence_parallel else 1
         return self.own.context_parallel, parallel_state.get_context_parallel_rank(), shared
 
     def _spread(self, values: Tensor, tokens: Packed, batch: Batch) -> Tensor:
-        """float32 [T]: values of the tokens that all context parallel ranks predicted, 0 elsewhere. A value's gradient
-        goes to the rank that computed it."""
+        """float32 [T]: the values for tokens that all context-parallel ranks have predicted, 0 elsewhere. A value's
+        gradient goes to the rank that has computed it."""
         spread = values.new_zeros(batch.num_tokens).index_copy(0, tokens.places[tokens.own], values)
         return _SumOverRanks.apply(spread, parallel_state.get_context_parallel_group())  # type: ignore[no-any-return]
 
@@ -272,12 +269,9 @@ class MegatronEngine:
         norms: Norms,
         everywhere: bool = False,
     ) -> Stats:
-        """The first half of train_step: the mini-batch's gradient, summed over ranks, in the parameters' main_grad.
-        Collective. Returns this rank's loss stats.
-
-        Args:
-            everywhere: give every rank the full gradient, also with the distributed optimizer.
-        """
+        """The first half of train_step: compute the mini-batch's gradient, summed over ranks, in the parameters'
+        main_grad. With `everywhere`, every rank gets the full gradient, even with the distributed optimizer. Returns
+        this rank's loss stats. Collective."""
         assert self.optimizer is not None, "the engine was built with trainable=False"
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -288,7 +282,7 @@ class MegatronEngine:
 
         def use(micro_batch: Batch, *found: Tensor) -> tuple[Tensor, Any]:
             outputs, used = self._outputs(objective, *found)
-            anchor = 0.0 * used  # keeps the graph if there are no rows, or the objective drops masked tokens
+            anchor = 0.0 * used  # keeps the graph even without rows, or if the objective drops masked tokens
             if not micro_batch.num_sequences:
                 return anchor, {}
             loss, stats = objective.loss(outputs, micro_batch, norms)
@@ -344,7 +338,7 @@ class MegatronEngine:
         yield from self.weights.local_shards()
 
     def _gather(self) -> None:
-        """Gather the updated parameters now, if the optimizer leaves this to the next forward pass. Collective."""
+        """Gather the updated parameters now if the optimizer has left this to the next forward pass. Collective."""
         for chunk in self.chunks if self.trainable and self.own.overlap_parameters else ():
             chunk.start_param_sync(force_sync=True)
 
@@ -380,8 +374,8 @@ class MegatronEngine:
             yield from (*chunk.buffers, *chunk.expert_parallel_buffers)
 
     def _move_parameters(self, move: Callable[[dict[Any, Tensor]], dict[Any, Tensor]]) -> None:
-        """Move the parameters that are in no buffer; the distributed optimizer's are in buffers. move: a method of
-        self._host."""
+        """Move the parameters that are in no buffer with `move`, a method of self._host. The distributed optimizer's
+        parameters are in buffers."""
         if not (self.trainable and self.own.distributed_optimizer):
             parameters = {id(parameter): parameter for chunk in self.chunks for parameter in chunk.parameters()}
             for key, tensor in move({key: parameter.data for key, parameter in parameters.items()}).items():
@@ -425,7 +419,7 @@ class MegatronEngine:
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum over a group; every rank has the sum's gradient, which is also the gradient of each term."""
+    """The sum over a group. Every rank gets the sum's gradient, which is also the gradient of each term."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, group: Any) -> Tensor:

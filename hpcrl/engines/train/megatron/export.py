@@ -27,13 +27,8 @@ def export(
     dtype: torch.dtype,
     config: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Write the weights with config and index, and the tokenizer and generation config of the folder `origin`.
-
-    Args:
-        config: keys that differ from its config.json.
-
-    The folder is written completely or left unchanged. Collective; rank 0 writes.
-    """
+    """Write weights, index, and config, tokenizer and generation config of the folder `origin`. `config` has keys that
+    differ from origin's config.json. The folder is written completely or left unchanged. Collective; rank 0 writes."""
     named = weights.to_files()
     if dist.get_rank() == 0:
         with new_folder(folder) as partial:
@@ -47,7 +42,7 @@ def export(
 
 
 def _write_tensors(named: Iterator[tuple[str, Tensor]], folder: Path) -> None:
-    """Write files of at most FILE_BYTES, or one tensor, with an index if there are several."""
+    """Write files with at most FILE_BYTES or with one tensor, and an index if there are several files."""
     file_of: dict[str, int] = {}
     current: dict[str, Tensor] = {}
     total = size = count = 0

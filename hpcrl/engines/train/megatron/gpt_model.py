@@ -1,5 +1,5 @@
-"""Megatron-Core's GPTModel for an HF folder's config.json: with Transformer Engine's layers on CUDA, otherwise with
-Megatron's own."""
+"""Megatron-Core's GPTModel for an HF folder's config.json, with Transformer Engine's layers on CUDA and otherwise with
+Megatron's own layers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LATENT_EPS = 1e-6
 """Epsilon of the latent norms, whatever rms_norm_eps says, as in transformers' DeepseekV3Attention."""
 
 _INITIALIZED: list[Any] = []
-"""The default group and the sizes of Megatron's process groups in this process."""
+"""The default group and the sizes for which this process has created Megatron's process groups."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,13 @@ class Description:
     """A model as its config.json describes it.
 
     Attributes:
-        json: the file's content.
-        shape: the sizes.
-        eps: epsilon of the norms.
-        frequencies: of the rotary embedding.
-        window: number of tokens to which a token attends.
-        tops_normalised: whether the weights of the chosen experts add up to one.
-        options: additional keys of Megatron's configuration.
+        json: Content of config.json.
+        shape: The model's sizes.
+        eps: Epsilon of the norms.
+        frequencies: Frequencies of the rotary embedding.
+        window: Number of tokens to which a token attends; None if it attends to all.
+        tops_normalised: Whether the weights of the chosen experts add up to one.
+        options: Additional keys of Megatron's configuration.
     """
 
     json: dict[str, Any]
@@ -70,14 +70,14 @@ class Description:
 
 
 def check_layers(on_gpu: bool) -> None:
-    """ValueError if there are no layers for the device: on GPUs they are Transformer Engine's, which Megatron-Core
-    imports only if installed."""
+    """ValueError if there are no layers for the device. On GPUs, these are Transformer Engine's, which Megatron-Core
+    imports only if it is installed."""
     if on_gpu and (lacking := SPEC.missing_on_gpu()):
         raise ValueError(f"trainer.engine: megatron is not fully installed; {lacking}")
 
 
 def describe(folder: Path) -> Description:
-    """ValueError if Megatron-Core cannot train the folder's model here."""
+    """Describe the folder's model. ValueError if Megatron-Core cannot train it here."""
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"model.path {folder}: no config.json; give a folder in Hugging Face layout")
@@ -106,8 +106,8 @@ def describe(folder: Path) -> Description:
 
 
 def initialize_parallel(megatron: MegatronConfig) -> None:
-    """Megatron's process groups for these sizes on the default group. Engines of one process share them if their sizes
-    are equal; otherwise only the last engine can be used. Collective over the default group."""
+    """Create Megatron's process groups for these sizes on the default group. Engines of one process share them if their
+    sizes are equal; otherwise, only the last engine can be used. Collective over the default group."""
     sizes: dict[str, Any] = {
         "tensor_model_parallel_size": megatron.tensor_parallel,
         "pipeline_model_parallel_size": megatron.pipeline_parallel,
@@ -135,8 +135,8 @@ def _virtual(megatron: MegatronConfig) -> int | None:
 
 
 def recomputation(megatron: MegatronConfig, on_gpu: bool) -> dict[str, Any]:
-    """Megatron's keys for `recompute`. Transformer Engine's fused attention keeps no scores, so recomputing it would
-    save no memory."""
+    """Megatron's keys for `recompute`. Recomputing attention on a GPU would save no memory, because Transformer
+    Engine's fused attention keeps no scores."""
     if megatron.recompute == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if megatron.recompute == "selective" and not on_gpu:
@@ -212,8 +212,8 @@ def transformer_config(
 
 @dataclass(frozen=True)
 class Prediction:
-    """The last stage's task: log-probs, and entropies if requested, of `targets` int64 [N] from the states at `before`
-    int64 [N], the indices among this rank's tokens."""
+    """What the last stage computes: log-probs and, if requested, entropies of `targets`, int64 [N], from the states at
+    `before`, int64 [N], which are indices among this rank's tokens."""
 
     before: Tensor
     targets: Tensor
@@ -234,7 +234,7 @@ class LogprobsModel(GPTModel):
             return hidden_states
         assert labels is not None
         group = parallel_state.get_tensor_model_parallel_group()
-        if self.config.sequence_parallel:  # the exchange in both cases sums gradients over the group
+        if self.config.sequence_parallel:  # in both cases, the exchange sums gradients over the group
             hidden_states = gather_from_sequence_parallel_region(hidden_states, group=group)
         else:
             hidden_states = copy_to_tensor_model_parallel_region(hidden_states, group=group)
@@ -259,7 +259,7 @@ def build(
     config: TransformerConfig,
     chunk_class: type[GPTModel] = LogprobsModel,
 ) -> list[GPTModel]:
-    """The chunks of layers of this rank's stage, uninitialised. Collective over the default group."""
+    """The uninitialised chunks of layers of this rank's stage. Collective over the default group."""
     stages = split_layers(model.shape.num_layers, megatron)
     assert stages is not None, "checked before"
     stage = stages[parallel_state.get_pipeline_model_parallel_rank()]
@@ -298,7 +298,7 @@ def build(
 
 
 def _latent_norms(chunk: GPTModel) -> Iterator[Any]:
-    """The latent norms: separate modules, or fused with the projections that follow."""
+    """The latent norms, which are separate modules or fused with the projections after them."""
     for layer in chunk.decoder.layers:
         attention = layer.self_attention
         for name in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
@@ -312,8 +312,8 @@ def _use_own_layers(submodules: Any, shape: ModelShape) -> None:
     attention.core_attention = PackedAttention
     if shape.latent is not None:
         attention.q_layernorm = attention.kv_layernorm = RMSNorm
-        # Megatron's local layers split these two and gather the latents, and lose the gradient that other tensor
-        # parallel ranks' heads give to the rotary part. A copy on each rank, as with Transformer Engine, does not.
+        # Megatron's local layers split these two and gather the latents, but lose the gradient from other
+        # tensor-parallel ranks' heads to the rotary part. So each rank has a copy, as with Transformer Engine.
         attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
     elif shape.decoder.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm

@@ -9,8 +9,8 @@ from hpcrl.models.shape import ModelShape
 
 
 def latent_options(shape: ModelShape, hf: Any) -> dict[str, Any]:
-    """Keys of MLATransformerConfig; hf: transformers' configuration. The rotary embedding's frequencies, including
-    yarn's, are set in the model; here yarn changes the scale of scores."""
+    """Keys of MLATransformerConfig from `hf`, transformers' configuration. The rotary embedding's frequencies, yarn's
+    included, are set in the model; here, yarn only changes the scale of scores."""
     latent, rope = shape.latent, getattr(hf, "rope_parameters", None) or {}
     assert latent is not None
     options: dict[str, Any] = {

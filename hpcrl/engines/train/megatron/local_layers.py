@@ -1,7 +1,7 @@
 """Layers for machines without Transformer Engine: attention over packed sequences, and the norm.
 
-Context parallelism splits each sequence into twice as many chunks as ranks; rank r has the chunks r and 2 n - 1 - r,
-which gives all ranks equally many scores to compute (arXiv 2310.01889, and Transformer Engine's layout "thd").
+Context parallelism splits each sequence into 2 n chunks for n ranks. Rank r has the chunks r and 2 n - 1 - r, so all
+ranks compute equally many scores (arXiv 2310.01889, and Transformer Engine's layout "thd").
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hpcrl.engines.varlen import Spans, sequence_by_sequence
 
 
 class RMSNorm(nn.Module):
-    """As transformers computes it; an attribute of its weight makes Megatron sum gradients if tokens are split over
+    """RMSNorm as in transformers. An attribute of its weight makes Megatron sum gradients if tokens are split over
     ranks."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any):
@@ -39,7 +39,7 @@ class RMSNorm(nn.Module):
 
 
 class PackedAttention(nn.Module):
-    """Causal attention of [T, heads, D], sequence by sequence; all context parallel ranks' keys are gathered."""
+    """Causal attention of [T, heads, D], sequence by sequence. All context-parallel ranks' keys are gathered."""
 
     def __init__(self, config: TransformerConfig, *_: Any, softmax_scale: float | None = None, **__: Any):
         super().__init__()
@@ -58,7 +58,7 @@ class PackedAttention(nn.Module):
         packed_seq_params: PackedSeqParams,
         **_: Any,
     ) -> Tensor:
-        """[T / ranks, heads x D]; sequences begin at packed_seq_params.cu_seqlens_q, counted over all ranks."""
+        """[T / ranks, heads x D]. Sequences begin at packed_seq_params.cu_seqlens_q, counted over all ranks' tokens."""
         starts = packed_seq_params.cu_seqlens_q
         if self.group.size() == 1:
             spans = Spans(starts, packed_seq_params.max_seqlen_q, self.scale, self.window)

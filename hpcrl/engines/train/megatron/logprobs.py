@@ -1,8 +1,8 @@
-"""Log-probabilities and entropies of tokens where each rank of a group has a part of the vocabulary's matrix.
+"""Log-probabilities and entropies of tokens if each rank of a group has a part of the vocabulary matrix.
 
-Logits are never gathered: ranks exchange three numbers per token, four with entropies. Only one chunk of tokens x a
-rank's vocabulary rows exists at a time; the backward pass recomputes it and turns it into its gradient in place, block
-of rows by block of rows.
+Logits are never gathered: ranks exchange three numbers per token, four with entropies. Only one chunk of logits (tokens
+x the rank's vocabulary rows) exists at a time. The backward pass recomputes it and overwrites it with its gradient, one
+block of rows at a time.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _VocabularyLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         """With z the scaled logits and p = softmax(z): dlogprob/dz = onehot - p, dentropy/dz = -p (log p + entropy).
-        The states' gradient is only this rank's vocabulary part; the caller sums it over the group."""
+        The states' gradient covers only this rank's part of the vocabulary; the caller sums it over the group."""
         hidden, weight, targets, entropy, log_sums = ctx.saved_tensors
         words = weight[: ctx.num_words]
         grad_logprobs = torch.zeros_like(entropy) if grad_logprobs is None else grad_logprobs
@@ -113,12 +113,12 @@ def vocabulary_logprobs(
     equal on all ranks of the group, which call it together.
 
     Args:
-        hidden: [N, h], states before the tokens to predict, equal on all ranks. Each rank's gradient covers its
+        hidden: [N, h], the states before the tokens to predict, equal on all ranks. Each rank's gradient covers its
             vocabulary rows, and must be summed over ranks.
-        targets: int64 [N], the tokens to predict.
-        weight: [words, h], this rank's rows of the vocabulary's matrix; rows from vocab_size on are padding without
+        weight: [words, h], this rank's rows of the vocabulary matrix. Rows from vocab_size on are padding without
             probability.
-        float32_head: sum and keep logits in float32 (hpcrl.engines.train.fsdp2.logits.Head).
+        targets: int64 [N], the tokens to predict.
+        float32_head: Sum and keep logits in float32 (hpcrl.engines.train.fsdp2.logits.Head).
     """
     num_words = min(max(vocab_size - dist.get_rank(group) * len(weight), 0), len(weight))
     logprobs, entropies = _VocabularyLogprobs.apply(

@@ -26,7 +26,7 @@ from hpcrl.planner.trainer import forward_parts
 
 VALUE_HEAD = "score."
 LAST = ("lm_head.weight", "model.norm.weight", "model.language_model.norm.weight", VALUE_HEAD)
-"""Parameters of the last stage outside the layers."""
+"""Names of the last stage's parameters outside the layers."""
 
 
 def _stages(shape: ModelShape, megatron: MegatronConfig) -> list[StageLayers]:
@@ -36,8 +36,8 @@ def _stages(shape: ModelShape, megatron: MegatronConfig) -> list[StageLayers]:
 
 
 def stage_parameters(shape: ModelShape, megatron: MegatronConfig) -> list[list[Parameter]]:
-    """The parameters that each stage publishes: the embedding is on the first stage, the final norm and the head on the
-    last."""
+    """The parameters that each stage publishes. The first stage has the embedding; the last has the final norm and the
+    head."""
     stages = _stages(shape, megatron)
     stage_of = {layer: stage for stage, chunks in enumerate(stages) for chunk in chunks for layer in chunk}
     found: list[list[Parameter]] = [[] for _ in stages]
@@ -51,7 +51,7 @@ def stage_parameters(shape: ModelShape, megatron: MegatronConfig) -> list[list[P
 
 
 def rank_numbers(shape: ModelShape, megatron: MegatronConfig) -> list[tuple[int, int]]:
-    """(numbers outside experts, numbers of experts) on a rank of each stage. A tied head is a second embedding."""
+    """(elements outside experts, elements in experts) on a rank of each stage. A tied head is a second embedding."""
     stages = stage_parameters(shape, megatron)
     is_critic = any(parameter.name.startswith(VALUE_HEAD) for parameter in shape.parameters)
     if shape.tied and not is_critic and len(stages) > 1:
@@ -71,7 +71,8 @@ def rank_numbers(shape: ModelShape, megatron: MegatronConfig) -> list[tuple[int,
 
 
 def micro_batches_in_flight(megatron: MegatronConfig, stage: int, num_micro_batches: int) -> int:
-    """Forward passes of one chunk whose activations a stage holds at once (1F1B; interleaved: arXiv 2104.04473)."""
+    """Number of forward passes of one chunk whose activations a stage holds at once (schedule 1F1B; the interleaved
+    schedule is from arXiv 2104.04473)."""
     behind, chunks = megatron.pipeline_parallel - stage, megatron.virtual_pipeline
     if chunks > 1:
         behind = 2 * (behind - 1) + (chunks - 1) * megatron.pipeline_parallel + 1
@@ -79,8 +80,8 @@ def micro_batches_in_flight(megatron: MegatronConfig, stage: int, num_micro_batc
 
 
 def num_micro_batches(config: Config, num_ranks: int) -> int:
-    """Micro-batches of an optimizer step if every sequence has the maximum length. Chunks take them in groups of
-    pipeline_parallel; empty micro-batches fill up the last group."""
+    """Number of micro-batches in an optimizer step if every sequence has the maximum length. Chunks process them in
+    groups of pipeline_parallel; empty micro-batches fill the last group."""
     megatron = own(config)
     samples = -(-samples_of_an_update(config) // Degrees.of(megatron, num_ranks).data)
     tokens = samples * config.max_row_tokens

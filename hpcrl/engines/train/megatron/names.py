@@ -1,10 +1,8 @@
-"""Megatron-Core's tensors and the HF tensors that they are made of, from only a config.json: no Megatron, no model.
+"""Megatron-Core's tensors and the HF tensors that they consist of, from only a config.json, without Megatron or model.
 
-A Megatron tensor is assembled from rows of HF tensors: query, key and value rows group by group, gate above up, or
-unchanged rows of one HF tensor. Tensor parallelism splits it again. Both are tables of rows here, from which loading,
-publishing, exporting and converting read one description.
-
-Written against megatron-core 0.16.1 and transformers 5.
+A Megatron tensor consists of rows of HF tensors: query, key and value rows group by group, gate rows before up rows, or
+the rows of one HF tensor. Tensor parallelism splits it again. Both are described here by tables of rows, which loading,
+publishing, exporting and converting use. Written for megatron-core 0.16.1 and transformers 5.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ _GROUPED_EXPERT = re.compile(r"(.*\.mlp\.experts)(\.linear_fc[12]\.)(weight|bias
 
 @dataclass(frozen=True)
 class ShardSlice:
-    """A slice of an HF tensor in a rank's shard: rows (first, last + 1) of the shard, concatenated."""
+    """A slice of an HF tensor in a rank's shard. `at` has the ranges of the shard's rows, which are concatenated."""
 
     hf: str
     tensor_slice: TensorSlice
@@ -40,7 +38,7 @@ class ShardSlice:
 
 
 class NameTable:
-    """A model's tensors in layer order. shapes: HF name -> shape. tied: the head is the embedding."""
+    """A model's tensors in layer order. `shapes` maps HF names to shapes; `tied`: the head is the embedding."""
 
     def __init__(self, entries: Sequence[Entry], tied: bool):
         self.entries, self.tied = tuple(entries), tied
@@ -48,13 +46,8 @@ class NameTable:
         self._by_name = {entry.name: entry for entry in self.entries}
 
     def find(self, name: str, first_layer: int = 0, first_expert: int = 0) -> Entry:
-        """The entry for a name in a rank's state dict; for a tied model's head, the embedding. ValueError if there is
-        none.
-
-        Args:
-            first_layer: the first layer of the rank's model chunk.
-            first_expert: the first expert of the rank.
-        """
+        """The entry for a name in a rank's state dict; for a tied model's head, the embedding. `first_layer` is the
+        first layer of the rank's model chunk, `first_expert` the rank's first expert. ValueError without an entry."""
         at = name.removeprefix("module.")
         if match := _LIVE_LAYER.match(at):
             at = f"decoder.layers.{int(match[1]) + first_layer}.{at[match.end() :]}"
@@ -79,10 +72,10 @@ def table(
     """The table for a config.json's model.
 
     Args:
-        padded_vocabulary: rows of Megatron's embedding (default: not padded).
-        stacked: HF names as in transformers' memory, where one tensor has all experts of a layer, instead of as in
-            files.
-        values: with a critic's head instead of the vocabulary's.
+        padded_vocabulary: Number of rows in Megatron's embedding; by default without padding.
+        stacked: Use HF names as in transformers' memory, where one tensor has all experts of a layer, instead of names
+            as in files.
+        values: Use a critic's head instead of the vocabulary projection.
 
     ValueError if the family has no table or a size is missing.
     """
@@ -152,12 +145,9 @@ def shard(
     num_ranks: int = 1,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """A tensor parallel rank's part of a Megatron tensor (with one rank: the whole tensor), on the CPU, padding zero.
-
-    Args:
-        tensors: HF name -> tensor, or an object that gives a tensor for `[rows, columns]`, such as safetensors'
-            get_slice: only the rank's part is read. ValueError if a tensor is missing.
-    """
+    """A tensor-parallel rank's part of a Megatron tensor (with one rank, the full tensor), on the CPU, with zeros as
+    padding. `tensors` maps HF names to tensors or to objects that return a tensor for `[rows, columns]`, such as
+    safetensors' get_slice(), of which only the rank's part is read. ValueError if a tensor is missing."""
     result: Tensor | None = None
     for part in shard_slices(entry, rank, num_ranks):
         if part.hf not in tensors:
@@ -176,11 +166,8 @@ def shard(
 
 
 def parts(entry: Entry, part: Tensor, rank: int = 0, num_ranks: int = 1) -> Iterator[tuple[str, TensorSlice, Tensor]]:
-    """The inverse: (HF name, slice, values) of a rank's shard, in the order of held(). Values that are contiguous in
-    the shard are a view of it, others a copy.
-
-    ValueError if the shard's shape is not the rank's.
-    """
+    """The inverse of shard(): (HF name, slice, values) for each ShardSlice of a rank's shard. Values that are
+    contiguous in the shard are views, others are copies. ValueError if the shard's shape is not the rank's."""
     if tuple(part.shape) != (shape := shard_shape(entry, num_ranks)):
         raise ValueError(f"{entry.name}: a shard of shape {list(part.shape)}, config.json requires {list(shape)}")
     for piece in shard_slices(entry, rank, num_ranks):
@@ -190,7 +177,7 @@ def parts(entry: Entry, part: Tensor, rank: int = 0, num_ranks: int = 1) -> Iter
 
 
 def _row_spans(entry: Entry, rank: int, num_ranks: int) -> list[tuple[int, int]]:
-    """Rows of the whole tensor that are in a rank's shard, in shard order."""
+    """Ranges of the full tensor's rows that are in a rank's shard, in shard order."""
     if entry.split != 0 or num_ranks == 1:
         return [(0, entry.shape[0])]
     part = entry.shape[0] // entry.parts
@@ -199,7 +186,7 @@ def _row_spans(entry: Entry, rank: int, num_ranks: int) -> list[tuple[int, int]]
 
 
 def _joined(pieces: Sequence[EntryRows], columns: Sequence[tuple[int, int]]) -> Iterator[ShardSlice]:
-    """The slices of one HF tensor's pieces, sorted by its rows."""
+    """The slices for the pieces of one HF tensor, sorted by its rows."""
     runs: list[list[EntryRows]] = []
     for rows in pieces:
         if runs and runs[-1][-1].first + runs[-1][-1].count == rows.first:

@@ -1,5 +1,5 @@
-"""Megatron's gradient buffers and optimizer with the interface of hpcrl's engines: a plain sum of gradients, a rate per
-step, and no update from gradients that are not finite."""
+"""Megatron's gradient buffers and optimizer as hpcrl's engines need them: gradients are only summed, each step has a
+learning rate, and gradients that are not finite cause no update."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def finalize(chunks: Sequence[Any], num_tokens: Any = None, **options: Any) -> None:
-    """Sum the gradients over ranks. Megatron would divide them by a number of tokens; losses are divided already."""
+    """Sum the gradients over ranks without dividing them by a number of tokens, since losses are already divided."""
     finalize_model_grads(list(chunks), None, **options)
 
 
 def distribute(chunks: Sequence[torch.nn.Module], config: TransformerConfig, megatron: MegatronConfig) -> list[Any]:
-    """Give the chunks buffers of fp32 gradients, which are summed over data parallel ranks."""
+    """Wrap the chunks with buffers for fp32 gradients, which are summed over data-parallel ranks."""
     config.finalize_model_grads_func = finalize
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -69,12 +69,12 @@ class Optimizer:
         self.is_distributed = megatron.distributed_optimizer
         self.max_norm = trainer.max_grad_norm
         self.chain: Any = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
-        for group in self.chain.param_groups:  # Megatron's own scheduler would set it: 0 for norms and biases
+        for group in self.chain.param_groups:  # Megatron's own scheduler would set the decay: 0 for norms and biases
             group["weight_decay"] = trainer.weight_decay * group["wd_mult"]
 
     def state_of(self, parameter: Tensor) -> tuple[int, dict[str, Tensor]]:
-        """(first number, state) of a parameter: its moments and, if it is not fp32, its master copy, flat, for the
-        consecutive numbers that this rank updates. Empty if it updates none."""
+        """(first number, state) for the consecutive numbers of a parameter that this rank updates: flat moments and, if
+        the parameter is not fp32, a flat master copy. Empty if the rank updates none."""
         for optimizer in self.chain.chained_optimizers:
             inner = optimizer.optimizer
             if isinstance(optimizer, DistributedOptimizer):
@@ -94,7 +94,7 @@ class Optimizer:
         return 0, {}
 
     def set_step(self, step: int) -> None:
-        """Continue as after this many steps."""
+        """Set the number of steps taken so far."""
         for optimizer in self.chain.chained_optimizers:
             for group in optimizer.param_groups:
                 if "step" in group:
@@ -105,7 +105,7 @@ class Optimizer:
                         state["step"].fill_(step)
 
     def move(self, move: Callable[[dict[Any, Tensor]], dict[Any, Tensor]]) -> None:
-        """Move moments and master copies of weights. move: a method of a HostMemory."""
+        """Move moments and master copies of weights with `move`, a method of HostMemory."""
         groups = [
             (each.optimizer.state, group) for each in self.chain.chained_optimizers for group in each.param_groups
         ]

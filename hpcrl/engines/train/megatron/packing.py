@@ -1,4 +1,4 @@
-"""A micro-batch as Megatron's packed tokens: padded if ranks share sequences, and divided over these ranks."""
+"""A micro-batch as Megatron's packed tokens, padded if ranks share sequences, and split over these ranks."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class Packed:
 
 
 def padded_lengths(lengths: Sequence[int], num_ranks: int, tensor_parallel: int) -> list[int]:
-    """Padded lengths of sequences for num_ranks context-parallel ranks. tensor_parallel: number of ranks that share a
-    rank's tokens (sequence parallelism), else 1. Each sequence is padded at its end to a multiple of 2 num_ranks; a
-    last sequence of padding makes the ranks' token counts equal."""
+    """Padded lengths of sequences for num_ranks context-parallel ranks. Each sequence is padded at its end to a
+    multiple of 2 num_ranks, and a last sequence of padding makes the ranks' token counts equal. `tensor_parallel` is
+    the number of ranks that share a rank's tokens (sequence parallelism), else 1."""
     unit = 2 * num_ranks if num_ranks > 1 else 1
     padded = [-(-length // unit) * unit for length in lengths]
     lacking = -sum(padded) % math.lcm(unit, num_ranks * tensor_parallel)
@@ -61,8 +61,8 @@ def padded_lengths(lengths: Sequence[int], num_ranks: int, tensor_parallel: int)
 
 def pack(batch: Batch, num_ranks: int, rank: int, tensor_parallel: int, least: int = 0) -> Packed:
     """Pack a micro-batch's rows for one of num_ranks context-parallel ranks. Sequences are padded as in
-    padded_lengths(); no token attends to padding. least: minimum number of tokens over all ranks, reached by a last
-    sequence of padding. ValueError for positions of several axes."""
+    padded_lengths(), and by a last sequence of padding if there are fewer than `least` tokens over all ranks. No token
+    attends to padding. ValueError for positions with several axes."""
     if batch.position_ids.dim() > 1:
         axes = batch.position_ids.shape[1]
         raise ValueError(
@@ -105,7 +105,7 @@ def pack(batch: Batch, num_ranks: int, rank: int, tensor_parallel: int, least: i
 
 
 def _divided(spans: Tensor, positions: Tensor, starts: Tensor, num_ranks: int) -> tuple[Tensor, Tensor]:
-    """(each token's rank, its index on that rank), int64 [T]; spans: the length of each token's sequence."""
+    """(each token's rank, its index on this rank), int64 [T] each. `spans` is the length of each token's sequence."""
     first = torch.repeat_interleave(starts[:-1], starts.diff())
     if num_ranks == 1:
         return torch.zeros_like(positions), first + positions

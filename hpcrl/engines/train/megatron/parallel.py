@@ -1,7 +1,7 @@
-"""Splitting a model over ranks, and its checks: layers over stages, heads and experts over ranks.
+"""Split a model over ranks, and check the split: layers over stages, heads and experts over ranks.
 
-The rules are Megatron-Core 0.16's (parallel_state, transformer_config and the interleaved schedule), reported before a
-job is submitted instead of by an assertion on every rank.
+The rules are Megatron-Core 0.16's (parallel_state, transformer_config and the interleaved schedule). They are checked
+before a job is submitted; Megatron-Core would fail with an assertion on every rank.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ StageLayers = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Degrees:
-    """Degrees of data parallelism of a Megatron trainer."""
+    """A Megatron trainer's degrees of data parallelism."""
 
     data: int
-    """Copies of the model; ranks of one copy split tensors, stages and sequences."""
+    """Number of copies of the model. The ranks of a copy split tensors, stages and sequences."""
     expert_data: int
-    """Copies of each expert."""
+    """Number of copies of each expert."""
     optimizer: int
-    """Ranks over which the optimizer state of all parameters except experts is sharded: data parallel x context
-    parallel."""
+    """Number of ranks over which the optimizer state of all parameters except experts is sharded: data parallel x
+    context parallel."""
 
     @classmethod
     def of(cls, megatron: MegatronConfig, num_ranks: int) -> Degrees:
-        """ValueError if the number of ranks is not a multiple of the sizes."""
+        """The degrees on num_ranks ranks. ValueError if num_ranks is not a multiple of the sizes."""
         copy, experts = megatron.ranks_of_a_copy, megatron.ranks_of_all_experts
         if num_ranks % copy or num_ranks % experts:
             raise ValueError(f"{num_ranks} ranks are not a multiple of {copy} and {experts}")
@@ -45,13 +45,13 @@ class Degrees:
 
 
 def padded_vocabulary(vocab_size: int, megatron: MegatronConfig) -> int:
-    """Rows of the embedding after padding."""
+    """Number of rows of the padded embedding."""
     multiple = VOCABULARY_MULTIPLE * megatron.tensor_parallel
     return -(-vocab_size // multiple) * multiple
 
 
 def split_layers(num_layers: int, megatron: MegatronConfig) -> list[StageLayers] | None:
-    """The layers of every stage; None if they cannot be split as configured. Chunk c of stage s is the model's chunk
+    """The layers of every stage; None if they cannot be split as configured. In the model, chunk c of stage s has the
     number c x stages + s."""
     stages, chunks = megatron.pipeline_parallel, megatron.virtual_pipeline
     counts = (_with_given_ends if megatron.layers_of_ends else _evenly)(num_layers, megatron)
@@ -62,8 +62,8 @@ def split_layers(num_layers: int, megatron: MegatronConfig) -> list[StageLayers]
 
 
 def _evenly(num_layers: int, megatron: MegatronConfig) -> list[int]:
-    """Layers of each chunk in the model's order; empty if the number does not divide. An embedding or a loss that
-    counts as a layer replaces one in the first or last chunk."""
+    """Number of layers of each chunk in the model's order; empty if the layers do not divide. An embedding or loss that
+    counts as a layer replaces a layer in the first or last chunk."""
     first, last = (int(getattr(megatron, key)) for key in COUNTED)
     places = megatron.pipeline_parallel * megatron.virtual_pipeline
     size, rest = divmod(num_layers + first + last, places)
@@ -76,7 +76,7 @@ def _evenly(num_layers: int, megatron: MegatronConfig) -> list[int]:
 
 
 def _with_given_ends(num_layers: int, megatron: MegatronConfig) -> list[int]:
-    """As _evenly, with the first or the last stage's layers given; the other stages get equal numbers."""
+    """As _evenly(), if the number of the first or last stage's layers is given. The other stages get equal numbers."""
     stages, chunks = megatron.pipeline_parallel, megatron.virtual_pipeline
     first, last = megatron.num_layers_in_first_pipeline_stage, megatron.num_layers_in_last_pipeline_stage
     between = stages - len(megatron.layers_of_ends)
@@ -90,7 +90,7 @@ def _with_given_ends(num_layers: int, megatron: MegatronConfig) -> list[int]:
 
 
 def check_split(config: Config, layout: RoleLayout, shape: ModelShape) -> list[Problem]:
-    """Problems where the trainer's parallel sizes do not fit the model or the ranks."""
+    """Problems between the trainer's parallel sizes and the model or the ranks."""
     megatron, ranks = own(config), len(layout.ranks["trainer"])
     # The layout refuses sizes that do not divide, unless debug=fake replaces the engine.
     problems = [*indivisible(megatron, ranks), *_tensors(megatron, shape), *_experts(megatron, shape)]
@@ -163,7 +163,7 @@ def _stages(megatron: MegatronConfig, shape: ModelShape) -> Iterator[Problem]:
 
 
 def _other_end(num_layers: int, megatron: MegatronConfig, key: str) -> str:
-    """A solution: for `key` (one of layers_of_ends), the nearest layer count that divides."""
+    """A solution for `key`, one of layers_of_ends: the nearest number of layers that divides."""
     possible = [
         count
         for count in range(1, num_layers)

@@ -16,15 +16,14 @@ T = TypeVar("T")
 
 
 class OfMicroBatch(Generic[T]):
-    """A router's value for a micro-batch in its forward pass, and again if the pass is recomputed in the backward
-    pass."""
+    """A value that a router needs in a micro-batch's forward pass, and again if the backward pass recomputes it."""
 
     def __init__(self) -> None:
         self.value: T | None = None  # for the next forward pass
         self._recomputed: list[T | None] | None = None  # for micro-batches whose backward pass is pending
 
     def expect_recomputation(self, recomputes: bool) -> None:
-        """Whether the next forward passes, which have no gradients, are recomputed in the backward passes."""
+        """Set whether the next forward passes, which have no gradients, are recomputed in the backward passes."""
         self._recomputed = [] if recomputes else None
 
     def take(self) -> T | None:
@@ -45,7 +44,7 @@ def routers_of(chunks: Sequence[Any]) -> Iterator[tuple[int, Any]]:
 
 
 class _Choice:
-    """Replaces the choice in one router. The chosen experts' weights are computed and get gradients as before."""
+    """Replaces one router's choice of experts. The chosen experts' weights are computed and get gradients as before."""
 
     def __init__(self, layer: int) -> None:
         self.layer = layer
@@ -59,7 +58,7 @@ class _Choice:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Called by the router, like the method of megatron.core's RouterReplay."""
+        """Called by the router like the same method of megatron.core's RouterReplay."""
         assert default_compute_topk is not None
         values, own = default_compute_topk(scores, topk, num_groups, group_topk)
         chosen = self.chosen.take()
@@ -70,12 +69,12 @@ class _Choice:
 
 
 class ChosenExperts:
-    """The choices in all routers of a rank.
+    """Replaces the choices of all routers of a rank.
 
     Args:
-        expert_layers: the model's layers with experts.
-        num_parts: with sequence parallelism, a rank's routers get one of num_parts parts of its tokens; otherwise 1.
-        part: the number of this part; otherwise 0.
+        expert_layers: The model's layers with experts.
+        num_parts: With sequence parallelism, a rank's routers get one of num_parts parts of its tokens. Otherwise 1.
+        part: The number of this part, otherwise 0.
     """
 
     def __init__(self, chunks: Sequence[Any], expert_layers: Sequence[int], num_parts: int, part: int):
@@ -91,8 +90,8 @@ class ChosenExperts:
             choice.chosen.expect_recomputation(recomputes)
 
     def see(self, batch: Batch, packed: Packed) -> None:
-        """In the next forward pass, choose for this micro-batch's tokens as the generator did. ValueError if the
-        rollouts have no routes."""
+        """Use the generator's choices for this micro-batch's tokens in the next forward pass. ValueError if rollouts
+        have no routes."""
         for choice in self._choices:
             choice.chosen.value = None
         if not batch.num_tokens:

@@ -19,12 +19,12 @@ class RouterBias:
     """The biases of all routers of a rank. After an optimizer step, an expert's bias grows by `rate` if it got fewer of
     the mini-batch's tokens than the average, and shrinks by `rate` if it got more.
 
-    Megatron also counts padding, so the biases would depend on a batch's split; padding is not counted here.
+    Megatron also counts padding, so biases would depend on how a batch is split. Padding is not counted here.
 
     Args:
-        num_parts: with sequence parallelism, a router gets one of num_parts parts of its context parallel rank's
-            tokens; otherwise 1.
-        part: the number of this part; otherwise 0.
+        num_parts: With sequence parallelism, a router gets one of num_parts parts of its context-parallel rank's
+            tokens. Otherwise 1.
+        part: The number of this part, otherwise 0.
     """
 
     def __init__(self, chunks: Sequence[Any], rate: float, num_parts: int, part: int):
@@ -66,7 +66,7 @@ class RouterBias:
 def _count(
     of_micro_batch: OfMicroBatch[Tensor], counts: Tensor, routing_map: Tensor, padding_mask: Tensor | None = None
 ) -> None:
-    """Replaces a router's _apply_expert_bias: also counts the tokens' choices, bool [t, experts]."""
+    """Replaces a router's _apply_expert_bias. Adds the tokens' choices, bool [t, experts], to the counts."""
     real = of_micro_batch.take()
     if real is not None and torch.is_grad_enabled():
         counts += (routing_map & real[:, None]).sum(0)

@@ -1,7 +1,7 @@
-"""Router losses of a mixture of experts: load balance, and size of the logits.
+"""Router losses of a mixture of experts, for the load balance and for the size of logits.
 
-Megatron's own losses are means over a micro-batch, and would depend on the batch's split. Here they are per sequence: a
-row's loss is equal in any micro-batch, on any rank.
+Megatron's own losses are means over a micro-batch, so they depend on how the batch is split. Here, losses are per
+sequence: a row's loss is the same in any micro-batch on any rank.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class _Tokens:
     """A rank's tokens.
 
     Attributes:
-        rows: int64 [t], each token's row in the micro-batch, 0 for padding.
-        shares: float32 [t], each token's share in the mean over the mini-batch's sequences of means over their tokens;
-            0 for padding.
-        lengths: float32 [B], the rows' lengths on all ranks.
+        rows: int64 [t], each token's row in the micro-batch; 0 for padding.
+        shares: float32 [t], each token's weight in the mini-batch's loss, which is the mean over sequences of their
+            means over tokens; 0 for padding.
+        lengths: float32 [B], the rows' lengths, counted over all ranks.
     """
 
     rows: Tensor
@@ -40,16 +40,16 @@ class _Tokens:
 
 
 class RouterLosses:
-    """The losses of all routers of a rank: measured, and added with their coefficients to the mini-batch's loss.
+    """Measures the losses of all routers of a rank, and adds them with their coefficients to the mini-batch's loss.
 
-    With the softmax p [E] of a token's logits (DeepSeek-V3: the sigmoids, normalised to sum 1), and the share f [E] of
-    its sequence's choices for each of E experts, a token has aux_loss * E * sum(f * p) + z_loss * logsumexp(logits)^2;
-    f has no gradient, and counts choices without a bias.
+    Let p [E] be the softmax of a token's logits (in DeepSeek-V3, the sigmoids divided by their sum), and f [E] each
+    expert's share of the choices of the token's sequence. The token's loss is aux_loss * E * sum(f * p) + z_loss *
+    logsumexp(logits)^2. f has no gradient, and counts choices without the router's bias.
 
     Args:
-        num_parts: with sequence parallelism, a router gets one of num_parts parts of its context parallel rank's
-            tokens; otherwise 1.
-        part: the number of this part; otherwise 0.
+        num_parts: With sequence parallelism, a router gets one of num_parts parts of its context-parallel rank's
+            tokens. Otherwise 1.
+        part: The number of this part, otherwise 0.
     """
 
     def __init__(self, chunks: Sequence[Any], own: MegatronConfig, num_parts: int, part: int):
@@ -69,14 +69,14 @@ class RouterLosses:
             router.gating = functools.partial(self._gating, router.gating, router.topk, tokens)
 
     def see_mini_batch(self, norms: Norms) -> None:
-        """Set the mini-batch of the next micro-batches."""
+        """Begin a mini-batch with these norms."""
         self.norms = norms
         self._sums.zero_()
 
     def stats(self, batch: Batch, rows: Sequence[int], num_layers: int) -> Stats:
-        """Both losses of these rows (the mini-batch of one data-parallel rank), as means over sequences and the model's
-        num_layers layers with experts, without coefficients. Collective over the ranks of the rows, after the last
-        micro-batch."""
+        """Both losses, without coefficients, as means over these rows (the mini-batch of one data-parallel rank) and
+        over the model's num_layers layers with experts. Called after the last micro-batch. Collective over the ranks
+        that share the rows."""
         sums = self._sums.clone()
         for group in (self._group, parallel_state.get_pipeline_model_parallel_group()):
             if group.size() > 1:
@@ -109,7 +109,7 @@ class RouterLosses:
     def _gating(
         self, gating: Callable[[Tensor], Tensor], topk: int, of_micro_batch: OfMicroBatch[_Tokens], states: Tensor
     ) -> Tensor:
-        """The router's logits, whose backward pass adds the losses' gradient. Collective over the ranks that share
+        """The router's logits, whose backward pass also adds the losses' gradient. Collective over the ranks that share
         sequences."""
         logits, tokens = gating(states), of_micro_batch.take()
         if tokens is None or not torch.is_grad_enabled() or not len(tokens.lengths):
@@ -123,7 +123,7 @@ class RouterLosses:
             return _WithLoss.apply(logits, losses @ self._coefficients) if self._adds else logits
 
     def _chosen(self, logits: Tensor, topk: int, tokens: _Tokens) -> Tensor:
-        """float32 [B, E]: the choices of each row's tokens, on all ranks that share the row."""
+        """float32 [B, E]: for each row and expert, the number of choices on all ranks that share the row."""
         real = (tokens.shares > 0).float()
         chosen = torch.zeros_like(logits).scatter_(1, logits.topk(topk, dim=-1).indices, 1.0) * real[:, None]
         counts = logits.new_zeros(len(tokens.lengths), logits.shape[-1]).index_add_(0, tokens.rows, chosen)
@@ -137,7 +137,7 @@ def _softmax(logits: Tensor) -> Tensor:
 
 
 def _sigmoids(logits: Tensor) -> Tensor:
-    """Divided by their sum (DeepSeek-V3, arXiv 2412.19437)."""
+    """Sigmoids divided by their sum (DeepSeek-V3, arXiv 2412.19437)."""
     scores = logits.sigmoid()
     return scores / scores.sum(-1, keepdim=True)
 

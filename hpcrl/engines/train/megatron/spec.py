@@ -99,7 +99,7 @@ def divide(config: Any, num_ranks: int) -> Division:
 
 
 def indivisible(megatron: MegatronConfig, num_ranks: int) -> Iterator[Problem]:
-    """Why this many ranks cannot share the model as configured."""
+    """Why the model cannot be split as configured over this many ranks."""
     tensor, pipeline, context = megatron.tensor_parallel, megatron.pipeline_parallel, megatron.context_parallel
     if num_ranks % (size := megatron.ranks_of_a_copy):
         text = (

@@ -24,24 +24,24 @@ def stage_traffic(
     """Bytes that a rank of each stage sends.
 
     Args:
-        numbers: per stage, a rank's numbers of parameters outside experts, and of experts.
+        numbers: For each stage, a rank's number of parameters outside experts, and in experts.
 
-    - Gradients, in fp32: a reduce-scatter among data and context parallel ranks, of experts among their copies; without
-      the distributed optimizer an all-reduce. A tied embedding: an all-reduce of its gradient between the first and the
-      last stage.
-    - Parameters, in their type, after the update: an all-gather among these ranks. With experts each is sent twice: the
-      optimizers of experts and of other parameters each gather all buffers, unless overlap_parameters leaves it to the
-      next forward pass.
-    - Tensor parallelism: an all-reduce of all tokens' states after each pair of matrices (two a layer; a layer of
-      experts has one) in the forward pass, one before it in the backward pass, and one each at the embedding and at the
-      head. Sequence parallelism: instead of the all-reduce a gather before a pair and a reduce-scatter after it, the
-      reverse in the backward pass, and a second gather of a pair's input there (arXiv 2205.05198).
+    - Gradients, in fp32: a reduce-scatter among data- and context-parallel ranks; for experts, among their copies.
+      Without the distributed optimizer, it is an all-reduce. The gradient of a tied embedding is also all-reduced
+      between the first and the last stage.
+    - Parameters, in their dtype, after the update: an all-gather among these ranks. With experts, each parameter is
+      sent twice, because the optimizers of experts and of other parameters each gather all buffers, unless
+      overlap_parameters leaves this to the next forward pass.
+    - Tensor parallelism: an all-reduce of all tokens' states after each pair of matrices in the forward pass and before
+      it in the backward pass, and one each at the embedding and at the head. A layer has two pairs, a layer of experts
+      one. With sequence parallelism, there is a gather before and a reduce-scatter after a pair instead, the reverse in
+      the backward pass, and a second gather of a pair's input there (arXiv 2205.05198).
     - Context parallelism: keys and values are gathered in the forward pass and again in the backward pass, and their
-      gradients summed by a reduce-scatter (as many bytes as Transformer Engine's ring).
-    - Experts: each token is sent to its experts and back in both passes by an all-to-all among the expert parallel
-      ranks; expert tensor parallel ranks gather the received tokens and reduce-scatter the results, and the reverse in
-      the backward pass. Experts get equal shares of the tokens.
-    - Pipeline: each chunk sends all tokens' states to the next, which sends back their gradients.
+      gradients are summed by a reduce-scatter (as many bytes as in Transformer Engine's ring).
+    - Experts: in both passes, an all-to-all among expert-parallel ranks sends each token to its experts and back.
+      Expert tensor-parallel ranks gather the received tokens and reduce-scatter the results, and the reverse in the
+      backward pass. Experts are assumed to get equal shares of the tokens.
+    - Pipeline: each chunk sends all tokens' states to the next chunk, which sends back their gradients.
 
     recompute=full repeats the exchanges of a layer's forward pass. Numbers per token other than states (expert weights,
     log-probs) are not counted.
@@ -100,7 +100,7 @@ def _activations(
 def _pairs(
     megatron: MegatronConfig, shape: ModelShape, states: int, num_layers: int, with_experts: int, ends: int
 ) -> Iterator[Sent]:
-    """Traffic of the tensor parallel ranks; ends: how many of embedding and head are among the layers."""
+    """Traffic among tensor-parallel ranks. `ends` is how many of embedding and head belong to the layers."""
     pairs, forwards = 2 * num_layers - with_experts, 2 if megatron.recompute == "full" else 1
     if not megatron.sequence_parallel:
         yield from exchanged(

@@ -10,7 +10,7 @@ from hpcrl.models.rope import rope_types
 from hpcrl.models.windows import attention_kinds
 
 SILU = ("silu", "swish")
-"""Names of the only activation used in Megatron-Core's layers here."""
+"""Names of the only activation that Megatron-Core's layers have here."""
 
 
 def lacking(own: object, model: Mapping[str, Any]) -> Iterator[str]:

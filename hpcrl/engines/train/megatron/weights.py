@@ -24,7 +24,7 @@ from hpcrl.engines.train.megatron.spec import MegatronConfig
 from hpcrl.spec.weight_layout import TensorShards, TensorSlice
 
 EXPERT_BIAS = "router.expert_bias"
-"""End of the name of a router's bias, which is fp32 whatever the parameters' type."""
+"""Ending of the name of a router's bias, which is fp32, whatever dtype the parameters have."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -35,8 +35,8 @@ def state_of(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 class TensorFiles(Mapping[str, Any]):
-    """An HF folder's tensors by name, as slices that are read when they are indexed. ValueError if the folder has no
-    safetensors, or a file cannot be read."""
+    """An HF folder's tensors by name, which are read when they are indexed. ValueError if the folder has no safetensors
+    files, or a file cannot be read."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -87,10 +87,8 @@ class Coordinates:
 
 
 class HFWeights:
-    """The parameters of this rank's chunks, and how all ranks split the model's parameters.
-
-    Names are as in transformers' memory, where a layer's experts are one tensor.
-    """
+    """The parameters of this rank's chunks, and how all ranks split the model's parameters. Names are as in
+    transformers' memory, where a layer's experts are one tensor."""
 
     def __init__(
         self,
@@ -100,7 +98,7 @@ class HFWeights:
         num_ranks: int,
         values: bool = False,
     ):
-        """values: the model is a critic's, whose head is zero if the folder has none."""
+        """`values` means that the model is a critic, whose head is zero if the folder has none."""
         self._values = values
         self._megatron, self._chunks, self._num_ranks = megatron, chunks, num_ranks
         self._description = model
@@ -125,12 +123,12 @@ class HFWeights:
         return table(self._description.json, layers, padded, stacked, self._values)
 
     def _own_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters of each chunk, under the whole model's names. The second copy of a tied embedding is left out."""
+        """Each chunk's parameters under the full model's names, without the second copy of a tied embedding."""
         for chunk, layers in zip(self._chunks, self._stages[self._place.stage], strict=True):
             for name, parameter in state_of(chunk):
                 entry = self._find(self.table, name, layers[0] if layers else 0)
                 if entry.split is not None and not hasattr(parameter, "tensor_model_parallel"):
-                    # For the gradient norm; Megatron sets it on weights only where it initialises them.
+                    # Needed for the gradient norm; Megatron sets these attributes only where it initialises weights.
                     set_tensor_model_parallel_attributes(parameter, True, entry.split, 1)
                 if entry.expert is not None:  # Megatron treats experts that no ranks split as copies
                     parameter.allreduce = False  # type: ignore[attr-defined]
@@ -142,7 +140,7 @@ class HFWeights:
         return names.find(name, first_layer, self._place.expert * experts)
 
     def rank_of(self, entry: Entry, place: Coordinates | None = None) -> tuple[int, int]:
-        """(rank, ranks) among the ranks that split a tensor."""
+        """(rank, number of ranks) among the ranks that split a tensor."""
         place = place or self._place
         if entry.expert is not None:
             return place.expert_tensor, self._megatron.expert_tensor_parallel
@@ -216,7 +214,7 @@ class HFWeights:
             assert own is None or next(own, None) is None
 
     def _runs(self, stage: int) -> Iterator[list[Entry]]:
-        """A stage's tensors in order: one, or one matrix of all experts of a layer."""
+        """A stage's tensors in order, one per list, or all experts' tensors of one matrix in a layer."""
         runs: dict[Any, list[Entry]] = defaultdict(list)
         for entry in self.table.entries:
             if self.stage_of(entry) == stage:
@@ -224,7 +222,7 @@ class HFWeights:
         yield from runs.values()
 
     def stage_of(self, entry: Entry) -> int:
-        """The pipeline stage that has a tensor, and publishes it."""
+        """The pipeline stage that holds and publishes a tensor."""
         if entry.layer is not None:
             return self._layers[entry.layer]
         return 0 if entry.place == "embedding" else len(self._stages) - 1
@@ -254,7 +252,7 @@ class HFWeights:
             yield name, values
 
     def _stacked(self, run: Sequence[Entry], own: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """One matrix of all experts of a layer; this rank has some of them."""
+        """One matrix of all experts of a layer, of which this rank holds some."""
         name = run[0].rows[0].hf
         mine = torch.stack(list(own))
         if self._megatron.expert_parallel > 1:
@@ -279,7 +277,7 @@ class HFWeights:
 
     @staticmethod
     def _dtype(entry: Entry, dtype: torch.dtype) -> torch.dtype:
-        """A tensor's type in a model whose parameters have this type."""
+        """A tensor's dtype in a model whose parameters have this dtype."""
         return torch.float32 if entry.name.endswith(EXPERT_BIAS) else dtype
 
     def _parts_of(self, run: Sequence[Entry], name: str) -> tuple[tuple[TensorSlice, tuple[int, ...]], ...]:
@@ -291,7 +289,7 @@ class HFWeights:
         return tuple((tensor_slice, tuple(ranks)) for tensor_slice, ranks in sorted(found.items()))
 
     def _box(self, run: Sequence[Entry], name: str, place: Coordinates) -> TensorSlice:
-        """A rank's slice of an HF tensor; or the slice that it gathers because its own part is not one slice."""
+        """A rank's slice of an HF tensor, or the slice that the rank gathers because its part is not one slice."""
         if run[0].expert is not None:
             each = len(run) // self._megatron.expert_parallel
             shape = self.table.shapes[name]
@@ -301,7 +299,7 @@ class HFWeights:
         return next(part.tensor_slice for part in shard_slices(run[0], *self.rank_of(run[0], place)) if part.hf == name)
 
     def _is_gathered(self, entry: Entry) -> bool:
-        """Whether some rank holds no part of one of the HF tensors, or several."""
+        """Whether some rank holds no part or several parts of one of the HF tensors, so ranks must gather it."""
         _, ranks = self.rank_of(entry)
         names = sorted({rows.hf for rows in entry.rows})
         return entry.expert is None and any(
