@@ -73,7 +73,7 @@ def test_the_loss_and_the_reward_use_the_adapted_coefficients() -> None:
 # -- running statistics and domains
 
 
-def test_running_statistics_are_those_of_all_steps_of_the_domain() -> None:
+def test_running_statistics_cover_all_steps_of_the_domain() -> None:
     pair = make_pair(Reinforce(norm_mean_type="running", norm_std_type="running", std_eps=0.0))
     steps = [([1.0, 3.0, 100.0], [0, 1, 2]), ([8.0, 50.0], [3, 4])]
     domains = [{"a": [0, 1], "b": [2]}, {"a": [3], "b": [4]}]
@@ -97,7 +97,7 @@ def test_running_statistics_are_those_of_all_steps_of_the_domain() -> None:
     assert coefficients["_reward_moments/count/b"] == 2, "a domain without prompts in a step keeps its statistics"
 
 
-def test_statistics_of_the_batch_are_those_of_the_domain() -> None:
+def test_batch_statistics_are_computed_per_domain() -> None:
     rewards = [3.0, 1.0, 30.0, 10.0]
     batch, table = make_batch([[0, 1]] * 4, rewards, [0, 1, 2, 3])
     config = Reinforce(norm_mean_type="batch", norm_std_type="batch", std_eps=0.0)
@@ -108,7 +108,7 @@ def test_statistics_of_the_batch_are_those_of_the_domain() -> None:
     assert batch.advantages[batch.loss_mask].tolist() != pytest.approx([a, -a, a, -a])
 
 
-def test_all_domains_may_be_normalised_together() -> None:
+def test_all_domains_can_be_normalised_together() -> None:
     batch, table = make_batch([[0, 1]] * 4, [3.0, 1.0, 30.0, 10.0], [0, 1, 2, 3])
     table = RewardTable(**{**vars(table), "domains": {"x": [0, 1], "y": [2, 3]}})
     advantages(make_pair(Reinforce(norm_mean_type="batch", norm_std_type="all", std_eps=0.0)), batch, table)

@@ -58,7 +58,7 @@ def test_clip_cov_draws_from_the_tokens_within_its_bounds() -> None:
 
 
 @pytest.mark.parametrize("surrogate", ["clip_cov", "kl_cov"])
-def test_losses_are_those_of_the_formulas(surrogate: str) -> None:
+def test_losses_match_verls_formulas(surrogate: str) -> None:
     """verl 1dda039, core_algos.py, clip_cov (PPO's loss, times 0 for chosen tokens) and kl_cov (without a clip, plus a
     weighted |log-ratio| for chosen tokens)."""
     batch, _ = make_batch(MASKS, [0.0] * 3, [0] * 3, seed=4)

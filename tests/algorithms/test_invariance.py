@@ -174,13 +174,13 @@ def with_common(section: Any) -> Any:
     return section.model_copy(update=COMMON | ({} if isinstance(section, TurnLoss) else OF_TOKENS))
 
 
-def test_all_credits_are_here() -> None:
+def test_every_advantage_estimator_is_tested() -> None:
     assert {section.advantage_estimator for section in CREDITS} == set(ALGORITHMS)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("section", CREDITS, ids=lambda section: section.advantage_estimator)
-def test_order_prompts_and_ranks_do_not_show_in_a_credit(section: Any, layout: str) -> None:
+def test_advantages_do_not_depend_on_row_order_prompts_or_ranks(section: Any, layout: str) -> None:
     longer, parts = LAYOUTS[layout]
     rows, stats = on_ranks(with_common(section), [rows_of(ALL)])
     other, other_stats = on_ranks(with_common(section), [rows_of(part, longer) for part in parts])
@@ -191,7 +191,7 @@ def test_order_prompts_and_ranks_do_not_show_in_a_credit(section: Any, layout: s
 
 
 @pytest.mark.parametrize("section", CREDITS, ids=lambda section: section.advantage_estimator)
-def test_the_test_of_credits_can_fail(section: Any) -> None:
+def test_advantage_comparison_notices_whitening_on_one_rank(section: Any) -> None:
     """A rank that whitens its own tokens only shows."""
     parts = [rows_of(rows) for rows in LAYOUTS["three ranks"][1]]
     rows, _ = on_ranks(with_common(section), [rows_of(ALL)])
@@ -247,13 +247,13 @@ def loss_of(
     return total, gradients, flatten(merge(stats))
 
 
-def test_all_corrections_are_here() -> None:
+def test_every_correction_is_tested() -> None:
     assert all(any(each.items() <= dict(loss).items() for loss in LOSSES) for each in CORRECTIONS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_order_prompts_and_micro_batches_do_not_show_in_a_loss(layout: str) -> None:
+def test_loss_does_not_depend_on_row_order_prompts_or_micro_batches(layout: str) -> None:
     longer, parts = LAYOUTS[layout]
     norms = whole_norms()
     for section, (loss, gradients, stats) in zip(LOSSES, whole_losses(), strict=True):
@@ -264,7 +264,7 @@ def test_order_prompts_and_micro_batches_do_not_show_in_a_loss(layout: str) -> N
         assert other_stats == pytest.approx(stats, rel=1e-5, abs=1e-6), section
 
 
-def test_the_test_of_losses_can_fail() -> None:
+def test_loss_comparison_notices_means_per_micro_batch() -> None:
     """The mean over micro-batches of means by their own counts shows."""
     parts = [rows_of(ALL[:3]), rows_of(ALL[3:])]
     for section in (GRPO(), GRPO(loss_aggregation="seq-mean-token-mean")):
