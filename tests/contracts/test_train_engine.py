@@ -30,7 +30,7 @@ LENGTHS = (9, 12, 5, 14, 6, 8)
 FACTORIES, MISSING = factories("train", TRAIN_ENGINES)
 
 
-def test_every_engine_says_how_it_is_built() -> None:
+def test_every_engine_has_a_contract_factory() -> None:
     assert not MISSING, "; ".join(MISSING)
 
 
