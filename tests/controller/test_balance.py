@@ -24,7 +24,7 @@ def test_balance_holds_every_row_once(lengths: list[int], num_ranks: int) -> Non
 
 
 @given(LENGTHS, st.integers(1, 9), st.integers(1, 8))
-def test_siblings_stay_together_where_ranks_have_a_choice(lengths: list[int], num_ranks: int, size: int) -> None:
+def test_group_members_stay_together_where_ranks_have_a_choice(lengths: list[int], num_ranks: int, size: int) -> None:
     groups = [row // size for row in range(len(lengths))]
     ranks = balance(lengths, num_ranks, groups=groups)
     assert sorted(row for rows in ranks for row in rows) == list(range(len(lengths)))
@@ -59,7 +59,7 @@ def test_groups_are_cut_into_as_many_parts_as_balancing_needs(
 
 
 @given(LENGTHS, st.integers(1, 9), st.integers(1, 6000))
-def test_rows_of_a_pair_are_never_parted(lengths: list[int], num_ranks: int, max_tokens: int) -> None:
+def test_rows_of_a_pair_are_never_separated(lengths: list[int], num_ranks: int, max_tokens: int) -> None:
     """Every third row stands alone, the others are pairs far from each other in the batch."""
     half = -(-len(lengths) // 2)
     together = [None if row % 3 == 0 else row % half for row in range(len(lengths))]
@@ -117,7 +117,7 @@ def test_micro_batches_properties(lengths_per_rank: list[list[int]], max_tokens:
 
 
 @given(LENGTHS, st.integers(1, 6000), st.integers(1, 8))
-def test_micro_batches_of_siblings(lengths: list[int], max_tokens: int, size: int) -> None:
+def test_micro_batches_of_group_members(lengths: list[int], max_tokens: int, size: int) -> None:
     groups = [row // size for row in range(len(lengths))]
     (plan,) = micro_batches([lengths], max_tokens, [groups])
     assert sorted(row for rows in plan for row in rows) == list(range(len(lengths)))

@@ -54,7 +54,7 @@ def make_guard(
         ([NAN, SKIPPED, SKIPPED], "steps 1 to 3: all 4 updates were skipped"),
     ],
 )
-def test_steps_in_a_row_that_changed_nothing_end_the_run(steps: list[Stats], ends: str) -> None:
+def test_consecutive_steps_that_change_nothing_end_the_run(steps: list[Stats], ends: str) -> None:
     assert ends in _progress(steps) and bool(ends) == bool(_progress(steps))
 
 
@@ -67,7 +67,7 @@ def test_steps_in_a_row_that_changed_nothing_end_the_run(steps: list[Stats], end
         ([LOUD, *[SILENT] * 9], "steps 2 to 6 had no signal (reward 0 on average): all responses to a prompt got"),
     ],
 )
-def test_steps_without_a_signal_are_told_once(
+def test_steps_without_a_signal_are_reported_once(
     steps: list[Stats], warned: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     guard = make_guard()
@@ -90,7 +90,7 @@ def test_steps_without_a_signal_are_told_once(
         ([{}] * 30, ""),  # only the critic learns
     ],
 )
-def test_masks_that_leave_nothing_end_the_run(steps: list[Stats], ends: str) -> None:
+def test_masks_that_drop_every_token_end_the_run(steps: list[Stats], ends: str) -> None:
     assert _progress(steps).startswith(f"no progress in {ends}" if ends else "") and bool(ends) == bool(
         _progress(steps)
     )
@@ -107,7 +107,7 @@ def test_masks_that_leave_nothing_end_the_run(steps: list[Stats], ends: str) -> 
         (0.0, 0.0, 20.0, False),
     ],
 )
-def test_a_mean_difference_of_probabilities_above_the_bound_ends_the_run(
+def test_a_mean_probability_difference_above_the_bound_ends_the_run(
     bound: float | None, total: float, count: float, ends: bool
 ) -> None:
     stats = {"mismatch/diff/*": Stat(total, count, 0.0, 0.75), "mismatch/kl_k3": Stat(0.5, count)}
@@ -121,7 +121,7 @@ def test_a_mean_difference_of_probabilities_above_the_bound_ends_the_run(
         assert part in str(error.value)
 
 
-def test_the_first_signal_is_the_one_that_counts() -> None:
+def test_only_the_first_signal_counts() -> None:
     guard = make_guard()
     assert guard.must_stop() == ""
     guard.stop(signal.SIGUSR1)
@@ -129,12 +129,12 @@ def test_the_first_signal_is_the_one_that_counts() -> None:
     assert (guard.must_stop(), guard.stop_signal) == ("SIGUSR1", signal.SIGUSR1)
 
 
-def test_no_step_begins_that_the_job_is_too_short_for() -> None:
+def test_no_step_begins_that_the_job_has_no_time_for() -> None:
     assert _why(17.5) == ""  # 1.2 x (8 + 2) + 5
     assert _why(10.0) == "the end of its job in 10 s (another step with its save takes up to 17 s)"
 
 
-def test_whether_a_warning_comes_early_enough_is_told_once(capfd: pytest.CaptureFixture[str]) -> None:
+def test_whether_the_warning_leaves_enough_time_is_reported_once(capfd: pytest.CaptureFixture[str]) -> None:
     guard = make_guard(1000.0, save_s=2.0, lead_s=60.0)
     guard.before_step()
     guard.after_step(8.0)
