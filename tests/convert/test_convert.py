@@ -77,7 +77,7 @@ def largest_difference(model: Path, logits: Path) -> float:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_checkpoint_of_megatron_becomes_the_model(world: Path, name: str, tmp_path: Path) -> None:
+def test_a_megatron_checkpoint_becomes_the_model(world: Path, name: str, tmp_path: Path) -> None:
     origin = world / "models" / CASES[name].model
     convert("--checkpoint", world / name, "--model", origin, "--output", tmp_path / "hf", "--verify")
     expected, found = weights(origin), weights(tmp_path / "hf")
@@ -101,7 +101,7 @@ def test_megatron_computes_the_logits_of_transformers(world: Path, name: str, tm
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen2_tied", "qwen3_moe", "qwen3_moe_mixed", "deepseek_v3"])
-def test_a_model_goes_to_megatron_and_back(world: Path, name: str, tmp_path: Path) -> None:
+def test_a_model_converts_to_megatron_and_back(world: Path, name: str, tmp_path: Path) -> None:
     """Without --model: the checkpoint has config.json and tokenizer. That Megatron loads it, the world has tested."""
     origin = world / "models" / name
     convert("--to", "megatron", "--checkpoint", origin, "--output", tmp_path / "dist", "--shard-gb", "2e-5", "--verify")
@@ -128,7 +128,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", ["qwen2_tied", "qwen3_moe", *OTHERS])
-def test_a_checkpoint_of_an_fsdp2_trainer(world: Path, name: str, tmp_path: Path) -> None:
+def test_an_fsdp2_checkpoint_becomes_the_model(world: Path, name: str, tmp_path: Path) -> None:
     """As the engine writes it: the weights of an fp32 trainer, experts in one tensor, moments beside them."""
     model = world / "models" / name
     if name in OTHERS:
@@ -143,7 +143,7 @@ def test_a_checkpoint_of_an_fsdp2_trainer(world: Path, name: str, tmp_path: Path
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
-def test_another_dtype(world: Path, tmp_path: Path) -> None:
+def test_weights_are_converted_to_another_dtype(world: Path, tmp_path: Path) -> None:
     origin = world / "models" / "deepseek_v3"
     convert("--checkpoint", world / "latent", "--model", origin, "--output", tmp_path / "hf", "--dtype", "bf16")
     found, expected = weights(tmp_path / "hf"), weights(origin)
@@ -166,7 +166,7 @@ def test_another_dtype(world: Path, tmp_path: Path) -> None:
         ("tp2", {"model_type": "gpt2"}, r"model_type 'gpt2' has no table .*\(qwen2, .* have\)"),
     ],
 )
-def test_another_model_is_refused(
+def test_a_different_model_is_refused(
     world: Path, case: str, changes: dict[str, Any], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = json.loads((world / "models" / CASES[case].model / "config.json").read_text())
