@@ -48,7 +48,7 @@ def groups(threads: Threads, name: str, timeout_s: float = 30.0) -> tuple[list[B
     return plain, [AbortableGroup(plain[i], name, RANKS, timeout_s, worlds[i].lost_ranks) for i in RANKS]
 
 
-def test_what_is_sent_arrives_and_errors_of_the_library_are_raised(threads: Threads) -> None:
+def test_sent_data_arrives_and_library_errors_are_raised(threads: Threads) -> None:
     _, made = groups(threads, "sound")
 
     def publish(rank: int) -> torch.Tensor:
@@ -71,7 +71,7 @@ def test_what_is_sent_arrives_and_errors_of_the_library_are_raised(threads: Thre
         (None, 30.0, 0.6, "no answer for 0.6 s"),
     ],
 )
-def test_a_wait_for_a_rank_that_does_not_come_ends(
+def test_waiting_for_a_rank_that_never_comes_ends(
     threads: Threads, told: set[int] | None, timeout_s: float, own_s: float | None, why: str, request: Any
 ) -> None:
     """Rank 2 never sends. The second wait of a group that was aborted ends at once."""
@@ -102,7 +102,7 @@ def test_only_groups_made_inside_have_no_watchdog(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each of two ranks")
 @pytest.mark.parametrize("how", ["dies", "hangs"])
-def test_a_dead_peer_under_nccl_does_not_end_the_process(how: str) -> None:
+def test_a_dead_peer_under_nccl_does_not_end_this_process(how: str) -> None:
     said = pair(how, "cuda")
     assert SURVIVED in said, said
     assert how == "dies" or "GroupLost: the group pair was aborted: rank 1 is lost" in said

@@ -59,7 +59,7 @@ def other(mailbox_server: MailboxServer) -> Iterator[tuple[subprocess.Popen[str]
     process.communicate()
 
 
-def test_a_host_that_says_nothing_is_missed(
+def test_connections_to_a_silent_host_end(
     mailbox_server: MailboxServer, other: tuple[subprocess.Popen[str], int]
 ) -> None:
     inbox = Inbox(mailbox_server.queue("controller"), "controller", KEY, Event)
@@ -72,7 +72,7 @@ def test_a_host_that_says_nothing_is_missed(
     assert time.monotonic() - began < DEADLINE_S + SLACK_S
 
 
-def test_a_message_to_a_host_that_is_gone_waits_no_longer(other: tuple[subprocess.Popen[str], int]) -> None:
+def test_a_message_to_a_lost_host_does_not_wait_longer(other: tuple[subprocess.Popen[str], int]) -> None:
     """The kernel would repeat it for a quarter of an hour, and the sender wait for room."""
     sender = Sender(lambda queue: connect("127.0.0.1", other[1], queue, KEY, 0, 30, 60), KEY, 0)
     sender.send("rank/1", Export("x"))
@@ -85,7 +85,7 @@ def test_a_message_to_a_host_that_is_gone_waits_no_longer(other: tuple[subproces
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["idle", "reads nothing"])
-def test_a_process_that_is_stopped_is_no_host_that_is_gone(full: bool) -> None:
+def test_a_stopped_process_does_not_count_as_a_lost_host(full: bool) -> None:
     """Its kernel answers: a suspended job, or a rank that computes, loses no connection."""
     watch = DeadHostWatch(DEADLINE_S / 3)
     with socket.create_server(("127.0.0.1", 0)) as server:

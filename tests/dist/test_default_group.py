@@ -78,7 +78,7 @@ os._exit(0)
 
 
 @pytest.mark.slow
-def test_pairs_connect_when_they_talk(tmp_path: Path) -> None:
+def test_pairs_connect_at_their_first_message(tmp_path: Path) -> None:
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     command = [sys.executable, "-c", MEMBER]
     members = [subprocess.Popen([*command, str(rank), str(tmp_path)], env=environ) for rank in range(SIZE)]
@@ -124,7 +124,7 @@ os._exit(0)
 
 
 @pytest.mark.slow
-def test_a_collective_of_a_suspended_job_goes_on(tmp_path: Path) -> None:
+def test_a_collective_continues_after_its_job_was_suspended(tmp_path: Path) -> None:
     """In the default group, and in one that an engine makes with torch's default timeout."""
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     members = [subprocess.Popen([sys.executable, "-c", SUSPENDED, str(n), str(tmp_path)], env=environ) for n in (0, 1)]

@@ -30,7 +30,7 @@ class Sender:
         self.sent.put(message)
 
 
-def test_the_next_living_rank_is_watched_whatever_its_name() -> None:
+def test_the_next_living_rank_is_watched_whatever_its_process_name() -> None:
     """Ranks 1 to 4 of this host; the number of rank 1 has gone to another process, which is left alone."""
     store = TCPStore("127.0.0.1", 0, is_master=True)
     ranks = {rank: subprocess.Popen(["bash", "-c", RENAMED], stdin=subprocess.PIPE) for rank in (1, 2, 3, 4)}
@@ -59,7 +59,7 @@ def test_the_next_living_rank_is_watched_whatever_its_name() -> None:
             process.wait()
 
 
-def test_a_process_that_nobody_has_waited_for_is_gone() -> None:
+def test_an_ended_process_that_nobody_reaped_counts_as_gone() -> None:
     process = subprocess.Popen(["true"])
     began = time.monotonic()
     while state(process.pid) != "gone":

@@ -137,7 +137,7 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("rows", [False, True], ids=["copies", "rows"])
 @pytest.mark.parametrize("senders", [[0], [0, 2], [1, 2], [0, 1, 2]], ids=str)
 @pytest.mark.parametrize("dtypes", [["float32"], ["bfloat16"], ["float32", "bfloat16"]], ids="-".join)
-def test_what_trainers_hold_arrives(
+def test_weights_held_by_trainers_arrive(
     threads: Threads, small_steps: None, dtypes: list[str], senders: list[int], rows: bool
 ) -> None:
     """Rank 1 generates, beside the trainers or as one of them."""
@@ -181,7 +181,7 @@ def on_gpus(world: World, group: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_a_rank_may_come_late_to_its_group(threads: Threads) -> None:
+def test_a_rank_may_join_its_group_late(threads: Threads) -> None:
     """Later than a store call may last (timeouts.store_s)."""
     stores = [world.store for world in threads.worlds]
     before = stores[0].timeout
@@ -202,7 +202,7 @@ def test_a_rank_may_come_late_to_its_group(threads: Threads) -> None:
             store.set_timeout(before)
 
 
-def test_one_communicator_carries_an_update_in_a_batch_a_step(
+def test_one_communicator_carries_each_step_of_an_update_in_one_batch(
     threads: Threads, small_steps: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks 0 and 2 train, rank 1 generates: besides the steps, each rank connects and, of the layout, sends or gets
@@ -271,7 +271,7 @@ def test_nothing_to_send(threads: Threads, named: Named, request: pytest.Fixture
     assert_same(got[1], named)
 
 
-def test_a_lost_replica_costs_the_others_nothing(threads: Threads, small_steps: None) -> None:
+def test_a_lost_replica_does_not_delay_the_others(threads: Threads, small_steps: None) -> None:
     """Rank 0 trains; rank 1 generates, and rank 2, which is in a group of its own, does not take its part."""
     named = make_weights("float32")
     layout = layout_of(named, [0], False)
@@ -301,7 +301,7 @@ def test_a_lost_replica_costs_the_others_nothing(threads: Threads, small_steps: 
 
 
 @pytest.mark.slow
-def test_stages_give_up_the_replica_that_hangs_and_not_the_one_that_waits(small_steps: None, tmp_path: Path) -> None:
+def test_pipeline_stages_drop_only_the_replica_that_hangs(small_steps: None, tmp_path: Path) -> None:
     """Rank 0 holds the first four of six tensors, rank 1 the others. Rank 3 generates and takes nothing; rank 2
     generates, too, and takes nothing of rank 1 before rank 0 has given rank 3 up."""
     named = {name: tensor for name, tensor in make_weights("float32").items() if tensor.numel() > 1}
@@ -334,7 +334,7 @@ def test_stages_give_up_the_replica_that_hangs_and_not_the_one_that_waits(small_
     assert_same(got[2][0], named)
 
 
-def test_checksums_of_parts_add_up_and_see_every_bit_and_place() -> None:
+def test_checksums_of_parts_add_up_and_cover_every_bit_and_position() -> None:
     for name, tensor in {**make_weights("float32"), **make_weights("bfloat16")}.items():
         tensor, shape = tensor.detach().clone(), tensor.shape
         whole = checksum(tensor, full_slice(shape), shape)
@@ -356,7 +356,7 @@ def test_checksums_of_parts_add_up_and_see_every_bit_and_place() -> None:
             assert checksum(tensor, full_slice(shape), shape) != whole, name
 
 
-def test_a_checksum_takes_little_memory_however_large_a_row_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_checksum_takes_little_memory_for_any_row_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     experts = torch.randn(2, 64, 512)
     tensor_slice = ((1, 3), (0, 64), (3, 515))
     expected = checksum(experts.bfloat16(), tensor_slice, (4, 64, 520))
@@ -369,7 +369,7 @@ def test_a_checksum_takes_little_memory_however_large_a_row_is(monkeypatch: pyte
     assert found == [expected]
 
 
-def test_zeros_of_both_signs_have_one_checksum() -> None:
+def test_positive_and_negative_zero_have_the_same_checksum() -> None:
     zeros, signed = torch.zeros(3), torch.tensor([0.0, -0.0, 0.0])
     assert checksum(zeros, full_slice((3,)), (3,)) == checksum(signed, full_slice((3,)), (3,))
     assert checksum(zeros, full_slice((3,)), (3,)) != checksum(signed + 1e-30, full_slice((3,)), (3,))
