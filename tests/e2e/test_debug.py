@@ -51,9 +51,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, inputs: list[str]) -> Path:
     return run_dir
 
 
-def test_training_alone_on_stored_rollouts_ends_with_the_same_weights(
-    tmp_path: Path, digit_model: Path, whole: Path
-) -> None:
+def test_train_only_on_stored_rollouts_gives_the_same_weights(tmp_path: Path, digit_model: Path, whole: Path) -> None:
     """Bit for bit on the same layout, without prompts."""
     words = [f"model.path={digit_model}", "data.train=gone.jsonl", "deterministic=true", "debug=train_only"]
     start = finish(tmp_path / "alone", *words, f"load_rollouts={whole}")
@@ -64,7 +62,7 @@ def test_training_alone_on_stored_rollouts_ends_with_the_same_weights(
         assert {name: here[name] for name in SHOWN} == {name: there[name] for name in SHOWN}
 
 
-def test_training_alone_reads_the_rollouts_over_other_ranks(tmp_path: Path, digit_model: Path, whole: Path) -> None:
+def test_train_only_reads_rollouts_stored_by_other_ranks(tmp_path: Path, digit_model: Path, whole: Path) -> None:
     """One trainer and a reference of its own, on what two ranks stored: the same losses but for their sums' order."""
     words = [f"model.path={digit_model}", "debug=train_only", f"load_rollouts={whole}", "layout=disaggregated"]
     finish(tmp_path / "alone", *words, "layout.trainer.num_ranks=1")
@@ -72,7 +70,7 @@ def test_training_alone_reads_the_rollouts_over_other_ranks(tmp_path: Path, digi
         assert {name: here[name] for name in SHOWN} == pytest.approx({name: there[name] for name in SHOWN}, rel=1e-4)
 
 
-def test_generation_alone_leaves_the_weights_and_stores_what_the_whole_run_would_begin_with(
+def test_rollout_only_keeps_the_weights_and_stores_the_same_first_rollouts(
     tmp_path: Path, digit_model: Path, inputs: list[str], whole: Path
 ) -> None:
     run_dir = tmp_path / "run"
@@ -88,7 +86,7 @@ def test_generation_alone_leaves_the_weights_and_stores_what_the_whole_run_would
     assert differing(run_dir, digit_model) == set()
 
 
-def test_fake_engines_take_their_time_and_all_else_is_as_ever(tmp_path: Path) -> None:
+def test_fake_engines_take_their_configured_time_and_all_else_works(tmp_path: Path) -> None:
     times = {"fake.train_s": 0.3, "fake.logprobs_s": 0.2, "fake.publish_s": 0.1, "fake.decode_s": 0.02}
     small = ["rollout.num_prompts=8", "save_every=1", "eval.num_prompts=8", "fake.pass_rate=0.7"]
     words = ["+experiment=rlvr_async", "debug=fake", "fake.median_tokens=2", "fake.tail=0", *small]
@@ -103,7 +101,7 @@ def test_fake_engines_take_their_time_and_all_else_is_as_ever(tmp_path: Path) ->
     assert committed_step(tmp_path / "run") == NUM_STEPS and (tmp_path / "run/hf/model.safetensors").exists()
 
 
-def test_what_decorates_a_run_cannot_cost_it(tmp_path: Path) -> None:
+def test_failures_of_plots_and_kept_completions_do_not_end_a_run(tmp_path: Path) -> None:
     """Completions that the locale cannot print, and folders in the place of the plot and of the kept completions."""
     data, run_dir = tmp_path / "rows.jsonl", tmp_path / "run"
     rows = [{"prompt": f"\u6570 \u03c0 {n} \U0001f600", "answer": str(n)} for n in range(16)]
@@ -127,7 +125,7 @@ def test_what_decorates_a_run_cannot_cost_it(tmp_path: Path) -> None:
     assert again.wait() == ExitCode.DONE and "finished" in again.text, again.text
 
 
-def test_a_run_folder_stays_with_its_mode_and_its_rollouts(tmp_path: Path, inputs: list[str], whole: Path) -> None:
+def test_a_run_folder_keeps_its_debug_mode_and_rollouts(tmp_path: Path, inputs: list[str], whole: Path) -> None:
     def refused(run_dir: Path, *words: str) -> str:
         start = Start(run_dir, [*WORDS, *words])
         assert start.wait() == ExitCode.BAD_INPUT, start.text

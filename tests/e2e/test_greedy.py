@@ -56,7 +56,7 @@ def test_a_kill_changes_no_bit(tmp_path: Path, inputs: list[str]) -> None:
     assert differences(remains(runs.finish("killed")), whole) == []
 
 
-def test_it_works_ahead_with_redundant_members_and_restarts(tmp_path: Path, inputs: list[str]) -> None:
+def test_greedy_baselines_work_with_staleness_spare_members_and_restarts(tmp_path: Path, inputs: list[str]) -> None:
     ahead = [
         "layout=disaggregated",
         "rollout.max_staleness=1",

@@ -36,7 +36,7 @@ algorithm.advantage_estimator=tests.e2e.user_code:STEPWISE
     [(1, "5", "3", True), pytest.param(2, "6", "2", False, marks=pytest.mark.soak)],
     ids=["resumed", "max_staleness 2"],
 )
-def test_siblings_are_scored_together_whoever_is_lost(
+def test_groups_are_scored_whole_whichever_rank_is_lost(
     tmp_path: Path, digit_model: Path, digit_data: Path, max_staleness: int, scorer: str, replica: str, kill: bool
 ) -> None:
     """A scorer dies with the siblings that wait there, a replica with some of a group; then, in one of the runs,

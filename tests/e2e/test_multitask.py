@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 NUM_STEPS, SHARES = 4, {"sums": 4, "programs": 3, "gym": 2, "instructions": 1}
 
 
-def test_a_preempted_run_of_four_domains_keeps_its_shares_and_accounts(tmp_path: Path) -> None:
+def test_a_preempted_run_of_four_domains_keeps_shares_and_accounting(tmp_path: Path) -> None:
     """With random weights, so that no reward is won: what is tested is that each reward scores its own domain."""
     told = threading.Event()
 

@@ -54,7 +54,7 @@ def test_the_margin_grows_and_a_kill_changes_nothing(tmp_path: Path, words: list
     assert metrics(tmp_path / "killed") == steps
 
 
-def test_the_plan_shows_both_parts_and_a_bad_row_ends_the_start(tmp_path: Path, words: list[str]) -> None:
+def test_the_plan_shows_both_parts_of_a_pair_and_a_bad_row_stops_the_start(tmp_path: Path, words: list[str]) -> None:
     planned = Start(tmp_path / "run", [*words, "dry_run=true"])
     assert planned.wait() == ExitCode.DONE, planned.text
     assert 'chosen: "0<|im_end|>"' in planned.text and "rejected: " in planned.text

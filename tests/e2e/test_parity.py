@@ -111,11 +111,11 @@ def compare(a: Outcome, b: Outcome) -> list[str]:
 
 
 @pytest.mark.parametrize("layout", ["colocated", "disaggregated"])
-def test_every_layout_computes_the_same(outcomes: dict[str, Outcome], layout: str) -> None:
+def test_every_layout_computes_the_same_numbers(outcomes: dict[str, Outcome], layout: str) -> None:
     assert compare(outcomes["single"], outcomes[layout]) == []
 
 
-def test_the_comparison_is_not_empty(outcomes: dict[str, Outcome]) -> None:
+def test_the_comparison_covers_rewards_gradients_and_turns(outcomes: dict[str, Outcome]) -> None:
     """Rewards differ, every parameter has a gradient, the policy has left the reference, answers take two turns."""
     result = outcomes["single"]
     for batch in result.batches.values():
@@ -144,7 +144,7 @@ def deviation(model: Path, batch: Batch) -> float:
     return float((reference_logprobs(model, batch) - batch.ref_logprobs).abs().max())
 
 
-def test_log_probs_are_those_of_transformers(outcomes: dict[str, Outcome], digit_model: Path) -> None:
+def test_log_probs_match_transformers(outcomes: dict[str, Outcome], digit_model: Path) -> None:
     for result in outcomes.values():
         first, second = result.batches[1], result.batches[2]
         assert deviation(digit_model, first) < LOGPROBS and deviation(digit_model, second) < LOGPROBS
@@ -181,7 +181,7 @@ def test_one_perturbed_weight_is_noticed(
     assert any("gradient of" in line for line in different) and any("gradient norms" in line for line in different)
 
 
-def test_seeds_make_the_samples(outcomes: dict[str, Outcome]) -> None:
+def test_samples_depend_on_their_seeds(outcomes: dict[str, Outcome]) -> None:
     """Siblings differ although they share everything but their sample ids."""
     batch = outcomes["single"].batches[1]
     answers = [tuple(ids.tolist()) for ids in batch.token_ids.split(batch.cu_seqlens.diff().tolist())]

@@ -89,7 +89,7 @@ def check(found: list[dict[str, Any]], model: Path, num_rows: int) -> None:
     ],
     ids=["colocated", "apart", "fewer rows than ranks", "groups", "own model", "adapters", "adapters, path"],
 )
-def test_a_pipeline_outside_rl_reads_the_log_probs_of_its_reference(
+def test_a_pipeline_outside_rl_reads_reference_log_probs(
     tmp_path: Path, digit_model: Path, digit_data: Path, other: Path, words: list[str], num_ranks: int, has_path: bool
 ) -> None:
     model, run = other if has_path else digit_model, tmp_path / "run"
@@ -102,7 +102,7 @@ def test_a_pipeline_outside_rl_reads_the_log_probs_of_its_reference(
     assert (abs(first["sft/kl"] or 0.0) < 1e-6) == (not has_path) and (second["sft/kl"] or 0.0) > 1e-5
 
 
-def test_a_resumed_run_has_the_same_reference(tmp_path: Path, digit_model: Path, digit_data: Path, other: Path) -> None:
+def test_a_resumed_run_keeps_its_reference(tmp_path: Path, digit_model: Path, digit_data: Path, other: Path) -> None:
     run, words = tmp_path / "run", [*APART, f"reference.path={other}"]
     train(run, tmp_path / "first", digit_model, digit_data, *words, "max_steps=1")
     check(train(run, tmp_path / "second", digit_model, digit_data, *words), other, num_rows=8)
@@ -115,7 +115,7 @@ def test_a_resumed_run_has_the_same_reference(tmp_path: Path, digit_model: Path,
     assert f'reference.path: "{other}" -> "{digit_model}"' in start.text
 
 
-def test_kl_terms_of_rl_refer_to_the_other_model(
+def test_kl_terms_use_the_configured_reference_model(
     tmp_path: Path, digit_model: Path, digit_data: Path, other: Path
 ) -> None:
     words = [f"model.path={digit_model}", f"data.train={digit_data}", "layout=colocated", *WORDS]

@@ -43,7 +43,7 @@ def test_the_policy_becomes_the_reference_and_a_kill_changes_no_bit(
     assert differences(remains(runs.finish("killed")), whole) == []
 
 
-def test_old_references_go_and_one_that_is_missing_is_told(tmp_path: Path, inputs: list[str]) -> None:
+def test_old_references_are_deleted_and_a_missing_one_is_reported(tmp_path: Path, inputs: list[str]) -> None:
     words = ["algorithm.ref_update_steps=1", "save_every=1", "layout=single", "eval_every=0"]
     runs = Runs(tmp_path, [*inputs, *words, "max_steps=6"])
     folder = runs.finish("run") / "reference"

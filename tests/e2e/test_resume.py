@@ -118,7 +118,7 @@ def runs(variants: dict[str, Runs]) -> Runs:
     return variants["one_turn"]
 
 
-def test_domains_with_and_without_an_environment_mix_in_a_batch(variants: dict[str, Runs]) -> None:
+def test_domains_with_and_without_an_environment_share_a_batch(variants: dict[str, Runs]) -> None:
     runs = variants["two_turns"]
     assert runs.undisturbed
     state = read_state(runs.folder / "undisturbed" / "checkpoints" / step_name(NUM_STEPS))["algorithm"]
@@ -258,7 +258,7 @@ def test_fifty_kills_change_nothing(variants: dict[str, Runs], variant: str, lin
 @pytest.mark.parametrize(
     "places", [("sealed", "renamed", "pruned"), pytest.param(FAILPOINTS, marks=pytest.mark.soak)], ids=["three", "all"]
 )
-def test_kills_within_a_save_change_nothing(runs: Runs, places: Sequence[str]) -> None:
+def test_kills_during_a_save_change_nothing(runs: Runs, places: Sequence[str]) -> None:
     """One failpoint after another; those behind the rename leave a checkpoint, so that the run moves on."""
     before = -1
     for place in places:
@@ -287,7 +287,7 @@ def damage_and_finish(runs: Runs, name: str) -> None:
     assert differences(remains(runs.folder / name), runs.undisturbed) == []
 
 
-def test_training_goes_on_while_a_writer_is_stuck_and_nothing_is_lost_when_it_dies(runs: Runs) -> None:
+def test_training_continues_during_a_stuck_save_and_loses_nothing_when_it_dies(runs: Runs) -> None:
     """Until the next save is due: two are never under way."""
     start = runs.start("stuck")
     start.wait_until(lambda: start.step >= 2 and len(start.processes_of("hpcrl.checkpoint.writer")) == 2)
@@ -339,7 +339,7 @@ def test_a_second_launch_is_refused_while_one_runs(runs: Runs) -> None:
     start.kill()
 
 
-def test_the_comparison_notices(runs: Runs) -> None:
+def test_the_comparison_notices_differences(runs: Runs) -> None:
     """One bit of a weight, one line of what became of a prompt, a file that is missing."""
     undisturbed = runs.undisturbed
     name = next(name for name in undisturbed if "embed_tokens" in name and "exp_avg" not in name)
@@ -355,7 +355,7 @@ def test_the_comparison_notices(runs: Runs) -> None:
     assert differences(undisturbed, undisturbed | {}) == []
 
 
-def test_there_is_something_to_lose(runs: Runs, digit_model: Path) -> None:
+def test_an_undisturbed_run_trains_and_filters(runs: Runs, digit_model: Path) -> None:
     """Training changes the weights and prompts end in several ways; otherwise resuming would be easy."""
     undisturbed = runs.undisturbed
     assert {"TRAINED", "FILTERED"} <= set(re.findall("PromptOutcome.([A-Z_]+)", undisturbed["outcomes"]))
@@ -372,7 +372,7 @@ def test_there_is_something_to_lose(runs: Runs, digit_model: Path) -> None:
         ("partial_overlap", 2, (2,)),
     ],
 )
-def test_every_prompt_ends_once_outside_deterministic_mode(
+def test_every_prompt_ends_once_without_deterministic_mode(
     variants: dict[str, Runs], variant: str, max_staleness: int, kills: tuple[int, ...]
 ) -> None:
     check_kills(variants[variant], random.Random(7), kills, max_staleness)

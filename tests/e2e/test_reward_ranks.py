@@ -25,7 +25,7 @@ reward.default.timeout_s=100 reward.default.options.fast={NUM_PROMPTS * GROUP_SI
 """.split()
 
 
-def test_a_slow_domain_delays_no_other_and_its_ranks_stand_in_for_each_other(
+def test_a_slow_domain_delays_no_other_and_its_reward_ranks_replace_each_other(
     tmp_path: Path, digit_model: Path, digit_data: Path
 ) -> None:
     """No response of the slow domain is scored before all of the other in the step; a rank of the slow one is lost."""

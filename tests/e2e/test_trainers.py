@@ -84,7 +84,7 @@ def check_same(runs: Runs, name: str) -> None:
             assert ours[step][metric] == pytest.approx(theirs[step][metric], rel=tolerance, abs=1e-6), (step, metric)
 
 
-def test_there_is_something_to_compare(runs: Runs) -> None:
+def test_compared_metrics_differ_between_steps(runs: Runs) -> None:
     rows = metrics(runs.folder / "fsdp2")
     for metric in ("actor/grad_norm", "actor/clipfrac", "critic/score/mean"):
         assert len({rows[step][metric] for step in STEPS}) == len(STEPS), metric
@@ -92,7 +92,7 @@ def test_there_is_something_to_compare(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
-def test_three_steps_equal_those_of_fsdp2(runs: Runs, trainer: str) -> None:
+def test_three_steps_match_fsdp2(runs: Runs, trainer: str) -> None:
     """The third after a resume."""
     runs.start(trainer, *TRAINERS[trainer], "max_steps=2")
     assert "resumed from" in runs.start(trainer, *TRAINERS[trainer])
@@ -100,7 +100,7 @@ def test_three_steps_equal_those_of_fsdp2(runs: Runs, trainer: str) -> None:
 
 
 @pytest.mark.parametrize("trainer", [pytest.param("deepspeed", marks=pytest.mark.soak), "megatron"])
-def test_vllm_generates_the_same_for_every_trainer(runs: Runs, trainer: str) -> None:
+def test_vllm_generates_the_same_responses_for_every_trainer(runs: Runs, trainer: str) -> None:
     pytest.importorskip("vllm")
     runs.start(f"{trainer}_vllm", *TRAINERS[trainer], "generator.engine=vllm")
     check_same(runs, f"{trainer}_vllm")
@@ -114,7 +114,7 @@ def test_vllm_generates_the_same_for_every_trainer(runs: Runs, trainer: str) -> 
         ("deepspeed", ["trainer.megatron.pipeline_parallel=2", "trainer.engine=megatron"]),
     ],
 )
-def test_a_converted_checkpoint_goes_on_with_another_engine(
+def test_a_converted_checkpoint_continues_with_another_engine(
     runs: Runs, wide_digit_model: Path, first: str, then: list[str]
 ) -> None:
     """From the folder that hpcrl.convert wrote, a run begins where that of the first trainer ended, as its own export
