@@ -170,7 +170,7 @@ def check(engine: str, family: str, scratch: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("engine", "family"), [(engine, family) for engine in SAMPLE for family in SAMPLE[engine]])
-def test_a_key_is_read_or_refused(engine: str, family: str, world_of_one: None, tmp_path: Path) -> None:
+def test_every_config_key_is_read_or_refused(engine: str, family: str, world_of_one: None, tmp_path: Path) -> None:
     if engine == "megatron":
         pytest.importorskip("megatron.core")
     check(engine, family, tmp_path)
@@ -181,11 +181,11 @@ def test_a_key_is_read_or_refused(engine: str, family: str, world_of_one: None, 
     ("engine", "family"),
     [(engine, family) for engine in FAMILIES for family in FAMILIES[engine] if family not in SAMPLE[engine]],
 )
-def test_of_the_other_families_too(engine: str, family: str, world_of_one: None, tmp_path: Path) -> None:
+def test_other_families_keys_are_read_or_refused(engine: str, family: str, world_of_one: None, tmp_path: Path) -> None:
     check(engine, family, tmp_path)
 
 
-def test_no_family_is_left_out() -> None:
+def test_no_supported_family_is_missing() -> None:
     from hpcrl.models.families import MEGATRON, NATIVE
 
     assert set(FAMILIES["megatron"]) == set(MEGATRON) and set(FAMILIES["native"]) == set(NATIVE)

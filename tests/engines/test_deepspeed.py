@@ -140,7 +140,7 @@ def test_bfloat16_keeps_float32_weights(case: str, folder: Path, world_of_one: N
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"activation_checkpointing": True}, {"packing": "off"}], ids=str)
 @pytest.mark.parametrize("case", ["zero2", "zero3"])
-def test_other_forwards_give_the_same_gradients(
+def test_other_forward_settings_give_the_same_gradients(
     case: str, settings: dict[str, Any], folder: Path, world_of_one: None
 ) -> None:
     batch = make_batch(LENGTHS)
@@ -153,7 +153,7 @@ def test_other_forwards_give_the_same_gradients(
 
 @pytest.mark.parametrize("case", ["zero1", "zero3"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_frozen_engine(
+def test_a_frozen_engine_computes_log_probs_without_an_optimizer(
     case: str, dtype: str, folder: Path, world_of_one: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = make_batch(LENGTHS)
@@ -174,7 +174,7 @@ def test_a_frozen_engine(
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_is_one_line(folder: Path, world_of_one: None, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_refused_in_one_line(folder: Path, world_of_one: None, tmp_path: Path) -> None:
     engine = make_engine(folder, "zero3")
     with pytest.raises(ValueError, match=r"no trainer\.json"):
         engine.load(tmp_path)
@@ -211,7 +211,7 @@ def test_a_damaged_checkpoint_is_one_line(folder: Path, world_of_one: None, tmp_
         ({"zero_stage": 2, "offload_parameters": "nvme", "nvme_path": "/x"}, "offload_parameters: ZeRO-2 does not"),
     ],
 )
-def test_impossible_settings(section: dict[str, Any], message: str) -> None:
+def test_impossible_settings_are_refused(section: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"trainer.deepspeed.{message}"):
         parse({"trainer": {"engine": "deepspeed", "deepspeed": section}})
 
@@ -231,7 +231,7 @@ def _take_turns(monkeypatch: pytest.MonkeyPatch) -> Left:
         ("zero3_offload", "bfloat16"),
     ],
 )
-def test_turns_with_a_generator_change_nothing(
+def test_offloading_for_a_generator_changes_nothing(
     case: str, dtype: str, folder: Path, world_of_one: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a CPU nothing has to move: here all memory moves to other memory, and what was left behind is overwritten. A
@@ -276,7 +276,7 @@ def _same_state(engine: ZeroEngine, other: ZeroEngine) -> None:
             assert torch.equal(values, wanted), key
 
 
-def test_turns_with_a_generator_are_planned() -> None:
+def test_offloading_for_a_generator_is_planned() -> None:
     ranks = {"trainer": {"num_ranks": 2}, "generator": {"colocate_with": "trainer"}}
     for max_staleness, may in ((0, True), (1, False)):
         sections = {"trainer": {"engine": "deepspeed"}, "rollout": {"max_staleness": max_staleness}}
@@ -286,7 +286,7 @@ def test_turns_with_a_generator_are_planned() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "dtype"), [("zero2_offload", "float32"), ("zero3_offload", "bfloat16")])
-def test_state_on_a_disk_is_that_in_memory(
+def test_optimizer_state_on_disk_equals_state_in_memory(
     case: str, dtype: str, folder: Path, world_of_one: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit, also from a checkpoint; the files have no names and, after a step, none of the process's memory."""
@@ -312,7 +312,7 @@ def test_state_on_a_disk_is_that_in_memory(
     _same_state(second, other)
 
 
-def test_files_on_a_disk_take_no_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offloaded_files_need_no_file_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A frozen model has a file per parameter, and a process often may open 1024."""
     from hpcrl.engines.train.deepspeed import local_disk
 
@@ -339,7 +339,7 @@ def _pages(folder: Path) -> list[tuple[int, int]]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no folder in memory")
-def test_a_disk_that_cannot_be_used(
+def test_an_unusable_offload_folder_is_refused(
     folder: Path, world_of_one: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def message_for(path: str) -> str:
@@ -362,7 +362,7 @@ def test_a_disk_that_cannot_be_used(
     assert re.search(r"no file of 0\.0 GB can be made, only [0-9.]+ GB are free$", message_for(str(tmp_path)))
 
 
-def test_options_reach_deepspeed(folder: Path, world_of_one: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_configured_options_reach_deepspeed(folder: Path, world_of_one: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}.items():  # under mpirun
         monkeypatch.setenv(name, value)
     engine = make_engine(folder, "zero2", options={"zero_optimization": {"reduce_bucket_size": 128}})
@@ -408,7 +408,7 @@ def _two_ranks(folder: Path, scratch: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_stages_and_fsdp2_continue_each_other(folder: Path, tmp_path: Path, world_of_one: None) -> None:
+def test_zero_stages_and_fsdp2_resume_each_others_checkpoints(folder: Path, tmp_path: Path, world_of_one: None) -> None:
     """Five steps, each by another engine from the checkpoint of the one before, on two ranks; then on one."""
     results = run_ranks(2, _two_ranks, folder, tmp_path)
     names = ["zero1", "zero3", "zero3_offload", "zero2", "fsdp2"]

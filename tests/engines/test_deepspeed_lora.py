@@ -61,7 +61,7 @@ def fsdp2_state(folder: Path, state: Path) -> tuple[list[Tensor], dict[str, Tens
 
 @every_stage
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
-def test_gradients_equal_those_of_fsdp2(family: str, stage: int, tmp_path: Path, world_of_one: None) -> None:
+def test_gradients_match_fsdp2(family: str, stage: int, tmp_path: Path, world_of_one: None) -> None:
     """Which says of which weights the adapters are, so that either continues the other."""
     from hpcrl.engines.train.deepspeed import zero
 
@@ -85,19 +85,19 @@ def test_gradients_equal_those_of_fsdp2(family: str, stage: int, tmp_path: Path,
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_contract(stage: int, tmp_path: Path, world_of_one: None) -> None:
+def test_the_training_contract_holds_with_adapters(stage: int, tmp_path: Path, world_of_one: None) -> None:
     folder = make_model_folder("qwen2", tmp_path / "model")
     check_contract(lambda path: engine(path, stage, lr=0.02), folder, tmp_path)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_the_generator_has_the_trainers_logprobs(stage: int, tmp_path: Path, world_of_one: None) -> None:
+def test_the_generator_has_the_log_probs_of_the_trainer(stage: int, tmp_path: Path, world_of_one: None) -> None:
     folder = make_model_folder("qwen2", tmp_path / "model")
     trainer, generator = engine(folder, stage), native(folder)
     check_generator(trainer, generator, lambda version: generator.load_weights(trainer.named_weights(), version))
 
 
-def test_an_exported_folder_has_merged_adapters(tmp_path: Path, world_of_one: None) -> None:
+def test_an_exported_model_has_merged_adapters(tmp_path: Path, world_of_one: None) -> None:
     folder, whole = make_model_folder("qwen2", tmp_path / "model"), make_batch(LENGTHS)
     fsdp2_state(folder, tmp_path / "state")
     folders = []
@@ -115,7 +115,7 @@ def test_an_exported_folder_has_merged_adapters(tmp_path: Path, world_of_one: No
 
 
 @every_stage
-def test_adapters_in_float32_beside_bfloat16(stage: int, tmp_path: Path, world_of_one: None) -> None:
+def test_adapters_stay_in_float32_in_a_bfloat16_model(stage: int, tmp_path: Path, world_of_one: None) -> None:
     folder, whole = make_model_folder("qwen3", tmp_path / "model"), make_batch(LENGTHS)
     fsdp2_state(folder, tmp_path / "state")
     trainer = engine(folder, stage, param_dtype="bfloat16")
@@ -130,7 +130,7 @@ def test_adapters_in_float32_beside_bfloat16(stage: int, tmp_path: Path, world_o
 
 
 @every_stage
-def test_the_plan_counts_frozen_weights_apart(stage: int, tmp_path: Path, world_of_one: None) -> None:
+def test_the_plan_counts_frozen_weights_separately(stage: int, tmp_path: Path, world_of_one: None) -> None:
     from hpcrl.engines.train.deepspeed import zero
 
     folder = make_model_folder("qwen2", tmp_path / "model")
@@ -170,7 +170,7 @@ def _on_two_ranks(folder: Path, scratch: Path) -> dict[str, tuple[list[int], lis
 
 
 @pytest.mark.timeout(600)
-def test_two_ranks_equal_fsdp2_on_one(tmp_path: Path, world_of_one: None) -> None:
+def test_two_ranks_match_fsdp2_on_one(tmp_path: Path, world_of_one: None) -> None:
     folder, whole = make_model_folder("qwen3", tmp_path / "model"), make_batch(LENGTHS)
     want, theirs = fsdp2_state(folder, tmp_path / "state")
     for found in run_ranks(2, _on_two_ranks, folder, tmp_path):

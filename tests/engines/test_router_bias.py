@@ -97,7 +97,7 @@ def check(folder: Path, wanted: tuple[dict[str, Tensor], dict[str, Tensor]], spl
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_biases_follow_the_load_on_every_split(tmp_path: Path) -> None:
+def test_router_biases_follow_the_load_on_every_split(tmp_path: Path) -> None:
     """Padding and micro-batches change nothing, and no bias moves without a step. Checkpoints, also of another split,
     and exports have them."""
     folder = make_model_folder("deepseek_v3", tmp_path / "model", first_k_dense_replace=0)

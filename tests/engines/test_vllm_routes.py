@@ -130,7 +130,7 @@ def model_choices(model: Any, prompt: Sequence[int], output: Output) -> Tensor:
     return torch.stack(seen, dim=1).sort(-1).values[len(prompt) - 1 : -1]
 
 
-def test_recorded_choices_are_those_of_the_model(
+def test_recorded_routes_match_transformers(
     folder: Path, versions: list[Weights], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With prompts computed in pieces or taken from the cache, and requests preempted for lack of room, after an
@@ -183,7 +183,7 @@ def script(engine: GenEngine, versions: list[Weights], on_new_weights: str) -> d
 
 
 @pytest.mark.parametrize("on_new_weights", ["continue", "recompute"])
-def test_responses_and_routes_are_those_of_native_when_weights_change(
+def test_responses_and_routes_match_the_native_engine_across_updates(
     engine: GenEngine, on_new_weights: str, folder: Path, versions: list[Weights]
 ) -> None:
     found, wanted = (script(each, versions, on_new_weights) for each in (engine, native(folder)))
@@ -197,7 +197,7 @@ def test_responses_and_routes_are_those_of_native_when_weights_change(
     assert found[2].versions.tolist() == [0, 0, 0, 0, 1, 1, 1]
 
 
-def test_training_with_routes_of_vllm_is_training_with_those_of_native(
+def test_training_with_vllm_routes_matches_training_with_native_routes(
     engine: GenEngine, folder: Path, versions: list[Weights]
 ) -> None:
     """The generators have other weights than the trainer, so that replay matters."""

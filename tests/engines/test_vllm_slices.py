@@ -104,7 +104,7 @@ def shape_of(which: str) -> ModelShape:
     return read_shape(PUBLISHED[which][0])
 
 
-def test_slices_of_published_models() -> None:
+def test_slices_of_published_models_by_hand() -> None:
     """Qwen3-235B-A22B on 8 ranks: 64 heads of 128, of which 4 have keys and values; experts of width 1536."""
     large, layer = "Qwen3-235B-A22B", "model.layers.3."
     assert pieces(large, layer + "self_attn.q_proj.weight", 8)[1] == ((1024, 2048),)
@@ -120,7 +120,7 @@ def test_slices_of_published_models() -> None:
     assert pieces("Qwen2.5-7B", "model.layers.0.mlp.up_proj.weight", 2)[1] == ((9472, 18944),)
 
 
-def test_experts_that_ranks_do_not_divide_are_whole_where_they_are() -> None:
+def test_indivisible_experts_are_assigned_whole() -> None:
     """As vLLM's determine_expert_map: 10 experts of 3 ranks."""
     model = replace(shape_of("Qwen3-30B-A3B"), parameters=(Parameter("experts.down_proj", (10, 4, 6), "expert"),))
     options = {"enable_expert_parallel": True}
@@ -129,7 +129,7 @@ def test_experts_that_ranks_do_not_divide_are_whole_where_they_are() -> None:
 
 
 @pytest.mark.parametrize(("words", "expected"), [(100, [(0, 32), (32, 64), (64, 96), (96, 100)]), (60, None)])
-def test_the_vocabulary_is_padded_as_vllm_pads_it(words: int, expected: list[tuple[int, int]] | None) -> None:
+def test_the_vocabulary_is_padded_like_vllms(words: int, expected: list[tuple[int, int]] | None) -> None:
     """A rank that has only padding gets the last row, so that vLLM is given every tensor."""
     model = replace(shape_of("Qwen2.5-7B"), parameters=(Parameter("lm_head.weight", (words, 8), "vocabulary"),))
     found = [slices({}, model, "lm_head.weight", (words, 8), index, 4) for index in range(4)]
@@ -148,7 +148,7 @@ def test_the_vocabulary_is_padded_as_vllm_pads_it(words: int, expected: list[tup
     ],
     ids=["unknown", "untested", "balanced experts", "quantised"],
 )
-def test_ranks_get_the_whole_of_what_vllm_may_divide_otherwise(model: ModelShape | None, options: Any) -> None:
+def test_ranks_get_whole_tensors_that_vllm_may_divide_differently(model: ModelShape | None, options: Any) -> None:
     name, shape = "model.layers.0.self_attn.q_proj.weight", (64, 32)
     assert slices(options, model, name, shape, 1, 2) == (full_slice(shape),)
     assert slices({}, shape_of("Qwen3-30B-A3B"), name, shape, 1, 2) == (((32, 64), (0, 32)),)
@@ -157,7 +157,7 @@ def test_ranks_get_the_whole_of_what_vllm_may_divide_otherwise(model: ModelShape
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not find_spec("vllm"), reason="vllm is not installed (extra: vllm)")
-def test_vllm_reads_the_slices_and_nothing_else(tmp_path: Path) -> None:
+def test_vllm_reads_only_the_slices(tmp_path: Path) -> None:
     """With NaN outside a rank's slices it answers as with the whole tensors; with NaN also in their last rows it tells
     that logits are not finite, whichever tensor it is."""
     folders = {name: make_model_folder(k, tmp_path / name, **(HEADS | c)) for name, (k, c) in MODELS.items()}
