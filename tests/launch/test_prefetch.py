@@ -127,7 +127,7 @@ def python(tmp_path: Path, *words: str, **more: str) -> subprocess.CompletedProc
 
 
 @pytest.mark.slow
-def test_a_model_comes_into_the_cache_where_an_offline_node_finds_it(tmp_path: Path, hub: Hub) -> None:
+def test_a_model_is_cached_where_an_offline_node_finds_it(tmp_path: Path, hub: Hub) -> None:
     done = prefetch(tmp_path, hub.url, "org/tiny")
     assert done.returncode == ExitCode.DONE, done.stderr
     path = Path(done.stdout.strip())
@@ -144,7 +144,7 @@ def test_a_model_comes_into_the_cache_where_an_offline_node_finds_it(tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_model_comes_into_a_folder_and_a_file_of_a_data_set(tmp_path: Path, hub: Hub) -> None:
+def test_a_model_and_a_data_file_can_be_fetched_into_a_folder(tmp_path: Path, hub: Hub) -> None:
     words = ("org/tiny", "--folder", "here"), ["datasets/org/digits/main/train.jsonl"]
     (_, folder, told), (_, file, told_of_file) = prefetch_each(tmp_path, hub.url, *words)
     assert folder.strip() == str(tmp_path / "here"), told
@@ -152,7 +152,7 @@ def test_a_model_comes_into_a_folder_and_a_file_of_a_data_set(tmp_path: Path, hu
     assert json.loads(Path(file.strip()).read_text())["answer"] == "1", told_of_file
 
 
-def test_a_model_that_came_damaged_is_refused(tmp_path: Path, hub: Hub) -> None:
+def test_a_corrupted_download_is_refused(tmp_path: Path, hub: Hub) -> None:
     (hub.root / "models" / "org" / "tiny" / "model.safetensors").write_bytes(b"<html>not a model</html>")
     done = prefetch(tmp_path, hub.url, "org/tiny")
     assert done.returncode == ExitCode.BAD_INPUT and done.stdout == ""
@@ -171,7 +171,7 @@ REFUSED = {
 
 
 @pytest.mark.slow
-def test_what_cannot_come_is_told_in_one_line(tmp_path: Path, hub: Hub) -> None:
+def test_a_failed_download_is_reported_in_one_line(tmp_path: Path, hub: Hub) -> None:
     found = prefetch_each(tmp_path, hub.url, *REFUSED)
     for (code, out, err), told in zip(found, REFUSED.values(), strict=True):
         assert (code, out, len(err.splitlines())) == (ExitCode.BAD_INPUT, "", 1), err
@@ -179,7 +179,7 @@ def test_what_cannot_come_is_told_in_one_line(tmp_path: Path, hub: Hub) -> None:
 
 
 @pytest.mark.slow
-def test_no_network_is_told_in_one_line(tmp_path: Path) -> None:
+def test_a_missing_network_is_reported_in_one_line(tmp_path: Path) -> None:
     done = prefetch(tmp_path, "http://127.0.0.1:9", "org/tiny")
     assert done.returncode == ExitCode.BAD_INPUT and len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith("org/tiny could not be downloaded from http://127.0.0.1:9: ")

@@ -21,7 +21,7 @@ def stored(folder: Path, **rollout: Any) -> Path:
 
 
 @pytest.mark.parametrize(("level", "problems"), [("token", 0), ("sequence", 1)])
-def test_whole_responses_of_cut_sampling_are_not_weighed(tmp_path: Path, level: str, problems: int) -> None:
+def test_sequence_level_correction_is_refused_for_truncated_sampling(tmp_path: Path, level: str, problems: int) -> None:
     """Whatever this run's own sampling is, which draws for evaluation alone."""
     run_dir = stored(tmp_path / "run", top_k=50)
     algorithm = {"advantage_estimator": "grpo", "correction": "truncate", "correction_level": level}
@@ -42,7 +42,7 @@ def test_whole_responses_of_cut_sampling_are_not_weighed(tmp_path: Path, level: 
 @pytest.mark.parametrize(
     ("name", "told"), [("remax", "needs the reward of a greedy"), ("gdpo", "needs decoupled rewards")]
 )
-def test_rollouts_without_what_a_credit_reads_are_refused(name: str, told: str, tmp_path: Path) -> None:
+def test_stored_rollouts_without_fields_of_the_estimator_are_refused(name: str, told: str, tmp_path: Path) -> None:
     run_dir = stored(tmp_path / "run")
     data = {
         "debug": "train_only",
