@@ -49,7 +49,7 @@ def left(run_dir: Path) -> tuple[list[Batch], list[dict[str, Any]], dict[str, to
     return [RolloutReader(run_dir).batch(step) for step in range(1, STEPS + 1)], rows, weights
 
 
-def test_two_ranks_a_model_go_on_where_one_stopped_and_end_where_one_ends(tmp_path: Path) -> None:
+def test_a_model_split_over_two_ranks_resumes_and_matches_the_unsplit_one(tmp_path: Path) -> None:
     whole = start(tmp_path / "whole", *WHOLE)
     assert whole.wait() == 0, whole.text
     assert start(tmp_path / "split", *WHOLE, max_steps=1).wait() == 0
