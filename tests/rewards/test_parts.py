@@ -56,7 +56,7 @@ def given(reward: float, turns: Any = (), tokens: Any = None) -> Score:
         (0.0, (0.0, 0.0), {}, (0.0, 0.0)),
     ],
 )
-def test_rewards_of_turns_or_tokens_that_add_up(
+def test_turn_or_token_rewards_that_add_up_are_accepted(
     reward: float, turns: Any, tokens: Mapping[int, float], expected: tuple[float, ...]
 ) -> None:
     score = given(reward, turns, tokens)
@@ -84,11 +84,11 @@ def test_rewards_of_turns_or_tokens_that_add_up(
         (1.0, [1.0, 0.0], {0: 1.0}, "the reward gave turn_rewards and token_rewards, but a response can have only one"),
     ],
 )
-def test_others_are_errors_of_the_sample(reward: float, turns: Any, tokens: Any, error: str) -> None:
+def test_rewards_that_do_not_add_up_are_sample_errors(reward: float, turns: Any, tokens: Any, error: str) -> None:
     assert given(reward, turns, tokens) == Score(0.0, 0.0, error)
 
 
-def test_turns_reach_a_worker() -> None:
+def test_turns_reach_a_reward_worker() -> None:
     import msgspec
 
     again = from_message(msgspec.msgpack.decode(to_message(EPISODE), type=Item))
@@ -110,14 +110,14 @@ def scored(path: Path, name: str, item: RewardItem, **options: Any) -> Score:
     return score
 
 
-def test_the_example_of_rewards_of_turns(written: Path) -> None:
+def test_the_documented_turn_rewards_work(written: Path) -> None:
     long = RewardItem(1, "d", "p", " 4 ", "4", earlier=(ModelTurn("x" * 101), ModelTurn("y" * 100)))
     assert scored(written, "concise", long) == Score(0.75, 1.0, turn_rewards=(-0.25, 0.0, 1.0))
     wrong = RewardItem(1, "d", "p", "5", "4")
     assert scored(written, "concise", wrong) == Score(0.0, 0.0, turn_rewards=(0.0,))
 
 
-def test_the_example_of_rewards_of_tokens_and_of_a_credit_that_reads_them(written: Path) -> None:
+def test_the_documented_token_rewards_and_their_estimator_work(written: Path) -> None:
     item = RewardItem(1, "d", "p", "a\nb\n4", "4", {}, "stop", (1, 198, 2, 198, 3))
     score = scored(written, "steps", item)
     assert score == Score(0.75, 1.0, turn_rewards=(0.75,), token_rewards={1: -0.125, 3: -0.125, 4: 1.0})
@@ -158,7 +158,7 @@ class Mute(ValueError):
         raise TypeError
 
 
-def test_an_error_of_a_library_is_placed_where_the_user_called_it() -> None:
+def test_an_error_in_a_library_is_located_at_the_users_call() -> None:
     with pytest.raises(json.JSONDecodeError) as caught:
         json.loads("{")
     assert re.fullmatch(r"JSONDecodeError: Expecting .* \(test_parts\.py:\d+\)", describe(caught.value))
@@ -167,7 +167,7 @@ def test_an_error_of_a_library_is_placed_where_the_user_called_it() -> None:
     assert describe(caught.value).endswith(f"{caught.value}"), "hpcrl's own errors say what is wrong"
 
 
-def test_errors_and_metrics_that_cannot_be_sent_are_made_so() -> None:
+def test_unserialisable_errors_and_metrics_are_made_serialisable() -> None:
     for error, said in ((ValueError(chr(0xD800)), "ValueError: ?"), (Mute(), "Mute: its message cannot be read")):
         [score] = score_each(Raising(error), [EPISODE]) or []
         assert re.fullmatch(rf"{re.escape(said)} \(test_parts\.py:\d+\)", score.error), score.error
