@@ -48,7 +48,7 @@ def test_a_share_of_a_batch_may_be_one_version_further_behind(
         (2.0, [0] * 9, []),
     ],
 )
-def test_what_later_batches_cannot_take_is_due(
+def test_groups_that_later_batches_cannot_take_are_due(
     max_staleness: float, lags: list[int], due: list[tuple[int, int]]
 ) -> None:
     found = StalenessBound(max_staleness).due(groups(*lags), {0}, VERSION, NEED)
@@ -70,5 +70,5 @@ def test_a_batch_waits_for_as_many_due_groups_as_it_can_take(lags: list[int], st
     assert due.is_met(NEED) == met
 
 
-def test_groups_ahead() -> None:
+def test_number_of_groups_generated_ahead() -> None:
     assert [StalenessBound(lag).ahead(NEED) for lag in (0.0, 0.25, 1.0, 1.5)] == [0, 1, 4, 6]

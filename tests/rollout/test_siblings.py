@@ -65,7 +65,7 @@ class GroupRanks(Ranks):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("scorers", [[3, 4], [1, 2]], ids=["apart", "with the replicas"])
-def test_siblings_of_several_replicas_meet_and_are_scored_together(deterministic: bool, scorers: list[int]) -> None:
+def test_group_members_from_several_replicas_are_scored_together(deterministic: bool, scorers: list[int]) -> None:
     ranks = GroupRanks(scorers)
     loop = RolloutLoop(ranks, [[1], [2]], scorers, [], seed=0, decode_chunk_tokens=4, deterministic=deterministic)  # type: ignore[arg-type]
     scheduler = RolloutScheduler(SchedulerConfig(4, deterministic=deterministic, group_affinity=False), REPLICAS)
@@ -96,7 +96,7 @@ class EarlyRanks(GroupRanks):
 
 
 @pytest.mark.parametrize("ranks_class", [GroupRanks, EarlyRanks])
-def test_what_redundancy_leaves_over_is_forgotten(ranks_class: type[GroupRanks]) -> None:
+def test_spare_members_that_are_not_used_are_forgotten(ranks_class: type[GroupRanks]) -> None:
     ranks = ranks_class([3])
     loop = RolloutLoop(ranks, [[1], [2]], [3], [], seed=0, decode_chunk_tokens=4, deterministic=False)  # type: ignore[arg-type]
     scheduler = RolloutScheduler(SchedulerConfig(2, extra_members=2), REPLICAS)
@@ -134,7 +134,7 @@ class DyingRanks(GroupRanks):
     [["AwaitGroup", "Lost"], ["Lost", "AwaitGroup"], ["DecodeChunkDone", "Lost", "AwaitGroup"]],
     ids=" ".join,
 )
-def test_a_response_of_a_lost_replica_does_not_stay_at_its_scorer(order: list[str]) -> None:
+def test_a_response_of_a_lost_replica_does_not_remain_at_its_scorer(order: list[str]) -> None:
     """Its siblings never come: the group starts anew, with other members."""
     ranks = DyingRanks(order)
     loop = RolloutLoop(ranks, [[1], [2]], [3], [], seed=0, decode_chunk_tokens=4, deterministic=False)  # type: ignore[arg-type]
@@ -147,7 +147,7 @@ def test_a_response_of_a_lost_replica_does_not_stay_at_its_scorer(order: list[st
     assert trained.isdisjoint(ranks.unwanted) and not ranks.waiting[3] and not loop._awaited._away
 
 
-def test_held_out_samples_are_groups_of_one() -> None:
+def test_validation_samples_are_groups_of_one() -> None:
     ranks = GroupRanks([3])
     loop = RolloutLoop(ranks, [[1], [2]], [3], [], seed=0, decode_chunk_tokens=4, deterministic=True)  # type: ignore[arg-type]
     scheduler = RolloutScheduler(SchedulerConfig(1, deterministic=True, accept_errors=True), REPLICAS)
