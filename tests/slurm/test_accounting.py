@@ -69,14 +69,14 @@ def accounted(cluster: Any, job: int, *fields: str) -> list[list[str]]:
         ("cluster.qos=fast cluster.time=02:00:00", "Job violates accounting/QOS policy"),
     ],
 )
-def test_refused_with_one_line(cluster: Any, tmp_path: Path, tiny: list[str], words: str, reason: str) -> None:
+def test_a_refused_job_is_one_line(cluster: Any, tmp_path: Path, tiny: list[str], words: str, reason: str) -> None:
     done = launch(cluster, tmp_path / "run", *tiny, "max_steps=1", *words.split())
     assert done.returncode == ExitCode.BAD_INPUT, done.stdout + done.stderr
     assert len(done.stderr.splitlines()) == 1 and reason in done.stderr and "Slurm refuses the job" in done.stderr
     assert not cluster.run("squeue", "-h").strip() and not (tmp_path / "run" / "slurm" / "submitted.json").exists()
 
 
-def test_every_component_has_the_account_and_the_qos(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
+def test_every_component_has_the_configured_account_and_qos(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
     words = [*tiny, *HETJOB, "max_steps=2", "cluster.account=physics", "cluster.qos=fast"]
     job = submit(cluster, tmp_path, *words)
     shown = cluster.run("scontrol", "--oneliner", "show", "job", str(job))
@@ -90,7 +90,7 @@ def test_every_component_has_the_account_and_the_qos(cluster: Any, tmp_path: Pat
     says(cluster, tmp_path, "state    finished: trained 2 steps")
 
 
-def test_jobs_through_their_states_and_forgotten(
+def test_accounting_knows_the_states_of_jobs_that_scontrol_forgot(
     cluster: Any, tmp_path: Path, tiny: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Waiting for a limit, running, requeued, killed, cancelled; the accounts' words are those that scontrol had."""

@@ -16,9 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 COMPONENTS = "{train: {roles: [controller, trainer]}, gen: {roles: [generator]}, cpu: {roles: [reward, env]}}"
 
 
-def test_an_asynchronous_job_is_preempted_with_its_accounts_in_order(
-    cluster: Any, tmp_path: Path, tiny: list[str]
-) -> None:
+def test_a_preempted_asynchronous_job_keeps_its_accounting(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
     """Its samples are episodes of two turns, whose last one the reward scores."""
     words = [*tiny, "deterministic=false", "layout=disaggregated", "layout.trainer.num_ranks=1"]
     words += ["pipeline=agentic", "env=scripted", "env.default.add_reward=true"]

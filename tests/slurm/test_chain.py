@@ -28,7 +28,7 @@ def stop(run: Run, job: int) -> None:
     run.cluster.run("scancel", "--signal=USR1", str(job))
 
 
-def test_three_links_and_an_early_end(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
+def test_a_chain_runs_three_links_and_may_end_early(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
     run = Run(cluster, tmp_path, *tiny, *CHAIN, "cluster.num_links=5")
     first, second, third, fourth, fifth = links_of(run)
     assert show(cluster, second)["Dependency"] == f"afterany:{first}(unfulfilled)"
@@ -46,7 +46,7 @@ def test_three_links_and_an_early_end(cluster: Any, tmp_path: Path, tiny: list[s
     assert digest(run.dir) == digest(whole.dir)
 
 
-def test_a_chain_ends_where_the_run_does_not_go_on(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
+def test_a_chain_ends_when_the_run_does_not_continue(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
     """scancel on the link that runs ends the chain; what runs into its last link can be launched again."""
     run = Run(cluster, tmp_path, *tiny, *CHAIN, "cluster.num_links=2")
     first, second = links_of(run)
@@ -67,7 +67,7 @@ def test_a_chain_ends_where_the_run_does_not_go_on(cluster: Any, tmp_path: Path,
     wait_state(cluster, run.dir, last, [COMPLETED])
 
 
-def test_links_wait_for_all_components(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
+def test_links_wait_for_all_components_of_the_link_before(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
     """The dependency is on the leader of a heterogeneous job, and holds every component back."""
     hetjob = "cluster.components={train: {roles: [controller, trainer], ranks_per_node: 1}, cpu: {roles: [reward]}}"
     layout = ["layout=colocated", "layout.trainer.num_ranks=1", "layout.reward={num_ranks:1,colocate_with:null}"]

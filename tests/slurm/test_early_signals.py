@@ -32,7 +32,7 @@ if "hpcrl.run" in sys.orig_argv and hold.exists() and hold.read_text() == who:
 
 
 @pytest.mark.parametrize(("name", "code"), [("USR1", ExitCode.REQUEUE), ("TERM", ExitCode.TERMINATED)])
-def test_agents_in_the_preflight_end(cluster: Any, tmp_path: Path, name: str, code: ExitCode) -> None:
+def test_agents_in_the_preflight_end_by_a_signal(cluster: Any, tmp_path: Path, name: str, code: ExitCode) -> None:
     """Two wait for the third, which is not an agent yet and ends by the signal."""
     run = make_run(tmp_path / "run", start_s=60)
     signals = f"(until ls {run}/world/attempt_0001/preflight/*/{CANARY} 2>/dev/null; do sleep 0.1; done; sleep 1; "
@@ -49,7 +49,7 @@ def test_agents_in_the_preflight_end(cluster: Any, tmp_path: Path, name: str, co
 
 
 @pytest.mark.timeout(300)
-def test_a_job_goes_on_after_signals_that_came_early(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
+def test_a_job_resumes_after_signals_during_its_start(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
     """First an agent on its way in takes one, then the ranks of the first node on their way in."""
     (tmp_path / "sitecustomize.py").write_text(HOLD)
     words = [word for word in tiny if not word.startswith("layout")] + ["max_steps=4", "cluster.max_restarts=0"]

@@ -27,7 +27,7 @@ def ended(cluster: Any, job: int) -> Iterator[None]:
                 process.kill()
 
 
-def test_what_a_lost_node_still_trains_is_never_committed(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
+def test_training_on_a_lost_node_is_never_committed(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
     """Its slurmd is dead and its network as good as ever: the worst case, as the old ranks see the run folder."""
     run = Run(cluster, tmp_path, *tiny, "save_every=1", "max_steps=1000", "cluster.max_restarts=0", pace=0.3)
     with ended(cluster, run.job):

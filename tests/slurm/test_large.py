@@ -31,7 +31,7 @@ def large(request: pytest.FixtureRequest, one_machine: Any, tmp_path_factory: py
         yield running
 
 
-def test_a_world_of_many_nodes_trains(large: Any, tmp_path: Path, tiny: list[str]) -> None:
+def test_a_run_on_many_nodes_trains(large: Any, tmp_path: Path, tiny: list[str]) -> None:
     """A trainer and a generator, and a reward rank on each of the other nodes; two components, one world."""
     num_nodes = len(large.names)
     words = [*tiny, "max_steps=3", "save_every=0", f"timeouts.start_s={START_S}", "layout=disaggregated"]

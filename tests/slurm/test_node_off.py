@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 STORE_S, SLACK_S = 9.0, 10.0
 
 
-def test_a_node_that_is_off_is_done_without_or_ends_the_attempt(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
+def test_a_run_survives_a_node_that_is_off_or_ends_its_attempt(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
     """Its agent is as silent as its ranks. The reward ranks are on nodes of their own; then the last of them goes."""
     words = [*tiny, "layout=disaggregated", "layout.trainer.num_ranks=1", "layout.generator.num_ranks=1"]
     words += ["layout.reward.num_ranks=2", f"timeouts.store_s={STORE_S}", "max_steps=100000"]

@@ -62,7 +62,7 @@ def one_minute(cluster: Any, folder: Path, tiny: list[str]) -> Run:
     return Run(cluster, folder, *words, "reward.default.timeout_s=500", f"save_every={SAVE_EVERY}", pace=0.3)
 
 
-def test_the_warning_of_the_time_limit_saves(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
+def test_the_warning_before_the_time_limit_saves_a_checkpoint(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
     run = one_minute(cluster, tmp_path, tiny)
     run.wait_restart(1)
     run.tell(pace=0)
@@ -72,7 +72,7 @@ def test_the_warning_of_the_time_limit_saves(cluster: Any, tmp_path: Path, tiny:
 
 
 @pytest.mark.soak
-def test_the_time_limit_is_reached_twice(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
+def test_a_run_resumes_after_reaching_the_time_limit_twice(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
     run = one_minute(cluster, tmp_path, tiny)
     run.wait_restart(1)
     run.wait_said("resumed from", 1)

@@ -62,7 +62,7 @@ def places(run: Run) -> dict[int, str]:
     return there
 
 
-def test_plain_job_over_two_nodes(idle: Any, tmp_path: Path, tiny: list[str]) -> None:
+def test_a_plain_job_runs_over_two_nodes(idle: Any, tmp_path: Path, tiny: list[str]) -> None:
     words = [*tiny, "max_steps=4", "layout=colocated"]
     run = Run(idle, tmp_path, *words, "cluster.components={all: {roles: [trainer, controller], ranks_per_node: 1}}")
     run.wait_step(1)
@@ -72,7 +72,7 @@ def test_plain_job_over_two_nodes(idle: Any, tmp_path: Path, tiny: list[str]) ->
     assert step_of(run.dir) == 4 and digest(run.dir)
 
 
-def test_three_components_hold_their_roles(idle: Any, tmp_path: Path, tiny: list[str]) -> None:
+def test_each_of_three_components_runs_its_roles(idle: Any, tmp_path: Path, tiny: list[str]) -> None:
     run = Run(idle, tmp_path, *tiny, "max_steps=4", *SPREAD.split(), COMPONENTS)
     run.wait_step(1)
     where = places(run)
@@ -126,7 +126,7 @@ FOUR = "layout.trainer.num_ranks=4 cluster.components={all:{roles:[trainer,contr
         ("data.system_prompt='\udcff'", "the command line is not UTF-8"),
     ],
 )
-def test_refused_with_one_line(closed: Any, tmp_path: Path, tiny: list[str], words: str, reason: str) -> None:
+def test_a_refused_job_is_one_line(closed: Any, tmp_path: Path, tiny: list[str], words: str, reason: str) -> None:
     run = tmp_path / "run"
     done = launch(closed, run, *tiny, "max_steps=1", *words.split())
     assert done.returncode == ExitCode.BAD_INPUT, done.stdout + done.stderr
@@ -146,13 +146,13 @@ def test_refused_with_one_line(closed: Any, tmp_path: Path, tiny: list[str], wor
         (TWO_COMPONENTS, "^slurm   accepts the job: "),
     ],
 )
-def test_a_dry_run_asks_slurm(closed: Any, tmp_path: Path, tiny: list[str], words: str, told: str) -> None:
+def test_a_dry_run_lets_slurm_check_a_job(closed: Any, tmp_path: Path, tiny: list[str], words: str, told: str) -> None:
     done = launch(closed, tmp_path / "run", *tiny, "max_steps=1", "dry_run=true", *words.split())
     assert done.returncode == ExitCode.DONE and re.search(told, done.stdout, re.M), done.stdout + done.stderr
     assert not closed.run("squeue", "-h").strip() and not (tmp_path / "run").exists()
 
 
-def test_a_refused_job_leaves_a_stopped_run_as_it_was(closed: Any, tmp_path: Path, tiny: list[str]) -> None:
+def test_a_refused_submission_does_not_change_a_stopped_run(closed: Any, tmp_path: Path, tiny: list[str]) -> None:
     run = tmp_path / "run"
     wait_state(closed, run, submit(closed, run, *tiny, "max_steps=2"), [COMPLETED])
 
@@ -167,7 +167,7 @@ def test_a_refused_job_leaves_a_stopped_run_as_it_was(closed: Any, tmp_path: Pat
     assert content() == before
 
 
-def test_a_held_run_is_refused(idle: Any, tmp_path: Path, tiny: list[str]) -> None:
+def test_a_run_with_an_owner_is_refused(idle: Any, tmp_path: Path, tiny: list[str]) -> None:
     """Pending, running and finished, by the same words."""
     others = idle.run("sbatch", "--parsable", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 60")
     wait_until(lambda: "R" in idle.run("squeue", "-h", "-o", "%t"), lambda: idle.run("squeue"))
@@ -186,7 +186,7 @@ def test_a_held_run_is_refused(idle: Any, tmp_path: Path, tiny: list[str]) -> No
     assert not idle.run("squeue", "-h").strip()
 
 
-def test_submitted_from_inside_a_job(idle: Any, tmp_path: Path, tiny: list[str]) -> None:
+def test_a_job_can_be_submitted_from_inside_a_job(idle: Any, tmp_path: Path, tiny: list[str]) -> None:
     """Neither that job's variables nor options in the environment, which would win over the script's, reach the new."""
     run = tmp_path / "run"
     words = [*tiny, "max_steps=1", "cluster.components={all: {roles: [trainer, controller], memory: 1G}}"]
@@ -229,7 +229,7 @@ def test_an_interrupted_submission_leaves_no_job(idle: Any, tmp_path: Path, tiny
     wait_until(lambda: not idle.run("squeue", "-h").strip(), lambda: idle.run("squeue"), timeout_s=20)
 
 
-def test_a_half_written_script_does_no_harm(idle: Any, tmp_path: Path, tiny: list[str]) -> None:
+def test_a_truncated_script_does_no_harm(idle: Any, tmp_path: Path, tiny: list[str]) -> None:
     """Cut at every stage, as a full disk would: the job ends, starts no rank, and the run goes on as if it were not."""
     run = Run(idle, tmp_path, *tiny, "save_every=100", "max_steps=6")
     run.wait_step(2)
@@ -262,7 +262,7 @@ def test_two_jobs_share_a_node(idle: Any, tmp_path: Path, tiny: list[str]) -> No
     assert [(show(idle, run.job)["JobState"], show(idle, run.job)["NodeList"]) for run in runs] == [(RUNNING, "n1")] * 2
 
 
-def test_the_key_is_shown_nowhere(idle: Any, tmp_path: Path, tiny: list[str]) -> None:
+def test_the_control_key_is_shown_nowhere(idle: Any, tmp_path: Path, tiny: list[str]) -> None:
     run = Run(idle, tmp_path, *tiny, "max_steps=1000", "save_every=0", *SPREAD.split(), COMPONENTS)
     run.wait_step(1)
     (path,) = world_folder(run.dir, 1).glob("key_*")
@@ -281,7 +281,7 @@ def test_the_key_is_shown_nowhere(idle: Any, tmp_path: Path, tiny: list[str]) ->
     assert str(run.dir) in " ".join(shown), "this search finds what is there"
 
 
-def test_nothing_is_written_elsewhere(idle: Any, tmp_path: Path, tiny: list[str]) -> None:
+def test_nothing_is_written_outside_the_run_folder(idle: Any, tmp_path: Path, tiny: list[str]) -> None:
     """The working directory and the home of both the command and the job stay empty."""
     run, home, work = tmp_path / "run", tmp_path / "home", tmp_path / "work"
     home.mkdir()
@@ -307,7 +307,7 @@ def test_nothing_is_written_elsewhere(idle: Any, tmp_path: Path, tiny: list[str]
 AS_A_USER = ["setpriv", "--bounding-set=-dac_override"] if os.getuid() == 0 else []
 
 
-def test_a_folder_of_another_user(cluster: Any, tmp_path: Path) -> None:
+def test_a_run_folder_of_another_user_is_refused(cluster: Any, tmp_path: Path) -> None:
     """A run folder that may be read but not written."""
     run = tmp_path / "run"
     run.mkdir()
