@@ -13,9 +13,7 @@ from tests.workers.conftest import Stage
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch finds a GPU here")
 @pytest.mark.parametrize("role", ["trainer", "generator"])
-def test_a_gpu_that_torch_does_not_find_stops_the_start(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch, role: str
-) -> None:
+def test_a_gpu_missing_in_torch_stops_the_start(stage: Stage, monkeypatch: pytest.MonkeyPatch, role: str) -> None:
     monkeypatch.setenv(VISIBLE, "0")
     worker = stage.worker(2, {})
     with pytest.raises(ValueError, match=r"GPU 0 is assigned to this rank, but torch .* finds none"):
@@ -31,7 +29,7 @@ def test_a_gpu_that_torch_does_not_find_stops_the_start(
         ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, True, False),
     ],
 )
-def test_segments_grow_unless_the_user_says_otherwise(
+def test_allocator_segments_are_expandable_unless_the_user_says_otherwise(
     environ: dict[str, str], with_gpu: bool, grows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With torch's own settings, which a build for CPUs keeps too."""

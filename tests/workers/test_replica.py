@@ -68,7 +68,7 @@ def replica(stage: Stage, model_folder: Path) -> Replica:
         return Replica(stage, model_folder)
 
 
-def test_the_first_rank_speaks_and_the_other_does_the_same(stage: Stage, replica: Replica) -> None:
+def test_only_the_first_rank_answers_and_the_others_do_the_same(stage: Stage, replica: Replica) -> None:
     first, other = replica.roles
     payloads = [
         m.PromptPayload(uid, domain, np.array(ids, dtype=np.int32).tobytes(), META)
@@ -99,7 +99,7 @@ def test_the_first_rank_speaks_and_the_other_does_the_same(stage: Stage, replica
     assert not first.samples and not other.samples and not stage.heard()
 
 
-def test_an_observation_that_is_passed_on_early_is_kept(stage: Stage, replica: Replica) -> None:
+def test_an_observation_broadcast_early_is_kept(stage: Stage, replica: Replica) -> None:
     """The first rank may be ahead: here it has admitted the next turn before the other knows the sample."""
     first, other = replica.roles
     sample = make_sample_id(7, 0, 0)
@@ -119,7 +119,7 @@ def test_an_observation_that_is_passed_on_early_is_kept(stage: Stage, replica: R
     replica.tell(m.AbortSamples([sample]))
 
 
-def test_ranks_that_do_different_things_are_noticed(replica: Replica) -> None:
+def test_ranks_that_diverge_are_noticed(replica: Replica) -> None:
     """The comparison that the tests here and of whole runs rest on; a job that is suspended in it does not fail."""
     assert all(role.engine._replica.group.options._timeout == UNCOUNTED for role in replica.roles)
     steps = [role.engine.step for role in replica.roles]
