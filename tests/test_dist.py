@@ -57,7 +57,7 @@ def test_the_wheel_of_the_sdist_works_in_an_empty_folder(checkout: Path, tmp_pat
     assert "hpcrl/left_behind.py" not in names
 
 
-def test_a_file_that_would_not_be_installed_is_named(checkout: Path, tmp_path: Path) -> None:
+def test_a_file_missing_in_the_distribution_is_named(checkout: Path, tmp_path: Path) -> None:
     (checkout / "hpcrl" / "rewards" / "table.csv").write_text("")
     commit(checkout)
     done = dist(checkout, tmp_path)
@@ -65,7 +65,7 @@ def test_a_file_that_would_not_be_installed_is_named(checkout: Path, tmp_path: P
     assert done.stderr == "the sdist lacks (<) or has too much (>):\n< hpcrl/rewards/table.csv\n"
 
 
-def test_a_tag_of_another_version_is_refused(checkout: Path, tmp_path: Path) -> None:
+def test_a_tag_for_a_different_version_is_refused(checkout: Path, tmp_path: Path) -> None:
     subprocess.run(["git", "tag", "v99.0.0"], cwd=checkout, check=True)
     done = dist(checkout, tmp_path)
     assert (done.returncode, done.stderr) == (1, f"the tag is v99.0.0, and pyproject.toml says {VERSION}\n")

@@ -259,7 +259,7 @@ def value_of(config: Config, key: str) -> Any:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_stored_configuration(last: Path, name: str) -> None:
+def test_a_stored_configuration_is_read(last: Path, name: str) -> None:
     config = stored_config(last / "runs" / name)
     assert {key: value_of(config, key) for key in SETTINGS[name]} == SETTINGS[name]
 
@@ -276,7 +276,7 @@ def test_status(last: Path, expected: dict[str, dict[str, Any]], name: str, caps
 
 
 @pytest.mark.parametrize("name", MESSAGES)
-def test_stored_rollouts(last: Path, expected: dict[str, dict[str, Any]], name: str) -> None:
+def test_stored_rollouts_are_read(last: Path, expected: dict[str, dict[str, Any]], name: str) -> None:
     run, step, known = last / "runs" / name, expected[name]["step"], dict(FIELDS)
     reader = RolloutReader(run)
     assert reader.steps() == list(range(1, step + 1))
@@ -305,7 +305,7 @@ def digest(values: np.ndarray) -> str:
 
 
 @pytest.mark.parametrize(("name", "model"), [(name, model) for name in MODELS for model in MODELS[name]])
-def test_checkpoint_becomes_the_model_that_the_run_held(
+def test_a_checkpoint_becomes_the_runs_model(
     last: Path, expected: dict[str, dict[str, Any]], tmp_path: Path, name: str, model: str
 ) -> None:
     """By `hpcrl.convert`; the last version exported the run's model itself."""
@@ -322,7 +322,7 @@ def test_checkpoint_becomes_the_model_that_the_run_held(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_resume(
+def test_an_earlier_run_resumes(
     last: Path, expected: dict[str, dict[str, Any]], tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
 ) -> None:
     """By the same command, in another place."""
@@ -391,7 +391,7 @@ def check_state_was_read(checkpoint: Path, run: Path, rows: list[dict[str, Any]]
 
 
 @pytest.mark.slow
-def test_training_on_stored_rollouts(last: Path, expected: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+def test_stored_rollouts_can_be_trained_on(last: Path, expected: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     """With the configuration that the run stored, from the weights that it began with."""
     run, step = last / "runs" / "episodes", expected["episodes"]["step"]
     words = [

@@ -42,7 +42,7 @@ def mypy(folder: Path, package: Path) -> str:
 
 
 @pytest.mark.slow
-def test_a_users_program_knows_the_types_of_what_it_uses(tmp_path: Path) -> None:
+def test_a_users_program_sees_the_types_of_the_interfaces_it_uses(tmp_path: Path) -> None:
     said = mypy(tmp_path, ROOT / "hpcrl")
     assert ": error: " not in said, said
     lines = PROGRAM.read_text().splitlines()
@@ -56,7 +56,7 @@ def test_a_users_program_knows_the_types_of_what_it_uses(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_without_py_typed_nothing_is_known(tmp_path: Path) -> None:
+def test_without_py_typed_no_types_are_known(tmp_path: Path) -> None:
     shutil.copytree(
         ROOT / "hpcrl", tmp_path / "site" / "hpcrl", ignore=shutil.ignore_patterns("py.typed", "__pycache__")
     )
