@@ -1,4 +1,4 @@
-"""What an algorithm changes from step to step: hand-computed coefficients and running statistics."""
+"""Coefficients and running statistics that an algorithm adapts from step to step, by hand."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_running_statistics_cover_all_steps_of_the_domain() -> None:
         batch, table = make_batch([[0, 1]] * len(rewards), rewards, groups)
         table = RewardTable(**{**vars(table), "domains": names})
         stats = advantages(pair, batch, table)
-        # as merged from two ranks, which compute the same
+        # as merged from two ranks with equal results
         pair.take(pair.adapt({k: Stat(2 * s.total, 2 * s.count, s.low, s.high) for k, s in stats.items()}))
         seen.append(batch.advantages[batch.loss_mask].tolist())
     a = 1 / math.sqrt(2)  # a: 1, 3: mean 2, std sqrt(2); b: 100 alone has no spread
@@ -112,7 +112,7 @@ def test_all_domains_can_be_normalised_together() -> None:
     batch, table = make_batch([[0, 1]] * 4, [3.0, 1.0, 30.0, 10.0], [0, 1, 2, 3])
     table = RewardTable(**{**vars(table), "domains": {"x": [0, 1], "y": [2, 3]}})
     advantages(make_pair(Reinforce(norm_mean_type="batch", norm_std_type="all", std_eps=0.0)), batch, table)
-    std = math.sqrt((8**2 + 10**2 + 19**2 + 1**2) / 3)  # around the mean of all, 11
+    std = math.sqrt((8**2 + 10**2 + 19**2 + 1**2) / 3)  # around the common mean, 11
     assert batch.advantages[batch.loss_mask].tolist() == pytest.approx([1 / std, -1 / std, 10 / std, -10 / std])
 
 

@@ -49,7 +49,7 @@ def make_batch(masks, rewards, group_ids, seed=0):
 
 
 def advantages(algorithm: Algorithm, batch, table):
-    """Fill them as a trainer role does; what it logs."""
+    """Fill the advantages as a trainer role does; returns what it logs."""
     own = algorithm.estimator.assign(batch, table, identity)
     return batch_stats(batch, table) | advantage_stats(batch) | own
 
@@ -129,7 +129,7 @@ def test_kl_in_the_reward_and_clipping_by_hand():
     batch.old_logprobs, batch.ref_logprobs = torch.tensor([0.0, -1.0, -2.0]), torch.tensor([0.0, -3.0, -1.0])
     config = Reinforce(kl_reward_coef=0.5, reward_clip=5.0)
     advantages(make_pair(config), batch, table)
-    # token rewards: -.5 x 2 = -1, then min(8, 5) + .5 x 1 = 5.5: the clip is that of the reward
+    # token rewards: -.5 x 2 = -1, then min(8, 5) + .5 x 1 = 5.5: only the reward is clipped
     assert batch.returns.tolist() == [0.0, 4.5, 5.5]
     advantages(make_pair(config.model_copy(update={"advantage_clip": 4.5})), batch, table)
     assert batch.returns.tolist() == [0.0, 4.5, 5.5] and batch.advantages.tolist() == [0.0, 4.5, 4.5]
@@ -389,10 +389,10 @@ def test_cross_entropy_by_hand():
     ],
 )
 def test_an_algorithm_declares_exactly_the_fields_that_it_needs(section, reads):
-    """With these fields alone, and not with one less, credit and loss can be computed."""
+    """These fields, and no fewer, suffice to compute advantages and loss."""
     pair = make_pair(section)
     assert pair.reads - {"advantages"} == reads
-    assert ("ref_logprobs" in reads) == section.uses_reference  # what the layout goes by, which knows no torch
+    assert ("ref_logprobs" in reads) == section.uses_reference  # which the layout reads without torch
     for missing in (set(), *({field} for field in reads)):
         batch, table = mixed_batch()
         logprobs = batch.old_logprobs.clone()

@@ -69,7 +69,7 @@ def test_loss_with_truncation_and_rejection_matches_verl() -> None:
 
 
 def prepared(batch: Batch, **keys: Any) -> tuple[float, float]:
-    """(scale of the weights, mean before), and the weights of the loss are those times the scale."""
+    """(scale of the weights, mean before scaling); the loss uses the scaled weights."""
     pair = make_pair(GRPO(correction_normalize=True, **keys))
     assert "old_logprobs" in pair.reads
     mean = flatten(pair.objective.prepare(batch, lambda tensor: tensor))["actor/correction_norm"]

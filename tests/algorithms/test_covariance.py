@@ -19,7 +19,7 @@ MASKS = [[0, 1, 1], [0, 0, 1, 0, 1, 1], [0, 1, 1, 1, 1]]
 
 
 def marked(batch: Batch, **keys: Any) -> tuple[list[int], dict[str, float]]:
-    """Places of the marked tokens, and what is logged."""
+    """Indices of the marked tokens, and the logged values."""
     pair = make_pair(GRPO(**keys))
     assert "old_logprobs" in pair.reads
     stats = flatten(pair.objective.prepare(batch, lambda tensor: tensor))

@@ -105,7 +105,7 @@ def test_whitening_over_ranks_equals_whitening_all_values_even_with_an_empty_ran
     for thread in threads:
         thread.join()
     torch.testing.assert_close(torch.cat(results), F.whiten(torch.cat(parts), lambda x: x))
-    assert not torch.allclose(results[0], F.whiten(parts[0], lambda x: x))  # alone it is another
+    assert not torch.allclose(results[0], F.whiten(parts[0], lambda x: x))  # on its own the result differs
 
 
 @pytest.mark.parametrize(

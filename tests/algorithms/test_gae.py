@@ -70,7 +70,7 @@ def test_gae_over_turns_and_their_tokens_by_hand() -> None:
     assert batch.returns.tolist() == [0, 0, 0.5625, 1.75, 0, 0.75, 2.0, 0, 1.0]
     batch.turn_rewards = None
     advantages(make_pair(section.model_copy(update={"reward_clip": 2.5})), batch, table)
-    # without rewards of turns the last one has that of the row: d 2.5 - 1, b .5 x 1 - .5 + .25 x 1.5
+    # without turn rewards the last turn has the row's reward: d 2.5 - 1, b .5 x 1 - .5 + .25 x 1.5
     assert batch.advantages[[3, 6]].tolist() == [0.375, 1.5]
 
 

@@ -32,7 +32,7 @@ def test_rollouts_without_decoupled_rewards_are_refused() -> None:
 
 
 def of_trl(parts: Tensor, weights: Tensor, group_size: int) -> Tensor:
-    """[N] advantages as TRL computes them; parts [N, K]: what each reward function gave."""
+    """[N] advantages as TRL computes them from the reward functions' values `parts` [N, K]."""
     grouped = parts.view(-1, group_size, len(weights))
     apart = (grouped - grouped.mean(1, keepdim=True)) / (grouped.std(1, keepdim=True) + 1e-4)
     summed = (apart.flatten(0, 1) * weights).sum(1)

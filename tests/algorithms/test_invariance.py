@@ -1,4 +1,4 @@
-"""The order of rows, their prompts, their ranks and their micro-batches show in no advantage and in no loss."""
+"""Advantages and losses do not depend on the order of rows or on their prompts, ranks and micro-batches."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ LAYOUTS: dict[str, tuple[int, list[list[int]]]] = {
 
 
 def rows_of(rows: Sequence[int], longer: int = 0) -> Batch:
-    """These episodes. What their model tokens have does not depend on the other tokens."""
+    """These episodes as rows. Values of model tokens do not depend on other tokens."""
     samples = []
     for row in rows:
         mask = np.array([*[0] * longer, *map(int, EPISODES[row])], dtype=bool)
@@ -97,7 +97,7 @@ def of_tokens(row: int, mask: np.ndarray, speed: float) -> np.ndarray:
 
 
 def by_sample(batch: Batch, *names: str) -> dict[int, Tensor]:
-    """What the model tokens of each row have, with the row's weight."""
+    """The values of each row's model tokens, with the row's weight."""
     fields = [getattr(batch, name) for name in names]
     assert not any(field[~batch.loss_mask].any() for field in fields)
     return {
@@ -131,7 +131,7 @@ CREDITS: list[Any] = [
 
 
 def on_ranks(section: PolicyLoss, parts: list[Batch], sums: bool = True) -> tuple[dict[int, Tensor], dict[str, float]]:
-    """(what each row gets, statistics) with each part on a rank of its own; sums=False: without sums over them."""
+    """(values of each row, statistics) with each part on its own rank; sums=False: without sums over ranks."""
     table = replace(RewardTable.of(rows_of(ALL)), domains={"a": [1, 3], "b": [2]})
 
     def assign(part: Batch, all_sum: AllSum) -> Stats:
@@ -145,7 +145,7 @@ def on_ranks(section: PolicyLoss, parts: list[Batch], sums: bool = True) -> tupl
 
 
 def together(parts: list[Part], do: Callable[[Part, AllSum], Found], sums: bool = True) -> list[Found]:
-    """What it returns for each part, on a rank of its own; sums=False: without sums over the ranks."""
+    """The results for each part, on its own rank; sums=False: without sums over ranks."""
     barrier, slots = threading.Barrier(len(parts)), [torch.zeros(0)] * len(parts)
     found: list[Any] = [None for _ in parts]
 
@@ -192,7 +192,7 @@ def test_advantages_do_not_depend_on_row_order_prompts_or_ranks(section: Any, la
 
 @pytest.mark.parametrize("section", CREDITS, ids=lambda section: section.advantage_estimator)
 def test_advantage_comparison_notices_whitening_on_one_rank(section: Any) -> None:
-    """A rank that whitens its own tokens only shows."""
+    """A rank that whitens only its own tokens is noticed."""
     parts = [rows_of(rows) for rows in LAYOUTS["three ranks"][1]]
     rows, _ = on_ranks(with_common(section), [rows_of(ALL)])
     other, _ = on_ranks(with_common(section), parts, sums=False)
@@ -233,7 +233,7 @@ LOSSES = [
 def loss_of(
     section: PolicyLoss, parts: list[Batch], norms: Norms
 ) -> tuple[Tensor, dict[int, Tensor], dict[str, float]]:
-    """(loss, gradient of each row's log-probs, statistics) of these micro-batches, each on a rank of its own."""
+    """(loss, gradient of each row's log-probs, statistics) of these micro-batches, each on its own rank."""
     objective, total, gradients = make_pair(section).objective, torch.zeros(()), {}
     stats = together(parts, objective.prepare)
     for part in parts:
@@ -265,7 +265,7 @@ def test_loss_does_not_depend_on_row_order_prompts_or_micro_batches(layout: str)
 
 
 def test_loss_comparison_notices_means_per_micro_batch() -> None:
-    """The mean over micro-batches of means by their own counts shows."""
+    """A mean of per-micro-batch means is noticed."""
     parts = [rows_of(ALL[:3]), rows_of(ALL[3:])]
     for section in (GRPO(), GRPO(loss_aggregation="seq-mean-token-mean")):
         whole = loss_of(section, [rows_of(ALL)], whole_norms())[0]

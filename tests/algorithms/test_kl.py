@@ -1,5 +1,5 @@
-"""The expected gradients of the KL estimators against that of the exact KL of a small categorical distribution, and the
-policies at which descent on them ends."""
+"""The KL estimators' expected gradients against the gradient of the exact KL of a small categorical distribution, and
+the policies at which descent on them ends."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class Drifted:
 
     @property
     def exact(self) -> float:
-        """Of the policy with the largest expected reward minus coefficient x KL."""
+        """The probability under the policy with the largest expected reward minus coefficient x KL."""
         odds = self.reference / (1 - self.reference) * np.exp(self.reward / self.coefficient)
         return float(odds / (1 + odds))
 

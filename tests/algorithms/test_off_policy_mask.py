@@ -59,7 +59,7 @@ def test_the_mask_matches_trl() -> None:
 
 
 def of_drawn(drawn: torch.Tensor, **keys: Any) -> torch.Tensor:
-    """Gradient of the loss over one response per action, weighted by the probability with which it was drawn."""
+    """Gradient of the loss over one response per action, weighted by its sampling probability."""
     logits, count = LOGITS.clone().requires_grad_(), len(LOGITS)
     batch, _ = make_batch([[0, 1]] * count, [0.0] * count, range(count))
     places = torch.arange(1, 2 * count, 2)

@@ -1,4 +1,4 @@
-"""`ratio_to=generator`: the ratio of the loss is that to the generator's log-probs, and no others are needed."""
+"""`ratio_to=generator`: the loss uses the ratio to the generator's log-probs and needs no other log-probs."""
 
 from __future__ import annotations
 

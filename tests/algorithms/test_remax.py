@@ -1,4 +1,4 @@
-"""ReMax: goldens, its unbiasedness, and what does not matter."""
+"""ReMax: hand-computed values, its unbiasedness, and what has no influence."""
 
 from __future__ import annotations
 

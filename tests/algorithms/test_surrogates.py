@@ -39,7 +39,7 @@ def clip(value: Tensor, low: float, high: float) -> Tensor:
 
 
 def formula(config: Any, rho: Tensor, logprob: Tensor, delta: Tensor, a: float) -> Tensor:
-    """The loss with the ratio rho, the log-prob and its difference to the old one: of a token, or of a response."""
+    """The loss of a token or a response from its ratio rho, its log-prob and the difference to the old log-prob."""
     low, high = 1 - config.pg_clip_low, 1 + config.pg_clip_high
     match config.surrogate:
         case "ppo":
@@ -60,8 +60,8 @@ def formula(config: Any, rho: Tensor, logprob: Tensor, delta: Tensor, a: float) 
 
 
 def plain_loss(config: Any, batch: Any, logprobs: Tensor) -> Tensor:
-    """Sum over responses: of their tokens' losses, or for a whole ratio, of the loss of the response. The mean over a
-    response with the geometric ratio, since its log-prob is a mean too."""
+    """Sum of token losses over all responses, or of response losses where the ratio belongs to a whole response. With
+    the geometric ratio the mean over a response, since its log-prob is a mean too."""
     total = torch.zeros(())
     for row in range(batch.num_sequences):
         tokens = [t for t in range(batch.num_tokens) if batch.row_ids[t] == row and batch.loss_mask[t]]
@@ -112,7 +112,7 @@ def test_gradients_match_the_formula(config: Any) -> None:
     torch.testing.assert_close(logprobs.grad, wanted, rtol=1e-4, atol=1e-6)
     clipped = flatten(stats)["actor/clipfrac"]
     assert (0 < clipped < 1) == (config.surrogate in ("ppo", "cispo", "topr"))
-    # Another constant, or another old policy, shows.
+    # A different constant or old policy is noticed.
     batch.old_logprobs = batch.old_logprobs + 0.6
     again = logprobs.detach().requires_grad_()
     make_pair(config).objective.loss(Outputs(again), batch, norms_of(batch))[0].backward()

@@ -123,7 +123,8 @@ def test_turns_are_normalised_over_their_domain_or_over_all() -> None:
 
 
 def test_gigpo_compares_turns_that_began_in_the_same_state() -> None:
-    """In the first group START has the returns 3, .5, 4, LAKE 3, 4, 4 and WALL 2, 0; the other group has none twice."""
+    """In the first group START has the returns 3, .5, 4, LAKE 3, 4, 4 and WALL 2, 0; in the other group no state occurs
+    twice."""
     got, returns = filled(GiGPO(gamma=1.0, std_normalize=False, step_weight=2.0))
     assert returns == [3.0, 3.0, 2.0, 0.5, 0.0, 4.0, 4.0, 4.0, 2.0, 1.0]
     start, lake, wall = 2.5, 11 / 3, 1.0
@@ -178,7 +179,7 @@ def test_rows_by_trajectory_keep_their_states_in_a_batch_with_rows_by_steps() ->
 )
 @pytest.mark.parametrize("history", [0, 9])
 def test_advantages_by_trajectory_and_by_steps_agree(section: Any, history: int) -> None:
-    """The model's tokens get the same by trajectory and by steps; only what was shown to it differs."""
+    """Model tokens get the same values by trajectory and by steps; only the prompts differ."""
     found = []
     for batch in (played([0, 1, 2, 3]), stepped([0, 1, 2, 3], history)):
         batch.values = torch.zeros(batch.num_tokens)
@@ -192,7 +193,7 @@ def test_advantages_by_trajectory_and_by_steps_agree(section: Any, history: int)
 
 @pytest.mark.parametrize("level", ["token", "turn", "geometric", "sequence"])
 def test_each_step_is_a_separate_sequence_in_ratios(level: str) -> None:
-    """The loss of episodes by steps is that of their steps as rows, whose mean over tokens has no rows."""
+    """The loss of episodes by steps equals that of their steps as separate rows; the mean over tokens ignores rows."""
     rows = random_rows((9, 12, 5, 14), seed=1)
     config = GRPO(
         ratio_level=level, loss_aggregation="token-mean", ppo_epochs=2, correction="mask",

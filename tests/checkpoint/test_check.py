@@ -1,4 +1,4 @@
-"""A rank's share of the files of a checkpoint, read beside its commands."""
+"""A rank's share of a checkpoint's files, which it verifies while it serves commands."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ save(Path(sys.argv[1]), int(sys.argv[2]), attempt=2)
 
 
 def save(root: Path, step: int, attempt: int = 1, keep: int = 2, fence=None) -> Path:
-    """One whole save of two shards in a subfolder and the small state."""
+    """A complete save: two shards in a subfolder and the small state."""
     folder = begin(root, step, attempt)
     (folder / "trainer").mkdir()
     for shard in range(2):
@@ -76,7 +76,7 @@ def test_kill_at_every_sub_step_loses_nothing(tmp_path: Path, place: str) -> Non
     named = (tmp_path / "LATEST").read_text().strip()
     assert named == ("step_000030" if place in ("latest_replaced", "pruned") else "step_000020")
 
-    # The next attempt goes on: the interrupted step again where it was not committed, then one more.
+    # The next attempt repeats the interrupted step if it was not committed, then saves one more.
     if not committed:
         save(tmp_path, 30, attempt=3)
     save(tmp_path, 40, attempt=3)
@@ -199,7 +199,7 @@ def test_a_format_1_checkpoint_without_a_checksum_loads(tmp_path: Path) -> None:
     assert manifest.pop("sha256")
     path.write_text(json.dumps(manifest | {"format": 1}))
     check_whole(tmp_path, 10)
-    path.write_text(json.dumps(manifest))  # as of today, and without one
+    path.write_text(json.dumps(manifest))  # the current format, without a checksum
     with pytest.raises(ValueError, match=r"manifest\.json is not what was committed"):
         find_latest(tmp_path)
 

@@ -53,7 +53,7 @@ def _run_and_die(copy: Path, action: Callable[[Path], object], countdown: int) -
                 os.kill(os.getpid(), signal.SIGKILL)
 
     try:
-        os.fsync = lambda descriptor: None  # outlives a machine, not needed to outlive a process
+        os.fsync = lambda descriptor: None  # survives a power failure; a killed process needs no sync
         sys.addaudithook(hook)
         action(copy)
         os._exit(0)

@@ -1,4 +1,4 @@
-"""What a killed attempt did past its checkpoint is set aside whole, and the rest stays."""
+"""Everything that a killed attempt did after its checkpoint is set aside, and the rest stays."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_damaged_checkpoint_is_set_aside_before_anything_else(tmp_path: Path) 
     assert steps_in(tmp_path / "checkpoints") == [2] and steps_in(tmp_path / "rollouts") == [1, 2]
     assert (tmp_path / "checkpoints/LATEST").read_text() == "step_000002\n"
     assert find_latest(tmp_path / "checkpoints").problems == []
-    save(tmp_path / "checkpoints", 4, attempt=2)  # the same step again, and the damaged one goes
+    save(tmp_path / "checkpoints", 4, attempt=2)  # the same step again; the damaged checkpoint is set aside
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["LATEST", "step_000002", "step_000004"]
 
 

@@ -39,7 +39,7 @@ def writer() -> Iterator[Writer]:
 
 
 def process_of(writer: Writer) -> psutil.Process:
-    """The process, once it runs hpcrl's code: from then on it holds signals off."""
+    """The process, once it runs hpcrl's code, which blocks signals."""
     [process] = children("hpcrl.checkpoint.writer")
     return process
 
@@ -53,7 +53,7 @@ def shared(content: bytes) -> SharedFile:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_pieces_are_written_in_place(tmp_path: Path, writer: Writer) -> None:
-    """By a thread: no process is started, and the set is the same as with copies."""
+    """A thread writes them: no process is started, and the files are the same as with copies."""
     parts = [os.urandom(size) for size in (3, CHUNK_BYTES + 7, 0, 11)]
     whole = b"".join(parts)
     writer.start(tmp_path, {"small": b"abc", "big": Pieces(len(whole), map(memoryview, parts))})
@@ -100,7 +100,7 @@ def test_file_contents_are_written_unchanged(tmp_path: Path, writer: Writer) -> 
 
 
 def test_a_stopped_writer_does_not_block_the_rank(tmp_path: Path, writer: Writer) -> None:
-    """Whatever the process does: here it is stopped altogether."""
+    """Here the writer is stopped with SIGSTOP."""
     writer.start(tmp_path, {"first": b"x"})
     writer.result(wait_s=None)
     process_of(writer).send_signal(signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""Ranks of every role: the three layouts, what the run does not need, and what cannot be."""
+"""Ranks of every role: the three layouts, unneeded roles, and impossible layouts."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def play(env: Env, seed: int, responses: Sequence[str]) -> list[Any]:
 
 
 def play_beside(env: Any, other: Any, seed: int, responses: Sequence[str]) -> list[Any]:
-    """As play(), while another episode of the same environment takes turns with it."""
+    """As play(), interleaved with another episode of the same environment."""
     other.reset(seed - 1)
     told: list[Any] = [env.reset(seed)[0]]
     for response in responses:
@@ -133,7 +133,7 @@ def test_concurrent_episodes_do_not_affect_each_other(case: Case) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_close_works_at_any_time_and_ends_no_other_episode(case: Case) -> None:
-    """Before the first reset, too: the role closes what it has made."""
+    """Also before the first reset: the role closes every environment that it has made."""
     alone = play(made(case), 3, case.responses)
     other = made(case)
     played = [other.reset(3)[0]]

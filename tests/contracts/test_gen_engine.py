@@ -1,4 +1,4 @@
-"""What every generation engine promises (hpcrl/engines/gen/generation_engine.py), checked on each of them."""
+"""The contract of generation engines (hpcrl/engines/gen/generation_engine.py), checked on each engine."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_a_response_depends_only_on_its_request(engines: Engines) -> None:
 
 
 def test_prefixes_shared_with_other_requests_change_no_response(engines: Engines) -> None:
-    """Siblings, more of them than slots, and next turns, which begin with a prompt and its response."""
+    """More group members than slots, and next turns, which begin with a prompt and its response."""
     engine, fresh = engines.build(3, True), engines.build(1, True)
     prompt = [(11 * k) % VOCAB for k in range(19)]
     params = SamplingParams(7, ignore_eos=True)
@@ -285,7 +285,7 @@ def test_weights_are_copied_before_the_next_ones_overwrite_them(engines: Engines
 def test_weights_exposed_by_an_engine_equal_the_loaded_ones(engines: Engines) -> None:
     engine = engines.build(1, True)
     if not isinstance(engine, ReadsBackWeights):
-        return  # they are checked as it gets them
+        return  # they are checked while loading
     given = dict(engines.weights)
     shown = {name: tensor.clone() for name, tensor in engine.loaded_weights(given)}
     assert shown.keys() == given.keys()
@@ -343,7 +343,7 @@ def test_shared_weights_are_read_in_place(engines: Engines) -> None:
         assert (first[i].versions == 4).all() and (first[i].token_ids == second[i].token_ids).all()
         np.testing.assert_allclose(first[i].gen_logprobs, second[i].gen_logprobs, rtol=0, atol=1e-4)
     name = max(own.keys() & given.keys(), key=lambda name: own[name].numel())
-    own[name].mul_(-1.0)  # without another load: it is the same memory
+    own[name].mul_(-1.0)  # without another load: the memory is shared
     engine.add([ask(0)])
     assert not np.allclose(drain(engine)[0].gen_logprobs, first[0].gen_logprobs, rtol=0, atol=1e-3)
     own[name].mul_(-1.0)
@@ -363,7 +363,7 @@ def test_close_drops_everything(engines: Engines) -> None:
 
 
 def test_an_engine_with_routes_returns_them_in_every_output(engines: Engines, request: pytest.FixtureRequest) -> None:
-    """Of finished and aborted responses, and of one that has not begun."""
+    """Also outputs of aborted requests and of one that has not begun."""
     name = request.node.callspec.params["engines"]
     assert (engines.recording is not None) == GEN_ENGINES[name].records_routes
     if engines.recording is None:

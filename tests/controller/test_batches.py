@@ -1,4 +1,4 @@
-"""What the controller makes of ids and sizes: shares, micro-batches and denominators."""
+"""How the controller derives shares, micro-batches and denominators from ids and sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When no other step is begun."""
+"""When the controller begins no further step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an evaluation tells."""
+"""The reports of an evaluation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("console")
 
 
 def test_failed_rewards_are_reported_with_the_score() -> None:
-    """They are worth 0: a score of 0 may be the model's fault or the reward's."""
+    """They score 0, which may be the fault of the model or of the reward."""
     scored = [(1.0, ""), (0.0, ""), (0.0, "the reward function raised KeyError")]
     uids = [validation_uid(4, row) for row in range(len(scored))]
     samples = [
@@ -43,7 +43,7 @@ def test_every_evaluation_gives_validation_prompts_different_uids() -> None:
 
 @pytest.mark.parametrize("content", [b"{", b"\xff", b"3", b"[" * 100_000])
 def test_damaged_examples_end_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes) -> None:
-    evaluation = object.__new__(Evaluation)  # what it shows at the end of a run needs the run folder alone
+    evaluation = object.__new__(Evaluation)  # its report at the end of a run needs only the run folder
     evaluation._run_dir = tmp_path
     assert evaluation.before_and_after(3) == ""
     (tmp_path / "examples.json").write_bytes(content)

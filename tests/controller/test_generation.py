@@ -1,4 +1,4 @@
-"""From a configuration to what is drawn, scored and recorded, with scripted ranks."""
+"""Drawing, scoring and recording by a configuration, with scripted ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NUM_ROWS = 8
 
 
 class Words:
-    """A tokenizer with a token per word."""
+    """A tokenizer with one token per word."""
 
     chat_template = None
 
@@ -84,7 +84,7 @@ def test_validation_prompts_that_are_all_too_long_are_an_error(tmp_path: Path) -
 
 
 def test_a_validation_prompt_without_a_reward_scores_zero(tmp_path: Path) -> None:
-    """Its reward fails every time it is asked, which must not make the evaluation ask for ever."""
+    """Its reward always fails, and the evaluation must not retry forever."""
     config = configure(tmp_path, eval={"num_examples": 0})
     ranks = Ranks(score=lambda sample: (0.0, "timeout") if split_sample_id(sample)[0] % NUM_ROWS == 3 else (1.0, ""))
     stats = make_evaluation(config, ranks, tmp_path).scores(5)
@@ -92,7 +92,7 @@ def test_a_validation_prompt_without_a_reward_scores_zero(tmp_path: Path) -> Non
 
 
 def test_the_rewards_of_filtered_groups_are_recorded(tmp_path: Path) -> None:
-    """Every third prompt is right whatever the sibling; the others have one right and one wrong answer."""
+    """Every third prompt has only right answers; the others have one right and one wrong answer."""
 
     def score(sample: int) -> tuple[float, str]:
         uid, _, member = split_sample_id(sample)
@@ -110,7 +110,8 @@ def test_the_rewards_of_filtered_groups_are_recorded(tmp_path: Path) -> None:
 
 
 def test_replicas_generate_while_a_batch_that_was_complete_at_once_is_trained(tmp_path: Path) -> None:
-    """The second step's batch waits finished when the step begins; what the step adds must not wait for the third."""
+    """The second step's batch is complete when the step begins; requests that the step adds must not wait for the
+    third."""
     config = configure(tmp_path, rollout={"num_prompts": 4, "group_size": 2, "max_staleness": 1})
     rollouts, admitted = make_rollouts(config, ranks := Ranks(), tmp_path), []
     for step in (1, 2, 3):

@@ -1,4 +1,4 @@
-"""What ends a run at the boundary of a step."""
+"""Reasons to end a run at a step boundary."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make_guard(
     owned: bool = True,
     max_mismatch: float | None = None,
 ) -> Guard:
-    """Of a job that ends `end_s` from now."""
+    """The guard of a job that ends `end_s` from now."""
 
     def fence() -> None:
         if not owned:
@@ -87,7 +87,7 @@ def test_steps_without_a_signal_are_reported_once(
         ([GOOD, *[EMPTY] * 20], "steps 2 to 21: masks"),
         ([*[EMPTY] * 19, GOOD, *[EMPTY] * 19], ""),
         ([EMPTY | GOOD] * 30, ""),  # some mini-batches were empty
-        ([{}] * 30, ""),  # only the critic learns
+        ([{}] * 30, ""),  # only the critic is trained
     ],
 )
 def test_masks_that_drop_every_token_end_the_run(steps: list[Stats], ends: str) -> None:
@@ -149,7 +149,7 @@ def test_a_superseded_attempt_begins_no_step() -> None:
 
 
 def _progress(steps: list[Stats]) -> str:
-    """What a guard says of these steps; empty if the run may continue."""
+    """The guard's reason to end the run after these steps; empty if it may continue."""
     guard = make_guard()
     try:
         for number, stats in enumerate(steps, 1):

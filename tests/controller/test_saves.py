@@ -1,4 +1,4 @@
-"""When a save begins, goes on and is committed; the ranks here are writers without engines."""
+"""When a save begins, proceeds and is committed; the ranks here are writers without engines."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ pytestmark = pytest.mark.usefixtures("console")
 
 
 class Algorithm:
-    """The numbers that an algorithm adapts."""
+    """The coefficients that an algorithm adapts."""
 
     def __init__(self) -> None:
         self.numbers: dict[str, float] = {}
@@ -59,7 +59,7 @@ class Algorithm:
 
 
 class Ranks:
-    """Two trainer ranks and a replica of two, as far as the controller's saves see them, and the place in the data."""
+    """Two trainer ranks, a replica of two and the data cursor, as far as the controller's saves see them."""
 
     command_s, check_s, idle = 60.0, 0.05, True
 
@@ -140,7 +140,7 @@ def ranks() -> Iterator[Ranks]:
 
 
 def make(tmp_path: Path, ranks: Ranks) -> Checkpoints:
-    """Those of a new attempt; the one before has ended."""
+    """The saves of a new attempt; the previous one has ended."""
     for before in sorted((tmp_path / OWNERS).glob("[0-9]*"))[-1:]:
         close_run(tmp_path, int(before.name))
     ranks_of = {"trainer": {"num_ranks": 2}, "generator": {"num_ranks": 2, "colocate_with": None}}
@@ -152,7 +152,7 @@ def make(tmp_path: Path, ranks: Ranks) -> Checkpoints:
 
 
 def last_writer() -> psutil.Process:
-    """The process of the rank that the controller asks last."""
+    """The writer process of the last rank that the controller asks."""
     return children("hpcrl.checkpoint.writer")[-1]
 
 
@@ -207,7 +207,7 @@ def test_a_save_contains_the_algorithms_coefficients_bit_for_bit(tmp_path: Path,
 
 
 class LosingRanks(Ranks):
-    """Of two generators with members of one group, the second is lost when both have written theirs."""
+    """Two generators hold members of one group; the second is lost after both have written."""
 
     gone = False
 
@@ -326,7 +326,7 @@ def test_a_save_that_fails_during_training_is_raised_at_the_next_boundary(tmp_pa
 
 
 class SlowRanks(Ranks):
-    """Their answers come late, and until then each tells of one byte more."""
+    """Ranks that answer late and report one more byte at each question until then."""
 
     command_s, asked = 0.4, 0
 
@@ -402,7 +402,7 @@ def test_reading_may_take_longer_than_a_command(tmp_path: Path, ranks: Ranks) ->
 
 
 class StalledRanks(Ranks):
-    """A file system answers them no more."""
+    """Ranks whose file system hangs."""
 
     command_s = 0.4
 
@@ -451,7 +451,7 @@ def test_a_superseded_attempt_sets_nothing_aside(tmp_path: Path, ranks: Ranks) -
 
 
 def test_lines_of_a_superseded_attempt_do_not_end_the_newer_one(tmp_path: Path, ranks: Ranks) -> None:
-    """It logs until it finds out, also while the newer one loads, and may be killed within a line."""
+    """It logs until it notices, also while the newer one loads, and may be killed within a line."""
     make(tmp_path, ranks).save(2)
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text('{"step": 2}\n{"step": 3}\n')
@@ -468,7 +468,7 @@ def test_lines_of_a_superseded_attempt_do_not_end_the_newer_one(tmp_path: Path, 
     log_of_newer = MetricsLog(tmp_path, 2, max_steps=4)
     log_of_newer.log(3, {})
     with metrics.open("a") as file:
-        file.write('{"st')  # from a host on which it is still going on
+        file.write('{"st')  # from a host on which the old attempt is still running
     log_of_newer.log(4, {})
     log_of_newer.log(5, {})
     log_of_newer.close()

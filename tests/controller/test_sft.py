@@ -1,4 +1,4 @@
-"""How a supervised run that has learned enough ends."""
+"""How a supervised run ends when it reaches its stop score."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rows of a supervised step, some of which only the chat template shows to be unusable."""
+"""The rows of a supervised step; only the chat template reveals that some are unusable."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FORGETFUL = (
 
 
 class Loaded:
-    """Takes the place of the trainer ranks."""
+    """Replaces the trainer ranks."""
 
     def load_rows(
         self, step: int, sequences: Sequence[int], sizes: Sequence[Sizes], keep_together: Mapping[int, int]

@@ -1,4 +1,4 @@
-"""What ranks are told of transfers stays small, whatever the scale, and parts add up to the whole."""
+"""Messages about transfers stay small at any scale, and the parts add up to the whole."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sizes_of(parts: Iterable[Mapping[int, TransferRollouts | SendTokens]]) -> li
 
 
 def world(num_samples: int, generators: list[int], trainers: list[int]) -> tuple[list[Move], dict]:
-    """Every sample at a random generator rank, and wanted at a random trainer rank."""
+    """Every sample moves from a random generator rank to a random trainer rank."""
     rng = np.random.default_rng(0)
     uids = rng.integers(1 << 38, 1 << 39, num_samples).tolist()  # the largest that occur
     samples = [make_sample_id(uid, 9, i % 16) for i, uid in enumerate(uids)]
@@ -70,7 +70,7 @@ def test_transfer_parts_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> 
             assert command.forms == (part is parts[-1] and rank in rows)
             assert all(rank in (move.source, move.dest) for move in command.moves)
             assert sum(len(move.samples) for move in command.moves) <= 7
-            for move in command.moves:  # both sides are told the same
+            for move in command.moves:  # both sides get the same
                 assert move in part[move.source].moves and move in part[move.dest].moves
             own = [move for move in command.moves if move.dest == rank]
             keys = [pair for move in own for pair in zip(move.samples, move.lengths, strict=True)]

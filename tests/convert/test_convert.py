@@ -1,4 +1,4 @@
-"""Checkpoints that Megatron-Core wrote become the HF models they were made of, bit for bit, and back."""
+"""Checkpoints of Megatron-Core become the HF models they were made from, bit for bit, and back."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_megatron_checkpoint_becomes_the_model(world: Path, name: str, tmp_pat
 def test_megatron_computes_the_logits_of_transformers(world: Path, name: str, tmp_path: Path) -> None:
     logits = world / "logits" / f"{name}.pt"
     assert largest_difference(world / "models" / name, logits) < LOGIT_TOLERANCE
-    # The same with the rows of two heads swapped is noticed: a round trip would not notice it.
+    # Swapped rows of two heads are noticed; a round trip would not notice them.
     changed = weights(world / "models" / name)
     query = changed["model.layers.0.self_attn.q_proj.weight"]
     size = query.shape[0] // 4
@@ -102,7 +102,8 @@ def test_megatron_computes_the_logits_of_transformers(world: Path, name: str, tm
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen2_tied", "qwen3_moe", "qwen3_moe_mixed", "deepseek_v3"])
 def test_a_model_converts_to_megatron_and_back(world: Path, name: str, tmp_path: Path) -> None:
-    """Without --model: the checkpoint has config.json and tokenizer. That Megatron loads it, the world has tested."""
+    """Without --model: the checkpoint has config.json and tokenizer. The fixture `world` has tested that Megatron loads
+    it."""
     origin = world / "models" / name
     convert("--to", "megatron", "--checkpoint", origin, "--output", tmp_path / "dist", "--shard-gb", "2e-5", "--verify")
     assert len(list((tmp_path / "dist").glob("*.distcp"))) > 2
@@ -222,7 +223,7 @@ def test_a_flipped_byte_is_found_by_its_checksum(one: Path, tmp_path: Path, caps
 
 
 def test_a_checkpoint_is_found_below_a_folder(one: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As verl nests it, with the model's configuration beside; of several, none is chosen."""
+    """As verl nests it, next to the model's configuration; several checkpoints are refused."""
     step = tmp_path / "global_step_10"
     shutil.copytree(one, step / "actor" / "model" / "dist_ckpt", ignore=shutil.ignore_patterns("config.json"))
     (step / "actor" / "model" / "huggingface").mkdir()

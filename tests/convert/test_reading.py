@@ -1,4 +1,4 @@
-"""What a conversion reads and refuses, how it goes on after a kill, what a full disk does: no Megatron needed."""
+"""What a conversion reads and refuses, its resume after a kill, and a full disk; needs no Megatron."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_the_newest_valid_checkpoint_of_a_run_is_read(tmp_path: Path, capsys: py
 
 
 def test_a_critic_is_not_converted_to_a_language_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its weights beside the head are those of a language model whose embedding is its projection, too."""
+    """Except for its head, its weights look like a language model with tied embedding."""
     make_model(tmp_path / "model")
     (file,) = (tmp_path / "model").glob("*.safetensors")
     tensors = load_file(file)
@@ -260,7 +260,7 @@ main({words!r})
 
 
 def test_several_threads_can_write_one_file(megatron: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Part by part; after an error in one of them nothing is left of the file, and it is written anew."""
+    """Part by part; after an error in one of them the file is removed and written again."""
     for name, size in (("BLOCK_BYTES", 512), ("PART_BYTES", 2048), ("SYNC_BYTES", 8192)):
         monkeypatch.setattr(streaming, name, size)
     words = ("--checkpoint", megatron, "--output", tmp_path / "hf", "--threads", 4, "--verify")
@@ -287,7 +287,7 @@ def test_a_different_conversion_does_not_reuse_old_files(megatron: Path, tmp_pat
         (partial / name).write_bytes(b"0" * 64)
     assert run("--checkpoint", megatron, "--output", tmp_path / "hf") == 0
     assert same(weights(tmp_path / "hf"), weights(tmp_path / "model"))
-    assert files(tmp_path / "hf") == files(tmp_path / "model")  # neither "stale" nor what only the checkpoint has
+    assert files(tmp_path / "hf") == files(tmp_path / "model")  # neither "stale" nor keys found only in the checkpoint
 
 
 def test_two_conversions_cannot_write_one_folder(
@@ -310,7 +310,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
             capsys.readouterr().err
         )
         assert list(disk.iterdir()) == []
-        # A disk that fills up later: what is whole stays, and the same command goes on.
+        # A disk that fills up later: complete files stay, and the same command resumes.
         monkeypatch.setattr(streaming, "find_room", lambda *args, **more: (1 << 40, ""))
         assert run(*words) == 18
         assert os.strerror(errno.ENOSPC) in (line := capsys.readouterr().err) and ".distcp" in line

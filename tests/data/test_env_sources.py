@@ -1,4 +1,4 @@
-"""Rows of environments: the same start for siblings, other starts elsewhere, experts that play by the rules."""
+"""Rows of environments: one start per group, different starts otherwise, experts that play by the rules."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_train_and_validation_starts_differ_under_any_seeds() -> None:
     [("frozen_lake", {"size": 5}), ("sokoban", {}), ("guess", {"high": 20}), ("tic_tac_toe", {"tag": ""})],
 )
 def test_an_expert_plays_the_episode_of_its_row(name: str, env: dict[str, Any]) -> None:
-    """Its dialogue is what the environment says to its answers, from the start that env:NAME has in this place."""
+    """Its dialogue is the environment's replies to its answers, from the start that env:NAME has at this index."""
     won = 0
     for traced, started in zip(rows(f"expert:{name}", env=env), rows(f"env:{name}"), strict=True):
         game = make_env(EnvConfig(name=name, options=env, max_turns=10), {"extra": {}})  # as expert: has by default
@@ -49,7 +49,7 @@ def test_an_expert_plays_the_episode_of_its_row(name: str, env: dict[str, Any]) 
 
 @pytest.mark.parametrize("form", ["auto", "llama3_json", "mistral"])
 def test_a_tool_experts_calls_are_answered(form: str) -> None:
-    """They find each of seven numbers in three turns; the rows show the tool, and what it said."""
+    """The calls find each of seven numbers in three turns; the rows contain the tool and its results."""
     options = {"tools": ["guess"], "highest": 7, "prompt": "Find the number from 1 to 7.", "format": form}
     for traced, started in zip(rows("expert:tools", env=options), rows("env:tools"), strict=True):
         played = make_env(EnvConfig(name="tools", options=options), {"messages": [], "extra": {}})

@@ -1,4 +1,4 @@
-"""Images of a row: which are read, from where, and which cost the row."""
+"""Images of a row: which are read, from where, and which make the row unusable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of a chosen and a rejected part: their tokens, and what of them is learned."""
+"""Rows with a chosen and a rejected part: their tokens, and which are trained on."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_turns_of_the_prompt_are_not_trained_on_and_all_later_ones_are(tokenizer
 
 def test_the_template_may_rewrite_a_prompt_but_not_a_trained_turn(tokenizer: Any, write_jsonl: Any) -> None:
     class Forgetful:
-        """Leaves the thinking out of earlier turns."""
+        """A template that omits the reasoning of earlier turns."""
 
         def __getattr__(self, name: str) -> Any:
             return getattr(tokenizer, name)

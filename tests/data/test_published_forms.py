@@ -299,7 +299,7 @@ def test_an_unknown_form_is_refused_in_one_line(write_jsonl: Callable[..., str],
 
 
 def test_nulls_with_a_meaning_are_kept(write_jsonl: Callable[..., str]):
-    """Also beside nulls that stand for absent keys, where a row was not exported from Arrow."""
+    """Also next to nulls for absent keys, if a row was not exported from Arrow."""
     unit = {"type": ["string", "null"], "enum": ["C", None], "default": None}
     tool = {
         "type": "function",

@@ -1,5 +1,5 @@
-"""Whatever marks a family has around its reasoning, rewards and environments see <think> and </think>, and what counts
-is the answer."""
+"""Whatever marks a family puts around its reasoning, rewards and environments see <think> and </think>, and only the
+answer counts."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def test_the_answer_is_the_text_after_the_reasoning(name: str, all_special: bool
 
 @pytest.mark.parametrize("name", TABLE)
 def test_reasoning_shown_by_a_template_is_not_part_of_the_answer(name: str) -> None:
-    """Only the marks tell, which are those that the template writes; where it shows none, the answer stays whole."""
+    """Reasoning is recognised only by the marks that the template writes; without marks the whole text is the
+    answer."""
     tokenizer = tokenizer_of(name)
     asked, thought = {"role": "user", "content": "7?"}, "Hm <answer>8</answer>."
     turn = {"role": "assistant", "content": "It is 9.", "reasoning_content": thought, "thinking": thought}

@@ -1,4 +1,4 @@
-"""How rows are read, in every format, and what is said about those that cannot be."""
+"""How rows are read in every format, and how unreadable rows are reported."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_a_row_at_the_size_limit_fits_into_messages_between_ranks(tokenizer, wri
 
 
 def test_an_unusable_row_found_at_run_time_drops_only_itself(tokenizer, monkeypatch):
-    """Rows of generated sources are not looked at before the start."""
+    """Rows of generated sources are not checked before the start."""
     make = GeneratedTask.row
     monkeypatch.setattr(
         GeneratedTask, "row", lambda self, i: make(self, i) | ({"tests": "x" * MAX_ROW_BYTES} if i == 1 else {})

@@ -1,4 +1,4 @@
-"""Supervised rows: which tokens are learnt from."""
+"""Supervised rows: which tokens are trained on."""
 
 from __future__ import annotations
 

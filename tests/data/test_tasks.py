@@ -1,4 +1,4 @@
-"""Generated rows: functions of (seed, split, index), with splits that share nothing."""
+"""Generated rows: functions of (seed, split, index), with disjoint splits."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The chat template of a folder as a launch renders it, and what is derived from a template: beside transformers, for
-all published templates of tests/templates."""
+"""A folder's chat template as a launch renders it, and properties derived from it, compared with transformers for all
+published templates of tests/templates."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DIALOGUES: dict[str, tuple[list[dict[str, Any]], Any]] = {
 
 
 def outcome(tokenizer: Any, messages: list[dict[str, Any]], tools: Any, **variables: Any) -> str:
-    """The rendered text, or what the template raises."""
+    """The rendered text, or the template's error."""
     try:
         return plain(render(tokenizer, messages, tools, **variables))
     except Exception as error:
