@@ -1,4 +1,4 @@
-"""Who a process is, by every launcher's variables; how ranks find the store; real starts by torchrun and mpirun."""
+"""Rank and node by each launcher's variables; how ranks find the store; real starts by torchrun and mpirun."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def place_of(rank: int) -> ProcessInfo:
 
 
 def join_all(folder: Path, delay_s: float) -> list[str]:
-    """Ranks 1 and 2 look for the store, rank 0 comes later; returns what each found in the store under its own rank."""
+    """Ranks 1 and 2 look for the store, rank 0 comes later; returns what each found in the store under its rank."""
     from hpcrl.messaging.messages import Shutdown
     from hpcrl.messaging.world import join, rank_queue
 
@@ -258,7 +258,7 @@ def test_torchrun_ranks_share_through_its_store(monkeypatch: pytest.MonkeyPatch,
 
 
 def prepare_run(run_dir: Path, max_steps: int, *more: str) -> int:
-    """What the launcher does before it starts ranks; returns the attempt."""
+    """The launcher's work before it starts ranks; returns the attempt."""
     from hpcrl.launch.prepare import prepare
     from hpcrl.run_folder import close_run, open_run
 
@@ -332,7 +332,7 @@ def test_a_run_under_torchrun_trains(run_dir: Path) -> None:
     attempt = prepare_run(run_dir, 2)
     start(command, run_dir, attempt)
     assert steps_done(run_dir) == [1, 2]
-    for rank in range(3):  # which no agent keeps
+    for rank in range(3):  # which no agent writes
         text = (log_folder(run_dir, attempt) / f"rank_{rank:04d}.log").read_text()
         assert f" rank {rank} INFO process " in text and ("INFO step 2/2 " in text) == (rank == 0)
     assert (run_dir / "hf" / "model.safetensors").exists()
@@ -374,7 +374,7 @@ def under_torchrun(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], list
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [1, 0])
 def test_a_stopped_rank_ends_the_run_under_torchrun(tmp_path: Path, rank: int) -> None:
-    """Without an agent: another rank of the node sees it."""
+    """Without an agent, another rank of the node notices it."""
     with under_torchrun(tmp_path) as (run, ranks):
         began = time.monotonic()
         ranks[rank].send_signal(signal.SIGSTOP)
@@ -393,7 +393,7 @@ def test_ranks_end_with_their_launcher(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_signal_to_every_rank_saves_a_checkpoint(tmp_path: Path) -> None:
-    """As torchrun passes it on, and as Slurm sends it to one task per rank."""
+    """As torchrun forwards a signal, and as Slurm sends it to one task per rank."""
     with under_torchrun(tmp_path) as (run, _):
         run.terminate()
         assert run.wait(60) != 0

@@ -1,4 +1,4 @@
-"""Where what libraries compile is kept."""
+"""Folders for code that libraries compile."""
 
 from __future__ import annotations
 

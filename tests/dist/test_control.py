@@ -1,4 +1,4 @@
-"""Control messages through a mailbox server, against everything that somebody at its port could do to them."""
+"""Control messages through a mailbox server, under every attack at its port."""
 
 from __future__ import annotations
 
@@ -140,10 +140,10 @@ def sender_to(mailbox_server: MailboxServer, number: int = 0, key: bytes = KEY) 
 
 
 class Recorded(Sender):
-    """Keeps what it would push."""
+    """Records messages instead of pushing them."""
 
     def __init__(self, number: int = 0, key: bytes = KEY, sent: int = 0):
-        """sent: how many messages have gone to QUEUE before."""
+        """sent: the number of earlier messages to QUEUE."""
         self.pushed: list[bytes] = []
         super().__init__(lambda queue: self.pushed.append, key, number)
         for _ in range(sent):
@@ -202,7 +202,7 @@ def test_threads_share_a_sender(mailbox_server: MailboxServer, inbox: Inbox) -> 
 
 
 def refuse(push: Push, inbox: Inbox, raw: bytes, why: str, capfd: pytest.CaptureFixture[str], sent: int = 0) -> None:
-    """`raw` is refused and named, and the good message behind it arrives. sent: messages of sender 0 that count."""
+    """`raw` is refused and named, and the valid message after it arrives. sent: messages of sender 0 that count."""
     push(raw)
     push(Recorded(sent=sent).raw(m.Shutdown()))
     assert inbox.get(5) == (0, sent + 1, m.Shutdown())
@@ -253,7 +253,7 @@ def test_a_gap_ends_only_the_stream_of_its_sender(mailbox_server: MailboxServer,
 def test_a_second_process_with_a_ranks_number_is_refused_and_changes_nothing(
     mailbox_server: MailboxServer, inbox: Inbox
 ) -> None:
-    """It was refused as a replay up to the number that the first had reached, and believed from there on."""
+    """Before, it was refused as a replay only up to the number that the first process had reached."""
     first, second = sender_to(mailbox_server, 4), sender_to(mailbox_server, 4)
     for step in range(3):
         first.send(QUEUE, m.Advantages(step))
@@ -354,7 +354,7 @@ TAMPERING = st.one_of(
 
 
 def tamper(genuine: list[bytes], number: int, kind: str, *how: Any) -> list[tuple[bytes, int | None]]:
-    """What is pushed in place of genuine[number], each with the number it really has, None where it has none."""
+    """The messages pushed in place of genuine[number], each with its real number or None."""
     raw = genuine[number]
     match kind:
         case "drop":
@@ -376,7 +376,7 @@ def tamper(genuine: list[bytes], number: int, kind: str, *how: Any) -> list[tupl
 @pytest.mark.slow
 @pytest.mark.timeout(30)
 def test_signals_do_not_prolong_a_wait() -> None:
-    """Signals that come while the time of a wait runs out; queue.SimpleQueue would wait forever after some hundreds."""
+    """Signals while a wait times out; queue.SimpleQueue would wait forever after some hundreds."""
     mailbox_server = MailboxServer("127.0.0.1", KEY)
     inbox = Inbox(mailbox_server.queue(QUEUE), QUEUE, KEY, m.Command)
     before = signal.signal(signal.SIGUSR1, lambda *_: None)
@@ -465,7 +465,7 @@ def test_a_lost_reader_is_named_and_not_retried(mailbox_server: MailboxServer, i
             sender.send(QUEUE, m.Shutdown())
             time.sleep(0.05)
     start = time.monotonic()
-    for late in (sender, sender_to(mailbox_server)):  # one that never knew it
+    for late in (sender, sender_to(mailbox_server)):  # a sender that was never connected
         for _ in range(3):
             with pytest.raises(ReaderLost, match="its reader is gone"):
                 late.send(QUEUE, m.Shutdown())
@@ -544,7 +544,7 @@ def start_host() -> tuple[subprocess.Popen[str], int]:
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A process that hosts a store, and the port."""
+    """A process that hosts a store, and its port."""
     process, port = start_host()
     yield process, port
     process.kill()
@@ -584,26 +584,26 @@ def test_every_process_notices_a_lost_store(host: tuple[subprocess.Popen[str], i
     with pytest.raises(StoreLost, match=f"no control store at 127.0.0.1:{port} within 0.5 s"):
         queues.connect("127.0.0.1", port, 0.5)
     assert time.monotonic() - start < 10
-    assert stopped.poll() is None  # it was told that the store may end
+    assert stopped.poll() is None  # it knows that the store may end
     stopped.kill()
     for child in (left, late, stopped):
         child.communicate()
 
 
-# -- what protects a queue and what does not, as docs/control_plane.md says --------------------------------------
+# -- the protection of a queue, as documented in docs/control_plane.md --------------------------------------
 
 
 def hello(
     connection: socket.socket, queue: str = QUEUE, key: bytes = KEY, drawn: bytes | None = None, number: str = "7"
 ) -> bytes:
-    """What a sender says first; drawn: in answer to another number than the connection's own."""
+    """A sender's greeting; drawn: it answers this number and not the connection's."""
     own = connection.recv(module.DRAWN_BYTES, socket.MSG_WAITALL)
     who = f"{number} {queue}".encode()
     return long(module.mac(key, (drawn or own) + who) + who)
 
 
 def long(entry: bytes) -> bytes:
-    """An entry behind its length."""
+    """A length-prefixed entry."""
     return len(entry).to_bytes(4, "little") + entry
 
 
@@ -662,7 +662,7 @@ def test_nothing_can_be_added_without_the_key(
 def test_a_too_long_entry_closes_its_connection_at_once(
     push: Push, inbox: Inbox, stranger: socket.socket, knows_the_key: bool
 ) -> None:
-    """Its memory is not even asked for."""
+    """Its memory is not even allocated."""
     said, most = hello(stranger), module.MAX_ENTRY_BYTES if knows_the_key else module.MAX_HELLO_BYTES
     stranger.sendall((said if knows_the_key else b"") + (most + 1).to_bytes(4, "little"))
     assert stranger.recv(2, socket.MSG_WAITALL) == (b"\0" if knows_the_key else b""), "the connection ends"
@@ -682,7 +682,7 @@ def test_a_sender_that_stops_within_a_message_blocks_nobody(push: Push, inbox: I
 
 
 def test_too_many_connections_only_delay_messages(mailbox_server: MailboxServer, inbox: Inbox) -> None:
-    """As long as no file can be opened, the mailbox server waits; then it takes what has come."""
+    """As long as no file can be opened, the mailbox server waits; then it accepts the pending connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with socket.socket() as late:
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # whatever other threads of this process close

@@ -1,4 +1,4 @@
-"""The controller's side of the control plane over a real store, at sizes and rates that a large world has."""
+"""The controller's side of the control plane over a real store, at the sizes and rates of a large run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def make_controller(
 
 
 def say(threads: Any, *events: Any) -> None:
-    """Rank 1 says something to the controller, whose queue holds it at the return: the reader is this thread."""
+    """Rank 1 sends events to the controller, whose queue holds them at the return: this thread reads them."""
     queue = threads.worlds[0].mailbox_server.queue(CONTROLLER_QUEUE)
     expected = queue.qsize() + len(events)
     for event in events:
@@ -68,10 +68,10 @@ def test_events_are_delivered_while_more_keep_coming(threads: Any, controller: C
 def test_the_cost_of_an_answer_does_not_grow_with_outstanding_commands(
     threads: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(AwakeClock, "now", lambda clock: 7.0)  # deadlines are looked at once per check_s: here never
+    monkeypatch.setattr(AwakeClock, "now", lambda clock: 7.0)  # deadlines are checked once per check_s: here never
 
     def work(outstanding: int) -> int:
-        """Bytecode instructions of 300 answers while so many other commands wait for theirs."""
+        """Bytecode instructions for 300 answers while `outstanding` other commands wait for answers."""
         controller, instructions = make_controller(threads), 0
         started = [answer for batch in range(300) for answer in controller.start({1: Advantages(batch)})]
         for _ in range(outstanding):
@@ -97,7 +97,7 @@ def test_the_cost_of_an_answer_does_not_grow_with_outstanding_commands(
 
 def test_a_rank_that_does_not_answer_is_named_after_its_deadline(threads: Any) -> None:
     controller = make_controller(threads, command_s=0.5)
-    say(threads, Done(0))  # of nothing that was asked
+    say(threads, Done(0))  # of no command
     start = time.monotonic()
     with pytest.raises(RankSilent, match=r"no answer within 0.5 s: rank 1 \(no role\) in command Advantages #\d+"):
         controller.call({1: Advantages(7)})
@@ -105,7 +105,7 @@ def test_a_rank_that_does_not_answer_is_named_after_its_deadline(threads: Any) -
 
 
 def test_an_answer_that_nobody_awaits_has_a_deadline_but_is_not_kept(threads: Any) -> None:
-    """As those to bursts from the ranks of a replica after its first."""
+    """Such as answers to decode chunks from a replica's ranks after the first."""
     controller = make_controller(threads, command_s=0.5)
     say(threads, Done(controller.send(1, DecodeChunk(4, []))))
     while controller._outstanding:
@@ -119,7 +119,7 @@ def test_an_answer_that_nobody_awaits_has_a_deadline_but_is_not_kept(threads: An
 
 @pytest.mark.slow
 def test_a_deadline_ignores_a_pause_of_the_job(threads: Any) -> None:
-    """Nobody looks at the clock for two deadlines, as where Slurm suspends the job; then the answer comes."""
+    """The clock is not read for two deadlines, as in a suspended job; then the answer comes."""
     controller = make_controller(threads, command_s=1.5)
     started = controller.start({1: Advantages(7)})
     assert not controller._take(0.0)
@@ -181,7 +181,7 @@ def test_background_work_between_events_does_not_block(threads: Any) -> None:
 
 
 def test_events_before_an_answer_go_to_the_listener(threads: Any) -> None:
-    """Where there is none, they are kept until they are asked for."""
+    """Without a listener they are kept until they are read."""
     heard: list[tuple[int, Any]] = []
     scored = Scored([ScoredSample(1, 1.0, 1.0)])
     for listens in (False, True):
@@ -212,7 +212,7 @@ def test_local_roles_work_while_their_answer_is_awaited(threads: Any) -> None:
 
 
 def test_every_rank_can_find_out_which_ranks_are_lost(threads: Any) -> None:
-    """Those who wait for one of them in a transfer must not wait for the library's timeout."""
+    """Ranks that wait for a lost rank in a transfer must not wait for the library's timeout."""
     controller = Controller(
         threads.worlds[0], lambda rank: (), command_s=20.0, start_s=20.0, survivable=lambda *_: True
     )
@@ -233,7 +233,7 @@ def test_an_unreachable_rank_counts_as_lost_with_the_reason(
     world = replace(threads.worlds[0], sender=Sender(dial, b"k" * 32, 0))
     controller = Controller(world, lambda rank: (), command_s=4.0, start_s=20.0, survivable=lambda *_: not needed)
     controller.built = True
-    controller.send(2, DropSamples([5]))  # one that nobody answers
+    controller.send(2, DropSamples([5]))  # a command that nobody answers
     why = "DropSamples to rank/2 was not sent, its reader is gone: no route to host"
     if needed:
         with pytest.raises(RankSilent, match=f"rank 2 .*is lost: {why}"):
@@ -247,7 +247,7 @@ def test_an_unreachable_rank_counts_as_lost_with_the_reason(
 def test_a_peer_whose_process_ended_is_named_as_the_cause(
     threads: Any, monkeypatch: pytest.MonkeyPatch, closed: bool
 ) -> None:
-    """No agent tells of it under torchrun; before, the rank that had waited for it was named."""
+    """Under torchrun no agent reports it; before, the rank that had waited for it was named."""
     monkeypatch.setattr("hpcrl.messaging.dispatcher.CAUSE_S", 0.2)
     controller = make_controller(threads)
     if closed:

@@ -1,4 +1,4 @@
-"""Connections to a host that answers no more end, and no others."""
+"""Only connections to a host that no longer answers end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.e2e.cutting_off import cut_off
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 
 KEY, DEADLINE_S = b"k" * 32, 3.0
-SLACK_S = 5.0  # for a box whose cores are busy
+SLACK_S = 5.0  # for a machine whose cores are busy
 OTHER = """
 import sys, time
 from hpcrl.messaging.mailbox_server import MailboxServer, connect
@@ -73,7 +73,7 @@ def test_connections_to_a_silent_host_end(
 
 
 def test_a_message_to_a_lost_host_does_not_wait_longer(other: tuple[subprocess.Popen[str], int]) -> None:
-    """The kernel would repeat it for a quarter of an hour, and the sender wait for room."""
+    """The kernel would retransmit it for a quarter of an hour, while the sender waits for buffer space."""
     sender = Sender(lambda queue: connect("127.0.0.1", other[1], queue, KEY, 0, 30, 60), KEY, 0)
     sender.send("rank/1", Export("x"))
     cut_off(other[0].pid)

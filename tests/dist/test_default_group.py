@@ -1,4 +1,4 @@
-"""The default group of an engine is not a full mesh: pairs connect when they first talk. Its members, and those of
+"""The default group of an engine is not a full mesh: pairs connect when they first talk. Its members, and members of
 groups made inside it, wait for each other as long as a command may take."""
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def test_pairs_connect_at_their_first_message(tmp_path: Path) -> None:
     for rank in range(SIZE):
         as_it_is, at_once = json.loads((tmp_path / f"result_{rank}").read_text())
         assert as_it_is[0] == 0 < as_it_is[1] <= peers
-        assert at_once[:2] == [peers, peers]  # what torch does if it is not told: the connections would be seen
+        assert at_once[:2] == [peers, peers]  # torch's default: the connections would be visible
         assert as_it_is[2:] == at_once[2:] == [SIZE] * 3
 
 

@@ -104,7 +104,7 @@ def test_all_ranks_of_a_node_use_the_cpu_if_no_gpu_is_present_or_wanted(device: 
 
 @pytest.mark.parametrize(("device", "gpus"), [("auto", ["0"]), ("cuda", ["0"]), ("cuda", [])])
 def test_too_few_gpus_are_an_error(device: str, gpus: list[str]) -> None:
-    """Not the CPU in silence, where a model would take a thousand times as long."""
+    """No silent fallback to the CPU, which would be a thousand times slower."""
     match = rf"cluster.device: {device}, but this node has {len(gpus)} GPU\(s\) for 2 ranks .*cluster.device=cpu"
     with pytest.raises(ValueError, match=match):
         bind_gpus([0, 1, 2], [1, 2], gpus, device)

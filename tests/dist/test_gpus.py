@@ -1,4 +1,4 @@
-"""What of a node's GPUs would end a run, or leave it on the CPU, is one line before a rank starts."""
+"""Problems of a node's GPUs that would end a run, or leave it on the CPU, are one line before a rank starts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def make(tmp_path: Path) -> Make:
 
 
 def amd(folder: Path, num_gpus: int = 8) -> Path:
-    """The device files of a node with GPUs of AMD."""
+    """The device files of a node with AMD GPUs."""
     (folder / "dri").mkdir()
     (folder / "kfd").touch()
     for number in range(num_gpus):
@@ -71,7 +71,7 @@ def test_a_node_with_usable_gpus_has_no_problem(make: Make) -> None:
             True,
             "shows none of its 2 GPU(s) to 2 rank(s) that hold a model, since CUDA_VISIBLE_DEVICES='' names none;",
         ),
-        ("", False, ""),  # which note() tells
+        ("", False, ""),  # which note() reports
         ("NoDevFiles", True, "CUDA_VISIBLE_DEVICES=NoDevFiles: Slurm gave this job none; request them (gpus_per_node"),
         ("NoDevFiles", False, "CUDA_VISIBLE_DEVICES=NoDevFiles: Slurm gave this job none; request them (gpus_per_node"),
         (
@@ -283,7 +283,7 @@ def test_a_process_name_need_not_be_utf8(make: Make) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("program", ["libcuda", "nvidia-smi", "nvcc"])
 def test_an_unkillable_program_is_not_waited_for(make: Make, program: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a GPU that has fallen off the bus, for example."""
+    """For example nvidia-smi with a GPU that has fallen off the bus."""
     node = make()
     monkeypatch.setattr(gpus, "ANSWERS_S", 1.5)
     needs = GpuNeeds(2, engines={"none-of-this-name": "x"}, wait_s=0.0)
@@ -339,7 +339,7 @@ def test_a_compiler_for_another_cuda_is_reported(make: Make, home: bool) -> None
     ],
 )
 def test_amd_gpus_are_used_or_refused(tmp_path: Path, torch: TorchBuild, words: list[str], told: str) -> None:
-    """With device=auto: never the CPU in silence."""
+    """With device=auto there is no silent fallback to the CPU."""
     config = load(words)
     layout = RoleLayout.from_config(config)
     needs = GpuNeeds.of(config, layout, range(layout.world_size))
@@ -393,7 +393,8 @@ def test_the_list_that_hides_amd_gpus_is_named(tmp_path: Path, name: str) -> Non
 def test_a_different_engine_version_is_refused(
     make: Make, module: str, version: str, known: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its insides may be others. In a container, on nodes, the preflight looks (tests/slurm/test_preflight.py)."""
+    """Its internals may differ. In a container and on nodes the preflight checks this
+    (tests/slurm/test_preflight.py)."""
     node = make()
     node.package(module, version)
     (node.site / f"{module}.py").touch()
@@ -405,7 +406,7 @@ def test_a_different_engine_version_is_refused(
 
 
 def test_a_cuda_wheel_is_refused_on_amd(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its requirement of torch is met by the build for ROCm."""
+    """The build for ROCm meets its requirement of torch."""
     node = make()
     node.package("vllm", "0.32.0", "torch==2.13.0", "nvidia-cutlass-dsl[cu13]==4.8.0")
     monkeypatch.syspath_prepend(str(node.site))

@@ -1,4 +1,4 @@
-"""Limits of memory and kills for lack of it, in the kernel's words: on trees like /proc and /sys, and in a cgroup."""
+"""Memory limits and out-of-memory kills as the kernel reports them: on trees like /proc and /sys, and in a cgroup."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def cgroup() -> Iterator[Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.alone  # elsewhere a rank that a test kills would be said to be killed for lack of memory, perhaps
+@pytest.mark.alone  # elsewhere a rank killed by a test might be reported as killed for lack of memory
 def test_a_rank_killed_for_lack_of_memory_is_reported_as_such(cgroup: Path, tmp_path: Path) -> None:
     greedy = HEAD + "up(); time.sleep(.2); x = bytearray(600 << 20)"
     other = HEAD + "up(); time.sleep(1); os.kill(os.getpid(), signal.SIGKILL)"  # afterwards, and not for memory

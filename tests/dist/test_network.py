@@ -1,4 +1,4 @@
-"""On which of a node's addresses a world listens."""
+"""The node's address on which a world listens."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def listening() -> set[str]:
 def test_everything_listens_only_on_the_chosen_interface(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interface: str | None
 ) -> None:
-    """Two ranks on two nodes: store, boxes, a group between roles, and the interface of those that torch makes."""
+    """Two ranks on two nodes: store, mailboxes, a group between roles, and the interface of groups that torch makes."""
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "")  # restored at the end
         monkeypatch.delenv(name)

@@ -49,7 +49,8 @@ def machine(root: Path, node: int, *cpulists: str) -> Path:
 
 
 def bound(root: Path, pci: str = PCI, threads: int = 1, allowed: list[int] = CPUS) -> list[list[int]]:
-    """The CPUs to which a new process binds itself, and those of its main thread and of an older one afterwards."""
+    """The CPUs to which a new process binds itself, and afterwards the CPUs of its main thread and of an older
+    thread."""
     words = [sys.executable, "-c", CHILD, str(root), pci, str(threads), json.dumps(allowed)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True)
     found: list[list[int]] = json.loads(done.stdout)

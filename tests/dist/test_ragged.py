@@ -82,7 +82,7 @@ def sample_of(sample: int, count: int) -> Sample:
 
 
 def workers_of(threads: Threads, counts: dict[int, int], epoch: int) -> list[Any]:
-    """What an Exchange sees of its rank; the generators hold the samples."""
+    """Stand-ins for workers with what an Exchange reads; the generators hold the samples."""
     groups = threads.every(lambda rank: threads.worlds[rank].group("rollout", RANKS, epoch))
     workers = []
     for rank, group in enumerate(groups):
@@ -165,8 +165,8 @@ def test_all_ranks_of_a_replica_get_the_same_values(threads: Threads, counts: di
 
 
 def test_a_silent_rank_does_not_delay_values_from_others(threads: Threads) -> None:
-    """Rank 0 waits for rank 3, which is silent, and for rank 1, whose values come after their numbers: rank 1 must not
-    take rank 0 for lost."""
+    """Rank 0 waits for rank 3, which is silent, and for rank 1, whose values come after their counts: rank 1 must not
+    treat rank 0 as lost."""
     many = np.arange(1 << 20, dtype=np.int64)
     held = {"counts": [np.array([len(many)])], "many": [many]}
     groups = threads.every(lambda rank: replace(threads.worlds[rank], timeout_s=3).group("silent", RANKS, 0))

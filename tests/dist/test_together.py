@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def everyone_to_everyone(rank: int, order: int) -> tuple[list[Transfer], dict[int, Tensor]]:
-    """What each rank sends the others is its number; the receives first or last."""
+    """Each rank sends its number to all others, with receives first or last."""
     places = {peer: torch.full((3,), -1.0) for peer in range(SIZE) if peer != rank}
     receives = [Transfer(place, peer, sends=False) for peer, place in places.items()]
     sends = [Transfer(torch.full((3,), float(rank)), peer, sends=True) for peer in places]
@@ -50,7 +50,7 @@ def test_all_ranks_exchange_data_in_any_order(threads: Threads, batched: bool) -
 
 
 def test_a_failing_batch_of_transfers_ends(threads: Threads) -> None:
-    """A batch of NCCL that does not end would take in what other groups do."""
+    """An unfinished NCCL batch would include operations of other groups."""
 
     def fail(rank: int) -> None:
         group = LikeNCCL(threads.worlds[rank].group("fails", range(SIZE), 0), rank)

@@ -57,7 +57,7 @@ def test_a_rank_without_an_agent_writes_no_trace_file(tmp_path: Path, monkeypatc
 
 @pytest.mark.slow
 def test_a_trace_is_never_read_half_written() -> None:
-    # Numbers that another process can see half written, or cleared before they are written, look as old as the host.
+    # Half-written or cleared numbers would look as old as the host to another process.
     page, began = new_page(), time.monotonic()
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(page)], stdout=subprocess.PIPE, pass_fds=[page])
     try:

@@ -1,4 +1,4 @@
-"""Rollouts between ranks: whatever the moves, every bit arrives where it belongs; a dead peer is noticed."""
+"""Rollout transfers between ranks: for any moves every bit arrives where it belongs; a dead peer is noticed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NOISE = np.random.default_rng(0).integers(0, 256, 1 << 16, dtype=np.uint8)
 
 
 def values_of(sample: int, length: int, name: str, dtype: np.dtype) -> np.ndarray:
-    """Any bits, NaN and signed zeros included, that belong to one field of one sample."""
+    """Arbitrary bits, including NaN and signed zeros, that identify one field of one sample."""
     count = 1 if name in dict(ROW_FIELDS) else length
     start = (sample * 7919 + zlib.crc32(name.encode())) % 4096
     raw = NOISE[start : start + count * dtype.itemsize]

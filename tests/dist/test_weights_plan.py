@@ -1,4 +1,4 @@
-"""The plan of an update: every needed number once, from who holds it, in steps of limited size."""
+"""The plan of an update: every required value once, from one of its owners, in steps of limited size."""
 
 from __future__ import annotations
 

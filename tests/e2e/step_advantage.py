@@ -1,4 +1,4 @@
-"""An advantage estimator that reads rewards of tokens; on the trainers only, since it imports torch."""
+"""An advantage estimator that reads token rewards; only for the trainers, since it imports torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpcrl.spec.policy_loss import PolicyLoss
 
 
 class StepAdvantage(AdvantageEstimator):
-    """The advantage of a token is what its response is given from there on."""
+    """The advantage of a token is the sum of its response's rewards from there on."""
 
     def __init__(self, config: PolicyLoss):
         self.config = config

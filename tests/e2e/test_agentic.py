@@ -103,7 +103,7 @@ def test_turn_level_advantages_are_trained_on(tmp_path: Path, walker_model: Path
 
 
 def test_a_critic_learns_the_returns_of_turns(tmp_path: Path, walker_model: Path) -> None:
-    """In the first step all values are 0, so that a turn ends with x_k + turn_gamma turn_lambd R_(k+1)."""
+    """In the first step all values are 0, so a turn ends with x_k + turn_gamma turn_lambd R_(k+1)."""
     words = [*WORDS, f"model.path={walker_model}", "algorithm=turn_ppo", "algorithm.turn_gamma=0.5"]
     start = Start(tmp_path / "run", [*words, "max_steps=1", "eval_every=0", "trackers=[]", "layout=single"])
     assert start.wait(200.0) == ExitCode.DONE, start.text
@@ -127,7 +127,7 @@ def test_a_critic_learns_the_returns_of_turns(tmp_path: Path, walker_model: Path
 def test_episodes_continue_during_training_and_a_kill_loses_none(
     tmp_path: Path, walker_model: Path, more: list[str]
 ) -> None:
-    """On ranks of their own, with weights that arrive within episodes."""
+    """On separate ranks, with weights that arrive within episodes."""
     words = ["+experiment=agentic_tiny", *more, f"model.path={walker_model}", "rollout.max_new_tokens=8"]
     words += ["layout=disaggregated", "layout.trainer.num_ranks=1", "layout.generator.num_ranks=1", "save_every=1"]
     words += ["rollout.max_staleness=1", "algorithm.correction=truncate", "max_steps=8", "eval_every=8"]
@@ -181,7 +181,7 @@ def test_the_small_variant_of_the_worlds_experiment_runs(tmp_path: Path) -> None
 
 
 def test_the_demonstrations_first_steps_run(tmp_path: Path) -> None:
-    """The warm-up as far as the form of an action, and one step from there."""
+    """The warm-up until actions have the right form, and one step after it."""
     both = ["layout=single", "save_every=0", "eval.num_prompts=16"]
     warm = ["max_steps=80", "eval_every=80", "sft.batch_size=16", "trainer.lr_warmup_steps=10"]
     start = Start(tmp_path / "warm", ["+experiment=demo_agentic_sft", *both, *warm])

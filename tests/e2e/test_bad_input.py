@@ -24,7 +24,7 @@ BASE = ("rollout.max_new_tokens=3", "data.max_prompt_tokens=32", "reward.default
 
 
 def refused(capsys: pytest.CaptureFixture[str], at: Path, *words: str) -> list[str]:
-    """The lines of a refusal by the front door; the folder must be as it was."""
+    """The lines of a refusal by the launch; the folder must be unchanged."""
     before = sorted(at.rglob("*"))
     code = main([*BASE, *words])
     out, err = capsys.readouterr()

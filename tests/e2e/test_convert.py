@@ -1,4 +1,4 @@
-"""`pipeline: convert`: a checkpoint of a run becomes a model, also through kills and signals."""
+"""`pipeline: convert`: a checkpoint of a run becomes a model, even with kills and signals."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def slow_disk(tmp_path: Path) -> Mapping[str, str]:
-    """Environment in which a conversion takes seconds until the file `pace` says 0."""
+    """Environment in which a conversion takes seconds until the file `pace` contains 0."""
     (tmp_path / "pace").write_text("0.3")
     path = f"{ROOT / 'tests' / 'slow_disk'}{os.pathsep}{ROOT}"
     return {"PYTHONPATH": path, "HPCRL_TEST_PACE": str(tmp_path / "pace")}
@@ -55,7 +55,7 @@ def logits(folder: Path) -> Tensor:
 
 
 def written(run_dir: Path) -> dict[str, int]:
-    """Weight file -> inode, of the files that are whole."""
+    """Weight file -> inode, for complete files."""
     folder = run_dir / "hf" if (run_dir / "hf").exists() else run_dir / ".hf.converting"
     return {path.name: path.stat().st_ino for path in folder.glob("*.safetensors")}
 
@@ -99,7 +99,7 @@ def test_a_kill_between_the_last_file_and_the_final_record_is_recovered(trained:
     (run_dir / "finished.json").unlink()
     assert (start := convert(run_dir, *words)).wait() == 0, start.text
     assert written(run_dir) == before and (run_dir / "finished.json").exists()
-    # Other files under this name are not taken for the result.
+    # Other files under this name do not count as the result.
     (run_dir / "finished.json").unlink()
     (run_dir / "hf" / "model.safetensors").write_bytes(b"other")
     assert (start := convert(run_dir, *words)).wait() == ExitCode.BAD_INPUT

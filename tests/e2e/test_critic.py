@@ -35,13 +35,13 @@ def inputs(digit_model: Path, digit_data: Path) -> list[str]:
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Of every step, without those that tell of time, memory or the machine."""
+    """Metrics of every step, except for time, memory and the machine."""
     kept = ("critic/", "actor/", "val/", "token/", "group/", "prompts/")
     return [{name: x for name, x in row.items() if name.startswith(kept)} for row in read_metrics(run_dir)]
 
 
 def everything(run_dir: Path) -> dict[str, Any]:
-    """What `remains` of the policy and of the critic."""
+    """All that `remains` returns, including the critic's state."""
     state = run_dir / "checkpoints" / step_name(NUM_STEPS) / "critic"
     left = remains(run_dir) | {f"critic {name}": tensor for name, tensor in tensors(state).items()}
     left |= {f"critic {path.name}": path.read_bytes() for path in sorted(state.glob("random_rank*.pt"))}

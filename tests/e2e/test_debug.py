@@ -1,4 +1,4 @@
-"""Half a run: generation alone, training alone on what another run generated, and all of it without a model."""
+"""Debug runs: only generation, only training on another run's rollouts, and everything without a model."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ trainer.lr=1e-3 reward.default.name=exact_match
 
 
 def finish(run_dir: Path, *words: str) -> Start:
-    """A start to its good end."""
+    """A start that ends with exit code 0."""
     start = Start(run_dir, [*WORDS, *words])
     assert start.wait() == ExitCode.DONE, start.text
     return start
 
 
 def differing(one: Path, other: Path) -> set[str]:
-    """Names of the weights that are not the same in every bit, of runs or models."""
+    """Names of weights that differ in any bit between two runs or models."""
     parts = [load_file(next(path.glob("**/model.safetensors"))) for path in (one, other)]
     return {name for name in parts[0].keys() | parts[1].keys() if not parts[0][name].equal(parts[1][name])}
 
@@ -63,7 +63,8 @@ def test_train_only_on_stored_rollouts_gives_the_same_weights(tmp_path: Path, di
 
 
 def test_train_only_reads_rollouts_stored_by_other_ranks(tmp_path: Path, digit_model: Path, whole: Path) -> None:
-    """One trainer and a reference of its own, on what two ranks stored: the same losses but for their sums' order."""
+    """One trainer and a separate reference, on rollouts of two ranks: the same losses except for the order of
+    summation."""
     words = [f"model.path={digit_model}", "debug=train_only", f"load_rollouts={whole}", "layout=disaggregated"]
     finish(tmp_path / "alone", *words, "layout.trainer.num_ranks=1")
     for there, here in zip(read_metrics(whole)[1:], read_metrics(tmp_path / "alone")[1:], strict=True):
@@ -93,7 +94,7 @@ def test_fake_engines_take_their_configured_time_and_all_else_works(tmp_path: Pa
     start = finish(tmp_path / "run", *words, *(f"{name}={value}" for name, value in times.items()))
     assert "memory  not computed" in start.text and (tmp_path / "run" / "plot.png").exists()
     rows = read_metrics(tmp_path / "run")[1:]
-    for row in rows:  # two optimizer steps of a step, eight slots
+    for row in rows:  # two optimizer steps per step, eight slots
         assert row["time/step_train"] >= 2 * 0.3 and row["time/old_log_probs"] >= 0.2
         assert row["time/step_update_weights"] >= 0.1 and row["system/decode_tps"] <= 8 / 0.02
         assert row["token/response_length/mean"] == 2 and 0.3 < row["critic/rewards/mean"] < 1
@@ -102,7 +103,7 @@ def test_fake_engines_take_their_configured_time_and_all_else_works(tmp_path: Pa
 
 
 def test_failures_of_plots_and_kept_completions_do_not_end_a_run(tmp_path: Path) -> None:
-    """Completions that the locale cannot print, and folders in the place of the plot and of the kept completions."""
+    """Completions that the locale cannot print, and folders in place of the plot and the kept completions."""
     data, run_dir = tmp_path / "rows.jsonl", tmp_path / "run"
     rows = [{"prompt": f"\u6570 \u03c0 {n} \U0001f600", "answer": str(n)} for n in range(16)]
     data.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")

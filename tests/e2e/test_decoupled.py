@@ -1,4 +1,4 @@
-"""GDPO as a run: the advantages are those of the parts that each response was given."""
+"""GDPO as a run: the advantages follow from each response's reward parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever happens to a rank, the run ends in time with one line and the right code, or goes on without the rank."""
+"""Whatever happens to a rank, the run ends in time with one line and the right code, or continues without the rank."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class Runs:
         return Start(self.folder / name, [*self.words, *words], {"PYTHONPATH": str(ROOT)})
 
     def running(self, name: str, *more: str, past: int = 0) -> Start:
-        """A start that has logged the fourth step after `past`, so that the second one's checkpoint is there: a save
-        waits for the one before."""
+        """A start that has logged the fourth step after `past`, so the second step's checkpoint exists: a save waits
+        for the one before."""
         start = self.start(name, *more)
         start.wait_until(lambda: start.step >= past + 4)
         assert start.process.poll() is None, start.text
@@ -105,7 +105,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_ends_the_run_as_not_saved_and_names_the_file(runs: Runs, small_disk: Path) -> None:
-    """Logs and the verdict are on it too."""
+    """Logs and the verdict are on the full disk too."""
     start = runs.start("run", "layout=single rollout.save_rollouts=true")
     start.wait_until(lambda: start.step >= 4)
     with open(small_disk / "filler", "wb", buffering=0) as filler, pytest.raises(OSError, match="No space left"):
@@ -151,7 +151,7 @@ def test_dead_or_stopped_ranks_end_the_run_which_then_resumes(runs: Runs) -> Non
     start = runs.running("run", past=newest(run_dir))
     (run_dir / "checkpoints").rename(run_dir / "kept")
     (run_dir / "checkpoints").write_text("in the way")
-    # What fails first depends on where the save was just then: making its folder, or finding what it had written.
+    # Which step of the save fails first depends on timing: creating its folder, or finding its files.
     cause = rf"{run_dir}/checkpoints: .*(Not a directory|File exists|No such file|is not a file of the checkpoint)"
     assert_ended(start, ExitCode.NOT_SAVED, cause, within_s=COMMAND_S)
 
@@ -189,8 +189,7 @@ def test_a_run_survives_a_lost_reward_rank_bad_rewards_and_forged_messages(runs:
 
 
 def intrude(run_dir: Path, queue: str) -> None:
-    """What a process with and without the key can send, under a rank's number and its own, and a message as it was sent
-    before."""
+    """Messages of a process with and without the key, under a rank's number and its own, and a replayed message."""
     folder = run_dir / "world" / "attempt_0001"
     endpoint = json.loads((folder / "endpoint.json").read_text())
     key = Path(endpoint["key_file"]).read_bytes()
@@ -233,7 +232,7 @@ def test_a_hanging_environment_costs_its_sample_and_a_hanging_env_rank_only_itse
 
 
 def test_a_rank_cut_off_the_network_is_dropped_or_ends_the_run(runs: Runs) -> None:
-    """Rank 0 and the rank each miss the other; whoever is first tells."""
+    """Rank 0 and the rank each notice the loss of the other; the first one reports it."""
     silent = "(its host does not answer|the control store (is gone|has not answered))"
     start = runs.running("run", APART.format("env"), ENV)
     cut_off(start.ranks[2])
@@ -324,7 +323,7 @@ def test_the_reason_for_the_end_of_a_run_is_reported(runs: Runs, words: list[str
 
 
 def test_too_large_a_mismatch_ends_the_run_which_resumes_under_another_bound(runs: Runs) -> None:
-    """The generator rounds to bf16, the trainer does not; nothing of the refused step is kept."""
+    """The generator rounds to bf16, the trainer does not; nothing from the refused step is kept."""
     words = "layout=single generator.dtype=bfloat16"
     first = runs.ended("run", words, "max_steps=2")
     assert first.wait(0.0) == ExitCode.DONE, first.text

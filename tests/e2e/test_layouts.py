@@ -1,4 +1,4 @@
-"""A run goes on with other ranks than those that wrote its checkpoint; the accounts stay exact, and it says so."""
+"""A run resumes on other ranks than its checkpoint was written by, with exact accounting, and reports the change."""
 
 from __future__ import annotations
 

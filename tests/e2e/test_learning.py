@@ -1,4 +1,4 @@
-"""The demonstration in small, as a user runs it: a model learns, and the run folder holds what the README says."""
+"""A small version of the demonstration: a model learns, and the run folder has the contents listed in the README."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def launch(*words: str) -> str:
 
 
 def launch_on_a_terminal(columns: int, *words: str) -> str:
-    """The same from a terminal; what it was sent."""
+    """The same from a terminal; returns the output to it."""
     ours, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     process = subprocess.Popen(
@@ -90,7 +90,7 @@ def trained(warmed_up: tuple[Path, str]) -> tuple[Path, str]:
 def test_a_terminal_shows_one_live_line_and_a_summary(warmed_up: tuple[Path, str]) -> None:
     folder, shown = warmed_up
     last = read_metrics(folder)[-1]["step"]
-    lines = [line.split("\r\x1b[2K") for line in shown.split("\r\n")]  # of the terminal, and what stood there before
+    lines = [line.split("\r\x1b[2K") for line in shown.split("\r\n")]  # of the terminal, and its previous content
     live = [states for states in lines if any("ETA" in state for state in states)]
     assert len(live) == 1 and "\x1b[1A" not in shown, "one line, never two"
     states = [re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", state) for state in live[0]]
@@ -115,7 +115,7 @@ def test_all_expected_metrics_are_recorded(trained: tuple[Path, str]) -> None:
 
 
 def test_an_evaluation_does_not_count_as_part_of_its_step(trained: tuple[Path, str]) -> None:
-    first = read_metrics(trained[0])[0]  # before the first step there is hardly anything else
+    first = read_metrics(trained[0])[0]  # before the first step there are hardly any other messages
     assert 0 < first["time/step_total"] < first["time/val_step"]
 
 

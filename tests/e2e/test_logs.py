@@ -1,4 +1,4 @@
-"""The logs of a run of two ranks, from its start to a traceback, and again."""
+"""The logs of two attempts of a run with two ranks, each from its start to a traceback."""
 
 from __future__ import annotations
 

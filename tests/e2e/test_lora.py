@@ -1,4 +1,5 @@
-"""Whole runs that train adapters: on one rank, on two with generators beside them or apart, and after a kill."""
+"""Whole runs that train adapters: on one rank, on two with generators on the same or on other ranks, and after a
+kill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A preference loss on pairs, on two trainer ranks: it learns, and a killed run ends as an undisturbed one."""
+"""A preference loss on pairs, on two trainer ranks: the model learns, and a killed run ends like an undisturbed one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def words(tmp_path: Path, digit_model: Path) -> list[str]:
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    """What every step tells of rows and learning."""
+    """Metrics of every step about rows and learning."""
     rows = [row for row in read_metrics(run) if row["step"] > 0]
     return [{name: row[name] for name in row if name.startswith(("simpo/", "actor/", "rows/"))} for row in rows]
 

@@ -1,4 +1,4 @@
-"""Worlds of 1, 3 and 8 ranks run the same pipeline to the same numbers, and those are transformers' numbers."""
+"""Runs on 1, 3 and 8 ranks give the same numbers, which match transformers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ rollout.max_new_tokens=4 data.max_prompt_tokens=64 generator.max_num_seqs=16 max
 
 @dataclass
 class Outcome:
-    """What a run left: rollouts by step, gradients and grad norm of the first step."""
+    """Results of a run: rollouts by step, gradients and gradient norm of the first step."""
 
     batches: dict[int, Batch]
     gradients: dict[str, torch.Tensor]
@@ -89,7 +89,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, digit_model: Path, digit_
 
 
 def compare(a: Outcome, b: Outcome) -> list[str]:
-    """What differs, one line each; nothing where both agree."""
+    """One line per difference; empty if both agree."""
     different = []
     for step in STEPS:
         one, other = a.batches[step], b.batches[step]
@@ -148,7 +148,7 @@ def test_log_probs_match_transformers(outcomes: dict[str, Outcome], digit_model:
     for result in outcomes.values():
         first, second = result.batches[1], result.batches[2]
         assert deviation(digit_model, first) < LOGPROBS and deviation(digit_model, second) < LOGPROBS
-        for values in (first.gen_logprobs, first.old_logprobs):  # before the first step, policy and reference are one
+        for values in (first.gen_logprobs, first.old_logprobs):  # before the first step, policy and reference are equal
             assert torch.allclose(values, first.ref_logprobs, rtol=0, atol=LOGPROBS)
 
 
@@ -182,7 +182,7 @@ def test_one_perturbed_weight_is_noticed(
 
 
 def test_samples_depend_on_their_seeds(outcomes: dict[str, Outcome]) -> None:
-    """Siblings differ although they share everything but their sample ids."""
+    """Group members differ although they share everything but their sample ids."""
     batch = outcomes["single"].batches[1]
     answers = [tuple(ids.tolist()) for ids in batch.token_ids.split(batch.cu_seqlens.diff().tolist())]
     assert len(np.unique([hash(answer) for answer in answers])) > 8 * 2

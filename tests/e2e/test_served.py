@@ -1,4 +1,4 @@
-"""Models served by ranks of the run: judges of which one is killed, and a reward model."""
+"""Models served by ranks of the run: judges, one of which is killed, and a reward model."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_run_continues_without_one_judge_and_resumes_after_losing_the_last(tmp
 
 
 def test_a_reward_model_can_share_a_rank_with_another_role(tmp_path: Path) -> None:
-    """And a deterministic run gives the same rewards again."""
+    """A repeated deterministic run gives the same rewards."""
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 

@@ -1,4 +1,4 @@
-"""Replicas of several ranks: the numbers of replicas of one rank, whatever happens to them."""
+"""Replicas of several ranks give the same numbers as replicas of one rank, whatever happens to them."""
 
 from __future__ import annotations
 

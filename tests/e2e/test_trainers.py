@@ -1,4 +1,4 @@
-"""GRPO with every trainer and generator: the steps of a run are those of FSDP2 with the native generator.
+"""GRPO with every trainer and generator: a run's steps match FSDP2 with the native generator.
 
 tests/e2e/test_vllm.py has FSDP2 with vLLM.
 """
@@ -45,7 +45,7 @@ class Runs:
         self.folder, self._words = folder, [f"model.path={model}", f"data.train={data}", *WORDS, *COMMON]
 
     def start(self, name: str, *words: str) -> str:
-        """One start to its good end; what it printed."""
+        """One start that ends with exit code 0; returns its output."""
         start = Start(self.folder / name, [*self._words, "max_steps=3", *words])
         assert start.wait(150) == 0, start.text
         return start.text
@@ -117,8 +117,7 @@ def test_vllm_generates_the_same_responses_for_every_trainer(runs: Runs, trainer
 def test_a_converted_checkpoint_continues_with_another_engine(
     runs: Runs, wide_digit_model: Path, first: str, then: list[str]
 ) -> None:
-    """From the folder that hpcrl.convert wrote, a run begins where that of the first trainer ended, as its own export
-    tells."""
+    """From the folder of hpcrl.convert a run begins where the first trainer's run ended, as its export shows."""
     if first == "megatron":
         pytest.importorskip("vllm")
     origin, target = runs.folder / first, runs.folder / f"converted_{first}"

@@ -106,14 +106,14 @@ def test_a_run_matches_the_native_engine(runs: Runs, layout: str, native: list[d
 
 @pytest.mark.soak
 def test_an_asynchronous_run_matches_the_native_engine(runs: Runs) -> None:
-    """The trainer is slow, so that every batch but the first is generated with the weights before those it trains."""
+    """The trainer is slow, so every batch but the first is generated with the previous weights."""
     for engine in ("native", "vllm"):
         code, text = runs.start(f"ahead_{engine}", [*AHEAD, f"generator.engine={engine}"], slow="1:TrainStep:2")
         assert code == ExitCode.DONE, text
         for step in (1, 2, 3):
             batch = RolloutReader(runs.folder / f"ahead_{engine}").batch(step)
             assert batch.versions[batch.loss_mask].unique().tolist() == [max(0, step - 2)]
-    of_the_batch = {*SAME} - {"domain/default/score"}  # of all that was scored meanwhile, also for later steps
+    of_the_batch = {*SAME} - {"domain/default/score"}  # over everything scored meanwhile, including later steps
     check_same(runs.folder / "ahead_vllm", read_metrics(runs.folder / "ahead_native"), of_the_batch)
 
 
