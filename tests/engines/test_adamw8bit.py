@@ -37,7 +37,7 @@ def in_8_bits(engine: Any) -> list[str]:
 
 @pytest.mark.slow
 def test_steps_match_bitsandbytes_and_are_close_to_adamw(tmp_path: Path) -> None:
-    """Parameters that are not in 8 bits have AdamW's step, bit for bit."""
+    """Parameters without 8-bit moments get AdamW's step, bit for bit."""
     bitsandbytes = pytest.importorskip("bitsandbytes")
     folder, batch = make_folder(tmp_path / "model"), make_batch(LENGTHS)
     with process_group(0, 1, str(tmp_path / "world")):
@@ -95,7 +95,7 @@ def _train_and_save(folder: Path, splits: dict[Path, dict[str, Any]]) -> list[di
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_ranks_divide_the_quantised_blocks(tmp_path: Path) -> None:
-    """Two ranks, with experts, copies of the model, and state on the host; then one goes on."""
+    """Two ranks, with experts, copies of the model, and state on the host; then one rank continues."""
     folder = make_folder(tmp_path / "model", "qwen3_moe")
     own = {"one": {}, "two": {}, "copies": {"replicas": 2}, "host": {"cpu_offload": True}}
     paths = {tmp_path / name: section for name, section in own.items()}

@@ -37,7 +37,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 
 def start_problems(folder: Path, trainer: dict[str, Any] | None = None) -> list[str]:
-    """What a start would be refused for, but for the tokenizer that these folders lack."""
+    """Reasons to refuse a start, except for the tokenizer that these folders lack."""
     from hpcrl.config import parse
     from hpcrl.config.abilities import check_trainable
     from hpcrl.launch.model_folder import NO_TOKENIZER, inspect_model
@@ -167,7 +167,7 @@ def test_deepspeed_trains_every_family_like_transformers_or_refuses_it(
 
 
 def test_no_family_of_transformers_is_missing_in_the_table() -> None:
-    """Those of the tested version; a newer one may have more."""
+    """The families of the tested version; a newer version may have more."""
     from importlib.metadata import version
 
     from hpcrl.models.transformers_models import causal_families
@@ -301,7 +301,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_small_copy_of_a_published_model_can_be_made_and_packed(name: str, tmp_path: Path) -> None:
-    """All layers, in seconds; more ranks than one divide its heads as they do those of the published one."""
+    """All layers, in seconds; several ranks divide its heads like those of the published model."""
     import json
     from types import SimpleNamespace
 

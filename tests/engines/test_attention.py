@@ -47,7 +47,7 @@ def test_shared_tokens_appear_in_every_block_and_sum_its_gradients() -> None:
     packed = tokens[layout.kept].double()[:, None, None].requires_grad_()
     (block,) = padded(layout, packed)  # rows by falling length, padded with their last token
     assert block[..., 0, 0].tolist() == [[1, 2, 8, 9], [1, 2, 7, 7], [4, 4, 4, 4]]
-    # What padding passes on is zero in attention; here it is set so, and the rest is 1, 2, 3, ...
+    # The gradient of padding is zero in attention; here it is set to zero, and the rest is 1, 2, 3, ...
     gradient = torch.tensor([[1.0, 2, 3, 4], [5, 6, 7, 0], [8, 0, 0, 0]]).double()
     block.backward(gradient[..., None, None])
     assert packed.grad is not None

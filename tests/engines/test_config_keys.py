@@ -1,5 +1,5 @@
-"""Engines that build models themselves read every key of a config.json, or refuse the model: a key that transformers
-reads and an engine does not would train or draw from another model."""
+"""Engines that build models themselves read every key of a config.json or refuse the model: if an engine ignored a key
+that transformers reads, it would train or sample from a different model."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ SAMPLE = {"megatron": ("llama", "qwen3_moe", "deepseek_v3"), "native": ("qwen3_m
 
 
 def changes(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, keys) of models that differ from a config in one key, or in those of TOGETHER."""
+    """(name, keys) of models that differ from a config in one key, or in a set of keys from TOGETHER."""
     for key, value in config.items():
         if key in OF_TEXT | OF_FILES:
             continue
@@ -97,7 +97,7 @@ def make(family: str, folder: Path, keys: dict[str, Any]) -> Any:
             model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
             ids = torch.tensor([PROMPTS[1]])
             return model if model.eval()(ids).logits.isfinite().all() else None
-        except Exception:  # whatever the code of models raises where sizes do not fit
+        except Exception:  # any error of a model's code about sizes that do not fit
             return None
 
 
@@ -130,7 +130,7 @@ def megatron(folder: Path, model: Any) -> float:
 
 
 def native(folder: Path, model: Any) -> float:
-    """As megatron(), of the responses that the engine draws."""
+    """As megatron(), for responses that the engine samples."""
     import torch
 
     from hpcrl.engines.gen.generation_engine import Request, SamplingParams

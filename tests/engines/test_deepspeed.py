@@ -1,4 +1,5 @@
-"""ZeroEngine where it is not FSDP2Engine: clipping, bfloat16, frozen models, checkpoints of other stages and ranks."""
+"""ZeroEngine where it differs from FSDP2Engine: clipping, bfloat16, frozen models, checkpoints of other stages and
+ranks."""
 
 from __future__ import annotations
 
@@ -81,7 +82,7 @@ def make_engine(folder: Path, case: str, trainable: bool = True, dtype: str = "f
 
 
 def gradients_of(engine: ZeroEngine, batch: Batch) -> dict[str, Tensor]:
-    from deepspeed.utils import safe_get_full_grad  # after the engine, which spares it mlflow
+    from deepspeed.utils import safe_get_full_grad  # after the engine, which keeps it from importing mlflow
 
     engine.accumulate(batch, PLAN, Weighted(TEMPERATURE, entropy=True), norms_of(batch))
     found = {name: safe_get_full_grad(p).float().clone() for name, p in engine.module.hf.named_parameters()}
@@ -93,7 +94,7 @@ def gradients_of(engine: ZeroEngine, batch: Batch) -> dict[str, Tensor]:
 @every_case
 def test_clipped_adamw_step_by_hand(case: str, folder: Path, world_of_one: None) -> None:
     """With eps far above the gradient, Adam's first step is lr * g / (|g| + eps): the clipped gradient shows. A step
-    that was skipped before has left nothing."""
+    that was skipped before has no effect."""
     batch, limit = make_batch(LENGTHS), 0.01
     engine = make_engine(folder, case, max_grad_norm=limit, eps=1.0, weight_decay=0.5, lr=0.1)
     before = dict(engine.named_weights())
@@ -133,7 +134,7 @@ def test_bfloat16_keeps_float32_weights(case: str, folder: Path, world_of_one: N
     assert stats["actor/grad_norm"].total == pytest.approx(want["actor/grad_norm"].total, rel=1e-3)
     assert stats["actor/logprob"].total == pytest.approx(want["actor/logprob"].total, rel=1e-3)
     moved = {name: tensor - origin[name] for name, tensor in engine.named_weights()}
-    assert all(0 < change.abs().max() <= 1.1e-3 for change in moved.values())  # below what bfloat16 can show
+    assert all(0 < change.abs().max() <= 1.1e-3 for change in moved.values())  # below the precision of bfloat16
     assert engine.train_step(batch, PLAN, Infinite(), norms_of(batch))["actor/skipped_update"].total == 1
 
 
@@ -234,8 +235,8 @@ def _take_turns(monkeypatch: pytest.MonkeyPatch) -> Left:
 def test_offloading_for_a_generator_changes_nothing(
     case: str, dtype: str, folder: Path, world_of_one: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a CPU nothing has to move: here all memory moves to other memory, and what was left behind is overwritten. A
-    tensor that still used it would make the results NaN."""
+    """On a CPU nothing has to move: here all memory moves to other memory, and the old memory is overwritten. A tensor
+    that still used it would make the results NaN."""
     from hpcrl.engines.train.deepspeed import state_memory
 
     left = _take_turns(monkeypatch)
@@ -256,7 +257,7 @@ def test_offloading_for_a_generator_changes_nothing(
         moved.append(left.overwrite())
         if case == "zero3":
             assert not any(b.untyped_storage().nbytes() for b in turns._gradient_buffers())
-        _same_state(moves, stays)  # what a checkpoint takes
+        _same_state(moves, stays)  # the state for a checkpoint
         turns.onload()
         moved.append(left.overwrite())
         assert torch.equal(moves.logprobs(batch, PLAN, TEMPERATURE), stays.logprobs(batch, PLAN, TEMPERATURE))
@@ -289,8 +290,8 @@ def test_offloading_for_a_generator_is_planned() -> None:
 def test_optimizer_state_on_disk_equals_state_in_memory(
     case: str, dtype: str, folder: Path, world_of_one: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit for bit, also from a checkpoint; the files have no names and, after a step, none of the process's memory."""
-    monkeypatch.setattr("hpcrl.engines.train.deepspeed.local_disk.IN_MEMORY", ())  # wherever tests keep their files
+    """Bit for bit, also from a checkpoint; the files have no names and, after a step, occupy no process memory."""
+    monkeypatch.setattr("hpcrl.engines.train.deepspeed.local_disk.IN_MEMORY", ())  # on any file system for tests
     monkeypatch.setenv("NODE_DISK", str(tmp_path / "disk"))
     (tmp_path / "disk").mkdir()
     files = {key: "nvme" for key in OFFLOAD if key in CASES[case]} | {"nvme_path": "$NODE_DISK"}
@@ -385,7 +386,7 @@ def _plain(folder: Path) -> FSDP2Engine:
 
 
 def _two_ranks(folder: Path, scratch: Path) -> dict[str, Any]:
-    """Each engine takes two steps, and goes on from the checkpoint of the one before."""
+    """Each engine takes two steps from the checkpoint of the previous engine."""
     engines = {case: make_engine(folder, case) for case in ("zero1", "zero3", "zero3_offload", "zero2")}
     results: dict[str, Any] = {}
     engine = _plain(folder)
@@ -409,13 +410,13 @@ def _two_ranks(folder: Path, scratch: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_zero_stages_and_fsdp2_resume_each_others_checkpoints(folder: Path, tmp_path: Path, world_of_one: None) -> None:
-    """Five steps, each by another engine from the checkpoint of the one before, on two ranks; then on one."""
+    """Five steps, each by a different engine from the previous engine's checkpoint, on two ranks; then on one."""
     results = run_ranks(2, _two_ranks, folder, tmp_path)
     names = ["zero1", "zero3", "zero3_offload", "zero2", "fsdp2"]
     for result in results:
         assert [result[f"{name}/step"] for name in names] == [1, 2, 3, 4, 5]
         assert all(result[f"{name}/same"] and result[f"{name}/warnings"] == [] for name in names)
-    # The moments came along: one engine that takes all steps alone is where these are.
+    # The moments were saved too: a single engine that takes all steps ends with the same weights.
     alone = _plain(folder)
     for step in range(6):
         _step(alone)

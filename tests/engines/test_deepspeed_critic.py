@@ -35,7 +35,7 @@ every_stage = pytest.mark.parametrize("stage", [1, 2, 3])
 
 
 def make(folder: Path, stage: int, param_dtype: str = "float32", **own: Any) -> ZeroCritic:
-    """With the keys of make_critic()."""
+    """An engine with the keys of make_critic()."""
     from hpcrl.engines.train.deepspeed.critic import ZeroCritic
 
     schedule = {"lr": 0.02, "lr_schedule": "linear", "lr_warmup_steps": 2}

@@ -1,4 +1,4 @@
-"""Adapters on DeepSpeed: as on FSDP2, with every ZeRO stage; what is published, saved, continued and planned."""
+"""Adapters on DeepSpeed: as on FSDP2, with every ZeRO stage: published, saved, resumed and planned."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def fsdp2_state(folder: Path, state: Path) -> tuple[list[Tensor], dict[str, Tens
 @every_stage
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
 def test_gradients_match_fsdp2(family: str, stage: int, tmp_path: Path, world_of_one: None) -> None:
-    """Which says of which weights the adapters are, so that either continues the other."""
+    """Also tests which weights the adapters belong to, so either engine can continue the other's run."""
     from hpcrl.engines.train.deepspeed import zero
 
     folder, whole = make_model_folder(family, tmp_path / "model"), make_batch(LENGTHS)
@@ -148,7 +148,7 @@ def test_the_plan_counts_frozen_weights_separately(stage: int, tmp_path: Path, w
 
 
 def _on_two_ranks(folder: Path, scratch: Path) -> dict[str, tuple[list[int], list[Tensor], dict[str, Tensor]]]:
-    """Results of each stage from FSDP2's checkpoint; and from its own it goes on with the same bits."""
+    """Results of each stage from FSDP2's checkpoint; from its own checkpoint it continues with the same bits."""
     whole, found = make_batch(LENGTHS), {}
     for name, stage, settings in (("1", 1, {}), ("2", 2, {}), ("3", 3, {}), ("offload", 3, OFFLOAD)):
         trainer = engine(folder, stage, **settings)

@@ -1,4 +1,4 @@
-"""Engines without a model: the times they take, and the law of their lengths."""
+"""Engines without a model: their times and the distribution of their lengths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FSDP2Engine on one and two ranks against transformers, and against itself under every split of the same work."""
+"""FSDP2Engine on one and two ranks against transformers, and with different splits of the same work."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_log_probs_and_gradients_match_transformers(family: str, folders: dict[s
     for plan in ([[5, 0], [3], [1, 2, 4]], [[2], [], [1], [0, 3, 4, 5], []]):
         assert (trainer.logprobs(batch, plan, TEMPERATURE) - want).abs().max() < 1e-5
         assert worst_difference(gradients_of(trainer, batch, plan, batch), gradients) < 1e-5
-    # The same comparisons must fail when two tokens change places or one weight moves.
+    # The same comparisons must fail when two tokens are swapped or one weight changes.
     swapped = make_batch(LENGTHS)
     swapped.token_ids[[3, 4]] = swapped.token_ids[[4, 3]]
     assert (trainer.logprobs(swapped, ONE, TEMPERATURE) - want).abs().max() > 1e-3
@@ -121,7 +121,7 @@ def test_every_setting_gives_the_same_gradients(
         change = {"activation_checkpointing": True, "cpu_offload": True}
         assert not engine(folders["qwen3"], **change).keep_gathered
     trainer = engine(folders["qwen3"], **change)
-    assert trainer.sharded == ("cpu_offload" in change)  # a single rank that has nothing to offload has whole tensors
+    assert trainer.sharded == ("cpu_offload" in change)  # a single rank with nothing to offload has unsharded tensors
     assert worst_difference(gradients_of(trainer, batch, [[0, 1], [2, 3], [4, 5]], batch), want) < 1e-5
 
 
@@ -164,7 +164,7 @@ def test_gradients_of_bfloat16_weights_are_summed_in_float32(folders: dict[str, 
 def test_a_model_that_leaks_between_packed_sequences_is_not_packed(
     folders: dict[str, Path], world_of_one: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Packing that lets sequences see each other must be noticed, and what runs instead must be right."""
+    """Packing that lets sequences see each other must be noticed, and the fallback must be right."""
 
     class Blind(probe.PackedLayout):
         def __init__(self, lengths: list[int], device: torch.device, *_: object):
@@ -185,7 +185,7 @@ def test_a_model_that_leaks_between_packed_sequences_is_not_packed(
 def test_a_variable_length_kernel_gives_the_same_results(
     family: str, folders: dict[str, Path], world_of_one: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the reference in the place of kernels that need a GPU."""
+    """With a reference implementation in place of kernels that need a GPU."""
     monkeypatch.setattr(varlen, "KERNELS", {"reference": lambda: varlen.sequence_by_sequence})
     monkeypatch.setattr(varlen, "_suits", lambda sizes: True)
     monkeypatch.setattr(varlen, "find", varlen.find.__wrapped__)  # without a memory
@@ -220,7 +220,7 @@ def test_only_a_lack_of_space_is_reported_as_one(
 
 
 def test_activation_checkpointing_leaves_dropout_off(tmp_path: Path, world_of_one: None) -> None:
-    """OPT asks its layers' own mode whether to drop out, in both passes."""
+    """OPT's layers decide by their own training mode about dropout, in both passes."""
     folder = make_model_folder("opt", tmp_path / "opt", ffn_dim=48, word_embed_proj_dim=32, dropout=0.3)
     batch = make_batch(LENGTHS)
     kept, again = (engine(folder, activation_checkpointing=on) for on in (False, True))
@@ -259,7 +259,7 @@ def test_models_that_rotate_by_the_longest_sequence_are_not_packed(tmp_path: Pat
     want, gradients = transformers_results(folder, batch, TEMPERATURE)
     assert (trainer.logprobs(batch, ONE, TEMPERATURE) - want).abs().max() < 1e-5
     assert worst_difference(gradients_of(trainer, batch, ONE, batch), gradients) < 1e-5
-    trainer.model.set_packing(True)  # negative control: packed, short sequences are rotated as the long one is
+    trainer.model.set_packing(True)  # negative control: packed, short sequences are rotated like the long one
     trainer.packing = True
     assert (trainer.logprobs(batch, ONE, TEMPERATURE) - want).abs().max() > 1e-2
 
@@ -563,7 +563,7 @@ def test_checkpoints_move_between_one_and_two_ranks(
     assert trainer.optimizer_step == 1
     for name, tensor in trainer.named_weights():
         assert torch.equal(tensor, first["saved"][name]), name
-    # The moments came along: the next step is that of the two ranks, which one without them does not take.
+    # The moments were saved too: the next step equals that of two ranks, unlike a step without moments.
     trainer.train_step(batch, ONE, Weighted(TEMPERATURE, entropy=True), norms_of(batch))
     moved = dict(trainer.named_weights())["model.embed_tokens.weight"] - first["saved"]["model.embed_tokens.weight"]
     want = first["continued"]["model.embed_tokens.weight"] - first["saved"]["model.embed_tokens.weight"]

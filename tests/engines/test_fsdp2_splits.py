@@ -1,5 +1,5 @@
-"""Splits of FSDP2 with its other settings, and what is refused. That splits equal transformers is tested for every
-engine (tests/contracts/test_train_splits.py)."""
+"""Splits of FSDP2 with its other settings, and refusals. tests/contracts/test_train_splits.py compares the splits of
+every engine with transformers."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _empty(family: str, **changes: Any) -> Any:
 
 @pytest.mark.parametrize("family", ["qwen2", "llama", "mistral", "qwen3", "qwen3_moe", "gemma2"])
 def test_matrices_are_split_by_transformers_tensor_parallel_plan(family: str) -> None:
-    """Every Linear that its plan names is split, as are experts; norms, embedding and head are whole."""
+    """Every Linear in its plan is split, as are experts; norms, embedding and head are unsharded."""
     hf = _empty(family)
     whole = {n: tuple(p.shape) for n, p in hf.named_parameters()}
     matrices = TensorParallel(hf, Axis(size=2))
@@ -148,7 +148,7 @@ def gradients_of(trainer: FSDP2Engine, batch: Batch) -> dict[str, Tensor]:
 
 
 def gradients_of_adapters(folder: Path, **own: Any) -> dict[str, Tensor]:
-    """Of adapters that change the model."""
+    """The gradients of adapters that change the model."""
     trainer = engine(folder, lora={"rank": 3, "alpha": 6.0}, **own)
     for name, parameter in trainer.model.named_parameters():
         if name.endswith("lora_B.weight"):

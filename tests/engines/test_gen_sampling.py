@@ -44,13 +44,14 @@ def plan_of(rows: list[dict[str, float]], vocab: int) -> SamplingPlan:
 
 @pytest.fixture(params=["floats", "units"])
 def summands(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What probabilities are summed as: on the CPU, and on devices that add in no fixed order."""
+    """The number type for sums of probabilities: on the CPU, and on devices that add in no fixed order."""
     monkeypatch.setattr(sampling, "adds_in_order", lambda device: request.param == "floats")
     return request.param
 
 
 def test_integer_units_draw_the_same_tokens_as_floats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for uniforms within rounding of a boundary. Sums of units, unlike those of floats, have no rounding."""
+    """Except for uniforms within rounding of a boundary. Sums of integer units have no rounding, unlike sums of
+    floats."""
     probs = (torch.randn(4000, 500, generator=torch.Generator().manual_seed(0)) * 2).softmax(-1)
     uniform = torch.from_numpy(uniforms(np.array([stream_origin(s, 0) for s in range(4000)]), 0))
     plan = plan_of([{}, {"top_p": 0.9, "top_k": 100}] * 2000, 500)

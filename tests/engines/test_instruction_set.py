@@ -1,4 +1,4 @@
-"""The instruction set is part of what decides the bits, and make test-avx2 really runs another one."""
+"""The instruction set influences the bits, and make test-avx2 really uses a different one."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def work(dtype: torch.dtype, chunk_tokens: int, asked: str, head: Head | None = 
 def test_peak_memory_is_little_more_than_one_chunk(
     dtype: torch.dtype, chunks: float, asked: str, head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In bfloat16 half a chunk beside it, of the projection's results and of the gradient."""
+    """In bfloat16 another half a chunk, for the projection's results and the gradient."""
     monkeypatch.setattr(logits, "BLOCK_NUMBERS", 10 * 3000)
     peak = peak_bytes(work(dtype, 300, asked, head), tmp_path / "trace.json")
     assert peak < chunks * 300 * 3000 * 4
@@ -154,7 +154,7 @@ def bfloat16_inputs(with_bias: bool) -> list[Tensor | None]:
 def test_a_float32_head_matches_autograd_on_converted_numbers(
     head: Head, with_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Values to fp32's precision; gradients, which are bfloat16 as the parameters are, to that of bfloat16."""
+    """Values with fp32 precision; gradients, which are bfloat16 like the parameters, with bfloat16 precision."""
     monkeypatch.setattr(logits, "BLOCK_NUMBERS", 50)  # blocks of the matrix, the last one shorter
     targets, weights = torch.arange(23), torch.linspace(-1, 2, 23)
     results, gradients = [], []

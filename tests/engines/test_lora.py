@@ -1,5 +1,5 @@
-"""Adapters beside frozen weights: FSDP2 against peft in one process, on one rank and on two; what is published, saved
-and exported; and the same log-probs in the generators."""
+"""Adapters beside frozen weights: FSDP2 against peft in one process, on one rank and on two; publishing, saving and
+exporting; and equal log-probs in the generators."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def peft_results(base: Path, adapter: Path | None, batch: Batch) -> tuple[Tensor
     [
         ("qwen2", {}),
         ("gemma2", {"target_modules": ["v_proj", "down_proj"]}),
-        ("qwen3_moe", {}),  # adapters beside attention alone
+        ("qwen3_moe", {}),  # adapters only in the attention
     ],
 )
 def test_gradients_match_peft(family: str, lora: dict[str, Any], tmp_path: Path, world_of_one: None) -> None:
@@ -225,8 +225,8 @@ def generated(generator: GenEngine, update: Callable[[], None]) -> Batch:
 
 
 def check_generator(trainer: FSDP2Engine, generator: GenEngine, load: Callable[[int], None]) -> None:
-    """After every update its log-probs are the trainer's, also of running responses, and those of the frozen weights
-    only as long as the adapters are zero."""
+    """After every update its log-probs equal the trainer's, also for running responses; they equal the frozen weights'
+    log-probs only while the adapters are zero."""
 
     def update(version: int) -> None:
         if version:

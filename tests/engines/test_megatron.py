@@ -1,4 +1,4 @@
-"""Megatron-Core beyond the contracts: models that it refuses, bfloat16, its checkpoints on another split, exports."""
+"""Megatron-Core beyond the contracts: refused models, bfloat16, checkpoints on another split, exports."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_the_recompute_key_decides_what_is_recomputed(on_gpu: bool) -> None:
 
 @pytest.mark.slow
 def test_padded_offsets_are_given_only_for_padded_sequences() -> None:
-    """Transformer Engine would compare them with the others on the host, in every layer."""
+    """Transformer Engine would compare padded and unpadded offsets on the host in every layer."""
     from hpcrl.engines.train.megatron.packing import pack
 
     alone, shared = (pack(make_batch(LENGTHS), ranks, 0, 1).sequences for ranks in (1, 2))
@@ -156,8 +156,8 @@ def test_padded_offsets_are_given_only_for_padded_sequences() -> None:
 
 @pytest.mark.slow
 def test_bfloat16_keeps_fp32_master_weights(tmp_path: Path) -> None:
-    """Log-probs are those of fp32 up to rounding; a step smaller than a bfloat16 number's precision is not lost; and a
-    resumed run has the same master weights."""
+    """Log-probs match fp32 up to rounding; a step below bfloat16 precision is not lost; and a resumed run has the same
+    master weights."""
     folder = make_model_folder("qwen3", tmp_path / "model")
     batch = make_batch(LENGTHS)
     with process_group(0, 1, str(tmp_path / "world")):
@@ -183,7 +183,7 @@ def test_bfloat16_keeps_fp32_master_weights(tmp_path: Path) -> None:
         after, resumed = dict(engine.named_weights()), dict(other.named_weights())
         assert all(torch.equal(after[name], resumed[name]) for name in after)
         moved = after["model.layers.0.mlp.up_proj.weight"] != before["model.layers.0.mlp.up_proj.weight"]
-        assert moved.float().mean() > 0.5  # one step is less than half of what bfloat16 tells apart
+        assert moved.float().mean() > 0.5  # one step is less than half a bfloat16 rounding step
 
 
 def _resume_on_other_splits(model: Path, experts: Path, untied: Path, scratch: Path) -> None:
@@ -201,7 +201,7 @@ def _resume_on_other_splits(model: Path, experts: Path, untied: Path, scratch: P
         assert loaded.keys() == saved.keys() and all(torch.equal(saved[name], loaded[name]) for name in saved), own
         train(other)
         resumed = weights_of_all_shares(other)
-        # One step of Adam moves a number by lr; moments that were lost or mixed up would move it otherwise.
+        # One step of Adam moves a number by lr; lost or mixed-up moments would move it differently.
         differences = [(resumed[name] - wanted[name]).abs().mean() for name in saved]
         assert max(differences) < 1e-5, own
     assert any((wanted[name] - start[name]).abs().mean() > 1e-3 for name in saved)
@@ -295,8 +295,8 @@ def _replay(folder: Path, wanted: Tensor, gradients: dict[str, Tensor]) -> None:
 
 @pytest.mark.slow
 def test_replayed_experts_match_fsdp2(tmp_path: Path) -> None:
-    """Log-probs and gradients with given experts, whichever ranks have the tokens, and when layers are computed again;
-    other experts give others."""
+    """Log-probs and gradients with given experts, on any ranks and with recomputed layers; different experts give
+    different results."""
     folder = make_model_folder("qwen3_moe", tmp_path / "model", norm_topk_prob=True)
     batch = routed_batch()
     with process_group(0, 1, str(tmp_path / "world")):

@@ -1,4 +1,4 @@
-"""The table of Megatron's names: hand-computed rows, shards and what they are made of."""
+"""The table of Megatron's names: hand-computed rows, shards and their HF tensors."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def numbered(names: NameTable) -> dict[str, Tensor]:
 
 
 def column(entry: Any, tensors: dict[str, Tensor], *ranks: int) -> list[str]:
-    """The rows of a shard by the HF tensor and row they are, found by their first number."""
+    """HF tensor and row of each row of a shard, identified by its first number."""
     where = {
         float(tensor[row].flatten()[0]): f"{name.split('.')[-2][0]}{row}"
         for name, tensor in tensors.items()
@@ -73,7 +73,7 @@ def test_query_key_and_value_rows_are_interleaved_by_group() -> None:
         entry = names.find(f"decoder.layers.1.self_attention.linear_qkv.{which}")
         assert column(entry, tensors) == ["q0", "q1", "k0", "v0", "q2", "q3", "k1", "v1"]
         assert column(entry, tensors, 1, 2) == ["q2", "q3", "k1", "v1"]
-    # More ranks than key heads: the rows are divided all the same, and Megatron gathers them.
+    # More ranks than key heads: the rows are still divided, and Megatron gathers them.
     assert column(entry, tensors, 1, 4) == ["k0", "v0"]
 
 

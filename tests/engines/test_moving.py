@@ -1,7 +1,7 @@
 """Turns of FSDP2 and Megatron-Core with a generator; DeepSpeed's are in test_deepspeed.py. And the memory they use.
 
-On a CPU nothing has to move: here the state moves to other memory, and what was left behind is overwritten, so that a
-tensor that still used it would make the results NaN."""
+On a CPU nothing has to move: here the state moves to other memory, and the old memory is overwritten, so a tensor that
+still used it would make the results NaN."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_offloading_fsdp2_changes_nothing(param_dtype: str, folder: Path, left: 
 
 
 def _uneven(folder: Path) -> list[bool]:
-    """Two turns of a rank whose shards are padded: whether log-probs are those of an engine that stays."""
+    """Two turns of a rank with padded shards: whether log-probs equal those of an engine that never moves."""
     with pytest.MonkeyPatch.context() as patch:
         left, batch, same = Left(patch), make_batch(LENGTHS), []
         config = TrainerConfig(lr=1e-2, logits_chunk_tokens=8)
@@ -135,7 +135,7 @@ def test_offloading_megatron_changes_nothing(param_dtype: str, distributed: bool
 
 
 def _same_state(engine: MegatronEngine, other: MegatronEngine) -> None:
-    """What a checkpoint takes, while the state is away."""
+    """The state for a checkpoint, taken while the engine is offloaded."""
     from hpcrl.engines.train.megatron import checkpoint
 
     files: list[dict[str, Any]] = [dict(each.snapshot(copy=False)) for each in (engine, other)]
@@ -191,7 +191,7 @@ def test_only_state_that_was_on_the_device_or_is_new_moves_there() -> None:
 
 
 class Code:
-    """As torch's cudaError, which counts as true whatever it is."""
+    """Like torch's cudaError, which is truthy for every value."""
 
     def __init__(self, code: int) -> None:
         self._code = code
@@ -204,7 +204,7 @@ class Code:
 
 
 class Driver:
-    """In place of CUDA's runtime: registers up to `most` bytes."""
+    """Replaces CUDA's runtime: registers up to `most` bytes."""
 
     def __init__(self, most: int) -> None:
         self.most, self.registered, self.waits = most, 0, 0

@@ -1,4 +1,4 @@
-"""Muon: iterations and steps against formulas and torch's own, sharded as on one rank, and continued bit for bit."""
+"""Muon: iterations and steps against formulas and torch's own, sharded like on one rank, and continued bit for bit."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def train(engine: FSDP2Engine, steps: int = 1) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("shape", [(6, 17), (17, 6), (8, 8), (3, 5, 9)])
 def test_singular_values_follow_the_newton_schulz_polynomial(shape: tuple[int, ...]) -> None:
-    """And singular vectors stay: of one matrix, or each of a stack."""
+    """Singular vectors stay, for one matrix and for each of a stack."""
     matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     left, values, right = torch.linalg.svd(matrices, full_matrices=False)
     values = values / values.norm(dim=-1, keepdim=True)
@@ -56,7 +56,7 @@ def test_singular_values_follow_the_newton_schulz_polynomial(shape: tuple[int, .
 
 
 def test_steps_match_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rest of the weights have AdamW's step, bit for bit."""
+    """All other weights get AdamW's step, bit for bit."""
     monkeypatch.setattr(Tensor, "bfloat16", lambda tensor: tensor)  # to which torch rounds its iterations
     folder = make_model_folder("qwen2", tmp_path / "model", tie_word_embeddings=False)
     with process_group(0, 1, str(tmp_path / "world")):
@@ -85,7 +85,7 @@ def test_steps_match_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_critics_head_is_trained_by_adamw(tmp_path: Path) -> None:
-    """As have its embedding, norms and biases: they equal those of a critic with AdamW after a step."""
+    """So are its embedding, norms and biases: after a step they equal those of a critic with AdamW."""
     folder, batch = critic_folder("qwen2", tmp_path), make_batch(LENGTHS)
     with process_group(0, 1, str(tmp_path / "world")):
         weights = []

@@ -1,4 +1,4 @@
-"""The native generator against transformers: log-probs, greedy tokens, weight updates, and what it must refuse."""
+"""The native generator against transformers: log-probs, greedy tokens, weight updates, and refusals."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def test_log_probs_match_transformers(model_folder: tuple[Any, Path]) -> None:
 def test_prompts_with_cached_prefixes_have_the_log_probs_of_transformers(
     model_folder: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts that begin with those of others, longer than windows and blocks of queries, of unequal lengths."""
+    """Prompts with prefixes from other prompts, longer than windows and query blocks, of unequal lengths."""
     monkeypatch.setattr("hpcrl.engines.gen.native.paged_attention.QUERY_BLOCK", 16)
     model, folder = model_folder
     engine, start = engine_of(folder), prompt_of(50, 40)
@@ -241,7 +241,7 @@ def test_short_rotary_factors_limit_the_length_to_the_original_one(tmp_path: Pat
 
 
 class Operations(TorchDispatchMode):
-    """Counts what computes or copies, each of which is a kernel or more on a GPU."""
+    """Counts operations that compute or copy; each is one kernel or more on a GPU."""
 
     count = 0
 
@@ -252,7 +252,8 @@ class Operations(TorchDispatchMode):
 
 @pytest.mark.parametrize(("family", "most"), [("qwen2", 24), ("qwen3_moe", 44)])
 def test_a_layer_needs_few_operations_to_decode(family: str, most: int, tmp_path: Path) -> None:
-    """So that a GPU waits little for the host; a loop over experts would take more the more there are."""
+    """This keeps a GPU from waiting for the host; the operations of a loop over experts would grow with their
+    number."""
     counts = {}
     for layers in (2, 4):
         config = type(CONFIGS[family])(**CONFIGS[family].to_dict() | {"num_hidden_layers": layers, "layer_types": None})
@@ -268,7 +269,7 @@ def test_a_layer_needs_few_operations_to_decode(family: str, most: int, tmp_path
 
 
 def test_a_mixture_of_experts_never_reads_routes_on_the_host(tmp_path: Path) -> None:
-    """Fake tensors have no values: whatever reads one fails, as it would wait for a GPU."""
+    """Fake tensors have no values: reading one fails where a real run would wait for the GPU."""
     sizes = {"hidden_size": 32, "moe_intermediate_size": 32}
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["qwen3_moe"].to_dict() | sizes))
     architecture = read_architecture(tmp_path)
@@ -323,7 +324,7 @@ def test_weights_read_back_equal_the_loaded_ones(model_folder: tuple[Any, Path])
 
 
 def test_an_update_in_flight_keeps_the_cache_and_uses_the_new_weights(model_folder: tuple[Any, Path]) -> None:
-    """Reference: the old model's keys and values of what it was fed, then the new model over that cache."""
+    """Reference: the old model's keys and values for its inputs, then the new model on that cache."""
     old, folder = model_folder
     new = make_model(old.config, seed=1)
     engine = engine_of(folder, max_num_seqs=2)
@@ -358,7 +359,7 @@ def test_a_recomputed_cache_belongs_to_the_new_weights(model_folder: tuple[Any, 
     requests = [Request(i, prompt_of(i, 1 + 5 * i), SamplingParams(9 + 5 * (i % 2)), seed=i) for i in range(5)]
     requests[3] = replace(requests[3], prompt_ids=requests[2].prompt_ids)
     engine.add(requests)
-    outputs = {o.id: o for o in engine.step(10)}  # two have ended, the slots have moved, the fifth has come in
+    outputs = {o.id: o for o in engine.step(10)}  # two have ended, slots were compacted, the fifth was admitted
     engine.load_weights(new.state_dict().items(), version=7)
     engine.recompute()
     outputs |= {o.id: o for o in engine.step(20)}

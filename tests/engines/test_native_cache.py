@@ -1,4 +1,4 @@
-"""The native generator's KV cache: shared prefixes, the memory budget, and what new weights do to it."""
+"""The native generator's KV cache: shared prefixes, the memory budget, and new weights."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def group(prompt: Sequence[int], size: int, first_id: int = 0, new: int = 12) ->
 
 
 def used(engine: NativeEngine) -> int:
-    """Blocks that requests use; by what they use, and by what is left."""
+    """The number of blocks in use, counted by requests and checked against the free blocks."""
     blocks = engine._blocks
     assert np.count_nonzero(blocks.users) == blocks.num_blocks - blocks.num_free
     return int(np.count_nonzero(blocks.users))
@@ -100,7 +100,7 @@ def test_group_members_share_the_blocks_of_their_prompt(qwen3: tuple[Any, Path])
 
 
 def test_groups_of_different_sizes_share_their_prompts(qwen3: tuple[Any, Path]) -> None:
-    """The blocks of a large group do not make the product of a small one as large."""
+    """The blocks of a large group do not enlarge the products of a small group."""
     model, folder = qwen3
     engine = engine_of(folder, max_num_seqs=24, block_tokens=BLOCK)
     sizes = {1: 33, 2: 50, 3: 70, 13: 34}
@@ -117,7 +117,7 @@ def test_groups_of_different_sizes_share_their_prompts(qwen3: tuple[Any, Path]) 
 
 
 def test_prompts_with_a_common_prefix_share_its_blocks(qwen3: tuple[Any, Path]) -> None:
-    """In the same wave, where the second can only be computed after the first, and later."""
+    """In the same prefill batch, where the second must be computed after the first, and in a later one."""
     model, folder = qwen3
     engine = counting(folder)
     start = prompt_of(9, 3 * BLOCK)
@@ -143,7 +143,7 @@ def test_each_turn_of_an_episode_computes_only_its_new_tokens(deterministic: boo
         for i in range(4):
             observation = prompt_of(100 + 10 * turn + i, 6)
             contexts[i] = [*contexts[i], *outputs[i].token_ids.tolist(), *observation]
-        # The last token of a response is not in the cache, the last of a prompt is fed by decoding.
+        # The last token of a response is not cached; decoding computes the last token of a prompt.
         new += (2 * 20) if turn == 0 else 4 * 6
     assert engine.prefilled == new if not deterministic else engine.prefilled > 3 * new
     kept = counting(folder)
@@ -231,13 +231,13 @@ def test_the_least_recently_used_prefixes_are_evicted_first(qwen3: tuple[Any, Pa
         return engine.prefilled - before
 
     assert [computes(seed) for seed in (0, 1, 2, 0)] == [3 * BLOCK] * 3 + [0]
-    run(engine, [Request(9, prompt_of(9, 5 * BLOCK), SamplingParams(4), seed=9)])  # takes the place of one of them
+    run(engine, [Request(9, prompt_of(9, 5 * BLOCK), SamplingParams(4), seed=9)])  # replaces one of them
     assert [computes(seed) for seed in (0, 2)] == [0, 0] and computes(1) > 0
 
 
 @pytest.mark.parametrize(("lag", "later", "computed"), [(0, 1, 1), (1, 1, 0), (1, 2, 1), (2, 2, 0)])
 def test_new_weights_clear_the_prefix_cache(lag: int, later: int, computed: int, qwen3: tuple[Any, Path]) -> None:
-    """... unless older ones may be used; then a response goes on from keys and values of the old weights."""
+    """Unless older ones may be used; then a response continues from keys and values of the old weights."""
     _, folder = qwen3
     engine = counting(folder, prefix_staleness=lag)
     prompt = prompt_of(0, 40)
@@ -253,7 +253,7 @@ def test_new_weights_clear_the_prefix_cache(lag: int, later: int, computed: int,
 
 
 def test_group_members_admitted_after_new_weights_recompute_their_prompt(qwen3: tuple[Any, Path]) -> None:
-    """Those that run keep their keys and values, and nobody else gets them."""
+    """Running members keep their keys and values, which no other request uses."""
     _, folder = qwen3
     engine = counting(folder, max_num_seqs=2)
     prompt = prompt_of(0, 40)
@@ -305,7 +305,7 @@ def test_memory_is_freed_after_long_sequences(qwen3: tuple[Any, Path]) -> None:
 def test_resizing_the_cache_needs_extra_memory_for_only_one_layer(
     before: int, after: int, qwen3: tuple[Any, Path], tmp_path: Path
 ) -> None:
-    """As the plan counts; the blocks keep what they hold."""
+    """As planned; the blocks keep their content."""
     architecture = read_architecture(qwen3[1])
     most, blocks = max(before, after), np.arange(min(before, after))
     held = torch.rand(2, before, architecture.num_kv_heads, BLOCK, architecture.head_dim)
@@ -343,7 +343,7 @@ def test_new_weights_may_arrive_at_any_time(qwen3: tuple[Any, Path]) -> None:
 
 
 def test_prompts_that_are_not_repeated_do_not_make_the_cache_grow(qwen3: tuple[Any, Path]) -> None:
-    """Those of episodes that go on do."""
+    """Prefixes of continuing episodes do."""
     _, folder = qwen3
 
     def capacity(continues: bool) -> int:
@@ -384,7 +384,7 @@ def test_blocks_are_found_and_evicted_by_their_tokens() -> None:
 
 @pytest.mark.parametrize("lag", [0, 1])
 def test_a_response_begun_under_too_old_weights_is_not_cached(lag: int, qwen3: tuple[Any, Path]) -> None:
-    """Its next turn, and a sibling of it, get the log-probs of the new weights."""
+    """Its next turn and another member of its group get the log-probs of the new weights."""
     _, folder = qwen3
     engine = counting(folder, prefix_staleness=lag)
     prompt = prompt_of(0, 40)
@@ -405,7 +405,7 @@ def test_a_response_begun_under_too_old_weights_is_not_cached(lag: int, qwen3: t
 
 
 def test_recomputing_never_needs_more_blocks_than_exist(qwen3: tuple[Any, Path]) -> None:
-    """Also when running requests have filled their blocks, so that one of them is about to be interrupted."""
+    """Also when running requests have filled their blocks, so one of them is about to be preempted."""
     model, folder = qwen3
     engine = counting(folder, max_num_seqs=2, max_length=5 * BLOCK, kv_cache_bytes=budget(5, folder))
     requests = [Request(i, prompt_of(i, 20), SamplingParams(30, ignore_eos=True), seed=i) for i in range(2)]
@@ -431,8 +431,8 @@ def test_a_request_waiting_behind_an_aborted_one_is_admitted(qwen3: tuple[Any, P
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["continue", "recompute"])
 def test_any_order_of_calls_gives_the_same_responses(mode: str, qwen3: tuple[Any, Path]) -> None:
-    """Requests, steps, aborts, new weights at random, with a full cache: what belongs to one policy has its log-probs,
-    and at the end no block is in use."""
+    """Requests, steps, aborts, new weights at random, with a full cache: tokens of one policy have its log-probs, and
+    at the end no block is in use."""
     _, folder = qwen3
     models = [make_model(CONFIGS["qwen3"], seed) for seed in range(3)]
     for seed in range(3):

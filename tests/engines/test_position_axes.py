@@ -1,4 +1,4 @@
-"""Position ids of three axes in the training engines: to the model as they are, or refused."""
+"""Position ids of three axes in the training engines: passed to the model unchanged, or refused."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_segments_of_episodes_by_steps_are_separate_sequences(folder: Path, worl
 
 
 def test_equal_prompts_with_different_images_share_no_prefix(folder: Path, world_of_one: None) -> None:
-    """Two rows with the same six prompt tokens, of which the second one has no image."""
+    """Two rows with the same six prompt tokens; the second one has no image."""
     batch = with_axes(make_batch((12, 12, 12, 12), num_prompt_tokens=6).select([0, 3]))
     assert torch.equal(batch.token_ids[:6], batch.token_ids[12:18])
     batch.position_ids[12:] = torch.arange(12)[:, None]

@@ -1,4 +1,4 @@
-"""Router replay: the native generator records the experts it chose, and the FSDP2 trainer chooses the same."""
+"""Router replay: the native generator records its experts, and the FSDP2 trainer chooses the same."""
 
 from __future__ import annotations
 
@@ -124,8 +124,7 @@ def mismatch(trainer: FSDP2Engine, batch: Batch) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("full", [False, True], ids=["room for all", "a full cache"])
 def test_recorded_routes_match_transformers(full: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As transformers' routers choose on the whole sequence, whatever slots a request went through and whether it was
-    interrupted."""
+    """Transformers' routers run on the whole sequence; the request may have changed slots and been preempted."""
     interrupted: list[int] = []
     interrupt = NativeEngine._preempt
     monkeypatch.setattr(NativeEngine, "_preempt", lambda self, slot: (interrupted.append(slot), interrupt(self, slot)))
@@ -159,7 +158,7 @@ def test_a_request_that_has_not_begun_has_no_routes(folder: Path) -> None:
 
 
 def test_replay_brings_a_trainer_with_other_routers_closer_to_the_generator(folder: Path) -> None:
-    """The generator's routers are noisy, as rounding makes them, only more so."""
+    """The generator's routers are noisy, more than rounding would make them."""
     weights = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict())
     del weights["lm_head.weight"]
     noise = torch.Generator().manual_seed(0)
@@ -197,7 +196,7 @@ def batch_without_routes() -> Batch:
 
 
 def forced_batch() -> Batch:
-    """Random routes, not the model's own; siblings have the same ones for the prompt's last token."""
+    """Random routes, not the model's own; group members have the same ones for the prompt's last token."""
     batch, rng = batch_without_routes(), np.random.default_rng(3)
     routes = np.stack([rng.permutation(8)[:2] for _ in range(2 * batch.num_tokens)]).reshape(-1, 4).astype(np.uint8)
     routes[~batch.loss_mask.numpy()] = NONE

@@ -1,4 +1,4 @@
-"""SGLang's adapter (beside its contract, tests/contracts): what it makes of answers, and with the real SGLang on a CPU
+"""SGLang's adapter (beside its contract, tests/contracts): its handling of answers, and with the real SGLang on a CPU
 (tests/sglang_cpu) caches, weights, ranks and failures."""
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def folder(model: Path) -> Path:
 
 
 def real(test: Any) -> Any:
-    """Marks of a test with the real SGLang."""
+    """Markers of a test with the real SGLang."""
     for mark in (pytest.mark.outside, pytest.mark.slow, pytest.mark.timeout(300)):
         test = mark(test)
     return test
 
 
 class Answers:
-    """A Server that gives these answers to a burst, for what the adapter makes of them."""
+    """A Server that gives these answers to a decode chunk, to test the adapter."""
 
     def __init__(self, *made: Made):
         self._made = list(made)
@@ -253,7 +253,7 @@ def test_a_response_does_not_depend_on_sampling_of_other_requests(folder: Path) 
     for request in requests:
         alone = answers(engine, [request])[request.id]
         assert together[request.id].token_ids.tolist() == alone.token_ids.tolist()
-    crowded = make_engine(folder, max_num_seqs=2)  # a waiting request takes a slot of its kind, or one of a later burst
+    crowded = make_engine(folder, max_num_seqs=2)  # a request waits for a slot of its kind, or for a later chunk
     crowded.load_weights(weights_of(folder), 0)
     for i, output in answers(crowded, requests[::-1], decode_chunk=5).items():
         assert output.token_ids.tolist() == together[i].token_ids.tolist()
@@ -284,7 +284,7 @@ def test_an_aborted_update_is_closed_by_the_next_one(folder: Path) -> None:
 
 @real
 def test_memory_is_released_once_and_weights_are_loaded_again(folder: Path) -> None:
-    """As on a GPU, but for the memory itself, which only CUDA gives back."""
+    """As on a GPU, except for the memory itself, which only CUDA releases."""
     engine = make_engine(folder, sleeps=True)
     engine.load_weights(weights_of(folder), 0)
     whole = answers(engine, [ask(0)])[0]
@@ -346,7 +346,7 @@ def test_a_dead_or_hanging_scheduler_is_named(folder: Path, number: int, text: s
 
 @real
 def test_a_refusal_by_sglang_is_reported_with_its_key_and_cause(folder: Path) -> None:
-    """A refusal in its own process, and one in that of its scheduler."""
+    """A refusal in SGLang's main process and one in its scheduler's process."""
     with pytest.raises(
         ValueError, match=r"SGLang refuses .* with generator\.sglang\.options=.*nonsense.*: .*'nonsense'"
     ):

@@ -1,4 +1,4 @@
-"""Models that a training engine cannot train are known from their config.json, before anything starts."""
+"""Models that a training engine cannot train are recognised by their config.json before anything starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Attention over sequences of different lengths: which kernel is taken, how it is called, and that it is the same."""
+"""Attention over sequences of different lengths: which kernel is chosen, how it is called, and that its results are the
+same."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def by_formula(q: Tensor, k: Tensor, v: Tensor, bounds: list[int], scale: float,
 
 
 def flash_stand_in() -> ModuleType:
-    """flash_attn's function with the parameters of version 2.8, and the formula in the place of the kernel."""
+    """flash_attn's function with the parameters of version 2.8; the formula replaces the kernel."""
 
     def flash_attn_varlen_func(
         q: Tensor,
@@ -77,7 +78,7 @@ def flash_stand_in() -> ModuleType:
 
 
 def torch_stand_in(*arguments: Any, **named: Any) -> Tensor:
-    """torch's function with its own parameters, and the formula in the place of the kernel."""
+    """torch's function with its own parameters; the formula replaces the kernel."""
     given = inspect.signature(TORCHS).bind(*arguments, **named).arguments
     heads = [given[name].shape[1] for name in ("query", "key")]
     assert heads[0] == heads[1] or given["enable_gqa"]

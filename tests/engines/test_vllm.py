@@ -73,7 +73,7 @@ def weights_of(folder: Path, scale: float = 1.0) -> list[tuple[str, torch.Tensor
 
 
 def member(folder: Path) -> dict[int, Output]:
-    """Rank 0 and 1 are one replica, rank 2 is one, and rank 3 does not generate."""
+    """Ranks 0 and 1 are one replica, rank 2 is another, and rank 3 does not generate."""
     rank = dist.get_rank()
     if rank == 3:
         dist.all_reduce(torch.ones(1))
@@ -91,7 +91,7 @@ def member(folder: Path) -> dict[int, Output]:
 
 
 def test_tensor_parallelism_works_on_a_subset_of_the_default_group(tmp_path: Path) -> None:
-    """Of a mixture of experts, whose choices are the same on every rank."""
+    """With a mixture of experts, whose routes are the same on every rank."""
     experts = {"architecture": "qwen3_moe", "num_experts": SHAPE.num_experts}
     make_tiny_model(TinyModel(**SIZES, **experts), tmp_path)
     first, second, whole, none = run_ranks(4, member, tmp_path)
@@ -108,7 +108,7 @@ def test_tensor_parallelism_works_on_a_subset_of_the_default_group(tmp_path: Pat
 def test_replicas_of_several_ranks_disable_vllms_custom_all_reduce(
     num_ranks: int, wanted: bool, left_out: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It finds no GPU of another rank where each rank sees its own alone."""
+    """It finds no GPUs of other ranks if each rank sees only its own."""
     from vllm.engine import arg_utils
     from vllm.platforms.interface import Platform
 
@@ -184,8 +184,8 @@ def model_logprobs(model: Any, request: Request, output: Output) -> np.ndarray:
 
 
 def not_loaded(engine: Any, model: Any) -> list[str]:
-    """The weights that the engine shows otherwise than the model has them, by checksums as of check_weights=true; all
-    that it does not show."""
+    """Weights that differ between engine and model by the checksums of check_weights=true; all weights that the engine
+    does not expose."""
     named = dict(model.named_parameters())
     layout = [TensorShards.whole(name, "float32", tensor.shape, [0]) for name, tensor in named.items()]
     needs = [RequiredSlices("float32", (full_slice(tensor.shape),)) for tensor in named.values()]
@@ -200,8 +200,8 @@ def not_loaded(engine: Any, model: Any) -> list[str]:
 def test_log_probs_after_an_update_belong_to_the_new_weights(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also of requests that waited, with prompts of which the cache has what the old weights computed. The engine shows
-    the new weights, and what it still computes with if the packed copies of a CPU are not made anew."""
+    """Also for requests that waited, with prompts cached under the old weights. The engine exposes the new weights, or
+    stale ones if the packed copies on a CPU are not refreshed."""
     folder = family_folder(family, tmp_path / "model")
     engine = make_engine(folder, options={"block_size": 32})
     asked = [Request(i, [(11 * i + k) % 90 for k in range(40 + i)], SamplingParams(12), seed=i) for i in range(3)]
@@ -223,8 +223,8 @@ def test_log_probs_after_an_update_belong_to_the_new_weights(
 
 
 def test_models_run_with_transformers_code_do_not_change_the_trainers_class(tmp_path: Path) -> None:
-    """vLLM would compile the class of the decoder in place, and then call the trainer's model as its own. A weight that
-    does not come is an error also of such a family, of which vLLM alone knows the names."""
+    """vLLM would compile the decoder's class in place and then treat the trainer's model as its own. A missing weight
+    is an error for these families too, whose names only vLLM knows."""
     folder = make_model_folder("olmo2", tmp_path / "model", **HEADS)
     before = changed(folder, 0)
     engine = make_engine(folder, options={"block_size": 32})

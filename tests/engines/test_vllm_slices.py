@@ -1,4 +1,4 @@
-"""The part of each weight that a rank of a vLLM replica gets is what vLLM reads, and no more."""
+"""A rank of a vLLM replica gets exactly the part of each weight that vLLM reads."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def parts(model: ModelShape, named: Named, index: int, less: str = "") -> Iterat
 
 
 def not_shown(model: ModelShape, engine: Any, named: Named, index: int) -> list[str]:
-    """The tensors of whose slices the engine shows other numbers."""
+    """The tensors whose slices differ in the engine."""
     shown = dict(engine.loaded_weights([name for name, _ in named]))
     found = []
     for name, tensor in named:
@@ -89,7 +89,7 @@ def member(folders: dict[str, Path]) -> dict[str, tuple[dict[int, Output], dict[
 
 
 def pieces(which: str, name: str, size: int, **options: Any) -> list[tuple[tuple[int, int], ...]]:
-    """What each of `size` ranks gets of a weight of a published model: the bounds along the divided axis."""
+    """The slice of a published model's weight for each of `size` ranks: the bounds along the divided axis."""
     model = shape_of(which)
     shape = next(p.shape for p in model.parameters if p.name == name)
     found = []
@@ -130,7 +130,7 @@ def test_indivisible_experts_are_assigned_whole() -> None:
 
 @pytest.mark.parametrize(("words", "expected"), [(100, [(0, 32), (32, 64), (64, 96), (96, 100)]), (60, None)])
 def test_the_vocabulary_is_padded_like_vllms(words: int, expected: list[tuple[int, int]] | None) -> None:
-    """A rank that has only padding gets the last row, so that vLLM is given every tensor."""
+    """A rank that has only padding gets the last row, so vLLM gets every tensor."""
     model = replace(shape_of("Qwen2.5-7B"), parameters=(Parameter("lm_head.weight", (words, 8), "vocabulary"),))
     found = [slices({}, model, "lm_head.weight", (words, 8), index, 4) for index in range(4)]
     assert found == [((rows, (0, 8)),) for rows in expected or [(0, 16), (16, 32), (32, 48), (48, 60)]]
@@ -158,8 +158,8 @@ def test_ranks_get_whole_tensors_that_vllm_may_divide_differently(model: ModelSh
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not find_spec("vllm"), reason="vllm is not installed (extra: vllm)")
 def test_vllm_reads_only_the_slices(tmp_path: Path) -> None:
-    """With NaN outside a rank's slices it answers as with the whole tensors; with NaN also in their last rows it tells
-    that logits are not finite, whichever tensor it is."""
+    """With NaN outside a rank's slices it answers as with the whole tensors; with NaN also in their last rows it
+    reports non-finite logits, for every tensor."""
     folders = {name: make_model_folder(k, tmp_path / name, **(HEADS | c)) for name, (k, c) in MODELS.items()}
     for found in run_ranks(2, member, folders):
         for which, (whole, sliced, unnoticed) in found.items():

@@ -94,7 +94,7 @@ def work(dtype: torch.dtype, asked: str) -> Callable[[], object]:
 def test_peak_memory_is_little_more_than_one_chunk(
     dtype: torch.dtype, chunks: float, asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In bfloat16 half a chunk beside it, of the projection's results and of the gradient."""
+    """In bfloat16 another half a chunk, for the projection's results and the gradient."""
     monkeypatch.setattr(logits, "BLOCK_NUMBERS", 10 * 3000)
     assert peak_bytes(work(dtype, asked), tmp_path / "trace.json") < chunks * 300 * 3000 * 4
 
