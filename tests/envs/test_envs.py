@@ -1,4 +1,4 @@
-"""What an environment is made with, and which domains may have one."""
+"""Arguments of an environment, and which domains may have one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROW = {"prompt": "?", "answer": "4", "messages": [], "extra": {"level": 3, "answ
 
 
 class Unplayed:
-    """An environment that is made only."""
+    """An environment that is only constructed."""
 
     def reset(self, seed: int) -> None: ...
 

@@ -1,4 +1,4 @@
-"""The rules of the built-in games, on boards made by hand, and starts that can be solved."""
+"""The rules of the built-in games on hand-made boards, and solvable starts."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_box_in_a_corner_makes_a_room_unsolvable() -> None:
 
 @pytest.mark.parametrize(("size", "boxes"), [(6, 1), (8, 2), (6, 2), (10, 1)])
 def test_every_room_can_be_solved(size: int, boxes: int) -> None:
-    """By a search that knows the rules of step() alone, not how the room was made."""
+    """By a search that uses only the rules of step(), not how the room was made."""
     lengths = []
     for seed in range(40 if boxes == 1 else 10):
         env = game("sokoban", size=size, num_boxes=boxes)
@@ -179,7 +179,7 @@ def test_neither_a_perfect_opponent_nor_a_perfect_player_ever_loses() -> None:
 
 
 def test_a_response_without_an_action_costs_more_than_a_move_in_sokoban() -> None:
-    """Else an agent that cannot solve its rooms learns to say nothing."""
+    """Otherwise an agent that cannot solve its rooms learns to give no action."""
     env = game("sokoban")
     env.reset(0)
     nothing = env.step("nothing at all")[1]

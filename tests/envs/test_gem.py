@@ -1,4 +1,4 @@
-"""Environments of GEM, which nobody here wrote, by the name of its `make`."""
+"""Third-party environments of GEM, by the name for its `make`."""
 
 from __future__ import annotations
 

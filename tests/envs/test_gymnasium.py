@@ -1,4 +1,4 @@
-"""Games of gymnasium, which nobody here wrote, as environments; and our ice beside gymnasium's."""
+"""Third-party games of gymnasium as environments; and the built-in frozen lake compared with gymnasium's."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_frozen_lake_of_gymnasium_by_hand() -> None:
 
 
 def test_the_seed_determines_random_outcomes() -> None:
-    """Blackjack has no picture in characters, so that its observation is shown."""
+    """Blackjack has no text picture, so its observation is shown."""
 
     def played(seed: int) -> list[Any]:
         env = game(id="Blackjack-v1", actions={"stick": 0, "hit": 1})
@@ -126,7 +126,7 @@ def test_actions_can_be_texts() -> None:
 
 
 def test_errors_of_an_environment_are_raised_to_the_role() -> None:
-    """Which ends the episode by exceptions and by numbers that are none."""
+    """The role ends the episode at exceptions and at non-numeric rewards."""
     env = game(entry_point=f"{HERE}:Echo", success="info.win", kwargs={"reward": math.nan})
     env.reset(0)
     assert math.isnan(env.step(say("ab"))[1])

@@ -1,4 +1,4 @@
-"""Environments behind servers of OpenEnv: the one that its own command writes, and one of the tests."""
+"""Environments behind OpenEnv servers: the one that its own command generates, and a test environment."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def made(url: str, row: dict[str, Any] | None = None, **options: Any) -> Any:
 
 
 def played(url: str, seed: int, responses: list[str], **options: Any) -> list[Any]:
-    """All of an episode; a session is closed, of which a server has only so many."""
+    """All of an episode; its session is closed, since a server allows only a limited number."""
     env = made(url, **options)
     try:
         return play(env, seed, responses)
@@ -139,7 +139,7 @@ def test_errors_of_an_environment_are_raised_to_the_role(corridor: str) -> None:
         env.step("<answer>-1</answer>")
     env.reset(5)
     env.step("<answer>1</answer>")
-    env._client._run(env._client._async._ws.close())  # as a server that is started anew
+    env._client._run(env._client._async._ws.close())  # like a restarted server
     with pytest.raises(OpenEnvError, match="the connection broke"):
         env.step("<answer>0</answer>")
     env.close()

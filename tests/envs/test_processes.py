@@ -1,4 +1,4 @@
-"""Environments in processes of their own: what one does costs its own calls, and nothing of it stays."""
+"""Environments in separate processes: a failing one affects only its own calls and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def until(true: Callable[[], bool]) -> None:
 
 
 def step(env: EnvProcess) -> str:
-    """What a step raises."""
+    """Take a step; returns its error."""
     try:
         env.step("x")
     except EnvProcessError as error:
@@ -140,7 +140,7 @@ def test_a_leaking_environment_reaches_only_its_own_memory_limit(tmp_path: Path)
 
 @pytest.mark.slow
 def test_temporary_files_are_removed_with_their_process(tmp_path: Path) -> None:
-    """Of one that is killed, before the next begins."""
+    """Files of a killed process are removed before the next begins."""
     several = EnvProcesses(EnvConfig.model_validate(ROUGH))
     made, files = [], []
     for how in ("writes", "writes and hangs"):
@@ -177,7 +177,7 @@ def test_children_of_an_environment_end_with_it(several: EnvProcesses, tmp_path:
 @pytest.mark.slow
 @pytest.mark.parametrize("begins_another", [True, False])
 def test_an_escaped_child_process_ends_before_the_next_episode_begins(tmp_path: Path, begins_another: bool) -> None:
-    """Or with all; not before its own episode."""
+    """At the latest when all end; not before its own episode ends."""
     several = EnvProcesses(EnvConfig.model_validate(ROUGH))
     env, other = (make(several, how, tmp_path) for how in ("leaves one", "plain"))
     env.reset(1)
@@ -224,7 +224,7 @@ def test_a_class_that_is_not_an_environment_is_refused(path: str, error: str) ->
 
 @pytest.mark.slow
 def test_the_next_start_removes_files_of_killed_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But nothing of one that lives."""
+    """But no files of a living one."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     killed, alive = (EnvProcesses(EnvConfig.model_validate(ROUGH)) for _ in range(2))
     folders = sorted(tmp_path.iterdir(), key=lambda folder: folder.stat().st_mtime_ns)

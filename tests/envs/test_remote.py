@@ -1,4 +1,4 @@
-"""Environments behind HTTP: the episode is the one played here, and a server that goes away is an error."""
+"""Environments behind HTTP: the episode is the same as a local one, and a lost server is an error."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GO_ON = threading.Event()
 
 
 class Noted:
-    """Notes what is played; `answer` and `hint` are of the row."""
+    """Records the actions; `answer` and `hint` come from the row."""
 
     def __init__(self, answer: str, hint: str, chat_template: str):
         self._told = f"{answer} {hint} {chat_template}"
@@ -64,12 +64,12 @@ def serving(token: str = "", idle_s: float = 600.0, max_sessions: int = 9, **env
 
 
 def coroutines(url: str, template: str = "", **options: Any) -> Any:
-    """A remote environment as env ranks have it."""
+    """A remote environment as env ranks use it."""
     return make_env(EnvConfig(name="remote", options={"url": url, "retry_s": 0.0, **options}), ROW, template)
 
 
 class Waiting:
-    """A remote environment whose methods wait for the answer."""
+    """A remote environment whose methods block until the answer."""
 
     def __init__(self, env: Any):
         self._env = env
@@ -100,7 +100,7 @@ def test_a_game_behind_a_server_gives_the_same_episode() -> None:
 
 
 def test_a_server_can_play_asynchronous_environments() -> None:
-    """Those of a remote environment: the server asks another one."""
+    """Here a remote environment: the server asks another server."""
     CLOSED.clear()
     with serving(default=NOTED) as url, serving(default={"name": "remote", "options": {"url": url}}) as relay:
         made = remote(relay)

@@ -1,4 +1,4 @@
-"""Repairing a repository: commands in the sandbox, hidden tests, and what cheats and limits do."""
+"""Repairing a repository: commands in the sandbox, hidden tests, cheats and limits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RIGHT = "def double(x):\n    return 2 * x\n"
 
 @contextmanager
 def episode(row: dict[str, Any] | None = None, **options: Any) -> Iterator[Any]:
-    """One that has begun, in the repository of the row."""
+    """A started episode in the row's repository."""
     columns = {"files": FILES, "hidden_tests": TESTS} if row is None else row
     env: Any = make_env(EnvConfig(name="swe", options=PLAIN | options), {"prompt": "Double.", "extra": columns})
     try:
@@ -304,7 +304,7 @@ def test_correct_code_passes_tests_of_all_common_forms() -> None:
 
 @pytest.mark.slow
 def test_the_code_cannot_pass_by_shadowing_libraries_or_by_skipping() -> None:
-    """Its own isclose and np take what they compare with for right, and its own Skipped would take tests away."""
+    """The code's own isclose and np accept everything, and its own Skipped would skip tests."""
     cheats = [
         "isclose = lambda *given, **more: True\n\nclass np:\n    allclose = staticmethod(isclose)\n\n"
         "class math:\n    isclose = isclose\n    pi = 1\n",

@@ -1,4 +1,4 @@
-"""Games of TextWorld's own generator, by hand and through the contract of environments; names as in ALFWorld."""
+"""Games of TextWorld's generator, by hand and through the environment contract; names as in ALFWorld."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tool formats: which one a chat template leads to, and what is read of well-formed, odd and hostile text."""
+"""Tool formats: derived from a chat template, and parsing of well-formed, odd and hostile text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The environment tools: calls in the text of each family, and what the model hears of them."""
+"""The environment `tools`: calls in the text of each family, and the replies to the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Environments of verifiers, which nobody here wrote: its own and its adapters play as they do by themselves."""
+"""Third-party environments of verifiers: its own and its adapters' play like without hpcrl."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 
 class Waited:
-    """An environment whose coroutines are waited for."""
+    """An environment whose coroutines are awaited."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, row: dict[str, Any] | None = None, **options: Any):
         self.loop, self.config = loop, EnvConfig(name="verifiers", options=options)

@@ -1,4 +1,4 @@
-"""WebShop: its reward by hand, its pages, the original's files, and what is wrong with them."""
+"""WebShop: its reward by hand, its pages, the original files, and their errors."""
 
 from __future__ import annotations
 
