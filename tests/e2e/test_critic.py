@@ -41,7 +41,7 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def everything(run_dir: Path) -> dict[str, Any]:
-    """All that `remains` returns, including the critic's state."""
+    """All that `remains` returns, and the critic's state."""
     state = run_dir / "checkpoints" / step_name(NUM_STEPS) / "critic"
     left = remains(run_dir) | {f"critic {name}": tensor for name, tensor in tensors(state).items()}
     left |= {f"critic {path.name}": path.read_bytes() for path in sorted(state.glob("random_rank*.pt"))}

@@ -70,7 +70,7 @@ def launch_on_a_terminal(columns: int, *words: str) -> str:
 
 @pytest.fixture(scope="module")
 def warmed_up(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Folder of the supervised warm-up as the demonstration makes it, and what it showed on a terminal.
+    """Folder of the demonstration's supervised warm-up, and its terminal output.
 
     It ends at a score. After a number of steps it stands anywhere between .03 and .20, by the seed and the processor's
     instructions: accuracy jumps from step to step at its learning rate.

@@ -383,11 +383,7 @@ def test_every_prompt_ends_once_without_deterministic_mode(
 @pytest.mark.parametrize(("variant", "max_staleness"), [("default", 0), ("ahead", 1)])
 def test_every_prompt_ends_once_after_twenty_kills(variants: dict[str, Runs], variant: str, max_staleness: int) -> None:
     rng = random.Random(11)
-    words = [
-        *variants[variant].words,
-        "max_steps=60",
-        "trainer.lr=1e-5",
-    ]  # else all is soon right and filtered
+    words = [*variants[variant].words, "max_steps=60", "trainer.lr=1e-5"]  # else all is soon right, and filtered
     folder = variants[variant].folder / "soaked"
     folder.mkdir()
     check_kills(Runs(folder, words), rng, [rng.randrange(4) for _ in range(20)], max_staleness)
