@@ -1,4 +1,4 @@
-"""What was checked and submitted is what runs, whatever becomes of the files that made it."""
+"""The checked and submitted configuration runs, even if its files change later."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def in_job(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 
 
 def script_words(run: Path) -> list[str]:
-    """The words that the batch script of a run hands to `job begin`."""
+    """The arguments that a run's batch script passes to `job begin`."""
     (line,) = re.findall(r"^words=\((.*) \"\$@\"\)$", (run / "slurm/job.sbatch").read_text(), re.MULTILINE)
     return shlex.split(line)
 
@@ -138,7 +138,7 @@ def test_the_first_start_freezes_a_script_submitted_by_hand(
 
 
 def started(*words: str) -> Path:
-    """A run of the experiment that was started here and has stopped."""
+    """A run of the experiment that was started on this machine and has stopped."""
     config, *_, run, _ = prepare(["+experiment=mine", *words])
     opened = open_run(config.model_dump(mode="json"), config.run_dir, "auto", words=run.words)
     close_run(opened.run_dir, opened.attempt)
@@ -180,7 +180,7 @@ def test_an_override_of_a_fixed_key_is_refused_even_if_the_file_agrees(mine: Pat
 
 
 def test_overrides_left_out_at_a_resume_also_count_as_changes(mine: Path) -> None:
-    """Begun on Slurm, gone on with here; and without a component."""
+    """Started on Slurm and resumed on this machine, also without a component."""
     parts = "{node: {roles: [controller, trainer]}, spare: {roles: [reward], partition: cpu}}"
     layout = ["layout.reward.num_ranks=1", "layout.reward.colocate_with=null"]
     started("+cluster=slurm", f"cluster.components={parts}", "max_steps=12", *layout)
@@ -197,7 +197,7 @@ def test_resume_fresh_uses_the_current_files(mine: Path) -> None:
 
 
 def test_a_run_with_unknown_overrides_is_compared_as_a_whole(mine: Path) -> None:
-    """As a version of hpcrl stored it that kept no words."""
+    """A run folder of a version of hpcrl that stored no overrides."""
     run_dir = started()
     text = (run_dir / CONFIG).read_text()
     (run_dir / CONFIG).write_text(text.partition("\n")[2])
@@ -209,7 +209,7 @@ def test_a_run_with_unknown_overrides_is_compared_as_a_whole(mine: Path) -> None
 
 @pytest.mark.parametrize("moved", [True, False])
 def test_a_runs_configuration_can_start_another_run(mine: Path, moved: bool) -> None:
-    """In another folder under another name, with texts and numbers as they were."""
+    """In another folder under another name, with unchanged texts and numbers."""
     prologue = 'cluster.prologue="export A=\\${HOME}/1e5 \\\\\\${x}"'
     run_dir = started("run_name=1e5", prologue, "rollout.stop=['1e6','yes']", "resume=fresh", "~seed")
     mine.unlink()

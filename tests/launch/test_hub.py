@@ -1,4 +1,4 @@
-"""A model by its hub name: from the cache, from conf/ for a plan, and one clear line where it is nowhere."""
+"""A model by its hub name: from the cache, from conf/ for a plan, and one clear line if it is not found."""
 
 from __future__ import annotations
 

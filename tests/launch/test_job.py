@@ -1,4 +1,4 @@
-"""What the batch script reads of `hpcrl.launch.job begin`, and how a job ends."""
+"""The output of `hpcrl.launch.job begin` for the batch script, and how a job ends."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_job_with_a_different_number_of_nodes_opens_no_attempt(
 def test_starting_over_within_a_job_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Requeued, it would begin in another folder every time."""
+    """A requeued job would begin in a new folder every time."""
     log.start("launch", console="stderr")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
@@ -73,7 +73,7 @@ echo "JobId=7 JobState=RUNNING Restarts=0 PreemptTime=None Reason=None EndTime=U
 
 
 def make_scontrol(folder: Path, silent: int, error: str, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A stand-in that fails so many times; returns the file with its calls."""
+    """A replacement of scontrol that fails so many times; returns the file with its calls."""
     program = folder / "bin" / "scontrol"
     program.parent.mkdir()
     program.write_text(SCONTROL.format(folder=folder, silent=silent, error=error))
@@ -122,7 +122,7 @@ TAKEN = {
 def end_with(
     run_dir: Path, code: int | None, taken: str, monkeypatch: pytest.MonkeyPatch, step: int = 0, job: int = 7
 ) -> str:
-    """Open an attempt in the job, end it with this code (None: its agents said nothing); returns why it is over."""
+    """Open an attempt in the job and end it with this code (None: no verdict of its agents); returns the reason."""
     program = run_dir.parent / "bin" / "scontrol"
     program.parent.mkdir(exist_ok=True)
     answer = f"JobId={job} Restarts=0 EndTime=Unknown {TAKEN[taken]}"
@@ -163,7 +163,7 @@ def test_too_short_jobs_are_not_requeued_forever(tmp_path: Path, monkeypatch: py
 def test_on_a_full_disk_a_job_ends_with_its_steps_code_and_is_not_requeued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The word of the agent did not fit, nor does the count of crashes."""
+    """Neither the agent's verdict nor the count of crashes fits on the disk."""
     run_dir = tmp_path / "run"
     assert end_with(run_dir, None, "", monkeypatch, step=ExitCode.NOT_SAVED).startswith("crash 1 of at most 3")
     (run_dir / ".restarts.json.tmp").symlink_to("/dev/full")

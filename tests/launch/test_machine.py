@@ -1,4 +1,4 @@
-"""What a run on this machine may ask of it."""
+"""The limits of a run on this machine."""
 
 from __future__ import annotations
 

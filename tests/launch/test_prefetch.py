@@ -23,7 +23,7 @@ SHA = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub(ThreadingHTTPServer):
-    """Serves ROOT/models/ORG/NAME/* and ROOT/datasets/ORG/NAME/*; `served`: every file whose content it gave out."""
+    """Serves ROOT/models/ORG/NAME/* and ROOT/datasets/ORG/NAME/*; `served`: every file whose content was downloaded."""
 
     def __init__(self, root: Path):
         super().__init__(("127.0.0.1", 0), Handler)
@@ -85,7 +85,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[Hub]:
-    """Holds the model org/tiny, which also has the same weights in another format and in a folder."""
+    """A hub with the model org/tiny, which has the same weights also in another format and in a folder."""
     folder = write_model(tmp_path / "hub" / "models" / "org" / "tiny")
     for name in ("pytorch_model.bin", "original/params.json", "README.md", "merges.txt"):
         (folder / name).parent.mkdir(exist_ok=True)
@@ -106,8 +106,8 @@ def prefetch(tmp_path: Path, endpoint: str, *words: str, **more: str) -> subproc
 
 
 def prefetch_each(tmp_path: Path, endpoint: str, *lines: Sequence[str]) -> list[tuple[int, str, str]]:
-    """(exit code, stdout, stderr) of several command lines, one after another in one process: most of what one takes is
-    its start."""
+    """(exit code, stdout, stderr) of several command lines, one after another in one process, since a start takes most
+    of the time."""
     code = (
         "import json, sys; from pathlib import Path\n"
         "from hpcrl.launch.prefetch import main; from tests import in_process\n"

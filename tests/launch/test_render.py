@@ -1,4 +1,4 @@
-"""The batch script: what sbatch reads of a configuration, what the shell makes of it, and the recipes of slurm/."""
+"""The batch script: sbatch options of a configuration, the shell's behaviour, and the recipes in slurm/."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_job_step_without_a_sign_of_life_is_killed(
 def test_the_job_step_is_not_bound_to_cores_and_waits_for_all_nodes() -> None:
     step = re.search(r"^srun (.+?) \\$", script(), re.M)
     assert step is not None
-    # A site's defaults are one core, its MPI, and an end for all some seconds after that of the first node.
+    # A site's defaults are one core, its MPI, and ending all nodes some seconds after the first.
     assert {"--cpu-bind=none", "--mpi=none", "--wait=0", "--kill-on-bad-exit=0", "--export=ALL"} <= set(step[1].split())
 
 
@@ -221,7 +221,7 @@ def test_a_recipe_plans_without_weights_and_names_unbuilt_parts(
 
 
 def preamble(made: dict[str, str], folder: Path, path: str) -> subprocess.CompletedProcess[str]:
-    """What a recipe does before it calls `python`, in this folder."""
+    """The part of a recipe before it calls `python`, run in this folder."""
     text = made["rlvr_tiny.sbatch"].partition("set -u\n")[0] + "command -v python\n"
     bash = ["bash", "-c", text]
     return subprocess.run(bash, cwd=folder, env={"PATH": path}, capture_output=True, text=True, timeout=60, check=False)
@@ -245,7 +245,7 @@ def test_a_recipe_finds_the_python_of_make_setup_or_names_what_is_missing(made: 
 
 
 def run_setup(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """What a script does before it calls `python`, on a site that defines `module` for login shells only."""
+    """The part of a script before it calls `python`, on a site that defines `module` only for login shells."""
     (folder / "profile").write_text('module() { echo "$@"; [ "$2" != nowhere ]; }\n')
     text = script(*words).partition("# If `python` has")[0].replace("/etc/profile", "./profile")
     (folder / "job").write_text(text + "echo $SITE\n")
@@ -260,7 +260,7 @@ def test_modules_defined_only_for_login_shells_are_found(word: str, tmp_path: Pa
 
 
 def test_interface_names_are_passed_to_nccl_as_exact_matches(tmp_path: Path) -> None:
-    """Without a =, NCCL would take ib0 for ib01, too; before the first name, it holds for all."""
+    """Without a =, ib0 would match ib01 for NCCL; a = before the first name applies to all names."""
     text = script("cluster.network_interface='ib0,ib1'").partition("# If `python` has")[0]
     job = text + 'echo "$GLOO_SOCKET_IFNAME $NCCL_SOCKET_IFNAME"\n'
     done = subprocess.run(["bash", "-c", job], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)

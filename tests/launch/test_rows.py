@@ -1,4 +1,4 @@
-"""Rows before the start: what a chat template refuses is named, and the plan shows a prompt as the model gets it."""
+"""Rows before the start: refusals by a chat template are named, and the plan shows a prompt as the model gets it."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_system_prompt_that_the_template_refuses_is_named_once(at: Path, train
 
 
 def test_an_empty_system_prompt_replaces_the_default_one(at: Path):
-    """It takes the place of the template's own."""
+    """It replaces the template's default."""
     with_template(at / "model", TABLE["qwen2.5"].template)
     path = write(at, GOOD)
     assert "You are Qwen" in plan(at, f"data.train={path}")

@@ -1,4 +1,4 @@
-"""What is asked of the run whose rollouts debug=train_only trains on."""
+"""Requirements on the run whose rollouts debug=train_only trains on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hpcrl.run_folder import CONFIG
 
 
 def stored(folder: Path, **rollout: Any) -> Path:
-    """A run folder with the rollouts of one step that were drawn so."""
+    """A run folder with one step's rollouts, sampled with these settings."""
     (folder / "rollouts/step_000001").mkdir(parents=True)
     (folder / CONFIG).write_text(yaml.safe_dump(parse({"rollout": rollout}).model_dump(mode="json")))
     return folder
@@ -22,7 +22,7 @@ def stored(folder: Path, **rollout: Any) -> Path:
 
 @pytest.mark.parametrize(("level", "problems"), [("token", 0), ("sequence", 1)])
 def test_sequence_level_correction_is_refused_for_truncated_sampling(tmp_path: Path, level: str, problems: int) -> None:
-    """Whatever this run's own sampling is, which draws for evaluation alone."""
+    """This run's own sampling, which is only for evaluation, does not matter."""
     run_dir = stored(tmp_path / "run", top_k=50)
     algorithm = {"advantage_estimator": "grpo", "correction": "truncate", "correction_level": level}
     told = [

@@ -1,4 +1,4 @@
-"""Submission with stand-ins for Slurm's commands: one launch at a time, and whose word holds."""
+"""Submission with replacements of Slurm's commands: one launch at a time, and precedence of variables."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ WORDS = ("+cluster=slurm", "data.train=task:sort_digits", "reward.default.name=s
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder whose sbatch numbers jobs from 9 on, and whose scontrol says that all of them wait."""
+    """A folder whose sbatch numbers jobs from 9 on, and whose scontrol reports all of them as pending."""
     make_slurm(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -73,7 +73,7 @@ def launch(site: Path, capsys: pytest.CaptureFixture[str]) -> Launch:
 
 @pytest.mark.slow
 def test_three_concurrent_launches_submit_one_job(site: Path, launch: Launch) -> None:
-    make_slurm(site, pause=3.0)  # longer than the launches are apart
+    make_slurm(site, pause=3.0)  # longer than the time between the launches
     command = [sys.executable, "-m", "hpcrl.launch", *WORDS]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     processes = [subprocess.Popen(command, **pipes) for _ in range(3)]  # type: ignore[call-overload]
@@ -89,7 +89,7 @@ def test_three_concurrent_launches_submit_one_job(site: Path, launch: Launch) ->
 
 
 def claim(site: Path, **holder: object) -> Path:
-    """A claim under number 4 as a launch leaves it that was killed."""
+    """A claim with number 4 as a killed launch leaves it."""
     path = site / "run" / CLAIMS / "0004"
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(holder) if holder else "")
