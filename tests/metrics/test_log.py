@@ -1,4 +1,4 @@
-"""Metrics on the disk, on TensorBoard, on the screen and on the plot."""
+"""Metrics on disk, on TensorBoard, on the screen and in the plot."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_the_last_evaluation_stays_on_a_terminal() -> None:
 
 @pytest.mark.parametrize("columns", [60, 80, 200])
 def test_the_progress_bar_is_one_terminal_line(columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Messages stand above it, and the steps that it shows are in the log."""
+    """Messages appear above it, and the steps that it shows are in the log."""
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("TERM", "xterm-256color")
     ours, terminal = pty.openpty()
@@ -240,7 +240,7 @@ def test_the_plot_command_draws_or_names_runs_without_measurements(
 
 
 def test_a_log_on_a_full_disk_can_be_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error of the row is the one that the run ends with."""
+    """The run ends with the error of writing the row."""
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     monkeypatch.setattr("hpcrl.metrics.log.read_metrics", lambda _: [])
     log = MetricsLog(tmp_path, -1, 10)

@@ -1,4 +1,4 @@
-"""Trackers: one run over all attempts, nothing twice, and none that can hold up or end a run."""
+"""Trackers: one run over all attempts, nothing twice, and no tracker can block or end a run."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Attempt:
 
 @pytest.mark.parametrize(("rewinds", "values"), [(False, [1, 1, 1, 1, 1, 2]), (True, [1, 1, 1, 1, 1, 2, 2, 2])])
 def test_steps_after_the_checkpoint_are_not_logged_twice(tmp_path: Path, rewinds: bool, values: list[float]) -> None:
-    """Except to a tracker that takes them back, which gets the step from which on."""
+    """Except by a tracker that can delete steps, which gets the first step to delete."""
     seen: list[Any] = []
     firsts: list[int] = []
 
@@ -159,7 +159,7 @@ def test_a_networked_tracker_requires_a_server() -> None:
 
 
 class LinesConfig(Section):
-    """Keys of a tracker of one's own."""
+    """Keys of a custom tracker."""
 
     end: str = ";"
     """After each value."""
@@ -204,7 +204,7 @@ ROWS = [{"step": 5, "prompt": "2+2", "response": "| <script> `4`", "score": 1.0}
 
 
 def two_attempts(folder: Path, name: str) -> list[str]:
-    """Steps 0 to 3, then from the checkpoint of step 1 to the end; how to upload them."""
+    """Log steps 0 to 3, then from the checkpoint of step 1 to the end; returns upload hints."""
     pytest.importorskip(name)
     config = config_of(trackers=[name])
     (folder / "plan.txt").write_text(PLAN)
@@ -244,7 +244,7 @@ def test_mlflow_logs_every_step_once_over_two_attempts(tmp_path: Path, capsys: p
     check(tmp_path / "trackers" / "mlflow" / "store")
     keep_examples(tmp_path, 5, [{name: value for name, value in ROWS[0].items() if name != "step"}])
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config_of().model_dump(mode="json")))
-    for _ in range(2):  # what is there already is not logged again
+    for _ in range(2):  # existing entries are not logged again
         assert track.main([str(tmp_path), "mlflow", (tmp_path / "server").as_uri()]) == ExitCode.DONE
     check(tmp_path / "server")
     assert "mlflow has the 6 rows" in capsys.readouterr().out
