@@ -74,7 +74,7 @@ def planned(folder: Path, dtype: str, stage: int, num_ranks: int) -> dict[str, i
 
 
 def test_planned_constants_match_deepspeed() -> None:
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # after the engine, which spares it mlflow
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # the engine first: it avoids importing mlflow
 
     own = DeepSpeedZeroConfig(stage=3)
     assert own.reduce_bucket_size == own.allgather_bucket_size == BUCKET_NUMBERS

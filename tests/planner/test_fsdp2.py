@@ -129,7 +129,7 @@ def test_saved_activations_are_within_a_tenth_of_the_plan(
 
 
 def test_the_tolerance_detects_a_longer_sequence(tmp_path: Path, world_of_one: None) -> None:
-    """Negative control: the tenth is tight enough to see a fifth more tokens."""
+    """Negative control: the tolerance of a tenth detects a fifth more tokens."""
     folder = make_model_folder("qwen3", tmp_path / "qwen3", **WIDTHS)
     saved = saved_bytes(make_engine(folder), 4, 60)
     assert saved != pytest.approx(fsdp2_activations(shape_of(folder), Tokens(192, 188, 48), 4, False), rel=0.1)
@@ -176,8 +176,8 @@ def test_a_step_needs_no_more_memory_than_planned(
 def test_a_step_on_two_ranks_needs_no_more_memory_than_planned(
     length: int, large: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What there is at the peak is a matter of time here: each of gloo's two threads may still hold its last
-    collective, at most a layer that was gathered and its copy."""
+    """The peak depends on timing here: each of gloo's two threads may still hold its last collective, at most a
+    gathered layer and its copy."""
     folder = make_model_folder("qwen3", tmp_path / "qwen3", vocab_size=1000, **TALL)
     peaks = run_ranks(2, step_peak, folder, tmp_path, large, 8, length)
     monkeypatch.setattr(fsdp2, "SMALL_MODEL_BYTES", 0 if large else 4 << 30)

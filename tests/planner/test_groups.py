@@ -18,7 +18,7 @@ NODE = {"ranks_per_node": 8, "gpus_per_node": 8}
 
 
 def apart(trainers: int, generators: int, tensor: int = 1, one_node: bool = False, gpus: int = 8) -> Config:
-    """Trainers and generators on nodes of their own, or all on one."""
+    """Trainers and generators on separate nodes, or all on one."""
     roles = [["trainer", "generator"]] if one_node else [["trainer"], ["generator"]]
     roles[0] += ["controller", "reward"]
     components: dict[str, Any] = {f"c{i}": NODE | {"roles": own} for i, own in enumerate(roles)}

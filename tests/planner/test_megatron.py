@@ -66,7 +66,8 @@ def test_bytes_of_the_first_and_the_last_stage_by_hand(shape: ModelShape) -> Non
 
 
 def test_ranks_of_a_model_copy_hold_every_parameter_once(shape: ModelShape) -> None:
-    """Over tensor and expert ranks: what is whole is on each of 4, so the sum is the model and three more of that."""
+    """Over tensor and expert ranks: unsharded parameters are on each of 4 ranks, so the sum is the model plus three
+    further copies of these."""
     stages = rank_numbers(shape, SIZES)
     whole = sum(parameter.size for parameter in shape.parameters if parameter.split == "whole")
     padding = 2 * (152_064 - 151_936) * 4096

@@ -1,4 +1,4 @@
-"""Roles of a rank added up, the cards they fit, what to change; and the generator's parts against the real engine."""
+"""The sum over a rank's roles, the GPUs that they fit, advice; and the generator's parts against the real engine."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_float32_head_is_a_second_matrix_on_cpus(cluster: dict[str, str], tmp_
 
 @pytest.mark.parametrize("lengths", [(5, 40), (9, 55), (31, 33), (2, 62)])
 def test_the_native_engine_uses_no_more_memory_than_planned(lengths: tuple[int, int], tmp_path: Path) -> None:
-    """Weights exactly, the cache up to its bound, whatever the lengths of prompt and response."""
+    """Weights exactly, the cache up to its bound, for any lengths of prompt and response."""
     prompt, response = lengths
     folder = make_model_folder("qwen3", tmp_path / "qwen3")
     shape = read_shape(inspect_model(folder).config)
@@ -133,7 +133,7 @@ def test_a_cache_budget_of_the_native_engine_is_planned_or_refused() -> None:
 
 @pytest.mark.parametrize(("trainers", "generators"), [(1, 1), (4, 2), (3, 2)])
 def test_the_plan_of_an_update_matches_its_transfer(trainers: int, generators: int) -> None:
-    """Qwen2.5-0.5B in two steps and more: the buffers of either side, and the bytes that come and go."""
+    """Qwen2.5-0.5B in two steps and more: the buffers of both sides, and the bytes sent and received."""
     shape, layout = shape_of("Qwen2.5-0.5B"), {"trainer": {"num_ranks": trainers}}
     apart = layout | {"generator": {"num_ranks": generators, "colocate_with": None}}
     config = run(layout=apart, cluster={})
@@ -157,8 +157,8 @@ def test_the_plan_of_an_update_matches_its_transfer(trainers: int, generators: i
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_the_plan_of_an_update_to_a_replica_of_two_matches_its_transfer(engine: str) -> None:
-    """A small model in one step, and Qwen2.5-0.5B in several. SGLang's first rank gets everything, vLLM's a half each,
-    but for norms, a half of the padded vocabulary, and biases."""
+    """A small model in one step, and Qwen2.5-0.5B in several. SGLang's first rank gets everything, vLLM's ranks a half
+    each, except for norms, a half of the padded vocabulary, and biases."""
     for shape in (read_shape(TinyModel().hf_config()), shape_of("Qwen2.5-0.5B")):
         replica = {"num_ranks": 2, "tensor_parallel": 2, "colocate_with": None}
         of_engine = {"engine": engine, "dtype": "bfloat16"}
@@ -196,7 +196,7 @@ def test_a_rank_of_a_replica_of_eight_gets_an_eighth_of_the_experts() -> None:
 
 
 def test_roles_of_one_rank_add_up() -> None:
-    """Without offload, FSDP2 and the native generator keep what they have while the other works."""
+    """Without offload, FSDP2 and the native generator keep their memory while the other works."""
     shape = shape_of("Qwen2.5-7B")
     layout = {"trainer": {"num_ranks": 8}, "generator": {"colocate_with": "trainer"}, "offload": "never"}
     kind = kinds(run(layout=layout), shape)["trainer+generator"]
@@ -232,7 +232,7 @@ def test_the_7b_recipes_fit_80_gb_and_keep_parameters_within_a_node(recipe: str)
 
 
 def test_offload_makes_7b_fit_on_80_gb_gpus() -> None:
-    """With the native generator 8 GPUs do without, 4 need it."""
+    """With the native generator 4 GPUs need offload, 8 do not."""
     peaks = {}
     for num_ranks, mode in product((4, 8), ("never", "auto", "always")):
         words = ["generator.engine=native", f"layout.trainer.num_ranks={num_ranks}", f"layout.offload={mode}"]
@@ -323,7 +323,7 @@ def test_offload_moves_the_state_to_the_host() -> None:
 
 
 def test_advised_changes_suffice_and_all_are_needed() -> None:
-    """The words that advise gives make a run that fits, and without the last of them it does not."""
+    """The overrides from advise() make the run fit, and without the last of them it does not."""
     config, shape = run(), shape_of("Qwen2.5-7B")
     card = CARDS["80 GB"]
     assert not all(kind.fits(card) for kind in memory(config, RoleLayout.from_config(config), shape))
@@ -332,7 +332,7 @@ def test_advised_changes_suffice_and_all_are_needed() -> None:
     words, changed = advice
     assert all(kind.fits(card) for kind in memory(changed, RoleLayout.from_config(changed), shape))
     assert any(word.startswith("trainer.max_tokens_per_micro_batch=") for word in words)
-    assert "trainer.param_dtype=bfloat16" not in words  # it is that already
+    assert "trainer.param_dtype=bfloat16" not in words  # it already is bfloat16
     again = advise(changed, shape, card)
     assert again is not None
     assert again[0] == []
@@ -379,7 +379,7 @@ def test_a_dense_model_has_no_routes_to_count() -> None:
 
 
 def test_adapters_need_no_second_model_and_only_they_are_sent() -> None:
-    """Rank 16 beside q and v of Qwen2.5-7B: 28 layers of 16 * (3584 + 3584) and 16 * (3584 + 512) numbers."""
+    """Rank 16 at q and v of Qwen2.5-7B: 28 layers of 16 * (3584 + 3584) and 16 * (3584 + 512) numbers."""
     shape, numbers = shape_of("Qwen2.5-7B"), 28 * 16 * (2 * 3584 + 3584 + 512)
     apart = {"trainer": {"num_ranks": 4}, "generator": {"colocate_with": None, "num_ranks": 2}}
     lora = {"rank": 16, "target_modules": ["q_proj", "v_proj"]}

@@ -1,4 +1,4 @@
-"""How layers are dealt out to stages, and every size that a model or its ranks do not allow."""
+"""How layers are assigned to stages, and every size that a model or its ranks do not allow."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def problems(config: Config, model: str) -> list[str]:
 
 
 def test_94_layers_with_embedding_and_loss_split_over_eight_stages_of_six_chunks() -> None:
-    """Two places in each of 48 chunks; the first and the last give one up to the embedding and to the loss."""
+    """Two layers in each of 48 chunks; the first and the last chunk have one less for the embedding and the loss."""
     stages = split_layers(94, MegatronConfig(**LARGEST))
     assert stages is not None
     assert [[len(chunk) for chunk in stage] for stage in stages] == [
@@ -164,7 +164,7 @@ def test_uneven_end_stages_need_several_stages_and_exclude_counting_ends_as_laye
 
 @pytest.mark.parametrize(("layers", "embedding", "loss"), [(30, True, True), (31, True, False), (32, False, False)])
 def test_advice_on_counting_ends_as_layers_is_a_setting_that_divides(layers: int, embedding: bool, loss: bool) -> None:
-    """Over 4 stages; asked for is what counts one layer too many."""
+    """Over 4 stages; the configured setting counts one layer too many."""
     given = {"pipeline_parallel": 4, "account_for_loss_in_pipeline_split": True}
     if layers == 31:  # embedding and loss count the same, and the embedding is tried first
         given["account_for_embedding_in_pipeline_split"] = True

@@ -1,4 +1,4 @@
-"""What `python -m hpcrl.launch ... dry_run=true` says of resources, from a folder with nothing but config.json."""
+"""The resources in the output of `python -m hpcrl.launch ... dry_run=true`, from a folder with only config.json."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_shapes_of_deepseek_v3_match_transformers() -> None:
 
 
 def test_the_comparison_detects_a_wrong_size() -> None:
-    """Negative control: the comparison sees one layer, one head and one tied matrix."""
+    """Negative control: the comparison detects one layer, one head and one tied matrix."""
     config, _ = PUBLISHED["Qwen2.5-0.5B"]
     real = built(config)
     for change in ({"num_hidden_layers": 25}, {"num_key_value_heads": 1}, {"tie_word_embeddings": False}):

@@ -1,8 +1,8 @@
 """What a rank sends in an optimizer step, by hand: 64 tokens of each data parallel rank in two micro-batches.
 
-The dense model: an embedding of 100 x 32; two layers with q and o of 32 x 32, k and v of 16 x 32, biases of 32 and
-2 x 16, three matrices of 48 x 32 and two norms of 32, together 7,808; a last norm of 32. That is 18,848 numbers or
-75,392 bytes. States of all tokens: 64 x 32 x 4 = 8,192 bytes.
+The dense model: an embedding of 100 x 32; two layers with q and o of 32 x 32, k and v of 16 x 32, biases of 32 and 2 x
+16, three matrices of 48 x 32 and two norms of 32, together 7,808; a last norm of 32. In total 18,848 numbers or 75,392
+bytes. States of all tokens: 64 x 32 x 4 = 8,192 bytes.
 """
 
 from __future__ import annotations
