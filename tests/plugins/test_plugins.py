@@ -1,4 +1,4 @@
-"""A package that is installed for these tests only adds one of every kind, with not a line changed in hpcrl."""
+"""A package installed only for these tests adds one part of every kind, without changes in hpcrl."""
 
 from __future__ import annotations
 

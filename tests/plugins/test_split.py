@@ -1,5 +1,5 @@
-"""An engine that shares a model over two ranks, and replicas of two ranks, under the real control plane: the numbers
-are those of engines with a rank each, over kills and on another number of ranks."""
+"""An engine that splits a model over two ranks, and replicas of two ranks, under the real control plane: the numbers
+match engines on one rank, over kills and on another number of ranks."""
 
 from __future__ import annotations
 
