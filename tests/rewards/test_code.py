@@ -1,4 +1,4 @@
-"""The reward of code: the forms of test cases, what is taken from a response, HumanEval, and ways to cheat."""
+"""The code reward: forms of test cases, extraction from a response, HumanEval, and ways to cheat."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ FORMS: list[tuple[Any, str, str]] = [
         "def max(a, b): return a / b",
         "def round(*a): return 2",
     ),
-    (  # the test has another name of the code, and so Python's own sum
+    (  # the test uses another name of the code, and Python's own sum
         [{"assert": "assert sum(f(3)) == 6"}],
         "def f(n): return [n, n]",
         "def f(n): return []\ndef sum(x): return 6",
@@ -406,7 +406,7 @@ def test_the_response_cannot_replace_library_names(make: Any, kind: str) -> None
 
 
 def test_the_code_can_still_define_the_names_it_is_asked_for(make: Any) -> None:
-    """A name of the library is the code's where the test has no other: the task is to write it."""
+    """A library name belongs to the code if the test defines no other: the task is to write it."""
     for test, code in [
         ("assert gcd(4, 6) == 2", "gcd = lambda a, b: 2"),
         ("assert statistics([1]) == 7", "statistics = lambda x: 7"),

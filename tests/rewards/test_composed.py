@@ -1,4 +1,4 @@
-"""Rewards of form, and rewards made of others."""
+"""Format rewards, and composed rewards."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_scores_of_parts_are_metrics_and_errors_name_their_part() -> None:
 
 
 def test_a_part_can_wait_for_a_service() -> None:
-    """A judge's vote beside what is computed here; without the judge, the response has an error."""
+    """A judge's vote and a locally computed part; without the judge, the response has an error."""
     answers = iter(["9", "nothing"])
 
     def reply(body: dict[str, Any], number: int) -> str:

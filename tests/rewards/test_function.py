@@ -1,4 +1,4 @@
-"""User functions: their signatures, their results, and what is said about those that do not fit."""
+"""User functions: their signatures, their results, and error messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""IFEval's instructions, each with a text that follows it and texts that do not; and the reward made of them."""
+"""IFEval's instructions, each with one text that follows it and several that do not; and the reward made of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reward of judges, against a real server that is slow, down, busy, wrong or talked into something."""
+"""The judge reward, against a real server that is slow, down, busy, wrong or manipulated."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hpcrl.rewards.serving.pool import RewardPool
 
 
 class Pieces(list[str]):
-    """What is sent piece by piece, with a pause before each."""
+    """A body sent piece by piece, with a pause before each."""
 
     def __iter__(self) -> Iterator[str]:
         for piece in super().__iter__():
@@ -32,7 +32,7 @@ class Pieces(list[str]):
 
 
 class Server:
-    """An endpoint; `answer(body, number of the request)` is (status, headers, what is sent) or the judge's text."""
+    """An endpoint; `answer(body, number of the request)` is (status, headers, body) or the judge's text."""
 
     def __init__(self, answer: Callable[[dict[str, Any], int], Any], port: int = 0):
         self.bodies: list[dict[str, Any]] = []
@@ -238,7 +238,7 @@ def test_servers_within_the_cluster_are_recognised(host: str, inside: bool) -> N
 
 @pytest.mark.slow
 def test_a_proxy_is_used_only_for_servers_outside_the_cluster(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on login nodes, http_proxy is set for the world outside, and the proxy refuses what is inside."""
+    """As on login nodes, http_proxy is set for external hosts, and the proxy refuses internal ones."""
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody listens
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
@@ -330,7 +330,7 @@ def test_invalid_options_are_named(tmp_path: Path, options: dict[str, Any], mess
 
 @pytest.mark.slow
 def test_a_judge_is_kept_busy_and_delays_no_other_domain(serve: Any) -> None:
-    """Eight responses are asked about at once by one worker; meanwhile another domain is scored."""
+    """One worker sends eight requests at once; meanwhile another domain is scored."""
     together, asked, report_progress = threading.Barrier(8), threading.Event(), threading.Event()
 
     def answer(body: dict[str, Any], number: int) -> Any:

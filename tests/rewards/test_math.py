@@ -1,4 +1,4 @@
-"""The maths rule: what is right, what is wrong, and that nothing keeps it busy."""
+"""The math reward: right and wrong answers, and that no answer takes long."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def score(reward: MathReward, response: str, answer: object) -> float:
 
 
 def table(name: str) -> list[list[str | None]]:
-    """The cells of a table in docs/rewards.md: what stands in code marks, None where nothing does."""
+    """The cells of a table in docs/rewards.md: the text in backticks, or None."""
     lines = DOCUMENT.read_text().partition(f"<!-- table: {name} -->\n")[2].partition("\n\n")[0].splitlines()[2:]
     code = re.compile("`([^`]*)`")
     rows = [[(code.search(cell) or [None, None])[1] for cell in line.split(" | ")] for line in lines]
@@ -418,7 +418,7 @@ def test_explosive_expressions_are_distinguished_from_ordinary_mathematics():
 
 @pytest.mark.parametrize(("gold", "given"), [("42", "42)("), ("3", "3)/(4"), ("2", "2)^(3")])
 def test_a_bracket_that_closes_before_it_opens_is_no_answer(gold: str, given: str) -> None:
-    """As many brackets open as close, and math-verify would read what stands before the first."""
+    """Equally many brackets open and close, and math-verify would read the text before the first."""
     assert not equivalent(gold, given) and not equivalent(given, gold)
 
 

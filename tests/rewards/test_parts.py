@@ -1,4 +1,4 @@
-"""Rewards of turns and tokens: what may be given, and the examples of docs/rewards.md."""
+"""Turn and token rewards: permitted values, and the examples of docs/rewards.md."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Given(Reward):
 
 
 def given(reward: float, turns: Any = (), tokens: Any = None) -> Score:
-    """What the pool makes of a reward's score."""
+    """The pool's result for a reward's score."""
     made = Score(reward, 1.0, turn_rewards=turns, token_rewards={} if tokens is None else tokens)
     [score] = score_each(Given(made), [EPISODE]) or []
     return score
@@ -49,7 +49,7 @@ def given(reward: float, turns: Any = (), tokens: Any = None) -> Score:
         (1.0, (), {}, ()),
         (0.75, [1, -0.25], {}, (1.0, -0.25)),
         (0.0, np.array([0.5, -0.5], dtype=np.float32), {}, (0.5, -0.5)),
-        (0.3, (0.1, 0.2), {}, (0.1, 0.2)),  # whose sum is no .3 in binary
+        (0.3, (0.1, 0.2), {}, (0.1, 0.2)),  # whose sum is not .3 in binary
         (20.0000401, (), dict.fromkeys(range(5), 4.0), (12.0, 8.0)),  # a running sum in float32
         (1.0, (), {0: 0.25, 2: 0.5, 4: 0.25}, (0.75, 0.25)),
         (-1.0, (), {np.int64(3): np.float32(-1)}, (0.0, -1.0)),
@@ -144,7 +144,7 @@ def test_the_documented_token_rewards_and_their_estimator_work(written: Path) ->
 
 
 class Raising(Reward):
-    """Raises what cannot be sent as it is."""
+    """Raises an error that cannot be serialised."""
 
     def __init__(self, error: Exception):
         self._error = error

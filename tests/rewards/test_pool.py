@@ -1,4 +1,4 @@
-"""The pool: no reward, however bad, costs more than its own sample, and no process outlives its parent."""
+"""The pool: a failing reward costs only its own sample, and no process outlives its parent."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def test_a_timeout_ignores_a_pause_of_the_job(tmp_path: Path):
 
 
 class Paused(Reward):
-    """Its process stands still within a call, as where the job is suspended."""
+    """Its process stops within a call, as in a suspended job."""
 
     def __init__(self):
         pass

@@ -1,4 +1,4 @@
-"""Which reward a domain gets, and what is found wrong before the start."""
+"""Which reward a domain gets, and problems found before the start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sandbox: what attacks from inside reach at each level (nothing), what limits end, and what is left (nothing)."""
+"""The sandbox: attacks from inside reach nothing at any level, limits end programs, and nothing is left."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_attacks_reach_nothing(level: int, folder: Path) -> None:
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.skipif(os.geteuid() != 0, reason="the test above is that of an ordinary user")
 def test_attacks_by_an_ordinary_user_reach_nothing(level: int) -> None:
-    """With an interpreter that others may read, which that of a virtual environment below /root is not."""
+    """With an interpreter that other users may read, unlike one of a virtual environment below /root."""
     test = "import sys; assert sys.version_info >= (3, 11); import hpcrl.sandbox.client, tests.rewards.attacks"
     rights = {"user": NOBODY, "group": NOBODY, "extra_groups": [], "cwd": ROOT}
     for interpreter in (sys.executable, "/usr/bin/python3", "/usr/local/bin/python3"):
@@ -131,7 +131,7 @@ def test_an_unavailable_level_is_refused_with_the_reasons(folder: Path, monkeypa
 
 
 def test_a_self_test_that_escapes_refuses_the_level(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control of the self-test: without any isolation it reports all that it could do."""
+    """The negative control of the self-test: without any isolation it reports every successful action."""
     from hpcrl.sandbox import probe
 
     sandbox = Sandbox(0, max_level=0)
@@ -198,7 +198,7 @@ def test_a_late_server_does_not_turn_a_finished_program_into_a_timeout(level: in
         server.suspend()
         while started[0].status() != psutil.STATUS_ZOMBIE:
             time.sleep(0.01)
-        time.sleep(2.5)  # past the limit, at which the client asks for the end
+        time.sleep(2.5)  # after the time limit, at which the client ends the program
         server.resume()
         outcome = late.result(20)
     assert (outcome.code, outcome.stopped, outcome.stdout) == (0, "", b"42\n")
