@@ -1,4 +1,4 @@
-"""Decoupled rewards by hand: parts, what is beside them, errors, failed episodes, and the filter of equal rewards."""
+"""Decoupled rewards by hand: parts, rewards outside them, errors, failed episodes, and the filter of equal rewards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT_HALF = 0.5**0.5
 
 
 def scored(parts: Mapping[str, float], weights: Mapping[str, float] = WEIGHTS, beside: float = 0.0) -> DoneSample:
-    """A response whose reward is the weighted sum of the parts and something beside them."""
+    """A response whose reward is the weighted sum of the parts plus a further reward."""
     reward = sum(weights[name] * value for name, value in parts.items()) + beside
     return DoneSample(1, 0, 4, FinishReason.STOP, reward, 0.0, metrics={**parts, "other": 7.0})
 

@@ -62,7 +62,7 @@ def test_a_step_with_only_failed_episodes_trains_nothing() -> None:
 
 
 def test_a_spare_member_replaces_a_failed_one() -> None:
-    """Although it ended with fewer tokens, by which redundant members are chosen."""
+    """Although it ended with fewer tokens, which decide which members are spare."""
     scheduler, _ = started(SchedulerConfig(2, extra_members=1), 1, {0: 8})
     a, b, c = ids(0, 3)
     scheduler.plan([*played({a: None, b: 1.0, c: 0.0})])

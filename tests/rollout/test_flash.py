@@ -1,4 +1,4 @@
-"""The simulator of ROLL Flash's settings: it keeps its books and bounds, and shows what the scheduler does."""
+"""The simulator of ROLL Flash's settings: exact accounting, its bounds, and the scheduler's effect."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_the_first_proposition_bounds_synchronous_steps():
     seconds = [tokens * world.decode_a_s for tokens in run.lengths]
     mean_s = sum(seconds) / len(seconds)
     assert run.rollout_s <= proposition_1_s(16, 128, mean_s, max(seconds), lag=0)
-    assert run.rollout_s > 128 * mean_s / 16  # else the bound's first part alone would do
+    assert run.rollout_s > 128 * mean_s / 16  # otherwise the first part of the bound would suffice
 
 
 def test_the_second_proposition_is_the_first_with_the_best_trainer_share():
@@ -122,7 +122,7 @@ def test_saturated_generators_are_never_idle():
 
 
 class Leaky(RolloutScheduler):
-    """Broken: forgets to have dropped samples stopped."""
+    """Broken: does not abort dropped samples."""
 
     def plan(self, events=()):
         return [command for command in super().plan(events) if not isinstance(command, Drop)]

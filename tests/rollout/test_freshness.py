@@ -19,7 +19,7 @@ def groups(*lags: int) -> list[LiveGroup]:
     [
         (1.5, [2, 2, 2, 2], [2, 3]),  # half of 4 may be 2 behind
         (1.5, [2, 2], []),
-        (1.5, [3, 2, 2, 3], [0, 3]),  # none may be 3 behind, and such a group takes no place of others
+        (1.5, [3, 2, 2, 3], [0, 3]),  # none may be 3 behind, and such a group does not use up the share
         (1.5, [0, 1, 1, 1, 1, 1], []),  # whole steps have no limit of number
         (1.0, [1, 2], [1]),
         (0.25, [1, 1], [1]),

@@ -1,4 +1,4 @@
-"""The greedy sibling of a group: generated and scored with it, its reward kept as the baseline, its tokens dropped."""
+"""The greedy baseline of a group: generated and scored with it, its reward kept, its tokens dropped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a scorer gives is added to what an environment gave, turn by turn."""
+"""A scorer's rewards are added to the environment's, turn by turn."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_pending_group_keeps_its_turn_and_token_rewards_in_a_checkpoint() -> N
     again = LiveGroup.restored(json.loads(json.dumps(group.saved())), [4])
     assert again.frozen() == group.frozen()
     assert [sample.done.token_rewards for sample in again.samples] == [tokens, b""]
-    old = group.saved()  # as it was written before tokens had rewards
+    old = group.saved()  # as written before token rewards existed
     for sample in old["samples"]:
         del sample["token_rewards"]
     assert LiveGroup.restored(old, [4]).samples[0].done.turn_rewards == (0.5, -0.25)

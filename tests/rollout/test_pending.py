@@ -1,4 +1,4 @@
-"""Responses that wait to be trained come back from a checkpoint as they were, also on other ranks."""
+"""Pending rollouts are restored unchanged from a checkpoint, also on other ranks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_rollouts_written_by_two_ranks_are_read_by_a_third(tmp_path: Path, trunc
             left, right = getattr(one, name), getattr(other, name)
             assert left is right is None or (left.dtype == right.dtype and (left == right).all())
             if right is not None:
-                right[:] = 0  # its own memory, which may be written
+                right[:] = 0  # own writable memory
     assert read_pending(tmp_path, names, {3}).keys() == {3}
 
 

@@ -1,4 +1,4 @@
-"""The scheduler's policies one by one: redundancy, freshness, restarts, routing."""
+"""The scheduler's policies one by one: spare members, freshness, restarts, routing."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_new_weights_restart_running_samples():
     scheduler.take()
     scheduler.begin_step(1, 1)
     again = make_sample_id(1, 1, 1)
-    assert scheduler.plan() == [Drop(0, (d,)), Generate(0, (again,))]  # its sibling has ended and stays
+    assert scheduler.plan() == [Drop(0, (d,)), Generate(0, (again,))]  # the other member has ended and stays
     scheduler.plan(ended(again))
     (group,) = scheduler.take()
     assert [sample.id for sample in group.samples] == [c, again]
@@ -155,7 +155,7 @@ def test_a_replica_speed_is_reported_when_it_changes_and_settles():
 
 @pytest.mark.parametrize(("slow", "fast"), [((1,), (0,)), ((1, 2), (0, 3))])
 def test_slow_replicas_get_less_even_if_they_are_half(slow, fast):
-    """The median is one of the fast ones, so that the slow ones get less."""
+    """The median is a fast replica, so the slow ones get less."""
     pace, speeds = ReplicaSpeeds(), {}
     for name in [*slow, *fast] * 200:
         speeds |= {event.replica: event.speed for event in pace.learn(name, 8, 10.0 if name in slow else 1.0)}

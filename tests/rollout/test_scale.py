@@ -1,4 +1,4 @@
-"""The bench of the controller's scale keeps its books, at its smallest size."""
+"""The benchmark of the controller's scale at its smallest size: accounting is exact."""
 
 from __future__ import annotations
 

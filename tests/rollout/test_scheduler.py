@@ -38,7 +38,7 @@ SEARCH = settings(deadline=None, derandomize=True, phases=(Phase.explicit, Phase
 
 @dataclass
 class World:
-    """Replicas, scorers and environments with outcomes that depend on the sample id alone."""
+    """Replicas, scorers and environments with outcomes that depend only on the sample id."""
 
     rng: random.Random
     deterministic: bool
@@ -46,7 +46,7 @@ class World:
     pass_rate: float = 0.5
     error_rate: float = 0.0
     max_turns: int = 1
-    clock: int = 0  # bursts so far
+    clock: int = 0  # decode chunks so far
     held: dict[int, dict[int, int]] = field(default_factory=dict)  # replica -> sample -> turns done
     running: dict[int, dict[int, int]] = field(default_factory=dict)  # replica -> sample -> tokens to go
     scoring: set[int] = field(default_factory=set)
@@ -98,7 +98,7 @@ class World:
                 assert len(self.running[name]) <= self.capacities[name]
 
     def decode_chunk(self, name: int) -> Decoded | None:
-        """One burst of eight tokens on a replica."""
+        """One decode chunk of eight tokens on a replica."""
         if not self.running[name]:
             return None
         finished, turns = [], []
@@ -120,7 +120,7 @@ class World:
         return ReplicaLost(name)
 
     def random_events(self) -> list:
-        """Some of the things that could happen next; now and then none, more rarely the wrong ones."""
+        """Some of the possible next events; now and then none, rarely invalid ones."""
         events = []
         for name in self.rng.sample(list(self.running), self.rng.randint(0, len(self.running))):
             if decode_chunk := self.decode_chunk(name):
@@ -140,12 +140,12 @@ class World:
 
 
 def in_flight(scheduler) -> int:
-    """Groups that were started and have no verdict."""
+    """Groups that were started and have no outcome."""
     return len(scheduler._open)
 
 
 def run_steps(scheduler, world, need, steps, disturb=None, break_hand_over=None):
-    """Drive whole steps; checks the budget at every turn. Returns the batches and the prompts' ends."""
+    """Run whole steps and check the budget at every iteration. Returns the batches and the prompts' outcomes."""
     batches, ends, next_uid = [], [], 0
     for version in range(steps):
         scheduler.begin_step(version, need)
@@ -178,7 +178,7 @@ def run_steps(scheduler, world, need, steps, disturb=None, break_hand_over=None)
 
 
 def run_turn(scheduler, world, next_uid, disturb=None):
-    """Offer what is wanted, tell what happened, carry out what follows. Returns the next fresh uid."""
+    """Offer the wanted prompts, report events, carry out the commands. Returns the next fresh uid."""
     fresh = range(next_uid, next_uid + scheduler.wants())
     scheduler.offer(fresh)
     events = world.random_events()
@@ -259,7 +259,7 @@ def test_accounting_and_budget_hold_and_steps_end_under_random_events(
         return events
 
     def break_hand_over():
-        """A replica is lost, which the scheduler is told before it takes the batch back or with the next events."""
+        """A replica is lost; the scheduler gets this before it takes the batch back, or with the next events."""
         if not chaos or len(world.held) < 2 or rng.random() < 0.8:
             return False
         lost = world.lose(rng.choice(sorted(world.held)))
@@ -313,7 +313,7 @@ def test_deterministic_mode_ignores_the_order_of_events(order, extra_prompts, ma
 
 
 def test_default_mode_depends_on_the_order_of_events():
-    """The control of the test above: what it compares can differ."""
+    """Negative control of the test above: the compared results can differ."""
 
     def run(seed):
         world = World(random.Random(seed), False, {0: 4, 1: 4})
@@ -337,9 +337,9 @@ def test_default_mode_depends_on_the_order_of_events():
 def test_every_epoch_is_completed_despite_long_samples(
     seed, need, extra_prompts, max_staleness, on_stale, max_attempts, place
 ):
-    """Epochs of twelve rows, one of them, at the same place of each, fifty times as long. The run is killed again and
-    again and goes on from what it had committed. A prompt ends within as many steps as max_attempts
-    and max_staleness allow, so all old epochs are closed: each row trained once, the long one as often as others."""
+    """Epochs of twelve rows, one of them, at the same index in each, fifty times as long. The run is killed repeatedly
+    and resumes from its last commit. A prompt ends within as many steps as max_attempts and max_staleness allow, so all
+    old epochs are closed: each row trained once, the long one as often as others."""
     rng, rows, steps = random.Random(seed), 12, 60
     config = SchedulerConfig(
         2, extra_prompts, max_attempts=max_attempts, max_staleness=max_staleness, on_stale=on_stale
@@ -380,17 +380,18 @@ def test_every_epoch_is_completed_despite_long_samples(
 
 
 def test_long_responses_do_not_starve():
-    """Prompt 0 is always the slowest of the over-sampled; without waiting for it, it would be dropped for ever."""
+    """Prompt 0 is always the slowest of the over-sampled prompts and would be dropped forever if the batch never waited
+    for it."""
     world = World(random.Random(1), False, {0: 64}, pass_rate=1.0)
     world.length = lambda sample_id: 400 if split_sample_id(sample_id)[0] == 0 else 8
     scheduler = RolloutScheduler(SchedulerConfig(2, extra_prompts=2, max_attempts=3), world.capacities)
     batches, _, _ = run_steps(scheduler, world, 3, 14)
     step = next(i for i, batch in enumerate(batches) if any(group.uid == 0 for group in batch))
-    assert step == 12  # dropped four times as often as max_attempts says, then waited for alone
+    assert step == 12  # dropped four times as often as max_attempts says, then only this one is awaited
 
 
 def test_long_responses_are_collected_into_one_batch():
-    """Three prompts are always the slowest: dropped three times each, they are waited for together."""
+    """Three prompts are always the slowest: dropped three times each, they are then awaited together."""
     world = World(random.Random(1), False, {0: 64}, pass_rate=1.0)
     world.length = lambda sample_id: 400 if split_sample_id(sample_id)[0] < 3 else 8
     scheduler = RolloutScheduler(SchedulerConfig(2, extra_prompts=3, max_attempts=3), world.capacities)
@@ -400,7 +401,7 @@ def test_long_responses_are_collected_into_one_batch():
 
 @pytest.mark.parametrize(("need", "extra_prompts", "max_attempts"), [(2, 4, 1), (8, 16, 1), (4, 16, 3), (8, 32, 3)])
 def test_the_longest_of_many_frequently_dropped_prompts_is_trained(need, extra_prompts, max_attempts):
-    """More than a batch are waited for, and the longest of them is always the last to end."""
+    """More prompts than a batch are awaited, and the longest of them always ends last."""
     world = World(random.Random(1), False, {0: 256}, pass_rate=1.0)
     world.length = lambda sample_id: 400 if split_sample_id(sample_id)[0] == 0 else 8 * (1 + sample_id % 5)
     config = SchedulerConfig(2, extra_prompts=extra_prompts, max_attempts=max_attempts)
@@ -522,7 +523,7 @@ def test_deterministic_mode_accepts_groups_in_prompt_order():
     (a,), (b,) = ids_of(0, 1), ids_of(1, 1)
     assert commands == [Generate(0, (a,)), Generate(1, (b,))]
     scheduler.plan([finish(b, replica=1), *score(b)])
-    assert not scheduler.ready()  # prompt 0 has a say first
+    assert not scheduler.ready()  # prompt 0 must be decided first
     assert scheduler.plan([finish(a), *score(a)]) == [Drop(1, (b,))]
     assert [group.uid for group in scheduler.take()] == [0]
 
@@ -615,7 +616,7 @@ def test_a_reward_error_costs_one_sample_and_a_group_of_errors_restarts():
 
 
 def test_a_group_of_errors_counts_if_errors_are_accepted():
-    """Held-out prompts: each is asked once, and what cannot be scored is worth 0."""
+    """Validation prompts: each is generated once, and scores 0 if it cannot be scored."""
     scheduler, _ = started(SchedulerConfig(1, accept_errors=True), 2, {0: 4}, 2)
     (a,), (b,) = ids_of(0, 1), ids_of(1, 1)
     scheduler.plan([finish(a, b), Rewarded(a, 0.0, 0.0, "timeout"), *score(b)])
@@ -641,7 +642,7 @@ def test_an_episode_with_a_failed_environment_restarts_as_often_as_configured():
 
 
 def test_a_reward_error_restarts_no_response():
-    """Its siblings may have been scored with it."""
+    """Its group may have been scored with it."""
     scheduler, _ = started(SchedulerConfig(2, restart_failed_episodes=True), 1, {0: 4}, 1)
     a, b = ids_of(0, 2)
     assert scheduler.plan([finish(a, b), Rewarded(a, 0.0, 0.0, "timeout"), *score(b)]) == []
@@ -649,7 +650,7 @@ def test_a_reward_error_restarts_no_response():
 
 
 def test_scores_of_samples_of_another_scheduler_are_stale():
-    """A validation sample is answered twice, the second time in training: its uid is above all that were offered."""
+    """A validation sample is scored twice, the second time in training: its uid is above all offered ones."""
     scheduler, _ = started(SchedulerConfig(1), 1, {0: 4}, 1)
     assert scheduler.plan(score(make_sample_id(1 << 38, 0, 0))) == []
     assert scheduler.metrics()["scheduler/late_events"][0] == 1
@@ -683,7 +684,7 @@ def test_a_step_that_can_get_no_batch_gives_the_reason():
 
 
 def test_the_counts_of_a_starved_step_cover_only_this_step():
-    """Groups that were on their way when the step opened count, and what became of others before does not."""
+    """Groups in progress when the step begins count, earlier outcomes do not."""
     config = SchedulerConfig(1, filter_mean_low=0.0, max_generated_groups=4, max_staleness=1)
     scheduler, _ = started(config, 2, {0: 8}, 1)
     scheduler.plan([finish(*ids_of(0, 1)), *score(*ids_of(0, 1))])
@@ -762,8 +763,8 @@ def test_the_state_survives_json_and_restarts_running_samples():
 
 @pytest.mark.parametrize("max_staleness", [1, 2, 3])
 def test_a_batch_waits_for_groups_that_later_batches_could_not_take_in_time(max_staleness):
-    """A batch of one group a step; two of the first weights are written on and on, while every other ends at once. The
-    last two batches that may take them must: the one before the last, which could go on with another, waits."""
+    """One group per step; two groups of the first weights keep generating, while all others end at once. The last two
+    batches that may take them must do so: the one before the last waits, although it could take another group."""
     config = SchedulerConfig(1, max_staleness=max_staleness, max_generated_groups=1000)
     scheduler = RolloutScheduler(config, {0: 64})
     long, uid = {make_sample_id(0, 0, 0), make_sample_id(1, 0, 0)}, 0

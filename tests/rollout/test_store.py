@@ -1,4 +1,4 @@
-"""The rollout store: what goes in comes out, whole files only, equal bits for equal batches."""
+"""The rollout store: round trips, only complete files, equal bits for equal batches."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def texts() -> None:
 
 
 def make_batch(uids: list[int], seed: int = 0) -> Batch:
-    """Two siblings per prompt, prompts of 3 tokens, responses of 1 to 5."""
+    """Two group members per prompt, prompts of 3 tokens, responses of 1 to 5."""
     rng = np.random.default_rng(seed)
     samples = []
     for uid in uids:
@@ -89,7 +89,7 @@ def test_rows_of_all_ranks_are_merged_and_sorted_by_sample_id(tmp_path: Path) ->
 
 
 def test_metrics_follow_their_rows_even_of_a_restarted_group_member(tmp_path: Path) -> None:
-    """Records have members in order; the row of a later attempt comes after its siblings'."""
+    """Records have members in order; the row of a later attempt comes after the other members' rows."""
     batch = make_batch([3, 7, 8])
     batch.sample_ids[0] = make_sample_id(3, 1, 0)
     write(tmp_path, 1, 0, 1, batch)
@@ -153,7 +153,7 @@ def test_the_schema_matches_its_documentation(tmp_path: Path) -> None:
 
 
 def test_the_documented_fields_match_the_table() -> None:
-    """What hpcrl itself declares, in a process of its own: tests and plugins declare more."""
+    """Fields that hpcrl itself declares, in a separate process: tests and plug-ins declare more."""
     code = "from hpcrl.spec.trajectory import FIELDS; print(*(f for f in FIELDS), sep=chr(10))"
     built_in = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     size = {Level.TOKEN: "[T]", Level.TURN: "[N]", Level.ROW: "[B]"}
@@ -249,7 +249,7 @@ def test_the_command_line_prints_samples(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_a_field_of_an_algorithm_passes_through_batch_and_store(tmp_path: Path) -> None:
-    """It is declared once, and nothing else is touched: selection, joining, checks, files and reader follow."""
+    """It is declared once; selection, joining, checks, files and reader need no change."""
     declare(Field("surprise", "float32", Level.TOKEN, Origin.TRAINING, "how odd a token is", optional=True))
     declare(Field("hardness", "int32", Level.ROW, Origin.TRAINING, "of the prompt", optional=True))
     batch = make_batch([3, 7])
