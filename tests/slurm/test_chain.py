@@ -1,4 +1,4 @@
-"""Where jobs may not be requeued a run goes on in the next link of a chain."""
+"""If jobs may not be requeued, a run continues in the next link of a chain."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_chain_runs_three_links_and_may_end_early(cluster: Any, tmp_path: Path
     stop(run, second)
     run.tell(pace=0)
     assert wait_state(cluster, run.dir, third, [COMPLETED]) == COMPLETED
-    # What is left of the chain is taken out of the queue by the link that finished the run.
+    # The link that finished the run removes the rest of the chain from the queue.
     assert {show(cluster, job)["JobState"] for job in (fourth, fifth)} == {"CANCELLED"}
     ends = re.findall(r"attempt (\d) ended \((\w+)\)", run.log)
     assert ends == [("1", "requeue"), ("2", "requeue"), ("3", "done")]
@@ -47,7 +47,7 @@ def test_a_chain_runs_three_links_and_may_end_early(cluster: Any, tmp_path: Path
 
 
 def test_a_chain_ends_when_the_run_does_not_continue(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
-    """scancel on the link that runs ends the chain; what runs into its last link can be launched again."""
+    """scancel on the running link ends the chain; a run stopped in its last link can be launched again."""
     run = Run(cluster, tmp_path, *tiny, *CHAIN, "cluster.num_links=2")
     first, second = links_of(run)
     run.wait_step(1)

@@ -54,7 +54,7 @@ def reserved(cluster: Any) -> Iterator[None]:
 
 
 def test_every_option_reaches_every_component(cluster: Any, tmp_path: Path, tiny: list[str], reserved: None) -> None:
-    cluster.run("scontrol", "update", "partition=solo", "state=down")  # it is to wait while it is looked at
+    cluster.run("scontrol", "update", "partition=solo", "state=down")  # it must stay pending during the check
     try:
         options = (
             "account=physics qos=fast reservation=booked constraint=ib&ssd exclude=n[3-4] switches=1@00:02:00 "
@@ -96,7 +96,7 @@ def test_a_run_in_a_reservation_uses_its_nodes(cluster: Any, tmp_path: Path, tin
 def test_a_job_step_may_use_every_requested_core(
     one_machine: ModuleType, tmp_path: Path, tiny: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the site's task plugin binds the one task of a node to one core."""
+    """Even if the site's task plugin binds a node's single task to one core."""
     cores = len(os.sched_getaffinity(0))
     conf = one_machine.CONF.replace("TaskPlugin=task/none", "TaskPlugin=task/affinity")
     monkeypatch.setattr(one_machine, "CONF", conf)
@@ -213,7 +213,7 @@ def test_modules_prologue_and_interface_apply_to_the_ranks(cluster: Any, tmp_pat
 
 
 class WithEnviron:
-    """The cluster as a user sees it whose login shell sets more variables."""
+    """The cluster for a user whose login shell sets more variables."""
 
     def __init__(self, cluster: Any, environ: dict[str, str]):
         self.environ = cluster.environ | environ

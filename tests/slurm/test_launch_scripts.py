@@ -1,4 +1,4 @@
-"""The scripts of launch/, which users adapt: each does what it says on a real Slurm."""
+"""The scripts in launch/, which users adapt: each works as documented on a real Slurm."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_script_starts_an_environment_server_on_every_node(cluster: Any, tmp_p
 
 
 async def episode(url: str, token: str) -> None:
-    """A turn of the environment; without the token there is none."""
+    """A turn of the environment, which is refused without the token."""
     env = RemoteEnv(RemoteOptions(url=url, section="numbers", token_env="HPCRL_ENV_TOKEN"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HPCRL_ENV_TOKEN", "another")

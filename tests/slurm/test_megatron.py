@@ -1,5 +1,5 @@
 """slurm/rlvr_tiny_megatron.sbatch, which is rlvr_200b at a tiny size: a heterogeneous job that is preempted and
-resumes, whose checkpoint a further job converts to HF layout, judged by transformers."""
+resumes, whose checkpoint another job converts to HF layout, compared with transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A node that is off: nothing on it runs, and nothing that is sent to it arrives or is answered."""
+"""A node that is off: nothing runs on it, and nothing sent to it arrives or is answered."""
 
 from __future__ import annotations
 
@@ -51,6 +51,6 @@ def switch_off(cluster: Any, run: Run, rank: int) -> None:
     assert len(of_hpcrl) >= 2, "the agent and the rank"
     for process in of_hpcrl:
         process.suspend()
-    time.sleep(1)  # what they have sent arrives: unheard, their kernel would repeat it, and a node that is off does not
+    time.sleep(1)  # their sent data arrives: otherwise their kernel would retransmit it, unlike a node that is off
     for process in of_hpcrl:
         cut_off(process.pid, is_off=True)

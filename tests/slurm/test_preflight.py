@@ -1,4 +1,5 @@
-"""Preflight: what one node lacks is named before a rank starts, on real nodes and as a pure judgement."""
+"""Preflight: missing requirements of one node are named before a rank starts, on real nodes and in the pure
+function."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ def make_run(folder: Path, *words: str, start_s: float = 60) -> Path:
 
 
 def srun(cluster: Any, run: str, prelude: str = "", module: str = "node.preflight") -> tuple[int, list[str], float]:
-    """Exit code, what hpcrl says and seconds of one process on each of three nodes, where `prelude` ran before it."""
+    """Exit code, hpcrl's messages and seconds of one process on each of three nodes, after `prelude`."""
     script = f"{prelude}\nexec {sys.executable} -m hpcrl.{module} {run}"
     command = ["srun", "-N3", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--exclusive", "bash", "-c", script]
     began = time.monotonic()
@@ -184,7 +185,7 @@ def test_a_run_folder_that_is_not_shared_is_named(cluster: Any, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_an_outdated_configuration_on_a_node_is_named(cluster: Any, tmp_path: Path) -> None:
-    """As a network file system may still show it, with all else in place."""
+    """As a network file system may still show it; everything else is in order."""
     make_run(tmp_path / "n1" / "run", start_s=8)
     (tmp_path / "n1" / "run" / "world").mkdir()
     for name in ("n2", "n3"):
@@ -300,7 +301,7 @@ for _ in range(50):
         run.stdin.flush()
     found = Counter(line for run in runs for line in run.communicate(timeout=60)[0].splitlines())
     assert found == {"True": 300}
-    # Space that is used stays used.
+    # Used space stays used.
     monkeypatch.setattr(files, "CONTENDED_S", 0.3)
     (small_disk / "checkpoint").write_bytes(bytes(4 << 20))
     assert find_room(small_disk, 5 << 20, reserve=True) == (4 << 20, "")
@@ -321,7 +322,7 @@ def test_free_space_is_checked_again_after_a_pause_of_the_job(tmp_path: Path, mo
 
 
 def test_a_quota_is_found_by_reserving_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A limit on the size of files stands for a quota, as free space shows neither."""
+    """A limit on file sizes replaces a quota, since free space shows neither."""
     monkeypatch.setattr(files, "CONTENDED_S", 0.0)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     assert examine(0, NEED, tmp_path).no_room == ""
@@ -431,7 +432,7 @@ def test_a_signal_ends_the_gpu_check(
 
 
 def test_a_damaged_engine_installation_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its version is not known, which the report says without one."""
+    """Its version is unknown, so the report has none."""
     (tmp_path / "vllm-0.32.1.dist-info").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
     needs = dataclasses.replace(NEED, gpus=0, open_files=0, cpus=0, modules={"vllm": "vllm"})
@@ -451,7 +452,7 @@ def test_the_limit_of_open_files_follows_from_connected_ranks(tmp_path: Path) ->
     run = make_run(tmp_path / "run", *words, f"cluster.components={components}")
     needs = needs_of(stored_config(run))
     assert [need.ranks for need in needs[:4]] == [(0,), (1, 2), (3, 4), (5, 6)]
-    # All 404; a generator all, for the rewards that it writes to; a reward the controller and the generators.
+    # Controller and generators connect to all 404 ranks; a reward to the controller and the generators.
     assert [need.open_files for need in needs[:4]] == [64 + 8 * 404, 64 + 8 * 404, 64 + 8 * 404, 64 + 8 * 3]
     assert needs[-1].open_files == 64 + 8 * 3
 

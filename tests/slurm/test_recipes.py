@@ -1,4 +1,4 @@
-"""The scripts of slurm/ on a cluster of their size: accepted, held, looked at, cancelled; the tiny one runs."""
+"""The scripts in slurm/ on a cluster of their size: accepted, held, checked, cancelled; the tiny one runs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def read(name: str) -> tuple[Config, Placement]:
 
 
 def sbatch(large: Any, *words: str, **environ: str) -> int:
-    """The (leader's) job id of what a user submits by hand, with the `python` of these tests."""
+    """The (leader's) id of a job submitted by hand, with the `python` of these tests."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         ["sbatch", "--parsable", *words],
@@ -65,7 +65,7 @@ def sbatch(large: Any, *words: str, **environ: str) -> int:
 
 
 def hold(large: Any, *words: str, **environ: str) -> list[dict[str, str]]:
-    """Submit held, cancel; what Slurm had of each component, in order."""
+    """Submit held and cancel; returns Slurm's record of each component, in order."""
     job = sbatch(large, "--hold", *words, **environ)
     lines = large.run("scontrol", "--oneliner", "show", "job", str(job)).splitlines()
     large.run("scancel", str(job))
@@ -74,7 +74,7 @@ def hold(large: Any, *words: str, **environ: str) -> list[dict[str, str]]:
 
 
 def minutes(text: str) -> int:
-    """Of D-HH:MM:SS, as Slurm prints a limit."""
+    """The minutes in D-HH:MM:SS, as Slurm prints a limit."""
     days, _, clock = text.rpartition("-")
     hours, mins, _ = map(int, clock.split(":"))
     return (int(days or 0) * 24 + hours) * 60 + mins

@@ -1,4 +1,4 @@
-"""What goes wrong in a job: what may pass is tried again, what may not ends the run, and nothing is left behind."""
+"""Failures in a job: temporary ones are retried, permanent ones end the run, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_crashes_count_only_until_the_next_checkpoint(cluster: Any, tmp_path: Pa
         r"attempt \d+ ended \(rank_killed\): crash 2 without a new checkpoint, cluster.max_restarts is 1", said
     )
     assert int(show(cluster, run.job)["ExitCode"].split(":")[0]) == ExitCode.RANK_KILLED
-    # A person looks at it, mends it and submits it again.
+    # A user examines the run, repairs it and submits it again.
     saved = committed_step(run.dir)
     again = Run(cluster, tmp_path, *words, pace=0, commits=None)
     assert f"resumed from {step_name(saved)}" in again.wait_end().split("does not resume")[1]
@@ -96,7 +96,7 @@ def test_a_job_suspended_for_long_continues(cluster: Any, tmp_path: Path, tiny: 
 
 
 def test_a_job_step_that_lost_its_daemon_is_killed(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
-    """slurmstepd is killed, by the kernel for want of memory say: srun does not notice, and would wait for ever."""
+    """slurmstepd is killed, for example for lack of memory: srun does not notice and would wait forever."""
     words = ["timeouts.command_s=20", "timeouts.grace_s=1", "save_every=2", "max_steps=40"]
     run = Run(cluster, tmp_path, *(word for word in tiny if "grace_s" not in word), *words)
     run.wait_step(3)
@@ -109,7 +109,7 @@ def test_a_job_step_that_lost_its_daemon_is_killed(cluster: Any, tmp_path: Path,
     run.tell(pace=0)
     said = run.wait_end()
     assert "the first node's agent has ended or hangs; killing the job step" in said
-    # Rank 0 can leave word where it printed something to the daemon that was gone, and had the time.
+    # Rank 0 can leave a message if it printed something to the lost daemon and had the time.
     assert re.search(r"attempt 1 ended \((lost|rank_killed)\): crash 1", said)
 
 
@@ -133,7 +133,7 @@ def test_a_damaged_checkpoint_is_skipped(cluster: Any, tmp_path: Path, tiny: lis
 
 @pytest.mark.parametrize(("place", "resumed"), [("shards_written:2", 2), ("renamed:2", 4)])
 def test_a_crash_in_a_save_is_survived(cluster: Any, tmp_path: Path, tiny: list[str], place: str, resumed: int) -> None:
-    """Before the second checkpoint is committed the run goes on from the first, after it from the second."""
+    """Before the second checkpoint is committed the run resumes from the first, afterwards from the second."""
     dies = f"cluster.prologue='[ -n \"$SLURM_RESTART_COUNT\" ] || export HPCRL_FAILPOINT={place}'"
     run = Run(cluster, tmp_path, *tiny, dies, "save_every=2", "max_steps=6")
     run.wait_restart(1)
@@ -171,7 +171,7 @@ def test_a_cancelled_job_leaves_no_process_and_can_be_resumed(cluster: Any, tmp_
 
 
 def test_a_job_step_that_does_not_start_names_the_cause(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
-    """Of a container whose image went away, the runtime speaks and ends; a Python that is not there is bad input."""
+    """If a container's image has disappeared, the runtime reports it and exits; a missing Python is bad input."""
     (tmp_path / "image.sif").touch()
     runtime = tmp_path / "apptainer"
     runtime.write_text("#!/bin/sh\necho starting >&2\necho 'FATAL: image.sif: no such file' >&2\nexit 255\n")

@@ -116,7 +116,7 @@ def test_a_preemption_is_not_reported_as_a_time_limit(tmp_path: Path) -> None:
 
 
 def test_a_finished_run_has_no_remaining_time(tmp_path: Path) -> None:
-    """Also one that ended before its last step, which says why."""
+    """Also a run that ended before its last step, which shows the reason."""
     run = make(tmp_path / "run", steps=4, a1={"job": 7, "restarts": 0, "ended": "x", "how": "done", "why": "over"})
     assert "left at this rate" in describe(run, None, NOW)
     finish_run(run, 4, 10, "trained 4 steps: the validation score, 0.900, has reached sft.stop_score=0.9")
@@ -172,7 +172,7 @@ def test_restarts_and_the_last_error_are_shown(tmp_path: Path) -> None:
 
 
 def test_half_written_files_are_tolerated(tmp_path: Path) -> None:
-    """A status is asked at any moment."""
+    """A status may be requested at any moment."""
     run = make(tmp_path / "run", steps=2, a1={"job": 7, "restarts": 0})
     (run / "owners" / "0002").touch()
     with (run / "metrics.jsonl").open("a") as file:
@@ -184,7 +184,7 @@ def test_half_written_files_are_tolerated(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_real_job_is_described_in_each_of_its_states(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
-    """Queued, running, requeued, running again, finished, and then forgotten by Slurm, which keeps no accounts here."""
+    """Queued, running, requeued, running again, finished, and then forgotten by Slurm, which has no accounting here."""
     folder = tmp_path / "runs"
     folder.mkdir()
     others = cluster.run("sbatch", "--parsable", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 100")
@@ -211,7 +211,7 @@ def test_real_jobs_that_ended_are_described(cluster: Any, tmp_path: Path, tiny: 
     run = Run(cluster, tmp_path, *tiny, "max_steps=2", pace=0)
     wait_state(cluster, run.dir, run.job, [COMPLETED])
     says(cluster, run.dir, "finished: trained 2 steps", "step     2 of 2")
-    # Its data goes away between submission and start: refused before an attempt begins.
+    # Its data disappears between submission and start: refused before an attempt begins.
     data = tmp_path / "data.jsonl"
     data.write_bytes(Path(next(word for word in tiny if word.startswith("data.train="))[11:]).read_bytes())
     words = [*(word for word in tiny if not word.startswith("data.train=")), f"data.train={data}"]

@@ -1,4 +1,4 @@
-"""From the command line into real jobs: who runs where, what Slurm refuses, who holds a folder, what stays secret."""
+"""From the command line into real jobs: placement of ranks, refusals by Slurm, owners of a folder, and secrets."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def idle(cluster: Any) -> Iterator[Any]:
 
 
 def places(run: Run) -> dict[int, str]:
-    """Rank -> the node that Slurm gave its process; the preflight must have told the same."""
+    """Rank -> the node of its process by Slurm; the preflight must have reported the same."""
     there = {rank: process.environ()["SLURMD_NODENAME"] for rank, process in ranks(run.cluster, run.job).items()}
     told = {rank: report.name for report in read_reports(world_folder(run.dir, 1)) for rank in report.ranks}
     assert there == told
@@ -86,7 +86,7 @@ def test_each_of_three_components_runs_its_roles(idle: Any, tmp_path: Path, tiny
 
 @pytest.fixture(scope="module")
 def closed(cluster: Any) -> Any:
-    """The cluster with a partition for few: one account, one node, ten minutes."""
+    """The cluster with a restricted partition: one account, one node, ten minutes."""
     line = "PartitionName=closed Nodes=n[1-4] AllowAccounts=physics AllowQos=physics State=UP\n"
     line += "PartitionName=small Nodes=n[1-4] MaxNodes=1 MaxTime=10 State=UP\n"
     with cluster.conf.open("a") as conf:
@@ -168,7 +168,7 @@ def test_a_refused_submission_does_not_change_a_stopped_run(closed: Any, tmp_pat
 
 
 def test_a_run_with_an_owner_is_refused(idle: Any, tmp_path: Path, tiny: list[str]) -> None:
-    """Pending, running and finished, by the same words."""
+    """While pending, running and finished, for the same launch."""
     others = idle.run("sbatch", "--parsable", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 60")
     wait_until(lambda: "R" in idle.run("squeue", "-h", "-o", "%t"), lambda: idle.run("squeue"))
     run = Run(idle, tmp_path, *tiny, "max_steps=50", "save_every=0", pace=0.2)
@@ -187,7 +187,8 @@ def test_a_run_with_an_owner_is_refused(idle: Any, tmp_path: Path, tiny: list[st
 
 
 def test_a_job_can_be_submitted_from_inside_a_job(idle: Any, tmp_path: Path, tiny: list[str]) -> None:
-    """Neither that job's variables nor options in the environment, which would win over the script's, reach the new."""
+    """Neither that job's variables nor options in the environment, which would override the script's, reach the new
+    job."""
     run = tmp_path / "run"
     words = [*tiny, "max_steps=1", "cluster.components={all: {roles: [trainer, controller], memory: 1G}}"]
     outer = {"SBATCH_WAIT": "1", "SBATCH_ARRAY_INX": "0-2", "SBATCH_TIMELIMIT": "7", "SBATCH_NO_REQUEUE": "1"}
@@ -230,7 +231,8 @@ def test_an_interrupted_submission_leaves_no_job(idle: Any, tmp_path: Path, tiny
 
 
 def test_a_truncated_script_does_no_harm(idle: Any, tmp_path: Path, tiny: list[str]) -> None:
-    """Cut at every stage, as a full disk would: the job ends, starts no rank, and the run goes on as if it were not."""
+    """Cut at every stage, as a full disk would: the job ends, starts no rank, and the run resumes as if it had not
+    existed."""
     run = Run(idle, tmp_path, *tiny, "save_every=100", "max_steps=6")
     run.wait_step(2)
     idle.run("scancel", str(run.job))
@@ -303,7 +305,7 @@ def test_nothing_is_written_outside_the_run_folder(idle: Any, tmp_path: Path, ti
     assert [str(path) for folder in (home, work) for path in folder.rglob("*")] == []
 
 
-# Root may do all; without this capability it is a user like others.
+# Root may write everywhere; without this capability it is an ordinary user.
 AS_A_USER = ["setpriv", "--bounding-set=-dac_override"] if os.getuid() == 0 else []
 
 

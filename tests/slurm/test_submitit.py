@@ -38,7 +38,7 @@ ENDLESS = ["max_steps=100000", "save_every=10000"]
 
 @pytest.fixture
 def executor(cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HpcrlExecutor]:
-    """Of this module's cluster; cancels what a failed test leaves."""
+    """The executor of this module's cluster; cancels jobs left by a failed test."""
     monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
     monkeypatch.setattr(RunJob, "watcher", RunWatcher(delay_s=10))  # it knows jobs of other clusters by these numbers
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -155,7 +155,7 @@ def test_submitit_finds_the_executor_by_name(
 def test_a_job_that_slurm_holds_after_a_failed_launch_is_released(
     executor: HpcrlExecutor, cluster: Any, tmp_path: Path, tiny: list[str]
 ) -> None:
-    """The prolog fails on the first node: Slurm drains the node, puts the job back and holds it."""
+    """The prolog fails on the first node: Slurm drains the node, requeues the job and holds it."""
     broken, prolog = tmp_path / "broken", tmp_path / "prolog.sh"
     prolog.write_text(f"#!/bin/sh\n[ ! -e {broken} ]\n")
     prolog.chmod(0o755)
