@@ -1,4 +1,4 @@
-"""A rank that cannot use the GPU it was given says so instead of computing on the CPU."""
+"""A rank that cannot use its GPU reports it instead of computing on the CPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_gpu_missing_in_torch_stops_the_start(stage: Stage, monkeypatch: pytes
 def test_allocator_segments_are_expandable_unless_the_user_says_otherwise(
     environ: dict[str, str], with_gpu: bool, grows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With torch's own settings, which a build for CPUs keeps too."""
+    """With torch's own settings, which a CPU build has too."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: with_gpu)
     torch._C._accelerator_setAllocatorSettings("")
     try:

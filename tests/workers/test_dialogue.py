@@ -1,4 +1,4 @@
-"""What stands between two model turns is what the chat template puts there, token by token."""
+"""The tokens between two model turns are exactly those of the chat template."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LLAMA3 = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n\n' }}{%- endif %}
 """
-# As Qwen3's: what the model thought is shown in its last turn only.
+# Like Qwen3's: only the last turn shows the model's reasoning.
 THINKING = """\
 {%- for message in messages %}
 {%- set content = message['content'] %}

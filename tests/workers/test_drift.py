@@ -1,5 +1,5 @@
-"""Token drift: what is trained on must be the tokens that the generator saw and wrote. Cases that verl and slime had,
-one by one, each beside the way that drifts; and templates that installed packages ship.
+"""Token drift: training must use the tokens that the generator read and wrote. Known cases of verl and slime, each
+compared with the way that drifts; and templates from installed packages.
 
 Mistral's templates are those of mistral-common, which generates what Mistral publishes; ChatML's is vLLM's.
 """
@@ -75,7 +75,7 @@ def test_a_turn_is_not_tokenised_again(make: Callable[..., Any]) -> None:
 
 
 def test_the_line_break_after_a_turn_is_kept_outside_the_loss_mask(make: Callable[..., Any]) -> None:
-    """verl's issues 3720 and 6501: generation stops at <|im_end|>, and the template goes on with a line break."""
+    """verl's issues 3720 and 6501: generation stops at <|im_end|>, and the template continues with a line break."""
     tokenizer = make(QWEN2_5)
     turn = ids_of(tokenizer, "7<|im_end|>")
     held = episode(tokenizer, turn, USER).held
@@ -88,7 +88,7 @@ def test_the_line_break_after_a_turn_is_kept_outside_the_loss_mask(make: Callabl
 
 
 def test_the_default_system_prompt_is_not_inserted_again(make: Callable[..., Any]) -> None:
-    """verl's issue 6501: new messages that are rendered alone get the template's own system prompt."""
+    """verl's issue 6501: new messages rendered separately get the template's default system prompt."""
     tokenizer = make(QWEN2_5)
     assert "system" in rendered(tokenizer, USER)
     between = tokenizer.decode(observation_ids(tokenizer, USER, tokenizer.convert_tokens_to_ids("<|im_end|>")))
@@ -99,8 +99,8 @@ def test_the_default_system_prompt_is_not_inserted_again(make: Callable[..., Any
 def test_a_template_that_drops_reasoning_changes_no_earlier_token(
     make: Callable[..., Any], observation: list[dict[str, Any]]
 ) -> None:
-    """verl's documentation of multi-turn rollouts (QwQ, Qwen3): the difference of two renderings is no turn where the
-    longer one has lost the thinking of the shorter."""
+    """verl's documentation of multi-turn rollouts (QwQ, Qwen3): the difference of two renderings is not a turn if the
+    longer one lacks the shorter one's reasoning."""
     tokenizer = make(QWEN3)
     said = "<think>\nHm.\n</think>\n\n15"
     turn = [*ASKED, {"role": "assistant", "content": said}]
@@ -113,7 +113,7 @@ def test_a_template_that_drops_reasoning_changes_no_earlier_token(
 
 
 def test_results_of_parallel_calls_are_in_one_turn(make: Callable[..., Any]) -> None:
-    """slime's issue 2263: each result rendered alone becomes a turn of the user of its own."""
+    """slime's issue 2263: each result rendered separately becomes its own user turn."""
     tokenizer = make(QWEN3)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     both = tokenizer.decode(observation_ids(tokenizer, results("7", "8"), end, [TOOL]))

@@ -1,4 +1,4 @@
-"""The env role: whatever an environment does costs its sample only, and nothing of an episode stays."""
+"""The env role: a failing environment costs only its sample, and nothing of an episode remains."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def role(stage: Stage) -> Iterator[EnvRole]:
 
 
 def settle(role: EnvRole) -> None:
-    """Until it has nothing to do, and what it has ended is closed."""
+    """Poll until the role is idle and ended environments are closed."""
     role.poll()
     deadline = time.monotonic() + 20
     while role.busy or any(thread.name == "close" for thread in threading.enumerate()):
@@ -77,7 +77,7 @@ def play(stage: Stage, role: EnvRole, sent: Turn) -> Observed:
 
 
 def first_turn(stage: Stage, role: EnvRole, how: str, room: int = 100, reason: str = "stop") -> Observed:
-    """What comes of the first turn of an episode."""
+    """The result of an episode's first turn."""
     sample = make_sample_id(next(UIDS), 0, 0)
     begun = play(stage, role, turn(sample, how))
     assert not begun.ended and not begun.result.error
@@ -98,7 +98,7 @@ def test_a_validation_environment_plays_the_same_episode_in_every_evaluation(sta
 
 
 def test_training_and_validation_seeds_are_from_different_halves() -> None:
-    """As those of env:DOMAIN, by which environments choose validation goals and games."""
+    """Like the seeds of env:DOMAIN, by which environments choose validation goals and games."""
     uids = range(100)
     assert max(episode_seed(0, uid) for uid in uids) < HALF
     assert min(episode_seed(0, validation_uid(1, uid)) for uid in uids) >= HALF
@@ -177,7 +177,7 @@ def test_an_observation_that_does_not_fit_ends_the_episode_with_the_reward_so_fa
 
 @pytest.mark.parametrize("episode", ["trajectory", "steps"])
 def test_an_observation_that_does_not_fit_is_shortened_if_configured(stage: Stage, episode: str) -> None:
-    """The first one too, in which the row's other messages stay."""
+    """The first observation too, where the row's other messages are kept."""
     env = {**ODD, "long_observation": "shorten", "episode": episode, "history": 0}
     role = EnvRole(stage.worker(1, {"env": {"default": env}}))
     tokenizer, _ = role._worker.tokenizer, stage.deltas()
@@ -200,7 +200,7 @@ def test_an_observation_that_does_not_fit_is_shortened_if_configured(stage: Stag
 def test_an_observation_that_cannot_fit_is_not_tokenised(
     stage: Stage, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which would delay all other episodes of the rank."""
+    """Tokenising it would delay all other episodes of the rank."""
     ends, shortens = (
         EnvRole(stage.worker(1, {"env": {"default": {**ODD, "long_observation": what}}})) for what in KINDS
     )
@@ -434,7 +434,7 @@ def test_the_timeout_of_a_turn_ignores_a_pause_of_the_job(stage: Stage) -> None:
     stage.send(1, 1, [turn(sample)])
     role.poll()
     assert role.busy
-    time.sleep(1.0)  # nobody looks at the clock, as where Slurm suspends the job
+    time.sleep(1.0)  # the clock is not read, as in a suspended job
     assert not role.poll()
     odd_env.RELEASE.set()
     settle(role)
@@ -483,7 +483,7 @@ def test_an_episode_that_cannot_begin_costs_only_its_sample(
 
 @pytest.mark.slow
 def test_domains_have_separate_environments_and_threads(stage: Stage) -> None:
-    """One is full and does not hold the other up; an episode to which a reward is added says so at its end."""
+    """One is full and does not delay the other; an episode that also gets a reward reports this at its end."""
     envs = {"maths": {**ODD, "max_turns": 1, "add_reward": True}, "default": {**ODD, "timeout_s": 1.0}}
     envs["default"]["num_threads"] = 1
     role, odd_env.RELEASE = EnvRole(stage.worker(1, {"env": envs})), threading.Event()
@@ -605,7 +605,7 @@ def test_by_steps_the_whole_next_prompt_is_sent_instead_of_an_extension(stage: S
 
 @pytest.mark.slow
 def test_waiting_turns_run_concurrently_by_default(stage: Stage) -> None:
-    """32 turns of .875 s took 28 s one after the other; and one that computes leaves the others waiting."""
+    """One after the other, 32 turns of .875 s took 28 s; a turn that computes still blocks the others."""
     role = EnvRole(stage.worker(1, {"env": {"default": ODD | {"timeout_s": 60.0}}}))
     samples = [make_sample_id(next(UIDS), 0, 0) for _ in range(32)]
     stage.send(1, 1, [turn(sample, "naps") for sample in samples])
@@ -632,7 +632,7 @@ def test_waiting_turns_run_concurrently_by_default(stage: Stage) -> None:
 def test_text_around_an_observation_in_info_is_shown(
     stage: Stage, role: EnvRole, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """GEM's games have their board there. What nobody sees is named once."""
+    """GEM's games put their board there. Text that is not shown is named once."""
     sample = make_sample_id(next(UIDS), 0, 0)
     play(stage, role, turn(sample, "around"))
     [first] = stage.deltas()
@@ -705,7 +705,7 @@ def test_examples_precede_the_first_prompt(stage: Stage, episode: str) -> None:
 @pytest.mark.parametrize("template", [QWEN2_5, QWEN3], ids=["qwen2.5", "qwen3"])
 @pytest.mark.parametrize("thinking", ["keep", "cut"])
 def test_by_steps_later_prompts_omit_reasoning_if_configured(stage: Stage, template: str, thinking: str) -> None:
-    """After the result of a tool, even a template that drops old thinking still shows that of the call."""
+    """After a tool result, even a template that drops old reasoning still shows the reasoning of the call."""
     env = {"name": "tools", "options": {"tools": ["calculator"], "format": "hermes"}, "max_turns": 3}
     worker = stage.worker(1, {"env": {"default": env | {"episode": "steps", "thinking": thinking}}})
     worker.tokenizer.chat_template = template

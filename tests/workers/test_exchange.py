@@ -1,4 +1,4 @@
-"""Hand-over and log-probs between ranks, in parts, to ranks with and without rows."""
+"""Rollout transfer and log-probs between ranks, in parts, to ranks with and without rows."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def said(sample: int) -> str:
 
 
 def pick(samples: list[int]) -> dict[str, list[np.ndarray]]:
-    """Values that tell where they belong."""
+    """Values that identify their rows and positions."""
 
     texts = [said(sample).encode() for sample in samples]
 
@@ -119,7 +119,7 @@ def test_transferred_batches_and_fields_arrive(
     sizes = {sample: Sizes(length, length - 1, len(said(sample).encode())) for sample, length in LENGTHS.items()}
     between = moves(dict.fromkeys(SAMPLES, 0), rows, sizes, readers=trained)
     for worker in workers:
-        worker.roles.pop("trainer", None)  # what trainers tell each other needs their default group
+        worker.roles.pop("trainer", None)  # exchanges between trainers need their default group
     carry_out(rollout_transfers(7, "rollout", between, rows, scored, FIELDS))
     assert not any(exchange._shares for exchange in exchanges)
     for rank, samples in rows.items():

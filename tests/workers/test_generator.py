@@ -1,4 +1,4 @@
-"""The generator role with its real engine: a refused prompt costs its sample, environments hear of dropped ones."""
+"""The generator role with its real engine: a refused prompt costs its sample, environments get dropped samples."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_a_turns_text_includes_reasoning_begun_in_the_prompt(stage: Stage, role:
 def test_a_field_of_the_engine_is_kept_and_read_back(
     stage: Stage, role: GeneratorRole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Declared once and given in Output.columns: held, padded where the environment speaks, and in a checkpoint."""
+    """Declared once and given in Output.columns: held, padded at observations, and in a checkpoint."""
     field = Field("entropies", "float64", Level.TOKEN, Origin.GENERATOR, "of a token", wire="float16", fill=-2)
     monkeypatch.setitem(FIELDS, "entropies", field)
     decode_chunk, sample = role.engine.step, make_sample_id(9, 0, 0)
@@ -211,7 +211,7 @@ def test_domains_with_and_without_environments_share_a_decode_chunk(stage: Stage
             *QUESTION,
             {"role": "assistant", "content": response.text},
         ]
-    # After its episode a sample is scored with all that was said.
+    # After its episode a sample is scored with all its turns.
     carry_out(role, m.Rescore(SAMPLES[:1], [2]))
     [response] = stage.mail(2, m.Response)
     assert json.loads(response.meta)["extra"] == {"level": 2, "messages": role.samples[SAMPLES[0]].held.messages}
@@ -250,7 +250,7 @@ def test_the_first_observation_replaces_the_prompt(stage: Stage, role: Generator
     assert held.token_ids[:3].tolist() == [7, 8, 9] and len(held.token_ids) == end.total_tokens > 3
     assert held.turn_ids.tolist() == [-1] * 3 + [0] * end.model_tokens
     assert [message["role"] for message in held.messages] == ["user", "assistant"] and held.messages[0] == said[0]
-    # One that is dropped before its environment was told of is answered for, and forgotten.
+    # A sample dropped before its environment got it is reported as aborted and forgotten.
     other = make_sample_id(10, 0, 0)
     admit(role, {10: ("d", [5, 6])}, [other])
     aborted = carry_out(role, m.AbortSamples([other]))
@@ -278,7 +278,7 @@ def test_all_turns_of_an_episode_share_its_token_limit(stage: Stage, role: Gener
 def test_a_turn_by_steps_follows_its_own_prompt(
     stage: Stage, role: GeneratorRole, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A row holds every prompt and turn; the engine gets the prompt of the turn alone, which may be as long as any."""
+    """A row holds every prompt and turn; the engine gets only the turn's prompt, which may have any allowed length."""
     stage.heard()
     carry_out(role, m.AbortSamples(SAMPLES))
     sample, (wall, lake) = make_sample_id(9, 0, 0), ([{"role": "user", "content": said}] for said in ("wall", "lake"))

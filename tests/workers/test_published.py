@@ -1,4 +1,4 @@
-"""What hpcrl does with the chat templates that people's models have: all of tests/templates."""
+"""hpcrl with the chat templates of published models: all of tests/templates."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ NO_CALLS = {"granite-3.3", "phi-3", "phi-3.5", "qwen2.5-vl", "rwkv-world", "smol
 UNSAFE = {"kimi-k2", "kimi-k2-thinking"}
 """As llama.cpp has changed them, they call methods that Jinja's sandbox refuses, where there are calls."""
 REWRITTEN: dict[str, tuple[set[int], set[int]]] = {
-    # The thinking that the prompt begins is left out of earlier turns, or of those before the last question.
+    # Reasoning that the prompt begins is omitted in earlier turns, or in turns before the last question.
     **dict.fromkeys(
         ("apriel-1.6", "deepseek-v3.2", "gemma-4-interleaved", "glm-4.7-flash", "minimax-m2", "qwq"), (set(), set())
     ),

@@ -27,7 +27,7 @@ TRAINER = 2
 
 
 class Pair:
-    """The trainer on rank 2 and a generator beside it or on rank 1."""
+    """The trainer on rank 2, and a generator in the same process or on rank 1."""
 
     def __init__(self, threads: Threads, stage: Stage, generator: int, settings: dict[str, Any]):
         epoch = next(EPOCHS)
@@ -58,7 +58,7 @@ class Pair:
         self._threads.every(pull)
 
     def same(self) -> bool:
-        """Whether the generator has the trainer's weights, in its own type."""
+        """Whether the generator has the trainer's weights, in its own dtype."""
         given = {name: tensor.bfloat16() for name, tensor in self.trainer.engine.named_weights()}
         shown = {name: tensor.clone() for name, tensor in self.engine.loaded_weights(given)}
         return given.keys() == shown.keys() and all(torch.equal(shown[name], given[name]) for name in given)

@@ -35,7 +35,7 @@ def echo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Serving:
-    """A role on a thread, which does not work before go()."""
+    """A role on a thread, which starts to work at go()."""
 
     def __init__(self, make: Any, **sections: Any):
         wakeup = threading.Event()
@@ -79,7 +79,7 @@ def serving() -> Iterator[Callable[..., Serving]]:
 
 
 def go_with(count: int, ranks: list[Serving]) -> None:
-    """Let the ranks work once they have so many questions together."""
+    """Let the ranks work once they have this many requests in total."""
     deadline = time.monotonic() + 600
     while sum(rank.role._service.in_flight for rank in ranks) < count and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -95,7 +95,7 @@ def judge(serving: Any, echo: Path, **more: Any) -> Serving:
 def score(
     urls: list[str], name: str, options: dict[str, Any], items: list[RewardItem], of: str = "", **more: Any
 ) -> list[Score]:
-    """What the reward `name`, or a part of it, makes of the answers of the ranks of a role."""
+    """The scores of the reward `name`, or of its part, from the answers of a role's ranks."""
     patient = {} if of else {"request_timeout_s": 600}
     reward = make_reward(RewardConfig(name=name, timeout_s=900, options=patient | options))
     reward.connect(Services({of or name: urls}, {of or name: "m"}, TOKEN, **more))

@@ -1,4 +1,4 @@
-"""What somebody at the control port can do to the queues is named, and counts as a crash that is requeued."""
+"""Tampering with the queues at the control port is named, and counts as a crash that is requeued."""
 
 from __future__ import annotations
 

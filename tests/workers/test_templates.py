@@ -1,7 +1,7 @@
-"""What the chat templates of model families put between two turns, and that nothing of a turn is written again.
+"""The text that model families' chat templates put between two turns; the turns themselves are never rewritten.
 
-The templates are written for this test, with the structure of the published ones that matters here: who speaks for a
-tool, how a turn ends and what follows its end, what is trimmed, dropped, inserted or refused.
+The templates are written for this test, with the relevant structure of the published ones: the role of tool results,
+how a turn ends and what follows it, and what is trimmed, dropped, inserted or refused.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ QWEN2_5 = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
 """
-# As before, without a default system prompt; thinking is shown only after the last question of the user.
+# As before, without a default system prompt; reasoning is shown only after the user's last question.
 QWEN3 = """\
 {%- if tools %}{{- '<|im_start|>system\n# Tools\n<tool_call>' }}
 {%- for tool in tools %}{{- '\n' + (tool | tojson) }}{%- endfor %}{{- '<|im_end|>\n' }}{%- endif %}
@@ -100,7 +100,7 @@ MISTRAL = """\
 {%- endif %}
 {%- endfor %}
 """
-# No tools, which are left out without a word; an end of the text where no answer is asked for.
+# Tools are silently omitted; the text ends with an end token if no answer is requested.
 PHI3 = """\
 {%- for message in messages %}
 {%- if message.role == 'system' %}{{- '<|system|>\n' + message.content + '<|end|>\n' }}
@@ -120,7 +120,7 @@ GEMMA2 = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<start_of_turn>model\n' }}{%- endif %}
 """
-# No line breaks; tools are not shown, their results are, and the model goes on without a prompt.
+# No line breaks; tools are not shown, their results are, and the model continues without a generation prompt.
 DEEPSEEK_V3 = """\
 {%- set ns = namespace(results=false) %}
 {{- '<｜begin▁of▁sentence｜>' }}
@@ -136,7 +136,7 @@ DEEPSEEK_V3 = """\
 {%- if ns.results %}{{- '<｜tool▁outputs▁end｜>' }}{%- endif %}
 {%- if add_generation_prompt and not ns.results %}{{- '<｜Assistant｜>' }}{%- endif %}
 """
-# A template of its own for tools, which takes them for granted.
+# A separate template for tools, which requires them.
 HERMES = {
     "default": """\
 {%- for message in messages %}
@@ -257,7 +257,7 @@ def test_a_turn_ended_by_a_stop_string_gets_the_end_token_of_the_family(tokenize
 
 
 def test_an_episode_keeps_the_generated_tokens(tokenizer: Any, family: Family) -> None:
-    """What the template would make of the same dialogue is another text for every family here that drops or trims."""
+    """For every family here that drops or trims, the template renders the same dialogue differently."""
     messages, prompt = first_prompt(tokenizer, {"messages": ASKED, "tools": [TOOL]}, "", added=True)
     turn = tokenizer.encode(SAID + family.ended, add_special_tokens=False)
     said = [{"role": "user", "content": "no"}]

@@ -1,4 +1,4 @@
-"""The trainer's role: an algorithm built once, and credit that weighs samples."""
+"""The trainer role: an algorithm built once, and an advantage estimator that sets sample weights."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ SAMPLING = Sampling(4, 1.0, 1.0, 0, 0.0, [])
 
 
 class Recorder:
-    """Engines that note what they are asked to do; a sleeping generator refuses to decode as a real one does."""
+    """Engines that record their calls; a sleeping generator refuses to decode like a real one."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
