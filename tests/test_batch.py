@@ -1,4 +1,4 @@
-"""Rewards of turns in a batch: where they stand, and how they follow their rows."""
+"""Turn rewards in a batch: their positions, and how they follow their rows."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_fields_of_turns_and_texts_follow_their_rows() -> None:
     ],
 )
 def test_tokens_are_on_policy_only_if_their_cache_is_too(recomputed: bool, expected: list[int]) -> None:
-    """The first row goes on when weights 5 arrive; the last one is older."""
+    """The first row continues when weights 5 arrive; the last one is older."""
     batch = make_batch()
     batch.versions = torch.tensor([-1, 4, 4, -1, 5, 5, -1, -1, 5, -1, -1, -1, 4, -1, 4, -1, 4]).int()
     assert on_policy(batch, 5, recomputed).tolist() == [bool(value) for value in expected]

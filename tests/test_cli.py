@@ -32,14 +32,14 @@ def run(*command: str, path: str = os.environ["PATH"], cwd: Path = ROOT) -> subp
 
 
 def hpcrl(*words: str) -> subprocess.CompletedProcess[str]:
-    """What the installed script runs."""
+    """Run the function of the installed script."""
     module, _, function = PYPROJECT["project"]["scripts"]["hpcrl"].partition(":")
     code = f"import sys; from {module} import {function}; sys.argv[0] = 'hpcrl'; sys.exit({function}())"
     return run(sys.executable, "-c", code, *words)
 
 
 def shown(main: Callable[[list[str]], int], words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """What a successful command prints; argparse ends its help with SystemExit."""
+    """The output of a successful command; argparse ends its help with SystemExit."""
     try:
         code = main(words)
     except SystemExit as ended:
@@ -190,7 +190,7 @@ def test_make_setup_installs_the_packages_of_a_sweep() -> None:
 
 @pytest.mark.slow
 def test_help_names_the_command_as_it_was_called(tmp_path: Path) -> None:
-    """By the script's path, where PATH leads to no such command."""
+    """By the script's path, if PATH has no such command."""
     script = tmp_path / "bin" / "hpcrl"
     script.parent.mkdir()
     script.write_text(f"#!{sys.executable}\nimport sys\nfrom hpcrl.system.cli import main\nsys.exit(main())\n")

@@ -1,4 +1,4 @@
-"""Deadlines do not count the time in which the whole job stands still."""
+"""Deadlines do not count the time in which the whole job is suspended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups from folders of one's own: HPCRL_CONF and ./conf beside the built-in ones."""
+"""Config groups from the user's folders: HPCRL_CONF and ./conf in addition to the built-in ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ max_steps: 7
 
 @pytest.fixture
 def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, whose ./conf has an experiment and a cluster, beside the groups of another project."""
+    """The current folder; its ./conf has an experiment and a cluster, next to groups of another project."""
     files = {
         "conf/experiment/mine.yaml": MINE,
         "conf/cluster/mine.yaml": '# My cluster.\nname: slurm\ntime: "00:10:00"\n',

@@ -85,7 +85,7 @@ def test_every_experiment_is_valid_and_sets_no_unused_key(name: str) -> None:
     config = load([f"+experiment={name}"])
     assert config.run_name == name
     if config.learns and config.trainer.engine == "fsdp2" and config.model.path is not None:
-        # Else a run on GPUs would train one sequence at a time, at a fraction of the speed, after a mere warning.
+        # Otherwise a run on GPUs would train one sequence at a time, at a fraction of the speed, with only a warning.
         assert config.trainer.fsdp2.packing == "require"
     if config.learns and config.trainer.param_dtype == "bfloat16":  # in which trainer and generator differ by rounding
         assert config.algorithm.correction != "none"
@@ -193,7 +193,7 @@ def test_a_value_of_an_inherited_experiment_is_traced_to_its_file() -> None:
 
 
 def test_consequences_of_an_unreadable_value_are_not_reported() -> None:
-    # With the default of 8 in its place the group size would be divisible, with 0 it would not.
+    # With the default of 8 instead the group size would be divisible, with 0 it would not.
     assert len(problems("rollout.group_size=none", "algorithm.num_mini_batches=7")) == 1
     assert len(problems("rollout.group_size=3", "algorithm.num_mini_batches=7")) == 1
 
@@ -572,7 +572,7 @@ def test_recomputing_with_an_engine_without_it_is_refused(monkeypatch: pytest.Mo
         ["eval_every=1", "data.val=task:add"],
         ["debug=fake", "fake.pass_rate=0", "rollout.filter_mean_high=1"],
         ["debug=fake", "fake.pass_rate=1", "rollout.filter_mean_low=0"],
-        ["debug=fake", "fake.pass_rate=0", "rollout.filter_mean_low=0", "env=scripted"],  # which gives its own rewards
+        ["debug=fake", "fake.pass_rate=0", "rollout.filter_mean_low=0", "env=scripted"],  # the env computes rewards
         ["algorithm.correction=mask", "algorithm.correction_low=.99", "algorithm.correction_high=1.01"],
         ["algorithm.correction=truncate", "algorithm.correction_high=1"],
         ["algorithm.correction=truncate", "algorithm.correction_level=geometric", "rollout.top_p=.9"],
@@ -736,7 +736,7 @@ def test_unused_keys_of_an_experiment_do_not_conflict_with_the_command_line() ->
     ],
 )
 def test_a_debug_run_ignores_conflicts_of_keys_that_it_does_not_read(words: list[str]) -> None:
-    """Else there would be no way out: the keys that clash may not be given either."""
+    """Otherwise the conflict could not be resolved: the conflicting keys may not be given either."""
     assert load(["+experiment=rlvr_async", *words]).debug in words[0]
 
 
@@ -921,7 +921,7 @@ def test_text_for_the_model_may_resemble_a_placeholder() -> None:
 
 
 def test_an_edited_conf_file_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sweep, or a script of one's own, may compose more than once in a process."""
+    """A sweep or a user's script may compose more than once in a process."""
     folder = tmp_path / "conf"
     shutil.copytree(conf_dir(), folder)
     monkeypatch.setattr("hpcrl.config.folders.conf_dir", lambda: folder)

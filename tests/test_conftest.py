@@ -1,4 +1,4 @@
-"""What a skip means, allowed on a user's machine and a failure where everything is required; what runs alone."""
+"""Skips, allowed on a user's machine and a failure if everything is required; tests that run alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a critic asks of the configuration: refused before the start, and counted in the plan."""
+"""Requirements of a critic on the configuration: refused before the start, and counted in the plan."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_the_plan_counts_a_second_model_without_logits() -> None:
     assert kinds[("critic",)].total("critic") > kinds[("critic",)].total("generate") > 0
     full = 2 * 4 * critic.num_parameters
     assert 0 <= critic_checkpoint_bytes(config, shape) - (full + 4 * critic.num_parameters) < 1000
-    assert critic_checkpoint_bytes(config, shape) > checkpoint_bytes(config, shape)  # of adapters alone
+    assert critic_checkpoint_bytes(config, shape) > checkpoint_bytes(config, shape)  # only of adapters
 
 
 @pytest.fixture(scope="module")

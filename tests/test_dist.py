@@ -1,4 +1,4 @@
-"""What is published: env/dist.sh builds it and tries it, as `make dist` does, with the packages that are here."""
+"""The published distribution: env/dist.sh builds and tries it like `make dist`, with the installed packages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["versi
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """The tracked files in a repository of their own, which a test may change."""
+    """The tracked files in a separate repository, which a test may change."""
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
     folder = tmp_path / "checkout"

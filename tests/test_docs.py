@@ -1,4 +1,4 @@
-"""The documents keep their word: links lead somewhere, and the commands they name exist."""
+"""The documents are correct: links have targets, and the named commands exist."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_every_key_in_the_reference_has_its_own_row() -> None:
     table = [line for line in lines if line.startswith("|")]
     assert len(table) > 200
     assert [line for line in table if not re.fullmatch(r"\|[^|]+(\|[^|]*)?\|[^|]+\|", line)] == []
-    # Beside them: headings, and between heading and table a line on what the section is.
+    # Besides these: headings, and between heading and table a line about the section.
     others = [line for line in lines[3:] if line and line not in table]
     assert all(line.startswith("## ") or before.startswith("## ") for before, line in pairwise(["## ", *others]))
 

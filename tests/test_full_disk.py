@@ -1,4 +1,4 @@
-"""What a full disk does: the file is named, nothing half written stays, the exit code is that of the run."""
+"""A full disk: the file is named, nothing half-written stays, the run's exit code is kept."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_any_storage_failure_ends_as_not_saved() -> None:
 
 
 def test_an_unwritable_verdict_still_reaches_the_agent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rank 0 says it, and its agent goes by the exit code, also where a signal had come before."""
+    """Rank 0 prints it, and its agent uses the exit code, even after an earlier signal."""
     world = tmp_path / "world/attempt_0001"
     world.mkdir(parents=True)
     (world / ".verdict.json.tmp").symlink_to(FULL)
@@ -107,7 +107,7 @@ def test_an_unwritable_verdict_still_reaches_the_agent(tmp_path: Path, capsys: p
     assert run._conclude(verdict, layout, tmp_path, 1) == ExitCode.NOT_SAVED
     said = capsys.readouterr().err
     assert said.startswith("hpcrl: rank 0 ended with code 18 (NOT_SAVED); ") and "verdict.json" in said
-    # Negative controls: a signal alone, and a verdict that is there.
+    # Negative controls: only a signal, and an existing verdict.
     verdict = Verdict(-15, lost={0: "process 1 was killed by SIGTERM"}, signal_number=15)
     assert run._conclude(verdict, layout, tmp_path, 1) == ExitCode.TERMINATED
     _tell(place, ExitCode.NO_PROGRESS, "no progress")

@@ -1,4 +1,4 @@
-"""make gpu-check at sizes for a CPU: every part that runs in one process, and what becomes of parts that fail."""
+"""make gpu-check at sizes for a CPU: every part that runs in one process, and failing parts."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def test_a_training_step_and_moving_its_state_are_measured(check: Check) -> None
 
 
 def patient(name: str) -> Part:
-    """A part with time for a CPU that is busy."""
+    """A part with enough time for a busy CPU."""
     return dataclasses.replace(PARTS[name], limit_s=500.0)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_vllm_log_probs_match_the_trainer_it_gets_weights_from(check: Check) -> None:
-    """As a replica of two ranks, which does on each what the part of one does."""
+    """With a replica of two ranks, each of which does the same as in the part for one rank."""
     if not find_spec("vllm"):
         pytest.skip("vllm is not installed (extra: vllm)")
     name = "vllm TP2"
@@ -93,7 +93,7 @@ def test_single_gpu_parts_fit_in_eight_minutes_and_the_most_common_come_first() 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("engine", ["deepspeed", "megatron"])
 def test_a_step_of_other_engines_is_measured(engine: str, check: Check) -> None:
-    """In a process of its own, as always: both engines keep state of the process."""
+    """In a separate process, as always: both engines keep process-wide state."""
     pytest.importorskip(engine)
     name = f"training {engine}"
     rows = {row.what: row for row in rows_of(name, patient(name), check, 200.0, 0)}
@@ -180,7 +180,7 @@ def test_the_table_shows_shares_and_reasons() -> None:
 def test_two_ranks_transfer_weights_and_one_survives_the_other(
     what: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Threads in the place of processes."""
+    """Threads replace processes."""
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(lambda rank: take_part(what, "cpu", 1, store, rank), RANKS))

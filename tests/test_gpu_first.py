@@ -1,4 +1,4 @@
-"""make gpu-first at sizes for a CPU: a step that works after one that fails and one that hangs, and the report."""
+"""make gpu-first at sizes for a CPU: a working step after a failing and a hanging one, and the report."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_figures_are_judged_by_bounds_shares_of_limits_or_their_own_verdict() ->
 
 
 def test_each_cuda_warning_is_recorded_with_the_hpcrl_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By Python's own warnings, as torch's arrive: those of CUDA need a GPU."""
+    """With Python warnings, which torch uses too: real CUDA warnings need a GPU."""
     modes: list[str] = []
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
 

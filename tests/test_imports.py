@@ -1,4 +1,4 @@
-"""Imports go one way, heavy libraries stay in their own file, and what is installed is what is here."""
+"""Imports go one way, heavy libraries stay in their own files, and the installed package equals the source."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_import_contracts_hold() -> None:
 
 @pytest.mark.slow
 def test_code_that_runs_before_the_ranks_imports_no_torch() -> None:
-    """Neither on the login node nor in a node's agent; functions that only ranks call may import it."""
+    """Neither on the login node nor in a node agent; functions that only ranks call may import it."""
     packages = (
         "cluster",
         "commands",
@@ -145,7 +145,7 @@ ENGINE_FILES = {"spec", "engine", "memory", "critic", "checkpoint", "weights", "
 
 
 def test_folders_and_modules_have_distinguishable_names() -> None:
-    """No two folders of one name, no more than two modules of one name, and few files beside the folders."""
+    """No two folders of one name, no more than two modules of one name, and few files next to folders."""
     package = ROOT / "hpcrl"
     files = [file.relative_to(package) for file in sorted(package.rglob("*.py"))]
     folders = Counter(folder.name for folder in {file.parent for file in files})
@@ -161,7 +161,7 @@ def test_folders_and_modules_have_distinguishable_names() -> None:
 
 
 def public_types(file: Path) -> set[str]:
-    """The public classes and type aliases that a file defines; type variables are not types of their own."""
+    """The public classes and type aliases that a file defines; type variables do not count."""
     names: set[str] = set()
     for node in ast.parse(file.read_text()).body:
         if isinstance(node, ast.ClassDef):

@@ -1,4 +1,4 @@
-"""What the launch reads of engines that it does not import: their arguments and their models."""
+"""Engines' arguments and models, which the launch reads without importing the engines."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_unknown_sglang_arguments_are_refused(tmp_path: Path, monkeypatch: pytes
     [
         ("Qwen2ForCausalLM", "qwen2", {}, False),
         ("HeliumForCausalLM", "helium", {}, False),  # transformers' own, with vLLM's attention
-        ("CodeGenForCausalLM", "codegen", {}, True),  # transformers' own, which cannot have it
+        ("CodeGenForCausalLM", "codegen", {}, True),  # transformers' own, which cannot use it
         ("NewForCausalLM", "new", {}, True),
         ("NewForCausalLM", "new", {"auto_map": {"AutoModelForCausalLM": "modeling_new.NewForCausalLM"}}, False),
     ],

@@ -1,4 +1,4 @@
-"""The real command line: what it says, what it refuses, and that a refusal leaves nothing behind."""
+"""The real command line: its output, its refusals, and that a refusal leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def launch(*words: str, at: Path) -> subprocess.CompletedProcess[str]:
 
 
 def launch_program(*words: str, at: Path) -> subprocess.CompletedProcess[str]:
-    """As a person starts it."""
+    """Start it as a user does."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "hpcrl.launch", *words]
     return subprocess.run(command, cwd=at, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
 
 def refused(*words: str, at: Path, start: Any = launch) -> list[str]:
-    """The lines of a refusal; the folder must be as it was."""
+    """The lines of a refusal; the folder must be unchanged."""
     before = sorted(at.rglob("*"))
     done = start(*words, at=at)
     assert (done.returncode, done.stdout) == (ExitCode.BAD_INPUT, ""), done
@@ -73,7 +73,7 @@ def refused(*words: str, at: Path, start: Any = launch) -> list[str]:
 
 
 def write_model(folder: Path, config: dict[str, Any] = CONFIG, shapes: dict[str, list[int]] = SHAPES) -> Path:
-    """A model folder in which only the numbers of the weights are missing a meaning (all are zero)."""
+    """A complete model folder, except that all weights are zero."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text("{}")
@@ -268,7 +268,7 @@ def test_a_valid_model_folder_has_no_problems(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"model_type": "qwen3_next", "num_key_value_heads": 2},  # layers without attention of Llama's form
+        {"model_type": "qwen3_next", "num_key_value_heads": 2},  # layers with attention unlike Llama's
         {"model_type": "falcon_mamba", "num_attention_heads": None},
         {"model_type": "gemma3n_text", "intermediate_size": [12]},
         {"model_type": "glm4_moe", "num_nextn_predict_layers": 1},

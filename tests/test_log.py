@@ -1,4 +1,4 @@
-"""Messages: their form in a file and for a user, and whose they are."""
+"""Messages: their form in a file and for a user, and their sources."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def one_host_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def written(tmp_path: Path) -> Callable[[], str]:
-    """What is in the file of the log that is started with this fixture, as rank 3."""
+    """The content of the log file of rank 3, which this fixture starts."""
     path = tmp_path / "logs" / "rank_0003.log"
     log.start("rank 3", file=path)
     return path.read_text
@@ -89,7 +89,7 @@ def test_a_jobs_console_looks_like_its_log(monkeypatch: pytest.MonkeyPatch, caps
 
 
 def test_rank_0_leaves_printing_errors_to_its_agent(capfd: pytest.CaptureFixture[str]) -> None:
-    """Which shows one line at the end of the run; standard error is the log."""
+    """The agent prints one line at the end of the run; standard error is the log."""
     log.start("rank 0", file=log.STDERR, console="stdout")
     OURS.error("the run ends")
     OURS.warning("goes on")

@@ -1,4 +1,4 @@
-"""`hpcrl logs`: the files of a run in one, in the order of time."""
+"""`hpcrl logs`: all log files of a run merged by time."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def show(run: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> Show:
-    """The lines of the command, each without what all headers have in common."""
+    """The command's lines, without the common part of the headers."""
 
     def call(*words: str) -> list[str]:
         assert main([str(run), *words]) == ExitCode.DONE
@@ -150,7 +150,7 @@ def test_invalid_arguments_are_one_line(run: Path, capsys: pytest.CaptureFixture
 
 
 def test_since_is_found_in_a_long_file(run: Path, show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most of which is not read; long messages and lines without an end are no obstacle."""
+    """Most of the file is not read; long messages and unterminated lines are handled."""
     monkeypatch.setattr(logs, "MAX_BYTES", 4096)
     path = run / "logs" / "attempt_0002" / "rank_0001.log"
     lines = [at(21 + i / 1000, "n2", "rank 1", f"line {i} " + "x" * (i % 300)) for i in range(9000)]

@@ -1,4 +1,4 @@
-"""What hpcrl knows of model families stands in hpcrl/models, one file each."""
+"""Code about model families is in hpcrl/models, one file per family."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_every_family_is_in_the_table_once() -> None:
 
 
 def compared(file: Path) -> list[int]:
-    """Lines that compare something with the name of a family."""
+    """Lines that compare a value with a family's name."""
     names = set(FAMILIES)
     lines = []
     for node in ast.walk(ast.parse(file.read_text())):

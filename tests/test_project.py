@@ -1,4 +1,4 @@
-"""What strangers meet around the code keeps its word: workflows, templates, hooks, versions, commits."""
+"""The project's public files are correct: workflows, templates, hooks, versions, commits."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_the_version_is_read_from_the_package_on_demand(capsys: pytest.CaptureFi
 
 
 def test_commit_subjects_are_short_enough() -> None:
-    """Of the newest commits, from the one on that brought this file."""
+    """Checks the newest commits, from the one that added this file."""
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
     first = git("log", "--diff-filter=A", "--format=%H", "--", "tests/test_project.py").split()[-1:]

@@ -1,4 +1,4 @@
-"""What a reference with a path of its own asks of the configuration: refused before the start, counted in the plan."""
+"""Requirements of a reference with its own path on the configuration: refused before the start, counted in the plan."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_the_references_split_and_vocabulary_rows_are_checked(policy: Path, othe
     make_tiny_model(TinyModel(hidden_size=16, num_layers=1, vocab_size=300, **SIZES), few)
     words = [f"model.path={policy}", "trainer.fsdp2.tensor_parallel=2", f"reference.path={few}"]
     shape = shape_of(str(policy), "")
-    for first, lines in ((KL, 1), (SFT, 0)):  # only a generator draws from all rows
+    for first, lines in ((KL, 1), (SFT, 0)):  # only a generator samples from all rows
         config = load([first, *words, "trainer.fsdp2.tensor_parallel=1"])
         found = [problem.text for problem in check_sizes(config, RoleLayout.from_config(config), shape)]
         text = (

@@ -1,4 +1,4 @@
-"""The run folder: fresh, resumed, finished, refused, and owned by one."""
+"""The run folder: fresh, resumed, finished, refused, and with a single owner."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ sys.stdin.read()
 
 
 def launch(run: Path, config: dict = CONFIG) -> subprocess.Popen[str]:
-    """Another process that opens the run, says what it got and stays until its stdin closes."""
+    """Another process that opens the run, prints the result and stays until its stdin closes."""
     command = [sys.executable, "-c", OPEN, json.dumps(config), str(run)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -168,7 +168,7 @@ def test_resume_fresh_takes_the_next_free_name(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_killed_in_an_interactive_job_is_resumed_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The job lives on, so only the process can tell; a batch job's process tells nothing."""
+    """The job stays alive, so only the process shows the end; a batch job's process shows nothing."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("PATH", "")  # Slurm cannot be asked
     for name, config in (("local", CONFIG), ("slurm", changed(cluster={"name": "slurm"}))):
@@ -258,7 +258,7 @@ def test_an_unwritable_location_is_named() -> None:
 
 
 def test_a_name_that_is_not_a_valid_file_name_is_named(tmp_path: Path) -> None:
-    """Also below a folder that is still to be made."""
+    """Also below a folder that does not exist yet."""
     with pytest.raises(ConfigError, match=r"cannot be created: a name of 300 characters, limit 255"):
         check_run(CONFIG, tmp_path / "runs" / ("x" * 300), "auto")
 
@@ -346,7 +346,7 @@ def test_permitted_keys_exist_and_are_documented() -> None:
 
 
 def test_a_key_below_a_permitted_key_may_change(tmp_path: Path) -> None:
-    """And one that only begins like it may not."""
+    """A key that only begins like it may not."""
     run = tmp_path / "demo"
     config = CONFIG | {"layout": {"trainer": {"num_ranks": 2}}, "generator": {"max_num_seqs": 8, "dtype": "float32"}}
     close_run(run, open_run(config, run, "auto").attempt)
@@ -362,7 +362,7 @@ def test_a_key_below_a_permitted_key_may_change(tmp_path: Path) -> None:
 
 
 def test_a_run_of_an_earlier_version_resumes(tmp_path: Path) -> None:
-    """A key that its configuration does not have yet has its default; one that this version has no more is named."""
+    """A key missing in its configuration has its default; a key that this version no longer has is named."""
     run = tmp_path / "demo"
     close_run(run, open_run(CONFIG, run, "auto").attempt)
     stored = yaml.safe_load((run / "config.yaml").read_text())
@@ -376,7 +376,7 @@ def test_a_run_of_an_earlier_version_resumes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("record", ["owners/0001", "slurm/submitted.json"])
 def test_a_job_of_another_cluster_may_be_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: str) -> None:
-    """Here its number is unknown, or another job's."""
+    """Here its job id is unknown or belongs to another job."""
     run, program = tmp_path / "demo", tmp_path / "bin" / "scontrol"
     close_run(run, open_run(CONFIG, run, "auto").attempt)
     program.parent.mkdir()

@@ -1,4 +1,4 @@
-"""The command that tries a reward."""
+"""The command that tests a reward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What models on ranks of the run ask of the configuration: refused before the start, and counted in the plan."""
+"""Requirements of served models on the configuration: refused before the start, and counted in the plan."""
 
 from __future__ import annotations
 

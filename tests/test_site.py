@@ -1,4 +1,4 @@
-"""The docs site: `make site` builds it whole, nothing in it leads nowhere, and it needs no network."""
+"""The docs site: `make site` builds it completely, without broken links, and it needs no network."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def problems_of() -> Callable[[Path], list[str]]:
 
 @pytest.fixture
 def rewritten(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str, set[str]], str]:
-    """What a build makes of a page: its path, its text, all pages."""
+    """The result of a build for a page, from its path, its text and all pages."""
     monkeypatch.syspath_prepend(str(CODE))
     made: Callable[[str, str, set[str]], str] = runpy.run_path(str(CODE / "build.py"))["rewritten"]
     return made
@@ -51,7 +51,7 @@ def test_the_site_is_complete(tmp_path: Path) -> None:
     assert [page for page in named if not (site / page).is_file()] == []
     assert 'id="trainer.lr"' in (site / "docs" / "configuration.html").read_text()
 
-    # The index, which is a script, too, since a page from file:// may not read other files.
+    # The search index is a script, since a page from file:// may not read other files.
     index = json.loads((site / "search.json").read_text())
     assert (site / "search.js").read_text().startswith("var __index = {")
     found = {item["location"]: item["text"] for item in index["items"]}

@@ -1,4 +1,5 @@
-"""The types that an installed hpcrl brings along (PEP 561): mypy knows what tests/typed_program.py, a user's, calls."""
+"""The types of an installed hpcrl (PEP 561): mypy knows the types that tests/typed_program.py, a user's program,
+uses."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ REVEALED = re.compile(r":(\d+): note: Revealed type is \"(.*)\"$", re.M)
 
 
 def mypy(folder: Path, package: Path) -> str:
-    """What mypy says of the program in an environment with this package of hpcrl and the libraries of this one."""
+    """Mypy's output for the program with this package of hpcrl and the libraries of this environment."""
     environment = folder / "environment"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
     (site,) = environment.glob("lib/python*/site-packages")

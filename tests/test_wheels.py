@@ -1,5 +1,5 @@
-"""The installations that env/ describes resolve against the wheels for CUDA that strangers get: by metadata alone, in
-seconds, without a gigabyte. The wheels of this machine are others."""
+"""The installations in env/ resolve against the public CUDA wheels, by metadata only, in seconds and without large
+downloads. This machine has different wheels."""
 
 from __future__ import annotations
 
