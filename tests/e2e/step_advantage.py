@@ -18,7 +18,7 @@ class StepAdvantage(AdvantageEstimator):
         self.config = config
 
     def assign(self, batch: Batch, table: RewardTable, all_sum: AllSum) -> Stats:
-        """See Credit."""
+        """See AdvantageEstimator."""
         index = model_tokens(batch)
         rewards: Tensor = required(batch, "token_rewards", "credit of steps")
         returns = F.discounted_returns(rewards[index], batch.row_ids[index], 1.0)
