@@ -1,4 +1,4 @@
-"""What all tests share: where the shared data is, which tests may be left out, and which run alone."""
+"""Shared by all tests: the data folder, which tests may be skipped, and which run alone."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def no_gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(autouse=True)
 def own_fields() -> Iterator[None]:
-    """Fields that a test declares, or learns from a file of rollouts, end with it."""
+    """Fields that a test declares, or reads from a rollout file, are removed after it."""
     built_in = dict(FIELDS)
     yield
     FIELDS.clear()
@@ -54,19 +54,20 @@ def own_fields() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def own_log() -> Iterator[None]:
-    """A test may start the log of a program; it ends with the test."""
+    """A test may start a program's log, which is stopped after the test."""
     yield
     log.stop()
 
 
 @pytest.fixture
 def console() -> None:
-    """Messages go to standard output, as those of rank 0 for a user."""
+    """Messages go to standard output, as on rank 0 for a user."""
     log.start("rank 0", console="stdout")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """One folder for temporary files: libraries leave theirs behind where a process is killed, or ends as ranks do."""
+    """One folder for temporary files: killed processes, and ranks at their end, leave temporary files of libraries
+    behind."""
     if hasattr(config, "workerinput"):  # inherited
         return
     above = tempfile.gettempdir()
@@ -75,7 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # where a test's own conftest.py, which is imported before, has imported the compiler.
     instructions = os.environ.get("ATEN_CPU_CAPABILITY", "own")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{above}/torchinductor_{os.getuid()}_{instructions}"
-    os.environ["VLLM_CACHE_ROOT"] = f"{above}/vllm_{os.getuid()}"  # what it knows of models
+    os.environ["VLLM_CACHE_ROOT"] = f"{above}/vllm_{os.getuid()}"  # its cache of model information
     os.environ[SCRATCH] = os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="hpcrl-tests-")
     os.chmod(tempfile.tempdir, 0o711)  # where root runs the tests, sandboxes work as another user below it
     # After multiprocessing, which removes a folder of its own in it with priority -100.
@@ -83,7 +84,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave soak tests out unless asked for; skip GPU tests where there is none; files that take long come first."""
+    """Leave soak tests out unless asked for; skip GPU tests without a GPU; run long files first."""
     soak = [item for item in items if item.get_closest_marker("soak")]
     if soak and "soak" not in config.option.markexpr:
         config.hook.pytest_deselected(items=soak)
@@ -113,16 +114,16 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # outside the time limit of the test
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """A test marked alone begins when those of other workers have ended; none of theirs begins before its end."""
+    """A test marked alone runs while no other worker runs a test."""
     locks = Path(os.environ[SCRATCH])  # a local folder: the checkout's file system may not lock
     with open(locks / "next", "a") as next_one, open(locks / "inside", "a") as inside:
-        fcntl.flock(next_one, fcntl.LOCK_EX)  # in turns, so that the one that runs alone is not passed by for ever
+        fcntl.flock(next_one, fcntl.LOCK_EX)  # in turns, so a test that runs alone does not starve
         fcntl.flock(inside, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
         fcntl.flock(next_one, fcntl.LOCK_UN)
         try:
             return (yield)
         finally:
-            # Closing alone would not do where a test left a child that holds the file.
+            # Closing is not enough if a test left a child that holds the file.
             fcntl.flock(inside, fcntl.LOCK_UN)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 @contextlib.contextmanager
 def small_file_system(folder: Path, mebibytes: int) -> Iterator[Path]:
-    """The folder, on a file system of its own; the test is skipped where nothing may be mounted."""
+    """The folder, on a small file system; the test is skipped if nothing may be mounted."""
     command = ["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "tmpfs", folder]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

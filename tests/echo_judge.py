@@ -1,4 +1,4 @@
-"""A judge whose verdict is computed by its chat template, and said by a model that repeats its prompt."""
+"""A judge whose chat template computes the verdict, and whose model repeats its prompt."""
 
 from __future__ import annotations
 

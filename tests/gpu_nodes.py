@@ -1,5 +1,5 @@
-"""A node with GPUs, as hpcrl sees one before a rank starts: a library and a program stand in for NVIDIA's driver, in
-folders that the environment names."""
+"""A node with GPUs as hpcrl examines it before a rank starts: a library and a program, in folders named by environment
+variables, replace NVIDIA's driver."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ FREE = "{0}, GPU-{0}0ab, 81559, 4, Disabled, NVIDIA H100\n"
 
 @functools.cache
 def driver() -> Path:
-    """A folder with libcuda, which answers as variables say."""
+    """A folder with libcuda, which answers by environment variables."""
     folder = Path(tempfile.mkdtemp())
     (folder / "cuda.c").write_text(LIBCUDA)
     command = ["cc", "-shared", "-fPIC", "-w", "-o", str(folder / "libcuda.so.1"), str(folder / "cuda.c")]
@@ -92,12 +92,12 @@ class GpuNode:
         return path
 
     def smi(self, gpus: list[str], apps: str = "", later: str = "") -> None:
-        """What nvidia-smi says of GPUs and of processes; `later`: of GPUs, from the second time on."""
+        """Set nvidia-smi's output for GPUs and processes; `later`: for GPUs from the second call on."""
         for name, text in (("gpus", "".join(gpus)), ("apps", apps), ("later", later)):
             (self.folder / name).write_text(text)
 
     def torch(self, version: str, cuda: str | None = None, hip: str | None = None) -> None:
-        """The torch of its processes, which they may look at but not import."""
+        """The torch of its processes, which they may inspect but not import."""
         (self.site / "torch/__init__.py").write_text("raise ImportError('before the ranks start')")
         (self.site / "torch/version.py").write_text(
             f"from typing import Optional\n__version__ = {version!r}\ncuda: Optional[str] = {cuda!r}\n"

@@ -6,12 +6,12 @@ import os
 
 
 def read_to_end(terminal: int) -> str:
-    """All that comes out of this end until the last process has closed the other one; closes this one."""
+    """Everything read from this end until the last process has closed the other end; closes this end."""
     sent = b""
     try:
         while block := os.read(terminal, 1 << 16):
             sent += block
-    except OSError:  # how Linux tells that the other end is closed
+    except OSError:  # how Linux reports that the other end is closed
         pass
     finally:
         os.close(terminal)

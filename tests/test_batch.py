@@ -1,4 +1,4 @@
-"""Rewards of turns in a batch: where they stand, and how they follow their rows."""
+"""Turn rewards in a batch: their positions, and how they follow their rows."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def make_batch(given: list[list[float]] | None = GIVEN, of_tokens: list[dict[int
     return pack(range(4), lengths, columns, {"messages": list("abcd")}, given, tokens).check()
 
 
-def test_every_field_that_hpcrl_declares_has_a_type_for_mypy() -> None:
+def test_every_declared_field_has_a_type_for_mypy() -> None:
     (block,) = (
         node
         for node in ast.walk(ast.parse(Path(batch_module.__file__).read_text()))
@@ -54,7 +54,7 @@ def test_every_field_that_hpcrl_declares_has_a_type_for_mypy() -> None:
     }
 
 
-def test_rewards_of_turns_are_filled_up() -> None:
+def test_missing_turn_rewards_are_filled_up() -> None:
     batch = make_batch()
     assert batch.cu_turns.tolist() == [0, 2, 3, 3, 6]
     assert batch.turn_rewards.tolist() == [0.5, 2.0, 4.0, 1.0, 0.0, 0.0]
@@ -73,7 +73,7 @@ def test_rewards_of_turns_are_filled_up() -> None:
         ),
     ],
 )
-def test_the_rest_of_a_turns_reward_stands_at_its_last_token(
+def test_the_rest_of_a_turns_reward_is_added_to_its_last_token(
     of_tokens: list[dict[int, float]] | None, places: dict[tuple[int, int], float]
 ) -> None:
     batch = make_batch(GIVEN, of_tokens)
@@ -84,7 +84,7 @@ def test_the_rest_of_a_turns_reward_stands_at_its_last_token(
     assert sums == [float(row.sum()) for row in batch.turn_rewards.split(batch.cu_turns.diff().tolist())]
 
 
-def test_rewards_of_tokens_that_make_up_their_turn_leave_nothing_over() -> None:
+def test_token_rewards_that_sum_to_their_turn_leave_no_remainder() -> None:
     values = np.random.default_rng(0).normal(size=2).astype(np.float32).tolist()
     batch = make_batch([[0.0, sum(values)], [0.0], [], [1.0]], [{2: values[0], 3: values[1]}, {}, {}, {}])
     assert batch.token_rewards[4:6].tolist() == values
@@ -112,8 +112,8 @@ def test_fields_of_turns_and_texts_follow_their_rows() -> None:
         (True, [0, 0, 0, 0, 1, 1, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0]),
     ],
 )
-def test_tokens_are_on_policy_whose_cache_is_of_the_trained_weights_too(recomputed: bool, expected: list[int]) -> None:
-    """The first row goes on when weights 5 arrive; the last one is older."""
+def test_tokens_are_on_policy_only_if_their_cache_is_too(recomputed: bool, expected: list[int]) -> None:
+    """The first row continues when weights 5 arrive; the last one is older."""
     batch = make_batch()
     batch.versions = torch.tensor([-1, 4, 4, -1, 5, 5, -1, -1, 5, -1, -1, -1, 4, -1, 4, -1, 4]).int()
     assert on_policy(batch, 5, recomputed).tolist() == [bool(value) for value in expected]

@@ -32,14 +32,14 @@ def run(*command: str, path: str = os.environ["PATH"], cwd: Path = ROOT) -> subp
 
 
 def hpcrl(*words: str) -> subprocess.CompletedProcess[str]:
-    """What the installed script runs."""
+    """Run the function of the installed script."""
     module, _, function = PYPROJECT["project"]["scripts"]["hpcrl"].partition(":")
     code = f"import sys; from {module} import {function}; sys.argv[0] = 'hpcrl'; sys.exit({function}())"
     return run(sys.executable, "-c", code, *words)
 
 
 def shown(main: Callable[[list[str]], int], words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """What a successful command prints; argparse ends its help with SystemExit."""
+    """The output of a successful command; argparse ends its help with SystemExit."""
     try:
         code = main(words)
     except SystemExit as ended:
@@ -50,7 +50,7 @@ def shown(main: Callable[[list[str]], int], words: list[str], capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
-def test_a_command_gets_the_words_after_its_name(
+def test_a_command_gets_the_arguments_after_its_name(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
@@ -62,7 +62,7 @@ def test_a_command_gets_the_words_after_its_name(
 
 
 @pytest.mark.parametrize("script", sorted((ROOT / "launch").glob("*.py")), ids=lambda script: script.stem)
-def test_the_help_of_a_launch_script_names_the_interpreter_and_its_path(script: Path, tmp_path: Path) -> None:
+def test_the_help_of_a_launch_script_names_interpreter_and_path(script: Path, tmp_path: Path) -> None:
     pytest.importorskip("submitit")
     done = run(sys.executable, str(script), "--help", path="/usr/bin:/bin", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -86,7 +86,7 @@ def test_help_names_every_command_and_imports_none() -> None:
 
 
 @pytest.mark.parametrize("words", [["--help"], ["launch", "--help", "env"], ["status"]], ids=" ".join)
-def test_a_reader_that_has_enough_ends_a_command_without_a_word(words: list[str], tmp_path: Path) -> None:
+def test_a_closed_pipe_ends_a_command_silently(words: list[str], tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     command = [Path(sys.executable).with_name("hpcrl"), *words]
@@ -98,7 +98,7 @@ def test_a_reader_that_has_enough_ends_a_command_without_a_word(words: list[str]
 @pytest.mark.parametrize(
     ("words", "told"), [((), "usage: hpcrl COMMAND"), (("lunch",), "no command 'lunch'; there are")]
 )
-def test_no_command_is_refused(words: tuple[str, ...], told: str) -> None:
+def test_a_call_without_a_command_is_refused(words: tuple[str, ...], told: str) -> None:
     done = hpcrl(*words)
     assert (done.returncode, done.stdout) == (ExitCode.BAD_INPUT, "") and told in done.stderr
 
@@ -109,7 +109,7 @@ def hinted(text: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_hint_runs_in_a_shell_without_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hint_works_in_a_shell_without_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hint = "run: python -m hpcrl status runs/x"
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     for folder in (tmp_path, Path(sys.executable).parents[1]):
@@ -121,7 +121,7 @@ def test_a_hint_runs_in_a_shell_without_python(tmp_path: Path, monkeypatch: pyte
     assert words[0] == f"bin/{Path(sys.executable).name}", "short where the interpreter is below the current folder"
 
 
-def test_a_hint_names_the_console_command_where_it_is_the_one_on_path(
+def test_a_hint_names_the_console_command_if_it_is_the_one_on_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, others = tmp_path / "ours", tmp_path / "others"
@@ -140,20 +140,20 @@ def test_a_hint_names_the_console_command_where_it_is_the_one_on_path(
 
 
 @pytest.mark.slow
-def test_what_is_refused_names_the_interpreter(tmp_path: Path) -> None:
+def test_a_refusal_names_the_interpreter(tmp_path: Path) -> None:
     done = run(sys.executable, "-m", "hpcrl.launch", "model.path=org/name", path="/usr/bin:/bin", cwd=tmp_path)
     assert done.returncode == ExitCode.BAD_INPUT
     assert f"run: {sys.executable} -m hpcrl prefetch org/name" in done.stderr
 
 
-def test_the_packages_of_an_extra_are_those_of_the_project() -> None:
+def test_the_packages_of_an_extra_match_the_project_file() -> None:
     declared = PYPROJECT["project"]["optional-dependencies"]
     assert {extra: list(packages) for extra, packages in EXTRAS.items()} == {extra: declared[extra] for extra in EXTRAS}
     engines = [spec for table in (TRAIN_ENGINES, GEN_ENGINES) for _, spec in table.items()]
     assert {extra for spec in engines for extra in spec.needs.values()} <= EXTRAS.keys()
 
 
-def test_what_an_engine_lacks_is_installed_by_the_names_it_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engines_install_hint_installs_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     needs = {"no_such_module": "megatron", "nor_this": "of-a-plugin"}
     monkeypatch.setitem(vars(TRAIN_ENGINES["fsdp2"]), "needs", needs)
     (problem,) = check_built(load([]))
@@ -163,14 +163,14 @@ def test_what_an_engine_lacks_is_installed_by_the_names_it_gives(monkeypatch: py
     assert check_built(load(["cluster.container=apptainer", "cluster.image=x.sif"])) == [], "the image may have it"
 
 
-def test_sglang_is_installed_without_the_pins_of_another_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sglang_is_installed_without_pins_of_another_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(vars(TRAIN_ENGINES["fsdp2"]), "needs", {"no_such_module": "sglang"})
     (problem,) = check_built(load([]))
     assert shlex.split(problem.text.partition("; ")[2]) == [*PIP[:4], *EXTRAS["sglang"]]
 
 
 @pytest.mark.slow
-def test_what_a_sweep_on_slurm_lacks_is_installed_by_the_names_it_gives(tmp_path: Path) -> None:
+def test_a_slurm_sweeps_install_hint_installs_what_it_lacks(tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules['submitit'] = None\n"
         "from hpcrl.launch.__main__ import main; sys.exit(main(sys.argv[1:]))"
@@ -182,7 +182,7 @@ def test_what_a_sweep_on_slurm_lacks_is_installed_by_the_names_it_gives(tmp_path
     assert command == [*PIP, *EXTRAS["slurm"]]
 
 
-def test_make_setup_installs_what_a_sweep_needs() -> None:
+def test_make_setup_installs_the_packages_of_a_sweep() -> None:
     makefile = (ROOT / "Makefile").read_text()
     core = makefile[makefile.index("$(CORE): pyproject.toml") : makefile.index("$(DEV): ")]
     assert "'.[slurm]'" in core
@@ -190,7 +190,7 @@ def test_make_setup_installs_what_a_sweep_needs() -> None:
 
 @pytest.mark.slow
 def test_help_names_the_command_as_it_was_called(tmp_path: Path) -> None:
-    """By the script's path, where PATH leads to no such command."""
+    """By the script's path, if PATH has no such command."""
     script = tmp_path / "bin" / "hpcrl"
     script.parent.mkdir()
     script.write_text(f"#!{sys.executable}\nimport sys\nfrom hpcrl.system.cli import main\nsys.exit(main())\n")

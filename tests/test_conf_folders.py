@@ -1,4 +1,4 @@
-"""Groups from folders of one's own: HPCRL_CONF and ./conf beside the built-in ones."""
+"""Config groups from the user's folders: HPCRL_CONF and ./conf in addition to the built-in ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ max_steps: 7
 
 @pytest.fixture
 def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, whose ./conf has an experiment and a cluster, beside the groups of another project."""
+    """The current folder; its ./conf has an experiment and a cluster, next to groups of another project."""
     files = {
         "conf/experiment/mine.yaml": MINE,
         "conf/cluster/mine.yaml": '# My cluster.\nname: slurm\ntime: "00:10:00"\n',
@@ -49,7 +49,7 @@ def algorithm(clip: float) -> str:
 
 
 @pytest.mark.slow
-def test_later_folders_win_and_add(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_folders_take_precedence_and_add_files(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = work / "a b'c,=$", work / "second"
     monkeypatch.setenv(FOLDERS, f"{first}:second")
     put(first / "algorithm/near.yaml", algorithm(0.31))
@@ -69,7 +69,7 @@ def test_later_folders_win_and_add(work: Path, monkeypatch: pytest.MonkeyPatch) 
     assert load(["algorithm=dapo"]).algorithm.pg_clip_high == 0.28, "nothing of the folders is left"
 
 
-def test_the_places_are_told_in_help_plan_and_errors(
+def test_config_folders_are_shown_in_help_plan_and_errors(
     work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(FOLDERS, str(work / "second"))
@@ -99,7 +99,7 @@ def test_the_places_are_told_in_help_plan_and_errors(
         load(["+experiment=mine"])
 
 
-def test_without_folders_of_ones_own_an_unknown_name_says_where_one_would_be_searched(
+def test_an_unknown_name_names_the_searched_folders_even_if_none_exists(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -122,7 +122,7 @@ def test_without_folders_of_ones_own_an_unknown_name_says_where_one_would_be_sea
         ("# @package _global_\nmax_steps: [\n", "conf"),
     ],
 )
-def test_what_is_wrong_with_an_experiment_is_one_line(work: Path, text: str, said: str) -> None:
+def test_an_invalid_experiment_is_reported_in_one_line(work: Path, text: str, said: str) -> None:
     put(work / "conf/algorithm/near.yaml", algorithm(0.3))
     put(work / "conf/experiment/mine.yaml", text)
     with pytest.raises(ConfigError) as refused:
@@ -131,7 +131,7 @@ def test_what_is_wrong_with_an_experiment_is_one_line(work: Path, text: str, sai
     assert said in line and "\n" not in line
 
 
-def test_a_folder_that_is_none_is_refused(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_config_folder_is_refused(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FOLDERS, os.pathsep.join(["nowhere", "conf/experiment"]))
     known = "algorithm, cluster, data, env, experiment, layout, model"
     with pytest.raises(ConfigError) as refused:

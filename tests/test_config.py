@@ -35,7 +35,7 @@ def problems(*words: str) -> list[str]:
     return caught.value.problems
 
 
-def test_defaults_are_a_whole_configuration() -> None:
+def test_defaults_are_a_complete_configuration() -> None:
     config = load([])
     assert config == parse({}).model_copy(update={"model": config.model})
     assert (config.run_name, config.run_dir, config.layout.name) == ("rlvr", "runs/rlvr", "colocated")
@@ -50,7 +50,7 @@ def test_the_run_is_named_after_its_experiment_then_its_pipeline() -> None:
 
 
 @pytest.mark.parametrize("name", ["demo_agentic", "demo_sokoban", "demo_tools", "demo_webshop"])
-def test_a_demonstration_of_episodes_warms_up_on_what_it_plays(name: str) -> None:
+def test_the_warm_up_of_a_demonstration_uses_the_same_environment(name: str) -> None:
     warm_up, demo = load([f"+experiment={name}_sft"]), load([f"+experiment={name}"])
     ((section, env),) = demo.envs.items()
     assert env == warm_up.envs[section]
@@ -74,18 +74,18 @@ def test_a_deleted_key_has_its_default_again() -> None:
     assert load(["~trainer.lr"]).trainer.lr == load([]).trainer.lr
 
 
-def test_later_words_win_and_groups_come_before_values() -> None:
+def test_later_overrides_win_and_groups_are_applied_before_values() -> None:
     assert load(["seed=1", "seed=2"]).seed == 2
     assert load(["algorithm=grpo", "algorithm=reinforce"]).algorithm.advantage_estimator == "reinforce"
     assert load(["layout.trainer.num_ranks=3", "layout=disaggregated"]).layout.trainer.num_ranks == 3
 
 
 @pytest.mark.parametrize("name", groups()["experiment"])
-def test_every_experiment_is_sound_and_sets_no_key_in_vain(name: str) -> None:
+def test_every_experiment_is_valid_and_sets_no_unused_key(name: str) -> None:
     config = load([f"+experiment={name}"])
     assert config.run_name == name
     if config.learns and config.trainer.engine == "fsdp2" and config.model.path is not None:
-        # Else a run on GPUs would train one sequence at a time, at a fraction of the speed, after a mere warning.
+        # Otherwise a run on GPUs would train one sequence at a time, at a fraction of the speed, with only a warning.
         assert config.trainer.fsdp2.packing == "require"
     if config.learns and config.trainer.param_dtype == "bfloat16":  # in which trainer and generator differ by rounding
         assert config.algorithm.correction != "none"
@@ -93,13 +93,13 @@ def test_every_experiment_is_sound_and_sets_no_key_in_vain(name: str) -> None:
         assert config.trainer.router_replay == (config.model.path is not None and "-A" in config.model.path)
 
 
-def test_every_conf_file_says_what_it_is() -> None:
+def test_every_conf_file_describes_itself() -> None:
     for file in conf_dir().rglob("*.yaml"):
         comments = [line for line in file.read_text().splitlines()[:2] if line.startswith("# ") and "@" not in line]
         assert comments, file
 
 
-def test_all_problems_come_at_once_with_place_and_suggestion() -> None:
+def test_all_problems_are_reported_at_once_with_place_and_suggestion() -> None:
     found = problems(
         "+experiment=demo",
         "rollout.num_promts=4",
@@ -143,7 +143,7 @@ def test_all_problems_come_at_once_with_place_and_suggestion() -> None:
     assert found == expected
 
 
-def test_whole_paths_of_other_libraries_lead_to_the_meaning_of_their_deepest_known_key() -> None:
+def test_paths_of_other_libraries_suggest_the_key_of_their_deepest_known_part() -> None:
     found = problems(
         "+actor_rollout_ref.actor={clip_ratio_high:.28,strategy:fsdp,optim:{lr:1e-6}}",
         "+actor_rollout_ref.rollout.n=8",
@@ -165,7 +165,7 @@ def test_whole_paths_of_other_libraries_lead_to_the_meaning_of_their_deepest_kno
     }
 
 
-def test_an_option_beside_the_options_is_told_where_the_reward_or_environment_has_it() -> None:
+def test_a_misplaced_option_suggests_its_place_in_the_options() -> None:
     found = problems(
         "reward.a.name=code",
         "reward.a.min_level=L1",
@@ -187,13 +187,13 @@ def test_a_value_from_a_conf_file_is_traced_to_the_file() -> None:
     ]
 
 
-def test_a_value_of_an_experiment_that_others_build_on_is_traced_to_its_file() -> None:
+def test_a_value_of_an_inherited_experiment_is_traced_to_its_file() -> None:
     (found,) = problems("+experiment=rlvr_200b_disaggregated", "rollout.filter_mean_high=0.05")
     assert found.endswith("which is 0.05 (conf/experiment/rlvr_7b.yaml)")
 
 
-def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
-    # With the default of 8 in its place the group size would be divisible, with 0 it would not.
+def test_consequences_of_an_unreadable_value_are_not_reported() -> None:
+    # With the default of 8 instead the group size would be divisible, with 0 it would not.
     assert len(problems("rollout.group_size=none", "algorithm.num_mini_batches=7")) == 1
     assert len(problems("rollout.group_size=3", "algorithm.num_mini_batches=7")) == 1
 
@@ -546,13 +546,13 @@ def test_impossible_values_and_combinations_are_refused(words: list[str], line: 
     assert all("\n" not in problem for problem in found)
 
 
-def test_a_single_response_beside_a_greedy_one_may_be_filtered_by_equal_rewards() -> None:
+def test_a_single_response_with_a_greedy_baseline_can_be_filtered_by_equal_rewards() -> None:
     words = ("algorithm=remax", "rollout.group_size=1", "rollout.filter_std=true")
     assert load(words).rollout.filter_std
     assert problems(*words, "rollout.filter_mean_high=.9")[0].startswith("rollout.filter_mean_high: a filter compares")
 
 
-def test_recomputing_with_an_engine_that_cannot_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recomputing_with_an_engine_without_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("rollout.max_staleness=1", "rollout.on_new_weights=recompute")
     assert load(words).rollout.on_new_weights == "recompute"
     monkeypatch.setitem(vars(GEN_ENGINES["native"]), "recompute", False)
@@ -572,7 +572,7 @@ def test_recomputing_with_an_engine_that_cannot_is_refused(monkeypatch: pytest.M
         ["eval_every=1", "data.val=task:add"],
         ["debug=fake", "fake.pass_rate=0", "rollout.filter_mean_high=1"],
         ["debug=fake", "fake.pass_rate=1", "rollout.filter_mean_low=0"],
-        ["debug=fake", "fake.pass_rate=0", "rollout.filter_mean_low=0", "env=scripted"],  # which gives its own rewards
+        ["debug=fake", "fake.pass_rate=0", "rollout.filter_mean_low=0", "env=scripted"],  # the env computes rewards
         ["algorithm.correction=mask", "algorithm.correction_low=.99", "algorithm.correction_high=1.01"],
         ["algorithm.correction=truncate", "algorithm.correction_high=1"],
         ["algorithm.correction=truncate", "algorithm.correction_level=geometric", "rollout.top_p=.9"],
@@ -585,7 +585,7 @@ def test_recomputing_with_an_engine_that_cannot_is_refused(monkeypatch: pytest.M
         ["algorithm.correction=mask", "algorithm.rejection_level=geometric", "algorithm.rejection_low=.99"],
     ],
 )
-def test_what_is_just_possible_is_allowed(words: list[str]) -> None:
+def test_extreme_but_valid_settings_are_allowed(words: list[str]) -> None:
     assert load(words)
 
 
@@ -603,14 +603,14 @@ def test_what_is_just_possible_is_allowed(words: list[str]) -> None:
         (["+experiment=rlvr_7b_async", "~algorithm.correction"], "truncate"),
     ],
 )
-def test_what_is_generated_ahead_is_corrected_by_default(words: list[str], correction: str) -> None:
+def test_asynchronous_rollouts_are_corrected_by_default(words: list[str], correction: str) -> None:
     config = load(words)
     assert config.algorithm.correction == correction
     stored = config.model_dump(mode="json")
     assert stored["algorithm"]["correction"] == correction and parse(stored) == config, "a run's folder says it"
 
 
-def test_the_limit_of_a_step_without_one_is_the_schedulers() -> None:
+def test_the_default_limit_of_groups_equals_the_schedulers() -> None:
     for rollout in ({"num_prompts": 3}, {"num_prompts": 3, "max_generated_groups": 7}):
         config = parse({"rollout": rollout})
         scheduler = RolloutScheduler(SchedulerConfig.of(config), {1: 4})
@@ -700,12 +700,12 @@ def test_the_limit_of_a_step_without_one_is_the_schedulers() -> None:
         (["layout.trainer.min_ranks=2"], "layout.trainer.min_ranks: not read here"),
     ],
 )
-def test_a_key_that_nothing_reads_is_refused_where_the_user_set_it(words: list[str], line: str) -> None:
+def test_a_key_that_nothing_reads_is_refused_if_the_user_set_it(words: list[str], line: str) -> None:
     found = problems(*words)
     assert len(found) == 1 and found[0].startswith(line), found
 
 
-def test_training_alone_reads_of_the_rollouts_what_evaluation_reads_and_the_size_of_a_batch() -> None:
+def test_train_only_reads_evaluation_keys_and_the_batch_size_of_rollout() -> None:
     alone, read = ["debug=train_only", "load_rollouts=runs/demo"], {"num_prompts", "group_size", "min_replicas"}
     read |= {"max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop"}
     keys = {key: "null" if info.default is None else info.default for key, info in RolloutConfig.model_fields.items()}
@@ -717,7 +717,7 @@ def test_training_alone_reads_of_the_rollouts_what_evaluation_reads_and_the_size
     assert sorted(match[1] for match in found if match) == sorted(keys.keys() - read)
 
 
-def test_an_experiments_keys_are_not_held_against_a_choice_on_the_command_line() -> None:
+def test_unused_keys_of_an_experiment_do_not_conflict_with_the_command_line() -> None:
     assert load(["+experiment=demo", "pipeline=sft"]).algorithm.num_mini_batches == 4
     assert load(["+experiment=demo", "data.val=null"]).eval.num_prompts == 256
     assert load(["+experiment=rlvr_async", "debug=train_only", "load_rollouts=runs/demo"]).rollout.max_staleness == 1
@@ -735,18 +735,18 @@ def test_an_experiments_keys_are_not_held_against_a_choice_on_the_command_line()
         ["debug=rollout_only", "rollout.max_staleness=0"],
     ],
 )
-def test_half_a_run_is_not_held_against_what_only_the_other_half_reads(words: list[str]) -> None:
-    """Else there would be no way out: the keys that clash may not be given either."""
+def test_a_debug_run_ignores_conflicts_of_keys_that_it_does_not_read(words: list[str]) -> None:
+    """Otherwise the conflict could not be resolved: the conflicting keys may not be given either."""
     assert load(["+experiment=rlvr_async", *words]).debug in words[0]
 
 
-def test_a_debug_run_has_a_name_of_its_own_so_that_it_does_not_meet_the_folder_of_the_whole_run() -> None:
+def test_a_debug_run_has_a_different_default_folder() -> None:
     assert load(["+experiment=demo", "debug=fake"]).run_dir == "runs/demo_fake"
     assert load(["+experiment=demo", "debug=none"]).run_dir == "runs/demo"
     assert load(["debug=rollout_only", "run_name=mine"]).run_dir == "runs/mine"
 
 
-def test_the_longest_sequence_counts_evaluation_and_turns() -> None:
+def test_the_longest_sequence_includes_evaluation_and_turns() -> None:
     assert parse({"data": {"max_prompt_tokens": 10}, "rollout": {"max_new_tokens": 5}}).max_sequence_tokens == 15
     evaluated = {"data": {"max_prompt_tokens": 10, "val": "task:add"}, "eval": {"max_new_tokens": 30}}
     assert parse({**evaluated, "env": {"default": {"max_turns": 3}}}).max_sequence_tokens == 3 * (10 + 256)
@@ -755,7 +755,7 @@ def test_the_longest_sequence_counts_evaluation_and_turns() -> None:
     assert parse({**evaluated, "rollout": {"max_new_tokens": 5}}).max_sequence_tokens == 10 + 30
 
 
-def test_limits_of_sample_ids_are_those_of_the_schema() -> None:
+def test_limits_of_the_schema_fit_into_sample_ids() -> None:
     most_attempts = 200
     assert (PATIENCE + 1) * most_attempts < MAX_ATTEMPTS  # dropped so often, and failed so often
     assert parse({"rollout": {"group_size": MAX_GROUP_SIZE, "max_attempts": most_attempts}}).rollout
@@ -767,7 +767,7 @@ def test_limits_of_sample_ids_are_those_of_the_schema() -> None:
         parse({"eval": {"num_prompts": MAX_VALIDATION_ROWS + 1}})
 
 
-def test_the_families_of_the_native_generator_are_its_own() -> None:
+def test_unsupported_families_are_refused_only_if_the_native_generator_is_used() -> None:
     (problem,) = check_family(parse({}), "mamba", ("model", "path"))
     assert "the native generator supports qwen2, " in problem.text
     assert problem.text.endswith(", not mamba; generator.engine=vllm or sglang runs all models of its library")
@@ -784,7 +784,7 @@ def test_the_families_of_the_native_generator_are_its_own() -> None:
         ({"device": "cpu", "components": {"main": {"gpus_per_node": 4}}}, "float32"),
     ],
 )
-def test_gpus_compute_in_bfloat16_unless_said_otherwise(cluster: dict[str, Any], dtype: str) -> None:
+def test_gpus_compute_in_bfloat16_by_default(cluster: dict[str, Any], dtype: str) -> None:
     config = parse({"cluster": cluster, "trainer": {"lr": 1e-5}})
     assert (config.trainer.param_dtype, config.generator.dtype, config.model.dtype) == (dtype, dtype, "float32")
     said = parse({"cluster": cluster, "trainer": {"param_dtype": "float32"}, "generator": {"dtype": "float32"}})
@@ -792,13 +792,13 @@ def test_gpus_compute_in_bfloat16_unless_said_otherwise(cluster: dict[str, Any],
     assert parse(config.model_dump(mode="json")) == config
 
 
-def test_a_configuration_survives_being_written_and_read() -> None:
+def test_a_configuration_round_trips_through_its_file() -> None:
     config = load(["+experiment=demo", "algorithm=reinforce", "env=scripted", "trainer.betas=[.8,.9]"])
     again = parse(config.model_dump(mode="json"))
     assert again == config and isinstance(again.algorithm, Reinforce)
 
 
-def test_every_key_has_a_meaning() -> None:
+def test_every_key_is_documented() -> None:
     def undocumented(model: type) -> list[str]:
         return [name for name in model.model_fields if not meaning(model, name)]
 
@@ -879,12 +879,12 @@ def test_config_imports_no_torch_and_composing_changes_no_folder(tmp_path: Path)
         ('cluster.sbatch_options={comment: "a\nb"}', "cluster.sbatch_options.comment: expected text on one line"),
     ],
 )
-def test_what_slurm_or_the_site_would_refuse_is_one_line(word: str, line: str) -> None:
+def test_settings_that_slurm_or_the_site_would_refuse_are_one_line(word: str, line: str) -> None:
     (found,) = problems(word)
     assert found.startswith(line)
 
 
-def test_a_placeholder_is_a_whole_path_or_word() -> None:
+def test_only_a_whole_path_or_word_counts_as_a_placeholder() -> None:
     for real in ("/data/path/to/model", "~/path/to/model", "/data/exchange_metrics", "interchangeme"):
         assert load([f"model.path='{real}'"]).model.path == real
     for command in ("source /path/to/venv/bin/activate", "PATH=/path/to/bin", "PATH=$PATH:/path/to/bin"):
@@ -893,12 +893,12 @@ def test_a_placeholder_is_a_whole_path_or_word() -> None:
 
 
 @pytest.mark.parametrize(("typed", "name"), [("12e4567", "12e4567"), ("1e3", "1e3"), ("0x10", "0x10"), ("'q1'", "q1")])
-def test_run_name_is_taken_as_typed(typed: str, name: str) -> None:
+def test_run_name_is_read_literally(typed: str, name: str) -> None:
     config = load([f"run_name={typed}"])
     assert (config.run_name, config.run_dir) == (name, f"runs/{name}")
 
 
-def test_words_for_sbatch_are_taken_as_typed() -> None:
+def test_sbatch_options_are_read_literally() -> None:
     words = ["partition=low,high", "time=60", "exclude=n[1-4],m2", "constraint=a100|h100", "components.x.partition=a,b"]
     cluster = load([f"cluster.{word}" for word in words]).cluster
     assert (cluster.partition, cluster.time, cluster.time_s) == ("low,high", "60", 3600)
@@ -908,7 +908,7 @@ def test_words_for_sbatch_are_taken_as_typed() -> None:
     assert (cluster.partition, cluster.time, cluster.account) == ("low,high", "90", None), "as before, in quotes"
 
 
-def test_further_options_are_a_mapping_or_a_list() -> None:
+def test_extra_options_can_be_a_mapping_or_a_list() -> None:
     listed = load(["cluster.sbatch_options=['--exclusive','licenses=fs:1','--gpus-per-node=1']"]).cluster
     mapped = load(["cluster.sbatch_options={exclusive: true, licenses: 'fs:1', gpus-per-node: 1}"]).cluster
     assert listed == mapped
@@ -916,12 +916,12 @@ def test_further_options_are_a_mapping_or_a_list() -> None:
     assert parse(load(["cluster.sbatch_options.exclusive=true"]).model_dump(mode="json")).cluster.sbatch_options
 
 
-def test_text_for_the_model_may_look_like_a_placeholder() -> None:
+def test_text_for_the_model_may_resemble_a_placeholder() -> None:
     assert load(["rollout.stop=['<answer>']", "data.system_prompt='<think>'"]).rollout.stop == ["<answer>"]
 
 
-def test_a_file_of_conf_that_was_edited_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sweep, or a script of one's own, may compose more than once in a process."""
+def test_an_edited_conf_file_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sweep or a user's script may compose more than once in a process."""
     folder = tmp_path / "conf"
     shutil.copytree(conf_dir(), folder)
     monkeypatch.setattr("hpcrl.config.folders.conf_dir", lambda: folder)
@@ -930,7 +930,7 @@ def test_a_file_of_conf_that_was_edited_is_read_again(tmp_path: Path, monkeypatc
         assert load(["+experiment=mine"]).max_steps == steps
 
 
-def test_one_limit_of_a_sequence_takes_the_place_of_many_full_turns() -> None:
+def test_max_sequence_tokens_replaces_the_product_of_full_turns() -> None:
     data = {"data": {"max_prompt_tokens": 8000}, "rollout": {"max_new_tokens": 2000}}
     data |= {"model": {"tiny": {"max_position_embeddings": 500_000}}}
     plain = parse(data | {"env": {"default": {"max_turns": 50}}})
@@ -956,7 +956,7 @@ def test_one_limit_of_a_sequence_takes_the_place_of_many_full_turns() -> None:
         ("json:dumps", "json:dumps is not a"),
     ],
 )
-def test_a_part_that_cannot_be_loaded_is_one_line(
+def test_a_part_that_cannot_be_loaded_is_reported_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, path: str, why: str
 ) -> None:
     (tmp_path / "leaves.py").write_text("raise SystemExit(5)")
@@ -974,7 +974,7 @@ def test_a_part_that_cannot_be_loaded_is_one_line(
         (["trainer.lr=${foo:1}"], ["trainer.lr: Unsupported interpolation type foo"]),
     ],
 )
-def test_an_interpolation_that_fails_names_its_word(words: list[str], said: list[str]) -> None:
+def test_a_failing_interpolation_names_its_override(words: list[str], said: list[str]) -> None:
     found = problems(*words)
     assert len(found) == len(said)
     for line in found:
@@ -983,7 +983,7 @@ def test_an_interpolation_that_fails_names_its_word(words: list[str], said: list
     assert load(["data.system_prompt='\\${y}'"]).data.system_prompt == "${y}"
 
 
-def test_the_name_of_a_preset_is_no_name_of_an_algorithm() -> None:
+def test_a_preset_name_is_not_an_estimator_name() -> None:
     (line,) = problems("algorithm.advantage_estimator=ppo")
     assert line.endswith("got 'ppo'; ppo is a preset: algorithm=ppo (override 'algorithm.advantage_estimator=ppo')")
 
@@ -1005,12 +1005,12 @@ def test_a_renamed_key_is_refused_with_its_new_name(old: str, new: str) -> None:
         assert any(line.startswith(f"{old}: unknown key; it is now {new} (") for line in problems(f"{old}=1"))
 
 
-def test_a_renamed_key_in_a_list_is_refused_with_its_place() -> None:
+def test_a_renamed_key_in_a_list_is_refused_with_its_position() -> None:
     (line,) = problems("data.train=[task:add,{path:task:add,tag:sums}]")
     assert line.startswith("data.train.1.tag: unknown key; it is now data.train.1.domain (")
 
 
-def test_what_a_run_stored_has_the_new_keys() -> None:
+def test_stored_configurations_get_the_new_key_names() -> None:
     stored = {
         "rollouts": "runs/a",
         "rollout": {"max_lag": 1, "top_k": 0},

@@ -1,4 +1,4 @@
-"""What a skip means, allowed on a user's machine and a failure where everything is required; what runs alone."""
+"""Skips, allowed on a user's machine and a failure if everything is required; tests that run alone."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def suite(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_skip_passes_for_a_user_and_fails_where_all_is_required_but_for_a_gpu(suite: Path) -> None:
+def test_a_skip_passes_for_users_and_fails_where_all_tests_are_required(suite: Path) -> None:
     assert closing_line(suite, "0") == "1 passed, 4 skipped, 1 deselected, 1 xfailed"
     assert closing_line(suite, "1") == "1 failed, 1 passed, 2 skipped, 1 deselected, 1 xfailed, 1 error"
     assert closing_line(suite, "1", "1") == "2 failed, 1 passed, 1 skipped, 1 deselected, 1 xfailed, 1 error"
 
 
 @pytest.mark.slow
-def test_a_module_that_imports_an_engine_while_it_is_collected_is_refused(suite: Path) -> None:
+def test_a_test_module_that_imports_an_engine_at_collection_is_refused(suite: Path) -> None:
     (suite / "tests" / "deepspeed.py").touch()
     (suite / "tests" / "test_seven.py").write_text("import deepspeed\n\ndef test_fine():\n    pass\n")
     done = started(suite, "0")
@@ -94,7 +94,7 @@ def test_alone():
 
 
 @pytest.mark.slow
-def test_what_is_marked_runs_alone_and_no_temporary_file_is_left(suite: Path) -> None:
+def test_a_test_marked_alone_runs_alone_and_leaves_no_temporary_files(suite: Path) -> None:
     for path in (suite / "tests").glob("test_*.py"):
         path.unlink()
     for name, body in {"many_1": MANY, "many_2": MANY, "one": ALONE}.items():

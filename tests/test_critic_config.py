@@ -1,4 +1,4 @@
-"""What a critic asks of the configuration: refused before the start, and counted in the plan."""
+"""Requirements of a critic on the configuration: refused before the start, and counted in the plan."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def refused(*words: str) -> list[str]:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_one_line_says_what_is_wrong(words: list[str], expected: str) -> None:
+def test_invalid_settings_are_refused_in_one_line(words: list[str], expected: str) -> None:
     (line,) = refused(*words)
     assert expected in line
 
 
-def test_another_engine_reads_its_section() -> None:
+def test_a_critic_on_another_engine_reads_that_engines_section() -> None:
     words = [PPO, "trainer.engine=megatron", "critic.engine=fsdp2", "trainer.fsdp2.activation_checkpointing=true"]
     config = load([*words, "trainer.megatron.recompute=full", "critic.lr=3e-5", "critic.lr_warmup_steps=7"])
     own = config.of_critic()
@@ -75,7 +75,7 @@ def test_another_engine_reads_its_section() -> None:
     assert whole.lora is not None and whole.of_critic().lora is None
 
 
-def test_a_run_without_a_critic_has_no_such_ranks() -> None:
+def test_a_run_without_a_critic_has_no_critic_ranks() -> None:
     assert RoleLayout.from_config(load(OWN)).ranks["critic"] == ()
     assert RoleLayout.from_config(load([PPO, *OWN])).ranks["critic"] == (3, 4)
     colocated = RoleLayout.from_config(load([PPO]))
@@ -101,7 +101,7 @@ def test_the_plan_counts_a_second_model_without_logits() -> None:
     assert kinds[("critic",)].total("critic") > kinds[("critic",)].total("generate") > 0
     full = 2 * 4 * critic.num_parameters
     assert 0 <= critic_checkpoint_bytes(config, shape) - (full + 4 * critic.num_parameters) < 1000
-    assert critic_checkpoint_bytes(config, shape) > checkpoint_bytes(config, shape)  # of adapters alone
+    assert critic_checkpoint_bytes(config, shape) > checkpoint_bytes(config, shape)  # only of adapters
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def test_a_damaged_folder_of_the_critic_is_named(folder: Path, tmp_path: Path) -> None:
+def test_a_damaged_critic_folder_is_named(folder: Path, tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
     data.write_text('{"prompt": "1+1", "answer": "2"}\n')
     words = [PPO, f"data.train={data}", "reward.default.name=exact_match", f"run_dir={tmp_path / 'run'}"]

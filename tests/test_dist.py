@@ -1,4 +1,4 @@
-"""What is published: env/dist.sh builds it and tries it, as `make dist` does, with the packages that are here."""
+"""The published distribution: env/dist.sh builds and tries it like `make dist`, with the installed packages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["versi
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """The tracked files in a repository of their own, which a test may change."""
+    """The tracked files in a separate repository, which a test may change."""
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
     folder = tmp_path / "checkout"
@@ -57,7 +57,7 @@ def test_the_wheel_of_the_sdist_works_in_an_empty_folder(checkout: Path, tmp_pat
     assert "hpcrl/left_behind.py" not in names
 
 
-def test_a_file_that_would_not_be_installed_is_named(checkout: Path, tmp_path: Path) -> None:
+def test_a_file_missing_in_the_distribution_is_named(checkout: Path, tmp_path: Path) -> None:
     (checkout / "hpcrl" / "rewards" / "table.csv").write_text("")
     commit(checkout)
     done = dist(checkout, tmp_path)
@@ -65,7 +65,7 @@ def test_a_file_that_would_not_be_installed_is_named(checkout: Path, tmp_path: P
     assert done.stderr == "the sdist lacks (<) or has too much (>):\n< hpcrl/rewards/table.csv\n"
 
 
-def test_a_tag_of_another_version_is_refused(checkout: Path, tmp_path: Path) -> None:
+def test_a_tag_for_a_different_version_is_refused(checkout: Path, tmp_path: Path) -> None:
     subprocess.run(["git", "tag", "v99.0.0"], cwd=checkout, check=True)
     done = dist(checkout, tmp_path)
     assert (done.returncode, done.stderr) == (1, f"the tag is v99.0.0, and pyproject.toml says {VERSION}\n")

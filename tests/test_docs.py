@@ -1,4 +1,4 @@
-"""The documents keep their word: links lead somewhere, and the commands they name exist."""
+"""The documents are correct: links have targets, and the named commands exist."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_every_link_leads_somewhere(document: Path) -> None:
+def test_every_link_has_a_target(document: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", document.read_text()):
         if "://" not in target:
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
@@ -40,17 +40,17 @@ def test_every_document_is_in_the_index() -> None:
     ] == []
 
 
-def test_every_key_of_the_reference_has_a_row_of_its_own() -> None:
+def test_every_key_in_the_reference_has_its_own_row() -> None:
     lines = (ROOT / "docs" / "configuration.md").read_text().splitlines()
     table = [line for line in lines if line.startswith("|")]
     assert len(table) > 200
     assert [line for line in table if not re.fullmatch(r"\|[^|]+(\|[^|]*)?\|[^|]+\|", line)] == []
-    # Beside them: headings, and between heading and table a line on what the section is.
+    # Besides these: headings, and between heading and table a line about the section.
     others = [line for line in lines[3:] if line and line not in table]
     assert all(line.startswith("## ") or before.startswith("## ") for before, line in pairwise(["## ", *others]))
 
 
-def test_every_make_target_that_is_named_exists_and_is_listed() -> None:
+def test_every_make_target_named_in_the_docs_exists_and_is_listed() -> None:
     makefile = (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"^([a-z0-9-]+):.*## ", makefile, re.M))
     text = (ROOT / "README.md").read_text() + (ROOT / "CONTRIBUTING.md").read_text()
@@ -59,7 +59,7 @@ def test_every_make_target_that_is_named_exists_and_is_listed() -> None:
     assert set(re.findall(r"^\.PHONY: (.+)$", makefile, re.M)[0].split()) == targets
 
 
-def test_every_launch_command_in_the_readme_is_a_valid_configuration() -> None:
+def test_every_launch_command_in_the_readme_is_valid() -> None:
     commands = re.findall(r"^\S*python -m hpcrl\.launch (.+)$", (ROOT / "README.md").read_text(), re.M)
     commands = [command for command in commands if "=" in command]
     assert len(commands) >= 3
@@ -67,7 +67,7 @@ def test_every_launch_command_in_the_readme_is_a_valid_configuration() -> None:
         assert load(shlex.split(command)).max_steps > 0
 
 
-def test_every_launch_command_about_environments_is_a_valid_configuration() -> None:
+def test_every_launch_command_about_environments_is_valid() -> None:
     text = (ROOT / "docs" / "environments.md").read_text().replace("\\\n", " ")
     launch = re.findall(r"^\S*python -m hpcrl\.launch (.+)$", text, re.M)
     keys = re.findall(r"^env\.default\.name=.+$", text, re.M)
@@ -77,7 +77,7 @@ def test_every_launch_command_about_environments_is_a_valid_configuration() -> N
 
 
 @pytest.mark.slow
-def test_the_plan_that_is_shown_is_the_output_of_its_command(tmp_path: Path) -> None:
+def test_the_documented_plan_is_the_output_of_its_command(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "planner.md").read_text()
     command, plan, refusal = re.findall(r"^```\n(.+?)^```$", text, re.M | re.S)
     words = shlex.split(command.removeprefix("python -m hpcrl.launch "))

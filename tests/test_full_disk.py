@@ -1,4 +1,4 @@
-"""What a full disk does: the file is named, nothing half written stays, the exit code is that of the run."""
+"""A full disk: the file is named, nothing half-written stays, the run's exit code is kept."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FULL = Path("/dev/full")
 """A device that takes nothing: every write fails as on a full disk."""
 
 
-def test_a_durable_file_is_named_and_stays_as_it_was(tmp_path: Path) -> None:
+def test_a_durable_file_is_named_and_keeps_its_content(tmp_path: Path) -> None:
     path = tmp_path / "facts.json"
     path.write_text("before")
     (tmp_path / ".facts.json.tmp").symlink_to(FULL)
@@ -40,7 +40,7 @@ def test_a_durable_file_is_named_and_stays_as_it_was(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["facts.json"] and path.read_text() == "before"
 
 
-def test_rollouts_that_do_not_fit_are_named_and_leave_nothing(tmp_path: Path) -> None:
+def test_rollouts_that_do_not_fit_are_named_and_removed(tmp_path: Path) -> None:
     folder = tmp_path / "step_000001"
     folder.mkdir()
     (folder / ".outcomes.h5.tmp").symlink_to(FULL)
@@ -51,14 +51,14 @@ def test_rollouts_that_do_not_fit_are_named_and_leave_nothing(tmp_path: Path) ->
         assert file.attrs["num_prompts"] == 0
 
 
-def test_a_metrics_file_is_named(tmp_path: Path) -> None:
+def test_a_metrics_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to(FULL)
     log = MetricsLog(tmp_path, resume_step=-1, max_steps=5)
     with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/metrics.jsonl'"):
         log.log(0, {"a": 1.0})
 
 
-def test_a_folder_is_there_whole_or_as_it_was(tmp_path: Path) -> None:
+def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     for text in ("first", "second"):
         with new_folder(tmp_path / "hf") as folder:
             (folder / "a").write_text(text)
@@ -69,7 +69,7 @@ def test_a_folder_is_there_whole_or_as_it_was(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.rglob("*")] == ["hf", "a"] and (tmp_path / "hf/a").read_text() == "second"
 
 
-def test_a_full_log_ends_no_process() -> None:
+def test_a_full_log_does_not_end_a_process() -> None:
     code = """
 import sys
 from hpcrl.system.files import shield_output
@@ -84,7 +84,7 @@ sys.stderr.flush()
     assert (done.returncode, done.stdout) == (0, "to the end\n")
 
 
-def test_storage_that_fails_is_not_saved_wherever_it_shows() -> None:
+def test_any_storage_failure_ends_as_not_saved() -> None:
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/run/rollouts/step_000001/rank_00000.h5")
     failed = Failed(7, "WriteRollouts", str(full), _kind(full))
     for error in (full, RankFailed(f"rank 1 (trainer) failed in command WriteRollouts #7: {full}", failed)):
@@ -93,8 +93,8 @@ def test_storage_that_fails_is_not_saved_wherever_it_shows() -> None:
     assert _explain(FileNotFoundError(errno.ENOENT, "No such file", "x"), built=True)[0] is ExitCode.FAILED
 
 
-def test_a_verdict_that_cannot_be_written_gets_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rank 0 says it, and its agent goes by the exit code, also where a signal had come before."""
+def test_an_unwritable_verdict_still_reaches_the_agent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rank 0 prints it, and its agent uses the exit code, even after an earlier signal."""
     world = tmp_path / "world/attempt_0001"
     world.mkdir(parents=True)
     (world / ".verdict.json.tmp").symlink_to(FULL)
@@ -107,7 +107,7 @@ def test_a_verdict_that_cannot_be_written_gets_out(tmp_path: Path, capsys: pytes
     assert run._conclude(verdict, layout, tmp_path, 1) == ExitCode.NOT_SAVED
     said = capsys.readouterr().err
     assert said.startswith("hpcrl: rank 0 ended with code 18 (NOT_SAVED); ") and "verdict.json" in said
-    # Negative controls: a signal alone, and a verdict that is there.
+    # Negative controls: only a signal, and an existing verdict.
     verdict = Verdict(-15, lost={0: "process 1 was killed by SIGTERM"}, signal_number=15)
     assert run._conclude(verdict, layout, tmp_path, 1) == ExitCode.TERMINATED
     _tell(place, ExitCode.NO_PROGRESS, "no progress")

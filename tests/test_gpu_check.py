@@ -1,4 +1,4 @@
-"""make gpu-check at sizes for a CPU: every part that runs in one process, and what becomes of parts that fail."""
+"""make gpu-check at sizes for a CPU: every part that runs in one process, and failing parts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check(tmp_path_factory: pytest.TempPathFactory) -> Check:
     return Check("cpu", True, tmp_path_factory.mktemp("scratch"), {"copy": 10.0, "product": 0.1})
 
 
-def test_the_device_has_a_bandwidth_and_a_rate(check: Check) -> None:
+def test_memory_bandwidth_and_compute_rate_are_measured(check: Check) -> None:
     rows = {row.what: row for row in device.measure(check)}
     assert rows["copy"].value is not None and rows["copy"].value > 0
     assert rows["product"].value is not None and rows["product"].value > 0
@@ -35,7 +35,7 @@ def test_attention_is_measured_with_every_kernel(check: Check) -> None:
     assert {row.what for row in kernels} == set(KERNELS)
 
 
-def test_engines_that_agree_are_told_from_those_that_do_not(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agreeing_engines_are_distinguished_from_differing_ones(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = list(agreement.native(check))
     assert [row.verdict for row in rows] == ["ok", "ok"]
     assert all(row.value is not None and 0 < row.value < 0.01 for row in rows)
@@ -48,7 +48,7 @@ def test_engines_that_agree_are_told_from_those_that_do_not(check: Check, monkey
     assert [row.verdict for row in agreement.native(check)] == ["bad", "bad"]
 
 
-def test_a_training_step_is_measured_and_its_state_moved(check: Check) -> None:
+def test_a_training_step_and_moving_its_state_are_measured(check: Check) -> None:
     rows = {row.what: row for row in training.measure(check)}
     assert rows["step after it"].verdict == "ok"
     assert {
@@ -62,14 +62,14 @@ def test_a_training_step_is_measured_and_its_state_moved(check: Check) -> None:
 
 
 def patient(name: str) -> Part:
-    """A part with time for a CPU that is busy."""
+    """A part with enough time for a busy CPU."""
     return dataclasses.replace(PARTS[name], limit_s=500.0)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_vllm_has_the_log_probs_of_the_trainer_that_gives_it_weights(check: Check) -> None:
-    """As a replica of two ranks, which does on each what the part of one does."""
+def test_vllm_log_probs_match_the_trainer_it_gets_weights_from(check: Check) -> None:
+    """With a replica of two ranks, each of which does the same as in the part for one rank."""
     if not find_spec("vllm"):
         pytest.skip("vllm is not installed (extra: vllm)")
     name = "vllm TP2"
@@ -82,7 +82,7 @@ def test_vllm_has_the_log_probs_of_the_trainer_that_gives_it_weights(check: Chec
     assert difference.value is not None and 0 < difference.value < 0.01
 
 
-def test_the_parts_of_one_gpu_fit_in_eight_minutes_and_those_of_most_runs_come_first() -> None:
+def test_single_gpu_parts_fit_in_eight_minutes_and_the_most_common_come_first() -> None:
     assert sum(part.limit_s for part in PARTS.values() if part.num_gpus == 1) <= 470, "and some to start"
     assert [*PARTS][-2:] == ["training deepspeed", "training megatron"]
     compiling = {name for name, part in PARTS.items() if part.cold_s}
@@ -92,8 +92,8 @@ def test_the_parts_of_one_gpu_fit_in_eight_minutes_and_those_of_most_runs_come_f
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("engine", ["deepspeed", "megatron"])
-def test_a_step_of_the_other_engines_is_measured(engine: str, check: Check) -> None:
-    """In a process of its own, as always: both engines keep state of the process."""
+def test_a_step_of_other_engines_is_measured(engine: str, check: Check) -> None:
+    """In a separate process, as always: both engines keep process-wide state."""
     pytest.importorskip(engine)
     name = f"training {engine}"
     rows = {row.what: row for row in rows_of(name, patient(name), check, 200.0, 0)}
@@ -102,7 +102,7 @@ def test_a_step_of_the_other_engines_is_measured(engine: str, check: Check) -> N
     assert rows["rate, of a product's"].limit == check.facts["product"]
 
 
-def test_rates_count_what_a_step_must_compute(check: Check) -> None:
+def test_rates_count_the_necessary_operations_of_a_step(check: Check) -> None:
     """By hand: 2 layers of width 64, keys of 32, a feed-forward layer of 96, 256 words, 16 tokens a row."""
     shape = check.model(few_layers=True)[1]
     batch = training.make_batch([16] * 4, num_prompt_tokens=1)
@@ -111,7 +111,7 @@ def test_rates_count_what_a_step_must_compute(check: Check) -> None:
     assert rate.value == pytest.approx(64 * (6 * (2 * layer + 256 * 64) + 6 * 2 * 16 * 64) / 1e12)
 
 
-def test_a_generator_is_measured_asleep_and_awake(check: Check) -> None:
+def test_a_generator_is_measured_while_asleep_and_awake(check: Check) -> None:
     rows = list(decoding.native(check))
     assert [row.what for row in rows] == ["2 responses", "4 responses", "load weights", "sleep", "wake and load"]
     assert rows[-1].verdict == "ok"
@@ -133,7 +133,7 @@ def test_a_generator_is_measured_asleep_and_awake(check: Check) -> None:
         ("hangs", 2.0, [("", "failed", "no end after 2 s")], ""),
     ],
 )
-def test_a_part_that_fails_is_a_line(
+def test_a_failing_part_is_one_line(
     how: str,
     limit_s: float,
     found: list[tuple[str, str, str]],
@@ -146,7 +146,7 @@ def test_a_part_that_fails_is_a_line(
     assert stack in capsys.readouterr().err
 
 
-def test_what_is_missing_is_said(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_requirements_are_reported(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu = dataclasses.replace(check, device="cuda")
     pair = PARTS["lost peer"]
     assert [r.note for r in rows_of("lost peer", pair, on_gpu, 60.0, 1)] == ["needs 2 GPUs, 1 found"]
@@ -161,7 +161,7 @@ def test_what_is_missing_is_said(check: Check, monkeypatch: pytest.MonkeyPatch) 
     assert (row.verdict, row.note) == ("not installed", "transformer_engine")
 
 
-def test_without_a_gpu_the_way_out_is_named(
+def test_without_a_gpu_the_alternative_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -169,7 +169,7 @@ def test_without_a_gpu_the_way_out_is_named(
     assert "--device cpu --tiny" in capsys.readouterr().out
 
 
-def test_the_table_has_shares_and_reasons() -> None:
+def test_the_table_shows_shares_and_reasons() -> None:
     text = table([Row("a", "rate", 1234.5, "GB/s", 2469.0), Row("b", verdict="not run", note="needs 2 GPUs, 1 found")])
     assert text.splitlines()[1].split() == ["a", "rate", "1,234", "GB/s", "2,469", "0.5"]
     assert text.splitlines()[2].split(maxsplit=1) == ["b", text.splitlines()[2].split(maxsplit=1)[1]]
@@ -177,10 +177,10 @@ def test_the_table_has_shares_and_reasons() -> None:
 
 
 @pytest.mark.parametrize(("what", "said"), [("update", "GB/s "), ("dies", SURVIVED)])
-def test_two_ranks_transfer_weights_and_one_outlives_the_other(
+def test_two_ranks_transfer_weights_and_one_survives_the_other(
     what: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Threads in the place of processes."""
+    """Threads replace processes."""
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(lambda rank: take_part(what, "cpu", 1, store, rank), RANKS))
@@ -188,7 +188,7 @@ def test_two_ranks_transfer_weights_and_one_outlives_the_other(
 
 
 @pytest.mark.slow
-def test_a_group_of_two_ranks_is_timed(check: Check) -> None:
+def test_creating_a_group_of_two_ranks_is_timed(check: Check) -> None:
     rate, made = peers.update(check)
     assert (rate.unit, made.unit) == ("GB/s", "s") and made.limit == pytest.approx(0.35 + 2 * 0.0144)
     assert rate.value is not None and rate.value > 0 and made.value is not None and 0 < made.value < 20

@@ -1,4 +1,4 @@
-"""make gpu-first at sizes for a CPU: a step that works after one that fails and one that hangs, and the report."""
+"""make gpu-first at sizes for a CPU: a working step after a failing and a hanging one, and the report."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def program(text: str) -> dict[str, Command]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_each_step_is_reported_whatever_becomes_of_those_before(
+def test_each_step_is_reported_whatever_happened_to_earlier_ones(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     steps = {
@@ -131,7 +131,7 @@ def test_a_later_start_loses_no_outcome(tmp_path: Path, capsys: pytest.CaptureFi
         (["--report", "FILE"], "--report: .*File exists.*; name another folder"),
     ],
 )
-def test_a_start_that_makes_no_sense_is_one_line(
+def test_an_invalid_start_is_refused_in_one_line(
     words: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
@@ -140,7 +140,7 @@ def test_a_start_that_makes_no_sense_is_one_line(
     assert end.value.code == ExitCode.BAD_INPUT and re.search(f"gpu-first: error: .*{told}", capsys.readouterr().err)
 
 
-def test_figures_are_judged_by_bounds_by_shares_of_limits_and_by_their_own_verdict() -> None:
+def test_figures_are_judged_by_bounds_shares_of_limits_or_their_own_verdict() -> None:
     def judged(row: Row, step: str = "run", tiny: bool = False) -> tuple[str, bool | None]:
         figure = figure_of(row, step, "", tiny)
         return figure.expected, figure.within
@@ -156,8 +156,8 @@ def test_figures_are_judged_by_bounds_by_shares_of_limits_and_by_their_own_verdi
     assert judged(Row("decode vllm", verdict="not installed", note="vllm")) == ("", None)
 
 
-def test_each_warning_of_cuda_is_noted_with_the_function_of_hpcrl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By Python's own warnings, as torch's arrive: those of CUDA need a GPU."""
+def test_each_cuda_warning_is_recorded_with_the_hpcrl_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With Python warnings, which torch uses too: real CUDA warnings need a GPU."""
     modes: list[str] = []
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
 
@@ -179,7 +179,7 @@ def test_each_warning_of_cuda_is_noted_with_the_function_of_hpcrl(monkeypatch: p
     assert absent.value == 2 and "LossSums.stats" in absent.note and "FSDP2Engine._update" in absent.note
 
 
-def test_without_a_gpu_the_way_out_is_named(
+def test_without_a_gpu_the_alternative_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -188,7 +188,7 @@ def test_without_a_gpu_the_way_out_is_named(
 
 
 @pytest.mark.parametrize("name", ["run", "deterministic"])
-def test_on_a_gpu_the_runs_are_valid_and_have_the_sizes_of_the_published_model(name: str, tmp_path: Path) -> None:
+def test_runs_on_a_gpu_are_valid_and_have_published_model_sizes(name: str, tmp_path: Path) -> None:
     commands = [command(Setting("cuda", False, 1), tmp_path, 60.0) for command in STEPS[name].commands.values()]
     configs = [load(words[3:]) for words in commands if "hpcrl.launch" in words]
     assert len(configs) == 2 and all(config.check_weights and config.save_every == 1 for config in configs)
@@ -204,5 +204,5 @@ def test_on_a_gpu_the_runs_are_valid_and_have_the_sizes_of_the_published_model(n
         assert getattr(configs[0].model.tiny, own) == published[theirs], own
 
 
-def test_on_one_gpu_the_steps_take_half_an_hour() -> None:
+def test_all_steps_on_one_gpu_take_half_an_hour() -> None:
     assert sum(step.limit_s for step in STEPS.values() if step.num_gpus == 1) <= 1900

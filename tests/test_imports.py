@@ -1,4 +1,4 @@
-"""Imports go one way, heavy libraries stay in their own file, and what is installed is what is here."""
+"""Imports go one way, heavy libraries stay in their own files, and the installed package equals the source."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def sources() -> list[tuple[str, set[str]]]:
     return [(str(file.relative_to(ROOT)), imported(file)) for file in sorted((ROOT / "hpcrl").rglob("*.py"))]
 
 
-def test_the_import_contracts_hold() -> None:
+def test_import_contracts_hold() -> None:
     lint = Path(sys.executable).with_name("lint-imports")
     if not lint.exists():
         pytest.skip("import-linter is not installed")
@@ -56,8 +56,8 @@ def test_the_import_contracts_hold() -> None:
 
 
 @pytest.mark.slow
-def test_what_runs_before_the_ranks_imports_no_torch() -> None:
-    """Neither on the login node nor in a node's agent; functions that only ranks call may import it."""
+def test_code_that_runs_before_the_ranks_imports_no_torch() -> None:
+    """Neither on the login node nor in a node agent; functions that only ranks call may import it."""
     packages = (
         "cluster",
         "commands",
@@ -91,7 +91,7 @@ for name in {names!r}:
     assert done.returncode == 0, done.stderr
 
 
-def test_an_import_against_the_direction_is_found(tmp_path: Path) -> None:
+def test_an_import_against_the_direction_is_detected(tmp_path: Path) -> None:
     """Negative control: the same contracts, with one import too many."""
     lint = Path(sys.executable).with_name("lint-imports")
     if not lint.exists():
@@ -115,14 +115,14 @@ def test_an_import_against_the_direction_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_engines_libraries_are_imported_in_their_own_file_only() -> None:
+def test_engine_libraries_are_imported_only_in_their_own_files() -> None:
     for file, names in sources():
         for library, homes in OWN_FILE_ONLY.items():
             if any(name.split(".")[0] == library for name in names):
                 assert file.startswith(homes), f"{file} imports {library}"
 
 
-def test_an_import_without_packages_finds_only_those_that_are_there_already(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_imports_blocked_by_a_test_still_find_loaded_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "wave", raising=False)
     with without("wave", "pytest"):
         assert import_module("pytest") is pytest
@@ -132,7 +132,7 @@ def test_an_import_without_packages_finds_only_those_that_are_there_already(monk
 
 
 @pytest.mark.slow
-def test_algorithms_rewards_and_envs_run_no_collectives_and_nothing_is_pickled_between_ranks() -> None:
+def test_plug_in_code_runs_no_collectives_and_ranks_exchange_no_pickles() -> None:
     for file, names in sources():
         if file.startswith(("hpcrl/algorithms", "hpcrl/rewards", "hpcrl/envs")):
             assert "torch.distributed" not in names, file
@@ -144,8 +144,8 @@ ENGINE_FILES = {"spec", "engine", "memory", "critic", "checkpoint", "weights", "
 """Names of files that the folder of every engine may have (docs/architecture.md, To add a part)."""
 
 
-def test_names_of_folders_and_modules_tell_them_apart() -> None:
-    """No two folders of one name, no more than two modules of one name, and few files beside the folders."""
+def test_folders_and_modules_have_distinguishable_names() -> None:
+    """No two folders of one name, no more than two modules of one name, and few files next to folders."""
     package = ROOT / "hpcrl"
     files = [file.relative_to(package) for file in sorted(package.rglob("*.py"))]
     folders = Counter(folder.name for folder in {file.parent for file in files})
@@ -161,7 +161,7 @@ def test_names_of_folders_and_modules_tell_them_apart() -> None:
 
 
 def public_types(file: Path) -> set[str]:
-    """The public classes and type aliases that a file defines; type variables are not types of their own."""
+    """The public classes and type aliases that a file defines; type variables do not count."""
     names: set[str] = set()
     for node in ast.parse(file.read_text()).body:
         if isinstance(node, ast.ClassDef):
@@ -181,7 +181,7 @@ def test_no_two_public_types_share_a_name() -> None:
 
 
 @pytest.mark.slow
-def test_the_wheel_brings_conf_along_and_launches_without_the_checkout(tmp_path: Path) -> None:
+def test_the_wheel_includes_conf_and_launches_without_the_checkout(tmp_path: Path) -> None:
     for name in ("hpcrl", "conf", "pyproject.toml", "setup.py", "README.md", "LICENSE"):
         subprocess.run(["cp", "-r", str(ROOT / name), str(tmp_path)], check=True)
     build = [sys.executable, "-c", "from setuptools import build_meta; print(build_meta.build_wheel('.'))"]

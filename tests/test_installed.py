@@ -1,4 +1,4 @@
-"""What the launch reads of engines that it does not import: their arguments and their models."""
+"""Engines' arguments and models, which the launch reads without importing the engines."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def nothing_remembered() -> Iterator[None]:
 
 @pytest.mark.slow
 @needs_vllm
-def test_arguments_that_vllm_lacks_are_refused_by_the_launch_without_importing_it() -> None:
+def test_unknown_vllm_arguments_are_refused_by_the_launch_without_importing_vllm() -> None:
     program = f"""
 import sys
 from hpcrl.launch.__main__ import main
@@ -49,7 +49,7 @@ sys.exit(code)
     assert f"arguments of EngineArgs of vLLM {version_of('vllm')}; did you mean max_num_batched_tokens" in lines[0]
 
 
-def test_arguments_of_an_engine_that_is_not_here_are_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_of_an_engine_that_is_not_installed_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     in_image = load([*WORDS, "cluster.container=apptainer", "cluster.image=x.sif"])
     monkeypatch.setattr(installed, "find_spec", lambda name: None)
     for config in (in_image, load([*WORDS])):
@@ -57,7 +57,7 @@ def test_arguments_of_an_engine_that_is_not_here_are_left_to_it(monkeypatch: pyt
 
 
 @pytest.mark.slow
-def test_arguments_that_sglang_lacks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_sglang_arguments_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a folder like the real one's (tests/engines/test_sglang.py reads that)."""
     folder = tmp_path / "sglang" / "srt" / "arg_groups" / "fields"
     folder.mkdir(parents=True)
@@ -79,12 +79,12 @@ def test_arguments_that_sglang_lacks_are_refused(tmp_path: Path, monkeypatch: py
     [
         ("Qwen2ForCausalLM", "qwen2", {}, False),
         ("HeliumForCausalLM", "helium", {}, False),  # transformers' own, with vLLM's attention
-        ("CodeGenForCausalLM", "codegen", {}, True),  # transformers' own, which cannot have it
+        ("CodeGenForCausalLM", "codegen", {}, True),  # transformers' own, which cannot use it
         ("NewForCausalLM", "new", {}, True),
         ("NewForCausalLM", "new", {"auto_map": {"AutoModelForCausalLM": "modeling_new.NewForCausalLM"}}, False),
     ],
 )
-def test_models_that_vllm_lacks_are_refused(
+def test_models_unknown_to_vllm_are_refused(
     architecture: str, model_type: str, more: dict[str, Any], refused: bool
 ) -> None:
     model = {"architectures": [architecture], "model_type": model_type, **more}
@@ -97,7 +97,7 @@ def test_models_that_vllm_lacks_are_refused(
 
 @needs_vllm
 @pytest.mark.slow
-def test_what_is_read_of_vllm_is_what_it_has() -> None:
+def test_names_read_from_vllms_source_match_vllm() -> None:
     import dataclasses
 
     from vllm import ModelRegistry

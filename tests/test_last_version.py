@@ -1,5 +1,5 @@
-"""Run folders and checkpoints that the last version wrote go on in this one. tests/fixtures/README.md says what they
-are; configuration keys, metrics and stored fields have the names of that version in them."""
+"""This version continues run folders and checkpoints of the last version. tests/fixtures/README.md says what they are;
+configuration keys, metrics and stored fields have the names of that version in them."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ def last(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(last: Path) -> dict[str, dict[str, Any]]:
-    """Run -> the step after which it was stopped, and what metrics.jsonl has of the same run without a stop."""
+    """Run -> the step after which it was stopped, and the metrics.jsonl of the same run without a stop."""
     return json.loads((last / "expected.json").read_text())
 
 
@@ -259,7 +259,7 @@ def value_of(config: Config, key: str) -> Any:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_stored_configuration(last: Path, name: str) -> None:
+def test_a_stored_configuration_is_read(last: Path, name: str) -> None:
     config = stored_config(last / "runs" / name)
     assert {key: value_of(config, key) for key in SETTINGS[name]} == SETTINGS[name]
 
@@ -276,7 +276,7 @@ def test_status(last: Path, expected: dict[str, dict[str, Any]], name: str, caps
 
 
 @pytest.mark.parametrize("name", MESSAGES)
-def test_stored_rollouts(last: Path, expected: dict[str, dict[str, Any]], name: str) -> None:
+def test_stored_rollouts_are_read(last: Path, expected: dict[str, dict[str, Any]], name: str) -> None:
     run, step, known = last / "runs" / name, expected[name]["step"], dict(FIELDS)
     reader = RolloutReader(run)
     assert reader.steps() == list(range(1, step + 1))
@@ -299,13 +299,13 @@ def test_stored_rollouts(last: Path, expected: dict[str, dict[str, Any]], name: 
 
 
 def digest(values: np.ndarray) -> str:
-    """Of the same values in any order."""
+    """A digest that does not depend on the order of the values."""
     values = values.astype(np.uint8) if values.dtype == bool else values
     return hashlib.sha256(str(values.dtype).encode() + np.sort(values).tobytes()).hexdigest()
 
 
 @pytest.mark.parametrize(("name", "model"), [(name, model) for name in MODELS for model in MODELS[name]])
-def test_checkpoint_becomes_the_model_that_the_run_held(
+def test_a_checkpoint_becomes_the_runs_model(
     last: Path, expected: dict[str, dict[str, Any]], tmp_path: Path, name: str, model: str
 ) -> None:
     """By `hpcrl.convert`; the last version exported the run's model itself."""
@@ -322,10 +322,10 @@ def test_checkpoint_becomes_the_model_that_the_run_held(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_resume(
+def test_an_earlier_run_resumes(
     last: Path, expected: dict[str, dict[str, Any]], tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
 ) -> None:
-    """By the same command, in another place."""
+    """With the same command, after the folder was moved."""
     if name in NEEDS and not find_spec(NEEDS[name]):
         pytest.skip(f"{NEEDS[name]} is not installed (extra: {NEEDS[name]})")
     step, whole, run = expected[name]["step"], expected[name]["whole"], tmp_path / "runs" / name
@@ -361,7 +361,7 @@ def test_resume(
 
 
 def check_continued(name: str, rows: list[dict[str, Any]], whole: list[dict[str, Any]]) -> None:
-    """The resumed run measured what the run without a stop did, where nothing depends on time."""
+    """The resumed run has the metrics of the run without a stop, except for times."""
     for metric, tolerance in SAME.get(name, {}).items():
         here = {row["step"]: row[metric] for row in rows if metric in row}
         there = {row["step"]: row[old] for row in whole if (old := RENAMED.get(metric, metric)) in row}
@@ -369,7 +369,7 @@ def check_continued(name: str, rows: list[dict[str, Any]], whole: list[dict[str,
 
 
 def check_state_was_read(checkpoint: Path, run: Path, rows: list[dict[str, Any]]) -> None:
-    """What the run `ahead` did after this checkpoint begins with what is in it."""
+    """The run `ahead` continued from the state in this checkpoint."""
     state, reader = json.loads((checkpoint / "state.json").read_text()), RolloutReader(run)
     (first,) = (row for row in rows if row["step"] == state["counters"]["step"] + 1)
     assert {metric: first[metric] for metric in ADAPTED} == {
@@ -391,7 +391,7 @@ def check_state_was_read(checkpoint: Path, run: Path, rows: list[dict[str, Any]]
 
 
 @pytest.mark.slow
-def test_training_on_stored_rollouts(last: Path, expected: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+def test_stored_rollouts_can_be_trained_on(last: Path, expected: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     """With the configuration that the run stored, from the weights that it began with."""
     run, step = last / "runs" / "episodes", expected["episodes"]["step"]
     words = [

@@ -1,4 +1,4 @@
-"""The real command line: what it says, what it refuses, and that a refusal leaves nothing behind."""
+"""The real command line: its output, its refusals, and that a refusal leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def launch(*words: str, at: Path) -> subprocess.CompletedProcess[str]:
 
 
 def launch_program(*words: str, at: Path) -> subprocess.CompletedProcess[str]:
-    """As a person starts it."""
+    """Start it as a user does."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "hpcrl.launch", *words]
     return subprocess.run(command, cwd=at, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
 
 def refused(*words: str, at: Path, start: Any = launch) -> list[str]:
-    """The lines of a refusal; the folder must be as it was."""
+    """The lines of a refusal; the folder must be unchanged."""
     before = sorted(at.rglob("*"))
     done = start(*words, at=at)
     assert (done.returncode, done.stdout) == (ExitCode.BAD_INPUT, ""), done
@@ -73,7 +73,7 @@ def refused(*words: str, at: Path, start: Any = launch) -> list[str]:
 
 
 def write_model(folder: Path, config: dict[str, Any] = CONFIG, shapes: dict[str, list[int]] = SHAPES) -> Path:
-    """A model folder in which only the numbers of the weights are missing a meaning (all are zero)."""
+    """A complete model folder, except that all weights are zero."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text("{}")
@@ -91,7 +91,7 @@ def write_weights(file: Path, shapes: dict[str, list[int]]) -> None:
     file.write_bytes(struct.pack("<Q", len(text)) + text + bytes(end))
 
 
-def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path) -> None:
+def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     words = ["+experiment=demo", "cluster=local", f"model.path={model}", "dry_run=true", "layout=disaggregated"]
     done = launch(*words, at=tmp_path)
@@ -109,7 +109,7 @@ def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == [model]
 
 
-def test_the_plan_of_an_asynchronous_run_says_what_its_log_probs_are(tmp_path: Path) -> None:
+def test_the_plan_of_an_asynchronous_run_explains_its_log_probs(tmp_path: Path) -> None:
     words = ["+experiment=rlvr_async", "cluster=local", f"model.path={write_model(tmp_path / 'model')}", "dry_run=true"]
     plan = launch(*words, "rollout.max_staleness=1.5", at=tmp_path).stdout
     assert "async   up to 1.5 steps behind, on_stale=wait; correction: truncate weights of each sequence" in plan
@@ -125,7 +125,7 @@ def test_the_plan_of_an_asynchronous_run_says_what_its_log_probs_are(tmp_path: P
 
 
 @pytest.mark.slow
-def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
+def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n{"prompt": \n')
     (tmp_path / "file").write_text("in the way")
     model = write_model(tmp_path / "model")
@@ -170,7 +170,7 @@ def test_a_malformed_row_is_named_by_file_and_line(tmp_path: Path) -> None:
     assert "empty.jsonl" in refused("data.train=empty.jsonl", at=tmp_path)[0]
 
 
-def test_a_folder_that_holds_something_else_is_not_taken_for_a_run(tmp_path: Path) -> None:
+def test_a_folder_with_other_content_is_not_mistaken_for_a_run(tmp_path: Path) -> None:
     (tmp_path / "runs" / "demo").mkdir(parents=True)
     (tmp_path / "runs" / "demo" / "thesis.tex").write_text("")
     (line,) = refused("+experiment=demo", at=tmp_path)
@@ -181,12 +181,12 @@ def test_a_folder_that_holds_something_else_is_not_taken_for_a_run(tmp_path: Pat
     "words",
     [["--hlep"], ["demo"], ["+experiment=demmo"], ["cluster=slrm"], ["--help", "trainerr"], ["--help", "env.d.x"]],
 )
-def test_words_that_mean_nothing_are_refused_in_one_line(words: list[str], tmp_path: Path) -> None:
+def test_meaningless_arguments_are_refused_in_one_line(words: list[str], tmp_path: Path) -> None:
     assert len(refused(*words, at=tmp_path)) == 1
 
 
 @pytest.mark.slow
-def test_help_teaches_and_imports_no_torch(tmp_path: Path) -> None:
+def test_help_explains_the_launch_and_imports_no_torch(tmp_path: Path) -> None:
     code = (
         "import sys; from hpcrl.launch.__main__ import main\n"
         "for words in sys.argv[1:]: assert main(words.split()) == 0 and 'torch' not in sys.modules, words"
@@ -213,13 +213,13 @@ def test_help_teaches_and_imports_no_torch(tmp_path: Path) -> None:
         ("max_steps", ["max_steps"]),
     ],
 )
-def test_help_shows_a_key_alone(key: str, shown: list[str]) -> None:
+def test_help_can_show_a_single_key(key: str, shown: list[str]) -> None:
     assert [line.split("=")[0].strip() for line in section(key).splitlines()] == shown
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [["--help", "env"], ["+experiment=demo", "dry_run=true"]])
-def test_a_reader_that_has_had_enough_ends_it_without_a_word(words: list[str], tmp_path: Path) -> None:
+def test_a_closed_pipe_ends_the_launch_silently(words: list[str], tmp_path: Path) -> None:
     reads, writes = os.pipe()
     os.close(reads)
     command = [sys.executable, "-m", "hpcrl.launch", *words]
@@ -239,7 +239,7 @@ def test_a_reader_that_has_had_enough_ends_it_without_a_word(words: list[str], t
         (["env.default.runs_in=task"], r"runs_in=task: neither reset\(\) nor step\(\) is a coroutine; use thread"),
     ],
 )
-def test_an_environment_that_cannot_be_is_told_before_the_start(
+def test_an_impossible_environment_is_reported_before_the_start(
     words: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -248,18 +248,18 @@ def test_an_environment_that_cannot_be_is_told_before_the_start(
 
 
 @pytest.mark.parametrize("name", ["max_step", "max_steps.no"])
-def test_help_for_what_is_unknown_lists_what_there_is(name: str) -> None:
+def test_help_for_an_unknown_name_lists_the_known_ones(name: str) -> None:
     with pytest.raises(ConfigError, match=f"--help {name}: no such section or key; there are pipeline, .*max_steps,"):
         section(name)
 
 
-def test_the_documented_keys_and_exit_codes_are_those_of_the_code() -> None:
+def test_the_documented_keys_and_exit_codes_match_the_code() -> None:
     assert (ROOT / "docs" / "configuration.md").read_text() == reference() + "\n", "run make docs"
     table = (ROOT / "docs" / "exit_codes.md").read_text()
     assert [f"| {int(code)} | {code.name} |" in table for code in ExitCode] == [True] * len(ExitCode)
 
 
-def test_a_sound_model_folder_has_no_problems(tmp_path: Path) -> None:
+def test_a_valid_model_folder_has_no_problems(tmp_path: Path) -> None:
     found = inspect_model(write_model(tmp_path / "model"))
     assert (found.problems, found.model_type, found.max_positions) == ([], "qwen2", 256)
     assert found.shapes == {name: tuple(shape) for name, shape in SHAPES.items()}
@@ -268,21 +268,21 @@ def test_a_sound_model_folder_has_no_problems(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"model_type": "qwen3_next", "num_key_value_heads": 2},  # layers without attention of Llama's form
+        {"model_type": "qwen3_next", "num_key_value_heads": 2},  # layers with attention unlike Llama's
         {"model_type": "falcon_mamba", "num_attention_heads": None},
         {"model_type": "gemma3n_text", "intermediate_size": [12]},
         {"model_type": "glm4_moe", "num_nextn_predict_layers": 1},
     ],
     ids=lambda changes: str(changes["model_type"]),
 )
-def test_a_folder_of_a_family_whose_tensors_are_not_known_is_left_to_the_engine(
+def test_a_folder_of_a_family_with_unknown_tensors_is_left_to_the_engine(
     changes: dict[str, Any], tmp_path: Path
 ) -> None:
     assert inspect_model(write_model(tmp_path / "model", CONFIG | changes)).problems == []
 
 
 @pytest.mark.parametrize(("ahead", "accepted"), [(1, True), (0, False), (None, False)])
-def test_layers_that_predict_further_tokens_are_not_too_many(ahead: int | None, accepted: bool, tmp_path: Path) -> None:
+def test_extra_layers_for_multi_token_prediction_are_valid(ahead: int | None, accepted: bool, tmp_path: Path) -> None:
     """DeepSeek-V3 as published has num_hidden_layers=61 and the weights of layer 61."""
     from hpcrl.models.families import read_shape
 
@@ -297,7 +297,7 @@ def test_layers_that_predict_further_tokens_are_not_too_many(ahead: int | None, 
 
 
 @pytest.mark.slow
-def test_a_made_tiny_model_has_no_problems(tmp_path: Path) -> None:
+def test_a_generated_tiny_model_has_no_problems(tmp_path: Path) -> None:
     from hpcrl.config import TinyModel
     from hpcrl.engines.tiny import make_tiny_model
 
@@ -369,7 +369,7 @@ def test_engines_without_a_model_need_its_tokenizer_but_no_weights(tmp_path: Pat
         ]
 
 
-def test_the_models_longest_sequence_and_family_are_checked(tmp_path: Path) -> None:
+def test_maximum_length_and_family_of_the_model_are_checked(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     lines = refused(f"model.path={model}", at=tmp_path)
     assert lines[0] == (
@@ -387,7 +387,7 @@ def test_the_models_longest_sequence_and_family_are_checked(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("word", ["pipeline=rlvr_vl"])
-def test_what_is_not_built_yet_is_planned_and_refused(word: str, tmp_path: Path) -> None:
+def test_unimplemented_parts_are_planned_but_refused(word: str, tmp_path: Path) -> None:
     planned = launch(word, "dry_run=true", at=tmp_path)
     assert planned.returncode == ExitCode.DONE, planned
     assert f"note: a start would be refused: {word.split('=', maxsplit=1)[0]}: " in planned.stdout

@@ -1,4 +1,4 @@
-"""Messages: their form in a file and for a user, and whose they are."""
+"""Messages: their form in a file and for a user, and their sources."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def one_host_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def written(tmp_path: Path) -> Callable[[], str]:
-    """What is in the file of the log that is started with this fixture, as rank 3."""
+    """The content of the log file of rank 3, which this fixture starts."""
     path = tmp_path / "logs" / "rank_0003.log"
     log.start("rank 3", file=path)
     return path.read_text
 
 
-def test_the_form_in_a_file(written: Callable[[], str]) -> None:
+def test_messages_in_a_file_have_a_header(written: Callable[[], str]) -> None:
     OURS.warning("step %d: not finite: %s\nand more", 7, "loss")
     OURS.info("resumed")
     OTHERS.error("no weight")
@@ -67,7 +67,7 @@ def test_the_form_in_a_file(written: Callable[[], str]) -> None:
     assert log.message_of(lines[0]) == "step 7: not finite: loss" and log.message_of("hpcrl: text") == "text"
 
 
-def test_a_user_gets_the_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_user_gets_only_the_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log.start("rank 0", file=tmp_path / "log", console="stdout")
     OURS.info("step 1/6  reward 0.5", extra=log.BARE)
     OURS.warning("a loss")
@@ -81,15 +81,15 @@ def test_a_user_gets_the_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr() == ("", "hpcrl rank 2: cannot join\n")
 
 
-def test_the_console_of_a_job_is_its_log(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_jobs_console_looks_like_its_log(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv(log.IN_JOB, "0")
     log.start("agent", console="stderr")
     OURS.warning("a loss")
     assert capsys.readouterr().err == "2026-11-28T19:00:01.123+00:00 node01 agent WARNING a loss\n"
 
 
-def test_rank_0_leaves_errors_to_its_agent(capfd: pytest.CaptureFixture[str]) -> None:
-    """Which shows one line at the end of the run; standard error is the log."""
+def test_rank_0_leaves_printing_errors_to_its_agent(capfd: pytest.CaptureFixture[str]) -> None:
+    """The agent prints one line at the end of the run; standard error is the log."""
     log.start("rank 0", file=log.STDERR, console="stdout")
     OURS.error("the run ends")
     OURS.warning("goes on")
@@ -97,7 +97,7 @@ def test_rank_0_leaves_errors_to_its_agent(capfd: pytest.CaptureFixture[str]) ->
     assert out == "hpcrl: goes on\n" and err.count("node01 rank 0 ") == 2
 
 
-def test_what_libraries_say_otherwise_gets_a_header(capfd: pytest.CaptureFixture[str]) -> None:
+def test_other_output_of_libraries_gets_a_header(capfd: pytest.CaptureFixture[str]) -> None:
     log.start("rank 3", file=log.STDERR)
     with warnings.catch_warnings():
         warnings.simplefilter("always")
@@ -121,7 +121,7 @@ def test_what_libraries_say_otherwise_gets_a_header(capfd: pytest.CaptureFixture
     assert lines[-2] == "[before]" and lines[-1].endswith("rank 3 WARNING a_library: after")
 
 
-def test_programs_keep_what_libraries_say(capsys: pytest.CaptureFixture[str]) -> None:
+def test_library_messages_are_not_printed_by_other_programs(capsys: pytest.CaptureFixture[str]) -> None:
     log.start("", console="stderr")
     OTHERS.warning("a library's")
     OURS.info("ours")
@@ -129,7 +129,7 @@ def test_programs_keep_what_libraries_say(capsys: pytest.CaptureFixture[str]) ->
     assert not [handler for handler in logging.getLogger().handlers if isinstance(handler, log._Lines)]
 
 
-def test_a_full_disk_or_a_lost_folder_costs_the_message_only(tmp_path: Path) -> None:
+def test_a_full_disk_or_a_removed_folder_loses_only_the_message(tmp_path: Path) -> None:
     log.start("agent", file=Path("/dev/full"))
     OURS.warning("lost")
     (tmp_path / "file").touch()
@@ -147,7 +147,7 @@ raise ValueError("bad row")
 """
 
 
-def test_a_program_that_crashes_tells_when() -> None:
+def test_the_time_of_a_crash_is_logged() -> None:
     done = subprocess.run([sys.executable, "-c", CRASH], capture_output=True, text=True, check=False)
     lines = done.stderr.splitlines()
     assert done.returncode == 1 and lines[0].endswith(" rank 1 INFO up")

@@ -1,4 +1,4 @@
-"""`hpcrl logs`: the files of a run in one, in the order of time."""
+"""`hpcrl logs`: all log files of a run merged by time."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def show(run: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> Show:
-    """The lines of the command, each without what all headers have in common."""
+    """The command's lines, without the common part of the headers."""
 
     def call(*words: str) -> list[str]:
         assert main([str(run), *words]) == ExitCode.DONE
@@ -79,7 +79,7 @@ def show(run: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> Show:
     return call
 
 
-def test_all_in_the_order_of_time(show: Show) -> None:
+def test_all_messages_are_shown_in_order_of_time(show: Show) -> None:
     assert show() == [
         "00.000 n1 launch INFO attempt 1 in job 7, restart 0",
         "01.000 n1 rank 0 INFO step 1/9",
@@ -118,7 +118,7 @@ def test_all_in_the_order_of_time(show: Show) -> None:
         ("--lines 1 --attempt 1", "08.000"),
     ],
 )
-def test_a_part_of_them(show: Show, words: str, seconds: str) -> None:
+def test_messages_can_be_selected(show: Show, words: str, seconds: str) -> None:
     headers = [line for line in show(*words.split()) if line[0].isdigit()]
     assert [line.split()[0] for line in headers] == seconds.split()
     assert ("  RankLost" in show(*words.split())) == ("06.000" in seconds)
@@ -141,7 +141,7 @@ def test_a_part_of_them(show: Show, words: str, seconds: str) -> None:
         ("EMPTY", "has no logs yet"),
     ],
 )
-def test_refused_in_a_line(run: Path, capsys: pytest.CaptureFixture[str], words: str, said: str) -> None:
+def test_invalid_arguments_are_one_line(run: Path, capsys: pytest.CaptureFixture[str], words: str, said: str) -> None:
     write(run.with_name("empty") / CONFIG)
     places = {"RUN": str(run), "EMPTY": str(run.with_name("empty"))}
     assert main([places.get(word, word) for word in words.split()]) == ExitCode.BAD_INPUT
@@ -149,8 +149,8 @@ def test_refused_in_a_line(run: Path, capsys: pytest.CaptureFixture[str], words:
     assert out == "" and err.startswith("hpcrl: ") and said in err and err.count("\n") == 1 and "--help" in err
 
 
-def test_since_finds_its_place_in_a_long_file(run: Path, show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most of which is not read; long messages and lines without an end are no obstacle."""
+def test_since_is_found_in_a_long_file(run: Path, show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most of the file is not read; long messages and unterminated lines are handled."""
     monkeypatch.setattr(logs, "MAX_BYTES", 4096)
     path = run / "logs" / "attempt_0002" / "rank_0001.log"
     lines = [at(21 + i / 1000, "n2", "rank 1", f"line {i} " + "x" * (i % 300)) for i in range(9000)]
@@ -173,7 +173,7 @@ def test_since_finds_its_place_in_a_long_file(run: Path, show: Show, monkeypatch
     assert show("--since", "2020-11-28T19:00:28", "--rank", "1").count("raw") == 5000
 
 
-def test_follows_what_is_written_until_it_is_stopped(run: Path) -> None:
+def test_new_messages_are_followed_until_interrupted(run: Path) -> None:
     command = [sys.executable, "-m", "hpcrl", "logs", str(run), "--follow", "--lines", "1", "--level", "warning"]
     with subprocess.Popen(
         command,
@@ -197,7 +197,7 @@ def test_follows_what_is_written_until_it_is_stopped(run: Path) -> None:
         assert process.wait(20) == ExitCode.INTERRUPTED and process.stderr.read() == ""
 
 
-def test_a_reader_that_has_enough_ends_it_without_a_word(run: Path) -> None:
+def test_a_closed_pipe_ends_the_command_silently(run: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as nobody:

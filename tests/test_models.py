@@ -1,4 +1,4 @@
-"""What hpcrl knows of model families stands in hpcrl/models, one file each."""
+"""Code about model families is in hpcrl/models, one file per family."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def families_of(file: Path) -> list[Family]:
     return [value for value in vars(module).values() if isinstance(value, Family) and value is not UNKNOWN]
 
 
-def test_every_family_of_a_file_is_in_the_table_once() -> None:
+def test_every_family_is_in_the_table_once() -> None:
     found = [family for file in sorted(FOLDER.glob("*.py")) if file.stem != "__init__" for family in families_of(file)]
     assert len(found) == len(LISTED) == len({id(family) for family in (*found, *LISTED)})
     assert len(FAMILIES) == sum(len(family.model_types) for family in LISTED), "two families claim a model_type"
 
 
 def compared(file: Path) -> list[int]:
-    """Lines that compare something with the name of a family."""
+    """Lines that compare a value with a family's name."""
     names = set(FAMILIES)
     lines = []
     for node in ast.walk(ast.parse(file.read_text())):
@@ -40,7 +40,7 @@ def compared(file: Path) -> list[int]:
     return lines
 
 
-def test_no_code_elsewhere_asks_for_a_family_by_name(tmp_path: Path) -> None:
+def test_no_other_code_compares_family_names(tmp_path: Path) -> None:
     files = [file for file in sorted((ROOT / "hpcrl").rglob("*.py")) if file.parent != FOLDER]
     assert {str(file.relative_to(ROOT)): lines for file in files if (lines := compared(file))} == {}
     bad = tmp_path / "bad.py"
@@ -48,12 +48,12 @@ def test_no_code_elsewhere_asks_for_a_family_by_name(tmp_path: Path) -> None:
     assert compared(bad) == [2]
 
 
-def test_a_family_without_a_file_is_not_planned_but_not_refused_either() -> None:
+def test_a_family_without_a_file_cannot_be_planned_but_is_not_refused() -> None:
     assert family_of("olmo2") is UNKNOWN and not family_of("olmo2").untrainable
     with pytest.raises(CannotPlanError, match="not known for model_type 'olmo2'"):
         read_shape({"model_type": "olmo2"})
 
 
 @pytest.mark.parametrize("model", [{"model_type": "llama", "sliding_window": 8}, {"model_type": "olmo2"}])
-def test_without_windows_in_the_code_there_are_none_whatever_the_config_says(model: dict[str, object]) -> None:
+def test_window_settings_are_ignored_if_the_models_code_has_no_windows(model: dict[str, object]) -> None:
     assert attention_kinds(model) == {"full_attention"}

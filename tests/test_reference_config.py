@@ -1,4 +1,4 @@
-"""What a reference with a path of its own asks of the configuration: refused before the start, counted in the plan."""
+"""Requirements of a reference with its own path on the configuration: refused before the start, counted in the plan."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ SIZES = {"num_heads": 2, "num_kv_heads": 1, "intermediate_size": 16}
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_one_line_says_what_is_wrong(words: list[str], expected: str) -> None:
+def test_invalid_settings_are_refused_in_one_line(words: list[str], expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         RoleLayout.from_config(load(words))
     (line,) = caught.value.problems
@@ -107,7 +107,7 @@ def test_the_plan_counts_and_shows_the_other_model(policy: Path, other: Path, tm
     assert f"reference {other} (llama, {larger.num_parameters / 1e3:.3g}k parameters), frozen" in text
 
 
-def test_a_folder_that_cannot_be_the_reference_is_named(policy: Path, other: Path, tmp_path: Path) -> None:
+def test_a_model_folder_that_cannot_be_the_reference_is_named(policy: Path, other: Path, tmp_path: Path) -> None:
     words = [SFT, f"model.path={policy}", "data.train=task:sort_digits", f"run_dir={tmp_path / 'run'}"]
     words += ["data.max_prompt_tokens=32"]
 
@@ -133,7 +133,7 @@ def test_a_folder_that_cannot_be_the_reference_is_named(policy: Path, other: Pat
     assert problem(short).endswith(f"= 32 tokens exceed max_position_embeddings of {short} = 16")
 
 
-def test_every_token_of_the_policy_has_the_same_id(policy: Path, other: Path, tmp_path: Path) -> None:
+def test_every_policy_token_must_have_the_same_id_in_the_reference(policy: Path, other: Path, tmp_path: Path) -> None:
     words = [SFT, "data.train=task:sort_digits", f"run_dir={tmp_path / 'run'}", "data.max_prompt_tokens=32"]
     longer = shutil.copytree(other, tmp_path / "longer")
     content = json.loads((longer / "tokenizer.json").read_text())
@@ -157,12 +157,12 @@ def test_every_token_of_the_policy_has_the_same_id(policy: Path, other: Path, tm
         )
 
 
-def test_the_split_and_the_rows_of_the_vocabulary_are_checked(policy: Path, other: Path, tmp_path: Path) -> None:
+def test_the_references_split_and_vocabulary_rows_are_checked(policy: Path, other: Path, tmp_path: Path) -> None:
     few = tmp_path / "few"
     make_tiny_model(TinyModel(hidden_size=16, num_layers=1, vocab_size=300, **SIZES), few)
     words = [f"model.path={policy}", "trainer.fsdp2.tensor_parallel=2", f"reference.path={few}"]
     shape = shape_of(str(policy), "")
-    for first, lines in ((KL, 1), (SFT, 0)):  # only a generator draws from all rows
+    for first, lines in ((KL, 1), (SFT, 0)):  # only a generator samples from all rows
         config = load([first, *words, "trainer.fsdp2.tensor_parallel=1"])
         found = [problem.text for problem in check_sizes(config, RoleLayout.from_config(config), shape)]
         text = (

@@ -1,4 +1,4 @@
-"""The run folder: fresh, resumed, finished, refused, and owned by one."""
+"""The run folder: fresh, resumed, finished, refused, and with a single owner."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ sys.stdin.read()
 
 
 def launch(run: Path, config: dict = CONFIG) -> subprocess.Popen[str]:
-    """Another process that opens the run, says what it got and stays until its stdin closes."""
+    """Another process that opens the run, prints the result and stays until its stdin closes."""
     command = [sys.executable, "-c", OPEN, json.dumps(config), str(run)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -73,7 +73,7 @@ def changed(**values) -> dict:
     return CONFIG | values
 
 
-def test_fresh_then_resume_then_finished(tmp_path: Path) -> None:
+def test_a_run_starts_fresh_resumes_and_finishes(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "demo"
     first = open_run(CONFIG, run, "auto")
     assert (first.kind, first.attempt, first.run_dir) == ("fresh", 1, run)
@@ -98,7 +98,7 @@ def test_fresh_then_resume_then_finished(tmp_path: Path) -> None:
     assert facts[0]["versions"]["torch"] and facts[0]["host"] and facts[0]["cpu"] and facts[0]["num_cpus"] >= 1
 
 
-def test_another_configuration_is_refused_with_the_difference(tmp_path: Path) -> None:
+def test_a_different_configuration_is_refused_with_the_difference(tmp_path: Path) -> None:
     run = tmp_path / "demo"
     close_run(run, open_run(CONFIG, run, "auto").attempt)
     other = changed(
@@ -123,7 +123,7 @@ def test_another_configuration_is_refused_with_the_difference(tmp_path: Path) ->
     assert yaml.safe_load((run / "config.yaml").read_text())["max_steps"] == 99
 
 
-def test_other_variables_of_the_chat_template_are_refused(tmp_path: Path) -> None:
+def test_different_chat_template_variables_are_refused(tmp_path: Path) -> None:
     run = tmp_path / "demo"
     close_run(run, open_run(changed(data={"chat_template_kwargs": {"enable_thinking": False}}), run, "auto").attempt)
     with pytest.raises(ConfigError) as refused:
@@ -132,7 +132,7 @@ def test_other_variables_of_the_chat_template_are_refused(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("section", ["model", "reference"])
-def test_another_model_in_the_same_folder_is_refused(tmp_path: Path, section: str) -> None:
+def test_a_different_model_in_the_same_folder_is_refused(tmp_path: Path, section: str) -> None:
     run, model = tmp_path / "demo", tmp_path / "model"
     model.mkdir()
 
@@ -167,8 +167,8 @@ def test_resume_fresh_takes_the_next_free_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_killed_in_an_interactive_job_goes_on_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The job lives on, so only the process can tell; a batch job's process tells nothing."""
+def test_a_run_killed_in_an_interactive_job_is_resumed_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job stays alive, so only the process shows the end; a batch job's process shows nothing."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("PATH", "")  # Slurm cannot be asked
     for name, config in (("local", CONFIG), ("slurm", changed(cluster={"name": "slurm"}))):
@@ -190,7 +190,7 @@ def test_check_run_writes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", ["foreign folder", "file", "file above", "damaged config"])
-def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path, make: str) -> None:
+def test_an_unusable_run_folder_is_named(tmp_path: Path, make: str) -> None:
     run = tmp_path / "demo"
     if make == "foreign folder":
         run.mkdir()
@@ -230,7 +230,7 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path, make: str) -> Non
         None,
     ],
 )
-def test_a_damaged_record_is_named_and_left_alone(
+def test_a_damaged_record_is_named_and_not_changed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes | None
 ) -> None:
     run = tmp_path / "demo"
@@ -252,18 +252,18 @@ def test_a_damaged_record_is_named_and_left_alone(
     assert capsys.readouterr().err in ("", f"hpcrl: {line}\n")
 
 
-def test_an_unwritable_place_is_named() -> None:
+def test_an_unwritable_location_is_named() -> None:
     with pytest.raises(ConfigError, match=r"run folder /proc/demo cannot be (written|made)"):
         open_run(CONFIG, "/proc/demo", "auto")
 
 
-def test_a_name_that_no_file_can_have_is_named(tmp_path: Path) -> None:
-    """Also below a folder that is still to be made."""
+def test_a_name_that_is_not_a_valid_file_name_is_named(tmp_path: Path) -> None:
+    """Also below a folder that does not exist yet."""
     with pytest.raises(ConfigError, match=r"cannot be created: a name of 300 characters, limit 255"):
         check_run(CONFIG, tmp_path / "runs" / ("x" * 300), "auto")
 
 
-def test_a_live_owner_is_named_and_a_dead_one_taken_over(tmp_path: Path) -> None:
+def test_a_live_owner_is_named_and_a_dead_one_is_replaced(tmp_path: Path) -> None:
     run = tmp_path / "demo"
     holder = launch(run)
     assert said_by(holder) == "got 1"
@@ -277,7 +277,7 @@ def test_a_live_owner_is_named_and_a_dead_one_taken_over(tmp_path: Path) -> None
         check_owner(run, 1)
 
 
-def test_a_folder_that_is_gone_is_no_takeover(tmp_path: Path) -> None:
+def test_a_removed_folder_does_not_count_as_a_takeover(tmp_path: Path) -> None:
     opened = open_run(CONFIG, tmp_path / "run", "auto")
     check_owner(opened.run_dir, opened.attempt)
     shutil.rmtree(opened.run_dir)
@@ -285,7 +285,7 @@ def test_a_folder_that_is_gone_is_no_takeover(tmp_path: Path) -> None:
         check_owner(opened.run_dir, opened.attempt)
 
 
-def test_a_pid_given_out_again_is_no_owner(tmp_path: Path) -> None:
+def test_a_reused_pid_does_not_count_as_the_owner(tmp_path: Path) -> None:
     run = tmp_path / "demo"
     open_run(CONFIG, run, "auto")
     record = json.loads((run / "owners/0001").read_text())
@@ -295,7 +295,7 @@ def test_a_pid_given_out_again_is_no_owner(tmp_path: Path) -> None:
     assert open_run(CONFIG, run, "auto").attempt == 2
 
 
-def test_an_owner_on_another_host_is_not_judged(tmp_path: Path) -> None:
+def test_an_owner_on_another_host_counts_as_alive(tmp_path: Path) -> None:
     run = tmp_path / "demo"
     open_run(CONFIG, run, "auto")
     record = json.loads((run / "owners/0001").read_text())
@@ -305,7 +305,7 @@ def test_an_owner_on_another_host_is_not_judged(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_killed_before_the_first_configuration_is_written(tmp_path: Path) -> None:
+def test_a_run_killed_before_its_first_configuration_is_written_starts_fresh(tmp_path: Path) -> None:
     run = tmp_path / "demo"
     (run / "owners").mkdir(parents=True)
     (run / "owners/0001").write_text("")  # made, never written
@@ -314,7 +314,7 @@ def test_killed_before_the_first_configuration_is_written(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_of_many_launches_at_once_one_gets_through(tmp_path: Path) -> None:
+def test_of_many_concurrent_launches_one_opens_the_run(tmp_path: Path) -> None:
     run = tmp_path / "demo"
     dead = launch(run)
     assert said_by(dead) == "got 1"
@@ -329,12 +329,12 @@ def test_of_many_launches_at_once_one_gets_through(tmp_path: Path) -> None:
     assert all(f"is held by pid {winner.pid} " in line for line in said if line != "got 2"), said
 
 
-def test_the_run_folder_imports_no_torch() -> None:
+def test_the_run_folder_module_imports_no_torch() -> None:
     code = "import sys, hpcrl.run_folder; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_keys_that_may_change_exist_and_are_documented() -> None:
+def test_permitted_keys_exist_and_are_documented() -> None:
     documented = (Path(__file__).parents[1] / "docs/run_folder.md").read_text()
     values = Config().model_dump()
     engines = [name for name, spec in TRAIN_ENGINES.items() if spec.selectable]
@@ -345,8 +345,8 @@ def test_keys_that_may_change_exist_and_are_documented() -> None:
         assert f"`{key}`" in documented or (section.count(".") and f"`{section}`" in documented), key
 
 
-def test_a_key_below_one_that_may_change_may_change(tmp_path: Path) -> None:
-    """And one that only begins like it may not."""
+def test_a_key_below_a_permitted_key_may_change(tmp_path: Path) -> None:
+    """A key that only begins like it may not."""
     run = tmp_path / "demo"
     config = CONFIG | {"layout": {"trainer": {"num_ranks": 2}}, "generator": {"max_num_seqs": 8, "dtype": "float32"}}
     close_run(run, open_run(config, run, "auto").attempt)
@@ -361,8 +361,8 @@ def test_a_key_below_one_that_may_change_may_change(tmp_path: Path) -> None:
     assert len(refused.value.problems) == 3, refused.value.problems
 
 
-def test_a_run_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
-    """A key that its configuration does not have yet has its default; one that this version has no more is named."""
+def test_a_run_of_an_earlier_version_resumes(tmp_path: Path) -> None:
+    """A key missing in its configuration has its default; a key that this version no longer has is named."""
     run = tmp_path / "demo"
     close_run(run, open_run(CONFIG, run, "auto").attempt)
     stored = yaml.safe_load((run / "config.yaml").read_text())
@@ -375,8 +375,8 @@ def test_a_run_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("record", ["owners/0001", "slurm/submitted.json"])
-def test_a_job_of_another_cluster_may_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: str) -> None:
-    """Here its number is unknown, or another job's."""
+def test_a_job_of_another_cluster_may_be_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: str) -> None:
+    """Here its job id is unknown or belongs to another job."""
     run, program = tmp_path / "demo", tmp_path / "bin" / "scontrol"
     close_run(run, open_run(CONFIG, run, "auto").attempt)
     program.parent.mkdir()

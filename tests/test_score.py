@@ -1,4 +1,4 @@
-"""The command that tries a reward."""
+"""The command that tests a reward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpcrl.commands.score import main
 FUNCTIONS = Path(__file__).parent / "rewards" / "user_rewards.py"
 
 
-def test_one_response_with_what_was_taken(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_response_is_scored_and_the_extracted_answer_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--reward", "math", "--answer", "so 9*2\n#### 18", "The answer is **18**."]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "reward       1, score 1",
@@ -29,7 +29,7 @@ def test_one_response_with_what_was_taken(capsys: pytest.CaptureFixture[str]) ->
     ]  # fmt: skip
 
 
-def test_a_file_of_rows_and_the_mean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_of_rows_is_scored_with_its_mean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"response": r"\boxed{2}", "answer": 2}, {"response": "3", "answer": "2", "level": 1}, {"response": "1"}]
     (tmp_path / "rows.jsonl").write_text("\n\n".join(map(json.dumps, rows)))
     assert main(["--file", f"{tmp_path}/rows.jsonl"]) == 1, "one has no answer to compare with"
@@ -42,7 +42,7 @@ def test_a_file_of_rows_and_the_mean(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert [each["score"] for each in found] == [1.0, 0.0, 0.0] and found[0]["extracted"] == "2"
 
 
-def test_functions_with_options_columns_and_siblings(capsys: pytest.CaptureFixture[str]) -> None:
+def test_functions_get_options_columns_and_group_members(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--reward", f"{FUNCTIONS}:trl", "--options", "bonus=0.5", "--column", "level=2", "xx", "yyy"]) == 0
     assert [line for line in capsys.readouterr().out.splitlines() if "score" in line] == [
         "reward       4.5, score 4.5", "reward       5.5, score 5.5",
@@ -52,7 +52,7 @@ def test_functions_with_options_columns_and_siblings(capsys: pytest.CaptureFixtu
     assert "mean reward 0.3333" in capsys.readouterr().out
 
 
-def test_the_turns_of_an_episode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_turns_of_an_episode_are_scored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.py").write_text(
         "from hpcrl.rewards.reward import Score\n"
         "def f(items):\n"
@@ -95,7 +95,7 @@ def test_the_turns_of_an_episode(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["--whatever", "x"], "unrecognized arguments: --whatever"),
     ],
 )
-def test_bad_input_is_one_line(
+def test_bad_input_is_reported_in_one_line(
     words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -113,7 +113,7 @@ def test_bad_input_is_one_line(
     assert told.err.startswith("hpcrl score: ") and message in told.err and "--help" in told.err
 
 
-def test_what_a_reward_took_may_be_any_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_extracted_answer_can_be_any_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.py").write_text(
         "from hpcrl.rewards.reward import Score\n"
         "def f(items):\n"
@@ -131,9 +131,7 @@ def test_what_a_reward_took_may_be_any_value(tmp_path: Path, capsys: pytest.Capt
     assert (found["error"], found["extracted"], found["ground_truth"]) == ("half ?", "18", "{2}")
 
 
-def test_a_reader_that_stops_ends_the_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_closed_pipe_ends_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with open(writing, "w") as pipe:
@@ -143,7 +141,7 @@ def test_a_reader_that_stops_ends_the_command(
     assert capsys.readouterr().err == ""
 
 
-def test_standard_input_has_to_be_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_standard_input_must_be_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for written, code in ((b"It is 3.", 0), (b"\xff", 2)):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(written), errors="surrogateescape"))
         assert main(["--answer", "3", "-"]) == code

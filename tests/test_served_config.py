@@ -1,4 +1,4 @@
-"""What models on ranks of the run ask of the configuration: refused before the start, and counted in the plan."""
+"""Requirements of served models on the configuration: refused before the start, and counted in the plan."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def refused(*words: str) -> list[str]:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )  # fmt: skip
-def test_one_line_says_what_is_wrong(words: list[str], expected: str) -> None:
+def test_invalid_settings_are_refused_in_one_line(words: list[str], expected: str) -> None:
     (line,) = refused(*words)
     assert expected in line
 
@@ -71,7 +71,7 @@ def problems(*words: str) -> list[str]:
     return caught.value.problems
 
 
-def test_folders_are_looked_into(folder: Path, tmp_path: Path) -> None:
+def test_model_folders_are_checked(folder: Path, tmp_path: Path) -> None:
     judged = [JUDGED, f"judge.path={folder}", "judge.max_prompt_tokens=400", "judge.max_new_tokens=100"]
     (line,) = problems(*judged[:2])
     assert "judge.max_prompt_tokens: prompt 8192 + response 1024 = 9216 tokens exceed max_position_embeddings" in line

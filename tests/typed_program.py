@@ -1,6 +1,6 @@
-"""What a user writes against hpcrl, for mypy: tests/test_typed.py reads what is revealed here. Nobody runs it.
+"""A user's program against hpcrl, for mypy: tests/test_typed.py reads the revealed types. It is never run.
 
-A type that is revealed has no Any in it, but where the line ends with `# Any: REASON`, and there it has one.
+A revealed type contains Any exactly if the line ends with `# Any: REASON`.
 """
 
 from __future__ import annotations

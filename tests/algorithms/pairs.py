@@ -1,4 +1,4 @@
-"""The pair of a section of an algorithm, for tests that make sections themselves."""
+"""Estimator and objective of an algorithm's section, for tests that make sections themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an algorithm changes from step to step: hand-computed coefficients and running statistics."""
+"""Coefficients and running statistics that an algorithm adapts from step to step, by hand."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_the_loss_and_the_reward_use_the_adapted_coefficients() -> None:
 # -- running statistics and domains
 
 
-def test_running_statistics_are_those_of_all_steps_of_the_domain() -> None:
+def test_running_statistics_cover_all_steps_of_the_domain() -> None:
     pair = make_pair(Reinforce(norm_mean_type="running", norm_std_type="running", std_eps=0.0))
     steps = [([1.0, 3.0, 100.0], [0, 1, 2]), ([8.0, 50.0], [3, 4])]
     domains = [{"a": [0, 1], "b": [2]}, {"a": [3], "b": [4]}]
@@ -82,7 +82,7 @@ def test_running_statistics_are_those_of_all_steps_of_the_domain() -> None:
         batch, table = make_batch([[0, 1]] * len(rewards), rewards, groups)
         table = RewardTable(**{**vars(table), "domains": names})
         stats = advantages(pair, batch, table)
-        # as merged from two ranks, which compute the same
+        # as merged from two ranks with equal results
         pair.take(pair.adapt({k: Stat(2 * s.total, 2 * s.count, s.low, s.high) for k, s in stats.items()}))
         seen.append(batch.advantages[batch.loss_mask].tolist())
     a = 1 / math.sqrt(2)  # a: 1, 3: mean 2, std sqrt(2); b: 100 alone has no spread
@@ -97,7 +97,7 @@ def test_running_statistics_are_those_of_all_steps_of_the_domain() -> None:
     assert coefficients["_reward_moments/count/b"] == 2, "a domain without prompts in a step keeps its statistics"
 
 
-def test_statistics_of_the_batch_are_those_of_the_domain() -> None:
+def test_batch_statistics_are_computed_per_domain() -> None:
     rewards = [3.0, 1.0, 30.0, 10.0]
     batch, table = make_batch([[0, 1]] * 4, rewards, [0, 1, 2, 3])
     config = Reinforce(norm_mean_type="batch", norm_std_type="batch", std_eps=0.0)
@@ -108,11 +108,11 @@ def test_statistics_of_the_batch_are_those_of_the_domain() -> None:
     assert batch.advantages[batch.loss_mask].tolist() != pytest.approx([a, -a, a, -a])
 
 
-def test_all_domains_may_be_normalised_together() -> None:
+def test_all_domains_can_be_normalised_together() -> None:
     batch, table = make_batch([[0, 1]] * 4, [3.0, 1.0, 30.0, 10.0], [0, 1, 2, 3])
     table = RewardTable(**{**vars(table), "domains": {"x": [0, 1], "y": [2, 3]}})
     advantages(make_pair(Reinforce(norm_mean_type="batch", norm_std_type="all", std_eps=0.0)), batch, table)
-    std = math.sqrt((8**2 + 10**2 + 19**2 + 1**2) / 3)  # around the mean of all, 11
+    std = math.sqrt((8**2 + 10**2 + 19**2 + 1**2) / 3)  # around the common mean, 11
     assert batch.advantages[batch.loss_mask].tolist() == pytest.approx([1 / std, -1 / std, 10 / std, -10 / std])
 
 

@@ -49,7 +49,7 @@ def make_batch(masks, rewards, group_ids, seed=0):
 
 
 def advantages(algorithm: Algorithm, batch, table):
-    """Fill them as a trainer role does; what it logs."""
+    """Fill the advantages as a trainer role does; returns what it logs."""
     own = algorithm.estimator.assign(batch, table, identity)
     return batch_stats(batch, table) | advantage_stats(batch) | own
 
@@ -71,7 +71,7 @@ def mixed_batch(seed=0):
 # -- advantages
 
 
-def test_grpo_advantages_stand_at_the_model_tokens():
+def test_grpo_advantages_are_set_at_the_model_tokens():
     batch, table = make_batch([[0, 1, 1], [0, 0, 1, 0, 1], [0, 1], [0, 1]], [1.0, 0.0, 3.0, 3.0], [4, 4, 9, 9])
     stats = advantages(make_pair(GRPO(std_eps=0.0)), batch, table)
     a = 1 / math.sqrt(2)  # (1 - .5) / sqrt(.5), sample std of (1, 0)
@@ -89,13 +89,13 @@ def test_grpo_advantages_stand_at_the_model_tokens():
     assert flat["group/mixed_ratio"] == 0.5 and flat["actor/valid_sample_ratio"] == 1.0
 
 
-def test_dr_grpo_leaves_the_division_out():
+def test_dr_grpo_does_not_divide_by_the_deviation():
     batch, table = make_batch([[0, 1], [0, 1]], [1.0, 0.0], [4, 4])
     advantages(make_pair(GRPO(std_normalize=False)), batch, table)
     assert batch.advantages.tolist() == [0.0, 0.5, 0.0, -0.5]
 
 
-def test_group_statistics_come_from_the_table_not_from_the_rows_at_hand():
+def test_group_statistics_come_from_the_reward_table_not_from_local_rows():
     batch, table = make_batch([[0, 1], [0, 1], [0, 1]], [1.0, 0.0, 5.0], [4, 4, 4])
     part = batch.select([2, 0])
     advantages(make_pair(GRPO(std_normalize=False)), part, table)
@@ -105,7 +105,7 @@ def test_group_statistics_come_from_the_table_not_from_the_rows_at_hand():
     assert empty.advantages.numel() == 0
 
 
-def test_reinforce_plus_plus_whitens_the_returns_of_its_tokens():
+def test_reinforce_plus_plus_whitens_token_returns():
     batch, table = make_batch([[0, 1, 1], [0, 1]], [3.0, 1.0], [0, 1])
     stats = advantages(make_pair(ReinforcePlusPlus()), batch, table)
     # token returns 3, 3, 1: mean 7 / 3, unbiased variance (2 (2/3)^2 + (4/3)^2) / 2 = 4 / 3
@@ -124,12 +124,12 @@ def test_reinforce_discounts_over_model_tokens():
     assert batch.advantages.tolist() == [0.0, 2.0, 0.0, 2.0, 0.0, -2.0, -2.0]
 
 
-def test_kl_in_the_reward_and_clips():
+def test_kl_in_the_reward_and_clipping_by_hand():
     batch, table = make_batch([[0, 1, 1]], [8.0], [0])
     batch.old_logprobs, batch.ref_logprobs = torch.tensor([0.0, -1.0, -2.0]), torch.tensor([0.0, -3.0, -1.0])
     config = Reinforce(kl_reward_coef=0.5, reward_clip=5.0)
     advantages(make_pair(config), batch, table)
-    # token rewards: -.5 x 2 = -1, then min(8, 5) + .5 x 1 = 5.5: the clip is that of the reward
+    # token rewards: -.5 x 2 = -1, then min(8, 5) + .5 x 1 = 5.5: only the reward is clipped
     assert batch.returns.tolist() == [0.0, 4.5, 5.5]
     advantages(make_pair(config.model_copy(update={"advantage_clip": 4.5})), batch, table)
     assert batch.returns.tolist() == [0.0, 4.5, 5.5] and batch.advantages.tolist() == [0.0, 4.5, 4.5]
@@ -264,7 +264,7 @@ def test_metrics_of_the_loss_by_hand():
     assert logprobs.grad[[0, 3]].tolist() == [0.0, 0.0]
 
 
-def test_mismatch_and_staleness_by_hand_however_the_batch_is_split():
+def test_mismatch_and_staleness_metrics_do_not_depend_on_the_split():
     masks = [[0, 1, 1], [0, 1], [0, 1], [0, 1]]
     batch, table = make_batch(masks, [1.0, 0.0, 1.0, 0.0], [0, 0, 1, 1])
     algorithm = make_pair(GRPO())
@@ -304,7 +304,7 @@ def test_mismatch_and_staleness_by_hand_however_the_batch_is_split():
     assert logged([[0, 1, 2, 3]]) == {}
 
 
-def test_rows_without_model_tokens_cost_nothing_and_give_no_gradient():
+def test_rows_without_model_tokens_add_no_loss_and_no_gradient():
     batch, table = make_batch([[0, 0, 0], [0, 0]], [1.0, 0.0], [0, 0])
     algorithm = make_pair(GRPO(whiten_advantages=True, kl_loss_coef=0.1, entropy_loss_coef=0.1))
     flat = flatten(advantages(algorithm, batch, table))
@@ -346,7 +346,7 @@ def test_kl_terms_need_the_reference():
         advantages(make_pair(GRPO(kl_reward_coef=0.1)), batch, table)
 
 
-def test_every_algorithm_is_the_pair_that_its_specification_says():
+def test_every_algorithm_has_the_estimator_and_objective_of_its_spec():
     for name, spec in ALGORITHMS.items():
         section = spec.section(advantage_estimator=name)
         pair = factory.make_pair(spec, section)
@@ -356,7 +356,7 @@ def test_every_algorithm_is_the_pair_that_its_specification_says():
     assert len({spec.make for _, spec in ALGORITHMS.items()}) == 11
 
 
-def test_a_supervised_run_has_an_objective_of_its_own_and_no_credit():
+def test_a_supervised_run_has_its_own_objective_and_no_advantage_estimator():
     words = {
         "algorithm": {"advantage_estimator": "grpo", "ppo_epochs": 3, "kl_loss_coef": 0.1},
         "rollout": {"temperature": 0.5},
@@ -388,11 +388,11 @@ def test_cross_entropy_by_hand():
         (ReinforcePlusPlus(num_mini_batches=2, kl_loss_coef=0.1), {"old_logprobs", "ref_logprobs"}),
     ],
 )
-def test_an_algorithm_says_what_must_be_computed_before(section, reads):
-    """With these fields alone, and not with one less, credit and loss can be computed."""
+def test_an_algorithm_declares_exactly_the_fields_that_it_needs(section, reads):
+    """These fields, and no fewer, suffice to compute advantages and loss."""
     pair = make_pair(section)
     assert pair.reads - {"advantages"} == reads
-    assert ("ref_logprobs" in reads) == section.uses_reference  # what the layout goes by, which knows no torch
+    assert ("ref_logprobs" in reads) == section.uses_reference  # which the layout reads without torch
     for missing in (set(), *({field} for field in reads)):
         batch, table = mixed_batch()
         logprobs = batch.old_logprobs.clone()
@@ -408,12 +408,12 @@ def test_an_algorithm_says_what_must_be_computed_before(section, reads):
 
 
 @pytest.mark.parametrize(("coefficient", "asked"), [(0.0, "logged"), (0.1, "outputs")])
-def test_entropy_comes_with_gradients_only_where_the_loss_has_it(coefficient, asked):
+def test_entropy_has_gradients_only_where_the_loss_uses_it(coefficient, asked):
     objective = make_pair(GRPO(entropy_loss_coef=coefficient)).objective
     assert getattr(objective, asked) == {"entropy"} and objective.outputs.isdisjoint(objective.logged)
 
 
-def test_every_domain_has_its_own_statistics():
+def test_every_domain_has_separate_statistics():
     batch, table = mixed_batch()
     advantages(make_pair(GRPO()), batch, table)
     assert domain_stats(batch, replace(table, domains={"one": [1, 2, 3]})) == {}, "they are those of the batch"
@@ -443,7 +443,7 @@ def test_every_domain_has_its_own_statistics():
     assert "domain/a/critic/kl" not in domain_stats(batch, replace(table, domains={"a": [1], "b": [2, 3]}))
 
 
-def test_responses_of_mixed_weights_are_counted():
+def test_responses_of_mixed_weight_versions_are_counted():
     batch, table = mixed_batch()
     assert batch_stats(batch, table)["token/mixed_weights_ratio"].total == 0
     batch.versions[batch.row_ids == 4] = torch.tensor([-1, 3, 3, 4, 4], dtype=torch.int32)

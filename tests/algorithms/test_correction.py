@@ -45,7 +45,7 @@ def test_truncated_weights_and_rejection_by_hand() -> None:
     assert weights(**masked, rejection_low=0.4, rejection_high=1.3) == (pytest.approx([2.0, 0, 0, 0.5]), [0, 0, 0, 0])
 
 
-def test_the_sum_of_the_loss_is_verls_with_both() -> None:
+def test_loss_with_truncation_and_rejection_matches_verl() -> None:
     """verl 1dda039, rollout_corr_helper.py: rollout_is=token with a threshold, rollout_rs=seq_mean_k1 with two: a
     response is kept while the mean of log(generator / trainer) lies between the logarithms of both. Its token-mean then
     divides by the tokens that are left, and hpcrl by all."""
@@ -69,7 +69,7 @@ def test_the_sum_of_the_loss_is_verls_with_both() -> None:
 
 
 def prepared(batch: Batch, **keys: Any) -> tuple[float, float]:
-    """(scale of the weights, mean before), and the weights of the loss are those times the scale."""
+    """(scale of the weights, mean before scaling); the loss uses the scaled weights."""
     pair = make_pair(GRPO(correction_normalize=True, **keys))
     assert "old_logprobs" in pair.reads
     mean = flatten(pair.objective.prepare(batch, lambda tensor: tensor))["actor/correction_norm"]
@@ -84,7 +84,7 @@ def prepared(batch: Batch, **keys: Any) -> tuple[float, float]:
     return scale, mean
 
 
-def test_weights_of_mean_1_by_hand() -> None:
+def test_weights_normalised_to_mean_1_by_hand() -> None:
     batch, _ = make_batch([[0, 1, 1, 1], [0, 1], [0, 1]], [0.0] * 3, [0] * 3)
     batch.advantages = torch.tensor([2.0, 1.0, -1.0])[batch.row_ids] * batch.loss_mask
     log_ratio = LOG2 * torch.tensor([0, 1.0, -2.0, 2.0, 0, -1.0, 0, 5.0])
@@ -100,7 +100,7 @@ def test_weights_of_mean_1_by_hand() -> None:
     assert prepared(batch, correction="reject", correction_low=0.3) == pytest.approx((5 / 2, 2 / 5))
 
 
-def test_a_step_whose_weights_are_all_0_is_not_divided_by_0() -> None:
+def test_all_zero_weights_cause_no_division_by_zero() -> None:
     batch, _ = make_batch([[0, 1]], [0.0], [0])
     batch.gen_logprobs = batch.old_logprobs - 5
     objective = make_pair(GRPO(correction="mask", correction_normalize=True)).objective

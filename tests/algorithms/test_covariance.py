@@ -19,7 +19,7 @@ MASKS = [[0, 1, 1], [0, 0, 1, 0, 1, 1], [0, 1, 1, 1, 1]]
 
 
 def marked(batch: Batch, **keys: Any) -> tuple[list[int], dict[str, float]]:
-    """Places of the marked tokens, and what is logged."""
+    """Indices of the marked tokens, and the logged values."""
     pair = make_pair(GRPO(**keys))
     assert "old_logprobs" in pair.reads
     stats = flatten(pair.objective.prepare(batch, lambda tensor: tensor))
@@ -58,7 +58,7 @@ def test_clip_cov_draws_from_the_tokens_within_its_bounds() -> None:
 
 
 @pytest.mark.parametrize("surrogate", ["clip_cov", "kl_cov"])
-def test_losses_are_those_of_the_formulas(surrogate: str) -> None:
+def test_losses_match_verls_formulas(surrogate: str) -> None:
     """verl 1dda039, core_algos.py, clip_cov (PPO's loss, times 0 for chosen tokens) and kl_cov (without a clip, plus a
     weighted |log-ratio| for chosen tokens)."""
     batch, _ = make_batch(MASKS, [0.0] * 3, [0] * 3, seed=4)

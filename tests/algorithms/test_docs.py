@@ -25,13 +25,13 @@ def written() -> dict[str, Any]:
     return names
 
 
-def test_the_example_of_a_credit(written: dict[str, Any]) -> None:
+def test_the_documented_advantage_estimator_works(written: dict[str, Any]) -> None:
     batch, table = make_batch([[0, 1, 1], [0, 1], [0, 1], [0, 1], [0, 1]], [1.0, 0.0, 0.0, 4.0, 2.0], [3, 3, 3, 8, 8])
     written["RankAdvantage"](Reinforce()).assign(batch, table, lambda tensor: tensor)
     assert batch.advantages.tolist() == [0, 1, 1, 0, -0.5, 0, -0.5, 0, 1, 0, -1]
 
 
-def test_the_example_of_an_objective(written: dict[str, Any]) -> None:
+def test_the_documented_objective_works(written: dict[str, Any]) -> None:
     objective = written["Vanilla"](Reinforce(entropy_loss_coef=0.5), 0.7)
     assert objective.temperature == 0.7 and objective.optimizer_steps == 1
     batch, _ = make_batch([[0, 1, 1], [0, 1]], [0.0, 0.0], [0, 1])

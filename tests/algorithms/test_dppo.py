@@ -29,7 +29,7 @@ def of_batch(batch: Batch, logprobs: Tensor, **keys: Any) -> tuple[Tensor, dict[
     # old -> new: .5 -> .65, .5 -> .7 (up); .001 -> .1, a ratio of 100; .5 -> .3, .5 -> .7 (down)
     [("tv", 0.16, [1, 0, 1, 0, 1]), ("kl", 0.06, [1, 0, 0, 0, 1])],
 )
-def test_by_hand(divergence: str, bound: float, kept: list[int]) -> None:
+def test_gradients_by_hand(divergence: str, bound: float, kept: list[int]) -> None:
     batch, _ = make_batch([[0, 1, 1, 1], [0, 1, 1]], [0.0] * 2, [0] * 2)
     old, new = torch.tensor([1, 0.5, 0.5, 0.001, 1, 0.5, 0.5]), torch.tensor([1, 0.65, 0.7, 0.1, 1, 0.3, 0.7])
     batch.old_logprobs, logprobs = old.log(), new.log().requires_grad_()
@@ -44,7 +44,7 @@ def test_by_hand(divergence: str, bound: float, kept: list[int]) -> None:
 
 
 @pytest.mark.parametrize("divergence", ["tv", "kl"])
-def test_gradients_are_those_of_the_formula(divergence: str) -> None:
+def test_gradients_match_the_formula(divergence: str) -> None:
     """verl 1dda039, core_algos.py, dppo_tv and dppo_kl, one token at a time."""
     batch, _ = make_batch([[0, 1, 1], [0, 0, 1, 0, 1, 1], [0, 1, 1, 1, 1]], [0.0] * 3, [0] * 3, seed=2)
     batch.advantages = torch.tensor([0.7, -1.3, 1.1])[batch.row_ids] * batch.loss_mask

@@ -40,7 +40,7 @@ def test_normalize_rewards(mean, std, eps, expected):
 
 
 @pytest.mark.parametrize("std", ["batch", "group", None])
-def test_equal_rewards_and_single_members_give_zero(std):
+def test_equal_rewards_and_single_members_normalise_to_zero(std):
     equal = torch.full((5,), 0.1)  # not a binary fraction: the mean is off by rounding
     close(F.normalize_rewards(equal, torch.zeros(5, dtype=torch.int64), "group", std, 0.0), [0.0] * 5)
     lone = F.normalize_rewards(torch.tensor([3.0]), torch.tensor([9]), "group", std, 1e-6)
@@ -84,7 +84,7 @@ def test_whiten():
     assert F.whiten(torch.empty(0), lambda x: x).numel() == 0
 
 
-def test_whiten_over_ranks_equals_whiten_of_all_and_an_empty_rank_takes_part():
+def test_whitening_over_ranks_equals_whitening_all_values_even_with_an_empty_rank():
     parts = [torch.tensor([1.0, 2.0, 30.0]), torch.empty(0), torch.tensor([4.0])]
     barrier, given_in = threading.Barrier(3, timeout=10), [torch.empty(0)] * 3
     results = [torch.empty(0)] * 3
@@ -105,7 +105,7 @@ def test_whiten_over_ranks_equals_whiten_of_all_and_an_empty_rank_takes_part():
     for thread in threads:
         thread.join()
     torch.testing.assert_close(torch.cat(results), F.whiten(torch.cat(parts), lambda x: x))
-    assert not torch.allclose(results[0], F.whiten(parts[0], lambda x: x))  # alone it is another
+    assert not torch.allclose(results[0], F.whiten(parts[0], lambda x: x))  # on its own the result differs
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_kl_estimators(estimator, expected):
     ("estimator", "slope"),
     [("k1", torch.ones_like), ("abs", torch.sign), ("k2", lambda x: x), ("k3", lambda x: 1 - (-x).exp())],
 )
-def test_kl_estimators_have_their_gradient_at_every_distance(estimator, slope):
+def test_kl_estimators_have_correct_gradients_at_every_log_ratio(estimator, slope):
     x = torch.tensor([-20.0, -12.0, -5.0, -0.001, 0.001, 4.0, 4.6, 11.0, 19.0, 20.0, 25.0, 60.0], requires_grad=True)
     F.kl_divergence(x, torch.zeros_like(x), estimator).sum().backward()
     torch.testing.assert_close(x.grad, slope(x.detach()), rtol=1e-5, atol=1e-7)
@@ -215,7 +215,7 @@ def test_behaviour_weights(level, correction, low, high, weights, cut):
     assert not found.requires_grad
 
 
-def test_behaviour_weights_of_one_policy_are_one_and_stay_finite():
+def test_behaviour_weights_of_equal_policies_are_one_and_finite():
     logprobs, rows, turns = torch.tensor([-1.0, -30.0]), torch.tensor([0, 1]), torch.tensor([0, 0])
     for level in ("token", "turn", "geometric", "sequence"):
         for correction in ("mask", "reject"):

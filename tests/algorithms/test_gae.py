@@ -26,7 +26,7 @@ def with_values(batch: Batch) -> Batch:
     return batch
 
 
-def test_by_hand_over_two_turns() -> None:
+def test_gae_over_two_turns_by_hand() -> None:
     """One row: two prompt tokens, model tokens a, b, an observation, c, d; and a row of one model token."""
     batch, table = make_batch([[0, 0, 1, 1, 0, 1, 1], [0, 1]], [2.0, 1.0], [0, 1])
     batch.values = torch.tensor([0, 0, 1.0, 0.5, 9.0, 3.0, 2.0, 0, 0.25])  # of the observation: not read
@@ -42,7 +42,7 @@ def test_by_hand_over_two_turns() -> None:
     assert (stats["critic/returns/max"], stats["critic/advantages/min"]) == (2.0, -2.0)
 
 
-def test_lambda_1_is_returns_minus_values_and_lambda_0_one_step() -> None:
+def test_lambda_1_gives_returns_minus_values_and_lambda_0_one_step_errors() -> None:
     batch, table = mixed_batch()
     with_values(batch)
     advantages(make_pair(GAE(gamma=0.9, lambd=1.0, whiten_advantages=False)), batch, table)
@@ -57,7 +57,7 @@ def test_lambda_1_is_returns_minus_values_and_lambda_0_one_step() -> None:
     assert last[0] == 1.0 and last[1] == batch.values[2]
 
 
-def test_turns_and_their_tokens_by_hand() -> None:
+def test_gae_over_turns_and_their_tokens_by_hand() -> None:
     """A turn of the tokens a, b, an observation, and a turn of c, d; and a row of one token."""
     batch, table = make_batch([[0, 0, 1, 1, 0, 1, 1], [0, 1]], [3.0, 1.0], [0, 1])
     batch.values = torch.tensor([0, 0, 1.0, 0.5, 9.0, 3.0, 1.0, 0, 0.25])
@@ -70,11 +70,11 @@ def test_turns_and_their_tokens_by_hand() -> None:
     assert batch.returns.tolist() == [0, 0, 0.5625, 1.75, 0, 0.75, 2.0, 0, 1.0]
     batch.turn_rewards = None
     advantages(make_pair(section.model_copy(update={"reward_clip": 2.5})), batch, table)
-    # without rewards of turns the last one has that of the row: d 2.5 - 1, b .5 x 1 - .5 + .25 x 1.5
+    # without turn rewards the last turn has the row's reward: d 2.5 - 1, b .5 x 1 - .5 + .25 x 1.5
     assert batch.advantages[[3, 6]].tolist() == [0.375, 1.5]
 
 
-def test_without_discounts_turns_make_no_difference_to_gae() -> None:
+def test_turns_do_not_change_gae_without_discounts() -> None:
     ours = TurnGAE(lambd=1.0, turn_gamma=1.0, turn_lambd=1.0, kl_reward_coef=0.3, whiten_advantages=False)
     for discount, equal in ((1.0, True), (0.9, False)):
         found = []
@@ -109,7 +109,7 @@ def naive(batch: Batch, config: GAE) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
 @pytest.mark.parametrize("lambd", [1.0, 0.95, 0.0])
-def test_it_equals_a_naive_loop_with_kl_in_the_reward(gamma: float, lambd: float) -> None:
+def test_gae_equals_a_naive_loop_with_kl_in_the_reward(gamma: float, lambd: float) -> None:
     batch, table = mixed_batch()
     config = GAE(gamma=gamma, lambd=lambd, kl_reward_coef=0.3, whiten_advantages=False)
     algorithm = make_pair(config)
@@ -132,7 +132,7 @@ def test_advantages_are_whitened_and_returns_are_not() -> None:
     assert flatten(stats)["critic/returns/max"] == returns[batch.loss_mask].max().item()
 
 
-def test_without_values_it_says_what_is_missing() -> None:
+def test_missing_values_are_named() -> None:
     batch, table = mixed_batch()
     with pytest.raises(ValueError, match=r"batch\.values must be filled for an algorithm with a critic"):
         advantages(make_pair(GAE()), batch, table)
@@ -163,7 +163,7 @@ def learnt_batch(seed: int = 0) -> Batch:
 
 
 @pytest.mark.parametrize("clip", [None, 0.2, 5.0])
-def test_the_value_loss_is_the_formula(clip: float | None) -> None:
+def test_value_loss_matches_the_formula(clip: float | None) -> None:
     batch = learnt_batch()
     loss, gradient, stats = loss_of(ValueLoss(clip), batch, [list(range(7))])
     theta = torch.tensor([0.4, 0.1, 0.7], requires_grad=True)
@@ -188,7 +188,7 @@ def test_the_value_loss_is_the_formula(clip: float | None) -> None:
 
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(homes=st.lists(st.integers(0, 3), min_size=7, max_size=7), seed=st.integers(0, 9))
-def test_no_split_of_the_value_loss_shows(homes: list[int], seed: int) -> None:
+def test_value_loss_does_not_depend_on_the_split(homes: list[int], seed: int) -> None:
     batch = learnt_batch(seed)
     whole = loss_of(ValueLoss(0.2), batch, [list(range(7))])
     split = loss_of(ValueLoss(0.2), batch, [[r for r in range(7) if homes[r] == part] for part in range(4)])
@@ -197,7 +197,7 @@ def test_no_split_of_the_value_loss_shows(homes: list[int], seed: int) -> None:
     assert split[2] == pytest.approx(whole[2], rel=1e-5, abs=1e-6)
 
 
-def test_responses_of_weight_0_teach_the_critic_nothing() -> None:
+def test_responses_of_weight_0_do_not_train_the_critic() -> None:
     batch = learnt_batch()
     batch.weights = torch.tensor([0.0, 1, 1, 1, 1, 1, 1])
     kept: Any = batch.select([1, 2, 3, 4, 5, 6])

@@ -16,7 +16,7 @@ from tests.rollout.test_decoupled import scored
 MASKS = [[0, 1, 1], [0, 0, 1, 0, 1], [0, 1], [0, 1, 1]]
 
 
-def test_decoupled_rewards_are_compared_over_the_step() -> None:
+def test_decoupled_rewards_are_whitened_over_the_step() -> None:
     batch, _ = make_batch(MASKS, [1.0, 0.0, 3.0, 2.0], [4, 4, 9, 9])
     batch.decoupled_rewards = torch.tensor([1.0, -1.0, 2.0, -2.0])
     advantages(make_pair(GDPO(std_eps=0)), batch.check(), RewardTable.of(batch))
@@ -32,14 +32,14 @@ def test_rollouts_without_decoupled_rewards_are_refused() -> None:
 
 
 def of_trl(parts: Tensor, weights: Tensor, group_size: int) -> Tensor:
-    """[N] advantages as TRL computes them; parts [N, K]: what each reward function gave."""
+    """[N] advantages as TRL computes them from the reward functions' values `parts` [N, K]."""
     grouped = parts.view(-1, group_size, len(weights))
     apart = (grouped - grouped.mean(1, keepdim=True)) / (grouped.std(1, keepdim=True) + 1e-4)
     summed = (apart.flatten(0, 1) * weights).sum(1)
     return (summed - summed.mean()) / (summed.std() + 1e-4)
 
 
-def test_advantages_are_those_of_trl() -> None:
+def test_advantages_match_trl() -> None:
     parts = torch.rand(12, 3, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 0.1, 40.0])
     weights = {"right": 1.0, "format": 0.5, "length": 2.0}
     decoupling = Decoupling(1e-4, lambda domain: weights)

@@ -25,7 +25,7 @@ def of_batch(batch: Batch, logprobs: Tensor, config: GRPO = CONFIG) -> tuple[Ten
     return loss, flatten(stats)
 
 
-def test_by_hand() -> None:
+def test_clipped_loss_and_gradient_by_hand() -> None:
     batch, _ = make_batch([[0, 1, 1], [0, 1, 1]], [0.0] * 2, [0] * 2)
     batch.advantages = torch.tensor([0, 2.0, 2.0, 0, -1.0, -1.0])
     moved = torch.tensor([0, 0.9, -0.5, 0, 0.1, -0.9])  # .9 is cut at .4, -.9 at -.3; -.5 goes against A
@@ -37,7 +37,7 @@ def test_by_hand() -> None:
     assert logprobs.grad.tolist() == pytest.approx([0, 0, -2 * first / 2 / 2, 0, second / 2 / 2, 0])
 
 
-def test_value_and_gradient_are_those_of_the_formula() -> None:
+def test_value_and_gradient_match_the_formula() -> None:
     """verl 1dda039, core_algos.py, geo_mean: the sign of each token's advantage times the smaller of its signed
     log-ratio and the signed clipped one; the exponential of the mean over the response, times the mean advantage."""
     masks = [[0, 1, 1], [0, 0, 1, 0, 1, 1], [0, 1], [0, 1, 1, 1, 1], [0, 1, 0, 0, 1]]

@@ -12,7 +12,7 @@ from tests.algorithms.pairs import make_pair
 from tests.algorithms.test_algorithms import make_batch, norms_of
 
 
-def test_tokens_of_low_entropy_have_no_policy_loss() -> None:
+def test_low_entropy_tokens_have_no_policy_loss() -> None:
     batch, _ = make_batch([[0, 1, 1, 1], [0, 1, 0, 1], [0, 1]], [0.0] * 3, [0] * 3)
     batch.weights = torch.tensor([1.0, 1.0, 0.0])
     batch.advantages = torch.tensor([1.0, -2.0, 3.0])[batch.row_ids] * batch.loss_mask
@@ -29,7 +29,7 @@ def test_tokens_of_low_entropy_have_no_policy_loss() -> None:
 
 @pytest.mark.parametrize("share", [0.01, 0.2, 0.5, 0.8, 0.99])
 @pytest.mark.parametrize("count", [1, 2, 7, 41])
-def test_as_many_tokens_are_kept_as_by_trl(share: float, count: int) -> None:
+def test_number_of_kept_tokens_matches_trl(share: float, count: int) -> None:
     """TRL f2cd577, GRPOTrainer.get_high_entropy_mask: those at or above the quantile 1 - top_entropy_quantile."""
     batch, _ = make_batch([[0] + [1] * count], [0.0], [0])
     batch.old_entropies = torch.rand(count + 1, generator=torch.Generator().manual_seed(count)).double()
@@ -40,7 +40,7 @@ def test_as_many_tokens_are_kept_as_by_trl(share: float, count: int) -> None:
     assert torch.equal(batch.high_entropy[1:], kept)
 
 
-def test_a_rank_without_tokens_takes_part() -> None:
+def test_a_rank_without_tokens_takes_part_in_the_selection() -> None:
     batch, _ = make_batch([[0, 0]], [0.0], [0])
     batch.old_entropies = torch.zeros(2)
     objective = make_pair(GRPO(entropy_share=0.5)).objective

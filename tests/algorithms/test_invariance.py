@@ -1,4 +1,4 @@
-"""The order of rows, their prompts, their ranks and their micro-batches show in no advantage and in no loss."""
+"""Advantages and losses do not depend on the order of rows or on their prompts, ranks and micro-batches."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ LAYOUTS: dict[str, tuple[int, list[list[int]]]] = {
 
 
 def rows_of(rows: Sequence[int], longer: int = 0) -> Batch:
-    """These episodes. What their model tokens have does not depend on the other tokens."""
+    """These episodes as rows. Values of model tokens do not depend on other tokens."""
     samples = []
     for row in rows:
         mask = np.array([*[0] * longer, *map(int, EPISODES[row])], dtype=bool)
@@ -97,7 +97,7 @@ def of_tokens(row: int, mask: np.ndarray, speed: float) -> np.ndarray:
 
 
 def by_sample(batch: Batch, *names: str) -> dict[int, Tensor]:
-    """What the model tokens of each row have, with the row's weight."""
+    """The values of each row's model tokens, with the row's weight."""
     fields = [getattr(batch, name) for name in names]
     assert not any(field[~batch.loss_mask].any() for field in fields)
     return {
@@ -131,7 +131,7 @@ CREDITS: list[Any] = [
 
 
 def on_ranks(section: PolicyLoss, parts: list[Batch], sums: bool = True) -> tuple[dict[int, Tensor], dict[str, float]]:
-    """(what each row gets, statistics) with each part on a rank of its own; sums=False: without sums over them."""
+    """(values of each row, statistics) with each part on its own rank; sums=False: without sums over ranks."""
     table = replace(RewardTable.of(rows_of(ALL)), domains={"a": [1, 3], "b": [2]})
 
     def assign(part: Batch, all_sum: AllSum) -> Stats:
@@ -145,7 +145,7 @@ def on_ranks(section: PolicyLoss, parts: list[Batch], sums: bool = True) -> tupl
 
 
 def together(parts: list[Part], do: Callable[[Part, AllSum], Found], sums: bool = True) -> list[Found]:
-    """What it returns for each part, on a rank of its own; sums=False: without sums over the ranks."""
+    """The results for each part, on its own rank; sums=False: without sums over ranks."""
     barrier, slots = threading.Barrier(len(parts)), [torch.zeros(0)] * len(parts)
     found: list[Any] = [None for _ in parts]
 
@@ -174,13 +174,13 @@ def with_common(section: Any) -> Any:
     return section.model_copy(update=COMMON | ({} if isinstance(section, TurnLoss) else OF_TOKENS))
 
 
-def test_all_credits_are_here() -> None:
+def test_every_advantage_estimator_is_tested() -> None:
     assert {section.advantage_estimator for section in CREDITS} == set(ALGORITHMS)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("section", CREDITS, ids=lambda section: section.advantage_estimator)
-def test_order_prompts_and_ranks_do_not_show_in_a_credit(section: Any, layout: str) -> None:
+def test_advantages_do_not_depend_on_row_order_prompts_or_ranks(section: Any, layout: str) -> None:
     longer, parts = LAYOUTS[layout]
     rows, stats = on_ranks(with_common(section), [rows_of(ALL)])
     other, other_stats = on_ranks(with_common(section), [rows_of(part, longer) for part in parts])
@@ -191,8 +191,8 @@ def test_order_prompts_and_ranks_do_not_show_in_a_credit(section: Any, layout: s
 
 
 @pytest.mark.parametrize("section", CREDITS, ids=lambda section: section.advantage_estimator)
-def test_the_test_of_credits_can_fail(section: Any) -> None:
-    """A rank that whitens its own tokens only shows."""
+def test_advantage_comparison_notices_whitening_on_one_rank(section: Any) -> None:
+    """A rank that whitens only its own tokens is noticed."""
     parts = [rows_of(rows) for rows in LAYOUTS["three ranks"][1]]
     rows, _ = on_ranks(with_common(section), [rows_of(ALL)])
     other, _ = on_ranks(with_common(section), parts, sums=False)
@@ -233,7 +233,7 @@ LOSSES = [
 def loss_of(
     section: PolicyLoss, parts: list[Batch], norms: Norms
 ) -> tuple[Tensor, dict[int, Tensor], dict[str, float]]:
-    """(loss, gradient of each row's log-probs, statistics) of these micro-batches, each on a rank of its own."""
+    """(loss, gradient of each row's log-probs, statistics) of these micro-batches, each on its own rank."""
     objective, total, gradients = make_pair(section).objective, torch.zeros(()), {}
     stats = together(parts, objective.prepare)
     for part in parts:
@@ -247,13 +247,13 @@ def loss_of(
     return total, gradients, flatten(merge(stats))
 
 
-def test_all_corrections_are_here() -> None:
+def test_every_correction_is_tested() -> None:
     assert all(any(each.items() <= dict(loss).items() for loss in LOSSES) for each in CORRECTIONS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_order_prompts_and_micro_batches_do_not_show_in_a_loss(layout: str) -> None:
+def test_loss_does_not_depend_on_row_order_prompts_or_micro_batches(layout: str) -> None:
     longer, parts = LAYOUTS[layout]
     norms = whole_norms()
     for section, (loss, gradients, stats) in zip(LOSSES, whole_losses(), strict=True):
@@ -264,8 +264,8 @@ def test_order_prompts_and_micro_batches_do_not_show_in_a_loss(layout: str) -> N
         assert other_stats == pytest.approx(stats, rel=1e-5, abs=1e-6), section
 
 
-def test_the_test_of_losses_can_fail() -> None:
-    """The mean over micro-batches of means by their own counts shows."""
+def test_loss_comparison_notices_means_per_micro_batch() -> None:
+    """A mean of per-micro-batch means is noticed."""
     parts = [rows_of(ALL[:3]), rows_of(ALL[3:])]
     for section in (GRPO(), GRPO(loss_aggregation="seq-mean-token-mean")):
         whole = loss_of(section, [rows_of(ALL)], whole_norms())[0]

@@ -1,5 +1,5 @@
-"""The expected gradients of the KL estimators against that of the exact KL of a small categorical distribution, and the
-policies at which descent on them ends."""
+"""The KL estimators' expected gradients against the gradient of the exact KL of a small categorical distribution, and
+the policies at which descent on them ends."""
 
 from __future__ import annotations
 
@@ -79,12 +79,12 @@ def cosine(a: Tensor, b: Tensor) -> float:
 
 
 @pytest.mark.parametrize("config", [Reinforce(kl_reward_coef=1.0), Reinforce(kl_loss_coef=1.0)], ids=["reward", "loss"])
-def test_by_default_the_expected_gradient_is_that_of_the_exact_kl(config: PolicyLoss) -> None:
+def test_default_estimator_has_the_expected_gradient_of_the_exact_kl(config: PolicyLoss) -> None:
     torch.testing.assert_close(Expected(config).gradient(LOGITS), exact_gradient(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("estimator", ["abs", "k2", "k3"])
-def test_no_other_estimator_in_the_reward_has_the_gradient_of_the_kl(estimator: str) -> None:
+def test_other_estimators_in_the_reward_lack_the_gradient_of_the_kl(estimator: str) -> None:
     found = Expected(Reinforce(kl_reward_coef=1.0, kl_reward_estimator=estimator)).gradient(LOGITS)
     assert cosine(found, exact_gradient()) < 0.9
 
@@ -109,7 +109,7 @@ def test_k1_in_the_loss_has_no_gradient_and_is_refused() -> None:
         Reinforce(kl_loss_coef=1.0, kl_loss_estimator="k1")
 
 
-def test_the_exact_kl_is_refused_with_the_estimators_that_have_its_expected_gradient() -> None:
+def test_exact_kl_is_refused_and_names_estimators_with_its_expected_gradient() -> None:
     for place in ("reward", "loss"):
         with pytest.raises(ValueError, match="no engine has them; k1 in the reward and k2 in the loss"):
             Reinforce(**{f"kl_{place}_coef": 1.0, f"kl_{place}_estimator": "full"})
@@ -132,7 +132,7 @@ class Drifted:
 
     @property
     def exact(self) -> float:
-        """Of the policy with the largest expected reward minus coefficient x KL."""
+        """The probability under the policy with the largest expected reward minus coefficient x KL."""
         odds = self.reference / (1 - self.reference) * np.exp(self.reward / self.coefficient)
         return float(odds / (1 + odds))
 
@@ -159,7 +159,7 @@ POLICY = pair_of(0.99).log()
 
 
 @pytest.mark.parametrize(("case", "gradient"), list(zip(FAR[:3], (0.090, 0.098, 0.114), strict=True)))
-def test_the_kl_pulls_at_a_policy_that_has_drifted(case: Drifted, gradient: float) -> None:
+def test_kl_pulls_back_a_policy_that_has_drifted(case: Drifted, gradient: float) -> None:
     exact = exact_gradient(POLICY, pair_of(case.reference).log())
     assert exact[0].item() == pytest.approx(gradient, abs=5e-4)
     weighted = {"kl_loss_coef": 1.0, "kl_loss_estimator": "k3_weighted"}
@@ -176,7 +176,7 @@ OPTIMA = [
 ]
 
 
-def test_every_estimator_of_the_loss_has_an_optimum() -> None:
+def test_every_estimator_in_the_loss_has_an_optimum() -> None:
     estimators = get_args(PolicyLoss.model_fields["kl_loss_estimator"].annotation)
     assert sorted(estimators) == sorted(name for place, name, _ in OPTIMA if place == "loss")
 
@@ -190,13 +190,13 @@ def test_descent_ends_at_the_optimum(place: str, estimator: str, optimum: str, c
     assert found == pytest.approx(wanted, rel=1e-3, abs=1e-6)
 
 
-def test_the_optima_of_the_rewarded_token_are_those_of_the_documents() -> None:
+def test_optima_of_the_rewarded_token_match_the_documentation() -> None:
     case = FAR[3]
     assert (round(case.exact, 3), round(case.of_forward_kl, 3), case.of_total_variation) == (0.688, 0.900, 1.0)
     assert case.expected(kl_loss_coef=0.0).descend(POLICY)[0] > 0.9999, "without a penalty the reward takes all"
 
 
 @pytest.mark.parametrize("estimator", ["abs", "k2", "k3"])
-def test_all_but_k1_in_the_reward_push_a_drifted_policy_further(estimator: str) -> None:
+def test_estimators_in_the_reward_except_k1_push_a_drifted_policy_further(estimator: str) -> None:
     keys = {"kl_reward_coef": 1.0, "kl_reward_estimator": estimator}
     assert FAR[0].expected(**keys).gradient(POLICY)[0] < 0

@@ -40,7 +40,7 @@ def test_the_mask_by_hand() -> None:
     assert gradient(0.7)[1] == 0.0
 
 
-def test_the_mask_is_trls() -> None:
+def test_the_mask_matches_trl() -> None:
     """TRL f2cd577, GRPOTrainer.get_off_policy_mask: a response is kept if its advantage is not negative, or if the mean
     of sampled minus current log-probs over its tokens is at most the threshold."""
     batch, _ = make_batch(MASKS, [0.0] * 4, [0] * 4, seed=6)
@@ -59,7 +59,7 @@ def test_the_mask_is_trls() -> None:
 
 
 def of_drawn(drawn: torch.Tensor, **keys: Any) -> torch.Tensor:
-    """Gradient of the loss over one response per action, weighted by the probability with which it was drawn."""
+    """Gradient of the loss over one response per action, weighted by its sampling probability."""
     logits, count = LOGITS.clone().requires_grad_(), len(LOGITS)
     batch, _ = make_batch([[0, 1]] * count, [0.0] * count, range(count))
     places = torch.arange(1, 2 * count, 2)
@@ -73,7 +73,7 @@ def of_drawn(drawn: torch.Tensor, **keys: Any) -> torch.Tensor:
     return logits.grad
 
 
-def test_the_weighted_estimate_has_the_gradient_of_the_exact_kl_whoever_drew_the_tokens() -> None:
+def test_weighted_kl_estimate_has_the_exact_gradient_for_any_sampling_policy() -> None:
     """TRL f2cd577, use_bias_correction_kl: k3 times the ratio, differentiated as a whole."""
     current = LOGITS.log_softmax(-1)
     other = torch.tensor([1.0, 0.3, -0.8, 0.2, 0.5]).log_softmax(-1)

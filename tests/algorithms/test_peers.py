@@ -81,7 +81,7 @@ def sapo_loss(new: Tensor, old: Tensor, advantages: Tensor, positive: float, neg
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_preset_of_sapo_is_the_papers_loss(seed: int) -> None:
+def test_sapo_preset_has_the_loss_of_the_paper(seed: int) -> None:
     batch, _, rows = random_rows(seed)
     config: Any = load(["algorithm=sapo", "algorithm.num_mini_batches=2"]).algorithm
     batch.advantages = packed(rows["rewards"][:, None].expand(MASK.shape), batch)

@@ -1,4 +1,4 @@
-"""`ratio_to=generator`: the ratio of the loss is that to the generator's log-probs, and no others are needed."""
+"""`ratio_to=generator`: the loss uses the ratio to the generator's log-probs and needs no other log-probs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_loss_by_hand() -> None:
         loss_of(GRPO(num_mini_batches=2), batch_by_hand(), logprobs)
 
 
-def test_one_optimizer_step_still_has_the_ratio_to_the_generator() -> None:
+def test_a_single_optimizer_step_uses_the_ratio_to_the_generator() -> None:
     batch, logprobs = batch_by_hand(), torch.log(torch.tensor([1.0, 0.44, 0.5, 1.0, 0.11]))
     loss, gradient, _ = loss_of(GRPO(ratio_to="generator"), batch, logprobs)
     assert loss.item() == pytest.approx((-1.1 - 1 + 2.2) / 3, abs=1e-6)
@@ -63,7 +63,7 @@ def test_one_optimizer_step_still_has_the_ratio_to_the_generator() -> None:
     assert loss_of(GRPO(), batch, logprobs)[0].item() == pytest.approx(0.0), "the trainer's own ratio is 1"
 
 
-def test_tokens_of_a_truncated_distribution_are_compared_with_it() -> None:
+def test_truncated_sampling_is_compared_with_the_truncated_distribution() -> None:
     batch, logprobs = batch_by_hand(), torch.log(torch.tensor([1.0, 0.4, 0.5, 1.0, 0.1]))
     batch.gen_logprobs_behaviour = batch.gen_logprobs - math.log(0.8)  # sampling kept .8 of each distribution
     flat = loss_of(GRPO(ratio_to="generator"), batch, logprobs)[2]
@@ -80,7 +80,7 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.surrogate}-{c.ratio_level}")
-def test_it_is_the_loss_of_a_policy_before_the_step_that_drew_the_tokens(config: Any) -> None:
+def test_loss_equals_the_trainer_ratio_when_old_log_probs_are_the_generators(config: Any) -> None:
     batch, _ = mixed_batch()
     batch.advantages = torch.cos(torch.arange(batch.num_tokens)) * batch.loss_mask
     batch.marked = batch.loss_mask & (torch.arange(batch.num_tokens) % 3 == 0)
@@ -139,11 +139,11 @@ def test_parity_with_verls_bypass_mode(seed: int) -> None:
         (GRPO(num_mini_batches=4), {"old_logprobs"}),
     ],
 )
-def test_the_pass_for_old_log_probs_is_saved(config: Any, reads: set[str]) -> None:
+def test_the_forward_pass_for_old_log_probs_is_skipped(config: Any, reads: set[str]) -> None:
     assert make_pair(config).reads - {"advantages"} == reads
 
 
-def test_the_change_within_a_step_is_no_mismatch_of_trainer_and_generator() -> None:
+def test_updates_within_a_step_do_not_count_as_mismatch() -> None:
     batch, logprobs = batch_by_hand(), torch.log(torch.tensor([1.0, 0.6, 0.55, 1.0, 0.05]))
     batch.on_policy = batch.loss_mask.clone()
     for keys, known in (({}, True), ({"ppo_epochs": 2}, False)):
@@ -154,7 +154,7 @@ def test_the_change_within_a_step_is_no_mismatch_of_trainer_and_generator() -> N
     assert flat["mismatch/diff/max"] == 0
 
 
-def test_log_probs_from_before_the_step_serve_the_metrics_if_the_credit_reads_them() -> None:
+def test_old_log_probs_serve_the_metrics_if_the_estimator_reads_them() -> None:
     batch, logprobs = batch_by_hand(), torch.log(torch.tensor([1.0, 0.6, 0.55, 1.0, 0.05]))
     batch.old_logprobs, batch.ref_logprobs = batch.gen_logprobs.clone(), batch.gen_logprobs.clone()
     flat = loss_of(GRPO(ratio_to="generator", kl_reward_coef=0.1, ppo_epochs=2), batch, logprobs)[2]

@@ -1,4 +1,4 @@
-"""ReMax: goldens, its unbiasedness, and what does not matter."""
+"""ReMax: hand-computed values, its unbiasedness, and what has no influence."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def batch_with_baselines() -> tuple[Any, RewardTable]:
     return batch.check(), RewardTable.of(batch)
 
 
-def test_a_reward_is_compared_with_that_of_the_greedy_response() -> None:
+def test_reward_is_compared_with_the_greedy_baseline() -> None:
     batch, table = batch_with_baselines()
     stats = flatten(advantages(make_pair(ReMax()), batch, table))
     assert batch.advantages.tolist() == [0, 0.75, 0.75, 0, 0, -0.25, 0, -0.25, 0, 0, 0, -1, -1]
@@ -32,7 +32,7 @@ def test_a_reward_is_compared_with_that_of_the_greedy_response() -> None:
     assert stats["critic/rewards/mean"] == 1.5, "of sampled responses"
 
 
-def test_clip_kl_and_whitening_act_as_for_other_credits() -> None:
+def test_clip_kl_and_whitening_act_as_for_other_estimators() -> None:
     batch, table = batch_with_baselines()
     batch.old_logprobs, batch.ref_logprobs = torch.zeros(batch.num_tokens), torch.full((batch.num_tokens,), -2.0)
     advantages(make_pair(ReMax(reward_clip=0.5, kl_reward_coef=0.1)), batch, table)
@@ -43,7 +43,7 @@ def test_clip_kl_and_whitening_act_as_for_other_credits() -> None:
 
 
 @pytest.mark.parametrize("rows", [[3, 1, 0, 2], [2], [0, 3]])
-def test_order_and_ranks_do_not_matter(rows: list[int]) -> None:
+def test_row_order_and_ranks_do_not_change_advantages(rows: list[int]) -> None:
     whole, table = batch_with_baselines()
     part = whole.select(rows)
     advantages(make_pair(ReMax()), whole, table)
@@ -51,7 +51,7 @@ def test_order_and_ranks_do_not_matter(rows: list[int]) -> None:
     assert part.advantages.tolist() == whole.select(rows).advantages.tolist()
 
 
-def test_the_expected_gradient_is_that_of_the_expected_reward() -> None:
+def test_expected_gradient_equals_the_gradient_of_the_expected_reward() -> None:
     """Exactly, over all responses of one token, with the reward of the likeliest as the baseline and one response per
     prompt; by autograd through the objective and through sum p r."""
     rewards = torch.tensor([1.0, -2.0, 0.5])
@@ -70,7 +70,7 @@ def test_the_expected_gradient_is_that_of_the_expected_reward() -> None:
     torch.testing.assert_close(found, wanted)
 
 
-def test_rollouts_without_greedy_responses_are_named() -> None:
+def test_rollouts_without_a_greedy_baseline_are_named() -> None:
     batch, table = make_batch(MASKS, [1.0, 0.0, 3.0, 2.0], [4, 4, 9, 9])
     with pytest.raises(ValueError, match="remax needs the rewards of greedy responses"):
         advantages(make_pair(ReMax()), batch, table)

@@ -10,7 +10,7 @@ from tests.algorithms.test_invariance import together
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 50, 120, 500])
-def test_the_largest_of_all_ranks_are_those_of_a_sort(count: int) -> None:
+def test_largest_values_over_all_ranks_match_a_sort(count: int) -> None:
     values = torch.cat([torch.randn(90, generator=torch.Generator().manual_seed(1)), torch.zeros(20), -torch.zeros(10)])
     values[:4] = torch.tensor([3e38, -3e38, 1e-30, -1e-30])
     coefficients = torch.randperm(120, generator=torch.Generator().manual_seed(2)) * 1000
@@ -23,7 +23,7 @@ def test_the_largest_of_all_ranks_are_those_of_a_sort(count: int) -> None:
     assert sorted(found) == sorted(order[:count])
 
 
-def test_numbers_of_tokens_follow_from_sample_and_place() -> None:
+def test_token_numbers_depend_only_on_sample_and_position() -> None:
     samples = torch.arange(500) * (1 << 24)
     rows = torch.arange(500).repeat_interleave(40)
     coefficients = token_numbers(rows, samples)

@@ -39,7 +39,7 @@ def clip(value: Tensor, low: float, high: float) -> Tensor:
 
 
 def formula(config: Any, rho: Tensor, logprob: Tensor, delta: Tensor, a: float) -> Tensor:
-    """The loss with the ratio rho, the log-prob and its difference to the old one: of a token, or of a response."""
+    """The loss of a token or a response from its ratio rho, its log-prob and the difference to the old log-prob."""
     low, high = 1 - config.pg_clip_low, 1 + config.pg_clip_high
     match config.surrogate:
         case "ppo":
@@ -60,8 +60,8 @@ def formula(config: Any, rho: Tensor, logprob: Tensor, delta: Tensor, a: float) 
 
 
 def plain_loss(config: Any, batch: Any, logprobs: Tensor) -> Tensor:
-    """Sum over responses: of their tokens' losses, or for a whole ratio, of the loss of the response. The mean over a
-    response with the geometric ratio, since its log-prob is a mean too."""
+    """Sum of token losses over all responses, or of response losses where the ratio belongs to a whole response. With
+    the geometric ratio the mean over a response, since its log-prob is a mean too."""
     total = torch.zeros(())
     for row in range(batch.num_sequences):
         tokens = [t for t in range(batch.num_tokens) if batch.row_ids[t] == row and batch.loss_mask[t]]
@@ -96,7 +96,7 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.surrogate}-{c.ratio_level}-{c.dual_clip}")
-def test_gradients_are_those_of_the_formula(config: Any) -> None:
+def test_gradients_match_the_formula(config: Any) -> None:
     batch, _ = make_batch(MASKS, [0.0] * 6, [0] * 6)
     starts = [[int(m > before) for before, m in zip([0, *mask], mask, strict=False)] for mask in MASKS]
     batch.turn_ids = torch.cat([torch.tensor(row).cumsum(0) - 1 for row in starts]).int()
@@ -112,14 +112,14 @@ def test_gradients_are_those_of_the_formula(config: Any) -> None:
     torch.testing.assert_close(logprobs.grad, wanted, rtol=1e-4, atol=1e-6)
     clipped = flatten(stats)["actor/clipfrac"]
     assert (0 < clipped < 1) == (config.surrogate in ("ppo", "cispo", "topr"))
-    # Another constant, or another old policy, shows.
+    # A different constant or old policy is noticed.
     batch.old_logprobs = batch.old_logprobs + 0.6
     again = logprobs.detach().requires_grad_()
     make_pair(config).objective.loss(Outputs(again), batch, norms_of(batch))[0].backward()
     assert config.surrogate == "vanilla" or not torch.allclose(again.grad, wanted, rtol=1e-3)
 
 
-def test_the_keys_of_a_surrogate_are_those_that_change_it() -> None:
+def test_declared_keys_of_a_surrogate_are_the_keys_that_change_it() -> None:
     assert SURROGATES.keys() == SURROGATE_KEYS.keys() == set(PolicyLoss.model_fields["surrogate"].annotation.__args__)
     changes = {
         "cov_share": 0.5,
@@ -157,7 +157,7 @@ def test_the_keys_of_a_surrogate_are_those_that_change_it() -> None:
             assert same == (key not in keys), (name, key)
 
 
-def test_the_fourth_aggregation_divides_by_a_constant() -> None:
+def test_constant_aggregation_divides_by_a_constant() -> None:
     batch, _ = make_batch([[0, 1, 1, 1], [0, 1]], [0.0, 0.0], [0, 1])
     batch.advantages = torch.tensor([0, 2.0, 2.0, 2.0, 0, -1.0])
     config = GRPO(loss_aggregation="seq-mean-token-sum-norm", loss_norm_tokens=8, surrogate="vanilla")
@@ -175,7 +175,7 @@ def test_rloo_by_hand() -> None:
     assert batch.advantages.tolist() == pytest.approx([0, 0.75, 0.75, 0, -0.75, 0, 0, 0, 0, 0, 0])
 
 
-def test_raft_plus_plus_learns_from_positive_rewards_alone() -> None:
+def test_raft_plus_plus_learns_only_from_positive_rewards() -> None:
     batch, table = make_batch([[0, 1]] * 4, [1.0, 0.0, -2.0, 0.5], [0, 0, 1, 1])
     flat = flatten(advantages(make_pair(RaftPlusPlus()), batch, table))
     assert batch.weights.tolist() == [1, 0, 0, 1] and batch.advantages[1::2].tolist() == [1.0, 0, 0, 0.5]
@@ -229,7 +229,7 @@ def test_weights_by_difficulty_and_length_by_hand() -> None:
 # -- the configuration
 
 
-def test_names_of_other_libraries_lead_to_keys_that_exist() -> None:
+def test_names_from_other_libraries_lead_to_existing_keys() -> None:
     known = {dotted(tuple("NAME" if part == "*" else part for part in key)) for key in known_keys()}
     for kind, table in {"reward": REWARDS, "env": ENVS}.items():
         sections = [spec.section for _, spec in table.items() if spec.section is not None]
@@ -260,7 +260,7 @@ RECIPES = {
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_recipes_are_what_they_are_called(name: str) -> None:
+def test_presets_have_the_keys_of_their_algorithm(name: str) -> None:
     config = load(["+experiment=demo", f"algorithm={name}", "rollout.max_new_tokens=48"])
     for key, value in RECIPES[name].items():
         assert getattr(config.algorithm, key) == value

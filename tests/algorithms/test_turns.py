@@ -96,12 +96,12 @@ def filled(section: Any) -> tuple[list[float], list[float]]:
     return of_turns(batch, batch.advantages), of_turns(batch, batch.returns)
 
 
-def test_a_turn_has_what_it_and_later_turns_gain() -> None:
+def test_return_of_a_turn_sums_its_own_and_later_rewards() -> None:
     got, returns = filled(TurnReinforce(gamma=0.5, norm_mean_type=None, norm_std_type=None))
     assert got == returns == [1.0, 2.0, 2.0, 0.5, 0.0, 1.0, 2.0, 4.0, 1.5, 1.0]
 
 
-def test_turns_are_normalised_over_those_of_the_batch_or_of_the_group() -> None:
+def test_turns_are_normalised_over_the_batch_or_the_group() -> None:
     values = torch.tensor([1.0, 2.0, 2.0, 0.5, 0.0, 1.0, 2.0, 4.0, 1.5, 1.0])
     got, _ = filled(TurnReinforce(gamma=0.5, std_eps=0.0))
     assert got == pytest.approx(((values - values.mean()) / values.std()).tolist())
@@ -123,7 +123,8 @@ def test_turns_are_normalised_over_their_domain_or_over_all() -> None:
 
 
 def test_gigpo_compares_turns_that_began_in_the_same_state() -> None:
-    """In the first group START has the returns 3, .5, 4, LAKE 3, 4, 4 and WALL 2, 0; the other group has none twice."""
+    """In the first group START has the returns 3, .5, 4, LAKE 3, 4, 4 and WALL 2, 0; in the other group no state occurs
+    twice."""
     got, returns = filled(GiGPO(gamma=1.0, std_normalize=False, step_weight=2.0))
     assert returns == [3.0, 3.0, 2.0, 0.5, 0.0, 4.0, 4.0, 4.0, 2.0, 1.0]
     start, lake, wall = 2.5, 11 / 3, 1.0
@@ -137,7 +138,7 @@ def test_gigpo_compares_turns_that_began_in_the_same_state() -> None:
     assert scaled[5] == pytest.approx(float(1.5 / spread + third))
 
 
-def test_the_state_before_a_turn_is_what_the_model_was_shown() -> None:
+def test_state_before_a_turn_is_the_observation_shown_before_it() -> None:
     batch = played([0, 1, 2, 3])
     first, second, third, fourth = turn_states(batch).split([3, 2, 3, 2])
     assert first[0] == second[0] == third[0] == fourth[0]
@@ -150,7 +151,7 @@ def test_the_state_before_a_turn_is_what_the_model_was_shown() -> None:
 
 
 @pytest.mark.parametrize("history", [0, 1, 9])
-def test_a_turn_by_steps_is_in_the_state_that_was_shown_last(history: int) -> None:
+def test_a_turn_by_steps_has_the_state_that_was_shown_last(history: int) -> None:
     batch = stepped([3, 0, 1], history)
     start, lake, wall = 24, 6, 7
     assert turn_states(batch).tolist() == [start, lake, start, lake, wall, start, wall]
@@ -158,7 +159,7 @@ def test_a_turn_by_steps_is_in_the_state_that_was_shown_last(history: int) -> No
     assert batch.position_ids.tolist() == [n for length in batch.segment_lengths for n in range(length)]
 
 
-def test_rows_by_trajectory_keep_their_states_beside_rows_by_steps() -> None:
+def test_rows_by_trajectory_keep_their_states_in_a_batch_with_rows_by_steps() -> None:
     long, short = played([0]), stepped([1], 0)
     alone = turn_states(long)
     long.states = torch.zeros(long.num_tokens, dtype=torch.int32)
@@ -177,8 +178,8 @@ def test_rows_by_trajectory_keep_their_states_beside_rows_by_steps() -> None:
     ids=str,
 )
 @pytest.mark.parametrize("history", [0, 9])
-def test_credits_are_those_of_the_episode(section: Any, history: int) -> None:
-    """The model's tokens get the same by trajectory and by steps; only what was shown to it differs."""
+def test_advantages_by_trajectory_and_by_steps_agree(section: Any, history: int) -> None:
+    """Model tokens get the same values by trajectory and by steps; only the prompts differ."""
     found = []
     for batch in (played([0, 1, 2, 3]), stepped([0, 1, 2, 3], history)):
         batch.values = torch.zeros(batch.num_tokens)
@@ -191,8 +192,8 @@ def test_credits_are_those_of_the_episode(section: Any, history: int) -> None:
 
 
 @pytest.mark.parametrize("level", ["token", "turn", "geometric", "sequence"])
-def test_a_step_is_a_sequence_of_its_own_in_ratios(level: str) -> None:
-    """The loss of episodes by steps is that of their steps as rows, whose mean over tokens has no rows."""
+def test_each_step_is_a_separate_sequence_in_ratios(level: str) -> None:
+    """The loss of episodes by steps equals that of their steps as separate rows; the mean over tokens ignores rows."""
     rows = random_rows((9, 12, 5, 14), seed=1)
     config = GRPO(
         ratio_level=level, loss_aggregation="token-mean", ppo_epochs=2, correction="mask",
@@ -209,7 +210,7 @@ def test_a_step_is_a_sequence_of_its_own_in_ratios(level: str) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) == pytest.approx(losses[2], rel=1e-5)
 
 
-def test_of_single_turns_it_is_reinforce() -> None:
+def test_single_turn_advantages_equal_reinforce() -> None:
     masks, rewards = [[0, 1, 1], [0, 0, 1], [0, 0, 0], [0, 1]], [1.0, 0.0, 5.0, 3.0]
     turns, table = make_batch(masks, rewards, [1, 1, 2, 2])
     advantages(make_pair(TurnReinforce(norm_mean_type="group", norm_std_type=None)), turns, table)
@@ -222,6 +223,6 @@ def test_of_single_turns_it_is_reinforce() -> None:
 
 
 @pytest.mark.parametrize("key", [{"kl_reward_coef": 0.1}, {"whiten_rewards": True}], ids=str)
-def test_keys_for_tokens_are_refused(key: dict[str, Any]) -> None:
+def test_token_level_keys_are_refused(key: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"algorithm.{next(iter(key))}: .* acts on token rewards, and gigpo has"):
         parse({"algorithm": {"advantage_estimator": "gigpo", **key}})

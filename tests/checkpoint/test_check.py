@@ -1,4 +1,4 @@
-"""A rank's share of the files of a checkpoint, read beside its commands."""
+"""A rank's share of a checkpoint's files, which it verifies while it serves commands."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_first_damaged_file_is_named_and_bytes_are_counted(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_it_can_be_given_up(tmp_path: Path) -> None:
+def test_the_check_can_be_stopped(tmp_path: Path) -> None:
     entries = [written(tmp_path, "a", 8 * READ_BYTES)] * 50
     check = FileCheck(tmp_path, entries)
     assert check.result(0.05) is None

@@ -28,7 +28,7 @@ save(Path(sys.argv[1]), int(sys.argv[2]), attempt=2)
 
 
 def save(root: Path, step: int, attempt: int = 1, keep: int = 2, fence=None) -> Path:
-    """One whole save of two shards in a subfolder and the small state."""
+    """A complete save: two shards in a subfolder and the small state."""
     folder = begin(root, step, attempt)
     (folder / "trainer").mkdir()
     for shard in range(2):
@@ -76,7 +76,7 @@ def test_kill_at_every_sub_step_loses_nothing(tmp_path: Path, place: str) -> Non
     named = (tmp_path / "LATEST").read_text().strip()
     assert named == ("step_000030" if place in ("latest_replaced", "pruned") else "step_000020")
 
-    # The next attempt goes on: the interrupted step again where it was not committed, then one more.
+    # The next attempt repeats the interrupted step if it was not committed, then saves one more.
     if not committed:
         save(tmp_path, 30, attempt=3)
     save(tmp_path, 40, attempt=3)
@@ -121,7 +121,7 @@ def flip(path: Path) -> None:
         ("manifest.json", lambda path: path.write_text("{}"), "manifest.json cannot be read"),
     ],
 )
-def test_damage_falls_back_and_says_why(tmp_path: Path, file: str, harm, said: str) -> None:
+def test_a_damaged_checkpoint_is_skipped_with_the_reason(tmp_path: Path, file: str, harm, said: str) -> None:
     for step in (10, 20):
         save(tmp_path, step)
     assert find_latest(tmp_path).problems == []
@@ -183,7 +183,7 @@ def test_any_unreadable_manifest_is_damage(tmp_path: Path, content: bytes | None
         (None, "nothing (it cannot be read: "),
     ],
 )
-def test_garbage_in_latest_is_named_and_stops_nothing(tmp_path: Path, content: bytes | None, named: str) -> None:
+def test_garbage_in_latest_is_named_and_does_not_end_the_run(tmp_path: Path, content: bytes | None, named: str) -> None:
     save(tmp_path, 20)
     (tmp_path / "LATEST").unlink()
     (tmp_path / "LATEST").mkdir() if content is None else (tmp_path / "LATEST").write_bytes(content)
@@ -192,19 +192,19 @@ def test_garbage_in_latest_is_named_and_stops_nothing(tmp_path: Path, content: b
     assert problem.startswith(f"LATEST names {named}")
 
 
-def test_a_checkpoint_from_before_the_checksum_loads(tmp_path: Path) -> None:
+def test_a_format_1_checkpoint_without_a_checksum_loads(tmp_path: Path) -> None:
     save(tmp_path, 10)
     path = tmp_path / "step_000010/manifest.json"
     manifest = json.loads(path.read_bytes())
     assert manifest.pop("sha256")
     path.write_text(json.dumps(manifest | {"format": 1}))
     check_whole(tmp_path, 10)
-    path.write_text(json.dumps(manifest))  # as of today, and without one
+    path.write_text(json.dumps(manifest))  # the current format, without a checksum
     with pytest.raises(ValueError, match=r"manifest\.json is not what was committed"):
         find_latest(tmp_path)
 
 
-def test_a_checkpoint_with_the_facts_of_earlier_versions_loads_and_is_verified(tmp_path: Path) -> None:
+def test_a_checkpoint_of_an_earlier_version_loads_and_is_verified(tmp_path: Path) -> None:
     save(tmp_path, 10)
     path = tmp_path / "step_000010/manifest.json"
     manifest = json.loads(path.read_bytes())
@@ -227,7 +227,7 @@ def test_a_shard_of_a_newer_save_is_refused(tmp_path: Path) -> None:
         find_latest(tmp_path)
 
 
-def test_a_renamed_folder_is_not_another_step(tmp_path: Path) -> None:
+def test_a_renamed_folder_does_not_count_as_another_step(tmp_path: Path) -> None:
     for step in (10, 20):
         save(tmp_path, step)
     (tmp_path / "step_000020").rename(tmp_path / "step_000099")
@@ -265,7 +265,7 @@ def test_commit_needs_exactly_the_sealed_files(tmp_path: Path) -> None:
     assert steps_in(tmp_path) == []
 
 
-def test_a_folder_that_is_moved_away_during_the_commit_is_said_to_be_gone(tmp_path: Path) -> None:
+def test_a_folder_moved_away_during_the_commit_is_reported_as_gone(tmp_path: Path) -> None:
     folder = begin(tmp_path / "checkpoints", 1, 1)
     entries = seal_files(folder, [write_state(folder, small_state(1))])
     (tmp_path / "checkpoints").rename(tmp_path / "moved")
@@ -317,7 +317,7 @@ def test_state_that_json_would_change_is_refused(tmp_path: Path, section: dict, 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_state_is_checked_on_both_sides(tmp_path: Path) -> None:
+def test_state_is_validated_when_written_and_when_read(tmp_path: Path) -> None:
     state = small_state(1) | {"reward_statistics": {"mean": 0.1 + 0.2, "pairs": (1, 2)}}
     write_state(tmp_path, state)
     assert read_state(tmp_path) == state | {"reward_statistics": {"mean": 0.1 + 0.2, "pairs": [1, 2]}}
@@ -331,7 +331,7 @@ def test_state_is_checked_on_both_sides(tmp_path: Path) -> None:
         read_state(tmp_path)
 
 
-def test_a_checkpoint_that_a_user_moved_and_linked_is_read_and_left_where_it_is(tmp_path: Path) -> None:
+def test_a_checkpoint_moved_and_linked_by_a_user_is_read_and_left_in_place(tmp_path: Path) -> None:
     root, archive = tmp_path / "checkpoints", tmp_path / "archive"
     for step in (10, 20):
         save(root, step)

@@ -53,7 +53,7 @@ def _run_and_die(copy: Path, action: Callable[[Path], object], countdown: int) -
                 os.kill(os.getpid(), signal.SIGKILL)
 
     try:
-        os.fsync = lambda descriptor: None  # outlives a machine, not needed to outlive a process
+        os.fsync = lambda descriptor: None  # survives a power failure; a killed process needs no sync
         sys.addaudithook(hook)
         action(copy)
         os._exit(0)
@@ -62,7 +62,7 @@ def _run_and_die(copy: Path, action: Callable[[Path], object], countdown: int) -
         os._exit(1)
 
 
-def test_a_save_killed_anywhere(tmp_path: Path) -> None:
+def test_a_save_killed_anywhere_loses_nothing(tmp_path: Path) -> None:
     template = tmp_path / "checkpoints"
     for step in (10, 20):
         save(template, step)
@@ -82,7 +82,7 @@ def test_a_save_killed_anywhere(tmp_path: Path) -> None:
     assert newest == sorted(newest) and {20, 30} == set(newest), "once committed, always committed"
 
 
-def test_setting_aside_killed_anywhere(tmp_path: Path) -> None:
+def test_setting_aside_killed_anywhere_loses_nothing(tmp_path: Path) -> None:
     template = tmp_path / "run"
     make_run(template)
     flip(template / "checkpoints/step_000004/state.json")
@@ -98,7 +98,7 @@ def test_setting_aside_killed_anywhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("before", ["nothing", "a run"])
-def test_opening_a_run_killed_anywhere(tmp_path: Path, before: str) -> None:
+def test_opening_a_run_killed_anywhere_loses_nothing(tmp_path: Path, before: str) -> None:
     config = {"run_name": "demo", "max_steps": 5, "trainer": {"lr": 0.1}}
     template = tmp_path / "demo"
     if before == "a run":

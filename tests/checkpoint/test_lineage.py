@@ -1,4 +1,4 @@
-"""What a killed attempt did past its checkpoint is set aside whole, and the rest stays."""
+"""Everything that a killed attempt did after its checkpoint is set aside, and the rest stays."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def metric_steps(path: Path) -> list[int]:
     return [json.loads(line)["step"] for line in path.read_text().splitlines() if line.endswith("}")]
 
 
-def test_everything_past_the_checkpoint_moves(tmp_path: Path) -> None:
+def test_everything_past_the_checkpoint_is_set_aside(tmp_path: Path) -> None:
     make_run(tmp_path)
     moved = abandon_after(tmp_path, 4, attempt=2)
     aside = tmp_path / "abandoned/2"
@@ -44,7 +44,7 @@ def test_everything_past_the_checkpoint_moves(tmp_path: Path) -> None:
     assert abandon_after(tmp_path, 4, attempt=3) == [] and not (tmp_path / "abandoned/3").exists()
 
 
-def test_a_damaged_checkpoint_leaves_the_lineage_before_anything_else(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_set_aside_before_anything_else(tmp_path: Path) -> None:
     make_run(tmp_path)
     flip(tmp_path / "checkpoints/step_000004/state.json")
     latest = find_latest(tmp_path / "checkpoints")
@@ -54,11 +54,11 @@ def test_a_damaged_checkpoint_leaves_the_lineage_before_anything_else(tmp_path: 
     assert steps_in(tmp_path / "checkpoints") == [2] and steps_in(tmp_path / "rollouts") == [1, 2]
     assert (tmp_path / "checkpoints/LATEST").read_text() == "step_000002\n"
     assert find_latest(tmp_path / "checkpoints").problems == []
-    save(tmp_path / "checkpoints", 4, attempt=2)  # the same step again, and the damaged one goes
+    save(tmp_path / "checkpoints", 4, attempt=2)  # the same step again; the damaged checkpoint is set aside
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["LATEST", "step_000002", "step_000004"]
 
 
-def test_a_run_that_starts_over_keeps_nothing(tmp_path: Path) -> None:
+def test_a_run_that_starts_over_sets_everything_aside(tmp_path: Path) -> None:
     make_run(tmp_path)
     abandon_after(tmp_path, -1, attempt=2)
     assert steps_in(tmp_path / "rollouts") == [] and (tmp_path / "metrics.jsonl").read_text() == ""
@@ -67,7 +67,7 @@ def test_a_run_that_starts_over_keeps_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ['{"step": "3"}', '{"step": [1]}', "[" * 100_000, "null", '{"step": null}'])
-def test_a_line_without_a_step_goes_too(tmp_path: Path, line: str) -> None:
+def test_a_line_without_a_step_is_set_aside_too(tmp_path: Path, line: str) -> None:
     (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n')
     assert cut_metrics(tmp_path, 2, attempt=2) == 1
     assert metric_steps(tmp_path / "metrics.jsonl") == [1, 2]

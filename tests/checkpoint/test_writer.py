@@ -39,7 +39,7 @@ def writer() -> Iterator[Writer]:
 
 
 def process_of(writer: Writer) -> psutil.Process:
-    """The process, once it runs hpcrl's code: from then on it holds signals off."""
+    """The process, once it runs hpcrl's code, which blocks signals."""
     [process] = children("hpcrl.checkpoint.writer")
     return process
 
@@ -53,7 +53,7 @@ def shared(content: bytes) -> SharedFile:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_pieces_are_written_in_place(tmp_path: Path, writer: Writer) -> None:
-    """By a thread: no process is started, and the set is the same as with copies."""
+    """A thread writes them: no process is started, and the files are the same as with copies."""
     parts = [os.urandom(size) for size in (3, CHUNK_BYTES + 7, 0, 11)]
     whole = b"".join(parts)
     writer.start(tmp_path, {"small": b"abc", "big": Pieces(len(whole), map(memoryview, parts))})
@@ -79,7 +79,7 @@ def test_pieces_are_written_in_place(tmp_path: Path, writer: Writer) -> None:
 
 
 @pytest.mark.slow
-def test_files_are_written_as_they_were_given(tmp_path: Path, writer: Writer) -> None:
+def test_file_contents_are_written_unchanged(tmp_path: Path, writer: Writer) -> None:
     big = os.urandom(CHUNK_BYTES + 7)
     for number in range(2):
         folder = tmp_path / str(number)
@@ -99,8 +99,8 @@ def test_files_are_written_as_they_were_given(tmp_path: Path, writer: Writer) ->
             assert entries[0] == write_files(tmp_path / "here", {"small": b"abc"})[0], "the same without a process"
 
 
-def test_the_rank_is_not_held_up(tmp_path: Path, writer: Writer) -> None:
-    """Whatever the process does: here it is stopped altogether."""
+def test_a_stopped_writer_does_not_block_the_rank(tmp_path: Path, writer: Writer) -> None:
+    """Here the writer is stopped with SIGSTOP."""
     writer.start(tmp_path, {"first": b"x"})
     writer.result(wait_s=None)
     process_of(writer).send_signal(signal.SIGSTOP)
@@ -113,7 +113,7 @@ def test_the_rank_is_not_held_up(tmp_path: Path, writer: Writer) -> None:
 
 
 @pytest.mark.slow
-def test_it_tells_what_is_on_the_disk(tmp_path: Path, writer: Writer) -> None:
+def test_the_writer_reports_how_much_is_on_the_disk(tmp_path: Path, writer: Writer) -> None:
     writer.start(tmp_path, {"first": b"x"})
     writer.result(wait_s=None)
     assert writer.progress()[1] == 1
@@ -140,7 +140,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, writer: Writer) 
         writer.result(wait_s=None)
 
 
-def test_a_killed_process_is_named_with_its_file(tmp_path: Path, writer: Writer) -> None:
+def test_a_killed_writer_is_named_with_its_file(tmp_path: Path, writer: Writer) -> None:
     writer.start(tmp_path, {"first": b"x"})
     writer.result(wait_s=None)
     process = process_of(writer)
@@ -151,7 +151,7 @@ def test_a_killed_process_is_named_with_its_file(tmp_path: Path, writer: Writer)
         writer.result(wait_s=None)
 
 
-def test_one_that_died_in_between_is_noticed_at_the_start(tmp_path: Path, writer: Writer) -> None:
+def test_a_writer_that_died_between_saves_is_noticed_at_the_next_start(tmp_path: Path, writer: Writer) -> None:
     writer.start(tmp_path, {"first": b"x"})
     writer.result(wait_s=None)
     process = process_of(writer)
@@ -162,7 +162,7 @@ def test_one_that_died_in_between_is_noticed_at_the_start(tmp_path: Path, writer
         writer.start(tmp_path, {"second": b"x"})
 
 
-def test_signals_to_the_whole_job_leave_it_alone(tmp_path: Path, writer: Writer) -> None:
+def test_signals_to_the_whole_job_do_not_end_the_writer(tmp_path: Path, writer: Writer) -> None:
     writer.start(tmp_path, {"first": b"x"})
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         process_of(writer).send_signal(number)  # the first while it starts
@@ -174,7 +174,7 @@ def test_signals_to_the_whole_job_leave_it_alone(tmp_path: Path, writer: Writer)
 
 
 @pytest.mark.slow
-def test_it_dies_with_its_rank(tmp_path: Path) -> None:
+def test_the_writer_dies_with_its_rank(tmp_path: Path) -> None:
     rank = subprocess.Popen([sys.executable, "-c", DYING_RANK, str(tmp_path)])
     started = psutil.Process(rank.pid)
     children: list[psutil.Process] = []

@@ -27,7 +27,7 @@ def megatron(num_ranks: int, reference: int | None = None, **sizes: int) -> Conf
     return parse({"trainer": {"engine": "megatron", "megatron": sizes}, "layout": layout, "algorithm": algorithm})
 
 
-def test_commands_and_groups_follow_from_the_pairs() -> None:
+def test_recipients_of_commands_and_groups_follow_from_the_division() -> None:
     there = PAIRS.of([4, 5, 8, 9])
     assert (there.ranks, there.leaders, there.outputs) == ((4, 5, 8, 9), (4, 8), (5, 9))
     assert there.replicate({4: "a", 8: "b"}) == {4: "a", 5: "a", 8: "b", 9: "b"}
@@ -52,7 +52,7 @@ def test_commands_and_groups_follow_from_the_pairs() -> None:
         (((0, 1), (2, 3)), (0, 2), ((0, 2), (1, 2))),
     ],
 )
-def test_an_engine_that_contradicts_itself_is_told(groups: Any, outputs: Any, weights: Any) -> None:
+def test_a_contradictory_division_is_refused(groups: Any, outputs: Any, weights: Any) -> None:
     with pytest.raises(ValueError, match="division"):
         Division(groups, outputs, weights)
 
@@ -101,7 +101,7 @@ RAISING = engine(lambda config, num_ranks: Division.unsplit(num_ranks // 0))
         ("RAISING", ": ZeroDivisionError: "),
     ],
 )
-def test_a_division_of_an_installed_engine_that_cannot_be_is_one_line(name: str, said: str) -> None:
+def test_an_impossible_division_by_an_installed_engine_is_one_line(name: str, said: str) -> None:
     path = f"tests.cluster.test_division:{name}"
     with pytest.raises(ConfigError) as told:
         RoleLayout.from_config(parse({"trainer": {"engine": path}}))
@@ -110,7 +110,7 @@ def test_a_division_of_an_installed_engine_that_cannot_be_is_one_line(name: str,
 
 
 @pytest.mark.parametrize(("num_generators", "gathered"), [(1, True), (2, False)])
-def test_a_rank_that_yields_no_weights_gets_those_of_others(num_generators: int, gathered: bool) -> None:
+def test_a_rank_that_yields_no_weights_gets_them_from_others(num_generators: int, gathered: bool) -> None:
     layout = {"generator": {"num_ranks": num_generators, "colocate_with": "trainer"}, "trainer": {"num_ranks": 2}}
     config = parse({"trainer": {"engine": "tests.cluster.test_division:FIRST_YIELDS"}, "layout": layout})
     assert RoleLayout.from_config(config).generates_on_trainers == gathered
@@ -124,7 +124,7 @@ def test_a_replica_shares_all_of_its_ranks_with_an_engine_or_none() -> None:
     assert "layout.generator: ranks 1 of a replica are also trainer ranks, its other ranks are not" in str(told.value)
 
 
-def test_sizes_that_do_not_divide_are_told_where_a_fake_engine_stands_in() -> None:
+def test_indivisible_sizes_are_reported_with_a_fake_engine_too() -> None:
     config = megatron(2, tensor_parallel=4).model_copy(update={"debug": "fake"})
     shape = read_shape(PUBLISHED["Qwen2.5-7B"][0])
     texts = [problem.text for problem in check_sizes(config, RoleLayout.from_config(config), shape)]

@@ -1,4 +1,4 @@
-"""Ranks of every role: the three layouts, what the run does not need, and what cannot be."""
+"""Ranks of every role: the three layouts, unneeded roles, and impossible layouts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_disaggregated_is_ten_ranks() -> None:
     assert [made.roles_of(rank) for rank in (0, 4, 9)] == [("controller",), ("generator",), ("env",)]
 
 
-def test_roles_that_nobody_needs_take_no_ranks() -> None:
+def test_unneeded_roles_take_no_ranks() -> None:
     made = layout("layout=disaggregated")
     assert made.world_size == 6
     assert (made.ranks["reference"], made.ranks["env"], made.ranks["reward"]) == ((), (), (5,))
@@ -65,7 +65,7 @@ def test_roles_that_nobody_needs_take_no_ranks() -> None:
     assert layout("algorithm.kl_reward_coef=.1").ranks["reference"] == (1, 2)
 
 
-def test_half_a_run_takes_the_ranks_of_its_half() -> None:
+def test_a_debug_run_takes_only_the_ranks_of_its_half() -> None:
     words = ("layout=disaggregated", KL, "env=scripted")
     training = layout(*words, "debug=train_only", "load_rollouts=runs/demo")
     assert (training.ranks["trainer"], training.ranks["reference"], training.world_size) == ((1, 2), (3,), 4)
@@ -80,7 +80,7 @@ def test_a_role_may_take_the_first_ranks_of_another_and_chains_are_followed() ->
     assert (made.ranks["generator"], made.ranks["reward"]) == ((1, 2, 3), (1, 2, 3))
 
 
-def test_domains_have_reward_ranks_of_their_own_and_the_others_share_the_rest() -> None:
+def test_domains_may_have_their_own_reward_ranks_and_the_others_share_the_rest() -> None:
     words = ("layout=disaggregated", "layout.reward.num_ranks=5", "layout.reward.domains={code:2,essays:1}")
     made = layout(*words)
     assert made.ranks["reward"] == (5, 6, 7, 8, 9)
@@ -152,12 +152,12 @@ def test_impossible_layouts_are_refused_with_their_numbers(words: list[str], exp
         ),
     ],
 )
-def test_what_the_replicas_cannot_do_is_refused(words: list[str], expected: str) -> None:
+def test_replicas_that_the_engine_cannot_run_are_refused(words: list[str], expected: str) -> None:
     (problem,) = check_layout(load(words))
     assert problem.text.startswith(expected)
 
 
-def test_problems_of_all_roles_come_together() -> None:
+def test_problems_of_all_roles_are_reported_together() -> None:
     config = load(
         ["layout.generator.tensor_parallel=2", "layout.reward.colocate_with=env", "layout.trainer.num_ranks=null"]
     )
@@ -176,7 +176,7 @@ role = st.fixed_dictionaries(
 @pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.fixed_dictionaries({name: role for name in ROLES}), st.booleans(), st.booleans())
-def test_every_layout_is_either_refused_or_sound(roles: dict, has_env: bool, has_kl: bool) -> None:
+def test_every_layout_is_either_refused_or_consistent(roles: dict, has_env: bool, has_kl: bool) -> None:
     config: Config = parse(
         {
             "layout": roles,

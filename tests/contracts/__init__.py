@@ -1,4 +1,4 @@
-"""What every engine promises. A module `KIND/NAME.py` beside the tests says how the engine of that name is built."""
+"""The contract of every engine. A module `KIND/NAME.py` beside the tests builds the engine of that name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hpcrl.spec.kinds import Spec
 
 
 def factories(kind: str, engines: Mapping[str, Spec]) -> tuple[dict[str, Any], list[str]]:
-    """`factory` of the module of each engine that is built, by name; and what is to be written for the others."""
+    """The `factory` of each available engine's module, by name; and the modules that still have to be written."""
     found: dict[str, Any] = {}
     missing: list[str] = []
     for name in (name for name, spec in engines.items() if spec.built):

@@ -38,7 +38,7 @@ class Split:
                     "param_dtype": "float32",
                     "lr": 1e-2,
                     "max_grad_norm": 100.0,
-                    "eps": 1.0,  # so that an update is smooth in the gradient, and can be compared
+                    "eps": 1.0,  # so an update is smooth in the gradient and can be compared
                     "weight_decay": 0.5,
                     "logits_chunk_tokens": 8,
                     engine: dict(self.section),

@@ -100,7 +100,7 @@ def play(env: Env, seed: int, responses: Sequence[str]) -> list[Any]:
 
 
 def play_beside(env: Any, other: Any, seed: int, responses: Sequence[str]) -> list[Any]:
-    """As play(), while another episode of the same environment takes turns with it."""
+    """As play(), interleaved with another episode of the same environment."""
     other.reset(seed - 1)
     told: list[Any] = [env.reset(seed)[0]]
     for response in responses:
@@ -126,14 +126,14 @@ def test_an_episode_is_a_function_of_seed_and_actions(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_two_episodes_at_once_do_not_know_each_other(case: Case) -> None:
+def test_concurrent_episodes_do_not_affect_each_other(case: Case) -> None:
     alone = play(made(case), 3, case.responses)
     assert play_beside(made(case), made(case), 3, case.responses[: len(alone) - 1]) == alone
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_close_may_come_at_any_time_and_ends_no_other_episode(case: Case) -> None:
-    """Before the first reset, too: the role closes what it has made."""
+def test_close_works_at_any_time_and_ends_no_other_episode(case: Case) -> None:
+    """Also before the first reset: the role closes every environment that it has made."""
     alone = play(made(case), 3, case.responses)
     other = made(case)
     played = [other.reset(3)[0]]
@@ -158,7 +158,7 @@ def test_seeds_give_different_episodes(case: Case) -> None:
 
 @pytest.mark.parametrize("case", GAMES, ids=name_of)
 @pytest.mark.parametrize("response", [*HOSTILE], ids=lambda text: repr(text[:20]))
-def test_what_is_no_action_changes_nothing_and_is_counted(case: Case, response: str) -> None:
+def test_an_invalid_action_changes_nothing_and_is_counted(case: Case, response: str) -> None:
     changes = {"turn": "{observation}", "invalid": "{observation}", "prompt": "{observation}", "invalid_reward": -0.25}
     case = case._replace(options=case.options | changes)
     env = made(case)
@@ -170,7 +170,7 @@ def test_what_is_no_action_changes_nothing_and_is_counted(case: Case, response: 
 
 
 @pytest.mark.parametrize("case", WITH_EXPERT, ids=name_of)
-def test_shares_are_those_of_the_whole_episode(case: Case) -> None:
+def test_action_metrics_are_shares_of_the_whole_episode(case: Case) -> None:
     env, rng = made(case), random.Random(0)
     env.reset(5)
     env.step("nonsense")

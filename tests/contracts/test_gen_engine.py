@@ -1,4 +1,4 @@
-"""What every generation engine promises (hpcrl/engines/gen/generation_engine.py), checked on each of them."""
+"""The contract of generation engines (hpcrl/engines/gen/generation_engine.py), checked on each engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.numerics
 FACTORIES, MISSING = factories("gen", GEN_ENGINES)
 
 
-def test_every_engine_says_how_it_is_built() -> None:
+def test_every_engine_has_a_contract_factory() -> None:
     assert not MISSING, "; ".join(MISSING)
 
 
@@ -99,7 +99,7 @@ def test_every_request_ends_once_with_arrays_of_its_length(engines: Engines) -> 
         assert (output.versions == engine.version).all()
 
 
-def test_a_step_is_so_many_tokens_of_as_many_requests_as_there_are_slots(engines: Engines) -> None:
+def test_a_step_generates_its_tokens_for_as_many_requests_as_there_are_slots(engines: Engines) -> None:
     engine = engines.build(2, True)
     assert engine.max_num_seqs == 2
     engine.add([ask(0, 9), ask(1, 9), ask(2, 9)])
@@ -110,14 +110,14 @@ def test_a_step_is_so_many_tokens_of_as_many_requests_as_there_are_slots(engines
     assert engine.step(5) == []
 
 
-def test_outputs_come_in_order_of_finishing_then_of_slot(engines: Engines) -> None:
+def test_outputs_are_ordered_by_finish_and_then_by_slot(engines: Engines) -> None:
     engine = engines.build(4, True)
     engine.add([ask(0, 5), ask(1, 2), ask(2, 5), ask(3, 2)])
     assert [o.id for o in engine.step(3)] == [1, 3]
     assert sorted(o.id for o in engine.step(3)) == [0, 2]
 
 
-def test_what_can_never_run_is_refused_by_id_and_nothing_is_queued(engines: Engines) -> None:
+def test_impossible_requests_are_refused_by_id_and_nothing_is_queued(engines: Engines) -> None:
     engine = engines.build(2, True)
     engine.add([ask(1, 30)])
     engine.step(1)
@@ -144,7 +144,7 @@ def test_what_can_never_run_is_refused_by_id_and_nothing_is_queued(engines: Engi
     assert len(drain(engine)[5].token_ids) == MAX_LENGTH - 5
 
 
-def test_abort_returns_what_there_is_in_the_order_asked(engines: Engines) -> None:
+def test_abort_returns_partial_outputs_in_the_requested_order(engines: Engines) -> None:
     engine = engines.build(3, True)
     requests = [ask(i, 12, top_p=0.9 if i % 2 else 1.0) for i in range(5)]
     engine.add(requests)
@@ -165,7 +165,7 @@ def test_abort_returns_what_there_is_in_the_order_asked(engines: Engines) -> Non
     assert engine.abort([0, 1]) == []
 
 
-def test_a_response_depends_on_its_request_alone(engines: Engines) -> None:
+def test_a_response_depends_only_on_its_request(engines: Engines) -> None:
     requests = [ask(i, 8, top_k=3 * (i % 3), temperature=1.0 - i % 2 / 4) for i in range(6)]
     together, apart = engines.build(6, True), engines.build(2, True)
     together.add(requests)
@@ -177,8 +177,8 @@ def test_a_response_depends_on_its_request_alone(engines: Engines) -> None:
     assert not np.array_equal(drain(together)[9].token_ids, first[0].token_ids)
 
 
-def test_what_others_began_with_changes_no_response(engines: Engines) -> None:
-    """Siblings, more of them than slots, and next turns, which begin with a prompt and its response."""
+def test_prefixes_shared_with_other_requests_change_no_response(engines: Engines) -> None:
+    """More group members than slots, and next turns, which begin with a prompt and its response."""
     engine, fresh = engines.build(3, True), engines.build(1, True)
     prompt = [(11 * k) % VOCAB for k in range(19)]
     params = SamplingParams(7, ignore_eos=True)
@@ -196,7 +196,7 @@ def test_what_others_began_with_changes_no_response(engines: Engines) -> None:
         ]
 
 
-def test_new_weights_leave_nothing_of_the_old(engines: Engines) -> None:
+def test_new_weights_leave_no_trace_of_the_old_ones(engines: Engines) -> None:
     """A prompt that was served before gets the response of the new weights."""
     engine, fresh = engines.build(2, True), engines.build(2, False)
     engine.add([ask(0, prompt=30)])
@@ -218,7 +218,7 @@ def test_a_stop_id_ends_the_response_and_is_part_of_it(engines: Engines) -> None
     assert stopped.finish_reason is FinishReason.STOP and np.array_equal(stopped.token_ids, ids[: last + 1])
 
 
-def test_tokens_carry_the_version_they_were_made_with(engines: Engines) -> None:
+def test_tokens_carry_the_weight_version_that_produced_them(engines: Engines) -> None:
     engine = engines.build(1, True)
     engine.add([ask(0, 7), ask(1, 3)])
     assert engine.version == 0
@@ -253,7 +253,7 @@ def test_bad_weights_change_nothing(engines: Engines) -> None:
     assert same(drain(engine)[0], whole)
 
 
-def test_an_iterator_of_weights_that_breaks_off_leaves_none(engines: Engines) -> None:
+def test_an_engine_has_no_weights_after_their_iterator_fails(engines: Engines) -> None:
     engine = engines.build(1, True)
     engine.add([ask(0, 8)])
     with pytest.raises(ValueError, match="missing"):
@@ -265,7 +265,7 @@ def test_an_iterator_of_weights_that_breaks_off_leaves_none(engines: Engines) ->
     assert (drain(engine)[0].versions == 1).all()
 
 
-def test_weights_are_taken_before_the_next_overwrites_them(engines: Engines) -> None:
+def test_weights_are_copied_before_the_next_ones_overwrite_them(engines: Engines) -> None:
     """As they come from other ranks: full tensors, one after another, in one memory."""
     engine, loaded = engines.build(1, False), engines.build(1, True)
     memory = torch.empty(max(tensor.nbytes for _, tensor in engines.weights), dtype=torch.uint8)
@@ -282,17 +282,17 @@ def test_weights_are_taken_before_the_next_overwrites_them(engines: Engines) -> 
     assert same(drain(engine)[0], drain(loaded)[0])
 
 
-def test_weights_that_an_engine_shows_are_those_it_got(engines: Engines) -> None:
+def test_weights_exposed_by_an_engine_equal_the_loaded_ones(engines: Engines) -> None:
     engine = engines.build(1, True)
     if not isinstance(engine, ReadsBackWeights):
-        return  # they are checked as it gets them
+        return  # they are checked while loading
     given = dict(engines.weights)
     shown = {name: tensor.clone() for name, tensor in engine.loaded_weights(given)}
     assert shown.keys() == given.keys()
     assert all(torch.equal(shown[name], tensor) for name, tensor in given.items())
 
 
-def test_weights_can_come_later(engines: Engines) -> None:
+def test_weights_can_be_loaded_after_construction(engines: Engines) -> None:
     engine, loaded = engines.build(2, False), engines.build(2, True)
     assert engine.version == -1 and engine.step(1) == []
     for each in (engine, loaded):
@@ -305,7 +305,7 @@ def test_weights_can_come_later(engines: Engines) -> None:
     assert all(same(first[i], second[i]) for i in (0, 1))
 
 
-def test_sleep_needs_idleness_and_wake_needs_weights(engines: Engines) -> None:
+def test_sleep_requires_an_idle_engine_and_wake_requires_weights(engines: Engines) -> None:
     engine = engines.build(2, True)
     engine.add([ask(0)])
     engine.step(2)
@@ -326,7 +326,7 @@ def test_sleep_needs_idleness_and_wake_needs_weights(engines: Engines) -> None:
     assert same(drain(engine)[0], whole)
 
 
-def test_shared_weights_are_read_from_where_they_are(engines: Engines) -> None:
+def test_shared_weights_are_read_in_place(engines: Engines) -> None:
     engine, loaded = engines.build(2, False), engines.build(2, True)
     if not isinstance(engine, SharesWeights):  # an ability, not a duty
         return
@@ -343,7 +343,7 @@ def test_shared_weights_are_read_from_where_they_are(engines: Engines) -> None:
         assert (first[i].versions == 4).all() and (first[i].token_ids == second[i].token_ids).all()
         np.testing.assert_allclose(first[i].gen_logprobs, second[i].gen_logprobs, rtol=0, atol=1e-4)
     name = max(own.keys() & given.keys(), key=lambda name: own[name].numel())
-    own[name].mul_(-1.0)  # without another load: it is the same memory
+    own[name].mul_(-1.0)  # without another load: the memory is shared
     engine.add([ask(0)])
     assert not np.allclose(drain(engine)[0].gen_logprobs, first[0].gen_logprobs, rtol=0, atol=1e-3)
     own[name].mul_(-1.0)
@@ -362,8 +362,8 @@ def test_close_drops_everything(engines: Engines) -> None:
     assert engine.progress() == {}
 
 
-def test_an_engine_that_gives_routes_has_them_in_every_output(engines: Engines, request: pytest.FixtureRequest) -> None:
-    """Of finished and aborted responses, and of one that has not begun."""
+def test_an_engine_with_routes_returns_them_in_every_output(engines: Engines, request: pytest.FixtureRequest) -> None:
+    """Also outputs of aborted requests and of one that has not begun."""
     name = request.node.callspec.params["engines"]
     assert (engines.recording is not None) == GEN_ENGINES[name].records_routes
     if engines.recording is None:

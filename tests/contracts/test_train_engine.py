@@ -1,4 +1,4 @@
-"""What every training engine must do, on one rank and on two."""
+"""The contract of training engines, on one rank and on two."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ LENGTHS = (9, 12, 5, 14, 6, 8)
 FACTORIES, MISSING = factories("train", TRAIN_ENGINES)
 
 
-def test_every_engine_says_how_it_is_built() -> None:
+def test_every_engine_has_a_contract_factory() -> None:
     assert not MISSING, "; ".join(MISSING)
 
 
 class Likelihood(Objective):
-    """Mean log-prob; notes which of its outputs had gradients."""
+    """Mean log-prob; records which of its outputs had gradients."""
 
     def __init__(self, temperature: float = 1.0, outputs: Collection[str] = (), logged: Collection[str] = ()):
         self.temperature, self.outputs, self.logged = temperature, frozenset(outputs), frozenset(logged)
@@ -64,7 +64,7 @@ class Critical(Objective):
 
 
 def check_weights(engine: TrainEngine) -> None:
-    """The parts that the ranks hold, together, are the weights, which can be had in another type."""
+    """The ranks' shards together are the weights, which are also available in another dtype."""
     share, layout = dict(engine.named_weights()), engine.weight_layout()
     layouts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(layouts, layout)
@@ -87,7 +87,7 @@ def check_weights(engine: TrainEngine) -> None:
         assert sorted(set(boxes)) == sorted(box for box, _ in held.parts), held.name
         assert torch.equal(whole, named[held.name]), held.name
     first, *others = share
-    with torch.inference_mode():  # as generators draw them
+    with torch.inference_mode():  # with the generators' sampling temperature
         converted = dict(engine.named_weights({name: torch.bfloat16 for name in others}))
     assert torch.equal(converted[first], named[first])
     assert all(torch.equal(converted[name], named[name].bfloat16()) for name in others)

@@ -1,6 +1,5 @@
-"""Every split of every training engine gives what plain transformers gives in one process: log-probs, gradients and the
-norm of the gradients. Splits of the same number of ranks share their processes.
-"""
+"""Every split of every training engine matches plain transformers in one process: log-probs, gradients and their norm.
+Splits of the same number of ranks share their processes."""
 
 from __future__ import annotations
 
@@ -105,7 +104,7 @@ class Run:
         assert difference < 1e-5, f"{name}: gradients differ by {difference:.2g}"
 
     def check_control(self, engine: TrainEngine) -> None:
-        """Two tokens that change places are noticed."""
+        """Two swapped tokens are noticed."""
         _, whole, rows = next(cases(len(self.division.groups)))
         _, gradients = transformers_results(self.model, whole, TEMPERATURE)
         whole.token_ids[[3, 4]] = whole.token_ids[[4, 3]]
@@ -122,7 +121,7 @@ class Run:
         assert not any(g.any() for g in self.gradients(engine, batch, Norms(1.0, 1.0)).values())
 
     def check_update(self, engine: TrainEngine, gradients: dict[str, Tensor]) -> None:
-        """The first step is that of torch's AdamW, with weight decay on matrices only."""
+        """The first step equals torch's AdamW, with weight decay only on matrices."""
         shares: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(shares, {name: tensor.clone() for name, tensor in engine.named_weights()})
         got = {name: tensor for share in shares for name, tensor in share.items()}

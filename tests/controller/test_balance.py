@@ -1,4 +1,4 @@
-"""Balance over ranks and micro-batches: properties, hand-made cases, and how far from even."""
+"""Balance over ranks and micro-batches: properties, hand-made cases, and the remaining imbalance."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_balance_holds_every_row_once(lengths: list[int], num_ranks: int) -> Non
 
 
 @given(LENGTHS, st.integers(1, 9), st.integers(1, 8))
-def test_siblings_stay_together_where_ranks_have_a_choice(lengths: list[int], num_ranks: int, size: int) -> None:
+def test_group_members_stay_together_where_ranks_have_a_choice(lengths: list[int], num_ranks: int, size: int) -> None:
     groups = [row // size for row in range(len(lengths))]
     ranks = balance(lengths, num_ranks, groups=groups)
     assert sorted(row for rows in ranks for row in rows) == list(range(len(lengths)))
@@ -50,8 +50,8 @@ def test_few_groups_are_cut_evenly() -> None:
 def test_groups_are_cut_into_as_many_parts_as_balancing_needs(
     size: int, num_groups: int, heavy: set[int], length: int
 ) -> None:
-    """Two heavy rows weigh as much as all others. They are one unit, so that they get a rank for themselves: with more
-    parts they would be on two ranks, with fewer they would take light rows along."""
+    """Two heavy rows weigh as much as all others. They are one unit and get their own rank: with more parts they would
+    be on two ranks, with fewer they would take light rows along."""
     count = size * num_groups
     lengths = [length if row in heavy else 10 for row in range(count)]
     ranks = balance(lengths, 2, [row // size for row in range(count)])
@@ -59,8 +59,8 @@ def test_groups_are_cut_into_as_many_parts_as_balancing_needs(
 
 
 @given(LENGTHS, st.integers(1, 9), st.integers(1, 6000))
-def test_rows_of_a_pair_are_never_parted(lengths: list[int], num_ranks: int, max_tokens: int) -> None:
-    """Every third row stands alone, the others are pairs far from each other in the batch."""
+def test_rows_of_a_pair_are_never_separated(lengths: list[int], num_ranks: int, max_tokens: int) -> None:
+    """Every third row is single, the others are pairs whose rows are far apart in the batch."""
     half = -(-len(lengths) // 2)
     together = [None if row % 3 == 0 else row % half for row in range(len(lengths))]
     groups = [row % 5 for row in range(len(lengths))]
@@ -81,8 +81,8 @@ def test_pairs_by_hand() -> None:
     assert micro_batches([[6, 4, 6, 5, 5]], 10, together_per_rank=[together]) == [[[0, 2], [3, 4], [1]]]  # 12 > 10
     assert micro_batches([[6, 4, 6, 5, 5]], 10) == [[[0, 1], [2], [3, 4]]]
     assert balance([9, 1, 1, 5, 5], 2, together=together) == [[1, 3, 4], [0, 2]]
-    assert balance([9, 1, 1, 5, 5], 2) == [[2, 3, 4], [0, 1]]  # 0 and 2 parted
-    # a pair is one piece of its prompt's rows where those are cut
+    assert balance([9, 1, 1, 5, 5], 2) == [[2, 3, 4], [0, 1]]  # 0 and 2 separated
+    # a pair stays in one part if its prompt's rows are cut
     assert micro_batches([[4, 4, 4, 4]], 8, [[0] * 4], [[None, 1, None, 1]]) == [[[1, 3], [0, 2]]]
 
 
@@ -101,7 +101,7 @@ def test_balance_of_a_long_tail_is_even() -> None:
     loads = [sum(cost(lengths[row]) for row in rows) for rows in balance(lengths, 8)]
     assert max(loads) / min(loads) < 1.01
     in_order = [sum(cost(n) for n in lengths[r * 32 : r * 32 + 32]) for r in range(8)]
-    assert max(in_order) / min(in_order) > 1.01  # otherwise the above shows nothing
+    assert max(in_order) / min(in_order) > 1.01  # otherwise the checks above prove nothing
 
 
 @given(st.lists(LENGTHS, min_size=1, max_size=5), st.integers(1, 6000))
@@ -117,7 +117,7 @@ def test_micro_batches_properties(lengths_per_rank: list[list[int]], max_tokens:
 
 
 @given(LENGTHS, st.integers(1, 6000), st.integers(1, 8))
-def test_micro_batches_of_siblings(lengths: list[int], max_tokens: int, size: int) -> None:
+def test_micro_batches_of_group_members(lengths: list[int], max_tokens: int, size: int) -> None:
     groups = [row // size for row in range(len(lengths))]
     (plan,) = micro_batches([lengths], max_tokens, [groups])
     assert sorted(row for rows in plan for row in rows) == list(range(len(lengths)))

@@ -1,4 +1,4 @@
-"""When no other step is begun."""
+"""When the controller begins no further step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def at(now: float, end: float | None) -> Deadline:
     return Deadline({"HPCRL_JOB_END": "" if end is None else str(end)}, clock=lambda: now)
 
 
-def test_without_a_job_there_is_no_end() -> None:
+def test_without_a_job_there_is_no_deadline() -> None:
     deadline = Deadline({}, clock=lambda: 1e9)
     deadline.record(1e6)
     assert deadline.left_s() == math.inf
@@ -23,7 +23,7 @@ def test_without_a_job_there_is_no_end() -> None:
     assert at(1e9, 0).left_s() == math.inf  # a job without a limit
 
 
-def test_the_longest_recent_step_and_the_save_must_fit() -> None:
+def test_a_step_begins_only_if_the_longest_recent_step_and_a_save_fit() -> None:
     deadline = at(1000.0, 1100.0)
     for seconds in (10.0, 40.0, 20.0):
         deadline.record(seconds)
@@ -33,7 +33,7 @@ def test_the_longest_recent_step_and_the_save_must_fit() -> None:
     assert deadline.is_near(40.0)  # 101 s
 
 
-def test_a_long_step_is_forgotten_after_some_more() -> None:
+def test_a_long_step_stops_counting_after_further_steps() -> None:
     deadline = at(0.0, 100.0)
     for seconds in (90.0, 1.0, 1.0, 1.0, 1.0):
         deadline.record(seconds)
@@ -42,7 +42,7 @@ def test_a_long_step_is_forgotten_after_some_more() -> None:
     assert not deadline.is_near(0.0)
 
 
-def test_the_notice_is_judged_by_measured_rates() -> None:
+def test_signal_lead_is_judged_by_measured_durations() -> None:
     deadline = Deadline({"SLURM_JOB_ID": "7"}, clock=lambda: 0.0)
     assert deadline.notice(10.0, 300) == ""  # no step yet
     deadline.record(100.0)
@@ -55,7 +55,7 @@ def test_the_notice_is_judged_by_measured_rates() -> None:
 
 
 @pytest.mark.slow
-def test_a_silent_slurm_holds_training_up_for_a_moment_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unresponsive_slurm_delays_training_only_briefly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scontrol, now = tmp_path / "scontrol", 0.0
     scontrol.write_text("#!/bin/sh\nexec sleep 60\n")
     scontrol.chmod(0o755)

@@ -33,11 +33,11 @@ def episode(*grids: str) -> Episode:
         ("", []),
     ],
 )
-def test_the_last_lines_of_one_length_are_the_grid(text: str, grid: list[str]) -> None:
+def test_trailing_lines_of_equal_length_are_the_grid(text: str, grid: list[str]) -> None:
     assert grid_of(text) == grid
 
 
-def test_a_grid_world_is_a_text_a_page_a_row_of_pictures_and_a_film(tmp_path: Path) -> None:
+def test_a_grid_world_episode_becomes_text_a_page_pictures_and_an_animation(tmp_path: Path) -> None:
     paths = write_episode(tmp_path / "step_000004", "best", episode(*LAKES))
     assert [path.name for path in paths] == ["best.txt", "best.html", "best.png", "best.gif"]
     text = paths[0].read_text()
@@ -52,21 +52,21 @@ def test_a_grid_world_is_a_text_a_page_a_row_of_pictures_and_a_film(tmp_path: Pa
     assert film.convert("RGB").tobytes() != first, "the player has moved"
 
 
-def test_what_a_model_writes_is_no_part_of_the_page(tmp_path: Path) -> None:
+def test_model_output_is_escaped_in_the_page(tmp_path: Path) -> None:
     page = write_episode(tmp_path, "first", episode(*LAKES))[1].read_text()
     assert "<script>" not in page and "&lt;script&gt;" in page and page.count("data:image/png;base64,") == 3
     assert "default-src 'none'" in page
 
 
 @pytest.mark.parametrize("messages", [["What is it?"], ["a\nb", "P_\n_G"]])
-def test_without_two_grids_there_are_no_pictures(tmp_path: Path, messages: list[str]) -> None:
+def test_fewer_than_two_grids_make_no_pictures(tmp_path: Path, messages: list[str]) -> None:
     shown = Episode([{"role": "user", "content": text} for text in messages], [], 0.0, 0.0, "it raised")
     paths = write_episode(tmp_path, "worst", shown)
     assert [path.suffix for path in paths] == [".txt", ".html"]
     assert paths[0].read_text().startswith("score 0, reward 0, 0 turns, error: it raised\n")
 
 
-def test_long_texts_and_long_episodes_make_no_endless_pictures(tmp_path: Path) -> None:
+def test_long_texts_and_long_episodes_make_pictures_of_limited_size(tmp_path: Path) -> None:
     tall = "\n".join(["ab"] * 3000)
     assert grid_of(tall) == [] and grid_of(f"P_\n_G\n\n{tall}") == ["P_", "_G"]
     write_episode(tmp_path, "long", episode(*LAKES * 70))

@@ -1,4 +1,4 @@
-"""What an evaluation tells."""
+"""The reports of an evaluation."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hpcrl.rollout.types import MAX_VALIDATION_ROWS, FinishReason, Sizes, make_s
 pytestmark = pytest.mark.usefixtures("console")
 
 
-def test_rewards_that_could_not_be_computed_are_told_beside_the_score() -> None:
-    """They are worth 0: a score of 0 may be the model's fault or the reward's."""
+def test_failed_rewards_are_reported_with_the_score() -> None:
+    """They score 0, which may be the fault of the model or of the reward."""
     scored = [(1.0, ""), (0.0, ""), (0.0, "the reward function raised KeyError")]
     uids = [validation_uid(4, row) for row in range(len(scored))]
     samples = [
@@ -31,7 +31,7 @@ def test_rewards_that_could_not_be_computed_are_told_beside_the_score() -> None:
     assert [(stats[f"val/{name}/score"].total, stats[f"val/{name}/score"].count) for name in "ab"] == [(1, 2), (0, 1)]
 
 
-def test_held_out_prompts_have_numbers_of_their_own_in_every_evaluation() -> None:
+def test_every_evaluation_gives_validation_prompts_different_uids() -> None:
     uids = {
         validation_uid(evaluation, row)
         for evaluation in (0, 1, 2, 9, 262_143)
@@ -43,7 +43,7 @@ def test_held_out_prompts_have_numbers_of_their_own_in_every_evaluation() -> Non
 
 @pytest.mark.parametrize("content", [b"{", b"\xff", b"3", b"[" * 100_000])
 def test_damaged_examples_end_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes) -> None:
-    evaluation = object.__new__(Evaluation)  # what it shows at the end of a run needs the run folder alone
+    evaluation = object.__new__(Evaluation)  # its report at the end of a run needs only the run folder
     evaluation._run_dir = tmp_path
     assert evaluation.before_and_after(3) == ""
     (tmp_path / "examples.json").write_bytes(content)
@@ -52,6 +52,6 @@ def test_damaged_examples_end_no_run(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert f"hpcrl: {tmp_path}/examples.json cannot be read: " in capsys.readouterr().out
 
 
-def test_a_domain_that_data_names_becomes_one_folder() -> None:
+def test_a_domain_named_like_a_path_becomes_one_folder() -> None:
     assert [_folder_name(name) for name in ("lake", "a/b", "..")] == ["lake", "a%2Fb", "%2E%2E"]
     assert len(_folder_name("\udcff" + "x" * 1000).encode()) == 200

@@ -1,4 +1,4 @@
-"""From a configuration to what is drawn, scored and recorded, with scripted ranks."""
+"""Drawing, scoring and recording by a configuration, with scripted ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NUM_ROWS = 8
 
 
 class Words:
-    """A tokenizer with a token per word."""
+    """A tokenizer with one token per word."""
 
     chat_template = None
 
@@ -65,7 +65,7 @@ def make_rollouts(config: Config, ranks: Any, folder: Path, fence: Callable[[], 
     return Rollouts(make_loop(config, ranks), transfer_group, replicas, config, source, folder, fence)
 
 
-def test_truncation_is_that_of_training_at_its_temperature_alone(tmp_path: Path) -> None:
+def test_evaluation_truncates_sampling_only_at_the_training_temperature(tmp_path: Path) -> None:
     config = configure(tmp_path, rollout={"temperature": 0.6, "top_p": 0.9, "top_k": 20, "stop": ["\n"]})
     assert training_sampling(config).truncates
     assert evaluation_sampling(config, 0.6) == training_sampling(config)
@@ -75,7 +75,7 @@ def test_truncation_is_that_of_training_at_its_temperature_alone(tmp_path: Path)
         assert not sampling.truncates
 
 
-def test_held_out_prompts_that_are_all_too_long_are_an_error(tmp_path: Path) -> None:
+def test_validation_prompts_that_are_all_too_long_are_an_error(tmp_path: Path) -> None:
     config = configure(tmp_path, data={"max_prompt_tokens": 1})
     with pytest.raises(
         ValueError, match=r"data\.val: all 8 prompts have more than data\.max_prompt_tokens=1 tokens; .*"
@@ -83,8 +83,8 @@ def test_held_out_prompts_that_are_all_too_long_are_an_error(tmp_path: Path) -> 
         make_evaluation(config, Ranks(), tmp_path)
 
 
-def test_a_held_out_prompt_without_a_reward_is_worth_nothing(tmp_path: Path) -> None:
-    """Its reward fails every time it is asked, which must not make the evaluation ask for ever."""
+def test_a_validation_prompt_without_a_reward_scores_zero(tmp_path: Path) -> None:
+    """Its reward always fails, and the evaluation must not retry forever."""
     config = configure(tmp_path, eval={"num_examples": 0})
     ranks = Ranks(score=lambda sample: (0.0, "timeout") if split_sample_id(sample)[0] % NUM_ROWS == 3 else (1.0, ""))
     stats = make_evaluation(config, ranks, tmp_path).scores(5)
@@ -92,7 +92,7 @@ def test_a_held_out_prompt_without_a_reward_is_worth_nothing(tmp_path: Path) -> 
 
 
 def test_the_rewards_of_filtered_groups_are_recorded(tmp_path: Path) -> None:
-    """Every third prompt is right whatever the sibling; the others have one right and one wrong answer."""
+    """Every third prompt has only right answers; the others have one right and one wrong answer."""
 
     def score(sample: int) -> tuple[float, str]:
         uid, _, member = split_sample_id(sample)
@@ -109,8 +109,9 @@ def test_the_rewards_of_filtered_groups_are_recorded(tmp_path: Path) -> None:
     }
 
 
-def test_replicas_work_while_a_batch_is_trained_that_was_there_at_once(tmp_path: Path) -> None:
-    """The second step's batch waits finished when the step begins; what the step adds must not wait for the third."""
+def test_replicas_generate_while_a_batch_that_was_complete_at_once_is_trained(tmp_path: Path) -> None:
+    """The second step's batch is complete when the step begins; requests that the step adds must not wait for the
+    third."""
     config = configure(tmp_path, rollout={"num_prompts": 4, "group_size": 2, "max_staleness": 1})
     rollouts, admitted = make_rollouts(config, ranks := Ranks(), tmp_path), []
     for step in (1, 2, 3):
@@ -135,7 +136,7 @@ def test_a_superseded_attempt_writes_no_rollouts(tmp_path: Path) -> None:
     assert steps_in(tmp_path / "run" / "rollouts") == [1]
 
 
-def test_a_resume_knows_the_prompts_of_groups_that_were_finished_ahead(tmp_path: Path) -> None:
+def test_a_resume_restores_the_prompts_of_groups_finished_ahead(tmp_path: Path) -> None:
     config = configure(tmp_path, rollout={"num_prompts": 2, "group_size": 2, "max_staleness": 1.0})
     rollouts = make_rollouts(config, Ranks(), tmp_path)
     rollouts.next(1)

@@ -1,4 +1,4 @@
-"""What ends a run at the boundary of a step."""
+"""Reasons to end a run at a step boundary."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make_guard(
     owned: bool = True,
     max_mismatch: float | None = None,
 ) -> Guard:
-    """Of a job that ends `end_s` from now."""
+    """The guard of a job that ends `end_s` from now."""
 
     def fence() -> None:
         if not owned:
@@ -54,7 +54,7 @@ def make_guard(
         ([NAN, SKIPPED, SKIPPED], "steps 1 to 3: all 4 updates were skipped"),
     ],
 )
-def test_steps_in_a_row_that_changed_nothing_end_the_run(steps: list[Stats], ends: str) -> None:
+def test_consecutive_steps_that_change_nothing_end_the_run(steps: list[Stats], ends: str) -> None:
     assert ends in _progress(steps) and bool(ends) == bool(_progress(steps))
 
 
@@ -67,7 +67,7 @@ def test_steps_in_a_row_that_changed_nothing_end_the_run(steps: list[Stats], end
         ([LOUD, *[SILENT] * 9], "steps 2 to 6 had no signal (reward 0 on average): all responses to a prompt got"),
     ],
 )
-def test_steps_without_a_signal_are_told_once(
+def test_steps_without_a_signal_are_reported_once(
     steps: list[Stats], warned: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     guard = make_guard()
@@ -87,10 +87,10 @@ def test_steps_without_a_signal_are_told_once(
         ([GOOD, *[EMPTY] * 20], "steps 2 to 21: masks"),
         ([*[EMPTY] * 19, GOOD, *[EMPTY] * 19], ""),
         ([EMPTY | GOOD] * 30, ""),  # some mini-batches were empty
-        ([{}] * 30, ""),  # only the critic learns
+        ([{}] * 30, ""),  # only the critic is trained
     ],
 )
-def test_masks_that_leave_nothing_end_the_run(steps: list[Stats], ends: str) -> None:
+def test_masks_that_drop_every_token_end_the_run(steps: list[Stats], ends: str) -> None:
     assert _progress(steps).startswith(f"no progress in {ends}" if ends else "") and bool(ends) == bool(
         _progress(steps)
     )
@@ -107,7 +107,7 @@ def test_masks_that_leave_nothing_end_the_run(steps: list[Stats], ends: str) -> 
         (0.0, 0.0, 20.0, False),
     ],
 )
-def test_a_mean_difference_of_probabilities_above_the_bound_ends_the_run(
+def test_a_mean_probability_difference_above_the_bound_ends_the_run(
     bound: float | None, total: float, count: float, ends: bool
 ) -> None:
     stats = {"mismatch/diff/*": Stat(total, count, 0.0, 0.75), "mismatch/kl_k3": Stat(0.5, count)}
@@ -121,7 +121,7 @@ def test_a_mean_difference_of_probabilities_above_the_bound_ends_the_run(
         assert part in str(error.value)
 
 
-def test_the_first_signal_is_the_one_that_counts() -> None:
+def test_only_the_first_signal_counts() -> None:
     guard = make_guard()
     assert guard.must_stop() == ""
     guard.stop(signal.SIGUSR1)
@@ -129,12 +129,12 @@ def test_the_first_signal_is_the_one_that_counts() -> None:
     assert (guard.must_stop(), guard.stop_signal) == ("SIGUSR1", signal.SIGUSR1)
 
 
-def test_no_step_begins_that_the_job_is_too_short_for() -> None:
+def test_no_step_begins_that_the_job_has_no_time_for() -> None:
     assert _why(17.5) == ""  # 1.2 x (8 + 2) + 5
     assert _why(10.0) == "the end of its job in 10 s (another step with its save takes up to 17 s)"
 
 
-def test_whether_a_warning_comes_early_enough_is_told_once(capfd: pytest.CaptureFixture[str]) -> None:
+def test_whether_the_warning_leaves_enough_time_is_reported_once(capfd: pytest.CaptureFixture[str]) -> None:
     guard = make_guard(1000.0, save_s=2.0, lead_s=60.0)
     guard.before_step()
     guard.after_step(8.0)
@@ -149,7 +149,7 @@ def test_a_superseded_attempt_begins_no_step() -> None:
 
 
 def _progress(steps: list[Stats]) -> str:
-    """What a guard says of these steps; empty if the run may continue."""
+    """The guard's reason to end the run after these steps; empty if it may continue."""
     guard = make_guard()
     try:
         for number, stats in enumerate(steps, 1):

@@ -37,8 +37,8 @@ def two_in_five_filtered(sample: int) -> Any:
     return float(member % 2 and uid % 5 > 1), ""
 
 
-def test_a_domain_may_have_filters_of_its_own() -> None:
-    """All rewards are equal: the groups of one domain are filtered, those of the other are not."""
+def test_a_domain_can_have_its_own_filters() -> None:
+    """All rewards are equal: groups of one domain are filtered, groups of the other are not."""
     config = SchedulerConfig(2, filter_std=True, domains={"code": DomainRolloutConfig(filter_std=False)})
     kinds = {uid: "code" if uid % 2 else "maths" for uid in range(100)}
     scheduler = RolloutScheduler(config, {GENERATOR: 64}, kinds.__getitem__)
@@ -49,10 +49,10 @@ def test_a_domain_may_have_filters_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_every_batch_has_its_shares_though_prompts_are_filtered(tmp_path: Path, deterministic: bool) -> None:
+def test_every_batch_keeps_its_domain_shares_when_prompts_are_filtered(tmp_path: Path, deterministic: bool) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"p {n}", "tag": tag}) + "\n" for tag in SHARES for n in range(7)))
-    rollouts = object.__new__(Rollouts)  # of which only the draws are tested
+    rollouts = object.__new__(Rollouts)  # only its draws are tested
     data = DataConfig(train=str(path), domain_interleave_probs=SHARES)
     rollouts.source, rollouts._prompts = PromptSource(data, "train", Words(), 0, 10), {}
     config = SchedulerConfig(2, filter_std=True, deterministic=deterministic)

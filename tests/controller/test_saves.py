@@ -1,4 +1,4 @@
-"""When a save begins, goes on and is committed; the ranks here are writers without engines."""
+"""When a save begins, proceeds and is committed; the ranks here are writers without engines."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ pytestmark = pytest.mark.usefixtures("console")
 
 
 class Algorithm:
-    """The numbers that an algorithm adapts."""
+    """The coefficients that an algorithm adapts."""
 
     def __init__(self) -> None:
         self.numbers: dict[str, float] = {}
@@ -59,7 +59,7 @@ class Algorithm:
 
 
 class Ranks:
-    """Two trainer ranks and a replica of two, as far as the controller's saves see them, and the place in the data."""
+    """Two trainer ranks, a replica of two and the data cursor, as far as the controller's saves see them."""
 
     command_s, check_s, idle = 60.0, 0.05, True
 
@@ -140,7 +140,7 @@ def ranks() -> Iterator[Ranks]:
 
 
 def make(tmp_path: Path, ranks: Ranks) -> Checkpoints:
-    """Those of a new attempt; the one before has ended."""
+    """The saves of a new attempt; the previous one has ended."""
     for before in sorted((tmp_path / OWNERS).glob("[0-9]*"))[-1:]:
         close_run(tmp_path, int(before.name))
     ranks_of = {"trainer": {"num_ranks": 2}, "generator": {"num_ranks": 2, "colocate_with": None}}
@@ -152,11 +152,11 @@ def make(tmp_path: Path, ranks: Ranks) -> Checkpoints:
 
 
 def last_writer() -> psutil.Process:
-    """The process of the rank that the controller asks last."""
+    """The writer process of the last rank that the controller asks."""
     return children("hpcrl.checkpoint.writer")[-1]
 
 
-def test_a_save_is_of_its_step_and_committed_when_it_is_written(tmp_path: Path, ranks: Ranks) -> None:
+def test_a_save_belongs_to_its_step_and_is_committed_once_written(tmp_path: Path, ranks: Ranks) -> None:
     checkpoints, root = make(tmp_path, ranks), tmp_path / "checkpoints"
     assert checkpoints.expected_save_s() == 0
     checkpoints.maybe_save(1)
@@ -183,7 +183,7 @@ def test_a_save_is_of_its_step_and_committed_when_it_is_written(tmp_path: Path, 
     assert checkpoints.expected_save_s() > 0
 
 
-def test_responses_that_wait_to_be_trained_are_part_of_it(tmp_path: Path, ranks: Ranks) -> None:
+def test_a_save_contains_pending_rollouts(tmp_path: Path, ranks: Ranks) -> None:
     ranks.waiting = [sample_of(5, 3), sample_of(9, 4)]
     make(tmp_path, ranks).save(2)
     manifest = find_latest(tmp_path / "checkpoints").manifest
@@ -196,7 +196,7 @@ def test_responses_that_wait_to_be_trained_are_part_of_it(tmp_path: Path, ranks:
         assert sorted(again) == [5, 9] and len(again[9].token_ids) == 4
 
 
-def test_the_numbers_of_the_algorithm_are_part_of_it_in_every_bit(tmp_path: Path, ranks: Ranks) -> None:
+def test_a_save_contains_the_algorithms_coefficients_bit_for_bit(tmp_path: Path, ranks: Ranks) -> None:
     checkpoints = make(tmp_path, ranks)
     saved = {"actor/kl_scale": 1.1 + 1e-15, "_reward_moments/mean/math": 1 / 3}
     ranks.algorithm.numbers = dict(saved)
@@ -207,7 +207,7 @@ def test_the_numbers_of_the_algorithm_are_part_of_it_in_every_bit(tmp_path: Path
 
 
 class LosingRanks(Ranks):
-    """Of two generators with members of one group, the second is lost when both have written theirs."""
+    """Two generators hold members of one group; the second is lost after both have written."""
 
     gone = False
 
@@ -222,7 +222,7 @@ class LosingRanks(Ranks):
         return answers
 
 
-def test_responses_of_a_group_whose_replica_is_lost_in_the_save_are_no_part_of_it(tmp_path: Path) -> None:
+def test_a_save_omits_groups_whose_replica_is_lost_while_saving(tmp_path: Path) -> None:
     ranks = LosingRanks()
     checkpoints = make(tmp_path, ranks)
     ranks.waiting = [sample_of(1, 2)]
@@ -295,7 +295,7 @@ def test_the_next_save_waits_for_the_one_under_way(tmp_path: Path, ranks: Ranks)
 
 
 @pytest.mark.parametrize(("seconds", "saved"), [(0.0, 4), (3600.0, 5)])
-def test_where_time_is_short_the_save_under_way_is_finished(
+def test_a_save_under_way_is_finished_when_time_is_short(
     tmp_path: Path, ranks: Ranks, seconds: float, saved: int
 ) -> None:
     checkpoints, root = make(tmp_path, ranks), tmp_path / "checkpoints"
@@ -308,11 +308,11 @@ def test_where_time_is_short_the_save_under_way_is_finished(
     assert checkpoints.save_within(5, seconds) == saved and steps_in(root)[-1] == saved
 
 
-def test_without_one_under_way_time_changes_nothing(tmp_path: Path, ranks: Ranks) -> None:
+def test_short_time_changes_nothing_without_a_save_under_way(tmp_path: Path, ranks: Ranks) -> None:
     assert make(tmp_path, ranks).save_within(5, 0.0) == 5
 
 
-def test_a_failure_while_training_goes_on_comes_up_at_the_next_boundary(tmp_path: Path, ranks: Ranks) -> None:
+def test_a_save_that_fails_during_training_is_raised_at_the_next_boundary(tmp_path: Path, ranks: Ranks) -> None:
     checkpoints, root = make(tmp_path, ranks), tmp_path / "checkpoints"
     checkpoints.save(2)
     last_writer().suspend()
@@ -326,7 +326,7 @@ def test_a_failure_while_training_goes_on_comes_up_at_the_next_boundary(tmp_path
 
 
 class SlowRanks(Ranks):
-    """Their answers come late, and until then each tells of one byte more."""
+    """Ranks that answer late and report one more byte at each question until then."""
 
     command_s, asked = 0.4, 0
 
@@ -347,7 +347,7 @@ def test_a_save_may_take_longer_than_a_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_save_that_gets_no_further_names_rank_and_file(tmp_path: Path, ranks: Ranks) -> None:
+def test_a_stalled_save_names_rank_and_file(tmp_path: Path, ranks: Ranks) -> None:
     checkpoints = make(tmp_path, ranks)
     checkpoints.save(2)
     last_writer().suspend()
@@ -365,7 +365,7 @@ def flip(path: Path) -> None:
     path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
 
 
-def test_every_rank_reads_its_share_before_anything_is_loaded(
+def test_every_rank_verifies_its_files_before_anything_is_loaded(
     tmp_path: Path, ranks: Ranks, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoints, root = make(tmp_path, ranks), tmp_path / "checkpoints"
@@ -402,7 +402,7 @@ def test_reading_may_take_longer_than_a_command(tmp_path: Path, ranks: Ranks) ->
 
 
 class StalledRanks(Ranks):
-    """A file system answers them no more."""
+    """Ranks whose file system hangs."""
 
     command_s = 0.4
 
@@ -414,7 +414,7 @@ class StalledRanks(Ranks):
 
 
 @pytest.mark.slow
-def test_reading_that_gets_no_further_is_a_hang_and_no_damage(tmp_path: Path, ranks: Ranks) -> None:
+def test_stalled_reading_is_a_hang_and_not_damage(tmp_path: Path, ranks: Ranks) -> None:
     make(tmp_path, ranks).save(2)
     with pytest.raises(Stalled, match=r"rank 1 \(trainer\) has made no progress reading shard_1 for .*7 bytes done"):
         make(tmp_path, StalledRanks()).restore()
@@ -430,7 +430,7 @@ def test_a_superseded_attempt_commits_nothing(tmp_path: Path, ranks: Ranks) -> N
     assert steps_in(root) == []
 
 
-def test_a_superseded_attempt_leaves_a_save_of_the_newer_one_alone(tmp_path: Path, ranks: Ranks) -> None:
+def test_a_superseded_attempt_does_not_touch_a_save_of_the_newer_one(tmp_path: Path, ranks: Ranks) -> None:
     """Both are at the same step: what the newer attempt is writing is not a leftover."""
     checkpoints, newer = make(tmp_path, ranks), tmp_path / "checkpoints" / "step_000002.tmp-2"
     newer.mkdir(parents=True)
@@ -451,7 +451,7 @@ def test_a_superseded_attempt_sets_nothing_aside(tmp_path: Path, ranks: Ranks) -
 
 
 def test_lines_of_a_superseded_attempt_do_not_end_the_newer_one(tmp_path: Path, ranks: Ranks) -> None:
-    """It logs until it finds out, also while the newer one loads, and may be killed within a line."""
+    """It logs until it notices, also while the newer one loads, and may be killed within a line."""
     make(tmp_path, ranks).save(2)
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text('{"step": 2}\n{"step": 3}\n')
@@ -468,14 +468,14 @@ def test_lines_of_a_superseded_attempt_do_not_end_the_newer_one(tmp_path: Path, 
     log_of_newer = MetricsLog(tmp_path, 2, max_steps=4)
     log_of_newer.log(3, {})
     with metrics.open("a") as file:
-        file.write('{"st')  # from a host on which it is still going on
+        file.write('{"st')  # from a host on which the old attempt is still running
     log_of_newer.log(4, {})
     log_of_newer.log(5, {})
     log_of_newer.close()
     assert [row["step"] for row in read_metrics(tmp_path)] == [2, 3, 5], "one line is spoilt, and no more"
 
 
-def test_what_cannot_be_set_aside_is_no_unreadable_checkpoint(tmp_path: Path, ranks: Ranks) -> None:
+def test_a_failure_to_set_aside_is_not_reported_as_an_unreadable_checkpoint(tmp_path: Path, ranks: Ranks) -> None:
     make(tmp_path, ranks).save(2)
     (tmp_path / "metrics.jsonl").write_text('{"step": 3}\n')
     (tmp_path / "abandoned").write_text("a file")
@@ -483,7 +483,7 @@ def test_what_cannot_be_set_aside_is_no_unreadable_checkpoint(tmp_path: Path, ra
         make(tmp_path, ranks).restore()
 
 
-def test_lost_history_is_told_at_resume(tmp_path: Path, ranks: Ranks, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lost_history_is_reported_at_resume(tmp_path: Path, ranks: Ranks, capsys: pytest.CaptureFixture[str]) -> None:
     make(tmp_path, ranks).save(3)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 3}\n')
     for step in (2, 3):
@@ -495,7 +495,7 @@ def test_lost_history_is_told_at_resume(tmp_path: Path, ranks: Ranks, capsys: py
     assert f"hpcrl: {tmp_path}/rollouts lacks steps 1 (of 3): damaged, or removed; continuing without it\n" in said
 
 
-def test_a_run_without_a_checkpoint_does_not_speak_of_step_minus_one(
+def test_a_run_without_a_checkpoint_never_mentions_step_minus_one(
     tmp_path: Path, ranks: Ranks, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoints = make(tmp_path, ranks)
@@ -504,7 +504,7 @@ def test_a_run_without_a_checkpoint_does_not_speak_of_step_minus_one(
     assert "hpcrl: 1 item(s) written without a checkpoint moved to abandoned/" in capsys.readouterr().out
 
 
-def test_a_save_that_is_discarded_leaves_nothing_of_this_attempt(tmp_path: Path, ranks: Ranks) -> None:
+def test_a_discarded_save_leaves_no_files_of_this_attempt(tmp_path: Path, ranks: Ranks) -> None:
     checkpoints = make(tmp_path, ranks)
     checkpoints.save(1)
     checkpoints._begin(2)

@@ -1,4 +1,4 @@
-"""How a supervised run that has learned enough ends."""
+"""How a supervised run ends when it reaches its stop score."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.conftest import ROOT
 
 
 @pytest.mark.slow
-def test_a_run_that_ends_by_its_stop_score_says_so(tmp_path: Path) -> None:
+def test_a_run_that_reaches_its_stop_score_reports_it(tmp_path: Path) -> None:
     words = ["+experiment=demo_sft", "layout=single", "max_steps=5", "eval_every=1", "sft.stop_score=0"]
     words += ["eval.num_prompts=2", "sft.batch_size=2", f"run_dir={tmp_path / 'run'}"]
     done = subprocess.run(

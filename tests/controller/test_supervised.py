@@ -1,4 +1,4 @@
-"""The rows of a supervised step, some of which only the chat template shows to be unusable."""
+"""The rows of a supervised step; only the chat template reveals that some are unusable."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FORGETFUL = (
 
 
 class Loaded:
-    """Takes the place of the trainer ranks."""
+    """Replaces the trainer ranks."""
 
     def load_rows(
         self, step: int, sequences: Sequence[int], sizes: Sequence[Sizes], keep_together: Mapping[int, int]
@@ -60,7 +60,7 @@ def answer_rows(tmp_path: Path, thinking: set[int], num_rows: int, batch_size: i
     return AnswerRows(Loaded(), load(words), tokenizer)  # type: ignore[arg-type]
 
 
-def test_rows_whose_earlier_turns_are_rewritten_are_skipped_and_counted(
+def test_rows_whose_earlier_turns_the_template_rewrites_are_skipped_and_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = answer_rows(tmp_path, {1, 6}, num_rows=8, batch_size=4)
@@ -79,7 +79,7 @@ def test_rows_whose_earlier_turns_are_rewritten_are_skipped_and_counted(
     assert all(line.endswith("; the row is skipped (counted in rows/skipped)") for line in lines)
 
 
-def test_a_step_without_a_usable_row_ends_the_run_with_the_reason(tmp_path: Path) -> None:
+def test_a_step_without_usable_rows_ends_the_run_with_the_reason(tmp_path: Path) -> None:
     rows = answer_rows(tmp_path, {0, 1}, num_rows=2, batch_size=2)
     with pytest.raises(
         ValueError, match=r"^step 1: none of its 2 rows can be learned from; .*rows.jsonl:1: the chat te"
@@ -87,7 +87,7 @@ def test_a_step_without_a_usable_row_ends_the_run_with_the_reason(tmp_path: Path
         rows.next(1)
 
 
-def test_a_pair_is_two_sequences_of_one_rank_and_micro_batch_or_none(tmp_path: Path) -> None:
+def test_a_pair_stays_on_one_rank_and_micro_batch_or_is_dropped_whole(tmp_path: Path) -> None:
     tokenizer = forgetful_tokenizer(tmp_path)
     user, seen = {"role": "user", "content": "a"}, {"role": "assistant", "content": "x</think>b"}
     lines: list[dict[str, Any]] = [{"prompt": "a" * n, "chosen": "b" * n, "rejected": "c"} for n in range(2, 8)]

@@ -1,4 +1,4 @@
-"""What ranks are told of transfers stays small, whatever the scale, and parts add up to the whole."""
+"""Messages about transfers stay small at any scale, and the parts add up to the whole."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sizes_of(parts: Iterable[Mapping[int, TransferRollouts | SendTokens]]) -> li
 
 
 def world(num_samples: int, generators: list[int], trainers: list[int]) -> tuple[list[Move], dict]:
-    """Every sample at a random generator rank, and wanted at a random trainer rank."""
+    """Every sample moves from a random generator rank to a random trainer rank."""
     rng = np.random.default_rng(0)
     uids = rng.integers(1 << 38, 1 << 39, num_samples).tolist()  # the largest that occur
     samples = [make_sample_id(uid, 9, i % 16) for i, uid in enumerate(uids)]
@@ -55,7 +55,7 @@ def test_no_message_is_large_at_200000_samples(ranks: int) -> None:
     assert len(msgspec.msgpack.encode(whole)) > 4 << 20
 
 
-def test_parts_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transfer_parts_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfers, "PART_SAMPLES", 7)
     rows = {1: list(range(30)), 2: [30], 3: []}
     homes = {sample: 4 if sample % 3 else 1 for sample in range(31)}
@@ -70,7 +70,7 @@ def test_parts_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
             assert command.forms == (part is parts[-1] and rank in rows)
             assert all(rank in (move.source, move.dest) for move in command.moves)
             assert sum(len(move.samples) for move in command.moves) <= 7
-            for move in command.moves:  # both sides are told the same
+            for move in command.moves:  # both sides get the same
                 assert move in part[move.source].moves and move in part[move.dest].moves
             own = [move for move in command.moves if move.dest == rank]
             keys = [pair for move in own for pair in zip(move.samples, move.lengths, strict=True)]
@@ -80,14 +80,14 @@ def test_parts_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert got == {rank: {s: (s + 1, s / 8, -s / 8) for s in samples} for rank, samples in rows.items()}
 
 
-def test_ranks_without_a_sample_are_told_too() -> None:
+def test_ranks_without_samples_get_a_message_too() -> None:
     [part] = rollout_transfers(1, "rollout", [], [1, 2], {}, FIELDS)
     assert {rank: (command.moves, command.forms) for rank, command in part.items()} == {1: ([], True), 2: ([], True)}
     [transfer] = token_transfers(1, "rollout", "ref_logprobs", [], [1, 2])
     assert sorted(transfer) == [1, 2]
 
 
-def test_rewards_of_many_turns_make_more_parts() -> None:
+def test_rewards_of_many_turns_are_sent_in_more_parts() -> None:
     table, scored = world(20_000, [1], [2])
     for sample in scored:
         scored[sample]["turn_rewards"] = (0.25,) * 50
@@ -97,7 +97,7 @@ def test_rewards_of_many_turns_make_more_parts() -> None:
     assert sum(len(row) for rows in got for row in rows) == 50 * 20_000
 
 
-def test_rewards_of_tokens_travel_where_some_sample_has_them() -> None:
+def test_token_rewards_are_sent_if_any_sample_has_them() -> None:
     table, scored = world(4_000, [1], [2])
     [part] = rollout_transfers(1, "rollout", table, [2], scored, FIELDS)
     assert "token_rewards" not in part[2].scored

@@ -1,4 +1,4 @@
-"""Checkpoints that Megatron-Core wrote become the HF models they were made of, bit for bit, and back."""
+"""Checkpoints of Megatron-Core become the HF models they were made from, bit for bit, and back."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def largest_difference(model: Path, logits: Path) -> float:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_checkpoint_of_megatron_becomes_the_model(world: Path, name: str, tmp_path: Path) -> None:
+def test_a_megatron_checkpoint_becomes_the_model(world: Path, name: str, tmp_path: Path) -> None:
     origin = world / "models" / CASES[name].model
     convert("--checkpoint", world / name, "--model", origin, "--output", tmp_path / "hf", "--verify")
     expected, found = weights(origin), weights(tmp_path / "hf")
@@ -90,7 +90,7 @@ def test_a_checkpoint_of_megatron_becomes_the_model(world: Path, name: str, tmp_
 def test_megatron_computes_the_logits_of_transformers(world: Path, name: str, tmp_path: Path) -> None:
     logits = world / "logits" / f"{name}.pt"
     assert largest_difference(world / "models" / name, logits) < LOGIT_TOLERANCE
-    # The same with the rows of two heads swapped is noticed: a round trip would not notice it.
+    # Swapped rows of two heads are noticed; a round trip would not notice them.
     changed = weights(world / "models" / name)
     query = changed["model.layers.0.self_attn.q_proj.weight"]
     size = query.shape[0] // 4
@@ -101,8 +101,9 @@ def test_megatron_computes_the_logits_of_transformers(world: Path, name: str, tm
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen2_tied", "qwen3_moe", "qwen3_moe_mixed", "deepseek_v3"])
-def test_a_model_goes_to_megatron_and_back(world: Path, name: str, tmp_path: Path) -> None:
-    """Without --model: the checkpoint has config.json and tokenizer. That Megatron loads it, the world has tested."""
+def test_a_model_converts_to_megatron_and_back(world: Path, name: str, tmp_path: Path) -> None:
+    """Without --model: the checkpoint has config.json and tokenizer. The fixture `world` has tested that Megatron loads
+    it."""
     origin = world / "models" / name
     convert("--to", "megatron", "--checkpoint", origin, "--output", tmp_path / "dist", "--shard-gb", "2e-5", "--verify")
     assert len(list((tmp_path / "dist").glob("*.distcp"))) > 2
@@ -128,7 +129,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", ["qwen2_tied", "qwen3_moe", *OTHERS])
-def test_a_checkpoint_of_an_fsdp2_trainer(world: Path, name: str, tmp_path: Path) -> None:
+def test_an_fsdp2_checkpoint_becomes_the_model(world: Path, name: str, tmp_path: Path) -> None:
     """As the engine writes it: the weights of an fp32 trainer, experts in one tensor, moments beside them."""
     model = world / "models" / name
     if name in OTHERS:
@@ -143,7 +144,7 @@ def test_a_checkpoint_of_an_fsdp2_trainer(world: Path, name: str, tmp_path: Path
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
-def test_another_dtype(world: Path, tmp_path: Path) -> None:
+def test_weights_are_converted_to_another_dtype(world: Path, tmp_path: Path) -> None:
     origin = world / "models" / "deepseek_v3"
     convert("--checkpoint", world / "latent", "--model", origin, "--output", tmp_path / "hf", "--dtype", "bf16")
     found, expected = weights(tmp_path / "hf"), weights(origin)
@@ -166,7 +167,7 @@ def test_another_dtype(world: Path, tmp_path: Path) -> None:
         ("tp2", {"model_type": "gpt2"}, r"model_type 'gpt2' has no table .*\(qwen2, .* have\)"),
     ],
 )
-def test_another_model_is_refused(
+def test_a_different_model_is_refused(
     world: Path, case: str, changes: dict[str, Any], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = json.loads((world / "models" / CASES[case].model / "config.json").read_text())
@@ -222,7 +223,7 @@ def test_a_flipped_byte_is_found_by_its_checksum(one: Path, tmp_path: Path, caps
 
 
 def test_a_checkpoint_is_found_below_a_folder(one: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As verl nests it, with the model's configuration beside; of several, none is chosen."""
+    """As verl nests it, next to the model's configuration; several checkpoints are refused."""
     step = tmp_path / "global_step_10"
     shutil.copytree(one, step / "actor" / "model" / "dist_ckpt", ignore=shutil.ignore_patterns("config.json"))
     (step / "actor" / "model" / "huggingface").mkdir()

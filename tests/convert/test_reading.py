@@ -1,4 +1,4 @@
-"""What a conversion reads and refuses, how it goes on after a kill, what a full disk does: no Megatron needed."""
+"""What a conversion reads and refuses, its resume after a kill, and a full disk; needs no Megatron."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Evil:
 
 
 @pytest.mark.parametrize("call", [os.system, eval, print, getattr])
-def test_a_metadata_pickle_that_runs_something_is_refused(
+def test_a_metadata_pickle_that_runs_code_is_refused(
     megatron: Path, call: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     marker = tmp_path / "ran"
@@ -105,9 +105,7 @@ def test_a_metadata_pickle_that_runs_something_is_refused(
     assert not marker.exists() and not (tmp_path / "hf").exists()
 
 
-def test_a_shard_that_runs_something_is_refused(
-    megatron: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_shard_that_runs_code_is_refused(megatron: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import zipfile
 
     marker = tmp_path / "ran"
@@ -125,7 +123,7 @@ def test_a_shard_that_runs_something_is_refused(
 
 
 @pytest.mark.parametrize("stored", ["stacked", "transposed"])
-def test_chunks_of_other_writers_are_read(stored: str, tmp_path: Path) -> None:
+def test_chunks_written_by_other_programs_are_read(stored: str, tmp_path: Path) -> None:
     """Experts in one chunk, as the grouped layers of older versions store them; columns first."""
     import torch.distributed.checkpoint as dcp
 
@@ -172,7 +170,7 @@ def make_run(folder: Path, model: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def test_the_newest_valid_checkpoint_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_newest_valid_checkpoint_of_a_run_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tensors = make_run(tmp_path / "run", tmp_path / "model")
     assert run("--checkpoint", tmp_path / "run", "--output", tmp_path / "new") == 0
     assert same(weights(tmp_path / "new"), tensors)
@@ -196,8 +194,8 @@ def test_the_newest_valid_checkpoint_of_a_run(tmp_path: Path, capsys: pytest.Cap
     assert not (tmp_path / "no").exists()
 
 
-def test_a_critic_is_not_made_a_language_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its weights beside the head are those of a language model whose embedding is its projection, too."""
+def test_a_critic_is_not_converted_to_a_language_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Except for its head, its weights look like a language model with tied embedding."""
     make_model(tmp_path / "model")
     (file,) = (tmp_path / "model").glob("*.safetensors")
     tensors = load_file(file)
@@ -207,7 +205,7 @@ def test_a_critic_is_not_made_a_language_model(tmp_path: Path, capsys: pytest.Ca
     assert not (tmp_path / "no").exists()
 
 
-def test_what_is_no_checkpoint_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_checkpoint_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_model(tmp_path / "model")
     (tmp_path / "empty").mkdir()
     (tmp_path / "old" / "mp_rank_00").mkdir(parents=True)
@@ -235,7 +233,7 @@ def test_what_is_no_checkpoint_is_one_line(tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.slow
-def test_a_killed_conversion_goes_on(megatron: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_conversion_resumes(megatron: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["--checkpoint", str(megatron), "--output", str(tmp_path / "hf"), "--shard-gb", "2e-6", "--threads", "1"]
     program = f"""
 import os, signal
@@ -261,8 +259,8 @@ main({words!r})
     assert not list((tmp_path / "hf").glob("*.part"))
 
 
-def test_several_threads_write_one_file(megatron: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Part by part; after an error in one of them nothing is left of the file, and it is written anew."""
+def test_several_threads_can_write_one_file(megatron: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Part by part; after an error in one of them the file is removed and written again."""
     for name, size in (("BLOCK_BYTES", 512), ("PART_BYTES", 2048), ("SYNC_BYTES", 8192)):
         monkeypatch.setattr(streaming, name, size)
     words = ("--checkpoint", megatron, "--output", tmp_path / "hf", "--threads", 4, "--verify")
@@ -281,7 +279,7 @@ def test_several_threads_write_one_file(megatron: Path, tmp_path: Path, monkeypa
     assert same(weights(tmp_path / "hf"), weights(tmp_path / "model"))
 
 
-def test_another_conversion_does_not_go_on_with_old_files(megatron: Path, tmp_path: Path) -> None:
+def test_a_different_conversion_does_not_reuse_old_files(megatron: Path, tmp_path: Path) -> None:
     """A file of the same name and size from another dtype, or of a checkpoint written anew, is written again."""
     partial = tmp_path / ".hf.converting"
     partial.mkdir()
@@ -289,10 +287,10 @@ def test_another_conversion_does_not_go_on_with_old_files(megatron: Path, tmp_pa
         (partial / name).write_bytes(b"0" * 64)
     assert run("--checkpoint", megatron, "--output", tmp_path / "hf") == 0
     assert same(weights(tmp_path / "hf"), weights(tmp_path / "model"))
-    assert files(tmp_path / "hf") == files(tmp_path / "model")  # neither "stale" nor what only the checkpoint has
+    assert files(tmp_path / "hf") == files(tmp_path / "model")  # neither "stale" nor keys found only in the checkpoint
 
 
-def test_two_conversions_do_not_write_one_folder(
+def test_two_conversions_cannot_write_one_folder(
     megatron: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / ".hf.converting").mkdir()
@@ -312,7 +310,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
             capsys.readouterr().err
         )
         assert list(disk.iterdir()) == []
-        # A disk that fills up later: what is whole stays, and the same command goes on.
+        # A disk that fills up later: complete files stay, and the same command resumes.
         monkeypatch.setattr(streaming, "find_room", lambda *args, **more: (1 << 40, ""))
         assert run(*words) == 18
         assert os.strerror(errno.ENOSPC) in (line := capsys.readouterr().err) and ".distcp" in line
@@ -393,7 +391,7 @@ def stand_in(folder: Path, config: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_qwen3_235b_by_name(tmp_path: Path) -> None:
+def test_qwen3_235b_is_read_under_the_right_names(tmp_path: Path) -> None:
     config = json.loads((CONF / "Qwen3-235B-A22B" / "config.json").read_text())
     stand_in(tmp_path / "dist", config)
     began = time.process_time()
@@ -472,7 +470,7 @@ def test_a_hostile_model_folder_is_one_line(
     assert damage != "link" or (tmp_path / "victim" / "precious.txt").read_text() == "kept"
 
 
-def test_a_trainers_checkpoint_is_compared_with_a_config_that_cannot_be_read(
+def test_an_invalid_config_is_named_for_a_trainers_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_run(tmp_path / "run", tmp_path / "model")

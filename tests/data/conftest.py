@@ -1,4 +1,4 @@
-"""A tokenizer of its own, and files written from rows."""
+"""The tests' own tokenizer, and files written from rows."""
 
 from __future__ import annotations
 

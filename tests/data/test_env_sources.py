@@ -1,4 +1,4 @@
-"""Rows of environments: the same start for siblings, other starts elsewhere, experts that play by the rules."""
+"""Rows of environments: one start per group, different starts otherwise, experts that play by the rules."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def rows(path: str, split: str = "train", seed: int = 0, count: int = 50, **opti
     return [task.row(index) for index in range(count)]
 
 
-def test_starts_of_the_splits_are_apart_under_any_seeds() -> None:
+def test_train_and_validation_starts_differ_under_any_seeds() -> None:
     train = {row[SEED_COLUMN] for seed in range(3) for row in rows("env:maze", "train", seed, 500)}
     val = {row[SEED_COLUMN] for seed in range(3) for row in rows("env:maze", "val", seed, 500)}
     assert len(train) == len(val) == 1500, "no start comes twice"
@@ -33,7 +33,7 @@ def test_starts_of_the_splits_are_apart_under_any_seeds() -> None:
     [("frozen_lake", {"size": 5}), ("sokoban", {}), ("guess", {"high": 20}), ("tic_tac_toe", {"tag": ""})],
 )
 def test_an_expert_plays_the_episode_of_its_row(name: str, env: dict[str, Any]) -> None:
-    """Its dialogue is what the environment says to its answers, from the start that env:NAME has in this place."""
+    """Its dialogue is the environment's replies to its answers, from the start that env:NAME has at this index."""
     won = 0
     for traced, started in zip(rows(f"expert:{name}", env=env), rows(f"env:{name}"), strict=True):
         game = make_env(EnvConfig(name=name, options=env, max_turns=10), {"extra": {}})  # as expert: has by default
@@ -48,8 +48,8 @@ def test_an_expert_plays_the_episode_of_its_row(name: str, env: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("form", ["auto", "llama3_json", "mistral"])
-def test_an_expert_of_a_tool_writes_calls_that_are_answered(form: str) -> None:
-    """They find each of seven numbers in three turns; the rows show the tool, and what it said."""
+def test_a_tool_experts_calls_are_answered(form: str) -> None:
+    """The calls find each of seven numbers in three turns; the rows contain the tool and its results."""
     options = {"tools": ["guess"], "highest": 7, "prompt": "Find the number from 1 to 7.", "format": form}
     for traced, started in zip(rows("expert:tools", env=options), rows("env:tools"), strict=True):
         played = make_env(EnvConfig(name="tools", options=options), {"messages": [], "extra": {}})
@@ -70,14 +70,14 @@ def test_an_expert_of_a_tool_writes_calls_that_are_answered(form: str) -> None:
 
 
 @pytest.mark.slow
-def test_noise_of_a_tool_s_expert_is_any_number() -> None:
+def test_noise_of_a_tool_expert_is_any_number() -> None:
     options = {"tools": ["guess"], "highest": 7, "prompt": "Find it."}
     guesses = [row["messages"][1]["content"] for row in rows("expert:tools", count=210, noise=1.0, env=options)]
     counts = {number: sum(f'"number": {number}}}' in guess for guess in guesses) for number in range(1, 8)}
     assert sum(counts.values()) == 210 and min(counts.values()) >= 15, counts
 
 
-def test_noise_and_turns_are_as_asked() -> None:
+def test_noise_and_number_of_turns_are_as_configured() -> None:
     best = rows("expert:frozen_lake", count=200)
     noisy = rows("expert:frozen_lake", count=200, noise=0.6, max_turns=3)
     agreeing = [a["messages"][1] == b["messages"][1] for a, b in zip(best, noisy, strict=True)]
@@ -107,7 +107,7 @@ def test_a_wrong_source_is_named_before_the_start(path: str, options: dict[str, 
     assert line.startswith("data.train: ") and problem in line
 
 
-def test_starts_without_an_environment_say_what_they_lack() -> None:
+def test_starts_without_an_environment_name_what_is_missing() -> None:
     data = {"train": [{"path": "env:frozen_lake", "domain": "lake"}]}
     config = parse({"data": data, "env": {"frozen_lake": None}})
     found, problems = read_splits(config.data, 0)

@@ -1,4 +1,4 @@
-"""Images of a row: which are read, from where, and which cost the row."""
+"""Images of a row: which are read, from where, and which make the row unusable."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def images(*contents: bytes) -> tuple[Medium, ...]:
     return tuple(Medium(IMAGE, content) for content in contents)
 
 
-def test_paths_begin_in_the_folder_of_the_rows(tmp_path: Path, tokenizer: Any, write_jsonl: Any) -> None:
+def test_relative_paths_begin_in_the_folder_of_the_rows(tmp_path: Path, tokenizer: Any, write_jsonl: Any) -> None:
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner/a.png").write_bytes(PNG)
     (tmp_path / "b.jpg").write_bytes(JPEG)
@@ -51,7 +51,7 @@ def test_paths_begin_in_the_folder_of_the_rows(tmp_path: Path, tokenizer: Any, w
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_parquet_files_hold_the_bytes(tmp_path: Path, tokenizer: Any, shards: int) -> None:
+def test_parquet_files_may_contain_image_bytes(tmp_path: Path, tokenizer: Any, shards: int) -> None:
     rows = [
         {"prompt": "a", "images": [{"bytes": PNG, "path": "gone.png"}, {"bytes": GIF, "path": None}], "image": None},
         {"prompt": "b", "images": None, "image": {"bytes": JPEG, "path": None}},
@@ -66,7 +66,7 @@ def test_parquet_files_hold_the_bytes(tmp_path: Path, tokenizer: Any, shards: in
     assert all("images" not in prompt.extra for prompt in found if prompt.row % 3 != 1)
 
 
-def test_columns_of_bytes_without_paths(tmp_path: Path, tokenizer: Any) -> None:
+def test_columns_of_bytes_need_no_paths(tmp_path: Path, tokenizer: Any) -> None:
     table = pa.table({"prompt": [b"a"], "images": pa.array([[PNG, JPEG]], pa.list_(pa.binary())), "image": [b"x:3"]})
     parquet.write_table(table, tmp_path / "train.parquet")
     (prompt,) = drawn(tmp_path / "train.parquet", tokenizer)
@@ -93,7 +93,7 @@ def test_an_image_that_cannot_be_read_is_a_bad_row(tmp_path: Path, write_jsonl: 
     assert problem.startswith(f"{path}:2: {line.format(folder=tmp_path)}")
 
 
-def test_an_image_that_is_gone_when_it_is_drawn_costs_its_row_only(tmp_path: Path, tokenizer: Any) -> None:
+def test_an_image_missing_when_drawn_drops_only_its_row(tmp_path: Path, tokenizer: Any) -> None:
     for name in "ab":
         (tmp_path / f"{name}.png").write_bytes(PNG)
     lines = [json.dumps({"prompt": name, "images": [f"{name}.png"]}) for name in "ab"]
@@ -110,7 +110,7 @@ def test_an_image_that_is_gone_when_it_is_drawn_costs_its_row_only(tmp_path: Pat
         source.prompt(again.uid)
 
 
-def test_the_cursor_knows_nothing_of_media(tmp_path: Path, tokenizer: Any, write_jsonl: Any) -> None:
+def test_the_cursor_contains_no_media(tmp_path: Path, tokenizer: Any, write_jsonl: Any) -> None:
     (tmp_path / "a.png").write_bytes(PNG)
     source = PromptSource(
         DataConfig(train=write_jsonl("rows.jsonl", {"prompt": "a", "images": ["a.png"]})), "train", tokenizer, 0, 1
@@ -119,7 +119,7 @@ def test_the_cursor_knows_nothing_of_media(tmp_path: Path, tokenizer: Any, write
     assert "PNG" not in json.dumps(source.state_dict())
 
 
-def test_siblings_share_the_media_of_a_message() -> None:
+def test_group_members_share_the_media_of_a_message() -> None:
     prompts = {uid: Prompt(uid, "d", 0, uid, (1, 2), "p", media=images(PNG + bytes(PAYLOAD_BYTES))) for uid in (1, 2)}
     samples = [make_sample_id(uid, 0, member) for uid in prompts for member in range(3)]
     sent = list(admissions(samples, prompts, training_sampling(Config()), seed=0))
@@ -129,7 +129,7 @@ def test_siblings_share_the_media_of_a_message() -> None:
     assert PNG.decode("latin1") not in sent[0].prompts[0].meta.decode()
 
 
-def test_an_engine_without_media_and_a_pipeline_of_answers_refuse_them(tmp_path: Path, write_jsonl: Any) -> None:
+def test_an_engine_without_media_and_a_supervised_pipeline_refuse_images(tmp_path: Path, write_jsonl: Any) -> None:
     (tmp_path / "a.png").write_bytes(PNG)
     path = write_jsonl("rows.jsonl", {"prompt": "a"}, {"prompt": "a", "answer": "b", "images": ["a.png"]})
     rows, problems = read_splits(DataConfig(train=path, val=path), 0)

@@ -1,4 +1,4 @@
-"""Rows of a chosen and a rejected part: their tokens, and what of them is learned."""
+"""Rows with a chosen and a rejected part: their tokens, and which are trained on."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def problems(path: str) -> list[str]:
         ),
     ],
 )
-def test_every_form_has_the_tokens_of_the_chat_template(
+def test_every_form_of_pair_has_the_tokens_of_the_chat_template(
     tokenizer: Any, write_jsonl: Any, row: dict[str, Any], prompt: list[dict[str, str]]
 ) -> None:
     found = pairs(write_jsonl("a.jsonl", row), tokenizer).sequences(0)
@@ -60,7 +60,7 @@ def test_every_form_has_the_tokens_of_the_chat_template(
         assert tokenizer.decode(ids[len(begin) :]) == answer["content"] + END
 
 
-def test_turns_of_the_prompt_are_not_learned_and_all_later_ones_are(tokenizer: Any, write_jsonl: Any) -> None:
+def test_turns_of_the_prompt_are_not_trained_on_and_all_later_ones_are(tokenizer: Any, write_jsonl: Any) -> None:
     first = [USER, {"role": "assistant", "content": "", "reasoning_content": "T"}, {"role": "user", "content": "sure?"}]
     longer = [GOOD, {"role": "user", "content": "why?"}, BAD]
     path = write_jsonl("a.jsonl", {"chosen": [*first, *longer], "rejected": [*first, BAD]})
@@ -74,9 +74,9 @@ def test_turns_of_the_prompt_are_not_learned_and_all_later_ones_are(tokenizer: A
     assert chosen[0][: len(begin)] == begin == rejected[0][: len(begin)]
 
 
-def test_a_prompt_may_be_rewritten_and_a_learned_turn_may_not(tokenizer: Any, write_jsonl: Any) -> None:
+def test_the_template_may_rewrite_a_prompt_but_not_a_trained_turn(tokenizer: Any, write_jsonl: Any) -> None:
     class Forgetful:
-        """Leaves the thinking out of earlier turns."""
+        """A template that omits the reasoning of earlier turns."""
 
         def __getattr__(self, name: str) -> Any:
             return getattr(tokenizer, name)
@@ -139,7 +139,7 @@ def test_a_prompt_may_be_rewritten_and_a_learned_turn_may_not(tokenizer: Any, wr
         ({"prompt": [USER, GOOD], "chosen": "b", "rejected": "c"}, "prompt has no user turn to answer"),
     ],
 )
-def test_a_bad_row_costs_one_line(tokenizer: Any, write_jsonl: Any, row: dict[str, Any], line: str) -> None:
+def test_a_bad_row_is_reported_in_one_line(tokenizer: Any, write_jsonl: Any, row: dict[str, Any], line: str) -> None:
     path = write_jsonl("a.jsonl", {"prompt": "a", "chosen": "b", "rejected": "c"}, row)
     (found,) = problems(path)
     assert found.startswith(f"{path}:2: {line}"), found
@@ -147,20 +147,20 @@ def test_a_bad_row_costs_one_line(tokenizer: Any, write_jsonl: Any, row: dict[st
         pairs(path, tokenizer)
 
 
-def test_generated_rows_are_no_pairs(tokenizer: Any) -> None:
+def test_generated_rows_are_refused_as_pairs(tokenizer: Any) -> None:
     check = RowCheck(tokenizer, "the model", DataConfig(), answers=True)
     (found,) = read_splits(DataConfig(train="task:add"), 0, {"train": check}, parse_pair)[1]
     assert found.startswith("task:add[0]: no chosen: ")
 
 
-def test_held_out_rows_are_read_as_prompts(tmp_path: Path, write_jsonl: Any) -> None:
+def test_validation_rows_are_read_as_prompts(tmp_path: Path, write_jsonl: Any) -> None:
     train = write_jsonl("a.jsonl", {"prompt": "a", "chosen": "b", "rejected": "c"})
     val = write_jsonl("b.jsonl", {"prompt": "a", "answer": "b"})
     found, wrong = read_splits(DataConfig(train=train, val=val), 0, read_train=parse_pair)
     assert not wrong and found["val"].row(0).rejected is None and found["train"].row(0).rejected is not None
 
 
-def test_the_rejected_part_is_rendered_before_the_start_too(tokenizer: Any, write_jsonl: Any) -> None:
+def test_the_rejected_part_is_also_rendered_before_the_start(tokenizer: Any, write_jsonl: Any) -> None:
     shy = {"role": "assistant", "content": "b", "reasoning_content": "hidden"}
     path = write_jsonl("a.jsonl", {"prompt": "a", "chosen": "b", "rejected": [shy]})
     check = RowCheck(tokenizer, "the model", DataConfig(), answers=True)

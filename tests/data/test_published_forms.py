@@ -41,7 +41,7 @@ def problems_of(path: str, **config: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_written_rows_are_the_rows(name: str):
+def test_rows_read_back_equal_the_rows_written(name: str):
     """Arrow keeps every key of every struct: each tool gets the other tools' parameters, and each call the arguments of
     the others, as null."""
     expected = json.loads((PUBLISHED / "rows.json").read_text())
@@ -292,14 +292,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("form", REFUSED)
-def test_another_form_is_refused_in_a_line(write_jsonl: Callable[..., str], form: str):
+def test_an_unknown_form_is_refused_in_one_line(write_jsonl: Callable[..., str], form: str):
     row, message = REFUSED[form]
     (problem,) = problems_of(path := write_jsonl("rows.jsonl", row))
     assert problem.startswith(path) and message in problem and "\n" not in problem
 
 
-def test_nulls_that_mean_something_stay(write_jsonl: Callable[..., str]):
-    """Also beside nulls that stand for absent keys, where a row was not exported from Arrow."""
+def test_nulls_with_a_meaning_are_kept(write_jsonl: Callable[..., str]):
+    """Also next to nulls for absent keys, if a row was not exported from Arrow."""
     unit = {"type": ["string", "null"], "enum": ["C", None], "default": None}
     tool = {
         "type": "function",
@@ -312,7 +312,7 @@ def test_nulls_that_mean_something_stay(write_jsonl: Callable[..., str]):
     assert found.tools[0]["function"]["parameters"] == {"properties": {"unit": unit}}
 
 
-def test_a_null_in_arguments_as_text_stays_in_parquet(tmp_path: Path):
+def test_a_null_within_arguments_as_text_is_kept_in_parquet(tmp_path: Path):
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -323,7 +323,7 @@ def test_a_null_in_arguments_as_text_stays_in_parquet(tmp_path: Path):
     assert [made["function"]["arguments"] for made in found] == [{"unit": None}, {"city": "Oslo"}]
 
 
-def test_a_missing_number_is_no_answer():
+def test_a_missing_number_does_not_count_as_an_answer():
     """pandas writes it as NaN."""
     rows = RowSet(DataConfig(train=str(PUBLISHED / "missing.parquet")), "train", seed=0)
     assert [rows.row(n).answer for n in range(3)] == [7.0, None, 4.0]
@@ -344,7 +344,7 @@ def test_an_infinite_answer_is_refused(tmp_path: Path, answer: float):
     assert problems_of(str(path)) == [f"{path}:row 0: the answer answer is nan; leave it null if unknown"]
 
 
-def test_a_folder_of_shards_and_a_pattern(tmp_path: Path):
+def test_a_folder_of_shards_and_a_pattern_are_read(tmp_path: Path):
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -377,7 +377,7 @@ def test_splits_saved_together_are_named():
     assert len(RowSet(DataConfig(train=f"{path}/train"), "train", seed=0)) == 2
 
 
-def test_a_data_set_of_the_hub_in_the_local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write_jsonl):
+def test_a_hub_data_set_is_read_from_the_local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write_jsonl):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
@@ -398,7 +398,7 @@ def test_a_data_set_of_the_hub_in_the_local_cache(tmp_path: Path, monkeypatch: p
     assert problems_of("someone/else") == ["data.train: someone/else: no such file"]
 
 
-def test_other_formats_of_text(tmp_path: Path):
+def test_other_text_formats_are_read(tmp_path: Path):
     import pyarrow as pa
 
     (tmp_path / "rows.csv").write_text('\ufeffquestion,answer,level\n"2+2?",4,\n"a\nb","x, y",2\n')
@@ -427,7 +427,7 @@ def test_other_formats_of_text(tmp_path: Path):
 
 
 @pytest.mark.soak
-def test_more_than_2_gib_of_nested_text_in_a_row_group():
+def test_more_than_2_gib_of_nested_text_in_a_row_group_is_read():
     """280 rows of 8 MiB, which a dictionary makes a file of 2 kB; Arrow decodes no 256 of them in one piece."""
     from hpcrl.data.files import ArrowTable
 

@@ -1,5 +1,5 @@
-"""Whatever marks a family has around its reasoning, rewards and environments see <think> and </think>, and what counts
-is the answer."""
+"""Whatever marks a family puts around its reasoning, rewards and environments see <think> and </think>, and only the
+answer counts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def text_of(tokenizer: Any, turn: str, prompt: str = "") -> str:
 
 @pytest.mark.parametrize("all_special", [False, True])
 @pytest.mark.parametrize("name", WRITTEN)
-def test_the_answer_of_a_turn_is_what_follows_its_reasoning(name: str, all_special: bool) -> None:
+def test_the_answer_is_the_text_after_the_reasoning(name: str, all_special: bool) -> None:
     tokenizer = tokenizer_of(name, all_special)
     text = text_of(tokenizer, *WRITTEN[name])
     assert text.startswith("<think>") and "Up? <answer>up</answer>" in text
@@ -59,8 +59,9 @@ def test_the_answer_of_a_turn_is_what_follows_its_reasoning(name: str, all_speci
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_reasoning_that_a_template_shows_is_not_part_of_the_answer(name: str) -> None:
-    """Only the marks tell, which are those that the template writes; where it shows none, the answer stays whole."""
+def test_reasoning_shown_by_a_template_is_not_part_of_the_answer(name: str) -> None:
+    """Reasoning is recognised only by the marks that the template writes; without marks the whole text is the
+    answer."""
     tokenizer = tokenizer_of(name)
     asked, thought = {"role": "user", "content": "7?"}, "Hm <answer>8</answer>."
     turn = {"role": "assistant", "content": "It is 9.", "reasoning_content": thought, "thinking": thought}
@@ -73,7 +74,7 @@ def test_reasoning_that_a_template_shows_is_not_part_of_the_answer(name: str) ->
         assert ("<answer>8</answer>" in text) <= ("</think>" in text)
 
 
-def test_channels_of_gpt_oss() -> None:
+def test_gpt_oss_channels_become_think_tags() -> None:
     tokenizer = tokenizer_of("gpt-oss")
     call = '<|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>'
     preamble = "<|start|>assistant<|channel|>commentary<|message|>I add.<|end|>"
@@ -87,7 +88,7 @@ def test_channels_of_gpt_oss() -> None:
     assert text_of(tokenizer, f"{ANALYSIS}a<|end|><|start|>assistant<|channel|>fin") == "<think>a</think>"
 
 
-def test_marks_of_other_families_are_text() -> None:
+def test_marks_of_other_families_are_plain_text() -> None:
     turn = "[THINK]a[/THINK] <seed:think>b</seed:think> <response>c</response> Here are my reasoning steps: d"
     for name in ("qwen2.5", "phi-3"):
         assert text_of(tokenizer_of(name), f"{turn}<|im_end|>") == turn
@@ -98,7 +99,7 @@ def test_marks_of_other_families_are_text() -> None:
     assert TurnTexts(tokenizer).of([], []) == []
 
 
-def test_marks_of_an_unknown_family_are_found_in_what_its_template_writes() -> None:
+def test_marks_of_an_unknown_family_are_found_in_its_template() -> None:
     tokenizer = tokenizer_of("qwen2.5")
     tokenizer.chat_template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -109,7 +110,7 @@ def test_marks_of_an_unknown_family_are_found_in_what_its_template_writes() -> N
 
 
 @pytest.mark.parametrize("piece", ["<|message|>", ANALYSIS, FINAL, "<|channel|>", "a to=" * 50, "[THINK]"])
-def test_a_hostile_turn_takes_time_in_proportion_to_its_length(piece: str) -> None:
+def test_a_hostile_turn_is_parsed_in_linear_time(piece: str) -> None:
     tokenizer = tokenizer_of("gpt-oss")
     texts = TurnTexts(tokenizer)
     begins = time.perf_counter()
@@ -117,7 +118,7 @@ def test_a_hostile_turn_takes_time_in_proportion_to_its_length(piece: str) -> No
     assert time.perf_counter() - begins < 2
 
 
-def test_a_template_that_refuses_reasoning_has_the_known_marks() -> None:
+def test_a_template_that_refuses_reasoning_gets_the_known_marks() -> None:
     tokenizer = tokenizer_of("ministral-3")
     with pytest.raises(TemplateRefusal):
         render(tokenizer, [{"role": "assistant", "content": ""}], None)

@@ -1,4 +1,4 @@
-"""How rows are read, in every format, and what is said about those that cannot be."""
+"""How rows are read in every format, and how unreadable rows are reported."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_answer_keys(write_jsonl, key: str):
     assert only_row(write_jsonl("a.jsonl", {"prompt": "2+2?", key: 4})).answer == 4
 
 
-def test_configured_keys_win(write_jsonl):
+def test_configured_keys_take_precedence(write_jsonl):
     path = write_jsonl(
         "a.jsonl", {"prompt": "no", "answer": "no", "ask": "2+2?", "gold": "4", "kind": "sum", "tag": "no"}
     )
@@ -143,13 +143,13 @@ def test_a_bad_row_is_named_by_file_and_line(write_jsonl, line: Any, message: st
     assert problem.startswith(f"{path}:2: ") and message in problem and "\n" not in problem
 
 
-def test_columns_without_an_image_are_no_images(write_jsonl):
+def test_empty_image_columns_give_no_images(write_jsonl):
     """Parquet gives every row all columns, and a container's image is a text."""
     row = {"messages": [{**USER[0], "images": None}], "images": [], "image": "docker.io/library/python:3.12"}
     assert only_row(write_jsonl("a.jsonl", row)).extra == {"images": [], "image": "docker.io/library/python:3.12"}
 
 
-def test_an_answer_that_is_a_column_counts_once(write_jsonl):
+def test_an_answer_stored_as_a_column_counts_once(write_jsonl):
     answer = "x" * (9 << 20)
     path = write_jsonl(
         "a.jsonl", {"prompt": "a", "answer": answer}, {"prompt": "a", "reward_model": {"ground_truth": answer}}
@@ -158,7 +158,7 @@ def test_an_answer_that_is_a_column_counts_once(write_jsonl):
 
 
 @pytest.mark.slow
-def test_a_row_at_the_limit_fits_into_the_messages_between_ranks(tokenizer, write_jsonl):
+def test_a_row_at_the_size_limit_fits_into_messages_between_ranks(tokenizer, write_jsonl):
     """Also where every character has three bytes, with a prompt and a response of a quarter of a MiB each."""
     answer = "数" * (MAX_ROW_BYTES // 3 - 100)
     path = write_jsonl("a.jsonl", json.dumps({"prompt": "p" * (1 << 18), "answer": answer}, ensure_ascii=False))
@@ -168,8 +168,8 @@ def test_a_row_at_the_limit_fits_into_the_messages_between_ranks(tokenizer, writ
     assert len(msgspec.msgpack.encode(admit)) + (1 << 18) < MAX_MESSAGE_BYTES
 
 
-def test_a_row_that_cannot_be_used_at_run_time_costs_itself(tokenizer, monkeypatch):
-    """Rows of generated sources are not looked at before the start."""
+def test_an_unusable_row_found_at_run_time_drops_only_itself(tokenizer, monkeypatch):
+    """Rows of generated sources are not checked before the start."""
     make = GeneratedTask.row
     monkeypatch.setattr(
         GeneratedTask, "row", lambda self, i: make(self, i) | ({"tests": "x" * MAX_ROW_BYTES} if i == 1 else {})
@@ -182,14 +182,14 @@ def test_a_row_that_cannot_be_used_at_run_time_costs_itself(tokenizer, monkeypat
 
 
 @pytest.mark.parametrize("magic", [b"\x1f\x8b\x08\0", b"PK\x03\x04", b"PAR1"])
-def test_a_packed_file_is_said_to_be_one(tmp_path: Path, magic: bytes):
+def test_a_file_that_is_not_text_is_named_with_its_format(tmp_path: Path, magic: bytes):
     (tmp_path / "rows.jsonl").write_bytes(magic + bytes(100))
     (problem,) = problems_of(DataConfig(train=f"{tmp_path}/rows.jsonl"))
     kind = {b"\x1f": "gzip", b"P": "zip"}.get(magic[:1], "") if magic != b"PAR1" else "parquet"
     assert problem.startswith(f"data.train: {tmp_path}/rows.jsonl: this is a {kind} file, not lines of text; ")
 
 
-def test_bytes_in_parquet_are_text_or_refused(tmp_path: Path):
+def test_bytes_in_parquet_are_decoded_as_text_or_refused(tmp_path: Path):
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -206,13 +206,13 @@ def test_bytes_in_parquet_are_text_or_refused(tmp_path: Path):
     ]
 
 
-def test_a_chosen_answer_key_must_be_there(write_jsonl):
+def test_a_configured_answer_key_must_exist(write_jsonl):
     path = write_jsonl("a.jsonl", {"prompt": "a", "x": 1})
     (problem,) = problems_of(DataConfig(train=path, answer_key="gold"))
     assert problem == f"{path}:1: no gold (data.answer_key); the row has prompt, x"
 
 
-def test_problems_are_capped_and_said_to_be_more(write_jsonl):
+def test_the_list_of_problems_is_capped_and_says_so(write_jsonl):
     path = write_jsonl("a.jsonl", *["broken"] * 50)
     problems = problems_of(DataConfig(train=path))
     assert len(problems) == 11 and problems[9].startswith(f"{path}:10: ")
@@ -221,7 +221,7 @@ def test_problems_are_capped_and_said_to_be_more(write_jsonl):
     assert len(problems) == 11 and problems[-1] == "data.train: and 3 more sources with problems"
 
 
-def test_sources_that_cannot_be_read_are_all_named(tmp_path: Path, write_jsonl):
+def test_all_unreadable_sources_are_named(tmp_path: Path, write_jsonl):
     (tmp_path / "x.parquet").write_bytes(b"no parquet")
     empty, array = write_jsonl("empty.jsonl", "", "  "), write_jsonl("array.json", '[{"prompt": "a"}]')
     train = [
@@ -275,7 +275,7 @@ def test_domain_shares(probs: dict, batch: int, counts: dict):
     assert shares == counts and list(shares) == list(probs)
 
 
-def test_domain_shares_that_do_not_fit(write_jsonl):
+def test_impossible_domain_shares_are_refused(write_jsonl):
     path = write_jsonl("a.jsonl", {"prompt": "a", "tag": "x"}, {"prompt": "b", "tag": "y"})
     with pytest.raises(ValueError, match=r"must name the domains x, y; 'z' differs"):
         domain_shares(["x", "y"], {"x": 0.5, "y": 0.2, "z": 0.3}, 10)

@@ -1,4 +1,4 @@
-"""Supervised rows: which tokens are learnt from."""
+"""Supervised rows: which tokens are trained on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def turns(*contents: str) -> dict:
     return {"messages": [{"role": ("user", "assistant")[n % 2], "content": c} for n, c in enumerate(contents)]}
 
 
-def test_a_task_row_is_the_prompt_of_the_rollouts_and_its_answer(tokenizer):
+def test_a_task_row_has_the_prompt_of_rollouts_and_its_answer(tokenizer):
     config = DataConfig(train="task:sort_digits", shuffle=False)
     rows = sft_rows(config, "train", tokenizer, seed=5)
     prompts = PromptSource(config, "train", tokenizer, seed=5, batch_size=1)
@@ -54,7 +54,7 @@ def test_written_answers(tokenizer, write_jsonl, row: dict):
     assert marked(tokenizer, rows.row(0)) == ["four<|im_end|>"]
 
 
-def test_every_assistant_turn_is_marked(tokenizer, write_jsonl):
+def test_every_assistant_turn_is_trained_on(tokenizer, write_jsonl):
     turns = [("system", "S"), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
     messages = [{"role": role, "content": content} for role, content in turns]
     rows = sft_rows(DataConfig(train=write_jsonl("a.jsonl", {"messages": messages})), "train", tokenizer)
@@ -63,7 +63,7 @@ def test_every_assistant_turn_is_marked(tokenizer, write_jsonl):
     assert tokenizer.decode(ids) == tokenizer.apply_chat_template(messages, tokenize=False).rstrip("\n")
 
 
-def test_special_tokens_in_an_answer_are_text(tokenizer, write_jsonl):
+def test_special_tokens_in_an_answer_are_plain_text(tokenizer, write_jsonl):
     path = write_jsonl("a.jsonl", turns("a", "b<|im_end|>c", "d", "e<|im_end|>f"))
     ids, mask = sft_rows(DataConfig(train=path), "train", tokenizer).row(0)
     assert marked(tokenizer, (ids, mask)) == ["b<|im_end|>c<|im_end|>", "e<|im_end|>f<|im_end|>"]
@@ -95,7 +95,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer, write_json
         (turns("c", "", "d", "e"), "an assistant turn is empty"),
     ],
 )
-def test_rows_without_an_answer_are_named_at_once(tokenizer, write_jsonl, row: dict, why: str):
+def test_rows_without_an_answer_are_named_before_the_start(tokenizer, write_jsonl, row: dict, why: str):
     path = write_jsonl("a.jsonl", {"prompt": "a", "answer": "b"}, row, turns("a", "b", "c", "d"), row)
     config = DataConfig(train=path)
     with pytest.raises(ValueError, match=rf"^{path}:2: {why}.*; 2 of 4 rows of data.train are so$") as raised:
@@ -131,7 +131,7 @@ def of_template(name: str, path: str, **config) -> tuple[str, list[str]]:
     return tokenizer.decode(row[0]), marked(tokenizer, row)
 
 
-def test_reasoning_and_calls_of_the_last_turn_are_learned(write_jsonl):
+def test_reasoning_and_calls_of_the_last_turn_are_trained_on(write_jsonl):
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": "1"}'}}
     thinks = {"role": "assistant", "content": "4", "reasoning_content": "2 and 2"}
     calls = {"role": "assistant", "content": "look", "tool_calls": [call]}
@@ -147,14 +147,14 @@ def test_reasoning_and_calls_of_the_last_turn_are_learned(write_jsonl):
         of_template("qwen2.5", path)
 
 
-def test_text_that_a_template_would_cut_from_the_last_turn_is_learned(write_jsonl):
+def test_text_that_a_template_would_cut_from_the_last_turn_is_trained_on(write_jsonl):
     """QwQ's template removes the thinking from every assistant turn."""
     answer = "<think>\n2 and 2\n</think>\n\n4"
     _, learned = of_template("qwq", write_jsonl("a.jsonl", {"prompt": "2+2?", "response": answer}))
     assert learned[0].endswith("4<|im_end|>") and "2 and 2" in learned[0]
 
 
-def test_a_base_model_learns_the_end_of_its_template(write_jsonl, monkeypatch):
+def test_a_base_model_is_trained_on_the_end_token_of_its_template(write_jsonl, monkeypatch):
     from tests import templates
 
     tokenizer = templates.tokenizer_of("qwen2.5")
@@ -164,7 +164,7 @@ def test_a_base_model_learns_the_end_of_its_template(write_jsonl, monkeypatch):
     assert "<|endoftext|>" not in tokenizer.decode(row[0])
 
 
-def test_a_turn_of_weight_0_is_not_learned(tokenizer, write_jsonl):
+def test_a_turn_of_weight_0_is_not_trained_on(tokenizer, write_jsonl):
     row = turns("1", "2", "3", "4")
     row["messages"][1]["weight"] = 0
     assert marked(tokenizer, sft_rows(DataConfig(train=write_jsonl("a.jsonl", row)), "train", tokenizer).row(0)) == [

@@ -1,4 +1,4 @@
-"""Generated rows: functions of (seed, split, index), with splits that share nothing."""
+"""Generated rows: functions of (seed, split, index), with disjoint splits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def rows(name: str, seed: int, split: str, count: int, **options) -> list[dict]:
     return [task.row(index) for index in range(count)]
 
 
-def test_sorting_is_right():
+def test_sort_digits_answers_are_correct():
     for row in rows("task:sort_digits", 0, "train", 300):
         digits = row["prompt"].removeprefix("sort: ").split(" ")
         assert 4 <= len(digits) <= 7 and all(len(d) == 1 for d in digits)
@@ -25,21 +25,21 @@ def test_sorting_is_right():
     assert {len(r["answer"].split()) for r in rows("task:sort_digits", 0, "val", 100)} == {4, 5, 6, 7}
 
 
-def test_adding_is_right():
+def test_add_answers_are_correct():
     for row in rows("task:add", 0, "train", 300):
         a, b = row["prompt"].removeprefix("add: ").split(" + ")
         assert 0 <= int(a) < 100 and 0 <= int(b) < 100 and int(row["answer"]) == int(a) + int(b)
 
 
 @pytest.mark.parametrize("name", ["task:sort_digits", "task:add"])
-def test_val_is_held_out_under_any_seeds(name: str):
+def test_validation_rows_never_occur_in_training_under_any_seeds(name: str):
     train = {row["prompt"] for seed in (0, 1) for row in rows(name, seed, "train", 2000)}
     val = {row["prompt"] for seed in (0, 1, 2) for row in rows(name, seed, "val", 200)}
     assert len(val) > 100 and not train & val
     assert train & {row["prompt"] for row in rows(name, 3, "train", 2000)}, "contents would overlap without holding out"
 
 
-def test_rows_never_change():
+def test_generated_rows_depend_only_on_seed_split_and_index():
     code = "from hpcrl.data.tasks import make_task; print(make_task('task:sort_digits', {}, None, 0, 'train').row(0))"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert other.stdout.strip() == "{'prompt': 'sort: 3 2 9 3', 'answer': '2 3 3 9'}"
@@ -47,7 +47,7 @@ def test_rows_never_change():
 
 
 @pytest.mark.parametrize(("path", "name"), [("task:program", "code"), ("task:repeat", "ifeval")])
-def test_the_written_answers_of_a_task_are_right_and_others_are_not(path: str, name: str):
+def test_only_the_written_answers_of_a_task_score_full_reward(path: str, name: str):
     reward = make_reward(RewardConfig(name=name))
     reward.start()
     train = make_task(path, {}, None, 0, "train")
@@ -60,7 +60,7 @@ def test_the_written_answers_of_a_task_are_right_and_others_are_not(path: str, n
 
 
 @pytest.mark.slow
-def test_reasoning_gym_rows_are_its_own():
+def test_reasoning_gym_rows_equal_its_own():
     import reasoning_gym
 
     train = make_task("reasoning_gym:chain_sum", {"min_terms": 2, "max_terms": 2}, 5, 0, "train")
@@ -84,13 +84,13 @@ def test_reasoning_gym_rows_are_its_own():
         *[(f"reasoning_gym:{name}", {}, f"not supported: {why}") for name, why in BROKEN_REASONING_GYM.items()],
     ],
 )
-def test_what_cannot_be_made_says_why(path: str, options: dict, message: str):
+def test_an_impossible_task_is_refused_with_the_reason(path: str, options: dict, message: str):
     with pytest.raises(ValueError, match=message):
         for split in ("train", "val"):
             make_task(path, options, None, 0, split).row(0)
 
 
-def test_the_broken_ones_are_known_to_reasoning_gym():
+def test_excluded_tasks_exist_in_reasoning_gym():
     from reasoning_gym.factory import DATASETS
 
     assert len(BROKEN_REASONING_GYM) == 7 and set(BROKEN_REASONING_GYM) <= set(DATASETS)

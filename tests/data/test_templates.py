@@ -1,5 +1,5 @@
-"""The chat template of a folder as a launch renders it, and what is derived from a template: beside transformers, for
-all published templates of tests/templates."""
+"""A folder's chat template as a launch renders it, and properties derived from it, compared with transformers for all
+published templates of tests/templates."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DIALOGUES: dict[str, tuple[list[dict[str, Any]], Any]] = {
 
 
 def outcome(tokenizer: Any, messages: list[dict[str, Any]], tools: Any, **variables: Any) -> str:
-    """The rendered text, or what the template raises."""
+    """The rendered text, or the template's error."""
     try:
         return plain(render(tokenizer, messages, tools, **variables))
     except Exception as error:
@@ -43,7 +43,7 @@ def outcome(tokenizer: Any, messages: list[dict[str, Any]], tools: Any, **variab
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_a_folder_renders_as_transformers_does(tmp_path: Path, name: str):
+def test_a_folder_is_rendered_as_by_transformers(tmp_path: Path, name: str):
     tokenizer = tokenizer_of(name)
     tokenizer.save_pretrained(tmp_path)
     folder = read_template(tmp_path)
@@ -58,12 +58,12 @@ def test_a_folder_renders_as_transformers_does(tmp_path: Path, name: str):
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_the_end_of_a_turn_is_one_of_the_model(name: str):
+def test_the_end_of_a_turn_is_an_end_token_of_the_model(name: str):
     published, end = TABLE[name], end_of_turn(tokenizer_of(name))
     assert end is None or end in (*published.ends, published.eos)
 
 
-def test_a_base_model_ends_with_the_end_of_its_template_too():
+def test_a_base_model_also_stops_at_the_end_token_of_its_template():
     tokenizer = tokenizer_of("qwen2.5")
     tokenizer.eos_token = "<|endoftext|>"
     assert tokenizer.convert_ids_to_tokens(end_ids(tokenizer)) == ["<|endoftext|>", "<|im_end|>"]
@@ -72,7 +72,7 @@ def test_a_base_model_ends_with_the_end_of_its_template_too():
     assert tokenizer.convert_ids_to_tokens(end_ids(tokenizer)) == ["<|endoftext|>"]
 
 
-def test_a_template_that_joins_arguments_gets_them_as_text():
+def test_a_template_that_concatenates_arguments_gets_them_as_text():
     """DeepSeek's templates add the arguments to a text: as an object they raise TypeError."""
     tokenizer = tokenizer_of("deepseek-r1")
     turn = {"role": "assistant", "content": None, "tool_calls": [CALL]}
@@ -81,7 +81,7 @@ def test_a_template_that_joins_arguments_gets_them_as_text():
     assert "{'a'" not in text
 
 
-def test_bound_variables_reach_every_rendering():
+def test_configured_variables_reach_every_rendering():
     tokenizer = tokenizer_of("qwen3")
     thinks = render(tokenizer, [USER], None)
     assert render(bind(tokenizer, {"enable_thinking": False}), [USER], None) != thinks
@@ -94,7 +94,7 @@ def test_the_tiny_model_has_the_template_of_a_launch(tokenizer: Any):
     assert end_ids(tokenizer) == (tokenizer.eos_token_id,) and end_of_turn(tiny_template()) == tokenizer.eos_token
 
 
-def test_a_folder_without_a_template_or_with_a_broken_one(tmp_path: Path):
+def test_a_missing_or_broken_template_is_reported(tmp_path: Path):
     assert read_template(tmp_path).chat_template is None
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{% if %}", "eos_token": {"content": "</s>"}}')
     with pytest.raises(ValueError, match=f"^the chat template of {tmp_path} is not valid: Expected an expression"):

@@ -1,5 +1,4 @@
-"""A world of three ranks or more that are threads of the test: real stores, queues and gloo groups, without as many
-imports."""
+"""A world of three or more ranks as threads of the test: real stores, queues and gloo groups with one import."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ SIZE = 3
 
 
 class Threads:
-    """The worlds of the ranks, and a way to have every rank do something at once."""
+    """The ranks' worlds, and a method that runs an action on all ranks at once."""
 
     def __init__(self, folder: Path, size: int = SIZE):
         from hpcrl.messaging.bootstrap import ProcessInfo

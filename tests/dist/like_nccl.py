@@ -1,4 +1,4 @@
-"""A gloo group under the rules of torch's ProcessGroupNCCL (2.13), which says which communicators it would make."""
+"""A gloo group with the rules of torch's ProcessGroupNCCL (2.13) that records which communicators NCCL would make."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def all_of(starts: Sequence[Callable[[], Any]]) -> None:
 
 
 class Later:
-    """A work that tells whether it has ended."""
+    """A work that reports whether it has ended."""
 
     def __init__(self, done: Future[None]):
         self._done, self.is_completed = done, done.done

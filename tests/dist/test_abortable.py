@@ -1,4 +1,4 @@
-"""A rank that waits for a lost one goes on, before the library's own timeout; with gloo in the place of NCCL."""
+"""A rank that waits for a lost rank continues before the library's own timeout; gloo replaces NCCL."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ RANKS = range(SIZE)
 
 
 class ByBroadcast:
-    """Transfers of gloo that tell that they have ended, as those of NCCL do: gloo's own tell it only to one who waits.
-    What a rank sends goes to all others."""
+    """Gloo transfers that report their end like NCCL's; gloo's own report it only to a waiting rank. A rank's data goes
+    to all others."""
 
     def __init__(self, gloo: Any, rank: int):
         self._gloo, self._rank, self.abort = gloo, rank, gloo.abort
@@ -42,13 +42,13 @@ class ByBroadcast:
 
 
 def groups(threads: Threads, name: str, timeout_s: float = 30.0) -> tuple[list[ByBroadcast], list[AbortableGroup]]:
-    """A group of all ranks, as each of them has it: the library's, and the one around it."""
+    """A group of all ranks as seen by each rank: the library's group and its wrapper."""
     worlds = [replace(world, timeout_s=LIBRARY_S / 0.8) for world in threads.worlds]
     plain = threads.every(lambda rank: ByBroadcast(worlds[rank].group(name, RANKS, 0), rank))
     return plain, [AbortableGroup(plain[i], name, RANKS, timeout_s, worlds[i].lost_ranks) for i in RANKS]
 
 
-def test_what_is_sent_arrives_and_errors_of_the_library_are_raised(threads: Threads) -> None:
+def test_sent_data_arrives_and_library_errors_are_raised(threads: Threads) -> None:
     _, made = groups(threads, "sound")
 
     def publish(rank: int) -> torch.Tensor:
@@ -71,10 +71,10 @@ def test_what_is_sent_arrives_and_errors_of_the_library_are_raised(threads: Thre
         (None, 30.0, 0.6, "no answer for 0.6 s"),
     ],
 )
-def test_a_wait_for_a_rank_that_does_not_come_ends(
+def test_waiting_for_a_rank_that_never_comes_ends(
     threads: Threads, told: set[int] | None, timeout_s: float, own_s: float | None, why: str, request: Any
 ) -> None:
-    """Rank 2 never sends. The second wait of a group that was aborted ends at once."""
+    """Rank 2 never sends. A second wait on an aborted group ends at once."""
     plain, made = groups(threads, request.node.name, timeout_s)
     group = made[1]
     if told is not None:
@@ -102,7 +102,7 @@ def test_only_groups_made_inside_have_no_watchdog(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each of two ranks")
 @pytest.mark.parametrize("how", ["dies", "hangs"])
-def test_a_dead_peer_under_nccl_does_not_end_the_process(how: str) -> None:
+def test_a_dead_peer_under_nccl_does_not_end_this_process(how: str) -> None:
     said = pair(how, "cuda")
     assert SURVIVED in said, said
     assert how == "dies" or "GroupLost: the group pair was aborted: rank 1 is lost" in said

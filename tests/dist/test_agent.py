@@ -1,4 +1,4 @@
-"""The node agent with tiny programs as ranks: who is ended when, what is said about it, and that nothing is left."""
+"""The node agent with tiny programs as ranks: when it kills ranks, what it reports, and that nothing is left."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ with noted() as signals:
     print(json.dumps(dataclasses.asdict(agent.run())))
 """
 
-# What forks the ranks, and then does what their programs do.
+# Forks the ranks and then runs their programs.
 FORK = """
 import json, os, sys
 from pathlib import Path
@@ -44,7 +44,7 @@ parent.fork()
 exec(json.loads(sys.argv[1])[int(os.environ["HPCRL_RANK"])])
 """
 
-# What the ranks' programs begin with: up() tells the test the process id, wait() waits for the test.
+# The start of the ranks' programs: up() reports the process id to the test, wait() waits for the test.
 HEAD = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
@@ -82,7 +82,7 @@ def is_alive(pid: int) -> bool:
 
 
 class Node:
-    """An agent in a process of its own, and what its ranks have told."""
+    """An agent in its own process, and what its ranks have reported."""
 
     def __init__(self, folder: Path, parent: str = ""):
         self.folder, self.parent = folder, parent
@@ -109,7 +109,7 @@ class Node:
         self.process.send_signal(number)
 
     def verdict(self, seconds: float = 20) -> dict[str, Any]:
-        """What the agent found; nothing it started may be left."""
+        """The agent's verdict; no process that it started may be left."""
         assert self.process is not None
         out, err = self.process.communicate(timeout=seconds)
         assert self.process.returncode == 0, err
@@ -171,14 +171,14 @@ def test_a_lost_rank_is_named_with_the_last_lines_of_its_log(node: Node) -> None
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_named_and_takes_its_children_along(node: Node) -> None:
+def test_a_killed_rank_is_named_and_its_children_are_killed(node: Node) -> None:
     node.start(CONTROLLER, BEATING + "child('child'); time.sleep(100)", STAY)
     grandchild, rank = node.pid("child"), node.pid(1)
     assert is_alive(grandchild)
     os.kill(rank, signal.SIGKILL)
     until(lambda: not is_alive(grandchild), "the rank's child has ended")
     assert is_alive(node.pid(0))
-    assert is_alive(node.pid(2))  # what becomes of the others is the controller's decision
+    assert is_alive(node.pid(2))  # the controller decides about the other ranks
     node.release()
     verdict = node.verdict()
     assert verdict["controller_code"] == 0
@@ -196,7 +196,7 @@ def test_the_end_of_the_controller_ends_a_rank_that_ignores_sigterm(node: Node) 
     assert verdict["lost"]["0"].endswith("exited with code 7")
 
 
-def test_a_killed_agent_takes_its_ranks_along(node: Node) -> None:
+def test_a_killed_agent_takes_its_ranks_down(node: Node) -> None:
     node.start(CONTROLLER, STAY, HEAD + "signal.signal(signal.SIGTERM, signal.SIG_IGN); up(); time.sleep(100)")
     assert all(is_alive(node.pid(rank)) for rank in range(3))
     node.signal(signal.SIGKILL)
@@ -204,7 +204,7 @@ def test_a_killed_agent_takes_its_ranks_along(node: Node) -> None:
 
 
 @pytest.mark.slow
-def test_the_first_signal_goes_to_the_controller_alone(node: Node) -> None:
+def test_the_first_signal_reaches_only_the_controller(node: Node) -> None:
     node.start(POLITE, STAY)
     node.pid(0), node.pid(1)
     node.signal(signal.SIGTERM)
@@ -218,7 +218,7 @@ def test_the_first_signal_goes_to_the_controller_alone(node: Node) -> None:
     assert (verdict["controller_code"], verdict["signal_number"]) == (5, signal.SIGTERM)
 
 
-def test_the_second_signal_ends_everything(node: Node) -> None:
+def test_the_second_signal_kills_everything(node: Node) -> None:
     node.start(POLITE, STUBBORN, STAY)
     for name in (0, 1, 2, "child"):
         node.pid(name)
@@ -226,13 +226,13 @@ def test_the_second_signal_ends_everything(node: Node) -> None:
     until((node.folder / "asked").exists, "the controller was asked to stop")
     node.signal(signal.SIGTERM)
     verdict = node.verdict(8)
-    assert verdict["controller_code"] == -signal.SIGKILL  # its end is not taken for success
+    assert verdict["controller_code"] == -signal.SIGKILL  # its end does not count as success
     assert verdict["signal_number"] == signal.SIGTERM
     assert verdict["lost"]["0"].endswith("was killed by SIGKILL")
 
 
 @pytest.mark.slow
-def test_the_first_signal_is_acknowledged_and_a_storm_of_warnings_ends_nothing(
+def test_the_first_signal_is_acknowledged_and_later_ones_change_nothing(
     node: Node,
 ) -> None:
     """A scheduler, or a person, may send SIGUSR1 many times; also while the agent ends."""
@@ -255,7 +255,7 @@ def test_the_first_signal_is_acknowledged_and_a_storm_of_warnings_ends_nothing(
 
 
 @pytest.mark.slow
-def test_a_signal_that_comes_at_once_is_not_lost(node: Node) -> None:
+def test_an_immediate_signal_is_not_lost(node: Node) -> None:
     node.start(HEAD + "wait('never')", STAY)
     until((node.folder / "logs" / "rank_0000.log").exists, "the agent starts its ranks")
     node.signal(signal.SIGINT)
@@ -265,7 +265,7 @@ def test_a_signal_that_comes_at_once_is_not_lost(node: Node) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_stops_beating_is_ended(node: Node) -> None:
+def test_a_rank_without_heartbeats_is_killed(node: Node) -> None:
     node.start(CONTROLLER, BEATING + "time.sleep(100)", BEATING + "time.sleep(100)", silent_s=2.5)
     os.kill(node.pid(1), signal.SIGSTOP)
     until(lambda: not is_alive(node.pid(1)), "the stopped rank has ended", 10)
@@ -278,8 +278,8 @@ def test_a_rank_that_stops_beating_is_ended(node: Node) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_stopped_is_ended_long_before_one_that_only_computes(node: Node) -> None:
-    """The second waits in native code, which no thread of the interpreter survives, for longer."""
+def test_a_stopped_rank_is_killed_long_before_a_rank_that_computes(node: Node) -> None:
+    """The second computes in native code, which blocks all threads of the interpreter, for longer."""
     busy = "import ctypes; ctypes.PyDLL(None).sleep(100)"
     node.start(CONTROLLER, BEATING + "time.sleep(100)", BEATING + busy, stopped_s=2.0)
     os.kill(node.pid(1), signal.SIGSTOP)
@@ -294,8 +294,8 @@ def test_a_rank_that_is_stopped_is_ended_long_before_one_that_only_computes(node
 
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", ["silent_s", "stopped_s"])
-def test_a_job_that_is_suspended_goes_on_when_it_wakes(node: Node, limit: str) -> None:
-    """All its processes are stopped for longer than a rank may be; the agent wakes before its ranks."""
+def test_a_suspended_job_continues_when_it_wakes(node: Node, limit: str) -> None:
+    """All processes are stopped longer than a rank may be; the agent wakes before its ranks."""
     node.start(BEATING + "wait('end')", BEATING + "wait('end')", **{limit: 3.0})
     assert node.process is not None
     pids = [node.process.pid, node.pid(0), node.pid(1)]
@@ -312,7 +312,7 @@ def test_a_job_that_is_suspended_goes_on_when_it_wakes(node: Node, limit: str) -
 
 
 @pytest.mark.slow
-def test_a_job_that_is_suspended_while_it_starts_goes_on_when_it_wakes(node: Node) -> None:
+def test_a_job_suspended_during_its_start_continues_when_it_wakes(node: Node) -> None:
     node.start(CONTROLLER, start_s=2.0)
     os.kill(node.pid(0), signal.SIGSTOP)
     node.signal(signal.SIGSTOP)
@@ -326,15 +326,15 @@ def test_a_job_that_is_suspended_while_it_starts_goes_on_when_it_wakes(node: Nod
 
 
 @pytest.mark.slow
-def test_a_rank_that_does_not_come_up_is_ended(node: Node) -> None:
+def test_a_rank_that_never_starts_is_killed(node: Node) -> None:
     node.start(CONTROLLER, BEATING + "time.sleep(100)", STAY, start_s=2.0)
     until(lambda: not is_alive(node.pid(2)), "the rank without a trace has ended", 10)
     assert is_alive(node.pid(1))
-    node.verdict(10)  # as has the controller, which makes none here either
+    node.verdict(10)  # so has the controller, which writes none here either
 
 
 @pytest.mark.parametrize("node", [""], indirect=True, ids=["programs"])
-def test_a_rank_that_cannot_be_started_leaves_no_others(node: Node) -> None:
+def test_a_rank_that_cannot_be_started_leaves_no_other_ranks(node: Node) -> None:
     node.start(CONTROLLER, "")
     assert node.process is not None
     _, err = node.process.communicate(timeout=20)
@@ -344,7 +344,7 @@ def test_a_rank_that_cannot_be_started_leaves_no_others(node: Node) -> None:
 
 
 @pytest.mark.slow
-def test_an_earlier_start_in_the_same_folder_is_forgotten(node: Node) -> None:
+def test_files_of_an_earlier_start_in_the_folder_are_ignored(node: Node) -> None:
     world = node.folder / "world"
     node.start(CONTROLLER, BEATING)
     node.pid(1)
@@ -363,7 +363,7 @@ def test_an_earlier_start_in_the_same_folder_is_forgotten(node: Node) -> None:
 
 
 @pytest.mark.slow
-def test_a_loss_is_told_to_the_controller_even_if_it_comes_up_later(node: Node) -> None:
+def test_a_lost_rank_is_reported_even_to_a_controller_that_starts_later(node: Node) -> None:
     from hpcrl.messaging import queues
     from hpcrl.messaging.bootstrap import make_key_file
     from hpcrl.messaging.mailbox_server import MailboxServer
@@ -419,8 +419,8 @@ def test_ranks_that_cannot_be_forked_are_started_as_programs(node: Node, told: s
 @pytest.mark.slow
 @pytest.mark.parametrize("node", [FORK.replace("parent.fork()", "import time; time.sleep(100)")], indirect=True)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_signal_to_the_agent_while_its_ranks_are_imported(node: Node, number: int) -> None:
-    """The controller's program gets the first one at once."""
+def test_a_signal_during_imports_reaches_the_controller_at_once(node: Node, number: int) -> None:
+    """The controller's program gets the first signal at once."""
     node.start(HEAD + "wait('never')", STAY)
     path = node.folder / "parent"
     until(lambda: path.exists() and bool(path.read_text()), "the parent imports")
@@ -433,7 +433,7 @@ def test_a_signal_to_the_agent_while_its_ranks_are_imported(node: Node, number: 
 
 
 @pytest.mark.parametrize("node", [FORK.replace("parent.fork", "print('once'); parent.fork")], indirect=True)
-def test_forked_ranks_have_a_session_an_environment_and_descriptors_of_their_own(node: Node) -> None:
+def test_forked_ranks_have_separate_sessions_environments_and_descriptors(node: Node) -> None:
     tell = """
 import json
 numbers = [int(number) for number in os.listdir("/proc/self/fd")]
@@ -451,5 +451,5 @@ print(rank)
     told = [json.loads((node.folder / f"told_{rank}").read_text()) for rank in range(2)]
     # Beside the three standard ones: the page of the trace, and the folder that is listed.
     same = {"session": True, "fds": 5, "stdin": "/dev/null", "forks": False}
-    # Rank 0 is asked to stop by a signal; the others hold signals back until they can handle them.
+    # A signal asks rank 0 to stop; the others block signals until they can handle them.
     assert told == [{**same, "gpu": "0", "held": False}, {**same, "gpu": "1", "held": True}]

@@ -1,4 +1,4 @@
-"""Who a process is, by every launcher's variables; how ranks find the store; real starts by torchrun and mpirun."""
+"""Rank and node by each launcher's variables; how ranks find the store; real starts by torchrun and mpirun."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize(("environ", "world_size", "expected"), PLACES.values(), ids=PLACES)
-def test_place(environ: Environ, world_size: int, expected: ProcessInfo) -> None:
+def test_rank_and_node_follow_from_launcher_variables(environ: Environ, world_size: int, expected: ProcessInfo) -> None:
     assert find_place(environ, world_size) == expected
 
 
@@ -123,7 +123,7 @@ def test_place(environ: Environ, world_size: int, expected: ProcessInfo) -> None
         (slurm(1, 16, 0, 2), 8, "slurm", 16, 2),
     ],
 )
-def test_contradictions_name_the_numbers(
+def test_a_wrong_number_of_processes_is_refused_with_both_numbers(
     environ: Environ, world_size: int, launcher: str, size: int, nodes: int
 ) -> None:
     message = f"{launcher} started {size} processes on {nodes} node\\(s\\); this layout needs {world_size} ranks .*"
@@ -132,7 +132,7 @@ def test_contradictions_name_the_numbers(
     assert "\n" not in str(caught.value)
 
 
-def test_the_key_file_is_new_and_private(tmp_path: Path) -> None:
+def test_the_key_file_is_created_anew_and_private(tmp_path: Path) -> None:
     previous = os.umask(0)
     try:
         first = make_key_file(tmp_path, "one")
@@ -156,7 +156,7 @@ def place_of(rank: int) -> ProcessInfo:
 
 
 def join_all(folder: Path, delay_s: float) -> list[str]:
-    """Ranks 1 and 2 look for the store, rank 0 comes later; returns what each found in the store under its own rank."""
+    """Ranks 1 and 2 look for the store, rank 0 comes later; returns what each found in the store under its rank."""
     from hpcrl.messaging.messages import Shutdown
     from hpcrl.messaging.world import join, rank_queue
 
@@ -176,7 +176,7 @@ def join_all(folder: Path, delay_s: float) -> list[str]:
         return list(pool.map(run, range(3)))
 
 
-def test_a_second_start_in_the_same_folder_meets_at_its_own_store(tmp_path: Path) -> None:
+def test_a_second_start_in_the_same_folder_uses_its_own_store(tmp_path: Path) -> None:
     greeting = ["sent []", "(0, 1, Shutdown()) []", "(0, 1, Shutdown()) []"]
     assert join_all(tmp_path, 0.0) == greeting
     first = json.loads((tmp_path / ENDPOINT).read_text())
@@ -187,7 +187,7 @@ def test_a_second_start_in_the_same_folder_meets_at_its_own_store(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_store_of_another_world_at_the_same_port_is_not_taken(tmp_path: Path) -> None:
+def test_a_store_of_another_world_at_the_same_port_is_refused(tmp_path: Path) -> None:
     from hpcrl.messaging import queues
     from hpcrl.messaging.bootstrap import WORLD_KEY
 
@@ -203,7 +203,7 @@ def test_a_store_of_another_world_at_the_same_port_is_not_taken(tmp_path: Path) 
     assert share_endpoint(place_of(1), tmp_path, None, 5) == endpoint
 
 
-def test_waiting_for_rank_0_has_an_end(tmp_path: Path) -> None:
+def test_waiting_for_rank_0_times_out(tmp_path: Path) -> None:
     start = time.monotonic()
     with pytest.raises(TimeoutError, match=rf"no {tmp_path / ENDPOINT} after 0.2 s: rank 0 has not come up"):
         share_endpoint(place_of(1), tmp_path, None, 0.2)
@@ -211,7 +211,7 @@ def test_waiting_for_rank_0_has_an_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_waiting_for_rank_0_does_not_count_a_pause_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_rank_0_ignores_a_pause_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from hpcrl.messaging import bootstrap, queues
 
     server = queues.serve("127.0.0.1", 10)
@@ -231,7 +231,7 @@ def test_waiting_for_rank_0_does_not_count_a_pause_of_the_job(tmp_path: Path, mo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hosted", [False, True], ids=["own store", "torchrun's store"])
-def test_torchrun_shares_through_its_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hosted: bool) -> None:
+def test_torchrun_ranks_share_through_its_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hosted: bool) -> None:
     from hpcrl.messaging import queues
 
     server = queues.serve("127.0.0.1", 20)
@@ -258,7 +258,7 @@ def test_torchrun_shares_through_its_store(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def prepare_run(run_dir: Path, max_steps: int, *more: str) -> int:
-    """What the launcher does before it starts ranks; returns the attempt."""
+    """The launcher's work before it starts ranks; returns the attempt."""
     from hpcrl.launch.prepare import prepare
     from hpcrl.run_folder import close_run, open_run
 
@@ -304,7 +304,7 @@ sys.meta_path.insert(0, Watcher())
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", "mpi", "slurm"])
-def test_an_engine_is_imported_when_its_rank_has_one_gpu(tmp_path: Path, launcher: str) -> None:
+def test_engines_are_imported_after_the_rank_is_bound_to_one_gpu(tmp_path: Path, launcher: str) -> None:
     """Libraries may look for GPUs when they are imported, and CUDA looks once."""
     attempt = prepare_run(tmp_path / "run", 1, "cluster.device=auto")
     (tmp_path / "sitecustomize.py").write_text(WATCHER)
@@ -327,12 +327,12 @@ def test_an_engine_is_imported_when_its_rank_has_one_gpu(tmp_path: Path, launche
 
 
 @pytest.mark.slow
-def test_torchrun_trains(run_dir: Path) -> None:
+def test_a_run_under_torchrun_trains(run_dir: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "-m", "hpcrl.run"]
     attempt = prepare_run(run_dir, 2)
     start(command, run_dir, attempt)
     assert steps_done(run_dir) == [1, 2]
-    for rank in range(3):  # which no agent keeps
+    for rank in range(3):  # which no agent writes
         text = (log_folder(run_dir, attempt) / f"rank_{rank:04d}.log").read_text()
         assert f" rank {rank} INFO process " in text and ("INFO step 2/2 " in text) == (rank == 0)
     assert (run_dir / "hf" / "model.safetensors").exists()
@@ -343,7 +343,7 @@ def test_torchrun_trains(run_dir: Path) -> None:
     not (shutil.which("mpirun") and importlib.util.find_spec("mpi4py")),
     reason="MPI is not installed (openmpi-bin and the extra: mpi)",
 )
-def test_mpirun_trains_and_goes_on_where_another_launcher_stopped(run_dir: Path) -> None:
+def test_a_run_under_mpirun_resumes_a_checkpoint_of_another_launcher(run_dir: Path) -> None:
     before = steps_done(run_dir) if (run_dir / "metrics.jsonl").exists() else []
     attempt = prepare_run(run_dir, len(before) + 2)
     start(["mpirun", "--oversubscribe", "-n", "3", sys.executable, "-m", "hpcrl.run"], run_dir, attempt)
@@ -373,8 +373,8 @@ def under_torchrun(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], list
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [1, 0])
-def test_under_torchrun_a_rank_that_is_stopped_ends_the_run(tmp_path: Path, rank: int) -> None:
-    """Without an agent: another rank of the node sees it."""
+def test_a_stopped_rank_ends_the_run_under_torchrun(tmp_path: Path, rank: int) -> None:
+    """Without an agent, another rank of the node notices it."""
     with under_torchrun(tmp_path) as (run, ranks):
         began = time.monotonic()
         ranks[rank].send_signal(signal.SIGSTOP)
@@ -392,8 +392,8 @@ def test_ranks_end_with_their_launcher(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_signal_to_every_rank_saves(tmp_path: Path) -> None:
-    """As torchrun passes it on, and as Slurm sends it to one task per rank."""
+def test_a_signal_to_every_rank_saves_a_checkpoint(tmp_path: Path) -> None:
+    """As torchrun forwards a signal, and as Slurm sends it to one task per rank."""
     with under_torchrun(tmp_path) as (run, _):
         run.terminate()
         assert run.wait(60) != 0
@@ -401,7 +401,7 @@ def test_a_signal_to_every_rank_saves(tmp_path: Path) -> None:
         assert (tmp_path / "run/checkpoints" / f"step_{last:06d}").is_dir(), (tmp_path / "log").read_text()
 
 
-def test_whoever_waits_for_long_looks_less_often() -> None:
+def test_polling_slows_down_during_long_waits() -> None:
     waited_s, looks = 0.0, 0
     while waited_s < 60:
         waited_s += backed_off_s(waited_s)

@@ -1,4 +1,4 @@
-"""Where what libraries compile is kept."""
+"""Folders for code that libraries compile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from hpcrl.node.caches import ABANDONED_S, FOLDERS, cache_folders, kind_of_node
 
 
-def test_every_attempt_on_a_node_finds_the_same_folders_in_its_scratch(tmp_path: Path) -> None:
+def test_all_attempts_on_a_node_use_the_same_scratch_folders(tmp_path: Path) -> None:
     first, second = (cache_folders({"TMPDIR": str(tmp_path)}) for _ in range(2))
     assert first == second and first.keys() == FOLDERS.keys() and len(set(first.values())) == len(FOLDERS)
     (own,) = tmp_path.iterdir()
@@ -22,7 +22,7 @@ def test_every_attempt_on_a_node_finds_the_same_folders_in_its_scratch(tmp_path:
     assert all(Path(folder).is_dir() and own in Path(folder).parents for folder in first.values())
 
 
-def test_what_the_user_has_set_stays(tmp_path: Path) -> None:
+def test_variables_set_by_the_user_are_kept(tmp_path: Path) -> None:
     found = cache_folders({"TMPDIR": str(tmp_path), "TRITON_CACHE_DIR": "/mine", "CUDA_CACHE_PATH": ""})
     assert found.keys() == FOLDERS.keys() - {"TRITON_CACHE_DIR"}
 
@@ -44,7 +44,7 @@ def node(root: Path, flags: str, *gpus: str) -> Path:
     return root
 
 
-def test_nodes_of_one_kind_share_and_others_do_not(tmp_path: Path) -> None:
+def test_only_nodes_of_one_kind_share_folders(tmp_path: Path) -> None:
     plain, alike = (kind_of_node({}, node(tmp_path / str(n), "sse avx2", "H100", "H100")) for n in range(2))
     assert plain == alike
     others = [
@@ -55,7 +55,7 @@ def test_nodes_of_one_kind_share_and_others_do_not(tmp_path: Path) -> None:
     assert len({plain, *others}) == 4
 
 
-def test_the_lock_of_a_killed_compilation_goes(tmp_path: Path) -> None:
+def test_the_stale_lock_of_a_killed_compilation_is_removed(tmp_path: Path) -> None:
     folder = Path(cache_folders({"TMPDIR": str(tmp_path)})["TORCH_EXTENSIONS_DIR"])
     old, new = folder / "cpu_adam/lock", folder / "other/lock"
     for lock in (old, new):

@@ -1,4 +1,4 @@
-"""Control messages through a mailbox server, against everything that somebody at its port could do to them."""
+"""Control messages through a mailbox server, under every attack at its port."""
 
 from __future__ import annotations
 
@@ -140,10 +140,10 @@ def sender_to(mailbox_server: MailboxServer, number: int = 0, key: bytes = KEY) 
 
 
 class Recorded(Sender):
-    """Keeps what it would push."""
+    """Records messages instead of pushing them."""
 
     def __init__(self, number: int = 0, key: bytes = KEY, sent: int = 0):
-        """sent: how many messages have gone to QUEUE before."""
+        """sent: the number of earlier messages to QUEUE."""
         self.pushed: list[bytes] = []
         super().__init__(lambda queue: self.pushed.append, key, number)
         for _ in range(sent):
@@ -178,7 +178,7 @@ def test_every_message_arrives_as_it_was_sent(mailbox_server: MailboxServer, sam
     assert inbox.refused == []
 
 
-def test_senders_and_queues_are_numbered_apart(mailbox_server: MailboxServer, inbox: Inbox) -> None:
+def test_each_sender_and_queue_has_its_own_numbering(mailbox_server: MailboxServer, inbox: Inbox) -> None:
     other = Inbox(mailbox_server.queue("rank/2"), "rank/2", KEY, m.Command)
     first, second = sender_to(mailbox_server, 1), sender_to(mailbox_server, -2)
     got = []
@@ -202,7 +202,7 @@ def test_threads_share_a_sender(mailbox_server: MailboxServer, inbox: Inbox) -> 
 
 
 def refuse(push: Push, inbox: Inbox, raw: bytes, why: str, capfd: pytest.CaptureFixture[str], sent: int = 0) -> None:
-    """`raw` is refused and named, and the good message behind it arrives. sent: messages of sender 0 that count."""
+    """`raw` is refused and named, and the valid message after it arrives. sent: messages of sender 0 that count."""
     push(raw)
     push(Recorded(sent=sent).raw(m.Shutdown()))
     assert inbox.get(5) == (0, sent + 1, m.Shutdown())
@@ -211,30 +211,28 @@ def refuse(push: Push, inbox: Inbox, raw: bytes, why: str, capfd: pytest.Capture
     assert f"refused on queue {QUEUE}: {inbox.refused[0]}" in capfd.readouterr().out
 
 
-def test_forged(push: Push, inbox: Inbox, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_forged_message_is_refused(push: Push, inbox: Inbox, capfd: pytest.CaptureFixture[str]) -> None:
     refuse(push, inbox, raw_of(m.Export("hf"), key=b"j" * 32), "wrong signature", capfd)
 
 
 @pytest.mark.parametrize("raw", [b"", b"x", b"\0" * 32, os.urandom(500)], ids=["empty", "short", "zeros", "noise"])
-def test_noise(push: Push, inbox: Inbox, raw: bytes, capfd: pytest.CaptureFixture[str]) -> None:
+def test_random_bytes_are_refused(push: Push, inbox: Inbox, raw: bytes, capfd: pytest.CaptureFixture[str]) -> None:
     refuse(push, inbox, raw, f"a message of {len(raw)} bytes with a wrong signature", capfd)
 
 
-def test_replayed(push: Push, inbox: Inbox, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_replayed_message_is_refused(push: Push, inbox: Inbox, capfd: pytest.CaptureFixture[str]) -> None:
     raw = raw_of(m.Export("hf"))
     push(raw)
     assert inbox.get(5) == (0, 1, m.Export("hf"))
     refuse(push, inbox, raw, "message 1 of sender 0, replayed (expected 2)", capfd, sent=1)
 
 
-def test_replayed_from_another_queue(push: Push, inbox: Inbox, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_replay_from_another_queue_is_refused(push: Push, inbox: Inbox, capfd: pytest.CaptureFixture[str]) -> None:
     refuse(push, inbox, raw_of(m.Shutdown(), queue="rank/2"), "wrong signature", capfd)
 
 
 @pytest.mark.parametrize("sent", [[2, 1], [1, 3], [1, 3, 2]], ids=["out of order", "lost", "lost and late"])
-def test_a_gap_ends_what_its_sender_says_and_nothing_else(
-    mailbox_server: MailboxServer, inbox: Inbox, sent: list[int]
-) -> None:
+def test_a_gap_ends_only_the_stream_of_its_sender(mailbox_server: MailboxServer, inbox: Inbox, sent: list[int]) -> None:
     recorded, other = Recorded(4), sender_to(mailbox_server, 5)
     raws = {number: recorded.raw(m.Advantages(number)) for number in range(1, 4)}
     broken = connect("127.0.0.1", mailbox_server.port, QUEUE, KEY, 4, 30, 30)
@@ -252,10 +250,10 @@ def test_a_gap_ends_what_its_sender_says_and_nothing_else(
     assert ended == [SenderEnded(4, "gap", f"queue rank/1: {gap}")]
 
 
-def test_a_second_process_with_a_ranks_number_is_told_and_changes_nothing(
+def test_a_second_process_with_a_ranks_number_is_refused_and_changes_nothing(
     mailbox_server: MailboxServer, inbox: Inbox
 ) -> None:
-    """It was refused as a replay up to the number that the first had reached, and believed from there on."""
+    """Before, it was refused as a replay only up to the number that the first process had reached."""
     first, second = sender_to(mailbox_server, 4), sender_to(mailbox_server, 4)
     for step in range(3):
         first.send(QUEUE, m.Advantages(step))
@@ -267,17 +265,17 @@ def test_a_second_process_with_a_ranks_number_is_told_and_changes_nothing(
     assert inbox.get(0.1) is None and inbox.num_refused == 0 and inbox.take_ended() == []
 
 
-def test_nobody_speaks_for_another(push: Push, inbox: Inbox, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_sender_cannot_impersonate_another(push: Push, inbox: Inbox, capfd: pytest.CaptureFixture[str]) -> None:
     refuse(push, inbox, Recorded(4).raw(m.Export("hf")), "message 1 of sender 4 from sender 0", capfd)
 
 
-def test_a_wrong_key_and_a_wrong_queue_are_answered(mailbox_server: MailboxServer) -> None:
+def test_a_wrong_key_and_a_wrong_queue_are_refused_with_the_reason(mailbox_server: MailboxServer) -> None:
     for queue, key, why in ((QUEUE, b"j" * 32, "wrong key for this run"), ("rank/9", KEY, "no such queue")):
         with pytest.raises(ConnectionRefusedError, match=f"refused sender 3 of queue {queue}: .*{why}"):
             connect("127.0.0.1", mailbox_server.port, queue, key, 3, 30, 30)
 
 
-def test_the_end_of_a_sender_is_told_after_its_last_message(mailbox_server: MailboxServer, inbox: Inbox) -> None:
+def test_the_end_of_a_sender_is_reported_after_its_last_message(mailbox_server: MailboxServer, inbox: Inbox) -> None:
     sender = sender_to(mailbox_server, 4)
     sender.send(QUEUE, m.Shutdown())
     del sender  # closes its connection
@@ -286,7 +284,7 @@ def test_the_end_of_a_sender_is_told_after_its_last_message(mailbox_server: Mail
     assert inbox.take_ended() == [SenderEnded(4, "closed", "its connection has ended")]
 
 
-def test_signed_but_no_frame(push: Push, inbox: Inbox, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_signed_message_without_frame_is_refused(push: Push, inbox: Inbox, capfd: pytest.CaptureFixture[str]) -> None:
     refuse(push, inbox, queues.sign(KEY, QUEUE, b"\x93\x01\x02"), "a signed message that is not a frame", capfd)
 
 
@@ -302,11 +300,11 @@ def test_signed_but_no_frame(push: Push, inbox: Inbox, capfd: pytest.CaptureFixt
     ],
     ids=["event", "type", "missing", "extra", "unknown", "map"],
 )
-def test_wrong_schema(push: Push, inbox: Inbox, body: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_schema_is_refused(push: Push, inbox: Inbox, body: Any, capfd: pytest.CaptureFixture[str]) -> None:
     refuse(push, inbox, raw_of(body), "message 1 of sender 0 does not fit the schema", capfd, sent=1)
 
 
-def test_the_sender_refuses_what_is_too_large(mailbox_server: MailboxServer, inbox: Inbox) -> None:
+def test_the_sender_refuses_too_large_messages(mailbox_server: MailboxServer, inbox: Inbox) -> None:
     sender = sender_to(mailbox_server)
     with pytest.raises(ValueError, match=r"Done to rank/1 has 671088\d\d bytes, over the limit of 67108864: store "):
         sender.send(QUEUE, m.Done(1, texts=["x" * (64 << 20)]))
@@ -317,7 +315,7 @@ def test_the_sender_refuses_what_is_too_large(mailbox_server: MailboxServer, inb
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_bytes", [module.RECEIVE_BYTES, 5 << 20, queues.MAX_MESSAGE_BYTES])
-def test_a_large_message_arrives_as_a_whole(mailbox_server: MailboxServer, inbox: Inbox, num_bytes: int) -> None:
+def test_a_large_message_arrives_whole(mailbox_server: MailboxServer, inbox: Inbox, num_bytes: int) -> None:
     message = m.Export("x" * (num_bytes - 13))  # 13: the list, the tag and the string's head
     sender = sender_to(mailbox_server)
     assert sender.send(QUEUE, message) == 1
@@ -327,7 +325,7 @@ def test_a_large_message_arrives_as_a_whole(mailbox_server: MailboxServer, inbox
     assert inbox.refused == []
 
 
-def test_a_flood_is_counted_and_holds_nobody_up(push: Push, mailbox_server: MailboxServer, inbox: Inbox) -> None:
+def test_a_flood_is_counted_and_blocks_nobody(push: Push, mailbox_server: MailboxServer, inbox: Inbox) -> None:
     for _ in range(queues.NAMED_REFUSALS + 50):
         push(b"flood")
     push(raw_of(m.Shutdown()))
@@ -356,7 +354,7 @@ TAMPERING = st.one_of(
 
 
 def tamper(genuine: list[bytes], number: int, kind: str, *how: Any) -> list[tuple[bytes, int | None]]:
-    """What is pushed in place of genuine[number], each with the number it really has, None where it has none."""
+    """The messages pushed in place of genuine[number], each with its real number or None."""
     raw = genuine[number]
     match kind:
         case "drop":
@@ -377,8 +375,8 @@ def tamper(genuine: list[bytes], number: int, kind: str, *how: Any) -> list[tupl
 
 @pytest.mark.slow
 @pytest.mark.timeout(30)
-def test_signals_prolong_no_wait() -> None:
-    """Signals that come while the time of a wait runs out; queue.SimpleQueue would wait forever after some hundreds."""
+def test_signals_do_not_prolong_a_wait() -> None:
+    """Signals while a wait times out; queue.SimpleQueue would wait forever after some hundreds."""
     mailbox_server = MailboxServer("127.0.0.1", KEY)
     inbox = Inbox(mailbox_server.queue(QUEUE), QUEUE, KEY, m.Command)
     before = signal.signal(signal.SIGUSR1, lambda *_: None)
@@ -404,7 +402,7 @@ def test_signals_prolong_no_wait() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(tampering=st.lists(TAMPERING, min_size=1, max_size=8))
-def test_tampering_never_yields_what_was_not_sent_next(tampering: list[tuple[Any, ...]]) -> None:
+def test_tampering_never_yields_a_message_that_was_not_next(tampering: list[tuple[Any, ...]]) -> None:
     entries: Arrivals = Queue()
     sender, inbox = Recorded(), Inbox(entries, QUEUE, KEY, m.Command)
     genuine = [sender.raw(m.Advantages(n)) for n in range(len(tampering))]
@@ -431,20 +429,20 @@ def test_tampering_never_yields_what_was_not_sent_next(tampering: list[tuple[Any
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, 0.3])
-def test_an_empty_queue_costs_the_time_asked_for(inbox: Inbox, timeout_s: float) -> None:
+def test_reading_an_empty_queue_takes_exactly_the_timeout(inbox: Inbox, timeout_s: float) -> None:
     start = time.monotonic()
     assert inbox.get(timeout_s) is None
     assert timeout_s <= time.monotonic() - start < timeout_s + 2
 
 
-def test_a_blocked_get_wakes_up(inbox: Inbox, push: Push) -> None:
+def test_a_blocked_get_wakes_up_when_a_message_arrives(inbox: Inbox, push: Push) -> None:
     threading.Timer(0.3, lambda: push(raw_of(m.Shutdown()))).start()
     start = time.monotonic()
     assert inbox.get(60) == (0, 1, m.Shutdown())
     assert time.monotonic() - start < 5
 
 
-def test_news_tell_of_every_queue(mailbox_server: MailboxServer, push: Push) -> None:
+def test_the_wakeup_event_covers_every_queue(mailbox_server: MailboxServer, push: Push) -> None:
     assert not mailbox_server.wakeup.is_set()
     mailbox_server.queue("mail/1")
     for there in (push, connect("127.0.0.1", mailbox_server.port, "mail/1", KEY, 0, 30, 30)):
@@ -457,7 +455,7 @@ def test_news_tell_of_every_queue(mailbox_server: MailboxServer, push: Push) -> 
 # -- a reader that is gone ---------------------------------------------------------------------------------------
 
 
-def test_a_lost_reader_is_named_and_not_tried_again(mailbox_server: MailboxServer, inbox: Inbox) -> None:
+def test_a_lost_reader_is_named_and_not_retried(mailbox_server: MailboxServer, inbox: Inbox) -> None:
     sender = sender_to(mailbox_server)
     sender.send(QUEUE, m.Shutdown())
     assert inbox.get(5) is not None
@@ -467,7 +465,7 @@ def test_a_lost_reader_is_named_and_not_tried_again(mailbox_server: MailboxServe
             sender.send(QUEUE, m.Shutdown())
             time.sleep(0.05)
     start = time.monotonic()
-    for late in (sender, sender_to(mailbox_server)):  # one that never knew it
+    for late in (sender, sender_to(mailbox_server)):  # a sender that was never connected
         for _ in range(3):
             with pytest.raises(ReaderLost, match="its reader is gone"):
                 late.send(QUEUE, m.Shutdown())
@@ -479,7 +477,7 @@ def test_a_lost_reader_is_named_and_not_tried_again(mailbox_server: MailboxServe
 
 @pytest.mark.slow
 @pytest.mark.parametrize("greets", [False, True], ids=["says nothing", "reads nothing"])
-def test_a_reader_that_hangs_costs_the_timeout_once(greets: bool) -> None:
+def test_a_hanging_reader_costs_its_timeout_only_once(greets: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, contextlib.ExitStack() as held:
         port = server.getsockname()[1]
 
@@ -497,7 +495,7 @@ def test_a_reader_that_hangs_costs_the_timeout_once(greets: bool) -> None:
         assert time.monotonic() - start < 5
 
 
-def test_what_is_no_mailbox_server_is_named() -> None:
+def test_a_port_without_a_mailbox_server_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
 
@@ -546,7 +544,7 @@ def start_host() -> tuple[subprocess.Popen[str], int]:
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A process that hosts a store, and the port."""
+    """A process that hosts a store, and its port."""
     process, port = start_host()
     yield process, port
     process.kill()
@@ -564,7 +562,7 @@ def watched(port: int, how: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-def test_a_lost_store_is_noticed_by_everyone(host: tuple[subprocess.Popen[str], int]) -> None:
+def test_every_process_notices_a_lost_store(host: tuple[subprocess.Popen[str], int]) -> None:
     process, port = host
     left, stopped = watched(port, "go"), watched(port, "stop")
     for child in (left, stopped):
@@ -586,26 +584,26 @@ def test_a_lost_store_is_noticed_by_everyone(host: tuple[subprocess.Popen[str], 
     with pytest.raises(StoreLost, match=f"no control store at 127.0.0.1:{port} within 0.5 s"):
         queues.connect("127.0.0.1", port, 0.5)
     assert time.monotonic() - start < 10
-    assert stopped.poll() is None  # it was told that the store may end
+    assert stopped.poll() is None  # it knows that the store may end
     stopped.kill()
     for child in (left, late, stopped):
         child.communicate()
 
 
-# -- what protects a queue and what does not, as docs/control_plane.md says --------------------------------------
+# -- the protection of a queue, as documented in docs/control_plane.md --------------------------------------
 
 
 def hello(
     connection: socket.socket, queue: str = QUEUE, key: bytes = KEY, drawn: bytes | None = None, number: str = "7"
 ) -> bytes:
-    """What a sender says first; drawn: in answer to another number than the connection's own."""
+    """A sender's greeting; drawn: it answers this number and not the connection's."""
     own = connection.recv(module.DRAWN_BYTES, socket.MSG_WAITALL)
     who = f"{number} {queue}".encode()
     return long(module.mac(key, (drawn or own) + who) + who)
 
 
 def long(entry: bytes) -> bytes:
-    """An entry behind its length."""
+    """A length-prefixed entry."""
     return len(entry).to_bytes(4, "little") + entry
 
 
@@ -628,7 +626,7 @@ def stranger(mailbox_server: MailboxServer) -> Iterator[socket.socket]:
     ],
     ids=["nothing", "a byte", "random", "ones", "zeros", "http", "a queue's name"],
 )
-def test_noise_at_the_port_has_no_effect(
+def test_random_bytes_at_the_port_have_no_effect(
     mailbox_server: MailboxServer, push: Push, inbox: Inbox, stranger: socket.socket, noise: bytes
 ) -> None:
     stranger.sendall(noise)
@@ -649,7 +647,7 @@ def test_noise_at_the_port_has_no_effect(
     ],
     ids=["another key", "a queue of nobody", "an old answer", "no number"],
 )
-def test_without_the_key_nothing_is_added(
+def test_nothing_can_be_added_without_the_key(
     push: Push, inbox: Inbox, stranger: socket.socket, queue: str, key: bytes, drawn: bytes | None, number: str
 ) -> None:
     with contextlib.suppress(ConnectionError):
@@ -661,10 +659,10 @@ def test_without_the_key_nothing_is_added(
 
 
 @pytest.mark.parametrize("knows_the_key", [False, True])
-def test_an_entry_that_is_too_long_ends_its_connection_at_once(
+def test_a_too_long_entry_closes_its_connection_at_once(
     push: Push, inbox: Inbox, stranger: socket.socket, knows_the_key: bool
 ) -> None:
-    """Its memory is not even asked for."""
+    """Its memory is not even allocated."""
     said, most = hello(stranger), module.MAX_ENTRY_BYTES if knows_the_key else module.MAX_HELLO_BYTES
     stranger.sendall((said if knows_the_key else b"") + (most + 1).to_bytes(4, "little"))
     assert stranger.recv(2, socket.MSG_WAITALL) == (b"\0" if knows_the_key else b""), "the connection ends"
@@ -672,7 +670,7 @@ def test_an_entry_that_is_too_long_ends_its_connection_at_once(
     assert (inbox.get(5) or inbox.get(5)) == (0, 1, m.Shutdown()), "behind the end of the other"
 
 
-def test_one_who_stops_in_the_middle_holds_nobody_up(push: Push, inbox: Inbox, stranger: socket.socket) -> None:
+def test_a_sender_that_stops_within_a_message_blocks_nobody(push: Push, inbox: Inbox, stranger: socket.socket) -> None:
     said, entry = hello(stranger), long(Recorded(7).raw(m.Export("x" * 1000)))
     for piece in (said[:3], said[3:40], said[40:], entry[:2], entry[2:500]):
         stranger.sendall(piece)
@@ -683,8 +681,8 @@ def test_one_who_stops_in_the_middle_holds_nobody_up(push: Push, inbox: Inbox, s
     assert inbox.get(5) == (7, 1, m.Export("x" * 1000))
 
 
-def test_too_many_connections_are_a_delay(mailbox_server: MailboxServer, inbox: Inbox) -> None:
-    """As long as no file can be opened, the mailbox server waits; then it takes what has come."""
+def test_too_many_connections_only_delay_messages(mailbox_server: MailboxServer, inbox: Inbox) -> None:
+    """As long as no file can be opened, the mailbox server waits; then it accepts the pending connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with socket.socket() as late:
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # whatever other threads of this process close
@@ -700,7 +698,7 @@ def test_too_many_connections_are_a_delay(mailbox_server: MailboxServer, inbox: 
         assert inbox.get(5) == (7, 1, m.Shutdown())
 
 
-def test_the_key_is_in_no_message() -> None:
+def test_no_message_contains_the_key() -> None:
     raw = raw_of(m.Export("hf"))
     assert KEY not in raw
     assert msgspec.msgpack.decode(raw[module.MAC_BYTES :]) == [0, 1, msgspec.msgpack.encode(["Export", "hf"])]

@@ -1,4 +1,4 @@
-"""The controller's side of the control plane over a real store, at sizes and rates that a large world has."""
+"""The controller's side of the control plane over a real store, at the sizes and rates of a large run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def make_controller(
 
 
 def say(threads: Any, *events: Any) -> None:
-    """Rank 1 says something to the controller, whose queue holds it at the return: the reader is this thread."""
+    """Rank 1 sends events to the controller, whose queue holds them at the return: this thread reads them."""
     queue = threads.worlds[0].mailbox_server.queue(CONTROLLER_QUEUE)
     expected = queue.qsize() + len(events)
     for event in events:
@@ -57,7 +57,7 @@ def say(threads: Any, *events: Any) -> None:
         time.sleep(0.001)
 
 
-def test_events_are_handed_out_though_more_keep_coming(threads: Any, controller: Controller) -> None:
+def test_events_are_delivered_while_more_keep_coming(threads: Any, controller: Controller) -> None:
     sent = [Scored([ScoredSample(sample, 1.0, 1.0)]) for sample in range(MAX_TAKEN + 100)]
     say(threads, *sent)
     first = controller.events()
@@ -65,13 +65,13 @@ def test_events_are_handed_out_though_more_keep_coming(threads: Any, controller:
     assert [event for _, event in first + controller.events()] == sent
 
 
-def test_the_work_of_an_answer_does_not_grow_with_what_is_outstanding(
+def test_the_cost_of_an_answer_does_not_grow_with_outstanding_commands(
     threads: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(AwakeClock, "now", lambda clock: 7.0)  # deadlines are looked at once per check_s: here never
+    monkeypatch.setattr(AwakeClock, "now", lambda clock: 7.0)  # deadlines are checked once per check_s: here never
 
     def work(outstanding: int) -> int:
-        """Bytecode instructions of 300 answers while so many other commands wait for theirs."""
+        """Bytecode instructions for 300 answers while `outstanding` other commands wait for answers."""
         controller, instructions = make_controller(threads), 0
         started = [answer for batch in range(300) for answer in controller.start({1: Advantages(batch)})]
         for _ in range(outstanding):
@@ -95,17 +95,17 @@ def test_the_work_of_an_answer_does_not_grow_with_what_is_outstanding(
     assert work(4000) < 1.5 * work(0)
 
 
-def test_a_rank_that_does_not_answer_is_named_after_the_deadline(threads: Any) -> None:
+def test_a_rank_that_does_not_answer_is_named_after_its_deadline(threads: Any) -> None:
     controller = make_controller(threads, command_s=0.5)
-    say(threads, Done(0))  # of nothing that was asked
+    say(threads, Done(0))  # of no command
     start = time.monotonic()
     with pytest.raises(RankSilent, match=r"no answer within 0.5 s: rank 1 \(no role\) in command Advantages #\d+"):
         controller.call({1: Advantages(7)})
     assert 0.5 <= time.monotonic() - start < 5
 
 
-def test_an_answer_that_nobody_waits_for_is_wanted_but_not_kept(threads: Any) -> None:
-    """As those to bursts from the ranks of a replica after its first."""
+def test_an_answer_that_nobody_awaits_has_a_deadline_but_is_not_kept(threads: Any) -> None:
+    """Such as answers to decode chunks from a replica's ranks after the first."""
     controller = make_controller(threads, command_s=0.5)
     say(threads, Done(controller.send(1, DecodeChunk(4, []))))
     while controller._outstanding:
@@ -118,8 +118,8 @@ def test_an_answer_that_nobody_waits_for_is_wanted_but_not_kept(threads: Any) ->
 
 
 @pytest.mark.slow
-def test_a_deadline_does_not_count_a_pause_of_the_job(threads: Any) -> None:
-    """Nobody looks at the clock for two deadlines, as where Slurm suspends the job; then the answer comes."""
+def test_a_deadline_ignores_a_pause_of_the_job(threads: Any) -> None:
+    """The clock is not read for two deadlines, as in a suspended job; then the answer comes."""
     controller = make_controller(threads, command_s=1.5)
     started = controller.start({1: Advantages(7)})
     assert not controller._take(0.0)
@@ -130,7 +130,7 @@ def test_a_deadline_does_not_count_a_pause_of_the_job(threads: Any) -> None:
 
 
 @pytest.mark.slow
-def test_the_deadline_of_the_start_does_not_count_a_pause_either(threads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_start_deadline_ignores_a_pause_of_the_job(threads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     controller = make_controller(threads, start_s=1.0)
     take = controller._take
 
@@ -149,7 +149,7 @@ def test_the_deadline_of_the_start_does_not_count_a_pause_either(threads: Any, m
 
 
 @pytest.mark.slow
-def test_a_command_may_be_allowed_more_than_others(threads: Any) -> None:
+def test_a_command_can_have_a_longer_timeout(threads: Any) -> None:
     controller = make_controller(threads, command_s=0.4)
     start = time.monotonic()
     with pytest.raises(RankSilent, match=r"no answer within 1.6 s: rank 1 \(no role\) in command Advantages #\d+"):
@@ -160,7 +160,7 @@ def test_a_command_may_be_allowed_more_than_others(threads: Any) -> None:
     assert time.monotonic() - activity.since < 1.0, "its agent need not take the controller for stuck"
 
 
-def test_what_is_looked_after_between_events_waits_for_no_rank(threads: Any) -> None:
+def test_background_work_between_events_does_not_block(threads: Any) -> None:
     asked: list[tuple[int, int]] = []
     known: list[bool] = []
     background = Background()
@@ -180,8 +180,8 @@ def test_what_is_looked_after_between_events_waits_for_no_rank(threads: Any) -> 
     assert controller.answered(asked) and controller.finish(asked) == {1: Done(asked[0][1])}
 
 
-def test_events_that_come_before_an_answer_go_to_the_listener(threads: Any) -> None:
-    """Where there is none, they are kept until they are asked for."""
+def test_events_before_an_answer_go_to_the_listener(threads: Any) -> None:
+    """Without a listener they are kept until they are read."""
     heard: list[tuple[int, Any]] = []
     scored = Scored([ScoredSample(1, 1.0, 1.0)])
     for listens in (False, True):
@@ -197,7 +197,7 @@ def test_events_that_come_before_an_answer_go_to_the_listener(threads: Any) -> N
             assert controller.events() == [(1, scored)]
 
 
-def test_roles_in_this_process_work_while_their_answer_is_waited_for(threads: Any) -> None:
+def test_local_roles_work_while_their_answer_is_awaited(threads: Any) -> None:
     def run_local() -> bool:
         if runs:
             return False
@@ -211,8 +211,8 @@ def test_roles_in_this_process_work_while_their_answer_is_waited_for(threads: An
     assert controller.finish(started) == {1: Done(started[0][1])} and runs == [1]
 
 
-def test_every_rank_can_know_which_ranks_are_given_up(threads: Any) -> None:
-    """Those who wait for one of them in a transfer must not wait for the library's timeout."""
+def test_every_rank_can_find_out_which_ranks_are_lost(threads: Any) -> None:
+    """Ranks that wait for a lost rank in a transfer must not wait for the library's timeout."""
     controller = Controller(
         threads.worlds[0], lambda rank: (), command_s=20.0, start_s=20.0, survivable=lambda *_: True
     )
@@ -223,7 +223,7 @@ def test_every_rank_can_know_which_ranks_are_given_up(threads: Any) -> None:
 
 
 @pytest.mark.parametrize("needed", [True, False])
-def test_a_rank_that_cannot_be_reached_is_given_up_with_the_reason(
+def test_an_unreachable_rank_counts_as_lost_with_the_reason(
     threads: Any, monkeypatch: pytest.MonkeyPatch, needed: bool
 ) -> None:
     def dial(queue: str) -> Push:
@@ -233,7 +233,7 @@ def test_a_rank_that_cannot_be_reached_is_given_up_with_the_reason(
     world = replace(threads.worlds[0], sender=Sender(dial, b"k" * 32, 0))
     controller = Controller(world, lambda rank: (), command_s=4.0, start_s=20.0, survivable=lambda *_: not needed)
     controller.built = True
-    controller.send(2, DropSamples([5]))  # one that nobody answers
+    controller.send(2, DropSamples([5]))  # a command that nobody answers
     why = "DropSamples to rank/2 was not sent, its reader is gone: no route to host"
     if needed:
         with pytest.raises(RankSilent, match=f"rank 2 .*is lost: {why}"):
@@ -244,10 +244,10 @@ def test_a_rank_that_cannot_be_reached_is_given_up_with_the_reason(
 
 
 @pytest.mark.parametrize("closed", [True, False])
-def test_a_peer_whose_process_has_ended_is_the_cause_of_a_failure(
+def test_a_peer_whose_process_ended_is_named_as_the_cause(
     threads: Any, monkeypatch: pytest.MonkeyPatch, closed: bool
 ) -> None:
-    """No agent tells of it under torchrun; before, the rank that had waited for it was named."""
+    """Under torchrun no agent reports it; before, the rank that had waited for it was named."""
     monkeypatch.setattr("hpcrl.messaging.dispatcher.CAUSE_S", 0.2)
     controller = make_controller(threads)
     if closed:

@@ -1,4 +1,4 @@
-"""Connections to a host that answers no more end, and no others."""
+"""Only connections to a host that no longer answers end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.e2e.cutting_off import cut_off
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 
 KEY, DEADLINE_S = b"k" * 32, 3.0
-SLACK_S = 5.0  # for a box whose cores are busy
+SLACK_S = 5.0  # for a machine whose cores are busy
 OTHER = """
 import sys, time
 from hpcrl.messaging.mailbox_server import MailboxServer, connect
@@ -59,7 +59,7 @@ def other(mailbox_server: MailboxServer) -> Iterator[tuple[subprocess.Popen[str]
     process.communicate()
 
 
-def test_a_host_that_says_nothing_is_missed(
+def test_connections_to_a_silent_host_end(
     mailbox_server: MailboxServer, other: tuple[subprocess.Popen[str], int]
 ) -> None:
     inbox = Inbox(mailbox_server.queue("controller"), "controller", KEY, Event)
@@ -72,8 +72,8 @@ def test_a_host_that_says_nothing_is_missed(
     assert time.monotonic() - began < DEADLINE_S + SLACK_S
 
 
-def test_a_message_to_a_host_that_is_gone_waits_no_longer(other: tuple[subprocess.Popen[str], int]) -> None:
-    """The kernel would repeat it for a quarter of an hour, and the sender wait for room."""
+def test_a_message_to_a_lost_host_does_not_wait_longer(other: tuple[subprocess.Popen[str], int]) -> None:
+    """The kernel would retransmit it for a quarter of an hour, while the sender waits for buffer space."""
     sender = Sender(lambda queue: connect("127.0.0.1", other[1], queue, KEY, 0, 30, 60), KEY, 0)
     sender.send("rank/1", Export("x"))
     cut_off(other[0].pid)
@@ -85,7 +85,7 @@ def test_a_message_to_a_host_that_is_gone_waits_no_longer(other: tuple[subproces
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["idle", "reads nothing"])
-def test_a_process_that_is_stopped_is_no_host_that_is_gone(full: bool) -> None:
+def test_a_stopped_process_does_not_count_as_a_lost_host(full: bool) -> None:
     """Its kernel answers: a suspended job, or a rank that computes, loses no connection."""
     watch = DeadHostWatch(DEADLINE_S / 3)
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -1,4 +1,4 @@
-"""The default group of an engine is not a full mesh: pairs connect when they first talk. Its members, and those of
+"""The default group of an engine is not a full mesh: pairs connect when they first talk. Its members, and members of
 groups made inside it, wait for each other as long as a command may take."""
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ os._exit(0)
 
 
 @pytest.mark.slow
-def test_pairs_connect_when_they_talk(tmp_path: Path) -> None:
+def test_pairs_connect_at_their_first_message(tmp_path: Path) -> None:
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     command = [sys.executable, "-c", MEMBER]
     members = [subprocess.Popen([*command, str(rank), str(tmp_path)], env=environ) for rank in range(SIZE)]
@@ -92,7 +92,7 @@ def test_pairs_connect_when_they_talk(tmp_path: Path) -> None:
     for rank in range(SIZE):
         as_it_is, at_once = json.loads((tmp_path / f"result_{rank}").read_text())
         assert as_it_is[0] == 0 < as_it_is[1] <= peers
-        assert at_once[:2] == [peers, peers]  # what torch does if it is not told: the connections would be seen
+        assert at_once[:2] == [peers, peers]  # torch's default: the connections would be visible
         assert as_it_is[2:] == at_once[2:] == [SIZE] * 3
 
 
@@ -124,7 +124,7 @@ os._exit(0)
 
 
 @pytest.mark.slow
-def test_a_collective_of_a_suspended_job_goes_on(tmp_path: Path) -> None:
+def test_a_collective_continues_after_its_job_was_suspended(tmp_path: Path) -> None:
     """In the default group, and in one that an engine makes with torch's default timeout."""
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     members = [subprocess.Popen([sys.executable, "-c", SUSPENDED, str(n), str(tmp_path)], env=environ) for n in (0, 1)]

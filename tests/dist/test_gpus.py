@@ -1,4 +1,4 @@
-"""What of a node's GPUs would end a run, or leave it on the CPU, is one line before a rank starts."""
+"""Problems of a node's GPUs that would end a run, or leave it on the CPU, are one line before a rank starts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def make(tmp_path: Path) -> Make:
 
 
 def amd(folder: Path, num_gpus: int = 8) -> Path:
-    """The device files of a node with GPUs of AMD."""
+    """The device files of a node with AMD GPUs."""
     (folder / "dri").mkdir()
     (folder / "kfd").touch()
     for number in range(num_gpus):
@@ -57,7 +57,7 @@ def amd(folder: Path, num_gpus: int = 8) -> Path:
     return folder
 
 
-def test_a_node_whose_gpus_can_be_used(make: Make) -> None:
+def test_a_node_with_usable_gpus_has_no_problem(make: Make) -> None:
     node = make()
     assert unusable(NEEDS, node.environ, node.devices, CUDA) == ""
     assert filled(NEEDS, node.environ, node.devices) == "" and note(NEEDS, node.environ, node.devices) == ""
@@ -71,7 +71,7 @@ def test_a_node_whose_gpus_can_be_used(make: Make) -> None:
             True,
             "shows none of its 2 GPU(s) to 2 rank(s) that hold a model, since CUDA_VISIBLE_DEVICES='' names none;",
         ),
-        ("", False, ""),  # which note() tells
+        ("", False, ""),  # which note() reports
         ("NoDevFiles", True, "CUDA_VISIBLE_DEVICES=NoDevFiles: Slurm gave this job none; request them (gpus_per_node"),
         ("NoDevFiles", False, "CUDA_VISIBLE_DEVICES=NoDevFiles: Slurm gave this job none; request them (gpus_per_node"),
         (
@@ -95,7 +95,7 @@ def test_a_node_whose_gpus_can_be_used(make: Make) -> None:
         ("MIG-a,MIG-unknown", False, "has a driver that finds 0 of the 1 GPU(s) MIG-unknown: name others in"),
     ],
 )
-def test_what_the_list_of_visible_gpus_may_be(make: Make, value: str, required: bool, told: str) -> None:
+def test_unusable_lists_of_visible_gpus_are_named(make: Make, value: str, required: bool, told: str) -> None:
     node = make()
     node.environ["CUDA_VISIBLE_DEVICES"] = value
     line = unusable(GpuNeeds(2, required), node.environ, node.devices, CUDA)
@@ -125,14 +125,14 @@ def test_what_the_list_of_visible_gpus_may_be(make: Make, value: str, required: 
         (13000, ROCM, r"has 2 NVIDIA GPU\(s\), and torch .*, a build for ROCm 7.2, finds none of them"),
     ],
 )
-def test_the_driver_must_suit_the_cuda_of_torch(make: Make, driver: int, torch: TorchBuild, told: str) -> None:
+def test_the_driver_must_support_torchs_cuda(make: Make, driver: int, torch: TorchBuild, told: str) -> None:
     node = make(cuda=driver)
     line = unusable(NEEDS, node.environ, node.devices, torch)
     assert (re.search(told.replace("+cu", r"\+cu"), line) and bool(told) == bool(line)) if told else line == ""
     assert "driver for" not in line or ("cuda-compat-" in line and "LD_LIBRARY_PATH" in line)
 
 
-def test_a_driver_that_does_not_load_or_start(make: Make) -> None:
+def test_a_driver_that_fails_to_load_or_start_is_named(make: Make) -> None:
     node = make()
     node.environ["FAKE_ERROR"] = "802"  # as without the fabric manager
     line = unusable(NEEDS, node.environ, node.devices, CUDA)
@@ -161,7 +161,7 @@ def test_a_driver_that_does_not_load_or_start(make: Make) -> None:
         ),
     ],
 )
-def test_an_engine_must_be_for_the_same_torch_and_cuda(
+def test_an_engine_must_match_torch_and_cuda(
     make: Make, package: tuple[str, ...], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = make()
@@ -176,7 +176,7 @@ def test_an_engine_must_be_for_the_same_torch_and_cuda(
     assert unusable(native, node.environ, node.devices, CUDA) == "", "no rank imports it"
 
 
-def test_a_gpu_that_another_process_fills_is_named_with_the_process(make: Make) -> None:
+def test_a_gpu_filled_by_another_process_is_named_with_the_process(make: Make) -> None:
     node = make()
     full = "1, GPU-10ab, 81559, 70000, Disabled, NVIDIA H100\n"
     node.smi([FREE.format(0), full], "GPU-10ab, 4242, 69990, python, of another\n")
@@ -202,7 +202,7 @@ def test_a_gpu_that_another_process_fills_is_named_with_the_process(make: Make) 
     assert said == ["waits up to 2 s for GPUs that others use"]
 
 
-def test_a_gpu_divided_by_mig_is_no_gpu(make: Make) -> None:
+def test_a_gpu_divided_by_mig_is_refused_as_a_whole(make: Make) -> None:
     node = make()
     node.smi([FREE.format(0), FREE.format(1).replace("Disabled", "Enabled")])
     assert "has GPU(s) 1 divided by MIG" in filled(NEEDS, node.environ, node.devices)
@@ -210,7 +210,7 @@ def test_a_gpu_divided_by_mig_is_no_gpu(make: Make) -> None:
     assert filled(NEEDS, node.environ, node.devices) == ""
 
 
-def test_without_nvidia_smi_it_is_said_that_nobody_looked(make: Make) -> None:
+def test_without_nvidia_smi_the_missing_check_is_reported(make: Make) -> None:
     node = make()
     (node.folder / "bin/nvidia-smi").unlink()
     assert filled(NEEDS, node.environ, node.devices) == ""
@@ -226,7 +226,7 @@ def test_without_nvidia_smi_it_is_said_that_nobody_looked(make: Make) -> None:
         ("echo '1, GPU-10ab, 81559, 4, Disabled, NVIDIA H100'", "0"),
     ],
 )
-def test_gpus_whose_memory_nvidia_smi_does_not_say_are_named(make: Make, smi: str, unseen: str) -> None:
+def test_gpus_with_unknown_free_memory_are_named(make: Make, smi: str, unseen: str) -> None:
     node = make()
     node.program("nvidia-smi", f"#!/bin/sh\n{smi}\n")
     assert filled(NEEDS, node.environ, node.devices) == ""
@@ -234,7 +234,7 @@ def test_gpus_whose_memory_nvidia_smi_does_not_say_are_named(make: Make, smi: st
     assert note(NEEDS, node.environ, node.devices) == told
 
 
-def test_numbers_are_those_of_nvidia_smi_or_nobody_has_looked(make: Make) -> None:
+def test_gpus_are_not_checked_if_cuda_numbers_them_unlike_nvidia_smi(make: Make) -> None:
     node = make()
     node.smi([FREE.format(0), FREE.format(1).replace(" 4,", " 9000,")])
     node.environ["CUDA_DEVICE_ORDER"] = "FASTEST_FIRST"
@@ -246,7 +246,7 @@ def test_numbers_are_those_of_nvidia_smi_or_nobody_has_looked(make: Make) -> Non
 
 
 @pytest.mark.parametrize(("own", "order"), [(None, "PCI_BUS_ID"), ("FASTEST_FIRST", "FASTEST_FIRST")])
-def test_ranks_number_gpus_as_nvidia_smi_does(
+def test_ranks_number_gpus_like_nvidia_smi(
     tmp_path: Path, own: str | None, order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[str] = []
@@ -273,7 +273,7 @@ def test_ranks_number_gpus_as_nvidia_smi_does(
     assert done.stderr.splitlines()[-1] == order, "a rank that torchrun starts"
 
 
-def test_a_process_may_have_a_name_that_is_no_utf8(make: Make) -> None:
+def test_a_process_name_need_not_be_utf8(make: Make) -> None:
     node = make()
     node.smi([FREE.format(0), FREE.format(1).replace(" 4,", " 9000,")])
     (node.folder / "apps").write_bytes(b"GPU-10ab, 7, 8990, /home/j\xfcrgen/python\n")
@@ -282,10 +282,8 @@ def test_a_process_may_have_a_name_that_is_no_utf8(make: Make) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", ["libcuda", "nvidia-smi", "nvcc"])
-def test_a_program_that_cannot_be_ended_is_not_waited_for(
-    make: Make, program: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a GPU that has fallen off the bus, for example."""
+def test_an_unkillable_program_is_not_waited_for(make: Make, program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example nvidia-smi with a GPU that has fallen off the bus."""
     node = make()
     monkeypatch.setattr(gpus, "ANSWERS_S", 1.5)
     needs = GpuNeeds(2, engines={"none-of-this-name": "x"}, wait_s=0.0)
@@ -300,7 +298,7 @@ def test_a_program_that_cannot_be_ended_is_not_waited_for(
 
 
 @pytest.mark.parametrize("home", [False, True])
-def test_a_compiler_for_another_cuda_is_told(make: Make, home: bool) -> None:
+def test_a_compiler_for_another_cuda_is_reported(make: Make, home: bool) -> None:
     """No reason to stop: not every engine compiles."""
     node = make()
     where = node.folder / "cuda/bin" if home else node.folder / "bin"
@@ -340,8 +338,8 @@ def test_a_compiler_for_another_cuda_is_told(make: Make, home: bool) -> None:
         (CPU, ["debug=fake"], ""),
     ],
 )
-def test_gpus_of_amd(tmp_path: Path, torch: TorchBuild, words: list[str], told: str) -> None:
-    """With device=auto: never the CPU in silence."""
+def test_amd_gpus_are_used_or_refused(tmp_path: Path, torch: TorchBuild, words: list[str], told: str) -> None:
+    """With device=auto there is no silent fallback to the CPU."""
     config = load(words)
     layout = RoleLayout.from_config(config)
     needs = GpuNeeds.of(config, layout, range(layout.world_size))
@@ -375,13 +373,13 @@ def test_gpus_of_amd(tmp_path: Path, torch: TorchBuild, words: list[str], told: 
         ({"ROCR_VISIBLE_DEVICES": "NoDevFiles"}, "since ROCR_VISIBLE_DEVICES=NoDevFiles: Slurm gave this job none"),
     ],
 )
-def test_names_of_amds_gpus(tmp_path: Path, environ: dict[str, str], told: str) -> None:
+def test_lists_of_amd_gpus_are_checked(tmp_path: Path, environ: dict[str, str], told: str) -> None:
     line = unusable(NEEDS, environ, amd(tmp_path), ROCM)
     assert told in line and bool(told) == bool(line)
 
 
 @pytest.mark.parametrize("name", ["HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"])
-def test_the_list_that_hides_amds_gpus_is_named(tmp_path: Path, name: str) -> None:
+def test_the_list_that_hides_amd_gpus_is_named(tmp_path: Path, name: str) -> None:
     environ = {name: "-1"}
     hides = f"computes on the CPU: {name}='-1' hides its 8 GPU(s)"
     assert note(NEEDS, environ, amd(tmp_path), ROCM) == hides
@@ -392,10 +390,11 @@ def test_the_list_that_hides_amds_gpus_is_named(tmp_path: Path, name: str) -> No
     ("module", "version", "known"),
     [("vllm", "0.32.7", ""), ("vllm", "0.33.0", "0.32.*"), ("sglang", "0.5.23", ""), ("sglang", "0.5.9", "0.5.23*")],
 )
-def test_an_engine_of_another_version_is_refused(
+def test_a_different_engine_version_is_refused(
     make: Make, module: str, version: str, known: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its insides may be others. In a container, on nodes, the preflight looks (tests/slurm/test_preflight.py)."""
+    """Its internals may differ. In a container and on nodes the preflight checks this
+    (tests/slurm/test_preflight.py)."""
     node = make()
     node.package(module, version)
     (node.site / f"{module}.py").touch()
@@ -406,8 +405,8 @@ def test_an_engine_of_another_version_is_refused(
     assert lines == ([text + install([module])] if known else [])
 
 
-def test_a_wheel_for_cuda_is_refused_on_amd(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its requirement of torch is met by the build for ROCm."""
+def test_a_cuda_wheel_is_refused_on_amd(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The build for ROCm meets its requirement of torch."""
     node = make()
     node.package("vllm", "0.32.0", "torch==2.13.0", "nvidia-cutlass-dsl[cu13]==4.8.0")
     monkeypatch.syspath_prepend(str(node.site))
@@ -429,7 +428,7 @@ def test_a_wheel_for_cuda_is_refused_on_amd(make: Make, tmp_path: Path, monkeypa
         b"Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.1\nRequires-Dist: torch ~~ broken==\n",
     ],
 )
-def test_an_engine_whose_installation_is_damaged(
+def test_a_damaged_engine_installation_is_named(
     make: Make, metadata: bytes | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = make()
@@ -451,7 +450,7 @@ def hpcrl(module: str, environ: dict[str, str], *words: str) -> subprocess.Compl
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("module", ["node.preflight", "run"])
-def test_processes_of_a_node_start_no_rank_on_bad_gpus(make: Make, tmp_path: Path, module: str) -> None:
+def test_no_rank_starts_on_a_node_with_bad_gpus(make: Make, tmp_path: Path, module: str) -> None:
     node, run = make(), tmp_path / "run"
     config = load(["cluster.device=cuda", "timeouts.start_s=2", f"run_dir={run}", "data.train=task:sort_digits"])
     close_run(run, open_run(config.model_dump(mode="json"), run, "auto").attempt)
@@ -481,7 +480,7 @@ def test_processes_of_a_node_start_no_rank_on_bad_gpus(make: Make, tmp_path: Pat
         (signal.SIGINT, "#!/bin/sh\ntouch $FAKE_SMI/began; exec sleep 100\n", ""),
     ],
 )
-def test_a_signal_ends_the_look_at_gpus(make: Make, tmp_path: Path, number: int, smi: str, said: str) -> None:
+def test_a_signal_ends_the_gpu_check(make: Make, tmp_path: Path, number: int, smi: str, said: str) -> None:
     node, run = make(), tmp_path / "run"
     node.smi([FREE.format(0), FREE.format(1).replace(" 4,", " 9000,")])
     if smi:
@@ -520,7 +519,7 @@ def test_a_signal_ends_the_look_at_gpus(make: Make, tmp_path: Path, number: int,
         ),
     ],
 )
-def test_a_launch_is_refused_before_anything_is_written(
+def test_a_launch_on_bad_gpus_is_refused_before_anything_is_written(
     make: Make, tmp_path: Path, visible: str, device: str, told: str
 ) -> None:
     """With the torch of this machine in the last case."""

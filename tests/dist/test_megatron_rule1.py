@@ -33,7 +33,7 @@ LOSS_TOLERANCE = 1e-6
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that the four ranks and the reference wrote into."""
     folder = tmp_path_factory.mktemp("world")
-    # The world keeps a receive open from before the peers' first word, which waits for them where pairs connect late.
+    # The world keeps a receive open from before the peers' first message, which waits for them if pairs connect late.
     environ = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_GLOO_LAZY_INIT": "0"}
     process = subprocess.Popen([sys.executable, str(PROGRAM), str(folder)], env=environ, start_new_session=True)
     try:
@@ -101,5 +101,5 @@ def test_groups_and_queues_between_roles_work_before_and_after_the_step(world: P
     assert by[1, "publish"]["verdict"] == tokens_sum  # posted before the step, sent after it
     weight = by[0, "publish"]["weight"]
     assert weight == by[3, "publish"]["weight"]
-    assert any(w != 1.0 for w in weight)  # it left its initial value in the step
+    assert any(w != 1.0 for w in weight)  # its value changed in the step
     assert by[1, "step"]["loss"] == by[2, "step"]["loss"]

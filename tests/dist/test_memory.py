@@ -1,4 +1,4 @@
-"""Limits of memory and kills for lack of it, in the kernel's words: on trees like /proc and /sys, and in a cgroup."""
+"""Memory limits and out-of-memory kills as the kernel reports them: on trees like /proc and /sys, and in a cgroup."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def tree(root: Path, files: dict[str, str]) -> Path:
         ({"proc/self/cgroup": V1, "sys/fs/cgroup/memory/slurm/job_7/memory.limit_in_bytes": "7000"}, 7000, "job_7/mem"),
     ],
 )
-def test_the_smallest_limit_counts(files: dict[str, str], limit: int, where: str, tmp_path: Path) -> None:
+def test_the_smallest_memory_limit_counts(files: dict[str, str], limit: int, where: str, tmp_path: Path) -> None:
     found, source = memory_limit(tree(tmp_path, {"proc/meminfo": MEMINFO} | files))
     assert found == limit and where in source
 
 
-def test_a_machine_that_does_not_tell(tmp_path: Path) -> None:
+def test_a_machine_without_cgroup_files_has_no_limit(tmp_path: Path) -> None:
     assert memory_limit(tmp_path) == (0, "")
     assert OutOfMemoryKills.now(tmp_path) == OutOfMemoryKills()
 
@@ -54,7 +54,7 @@ def test_a_machine_that_does_not_tell(tmp_path: Path) -> None:
         (V1, "sys/fs/cgroup/memory/slurm/job_7/memory.oom_control"),
     ],
 )
-def test_kills_are_counted(groups: str, file: str, tmp_path: Path) -> None:
+def test_out_of_memory_kills_are_counted(groups: str, file: str, tmp_path: Path) -> None:
     def now(in_cgroup: int, on_machine: int) -> OutOfMemoryKills:
         files = {file: f"oom 9\noom_kill {in_cgroup}\n", "proc/vmstat": f"nr_free 3\noom_kill {on_machine}\n"}
         return OutOfMemoryKills.now(tree(tmp_path, {"proc/self/cgroup": groups} | files))
@@ -83,8 +83,8 @@ def cgroup() -> Iterator[Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.alone  # elsewhere a rank that a test kills would be said to be killed for lack of memory, perhaps
-def test_a_rank_that_the_kernel_killed_for_memory_is_said_to_be_that(cgroup: Path, tmp_path: Path) -> None:
+@pytest.mark.alone  # elsewhere a rank killed by a test might be reported as killed for lack of memory
+def test_a_rank_killed_for_lack_of_memory_is_reported_as_such(cgroup: Path, tmp_path: Path) -> None:
     greedy = HEAD + "up(); time.sleep(.2); x = bytearray(600 << 20)"
     other = HEAD + "up(); time.sleep(1); os.kill(os.getpid(), signal.SIGKILL)"  # afterwards, and not for memory
     programs = [HEAD + "up(); time.sleep(2)", greedy, other]

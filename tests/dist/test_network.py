@@ -1,4 +1,4 @@
-"""On which of a node's addresses a world listens."""
+"""The node's address on which a world listens."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ TWO = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.0.0.5", "fd00::5"], "ib0": ["10.
         ([], None, ("eth0", "10.0.0.5")),  # a host name that nobody knows
     ],
 )
-def test_an_address_that_other_hosts_reach_is_preferred(
+def test_an_address_reachable_from_other_hosts_is_preferred(
     resolved: list[str], routed: str | None, chosen: tuple[str, str]
 ) -> None:
     assert choose(TWO, resolved, routed) == chosen
 
 
 @pytest.mark.parametrize("resolved", [["127.0.0.1"], ["127.0.1.1"], []])
-def test_a_host_without_a_network_has_loopback(resolved: list[str]) -> None:
+def test_a_host_without_a_network_uses_loopback(resolved: list[str]) -> None:
     assert choose({"lo": ["127.0.0.1"]}, resolved, None) == ("lo", "127.0.0.1")
 
 
-def test_an_interface_that_is_not_there_is_named_with_those_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_interface_is_named_with_the_existing_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     assert own_network("lo") == own_network("lo,lo") == ("lo", "127.0.0.1")
     with pytest.raises(NoInterfaceError, match=r"has no interface ib9 that .*; it has .*lo"):
@@ -61,10 +61,10 @@ def listening() -> set[str]:
 
 
 @pytest.mark.parametrize("interface", ["lo", "lo,lo", None])
-def test_everything_listens_on_the_interface_alone(
+def test_everything_listens_only_on_the_chosen_interface(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interface: str | None
 ) -> None:
-    """Two ranks on two nodes: store, boxes, a group between roles, and the interface of those that torch makes."""
+    """Two ranks on two nodes: store, mailboxes, a group between roles, and the interface of groups that torch makes."""
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "")  # restored at the end
         monkeypatch.delenv(name)
@@ -94,7 +94,7 @@ def test_everything_listens_on_the_interface_alone(
     assert os.environ.get("NCCL_SOCKET_IFNAME") == exactly, "left to NCCL where none is asked for"
 
 
-def test_other_bytes_at_the_ports_of_a_group_have_no_effect(threads: Any) -> None:
+def test_foreign_bytes_at_the_ports_of_a_group_have_no_effect(threads: Any) -> None:
     """Before and after its pairs connect, on connections that stay open and on others that are closed."""
     before, noise = listening(), random.Random(0)
     groups = threads.every(lambda rank: threads.worlds[rank].group("noise", range(3), 0))
@@ -120,7 +120,7 @@ def test_other_bytes_at_the_ports_of_a_group_have_no_effect(threads: Any) -> Non
             assert threads.every(total) == [6.0] * 3
 
 
-def test_a_store_listens_on_its_address_alone() -> None:
+def test_a_store_listens_only_on_its_address() -> None:
     for address, other in (("127.0.0.1", "127.0.0.2"), ("127.0.0.2", "127.0.0.1")):  # both are this host
         store = queues.serve(address, 5)
         socket.create_connection((address, store.port), timeout=2).close()
@@ -128,7 +128,7 @@ def test_a_store_listens_on_its_address_alone() -> None:
             socket.create_connection((other, store.port), timeout=2)
 
 
-def test_the_address_that_cannot_be_reached_is_named() -> None:
+def test_an_unreachable_address_is_named() -> None:
     with listen("127.0.0.1") as listener:
         port = listener.getsockname()[1]
         assert unreachable("127.0.0.1", port) == ""

@@ -1,4 +1,4 @@
-"""Ranks of a node that watch each other, beside a whole run in test_bootstrap.py."""
+"""Ranks of a node that watch each other; test_bootstrap.py has a whole run."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Sender:
         self.sent.put(message)
 
 
-def test_the_next_living_rank_is_watched_whatever_its_name() -> None:
-    """Ranks 1 to 4 of this host; the number of rank 1 has gone to another process, which is left alone."""
+def test_the_next_living_rank_is_watched_whatever_its_process_name() -> None:
+    """Ranks 1 to 4 of this host; another process, which must not be touched, has reused rank 1's pid."""
     store = TCPStore("127.0.0.1", 0, is_master=True)
     ranks = {rank: subprocess.Popen(["bash", "-c", RENAMED], stdin=subprocess.PIPE) for rank in (1, 2, 3, 4)}
     sender = Sender()
@@ -59,7 +59,7 @@ def test_the_next_living_rank_is_watched_whatever_its_name() -> None:
             process.wait()
 
 
-def test_a_process_that_nobody_has_waited_for_is_gone() -> None:
+def test_an_ended_process_that_nobody_reaped_counts_as_gone() -> None:
     process = subprocess.Popen(["true"])
     began = time.monotonic()
     while state(process.pid) != "gone":

@@ -58,7 +58,7 @@ def reader() -> Iterator[Reader]:
 
 
 @pytest.mark.parametrize("connected", [False, True])
-def test_a_stopped_rank_holds_up_no_sender_and_gets_all_in_order(reader: Reader, connected: bool) -> None:
+def test_a_stopped_rank_blocks_no_sender_and_gets_all_messages_in_order(reader: Reader, connected: bool) -> None:
     sender, sizes = reader.sender(), [16 << 20, 3, 12 << 20, 0, 5 << 20]
     if connected:
         sender.send(QUEUE, Export("first"))
@@ -73,7 +73,7 @@ def test_a_stopped_rank_holds_up_no_sender_and_gets_all_in_order(reader: Reader,
     assert reader.unreached.empty()
 
 
-def test_a_rank_that_takes_nothing_is_told_once(reader: Reader) -> None:
+def test_a_rank_that_accepts_no_data_is_reported_once(reader: Reader) -> None:
     sender = reader.sender(push_s=1.0)
     sender.send(QUEUE, Export("first"))
     assert reader.line() == "1 5"
@@ -88,7 +88,7 @@ def test_a_rank_that_takes_nothing_is_told_once(reader: Reader) -> None:
     assert reader.unreached.empty()
 
 
-def test_no_more_is_kept_than_the_limit(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsent_bytes_over_the_limit_are_an_error(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nonblocking_sender, "MAX_UNSENT_BYTES", 40 << 20)
     reader.process.send_signal(signal.SIGSTOP)
     sender = reader.sender()
@@ -97,7 +97,7 @@ def test_no_more_is_kept_than_the_limit(reader: Reader, monkeypatch: pytest.Monk
             sender.send(QUEUE, Export("x" * (16 << 20)))
 
 
-def test_a_rank_that_is_not_there_is_told(reader: Reader) -> None:
+def test_an_unreachable_rank_is_reported(reader: Reader) -> None:
     reader.process.kill()
     reader.process.wait()
     assert reader.sender().send(QUEUE, Export("x")) == 1

@@ -32,7 +32,7 @@ print(json.dumps([sorted(bound), *seen]))
 """
 
 
-def test_the_address_is_that_of_the_system() -> None:
+def test_the_pci_address_of_a_gpu_has_the_systems_form() -> None:
     gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xC1, pci_device_id=0)
     assert address_of(gpu) == PCI
 
@@ -49,7 +49,8 @@ def machine(root: Path, node: int, *cpulists: str) -> Path:
 
 
 def bound(root: Path, pci: str = PCI, threads: int = 1, allowed: list[int] = CPUS) -> list[list[int]]:
-    """The CPUs to which a new process binds itself, and those of its main thread and of an older one afterwards."""
+    """The CPUs to which a new process binds itself, and afterwards the CPUs of its main thread and of an older
+    thread."""
     words = [sys.executable, "-c", CHILD, str(root), pci, str(threads), json.dumps(allowed)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True)
     found: list[list[int]] = json.loads(done.stdout)
@@ -59,7 +60,7 @@ def bound(root: Path, pci: str = PCI, threads: int = 1, allowed: list[int] = CPU
 pytestmark = pytest.mark.skipif(len(CPUS) < 2, reason="one CPU")
 
 
-def test_a_process_and_its_threads_run_on_the_gpus_node(tmp_path: Path) -> None:
+def test_a_process_and_its_threads_run_on_the_numa_node_of_their_gpu(tmp_path: Path) -> None:
     first, *others = CPUS
     root = machine(tmp_path, 1, f"{others[0]}-{others[-1]}", f"{first},{max(CPUS) + 1}-{max(CPUS) + 64}")
     assert bound(root) == [[first]] * 3, "the other CPUs of the node are not allowed, as in a job's cpuset"
@@ -75,10 +76,10 @@ def test_a_process_and_its_threads_run_on_the_gpus_node(tmp_path: Path) -> None:
     ],
     ids=["no node", "unknown", "too few CPUs", "bound"],
 )
-def test_a_process_stays_where_it_is(node: int, pci: str, threads: int, allowed: list[int], tmp_path: Path) -> None:
+def test_unbound_process_keeps_its_cpus(node: int, pci: str, threads: int, allowed: list[int], tmp_path: Path) -> None:
     root = machine(tmp_path, node, ",".join(map(str, CPUS[1:])), f"{CPUS[0]}")
     assert bound(root, pci, threads, allowed) == [[], allowed, allowed]
 
 
-def test_a_machine_of_one_node_is_left_alone(tmp_path: Path) -> None:
+def test_a_machine_with_one_numa_node_is_not_changed(tmp_path: Path) -> None:
     assert bound(machine(tmp_path, 0, f"0-{max(CPUS)}")) == [[], CPUS, CPUS]

@@ -82,7 +82,7 @@ def sample_of(sample: int, count: int) -> Sample:
 
 
 def workers_of(threads: Threads, counts: dict[int, int], epoch: int) -> list[Any]:
-    """What an Exchange sees of its rank; the generators hold the samples."""
+    """Stand-ins for workers with what an Exchange reads; the generators hold the samples."""
     groups = threads.every(lambda rank: threads.worlds[rank].group("rollout", RANKS, epoch))
     workers = []
     for rank, group in enumerate(groups):
@@ -131,7 +131,7 @@ def check(batch: Batch, samples: Sequence[int], counts: dict[int, int]) -> None:
     [(MIXED, TRAINED), (NONE, TRAINED), (MIXED, {2: SAMPLES, 3: []}), (MIXED, {1: SAMPLES[:2], 3: SAMPLES[2:]})],
     ids=["both", "without values", "one idle", "one generates too"],
 )
-def test_values_arrive(
+def test_ragged_values_arrive(
     threads: Threads,
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
@@ -149,7 +149,7 @@ def test_values_arrive(
 
 
 @pytest.mark.parametrize("counts", [MIXED, NONE], ids=["mixed", "without values"])
-def test_the_ranks_of_a_replica_get_the_same(threads: Threads, counts: dict[int, int]) -> None:
+def test_all_ranks_of_a_replica_get_the_same_values(threads: Threads, counts: dict[int, int]) -> None:
     workers = workers_of(threads, counts, 1 if counts is MIXED else 2)
     hand_over(threads, workers, {2: SAMPLES})
     division, name = Division(((2, 3),), (2,), ((2, 3),)), f"trainer{counts is MIXED}"
@@ -164,9 +164,9 @@ def test_the_ranks_of_a_replica_get_the_same(threads: Threads, counts: dict[int,
         check(workers[rank].batches[7], SAMPLES, counts)
 
 
-def test_a_silent_rank_does_not_delay_the_values_of_others(threads: Threads) -> None:
-    """Rank 0 waits for rank 3, which is silent, and for rank 1, whose values come after their numbers: rank 1 must not
-    take rank 0 for lost."""
+def test_a_silent_rank_does_not_delay_values_from_others(threads: Threads) -> None:
+    """Rank 0 waits for rank 3, which is silent, and for rank 1, whose values come after their counts: rank 1 must not
+    treat rank 0 as lost."""
     many = np.arange(1 << 20, dtype=np.int64)
     held = {"counts": [np.array([len(many)])], "many": [many]}
     groups = threads.every(lambda rank: replace(threads.worlds[rank], timeout_s=3).group("silent", RANKS, 0))

@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def everyone_to_everyone(rank: int, order: int) -> tuple[list[Transfer], dict[int, Tensor]]:
-    """What each rank sends the others is its number; the receives first or last."""
+    """Each rank sends its number to all others, with receives first or last."""
     places = {peer: torch.full((3,), -1.0) for peer in range(SIZE) if peer != rank}
     receives = [Transfer(place, peer, sends=False) for peer, place in places.items()]
     sends = [Transfer(torch.full((3,), float(rank)), peer, sends=True) for peer in places]
@@ -26,7 +26,7 @@ def everyone_to_everyone(rank: int, order: int) -> tuple[list[Transfer], dict[in
 
 
 @pytest.mark.parametrize("batched", [False, True], ids=["gloo", "in batches"])
-def test_all_ranks_exchange_in_any_order(threads: Threads, batched: bool) -> None:
+def test_all_ranks_exchange_data_in_any_order(threads: Threads, batched: bool) -> None:
     groups: dict[int, Any] = {}
 
     def exchange(rank: int) -> dict[int, list[float]]:
@@ -49,8 +49,8 @@ def test_all_ranks_exchange_in_any_order(threads: Threads, batched: bool) -> Non
             assert [len(batch) for batch in groups[rank].batches] == [2 * (SIZE - 1)] * 2
 
 
-def test_a_batch_that_fails_ends(threads: Threads) -> None:
-    """A batch of NCCL that does not end would take in what other groups do."""
+def test_a_failing_batch_of_transfers_ends(threads: Threads) -> None:
+    """An unfinished NCCL batch would include operations of other groups."""
 
     def fail(rank: int) -> None:
         group = LikeNCCL(threads.worlds[rank].group("fails", range(SIZE), 0), rank)
@@ -63,7 +63,7 @@ def test_a_batch_that_fails_ends(threads: Threads) -> None:
     threads.every(fail)
 
 
-def test_a_rank_that_does_not_come_ends_the_wait_and_the_group(threads: Threads) -> None:
+def test_a_missing_rank_ends_the_wait_and_the_group(threads: Threads) -> None:
     def wait(rank: int) -> Any:
         library = LikeNCCL(threads.worlds[rank].group("late", range(SIZE), 0), rank)
         group = AbortableGroup(library, "late", range(SIZE), 20.0, threads.worlds[rank].lost_ranks)

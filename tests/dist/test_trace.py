@@ -24,7 +24,7 @@ while True:
 """
 
 
-def test_it_says_what_the_rank_does_and_since_when() -> None:
+def test_the_trace_shows_what_a_rank_does_and_since_when() -> None:
     page = new_page()
     assert read_trace(page) is None, "the rank has not come up"
     began = time.monotonic()
@@ -47,7 +47,7 @@ def test_it_says_what_the_rank_does_and_since_when() -> None:
     assert last is not None and last.name == "more", "the rank's side needs no open file"
 
 
-def test_a_rank_without_an_agent_writes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_without_an_agent_writes_no_trace_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     trace = Trace.of_process({})
     trace.enter("generate", 7)
@@ -56,8 +56,8 @@ def test_a_rank_without_an_agent_writes_no_file(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.slow
-def test_a_reading_is_never_half_written() -> None:
-    # Numbers that another process can see half written, or cleared before they are written, look as old as the host.
+def test_a_trace_is_never_read_half_written() -> None:
+    # Half-written or cleared numbers would look as old as the host to another process.
     page, began = new_page(), time.monotonic()
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(page)], stdout=subprocess.PIPE, pass_fds=[page])
     try:

@@ -1,4 +1,4 @@
-"""Rollouts between ranks: whatever the moves, every bit arrives where it belongs; a dead peer is noticed."""
+"""Rollout transfers between ranks: for any moves every bit arrives where it belongs; a dead peer is noticed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NOISE = np.random.default_rng(0).integers(0, 256, 1 << 16, dtype=np.uint8)
 
 
 def values_of(sample: int, length: int, name: str, dtype: np.dtype) -> np.ndarray:
-    """Any bits, NaN and signed zeros included, that belong to one field of one sample."""
+    """Arbitrary bits, including NaN and signed zeros, that identify one field of one sample."""
     count = 1 if name in dict(ROW_FIELDS) else length
     start = (sample * 7919 + zlib.crc32(name.encode())) % 4096
     raw = NOISE[start : start + count * dtype.itemsize]
@@ -57,7 +57,7 @@ SAMPLES = st.lists(st.integers(0, 40), max_size=5)  # lengths of the samples of 
 
 @settings(max_examples=60, deadline=None)
 @given(pairs=PAIRS, sizes=st.lists(SAMPLES, min_size=SIZE * SIZE, max_size=SIZE * SIZE), truncated=st.booleans())
-def test_every_bit_arrives(
+def test_every_bit_of_a_transfer_arrives(
     threads: Threads,
     transfer_groups: list[TransferGroup],
     pairs: list[tuple[int, int]],
@@ -82,7 +82,7 @@ def test_every_bit_arrives(
                 assert fields[name].tobytes() == b"".join(parts), (move, name)
 
 
-def test_a_rank_keeps_what_it_need_not_send_in_the_same_form(
+def test_values_kept_on_a_rank_have_the_same_form_as_sent_ones(
     threads: Threads, transfer_groups: list[TransferGroup]
 ) -> None:
     held = {"token_ids": [np.arange(6, dtype=np.int64)[::2]], "secret": [np.zeros(3)]}  # another dtype, not contiguous
@@ -95,14 +95,14 @@ def test_a_rank_keeps_what_it_need_not_send_in_the_same_form(
     assert kept["token_ids"].tolist() == sent["token_ids"].tolist() == [0, 2, 4]
 
 
-def test_other_lengths_than_announced_are_refused_before_anything_is_sent(transfer_groups: list[TransferGroup]) -> None:
+def test_unannounced_lengths_are_refused_before_anything_is_sent(transfer_groups: list[TransferGroup]) -> None:
     moves = [Move(0, 1, [1, 2], [3, 4])]
     held = {"token_ids": [np.zeros(3, dtype=np.int32), np.zeros(5, dtype=np.int32)]}
     with pytest.raises(ValueError, match=r"2 samples from rank 0 to 1: token_ids has 8 values where .* counted 7"):
         transfer_groups[0].exchange(0, moves, [("token_ids", np.dtype(np.int32))], [], lambda _: held)
 
 
-def test_groups_of_other_names_epochs_and_ranks_do_not_mix(
+def test_groups_with_different_names_epochs_or_ranks_do_not_mix(
     threads: Threads, transfer_groups: list[TransferGroup]
 ) -> None:
     def make(rank: int) -> list[TransferGroup]:
@@ -127,7 +127,7 @@ def test_groups_of_other_names_epochs_and_ranks_do_not_mix(
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(RANKS)))
-def test_first_contacts_in_a_triangle_do_not_wait_for_each_other(threads: Threads, order: tuple[int, ...]) -> None:
+def test_first_contacts_in_a_triangle_do_not_deadlock(threads: Threads, order: tuple[int, ...]) -> None:
     # Of two ranks that meet for the first time the one with the lower port waits for the other: with one of these
     # orders, a waits for b, b for c, and c would for ever wait for what a has not sent.
     a, b, c = order
@@ -142,7 +142,7 @@ def test_first_contacts_in_a_triangle_do_not_wait_for_each_other(threads: Thread
 
 
 @pytest.mark.slow
-def test_a_silent_member_is_waited_for_as_long_as_configured(threads: Threads) -> None:
+def test_a_silent_member_is_awaited_for_the_configured_time(threads: Threads) -> None:
     fields = [("token_ids", np.dtype(np.int32))]
 
     groups = threads.every(lambda rank: replace(threads.worlds[rank], timeout_s=0.5).group("silent", RANKS, 0))

@@ -1,4 +1,4 @@
-"""Weights from the ranks that hold them to those that need them: every bit, shape and dtype, in order."""
+"""Weights from their owners to the ranks that require them: every bit, shape and dtype, in order."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.dist.like_nccl import WHOLE, LikeNCCL
 from tests.planner.measuring import peak_bytes
 
 SHAPES = [(3, 5), (1,), (), (7, 1, 3), (0, 4), (64,), (33, 9), (0,)]
-DTYPES = {"float32": torch.int32, "bfloat16": torch.int16}  # and the integers to look at their bits
+DTYPES = {"float32": torch.int32, "bfloat16": torch.int16}  # and the integer dtypes that show their bits
 PATIENCE_S = 20.0
 Named = dict[str, Tensor]
 
@@ -66,7 +66,7 @@ def assert_same(got: Named, expected: Named) -> None:
 
 
 def layout_of(named: Named, ranks: Sequence[int], rows: bool) -> list[TensorShards]:
-    """Rows divided over the ranks, or everything on all of them."""
+    """Rows divided over the ranks, or all rows on every rank."""
     found = []
     for name, tensor in named.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -77,7 +77,7 @@ def layout_of(named: Named, ranks: Sequence[int], rows: bool) -> list[TensorShar
 
 
 def held(named: Named, layout: Sequence[TensorShards], rank: int) -> Iterator[Tensor]:
-    """What an engine yields: copies in one memory, which the next overwrites."""
+    """The tensors as an engine yields them: copies in one memory, each overwritten by the next."""
     memory = torch.empty(4096, dtype=torch.uint8)
     for item in layout:
         if (part := item.part_of(rank)) is not None:
@@ -95,7 +95,7 @@ def transfer(
     times: int = 1,
     kind: Callable[[World, Any], Any] | None = None,
 ) -> list[Named]:
-    """What every rank of a world got at the last of several updates."""
+    """What every rank of a world received in the last of several updates."""
 
     def update(rank: int) -> Named:
         world = threads.worlds[rank]
@@ -137,10 +137,10 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("rows", [False, True], ids=["copies", "rows"])
 @pytest.mark.parametrize("senders", [[0], [0, 2], [1, 2], [0, 1, 2]], ids=str)
 @pytest.mark.parametrize("dtypes", [["float32"], ["bfloat16"], ["float32", "bfloat16"]], ids="-".join)
-def test_what_trainers_hold_arrives(
+def test_weights_held_by_trainers_arrive(
     threads: Threads, small_steps: None, dtypes: list[str], senders: list[int], rows: bool
 ) -> None:
-    """Rank 1 generates, beside the trainers or as one of them."""
+    """Rank 1 generates, separate from the trainers or as one of them."""
     named = {name: tensor for dtype in dtypes for name, tensor in make_weights(dtype).items()}
     layout = layout_of(named, senders, rows)
     name = f"{'-'.join(dtypes)}/{senders}/{rows}"
@@ -176,13 +176,13 @@ def plain(world: World, group: Any) -> Any:
 
 
 def on_gpus(world: World, group: Any) -> Any:
-    """As weights_group() makes a group, with gloo under NCCL's rules in the place of NCCL."""
+    """A group as weights_group() makes it, with gloo under NCCL's rules in place of NCCL."""
     return AbortableGroup(LikeNCCL(group, world.rank), "weights", range(SIZE), PATIENCE_S, world.lost_ranks)
 
 
 @pytest.mark.slow
-def test_a_rank_may_come_late_to_its_group(threads: Threads) -> None:
-    """Later than a store call may last (timeouts.store_s)."""
+def test_a_rank_may_join_its_group_late(threads: Threads) -> None:
+    """Here later than the timeout of a store call (timeouts.store_s)."""
     stores = [world.store for world in threads.worlds]
     before = stores[0].timeout
 
@@ -202,7 +202,7 @@ def test_a_rank_may_come_late_to_its_group(threads: Threads) -> None:
             store.set_timeout(before)
 
 
-def test_one_communicator_carries_an_update_in_a_batch_a_step(
+def test_one_communicator_carries_each_step_of_an_update_in_one_batch(
     threads: Threads, small_steps: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks 0 and 2 train, rank 1 generates: besides the steps, each rank connects and, of the layout, sends or gets
@@ -271,8 +271,8 @@ def test_nothing_to_send(threads: Threads, named: Named, request: pytest.Fixture
     assert_same(got[1], named)
 
 
-def test_a_lost_replica_costs_the_others_nothing(threads: Threads, small_steps: None) -> None:
-    """Rank 0 trains; rank 1 generates, and rank 2, which is in a group of its own, does not take its part."""
+def test_a_lost_replica_does_not_delay_the_others(threads: Threads, small_steps: None) -> None:
+    """Rank 0 trains; rank 1 generates, and rank 2, in its own group, does not take part."""
     named = make_weights("float32")
     layout = layout_of(named, [0], False)
 
@@ -301,7 +301,7 @@ def test_a_lost_replica_costs_the_others_nothing(threads: Threads, small_steps: 
 
 
 @pytest.mark.slow
-def test_stages_give_up_the_replica_that_hangs_and_not_the_one_that_waits(small_steps: None, tmp_path: Path) -> None:
+def test_pipeline_stages_drop_only_the_replica_that_hangs(small_steps: None, tmp_path: Path) -> None:
     """Rank 0 holds the first four of six tensors, rank 1 the others. Rank 3 generates and takes nothing; rank 2
     generates, too, and takes nothing of rank 1 before rank 0 has given rank 3 up."""
     named = {name: tensor for name, tensor in make_weights("float32").items() if tensor.numel() > 1}
@@ -334,7 +334,7 @@ def test_stages_give_up_the_replica_that_hangs_and_not_the_one_that_waits(small_
     assert_same(got[2][0], named)
 
 
-def test_checksums_of_parts_add_up_and_see_every_bit_and_place() -> None:
+def test_checksums_of_parts_add_up_and_cover_every_bit_and_position() -> None:
     for name, tensor in {**make_weights("float32"), **make_weights("bfloat16")}.items():
         tensor, shape = tensor.detach().clone(), tensor.shape
         whole = checksum(tensor, full_slice(shape), shape)
@@ -356,7 +356,7 @@ def test_checksums_of_parts_add_up_and_see_every_bit_and_place() -> None:
             assert checksum(tensor, full_slice(shape), shape) != whole, name
 
 
-def test_a_checksum_takes_little_memory_however_large_a_row_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_checksum_takes_little_memory_for_any_row_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     experts = torch.randn(2, 64, 512)
     tensor_slice = ((1, 3), (0, 64), (3, 515))
     expected = checksum(experts.bfloat16(), tensor_slice, (4, 64, 520))
@@ -369,7 +369,7 @@ def test_a_checksum_takes_little_memory_however_large_a_row_is(monkeypatch: pyte
     assert found == [expected]
 
 
-def test_zeros_of_both_signs_have_one_checksum() -> None:
+def test_positive_and_negative_zero_have_the_same_checksum() -> None:
     zeros, signed = torch.zeros(3), torch.tensor([0.0, -0.0, 0.0])
     assert checksum(zeros, full_slice((3,)), (3,)) == checksum(signed, full_slice((3,)), (3,))
     assert checksum(zeros, full_slice((3,)), (3,)) != checksum(signed + 1e-30, full_slice((3,)), (3,))
@@ -392,7 +392,7 @@ def test_a_disaggregated_run_publishes_its_weights_over_nccl(tmp_path: Path) -> 
     assert done.returncode == 0, done.stdout + done.stderr
     batch = RolloutReader(tmp_path / "run").batch(2)
     assert batch.old_logprobs is not None
-    # The generator has what the trainer has, or its log-probs would not agree.
+    # The generator has the trainer's weights; otherwise its log-probs would differ.
     assert (batch.old_logprobs - batch.gen_logprobs)[batch.loss_mask].abs().max() < 1e-3
     logs = "".join(path.read_text() for path in (tmp_path / "run" / "logs").rglob("rank_*.log"))
     assert "NCCL INFO" in logs

@@ -1,4 +1,4 @@
-"""The plan of an update: every needed number once, from who holds it, in steps of limited size."""
+"""The plan of an update: every required value once, from one of its owners, in steps of limited size."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def at(tensor_slice: TensorSlice) -> tuple[slice, ...]:
 )
 @pytest.mark.parametrize("needs", [{1: ALL}, {1: ALL, 2: ALL}, {1: HALVES[0], 2: HALVES[1]}, {5: ALL}], ids=list)
 @pytest.mark.parametrize("step_bytes", [64, 1024, 1 << 20])
-def test_every_needed_number_comes_once_from_who_holds_it(
+def test_every_required_value_is_sent_once_by_an_owner(
     layout: list[TensorShards], needs: dict[int, list[RequiredSlices]], step_bytes: int
 ) -> None:
     counts = {rank: [torch.zeros(shape) for shape in SHAPES] for rank in needs}
@@ -73,7 +73,7 @@ def test_every_needed_number_comes_once_from_who_holds_it(
         assert not any(count.any() for count in counts[rank]), rank
 
 
-def test_who_holds_a_need_sends_it_to_itself_and_copies_are_shared_out() -> None:
+def test_an_owner_sends_to_itself_and_copies_share_the_sending() -> None:
     layout = [TensorShards.unsharded(f"w{i}", "float32", (16, 16), [3, 4, 5]) for i in range(30)]
     need = [RequiredSlices("", (full_slice((16, 16)),))] * 30
     pieces = [piece for step in plan_pieces(layout, {4: need, 7: need}) for piece in step]
@@ -81,14 +81,14 @@ def test_who_holds_a_need_sends_it_to_itself_and_copies_are_shared_out() -> None
     assert Counter(piece.sender for piece in pieces if piece.receiver == 7) == {3: 10, 4: 10, 5: 10}
 
 
-def test_all_senders_of_a_large_tensor_have_a_part_in_each_step() -> None:
+def test_all_senders_of_a_large_tensor_send_in_each_step() -> None:
     layout, need = [TensorShards.rows("w", "float32", (4096, 8), 4)], [RequiredSlices("", (full_slice((4096, 8)),))]
     steps = plan_pieces(layout, {9: need}, 4096)
     assert len(steps) == 32
     assert all({piece.sender for piece in step} == {0, 1, 2, 3} for step in steps)
 
 
-def test_a_large_tensor_that_several_ranks_hold_is_divided_among_them() -> None:
+def test_a_large_tensor_with_several_owners_is_divided_among_them() -> None:
     layout, need = (
         [TensorShards.unsharded("w", "float32", (4096, 256), [0, 1, 2])],
         [RequiredSlices("", (full_slice((4096, 256)),))],
@@ -100,7 +100,7 @@ def test_a_large_tensor_that_several_ranks_hold_is_divided_among_them() -> None:
 
 
 @pytest.mark.parametrize("layout", [rows([0, 1]), copies([0, 1])], ids=["rows", "copies"])
-def test_what_replicas_get_alike_is_packed_once(layout: list[TensorShards]) -> None:
+def test_slices_that_replicas_have_in_common_are_packed_once(layout: list[TensorShards]) -> None:
     channels = {
         replica: UpdateGroup(None, (0, 1, *ranks), layout, {rank: HALVES[i] for i, rank in enumerate(ranks)})
         for replica, ranks in enumerate([(2, 3), (4, 5), (6, 7)])
@@ -116,7 +116,7 @@ def test_what_replicas_get_alike_is_packed_once(layout: list[TensorShards]) -> N
     assert got == {rank: wanted[rank % 2] for rank in range(2, 8)}
 
 
-def test_a_number_that_nobody_holds_is_an_error() -> None:
+def test_a_required_value_without_an_owner_is_an_error() -> None:
     layout = [TensorShards("w", "float32", (4, 4), ((((0, 3), (0, 4)), (0,)),))]
     with pytest.raises(
         ValueError, match="generator rank 1 needs 16 numbers of weight w, and the trainer ranks hold 12"
@@ -124,6 +124,6 @@ def test_a_number_that_nobody_holds_is_an_error() -> None:
         plan_pieces(layout, {1: [RequiredSlices("", (full_slice((4, 4)),))]})
 
 
-def test_integers_travel_as_they_are() -> None:
+def test_integers_are_sent_without_conversion() -> None:
     layout, need = [TensorShards.unsharded("w", "int64", (3,), [0])], [RequiredSlices("bfloat16", (full_slice((3,)),))]
     assert [piece.dtype for step in plan_pieces(layout, {1: need}) for piece in step] == ["int64"]

@@ -19,7 +19,7 @@ DIGITS = ("0", "1", "2")
 
 @pytest.fixture(autouse=True)
 def no_run_is_left() -> Iterator[None]:
-    """A test that fails leaves no run that takes the cores from the next."""
+    """A failed test leaves no run that would occupy the cores during the next."""
     yield
     Start.kill_left()
 

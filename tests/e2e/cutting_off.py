@@ -1,4 +1,4 @@
-"""Cut a process off the network, as a switch does that fails: nothing that is sent to it arrives or is answered."""
+"""Cut a process off the network, like a failing switch: nothing sent to it arrives or is answered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A generation engine for tests that takes images and writes what it gets: generator.engine=tests.e2e.media:SPEC."""
+"""A generation engine for tests that takes images and writes its inputs: generator.engine=tests.e2e.media:SPEC."""
 
 from __future__ import annotations
 

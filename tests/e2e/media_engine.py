@@ -15,7 +15,7 @@ from tests.e2e.split_engine import SplitEngine
 
 
 def make(config: Config, model_path: Path, tokenizer: Any, replica: ReplicaRanks) -> SplitEngine:
-    """A WritingEngine on each rank of a replica, which are as far as each other, as those of a split model."""
+    """A WritingEngine on each rank of a replica; the ranks run in lockstep, as with a split model."""
     file = Path(config.run_dir) / f"requests-{replica.ranks[replica.index]}.jsonl"
     sizes = {"max_num_seqs": config.generator.max_num_seqs, "max_length": config.max_sequence_tokens}
     return SplitEngine(WritingEngine(file, tokenizer, vocab_size=len(tokenizer), **sizes), replica)

@@ -56,7 +56,7 @@ class Start:
 
     @property
     def step(self) -> int:
-        """The last step it reported, -1 before the first."""
+        """The last step that the run reported, -1 before the first."""
         return max((int(number) for number in re.findall(r"\bstep (\d+)/", self.text)), default=-1)
 
     @property
@@ -80,7 +80,7 @@ class Start:
             time.sleep(0.01)
 
     def sleep(self, seconds: float) -> None:
-        """Let it work; shorter if it ends."""
+        """Wait while the run works, until it ends at most."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(seconds)
 
@@ -89,11 +89,11 @@ class Start:
         return [*self._running()]
 
     def processes_of(self, module: str) -> list[psutil.Process]:
-        """Those of its processes that run this module."""
+        """The start's processes that run this module."""
         return [*self._running(module)]
 
     def _running(self, module: str = "") -> Iterator[psutil.Process]:
-        """Its processes that run this module, or all."""
+        """The start's processes that run this module, or all."""
         for process in psutil.process_iter():
             try:
                 environ, words = process.environ(), process.cmdline()
@@ -108,12 +108,12 @@ class Start:
         while found := self.processes():
             (rng or random.Random(0)).shuffle(found)
             for process in found:
-                with contextlib.suppress(psutil.NoSuchProcess):  # the end of another took it along
+                with contextlib.suppress(psutil.NoSuchProcess):  # it ended with another process
                     process.kill()
         self.process.wait()
 
     def kill_launcher(self, within_s: float = 5.0) -> None:
-        """SIGKILL to the launcher alone; asserts that everything else ends by itself."""
+        """SIGKILL only the launcher; asserts that everything else ends by itself."""
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
         deadline = time.monotonic() + within_s
@@ -123,7 +123,7 @@ class Start:
 
 
 def by_rank(processes: Iterable[psutil.Process]) -> dict[int, psutil.Process]:
-    """Rank -> its process: the eldest of its name, which a child has, too, until it becomes another program."""
+    """Rank -> its process: the oldest with its name, which a child shares until it runs another program."""
     found: dict[int, psutil.Process] = {}
     for process in sorted(processes, key=psutil.Process.create_time):
         if (rank := rank_of(process)) is not None:

@@ -1,4 +1,4 @@
-"""A pipeline that learns from pairs without a reference, as a package would add it; imports no torch."""
+"""A pipeline that trains on pairs without a reference, as a plug-in would add it; imports no torch."""
 
 from __future__ import annotations
 

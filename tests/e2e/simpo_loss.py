@@ -18,7 +18,7 @@ class SimPO(Objective):
     compares_rows = True
 
     def loss(self, outputs: Outputs, batch: Batch, norms: Norms) -> tuple[Tensor, Stats]:
-        """See Objective. ValueError if a pair is not together in the order chosen, rejected."""
+        """See Objective. ValueError if the rows of a pair are not adjacent in the order chosen, rejected."""
         chosen = batch.chosen
         pattern = torch.arange(batch.num_sequences, device=batch.group_ids.device) % 2 == 0
         if chosen is None or not chosen.equal(pattern) or not batch.group_ids[::2].equal(batch.group_ids[1::2]):

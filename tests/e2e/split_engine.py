@@ -16,15 +16,15 @@ from hpcrl.engines.gen.native.engine import make as make_native
 
 
 def make(config: Config, model_path: Path, tokenizer: Any, replica: ReplicaRanks) -> SplitEngine:
-    """See SplitEngine. In the tests the default group is always of the replica's ranks."""
+    """See SplitEngine. In the tests the default group always consists of the replica's ranks."""
     if len(replica.ranks) > 1:
         assert (dist.get_world_size(), dist.get_rank()) == (len(replica.ranks), replica.index)
     return SplitEngine(make_native(config, model_path, tokenizer, replica), replica)
 
 
 class SplitEngine:
-    """As an engine that splits its model, it cannot do anything unless every rank of the replica does the same: each
-    call is a collective, which raises where the ranks were asked for different things or came to different results."""
+    """Like an engine with a split model, it needs every rank of the replica to do the same: each call is a collective,
+    which raises if arguments or results of the ranks differ."""
 
     def __init__(self, whole: Any, replica: ReplicaRanks):
         self._whole, self._replica = whole, replica

@@ -1,4 +1,4 @@
-"""An advantage estimator that reads rewards of tokens; on the trainers only, since it imports torch."""
+"""An advantage estimator that reads token rewards; only for the trainers, since it imports torch."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from hpcrl.spec.policy_loss import PolicyLoss
 
 
 class StepAdvantage(AdvantageEstimator):
-    """The advantage of a token is what its response is given from there on."""
+    """The advantage of a token is the sum of its response's rewards from there on."""
 
     def __init__(self, config: PolicyLoss):
         self.config = config
 
     def assign(self, batch: Batch, table: RewardTable, all_sum: AllSum) -> Stats:
-        """See Credit."""
+        """See AdvantageEstimator."""
         index = model_tokens(batch)
         rewards: Tensor = required(batch, "token_rewards", "credit of steps")
         returns = F.discounted_returns(rewards[index], batch.row_ids[index], 1.0)

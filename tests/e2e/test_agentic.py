@@ -32,7 +32,7 @@ def numbers(run_dir: Path) -> list[dict[str, float | None]]:
     return [{name: x for name, x in row.items() if name.startswith(KEPT)} for row in read_metrics(run_dir)]
 
 
-def test_episodes_are_trained_told_and_shown_and_a_kill_changes_none(tmp_path: Path, walker_model: Path) -> None:
+def test_episodes_are_trained_and_reported_and_a_kill_changes_nothing(tmp_path: Path, walker_model: Path) -> None:
     words = [*WORDS, *BY_STEPS, f"model.path={walker_model}"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     start = Start(whole, words)
@@ -76,7 +76,7 @@ def test_episodes_are_trained_told_and_shown_and_a_kill_changes_none(tmp_path: P
 
 
 @pytest.mark.parametrize("algorithm", [pytest.param("turn_reinforce", marks=pytest.mark.soak), "gigpo"])
-def test_credit_of_turns_is_trained_on(tmp_path: Path, walker_model: Path, algorithm: str) -> None:
+def test_turn_level_advantages_are_trained_on(tmp_path: Path, walker_model: Path, algorithm: str) -> None:
     words = [
         *WORDS,
         f"model.path={walker_model}",
@@ -103,7 +103,7 @@ def test_credit_of_turns_is_trained_on(tmp_path: Path, walker_model: Path, algor
 
 
 def test_a_critic_learns_the_returns_of_turns(tmp_path: Path, walker_model: Path) -> None:
-    """In the first step all values are 0, so that a turn ends with x_k + turn_gamma turn_lambd R_(k+1)."""
+    """In the first step all values are 0, so a turn ends with x_k + turn_gamma turn_lambd R_(k+1)."""
     words = [*WORDS, f"model.path={walker_model}", "algorithm=turn_ppo", "algorithm.turn_gamma=0.5"]
     start = Start(tmp_path / "run", [*words, "max_steps=1", "eval_every=0", "trackers=[]", "layout=single"])
     assert start.wait(200.0) == ExitCode.DONE, start.text
@@ -124,10 +124,10 @@ def test_a_critic_learns_the_returns_of_turns(tmp_path: Path, walker_model: Path
 @pytest.mark.parametrize(
     "more", [pytest.param([], id="trajectories", marks=pytest.mark.soak), pytest.param(BY_STEPS, id="steps and GiGPO")]
 )
-def test_episodes_go_on_while_others_are_trained_and_a_kill_loses_none(
+def test_episodes_continue_during_training_and_a_kill_loses_none(
     tmp_path: Path, walker_model: Path, more: list[str]
 ) -> None:
-    """On ranks of their own, with weights that arrive within episodes."""
+    """On separate ranks, with weights that arrive within episodes."""
     words = ["+experiment=agentic_tiny", *more, f"model.path={walker_model}", "rollout.max_new_tokens=8"]
     words += ["layout=disaggregated", "layout.trainer.num_ranks=1", "layout.generator.num_ranks=1", "save_every=1"]
     words += ["rollout.max_staleness=1", "algorithm.correction=truncate", "max_steps=8", "eval_every=8"]
@@ -146,14 +146,14 @@ def test_episodes_go_on_while_others_are_trained_and_a_kill_loses_none(
     assert failed and not any(failed) and all(row["actor/grad_norm"] is not None for row in rows)
 
 
-def test_the_pipeline_needs_an_environment(tmp_path: Path) -> None:
+def test_the_agentic_pipeline_requires_an_environment(tmp_path: Path) -> None:
     start = Start(tmp_path / "run", [*WORDS, "env.default=null", "data.train=task:sort_digits", "data.val=null"])
     assert start.wait() == ExitCode.BAD_INPUT
     assert "env: the agentic pipeline plays in environments, and none is given; give env.default.name" in start.text
     assert not (tmp_path / "run").exists()
 
 
-def test_the_small_twin_of_the_worlds_runs(tmp_path: Path) -> None:
+def test_the_small_variant_of_the_worlds_experiment_runs(tmp_path: Path) -> None:
     """A room, a shop, a repair in a sandbox, sums with Python as a tool, and TextWorld in place of ALFWorld."""
     textworld = pytest.importorskip("textworld")
     game = textworld.GameOptions()
@@ -180,8 +180,8 @@ def test_the_small_twin_of_the_worlds_runs(tmp_path: Path) -> None:
     assert sum(prompt.startswith("add: ") for prompt in prompts) == 2
 
 
-def test_the_first_steps_of_the_demonstration(tmp_path: Path) -> None:
-    """The warm-up as far as the form of an action, and one step from there."""
+def test_the_demonstrations_first_steps_run(tmp_path: Path) -> None:
+    """The warm-up until actions have the right form, and one step after it."""
     both = ["layout=single", "save_every=0", "eval.num_prompts=16"]
     warm = ["max_steps=80", "eval_every=80", "sft.batch_size=16", "trainer.lr_warmup_steps=10"]
     start = Start(tmp_path / "warm", ["+experiment=demo_agentic_sft", *both, *warm])

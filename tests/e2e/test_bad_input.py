@@ -24,7 +24,7 @@ BASE = ("rollout.max_new_tokens=3", "data.max_prompt_tokens=32", "reward.default
 
 
 def refused(capsys: pytest.CaptureFixture[str], at: Path, *words: str) -> list[str]:
-    """The lines of a refusal by the front door; the folder must be as it was."""
+    """The lines of a refusal by the launch; the folder must be unchanged."""
     before = sorted(at.rglob("*"))
     code = main([*BASE, *words])
     out, err = capsys.readouterr()
@@ -65,7 +65,7 @@ DATA: dict[str, tuple[bytes, list[str]]] = {
 
 
 @pytest.mark.parametrize(("content", "expected"), DATA.values(), ids=DATA)
-def test_rows_that_cannot_be_read_are_named(
+def test_unreadable_rows_are_named(
     content: bytes, expected: list[str], at: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (at / "rows.jsonl").write_bytes(content)
@@ -90,7 +90,7 @@ def test_rows_without_an_answer_are_refused_by_the_supervised_pipeline(
     assert sorted(at.rglob("*")) == before
 
 
-def test_what_spoils_no_row_is_accepted(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_harmless_oddities_of_a_file_are_accepted(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A byte order mark, empty lines, Windows line ends, no newline at the end, a line of 2 MB."""
     long = b'{"prompt": "' + b"x" * 2_000_000 + b'", "answer": "2"}\r\n'
     (at / "rows.jsonl").write_bytes(b"\xef\xbb\xbf" + GOOD + b"\n\n" + long + GOOD.strip())
@@ -98,7 +98,7 @@ def test_what_spoils_no_row_is_accepted(at: Path, capsys: pytest.CaptureFixture[
     assert not (at / "run").exists()
 
 
-def test_files_that_are_none_are_named(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_files_are_named(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (at / "folder.jsonl").mkdir()
     (at / "loop.jsonl").symlink_to("loop.jsonl")
     (at / "dangling.jsonl").symlink_to("nowhere")
@@ -156,7 +156,7 @@ MODELS: dict[str, tuple[Callable[[Path], None], str]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("damage", "expected"), MODELS.values(), ids=MODELS)
-def test_a_damaged_model_folder_is_one_line(
+def test_a_damaged_model_folder_is_refused_in_one_line(
     damage: Callable[[Path], None], expected: str, at: Path, digit_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(digit_model, at / "model")
@@ -174,7 +174,7 @@ def test_a_damaged_model_folder_is_one_line(
         (b'!!python/object/apply:os.mkdir ["made"]', "config.yaml cannot be read"),
     ],
 )
-def test_a_run_folder_full_of_garbage_is_one_line(
+def test_a_run_folder_full_of_garbage_is_refused_in_one_line(
     content: bytes, expected: str, at: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (at / "run").mkdir()
@@ -183,7 +183,7 @@ def test_a_run_folder_full_of_garbage_is_one_line(
     assert expected in line
 
 
-def test_words_out_of_bounds_are_refused(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_values_out_of_bounds_are_refused(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for word, expected in {
         "seed=99999999999999999999": "seed: expected less than",
         f"run_dir={'x' * 300}": "File name too long",
@@ -210,7 +210,7 @@ SEEN_LATER: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("damage", "words", "expected"), SEEN_LATER.values(), ids=SEEN_LATER)
-def test_what_only_a_rank_can_see_is_one_line_too(
+def test_problems_that_only_a_rank_finds_are_one_line_too(
     damage: Callable[[Path], None],
     words: list[str],
     expected: str,

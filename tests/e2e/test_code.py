@@ -24,7 +24,7 @@ reward.default.name=code reward.default.num_processes=2 reward.default.timeout_s
 """.split()
 
 
-def test_programs_are_run_and_rewarded(tmp_path: Path, program_model: Path, digit_data: Path) -> None:
+def test_generated_programs_are_executed_and_rewarded(tmp_path: Path, program_model: Path, digit_data: Path) -> None:
     rows = [json.loads(line) for line in digit_data.read_text().splitlines()]
     cases = [{"prompt": row["prompt"], "answer": [{"stdin": "", "stdout": row["answer"]}]} for row in rows]
     data, run_dir = tmp_path / "programs.jsonl", tmp_path / "run"

@@ -1,4 +1,4 @@
-"""`pipeline: convert`: a checkpoint of a run becomes a model, also through kills and signals."""
+"""`pipeline: convert`: a checkpoint of a run becomes a model, even with kills and signals."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def slow_disk(tmp_path: Path) -> Mapping[str, str]:
-    """Environment in which a conversion takes seconds until the file `pace` says 0."""
+    """Environment in which a conversion takes seconds until the file `pace` contains 0."""
     (tmp_path / "pace").write_text("0.3")
     path = f"{ROOT / 'tests' / 'slow_disk'}{os.pathsep}{ROOT}"
     return {"PYTHONPATH": path, "HPCRL_TEST_PACE": str(tmp_path / "pace")}
@@ -55,12 +55,12 @@ def logits(folder: Path) -> Tensor:
 
 
 def written(run_dir: Path) -> dict[str, int]:
-    """Weight file -> inode, of the files that are whole."""
+    """Weight file -> inode, for complete files."""
     folder = run_dir / "hf" if (run_dir / "hf").exists() else run_dir / ".hf.converting"
     return {path.name: path.stat().st_ino for path in folder.glob("*.safetensors")}
 
 
-def test_a_run_is_trained_converted_and_loaded(trained: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_run_is_converted_and_loaded(trained: Path, tmp_path: Path) -> None:
     start = convert(tmp_path / "converted", f"convert.source={trained}", "convert.verify=true")
     assert start.wait() == 0, start.text
     line = f"{trained}/checkpoints/step_000001 -> {tmp_path}/converted/hf: 26 tensors, 0.00048 GB, read back and equal"
@@ -72,7 +72,7 @@ def test_a_run_is_trained_converted_and_loaded(trained: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, marks=pytest.mark.soak), signal.SIGTERM])
-def test_what_is_killed_goes_on(
+def test_a_killed_or_signalled_conversion_resumes(
     number: signal.Signals, trained: Path, tmp_path: Path, slow_disk: Mapping[str, str]
 ) -> None:
     run_dir, words = tmp_path / "run", (f"convert.source={trained}", SMALL_FILES)
@@ -92,14 +92,14 @@ def test_what_is_killed_goes_on(
     assert torch.equal(logits(run_dir / "hf"), logits(trained / "hf"))
 
 
-def test_a_kill_between_the_last_file_and_the_record_of_the_end(trained: Path, tmp_path: Path) -> None:
+def test_a_kill_between_the_last_file_and_the_final_record_is_recovered(trained: Path, tmp_path: Path) -> None:
     run_dir, words = tmp_path / "run", (f"convert.source={trained}",)
     assert (start := convert(run_dir, *words)).wait() == 0, start.text
     before = written(run_dir)
     (run_dir / "finished.json").unlink()
     assert (start := convert(run_dir, *words)).wait() == 0, start.text
     assert written(run_dir) == before and (run_dir / "finished.json").exists()
-    # Other files under this name are not taken for the result.
+    # Other files under this name do not count as the result.
     (run_dir / "finished.json").unlink()
     (run_dir / "hf" / "model.safetensors").write_bytes(b"other")
     assert (start := convert(run_dir, *words)).wait() == ExitCode.BAD_INPUT
@@ -107,7 +107,7 @@ def test_a_kill_between_the_last_file_and_the_record_of_the_end(trained: Path, t
     assert (run_dir / "hf" / "model.safetensors").read_bytes() == b"other"
 
 
-def test_damage_that_only_hashes_show_is_told_in_one_line(trained: Path, tmp_path: Path) -> None:
+def test_damage_visible_only_in_hashes_is_reported_in_one_line(trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained, tmp_path / "copy")
     shard = max((tmp_path / "copy" / "checkpoints").rglob("*.distcp"), key=lambda path: path.stat().st_size)
     content = bytearray(shard.read_bytes())
@@ -120,7 +120,7 @@ def test_damage_that_only_hashes_show_is_told_in_one_line(trained: Path, tmp_pat
     assert not (tmp_path / "run" / "hf").exists()
 
 
-def test_bad_input_is_one_line_before_anything_starts(trained: Path, tmp_path: Path) -> None:
+def test_bad_input_is_one_line_and_nothing_starts(trained: Path, tmp_path: Path) -> None:
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "file").touch()
     (tmp_path / "unsaved").mkdir()

@@ -35,13 +35,13 @@ def inputs(digit_model: Path, digit_data: Path) -> list[str]:
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Of every step, without those that tell of time, memory or the machine."""
+    """Metrics of every step, except for time, memory and the machine."""
     kept = ("critic/", "actor/", "val/", "token/", "group/", "prompts/")
     return [{name: x for name, x in row.items() if name.startswith(kept)} for row in read_metrics(run_dir)]
 
 
 def everything(run_dir: Path) -> dict[str, Any]:
-    """What `remains` of the policy and of the critic."""
+    """All that `remains` returns, and the critic's state."""
     state = run_dir / "checkpoints" / step_name(NUM_STEPS) / "critic"
     left = remains(run_dir) | {f"critic {name}": tensor for name, tensor in tensors(state).items()}
     left |= {f"critic {path.name}": path.read_bytes() for path in sorted(state.glob("random_rank*.pt"))}
@@ -65,7 +65,7 @@ def test_a_kill_changes_no_bit_of_policy_and_critic(tmp_path: Path, inputs: list
     assert differences({**found, name: found[name] + 1e-6}, whole) == [name], "the comparison notices"
 
 
-def test_a_critic_on_ranks_of_its_own_learns_what_it_learns_with_the_trainer(tmp_path: Path, inputs: list[str]) -> None:
+def test_a_critic_on_separate_ranks_matches_one_on_trainer_ranks(tmp_path: Path, inputs: list[str]) -> None:
     """The same rows in the same mini-batches, in other micro-batches: equal up to rounding."""
     places = {"with": [], "apart": OWN_RANKS, "one": [*OWN_RANKS[:1], "layout.critic.num_ranks=1"]}
     places["one"].append("layout.reference.colocate_with=critic")
@@ -90,7 +90,7 @@ def test_a_critic_on_ranks_of_its_own_learns_what_it_learns_with_the_trainer(tmp
     assert model.config.num_labels == 1 and model.score.weight.abs().max() > 0
 
 
-def test_only_the_critic_learns_in_its_warm_up(tmp_path: Path, digit_model: Path, inputs: list[str]) -> None:
+def test_only_the_critic_is_trained_during_its_warm_up(tmp_path: Path, digit_model: Path, inputs: list[str]) -> None:
     apart = ["layout=disaggregated", *OWN_RANKS, "rollout.max_staleness=1"]
     more = ["critic.warmup_steps=2", "trainer.lr_schedule=linear", "deterministic=false", *apart]
     for last in (3, 4):

@@ -1,4 +1,4 @@
-"""Half a run: generation alone, training alone on what another run generated, and all of it without a model."""
+"""Debug runs: only generation, only training on another run's rollouts, and everything without a model."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ trainer.lr=1e-3 reward.default.name=exact_match
 
 
 def finish(run_dir: Path, *words: str) -> Start:
-    """A start to its good end."""
+    """A start that ends with exit code 0."""
     start = Start(run_dir, [*WORDS, *words])
     assert start.wait() == ExitCode.DONE, start.text
     return start
 
 
 def differing(one: Path, other: Path) -> set[str]:
-    """Names of the weights that are not the same in every bit, of runs or models."""
+    """Names of weights that differ in any bit between two runs or models."""
     parts = [load_file(next(path.glob("**/model.safetensors"))) for path in (one, other)]
     return {name for name in parts[0].keys() | parts[1].keys() if not parts[0][name].equal(parts[1][name])}
 
@@ -51,9 +51,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, inputs: list[str]) -> Path:
     return run_dir
 
 
-def test_training_alone_on_stored_rollouts_ends_with_the_same_weights(
-    tmp_path: Path, digit_model: Path, whole: Path
-) -> None:
+def test_train_only_on_stored_rollouts_gives_the_same_weights(tmp_path: Path, digit_model: Path, whole: Path) -> None:
     """Bit for bit on the same layout, without prompts."""
     words = [f"model.path={digit_model}", "data.train=gone.jsonl", "deterministic=true", "debug=train_only"]
     start = finish(tmp_path / "alone", *words, f"load_rollouts={whole}")
@@ -64,15 +62,16 @@ def test_training_alone_on_stored_rollouts_ends_with_the_same_weights(
         assert {name: here[name] for name in SHOWN} == {name: there[name] for name in SHOWN}
 
 
-def test_training_alone_reads_the_rollouts_over_other_ranks(tmp_path: Path, digit_model: Path, whole: Path) -> None:
-    """One trainer and a reference of its own, on what two ranks stored: the same losses but for their sums' order."""
+def test_train_only_reads_rollouts_stored_by_other_ranks(tmp_path: Path, digit_model: Path, whole: Path) -> None:
+    """One trainer and a separate reference, on rollouts of two ranks: the same losses except for the order of
+    summation."""
     words = [f"model.path={digit_model}", "debug=train_only", f"load_rollouts={whole}", "layout=disaggregated"]
     finish(tmp_path / "alone", *words, "layout.trainer.num_ranks=1")
     for there, here in zip(read_metrics(whole)[1:], read_metrics(tmp_path / "alone")[1:], strict=True):
         assert {name: here[name] for name in SHOWN} == pytest.approx({name: there[name] for name in SHOWN}, rel=1e-4)
 
 
-def test_generation_alone_leaves_the_weights_and_stores_what_the_whole_run_would_begin_with(
+def test_rollout_only_keeps_the_weights_and_stores_the_same_first_rollouts(
     tmp_path: Path, digit_model: Path, inputs: list[str], whole: Path
 ) -> None:
     run_dir = tmp_path / "run"
@@ -88,14 +87,14 @@ def test_generation_alone_leaves_the_weights_and_stores_what_the_whole_run_would
     assert differing(run_dir, digit_model) == set()
 
 
-def test_fake_engines_take_their_time_and_all_else_is_as_ever(tmp_path: Path) -> None:
+def test_fake_engines_take_their_configured_time_and_all_else_works(tmp_path: Path) -> None:
     times = {"fake.train_s": 0.3, "fake.logprobs_s": 0.2, "fake.publish_s": 0.1, "fake.decode_s": 0.02}
     small = ["rollout.num_prompts=8", "save_every=1", "eval.num_prompts=8", "fake.pass_rate=0.7"]
     words = ["+experiment=rlvr_async", "debug=fake", "fake.median_tokens=2", "fake.tail=0", *small]
     start = finish(tmp_path / "run", *words, *(f"{name}={value}" for name, value in times.items()))
     assert "memory  not computed" in start.text and (tmp_path / "run" / "plot.png").exists()
     rows = read_metrics(tmp_path / "run")[1:]
-    for row in rows:  # two optimizer steps of a step, eight slots
+    for row in rows:  # two optimizer steps per step, eight slots
         assert row["time/step_train"] >= 2 * 0.3 and row["time/old_log_probs"] >= 0.2
         assert row["time/step_update_weights"] >= 0.1 and row["system/decode_tps"] <= 8 / 0.02
         assert row["token/response_length/mean"] == 2 and 0.3 < row["critic/rewards/mean"] < 1
@@ -103,8 +102,8 @@ def test_fake_engines_take_their_time_and_all_else_is_as_ever(tmp_path: Path) ->
     assert committed_step(tmp_path / "run") == NUM_STEPS and (tmp_path / "run/hf/model.safetensors").exists()
 
 
-def test_what_decorates_a_run_cannot_cost_it(tmp_path: Path) -> None:
-    """Completions that the locale cannot print, and folders in the place of the plot and of the kept completions."""
+def test_failures_of_plots_and_kept_completions_do_not_end_a_run(tmp_path: Path) -> None:
+    """Completions that the locale cannot print, and folders in place of the plot and the kept completions."""
     data, run_dir = tmp_path / "rows.jsonl", tmp_path / "run"
     rows = [{"prompt": f"\u6570 \u03c0 {n} \U0001f600", "answer": str(n)} for n in range(16)]
     data.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
@@ -127,7 +126,7 @@ def test_what_decorates_a_run_cannot_cost_it(tmp_path: Path) -> None:
     assert again.wait() == ExitCode.DONE and "finished" in again.text, again.text
 
 
-def test_a_run_folder_stays_with_its_mode_and_its_rollouts(tmp_path: Path, inputs: list[str], whole: Path) -> None:
+def test_a_run_folder_keeps_its_debug_mode_and_rollouts(tmp_path: Path, inputs: list[str], whole: Path) -> None:
     def refused(run_dir: Path, *words: str) -> str:
         start = Start(run_dir, [*WORDS, *words])
         assert start.wait() == ExitCode.BAD_INPUT, start.text

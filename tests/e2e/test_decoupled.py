@@ -1,4 +1,4 @@
-"""GDPO as a run: the advantages are those of the parts that each response was given."""
+"""GDPO as a run: the advantages follow from each response's reward parts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ algorithm=gdpo layout=single max_steps=2 rollout.filter_std=false reward.default
 """.split()  # noqa: SIM905
 
 
-def test_a_run_learns_from_parts_that_were_normalised_apart(
+def test_a_run_trains_on_separately_normalised_reward_parts(
     tmp_path: Path, digit_model: Path, digit_data: Path
 ) -> None:
     inputs = [f"model.path={digit_model}", f"data.train={digit_data}", f"data.val={digit_data}"]

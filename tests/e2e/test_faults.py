@@ -1,4 +1,4 @@
-"""Whatever happens to a rank, the run ends in time with one line and the right code, or goes on without the rank."""
+"""Whatever happens to a rank, the run ends in time with one line and the right code, or continues without the rank."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class Runs:
         return Start(self.folder / name, [*self.words, *words], {"PYTHONPATH": str(ROOT)})
 
     def running(self, name: str, *more: str, past: int = 0) -> Start:
-        """A start that has logged the fourth step after `past`, so that the second one's checkpoint is there: a save
-        waits for the one before."""
+        """A start that has logged the fourth step after `past`, so the second step's checkpoint exists: a save waits
+        for the one before."""
         start = self.start(name, *more)
         start.wait_until(lambda: start.step >= past + 4)
         assert start.process.poll() is None, start.text
@@ -104,8 +104,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield small
 
 
-def test_a_full_disk_ends_as_not_saved_and_the_file_is_named(runs: Runs, small_disk: Path) -> None:
-    """Logs and the verdict are on it too."""
+def test_a_full_disk_ends_the_run_as_not_saved_and_names_the_file(runs: Runs, small_disk: Path) -> None:
+    """Logs and the verdict are on the full disk too."""
     start = runs.start("run", "layout=single rollout.save_rollouts=true")
     start.wait_until(lambda: start.step >= 4)
     with open(small_disk / "filler", "wb", buffering=0) as filler, pytest.raises(OSError, match="No space left"):
@@ -120,7 +120,7 @@ def test_a_full_disk_ends_as_not_saved_and_the_file_is_named(runs: Runs, small_d
     assert newest(small_disk) >= 2
 
 
-def test_ranks_that_die_or_stop_end_the_run_which_resumes(runs: Runs) -> None:
+def test_dead_or_stopped_ranks_end_the_run_which_then_resumes(runs: Runs) -> None:
     run_dir = runs.folder / "run"
     start = runs.running("run")
     os.kill(start.ranks[2], signal.SIGSEGV)
@@ -151,7 +151,7 @@ def test_ranks_that_die_or_stop_end_the_run_which_resumes(runs: Runs) -> None:
     start = runs.running("run", past=newest(run_dir))
     (run_dir / "checkpoints").rename(run_dir / "kept")
     (run_dir / "checkpoints").write_text("in the way")
-    # What fails first depends on where the save was just then: making its folder, or finding what it had written.
+    # Which step of the save fails first depends on timing: creating its folder, or finding its files.
     cause = rf"{run_dir}/checkpoints: .*(Not a directory|File exists|No such file|is not a file of the checkpoint)"
     assert_ended(start, ExitCode.NOT_SAVED, cause, within_s=COMMAND_S)
 
@@ -165,7 +165,7 @@ def test_ranks_that_die_or_stop_end_the_run_which_resumes(runs: Runs) -> None:
     assert [row["step"] for row in read_metrics(run_dir)][-3:] == [step, step + 1, step + 2]
 
 
-def test_a_lost_reward_rank_bad_rewards_and_forged_messages_are_survived(runs: Runs) -> None:
+def test_a_run_survives_a_lost_reward_rank_bad_rewards_and_forged_messages(runs: Runs) -> None:
     run_dir = runs.folder / "run"
     reward = f"{REWARD}rough_reward +reward.default.options.folder={runs.folder} reward.default.timeout_s=2"
     start = runs.running("run", "max_steps=60", APART.format("reward"), reward)
@@ -189,8 +189,7 @@ def test_a_lost_reward_rank_bad_rewards_and_forged_messages_are_survived(runs: R
 
 
 def intrude(run_dir: Path, queue: str) -> None:
-    """What a process with and without the key can send, under a rank's number and its own, and a message as it was sent
-    before."""
+    """Messages of a process with and without the key, under a rank's number and its own, and a replayed message."""
     folder = run_dir / "world" / "attempt_0001"
     endpoint = json.loads((folder / "endpoint.json").read_text())
     key = Path(endpoint["key_file"]).read_bytes()
@@ -213,7 +212,7 @@ def forged(key: bytes, queue: str, message: messages.Message, sender: int) -> by
     return queues.sign(key, queue, frame)
 
 
-def test_an_environment_that_sleeps_costs_its_sample_a_rank_that_does_is_done_without(runs: Runs) -> None:
+def test_a_hanging_environment_costs_its_sample_and_a_hanging_env_rank_only_itself(runs: Runs) -> None:
     run_dir, sleeps = (
         runs.folder / "run",
         "+env.default.options.how=sleep +env.default.options.after=40 +env.default.options.rank=2",
@@ -232,8 +231,8 @@ def test_an_environment_that_sleeps_costs_its_sample_a_rank_that_does_is_done_wi
     assert_ended(start, ExitCode.DEADLINE, r"rank 3 \(env\) .*was stopped \(SIGSTOP\)", within_s=STORE_S)
 
 
-def test_a_rank_that_the_network_loses_is_done_without_or_ends_the_run(runs: Runs) -> None:
-    """Rank 0 and the rank each miss the other; whoever is first tells."""
+def test_a_rank_cut_off_the_network_is_dropped_or_ends_the_run(runs: Runs) -> None:
+    """Rank 0 and the rank each notice the loss of the other; the first one reports it."""
     silent = "(its host does not answer|the control store (is gone|has not answered))"
     start = runs.running("run", APART.format("env"), ENV)
     cut_off(start.ranks[2])
@@ -256,7 +255,7 @@ def waiting(start: Start, folder: Path) -> tuple[int, int]:
     return int(rank), int(parent)
 
 
-def test_an_env_rank_killed_in_an_episode_and_an_episode_that_raises_cost_nothing(runs: Runs) -> None:
+def test_a_killed_env_rank_and_a_raising_episode_cost_no_prompt(runs: Runs) -> None:
     start = runs.start("run", APART.format("env"), f"{FALLING}{runs.folder}")
     rank, _ = waiting(start, runs.folder)
     os.kill(start.ranks[rank], signal.SIGKILL)
@@ -270,7 +269,7 @@ def test_an_env_rank_killed_in_an_episode_and_an_episode_that_raises_cost_nothin
     check_accounts(runs.folder / "run")
 
 
-def test_without_the_process_that_forks_environments_the_run_ends_and_resumes(runs: Runs) -> None:
+def test_losing_the_fork_server_of_environments_ends_the_run_which_resumes(runs: Runs) -> None:
     words = "layout=single", f"{FALLING}{runs.folder}", "env.default.runs_in=process"
     start = runs.start("run", *words)
     _, parent = waiting(start, runs.folder)
@@ -318,13 +317,13 @@ ENDS = {
 
 
 @pytest.mark.parametrize(("words", "code", "part"), ENDS.values(), ids=ENDS)
-def test_what_ends_a_run_is_told(runs: Runs, words: list[str], code: ExitCode, part: str) -> None:
+def test_the_reason_for_the_end_of_a_run_is_reported(runs: Runs, words: list[str], code: ExitCode, part: str) -> None:
     start = runs.ended("run", "layout=single", *words)
     assert_ended(start, code, part, within_s=0.0)
 
 
-def test_a_generator_too_unlike_its_trainer_ends_the_run_which_goes_on_under_another_bound(runs: Runs) -> None:
-    """The generator rounds to bf16, the trainer does not; nothing of the refused step is kept."""
+def test_too_large_a_mismatch_ends_the_run_which_resumes_under_another_bound(runs: Runs) -> None:
+    """The generator rounds to bf16, the trainer does not; nothing from the refused step is kept."""
     words = "layout=single generator.dtype=bfloat16"
     first = runs.ended("run", words, "max_steps=2")
     assert first.wait(0.0) == ExitCode.DONE, first.text
@@ -353,7 +352,7 @@ SOAK = {
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("rank", "number", "code", "part"), SOAK.values(), ids=SOAK)
-def test_every_kind_of_rank_is_missed(runs: Runs, rank: int, number: signal.Signals, code: ExitCode, part: str) -> None:
+def test_loss_of_any_rank_is_noticed(runs: Runs, rank: int, number: signal.Signals, code: ExitCode, part: str) -> None:
     start = runs.running("run", "layout=disaggregated", "algorithm.kl_loss_coef=0.1", "rollout.min_replicas=2")
     os.kill(start.ranks[rank], number)
     assert_ended(start, code, part, within_s=STORE_S + GRACE_S)

@@ -14,7 +14,7 @@ from hpcrl.rollout.store import RolloutReader
 
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
-def test_generator_and_trainer_agree_on_one_gpu(tmp_path: Path) -> None:
+def test_generator_and_trainer_log_probs_agree_on_one_gpu(tmp_path: Path) -> None:
     words = [f"run_dir={tmp_path / 'run'}", "layout=single", "max_steps=2", "eval_every=0", "rollout.filter_std=false"]
     words += ["algorithm.kl_loss_coef=0.01", "rollout.top_p=0.9", "rollout.temperature=0.8", "cluster.device=cuda"]
     done = subprocess.run(

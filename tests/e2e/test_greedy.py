@@ -1,4 +1,4 @@
-"""ReMax as whole runs: its greedy siblings are scored and not trained on, and a kill changes nothing."""
+"""ReMax as whole runs: greedy baselines are scored and not trained on, and a kill changes nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def inputs(digit_model: Path, digit_data: Path) -> list[str]:
 
 
 def check_rows(run_dir: Path, group_size: int) -> None:
-    """Every group has one baseline, its sampled responses alone, and advantages that are their differences."""
+    """Every group has one baseline, only its sampled responses, and advantages that are the differences."""
     reader = RolloutReader(run_dir)
     baselines = set()
     for step in reader.steps():
@@ -56,7 +56,7 @@ def test_a_kill_changes_no_bit(tmp_path: Path, inputs: list[str]) -> None:
     assert differences(remains(runs.finish("killed")), whole) == []
 
 
-def test_it_works_ahead_with_redundant_members_and_restarts(tmp_path: Path, inputs: list[str]) -> None:
+def test_greedy_baselines_work_with_staleness_spare_members_and_restarts(tmp_path: Path, inputs: list[str]) -> None:
     ahead = [
         "layout=disaggregated",
         "rollout.max_staleness=1",

@@ -1,4 +1,4 @@
-"""Rewards that score groups, in runs that lose scorers and replicas while siblings wait for each other."""
+"""Rewards that score groups, in runs that lose scorers and replicas while group members wait for each other."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ algorithm.advantage_estimator=tests.e2e.user_code:STEPWISE
     [(1, "5", "3", True), pytest.param(2, "6", "2", False, marks=pytest.mark.soak)],
     ids=["resumed", "max_staleness 2"],
 )
-def test_siblings_are_scored_together_whoever_is_lost(
+def test_groups_are_scored_whole_whichever_rank_is_lost(
     tmp_path: Path, digit_model: Path, digit_data: Path, max_staleness: int, scorer: str, replica: str, kill: bool
 ) -> None:
-    """A scorer dies with the siblings that wait there, a replica with some of a group; then, in one of the runs,
-    everything is killed and goes on. One of two domains has an environment, to whose rewards the group's are added."""
+    """A scorer dies with waiting group members, a replica with part of a group; in one of the runs everything is then
+    killed and resumed. One of two domains has an environment, to whose rewards the group's are added."""
     train = f"[{{path:{digit_data},domain:played}},{{path:{digit_data},domain:plain}}]"
     inputs = [f"model.path={digit_model}", f"data.train={train}", f"data.val={digit_data}"]
     words, run_dir = [*inputs, *WORDS, *LAYOUT, f"rollout.max_staleness={max_staleness}"], tmp_path / "run"
@@ -66,7 +66,7 @@ def test_siblings_are_scored_together_whoever_is_lost(
 
 
 def check_rewards(run_dir: Path, data: Path) -> None:
-    """Every trained response has the rewards that follow from what its group said, by turn and token."""
+    """Every trained response has the rewards that follow from its group's texts, by turn and token."""
     answers = {row["prompt"]: row["answer"] for row in map(json.loads, data.read_text().splitlines())}
     reader = RolloutReader(run_dir)
     domains = {record.uid: record.domain for record in reader.outcomes()}

@@ -1,4 +1,4 @@
-"""A run goes on with other ranks than those that wrote its checkpoint; the accounts stay exact, and it says so."""
+"""A run resumes on other ranks than its checkpoint was written by, with exact accounting, and reports the change."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def counters(run_dir: Path) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("deterministic", "stages"), [("true", STAGES), pytest.param("false", STAGES[::3], marks=pytest.mark.soak)]
 )
-def test_resume_on_another_layout(
+def test_a_run_resumes_on_another_layout(
     tmp_path: Path, digit_model: Path, digit_data: Path, deterministic: str, stages: list[list[str]]
 ) -> None:
     inputs = [f"model.path={digit_model}", f"data.train={digit_data}", f"data.val={digit_data}"]

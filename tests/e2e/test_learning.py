@@ -1,4 +1,4 @@
-"""The demonstration in small, as a user runs it: a model learns, and the run folder holds what the README says."""
+"""A small version of the demonstration: a model learns, and the run folder has the contents listed in the README."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def launch(*words: str) -> str:
 
 
 def launch_on_a_terminal(columns: int, *words: str) -> str:
-    """The same from a terminal; what it was sent."""
+    """The same from a terminal; returns the output to it."""
     ours, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     process = subprocess.Popen(
@@ -70,7 +70,7 @@ def launch_on_a_terminal(columns: int, *words: str) -> str:
 
 @pytest.fixture(scope="module")
 def warmed_up(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Folder of the supervised warm-up as the demonstration makes it, and what it showed on a terminal.
+    """Folder of the demonstration's supervised warm-up, and its terminal output.
 
     It ends at a score. After a number of steps it stands anywhere between .03 and .20, by the seed and the processor's
     instructions: accuracy jumps from step to step at its learning rate.
@@ -90,7 +90,7 @@ def trained(warmed_up: tuple[Path, str]) -> tuple[Path, str]:
 def test_a_terminal_shows_one_live_line_and_a_summary(warmed_up: tuple[Path, str]) -> None:
     folder, shown = warmed_up
     last = read_metrics(folder)[-1]["step"]
-    lines = [line.split("\r\x1b[2K") for line in shown.split("\r\n")]  # of the terminal, and what stood there before
+    lines = [line.split("\r\x1b[2K") for line in shown.split("\r\n")]  # of the terminal, and its previous content
     live = [states for states in lines if any("ETA" in state for state in states)]
     assert len(live) == 1 and "\x1b[1A" not in shown, "one line, never two"
     states = [re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", state) for state in live[0]]
@@ -100,7 +100,7 @@ def test_a_terminal_shows_one_live_line_and_a_summary(warmed_up: tuple[Path, str
     assert re.search(summary, shown, re.MULTILINE), shown[-1000:]
 
 
-def test_held_out_accuracy_rises(trained: tuple[Path, str]) -> None:
+def test_validation_accuracy_rises(trained: tuple[Path, str]) -> None:
     rows = read_metrics(trained[0])
     assert [row["step"] for row in rows] == list(range(NUM_STEPS + 1))
     before, after = rows[0], rows[-1]
@@ -109,17 +109,17 @@ def test_held_out_accuracy_rises(trained: tuple[Path, str]) -> None:
     assert (greedy + sampled) / 2 > 0.08, "docs/measured.md: .18 to .36 over seeds and instruction sets"
 
 
-def test_every_metric_of_the_field_is_there(trained: tuple[Path, str]) -> None:
+def test_all_expected_metrics_are_recorded(trained: tuple[Path, str]) -> None:
     last = read_metrics(trained[0])[-1]
     assert [name for name in METRICS if name not in last] == []
 
 
-def test_an_evaluation_is_no_part_of_its_step(trained: tuple[Path, str]) -> None:
-    first = read_metrics(trained[0])[0]  # before the first step there is hardly anything else
+def test_an_evaluation_does_not_count_as_part_of_its_step(trained: tuple[Path, str]) -> None:
+    first = read_metrics(trained[0])[0]  # before the first step there are hardly any other messages
     assert 0 < first["time/step_total"] < first["time/val_step"]
 
 
-def test_generator_and_trainer_agree(trained: tuple[Path, str]) -> None:
+def test_generator_and_trainer_log_probs_agree(trained: tuple[Path, str]) -> None:
     batch = RolloutReader(trained[0]).batch(NUM_STEPS)
     difference = (batch.old_logprobs - batch.gen_logprobs)[batch.loss_mask].abs().max()
     assert difference < 1e-4
@@ -136,7 +136,7 @@ def test_every_prompt_has_one_outcome(trained: tuple[Path, str]) -> None:
     assert {d: ended.count(d) for d in PromptOutcome} == {d: last[f"prompts/{d}"] for d in PromptOutcome}
 
 
-def test_the_export_answers_as_the_run_did(trained: tuple[Path, str]) -> None:
+def test_the_exported_model_answers_as_the_run_did(trained: tuple[Path, str]) -> None:
     folder, output = trained
     model = AutoModelForCausalLM.from_pretrained(folder / "hf")
     tokenizer = AutoTokenizer.from_pretrained(folder / "hf")
@@ -154,7 +154,7 @@ def test_the_export_answers_as_the_run_did(trained: tuple[Path, str]) -> None:
     assert "before" in output and "after" in output
 
 
-def test_the_folder_explains_itself(trained: tuple[Path, str]) -> None:
+def test_the_run_folder_has_its_documented_files(trained: tuple[Path, str]) -> None:
     folder, output = trained
     for name in (
         "config.yaml",

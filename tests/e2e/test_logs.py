@@ -1,4 +1,4 @@
-"""The logs of a run of two ranks, from its start to a traceback, and again."""
+"""The logs of two attempts of a run with two ranks, each from its start to a traceback."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.e2e.test_faults import REWARD, WORDS
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-def test_all_messages_of_two_attempts(tmp_path: Path, digit_model: Path, digit_data: Path) -> None:
+def test_logs_show_all_messages_of_two_attempts(tmp_path: Path, digit_model: Path, digit_data: Path) -> None:
     run = tmp_path / "run"
     words = [*WORDS, f"model.path={digit_model}", f"data.train={digit_data}", "layout.trainer.num_ranks=1"]
     words += [*f"{REWARD}talking_reward".split(), "trainer.lr=1e30"]  # which breaks the weights in the first step

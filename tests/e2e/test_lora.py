@@ -1,4 +1,5 @@
-"""Whole runs that train adapters: on one rank, on two with generators beside them or apart, and after a kill."""
+"""Whole runs that train adapters: on one rank, on two with generators on the same or on other ranks, and after a
+kill."""
 
 from __future__ import annotations
 
@@ -73,7 +74,7 @@ def check_metrics(one: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["colocated", "deepspeed", "apart"])
-def test_every_layout_computes_the_same(outcomes: dict[str, Outcome], layout: str, folder: Path) -> None:
+def test_every_layout_computes_the_same_numbers(outcomes: dict[str, Outcome], layout: str, folder: Path) -> None:
     assert compare(outcomes["single"], outcomes[layout]) == []
     check_metrics(folder / "single", folder / layout)
 
@@ -92,7 +93,7 @@ def test_the_reference_is_the_model_without_adapters(outcomes: dict[str, Outcome
 
 
 @pytest.mark.soak
-def test_a_killed_run_ends_as_it_would_have(
+def test_a_killed_run_ends_with_the_same_result(
     folder: Path, tmp_path: Path, wide_digit_model: Path, digit_data: Path
 ) -> None:
     start(tmp_path, "colocated", wide_digit_model, digit_data, {"HPCRL_FAILPOINT": "renamed:2"})

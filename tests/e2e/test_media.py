@@ -61,7 +61,7 @@ def words(folder: Path, model: Path) -> list[str]:
     return [f"model.path={model}", f"data.train={train}", f"data.val={folder}/rows.parquet", *APART, *WORDS]
 
 
-def test_images_cross_to_every_rank(tmp_path: Path, digit_model: Path, contents: dict[int, list[bytes]]) -> None:
+def test_images_reach_every_generator_rank(tmp_path: Path, digit_model: Path, contents: dict[int, list[bytes]]) -> None:
     for steps in (2, 4):
         start = Start(tmp_path / "run", [*words(tmp_path, digit_model), ENGINE, f"max_steps={steps}"])
         assert start.wait(200) == ExitCode.DONE, start.text
@@ -86,7 +86,7 @@ def test_images_cross_to_every_rank(tmp_path: Path, digit_model: Path, contents:
     assert any(size > 3 << 20 for request in requests for _, size, _ in request["media"])
 
 
-def test_the_run_folder_holds_no_media(tmp_path: Path, digit_model: Path, contents: dict[int, list[bytes]]) -> None:
+def test_the_run_folder_contains_no_media(tmp_path: Path, digit_model: Path, contents: dict[int, list[bytes]]) -> None:
     start = Start(tmp_path / "run", [*words(tmp_path, digit_model), ENGINE, "max_steps=2"])
     assert start.wait(200) == ExitCode.DONE, start.text
     marks = [content[100:140] for images in contents.values() for content in images if len(content) > 140]
@@ -94,7 +94,7 @@ def test_the_run_folder_holds_no_media(tmp_path: Path, digit_model: Path, conten
     assert marks and len(files) > 5 and not any(mark in path.read_bytes() for path in files for mark in marks)
 
 
-def test_an_engine_that_takes_none_is_refused(
+def test_an_engine_without_media_support_is_refused(
     tmp_path: Path, digit_model: Path, contents: dict[int, list[bytes]]
 ) -> None:
     start = Start(tmp_path / "run", [*words(tmp_path, digit_model), "layout.generator.tensor_parallel=1"])

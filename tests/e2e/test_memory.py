@@ -26,7 +26,7 @@ WORDS = [
 
 
 @pytest.mark.slow
-def test_turns_change_no_result(tmp_path: Path) -> None:
+def test_offloading_changes_no_result(tmp_path: Path) -> None:
     rows = {}
     small = ["model.tiny.vocab_size=320", "model.tiny.hidden_size=64", "trainer.lr=1e-3", "rollout.max_new_tokens=12"]
     for mode in ("never", "always"):
@@ -41,7 +41,7 @@ def test_turns_change_no_result(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_peaks_of_one_process_are_within_a_tenth_of_the_plan(tmp_path: Path) -> None:
+def test_memory_peaks_of_one_process_are_within_a_tenth_of_the_plan(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     start = Start(run_dir, [*WORDS, f"run_dir={run_dir}"])
     assert start.wait() == 0, start.text

@@ -21,12 +21,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 NUM_STEPS, SHARES = 4, {"sums": 4, "programs": 3, "gym": 2, "instructions": 1}
 
 
-def test_a_preempted_run_of_four_domains_keeps_its_shares_and_accounts(tmp_path: Path) -> None:
-    """With random weights, so that no reward is won: what is tested is that each reward scores its own domain."""
+def test_a_preempted_run_of_four_domains_keeps_shares_and_accounting(tmp_path: Path) -> None:
+    """With random weights no reward is won: the test is that each reward scores its own domain."""
     told = threading.Event()
 
     def grade(body: dict[str, Any], number: int) -> str:
-        if number > 6:  # those of the first evaluation and step: no second step ends before the signal
+        if number > 6:  # requests of the first evaluation and step: no second step ends before the signal
             told.wait(60)
         return str(body["messages"][-1]["content"].splitlines()[-1]).removesuffix("V") + "10"
 

@@ -1,4 +1,4 @@
-"""A preference loss on pairs, on two trainer ranks: it learns, and a killed run ends as an undisturbed one."""
+"""A preference loss on pairs, on two trainer ranks: the model learns, and a killed run ends like an undisturbed one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def words(tmp_path: Path, digit_model: Path) -> list[str]:
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    """What every step tells of rows and learning."""
+    """Metrics of every step about rows and learning."""
     rows = [row for row in read_metrics(run) if row["step"] > 0]
     return [{name: row[name] for name in row if name.startswith(("simpo/", "actor/", "rows/"))} for row in rows]
 
@@ -54,7 +54,7 @@ def test_the_margin_grows_and_a_kill_changes_nothing(tmp_path: Path, words: list
     assert metrics(tmp_path / "killed") == steps
 
 
-def test_the_plan_shows_both_parts_and_a_bad_row_ends_the_start(tmp_path: Path, words: list[str]) -> None:
+def test_the_plan_shows_both_parts_of_a_pair_and_a_bad_row_stops_the_start(tmp_path: Path, words: list[str]) -> None:
     planned = Start(tmp_path / "run", [*words, "dry_run=true"])
     assert planned.wait() == ExitCode.DONE, planned.text
     assert 'chosen: "0<|im_end|>"' in planned.text and "rejected: " in planned.text

@@ -1,4 +1,4 @@
-"""Worlds of 1, 3 and 8 ranks run the same pipeline to the same numbers, and those are transformers' numbers."""
+"""Runs on 1, 3 and 8 ranks give the same numbers, which match transformers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ rollout.max_new_tokens=4 data.max_prompt_tokens=64 generator.max_num_seqs=16 max
 
 @dataclass
 class Outcome:
-    """What a run left: rollouts by step, gradients and grad norm of the first step."""
+    """Results of a run: rollouts by step, gradients and gradient norm of the first step."""
 
     batches: dict[int, Batch]
     gradients: dict[str, torch.Tensor]
@@ -89,7 +89,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, digit_model: Path, digit_
 
 
 def compare(a: Outcome, b: Outcome) -> list[str]:
-    """What differs, one line each; nothing where both agree."""
+    """One line per difference; empty if both agree."""
     different = []
     for step in STEPS:
         one, other = a.batches[step], b.batches[step]
@@ -111,11 +111,11 @@ def compare(a: Outcome, b: Outcome) -> list[str]:
 
 
 @pytest.mark.parametrize("layout", ["colocated", "disaggregated"])
-def test_every_layout_computes_the_same(outcomes: dict[str, Outcome], layout: str) -> None:
+def test_every_layout_computes_the_same_numbers(outcomes: dict[str, Outcome], layout: str) -> None:
     assert compare(outcomes["single"], outcomes[layout]) == []
 
 
-def test_the_comparison_is_not_empty(outcomes: dict[str, Outcome]) -> None:
+def test_the_comparison_covers_rewards_gradients_and_turns(outcomes: dict[str, Outcome]) -> None:
     """Rewards differ, every parameter has a gradient, the policy has left the reference, answers take two turns."""
     result = outcomes["single"]
     for batch in result.batches.values():
@@ -144,11 +144,11 @@ def deviation(model: Path, batch: Batch) -> float:
     return float((reference_logprobs(model, batch) - batch.ref_logprobs).abs().max())
 
 
-def test_log_probs_are_those_of_transformers(outcomes: dict[str, Outcome], digit_model: Path) -> None:
+def test_log_probs_match_transformers(outcomes: dict[str, Outcome], digit_model: Path) -> None:
     for result in outcomes.values():
         first, second = result.batches[1], result.batches[2]
         assert deviation(digit_model, first) < LOGPROBS and deviation(digit_model, second) < LOGPROBS
-        for values in (first.gen_logprobs, first.old_logprobs):  # before the first step, policy and reference are one
+        for values in (first.gen_logprobs, first.old_logprobs):  # before the first step, policy and reference are equal
             assert torch.allclose(values, first.ref_logprobs, rtol=0, atol=LOGPROBS)
 
 
@@ -181,8 +181,8 @@ def test_one_perturbed_weight_is_noticed(
     assert any("gradient of" in line for line in different) and any("gradient norms" in line for line in different)
 
 
-def test_seeds_make_the_samples(outcomes: dict[str, Outcome]) -> None:
-    """Siblings differ although they share everything but their sample ids."""
+def test_samples_depend_on_their_seeds(outcomes: dict[str, Outcome]) -> None:
+    """Group members differ although they share everything but their sample ids."""
     batch = outcomes["single"].batches[1]
     answers = [tuple(ids.tolist()) for ids in batch.token_ids.split(batch.cu_seqlens.diff().tolist())]
     assert len(np.unique([hash(answer) for answer in answers])) > 8 * 2

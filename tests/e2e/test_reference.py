@@ -1,5 +1,4 @@
-"""A reference that is another model than the policy, and one in a pipeline outside RL: its log-probs are
-transformers'."""
+"""A reference different from the policy, and a reference in a pipeline outside RL: its log-probs match transformers."""
 
 from __future__ import annotations
 
@@ -58,7 +57,7 @@ def logprobs(folder: Path, token_ids: Tensor, starts: Tensor) -> Tensor:
 
 
 def train(run: Path, seen: Path, model: Path, data: Path, *words: str) -> list[dict[str, Any]]:
-    """What the loss of a run read, by micro-batch, without micro-batches that have no rows."""
+    """The loss's inputs in a run, by micro-batch, without empty micro-batches."""
     seen.mkdir()
     start = Start(run, [f"model.path={model}", f"data.train={data}", *SFT, *words], {SEEN: str(seen)})
     assert start.wait(200) == ExitCode.DONE, start.text
@@ -67,7 +66,7 @@ def train(run: Path, seen: Path, model: Path, data: Path, *words: str) -> list[d
 
 
 def check(found: list[dict[str, Any]], model: Path, num_rows: int) -> None:
-    """The loss read this model's log-probs of as many rows; ranks that work on the same rows all read them."""
+    """The loss read this model's log-probs for this many rows; all ranks that work on the same rows read them."""
     assert len({row for each in found for row in each["ids"].tolist()}) == num_rows
     for each in found:
         expected = logprobs(model, each["tokens"], each["starts"])[each["mask"]]
@@ -89,7 +88,7 @@ def check(found: list[dict[str, Any]], model: Path, num_rows: int) -> None:
     ],
     ids=["colocated", "apart", "fewer rows than ranks", "groups", "own model", "adapters", "adapters, path"],
 )
-def test_a_pipeline_outside_rl_reads_the_log_probs_of_its_reference(
+def test_a_pipeline_outside_rl_reads_reference_log_probs(
     tmp_path: Path, digit_model: Path, digit_data: Path, other: Path, words: list[str], num_ranks: int, has_path: bool
 ) -> None:
     model, run = other if has_path else digit_model, tmp_path / "run"
@@ -98,11 +97,11 @@ def test_a_pipeline_outside_rl_reads_the_log_probs_of_its_reference(
     assert len(list((run / "logs" / "attempt_0001").glob("rank_*.log"))) == num_ranks
     check(found, model, num_rows=4 if "own.batch_size=2" in words else 16)
     first, second = read_metrics(run)
-    # The policy starts as its own reference, and leaves it with the first step.
+    # The policy starts equal to the reference and differs after the first step.
     assert (abs(first["sft/kl"] or 0.0) < 1e-6) == (not has_path) and (second["sft/kl"] or 0.0) > 1e-5
 
 
-def test_a_resumed_run_has_the_same_reference(tmp_path: Path, digit_model: Path, digit_data: Path, other: Path) -> None:
+def test_a_resumed_run_keeps_its_reference(tmp_path: Path, digit_model: Path, digit_data: Path, other: Path) -> None:
     run, words = tmp_path / "run", [*APART, f"reference.path={other}"]
     train(run, tmp_path / "first", digit_model, digit_data, *words, "max_steps=1")
     check(train(run, tmp_path / "second", digit_model, digit_data, *words), other, num_rows=8)
@@ -115,7 +114,7 @@ def test_a_resumed_run_has_the_same_reference(tmp_path: Path, digit_model: Path,
     assert f'reference.path: "{other}" -> "{digit_model}"' in start.text
 
 
-def test_kl_terms_of_rl_refer_to_the_other_model(
+def test_kl_terms_use_the_configured_reference_model(
     tmp_path: Path, digit_model: Path, digit_data: Path, other: Path
 ) -> None:
     words = [f"model.path={digit_model}", f"data.train={digit_data}", "layout=colocated", *WORDS]

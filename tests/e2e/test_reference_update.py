@@ -33,7 +33,7 @@ def test_the_policy_becomes_the_reference_and_a_kill_changes_no_bit(
     for step in (1, 2, 3, 4, 5, 6):
         batch = reader.batch(step)
         distance = (batch.old_logprobs - batch.ref_logprobs)[batch.loss_mask].abs().max()
-        # The same weights after an update, and before the first step; else apart by what a step has changed.
+        # Equal weights after an update and before the first step; otherwise they differ by a step.
         assert (distance < 1e-5) == (step in (1, 4)), (step, distance)
     rows = read_metrics(tmp_path / "undisturbed")
     assert [row["step"] for row in rows if "time/reference_update" in row] == [3, 6]
@@ -43,7 +43,7 @@ def test_the_policy_becomes_the_reference_and_a_kill_changes_no_bit(
     assert differences(remains(runs.finish("killed")), whole) == []
 
 
-def test_old_references_go_and_one_that_is_missing_is_told(tmp_path: Path, inputs: list[str]) -> None:
+def test_old_references_are_deleted_and_a_missing_one_is_reported(tmp_path: Path, inputs: list[str]) -> None:
     words = ["algorithm.ref_update_steps=1", "save_every=1", "layout=single", "eval_every=0"]
     runs = Runs(tmp_path, [*inputs, *words, "max_steps=6"])
     folder = runs.finish("run") / "reference"

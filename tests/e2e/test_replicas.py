@@ -1,4 +1,4 @@
-"""A run goes on without generator replicas that die or hang, whatever they were doing, and loses no prompt."""
+"""A run continues without generator replicas that die or hang at any time, and loses no prompt."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ timeouts.command_s={COMMAND_S} max_steps={NUM_STEPS} generator.max_num_seqs=2
     ],
     ids=["sync", "async", "environments"],
 )
-def test_replicas_are_lost_one_after_another(
+def test_a_run_survives_the_loss_of_replicas_one_after_another(
     tmp_path: Path, digit_model: Path, digit_data: Path, more: list[str], dies: str
 ) -> None:
     inputs = [f"model.path={digit_model}", f"data.train={digit_data}", f"data.val={digit_data}"]
@@ -57,10 +57,10 @@ def test_replicas_are_lost_one_after_another(
 
 
 @pytest.mark.parametrize(("least", "command"), [(2, "TransferRollouts"), (1, "BuildGroup")])
-def test_a_replica_that_the_run_needs_ends_it(
+def test_losing_a_required_replica_ends_the_run(
     tmp_path: Path, digit_model: Path, digit_data: Path, least: int, command: str
 ) -> None:
-    """Enough must remain, and while groups are built all are needed."""
+    """A minimum number must remain; while groups are created all are required."""
     inputs = [f"model.path={digit_model}", f"data.train={digit_data}", f"data.val={digit_data}"]
     more = ["layout.generator.num_ranks=2", f"rollout.min_replicas={least}"]
     environment = {"PYTHONPATH": f"{ROOT}:{ROOT}/tests/e2e/dies", "HPCRL_TEST_DIES": f"2:{command}:1:SIGKILL"}

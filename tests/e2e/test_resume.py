@@ -1,4 +1,4 @@
-"""Runs that are killed, signalled or find a damaged checkpoint go on to the end they would have had anyway."""
+"""Runs that are killed, signalled or find a damaged checkpoint end with the same result as undisturbed ones."""
 
 from __future__ import annotations
 
@@ -86,14 +86,14 @@ class Runs:
         return Start(self.folder / name, self.words, {"HPCRL_FAILPOINT": failpoint} if failpoint else {})
 
     def finish(self, name: str) -> Path:
-        """Start once more, to the end; the run folder."""
+        """Start once more and run to the end; returns the run folder."""
         start = self.start(name)
         assert start.wait() == ExitCode.DONE, start.text
         return self.folder / name
 
     @functools.cached_property
     def undisturbed(self) -> dict[str, Any]:
-        """What a run leaves that nothing happens to."""
+        """What an undisturbed run leaves."""
         return remains(self.finish("undisturbed"))
 
 
@@ -118,7 +118,7 @@ def runs(variants: dict[str, Runs]) -> Runs:
     return variants["one_turn"]
 
 
-def test_domains_with_and_without_an_environment_mix_in_a_batch(variants: dict[str, Runs]) -> None:
+def test_domains_with_and_without_an_environment_share_a_batch(variants: dict[str, Runs]) -> None:
     runs = variants["two_turns"]
     assert runs.undisturbed
     state = read_state(runs.folder / "undisturbed" / "checkpoints" / step_name(NUM_STEPS))["algorithm"]
@@ -146,7 +146,7 @@ def test_domains_with_and_without_an_environment_mix_in_a_batch(variants: dict[s
 
 
 def remains(run_dir: Path) -> dict[str, Any]:
-    """Everything in a finished run folder that does not tell of time: name -> bytes, tensor, array or text."""
+    """Everything in a finished run folder except for times: name -> bytes, tensor, array or text."""
     reader, last = RolloutReader(run_dir), run_dir / "checkpoints" / step_name(NUM_STEPS)
     assert reader.steps() == list(range(1, NUM_STEPS + 1))
     rows = read_metrics(run_dir)
@@ -191,7 +191,7 @@ def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Names of what is not the same in every bit; texts with their first line that differs."""
+    """Names of entries that differ in any bit; texts with their first differing line."""
     names = sorted(one.keys() ^ other.keys())
     for name in one.keys() & other.keys():
         a, b = one[name], other[name]
@@ -212,8 +212,8 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 
 
 def kill_somewhere(runs: Runs, name: str, rng: random.Random, after_step: int) -> str:
-    """Start, and kill everything at a random moment after this attempt's first `after_step` steps (0: while it
-    starts). Every second time the launcher alone is killed, and has to take the rest with it."""
+    """Start, and kill everything at a random moment after this attempt's first `after_step` steps (0: while it starts).
+    Every second time only the launcher is killed, and everything else must end with it."""
     start = runs.start(name)
     if after_step:
         first: list[int] = []
@@ -237,7 +237,7 @@ def kill_somewhere(runs: Runs, name: str, rng: random.Random, after_step: int) -
 
 
 def survive(runs: Runs, name: str, rng: random.Random, num_kills: int) -> None:
-    """A run that is killed num_kills times ends like one that nothing happened to."""
+    """A run killed num_kills times ends like an undisturbed one."""
     told = [kill_somewhere(runs, name, rng, rng.randrange(4)) for _ in range(num_kills)]
     assert differences(remains(runs.finish(name)), runs.undisturbed) == [], told
 
@@ -258,8 +258,8 @@ def test_fifty_kills_change_nothing(variants: dict[str, Runs], variant: str, lin
 @pytest.mark.parametrize(
     "places", [("sealed", "renamed", "pruned"), pytest.param(FAILPOINTS, marks=pytest.mark.soak)], ids=["three", "all"]
 )
-def test_kills_within_a_save_change_nothing(runs: Runs, places: Sequence[str]) -> None:
-    """One failpoint after another; those behind the rename leave a checkpoint, so that the run moves on."""
+def test_kills_during_a_save_change_nothing(runs: Runs, places: Sequence[str]) -> None:
+    """One failpoint after another; failpoints after the rename leave a checkpoint, so the run makes progress."""
     before = -1
     for place in places:
         start = runs.start("saves", place)
@@ -273,7 +273,7 @@ def test_kills_within_a_save_change_nothing(runs: Runs, places: Sequence[str]) -
 
 
 def damage_and_finish(runs: Runs, name: str) -> None:
-    """With its newest checkpoint damaged the run goes on from the one before, and says so."""
+    """With its newest checkpoint damaged the run resumes from the previous one and reports it."""
     root = runs.folder / name / "checkpoints"
     *_, older, newest = steps_in(root)
     file = next((root / step_name(newest)).glob("*.distcp"))
@@ -287,7 +287,7 @@ def damage_and_finish(runs: Runs, name: str) -> None:
     assert differences(remains(runs.folder / name), runs.undisturbed) == []
 
 
-def test_training_goes_on_while_a_writer_is_stuck_and_nothing_is_lost_when_it_dies(runs: Runs) -> None:
+def test_training_continues_during_a_stuck_save_and_loses_nothing_when_it_dies(runs: Runs) -> None:
     """Until the next save is due: two are never under way."""
     start = runs.start("stuck")
     start.wait_until(lambda: start.step >= 2 and len(start.processes_of("hpcrl.checkpoint.writer")) == 2)
@@ -295,7 +295,7 @@ def test_training_goes_on_while_a_writer_is_stuck_and_nothing_is_lost_when_it_di
     writer = start.processes_of("hpcrl.checkpoint.writer")[0]
     writer.suspend()
 
-    def due() -> int:  # the save after the one that it holds up; it may have been done with the one before
+    def due() -> int:  # the save after the blocked one; the previous one may already have been complete
         return max(0, committed_step(runs.folder / "stuck")) + 4
 
     start.wait_until(lambda: start.step >= min(due(), NUM_STEPS))
@@ -311,7 +311,7 @@ def test_training_goes_on_while_a_writer_is_stuck_and_nothing_is_lost_when_it_di
 
 
 def test_a_signal_stops_at_a_step_boundary(runs: Runs) -> None:
-    """And the next start goes on from there; one that comes before the first step ends the start at once."""
+    """The next start resumes from there; a signal before the first step ends the start at once."""
     stopped_at = 0
     for number, code in ((signal.SIGUSR1, ExitCode.REQUEUE), (signal.SIGTERM, ExitCode.TERMINATED)):
         start = runs.start("signalled")
@@ -339,8 +339,8 @@ def test_a_second_launch_is_refused_while_one_runs(runs: Runs) -> None:
     start.kill()
 
 
-def test_the_comparison_notices(runs: Runs) -> None:
-    """One bit of a weight, one line of what became of a prompt, a file that is missing."""
+def test_the_comparison_notices_differences(runs: Runs) -> None:
+    """One bit of a weight, one line of a prompt's outcome, a missing file."""
     undisturbed = runs.undisturbed
     name = next(name for name in undisturbed if "embed_tokens" in name and "exp_avg" not in name)
     weight = undisturbed[name].clone()
@@ -355,7 +355,7 @@ def test_the_comparison_notices(runs: Runs) -> None:
     assert differences(undisturbed, undisturbed | {}) == []
 
 
-def test_there_is_something_to_lose(runs: Runs, digit_model: Path) -> None:
+def test_an_undisturbed_run_trains_and_filters(runs: Runs, digit_model: Path) -> None:
     """Training changes the weights and prompts end in several ways; otherwise resuming would be easy."""
     undisturbed = runs.undisturbed
     assert {"TRAINED", "FILTERED"} <= set(re.findall("PromptOutcome.([A-Z_]+)", undisturbed["outcomes"]))
@@ -372,7 +372,7 @@ def test_there_is_something_to_lose(runs: Runs, digit_model: Path) -> None:
         ("partial_overlap", 2, (2,)),
     ],
 )
-def test_every_prompt_ends_once_outside_deterministic_mode(
+def test_every_prompt_ends_once_without_deterministic_mode(
     variants: dict[str, Runs], variant: str, max_staleness: int, kills: tuple[int, ...]
 ) -> None:
     check_kills(variants[variant], random.Random(7), kills, max_staleness)
@@ -383,14 +383,14 @@ def test_every_prompt_ends_once_outside_deterministic_mode(
 @pytest.mark.parametrize(("variant", "max_staleness"), [("default", 0), ("ahead", 1)])
 def test_every_prompt_ends_once_after_twenty_kills(variants: dict[str, Runs], variant: str, max_staleness: int) -> None:
     rng = random.Random(11)
-    words = [*variants[variant].words, "max_steps=60", "trainer.lr=1e-5"]  # else all is right soon, and filtered
+    words = [*variants[variant].words, "max_steps=60", "trainer.lr=1e-5"]  # else all is soon right, and filtered
     folder = variants[variant].folder / "soaked"
     folder.mkdir()
     check_kills(Runs(folder, words), rng, [rng.randrange(4) for _ in range(20)], max_staleness)
 
 
 def check_kills(runs: Runs, rng: random.Random, after_steps: Sequence[int], max_staleness: int) -> None:
-    """The accounts are right after every kill and at the end, and what is trained is as fresh as max_staleness says."""
+    """Accounting is exact after every kill and at the end, and trained samples respect max_staleness."""
     for after_step in after_steps:
         kill_somewhere(runs, "killed", rng, after_step)
         check_accounts(runs.folder / "killed")
@@ -406,9 +406,9 @@ def check_kills(runs: Runs, rng: random.Random, after_steps: Sequence[int], max_
 
 
 def check_accounts(run_dir: Path, prompts_stay: bool = True) -> None:
-    """On the committed lineage each prompt has one outcome or is open, and the ledger's counts are those. Open are
-    no more than may be on their way, and none that the rules of starvation would have let in long ago. prompts_stay: no
-    environment replaces them."""
+    """On the committed lineage each prompt has one outcome or is open, and the ledger's counts are those. No more
+    prompts are open than may be in progress, and none that the starvation rules would have admitted long ago.
+    prompts_stay: no environment replaces them."""
     step = committed_step(run_dir)
     if step < 0:
         return
@@ -421,7 +421,7 @@ def check_accounts(run_dir: Path, prompts_stay: bool = True) -> None:
     assert counts == Counter({kind: sum(c for _, k, _, c in ledger["counts"] if k == kind) for kind in counts})
     assert sum(count for *_, count in ledger["counts"]) == len(ended)
     rollout = parse(yaml.safe_load((run_dir / "config.yaml").read_text())).rollout
-    on_their_way = set(open_uids) - untold  # what ended since the last step is told after the next
+    on_their_way = set(open_uids) - untold  # outcomes since the last step are reported after the next
     assert len(on_their_way) <= (1 + rollout.max_staleness) * rollout.num_prompts + rollout.extra_prompts
     patience = (
         4 * rollout.max_attempts * (math.ceil(rollout.max_staleness) + 1) + math.ceil(rollout.max_staleness) + 1

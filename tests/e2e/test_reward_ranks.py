@@ -25,10 +25,10 @@ reward.default.timeout_s=100 reward.default.options.fast={NUM_PROMPTS * GROUP_SI
 """.split()
 
 
-def test_a_slow_domain_delays_no_other_and_its_ranks_stand_in_for_each_other(
+def test_a_slow_domain_delays_no_other_and_its_reward_ranks_replace_each_other(
     tmp_path: Path, digit_model: Path, digit_data: Path
 ) -> None:
-    """No response of the slow domain is scored before all of the other in the step; a rank of the slow one is lost."""
+    """No response of the slow domain is scored before all others of the step; one of its reward ranks is lost."""
     (notes := tmp_path / "notes").mkdir()
     train = f"[{{path:{digit_data},domain:slow}},{{path:{digit_data},domain:fast}}]"
     words = [f"model.path={digit_model}", f"data.train={train}", f"reward.default.options.folder={notes}", *WORDS]

@@ -24,7 +24,7 @@ rollout.max_new_tokens=6 rollout.max_staleness=1 generator.dtype=bfloat16 save_e
 """.split()  # noqa: SIM905
 
 
-def test_routes_are_trained_with_stored_and_resumed(tmp_path: Path) -> None:
+def test_routes_are_trained_with_stored_and_restored(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     for steps in (2, 4):
         start = Start(folder, [*WORDS, f"max_steps={steps}"])

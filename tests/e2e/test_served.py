@@ -1,4 +1,4 @@
-"""Models served by ranks of the run: judges of which one is killed, and a reward model."""
+"""Models served by ranks of the run: judges, one of which is killed, and a reward model."""
 
 from __future__ import annotations
 
@@ -45,9 +45,7 @@ def start(run_dir: Path, *words: str) -> Start:
     return Start(run_dir, [*WORDS, *words], {"PYTHONPATH": str(ROOT)})
 
 
-def test_a_killed_judge_is_done_without_and_the_last_ends_the_run_which_resumes(
-    tmp_path: Path, judge: list[str]
-) -> None:
+def test_a_run_continues_without_one_judge_and_resumes_after_losing_the_last(tmp_path: Path, judge: list[str]) -> None:
     run_dir = tmp_path / "run"
     words = [*judge, "layout.judge.num_ranks=2", "save_every=1"]
     run = start(run_dir, *words, "max_steps=100000")
@@ -80,8 +78,8 @@ def test_a_killed_judge_is_done_without_and_the_last_ends_the_run_which_resumes(
     assert all(row["scheduler/score_errors"] == 0 and row["judge/answered"] > 0 for row in rows)
 
 
-def test_a_reward_model_scores_on_the_rank_of_another_role(tmp_path: Path) -> None:
-    """And a deterministic run gives the same rewards again."""
+def test_a_reward_model_can_share_a_rank_with_another_role(tmp_path: Path) -> None:
+    """A repeated deterministic run gives the same rewards."""
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 

@@ -25,9 +25,7 @@ CORES = {"apart": "0", "colocated_split": "0|1"}
 
 
 @pytest.mark.parametrize("layout", WORDS)
-def test_a_run_trains_on_what_sglang_generates(
-    layout: str, tmp_path: Path, digit_model: Path, digit_data: Path
-) -> None:
+def test_a_run_trains_on_sglang_rollouts(layout: str, tmp_path: Path, digit_model: Path, digit_data: Path) -> None:
     pytest.importorskip("sglang", reason="SGLang is not installed; make test-outside")
     inputs = [f"model.path={digit_model}", f"data.train={digit_data}", f"data.val={digit_data}"]
     environment = {**ENVIRONMENT, "PYTHONPATH": str(ROOT), "SGLANG_CPU_OMP_THREADS_BIND": CORES[layout]}

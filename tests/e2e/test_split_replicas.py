@@ -1,4 +1,4 @@
-"""Replicas of several ranks: the numbers of replicas of one rank, whatever happens to them."""
+"""Replicas of several ranks give the same numbers as replicas of one rank, whatever happens to them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def runs(tmp_path: Path, digit_model: Path, digit_data: Path) -> Runs:
 
 
 @pytest.mark.parametrize("layout", ["apart", pytest.param("colocated", marks=pytest.mark.soak)])
-def test_a_split_replica_gives_the_numbers_of_a_whole_one(runs: Runs, layout: str) -> None:
+def test_split_and_unsplit_replicas_give_the_same_numbers(runs: Runs, layout: str) -> None:
     """Prompts with and without environments, evaluation and saves; a rank after the first is killed on the way."""
     whole, split = LAYOUTS[layout]
     code, text = runs.start("whole", [*whole, *TWO_TURNS])
@@ -67,7 +67,7 @@ def test_a_split_replica_gives_the_numbers_of_a_whole_one(runs: Runs, layout: st
     assert differences(left["split"], left["whole"]) == []
 
 
-def test_what_split_replicas_hold_comes_back_after_a_resume(runs: Runs) -> None:
+def test_the_state_of_split_replicas_is_restored_at_a_resume(runs: Runs) -> None:
     """Two replicas of two ranks generate ahead; the second rank of one is killed after some of their work was saved."""
     words = [
         *LAYOUTS["apart"][1],

@@ -1,4 +1,4 @@
-"""GRPO with every trainer and generator: the steps of a run are those of FSDP2 with the native generator.
+"""GRPO with every trainer and generator: a run's steps match FSDP2 with the native generator.
 
 tests/e2e/test_vllm.py has FSDP2 with vLLM.
 """
@@ -45,7 +45,7 @@ class Runs:
         self.folder, self._words = folder, [f"model.path={model}", f"data.train={data}", *WORDS, *COMMON]
 
     def start(self, name: str, *words: str) -> str:
-        """One start to its good end; what it printed."""
+        """One start that ends with exit code 0; returns its output."""
         start = Start(self.folder / name, [*self._words, "max_steps=3", *words])
         assert start.wait(150) == 0, start.text
         return start.text
@@ -84,7 +84,7 @@ def check_same(runs: Runs, name: str) -> None:
             assert ours[step][metric] == pytest.approx(theirs[step][metric], rel=tolerance, abs=1e-6), (step, metric)
 
 
-def test_there_is_something_to_compare(runs: Runs) -> None:
+def test_compared_metrics_differ_between_steps(runs: Runs) -> None:
     rows = metrics(runs.folder / "fsdp2")
     for metric in ("actor/grad_norm", "actor/clipfrac", "critic/score/mean"):
         assert len({rows[step][metric] for step in STEPS}) == len(STEPS), metric
@@ -92,7 +92,7 @@ def test_there_is_something_to_compare(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
-def test_three_steps_equal_those_of_fsdp2(runs: Runs, trainer: str) -> None:
+def test_three_steps_match_fsdp2(runs: Runs, trainer: str) -> None:
     """The third after a resume."""
     runs.start(trainer, *TRAINERS[trainer], "max_steps=2")
     assert "resumed from" in runs.start(trainer, *TRAINERS[trainer])
@@ -100,7 +100,7 @@ def test_three_steps_equal_those_of_fsdp2(runs: Runs, trainer: str) -> None:
 
 
 @pytest.mark.parametrize("trainer", [pytest.param("deepspeed", marks=pytest.mark.soak), "megatron"])
-def test_vllm_generates_the_same_for_every_trainer(runs: Runs, trainer: str) -> None:
+def test_vllm_generates_the_same_responses_for_every_trainer(runs: Runs, trainer: str) -> None:
     pytest.importorskip("vllm")
     runs.start(f"{trainer}_vllm", *TRAINERS[trainer], "generator.engine=vllm")
     check_same(runs, f"{trainer}_vllm")
@@ -114,11 +114,10 @@ def test_vllm_generates_the_same_for_every_trainer(runs: Runs, trainer: str) -> 
         ("deepspeed", ["trainer.megatron.pipeline_parallel=2", "trainer.engine=megatron"]),
     ],
 )
-def test_a_converted_checkpoint_goes_on_with_another_engine(
+def test_a_converted_checkpoint_continues_with_another_engine(
     runs: Runs, wide_digit_model: Path, first: str, then: list[str]
 ) -> None:
-    """From the folder that hpcrl.convert wrote, a run begins where that of the first trainer ended, as its own export
-    tells."""
+    """From the folder of hpcrl.convert a run begins where the first trainer's run ended, as its export shows."""
     if first == "megatron":
         pytest.importorskip("vllm")
     origin, target = runs.folder / first, runs.folder / f"converted_{first}"

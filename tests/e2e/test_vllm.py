@@ -98,26 +98,26 @@ def check_same(run_dir: Path, native: list[dict[str, Any]], same: Collection[str
 
 
 @pytest.mark.parametrize("layout", ["single", "colocated_split"])  # the others, killed or preempted: below
-def test_a_run_is_the_same_as_with_the_native_engine(runs: Runs, layout: str, native: list[dict[str, Any]]) -> None:
+def test_a_run_matches_the_native_engine(runs: Runs, layout: str, native: list[dict[str, Any]]) -> None:
     code, text = runs.start(layout, [*ALL, "generator.engine=vllm", *LAYOUTS[layout]])
     assert code == ExitCode.DONE, text
     check_same(runs.folder / layout, native)
 
 
 @pytest.mark.soak
-def test_an_asynchronous_run_is_the_same_as_with_the_native_engine(runs: Runs) -> None:
-    """The trainer is slow, so that every batch but the first is generated with the weights before those it trains."""
+def test_an_asynchronous_run_matches_the_native_engine(runs: Runs) -> None:
+    """The trainer is slow, so every batch but the first is generated with the previous weights."""
     for engine in ("native", "vllm"):
         code, text = runs.start(f"ahead_{engine}", [*AHEAD, f"generator.engine={engine}"], slow="1:TrainStep:2")
         assert code == ExitCode.DONE, text
         for step in (1, 2, 3):
             batch = RolloutReader(runs.folder / f"ahead_{engine}").batch(step)
             assert batch.versions[batch.loss_mask].unique().tolist() == [max(0, step - 2)]
-    of_the_batch = {*SAME} - {"domain/default/score"}  # of all that was scored meanwhile, also for later steps
+    of_the_batch = {*SAME} - {"domain/default/score"}  # over everything scored meanwhile, including later steps
     check_same(runs.folder / "ahead_vllm", read_metrics(runs.folder / "ahead_native"), of_the_batch)
 
 
-def test_experts_are_replayed_and_bfloat16_differs_as_with_the_native_engine(runs: Runs) -> None:
+def test_replayed_experts_and_bfloat16_match_the_native_engine(runs: Runs) -> None:
     steps = {}
     for engine in ("native", "vllm"):
         name = f"experts_{engine}"
@@ -132,7 +132,7 @@ def test_experts_are_replayed_and_bfloat16_differs_as_with_the_native_engine(run
         assert 1e-8 < ours["mismatch/kl_k3"] < 4 * theirs["mismatch/kl_k3"] < 1e-4
 
 
-def test_a_run_goes_on_after_the_second_rank_of_a_replica_was_killed(runs: Runs, native: list[dict[str, Any]]) -> None:
+def test_a_run_continues_after_a_kill_of_the_second_rank_of_a_replica(runs: Runs, native: list[dict[str, Any]]) -> None:
     words = [*ALL, "generator.engine=vllm", *LAYOUTS["apart_split"], "save_every=1"]
     code, text = runs.start("killed", words, "3:UpdateWeights:4:SIGKILL")
     assert code == ExitCode.RANK_KILLED and re.search(r"hpcrl: rank 3 .*killed by SIGKILL", text), text
@@ -142,7 +142,7 @@ def test_a_run_goes_on_after_the_second_rank_of_a_replica_was_killed(runs: Runs,
     check_same(runs.folder / "killed", native)
 
 
-def test_a_preempted_run_goes_on(runs: Runs, native: list[dict[str, Any]]) -> None:
+def test_a_preempted_run_resumes(runs: Runs, native: list[dict[str, Any]]) -> None:
     words = [*ALL, "generator.engine=vllm"]
     code, text = runs.preempt("preempted", [*words, *LAYOUTS["colocated"]])
     assert code == ExitCode.REQUEUE, text
@@ -153,7 +153,7 @@ def test_a_preempted_run_goes_on(runs: Runs, native: list[dict[str, Any]]) -> No
 
 
 @pytest.mark.soak
-def test_an_asynchronous_run_loses_replicas_and_names_them_with_their_last_lines(runs: Runs) -> None:
+def test_an_asynchronous_run_names_lost_replicas_with_their_last_log_lines(runs: Runs) -> None:
     words = [*WORDS, *APART, "generator.engine=vllm", "layout.generator.num_ranks=3", "rollout.max_staleness=1"]
     words += ["rollout.on_new_weights=recompute", "timeouts.command_s=30"]
     code, text = runs.start("lost", words, "2:DecodeChunk:12:SIGKILL 3:DecodeChunk:24:SIGSTOP")

@@ -1,4 +1,4 @@
-"""A user's environment and reward that go wrong, run by the ranks of tests/e2e/test_faults.py."""
+"""A user's failing environment and reward, run by the ranks of tests/e2e/test_faults.py."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def rough_reward(
 
 
 def talking_reward(data_source: str, solution_str: str, ground_truth: str) -> float:
-    """Tells what it does in two ways."""
+    """Prints and logs what it does."""
     logging.getLogger("a_lab.rewards").warning("scores a response")
     print("printed by a reward", flush=True)
     return float(solution_str == ground_truth)
@@ -101,8 +101,9 @@ def huge_reward(data_source: str, solution_str: str, ground_truth: str) -> float
 
 
 def rank_siblings(items: Sequence[RewardItem]) -> list[Score]:
-    """A last turn earns the share of its siblings' that are smaller as texts, and an eighth each earlier one or, of a
-    single turn, its first token. A validation prompt has no siblings. Refuses anything but one whole group of four."""
+    """A last turn earns the share of other members' last turns that sort before it, and an eighth each earlier turn or,
+    of a single turn, its first token. A validation prompt has no group. Refuses anything but one whole group of
+    four."""
     texts = [item.response for item in items]
     if len({(item.sample_id >> 24, item.prompt) for item in items}) != 1 or len(items) not in (1, 4):
         raise ValueError(f"no group: {[item.sample_id for item in items]}")
@@ -130,7 +131,7 @@ STEPWISE = AlgorithmSpec(
 
 
 def of_two_domains(items: Sequence[RewardItem], folder: str, fast: int) -> list[float]:
-    """Notes domain and reward rank of every response. The first of domain slow ends its reward rank, all others of it
+    """Records domain and reward rank of every response. The first of domain slow ends its reward rank, all others of it
     wait until `fast` responses of domain fast are scored."""
     notes = Path(folder)
     for item in items:

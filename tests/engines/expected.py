@@ -1,4 +1,5 @@
-"""What becomes of each causal language model of transformers 5.19, made tiny (tests.engines.architectures)."""
+"""The expected outcome for a tiny version of each causal language model of transformers 5.19
+(tests.engines.architectures)."""
 
 from __future__ import annotations
 

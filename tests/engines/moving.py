@@ -1,4 +1,4 @@
-"""Moves of an engine's state on a machine without another memory: what they left is overwritten."""
+"""Moves of an engine's state on a machine with one kind of memory: the source is overwritten after a move."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpcrl.engines.train import offloading
 
 
 class Left:
-    """Memory from which something moved, from now on."""
+    """Records memory from which tensors move, from now on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._tensors: list[Tensor] = []
@@ -27,11 +27,11 @@ class Left:
         monkeypatch.setattr(offloading.HostMemory, "_copied", noted)
 
     def note(self, *tensors: Tensor) -> None:
-        """They have moved."""
+        """Record tensors that have moved."""
         self._tensors += [offloading._local(tensor) for tensor in tensors]
 
     def overwrite(self) -> int:
-        """Returns how many bytes they were."""
+        """Overwrite the recorded memory; returns its bytes."""
         for tensor in self._tensors:
             assert tensor.is_contiguous()
             ctypes.memset(tensor.data_ptr(), 255, tensor.nbytes)  # NaN in every type

@@ -36,8 +36,8 @@ def in_8_bits(engine: Any) -> list[str]:
 
 
 @pytest.mark.slow
-def test_steps_are_those_of_bitsandbytes_and_near_adamw(tmp_path: Path) -> None:
-    """Parameters that are not in 8 bits have AdamW's step, bit for bit."""
+def test_steps_match_bitsandbytes_and_are_close_to_adamw(tmp_path: Path) -> None:
+    """Parameters without 8-bit moments get AdamW's step, bit for bit."""
     bitsandbytes = pytest.importorskip("bitsandbytes")
     folder, batch = make_folder(tmp_path / "model"), make_batch(LENGTHS)
     with process_group(0, 1, str(tmp_path / "world")):
@@ -67,7 +67,7 @@ def test_steps_are_those_of_bitsandbytes_and_near_adamw(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_adapters_too(tmp_path: Path) -> None:
+def test_adapters_are_trained_with_8_bit_moments(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "model")
     with process_group(0, 1, str(tmp_path / "world")):
         engine = make(folder, "adamw8bit", lora=LoRAConfig(rank=16))
@@ -94,8 +94,8 @@ def _train_and_save(folder: Path, splits: dict[Path, dict[str, Any]]) -> list[di
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_ranks_share_blocks(tmp_path: Path) -> None:
-    """Two ranks, with experts, copies of the model, and state on the host; then one goes on."""
+def test_two_ranks_divide_the_quantised_blocks(tmp_path: Path) -> None:
+    """Two ranks, with experts, copies of the model, and state on the host; then one rank continues."""
     folder = make_folder(tmp_path / "model", "qwen3_moe")
     own = {"one": {}, "two": {}, "copies": {"replicas": 2}, "host": {"cpu_offload": True}}
     paths = {tmp_path / name: section for name, section in own.items()}
@@ -140,7 +140,7 @@ def test_the_plan_counts_codes_and_scales(tmp_path: Path) -> None:
         ({"fsdp2": {"tensor_parallel": 2}}, "adamw8bit needs whole rows, without trainer.fsdp2.tensor_parallel"),
     ],
 )
-def test_what_it_cannot_train_is_refused(trainer: dict[str, Any], wrong: str) -> None:
+def test_unsupported_settings_are_refused(trainer: dict[str, Any], wrong: str) -> None:
     with pytest.raises(ConfigError) as refused:
         parse({"trainer": {"optimizer": "adamw8bit", **trainer}})
     assert any(wrong in line for line in refused.value.problems), refused.value.problems

@@ -37,7 +37,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 
 def start_problems(folder: Path, trainer: dict[str, Any] | None = None) -> list[str]:
-    """What a start would be refused for, but for the tokenizer that these folders lack."""
+    """Reasons to refuse a start, except for the tokenizer that these folders lack."""
     from hpcrl.config import parse
     from hpcrl.config.abilities import check_trainable
     from hpcrl.launch.model_folder import NO_TOKENIZER, inspect_model
@@ -135,7 +135,7 @@ def check(family: str, folder: Path, out: Path, using: str = "fsdp2") -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", SAMPLE)
-def test_a_family_is_trained_as_transformers_has_it_or_refused(
+def test_a_family_is_trained_like_transformers_or_refused(
     family: str, folder_of: Callable[[str], Path], world_of_one: None, tmp_path: Path
 ) -> None:
     check(family, folder_of(family), tmp_path / "hf")
@@ -143,7 +143,7 @@ def test_a_family_is_trained_as_transformers_has_it_or_refused(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("family", sorted(EXPECTED.keys() - set(SAMPLE)))
-def test_every_other_family_too(
+def test_every_other_family_is_trained_like_transformers_or_refused(
     family: str, folder_of: Callable[[str], Path], world_of_one: None, tmp_path: Path
 ) -> None:
     check(family, folder_of(family), tmp_path / "hf")
@@ -151,7 +151,7 @@ def test_every_other_family_too(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", OF_DEEPSPEED)
-def test_deepspeed_does_the_same(
+def test_deepspeed_trains_a_family_like_transformers_or_refuses_it(
     family: str, folder_of: Callable[[str], Path], world_of_one: None, tmp_path: Path
 ) -> None:
     pytest.importorskip("deepspeed")
@@ -160,14 +160,14 @@ def test_deepspeed_does_the_same(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("family", sorted(EXPECTED.keys() - set(OF_DEEPSPEED)))
-def test_deepspeed_does_the_same_with_every_family(
+def test_deepspeed_trains_every_family_like_transformers_or_refuses_it(
     family: str, folder_of: Callable[[str], Path], world_of_one: None, tmp_path: Path
 ) -> None:
     check(family, folder_of(family), tmp_path / "hf", "deepspeed")
 
 
-def test_no_family_of_transformers_is_left_out() -> None:
-    """Those of the tested version; a newer one may have more."""
+def test_no_family_of_transformers_is_missing_in_the_table() -> None:
+    """The families of the tested version; a newer version may have more."""
     from importlib.metadata import version
 
     from hpcrl.models.transformers_models import causal_families
@@ -300,8 +300,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_small_model_of_a_published_one_can_be_made_and_packed(name: str, tmp_path: Path) -> None:
-    """All layers, in seconds; more ranks than one divide its heads as they do those of the published one."""
+def test_a_small_copy_of_a_published_model_can_be_made_and_packed(name: str, tmp_path: Path) -> None:
+    """All layers, in seconds; several ranks divide its heads like those of the published model."""
     import json
     from types import SimpleNamespace
 
@@ -331,7 +331,7 @@ def test_a_small_model_of_a_published_one_can_be_made_and_packed(name: str, tmp_
 
 
 @pytest.mark.parametrize("error", [ImportError("needs timm"), TypeError("expected int"), RuntimeError("shapes")])
-def test_an_error_of_a_models_own_code_is_one_line(error: Exception, tmp_path: Path) -> None:
+def test_an_error_in_a_models_own_code_is_one_line(error: Exception, tmp_path: Path) -> None:
     from types import SimpleNamespace
 
     import torch
@@ -356,7 +356,7 @@ def test_an_error_of_a_models_own_code_is_one_line(error: Exception, tmp_path: P
     ],
 )
 @pytest.mark.parametrize("name", ["fsdp2", "deepspeed"])
-def test_what_no_config_makes_trainable_is_refused_before_the_start(name: str, model: dict[str, Any], why: str) -> None:
+def test_configs_no_engine_can_train_are_refused_before_the_start(name: str, model: dict[str, Any], why: str) -> None:
     from hpcrl.config import parse
     from hpcrl.config.abilities import check_trainable
 

@@ -40,14 +40,14 @@ def padded(layout: PackedLayout, packed: Tensor) -> list[Tensor]:
     return [b.unflatten(0, shape) for b, shape in zip(blocks, shapes, strict=True)]
 
 
-def test_shared_tokens_are_shown_in_every_block_and_gather_its_gradient() -> None:
+def test_shared_tokens_appear_in_every_block_and_sum_its_gradients() -> None:
     tokens = torch.tensor([1, 2, 7, 1, 2, 8, 9, 4])
     shared = shared_prefixes(tokens, [3, 4, 1], [2, 2, 0])
     layout = PackedLayout([3, 4, 1], torch.device("cpu"), shared)
     packed = tokens[layout.kept].double()[:, None, None].requires_grad_()
     (block,) = padded(layout, packed)  # rows by falling length, padded with their last token
     assert block[..., 0, 0].tolist() == [[1, 2, 8, 9], [1, 2, 7, 7], [4, 4, 4, 4]]
-    # What padding passes on is zero in attention; here it is set so, and the rest is 1, 2, 3, ...
+    # The gradient of padding is zero in attention; here it is set to zero, and the rest is 1, 2, 3, ...
     gradient = torch.tensor([[1.0, 2, 3, 4], [5, 6, 7, 0], [8, 0, 0, 0]]).double()
     block.backward(gradient[..., None, None])
     assert packed.grad is not None
@@ -75,7 +75,7 @@ def heads(length: int, num_heads: int = 4, num_kv_heads: int = 2) -> list[Tensor
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("window", [None, 1, 5, 8, 21, 40])
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
-def test_attention_by_blocks_is_the_formula(
+def test_blockwise_attention_matches_the_formula(
     num_kv_heads: int, window: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blocked_attention, "QUERY_BLOCK", 8)
@@ -91,7 +91,7 @@ def test_attention_by_blocks_is_the_formula(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("window", "softcap"), [(64, None), (64, 2.0), (None, 2.0)])
-def test_no_tensor_has_all_pairs_of_tokens(window: int | None, softcap: float | None, tmp_path: Path) -> None:
+def test_no_tensor_holds_scores_of_all_token_pairs(window: int | None, softcap: float | None, tmp_path: Path) -> None:
     """Peak memory of forward and backward beyond inputs and gradients, in bytes per pair of tokens of one head."""
     tensors = heads(2048)
 
@@ -104,7 +104,7 @@ def test_no_tensor_has_all_pairs_of_tokens(window: int | None, softcap: float | 
 
 
 @pytest.mark.slow
-def test_the_measure_sees_all_pairs(tmp_path: Path) -> None:
+def test_the_memory_measure_detects_scores_of_all_token_pairs(tmp_path: Path) -> None:
     """Negative control."""
     tensors = heads(2048)
     peak = peak_bytes(lambda: dense(*tensors, 0.3, 64, 2.0).sum().backward(), tmp_path / "trace.json")

@@ -1,5 +1,5 @@
-"""Engines that build models themselves read every key of a config.json, or refuse the model: a key that transformers
-reads and an engine does not would train or draw from another model."""
+"""Engines that build models themselves read every key of a config.json or refuse the model: if an engine ignored a key
+that transformers reads, it would train or sample from a different model."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ SAMPLE = {"megatron": ("llama", "qwen3_moe", "deepseek_v3"), "native": ("qwen3_m
 
 
 def changes(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, keys) of models that differ from a config in one key, or in those of TOGETHER."""
+    """(name, keys) of models that differ from a config in one key, or in a set of keys from TOGETHER."""
     for key, value in config.items():
         if key in OF_TEXT | OF_FILES:
             continue
@@ -97,7 +97,7 @@ def make(family: str, folder: Path, keys: dict[str, Any]) -> Any:
             model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
             ids = torch.tensor([PROMPTS[1]])
             return model if model.eval()(ids).logits.isfinite().all() else None
-        except Exception:  # whatever the code of models raises where sizes do not fit
+        except Exception:  # any error of a model's code about sizes that do not fit
             return None
 
 
@@ -130,7 +130,7 @@ def megatron(folder: Path, model: Any) -> float:
 
 
 def native(folder: Path, model: Any) -> float:
-    """As megatron(), of the responses that the engine draws."""
+    """As megatron(), for responses that the engine samples."""
     import torch
 
     from hpcrl.engines.gen.generation_engine import Request, SamplingParams
@@ -170,7 +170,7 @@ def check(engine: str, family: str, scratch: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("engine", "family"), [(engine, family) for engine in SAMPLE for family in SAMPLE[engine]])
-def test_a_key_is_read_or_refused(engine: str, family: str, world_of_one: None, tmp_path: Path) -> None:
+def test_every_config_key_is_read_or_refused(engine: str, family: str, world_of_one: None, tmp_path: Path) -> None:
     if engine == "megatron":
         pytest.importorskip("megatron.core")
     check(engine, family, tmp_path)
@@ -181,11 +181,11 @@ def test_a_key_is_read_or_refused(engine: str, family: str, world_of_one: None, 
     ("engine", "family"),
     [(engine, family) for engine in FAMILIES for family in FAMILIES[engine] if family not in SAMPLE[engine]],
 )
-def test_of_the_other_families_too(engine: str, family: str, world_of_one: None, tmp_path: Path) -> None:
+def test_other_families_keys_are_read_or_refused(engine: str, family: str, world_of_one: None, tmp_path: Path) -> None:
     check(engine, family, tmp_path)
 
 
-def test_no_family_is_left_out() -> None:
+def test_no_supported_family_is_missing() -> None:
     from hpcrl.models.families import MEGATRON, NATIVE
 
     assert set(FAMILIES["megatron"]) == set(MEGATRON) and set(FAMILIES["native"]) == set(NATIVE)

@@ -82,7 +82,7 @@ def gradients(engine: FSDP2Critic, batch: Batch, plan: list[list[int]], norms: N
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "gemma2"])
 @pytest.mark.parametrize("packing", ["require", "off"])
-def test_values_and_gradients_are_those_of_transformers(family: str, packing: str, tmp_path: Path) -> None:
+def test_values_and_gradients_match_transformers(family: str, packing: str, tmp_path: Path) -> None:
     folder, batch = critic_folder(family, tmp_path), make_batch(LENGTHS)
     values, expected = of_transformers(folder, batch)
     with process_group(0, 1, str(tmp_path / "world")):
@@ -97,7 +97,7 @@ def test_values_and_gradients_are_those_of_transformers(family: str, packing: st
 
 
 @pytest.mark.slow
-def test_a_new_head_is_zero_and_learns(tmp_path: Path) -> None:
+def test_a_new_head_starts_at_zero_and_is_trained(tmp_path: Path) -> None:
     folder, batch = make_model_folder("qwen2", tmp_path / "base"), make_batch(LENGTHS)
     with process_group(0, 1, str(tmp_path / "world")):
         engine = make_critic(folder)
@@ -119,7 +119,7 @@ def _computes_in_float32(module: torch.nn.Module, inputs: tuple[Tensor]) -> None
 
 
 @pytest.mark.slow
-def test_the_head_stays_in_float32_beside_bfloat16(tmp_path: Path) -> None:
+def test_the_head_stays_in_float32_in_a_bfloat16_model(tmp_path: Path) -> None:
     folder, batch = critic_folder("qwen2", tmp_path), make_batch(LENGTHS)
     values, _ = of_transformers(folder, batch)
     with process_group(0, 1, str(tmp_path / "world")):
@@ -135,7 +135,7 @@ def test_the_head_stays_in_float32_beside_bfloat16(tmp_path: Path) -> None:
             engine.train_step(batch, [list(range(6))], Squares(), norms_of(batch))
 
 
-def test_an_exported_critic_is_one_of_transformers_and_can_be_started_from(tmp_path: Path) -> None:
+def test_an_exported_critic_loads_in_transformers_and_can_be_started_from(tmp_path: Path) -> None:
     batch, plan = make_batch(LENGTHS), [list(range(6))]
     with process_group(0, 1, str(tmp_path / "world")):
         engine = make_critic(make_model_folder("qwen2", tmp_path / "base", tie_word_embeddings=False))
@@ -149,7 +149,7 @@ def test_an_exported_critic_is_one_of_transformers_and_can_be_started_from(tmp_p
     torch.testing.assert_close(of_transformers(tmp_path / "hf", batch)[0], values, rtol=0, atol=2e-5)
 
 
-def test_a_family_without_such_a_model_is_refused(tmp_path: Path) -> None:
+def test_a_family_without_token_classification_is_refused(tmp_path: Path) -> None:
     sizes = {"ffn_dim": 48, "word_embed_proj_dim": 32, "tie_word_embeddings": True}
     make_model_folder("opt", tmp_path / "opt", **sizes)
     with (
@@ -188,7 +188,7 @@ def _on_ranks(folder: Path, scratch: Path, own: dict[str, int]) -> tuple[Tensor,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("own", [{}, {"tensor_parallel": 2}, {"context_parallel": 2}], ids=str)
-def test_two_ranks_give_the_values_and_gradients_of_one(own: dict[str, int], tmp_path: Path) -> None:
+def test_two_ranks_match_the_values_and_gradients_of_one(own: dict[str, int], tmp_path: Path) -> None:
     folder, batch = critic_folder("qwen3", tmp_path, tie_word_embeddings=False), make_batch(LENGTHS)
     values, expected = of_transformers(folder, batch)
     for found, gradient, _ in run_ranks(2, _on_ranks, folder, tmp_path, own):

@@ -1,4 +1,5 @@
-"""ZeroEngine where it is not FSDP2Engine: clipping, bfloat16, frozen models, checkpoints of other stages and ranks."""
+"""ZeroEngine where it differs from FSDP2Engine: clipping, bfloat16, frozen models, checkpoints of other stages and
+ranks."""
 
 from __future__ import annotations
 
@@ -81,7 +82,7 @@ def make_engine(folder: Path, case: str, trainable: bool = True, dtype: str = "f
 
 
 def gradients_of(engine: ZeroEngine, batch: Batch) -> dict[str, Tensor]:
-    from deepspeed.utils import safe_get_full_grad  # after the engine, which spares it mlflow
+    from deepspeed.utils import safe_get_full_grad  # after the engine, which keeps it from importing mlflow
 
     engine.accumulate(batch, PLAN, Weighted(TEMPERATURE, entropy=True), norms_of(batch))
     found = {name: safe_get_full_grad(p).float().clone() for name, p in engine.module.hf.named_parameters()}
@@ -93,7 +94,7 @@ def gradients_of(engine: ZeroEngine, batch: Batch) -> dict[str, Tensor]:
 @every_case
 def test_clipped_adamw_step_by_hand(case: str, folder: Path, world_of_one: None) -> None:
     """With eps far above the gradient, Adam's first step is lr * g / (|g| + eps): the clipped gradient shows. A step
-    that was skipped before has left nothing."""
+    that was skipped before has no effect."""
     batch, limit = make_batch(LENGTHS), 0.01
     engine = make_engine(folder, case, max_grad_norm=limit, eps=1.0, weight_decay=0.5, lr=0.1)
     before = dict(engine.named_weights())
@@ -133,14 +134,14 @@ def test_bfloat16_keeps_float32_weights(case: str, folder: Path, world_of_one: N
     assert stats["actor/grad_norm"].total == pytest.approx(want["actor/grad_norm"].total, rel=1e-3)
     assert stats["actor/logprob"].total == pytest.approx(want["actor/logprob"].total, rel=1e-3)
     moved = {name: tensor - origin[name] for name, tensor in engine.named_weights()}
-    assert all(0 < change.abs().max() <= 1.1e-3 for change in moved.values())  # below what bfloat16 can show
+    assert all(0 < change.abs().max() <= 1.1e-3 for change in moved.values())  # below the precision of bfloat16
     assert engine.train_step(batch, PLAN, Infinite(), norms_of(batch))["actor/skipped_update"].total == 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"activation_checkpointing": True}, {"packing": "off"}], ids=str)
 @pytest.mark.parametrize("case", ["zero2", "zero3"])
-def test_other_forwards_give_the_same_gradients(
+def test_other_forward_settings_give_the_same_gradients(
     case: str, settings: dict[str, Any], folder: Path, world_of_one: None
 ) -> None:
     batch = make_batch(LENGTHS)
@@ -153,7 +154,7 @@ def test_other_forwards_give_the_same_gradients(
 
 @pytest.mark.parametrize("case", ["zero1", "zero3"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_frozen_engine(
+def test_a_frozen_engine_computes_log_probs_without_an_optimizer(
     case: str, dtype: str, folder: Path, world_of_one: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = make_batch(LENGTHS)
@@ -174,7 +175,7 @@ def test_a_frozen_engine(
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_is_one_line(folder: Path, world_of_one: None, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_refused_in_one_line(folder: Path, world_of_one: None, tmp_path: Path) -> None:
     engine = make_engine(folder, "zero3")
     with pytest.raises(ValueError, match=r"no trainer\.json"):
         engine.load(tmp_path)
@@ -211,7 +212,7 @@ def test_a_damaged_checkpoint_is_one_line(folder: Path, world_of_one: None, tmp_
         ({"zero_stage": 2, "offload_parameters": "nvme", "nvme_path": "/x"}, "offload_parameters: ZeRO-2 does not"),
     ],
 )
-def test_impossible_settings(section: dict[str, Any], message: str) -> None:
+def test_impossible_settings_are_refused(section: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"trainer.deepspeed.{message}"):
         parse({"trainer": {"engine": "deepspeed", "deepspeed": section}})
 
@@ -231,11 +232,11 @@ def _take_turns(monkeypatch: pytest.MonkeyPatch) -> Left:
         ("zero3_offload", "bfloat16"),
     ],
 )
-def test_turns_with_a_generator_change_nothing(
+def test_offloading_for_a_generator_changes_nothing(
     case: str, dtype: str, folder: Path, world_of_one: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a CPU nothing has to move: here all memory moves to other memory, and what was left behind is overwritten. A
-    tensor that still used it would make the results NaN."""
+    """On a CPU nothing has to move: here all memory moves to other memory, and the old memory is overwritten. A tensor
+    that still used it would make the results NaN."""
     from hpcrl.engines.train.deepspeed import state_memory
 
     left = _take_turns(monkeypatch)
@@ -256,7 +257,7 @@ def test_turns_with_a_generator_change_nothing(
         moved.append(left.overwrite())
         if case == "zero3":
             assert not any(b.untyped_storage().nbytes() for b in turns._gradient_buffers())
-        _same_state(moves, stays)  # what a checkpoint takes
+        _same_state(moves, stays)  # the state for a checkpoint
         turns.onload()
         moved.append(left.overwrite())
         assert torch.equal(moves.logprobs(batch, PLAN, TEMPERATURE), stays.logprobs(batch, PLAN, TEMPERATURE))
@@ -276,7 +277,7 @@ def _same_state(engine: ZeroEngine, other: ZeroEngine) -> None:
             assert torch.equal(values, wanted), key
 
 
-def test_turns_with_a_generator_are_planned() -> None:
+def test_offloading_for_a_generator_is_planned() -> None:
     ranks = {"trainer": {"num_ranks": 2}, "generator": {"colocate_with": "trainer"}}
     for max_staleness, may in ((0, True), (1, False)):
         sections = {"trainer": {"engine": "deepspeed"}, "rollout": {"max_staleness": max_staleness}}
@@ -286,11 +287,11 @@ def test_turns_with_a_generator_are_planned() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "dtype"), [("zero2_offload", "float32"), ("zero3_offload", "bfloat16")])
-def test_state_on_a_disk_is_that_in_memory(
+def test_optimizer_state_on_disk_equals_state_in_memory(
     case: str, dtype: str, folder: Path, world_of_one: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit for bit, also from a checkpoint; the files have no names and, after a step, none of the process's memory."""
-    monkeypatch.setattr("hpcrl.engines.train.deepspeed.local_disk.IN_MEMORY", ())  # wherever tests keep their files
+    """Bit for bit, also from a checkpoint; the files have no names and, after a step, occupy no process memory."""
+    monkeypatch.setattr("hpcrl.engines.train.deepspeed.local_disk.IN_MEMORY", ())  # on any file system for tests
     monkeypatch.setenv("NODE_DISK", str(tmp_path / "disk"))
     (tmp_path / "disk").mkdir()
     files = {key: "nvme" for key in OFFLOAD if key in CASES[case]} | {"nvme_path": "$NODE_DISK"}
@@ -312,7 +313,7 @@ def test_state_on_a_disk_is_that_in_memory(
     _same_state(second, other)
 
 
-def test_files_on_a_disk_take_no_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offloaded_files_need_no_file_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A frozen model has a file per parameter, and a process often may open 1024."""
     from hpcrl.engines.train.deepspeed import local_disk
 
@@ -339,7 +340,7 @@ def _pages(folder: Path) -> list[tuple[int, int]]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no folder in memory")
-def test_a_disk_that_cannot_be_used(
+def test_an_unusable_offload_folder_is_refused(
     folder: Path, world_of_one: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def message_for(path: str) -> str:
@@ -362,7 +363,7 @@ def test_a_disk_that_cannot_be_used(
     assert re.search(r"no file of 0\.0 GB can be made, only [0-9.]+ GB are free$", message_for(str(tmp_path)))
 
 
-def test_options_reach_deepspeed(folder: Path, world_of_one: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_configured_options_reach_deepspeed(folder: Path, world_of_one: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}.items():  # under mpirun
         monkeypatch.setenv(name, value)
     engine = make_engine(folder, "zero2", options={"zero_optimization": {"reduce_bucket_size": 128}})
@@ -385,7 +386,7 @@ def _plain(folder: Path) -> FSDP2Engine:
 
 
 def _two_ranks(folder: Path, scratch: Path) -> dict[str, Any]:
-    """Each engine takes two steps, and goes on from the checkpoint of the one before."""
+    """Each engine takes two steps from the checkpoint of the previous engine."""
     engines = {case: make_engine(folder, case) for case in ("zero1", "zero3", "zero3_offload", "zero2")}
     results: dict[str, Any] = {}
     engine = _plain(folder)
@@ -408,14 +409,14 @@ def _two_ranks(folder: Path, scratch: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_stages_and_fsdp2_continue_each_other(folder: Path, tmp_path: Path, world_of_one: None) -> None:
-    """Five steps, each by another engine from the checkpoint of the one before, on two ranks; then on one."""
+def test_zero_stages_and_fsdp2_resume_each_others_checkpoints(folder: Path, tmp_path: Path, world_of_one: None) -> None:
+    """Five steps, each by a different engine from the previous engine's checkpoint, on two ranks; then on one."""
     results = run_ranks(2, _two_ranks, folder, tmp_path)
     names = ["zero1", "zero3", "zero3_offload", "zero2", "fsdp2"]
     for result in results:
         assert [result[f"{name}/step"] for name in names] == [1, 2, 3, 4, 5]
         assert all(result[f"{name}/same"] and result[f"{name}/warnings"] == [] for name in names)
-    # The moments came along: one engine that takes all steps alone is where these are.
+    # The moments were saved too: a single engine that takes all steps ends with the same weights.
     alone = _plain(folder)
     for step in range(6):
         _step(alone)

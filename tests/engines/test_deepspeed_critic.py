@@ -35,7 +35,7 @@ every_stage = pytest.mark.parametrize("stage", [1, 2, 3])
 
 
 def make(folder: Path, stage: int, param_dtype: str = "float32", **own: Any) -> ZeroCritic:
-    """With the keys of make_critic()."""
+    """An engine with the keys of make_critic()."""
     from hpcrl.engines.train.deepspeed.critic import ZeroCritic
 
     schedule = {"lr": 0.02, "lr_schedule": "linear", "lr_warmup_steps": 2}
@@ -50,9 +50,7 @@ def gradients(critic: ZeroEngine, batch: Batch, norms: Norms, plan: list[list[in
 
 @every_stage
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
-def test_values_and_gradients_are_those_of_transformers(
-    family: str, stage: int, tmp_path: Path, world_of_one: None
-) -> None:
+def test_values_and_gradients_match_transformers(family: str, stage: int, tmp_path: Path, world_of_one: None) -> None:
     folder, batch = critic_folder(family, tmp_path), make_batch(LENGTHS)
     values, expected = of_transformers(folder, batch)
     for packing in ("require", "off"):
@@ -67,7 +65,7 @@ def test_values_and_gradients_are_those_of_transformers(
 
 
 @every_stage
-def test_it_goes_on_from_fsdp2_and_exports_the_same(stage: int, tmp_path: Path, world_of_one: None) -> None:
+def test_a_critic_resumes_from_fsdp2_and_exports_the_same(stage: int, tmp_path: Path, world_of_one: None) -> None:
     """From a new head, which is zero."""
     folder, batch = make_model_folder("qwen2", tmp_path / "base"), make_batch(LENGTHS)
     theirs, critic = make_critic(folder), make(folder, stage)
@@ -91,7 +89,7 @@ def test_it_goes_on_from_fsdp2_and_exports_the_same(stage: int, tmp_path: Path, 
 
 
 @every_stage
-def test_the_head_computes_in_float32_beside_bfloat16(stage: int, tmp_path: Path, world_of_one: None) -> None:
+def test_the_head_computes_in_float32_in_a_bfloat16_model(stage: int, tmp_path: Path, world_of_one: None) -> None:
     folder, batch = critic_folder("qwen2", tmp_path), make_batch(LENGTHS)
     values, _ = of_transformers(folder, batch)
     critic = make(folder, stage, "bfloat16")
@@ -104,7 +102,7 @@ def test_the_head_computes_in_float32_beside_bfloat16(stage: int, tmp_path: Path
 
 
 @every_stage
-def test_the_plan_counts_its_state(stage: int, tmp_path: Path, world_of_one: None) -> None:
+def test_the_plan_counts_the_critics_state(stage: int, tmp_path: Path, world_of_one: None) -> None:
     from hpcrl.engines.train.deepspeed import zero
 
     folder = make_model_folder("qwen2", tmp_path / "base")
@@ -144,7 +142,7 @@ def _on_two_ranks(folder: Path, scratch: Path) -> dict[str, tuple[list[int], Ten
 
 
 @pytest.mark.timeout(600)
-def test_two_ranks_give_the_values_and_gradients_of_one(tmp_path: Path) -> None:
+def test_two_ranks_match_the_values_and_gradients_of_one(tmp_path: Path) -> None:
     folder, batch = critic_folder("qwen3", tmp_path, tie_word_embeddings=False), make_batch(LENGTHS)
     values, expected = of_transformers(folder, batch)
     pieces = values.split(batch.lengths.tolist())

@@ -1,4 +1,4 @@
-"""Adapters on DeepSpeed: as on FSDP2, with every ZeRO stage; what is published, saved, continued and planned."""
+"""Adapters on DeepSpeed: as on FSDP2, with every ZeRO stage: published, saved, resumed and planned."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def fsdp2_state(folder: Path, state: Path) -> tuple[list[Tensor], dict[str, Tens
 
 @every_stage
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
-def test_gradients_equal_those_of_fsdp2(family: str, stage: int, tmp_path: Path, world_of_one: None) -> None:
-    """Which says of which weights the adapters are, so that either continues the other."""
+def test_gradients_match_fsdp2(family: str, stage: int, tmp_path: Path, world_of_one: None) -> None:
+    """Also tests which weights the adapters belong to, so either engine can continue the other's run."""
     from hpcrl.engines.train.deepspeed import zero
 
     folder, whole = make_model_folder(family, tmp_path / "model"), make_batch(LENGTHS)
@@ -87,19 +87,19 @@ def test_gradients_equal_those_of_fsdp2(family: str, stage: int, tmp_path: Path,
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_contract(stage: int, tmp_path: Path, world_of_one: None) -> None:
+def test_the_training_contract_holds_with_adapters(stage: int, tmp_path: Path, world_of_one: None) -> None:
     folder = make_model_folder("qwen2", tmp_path / "model")
     check_contract(lambda path: engine(path, stage, lr=0.02), folder, tmp_path)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_the_generator_has_the_trainers_logprobs(stage: int, tmp_path: Path, world_of_one: None) -> None:
+def test_the_generator_has_the_log_probs_of_the_trainer(stage: int, tmp_path: Path, world_of_one: None) -> None:
     folder = make_model_folder("qwen2", tmp_path / "model")
     trainer, generator = engine(folder, stage), native(folder)
     check_generator(trainer, generator, lambda version: generator.load_weights(trainer.named_weights(), version))
 
 
-def test_an_exported_folder_has_merged_adapters(tmp_path: Path, world_of_one: None) -> None:
+def test_an_exported_model_has_merged_adapters(tmp_path: Path, world_of_one: None) -> None:
     folder, whole = make_model_folder("qwen2", tmp_path / "model"), make_batch(LENGTHS)
     fsdp2_state(folder, tmp_path / "state")
     folders = []
@@ -117,7 +117,7 @@ def test_an_exported_folder_has_merged_adapters(tmp_path: Path, world_of_one: No
 
 
 @every_stage
-def test_adapters_in_float32_beside_bfloat16(stage: int, tmp_path: Path, world_of_one: None) -> None:
+def test_adapters_stay_in_float32_in_a_bfloat16_model(stage: int, tmp_path: Path, world_of_one: None) -> None:
     folder, whole = make_model_folder("qwen3", tmp_path / "model"), make_batch(LENGTHS)
     fsdp2_state(folder, tmp_path / "state")
     trainer = engine(folder, stage, param_dtype="bfloat16")
@@ -132,7 +132,7 @@ def test_adapters_in_float32_beside_bfloat16(stage: int, tmp_path: Path, world_o
 
 
 @every_stage
-def test_the_plan_counts_frozen_weights_apart(stage: int, tmp_path: Path, world_of_one: None) -> None:
+def test_the_plan_counts_frozen_weights_separately(stage: int, tmp_path: Path, world_of_one: None) -> None:
     from hpcrl.engines.train.deepspeed import zero
 
     folder = make_model_folder("qwen2", tmp_path / "model")
@@ -150,7 +150,7 @@ def test_the_plan_counts_frozen_weights_apart(stage: int, tmp_path: Path, world_
 
 
 def _on_two_ranks(folder: Path, scratch: Path) -> dict[str, tuple[list[int], list[Tensor], dict[str, Tensor]]]:
-    """Results of each stage from FSDP2's checkpoint; and from its own it goes on with the same bits."""
+    """Results of each stage from FSDP2's checkpoint; from its own checkpoint it continues with the same bits."""
     whole, found = make_batch(LENGTHS), {}
     for name, stage, settings in (("1", 1, {}), ("2", 2, {}), ("3", 3, {}), ("offload", 3, OFFLOAD)):
         trainer = engine(folder, stage, **settings)
@@ -172,7 +172,7 @@ def _on_two_ranks(folder: Path, scratch: Path) -> dict[str, tuple[list[int], lis
 
 
 @pytest.mark.timeout(600)
-def test_two_ranks_equal_fsdp2_on_one(tmp_path: Path, world_of_one: None) -> None:
+def test_two_ranks_match_fsdp2_on_one(tmp_path: Path, world_of_one: None) -> None:
     folder, whole = make_model_folder("qwen3", tmp_path / "model"), make_batch(LENGTHS)
     want, theirs = fsdp2_state(folder, tmp_path / "state")
     for found in run_ranks(2, _on_two_ranks, folder, tmp_path):

@@ -1,4 +1,4 @@
-"""Engines without a model: the times they take, and the law of their lengths."""
+"""Engines without a model: their times and the distribution of their lengths."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def request(number: int, longest: int = 4096) -> Request:
     return Request(number, [1], SamplingParams(max_new_tokens=longest), seed=number * 7919)
 
 
-def test_lengths_have_the_median_and_tail_asked_for() -> None:
+def test_lengths_have_the_configured_median_and_tail() -> None:
     lengths = sorted(map(long_tailed(64, 1.0), map(request, range(4000))))
     assert 60 < statistics.median(lengths) < 68
     assert 0.01 < sum(length > 8 * 64 for length in lengths) / len(lengths) < 0.03
@@ -25,7 +25,7 @@ def test_lengths_have_the_median_and_tail_asked_for() -> None:
     assert max(long_tailed(64, 9.0)(request(n, 100)) for n in range(100)) == 100
 
 
-def test_a_generator_sleeps_for_slots_given_decode_steps_done_and_weights_taken(
+def test_a_generator_sleeps_per_slot_decode_step_and_weight_update(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     slept: list[float] = []

@@ -1,4 +1,4 @@
-"""FSDP2Engine on one and two ranks against transformers, and against itself under every split of the same work."""
+"""FSDP2Engine on one and two ranks against transformers, and with different splits of the same work."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def gradients_of(trainer: FSDP2Engine, batch: Batch, plan: list[list[int]], whol
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logprobs_and_gradients_equal_transformers(family: str, folders: dict[str, Path], world_of_one: None) -> None:
+def test_log_probs_and_gradients_match_transformers(family: str, folders: dict[str, Path], world_of_one: None) -> None:
     batch = make_batch(LENGTHS)
     want, gradients = transformers_results(folders[family], batch, TEMPERATURE)
     with warnings.catch_warnings():
@@ -95,7 +95,7 @@ def test_logprobs_and_gradients_equal_transformers(family: str, folders: dict[st
     for plan in ([[5, 0], [3], [1, 2, 4]], [[2], [], [1], [0, 3, 4, 5], []]):
         assert (trainer.logprobs(batch, plan, TEMPERATURE) - want).abs().max() < 1e-5
         assert worst_difference(gradients_of(trainer, batch, plan, batch), gradients) < 1e-5
-    # The same comparisons must fail when two tokens change places or one weight moves.
+    # The same comparisons must fail when two tokens are swapped or one weight changes.
     swapped = make_batch(LENGTHS)
     swapped.token_ids[[3, 4]] = swapped.token_ids[[4, 3]]
     assert (trainer.logprobs(swapped, ONE, TEMPERATURE) - want).abs().max() > 1e-3
@@ -111,7 +111,7 @@ def test_logprobs_and_gradients_equal_transformers(family: str, folders: dict[st
     [{"packing": "off"}, {"activation_checkpointing": True}, {"cpu_offload": True}, {"large": True}],
     ids=lambda change: next(iter(change)),
 )
-def test_ways_to_run_give_the_same_gradients(
+def test_every_setting_gives_the_same_gradients(
     change: dict[str, Any], folders: dict[str, Path], world_of_one: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = make_batch(LENGTHS)
@@ -121,11 +121,11 @@ def test_ways_to_run_give_the_same_gradients(
         change = {"activation_checkpointing": True, "cpu_offload": True}
         assert not engine(folders["qwen3"], **change).keep_gathered
     trainer = engine(folders["qwen3"], **change)
-    assert trainer.sharded == ("cpu_offload" in change)  # a single rank that has nothing to offload has whole tensors
+    assert trainer.sharded == ("cpu_offload" in change)  # a single rank with nothing to offload has unsharded tensors
     assert worst_difference(gradients_of(trainer, batch, [[0, 1], [2, 3], [4, 5]], batch), want) < 1e-5
 
 
-def test_rows_outside_the_mini_batch_take_no_part(folders: dict[str, Path], world_of_one: None) -> None:
+def test_rows_outside_the_mini_batch_have_no_effect(folders: dict[str, Path], world_of_one: None) -> None:
     trainer, batch = engine(folders["llama"]), make_batch(LENGTHS)
     part = batch.select([1, 4])
     got = gradients_of(trainer, batch, [[4], [1]], part)
@@ -136,7 +136,7 @@ def test_rows_outside_the_mini_batch_take_no_part(folders: dict[str, Path], worl
         trainer.logprobs(batch, [[1], [1]], 1.0)
 
 
-def test_bfloat16_computation_is_near_float32(folders: dict[str, Path], world_of_one: None) -> None:
+def test_bfloat16_results_are_close_to_float32(folders: dict[str, Path], world_of_one: None) -> None:
     batch = make_batch(LENGTHS)
     want, gradients = transformers_results(folders["qwen2"], batch, TEMPERATURE)
     trainer = engine(folders["qwen2"], param_dtype="bfloat16")
@@ -161,10 +161,10 @@ def test_gradients_of_bfloat16_weights_are_summed_in_float32(folders: dict[str, 
     assert in_bfloat16 < len(got)  # negative control
 
 
-def test_a_model_that_leaks_between_sequences_is_not_packed(
+def test_a_model_that_leaks_between_packed_sequences_is_not_packed(
     folders: dict[str, Path], world_of_one: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Packing that lets sequences see each other must be noticed, and what runs instead must be right."""
+    """Packing that lets sequences see each other must be noticed, and the fallback must be right."""
 
     class Blind(probe.PackedLayout):
         def __init__(self, lengths: list[int], device: torch.device, *_: object):
@@ -182,10 +182,10 @@ def test_a_model_that_leaks_between_sequences_is_not_packed(
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma2"])
-def test_a_kernel_for_sequences_of_different_lengths_gives_the_same(
+def test_a_variable_length_kernel_gives_the_same_results(
     family: str, folders: dict[str, Path], world_of_one: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the reference in the place of kernels that need a GPU."""
+    """With a reference implementation in place of kernels that need a GPU."""
     monkeypatch.setattr(varlen, "KERNELS", {"reference": lambda: varlen.sequence_by_sequence})
     monkeypatch.setattr(varlen, "_suits", lambda sizes: True)
     monkeypatch.setattr(varlen, "find", varlen.find.__wrapped__)  # without a memory
@@ -204,7 +204,7 @@ def test_a_kernel_for_sequences_of_different_lengths_gives_the_same(
     ],
     ids=["full", "forbidden", "a defect"],
 )
-def test_only_a_lack_of_room_is_called_so(
+def test_only_a_lack_of_space_is_reported_as_one(
     error: Exception, kind: type, text: str, tmp_path: Path, world_of_one: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(size: int) -> None:
@@ -220,7 +220,7 @@ def test_only_a_lack_of_room_is_called_so(
 
 
 def test_activation_checkpointing_leaves_dropout_off(tmp_path: Path, world_of_one: None) -> None:
-    """OPT asks its layers' own mode whether to drop out, in both passes."""
+    """OPT's layers decide by their own training mode about dropout, in both passes."""
     folder = make_model_folder("opt", tmp_path / "opt", ffn_dim=48, word_embed_proj_dim=32, dropout=0.3)
     batch = make_batch(LENGTHS)
     kept, again = (engine(folder, activation_checkpointing=on) for on in (False, True))
@@ -231,7 +231,7 @@ def test_activation_checkpointing_leaves_dropout_off(tmp_path: Path, world_of_on
     assert worst_difference(gradients_of(again, batch, ONE, batch), want) > 1e-2
 
 
-def test_activation_checkpointing_needs_layers(
+def test_activation_checkpointing_requires_known_layers(
     folders: dict[str, Path], world_of_one: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model, "GradientCheckpointingLayer", torch.nn.Conv2d)
@@ -245,7 +245,7 @@ LONGROPE = {
 }  # fmt: skip
 
 
-def test_rotary_embeddings_of_the_longest_sequence_are_not_packed(tmp_path: Path, world_of_one: None) -> None:
+def test_models_that_rotate_by_the_longest_sequence_are_not_packed(tmp_path: Path, world_of_one: None) -> None:
     """One of the sequences is longer than 20 tokens, none of the probe's is."""
     folder = make_model_folder(
         "phi3", tmp_path / "phi3", max_position_embeddings=40, original_max_position_embeddings=20,
@@ -259,7 +259,7 @@ def test_rotary_embeddings_of_the_longest_sequence_are_not_packed(tmp_path: Path
     want, gradients = transformers_results(folder, batch, TEMPERATURE)
     assert (trainer.logprobs(batch, ONE, TEMPERATURE) - want).abs().max() < 1e-5
     assert worst_difference(gradients_of(trainer, batch, ONE, batch), gradients) < 1e-5
-    trainer.model.set_packing(True)  # negative control: packed, short sequences are rotated as the long one is
+    trainer.model.set_packing(True)  # negative control: packed, short sequences are rotated like the long one
     trainer.packing = True
     assert (trainer.logprobs(batch, ONE, TEMPERATURE) - want).abs().max() > 1e-2
 
@@ -275,7 +275,7 @@ LAYERS = {"full_attention": DYNAMIC, "sliding_attention": {"rope_type": "default
         ("gemma3_text", {"rope_parameters": LAYERS, "layer_types": [*LAYERS], "sliding_window": 6}),
     ],
 )
-def test_dynamic_rotary_embeddings_take_the_length_of_each_sequence(
+def test_dynamic_rotary_embeddings_use_the_length_of_each_sequence(
     family: str, changes: dict[str, Any], tmp_path: Path, world_of_one: None
 ) -> None:
     """Some sequences longer than the 20 positions of the config follow longer ones. None of the probe's is as long."""
@@ -289,7 +289,7 @@ def test_dynamic_rotary_embeddings_take_the_length_of_each_sequence(
         assert worst_difference(gradients_of(trainer, batch, ONE, batch), gradients) < 1e-5
 
 
-def test_an_objective_that_compares_rows_needs_packing(folders: dict[str, Path], world_of_one: None) -> None:
+def test_an_objective_that_compares_rows_requires_packing(folders: dict[str, Path], world_of_one: None) -> None:
     class Pairs(Weighted):
         compares_rows = True
 
@@ -299,7 +299,7 @@ def test_an_objective_that_compares_rows_needs_packing(folders: dict[str, Path],
         engine(folders["qwen2"], packing="off").train_step(batch, ONE, Pairs(), norms_of(batch))
 
 
-def test_episodes_by_steps_need_packing(folders: dict[str, Path], world_of_one: None) -> None:
+def test_episodes_by_steps_require_packing(folders: dict[str, Path], world_of_one: None) -> None:
     batch = by_steps(make_batch(LENGTHS), (2, len(LENGTHS) - 2))
     want, gradients = transformers_results(folders["qwen2"], batch, TEMPERATURE)
     trainer = engine(folders["qwen2"])
@@ -312,7 +312,7 @@ def test_episodes_by_steps_need_packing(folders: dict[str, Path], world_of_one: 
         check_segments(unpacked, by_steps=True)
 
 
-def test_gemma2_without_packing_keeps_its_soft_caps(folders: dict[str, Path], world_of_one: None) -> None:
+def test_gemma2_keeps_its_soft_caps_without_packing(folders: dict[str, Path], world_of_one: None) -> None:
     batch = make_batch(LENGTHS)
     trainer = engine(folders["gemma2"], packing="off", trainable=False)
     assert (
@@ -347,7 +347,7 @@ def test_learning_rates_by_hand() -> None:
     assert learning_rate(TrainerConfig(lr=1.0, lr_warmup_steps=4), 0, 5) == 0.25
 
 
-def test_names_and_export_are_those_of_transformers(
+def test_weight_names_and_export_match_transformers(
     folders: dict[str, Path], world_of_one: None, tmp_path: Path
 ) -> None:
     for family in ("qwen3_moe", "gemma2"):
@@ -511,7 +511,7 @@ def two_ranks(
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
 @pytest.mark.parametrize("case", ["balanced", "fewer_rows_than_ranks", "one_giant", "a_rank_all_masked"])
-def test_two_ranks_equal_one(
+def test_two_ranks_match_one(
     family: str, case: str, folders: dict[str, Path], two_ranks: tuple[Path, list[dict[str, Any]]]
 ) -> None:
     whole, assignment, _ = _cases()[case]
@@ -526,7 +526,7 @@ def test_two_ranks_equal_one(
 
 
 @pytest.mark.slow
-def test_two_ranks_equal_one_without_packing_and_layer_by_layer(
+def test_two_ranks_match_one_without_packing_and_layer_by_layer(
     folders: dict[str, Path], two_ranks: tuple[Path, list[dict[str, Any]]]
 ) -> None:
     batch = make_batch(LENGTHS)
@@ -537,7 +537,7 @@ def test_two_ranks_equal_one_without_packing_and_layer_by_layer(
 
 
 @pytest.mark.slow
-def test_step_stats_count_once(folders: dict[str, Path], two_ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_step_stats_are_counted_once(folders: dict[str, Path], two_ranks: tuple[Path, list[dict[str, Any]]]) -> None:
     first, second = (result["stats"] for result in two_ranks[1])
     batch = make_batch(LENGTHS)
     stats = engine(folders["qwen2"]).train_step(batch, ONE, Weighted(TEMPERATURE, entropy=True), norms_of(batch))
@@ -563,7 +563,7 @@ def test_checkpoints_move_between_one_and_two_ranks(
     assert trainer.optimizer_step == 1
     for name, tensor in trainer.named_weights():
         assert torch.equal(tensor, first["saved"][name]), name
-    # The moments came along: the next step is that of the two ranks, which one without them does not take.
+    # The moments were saved too: the next step equals that of two ranks, unlike a step without moments.
     trainer.train_step(batch, ONE, Weighted(TEMPERATURE, entropy=True), norms_of(batch))
     moved = dict(trainer.named_weights())["model.embed_tokens.weight"] - first["saved"]["model.embed_tokens.weight"]
     want = first["continued"]["model.embed_tokens.weight"] - first["saved"]["model.embed_tokens.weight"]
@@ -596,7 +596,7 @@ def _tensors() -> list[Tensor]:
 
 
 @pytest.mark.slow
-def test_rows_of_several_ranks_become_whole_tensors() -> None:
+def test_tensors_sharded_by_rows_are_gathered_whole() -> None:
     for copies in run_ranks(4, _whole_copies):
         for got in copies.values():
             for tensor, expected in zip(got, _tensors(), strict=True):

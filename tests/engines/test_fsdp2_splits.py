@@ -1,5 +1,5 @@
-"""Splits of FSDP2 with its other settings, and what is refused. That splits equal transformers is tested for every
-engine (tests/contracts/test_train_splits.py)."""
+"""Splits of FSDP2 with its other settings, and refusals. tests/contracts/test_train_splits.py compares the splits of
+every engine with transformers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def configured(num_ranks: int, **own: int) -> Any:
     return parse({"trainer": {"fsdp2": own}, "layout": {"trainer": {"num_ranks": num_ranks}}})
 
 
-def test_neighbours_work_on_the_same_rows() -> None:
+def test_neighbouring_ranks_work_on_the_same_rows() -> None:
     division = divide(configured(8, replicas=2, tensor_parallel=2), 8)
     assert division.groups == ((0, 1), (2, 3), (4, 5), (6, 7)) and division.outputs == (0, 2, 4, 6)
     assert division.weights == (tuple(range(8)),)
@@ -53,7 +53,7 @@ def test_neighbours_work_on_the_same_rows() -> None:
         (2, {"tensor_parallel": 2, "replicas": 2}, r"x tensor 2 x context 1 = 4 ranks, and the layout gives 2, which"),
     ],
 )
-def test_ranks_that_do_not_divide_are_refused(num_ranks: int, own: dict[str, int], message: str) -> None:
+def test_indivisible_numbers_of_ranks_are_refused(num_ranks: int, own: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         RoleLayout.from_config(configured(num_ranks, **own))
     lines = [line for line in str(error.value).splitlines() if "trainer.fsdp2" in line]
@@ -71,7 +71,7 @@ def test_ranks_that_do_not_divide_are_refused(num_ranks: int, own: dict[str, int
         (1, 4, 12, 6, "context_parallel: 4 neither divides the 6 key and value heads nor is a multiple of them"),
     ],
 )
-def test_heads_that_do_not_divide_are_refused(
+def test_indivisible_numbers_of_heads_are_refused(
     tensor: int, context: int, num_heads: int, num_kv_heads: int, message: str | None
 ) -> None:
     own = FSDP2Config(tensor_parallel=tensor, context_parallel=context)
@@ -87,8 +87,8 @@ def _empty(family: str, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama", "mistral", "qwen3", "qwen3_moe", "gemma2"])
-def test_matrices_are_split_as_transformers_plans(family: str) -> None:
-    """Every Linear that its plan names is split, as are experts; norms, embedding and head are whole."""
+def test_matrices_are_split_by_transformers_tensor_parallel_plan(family: str) -> None:
+    """Every Linear in its plan is split, as are experts; norms, embedding and head are unsharded."""
     hf = _empty(family)
     whole = {n: tuple(p.shape) for n, p in hf.named_parameters()}
     matrices = TensorParallel(hf, Axis(size=2))
@@ -117,7 +117,7 @@ def test_matrices_are_split_as_transformers_plans(family: str) -> None:
         ("qwen3_moe", 3, "and 3 does not divide"),
     ],
 )
-def test_what_cannot_be_split_is_one_line(family: str, size: int, message: str) -> None:
+def test_a_model_that_cannot_be_split_is_refused_in_one_line(family: str, size: int, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)) as error:
         TensorParallel(_empty(family), Axis(size=size))
     assert str(error.value).startswith(f"trainer.fsdp2.tensor_parallel={size}: ") and "\n" not in str(error.value)
@@ -148,7 +148,7 @@ def gradients_of(trainer: FSDP2Engine, batch: Batch) -> dict[str, Tensor]:
 
 
 def gradients_of_adapters(folder: Path, **own: Any) -> dict[str, Tensor]:
-    """Of adapters that change the model."""
+    """The gradients of adapters that change the model."""
     trainer = engine(folder, lora={"rank": 3, "alpha": 6.0}, **own)
     for name, parameter in trainer.model.named_parameters():
         if name.endswith("lora_B.weight"):
@@ -236,7 +236,7 @@ def two_ranks(folders: dict[str, Path]) -> list[dict[Any, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("split", SPLITS)
-def test_settings_of_the_engine_change_no_gradient_of_a_split(
+def test_engine_settings_do_not_change_gradients_of_a_split(
     split: str, folders: dict[str, Path], two_ranks: list[dict[Any, Any]], world_of_one: None
 ) -> None:
     batch = make_batch(LENGTHS)
@@ -260,7 +260,7 @@ def test_settings_of_the_engine_change_no_gradient_of_a_split(
 @pytest.mark.slow
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_splits_of_other_families_change_no_gradient(
+def test_splits_do_not_change_gradients_of_other_families(
     family: str, split: str, folders: dict[str, Path], two_ranks: list[dict[Any, Any]], world_of_one: None
 ) -> None:
     want = gradients_of(engine(folders[family]), make_batch(LENGTHS))
@@ -269,7 +269,7 @@ def test_splits_of_other_families_change_no_gradient(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("split", [SPLITS["context"], COPIES], ids=str)
-def test_splits_change_no_gradient_of_adapters(
+def test_splits_do_not_change_gradients_of_adapters(
     split: dict[str, Any], folders: dict[str, Path], two_ranks: list[dict[Any, Any]], world_of_one: None
 ) -> None:
     want = gradients_of_adapters(folders["qwen3"])
@@ -278,7 +278,7 @@ def test_splits_change_no_gradient_of_adapters(
 
 
 @pytest.mark.slow
-def test_a_model_that_cannot_be_split_is_refused_on_every_rank(two_ranks: list[dict[Any, Any]]) -> None:
+def test_all_ranks_refuse_a_model_that_cannot_be_split(two_ranks: list[dict[Any, Any]]) -> None:
     for result in two_ranks:
         assert "phi3 cannot be split: model.layers.*" in result["tensor", "refused"]
         assert (

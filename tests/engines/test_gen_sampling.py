@@ -44,13 +44,14 @@ def plan_of(rows: list[dict[str, float]], vocab: int) -> SamplingPlan:
 
 @pytest.fixture(params=["floats", "units"])
 def summands(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What probabilities are summed as: on the CPU, and on devices that add in no fixed order."""
+    """The number type for sums of probabilities: on the CPU, and on devices that add in no fixed order."""
     monkeypatch.setattr(sampling, "adds_in_order", lambda device: request.param == "floats")
     return request.param
 
 
-def test_units_draw_the_tokens_that_floats_draw(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for uniforms within rounding of a boundary. Sums of units, unlike those of floats, have no rounding."""
+def test_integer_units_draw_the_same_tokens_as_floats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Except for uniforms within rounding of a boundary. Sums of integer units have no rounding, unlike sums of
+    floats."""
     probs = (torch.randn(4000, 500, generator=torch.Generator().manual_seed(0)) * 2).softmax(-1)
     uniform = torch.from_numpy(uniforms(np.array([stream_origin(s, 0) for s in range(4000)]), 0))
     plan = plan_of([{}, {"top_p": 0.9, "top_k": 100}] * 2000, 500)
@@ -73,7 +74,7 @@ def test_mix64_is_splitmix64() -> None:
     assert [hex(x) for x in mix64(states)] == ["0xe220a8397b1dcdaf", "0x6e789e6aa1b965f4", "0x6c45d188009454f"]
 
 
-def test_a_stream_is_a_function_of_seed_and_index() -> None:
+def test_a_stream_depends_only_on_seed_and_index() -> None:
     early = [uniforms(np.array([stream_origin(11, 0)]), i)[0] for i in range(5)]
     late = [uniforms(np.array([stream_origin(11, 1000)]), 1000 + i)[0] for i in range(5)]
     assert early == late
@@ -112,7 +113,7 @@ def test_inverse_cdf_by_hand() -> None:
 
 
 @pytest.mark.usefixtures("summands")
-def test_tokens_of_no_probability_are_never_drawn() -> None:
+def test_tokens_of_probability_zero_are_never_drawn() -> None:
     logits = torch.tensor([[-math.inf, 0.0, -math.inf], [-math.inf, 0.0, -math.inf]])
     largest = float(np.float32(2**24 - 1) * np.float32((1 - 2.0**-22) * 2.0**-24))
     ids, *_ = sample(logits, plan_of([{}, {}], 3), torch.tensor([0.0, largest]))
@@ -141,7 +142,7 @@ def test_truncation_by_hand(params: dict[str, float], kept: list[float]) -> None
 
 @pytest.mark.usefixtures("summands")
 @pytest.mark.parametrize(("top_p", "kept"), [(1.0, 3), (0.999, 1)])
-def test_top_p_of_1_drops_nothing_although_the_sum_is_1_before_the_end(top_p: float, kept: int) -> None:
+def test_top_p_of_1_keeps_all_tokens_even_if_the_sum_rounds_to_1(top_p: float, kept: int) -> None:
     probs = torch.tensor([[1.0, 1e-9, 1e-12, 0.0]])  # their sum in float32 is 1 from the first token on
     plan = plan_of([{"top_k": 3, "top_p": top_p}], 4)
     found = truncate(probs, plan.top_k, plan.top_p, plan.min_p)
@@ -156,9 +157,7 @@ def test_top_p_of_1_drops_nothing_although_the_sum_is_1_before_the_end(top_p: fl
     top_p=st.sampled_from([1.0, 0.95, 0.5, 0.05]),
     min_p=st.sampled_from([0.0, 0.02, 0.4]),
 )
-def test_truncation_is_that_of_transformers(
-    seed: int, temperature: float, top_k: int, top_p: float, min_p: float
-) -> None:
+def test_truncation_matches_transformers(seed: int, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
     assume(top_k or top_p < 1 or min_p)
     logits = torch.randn(2, 1000, generator=torch.Generator().manual_seed(seed))
     plan = plan_of([{"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}] * 2, 1000)
@@ -178,7 +177,7 @@ def test_truncation_is_that_of_transformers(
 
 
 @pytest.mark.usefixtures("summands")
-def test_ties_with_the_last_kept_token_stay() -> None:
+def test_ties_with_the_last_kept_token_are_kept() -> None:
     probs = torch.tensor([[0.2, 0.3, 0.2, 0.2, 0.1]])
     plan = plan_of([{"top_k": 2}], 5)
     torch.testing.assert_close(
@@ -187,7 +186,7 @@ def test_ties_with_the_last_kept_token_stay() -> None:
 
 
 @pytest.mark.usefixtures("summands")
-def test_frequencies_follow_the_truncated_distribution() -> None:
+def test_token_frequencies_follow_the_truncated_distribution() -> None:
     """Chi-square of 40,000 draws; the negative control, the untruncated distribution, is far off."""
     count, vocab = 40_000, 12
     logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(3)) * 1.5
@@ -213,7 +212,7 @@ def test_frequencies_follow_the_truncated_distribution() -> None:
 
 
 @pytest.mark.usefixtures("summands")
-def test_a_row_does_not_notice_how_its_neighbours_are_sampled() -> None:
+def test_sampling_of_a_row_does_not_depend_on_its_neighbours() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(64, 500, generator=generator)
     uniform = torch.rand(64, generator=generator)
@@ -234,7 +233,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.parametrize("stop", [("apples",), ("x", "\n\n"), ("é",), ("½ 日本",), ("<|im_end|>",), (" of the",)])
-def test_stop_strings_are_found_at_the_first_token_that_completes_one(
+def test_a_stop_string_is_found_at_the_first_token_that_completes_it(
     tokenizer: PreTrainedTokenizerFast, stop: tuple[str, ...]
 ) -> None:
     """Against decoding the whole response after every token."""

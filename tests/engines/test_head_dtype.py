@@ -56,7 +56,7 @@ def make_megatron(folder: Path, **config: Any) -> MegatronEngine:
     [(True, make_engine), (False, make_engine), (False, make_megatron)],
     ids=["tied", "untied", "megatron"],
 )
-def test_log_probs_of_trainer_and_generator_are_closer(
+def test_a_float32_head_reduces_the_mismatch(
     tied: bool, make: Callable[..., Any], tmp_path: Path, world_of_one: None
 ) -> None:
     folder = large_logits(tmp_path / "model", tied)
@@ -70,7 +70,7 @@ def test_log_probs_of_trainer_and_generator_are_closer(
     assert trainers[1].config_summary()["head_dtype"] == "float32"
 
 
-def test_megatrons_head_is_as_exact_as_fsdp2s(tmp_path: Path, world_of_one: None) -> None:
+def test_megatrons_float32_head_is_as_exact_as_fsdp2s(tmp_path: Path, world_of_one: None) -> None:
     """Against float32 of the same rounded weights and states: logits near 80 lose their rounding to steps of .5."""
     from hpcrl.engines.train.megatron.logprobs import vocabulary_logprobs
 
@@ -103,7 +103,7 @@ def test_megatrons_head_is_as_exact_as_fsdp2s(tmp_path: Path, world_of_one: None
 
 
 @torch.no_grad()
-def test_new_weights_replace_the_matrix_in_float32(tmp_path: Path) -> None:
+def test_new_weights_replace_the_float32_matrix(tmp_path: Path) -> None:
     model = make_model(AutoConfig.from_pretrained(large_logits(tmp_path / "model", True)), seed=3)
     engine = native(tmp_path / "model", True)
     before = generated(engine, PROMPTS, 4).gen_logprobs

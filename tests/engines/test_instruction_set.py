@@ -1,4 +1,4 @@
-"""The instruction set is part of what decides the bits, and make test-avx2 really runs another one."""
+"""The instruction set influences the bits, and make test-avx2 really uses a different one."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ def capability_and_bits(**variables: str) -> list[str]:
     return done.stdout.split()
 
 
-def test_tests_run_with_the_instructions_that_are_asked_for() -> None:
+def test_tests_run_with_the_requested_instruction_set() -> None:
     asked = os.environ.get("ATEN_CPU_CAPABILITY")
     assert asked is None or torch.backends.cpu.get_cpu_capability() == asked.upper()
 
 
 @pytest.mark.slow
-def test_fewer_instructions_give_other_bits() -> None:
+def test_a_smaller_instruction_set_gives_other_bits() -> None:
     default, fewer = capability_and_bits(), capability_and_bits(**AVX2)
     assert fewer[0] == "AVX2"
     assert (default[0] == "AVX2") == (default[1] == fewer[1]), "where there is AVX2 alone both are the same"
 
 
 @pytest.mark.slow
-def test_what_is_compiled_for_other_instructions_is_in_another_folder() -> None:
+def test_each_instruction_set_has_its_own_compilation_folder() -> None:
     default, fewer = capability_and_bits(), capability_and_bits(**AVX2)
     assert (default[0] == fewer[0]) == (default[2] == fewer[2])
 
 
-def test_a_folder_for_compiled_code_that_is_given_stays() -> None:
+def test_a_given_compilation_folder_is_kept() -> None:
     part_by_processor(environ := {VARIABLE: "/given"})
     assert environ == {VARIABLE: "/given"}

@@ -34,7 +34,7 @@ def inputs(with_bias: bool) -> list[Tensor | None]:
 @pytest.mark.parametrize("head", [Head(), Head(softcap=2.0), Head(scale=0.25), Head(softcap=3.0, scale=2.0)])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 100])
-def test_equals_dense(head: Head, with_bias: bool, chunk_tokens: int) -> None:
+def test_chunked_log_probs_match_the_dense_formula(head: Head, with_bias: bool, chunk_tokens: int) -> None:
     targets = torch.randint(31, (23,), generator=torch.Generator().manual_seed(1))
     weights = torch.linspace(-1, 2, 23)
     gradients = []
@@ -54,7 +54,7 @@ def test_equals_dense(head: Head, with_bias: bool, chunk_tokens: int) -> None:
         assert (got - want).abs().max() <= 1e-5 * want.abs().max()
 
 
-def test_without_entropy_the_gradient_is_that_of_logprobs_alone() -> None:
+def test_without_entropy_only_log_probs_contribute_to_the_gradient() -> None:
     targets = torch.arange(23)
     tensors, others = inputs(True), inputs(True)
     logprobs, entropy = token_logprobs(
@@ -88,23 +88,23 @@ def work(dtype: torch.dtype, chunk_tokens: int, asked: str, head: Head | None = 
 @pytest.mark.parametrize("head", [Head(), Head(softcap=5.0)], ids=["plain", "softcap"])
 @pytest.mark.parametrize("asked", ["no", "log", "loss"])
 @pytest.mark.parametrize(("dtype", "chunks"), [(torch.float32, 1.25), (torch.bfloat16, 1.6)])
-def test_little_more_than_one_chunk_is_alive_at_once(
+def test_peak_memory_is_little_more_than_one_chunk(
     dtype: torch.dtype, chunks: float, asked: str, head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In bfloat16 half a chunk beside it, of the projection's results and of the gradient."""
+    """In bfloat16 another half a chunk, for the projection's results and the gradient."""
     monkeypatch.setattr(logits, "BLOCK_NUMBERS", 10 * 3000)
     peak = peak_bytes(work(dtype, 300, asked, head), tmp_path / "trace.json")
     assert peak < chunks * 300 * 3000 * 4
 
 
-def test_the_measure_sees_a_second_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_measure_detects_a_second_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: the softmax of a whole chunk at once."""
     monkeypatch.setattr(logits, "BLOCK_NUMBERS", 300 * 3000)
     assert peak_bytes(work(torch.float32, 300, "no"), tmp_path / "trace.json") > 1.9 * 300 * 3000 * 4
 
 
 @pytest.mark.parametrize("block_numbers", [1, 7 * 31, 1 << 20])
-def test_blocks_do_not_change_a_bit(block_numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_block_size_does_not_change_a_bit(block_numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for numbers in (1 << 30, block_numbers):
         monkeypatch.setattr(logits, "BLOCK_NUMBERS", numbers)
@@ -118,7 +118,7 @@ def test_blocks_do_not_change_a_bit(block_numbers: int, monkeypatch: pytest.Monk
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_no_more_than_a_chunk_of_logits_exists() -> None:
+def test_no_tensor_is_larger_than_one_chunk_of_logits() -> None:
     """Largest float tensor made in either pass; the check sees the dense formula's [N, V]."""
 
     class Largest(torch.utils._python_dispatch.TorchDispatchMode):
@@ -151,10 +151,10 @@ def bfloat16_inputs(with_bias: bool) -> list[Tensor | None]:
 
 @pytest.mark.parametrize("head", [Head(float32=True), Head(softcap=30.0, scale=0.5, float32=True)], ids=str)
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_a_head_in_float32_is_autograds_of_converted_numbers(
+def test_a_float32_head_matches_autograd_on_converted_numbers(
     head: Head, with_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Values to fp32's precision; gradients, which are bfloat16 as the parameters are, to that of bfloat16."""
+    """Values with fp32 precision; gradients, which are bfloat16 like the parameters, with bfloat16 precision."""
     monkeypatch.setattr(logits, "BLOCK_NUMBERS", 50)  # blocks of the matrix, the last one shorter
     targets, weights = torch.arange(23), torch.linspace(-1, 2, 23)
     results, gradients = [], []
@@ -176,7 +176,7 @@ def test_a_head_in_float32_is_autograds_of_converted_numbers(
         assert (got - want).abs().max() <= 0.01 * want.abs().max()
 
 
-def test_bfloat16_keeps_logprobs_in_float32() -> None:
+def test_log_probs_of_a_bfloat16_model_stay_in_float32() -> None:
     tensors = inputs(False)
     hidden, weight = (t.detach().bfloat16().requires_grad_() for t in tensors[:2])
     targets = torch.arange(23)

@@ -1,5 +1,5 @@
-"""Adapters beside frozen weights: FSDP2 against peft in one process, on one rank and on two; what is published, saved
-and exported; and the same log-probs in the generators."""
+"""Adapters beside frozen weights: FSDP2 against peft in one process, on one rank and on two; publishing, saving and
+exporting; and equal log-probs in the generators."""
 
 from __future__ import annotations
 
@@ -86,10 +86,10 @@ def peft_results(base: Path, adapter: Path | None, batch: Batch) -> tuple[Tensor
     [
         ("qwen2", {}),
         ("gemma2", {"target_modules": ["v_proj", "down_proj"]}),
-        ("qwen3_moe", {}),  # adapters beside attention alone
+        ("qwen3_moe", {}),  # adapters only in the attention
     ],
 )
-def test_gradients_equal_those_of_peft(family: str, lora: dict[str, Any], tmp_path: Path, world_of_one: None) -> None:
+def test_gradients_match_peft(family: str, lora: dict[str, Any], tmp_path: Path, world_of_one: None) -> None:
     folder, batch = make_model_folder(family, tmp_path / "model"), make_batch(LENGTHS)
     trainer = engine(folder, lora=LORA.model_copy(update=lora))
     before, _ = results(trainer, batch)
@@ -117,7 +117,7 @@ def test_gradients_equal_those_of_peft(family: str, lora: dict[str, Any], tmp_pa
 
 
 @pytest.mark.slow
-def test_dense_layers_that_peft_takes_for_experts_are_refused(tmp_path: Path, world_of_one: None) -> None:
+def test_dense_layers_that_peft_would_take_for_experts_are_refused(tmp_path: Path, world_of_one: None) -> None:
     """Adapters of the attention are loaded by peft; those of the dense layers would be ignored with a warning."""
     sizes = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
              "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}  # fmt: skip
@@ -136,11 +136,11 @@ def test_dense_layers_that_peft_takes_for_experts_are_refused(tmp_path: Path, wo
 
 
 @pytest.mark.slow
-def test_contract(tmp_path: Path, world_of_one: None) -> None:
+def test_the_training_contract_holds_with_adapters(tmp_path: Path, world_of_one: None) -> None:
     check_contract(lambda folder: engine(folder, lr=0.02), make_model_folder("qwen2", tmp_path / "model"), tmp_path)
 
 
-def test_frozen_weights_in_bfloat16_beside_adapters_in_float32(tmp_path: Path, world_of_one: None) -> None:
+def test_frozen_weights_can_be_bfloat16_with_float32_adapters(tmp_path: Path, world_of_one: None) -> None:
     folder, batch = make_model_folder("qwen3", tmp_path / "model"), make_batch(LENGTHS)
     trainer = engine(folder, param_dtype="bfloat16")
     assert not trainer.sharded
@@ -158,7 +158,7 @@ def test_frozen_weights_in_bfloat16_beside_adapters_in_float32(tmp_path: Path, w
 
 
 @pytest.mark.slow
-def test_a_checkpoint_has_adapters_alone_and_knows_their_base(
+def test_a_checkpoint_contains_only_adapters_and_names_their_base_model(
     tmp_path: Path, world_of_one: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, batch = make_model_folder("qwen3", tmp_path / "model"), make_batch(LENGTHS)
@@ -225,8 +225,8 @@ def generated(generator: GenEngine, update: Callable[[], None]) -> Batch:
 
 
 def check_generator(trainer: FSDP2Engine, generator: GenEngine, load: Callable[[int], None]) -> None:
-    """After every update its log-probs are the trainer's, also of running responses, and those of the frozen weights
-    only as long as the adapters are zero."""
+    """After every update its log-probs equal the trainer's, also for running responses; they equal the frozen weights'
+    log-probs only while the adapters are zero."""
 
     def update(version: int) -> None:
         if version:
@@ -256,7 +256,7 @@ def native(folder: Path) -> NativeEngine:
 @pytest.mark.slow
 @pytest.mark.parametrize("shared", [False, True], ids=["apart", "in one process"])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "gemma2", "phi3"])
-def test_the_native_generator_has_the_trainers_logprobs(
+def test_the_native_generator_has_the_log_probs_of_the_trainer(
     family: str, shared: bool, tmp_path: Path, world_of_one: None
 ) -> None:
     folder = make_model_folder(family, tmp_path / "model", **({"pad_token_id": 0} if family == "phi3" else {}))
@@ -304,7 +304,7 @@ def _on_two_ranks(folder: Path, scratch: Path) -> dict[str, tuple[list[int], Ten
 
 
 @pytest.mark.slow
-def test_two_ranks_equal_peft_in_one_process(tmp_path: Path, world_of_one: None) -> None:
+def test_two_ranks_match_peft_in_one_process(tmp_path: Path, world_of_one: None) -> None:
     folder, whole = make_model_folder("qwen3", tmp_path / "model"), make_batch(LENGTHS)
     (tmp_path / "contract").mkdir()
     (tmp_path / "state").mkdir()

@@ -1,4 +1,4 @@
-"""Megatron-Core beyond the contracts: models that it refuses, bfloat16, its checkpoints on another split, exports."""
+"""Megatron-Core beyond the contracts: refused models, bfloat16, checkpoints on another split, exports."""
 
 from __future__ import annotations
 
@@ -88,9 +88,7 @@ def write(engine: MegatronEngine, folder: Path) -> Path:
         ),
     ],
 )
-def test_models_that_it_cannot_train_are_refused(
-    family: str, changes: dict[str, Any], error: str, tmp_path: Path
-) -> None:
+def test_unsupported_models_are_refused(family: str, changes: dict[str, Any], error: str, tmp_path: Path) -> None:
     folder = make_model_folder(family, tmp_path / "model", **changes)
     with process_group(0, 1, str(tmp_path / "world")), pytest.raises(ValueError, match=f"^model.path .*{error}"):
         make(folder)
@@ -117,9 +115,7 @@ def test_damaged_folders_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_gpu_without_transformer_engine_is_refused_before_megatron_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_without_transformer_engine_is_refused_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron-Core builds its layers from names that it has not imported."""
     from hpcrl.engines.train.megatron.gpt_model import check_layers
 
@@ -133,7 +129,7 @@ def test_a_gpu_without_transformer_engine_is_refused_before_megatron_fails(
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
-def test_what_is_recomputed_is_what_the_key_says(on_gpu: bool) -> None:
+def test_the_recompute_key_decides_what_is_recomputed(on_gpu: bool) -> None:
     from hpcrl.engines.train.megatron.gpt_model import recomputation
 
     asked = {value: recomputation(MegatronConfig(recompute=value), on_gpu) for value in ("none", "selective", "full")}
@@ -147,8 +143,8 @@ def test_what_is_recomputed_is_what_the_key_says(on_gpu: bool) -> None:
 
 
 @pytest.mark.slow
-def test_padded_starts_are_given_only_where_sequences_are_padded() -> None:
-    """Transformer Engine would compare them with the others on the host, in every layer."""
+def test_padded_offsets_are_given_only_for_padded_sequences() -> None:
+    """Transformer Engine would compare padded and unpadded offsets on the host in every layer."""
     from hpcrl.engines.train.megatron.packing import pack
 
     alone, shared = (pack(make_batch(LENGTHS), ranks, 0, 1).sequences for ranks in (1, 2))
@@ -160,8 +156,8 @@ def test_padded_starts_are_given_only_where_sequences_are_padded() -> None:
 
 @pytest.mark.slow
 def test_bfloat16_keeps_fp32_master_weights(tmp_path: Path) -> None:
-    """Log-probs are those of fp32 up to rounding; a step smaller than a bfloat16 number's precision is not lost; and a
-    resumed run has the same master weights."""
+    """Log-probs match fp32 up to rounding; a step below bfloat16 precision is not lost; and a resumed run has the same
+    master weights."""
     folder = make_model_folder("qwen3", tmp_path / "model")
     batch = make_batch(LENGTHS)
     with process_group(0, 1, str(tmp_path / "world")):
@@ -187,7 +183,7 @@ def test_bfloat16_keeps_fp32_master_weights(tmp_path: Path) -> None:
         after, resumed = dict(engine.named_weights()), dict(other.named_weights())
         assert all(torch.equal(after[name], resumed[name]) for name in after)
         moved = after["model.layers.0.mlp.up_proj.weight"] != before["model.layers.0.mlp.up_proj.weight"]
-        assert moved.float().mean() > 0.5  # one step is less than half of what bfloat16 tells apart
+        assert moved.float().mean() > 0.5  # one step is less than half a bfloat16 rounding step
 
 
 def _resume_on_other_splits(model: Path, experts: Path, untied: Path, scratch: Path) -> None:
@@ -205,7 +201,7 @@ def _resume_on_other_splits(model: Path, experts: Path, untied: Path, scratch: P
         assert loaded.keys() == saved.keys() and all(torch.equal(saved[name], loaded[name]) for name in saved), own
         train(other)
         resumed = weights_of_all_shares(other)
-        # One step of Adam moves a number by lr; moments that were lost or mixed up would move it otherwise.
+        # One step of Adam moves a number by lr; lost or mixed-up moments would move it differently.
         differences = [(resumed[name] - wanted[name]).abs().mean() for name in saved]
         assert max(differences) < 1e-5, own
     assert any((wanted[name] - start[name]).abs().mean() > 1e-3 for name in saved)
@@ -243,7 +239,7 @@ def _resume_on_other_splits(model: Path, experts: Path, untied: Path, scratch: P
 
 
 @pytest.mark.slow
-def test_checkpoints_and_exports_of_two_ranks(tmp_path: Path) -> None:
+def test_checkpoints_and_exports_of_two_ranks_are_correct(tmp_path: Path) -> None:
     """TP2 resumes as PP2, CP2 and DP2, EP2 as DP2 and ETP2; Megatron's own reader finds the same weights; the exported
     models are those that were trained; a checkpoint with weights that the model lacks is refused on all ranks."""
     model = make_model_folder("qwen2", tmp_path / "model", num_hidden_layers=2)
@@ -298,9 +294,9 @@ def _replay(folder: Path, wanted: Tensor, gradients: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.slow
-def test_replayed_experts_are_those_of_fsdp2(tmp_path: Path) -> None:
-    """Log-probs and gradients with given experts, whichever ranks have the tokens, and when layers are computed again;
-    other experts give others."""
+def test_replayed_experts_match_fsdp2(tmp_path: Path) -> None:
+    """Log-probs and gradients with given experts, on any ranks and with recomputed layers; different experts give
+    different results."""
     folder = make_model_folder("qwen3_moe", tmp_path / "model", norm_topk_prob=True)
     batch = routed_batch()
     with process_group(0, 1, str(tmp_path / "world")):

@@ -52,14 +52,14 @@ def make(folder: Path, own: dict[str, Any], **config: Any) -> MegatronCritic:
 
 
 def gradients(engine: MegatronCritic, batch: Batch, plan: list[list[int]], norms: Norms) -> dict[str, Tensor]:
-    """Of all stages. Collective."""
+    """Over all pipeline stages. Collective."""
     shares: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(shares, megatron.gradients(engine, batch, plan, Squares(), norms))
     return {name: gradient for share in shares for name, gradient in share.items()}
 
 
 def weights(engine: MegatronCritic) -> dict[str, Tensor]:
-    """Of all stages. Collective."""
+    """Over all pipeline stages. Collective."""
     shares: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(shares, dict(engine.named_weights()))
     return {name: tensor for share in shares for name, tensor in share.items()}
@@ -111,7 +111,7 @@ def check(splits: list[Split], folders: dict[str, Path], scratch: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_values_and_gradients_are_those_of_transformers_on_every_split(tmp_path: Path) -> None:
+def test_values_and_gradients_match_transformers_on_every_split(tmp_path: Path) -> None:
     folders = {family: critic_folder(family, tmp_path / family) for family in ("qwen2", "qwen3_moe", "deepseek_v3")}
     with process_group(0, 1, str(tmp_path / "world")):
         check(ON_ONE, folders, tmp_path)
@@ -119,8 +119,8 @@ def test_values_and_gradients_are_those_of_transformers_on_every_split(tmp_path:
 
 
 @pytest.mark.slow
-def test_it_learns_as_fsdp2s_and_its_export_is_one_of_transformers(tmp_path: Path) -> None:
-    """From a model without such a head, which begins with zeros; and an exported critic can be started from."""
+def test_the_critic_matches_fsdp2s_and_its_export_loads_in_transformers(tmp_path: Path) -> None:
+    """From a model without a value head, which begins with zeros; training can also start from an exported critic."""
     folder, batch, plan = make_model_folder("qwen2", tmp_path / "base"), make_batch(LENGTHS), [list(range(6))]
     with process_group(0, 1, str(tmp_path / "world")):
         engine = make(folder, {})

@@ -1,4 +1,4 @@
-"""The table of Megatron's names: hand-computed rows, shards and what they are made of."""
+"""The table of Megatron's names: hand-computed rows, shards and their HF tensors."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def numbered(names: NameTable) -> dict[str, Tensor]:
 
 
 def column(entry: Any, tensors: dict[str, Tensor], *ranks: int) -> list[str]:
-    """The rows of a shard by the HF tensor and row they are, found by their first number."""
+    """HF tensor and row of each row of a shard, identified by its first number."""
     where = {
         float(tensor[row].flatten()[0]): f"{name.split('.')[-2][0]}{row}"
         for name, tensor in tensors.items()
@@ -66,18 +66,18 @@ def column(entry: Any, tensors: dict[str, Tensor], *ranks: int) -> list[str]:
     return [where.get(float(row.flatten()[0]), "-") for row in shard(entry, tensors, *ranks)]
 
 
-def test_query_key_and_value_rows_go_group_by_group() -> None:
+def test_query_key_and_value_rows_are_interleaved_by_group() -> None:
     names = table(small("qwen2"))
     tensors = numbered(names)
     for which in ("weight", "bias"):
         entry = names.find(f"decoder.layers.1.self_attention.linear_qkv.{which}")
         assert column(entry, tensors) == ["q0", "q1", "k0", "v0", "q2", "q3", "k1", "v1"]
         assert column(entry, tensors, 1, 2) == ["q2", "q3", "k1", "v1"]
-    # More ranks than key heads: the rows are divided all the same, and Megatron gathers them.
+    # More ranks than key heads: the rows are still divided, and Megatron gathers them.
     assert column(entry, tensors, 1, 4) == ["k0", "v0"]
 
 
-def test_a_rank_has_its_part_of_gate_above_its_part_of_up() -> None:
+def test_a_ranks_gate_rows_precede_its_up_rows() -> None:
     names = table(small("llama"))
     tensors = numbered(names)
     entry = names.find("decoder.layers.0.mlp.linear_fc1.weight")
@@ -87,7 +87,7 @@ def test_a_rank_has_its_part_of_gate_above_its_part_of_up() -> None:
     assert torch.equal(shard(down, tensors, 1, 2), tensors["model.layers.0.mlp.down_proj.weight"][:, 2:])
 
 
-def test_a_padded_vocabulary_ends_with_zeros_that_no_hf_tensor_gets() -> None:
+def test_padding_of_the_vocabulary_is_zero_and_belongs_to_no_hf_tensor() -> None:
     names = table(small("qwen3"), padded_vocabulary=12)
     tensors = numbered(names)
     entry = names.find("embedding.word_embeddings.weight")
@@ -115,7 +115,7 @@ def test_a_padded_vocabulary_ends_with_zeros_that_no_hf_tensor_gets() -> None:
     ],
     ids=lambda config: config["model_type"],
 )
-def test_the_boxes_of_all_ranks_cover_each_tensor_once(config: dict[str, Any], stacked: bool, layers: Any) -> None:
+def test_the_slices_of_all_ranks_cover_each_tensor_once(config: dict[str, Any], stacked: bool, layers: Any) -> None:
     names = table(config, layers, padded_vocabulary=8, stacked=stacked)
     tensors = numbered(names)
     for num_ranks in (1, 2):
@@ -131,14 +131,14 @@ def test_the_boxes_of_all_ranks_cover_each_tensor_once(config: dict[str, Any], s
         assert all(torch.equal(back[name], tensor) for name, tensor in tensors.items())
 
 
-def test_shapes_are_those_of_the_planner() -> None:
+def test_shapes_match_the_planner() -> None:
     for name in ("Qwen2.5-0.5B-Instruct", "Qwen2.5-7B", "Qwen3-30B-A3B", "Qwen3-235B-A22B"):
         config = json.loads((CONF / name / "config.json").read_text())
         expected = {parameter.name: parameter.shape for parameter in read_shape(config).parameters}
         assert table(config, stacked=True).shapes == expected
 
 
-def test_names_of_both_kinds_of_layers() -> None:
+def test_local_and_transformer_engine_layers_have_the_same_hf_names() -> None:
     local, fused = (table(small("qwen3_moe"), layers).entries for layers in ("local", "fused"))  # type: ignore[arg-type]
     differing = {a.name: b.name for a, b in zip(local, fused, strict=True) if a.name != b.name}
     assert all([rows.hf for rows in a.rows] == [rows.hf for rows in b.rows] for a, b in zip(local, fused, strict=True))
@@ -151,7 +151,7 @@ def test_names_of_both_kinds_of_layers() -> None:
     assert differing[first] == "decoder.layers.1.mlp.experts.linear_fc2.weight3"
 
 
-def test_a_stage_and_an_expert_parallel_rank_find_their_entries() -> None:
+def test_a_pipeline_stage_and_an_expert_parallel_rank_find_their_weights() -> None:
     names, fused = table(small("qwen3_moe")), table(small("qwen3_moe"), "fused")
     entry = names.find("module.decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight", 1, 2)
     assert (entry.place, entry.layer, entry.expert) == ("layer", 1, 3)
@@ -171,7 +171,7 @@ def test_a_stage_and_an_expert_parallel_rank_find_their_entries() -> None:
         names.find("decoder.layers.1.mlp.gate", 1)
 
 
-def test_only_what_a_rank_holds_is_read(tmp_path: Path) -> None:
+def test_only_tensors_held_by_the_rank_are_read(tmp_path: Path) -> None:
     names = table(small("qwen3"))
     tensors = numbered(names)
     save_file(tensors, tmp_path / "model.safetensors")
@@ -213,6 +213,6 @@ def test_only_what_a_rank_holds_is_read(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_one_line(work: Any, text: str) -> None:
+def test_names_and_sizes_that_do_not_fit_are_refused_in_one_line(work: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         work()

@@ -1,7 +1,7 @@
 """Turns of FSDP2 and Megatron-Core with a generator; DeepSpeed's are in test_deepspeed.py. And the memory they use.
 
-On a CPU nothing has to move: here the state moves to other memory, and what was left behind is overwritten, so that a
-tensor that still used it would make the results NaN."""
+On a CPU nothing has to move: here the state moves to other memory, and the old memory is overwritten, so a tensor that
+still used it would make the results NaN."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def same(one: FSDP2Engine | MegatronEngine, other: FSDP2Engine | MegatronEngine)
 
 
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"], ids=["plain", "sharded"])
-def test_turns_of_fsdp2_change_nothing(param_dtype: str, folder: Path, left: Left) -> None:
+def test_offloading_fsdp2_changes_nothing(param_dtype: str, folder: Path, left: Left) -> None:
     config = TrainerConfig(lr=1e-2, param_dtype=param_dtype, logits_chunk_tokens=8)
     stays, moves = (FSDP2Engine(config, folder, dtype=torch.float32, total_steps=9) for _ in range(2))
     assert moves.sharded == (param_dtype == "bfloat16")
@@ -82,7 +82,7 @@ def test_turns_of_fsdp2_change_nothing(param_dtype: str, folder: Path, left: Lef
 
 
 def _uneven(folder: Path) -> list[bool]:
-    """Two turns of a rank whose shards are padded: whether log-probs are those of an engine that stays."""
+    """Two turns of a rank with padded shards: whether log-probs equal those of an engine that never moves."""
     with pytest.MonkeyPatch.context() as patch:
         left, batch, same = Left(patch), make_batch(LENGTHS), []
         config = TrainerConfig(lr=1e-2, logits_chunk_tokens=8)
@@ -99,7 +99,7 @@ def _uneven(folder: Path) -> list[bool]:
 
 
 @pytest.mark.slow
-def test_turns_of_two_ranks_with_uneven_shards_change_nothing(tmp_path: Path) -> None:
+def test_offloading_two_ranks_with_uneven_shards_changes_nothing(tmp_path: Path) -> None:
     folder = make_model_folder("qwen2", tmp_path / "model", vocab_size=VOCAB + 1)
     assert VOCAB % 2 == 0 and run_ranks(2, _uneven, folder) == [[True, True]] * 2
 
@@ -107,7 +107,7 @@ def test_turns_of_two_ranks_with_uneven_shards_change_nothing(tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("distributed", [True, False], ids=["distributed", "whole"])
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
-def test_turns_of_megatron_change_nothing(param_dtype: str, distributed: bool, folder: Path, left: Left) -> None:
+def test_offloading_megatron_changes_nothing(param_dtype: str, distributed: bool, folder: Path, left: Left) -> None:
     from hpcrl.engines.train.megatron.engine import MegatronEngine
 
     config = TrainerConfig(engine="megatron", lr=1e-2, param_dtype=param_dtype, logits_chunk_tokens=8)
@@ -135,7 +135,7 @@ def test_turns_of_megatron_change_nothing(param_dtype: str, distributed: bool, f
 
 
 def _same_state(engine: MegatronEngine, other: MegatronEngine) -> None:
-    """What a checkpoint takes, while the state is away."""
+    """The state for a checkpoint, taken while the engine is offloaded."""
     from hpcrl.engines.train.megatron import checkpoint
 
     files: list[dict[str, Any]] = [dict(each.snapshot(copy=False)) for each in (engine, other)]
@@ -148,7 +148,7 @@ def _same_state(engine: MegatronEngine, other: MegatronEngine) -> None:
     assert all(torch.equal(values, of_engines[1][key]) for key, values in of_engines[0].items())
 
 
-def test_a_tensor_that_is_left_behind_shows(folder: Path, left: Left) -> None:
+def test_a_tensor_that_was_not_moved_is_detected(folder: Path, left: Left) -> None:
     """Negative control: a parameter whose memory is overwritten."""
     config = TrainerConfig(lr=1e-2, logits_chunk_tokens=8)
     engine = FSDP2Engine(config, folder, dtype=torch.float32, total_steps=9)
@@ -165,7 +165,7 @@ def memory_of(tensors: dict[str, Tensor]) -> dict[str, int]:
     return {name: tensor.data_ptr() for name, tensor in tensors.items()}
 
 
-def test_host_memory_is_used_again_at_every_turn() -> None:
+def test_host_memory_is_reused_by_every_offload() -> None:
     host = offloading.HostMemory(torch.device("cpu"))
     state = {"weights": torch.randn(3, 5), "counter": torch.tensor(1), "none": torch.empty(0, 4)}
     first = host.to_host(state)
@@ -183,7 +183,7 @@ def test_host_memory_is_used_again_at_every_turn() -> None:
     assert torch.equal(grown["weights"], torch.ones(7)), "as after a resume with other sizes"
 
 
-def test_what_was_never_on_the_device_stays_and_what_was_made_meanwhile_goes_there() -> None:
+def test_only_state_that_was_on_the_device_or_is_new_moves_there() -> None:
     host = offloading.HostMemory(torch.device("meta"))
     counter, made = torch.tensor(1.0), torch.ones(2)
     assert host.to_host({"counter": counter})["counter"] is counter
@@ -191,7 +191,7 @@ def test_what_was_never_on_the_device_stays_and_what_was_made_meanwhile_goes_the
 
 
 class Code:
-    """As torch's cudaError, which counts as true whatever it is."""
+    """Like torch's cudaError, which is truthy for every value."""
 
     def __init__(self, code: int) -> None:
         self._code = code
@@ -204,7 +204,7 @@ class Code:
 
 
 class Driver:
-    """In place of CUDA's runtime: registers up to `most` bytes."""
+    """Replaces CUDA's runtime: registers up to `most` bytes."""
 
     def __init__(self, most: int) -> None:
         self.most, self.registered, self.waits = most, 0, 0
@@ -218,7 +218,7 @@ class Driver:
 
 
 @pytest.mark.parametrize("most", [1 << 20, 4])
-def test_memory_is_registered_and_waited_for_once(
+def test_host_memory_is_registered_and_synchronised_once(
     most: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     driver, waits = Driver(most), []

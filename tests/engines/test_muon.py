@@ -1,4 +1,4 @@
-"""Muon: iterations and steps against formulas and torch's own, sharded as on one rank, and continued bit for bit."""
+"""Muon: iterations and steps against formulas and torch's own, sharded like on one rank, and continued bit for bit."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def train(engine: FSDP2Engine, steps: int = 1) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("shape", [(6, 17), (17, 6), (8, 8), (3, 5, 9)])
-def test_singular_values_go_through_the_polynomial(shape: tuple[int, ...]) -> None:
-    """And singular vectors stay: of one matrix, or each of a stack."""
+def test_singular_values_follow_the_newton_schulz_polynomial(shape: tuple[int, ...]) -> None:
+    """Singular vectors stay, for one matrix and for each of a stack."""
     matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     left, values, right = torch.linalg.svd(matrices, full_matrices=False)
     values = values / values.norm(dim=-1, keepdim=True)
@@ -55,8 +55,8 @@ def test_singular_values_go_through_the_polynomial(shape: tuple[int, ...]) -> No
     assert not orthogonalized(torch.zeros(shape)).any()
 
 
-def test_steps_are_those_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rest of the weights have AdamW's step, bit for bit."""
+def test_steps_match_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All other weights get AdamW's step, bit for bit."""
     monkeypatch.setattr(Tensor, "bfloat16", lambda tensor: tensor)  # to which torch rounds its iterations
     folder = make_model_folder("qwen2", tmp_path / "model", tie_word_embeddings=False)
     with process_group(0, 1, str(tmp_path / "world")):
@@ -84,8 +84,8 @@ def test_steps_are_those_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                 assert all(torch.equal(weights[name], other[name]) == (name not in matrices) for name in weights)
 
 
-def test_a_critics_head_has_adamw(tmp_path: Path) -> None:
-    """As have its embedding, norms and biases: they equal those of a critic with AdamW after a step."""
+def test_a_critics_head_is_trained_by_adamw(tmp_path: Path) -> None:
+    """So are its embedding, norms and biases: after a step they equal those of a critic with AdamW."""
     folder, batch = critic_folder("qwen2", tmp_path), make_batch(LENGTHS)
     with process_group(0, 1, str(tmp_path / "world")):
         weights = []
@@ -117,7 +117,7 @@ def _train_and_save(folder: Path, splits: dict[Path, dict[str, Any]]) -> list[di
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_ranks_share_matrices_and_their_momentum(tmp_path: Path) -> None:
+def test_two_ranks_divide_matrices_and_their_momentum(tmp_path: Path) -> None:
     """Two ranks, with uneven shards and experts, and copies of the model."""
     folder = make_model_folder("qwen3_moe", tmp_path / "model", hidden_size=36, num_experts=3, num_experts_per_tok=2)
     one, *of_two = (tmp_path / name for name in ("one", "two", "copies"))
@@ -138,7 +138,7 @@ def test_ranks_share_matrices_and_their_momentum(tmp_path: Path) -> None:
         assert (train(continued, 2)[experts] - wanted[experts]).abs().max() < 1e-3 * moved
 
 
-def test_the_plan_counts_one_moment_of_matrices(tmp_path: Path) -> None:
+def test_the_plan_counts_one_moment_per_matrix(tmp_path: Path) -> None:
     folder = make_model_folder("qwen3_moe", tmp_path / "model")
     config, shape = parse({"trainer": {"optimizer": "muon"}}), read_shape(inspect_model(folder).config)
     with process_group(0, 1, str(tmp_path / "world")):
@@ -163,7 +163,7 @@ def test_the_plan_counts_one_moment_of_matrices(tmp_path: Path) -> None:
         ({"lora": {"rank": 4}}, "muon trains the matrices of layers, and trainer.lora freezes them; use adamw"),
     ],
 )
-def test_what_it_cannot_train_is_refused(trainer: dict[str, Any], wrong: str) -> None:
+def test_unsupported_settings_are_refused(trainer: dict[str, Any], wrong: str) -> None:
     with pytest.raises(ConfigError) as refused:
         parse({"trainer": {"optimizer": "muon", **trainer}})
     assert any(wrong in line for line in refused.value.problems), refused.value.problems

@@ -1,4 +1,4 @@
-"""The native generator against transformers: log-probs, greedy tokens, weight updates, and what it must refuse."""
+"""The native generator against transformers: log-probs, greedy tokens, weight updates, and refusals."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def largest_error(model: Any, requests: Sequence[Request], outputs: dict[int, Ou
     return max(plain), max(behaviour)
 
 
-def test_logprobs_are_those_of_transformers(model_folder: tuple[Any, Path]) -> None:
+def test_log_probs_match_transformers(model_folder: tuple[Any, Path]) -> None:
     model, folder = model_folder
     requests = mixed_requests()
     outputs = run(engine_of(folder), requests)
@@ -209,10 +209,10 @@ def test_logprobs_are_those_of_transformers(model_folder: tuple[Any, Path]) -> N
         weight[3, 5] = exact
 
 
-def test_prompts_that_continue_cached_ones_have_the_logprobs_of_transformers(
+def test_prompts_with_cached_prefixes_have_the_log_probs_of_transformers(
     model_folder: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts that begin with those of others, longer than windows and blocks of queries, of unequal lengths."""
+    """Prompts with prefixes from other prompts, longer than windows and query blocks, of unequal lengths."""
     monkeypatch.setattr("hpcrl.engines.gen.native.paged_attention.QUERY_BLOCK", 16)
     model, folder = model_folder
     engine, start = engine_of(folder), prompt_of(50, 40)
@@ -225,7 +225,7 @@ def test_prompts_that_continue_cached_ones_have_the_logprobs_of_transformers(
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-def test_features_of_a_family_are_those_of_transformers(feature: str, tmp_path: Path) -> None:
+def test_family_features_match_transformers(feature: str, tmp_path: Path) -> None:
     model = make_model(FEATURES[feature])
     model.save_pretrained(tmp_path)
     requests = mixed_requests()
@@ -233,7 +233,7 @@ def test_features_of_a_family_are_those_of_transformers(feature: str, tmp_path: 
     assert max(largest_error(model, requests, outputs)) < 1e-5
 
 
-def test_rotations_by_the_short_factors_end_at_the_original_length(tmp_path: Path) -> None:
+def test_short_rotary_factors_limit_the_length_to_the_original_one(tmp_path: Path) -> None:
     CONFIGS["phi3"].save_pretrained(tmp_path)
     engine_of(tmp_path, max_length=128, load=False)
     with pytest.raises(ValueError, match="max_length 129 exceeds the 128 positions"):
@@ -241,7 +241,7 @@ def test_rotations_by_the_short_factors_end_at_the_original_length(tmp_path: Pat
 
 
 class Operations(TorchDispatchMode):
-    """Counts what computes or copies, each of which is a kernel or more on a GPU."""
+    """Counts operations that compute or copy; each is one kernel or more on a GPU."""
 
     count = 0
 
@@ -251,8 +251,9 @@ class Operations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("family", "most"), [("qwen2", 24), ("qwen3_moe", 44)])
-def test_a_layer_takes_few_operations_to_decode(family: str, most: int, tmp_path: Path) -> None:
-    """So that a GPU waits little for the host; a loop over experts would take more the more there are."""
+def test_a_layer_needs_few_operations_to_decode(family: str, most: int, tmp_path: Path) -> None:
+    """This keeps a GPU from waiting for the host; the operations of a loop over experts would grow with their
+    number."""
     counts = {}
     for layers in (2, 4):
         config = type(CONFIGS[family])(**CONFIGS[family].to_dict() | {"num_hidden_layers": layers, "layer_types": None})
@@ -267,8 +268,8 @@ def test_a_layer_takes_few_operations_to_decode(family: str, most: int, tmp_path
     assert 2 * 10 < counts[4] - counts[2] <= 2 * most, counts
 
 
-def test_a_mixture_reads_no_choice_of_experts_on_the_host(tmp_path: Path) -> None:
-    """Fake tensors have no values: whatever reads one fails, as it would wait for a GPU."""
+def test_a_mixture_of_experts_never_reads_routes_on_the_host(tmp_path: Path) -> None:
+    """Fake tensors have no values: reading one fails where a real run would wait for the GPU."""
     sizes = {"hidden_size": 32, "moe_intermediate_size": 32}
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["qwen3_moe"].to_dict() | sizes))
     architecture = read_architecture(tmp_path)
@@ -279,7 +280,7 @@ def test_a_mixture_reads_no_choice_of_experts_on_the_host(tmp_path: Path) -> Non
         assert model._mixture(weights.layers[0].mlp, states).shape == states.shape
 
 
-def test_greedy_tokens_are_those_of_generate(model_folder: tuple[Any, Path]) -> None:
+def test_greedy_tokens_match_transformers_generate(model_folder: tuple[Any, Path]) -> None:
     model, folder = model_folder
     requests = [Request(i, prompt_of(i, 4 + 9 * i), SamplingParams(20, temperature=0.0), seed=i) for i in range(4)]
     outputs = run(engine_of(folder), requests)
@@ -291,7 +292,7 @@ def test_greedy_tokens_are_those_of_generate(model_folder: tuple[Any, Path]) -> 
         assert outputs[request.id].token_ids.tolist() == expected[0, ids.shape[1] :].tolist()
 
 
-def test_weights_under_the_names_in_memory_equal_those_on_disk(model_folder: tuple[Any, Path]) -> None:
+def test_weights_named_as_in_memory_and_as_on_disk_are_equal(model_folder: tuple[Any, Path]) -> None:
     """On disk a mixture has a tensor per expert, in memory one for all; a tied head may be there or not."""
     model, folder = model_folder
     requests = mixed_requests(5)
@@ -310,7 +311,7 @@ def test_weights_under_the_names_in_memory_equal_those_on_disk(model_folder: tup
             engine.load_weights(named.items(), version=1)
 
 
-def test_weights_come_back_as_they_were_loaded(model_folder: tuple[Any, Path]) -> None:
+def test_weights_read_back_equal_the_loaded_ones(model_folder: tuple[Any, Path]) -> None:
     """Under the names in memory and on disk; those to which Gemma's norms add 1 are left out."""
     model, folder = model_folder
     engine = engine_of(folder)
@@ -323,7 +324,7 @@ def test_weights_come_back_as_they_were_loaded(model_folder: tuple[Any, Path]) -
 
 
 def test_an_update_in_flight_keeps_the_cache_and_uses_the_new_weights(model_folder: tuple[Any, Path]) -> None:
-    """Reference: the old model's keys and values of what it was fed, then the new model over that cache."""
+    """Reference: the old model's keys and values for its inputs, then the new model on that cache."""
     old, folder = model_folder
     new = make_model(old.config, seed=1)
     engine = engine_of(folder, max_num_seqs=2)
@@ -350,7 +351,7 @@ def test_an_update_in_flight_keeps_the_cache_and_uses_the_new_weights(model_fold
         ).abs().max() > 0.01
 
 
-def test_a_recomputed_cache_is_that_of_the_new_weights(model_folder: tuple[Any, Path]) -> None:
+def test_a_recomputed_cache_belongs_to_the_new_weights(model_folder: tuple[Any, Path]) -> None:
     """The next log-probs are transformers' under the new weights alone; the control above has those of a kept cache."""
     old, folder = model_folder
     new = make_model(old.config, seed=1)
@@ -358,7 +359,7 @@ def test_a_recomputed_cache_is_that_of_the_new_weights(model_folder: tuple[Any, 
     requests = [Request(i, prompt_of(i, 1 + 5 * i), SamplingParams(9 + 5 * (i % 2)), seed=i) for i in range(5)]
     requests[3] = replace(requests[3], prompt_ids=requests[2].prompt_ids)
     engine.add(requests)
-    outputs = {o.id: o for o in engine.step(10)}  # two have ended, the slots have moved, the fifth has come in
+    outputs = {o.id: o for o in engine.step(10)}  # two have ended, slots were compacted, the fifth was admitted
     engine.load_weights(new.state_dict().items(), version=7)
     engine.recompute()
     outputs |= {o.id: o for o in engine.step(20)}
@@ -372,7 +373,7 @@ def test_a_recomputed_cache_is_that_of_the_new_weights(model_folder: tuple[Any, 
         torch.testing.assert_close(torch.from_numpy(output.gen_logprobs)[at], expected[at], atol=1e-4, rtol=0)
 
 
-def test_siblings_share_a_prefill_without_noticing(qwen2: tuple[Any, Path]) -> None:
+def test_group_members_share_a_prefill_with_unchanged_results(qwen2: tuple[Any, Path]) -> None:
     model, folder = qwen2
     prompts = [prompt_of(0, 11), prompt_of(1, 30), prompt_of(2, 1)]
     requests = [Request(i, prompts[i % 3], SamplingParams(9 + i), seed=i) for i in range(9)]
@@ -381,7 +382,7 @@ def test_siblings_share_a_prefill_without_noticing(qwen2: tuple[Any, Path]) -> N
     assert len({outputs[i].token_ids.tobytes() for i in range(9)}) == 9
 
 
-def test_many_requests_through_few_slots(qwen2: tuple[Any, Path]) -> None:
+def test_many_requests_through_few_slots_give_the_same_responses(qwen2: tuple[Any, Path]) -> None:
     """Slots change hands, the cache grows past its first size, aborts and moves happen on the way."""
     model, folder = qwen2
     rng = np.random.default_rng(5)
@@ -403,7 +404,7 @@ def test_many_requests_through_few_slots(qwen2: tuple[Any, Path]) -> None:
     assert 3 < aborted < 30
 
 
-def test_end_of_sequence_ids(qwen2: tuple[Any, Path], tmp_path: Path) -> None:
+def test_end_of_sequence_ids_end_responses(qwen2: tuple[Any, Path], tmp_path: Path) -> None:
     """generation_config.json decides; ignore_eos goes past them."""
     model, folder = qwen2
     request = Request(0, prompt_of(3, 8), SamplingParams(30), seed=4)
@@ -421,7 +422,7 @@ def test_end_of_sequence_ids(qwen2: tuple[Any, Path], tmp_path: Path) -> None:
     assert model.config.eos_token_id is None
 
 
-def test_stop_strings_end_responses_where_they_are_complete(qwen2: tuple[Any, Path]) -> None:
+def test_a_response_ends_where_a_stop_string_is_complete(qwen2: tuple[Any, Path]) -> None:
     _, folder = qwen2
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=make_tokenizer(VOCAB))
     engine = engine_of(folder, max_num_seqs=8, tokenizer=tokenizer)
@@ -448,7 +449,7 @@ def bits(outputs: dict[int, Output]) -> dict[int, tuple[bytes, bytes]]:
     return {i: (o.token_ids.tobytes(), o.gen_logprobs.tobytes()) for i, o in outputs.items()}
 
 
-def test_deterministic_mode_gives_the_same_bits_whatever_ran_before(qwen2: tuple[Any, Path]) -> None:
+def test_deterministic_bits_do_not_depend_on_earlier_requests(qwen2: tuple[Any, Path]) -> None:
     _, folder = qwen2
     requests = mixed_requests()
 
@@ -463,7 +464,7 @@ def test_deterministic_mode_gives_the_same_bits_whatever_ran_before(qwen2: tuple
     assert calls(fresh) == calls(used) == calls(used)
 
 
-def test_deterministic_mode_gives_the_same_bits_whoever_is_admitted_later(qwen2: tuple[Any, Path]) -> None:
+def test_deterministic_bits_do_not_depend_on_later_requests(qwen2: tuple[Any, Path]) -> None:
     _, folder = qwen2
     engine = engine_of(folder, max_num_seqs=6, deterministic=True)
     requests = [Request(i, prompt_of(i, 9), SamplingParams(12), seed=i) for i in range(6)]
@@ -475,7 +476,7 @@ def test_deterministic_mode_gives_the_same_bits_whoever_is_admitted_later(qwen2:
         assert together.keys() == set(range(6)) and {i: together[i] for i in alone} == alone
 
 
-def test_the_cache_is_as_large_as_needed(qwen2: tuple[Any, Path]) -> None:
+def test_the_cache_grows_only_as_needed(qwen2: tuple[Any, Path]) -> None:
     _, folder = qwen2
     engine = engine_of(folder, max_num_seqs=2, max_length=256, block_tokens=16)
     assert engine._cache.capacity == 0
@@ -487,7 +488,7 @@ def test_the_cache_is_as_large_as_needed(qwen2: tuple[Any, Path]) -> None:
     assert engine._cache.capacity == 0
 
 
-def test_bfloat16_stays_close(model_folder: tuple[Any, Path]) -> None:
+def test_bfloat16_log_probs_stay_close_to_float32(model_folder: tuple[Any, Path]) -> None:
     model, folder = model_folder
     requests = [Request(i, prompt_of(i, 10), SamplingParams(10), seed=i) for i in range(3)]
     outputs = run(engine_of(folder, dtype=torch.bfloat16), requests)
@@ -495,14 +496,14 @@ def test_bfloat16_stays_close(model_folder: tuple[Any, Path]) -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu(model_folder: tuple[Any, Path]) -> None:
+def test_generation_on_a_gpu_matches_transformers(model_folder: tuple[Any, Path]) -> None:
     model, folder = model_folder
     requests = mixed_requests()
     outputs = run(engine_of(folder, device="cuda"), requests)
     assert max(largest_error(model, requests, outputs)) < 1e-3
 
 
-def test_weights_that_are_not_finite_are_named(qwen2: tuple[Any, Path]) -> None:
+def test_non_finite_weights_are_named(qwen2: tuple[Any, Path]) -> None:
     model, folder = qwen2
     engine = engine_of(folder)
     named = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -530,7 +531,7 @@ def test_weights_that_are_not_finite_are_named(qwen2: tuple[Any, Path]) -> None:
         (CONFIGS["qwen2"], {"model_type": "gpt2"}, "model_type 'gpt2'"),
     ],
 )
-def test_what_is_not_implemented_is_refused(config: Any, changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_unsupported_features_are_refused(config: Any, changes: dict[str, Any], words: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict() | changes))
     with pytest.raises(ValueError, match=words):
         engine_of(tmp_path, load=False)

@@ -1,4 +1,4 @@
-"""The native generator's KV cache: shared prefixes, the memory budget, and what new weights do to it."""
+"""The native generator's KV cache: shared prefixes, the memory budget, and new weights."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ def group(prompt: Sequence[int], size: int, first_id: int = 0, new: int = 12) ->
 
 
 def used(engine: NativeEngine) -> int:
-    """Blocks that requests use; by what they use, and by what is left."""
+    """The number of blocks in use, counted by requests and checked against the free blocks."""
     blocks = engine._blocks
     assert np.count_nonzero(blocks.users) == blocks.num_blocks - blocks.num_free
     return int(np.count_nonzero(blocks.users))
 
 
 @pytest.mark.parametrize("length", [40, 33, 32, 7, 1])
-def test_a_prompt_is_computed_once_however_many_waves_admit_its_group(length: int, qwen3: tuple[Any, Path]) -> None:
+def test_a_prompt_is_computed_once_for_any_number_of_prefill_batches(length: int, qwen3: tuple[Any, Path]) -> None:
     model, folder = qwen3
     engine = counting(folder)
     groups = [group(prompt_of(seed, length), 10, first_id=10 * seed) for seed in range(2)]
@@ -87,7 +87,7 @@ def test_a_prompt_is_computed_once_however_many_waves_admit_its_group(length: in
     assert used(engine) == 0
 
 
-def test_siblings_share_the_memory_of_their_prompt(qwen3: tuple[Any, Path]) -> None:
+def test_group_members_share_the_blocks_of_their_prompt(qwen3: tuple[Any, Path]) -> None:
     _, folder = qwen3
     engine = engine_of(folder, max_num_seqs=8, block_tokens=BLOCK)
     engine.add(group(prompt_of(0, 6 * BLOCK + 3), 8))
@@ -100,7 +100,7 @@ def test_siblings_share_the_memory_of_their_prompt(qwen3: tuple[Any, Path]) -> N
 
 
 def test_groups_of_different_sizes_share_their_prompts(qwen3: tuple[Any, Path]) -> None:
-    """The blocks of a large group do not make the product of a small one as large."""
+    """The blocks of a large group do not enlarge the products of a small group."""
     model, folder = qwen3
     engine = engine_of(folder, max_num_seqs=24, block_tokens=BLOCK)
     sizes = {1: 33, 2: 50, 3: 70, 13: 34}
@@ -116,8 +116,8 @@ def test_groups_of_different_sizes_share_their_prompts(qwen3: tuple[Any, Path]) 
     assert largest_error(model, requests, run(engine, []))[0] < 1e-4
 
 
-def test_prompts_with_a_common_beginning_share_it(qwen3: tuple[Any, Path]) -> None:
-    """In the same wave, where the second can only be computed after the first, and later."""
+def test_prompts_with_a_common_prefix_share_its_blocks(qwen3: tuple[Any, Path]) -> None:
+    """In the same prefill batch, where the second must be computed after the first, and in a later one."""
     model, folder = qwen3
     engine = counting(folder)
     start = prompt_of(9, 3 * BLOCK)
@@ -128,7 +128,7 @@ def test_prompts_with_a_common_beginning_share_it(qwen3: tuple[Any, Path]) -> No
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_an_episode_computes_its_observations_only(deterministic: bool, qwen3: tuple[Any, Path]) -> None:
+def test_each_turn_of_an_episode_computes_only_its_new_tokens(deterministic: bool, qwen3: tuple[Any, Path]) -> None:
     """Every turn begins with the tokens of the turns before it; deterministic mode computes them again."""
     model, folder = qwen3
     engine = counting(folder, max_num_seqs=3, deterministic=deterministic)
@@ -143,7 +143,7 @@ def test_an_episode_computes_its_observations_only(deterministic: bool, qwen3: t
         for i in range(4):
             observation = prompt_of(100 + 10 * turn + i, 6)
             contexts[i] = [*contexts[i], *outputs[i].token_ids.tolist(), *observation]
-        # The last token of a response is not in the cache, the last of a prompt is fed by decoding.
+        # The last token of a response is not cached; decoding computes the last token of a prompt.
         new += (2 * 20) if turn == 0 else 4 * 6
     assert engine.prefilled == new if not deterministic else engine.prefilled > 3 * new
     kept = counting(folder)
@@ -155,9 +155,7 @@ def test_an_episode_computes_its_observations_only(deterministic: bool, qwen3: t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_a_small_budget_makes_requests_wait_and_changes_no_response(
-    deterministic: bool, qwen3: tuple[Any, Path]
-) -> None:
+def test_a_small_budget_delays_requests_and_changes_no_response(deterministic: bool, qwen3: tuple[Any, Path]) -> None:
     model, folder = qwen3
     rng = np.random.default_rng(3)
     requests = [
@@ -196,7 +194,7 @@ def test_a_small_budget_makes_requests_wait_and_changes_no_response(
         assert used(engine) == 0
 
 
-def test_an_interrupted_request_can_be_aborted_with_its_tokens(qwen3: tuple[Any, Path]) -> None:
+def test_a_preempted_request_can_be_aborted_with_its_tokens(qwen3: tuple[Any, Path]) -> None:
     _, folder = qwen3
     requests = [Request(i, prompt_of(i, 30), SamplingParams(90, ignore_eos=True), seed=i) for i in range(3)]
     whole = run(engine_of(folder), requests)
@@ -213,7 +211,7 @@ def test_an_interrupted_request_can_be_aborted_with_its_tokens(qwen3: tuple[Any,
     assert np.allclose(output.gen_logprobs, whole[request_id].gen_logprobs[:count], atol=1e-5)
 
 
-def test_a_budget_below_one_request_is_refused(qwen3: tuple[Any, Path]) -> None:
+def test_a_budget_for_less_than_one_request_is_refused(qwen3: tuple[Any, Path]) -> None:
     _, folder = qwen3
     least = budget(8, folder)
     engine_of(folder, block_tokens=BLOCK, kv_cache_bytes=least)
@@ -221,7 +219,7 @@ def test_a_budget_below_one_request_is_refused(qwen3: tuple[Any, Path]) -> None:
         engine_of(folder, block_tokens=BLOCK, kv_cache_bytes=least - 1)
 
 
-def test_the_least_recently_used_prefixes_go_first(qwen3: tuple[Any, Path]) -> None:
+def test_the_least_recently_used_prefixes_are_evicted_first(qwen3: tuple[Any, Path]) -> None:
     _, folder = qwen3
     engine = counting(folder, kv_cache_bytes=budget(14, folder))
     prompts = [prompt_of(seed, 3 * BLOCK + 1) for seed in range(3)]
@@ -233,13 +231,13 @@ def test_the_least_recently_used_prefixes_go_first(qwen3: tuple[Any, Path]) -> N
         return engine.prefilled - before
 
     assert [computes(seed) for seed in (0, 1, 2, 0)] == [3 * BLOCK] * 3 + [0]
-    run(engine, [Request(9, prompt_of(9, 5 * BLOCK), SamplingParams(4), seed=9)])  # takes the place of one of them
+    run(engine, [Request(9, prompt_of(9, 5 * BLOCK), SamplingParams(4), seed=9)])  # replaces one of them
     assert [computes(seed) for seed in (0, 2)] == [0, 0] and computes(1) > 0
 
 
 @pytest.mark.parametrize(("lag", "later", "computed"), [(0, 1, 1), (1, 1, 0), (1, 2, 1), (2, 2, 0)])
-def test_new_weights_empty_the_cache_of_prefixes(lag: int, later: int, computed: int, qwen3: tuple[Any, Path]) -> None:
-    """... unless older ones may be used; then a response goes on from keys and values of the old weights."""
+def test_new_weights_clear_the_prefix_cache(lag: int, later: int, computed: int, qwen3: tuple[Any, Path]) -> None:
+    """Unless older ones may be used; then a response continues from keys and values of the old weights."""
     _, folder = qwen3
     engine = counting(folder, prefix_staleness=lag)
     prompt = prompt_of(0, 40)
@@ -254,8 +252,8 @@ def test_new_weights_empty_the_cache_of_prefixes(lag: int, later: int, computed:
     assert (abs(outputs[0].gen_logprobs[0] - expected) < 1e-4) == bool(computed)
 
 
-def test_siblings_that_come_after_new_weights_compute_their_prompt(qwen3: tuple[Any, Path]) -> None:
-    """Those that run keep their keys and values, and nobody else gets them."""
+def test_group_members_admitted_after_new_weights_recompute_their_prompt(qwen3: tuple[Any, Path]) -> None:
+    """Running members keep their keys and values, which no other request uses."""
     _, folder = qwen3
     engine = counting(folder, max_num_seqs=2)
     prompt = prompt_of(0, 40)
@@ -269,7 +267,7 @@ def test_siblings_that_come_after_new_weights_compute_their_prompt(qwen3: tuple[
     assert largest_error(new, later, outputs)[0] < 1e-4
 
 
-def test_recomputing_shares_prompts_too(qwen3: tuple[Any, Path]) -> None:
+def test_recomputing_shares_prompts_between_group_members(qwen3: tuple[Any, Path]) -> None:
     _, folder = qwen3
     engine = counting(folder, max_num_seqs=4, kv_cache_bytes=budget(9, folder))
     requests = group(prompt_of(0, 5 * BLOCK), 4, new=20)
@@ -289,7 +287,7 @@ def test_recomputing_shares_prompts_too(qwen3: tuple[Any, Path]) -> None:
         assert np.allclose(outputs[request.id].gen_logprobs[at], expected[at], atol=1e-4)
 
 
-def test_memory_is_given_back_after_long_sequences(qwen3: tuple[Any, Path]) -> None:
+def test_memory_is_freed_after_long_sequences(qwen3: tuple[Any, Path]) -> None:
     model, folder = qwen3
     engine = engine_of(folder, max_num_seqs=4, block_tokens=BLOCK)
     run(engine, [Request(i, prompt_of(i, 10), SamplingParams(110, ignore_eos=True), seed=i) for i in range(4)])
@@ -304,10 +302,10 @@ def test_memory_is_given_back_after_long_sequences(qwen3: tuple[Any, Path]) -> N
 
 
 @pytest.mark.parametrize(("before", "after"), [(0, 40), (32, 40), (40, 32)])
-def test_a_cache_that_changes_its_size_needs_one_layer_beside_it(
+def test_resizing_the_cache_needs_extra_memory_for_only_one_layer(
     before: int, after: int, qwen3: tuple[Any, Path], tmp_path: Path
 ) -> None:
-    """As the plan counts; the blocks keep what they hold."""
+    """As planned; the blocks keep their content."""
     architecture = read_architecture(qwen3[1])
     most, blocks = max(before, after), np.arange(min(before, after))
     held = torch.rand(2, before, architecture.num_kv_heads, BLOCK, architecture.head_dim)
@@ -329,7 +327,7 @@ def test_a_cache_that_changes_its_size_needs_one_layer_beside_it(
         assert torch.equal(layer[:, cache.places[blocks]], held[:, first[blocks]]) and layer.isfinite().all()
 
 
-def test_new_weights_may_come_at_any_time(qwen3: tuple[Any, Path]) -> None:
+def test_new_weights_may_arrive_at_any_time(qwen3: tuple[Any, Path]) -> None:
     """Also when a reserved block is about to be used, for which there is no memory yet."""
     model, folder = qwen3
     engine = engine_of(folder, max_num_seqs=1, block_tokens=4, deterministic=True)
@@ -344,8 +342,8 @@ def test_new_weights_may_come_at_any_time(qwen3: tuple[Any, Path]) -> None:
     assert np.array_equal(outputs[0].gen_logprobs, expected.gen_logprobs)
 
 
-def test_prompts_that_nobody_asks_for_again_do_not_make_the_cache_grow(qwen3: tuple[Any, Path]) -> None:
-    """Those of episodes that go on do."""
+def test_prompts_that_are_not_repeated_do_not_make_the_cache_grow(qwen3: tuple[Any, Path]) -> None:
+    """Prefixes of continuing episodes do."""
     _, folder = qwen3
 
     def capacity(continues: bool) -> int:
@@ -358,7 +356,7 @@ def test_prompts_that_nobody_asks_for_again_do_not_make_the_cache_grow(qwen3: tu
     assert capacity(continues=True) == 2 * 8, "the whole budget"
 
 
-def test_blocks_by_their_tokens() -> None:
+def test_blocks_are_found_and_evicted_by_their_tokens() -> None:
     """Against a model: every known prefix is found, the longest first, and evicted last block first."""
     blocks, tokens = Blocks(6, 4), np.arange(10, dtype=np.int32)
     mine = blocks.allocate(3)
@@ -385,8 +383,8 @@ def test_blocks_by_their_tokens() -> None:
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_a_response_that_began_under_too_old_weights_is_not_kept(lag: int, qwen3: tuple[Any, Path]) -> None:
-    """Its next turn, and a sibling of it, get the log-probs of the new weights."""
+def test_a_response_begun_under_too_old_weights_is_not_cached(lag: int, qwen3: tuple[Any, Path]) -> None:
+    """Its next turn and another member of its group get the log-probs of the new weights."""
     _, folder = qwen3
     engine = counting(folder, prefix_staleness=lag)
     prompt = prompt_of(0, 40)
@@ -406,8 +404,8 @@ def test_a_response_that_began_under_too_old_weights_is_not_kept(lag: int, qwen3
     assert largest_error(make_model(CONFIGS["qwen3"], seed=lag + 1), turns, outputs)[0] < 1e-4
 
 
-def test_recomputing_needs_no_more_blocks_than_there_are(qwen3: tuple[Any, Path]) -> None:
-    """Also when running requests have filled their blocks, so that one of them is about to be interrupted."""
+def test_recomputing_never_needs_more_blocks_than_exist(qwen3: tuple[Any, Path]) -> None:
+    """Also when running requests have filled their blocks, so one of them is about to be preempted."""
     model, folder = qwen3
     engine = counting(folder, max_num_seqs=2, max_length=5 * BLOCK, kv_cache_bytes=budget(5, folder))
     requests = [Request(i, prompt_of(i, 20), SamplingParams(30, ignore_eos=True), seed=i) for i in range(2)]
@@ -419,7 +417,7 @@ def test_recomputing_needs_no_more_blocks_than_there_are(qwen3: tuple[Any, Path]
     assert largest_error(model, requests, run(engine, []))[0] < 1e-4
 
 
-def test_who_waits_behind_an_aborted_request_is_admitted(qwen3: tuple[Any, Path]) -> None:
+def test_a_request_waiting_behind_an_aborted_one_is_admitted(qwen3: tuple[Any, Path]) -> None:
     _, folder = qwen3
     engine = engine_of(folder, block_tokens=BLOCK, kv_cache_bytes=budget(8, folder))
     params = SamplingParams(20, ignore_eos=True)
@@ -432,9 +430,9 @@ def test_who_waits_behind_an_aborted_request_is_admitted(qwen3: tuple[Any, Path]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["continue", "recompute"])
-def test_any_order_of_calls_leaves_no_trace_in_responses(mode: str, qwen3: tuple[Any, Path]) -> None:
-    """Requests, steps, aborts, new weights at random, with a full cache: what belongs to one policy has its log-probs,
-    and at the end no block is in use."""
+def test_any_order_of_calls_gives_the_same_responses(mode: str, qwen3: tuple[Any, Path]) -> None:
+    """Requests, steps, aborts, new weights at random, with a full cache: tokens of one policy have its log-probs, and
+    at the end no block is in use."""
     _, folder = qwen3
     models = [make_model(CONFIGS["qwen3"], seed) for seed in range(3)]
     for seed in range(3):

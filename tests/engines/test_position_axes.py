@@ -1,4 +1,4 @@
-"""Position ids of three axes in the training engines: to the model as they are, or refused."""
+"""Position ids of three axes in the training engines: passed to the model unchanged, or refused."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def of_transformers(folder: Path, batch: Batch) -> Tensor:
 
 
 @pytest.mark.parametrize("packing", ["require", "off"])
-def test_logprobs_equal_transformers(packing: str, folder: Path, world_of_one: None) -> None:
+def test_log_probs_match_transformers(packing: str, folder: Path, world_of_one: None) -> None:
     batch = with_axes(make_batch(LENGTHS))
     engine, want = trainer(folder, packing=packing), of_transformers(folder, batch)
     for plan in ([[5, 0], [3], [1, 2, 4]], [list(range(6))], [[2], [], [1, 0, 3, 4, 5]]):
@@ -67,14 +67,14 @@ def test_logprobs_equal_transformers(packing: str, folder: Path, world_of_one: N
     assert (engine.logprobs(plain, [list(range(6))], 1.0) - want).abs().max() > 1e-2  # the axes matter
 
 
-def test_segments_of_episodes_by_steps_are_sequences(folder: Path, world_of_one: None) -> None:
+def test_segments_of_episodes_by_steps_are_separate_sequences(folder: Path, world_of_one: None) -> None:
     batch = with_axes(by_steps(make_batch(LENGTHS), (2, 1, 3)))
     got = trainer(folder, packing="require").logprobs(batch, [[0, 2], [1]], 1.0)
     assert (got - of_transformers(folder, batch)).abs().max() < 1e-5
 
 
-def test_equal_prompts_of_different_images_are_not_shared(folder: Path, world_of_one: None) -> None:
-    """Two rows with the same six prompt tokens, of which the second one has no image."""
+def test_equal_prompts_with_different_images_share_no_prefix(folder: Path, world_of_one: None) -> None:
+    """Two rows with the same six prompt tokens; the second one has no image."""
     batch = with_axes(make_batch((12, 12, 12, 12), num_prompt_tokens=6).select([0, 3]))
     assert torch.equal(batch.token_ids[:6], batch.token_ids[12:18])
     batch.position_ids[12:] = torch.arange(12)[:, None]
@@ -83,7 +83,7 @@ def test_equal_prompts_of_different_images_are_not_shared(folder: Path, world_of
 
 
 @pytest.mark.skipif(not find_spec("deepspeed"), reason="deepspeed is not installed (extra: deepspeed)")
-def test_deepspeed_equals_transformers(folder: Path, world_of_one: None) -> None:
+def test_deepspeed_matches_transformers(folder: Path, world_of_one: None) -> None:
     from hpcrl.engines.train.deepspeed.engine import ZeroEngine
     from hpcrl.engines.train.deepspeed.spec import DeepSpeedConfig
 
@@ -94,7 +94,7 @@ def test_deepspeed_equals_transformers(folder: Path, world_of_one: None) -> None
 
 
 @pytest.mark.skipif(not find_spec("megatron"), reason="megatron-core is not installed (extra: megatron)")
-def test_megatron_refuses_them_and_takes_no_position_for_an_index() -> None:
+def test_megatron_refuses_three_axes_and_packs_by_index_not_by_position() -> None:
     from hpcrl.engines.train.megatron.packing import pack
 
     batch = make_batch((5, 4))

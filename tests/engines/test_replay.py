@@ -1,4 +1,4 @@
-"""Router replay: the native generator records the experts it chose, and the FSDP2 trainer chooses the same."""
+"""Router replay: the native generator records its experts, and the FSDP2 trainer chooses the same."""
 
 from __future__ import annotations
 
@@ -123,9 +123,8 @@ def mismatch(trainer: FSDP2Engine, batch: Batch) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("full", [False, True], ids=["room for all", "a full cache"])
-def test_recorded_choices_are_those_of_the_model(full: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As transformers' routers choose on the whole sequence, whatever slots a request went through and whether it was
-    interrupted."""
+def test_recorded_routes_match_transformers(full: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers' routers run on the whole sequence; the request may have changed slots and been preempted."""
     interrupted: list[int] = []
     interrupt = NativeEngine._preempt
     monkeypatch.setattr(NativeEngine, "_preempt", lambda self, slot: (interrupted.append(slot), interrupt(self, slot)))
@@ -158,8 +157,8 @@ def test_a_request_that_has_not_begun_has_no_routes(folder: Path) -> None:
     assert plain.step(2)[0].columns == {}
 
 
-def test_with_replay_a_trainer_with_other_routers_comes_closer_to_the_generator(folder: Path) -> None:
-    """The generator's routers are noisy, as rounding makes them, only more so."""
+def test_replay_brings_a_trainer_with_other_routers_closer_to_the_generator(folder: Path) -> None:
+    """The generator's routers are noisy, more than rounding would make them."""
     weights = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict())
     del weights["lm_head.weight"]
     noise = torch.Generator().manual_seed(0)
@@ -174,14 +173,14 @@ def test_with_replay_a_trainer_with_other_routers_comes_closer_to_the_generator(
 
 
 @pytest.mark.slow
-def test_with_replay_rounding_to_bf16_chooses_no_other_experts(folder: Path) -> None:
+def test_replay_prevents_different_experts_after_rounding_to_bf16(folder: Path) -> None:
     """A generator in bf16, a trainer in fp32: what differs most is where another expert was chosen."""
     batch = as_batch(generated(folder, dtype=torch.bfloat16, longer=100))
     free, replayed = (differences(trainer_of(folder, replay), batch) for replay in (False, True))
     assert replayed.mean() < free.mean() and replayed.max() < 0.5 * free.max()
 
 
-def test_with_equal_weights_replay_changes_nothing_and_wrong_routes_do(folder: Path) -> None:
+def test_with_equal_weights_only_wrong_routes_change_results(folder: Path) -> None:
     batch = as_batch(generated(folder))
     trainer = trainer_of(folder)
     assert mismatch(trainer, batch) < 1e-5
@@ -197,7 +196,7 @@ def batch_without_routes() -> Batch:
 
 
 def forced_batch() -> Batch:
-    """Random routes, not the model's own; siblings have the same ones for the prompt's last token."""
+    """Random routes, not the model's own; group members have the same ones for the prompt's last token."""
     batch, rng = batch_without_routes(), np.random.default_rng(3)
     routes = np.stack([rng.permutation(8)[:2] for _ in range(2 * batch.num_tokens)]).reshape(-1, 4).astype(np.uint8)
     routes[~batch.loss_mask.numpy()] = NONE
@@ -245,7 +244,7 @@ def plain_results(folder: Path, batch: Batch) -> tuple[Tensor, dict[str, Tensor]
     [{}, {"activation_checkpointing": True}, {"packing": "off"}, {"cpu_offload": True}],
     ids=["packed", "recomputed", "one by one", "sharded"],
 )
-def test_gradients_are_those_of_a_plain_model_with_the_same_experts(folder: Path, own: dict[str, Any]) -> None:
+def test_gradients_match_a_plain_model_with_the_same_experts(folder: Path, own: dict[str, Any]) -> None:
     batch = forced_batch()
     logprobs, gradients = plain_results(folder, batch)
     trainer = trainer_of(folder, **own)
@@ -260,7 +259,7 @@ def test_gradients_are_those_of_a_plain_model_with_the_same_experts(folder: Path
     assert (free - logprobs).abs().max() > 0.01  # these routes matter
 
 
-def test_what_cannot_be_replayed_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_unsupported_replay_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"trainer\.router_replay: these rollouts have no routes"):
         trainer_of(folder).logprobs(batch_without_routes(), [[0]], 1.0)
     with pytest.raises(ValueError, match=r"trainer\.router_replay: qwen3 has no router that can replay"):
@@ -280,7 +279,7 @@ def test_what_cannot_be_replayed_is_refused(folder: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("num_experts", "dtype", "none"), [(255, "uint8", 255), (256, "int16", -1), (512, "int16", -1)]
 )
-def test_every_expert_has_a_number(num_experts: int, dtype: str, none: int) -> None:
+def test_every_expert_number_fits_the_route_dtype(num_experts: int, dtype: str, none: int) -> None:
     field = RouteShape(94, 8, num_experts).field
     assert (field.dtype, field.fill, field.width) == (dtype, none, 752)
     assert none not in range(num_experts) and np.iinfo(dtype).max >= num_experts - 1

@@ -1,4 +1,4 @@
-"""What a trainer saves is what any other number of ranks loads: weights and moments in every bit."""
+"""Any number of ranks loads what a trainer saved: weights and moments, bit for bit."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _save_loaded(model: Path, source: Path, target: Path, **own: int) -> tuple[i
     warnings = engine.load(source)
     write_files(target, engine.snapshot())
     weights = dict(engine.named_weights())
-    _train(engine)  # the state is complete: a step can be made of it
+    _train(engine)  # the state is complete: a step can start from it
     return engine.optimizer_step, warnings, weights
 
 
@@ -69,7 +69,7 @@ SPLITS: list[dict[str, int]] = [{}, {"tensor_parallel": 2}, {"tensor_parallel": 
 
 
 def _by_four_ranks(model: Path, folders: list[Path]) -> list[Any]:
-    """What one split saved is loaded and saved by the next."""
+    """Each split loads and saves the previous split's checkpoint."""
     results = []
     for (source, target), split in zip(pairwise(folders), SPLITS, strict=True):
         results.append(_save_loaded(model, source, target, **split))

@@ -1,4 +1,4 @@
-"""The bias of experts in Megatron's routers: moved by the load that transformers' model has, on every split."""
+"""The bias of experts in Megatron's routers: moved by the load in transformers' model, on every split."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _count(counts: Tensor, gate: Any, inputs: Any, found: tuple[Tensor, Tensor, 
 
 
 def moved(folder: Path, batch: Batch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The biases of the folder's model, and those after a step with this batch."""
+    """The biases of the folder's model before and after a step with this batch."""
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
     before, after = {}, {}
     for name, gate in ((name, part) for name, part in model.named_modules() if name.endswith("mlp.gate")):
@@ -97,7 +97,7 @@ def check(folder: Path, wanted: tuple[dict[str, Tensor], dict[str, Tensor]], spl
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_biases_follow_the_load_on_every_split(tmp_path: Path) -> None:
+def test_router_biases_follow_the_load_on_every_split(tmp_path: Path) -> None:
     """Padding and micro-batches change nothing, and no bias moves without a step. Checkpoints, also of another split,
     and exports have them."""
     folder = make_model_folder("deepseek_v3", tmp_path / "model", first_k_dense_replace=0)

@@ -103,7 +103,7 @@ def check(folder: Path, wanted: dict[str, Tensor], losses: list[float], splits: 
         assert difference < 1e-5, f"{own}: gradients differ by {difference:.2g}"
 
 
-def test_losses_and_gradients_are_those_of_the_formulas_on_every_split(tmp_path: Path) -> None:
+def test_router_losses_and_gradients_match_the_formulas_on_every_split(tmp_path: Path) -> None:
     """In any micro-batches; rows without tokens to be learned, and padding, have no part. Without the losses the
     routers' gradients are others, and the metrics the same."""
     folder = make_model_folder("qwen3_moe", tmp_path / "model", norm_topk_prob=True)

@@ -35,7 +35,7 @@ def sequences(count: int = 12) -> list[list[int]]:
 
 @pytest.mark.parametrize("architecture", ["qwen2", "llama"])
 @pytest.mark.parametrize("most", [64, 4096])
-def test_scores_are_those_of_transformers(tmp_path: Path, architecture: str, most: int) -> None:
+def test_scores_match_transformers(tmp_path: Path, architecture: str, most: int) -> None:
     folder = make_reward_model(tmp_path / "model", architecture=architecture)
     model = ScalarModel(folder, dtype=torch.float32, device="cpu", max_batch_tokens=most)
     theirs = AutoModelForSequenceClassification.from_pretrained(folder).eval()
@@ -45,7 +45,7 @@ def test_scores_are_those_of_transformers(tmp_path: Path, architecture: str, mos
     assert max(expected) - min(expected) > 0.1 and model.scores([]) == []
 
 
-def test_an_exported_critic_scores_the_last_token_and_alone_is_exact(tmp_path: Path) -> None:
+def test_an_exported_critic_scores_last_tokens_exactly_with_alone(tmp_path: Path) -> None:
     folder = make_reward_model(tmp_path / "model", AutoModelForTokenClassification)
     model = ScalarModel(folder, dtype=torch.float32, device="cpu", max_batch_tokens=4096, alone=True)
     theirs = AutoModelForTokenClassification.from_pretrained(folder).eval()
@@ -56,7 +56,7 @@ def test_an_exported_critic_scores_the_last_token_and_alone_is_exact(tmp_path: P
     assert found[::-1] == model.scores(sequences()[::-1]) and model.scores(sequences()[4:5]) == found[4:5]
 
 
-def test_a_model_without_one_score_is_refused(tmp_path: Path) -> None:
+def test_a_model_without_a_scalar_score_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     make_tiny_model(TinyModel(hidden_size=32, num_heads=2, num_kv_heads=1, intermediate_size=64), folder)
     with pytest.raises(ValueError, match=r"is of Qwen2ForCausalLM with 2 label\(s\); a reward model is"):

@@ -1,4 +1,4 @@
-"""SGLang's adapter (beside its contract, tests/contracts): what it makes of answers, and with the real SGLang on a CPU
+"""SGLang's adapter (beside its contract, tests/contracts): its handling of answers, and with the real SGLang on a CPU
 (tests/sglang_cpu) caches, weights, ranks and failures."""
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def folder(model: Path) -> Path:
 
 
 def real(test: Any) -> Any:
-    """Marks of a test with the real SGLang."""
+    """Markers of a test with the real SGLang."""
     for mark in (pytest.mark.outside, pytest.mark.slow, pytest.mark.timeout(300)):
         test = mark(test)
     return test
 
 
 class Answers:
-    """A Server that gives these answers to a burst, for what the adapter makes of them."""
+    """A Server that gives these answers to a decode chunk, to test the adapter."""
 
     def __init__(self, *made: Made):
         self._made = list(made)
@@ -82,7 +82,7 @@ def answers(engine: Any, requests: list[Request], decode_chunk: int = 4) -> dict
 
 
 @pytest.mark.parametrize("params", [{"min_p": 0.1}, {"top_k": 1}, {"top_k": 5000}])
-def test_sampling_whose_logprobs_sglang_does_not_give_is_refused(model: Path, params: dict[str, Any]) -> None:
+def test_sampling_without_log_probs_from_sglang_is_refused(model: Path, params: dict[str, Any]) -> None:
     engine = answered(model)
     with pytest.raises(ValueError, match=r"request 1: SGLang gives the log-probs of truncated sampling"):
         engine.add([ask(0), ask(1, **params)])
@@ -97,7 +97,7 @@ def test_sampling_whose_logprobs_sglang_does_not_give_is_refused(model: Path, pa
         ([1, 2], [-1.0], RuntimeError, "SGLang gave 2 tokens, 1 log-probs and 0 after truncation"),
     ],
 )
-def test_an_answer_that_makes_no_sense_is_refused(
+def test_an_inconsistent_answer_is_refused(
     model: Path, tokens: list[int], logprobs: list[float], error: type[Exception], text: str
 ) -> None:
     engine = answered(model, Made(0, 0, tokens, logprobs, [], False))
@@ -135,7 +135,7 @@ def member(model: Path) -> tuple[Any, ...]:
     return [arguments["tp_size"] for arguments in started], {i: dataclasses.astuple(o) for i, o in outputs.items()}
 
 
-def test_experts_go_one_by_one_under_the_names_that_sglang_knows() -> None:
+def test_experts_are_sent_one_by_one_under_sglangs_names() -> None:
     inner, hidden, at = 3, 4, "model.layers.1.mlp.experts"
     gates, ups, downs = torch.rand(2, inner, hidden), torch.rand(2, inner, hidden), torch.rand(2, hidden, inner)
     given = [(f"{at}.gate_up_proj", torch.cat([gates, ups], 1)), (f"{at}.down_proj", downs), ("model.norm.weight", ups)]
@@ -149,7 +149,7 @@ def test_experts_go_one_by_one_under_the_names_that_sglang_knows() -> None:
 
 
 @pytest.mark.slow
-def test_the_first_rank_of_a_replica_owns_the_engine_and_all_know_what_it_made(model: Path) -> None:
+def test_the_first_rank_owns_the_engine_and_broadcasts_its_results(model: Path) -> None:
     (started, first), (other, second) = run_ranks(2, member, model)
     assert started == [2] and not other
     assert first.keys() == second.keys() == set(range(6)) and first[2][1].tolist() == [2, 2, 2]
@@ -158,7 +158,7 @@ def test_the_first_rank_of_a_replica_owns_the_engine_and_all_know_what_it_made(m
             assert np.array_equal(mine, theirs)
 
 
-def test_the_last_traceback_tells_the_error() -> None:
+def test_the_last_traceback_gives_the_error() -> None:
     first = ["a", "[08:00] Traceback (most recent call last):", "  File x", "KeyError: 1"]
     last = ["[08:01] Scheduler hit an exception: Traceback (most recent call last):", "  File y", "", "ValueError: no"]
     assert last_error([*first, *last, "UserWarning: z"]) == ("ValueError: no", [*first, *last])
@@ -167,7 +167,7 @@ def test_the_last_traceback_tells_the_error() -> None:
 
 
 @real
-def test_prefixes_of_old_weights_are_dropped_or_kept_for_running_responses_alone(folder: Path) -> None:
+def test_prefixes_of_old_weights_are_dropped_or_kept_only_for_running_responses(folder: Path) -> None:
     engine, weights = make_engine(folder), weights_of(folder)
     asked = engine._server.asked
 
@@ -191,7 +191,7 @@ def test_prefixes_of_old_weights_are_dropped_or_kept_for_running_responses_alone
 
 
 @real
-def test_weights_go_in_buckets_and_logprobs_are_theirs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_sent_in_buckets_and_determine_the_log_probs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoModelForCausalLM
 
     monkeypatch.setattr(adapter, "BUCKET_BYTES", 1 << 14)
@@ -224,7 +224,7 @@ def kept(logprobs: torch.Tensor, drawn: torch.Tensor, params: SamplingParams) ->
 
 
 @real
-def test_experts_get_their_weights(folder: Path, tmp_path: Path) -> None:
+def test_expert_weights_are_updated(folder: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     spec = MODEL.model_copy(update={"architecture": "qwen3_moe", "num_experts": 4, "tie_word_embeddings": False})
@@ -243,7 +243,7 @@ def test_experts_get_their_weights(folder: Path, tmp_path: Path) -> None:
 
 
 @real
-def test_a_response_does_not_depend_on_how_others_are_sampled(folder: Path) -> None:
+def test_a_response_does_not_depend_on_sampling_of_other_requests(folder: Path) -> None:
     """Training draws from all tokens while an evaluation truncates or is greedy."""
     engine = make_engine(folder)
     engine.load_weights(weights_of(folder), 0)
@@ -253,7 +253,7 @@ def test_a_response_does_not_depend_on_how_others_are_sampled(folder: Path) -> N
     for request in requests:
         alone = answers(engine, [request])[request.id]
         assert together[request.id].token_ids.tolist() == alone.token_ids.tolist()
-    crowded = make_engine(folder, max_num_seqs=2)  # a waiting request takes a slot of its kind, or one of a later burst
+    crowded = make_engine(folder, max_num_seqs=2)  # a request waits for a slot of its kind, or for a later chunk
     crowded.load_weights(weights_of(folder), 0)
     for i, output in answers(crowded, requests[::-1], decode_chunk=5).items():
         assert output.token_ids.tolist() == together[i].token_ids.tolist()
@@ -261,7 +261,7 @@ def test_a_response_does_not_depend_on_how_others_are_sampled(folder: Path) -> N
 
 @real
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.5}])
-def test_weights_that_are_not_numbers_are_told(folder: Path, params: dict[str, Any]) -> None:
+def test_non_finite_weights_are_reported(folder: Path, params: dict[str, Any]) -> None:
     engine = make_engine(folder)
     engine.load_weights(weights_of(folder, np.nan), 3)
     with pytest.raises(FloatingPointError, match="request 0: the log-probs are not finite under weights version 3"):
@@ -269,7 +269,7 @@ def test_weights_that_are_not_numbers_are_told(folder: Path, params: dict[str, A
 
 
 @real
-def test_an_update_that_broke_off_is_closed_by_the_next(folder: Path) -> None:
+def test_an_aborted_update_is_closed_by_the_next_one(folder: Path) -> None:
     engine, weights = make_engine(folder), weights_of(folder)
 
     def breaking() -> Iterator[tuple[str, torch.Tensor]]:
@@ -283,8 +283,8 @@ def test_an_update_that_broke_off_is_closed_by_the_next(folder: Path) -> None:
 
 
 @real
-def test_memory_is_given_back_once_and_weights_come_anew(folder: Path) -> None:
-    """As on a GPU, but for the memory itself, which only CUDA gives back."""
+def test_memory_is_released_once_and_weights_are_loaded_again(folder: Path) -> None:
+    """As on a GPU, except for the memory itself, which only CUDA releases."""
     engine = make_engine(folder, sleeps=True)
     engine.load_weights(weights_of(folder), 0)
     whole = answers(engine, [ask(0)])[0]
@@ -302,7 +302,7 @@ def test_memory_is_given_back_once_and_weights_come_anew(folder: Path) -> None:
 
 
 @real
-def test_a_stop_string_ends_a_response_wherever_bursts_end(folder: Path) -> None:
+def test_a_stop_string_is_found_across_decode_chunks(folder: Path) -> None:
     from transformers import AutoTokenizer
 
     engine = make_engine(folder, tokenizer=AutoTokenizer.from_pretrained(folder))
@@ -328,7 +328,7 @@ def test_a_stop_string_ends_a_response_wherever_bursts_end(folder: Path) -> None
         (signal.SIGSTOP, r"SGLang \(pid \d+, decode_chunk\) gave no answer for 2 s"),
     ],
 )
-def test_a_scheduler_that_dies_or_hangs_is_named(folder: Path, number: int, text: str) -> None:
+def test_a_dead_or_hanging_scheduler_is_named(folder: Path, number: int, text: str) -> None:
     engine = make_engine(folder, start=own)
     engine.load_weights(iter(weights_of(folder)), 0)
     engine.add([ask(0, 40)])
@@ -345,8 +345,8 @@ def test_a_scheduler_that_dies_or_hangs_is_named(folder: Path, number: int, text
 
 
 @real
-def test_what_sglang_refuses_is_told_with_its_key_and_cause(folder: Path) -> None:
-    """A refusal in its own process, and one in that of its scheduler."""
+def test_a_refusal_by_sglang_is_reported_with_its_key_and_cause(folder: Path) -> None:
+    """A refusal in SGLang's main process and one in its scheduler's process."""
     with pytest.raises(
         ValueError, match=r"SGLang refuses .* with generator\.sglang\.options=.*nonsense.*: .*'nonsense'"
     ):
@@ -357,7 +357,7 @@ def test_what_sglang_refuses_is_told_with_its_key_and_cause(folder: Path) -> Non
 
 
 @real
-def test_names_of_its_arguments_are_found_in_its_source(folder: Path) -> None:
+def test_sglangs_argument_names_are_found_in_its_source(folder: Path) -> None:
     found = fields("sglang", "srt/arg_groups/fields/*.py")
     assert {"attention_backend", "page_size", "max_total_tokens", "sampling_mask_max_tokens"} <= found
 
@@ -368,7 +368,7 @@ def planned(words: list[str], vocab_size: int = 151936) -> tuple[Config, Any]:
     return load(["generator.engine=sglang", *words]), read_shape({"model_type": "qwen2", **sizes})
 
 
-def test_the_first_rank_gets_the_weights_whole_and_the_others_none() -> None:
+def test_only_the_first_rank_gets_the_weights_and_gets_them_whole() -> None:
     config, _ = planned([])
     need = GEN_ENGINES["sglang"].required_slices
     assert need(config, None, "w", (4, 6), 0, 2).slices == (((0, 4), (0, 6)),)
@@ -388,12 +388,12 @@ def test_the_first_rank_gets_the_weights_whole_and_the_others_none() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_the_model_is_refused(words: list[str], vocab_size: int, lines: list[str]) -> None:
+def test_settings_that_do_not_fit_the_model_are_refused(words: list[str], vocab_size: int, lines: list[str]) -> None:
     found = [problem.text for problem in check(*planned(words, vocab_size))]
     assert len(found) == len(lines) and all(text.startswith(line) for text, line in zip(found, lines, strict=True))
 
 
-def test_a_mixture_whose_head_is_its_embedding_is_refused() -> None:
+def test_a_mixture_with_a_tied_head_is_refused() -> None:
     config, _ = planned([])
     for tied, lines in ((False, 0), (True, 1)):
         spec = MODEL.model_copy(update={"architecture": "qwen3_moe", "num_experts": 4, "tie_word_embeddings": tied})
@@ -401,7 +401,7 @@ def test_a_mixture_whose_head_is_its_embedding_is_refused() -> None:
         assert len(found) == lines and all("sglang cannot run qwen3_moe: its head is its emb" in text for text in found)
 
 
-def test_the_plan_counts_the_cache_that_was_given() -> None:
+def test_the_plan_counts_the_configured_cache() -> None:
     assert cache(*planned(["generator.sglang.kv_cache_gib=2"])) == (2 << 30, 2 << 30)
     whole, least = cache(*planned(["generator.max_num_seqs=3"]))
     assert whole == 3 * least

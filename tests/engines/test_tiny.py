@@ -43,7 +43,7 @@ def test_transformers_loads_every_architecture(tmp_path: Path, architecture: str
     assert tokenizer("<|im_start|>user\n<|im_end|>").input_ids[0] == 1
 
 
-def test_same_spec_same_files_and_another_seed_other_weights(tmp_path: Path):
+def test_equal_specs_give_equal_files_and_another_seed_other_weights(tmp_path: Path):
     state = torch.get_rng_state()
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         make_tiny_model(TinyModel(hidden_size=16, num_heads=2, seed=seed), tmp_path / name)
@@ -57,7 +57,7 @@ def test_same_spec_same_files_and_another_seed_other_weights(tmp_path: Path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "c"], "a partial folder was left behind"
 
 
-def test_words_of_the_corpus_become_tokens():
+def test_frequent_words_of_the_corpus_become_tokens():
     call = '<tool_call>{"name": "guess"}</tool_call>'
     tokenizer = make_tokenizer(400, [call])
     words = ["<tool", "_call", '>{"', "name", '":', ' "', "guess", '"}</', "tool", "_call", ">"]
@@ -67,7 +67,7 @@ def test_words_of_the_corpus_become_tokens():
     assert len(tokenizer.encode("sort: 3 1 2").ids) == len(make_tokenizer(400).encode("sort: 3 1 2").ids)
 
 
-def test_an_existing_model_is_left_alone(tmp_path: Path):
+def test_an_existing_model_is_not_overwritten(tmp_path: Path):
     make_tiny_model(TinyModel(hidden_size=16, num_heads=2), tmp_path / "m")
     before = digests(tmp_path / "m")
     make_tiny_model(TinyModel(hidden_size=32), tmp_path / "m")

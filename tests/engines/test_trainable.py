@@ -1,4 +1,4 @@
-"""Models that a training engine cannot train are known from their config.json, before anything starts."""
+"""Models that a training engine cannot train are recognised by their config.json before anything starts."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def texts(trainer: dict[str, Any], model: dict[str, Any], **others: Any) -> list
         ),
     ],
 )
-def test_it_is_said_what_is_lacking_and_which_engine_has_it(
+def test_a_missing_feature_is_named_with_the_engine_that_supports_it(
     trainer: dict[str, Any], model: dict[str, Any], wrong: str
 ) -> None:
     (text,) = texts(trainer, model)
@@ -66,14 +66,14 @@ def test_it_is_said_what_is_lacking_and_which_engine_has_it(
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "deepspeed", "megatron"])
-def test_what_an_engine_can_train_is_not_refused(engine: str) -> None:
+def test_trainable_models_are_not_refused(engine: str) -> None:
     assert texts({"engine": engine}, CONFIG) == []
     if engine != "megatron":
         assert texts({"engine": engine}, {"model_type": "mamba"} | DYNAMIC) == []
     assert texts({"engine": engine}, {"model_type": "mamba"}, debug="fake") == []  # no engine has a model
 
 
-def test_a_start_is_refused_from_the_folder_alone(tmp_path: Path) -> None:
+def test_a_start_is_refused_from_the_config_only(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", config=CONFIG | YARN)
     (line,) = refused(f"model.path={model}", *SHORT, "trainer.engine=megatron", at=tmp_path)
     assert "the megatron trainer has no rope_type=yarn" in line
@@ -91,7 +91,7 @@ def test_a_start_is_refused_from_the_folder_alone(tmp_path: Path) -> None:
         {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 4},
     ],
 )
-def test_layers_attend_as_transformers_reads_it(family: str, settings: dict[str, Any]) -> None:
+def test_attention_kinds_of_layers_match_transformers(family: str, settings: dict[str, Any]) -> None:
     if family in ("llama", "mistral"):
         settings = {key: value for key, value in settings.items() if key == "sliding_window"}
     hf: Any = AutoConfig.for_model(family, num_hidden_layers=4, **settings)
@@ -111,5 +111,5 @@ def test_layers_attend_as_transformers_reads_it(family: str, settings: dict[str,
         ({"rope_parameters": {"full": {"rope_type": "yarn"}, "local": {"rope_type": "dynamic"}}}, {"yarn", "dynamic"}),
     ],
 )
-def test_kinds_of_rotary_embedding(settings: dict[str, Any], types: set[str]) -> None:
+def test_rope_types_are_read_from_the_config(settings: dict[str, Any], types: set[str]) -> None:
     assert rope_types(settings) == types

@@ -1,4 +1,5 @@
-"""Attention over sequences of different lengths: which kernel is taken, how it is called, and that it is the same."""
+"""Attention over sequences of different lengths: which kernel is chosen, how it is called, and that its results are the
+same."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def by_formula(q: Tensor, k: Tensor, v: Tensor, bounds: list[int], scale: float,
 
 
 def flash_stand_in() -> ModuleType:
-    """flash_attn's function with the parameters of version 2.8, and the formula in the place of the kernel."""
+    """flash_attn's function with the parameters of version 2.8; the formula replaces the kernel."""
 
     def flash_attn_varlen_func(
         q: Tensor,
@@ -77,7 +78,7 @@ def flash_stand_in() -> ModuleType:
 
 
 def torch_stand_in(*arguments: Any, **named: Any) -> Tensor:
-    """torch's function with its own parameters, and the formula in the place of the kernel."""
+    """torch's function with its own parameters; the formula replaces the kernel."""
     given = inspect.signature(TORCHS).bind(*arguments, **named).arguments
     heads = [given[name].shape[1] for name in ("query", "key")]
     assert heads[0] == heads[1] or given["enable_gqa"]
@@ -102,13 +103,13 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("window", [None, 1, 4, 100])
 @pytest.mark.parametrize(("make", "softcap"), [(flash_attn, None), (flash_attn, 2.0), (torch_varlen, None)])
-def test_libraries_are_asked_for_the_same_attention(
+def test_every_library_computes_the_same_attention(
     make: Any, window: int | None, softcap: float | None, stand_ins: None
 ) -> None:
     assert varlen.deviation(make(), replace(SIZES, window=window, softcap=softcap)) < 1e-5
 
 
-def test_the_first_kernel_that_agrees_is_taken(monkeypatch: pytest.MonkeyPatch, stand_ins: None) -> None:
+def test_the_first_kernel_that_agrees_is_chosen(monkeypatch: pytest.MonkeyPatch, stand_ins: None) -> None:
     def wrong() -> varlen.Attend:
         return lambda q, k, v, spans: sequence_by_sequence(q, k, v, spans._replace(scale=2 * spans.scale))
 
@@ -125,7 +126,7 @@ def test_the_first_kernel_that_agrees_is_taken(monkeypatch: pytest.MonkeyPatch, 
         find("flash", SIZES)
 
 
-def test_soft_caps_are_not_torchs(stand_ins: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchs_kernel_is_not_used_for_soft_caps(stand_ins: None, monkeypatch: pytest.MonkeyPatch) -> None:
     capped = replace(SIZES, softcap=2.0)
     assert find("auto", capped) is not None
     monkeypatch.setitem(sys.modules, "flash_attn", None)  # not installed
@@ -134,7 +135,7 @@ def test_soft_caps_are_not_torchs(stand_ins: None, monkeypatch: pytest.MonkeyPat
     assert find("auto", capped) is None
 
 
-def test_on_a_cpu_there_is_no_such_kernel() -> None:
+def test_no_kernel_is_found_on_a_cpu() -> None:
     assert find("auto", SIZES) is None
     with pytest.raises(ValueError, match=r"torch: it needs a GPU and 16 bits, not torch.float32 on cpu; set it to aut"):
         find("flash", SIZES)
@@ -142,7 +143,7 @@ def test_on_a_cpu_there_is_no_such_kernel() -> None:
 
 @pytest.mark.parametrize("shares", [False, True], ids=["apart", "prefixes"])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (4, None), (4, 2.0)])
-def test_packed_rows_attend_as_in_blocks(
+def test_packed_rows_match_blockwise_attention(
     shares: bool, window: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(varlen, "KERNELS", {"reference": lambda: sequence_by_sequence})
@@ -181,5 +182,5 @@ def test_installed_kernels_agree_on_a_gpu(name: str, head_dim: int, window: int 
     assert find("flash", sizes) is not None
 
 
-def test_starts_are_those_of_each_sequence() -> None:
+def test_offsets_mark_the_start_of_each_sequence() -> None:
     assert starts_of([3, 1, 2], torch.device("cpu")).tolist() == [0, 3, 4, 6]

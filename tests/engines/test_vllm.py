@@ -73,7 +73,7 @@ def weights_of(folder: Path, scale: float = 1.0) -> list[tuple[str, torch.Tensor
 
 
 def member(folder: Path) -> dict[int, Output]:
-    """Rank 0 and 1 are one replica, rank 2 is one, and rank 3 does not generate."""
+    """Ranks 0 and 1 are one replica, rank 2 is another, and rank 3 does not generate."""
     rank = dist.get_rank()
     if rank == 3:
         dist.all_reduce(torch.ones(1))
@@ -90,8 +90,8 @@ def member(folder: Path) -> dict[int, Output]:
     return found if total.item() == 4 else {}
 
 
-def test_tensor_parallel_on_some_ranks_of_a_default_group(tmp_path: Path) -> None:
-    """Of a mixture of experts, whose choices are the same on every rank."""
+def test_tensor_parallelism_works_on_a_subset_of_the_default_group(tmp_path: Path) -> None:
+    """With a mixture of experts, whose routes are the same on every rank."""
     experts = {"architecture": "qwen3_moe", "num_experts": SHAPE.num_experts}
     make_tiny_model(TinyModel(**SIZES, **experts), tmp_path)
     first, second, whole, none = run_ranks(4, member, tmp_path)
@@ -105,10 +105,10 @@ def test_tensor_parallel_on_some_ranks_of_a_default_group(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("num_ranks", "wanted", "left_out"), [(1, False, False), (2, False, True), (2, True, False)])
-def test_replicas_of_several_ranks_leave_out_vllms_own_all_reduce(
+def test_replicas_of_several_ranks_disable_vllms_custom_all_reduce(
     num_ranks: int, wanted: bool, left_out: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It finds no GPU of another rank where each rank sees its own alone."""
+    """It finds no GPUs of other ranks if each rank sees only its own."""
     from vllm.engine import arg_utils
     from vllm.platforms.interface import Platform
 
@@ -130,7 +130,7 @@ def test_replicas_of_several_ranks_leave_out_vllms_own_all_reduce(
         make_engine(tmp_path, ReplicaRanks(tuple(range(num_ranks))), custom_all_reduce=wanted)
 
 
-def test_vllm_prepares_no_sampler_of_its_own() -> None:
+def test_vllm_does_not_warm_up_its_sampler() -> None:
     from vllm import envs
 
     import hpcrl.engines.gen.vllm.engine  # noqa: F401 - sets it
@@ -139,7 +139,7 @@ def test_vllm_prepares_no_sampler_of_its_own() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels of a CPU")
-def test_heads_without_a_kernel_are_refused_with_the_sizes_that_have_one(tmp_path: Path) -> None:
+def test_unsupported_head_sizes_are_refused_with_the_supported_ones(tmp_path: Path) -> None:
     make_tiny_model(TinyModel(hidden_size=16, num_heads=2, num_kv_heads=1), tmp_path)
     with pytest.raises(ValueError, match=r"heads have size 8, .* this CPU support .*\b32, 64.*; generator.engine=n"):
         make_engine(tmp_path)
@@ -184,8 +184,8 @@ def model_logprobs(model: Any, request: Request, output: Output) -> np.ndarray:
 
 
 def not_loaded(engine: Any, model: Any) -> list[str]:
-    """The weights that the engine shows otherwise than the model has them, by checksums as of check_weights=true; all
-    that it does not show."""
+    """Weights that differ between engine and model by the checksums of check_weights=true; all weights that the engine
+    does not expose."""
     named = dict(model.named_parameters())
     layout = [TensorShards.unsharded(name, "float32", tensor.shape, [0]) for name, tensor in named.items()]
     needs = [RequiredSlices("float32", (full_slice(tensor.shape),)) for tensor in named.values()]
@@ -197,11 +197,11 @@ def not_loaded(engine: Any, model: Any) -> list[str]:
 
 @pytest.mark.numerics
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logprobs_after_an_update_are_those_of_the_new_weights(
+def test_log_probs_after_an_update_belong_to_the_new_weights(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also of requests that waited, with prompts of which the cache has what the old weights computed. The engine shows
-    the new weights, and what it still computes with if the packed copies of a CPU are not made anew."""
+    """Also for requests that waited, with prompts cached under the old weights. The engine exposes the new weights, or
+    stale ones if the packed copies on a CPU are not refreshed."""
     folder = family_folder(family, tmp_path / "model")
     engine = make_engine(folder, options={"block_size": 32})
     asked = [Request(i, [(11 * i + k) % 90 for k in range(40 + i)], SamplingParams(12), seed=i) for i in range(3)]
@@ -222,9 +222,9 @@ def test_logprobs_after_an_update_are_those_of_the_new_weights(
     engine.close()
 
 
-def test_models_that_vllm_runs_with_transformers_code_leave_the_trainers_alone(tmp_path: Path) -> None:
-    """vLLM would compile the class of the decoder in place, and then call the trainer's model as its own. A weight that
-    does not come is an error also of such a family, of which vLLM alone knows the names."""
+def test_models_run_with_transformers_code_do_not_change_the_trainers_class(tmp_path: Path) -> None:
+    """vLLM would compile the decoder's class in place and then treat the trainer's model as its own. A missing weight
+    is an error for these families too, whose names only vLLM knows."""
     folder = make_model_folder("olmo2", tmp_path / "model", **HEADS)
     before = changed(folder, 0)
     engine = make_engine(folder, options={"block_size": 32})
@@ -241,7 +241,7 @@ def test_models_that_vllm_runs_with_transformers_code_leave_the_trainers_alone(t
     engine.close()
 
 
-def test_code_beside_a_model_keeps_its_class_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_classes_of_remote_code_stay_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a module is in no package of transformers."""
     from vllm.model_executor.models.transformers.base import Base
 
@@ -265,7 +265,7 @@ def test_code_beside_a_model_keeps_its_class_too(monkeypatch: pytest.MonkeyPatch
     assert Decoder()(torch.ones(2)).sum() == 2
 
 
-def test_a_cache_of_a_family_that_is_not_planned_has_the_size_of_the_key(tmp_path: Path) -> None:
+def test_the_cache_of_an_unplanned_family_has_the_configured_size(tmp_path: Path) -> None:
     from hpcrl.engines.gen.vllm.engine import make
 
     folder = make_model_folder("olmo2", tmp_path / "model", **HEADS, eos_token_id=1)
@@ -278,7 +278,7 @@ def test_a_cache_of_a_family_that_is_not_planned_has_the_size_of_the_key(tmp_pat
 @pytest.mark.numerics
 @pytest.mark.parametrize(("tied", "head"), [(True, "float32"), (False, "float32"), (False, None)])
 @torch.no_grad()
-def test_a_head_in_float32_rounds_no_logits(tied: bool, head: str | None, tmp_path: Path) -> None:
+def test_a_float32_head_does_not_round_logits(tied: bool, head: str | None, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     folder = large_logits(tmp_path / "model", tied, **HEADS)
@@ -299,7 +299,7 @@ def test_a_head_in_float32_rounds_no_logits(tied: bool, head: str | None, tmp_pa
 
 @pytest.mark.numerics
 @pytest.mark.parametrize("family", ["qwen2", pytest.param("llama", marks=pytest.mark.soak)])
-def test_in_bf16_logprobs_after_an_update_differ_by_rounding(family: str, tmp_path: Path) -> None:
+def test_bf16_log_probs_after_an_update_differ_only_by_rounding(family: str, tmp_path: Path) -> None:
     """On average as much from float32, and from another computation in bfloat16, as that one from float32: errors of
     equal size add up to at most 1.4 times as much if they are independent."""
     folder = family_folder(family, tmp_path / "model")
@@ -322,7 +322,7 @@ def test_in_bf16_logprobs_after_an_update_differ_by_rounding(family: str, tmp_pa
 @pytest.mark.parametrize(
     ("limit", "hidden"), [("AVX2", True), ("avx512_core_bf16", True), ("AVX512_CORE_AMX", False), ("all", False)]
 )
-def test_amx_is_hidden_where_onednn_may_not_use_it(limit: str, hidden: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_amx_is_hidden_where_onednn_must_not_use_it(limit: str, hidden: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from hpcrl.engines.gen.vllm.amx import follow_onednn_limit
 
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
@@ -330,7 +330,7 @@ def test_amx_is_hidden_where_onednn_may_not_use_it(limit: str, hidden: bool, mon
     assert torch.cpu._is_amx_tile_supported() != hidden
 
 
-def test_what_vllm_refuses_is_told_with_its_key(tmp_path: Path) -> None:
+def test_a_refusal_by_vllm_is_reported_with_its_key(tmp_path: Path) -> None:
     make_tiny_model(TinyModel(**SIZES), tmp_path)
     with pytest.raises(ValueError, match=r"vLLM refuses .* with generator\.vllm\.options=.*nonsense.*: .*nonsense"):
         make_engine(tmp_path, options={"nonsense": 1})
@@ -338,7 +338,7 @@ def test_what_vllm_refuses_is_told_with_its_key(tmp_path: Path) -> None:
         make_engine(tmp_path, max_length=1 << 20)
 
 
-def test_an_answer_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
+def test_an_inconsistent_answer_is_refused(tmp_path: Path) -> None:
     make_tiny_model(TinyModel(**SIZES), tmp_path)
     engine, (request,) = make_engine(tmp_path), requests(1)
     engine.load_weights(weights_of(tmp_path, float("nan")), 0)
@@ -362,7 +362,7 @@ def test_an_answer_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
     engine.close()
 
 
-def test_adapters_beside_the_weights_of_the_folder(tmp_path: Path) -> None:
+def test_adapters_are_added_to_the_weights_of_the_model_folder(tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 128}
     folder = make_model_folder("qwen2", tmp_path / "model", **sizes)
     with process_group(0, 1, str(tmp_path / "world")):

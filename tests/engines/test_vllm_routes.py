@@ -1,4 +1,5 @@
-"""Router replay from vLLM: it records what the model and the native engine choose, whatever its scheduler does."""
+"""Router replay from vLLM: it records the experts that the model and the native engine choose, whatever its scheduler
+does."""
 
 from __future__ import annotations
 
@@ -114,12 +115,12 @@ def drained(engine: GenEngine) -> dict[int, Output]:
 
 
 def chosen(output: Output) -> Tensor:
-    """[n, layers, experts per token], sorted: the order of equally good ones is the engine's."""
+    """[n, layers, experts per token], sorted: engines may order equally good ones differently."""
     return torch.from_numpy(output.columns["routes"]).long().unflatten(1, (2, 2)).sort(-1).values
 
 
 def model_choices(model: Any, prompt: Sequence[int], output: Output) -> Tensor:
-    """What transformers' routers choose on the whole sequence for the token before each one of the response."""
+    """The experts that transformers' routers choose on the whole sequence, for the token before each response token."""
     seen: list[Tensor] = []
     routers = [module for module in model.modules() if type(module).__name__ == "Qwen3MoeTopKRouter"]
     hooks = [r.register_forward_hook(lambda _, __, output: seen.append(output[2])) for r in routers]
@@ -130,10 +131,10 @@ def model_choices(model: Any, prompt: Sequence[int], output: Output) -> Tensor:
     return torch.stack(seen, dim=1).sort(-1).values[len(prompt) - 1 : -1]
 
 
-def test_recorded_choices_are_those_of_the_model(
+def test_recorded_routes_match_transformers(
     folder: Path, versions: list[Weights], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With prompts computed in pieces or taken from the cache, and requests preempted for lack of room, after an
+    """With prompts computed in pieces or taken from the cache, and requests preempted for lack of blocks, after an
     update."""
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -183,7 +184,7 @@ def script(engine: GenEngine, versions: list[Weights], on_new_weights: str) -> d
 
 
 @pytest.mark.parametrize("on_new_weights", ["continue", "recompute"])
-def test_responses_and_routes_are_those_of_native_when_weights_change(
+def test_responses_and_routes_match_the_native_engine_across_updates(
     engine: GenEngine, on_new_weights: str, folder: Path, versions: list[Weights]
 ) -> None:
     found, wanted = (script(each, versions, on_new_weights) for each in (engine, native(folder)))
@@ -197,10 +198,10 @@ def test_responses_and_routes_are_those_of_native_when_weights_change(
     assert found[2].versions.tolist() == [0, 0, 0, 0, 1, 1, 1]
 
 
-def test_training_with_routes_of_vllm_is_training_with_those_of_native(
+def test_training_with_vllm_routes_matches_training_with_native_routes(
     engine: GenEngine, folder: Path, versions: list[Weights]
 ) -> None:
-    """The generators have other weights than the trainer, so that replay matters."""
+    """The generators' weights differ from the trainer's, so replay matters."""
     declare(SHAPE.field)
     rows, results = [[0, 1, 2, 3], [4, 5, 6, 7]], []
     for generator in (engine, native(folder)):

@@ -1,4 +1,4 @@
-"""The part of each weight that a rank of a vLLM replica gets is what vLLM reads, and no more."""
+"""A rank of a vLLM replica gets exactly the part of each weight that vLLM reads."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def parts(model: ModelShape, named: Named, index: int, less: str = "") -> Iterat
 
 
 def not_shown(model: ModelShape, engine: Any, named: Named, index: int) -> list[str]:
-    """The tensors of whose slices the engine shows other numbers."""
+    """The tensors whose slices differ in the engine."""
     shown = dict(engine.loaded_weights([name for name, _ in named]))
     found = []
     for name, tensor in named:
@@ -89,7 +89,7 @@ def member(folders: dict[str, Path]) -> dict[str, tuple[dict[int, Output], dict[
 
 
 def pieces(which: str, name: str, size: int, **options: Any) -> list[tuple[tuple[int, int], ...]]:
-    """What each of `size` ranks gets of a weight of a published model: the bounds along the divided axis."""
+    """The slice of a published model's weight for each of `size` ranks: the bounds along the divided axis."""
     model = shape_of(which)
     shape = next(p.shape for p in model.parameters if p.name == name)
     found = []
@@ -104,7 +104,7 @@ def shape_of(which: str) -> ModelShape:
     return read_shape(PUBLISHED[which][0])
 
 
-def test_slices_of_published_models() -> None:
+def test_slices_of_published_models_by_hand() -> None:
     """Qwen3-235B-A22B on 8 ranks: 64 heads of 128, of which 4 have keys and values; experts of width 1536."""
     large, layer = "Qwen3-235B-A22B", "model.layers.3."
     assert pieces(large, layer + "self_attn.q_proj.weight", 8)[1] == ((1024, 2048),)
@@ -120,7 +120,7 @@ def test_slices_of_published_models() -> None:
     assert pieces("Qwen2.5-7B", "model.layers.0.mlp.up_proj.weight", 2)[1] == ((9472, 18944),)
 
 
-def test_experts_that_ranks_do_not_divide_are_whole_where_they_are() -> None:
+def test_indivisible_experts_are_assigned_whole() -> None:
     """As vLLM's determine_expert_map: 10 experts of 3 ranks."""
     model = replace(shape_of("Qwen3-30B-A3B"), parameters=(Parameter("experts.down_proj", (10, 4, 6), "expert"),))
     options = {"enable_expert_parallel": True}
@@ -129,8 +129,8 @@ def test_experts_that_ranks_do_not_divide_are_whole_where_they_are() -> None:
 
 
 @pytest.mark.parametrize(("words", "expected"), [(100, [(0, 32), (32, 64), (64, 96), (96, 100)]), (60, None)])
-def test_the_vocabulary_is_padded_as_vllm_pads_it(words: int, expected: list[tuple[int, int]] | None) -> None:
-    """A rank that has only padding gets the last row, so that vLLM is given every tensor."""
+def test_the_vocabulary_is_padded_like_vllms(words: int, expected: list[tuple[int, int]] | None) -> None:
+    """A rank that has only padding gets the last row, so vLLM gets every tensor."""
     model = replace(shape_of("Qwen2.5-7B"), parameters=(Parameter("lm_head.weight", (words, 8), "vocabulary"),))
     found = [slices({}, model, "lm_head.weight", (words, 8), index, 4) for index in range(4)]
     assert found == [((rows, (0, 8)),) for rows in expected or [(0, 16), (16, 32), (32, 48), (48, 60)]]
@@ -148,7 +148,7 @@ def test_the_vocabulary_is_padded_as_vllm_pads_it(words: int, expected: list[tup
     ],
     ids=["unknown", "untested", "balanced experts", "quantised"],
 )
-def test_ranks_get_the_whole_of_what_vllm_may_divide_otherwise(model: ModelShape | None, options: Any) -> None:
+def test_ranks_get_whole_tensors_that_vllm_may_divide_differently(model: ModelShape | None, options: Any) -> None:
     name, shape = "model.layers.0.self_attn.q_proj.weight", (64, 32)
     assert slices(options, model, name, shape, 1, 2) == (full_slice(shape),)
     assert slices({}, shape_of("Qwen3-30B-A3B"), name, shape, 1, 2) == (((32, 64), (0, 32)),)
@@ -157,9 +157,9 @@ def test_ranks_get_the_whole_of_what_vllm_may_divide_otherwise(model: ModelShape
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not find_spec("vllm"), reason="vllm is not installed (extra: vllm)")
-def test_vllm_reads_the_slices_and_nothing_else(tmp_path: Path) -> None:
-    """With NaN outside a rank's slices it answers as with the whole tensors; with NaN also in their last rows it tells
-    that logits are not finite, whichever tensor it is."""
+def test_vllm_reads_only_the_slices(tmp_path: Path) -> None:
+    """With NaN outside a rank's slices it answers as with the whole tensors; with NaN also in their last rows it
+    reports non-finite logits, for every tensor."""
     folders = {name: make_model_folder(k, tmp_path / name, **(HEADS | c)) for name, (k, c) in MODELS.items()}
     for found in run_ranks(2, member, folders):
         for which, (whole, sliced, unnoticed) in found.items():

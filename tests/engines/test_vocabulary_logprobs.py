@@ -36,7 +36,7 @@ def divided(hidden: Tensor, weight: Tensor, chunk_tokens: int, entropy: bool) ->
 
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 100])
-def test_equals_dense(chunk_tokens: int, entropy: bool) -> None:
+def test_chunked_log_probs_match_the_dense_formula(chunk_tokens: int, entropy: bool) -> None:
     weights, gradients = torch.linspace(-1, 2, 23), []
     results: list[tuple[Tensor, Tensor | None]] = []
     for way in ("divided", "dense"):
@@ -58,7 +58,7 @@ def test_equals_dense(chunk_tokens: int, entropy: bool) -> None:
 
 
 @pytest.mark.parametrize("block_numbers", [1, 7 * WORDS])
-def test_blocks_do_not_change_a_bit(block_numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_block_size_does_not_change_a_bit(block_numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for numbers in (1 << 30, block_numbers):
         monkeypatch.setattr(logits, "BLOCK_NUMBERS", numbers)
@@ -91,15 +91,15 @@ def work(dtype: torch.dtype, asked: str) -> Callable[[], object]:
 
 @pytest.mark.parametrize("asked", ["no", "log", "loss"])
 @pytest.mark.parametrize(("dtype", "chunks"), [(torch.float32, 1.25), (torch.bfloat16, 1.6)])
-def test_little_more_than_one_chunk_is_alive_at_once(
+def test_peak_memory_is_little_more_than_one_chunk(
     dtype: torch.dtype, chunks: float, asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In bfloat16 half a chunk beside it, of the projection's results and of the gradient."""
+    """In bfloat16 another half a chunk, for the projection's results and the gradient."""
     monkeypatch.setattr(logits, "BLOCK_NUMBERS", 10 * 3000)
     assert peak_bytes(work(dtype, asked), tmp_path / "trace.json") < chunks * 300 * 3000 * 4
 
 
-def test_the_measure_sees_a_second_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_measure_detects_a_second_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: the exponentials of a whole chunk at once."""
     monkeypatch.setattr(logits, "BLOCK_NUMBERS", 300 * 3000)
     assert peak_bytes(work(torch.float32, "no"), tmp_path / "trace.json") > 1.9 * 300 * 3000 * 4

@@ -66,7 +66,7 @@ def make_model_folder(family: str, folder: Path, **changes: Any) -> Path:
     if family == "deepseek_v3":  # with a width of its own for every part of a head
         del settings["head_dim"]
         settings |= LATENT
-    if family == "gemma2":  # soft caps and a window small enough to matter
+    if family == "gemma2":  # soft caps and a window small enough to have an effect
         settings |= {"sliding_window": 6, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
     config = AutoConfig.for_model(family, **settings | changes)
     model = AutoModelForCausalLM.from_config(config)
@@ -102,7 +102,7 @@ def make_batch(lengths: Sequence[int], num_prompt_tokens: int = 3, seed: int = 0
 
 
 def by_steps(batch: Batch, counts: Sequence[int]) -> Batch:
-    """The sequences of a batch as the segments of fewer rows, which take so many each, in their order."""
+    """The sequences of a batch as segments of fewer rows; each row takes the given number of sequences, in order."""
     ends = np.cumsum(counts).tolist()
     firsts = batch.select([end - count for end, count in zip(ends, counts, strict=True)])
     columns = {
@@ -170,7 +170,7 @@ def _rank_main(
     rank: int, size: int, rendezvous: str, environ: dict[str, str], work: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     os.environ.clear()
-    os.environ.update(environ)  # the server has what it had at its start
+    os.environ.update(environ)  # the server keeps its environment from its start
     with process_group(rank, size, rendezvous):
         torch.save(work(*args), f"{rendezvous}.{rank}")
     # As hpcrl.run ends a rank: a worker thread of gloo that drops a tensor while the interpreter finalizes ends the
@@ -183,7 +183,7 @@ def _rank_main(
 def run_ranks(size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
     """work(*args) on `size` new processes with a gloo group; their results by rank. `work` is a module's function.
 
-    Without GPUs they are forked from a server that has imported the engines, which else is most of such a test's work.
+    Without GPUs they are forked from a server that has already imported the engines, which would take most of the time.
     """
     method = "spawn" if os.environ.get("CUDA_VISIBLE_DEVICES") != "" else "forkserver"
     multiprocessing.set_forkserver_preload([f"hpcrl.engines.train.{name}.engine" for name in TRAIN_ENGINES])

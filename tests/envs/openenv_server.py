@@ -1,4 +1,4 @@
-"""A server of OpenEnv with an environment of the tests, which only tests marked `outside` import."""
+"""An OpenEnv server with a test environment; only tests marked `outside` import it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Corridor(Environment):  # type: ignore[misc]
 def serving(
     environment: Any = Corridor, action: Any = Move, observation: Any = Seen, sessions: int = 8
 ) -> Iterator[str]:
-    """The address of the server, whose sessions have environments of their own."""
+    """The address of the server; each session has its own environment."""
     app = create_app(environment, action, observation, max_concurrent_envs=sessions)
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
     thread = threading.Thread(target=server.run, daemon=True)

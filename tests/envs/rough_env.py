@@ -1,4 +1,4 @@
-"""Environments that need a process of their own."""
+"""Environments that need a separate process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _sleep_apart() -> int:
 
 
 class RoughEnv:
-    """`answer` chooses what a step does; `folder` gets the process ids of what it starts, and word of a close()."""
+    """`answer` chooses what a step does; `folder` gets the ids of its child processes and a record of close()."""
 
     def __init__(self, answer: str, folder: str):
         if answer == "cannot be made":

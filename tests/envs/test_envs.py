@@ -1,4 +1,4 @@
-"""What an environment is made with, and which domains may have one."""
+"""Arguments of an environment, and which domains may have one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROW = {"prompt": "?", "answer": "4", "messages": [], "extra": {"level": 3, "answ
 
 
 class Unplayed:
-    """An environment that is made only."""
+    """An environment that is only constructed."""
 
     def reset(self, seed: int) -> None: ...
 
@@ -42,13 +42,13 @@ class Everything(Unplayed):
         ("Everything", {"x": 1}, {"level": 3, "answer": "4", "size": 9, "prompt": "?", "messages": [], "x": 1}),
     ],
 )
-def test_columns_and_options_reach_the_environment(name: str, options: dict, made_with: dict) -> None:
+def test_columns_and_options_are_passed_to_the_environment(name: str, options: dict, made_with: dict) -> None:
     config = EnvConfig(name="class", class_path=f"tests.envs.test_envs:{name}", options=options)
     assert env_class(config) is not None
     assert make_env(config, ROW).made_with == made_with  # type: ignore[attr-defined]
 
 
-def test_what_a_column_is_missing_for_and_an_unknown_option_are_errors() -> None:
+def test_a_missing_column_and_an_unknown_option_are_errors() -> None:
     config = EnvConfig(name="class", class_path="tests.envs.test_envs:Named")
     with pytest.raises(TypeError, match="level"):
         make_env(config, {**ROW, "extra": {}})
@@ -56,7 +56,7 @@ def test_what_a_column_is_missing_for_and_an_unknown_option_are_errors() -> None
         env_class(config.model_copy(update={"options": {"colour": "red"}}), "maze")
 
 
-def test_an_environment_of_a_domain_that_no_prompt_has_is_named() -> None:
+def test_an_environment_for_a_domain_without_prompts_is_named() -> None:
     data = {"train": [{"path": "task:add", "domain": "maze"}, {"path": "task:add", "domain": "plain"}]}
     env = {"maze": {}, "mazes": {}, "default": {}, "plain": None}
     config = parse({"data": data, "env": env})
@@ -83,12 +83,12 @@ class Positional(Unplayed):
 
 
 @pytest.mark.parametrize("name", ["Keyword", "Positional"])
-def test_the_seed_is_given_as_reset_takes_it(name: str) -> None:
+def test_the_seed_is_passed_in_the_form_that_reset_takes(name: str) -> None:
     env = make_env(EnvConfig(name="class", class_path=f"tests.envs.test_envs:{name}"), ROW)
     assert begin(env, 7) == ("seed 7", {})
 
 
-def test_a_reset_without_a_seed_is_refused() -> None:
+def test_a_reset_without_a_seed_parameter_is_refused() -> None:
     with pytest.raises(ValueError, match=r"reset\(\) must take a seed, as in reset\(self, seed\)"):
         env_class(EnvConfig(name="class", class_path="tests.envs.test_envs:Old"))
 
@@ -106,7 +106,7 @@ class Mine:
 """
 
 
-def test_a_class_may_be_in_a_file(tmp_path: Path) -> None:
+def test_a_class_can_be_loaded_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MINE)
     config = EnvConfig(name="class", class_path=f"{tmp_path}/mine.py:Mine", options={"size": 3})
     first, second = make_env(config, ROW), make_env(config, ROW)
@@ -125,9 +125,7 @@ def test_a_class_may_be_in_a_file(tmp_path: Path) -> None:
         ("leaves.py:Mine", {}, "env.maze: the process that loads it ends"),
     ],
 )
-def test_a_dry_run_notices_a_class_that_is_not_there(
-    path: str, options: dict[str, Any], problem: str, tmp_path: Path
-) -> None:
+def test_a_dry_run_notices_a_missing_class(path: str, options: dict[str, Any], problem: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MINE)
     (tmp_path / "broken.py").write_text("1 / 0")
     (tmp_path / "leaves.py").write_text("import os\nos._exit(3)")
@@ -136,6 +134,6 @@ def test_a_dry_run_notices_a_class_that_is_not_there(
     assert len(lines) == bool(problem) and all(re.search(problem, line) for line in lines), lines
 
 
-def test_a_class_that_asks_for_it_gets_the_limit_of_turns() -> None:
+def test_a_class_can_ask_for_the_limit_of_turns() -> None:
     lake = make_env(EnvConfig(name="frozen_lake", max_turns=7), ROW | {"extra": {}})
     assert "Turns left: 7." in str(lake.reset(0)[0]) and str(lake.step("?")[0]).startswith("Turn 2, 6 left:")

@@ -19,7 +19,7 @@ def shown(**keys: Any) -> list[dict[str, Any]]:
     return example_messages(EnvConfig(**LAKE | keys), "default", seed=3)
 
 
-def test_the_expert_plays_the_same_examples_for_everybody() -> None:
+def test_the_expert_plays_the_same_examples_for_every_sample() -> None:
     messages = shown()
     assert messages == shown() and [message["role"] for message in messages] == ["user", "assistant"] * (
         len(messages) // 2
@@ -36,7 +36,7 @@ def write(path: Path, *rows: dict[str, Any]) -> str:
     return str(path)
 
 
-def test_dialogues_of_a_file_are_shown_in_its_order(tmp_path: Path) -> None:
+def test_dialogues_from_a_file_keep_their_order(tmp_path: Path) -> None:
     rows = {"messages": [USER, ASSISTANT, USER, ASSISTANT]}, {"prompt": "2 + 2", "answer": "4"}, {"messages": [USER]}
     path = write(tmp_path / "shots.jsonl", *rows)
     sum_of_two = [{"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "4"}]
@@ -53,7 +53,7 @@ def test_dialogues_of_a_file_are_shown_in_its_order(tmp_path: Path) -> None:
         ({"messages": [USER, ASSISTANT]}, "has 1 dialogues, fewer than examples=2"),
     ],
 )
-def test_dialogues_that_cannot_be_shown_are_refused(tmp_path: Path, row: dict[str, Any] | None, error: str) -> None:
+def test_unusable_dialogues_are_refused(tmp_path: Path, row: dict[str, Any] | None, error: str) -> None:
     path, rows = tmp_path / "shots.jsonl", [] if row is None else [row]
     with pytest.raises(ValueError, match=error) as refused:
         shown(examples_path=write(path, *rows), examples=2 if "2" in error else 1)

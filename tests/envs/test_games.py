@@ -1,4 +1,4 @@
-"""The rules of the built-in games, on boards made by hand, and starts that can be solved."""
+"""The rules of the built-in games on hand-made boards, and solvable starts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def lake(**options: Any) -> FrozenLake:
     return env
 
 
-def test_the_lake_by_hand() -> None:
+def test_frozen_lake_by_hand() -> None:
     env = lake()
     assert env.show() == "P__\nO_O\n__G"
     seen = [env.step(word)[:4] for word in ("Left", "right", "Down", "Down", "Right")]
@@ -52,7 +52,7 @@ def test_the_lake_by_hand() -> None:
     assert info["metrics"] == {"success": 0.0, "action_is_valid": 1.0, "action_is_effective": 1.0}
 
 
-def test_a_text_may_name_places() -> None:
+def test_turn_texts_can_list_positions() -> None:
     env = lake(turn="{observation}\n{places}")
     assert env.step("Right")[0] == "_P_\nO_O\n__G\nP0,1 G2,2"
     env.player = (2, 1)
@@ -62,7 +62,7 @@ def test_a_text_may_name_places() -> None:
     assert solved.step("Right")[0].endswith("\nP1,2 X2,2 √2,3 √2,3 O3,2"), "you, the boxes, the targets"
 
 
-def test_slippery_ice_goes_to_each_of_three_sides_equally_often() -> None:
+def test_slippery_ice_moves_to_each_of_three_sides_equally_often() -> None:
     ended: Counter[tuple[int, int]] = Counter()
     for seed in range(3000):
         env = game("frozen_lake", size=3, slippery=True)
@@ -97,7 +97,7 @@ def room(*rows: str) -> Sokoban:
     return env
 
 
-def test_the_room_by_hand() -> None:
+def test_sokoban_by_hand() -> None:
     env = room("######", "#P_O_#", "#_X__#", "#XO__#", "#____#", "######")
     seen = [env.step(word)[:3] for word in ("Left", "Right", "Down", "Down")]
     assert [reward for _, reward, _ in seen] == [-0.1, -0.1, pytest.approx(0.9), pytest.approx(-1.1)]
@@ -109,21 +109,21 @@ def test_the_room_by_hand() -> None:
     assert beside.step("Right")[0] == beside.show() and beside.boxes == {(1, 2), (1, 3)}, "a box stops a box"
 
 
-def test_the_last_box_ends_the_game() -> None:
+def test_sokoban_ends_with_the_last_box() -> None:
     env = room("######", "#PXO_#", "#____#", "#____#", "#____#", "######")
     text, reward, ended, _, info = env.step("Right")
     assert reward == pytest.approx(-0.1 + 1 + 10) and ended and info["metrics"]["success"] == 1.0
     assert text.startswith("######\n#_P√_#")
 
 
-def test_a_box_in_a_corner_has_no_solution() -> None:
+def test_a_box_in_a_corner_makes_a_room_unsolvable() -> None:
     env = room("######", "#X_O_#", "#P___#", "#____#", "#____#", "######")
     assert env.solution() is None and env.best_action() in env.actions
 
 
 @pytest.mark.parametrize(("size", "boxes"), [(6, 1), (8, 2), (6, 2), (10, 1)])
 def test_every_room_can_be_solved(size: int, boxes: int) -> None:
-    """By a search that knows the rules of step() alone, not how the room was made."""
+    """By a search that uses only the rules of step(), not how the room was made."""
     lengths = []
     for seed in range(40 if boxes == 1 else 10):
         env = game("sokoban", size=size, num_boxes=boxes)
@@ -137,7 +137,7 @@ def test_every_room_can_be_solved(size: int, boxes: int) -> None:
     assert max(lengths) >= 5 and sum(lengths) / len(lengths) > 2.5, "rooms are no single push"
 
 
-def test_the_number_is_found_by_halving() -> None:
+def test_binary_search_finds_the_number() -> None:
     env = game("guess", high=100, turn="The number is {observation}.")
     for seed in range(50):
         env.reset(seed)
@@ -154,7 +154,7 @@ def test_the_number_is_found_by_halving() -> None:
     assert [env.step(word)[4]["metrics"]["action_is_valid"] for word in ("101", "050")] == [0.75, 0.6]
 
 
-def test_a_perfect_opponent_never_loses_and_a_perfect_player_neither() -> None:
+def test_neither_a_perfect_opponent_nor_a_perfect_player_ever_loses() -> None:
     def explore(env: TicTacToe, board: str, results: Counter[float]) -> None:
         for action in (action for action in env.actions if board[int(action) - 1] == " "):
             env.reset(0)
@@ -178,15 +178,15 @@ def test_a_perfect_opponent_never_loses_and_a_perfect_player_neither() -> None:
     assert mine[0.0] == 0 and mine[1.0] > 100
 
 
-def test_a_response_without_an_action_is_worth_less_than_a_move_in_sokoban() -> None:
-    """Else an agent that cannot solve its rooms learns to say nothing."""
+def test_a_response_without_an_action_costs_more_than_a_move_in_sokoban() -> None:
+    """Otherwise an agent that cannot solve its rooms learns to give no action."""
     env = game("sokoban")
     env.reset(0)
     nothing = env.step("nothing at all")[1]
     assert nothing < env.step("Up")[1] == -0.1
 
 
-def test_a_cell_that_is_taken_changes_nothing() -> None:
+def test_choosing_a_taken_cell_changes_nothing() -> None:
     env = game("tic_tac_toe", opponent="perfect")
     env.reset(0)
     board, *_ = env.step("5")
@@ -226,7 +226,7 @@ def test_wrong_options_are_named_before_the_start(name: str, options: dict[str, 
         make_env(config.envs["default"], {"extra": {}})
 
 
-def test_the_expert_errs_as_often_as_asked() -> None:
+def test_the_expert_errs_at_the_configured_rate() -> None:
     env, rng = FrozenLake(FrozenLakeOptions()), random.Random(0)
     env.reset(3)
     best, drawn = env.best_action(), Counter(env.expert(rng, 0.6) for _ in range(2000))
@@ -234,7 +234,7 @@ def test_the_expert_errs_as_often_as_asked() -> None:
     assert {env.expert(rng, 0.0) for _ in range(10)} == {f"<answer>{best}</answer>"}
 
 
-def test_a_room_that_cannot_be_made_says_why() -> None:
+def test_an_impossible_room_is_refused_with_the_reason() -> None:
     env = Sokoban(SokobanOptions(size=5, num_boxes=1, floor=0.6))
     env.options = SokobanOptions.model_construct(**SokobanOptions().model_dump() | {"num_boxes": 15})
     with pytest.raises(ValueError, match="use more floor"):
@@ -258,11 +258,11 @@ def test_a_room_that_cannot_be_made_says_why() -> None:
         ("<answer>Up</answer><answer>fly</answer>", None),
     ],
 )
-def test_the_last_answer_outside_the_thinking_counts(response: str, action: str | None) -> None:
+def test_the_last_answer_outside_the_reasoning_counts(response: str, action: str | None) -> None:
     assert FrozenLake(FrozenLakeOptions())._chosen(response) == action
 
 
-def test_many_tags_take_no_time() -> None:
+def test_many_tags_are_parsed_quickly() -> None:
     lake, begin = FrozenLake(FrozenLakeOptions()), time.monotonic()
     for text in ("</answer>", "<answer>", "<answer>...</answer>", "<answer>Up</answer>"):
         lake._chosen(100_000 * text)

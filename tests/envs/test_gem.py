@@ -1,4 +1,4 @@
-"""Environments of GEM, which nobody here wrote, by the name of its `make`."""
+"""Third-party environments of GEM, by the name for its `make`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def game(name: str) -> Any:
     return make_env(config, ROW)
 
 
-def test_a_number_is_found_by_what_the_game_says() -> None:
+def test_gem_guess_the_number_can_be_won_by_its_hints() -> None:
     def played(seed: int) -> list[Any]:
         env, low, high = game("GuessTheNumber-v0-easy"), 1, 10
         shown = [checked_reset(begin(env, seed))[0]]
@@ -55,7 +55,7 @@ def test_a_number_is_found_by_what_the_game_says() -> None:
 
 
 @pytest.mark.parametrize(("name", "board", "moves"), [(name, *about) for name, about in GAMES.items()])
-def test_the_board_reaches_the_player(name: str, board: str, moves: Sequence[str]) -> None:
+def test_gem_boards_are_shown_to_the_player(name: str, board: str, moves: Sequence[str]) -> None:
     if name.startswith("Crosswords"):
         pytest.importorskip("pandas", reason="GEM's Crosswords need pandas")
     first, _ = checked_reset(begin(game(name), 3))

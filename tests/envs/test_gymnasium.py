@@ -1,4 +1,4 @@
-"""Games of gymnasium, which nobody here wrote, as environments; and our ice beside gymnasium's."""
+"""Third-party games of gymnasium as environments; and the built-in frozen lake compared with gymnasium's."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def test_frozen_lake_of_gymnasium_by_hand() -> None:
     env.close()
 
 
-def test_the_seed_decides_what_chance_does() -> None:
-    """Blackjack has no picture in characters, so that its observation is shown."""
+def test_the_seed_determines_random_outcomes() -> None:
+    """Blackjack has no text picture, so its observation is shown."""
 
     def played(seed: int) -> list[Any]:
         env = game(id="Blackjack-v1", actions={"stick": 0, "hit": 1})
@@ -88,7 +88,7 @@ def test_the_seed_decides_what_chance_does() -> None:
     assert len({text for text, _ in games}) > 20
 
 
-def test_a_limit_of_steps_truncates_and_is_no_success() -> None:
+def test_a_limit_of_steps_truncates_without_success() -> None:
     env = game(
         id="CliffWalking-v1",
         kwargs={"max_episode_steps": 2},
@@ -107,7 +107,7 @@ def test_a_limit_of_steps_truncates_and_is_no_success() -> None:
     assert (reward, ended, info["metrics"]["success"]) == (-1.0, True, 1.0)
 
 
-def test_colours_of_a_picture_become_characters() -> None:
+def test_a_picture_is_shown_as_characters_by_colour() -> None:
     env = game(id="Taxi-v4")
     first, _ = env.reset(1)
     assert first.count("*") == 2 and first.count("[") == 1 and first.count("(") == 1 and "\x1b" not in first
@@ -115,7 +115,7 @@ def test_colours_of_a_picture_become_characters() -> None:
     assert plain.reset(1)[0] == str(int(gymnasium.make("Taxi-v4").reset(seed=1)[0]))
 
 
-def test_actions_that_are_texts() -> None:
+def test_actions_can_be_texts() -> None:
     env = game(entry_point=f"{HERE}:Echo", success="info.won", prompt="{observation}, {actions}, {answer}")
     assert env.reset(7)[0] == "seed 7, texts of at most 8 characters, <answer>...</answer>"
     seen = [env.step(say(word))[:3] for word in ("ab", "xyz", "abc")]
@@ -125,8 +125,8 @@ def test_actions_that_are_texts() -> None:
     assert Echo.closed == before + 1
 
 
-def test_what_an_environment_does_wrong_reaches_the_role() -> None:
-    """Which ends the episode by exceptions and by numbers that are none."""
+def test_errors_of_an_environment_are_raised_to_the_role() -> None:
+    """The role ends the episode at exceptions and at non-numeric rewards."""
     env = game(entry_point=f"{HERE}:Echo", success="info.win", kwargs={"reward": math.nan})
     env.reset(0)
     assert math.isnan(env.step(say("ab"))[1])
@@ -181,14 +181,14 @@ def test_wrong_options_are_named_before_the_start(options: dict[str, Any], probl
         ({"id": "no_such_package:Game-v0"}, "id: 'no_such_package:Game-v0' cannot be loaded: ModuleNotFoundError"),
     ],
 )
-def test_own_code_is_imported_by_env_ranks_only(options: dict[str, Any], problem: str) -> None:
+def test_custom_code_is_imported_only_by_env_ranks(options: dict[str, Any], problem: str) -> None:
     config = parse({"env": {"default": {"name": "gymnasium", "options": options}}})
     assert validate_envs(config, {}) == []
     with pytest.raises(ValueError, match=rf"env\.default\.options\.{problem}"):
         check_env(config.envs["default"], "default")
 
 
-def test_our_slippery_ice_is_that_of_gymnasium() -> None:
+def test_built_in_slippery_ice_matches_gymnasium() -> None:
     """Every place and action of the 4x4 map, against the table of FrozenLake-v1."""
     table = gymnasium.make("FrozenLake-v1", map_name="4x4", is_slippery=True).unwrapped.P  # type: ignore[attr-defined]
     rows = ("SFFF", "FHFH", "FFFH", "HFFG")
@@ -223,7 +223,7 @@ def test_our_slippery_ice_is_that_of_gymnasium() -> None:
             assert mine == theirs, (place, word)
 
 
-def test_numbers_are_the_names_of_actions_without_any() -> None:
+def test_unnamed_actions_are_named_by_their_numbers() -> None:
     env = game(
         entry_point=f"{HERE}:Echo", kwargs={"space": Discrete(3, start=5), "word": "6"}, prompt="{observation}{actions}"
     )

@@ -1,4 +1,4 @@
-"""Environments behind servers of OpenEnv: the one that its own command writes, and one of the tests."""
+"""Environments behind OpenEnv servers: the one that its own command generates, and a test environment."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def made(url: str, row: dict[str, Any] | None = None, **options: Any) -> Any:
 
 
 def played(url: str, seed: int, responses: list[str], **options: Any) -> list[Any]:
-    """All of an episode; a session is closed, of which a server has only so many."""
+    """All of an episode; its session is closed, since a server allows only a limited number."""
     env = made(url, **options)
     try:
         return play(env, seed, responses)
@@ -71,7 +71,7 @@ def written(corridor: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     [{}, {"client": "echoing_env:EchoingEnv", "action_class": "echoing_env:EchoingAction"}],
     ids=["generic", "own"],
 )
-def test_the_environment_of_its_own_command_echoes(written: str, own: dict[str, str]) -> None:
+def test_the_environment_generated_by_openenv_init_echoes(written: str, own: dict[str, str]) -> None:
     env = made(written, observation="echoed_message", prompt="{observation}", success="done", **own)
     assert env.reset(3) == ("Echoing Env environment ready!", {})
     assert client_class(env) == ("EchoingEnv" if own else "GenericEnvClient")
@@ -130,7 +130,7 @@ def test_an_episode_keeps_the_protocol(corridor: str) -> None:
 
 
 @pytest.mark.outside
-def test_what_an_environment_does_wrong_reaches_the_role(corridor: str) -> None:
+def test_errors_of_an_environment_are_raised_to_the_role(corridor: str) -> None:
     from hpcrl.envs.adapters.openenv import OpenEnvError
 
     env = made(corridor, **MOVES)
@@ -139,7 +139,7 @@ def test_what_an_environment_does_wrong_reaches_the_role(corridor: str) -> None:
         env.step("<answer>-1</answer>")
     env.reset(5)
     env.step("<answer>1</answer>")
-    env._client._run(env._client._async._ws.close())  # as a server that is started anew
+    env._client._run(env._client._async._ws.close())  # like a restarted server
     with pytest.raises(OpenEnvError, match="the connection broke"):
         env.step("<answer>0</answer>")
     env.close()
@@ -159,7 +159,7 @@ def test_what_an_environment_does_wrong_reaches_the_role(corridor: str) -> None:
         ({"action_class": "json:Action"}, "action_class: 'json:Action' cannot be loaded: AttributeError"),
     ],
 )
-def test_a_wrong_server_or_client_is_named_by_env_ranks(corridor: str, options: dict[str, Any], problem: str) -> None:
+def test_env_ranks_name_a_wrong_server_or_client(corridor: str, options: dict[str, Any], problem: str) -> None:
     config = parse({"env": {"default": {"name": "openenv", "options": {"url": corridor} | options}}})
     assert validate_envs(config, {}) == []
     with pytest.raises(ValueError, match=rf"env\.default\.options\.{problem}"):
@@ -186,9 +186,7 @@ def test_wrong_options_are_named_before_the_start(name: str, options: dict[str, 
 
 
 @pytest.mark.parametrize(("name", "package"), [("openenv", "openenv==0.10.0"), ("verifiers", "verifiers==0.1.14")])
-def test_a_package_that_is_missing_is_named_before_the_start(
-    name: str, package: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_is_named_before_the_start(name: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from hpcrl.config.abilities import check_built
 
     options = {"url": URL} if name == "openenv" else {"id": "wordle"}

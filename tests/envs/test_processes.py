@@ -1,4 +1,4 @@
-"""Environments in processes of their own: what one does costs its own calls, and nothing of it stays."""
+"""Environments in separate processes: a failing one affects only its own calls and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def until(true: Callable[[], bool]) -> None:
 
 
 def step(env: EnvProcess) -> str:
-    """What a step raises."""
+    """Take a step; returns its error."""
     try:
         env.step("x")
     except EnvProcessError as error:
@@ -58,7 +58,7 @@ def make(several: EnvProcesses, how: str, folder: Path) -> EnvProcess:
     return several.make({"answer": how, "extra": {"folder": str(folder)}})
 
 
-def test_an_episode_in_a_process(several: EnvProcesses, tmp_path: Path) -> None:
+def test_an_episode_runs_in_its_own_process(several: EnvProcesses, tmp_path: Path) -> None:
     env = make(several, "plain", tmp_path)
     assert env.reset(7) == ["start 7", {"tools": [], "hpcrl_unread": ["own"]}]
     played = env.step("left")
@@ -85,7 +85,7 @@ def test_an_episode_in_a_process(several: EnvProcesses, tmp_path: Path) -> None:
         ("crashes", "the environment's process has ended"),
     ],
 )
-def test_what_a_step_does_is_an_error_of_the_call(several: EnvProcesses, tmp_path: Path, how: str, error: str) -> None:
+def test_a_failing_step_is_an_error_of_the_call(several: EnvProcesses, tmp_path: Path, how: str, error: str) -> None:
     env = make(several, how, tmp_path)
     env.reset(1)
     with pytest.raises(EnvProcessError, match=error):
@@ -94,7 +94,7 @@ def test_what_a_step_does_is_an_error_of_the_call(several: EnvProcesses, tmp_pat
 
 
 @pytest.mark.slow
-def test_an_endless_observation_is_shortened_where_asked(tmp_path: Path) -> None:
+def test_an_endless_observation_is_shortened_if_configured(tmp_path: Path) -> None:
     several = EnvProcesses(EnvConfig.model_validate(ROUGH | {"long_observation": "shorten"}))
     env = make(several, "endless", tmp_path)
     env.reset(1)
@@ -104,14 +104,14 @@ def test_an_endless_observation_is_shortened_where_asked(tmp_path: Path) -> None
     several.close()
 
 
-def test_one_that_cannot_be_made(several: EnvProcesses, tmp_path: Path) -> None:
+def test_an_environment_that_cannot_be_constructed_is_an_error(several: EnvProcesses, tmp_path: Path) -> None:
     env = make(several, "cannot be made", tmp_path)
     with pytest.raises(EnvProcessError, match="OSError: no game"):
         env.reset(1)
     env.close()
 
 
-def test_one_that_hangs_is_killed_with_what_it_has_started(several: EnvProcesses, tmp_path: Path) -> None:
+def test_a_hanging_environment_is_killed_with_its_children(several: EnvProcesses, tmp_path: Path) -> None:
     env, raised = make(several, "hangs", tmp_path), []
     env.reset(1)
     thread = threading.Thread(target=lambda: raised.append(step(env)), daemon=True)
@@ -125,7 +125,7 @@ def test_one_that_hangs_is_killed_with_what_it_has_started(several: EnvProcesses
     until(lambda: not any(map(runs, pids)))
 
 
-def test_one_that_leaks_reaches_its_limit_alone(tmp_path: Path) -> None:
+def test_a_leaking_environment_reaches_only_its_own_memory_limit(tmp_path: Path) -> None:
     several = EnvProcesses(EnvConfig.model_validate(ROUGH | {"runs_in": "process", "memory_mib": 512}))
     leaks, other = make(several, "leaks", tmp_path), make(several, "plain", tmp_path)
     leaks.reset(1)
@@ -139,8 +139,8 @@ def test_one_that_leaks_reaches_its_limit_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_temporary_files_go_with_their_process(tmp_path: Path) -> None:
-    """Of one that is killed, before the next begins."""
+def test_temporary_files_are_removed_with_their_process(tmp_path: Path) -> None:
+    """Files of a killed process are removed before the next begins."""
     several = EnvProcesses(EnvConfig.model_validate(ROUGH))
     made, files = [], []
     for how in ("writes", "writes and hangs"):
@@ -164,7 +164,7 @@ def test_temporary_files_go_with_their_process(tmp_path: Path) -> None:
     assert not any(base.exists() for base in bases)
 
 
-def test_what_an_environment_leaves_behind_ends_with_it(several: EnvProcesses, tmp_path: Path) -> None:
+def test_children_of_an_environment_end_with_it(several: EnvProcesses, tmp_path: Path) -> None:
     env = make(several, "starts another", tmp_path)
     env.reset(1)
     env.step("x")
@@ -176,8 +176,8 @@ def test_what_an_environment_leaves_behind_ends_with_it(several: EnvProcesses, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("begins_another", [True, False])
-def test_a_process_that_has_left_its_session_ends_before_the_next_begins(tmp_path: Path, begins_another: bool) -> None:
-    """Or with all; not before its own episode."""
+def test_an_escaped_child_process_ends_before_the_next_episode_begins(tmp_path: Path, begins_another: bool) -> None:
+    """At the latest when all end; not before its own episode ends."""
     several = EnvProcesses(EnvConfig.model_validate(ROUGH))
     env, other = (make(several, how, tmp_path) for how in ("leaves one", "plain"))
     env.reset(1)
@@ -198,7 +198,7 @@ def test_a_process_that_has_left_its_session_ends_before_the_next_begins(tmp_pat
 
 
 @pytest.mark.slow
-def test_a_close_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_close_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "CLOSE_S", 1)
     several = EnvProcesses(EnvConfig.model_validate(ROUGH))
     env = make(several, "close hangs", tmp_path)
@@ -217,14 +217,14 @@ def test_a_close_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("threading:Timer", r"'threading:Timer' is not an environment: no reset\(\) and no step\(\)"),
     ],
 )
-def test_a_class_that_is_no_environment_is_told(path: str, error: str) -> None:
+def test_a_class_that_is_not_an_environment_is_refused(path: str, error: str) -> None:
     with pytest.raises(ValueError, match=error):
         EnvProcesses(EnvConfig.model_validate(ROUGH | {"class_path": path}))
 
 
 @pytest.mark.slow
-def test_the_next_one_removes_what_those_that_were_killed_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But nothing of one that lives."""
+def test_the_next_start_removes_files_of_killed_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But no files of a living one."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     killed, alive = (EnvProcesses(EnvConfig.model_validate(ROUGH)) for _ in range(2))
     folders = sorted(tmp_path.iterdir(), key=lambda folder: folder.stat().st_mtime_ns)
@@ -243,7 +243,7 @@ def test_the_next_one_removes_what_those_that_were_killed_left(tmp_path: Path, m
     assert not [*tmp_path.iterdir()]
 
 
-def test_without_the_process_that_forks_an_episode_does_not_begin(tmp_path: Path) -> None:
+def test_no_episode_begins_without_the_fork_server(tmp_path: Path) -> None:
     several = EnvProcesses(EnvConfig.model_validate(ROUGH))
     env: Any = make(several, "plain", tmp_path)
     several._zygote.kill()
@@ -258,7 +258,7 @@ def test_without_the_process_that_forks_an_episode_does_not_begin(tmp_path: Path
     several.close()
 
 
-def test_a_fork_that_fails_costs_one_episode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_fork_costs_one_episode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "scarce.py").write_text(SCARCE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     several = EnvProcesses(EnvConfig.model_validate(ROUGH | {"class_path": "scarce:Env"}))

@@ -1,4 +1,4 @@
-"""Environments behind HTTP: the episode is the one played here, and a server that goes away is an error."""
+"""Environments behind HTTP: the episode is the same as a local one, and a lost server is an error."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GO_ON = threading.Event()
 
 
 class Noted:
-    """Notes what is played; `answer` and `hint` are of the row."""
+    """Records the actions; `answer` and `hint` come from the row."""
 
     def __init__(self, answer: str, hint: str, chat_template: str):
         self._told = f"{answer} {hint} {chat_template}"
@@ -64,12 +64,12 @@ def serving(token: str = "", idle_s: float = 600.0, max_sessions: int = 9, **env
 
 
 def coroutines(url: str, template: str = "", **options: Any) -> Any:
-    """A remote environment as env ranks have it."""
+    """A remote environment as env ranks use it."""
     return make_env(EnvConfig(name="remote", options={"url": url, "retry_s": 0.0, **options}), ROW, template)
 
 
 class Waiting:
-    """A remote environment whose methods wait for the answer."""
+    """A remote environment whose methods block until the answer."""
 
     def __init__(self, env: Any):
         self._env = env
@@ -89,7 +89,7 @@ def ask(options: RemoteOptions, what: str, content: dict[str, Any]) -> dict[str,
 NOTED = {"name": "class", "class_path": "tests.envs.test_remote:Noted"}
 
 
-def test_a_game_is_the_same_behind_a_server() -> None:
+def test_a_game_behind_a_server_gives_the_same_episode() -> None:
     here = make_env(EnvConfig(**GUESS), ROW)
     with serving(guessing=GUESS, default=NOTED) as url:
         there = remote(url, section="guessing")
@@ -99,8 +99,8 @@ def test_a_game_is_the_same_behind_a_server() -> None:
         there.close()
 
 
-def test_a_server_plays_coroutines() -> None:
-    """Those of a remote environment: the server asks another one."""
+def test_a_server_can_play_asynchronous_environments() -> None:
+    """Here a remote environment: the server asks another server."""
     CLOSED.clear()
     with serving(default=NOTED) as url, serving(default={"name": "remote", "options": {"url": url}}) as relay:
         made = remote(relay)
@@ -109,7 +109,7 @@ def test_a_server_plays_coroutines() -> None:
     assert CLOSED == ["4 left "]
 
 
-def test_columns_template_and_tools_travel_and_a_session_is_closed_once() -> None:
+def test_columns_template_and_tools_are_sent_and_a_session_is_closed_once() -> None:
     CLOSED.clear()
     with serving(default=NOTED) as url:
         made = remote(url, "template")
@@ -127,7 +127,7 @@ def test_columns_template_and_tools_travel_and_a_session_is_closed_once() -> Non
     assert CLOSED == ["4 left template"]
 
 
-def test_a_repeated_step_is_played_once() -> None:
+def test_a_repeated_step_request_is_played_once() -> None:
     with serving(default=NOTED) as url:
         PLAYED.clear()
         options = RemoteOptions(url=url)
@@ -139,7 +139,7 @@ def test_a_repeated_step_is_played_once() -> None:
             ask(options, "step", {"session": session, "number": 4, "action": "a"})
 
 
-def test_what_an_environment_raises_and_a_slow_one_are_errors_of_their_episode() -> None:
+def test_exceptions_and_timeouts_are_errors_of_their_episode() -> None:
     with serving(default=NOTED) as url:
         made, slow = remote(url), remote(url, timeout_s=0.2)
         made.reset(0)
@@ -157,7 +157,7 @@ def test_what_an_environment_raises_and_a_slow_one_are_errors_of_their_episode()
 
 
 @pytest.mark.slow
-def test_many_episodes_wait_at_once_in_one_thread() -> None:
+def test_many_episodes_wait_concurrently_in_one_thread() -> None:
     """Each step waits until all are played."""
     count, config = 100, EnvConfig(name="remote", options={"url": "http://127.0.0.1:1"})
     assert runs_in(config) == "task"
@@ -183,7 +183,7 @@ def test_many_episodes_wait_at_once_in_one_thread() -> None:
         assert asyncio.run(all_of(url)) == [0.5] * count
 
 
-def test_a_session_that_nobody_asks_for_is_closed() -> None:
+def test_an_abandoned_session_is_closed() -> None:
     CLOSED.clear()
     with serving(idle_s=0.05, default=NOTED) as url:
         made = remote(url)
@@ -206,12 +206,12 @@ def test_a_session_that_nobody_asks_for_is_closed() -> None:
         ("play", {}, "nothing is served at '/play'"),
     ],
 )
-def test_a_wrong_request_is_refused(what: str, content: dict[str, Any], error: str) -> None:
+def test_a_malformed_request_is_refused(what: str, content: dict[str, Any], error: str) -> None:
     with serving(default=NOTED) as url, pytest.raises(RemoteEnvError, match=error):
         ask(RemoteOptions(url=url), what, content)
 
 
-def test_a_server_answers_those_with_its_token_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_answers_only_clients_with_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving("secret", default=NOTED) as url:
         with pytest.raises(RemoteEnvError, match="the token is wrong"):
             remote(url).reset(0)
@@ -227,7 +227,7 @@ def test_a_server_answers_those_with_its_token_alone(monkeypatch: pytest.MonkeyP
         ("secret€", f"token_env: the token in {TOKEN} has characters that are not allowed in an HTTP header"),
     ],
 )
-def test_a_token_that_cannot_be_sent_is_not_shown(monkeypatch: pytest.MonkeyPatch, token: str, error: str) -> None:
+def test_an_unusable_token_is_not_printed(monkeypatch: pytest.MonkeyPatch, token: str, error: str) -> None:
     monkeypatch.setenv(TOKEN, token)
     with serving("secret", default=NOTED) as url:
         config = EnvConfig(name="remote", options={"url": url, "token_env": TOKEN})
@@ -240,7 +240,7 @@ def test_a_token_that_cannot_be_sent_is_not_shown(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("token", "error"), [("wrong", "the token is wrong"), ("secret", "a Content-Length of at most")]
 )
-def test_a_client_that_sends_much_is_told_why_it_is_refused(
+def test_a_client_that_sends_a_large_body_gets_the_reason_for_the_refusal(
     monkeypatch: pytest.MonkeyPatch, token: str, error: str
 ) -> None:
     monkeypatch.setenv(TOKEN, token)
@@ -249,7 +249,7 @@ def test_a_client_that_sends_much_is_told_why_it_is_refused(
         ask(RemoteOptions(url=url, token_env=TOKEN), "reset", content)
 
 
-def test_a_body_is_read_only_of_a_request_that_is_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_is_read_only_after_the_request_is_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others are answered before it comes."""
     with serving("secret", default=NOTED) as url:
         host, port = url.removeprefix("http://").split(":")
@@ -263,7 +263,7 @@ def test_a_body_is_read_only_of_a_request_that_is_admitted(monkeypatch: pytest.M
                 assert connection.recv(99).startswith(f"HTTP/1.0 {status} ".encode())
 
 
-def test_a_server_has_no_more_sessions_than_it_may() -> None:
+def test_a_server_has_no_more_sessions_than_configured() -> None:
     with serving(max_sessions=1, default=NOTED) as url:
         first, second = remote(url), remote(url)
         first.reset(0)
@@ -273,7 +273,7 @@ def test_a_server_has_no_more_sessions_than_it_may() -> None:
         second.reset(0)
 
 
-def test_an_env_rank_starts_only_with_a_server_that_has_its_section() -> None:
+def test_an_env_rank_starts_only_if_the_server_has_its_section() -> None:
     with serving(maze=GUESS) as url:
         config = EnvConfig(name="remote", options={"url": url, "section": "maze", "retry_s": 0.0})
         check_env(config, "a")
@@ -284,7 +284,7 @@ def test_an_env_rank_starts_only_with_a_server_that_has_its_section() -> None:
         check_env(config, "a")
 
 
-def test_a_server_for_others_needs_a_token(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_on_a_public_address_requires_a_token(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--host", "0.0.0.0", "env.default.name=guess"]) != 0
     assert main(["env.default.name=class", "env.default.class_path=no.such:thing"]) != 0
     assert main(["--port", "99999", "env.default.name=guess"]) != 0
@@ -294,7 +294,7 @@ def test_a_server_for_others_needs_a_token(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.slow
-def test_a_server_that_is_killed_in_an_episode_is_an_error_of_it() -> None:
+def test_a_server_killed_during_an_episode_is_an_error_of_the_episode() -> None:
     words = ["env.default.name=guess", "env.default.options.high=9"]
     server = subprocess.Popen(
         [sys.executable, "-m", "hpcrl.launch.env_server", *words], stdout=subprocess.PIPE, text=True, env={**os.environ}

@@ -1,4 +1,4 @@
-"""Repairing a repository: commands in the sandbox, hidden tests, and what cheats and limits do."""
+"""Repairing a repository: commands in the sandbox, hidden tests, cheats and limits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RIGHT = "def double(x):\n    return 2 * x\n"
 
 @contextmanager
 def episode(row: dict[str, Any] | None = None, **options: Any) -> Iterator[Any]:
-    """One that has begun, in the repository of the row."""
+    """A started episode in the row's repository."""
     columns = {"files": FILES, "hidden_tests": TESTS} if row is None else row
     env: Any = make_env(EnvConfig(name="swe", options=PLAIN | options), {"prompt": "Double.", "extra": columns})
     try:
@@ -44,14 +44,14 @@ def episode(row: dict[str, Any] | None = None, **options: Any) -> Iterator[Any]:
 
 
 @pytest.mark.slow
-def test_the_contract_of_environments() -> None:
+def test_the_environment_contract_holds() -> None:
     case = contract.Case("swe", {}, [f"<bash>{word}</bash>" for word in ("ls", "echo x > y; cat y", "false", "submit")])
     first = contract.play(contract.made(case), 5, case.responses)
     assert contract.play(contract.made(case), 5, case.responses) == first
-    contract.test_two_episodes_at_once_do_not_know_each_other(case)
+    contract.test_concurrent_episodes_do_not_affect_each_other(case)
     contract.made(case).close()  # type: ignore[attr-defined]  # before its first reset
     for response in ("", "<bash>", "<bash>\0</bash>", "<bash>\ud800</bash>", "<bash>" + "9" * 50_000 + "</bash>"):
-        contract.test_what_is_no_action_changes_nothing_and_is_counted(case._replace(responses=[]), response)
+        contract.test_an_invalid_action_changes_nothing_and_is_counted(case._replace(responses=[]), response)
     contract.test_a_step_needs_a_running_episode(case)
 
 
@@ -73,7 +73,7 @@ def test_a_repair_by_hand() -> None:
 
 
 @pytest.mark.slow
-def test_no_test_is_to_be_found_and_no_cheat_passes() -> None:
+def test_hidden_tests_cannot_be_found_and_no_cheat_passes() -> None:
     cheats = [
         "import os\nos._exit(0)\n",
         "class Always:\n    def __eq__(self, other):\n        return True\n\ndef double(x):\n    return Always()\n",
@@ -90,7 +90,7 @@ def test_no_test_is_to_be_found_and_no_cheat_passes() -> None:
 
 
 @pytest.mark.slow
-def test_limits_hold_and_the_folder_stays() -> None:
+def test_limits_are_enforced_and_the_folder_is_kept() -> None:
     with episode(command_timeout_s=1.0, output_chars=100, max_output_kib=64) as env:
         env.step("echo kept > file; (sleep 1000; echo late > file) & disown")
         assert "stopped by the limit of time" in env.step("sleep 30")[0]
@@ -102,7 +102,7 @@ def test_limits_hold_and_the_folder_stays() -> None:
         assert "Refused" not in refused and "exit code 1" in refused and env.step("cat file")[0] == "kept"
 
 
-def test_every_generated_bug_fails_a_test_and_its_repair_none() -> None:
+def test_every_generated_bug_fails_a_test_and_its_repair_passes() -> None:
     """In this process, as these repositories are ours."""
 
     def failing(code: str, values: dict[str, str]) -> int:
@@ -127,7 +127,7 @@ def test_the_expert_repairs_generated_bugs() -> None:
             assert env.step(env.expert(random.Random(0), 0.0))[1] == 1.0
 
 
-def test_repositories_are_folders_and_archives(tmp_path: Path) -> None:
+def test_repositories_can_be_folders_or_archives(tmp_path: Path) -> None:
     folder = tmp_path / "repo"
     for name, text in FILES.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -151,7 +151,7 @@ def test_repositories_are_folders_and_archives(tmp_path: Path) -> None:
             files_of(str(place))
 
 
-def test_imports_of_the_repository_are_the_codes() -> None:
+def test_imports_from_the_repository_stay_in_the_sandboxed_code() -> None:
     source = "import json\nimport calc.core\nfrom calc import core as c\n\ndef test_a():\n    assert json\n"
     imports, rest = split_imports(source, FILES, "x.py")
     assert imports.splitlines() == [
@@ -286,7 +286,7 @@ class Shapes(unittest.TestCase):
 
 
 @pytest.mark.slow
-def test_right_code_passes_tests_of_all_common_forms() -> None:
+def test_correct_code_passes_tests_of_all_common_forms() -> None:
     row = {"files": SHAPE_FILES, "hidden_tests": HIDDEN}
     assert problem_of_row(row) == ""
     with episode(row) as env:
@@ -303,8 +303,8 @@ def test_right_code_passes_tests_of_all_common_forms() -> None:
 
 
 @pytest.mark.slow
-def test_the_code_decides_nothing_by_names_of_libraries_or_by_skips() -> None:
-    """Its own isclose and np take what they compare with for right, and its own Skipped would take tests away."""
+def test_the_code_cannot_pass_by_shadowing_libraries_or_by_skipping() -> None:
+    """The code's own isclose and np accept everything, and its own Skipped would skip tests."""
     cheats = [
         "isclose = lambda *given, **more: True\n\nclass np:\n    allclose = staticmethod(isclose)\n\n"
         "class math:\n    isclose = isclose\n    pi = 1\n",
@@ -346,7 +346,7 @@ def test_the_code_decides_nothing_by_names_of_libraries_or_by_skips() -> None:
         ({"files": FILES, "hidden_tests": TESTS, "difficulty": 3}, ""),
     ],
 )
-def test_rows_that_are_another_task_are_refused(row: dict[str, Any], problem: str, tmp_path: Path) -> None:
+def test_rows_of_a_different_task_are_refused(row: dict[str, Any], problem: str, tmp_path: Path) -> None:
     assert problem_of_row(row).startswith(problem) and bool(problem_of_row(row)) == bool(problem)
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps({"prompt": "Repair.", **columns}) + "\n" for columns in ({"env_seed": 1}, row)))
@@ -370,7 +370,7 @@ def test_rows_that_are_another_task_are_refused(row: dict[str, Any], problem: st
         ({"files": {"solution.py": ""}, "hidden_tests": TESTS}, "top-level module solution"),
     ],
 )
-def test_wrong_rows_are_named(row: dict[str, Any], problem: str) -> None:
+def test_invalid_rows_are_named(row: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem), episode(row):
         pass
 

@@ -1,4 +1,4 @@
-"""Games of TextWorld's own generator, by hand and through the contract of environments; names as in ALFWorld."""
+"""Games of TextWorld's generator, by hand and through the environment contract; names as in ALFWorld."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def game(folder: Path, row: dict[str, Any] | None = None, **options: Any) -> Any
 
 
 @pytest.mark.slow
-def test_the_contract_of_environments(folder: Path) -> None:
+def test_the_environment_contract_holds(folder: Path) -> None:
     case = contract.Case("textworld", {"games": [str(folder)]}, WALK)
     contract.test_an_episode_is_a_function_of_seed_and_actions(case)
-    contract.test_two_episodes_at_once_do_not_know_each_other(case)
-    contract.test_close_may_come_at_any_time_and_ends_no_other_episode(case)
+    contract.test_concurrent_episodes_do_not_affect_each_other(case)
+    contract.test_close_works_at_any_time_and_ends_no_other_episode(case)
     for response in contract.HOSTILE[::4]:
-        contract.test_what_is_no_action_changes_nothing_and_is_counted(case, response)
+        contract.test_an_invalid_action_changes_nothing_and_is_counted(case, response)
     contract.test_texts_come_from_options(case)
 
 
@@ -80,7 +80,7 @@ def test_a_game_by_hand(folder: Path) -> None:
         played.close()
 
 
-def test_things_are_named_as_in_alfworld() -> None:
+def test_things_are_named_like_in_alfworld() -> None:
     from hpcrl.envs.adapters.textworld import _name_things
 
     ids = ["mug_bar__minus_00_dot_80", "mug_bar__plus_01_dot_00", "sink_bar_1_bar_sinkbasin", "agent1", "a_minus_b"]
@@ -89,7 +89,7 @@ def test_things_are_named_as_in_alfworld() -> None:
     assert [things[name].name for name in ids] == ["mug 2", "mug 1", "sinkbasin 1", "agent1", "a-b"]
 
 
-def test_what_is_missing_is_named_before_the_start(tmp_path: Path) -> None:
+def test_missing_games_and_packages_are_named_before_the_start(tmp_path: Path) -> None:
     def problem(**options: Any) -> str:
         config = parse({"env": {"default": {"name": "textworld", "options": options}}})
         (line,) = validate_envs(config, {})
@@ -107,7 +107,7 @@ def test_what_is_missing_is_named_before_the_start(tmp_path: Path) -> None:
     assert "game.txt' is not a game" in problem(games=[str(tmp_path / "game.txt")])
 
 
-def test_games_of_alfworld_that_no_planner_solved_are_left_out(tmp_path: Path) -> None:
+def test_alfworld_games_that_no_planner_solved_are_skipped(tmp_path: Path) -> None:
     for number in range(2):
         (tmp_path / str(number)).mkdir()
         (tmp_path / str(number) / "game.tw-pddl").write_text(json.dumps({"solvable": False}))

@@ -1,4 +1,4 @@
-"""Tool formats: which one a chat template leads to, and what is read of well-formed, odd and hostile text."""
+"""Tool formats: derived from a chat template, and parsing of well-formed, odd and hostile text."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ the first prompt in the form of Hermes."""
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_a_published_template_leads_to_its_format(name: str) -> None:
+def test_the_format_is_derived_from_a_published_template(name: str) -> None:
     expected = DERIVED.get(name, "hermes")
     if expected in FORMATS.paths:
         assert derive(TABLE[name].template) == expected
@@ -142,11 +142,11 @@ def lists(opens: str, closes: str) -> str:
         ("", "hermes"),
     ],
 )
-def test_other_templates_lead_to_their_format(template: str, expected: str) -> None:
+def test_the_format_is_derived_from_other_templates(template: str, expected: str) -> None:
     assert derive(template) == expected
 
 
-def test_a_template_that_loses_something_is_refused_with_what_it_renders() -> None:
+def test_a_template_that_drops_content_is_refused_with_its_rendering() -> None:
     strings_only = (
         ONE_KEY
         + "<tool_call>{{ {'name': c.function.name, 'arguments': {}} | tojson }}</tool_call>{% endfor %}{% endfor %}"
@@ -158,7 +158,7 @@ def test_a_template_that_loses_something_is_refused_with_what_it_renders() -> No
     )
 
 
-def test_a_format_that_is_named_is_checked_too() -> None:
+def test_a_configured_format_is_checked_against_the_template() -> None:
     hermes = TABLE["qwen2.5"].template
     assert derive(hermes, "hermes") == "hermes"
     with pytest.raises(
@@ -174,7 +174,7 @@ def test_a_format_that_is_named_is_checked_too() -> None:
     assert derive(DEEPSEEK_V3_1, "deepseek_v3_1") == "deepseek_v3_1"
 
 
-def test_a_refusal_names_the_option_when_an_env_rank_starts() -> None:
+def test_a_refusal_at_the_start_of_an_env_rank_names_the_option() -> None:
     config = EnvConfig(name="tools", options={"tools": ["calculator"]})
     with pytest.raises(ValueError, match=r"^env\.maths\.options\.format: the model's chat template shows tools but"):
         check_env(config, "maths", TABLE["granite-3.3"].template)
@@ -184,7 +184,7 @@ def test_a_refusal_names_the_option_when_an_env_rank_starts() -> None:
         check_env(named, "maths", TABLE["qwen3"].template)
 
 
-def test_a_refusal_comes_before_the_start_if_the_folder_of_the_model_is_there(tmp_path: Path) -> None:
+def test_a_refusal_comes_before_the_start_if_the_model_folder_exists(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text(TABLE["granite-3.3"].template)
 
     def problems(model: dict[str, Any], **options: Any) -> list[str]:
@@ -211,7 +211,7 @@ KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", type(N
 
 
 @pytest.mark.parametrize("name", READABLE)
-def test_any_arguments_come_back_from_a_published_template(name: str) -> None:
+def test_any_arguments_round_trip_through_a_published_template(name: str) -> None:
     rng = random.Random(f"{name}/arguments")
     template = FolderTemplate(TABLE[name].template, {"bos_token": "<s>", "eos_token": "</s>"})
     asked = [{"role": "user", "content": "0ASKED0"}]
@@ -312,7 +312,7 @@ READ = [
 
 
 @pytest.mark.parametrize(("format_name", "text", "names"), READ)
-def test_calls_are_found_in_the_form_of_the_family(format_name: str, text: str, names: str) -> None:
+def test_calls_are_parsed_in_the_form_of_the_family(format_name: str, text: str, names: str) -> None:
     calls = parse(format_name, text, TYPED).calls
     assert [(call.name, call.problem) for call in calls] == [(name, "") for name in names]
     assert all(call.arguments["x"] == 1 for call in calls if call.name == "f")
@@ -325,7 +325,7 @@ THINKING = {"mistral": ("[THINK]", "[/THINK]"), "seed_oss": ("<seed:think>", "</
 
 
 @pytest.mark.parametrize(("format_name", "text", "names"), [case for case in READ if case[2]])
-def test_no_call_is_read_out_of_reasoning(format_name: str, text: str, names: str) -> None:
+def test_calls_within_reasoning_are_ignored(format_name: str, text: str, names: str) -> None:
     opened, closed = THINKING.get(format_name, ("<think>", "</think>"))
     if format_name == "harmony":
         opened, closed = "<|channel|>analysis<|message|>", "<|end|>"
@@ -340,7 +340,7 @@ def test_no_call_is_read_out_of_reasoning(format_name: str, text: str, names: st
         assert after == parse(format_name, text, TYPED).calls or (format_name == "mistral" and text.startswith(" ["))
 
 
-def test_a_mark_of_reasoning_within_an_argument_is_text() -> None:
+def test_a_reasoning_tag_within_an_argument_is_text() -> None:
     text = '<tool_call>{"name": "f", "arguments": {"s": "print(\'</think>\') <think>"}}</tool_call>'
     [call] = parse("hermes", text).calls
     assert call.arguments == {"s": "print('</think>') <think>"} and not call.problem
@@ -386,7 +386,7 @@ def test_a_mark_of_reasoning_within_an_argument_is_text() -> None:
         ("cohere", '<|START_ACTION|>[{"name": "f"}]', 'a call must be an object with "tool_name" and "parameters"'),
     ],
 )
-def test_what_looks_like_a_call_and_is_none_has_a_problem(format_name: str, text: str, problem: str) -> None:
+def test_a_malformed_call_has_a_problem(format_name: str, text: str, problem: str) -> None:
     assert any(problem in call.problem for call in parse(format_name, text, TYPED).calls)
 
 
@@ -418,13 +418,13 @@ def test_what_looks_like_a_call_and_is_none_has_a_problem(format_name: str, text
         ("[" * 5000, {"type": "array"}, "[" * 5000),
     ],
 )
-def test_a_value_without_quotes_gets_the_type_of_its_schema(text: str, schema: Any, value: Any) -> None:
+def test_an_unquoted_value_gets_the_type_of_its_schema(text: str, schema: Any, value: Any) -> None:
     found = typed(text, schema)
     assert found == value and type(found) is type(value)
 
 
 @pytest.mark.parametrize("format_name", FORMATS.paths)
-def test_a_broken_call_is_read_without_an_error(format_name: str) -> None:
+def test_a_broken_call_is_parsed_without_an_exception(format_name: str) -> None:
     rng = random.Random(f"{format_name}/broken")
     for text in [text for name, text, _ in READ if name == format_name]:
         for _ in range(100):
@@ -457,7 +457,7 @@ MARKS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("format_name", MARKS)
-def test_hostile_text_takes_little_time_and_raises_nothing(format_name: str) -> None:
+def test_hostile_text_is_parsed_quickly_without_an_exception(format_name: str) -> None:
     import random
 
     rng, marks = random.Random(7), MARKS[format_name]

@@ -230,7 +230,7 @@ def ours(format_name: str, text: str) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.slow
-def test_calls_are_read_as_by_vllm(caplog: pytest.LogCaptureFixture) -> None:
+def test_calls_are_parsed_like_vllm_parses_them(caplog: pytest.LogCaptureFixture) -> None:
     parsers = pytest.importorskip("vllm.tool_parsers", exc_type=ImportError).ToolParserManager
     from transformers import PreTrainedTokenizerFast
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest

@@ -1,4 +1,4 @@
-"""The environment tools: calls in the text of each family, and what the model hears of them."""
+"""The environment `tools`: calls in the text of each family, and the replies to the model."""
 
 from __future__ import annotations
 
@@ -144,14 +144,14 @@ def test_wrong_options_are_refused_before_the_start(options: dict[str, Any], err
 
 
 @pytest.mark.parametrize("path", ["no.such:thing", f"{TOOL}:missing", f"{TOOL}:undescribed", f"{TOOL}:Place"])
-def test_a_function_that_cannot_be_described_is_refused_at_the_start_of_an_env_rank(path: str) -> None:
+def test_a_function_without_a_usable_schema_is_refused_at_the_start_of_an_env_rank(path: str) -> None:
     with pytest.raises(
         ValueError, match=rf"env\.default\.options\.tools: '{path}' is not a function with a description"
     ):
         check_env(EnvConfig(name="tools", options={"tools": [path]}), "default")
 
 
-def test_a_function_becomes_a_tool_and_its_results_messages() -> None:
+def test_a_function_becomes_a_tool_and_its_results_become_messages() -> None:
     made = env(f"{TOOL}:weather", "calculator")
     text, info = made.reset(0)
     assert text == "" and [tool["function"]["name"] for tool in info["tools"]] == ["weather", "calculator"]
@@ -168,7 +168,7 @@ def test_a_function_becomes_a_tool_and_its_results_messages() -> None:
     assert made.step("It is 256.")[:4] == ([], 0.0, True, False), "a turn without a call is the final answer"
 
 
-def test_what_is_wrong_with_a_call_is_told_and_counted() -> None:
+def test_a_wrong_call_is_answered_with_the_problem_and_counted() -> None:
     made = env(f"{TOOL}:weather", invalid_reward=-0.25, max_calls=2)
     made.reset(0)
     for text, told in [
@@ -187,7 +187,7 @@ def test_what_is_wrong_with_a_call_is_told_and_counted() -> None:
     assert made.step(f"<think>{hermes('weather', city='Ulm')}</think>done")[2], "a call in the thinking is none"
 
 
-def test_a_function_that_hangs_is_left_and_the_model_is_told() -> None:
+def test_a_hanging_function_is_abandoned_and_the_model_gets_an_error() -> None:
     made = env(f"{TOOL}:weather", tool_timeout_s=0.05)
     made.reset(0)
     started = time.monotonic()
@@ -233,7 +233,7 @@ def test_a_coroutine_is_awaited_and_cancelled() -> None:
         ("raises", "Error: Odd"),
     ],
 )
-def test_whatever_a_function_returns_is_a_text_or_an_error(what: str, told: str) -> None:
+def test_every_return_value_becomes_a_text_or_an_error(what: str, told: str) -> None:
     made = env(f"{TOOL}:gives")
     made.reset(0)
     [message], *_, info = made.step(hermes("gives", what=what))
@@ -241,7 +241,7 @@ def test_whatever_a_function_returns_is_a_text_or_an_error(what: str, told: str)
     assert info["metrics"]["tool_errors"] == float(told.startswith("Error"))
 
 
-def test_long_results_lose_their_middle() -> None:
+def test_the_middle_of_long_results_is_cut() -> None:
     made = env(f"{TOOL}:weather", max_result_chars=64)
     made.reset(0)
     [text] = heard(made, hermes("weather", city="U" * 1000))
@@ -267,14 +267,14 @@ def test_long_results_lose_their_middle() -> None:
         ("1" * 501, "Error: an expression has at most 500 characters"),
     ],
 )
-def test_the_calculator_computes_and_evaluates_nothing_else(expression: str, value: str) -> None:
+def test_the_calculator_evaluates_only_arithmetic(expression: str, value: str) -> None:
     made = env("calculator")
     made.reset(0)
     assert heard(made, hermes("calculator", expression=expression))[0].startswith(value)
 
 
 @pytest.mark.slow
-def test_python_runs_in_the_sandbox() -> None:
+def test_the_python_tool_runs_in_the_sandbox() -> None:
     made = env("python")
     made.reset(0)
     assert heard(made, hermes("python", code="x = 6\nprint(x * 7)")) == ["42"]
@@ -291,7 +291,7 @@ def test_python_runs_in_the_sandbox() -> None:
     assert ended == "Error: The program was ended at its limit of time of 0.3 s."
 
 
-def test_arguments_that_cannot_be_shown_are_an_invalid_call() -> None:
+def test_arguments_that_cannot_be_printed_make_the_call_invalid() -> None:
     made = env("calculator")
     made.reset(0)
     for depth in range(980, 1000):
@@ -301,7 +301,7 @@ def test_arguments_that_cannot_be_shown_are_an_invalid_call() -> None:
         assert told.startswith("Error: wrong arguments") or told.endswith("nested too deeply")
 
 
-def test_the_number_is_found_by_its_answers() -> None:
+def test_the_guessing_tool_leads_to_the_number() -> None:
     made = env("guess", highest=10, prompt="Find it. {prompt}", messages=[{"role": "user", "content": "Now."}])
     assert made.reset(5)[0] == "Find it. Now."
     low, high, rewards = 1, 10, []

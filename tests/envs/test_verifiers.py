@@ -1,4 +1,4 @@
-"""Environments of verifiers, which nobody here wrote: its own and its adapters play as they do by themselves."""
+"""Third-party environments of verifiers: its own and its adapters' play like without hpcrl."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 
 class Waited:
-    """An environment whose coroutines are waited for."""
+    """An environment whose coroutines are awaited."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, row: dict[str, Any] | None = None, **options: Any):
         self.loop, self.config = loop, EnvConfig(name="verifiers", options=options)
@@ -84,7 +84,7 @@ def test_the_seed_chooses_a_row_and_the_rubric_scores(loop: asyncio.AbstractEven
         env.step("seven")
 
 
-def test_turns_are_those_of_the_game_itself(loop: asyncio.AbstractEventLoop) -> None:
+def test_turns_match_the_original_game(loop: asyncio.AbstractEventLoop) -> None:
     from gem.envs.game_env.guess_the_number import GuessTheNumberEnv
 
     env = Waited(loop, entry_point=f"{HERE}:guessing")
@@ -106,7 +106,7 @@ def test_turns_are_those_of_the_game_itself(loop: asyncio.AbstractEventLoop) -> 
         assert over and reward == pytest.approx(total) and info["metrics"]["sum_step_rewards"] == pytest.approx(total)
 
 
-def test_tools_are_shown_called_and_answered(loop: asyncio.AbstractEventLoop) -> None:
+def test_tools_are_listed_called_and_answered(loop: asyncio.AbstractEventLoop) -> None:
     env = Waited(loop, entry_point=f"{HERE}:adding")
     messages, info = env.reset(1)
     assert [message["role"] for message in messages] == ["system", "user"]
@@ -131,7 +131,7 @@ def test_tools_are_shown_called_and_answered(loop: asyncio.AbstractEventLoop) ->
     }
 
 
-def test_rows_of_the_run_are_tasks_too(loop: asyncio.AbstractEventLoop) -> None:
+def test_rows_of_the_run_can_be_tasks(loop: asyncio.AbstractEventLoop) -> None:
     row = {"messages": [{"role": "user", "content": "2 + 4?"}], "answer": "6"}
     env = Waited(loop, row, entry_point=f"{HERE}:adding", task="row")
     for _ in range(2):
@@ -140,7 +140,7 @@ def test_rows_of_the_run_are_tasks_too(loop: asyncio.AbstractEventLoop) -> None:
     assert Waited(loop, entry_point=f"{HERE}:adding").reset(3)[0][1]["content"] == "Go on."
 
 
-def test_an_episode_keeps_the_protocol_whatever_a_model_writes(loop: asyncio.AbstractEventLoop) -> None:
+def test_an_episode_keeps_the_protocol_for_any_model_output(loop: asyncio.AbstractEventLoop) -> None:
     for options, end in (({"entry_point": f"{HERE}:Rough"}, "end"), ({"entry_point": f"{HERE}:adding"}, "5")):
         responses = [*(HOSTILE if end == "end" else [call(first=1, second=hostile) for hostile in HOSTILE[:7]]), end]
         first = play(Waited(loop, **options), 3, responses)
@@ -151,7 +151,7 @@ def test_an_episode_keeps_the_protocol_whatever_a_model_writes(loop: asyncio.Abs
         other.close()
 
 
-def test_the_end_and_a_close_clean_up_once(loop: asyncio.AbstractEventLoop) -> None:
+def test_ending_and_closing_clean_up_once(loop: asyncio.AbstractEventLoop) -> None:
     from tests.envs.verifiers_envs import CLEANED
 
     CLEANED.clear()
@@ -179,7 +179,7 @@ def test_the_end_and_a_close_clean_up_once(loop: asyncio.AbstractEventLoop) -> N
         ("picture", "VerifiersError", "a part of type .*image_url"),
     ],
 )
-def test_what_an_environment_does_wrong_reaches_the_role(
+def test_errors_of_an_environment_are_raised_to_the_role(
     loop: asyncio.AbstractEventLoop, said: str, error: str, text: str
 ) -> None:
     env = Waited(loop, entry_point=f"{HERE}:Rough")
@@ -202,7 +202,7 @@ def test_what_an_environment_does_wrong_reaches_the_role(
         ({"entry_point": f"{HERE}:comparing"}, "scores groups; use it as reward function with add_reward"),
     ],
 )
-def test_wrong_environments_are_named_by_env_ranks(options: dict[str, Any], problem: str) -> None:
+def test_env_ranks_name_unusable_environments(options: dict[str, Any], problem: str) -> None:
     config = parse({"env": {"default": {"name": "verifiers", "options": options}}})
     assert validate_envs(config, {}) == [], "code of others is imported by env ranks only"
     with pytest.raises(ValueError, match=r"env\.default\.options\.") as raised:
@@ -211,7 +211,7 @@ def test_wrong_environments_are_named_by_env_ranks(options: dict[str, Any], prob
 
 
 @pytest.mark.usefixtures("loop")
-def test_a_model_must_write_calls_in_a_known_format() -> None:
+def test_the_model_must_use_a_known_tool_format() -> None:
     config = EnvConfig(name="verifiers", options={"entry_point": f"{HERE}:adding"})
     with pytest.raises(ValueError, match=r"env\.default\.options\.format: the model's chat template shows tools"):
         check_env(config, "default", "{{ tools }} <function=")
@@ -221,7 +221,7 @@ def test_a_model_must_write_calls_in_a_known_format() -> None:
 
 
 @pytest.mark.usefixtures("loop")
-def test_an_environment_leaves_the_signals_of_the_process_alone() -> None:
+def test_an_environment_does_not_change_the_signal_handlers_of_the_process() -> None:
     from hpcrl.envs.adapters.verifiers import _loaded, environment
     from hpcrl.envs.spec import VerifiersOptions
 

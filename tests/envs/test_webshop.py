@@ -1,4 +1,4 @@
-"""WebShop: its reward by hand, its pages, the original's files, and what is wrong with them."""
+"""WebShop: its reward by hand, its pages, the original files, and their errors."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_reward_by_hand() -> None:
         ("Lamp", "running shoes", "Clothing › Shoes", 0.0),  # no noun at all outweighs query and category
     ],
 )
-def test_kinds(name: str, query: str, path: str, expected: float) -> None:
+def test_match_of_product_kinds_by_hand(name: str, query: str, path: str, expected: float) -> None:
     assert kind(product(name=name, query=query, product_category=path), product()) == expected
 
 
@@ -95,12 +95,12 @@ def test_kinds(name: str, query: str, path: str, expected: float) -> None:
         (11, "wanted", "Clothing › Shoes", 0.1),  # one of eleven is less than .1
     ],
 )
-def test_kinds_with_few_words_in_common(num_words: int, query: str, path: str, expected: float) -> None:
+def test_kinds_with_few_common_words_match_partially(num_words: int, query: str, path: str, expected: float) -> None:
     wanted = product(name=" ".join("word" + letter for letter in "abcdefghijk"[:num_words]), query="wanted")
     assert kind(product(name="worda of 2 lamps", query=query, product_category=path), wanted) == expected
 
 
-def test_attributes_and_options_match_by_words() -> None:
+def test_attributes_and_options_are_matched_by_words() -> None:
     bought = product(full_description="made with Natural Ingredients")
     wanted = ("Arch Support", "natural ingredients", "for women", "arch", "sport", "non-slip sole")
     assert [num_attributes(bought, [name]) for name in wanted] == [1, 1, 1, 1, 0, 1]
@@ -127,7 +127,7 @@ def test_similarity_by_hand(one: str, other: str, expected: int) -> None:
     assert similarity(one, other) == similarity(other, one) == expected
 
 
-def test_products_and_goals_of_the_originals_files() -> None:
+def test_products_and_goals_are_read_from_the_original_files() -> None:
     items = [
         item(),
         item(name="twice"),
@@ -154,7 +154,7 @@ def test_products_and_goals_of_the_originals_files() -> None:
     assert human[1].text == "i want shoes" and human[1].price_upper == 1e6, "no limit is above its price"
 
 
-def test_search_finds_the_best_first_and_takes_no_operators() -> None:
+def test_search_ranks_the_best_first_and_ignores_operators() -> None:
     names = ["red shoes", "blue shoes", "red hat", "running in red shoes of shoes"]
     search = Search([product(name=name, full_description="", small_description=[]) for name in names])
     assert search.find("RED shoe", 10)[0] in (0, 3) and set(search.find("red shoe", 10)) == {0, 1, 2, 3}
@@ -174,7 +174,7 @@ def test_search_finds_the_best_first_and_takes_no_operators() -> None:
     assert search.find(" ".join(f"w{number}" for number in range(100_000)) + " hat", 5) == []
 
 
-def test_a_walk_through_the_pages() -> None:
+def test_an_episode_through_all_kinds_of_pages() -> None:
     env = shop(show_attributes=True)
     assert env.reset(3)[0] == "Search" and env.actions == ["search[...]"]
     text, reward, *ended, info = env.step("Search[shoes sandals shirt jacket]")
@@ -203,7 +203,7 @@ def test_a_walk_through_the_pages() -> None:
     assert info["metrics"]["success"] == float(reward == 1.0)
 
 
-def test_pages_have_their_actions_only() -> None:
+def test_each_page_allows_only_its_own_actions() -> None:
     env = shop(page_chars=100)
     env.reset(0)
     for wrong in ("search[]", "search[ ]", "click[buy now]", "click[description]", "buy", "search"):
@@ -216,7 +216,7 @@ def test_pages_have_their_actions_only() -> None:
     assert len(text) == 100
 
 
-def test_search_works_on_every_page_as_in_the_original() -> None:
+def test_search_works_on_every_page_like_in_the_original() -> None:
     """web_agent_text_env.py of princeton-nlp/WebShop: a search needs words only, and every page has the instruction."""
     env = shop(turn="Your task: {task}\n{observation}")
     env.reset(0)
@@ -231,7 +231,7 @@ def test_search_works_on_every_page_as_in_the_original() -> None:
     assert "Your task: {task}" in WebShopOptions().turn and "Your task: {task}" in WebShopOptions().invalid
 
 
-def test_the_expert_buys_what_is_asked_for() -> None:
+def test_the_expert_buys_the_requested_product() -> None:
     env = shop()
     for seed in range(40):
         env.reset(seed)
@@ -247,7 +247,7 @@ def test_every_generated_goal_can_be_reached() -> None:
         assert reward_of(one.product, one, dict(one.options)) == 1.0, one  # type: ignore[arg-type]
 
 
-def test_goals_of_validation_are_held_out_and_a_row_may_name_one() -> None:
+def test_validation_goals_are_held_out_and_a_row_may_name_one() -> None:
     shops = catalogue_of(WebShopOptions(**SMALL))
     held = {id(one) for one in shops.goals[:10]}
     drawn = [{id(shops.goal(first + seed)) for seed in range(400)} for first in (0, HALF)]
@@ -260,14 +260,14 @@ def test_goals_of_validation_are_held_out_and_a_row_may_name_one() -> None:
             make_env(EnvConfig(name="webshop", options=SMALL), {"extra": {"goal": wrong}})
 
 
-def test_a_small_generated_catalogue_is_the_beginning_of_a_large_one() -> None:
+def test_a_small_generated_catalogue_is_a_prefix_of_a_large_one() -> None:
     items, attributes = generated(300, 7)
     fewer, some = generated(50, 7)
     assert fewer == items[:50] and some.items() <= attributes.items() and generated(50, 8)[0] != fewer
     assert len(products_of(items, attributes)) == 300 and len({one["query"] for one in items}) == 16
 
 
-def test_files_are_read_and_what_is_wrong_with_them_is_named(tmp_path: Path) -> None:
+def test_files_are_read_and_their_errors_are_named(tmp_path: Path) -> None:
     items, attributes = generated(40, 0)
     paths = {name: str(tmp_path / f"{name}.json") for name in ("items", "attributes", "human")}
     said = {"instruction": "i want it", "instruction_attributes": ["x"], "instruction_options": []}

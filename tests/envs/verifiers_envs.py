@@ -1,4 +1,4 @@
-"""Environments made of the classes of verifiers, which only tests marked `outside` import."""
+"""Environments made of verifiers' classes; only tests marked `outside` import them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was checked and submitted is what runs, whatever becomes of the files that made it."""
+"""The checked and submitted configuration runs, even if its files change later."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def script_words(run: Path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("edit", EDITS)
-def test_an_edit_neither_changes_a_queued_job_nor_stops_its_requeue(
+def test_editing_an_experiment_neither_changes_a_queued_job_nor_stops_its_requeue(
     mine: Path, edit: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["+cluster=slurm", "+experiment=mine", "cluster.time=60"]) == ExitCode.DONE
@@ -109,7 +109,7 @@ def test_an_edit_neither_changes_a_queued_job_nor_stops_its_requeue(
 
 
 @pytest.mark.slow
-def test_a_submission_before_the_first_start_is_a_new_one(mine: Path) -> None:
+def test_a_submission_before_the_first_start_uses_the_current_files(mine: Path) -> None:
     """Nothing has run, so the files count as they are."""
     words = ["+cluster=slurm", "+experiment=mine"]
     assert main(words) == ExitCode.DONE
@@ -122,7 +122,7 @@ def test_a_submission_before_the_first_start_is_a_new_one(mine: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("place", [(), ("run_dir=runs/there",)])
-def test_a_script_submitted_by_hand_is_fixed_by_its_first_start(
+def test_the_first_start_freezes_a_script_submitted_by_hand(
     mine: Path, edit: str, place: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["+cluster=slurm", "+experiment=mine", "save_every=2", *place]
@@ -138,7 +138,7 @@ def test_a_script_submitted_by_hand_is_fixed_by_its_first_start(
 
 
 def started(*words: str) -> Path:
-    """A run of the experiment that was started here and has stopped."""
+    """A run of the experiment that was started on this machine and has stopped."""
     config, *_, run, _ = prepare(["+experiment=mine", *words])
     opened = open_run(config.model_dump(mode="json"), config.run_dir, "auto", arguments=run.arguments)
     close_run(opened.run_dir, opened.attempt)
@@ -146,7 +146,7 @@ def started(*words: str) -> Path:
 
 
 @pytest.mark.slow
-def test_words_at_a_resume_change_what_may_change_and_nothing_else_does(
+def test_a_resume_changes_only_permitted_keys_given_as_overrides(
     mine: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started("save_every=5")
@@ -167,9 +167,7 @@ def test_words_at_a_resume_change_what_may_change_and_nothing_else_does(
 
 @pytest.mark.parametrize("word", ["trainer.lr=9e-4", "trainer={lr: 9e-4}", "+trainer.lr=9e-4", "data.train.0=task:add"])
 @pytest.mark.parametrize("edited", [True, False])
-def test_a_word_that_may_not_change_is_refused_also_if_the_file_says_the_same(
-    mine: Path, word: str, edited: bool
-) -> None:
+def test_an_override_of_a_fixed_key_is_refused_even_if_the_file_agrees(mine: Path, word: str, edited: bool) -> None:
     mine.write_text(MINE.format(lr=1e-4).replace("task:sort_digits", "[task:sort_digits]"))
     started()
     if edited:
@@ -181,8 +179,8 @@ def test_a_word_that_may_not_change_is_refused_also_if_the_file_says_the_same(
     assert refused.value.problems[1:] == [changed]
 
 
-def test_words_left_out_at_a_resume_count_too(mine: Path) -> None:
-    """Begun on Slurm, gone on with here; and without a component."""
+def test_overrides_left_out_at_a_resume_also_count_as_changes(mine: Path) -> None:
+    """Started on Slurm and resumed on this machine, also without a component."""
     parts = "{node: {roles: [controller, trainer]}, spare: {roles: [reward], partition: cpu}}"
     layout = ["layout.reward.num_ranks=1", "layout.reward.colocate_with=null"]
     started("+cluster=slurm", f"cluster.components={parts}", "max_steps=12", *layout)
@@ -191,15 +189,15 @@ def test_words_left_out_at_a_resume_count_too(mine: Path) -> None:
     assert {line.partition(": ")[0] for line in run.changes} >= {"cluster.name", "max_steps"}
 
 
-def test_resume_fresh_starts_with_the_files_as_they_are(mine: Path) -> None:
+def test_resume_fresh_uses_the_current_files(mine: Path) -> None:
     run_dir = started()
     EDITS["edited"](mine)
     config, *_, run, _ = prepare(["+experiment=mine", "resume=fresh"])
     assert (config.trainer.lr, run.kind, config.run_dir) == (9e-4, "fresh", f"{run_dir}-2")
 
 
-def test_a_run_whose_words_are_not_known_is_compared_as_a_whole(mine: Path) -> None:
-    """As a version of hpcrl stored it that kept no words."""
+def test_a_run_with_unknown_overrides_is_compared_as_a_whole(mine: Path) -> None:
+    """A run folder of a version of hpcrl that stored no overrides."""
     run_dir = started()
     text = (run_dir / CONFIG).read_text()
     (run_dir / CONFIG).write_text(text.partition("\n")[2])
@@ -210,8 +208,8 @@ def test_a_run_whose_words_are_not_known_is_compared_as_a_whole(mine: Path) -> N
 
 
 @pytest.mark.parametrize("moved", [True, False])
-def test_the_configuration_of_a_run_starts_again(mine: Path, moved: bool) -> None:
-    """In another folder under another name, with texts and numbers as they were."""
+def test_a_runs_configuration_can_start_another_run(mine: Path, moved: bool) -> None:
+    """In another folder under another name, with unchanged texts and numbers."""
     prologue = 'cluster.prologue="export A=\\${HOME}/1e5 \\\\\\${x}"'
     run_dir = started("run_name=1e5", prologue, "rollout.stop=['1e6','yes']", "resume=fresh", "~seed")
     mine.unlink()
@@ -226,7 +224,7 @@ def test_the_configuration_of_a_run_starts_again(mine: Path, moved: bool) -> Non
 
 
 @pytest.mark.slow
-def test_the_configuration_of_a_run_resumes_it(mine: Path) -> None:
+def test_a_runs_configuration_resumes_it(mine: Path) -> None:
     run_dir = started()
     EDITS["edited"](mine)
     config, *_, run, _ = prepare([f"--config={run_dir}/{CONFIG}", "max_steps=20"])
@@ -237,7 +235,7 @@ def test_the_configuration_of_a_run_resumes_it(mine: Path) -> None:
         prepare([f"--config={run_dir}/{CONFIG}", "trainer.lr=1"])
 
 
-def test_a_models_name_leads_to_the_same_files_at_a_resume(
+def test_a_hub_name_resolves_to_the_same_files_at_a_resume(
     mine: Path,
     cache: Path,  # noqa: F811
 ) -> None:
@@ -253,7 +251,7 @@ def test_a_models_name_leads_to_the_same_files_at_a_resume(
     assert stored_config(run_dir).model.path == str(snapshot)
 
 
-def test_a_sweep_and_an_executor_submit_fixed_configurations(
+def test_sweeps_and_executors_submit_frozen_configurations(
     mine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("submitit")
@@ -299,7 +297,7 @@ def test_a_sweep_and_an_executor_submit_fixed_configurations(
         ("1: 2\n? [a]\n: 3", [], "--config mine.yaml: "),
     ],
 )
-def test_what_is_wrong_with_a_file_is_one_line_with_the_place(
+def test_an_error_in_a_file_is_one_line_with_its_position(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, words: list[str], said: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -310,7 +308,7 @@ def test_what_is_wrong_with_a_file_is_one_line_with_the_place(
     assert line.startswith(said) and "\n" not in line
 
 
-def test_a_file_takes_the_place_of_groups_and_words_take_that_of_the_file(tmp_path: Path) -> None:
+def test_a_file_replaces_groups_and_overrides_win_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "my own.yaml"
     file.write_text("trainer: {lr: 1e-4}\nlayout: {trainer: {num_ranks: 3}}\nalgorithm: {pg_clip_high: .3}\n")
     config = load(["--config", str(file)])
@@ -322,14 +320,14 @@ def test_a_file_takes_the_place_of_groups_and_words_take_that_of_the_file(tmp_pa
     assert load(["--config", str(file), "layout=single"]).layout.trainer.num_ranks is None
 
 
-def test_a_complete_configuration_by_hand_may_state_the_defaults_of_what_is_not_read(tmp_path: Path) -> None:
+def test_a_copied_configuration_may_state_defaults_of_unused_keys(tmp_path: Path) -> None:
     """A copy of a run's configuration whose first line was removed."""
     file = tmp_path / "mine.yaml"
     file.write_bytes(write_config(load(["+experiment=demo"]).model_dump(mode="json"), None).partition(b"\n")[2])
     assert load(["--config", str(file)]) == load(["+experiment=demo"])
 
 
-def test_the_documented_files_are_configurations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_documented_files_are_valid_configurations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = (ROOT / "docs/own_experiment.md").read_text().split("```\n")
     (tmp_path / "my.yaml").write_text(blocks[1])
     config = load(["--config", str(tmp_path / "my.yaml")])
@@ -354,7 +352,7 @@ TREES = st.dictionaries(st.sampled_from("abc"), VALUES, max_size=3)
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(old=TREES, new=TREES)
-def test_of_two_configurations_all_differences_or_none_are_taken_over(old: Any, new: Any) -> None:
+def test_merging_takes_over_exactly_the_given_differences(old: Any, new: Any) -> None:
     keys = {key for key, _ in differences(old, new)}
     assert _merge(old, new, keys) == new
     assert _merge(old, new, set()) == old
@@ -363,7 +361,7 @@ def test_of_two_configurations_all_differences_or_none_are_taken_over(old: Any, 
 @pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(text=st.text(st.sampled_from("${}\\#:- '\"\n1e5.~\t€"), max_size=12))
-def test_any_text_is_read_back_as_it_was(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_any_text_is_read_back_unchanged(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     file = tmp_path_factory.mktemp("text") / CONFIG
     file.write_bytes(write_config({"data": {"system_prompt": text or "x"}}, [text]))
     assert load(["--config", str(file)]).data.system_prompt == (text or "x")

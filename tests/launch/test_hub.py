@@ -1,4 +1,4 @@
-"""A model by its hub name: from the cache, from conf/ for a plan, and one clear line where it is nowhere."""
+"""A model by its hub name: from the cache, from conf/ for a plan, and one clear line if it is not found."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def test_a_cached_model_is_used_and_its_folder_recorded(cache: Path) -> None:
     assert (config.model.path, model.path) == (str(snapshot), snapshot)
 
 
-def test_a_folder_of_that_name_comes_first(cache: Path, tmp_path: Path) -> None:
+def test_a_folder_of_that_name_takes_precedence(cache: Path, tmp_path: Path) -> None:
     add(cache, "org/tiny")
     write_model(tmp_path / "org" / "tiny")
     assert find_model("org/tiny", plan_only=False) == "org/tiny"
 
 
 @pytest.mark.parametrize("dry_run", ["true", "false"])
-def test_a_model_that_is_nowhere_is_one_line(cache: Path, dry_run: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_model_is_reported_in_one_line(cache: Path, dry_run: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["model.path=org/tiny", f"dry_run={dry_run}"]) == ExitCode.BAD_INPUT
     assert capsys.readouterr().err.splitlines() == [
         "model.path: org/tiny is neither a folder nor in the local Hugging Face cache; on a machine with network "
@@ -55,7 +55,7 @@ def test_a_model_that_is_nowhere_is_one_line(cache: Path, dry_run: str, capsys: 
     ]
 
 
-def test_the_config_that_comes_along_is_for_plans_only(cache: Path) -> None:
+def test_the_bundled_config_is_used_only_for_plans(cache: Path) -> None:
     folder = Path(find_model("Qwen/Qwen3-235B-A22B", plan_only=True))
     assert [path.name for path in folder.iterdir()] == ["config.json"]
     with pytest.raises(ValueError, match="nor in the local Hugging Face cache"):
@@ -63,5 +63,5 @@ def test_the_config_that_comes_along_is_for_plans_only(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["/nowhere/at/all", "nowhere", "./org/tiny", "a/b/c"])
-def test_what_is_no_hub_name_is_a_folder(cache: Path, path: str) -> None:
+def test_a_name_that_is_not_a_hub_name_is_a_folder(cache: Path, path: str) -> None:
     assert find_model(path, plan_only=False) == path

@@ -1,4 +1,4 @@
-"""What the batch script reads of `hpcrl.launch.job begin`, and how a job ends."""
+"""The output of `hpcrl.launch.job begin` for the batch script, and how a job ends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_refused_start_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-def test_what_a_library_prints_does_not_reach_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_of_libraries_does_not_reach_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = tmp_path / "run"
     # Making a row of this task prints a dot.
     assert begin(["data.train=reasoning_gym:bf", f"run_dir={run_dir}"]) == ExitCode.DONE
@@ -39,7 +39,7 @@ def test_what_a_library_prints_does_not_reach_the_script(tmp_path: Path, capsys:
     )
 
 
-def test_a_job_with_other_nodes_than_the_layout_opens_no_attempt(
+def test_a_job_with_a_different_number_of_nodes_opens_no_attempt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log.start("launch", console="stderr")
@@ -50,10 +50,10 @@ def test_a_job_with_other_nodes_than_the_layout_opens_no_attempt(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_start_over_in_a_job_is_refused(
+def test_starting_over_within_a_job_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Requeued, it would begin in another folder every time."""
+    """A requeued job would begin in a new folder every time."""
     log.start("launch", console="stderr")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
@@ -73,7 +73,7 @@ echo "JobId=7 JobState=RUNNING Restarts=0 PreemptTime=None Reason=None EndTime=U
 
 
 def make_scontrol(folder: Path, silent: int, error: str, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A stand-in that fails so many times; returns the file with its calls."""
+    """A replacement of scontrol that fails so many times; returns the file with its calls."""
     program = folder / "bin" / "scontrol"
     program.parent.mkdir()
     program.write_text(SCONTROL.format(folder=folder, silent=silent, error=error))
@@ -94,7 +94,7 @@ def stopped_run(folder: Path, monkeypatch: pytest.MonkeyPatch, code: ExitCode = 
     return run.run_dir
 
 
-def test_the_end_of_a_job_waits_for_a_silent_controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_a_job_waits_for_an_unresponsive_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = stopped_run(tmp_path, monkeypatch)
     calls = make_scontrol(tmp_path, 2, "Unable to contact slurm controller (connect failure)", monkeypatch)
     assert end(run_dir, 1, 75) == ExitCode.REQUEUE
@@ -102,7 +102,7 @@ def test_the_end_of_a_job_waits_for_a_silent_controller(tmp_path: Path, monkeypa
     assert last_end(run_dir)["goes_on"] is True
 
 
-def test_the_end_of_a_job_asks_once_where_slurm_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_a_job_asks_once_if_slurm_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control of the test above."""
     run_dir = stopped_run(tmp_path, monkeypatch)
     calls = make_scontrol(tmp_path, 2, "Access/permission denied", monkeypatch)
@@ -122,7 +122,7 @@ TAKEN = {
 def end_with(
     run_dir: Path, code: int | None, taken: str, monkeypatch: pytest.MonkeyPatch, step: int = 0, job: int = 7
 ) -> str:
-    """Open an attempt in the job, end it with this code (None: its agents said nothing); returns why it is over."""
+    """Open an attempt in the job and end it with this code (None: no verdict of its agents); returns the reason."""
     program = run_dir.parent / "bin" / "scontrol"
     program.parent.mkdir(exist_ok=True)
     answer = f"JobId={job} Restarts=0 EndTime=Unknown {TAKEN[taken]}"
@@ -145,7 +145,7 @@ def save(run_dir: Path, step: int) -> None:
 
 
 @pytest.mark.slow
-def test_jobs_that_are_too_short_do_not_go_on_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_short_jobs_are_not_requeued_forever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = tmp_path / "run"
     for _ in range(3):
         assert "resumes" in end_with(run_dir, ExitCode.REQUEUE, "", monkeypatch)
@@ -160,10 +160,10 @@ def test_jobs_that_are_too_short_do_not_go_on_for_ever(tmp_path: Path, monkeypat
     assert last_end(run_dir)["goes_on"] is False
 
 
-def test_on_a_full_disk_a_job_ends_with_the_code_of_its_step_and_does_not_go_on(
+def test_on_a_full_disk_a_job_ends_with_its_steps_code_and_is_not_requeued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The word of the agent did not fit, nor does the count of crashes."""
+    """Neither the agent's verdict nor the count of crashes fits on the disk."""
     run_dir = tmp_path / "run"
     assert end_with(run_dir, None, "", monkeypatch, step=ExitCode.NOT_SAVED).startswith("crash 1 of at most 3")
     (run_dir / ".restarts.json.tmp").symlink_to("/dev/full")
@@ -173,14 +173,14 @@ def test_on_a_full_disk_a_job_ends_with_the_code_of_its_step_and_does_not_go_on(
 
 
 @pytest.mark.slow
-def test_a_person_who_submits_again_starts_the_count_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manual_resubmission_resets_the_crash_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = tmp_path / "run"
     said = [end_with(run_dir, ExitCode.RANK_KILLED, "", monkeypatch) for _ in range(4)]
     assert said[0].startswith("crash 1 of at most 3") and said[3].startswith("crash 4 without a new checkpoint")
     assert end_with(run_dir, ExitCode.RANK_KILLED, "", monkeypatch, job=8).startswith("crash 1 of at most 3")
 
 
-def test_the_links_of_a_chain_count_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crashes_of_all_links_of_a_chain_count_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = tmp_path / "run"
     (run_dir / "slurm").mkdir(parents=True)
     record_submission(run_dir, [7, 8, 9])
@@ -198,13 +198,13 @@ def test_the_links_of_a_chain_count_together(tmp_path: Path, monkeypatch: pytest
         (signal.SIGKILL, "", "crash 1 of at most 3"),
     ],
 )
-def test_agents_that_a_signal_ended_while_they_imported(
+def test_agents_ended_during_imports_get_the_outcome_of_their_signal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, taken: str, why: str
 ) -> None:
     assert end_with(tmp_path / "run", None, taken, monkeypatch, step=128 + number).startswith(why)
 
 
-def test_a_commit_counts_from_its_name_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_is_committed_once_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The crash came before LATEST named the new checkpoint; the next one, without a new one, is one too many."""
     config = Config.model_validate({"cluster": {"name": "slurm", "max_restarts": 1}}).model_dump(mode="json")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
@@ -221,7 +221,7 @@ def test_a_commit_counts_from_its_name_on(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_cannot_be_written_is_a_crash_and_none_that_can_be_read_the_end(
+def test_failing_saves_are_crashes_and_failing_reads_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = make_scontrol(tmp_path, 0, "", monkeypatch)

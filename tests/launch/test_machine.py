@@ -1,4 +1,4 @@
-"""What a run on this machine may ask of it."""
+"""The limits of a run on this machine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check(*words: str) -> list[str]:
     return [problem.text for problem in (*check_placement(config, layout), *check_machine(config, layout))]
 
 
-def test_more_than_the_cores_can_carry_is_refused_in_one_line() -> None:
+def test_more_processes_than_cores_can_run_are_refused_in_one_line() -> None:
     assert check(f"layout.trainer.num_ranks={ROOM - 1}") == []
     (line,) = check(f"layout.trainer.num_ranks={ROOM}")
     assert line.startswith(f"cluster: {ROOM + 1} ranks x 1 threads = {ROOM + 1:,} on this machine of ")
@@ -40,7 +40,7 @@ def test_more_than_the_cores_can_carry_is_refused_in_one_line() -> None:
     assert check(f"layout.trainer.num_ranks={ROOM}", "+cluster=slurm") == [], "that is the nodes' matter"
 
 
-def test_a_plan_for_other_machines_needs_no_room_on_this_one(
+def test_a_plan_for_other_machines_is_not_limited_by_this_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -56,7 +56,7 @@ def test_a_plan_for_other_machines_needs_no_room_on_this_one(
 
 
 @pytest.mark.parametrize(("gpus", "device", "refused"), [("0", "auto", True), ("0", "cpu", False), ("", "auto", False)])
-def test_an_engine_that_lacks_a_package_for_gpus_is_refused_where_there_are_some(
+def test_a_missing_gpu_package_of_an_engine_is_refused_only_on_gpu_machines(
     gpus: str, device: str, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VISIBLE, gpus)
@@ -83,7 +83,7 @@ def test_threads_and_processes_of_rewards_and_environments_count() -> None:
     assert f"2 reward ranks x {ROOM} processes of default + 2 env ranks x 7 threads of default = {total:,} on" in line
 
 
-def test_a_node_holds_so_many_ranks() -> None:
+def test_the_number_of_ranks_per_node_is_limited() -> None:
     (line,) = check("+cluster=slurm", "layout.trainer.num_ranks=2000")
     assert line.startswith(
         "cluster.components: 2001 ranks are more than one node can hold; set cluster.components.main"
@@ -120,7 +120,7 @@ def test_a_node_requests_a_gpu_for_each_rank_with_a_model(capsys: pytest.Capture
         ),
     ],
 )
-def test_the_plan_says_where_models_will_be(
+def test_the_plan_shows_on_which_device_models_are(
     words: list[str], gpus: str, row: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VISIBLE, gpus)
@@ -131,7 +131,7 @@ def test_the_plan_says_where_models_will_be(
 LARGE = ["+experiment=demo", "model.tiny.hidden_size=16384", "model.tiny.num_layers=80", "model.tiny.num_heads=128"]
 
 
-def test_a_plan_beyond_this_machines_memory_is_refused_before_anything_is_written(
+def test_a_plan_beyond_local_memory_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

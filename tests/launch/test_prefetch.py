@@ -23,7 +23,7 @@ SHA = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub(ThreadingHTTPServer):
-    """Serves ROOT/models/ORG/NAME/* and ROOT/datasets/ORG/NAME/*; `served`: every file whose content it gave out."""
+    """Serves ROOT/models/ORG/NAME/* and ROOT/datasets/ORG/NAME/*; `served`: every file whose content was downloaded."""
 
     def __init__(self, root: Path):
         super().__init__(("127.0.0.1", 0), Handler)
@@ -85,7 +85,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[Hub]:
-    """Holds the model org/tiny, which also has the same weights in another format and in a folder."""
+    """A hub with the model org/tiny, which has the same weights also in another format and in a folder."""
     folder = write_model(tmp_path / "hub" / "models" / "org" / "tiny")
     for name in ("pytorch_model.bin", "original/params.json", "README.md", "merges.txt"):
         (folder / name).parent.mkdir(exist_ok=True)
@@ -106,8 +106,8 @@ def prefetch(tmp_path: Path, endpoint: str, *words: str, **more: str) -> subproc
 
 
 def prefetch_each(tmp_path: Path, endpoint: str, *lines: Sequence[str]) -> list[tuple[int, str, str]]:
-    """(exit code, stdout, stderr) of several command lines, one after another in one process: most of what one takes is
-    its start."""
+    """(exit code, stdout, stderr) of several command lines, one after another in one process, since a start takes most
+    of the time."""
     code = (
         "import json, sys; from pathlib import Path\n"
         "from hpcrl.launch.prefetch import main; from tests import in_process\n"
@@ -127,7 +127,7 @@ def python(tmp_path: Path, *words: str, **more: str) -> subprocess.CompletedProc
 
 
 @pytest.mark.slow
-def test_a_model_comes_into_the_cache_where_an_offline_node_finds_it(tmp_path: Path, hub: Hub) -> None:
+def test_a_model_is_cached_where_an_offline_node_finds_it(tmp_path: Path, hub: Hub) -> None:
     done = prefetch(tmp_path, hub.url, "org/tiny")
     assert done.returncode == ExitCode.DONE, done.stderr
     path = Path(done.stdout.strip())
@@ -144,7 +144,7 @@ def test_a_model_comes_into_the_cache_where_an_offline_node_finds_it(tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_model_comes_into_a_folder_and_a_file_of_a_data_set(tmp_path: Path, hub: Hub) -> None:
+def test_a_model_and_a_data_file_can_be_fetched_into_a_folder(tmp_path: Path, hub: Hub) -> None:
     words = ("org/tiny", "--folder", "here"), ["datasets/org/digits/main/train.jsonl"]
     (_, folder, told), (_, file, told_of_file) = prefetch_each(tmp_path, hub.url, *words)
     assert folder.strip() == str(tmp_path / "here"), told
@@ -152,7 +152,7 @@ def test_a_model_comes_into_a_folder_and_a_file_of_a_data_set(tmp_path: Path, hu
     assert json.loads(Path(file.strip()).read_text())["answer"] == "1", told_of_file
 
 
-def test_a_model_that_came_damaged_is_refused(tmp_path: Path, hub: Hub) -> None:
+def test_a_corrupted_download_is_refused(tmp_path: Path, hub: Hub) -> None:
     (hub.root / "models" / "org" / "tiny" / "model.safetensors").write_bytes(b"<html>not a model</html>")
     done = prefetch(tmp_path, hub.url, "org/tiny")
     assert done.returncode == ExitCode.BAD_INPUT and done.stdout == ""
@@ -171,7 +171,7 @@ REFUSED = {
 
 
 @pytest.mark.slow
-def test_what_cannot_come_is_told_in_one_line(tmp_path: Path, hub: Hub) -> None:
+def test_a_failed_download_is_reported_in_one_line(tmp_path: Path, hub: Hub) -> None:
     found = prefetch_each(tmp_path, hub.url, *REFUSED)
     for (code, out, err), told in zip(found, REFUSED.values(), strict=True):
         assert (code, out, len(err.splitlines())) == (ExitCode.BAD_INPUT, "", 1), err
@@ -179,7 +179,7 @@ def test_what_cannot_come_is_told_in_one_line(tmp_path: Path, hub: Hub) -> None:
 
 
 @pytest.mark.slow
-def test_no_network_is_told_in_one_line(tmp_path: Path) -> None:
+def test_a_missing_network_is_reported_in_one_line(tmp_path: Path) -> None:
     done = prefetch(tmp_path, "http://127.0.0.1:9", "org/tiny")
     assert done.returncode == ExitCode.BAD_INPUT and len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith("org/tiny could not be downloaded from http://127.0.0.1:9: ")

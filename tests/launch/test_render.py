@@ -1,4 +1,4 @@
-"""The batch script: what sbatch reads of a configuration, what the shell makes of it, and the recipes of slurm/."""
+"""The batch script: sbatch options of a configuration, the shell's behaviour, and the recipes in slurm/."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def components(text: str) -> list[list[str]]:
     return [part.split() for part in parts]
 
 
-def test_nodes_that_are_alike_are_a_plain_job() -> None:
+def test_identical_nodes_make_a_plain_job() -> None:
     text = script(
         "layout.trainer.num_ranks=4", COMPONENTS % ("gpu_type: h100, memory: 100G", ""), "cluster.time=1:30:00"
     )
@@ -62,7 +62,7 @@ def test_nodes_that_are_alike_are_a_plain_job() -> None:
     assert "--het-group" not in text
 
 
-def test_every_component_gets_its_own_options_and_one_step_spans_them() -> None:
+def test_every_component_gets_its_options_and_one_step_spans_them() -> None:
     cpu = ", cpu: {roles: [reward], ranks_per_node: 4, cpus_per_node: 8, partition: long}"
     layout = ["layout.trainer.num_ranks=2", "layout.reward={num_ranks: 8, colocate_with: null}"]
     text = script(*layout, COMPONENTS % ("constraint: nvlink", cpu), "cluster.constraint=ib", "cluster.account=me")
@@ -74,7 +74,7 @@ def test_every_component_gets_its_own_options_and_one_step_spans_them() -> None:
     assert "--het-group=0,1 " in text
 
 
-def test_further_options_stand_in_every_component_and_before_the_program() -> None:
+def test_extra_options_are_placed_in_every_component_and_before_the_program() -> None:
     cpu = ", cpu: {roles: [reward], ranks_per_node: 4, memory: 1G}"
     text = script(
         "layout.trainer.num_ranks=2",
@@ -110,7 +110,7 @@ AGENT = "run/world/attempt_0001/agent"
         (0.01, "exec sleep 60", 137, "never started"),  # its daemon died before the agent was started
     ],
 )
-def test_a_step_without_a_sign_of_life_is_given_up(
+def test_a_job_step_without_a_sign_of_life_is_killed(
     look_s: float, srun: str, code: int, given_up: str, tmp_path: Path
 ) -> None:
     (tmp_path / AGENT).parent.mkdir(parents=True)
@@ -127,10 +127,10 @@ def test_a_step_without_a_sign_of_life_is_given_up(
     assert len(headers) == done.stderr.count(said) == bool(given_up), done.stderr
 
 
-def test_the_step_is_bound_to_no_core_and_waits_for_all_its_nodes() -> None:
+def test_the_job_step_is_not_bound_to_cores_and_waits_for_all_nodes() -> None:
     step = re.search(r"^srun (.+?) \\$", script(), re.M)
     assert step is not None
-    # A site's defaults are one core, its MPI, and an end for all some seconds after that of the first node.
+    # A site's defaults are one core, its MPI, and ending all nodes some seconds after the first.
     assert {"--cpu-bind=none", "--mpi=none", "--wait=0", "--kill-on-bad-exit=0", "--export=ALL"} <= set(step[1].split())
 
 
@@ -158,7 +158,7 @@ def made() -> dict[str, str]:
     return recipes()
 
 
-def test_there_is_a_script_for_every_recipe() -> None:
+def test_every_recipe_has_a_script() -> None:
     rlvr = {
         f"rlvr_{name}" for name in ("tiny", "tiny_megatron", "7b", "7b_async", "30b_a3b", "200b", "200b_disaggregated")
     }
@@ -167,11 +167,11 @@ def test_there_is_a_script_for_every_recipe() -> None:
 
 
 @pytest.mark.slow
-def test_the_scripts_are_what_the_renderer_makes_of_their_experiments(made: dict[str, str]) -> None:
+def test_every_script_equals_the_rendering_of_its_experiment(made: dict[str, str]) -> None:
     assert {path.name: path.read_text() for path in (ROOT / "slurm").glob("*.sbatch")} == made, "run: make recipes"
 
 
-def test_recipes_are_written_anew_and_old_ones_go(made: dict[str, str], tmp_path: Path) -> None:
+def test_recipes_are_rewritten_and_old_ones_removed(made: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "gone.sbatch").write_text("")
     (tmp_path / "rlvr_tiny.sbatch").write_text("edited by hand")
     write_recipes([str(tmp_path)])
@@ -196,7 +196,7 @@ def test_shellcheck_finds_nothing_in_the_recipes(made: dict[str, str], tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(RECIPES))
-def test_a_recipe_plans_without_weights_and_says_what_is_not_built(
+def test_a_recipe_plans_without_weights_and_names_unbuilt_parts(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -221,13 +221,13 @@ def test_a_recipe_plans_without_weights_and_says_what_is_not_built(
 
 
 def preamble(made: dict[str, str], folder: Path, path: str) -> subprocess.CompletedProcess[str]:
-    """What a recipe does before it calls `python`, in this folder."""
+    """The part of a recipe before it calls `python`, run in this folder."""
     text = made["rlvr_tiny.sbatch"].partition("set -u\n")[0] + "command -v python\n"
     bash = ["bash", "-c", text]
     return subprocess.run(bash, cwd=folder, env={"PATH": path}, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_a_recipe_finds_the_python_of_make_setup_or_says_what_is_missing(made: dict[str, str], tmp_path: Path) -> None:
+def test_a_recipe_finds_the_python_of_make_setup_or_names_what_is_missing(made: dict[str, str], tmp_path: Path) -> None:
     bare = tmp_path / "bin"
     bare.mkdir()
     path = f"{bare}:/usr/bin:/bin"
@@ -245,7 +245,7 @@ def test_a_recipe_finds_the_python_of_make_setup_or_says_what_is_missing(made: d
 
 
 def run_setup(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """What a script does before it calls `python`, on a site that defines `module` for login shells only."""
+    """The part of a script before it calls `python`, on a site that defines `module` only for login shells."""
     (folder / "profile").write_text('module() { echo "$@"; [ "$2" != nowhere ]; }\n')
     text = script(*words).partition("# If `python` has")[0].replace("/etc/profile", "./profile")
     (folder / "job").write_text(text + "echo $SITE\n")
@@ -254,13 +254,13 @@ def run_setup(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("word", ["cluster.modules=[gcc/13,cuda]", "cluster.prologue='module load gcc/13 cuda'"])
-def test_modules_are_found_where_they_are_defined_for_login_shells_only(word: str, tmp_path: Path) -> None:
+def test_modules_defined_only_for_login_shells_are_found(word: str, tmp_path: Path) -> None:
     done = run_setup(tmp_path, word)
     assert (done.returncode, done.stdout, done.stderr) == (0, "load gcc/13 cuda\n\n", "")
 
 
-def test_interfaces_are_named_exactly_to_nccl(tmp_path: Path) -> None:
-    """Without a =, NCCL would take ib0 for ib01, too; before the first name, it holds for all."""
+def test_interface_names_are_passed_to_nccl_as_exact_matches(tmp_path: Path) -> None:
+    """Without a =, ib0 would match ib01 for NCCL; a = before the first name applies to all names."""
     text = script("cluster.network_interface='ib0,ib1'").partition("# If `python` has")[0]
     job = text + 'echo "$GLOO_SOCKET_IFNAME $NCCL_SOCKET_IFNAME"\n'
     done = subprocess.run(["bash", "-c", job], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
@@ -277,7 +277,7 @@ def test_interfaces_are_named_exactly_to_nccl(tmp_path: Path) -> None:
         ("echo 'false; true' > file; . ./file; SITE=a", ""),
     ],
 )
-def test_a_line_of_the_prologue_that_fails_ends_the_job_and_is_named(prologue: str, line: str, tmp_path: Path) -> None:
+def test_a_failing_prologue_line_ends_the_job_and_is_named(prologue: str, line: str, tmp_path: Path) -> None:
     done = run_setup(tmp_path, f'cluster.prologue="{prologue}"')
     if line:
         assert (done.returncode, done.stderr.splitlines()[-1]) == (2, f"hpcrl: cluster.prologue: {line}")

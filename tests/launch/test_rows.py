@@ -1,4 +1,4 @@
-"""Rows before the start: what a chat template refuses is named, and the plan shows a prompt as the model gets it."""
+"""Rows before the start: refusals by a chat template are named, and the plan shows a prompt as the model gets it."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_row_that_the_template_refuses_is_named(at: Path):
     assert f"{path}:2: {REFUSES}" in refused(at, *agentic)
 
 
-def test_any_exception_of_a_template_belongs_to_its_row(at: Path):
+def test_any_exception_of_a_template_is_reported_for_its_row(at: Path):
     with_template(at / "model", "{{ 1 // (messages[0].content | length - 1) }}")
     path = write(at, GOOD, {"prompt": "x", "answer": "4"})
     (problem,) = refused(at, f"data.train={path}")
@@ -98,8 +98,8 @@ def test_a_system_prompt_that_the_template_refuses_is_named_once(at: Path, train
     assert problems[1:] == ([] if train == "task:add" else [f"{train}:3: {REFUSES}"])
 
 
-def test_an_empty_system_prompt_is_one(at: Path):
-    """It takes the place of the template's own."""
+def test_an_empty_system_prompt_replaces_the_default_one(at: Path):
+    """It replaces the template's default."""
     with_template(at / "model", TABLE["qwen2.5"].template)
     path = write(at, GOOD)
     assert "You are Qwen" in plan(at, f"data.train={path}")
@@ -108,7 +108,7 @@ def test_an_empty_system_prompt_is_one(at: Path):
     )
 
 
-def test_variables_reach_the_template_or_are_refused(at: Path):
+def test_template_variables_are_passed_on_or_refused(at: Path):
     with_template(at / "model", TABLE["qwen3"].template)
     own = {**GOOD, "chat_template_kwargs": {"enable_thinking": True}}
     path = write(at, GOOD, own)
@@ -127,7 +127,7 @@ def test_variables_reach_the_template_or_are_refused(at: Path):
     assert problem.startswith(f"{path}:1: a row's chat_template_kwargs apply only to single responses")
 
 
-def test_a_last_turn_that_the_template_does_not_show_is_refused(at: Path):
+def test_a_last_turn_that_the_template_omits_is_refused(at: Path):
     path = write(at, {"messages": [USER, {**ANSWER, "reasoning_content": "2 and 2"}]})
     sft = ["pipeline=sft", "~reward", f"data.train={path}"]
     (problem,) = refused(at, *sft)
@@ -136,7 +136,7 @@ def test_a_last_turn_that_the_template_does_not_show_is_refused(at: Path):
     assert 'trained on: "<think>\\n2 and 2\\n</think>\\n\\n4<|im_end|>"' in plan(at, *sft)
 
 
-def test_rows_that_a_supervised_run_skips_are_counted(at: Path):
+def test_rows_skipped_by_a_supervised_run_are_counted(at: Path):
     with_template(at / "model", TABLE["qwen3"].template)
     turns = [USER, {**ANSWER, "content": "<think>\na\n</think>\n\n4"}, USER, ANSWER]
     path = write(at, {"messages": [USER, ANSWER]}, {"messages": turns}, {"messages": turns})
@@ -145,7 +145,7 @@ def test_rows_that_a_supervised_run_skips_are_counted(at: Path):
     assert "; 2 rows of data.train are skipped for this reason" in text
 
 
-def test_the_plan_counts_rows_and_shows_a_prompt(at: Path):
+def test_the_plan_counts_rows_and_shows_a_rendered_prompt(at: Path):
     for n in range(3):
         write(at, *[GOOD] * (n + 1), name=f"part-{n}.jsonl")
     long = write(at, {"prompt": "a" * 500 + "?", "answer": "4"}, name="long.jsonl")
@@ -163,7 +163,7 @@ def test_the_plan_counts_rows_and_shows_a_prompt(at: Path):
     assert 'example "2+2?"\n' in text
 
 
-def test_the_plan_says_where_end_tokens_differ(at: Path):
+def test_the_plan_reports_differing_end_tokens(at: Path):
     """A base model: tokenizer and config end with <|endoftext|>, the template ends turns with <|im_end|>."""
     path, model = write(at, {"messages": [USER, ANSWER]}), at / "model"
     sft = ["pipeline=sft", "~reward", f"data.train={path}"]

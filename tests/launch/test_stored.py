@@ -1,4 +1,4 @@
-"""What is asked of the run whose rollouts debug=train_only trains on."""
+"""Requirements on the run whose rollouts debug=train_only trains on."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from hpcrl.run_folder import CONFIG
 
 
 def stored(folder: Path, **rollout: Any) -> Path:
-    """A run folder with the rollouts of one step that were drawn so."""
+    """A run folder with one step's rollouts, sampled with these settings."""
     (folder / "rollouts/step_000001").mkdir(parents=True)
     (folder / CONFIG).write_text(yaml.safe_dump(parse({"rollout": rollout}).model_dump(mode="json")))
     return folder
 
 
 @pytest.mark.parametrize(("level", "problems"), [("token", 0), ("sequence", 1)])
-def test_whole_responses_of_cut_sampling_are_not_weighed(tmp_path: Path, level: str, problems: int) -> None:
-    """Whatever this run's own sampling is, which draws for evaluation alone."""
+def test_sequence_level_correction_is_refused_for_truncated_sampling(tmp_path: Path, level: str, problems: int) -> None:
+    """This run's own sampling, which is only for evaluation, does not matter."""
     run_dir = stored(tmp_path / "run", top_k=50)
     algorithm = {"advantage_estimator": "grpo", "correction": "truncate", "correction_level": level}
     told = [
@@ -42,7 +42,7 @@ def test_whole_responses_of_cut_sampling_are_not_weighed(tmp_path: Path, level: 
 @pytest.mark.parametrize(
     ("name", "told"), [("remax", "needs the reward of a greedy"), ("gdpo", "needs decoupled rewards")]
 )
-def test_rollouts_without_what_a_credit_reads_are_refused(name: str, told: str, tmp_path: Path) -> None:
+def test_stored_rollouts_without_fields_of_the_estimator_are_refused(name: str, told: str, tmp_path: Path) -> None:
     run_dir = stored(tmp_path / "run")
     data = {
         "debug": "train_only",

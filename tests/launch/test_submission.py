@@ -1,4 +1,4 @@
-"""Submission with stand-ins for Slurm's commands: one launch at a time, and whose word holds."""
+"""Submission with replacements of Slurm's commands: one launch at a time, and precedence of variables."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ WORDS = ("+cluster=slurm", "data.train=task:sort_digits", "reward.default.name=s
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder whose sbatch numbers jobs from 9 on, and whose scontrol says that all of them wait."""
+    """A folder whose sbatch numbers jobs from 9 on, and whose scontrol reports all of them as pending."""
     make_slurm(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -72,8 +72,8 @@ def launch(site: Path, capsys: pytest.CaptureFixture[str]) -> Launch:
 
 
 @pytest.mark.slow
-def test_three_launches_at_once_make_one_job(site: Path, launch: Launch) -> None:
-    make_slurm(site, pause=3.0)  # longer than the launches are apart
+def test_three_concurrent_launches_submit_one_job(site: Path, launch: Launch) -> None:
+    make_slurm(site, pause=3.0)  # longer than the time between the launches
     command = [sys.executable, "-m", "hpcrl.launch", *WORDS]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     processes = [subprocess.Popen(command, **pipes) for _ in range(3)]  # type: ignore[call-overload]
@@ -89,7 +89,7 @@ def test_three_launches_at_once_make_one_job(site: Path, launch: Launch) -> None
 
 
 def claim(site: Path, **holder: object) -> Path:
-    """A claim under number 4 as a launch leaves it that was killed."""
+    """A claim with number 4 as a killed launch leaves it."""
     path = site / "run" / CLAIMS / "0004"
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(holder) if holder else "")
@@ -98,7 +98,7 @@ def claim(site: Path, **holder: object) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("written", [True, False])
-def test_the_claim_of_a_launch_that_was_killed_is_taken_over(site: Path, written: bool, launch: Launch) -> None:
+def test_the_claim_of_a_killed_launch_is_taken_over(site: Path, written: bool, launch: Launch) -> None:
     process = psutil.Process()
     here = {"host": platform.node(), "pid": process.pid, "process_start": 0.0} if written else {}
     claim(site, **here)
@@ -111,7 +111,7 @@ def test_the_claim_of_a_launch_that_was_killed_is_taken_over(site: Path, written
 @pytest.mark.parametrize(
     ("host", "told"), [("elsewhere", "if that process is gone, remove"), (platform.node(), "; repeat")]
 )
-def test_the_claim_of_a_launch_that_may_live_is_respected(site: Path, host: str, told: str, launch: Launch) -> None:
+def test_the_claim_of_a_possibly_living_launch_is_respected(site: Path, host: str, told: str, launch: Launch) -> None:
     process = psutil.Process()
     claim(site, host=host, pid=process.pid, process_start=process.create_time())
     code, _, error = launch()
@@ -120,7 +120,7 @@ def test_the_claim_of_a_launch_that_may_live_is_respected(site: Path, host: str,
     assert not (site / "number").exists()
 
 
-def test_a_job_that_has_all_but_ended_needs_no_scancel(site: Path, launch: Launch) -> None:
+def test_a_job_that_is_completing_needs_no_scancel(site: Path, launch: Launch) -> None:
     assert launch()[0] == ExitCode.DONE
     make_slurm(site, state="COMPLETING")
     code, _, error = launch()
@@ -128,7 +128,7 @@ def test_a_job_that_has_all_but_ended_needs_no_scancel(site: Path, launch: Launc
     assert "belongs to job 9, which is completing; it is about to end: wait a moment" in error
 
 
-def test_a_federations_cluster_is_kept(site: Path, launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_cluster_of_a_federated_job_is_kept(site: Path, launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
     make_slurm(site, suffix=";there")
     code, out, error = launch()
     assert code == ExitCode.DONE, error
@@ -138,7 +138,7 @@ def test_a_federations_cluster_is_kept(site: Path, launch: Launch, capsys: pytes
     assert "unknown: job 9: run this on cluster there, not on here" in capsys.readouterr().out
 
 
-def test_variables_of_the_shell_are_named_and_those_of_the_run_win(
+def test_shell_variables_are_named_and_the_runs_own_take_precedence(
     site: Path, monkeypatch: pytest.MonkeyPatch, launch: Launch
 ) -> None:
     given = {
@@ -158,14 +158,14 @@ def test_variables_of_the_shell_are_named_and_those_of_the_run_win(
     assert not seen & left_out and held <= seen
 
 
-def test_a_shell_without_such_variables_has_no_notes(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shell_without_relevant_variables_gives_no_notes(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if slurm.FOR_SRUN.fullmatch(name) or name.startswith("SBATCH_")]:
         monkeypatch.delenv(name)
     config, layout, *_ = prepare(WORDS)
     assert environment_notes(config, layout) == []
 
 
-def test_parameters_of_the_executor_may_be_mappings(site: Path) -> None:
+def test_executor_parameters_may_be_mappings(site: Path) -> None:
     pytest.importorskip("submitit")
     from hpcrl.launch.executor import HpcrlExecutor, run
 

@@ -1,4 +1,4 @@
-"""Metrics on the disk, on TensorBoard, on the screen and on the plot."""
+"""Metrics on disk, on TensorBoard, on the screen and in the plot."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def log_run(run: Path, resume_step: int, last: int, reward: float) -> str:
     return screen.getvalue()
 
 
-def test_a_resumed_run_has_every_step_once_everywhere(tmp_path: Path) -> None:
+def test_a_resumed_run_logs_every_step_once(tmp_path: Path) -> None:
     log_run(tmp_path, -1, 5, reward=100.0)
     with pytest.raises(ValueError, match=r"metrics\.jsonl ends with step 5, past the resumed step 2"):
         MetricsLog(tmp_path, 2, max_steps=6)
@@ -74,7 +74,7 @@ def test_a_resumed_run_has_every_step_once_everywhere(tmp_path: Path) -> None:
     ]
 
 
-def test_what_is_not_finite_is_null_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_non_finite_values_are_stored_as_null_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     metrics = MetricsLog(tmp_path, -1, max_steps=2)
     metrics.log(1, {"actor/grad_norm": math.nan, "critic/kl": -math.inf, "critic/rewards/mean": 0.5})
     with pytest.raises(AssertionError, match="step 1 is logged after step 1"):
@@ -85,7 +85,7 @@ def test_what_is_not_finite_is_null_and_named(tmp_path: Path, capsys: pytest.Cap
     assert "step 1: not finite: actor/grad_norm = nan, critic/kl = -inf\n" in capsys.readouterr().out
 
 
-def test_lines_that_are_no_rows_are_left_out(tmp_path: Path) -> None:
+def test_lines_that_are_not_rows_are_skipped(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "x"')
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2]
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"stp": 2}\n{"step": 5, "x"{"step": 2}\n7\n{"step": 3}\n')
@@ -93,7 +93,7 @@ def test_lines_that_are_no_rows_are_left_out(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "nowhere") == []
 
 
-def test_time_left_does_not_jump_where_a_step_is_evaluated() -> None:
+def test_time_left_does_not_jump_at_an_evaluation() -> None:
     """1 s per step; an evaluation every 3 steps and after the last takes 30 s."""
     now, screen = [0.0], io.StringIO()
     progress = Progress(0, 10, screen, clock=lambda: now[0], eval_every=3)
@@ -119,7 +119,7 @@ def lines_of(first_step: int, max_steps: int, steps: list[tuple[int, float]]) ->
     return screen.getvalue().splitlines()
 
 
-def test_time_left_counts_the_steps_and_the_rate_of_this_attempt() -> None:
+def test_time_left_uses_the_steps_and_rate_of_this_attempt() -> None:
     # 2 s per step, 10 steps of 100 left; steps of the earlier attempt neither slow nor speed it.
     assert lines_of(80, 100, [(80 + n, 2.0 * n) for n in range(1, 11)])[-1] == "step 90/100  ETA 20 s"
     # An evaluation before the first step took 60 s and is not a step.
@@ -132,7 +132,7 @@ def test_time_left_counts_the_steps_and_the_rate_of_this_attempt() -> None:
     assert lines_of(0, 1000, [(n, 1000.0 + n) for n in range(1, 41)])[-1] == "step 40/1000  ETA 16 min 00 s"
 
 
-def test_durations_read_well() -> None:
+def test_durations_are_formatted_readably() -> None:
     assert [duration(s) for s in (0.4, 59.4, 59.6, 200, 3599.7, 7500)] == [
         "0 s",
         "59 s",
@@ -154,8 +154,8 @@ def test_the_last_evaluation_stays_on_a_terminal() -> None:
 
 
 @pytest.mark.parametrize("columns", [60, 80, 200])
-def test_the_bar_is_one_line_of_a_real_terminal(columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Messages stand above it, and the steps that it shows are in the log."""
+def test_the_progress_bar_is_one_terminal_line(columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages appear above it, and the steps that it shows are in the log."""
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("TERM", "xterm-256color")
     ours, terminal = pty.openpty()
@@ -184,7 +184,7 @@ def test_the_bar_is_one_line_of_a_real_terminal(columns: int, tmp_path: Path, mo
     ]
 
 
-def test_the_summary_tells_steps_times_and_what_was_learnt() -> None:
+def test_the_summary_shows_steps_times_and_improvement() -> None:
     rows: list[dict[str, float | None]] = [
         {"step": 0, "time/step_total": 0.0, "time/val_step": 2.0, "val/score/mean": 0.46},
         {"step": 1, "time/step_total": 3.0, "critic/rewards/mean": 0.25},
@@ -199,7 +199,7 @@ def test_the_summary_tells_steps_times_and_what_was_learnt() -> None:
 
 
 @pytest.mark.parametrize("measured", [("reward", "validation"), ("reward",), ("validation",), ("loss",)])
-def test_plot_draws_what_was_measured(tmp_path: Path, measured: tuple[str, ...]) -> None:
+def test_the_plot_shows_measured_metrics(tmp_path: Path, measured: tuple[str, ...]) -> None:
     names = {"reward": "critic/rewards/mean", "validation": "val/score/mean", "loss": "sft/loss"}
     rows = [{"step": step} | {names[what]: None if step == 2 else step / 10 for what in measured} for step in range(9)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -211,7 +211,7 @@ def test_plot_draws_what_was_measured(tmp_path: Path, measured: tuple[str, ...])
     assert (width, height) == (936, round(130 * (1.2 + 2.4 * len(measured)))), "one panel per measure"
 
 
-def test_plot_shows_sampled_beside_greedy_accuracy(tmp_path: Path) -> None:
+def test_the_plot_shows_sampled_and_greedy_accuracy(tmp_path: Path) -> None:
     rows = [{"step": step, "val/score/mean": 0.5 + step / 10} for step in range(4)]
     pictures = []
     for extra in ({}, {"val/sampled/score/mean": 0.3}):
@@ -220,13 +220,13 @@ def test_plot_shows_sampled_beside_greedy_accuracy(tmp_path: Path) -> None:
     assert pictures[0] == pictures[1] != pictures[2] == pictures[3]
 
 
-def test_plot_of_nothing_is_refused(tmp_path: Path) -> None:
+def test_a_plot_without_metrics_is_refused(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "actor/lr": 1}\n')
     with pytest.raises(ValueError, match="has no metrics to plot"):
         plot(tmp_path)
 
 
-def test_the_plot_command_draws_and_says_where_nothing_was_measured(
+def test_the_plot_command_draws_or_names_runs_without_measurements(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "critic/rewards/mean": 0.5}\n')
@@ -240,7 +240,7 @@ def test_the_plot_command_draws_and_says_where_nothing_was_measured(
 
 
 def test_a_log_on_a_full_disk_can_be_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error of the row is the one that the run ends with."""
+    """The run ends with the error of writing the row."""
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     monkeypatch.setattr("hpcrl.metrics.log.read_metrics", lambda _: [])
     log = MetricsLog(tmp_path, -1, 10)
@@ -249,7 +249,7 @@ def test_a_log_on_a_full_disk_can_be_closed(tmp_path: Path, monkeypatch: pytest.
     assert log.close() == []
 
 
-def test_metrics_of_earlier_versions_have_their_new_names(tmp_path: Path) -> None:
+def test_metrics_of_earlier_versions_get_their_new_names(tmp_path: Path) -> None:
     old = {
         "scheduler/stale": "scheduler/late_events",
         "time/step_model_update": "time/step_update_weights",

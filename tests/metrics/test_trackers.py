@@ -1,4 +1,4 @@
-"""Trackers: one run over all attempts, nothing twice, and none that can hold up or end a run."""
+"""Trackers: one run over all attempts, nothing twice, and no tracker can block or end a run."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Attempt:
 
 @pytest.mark.parametrize(("rewinds", "values"), [(False, [1, 1, 1, 1, 1, 2]), (True, [1, 1, 1, 1, 1, 2, 2, 2])])
 def test_steps_after_the_checkpoint_are_not_logged_twice(tmp_path: Path, rewinds: bool, values: list[float]) -> None:
-    """Except to a tracker that takes them back, which gets the step from which on."""
+    """Except by a tracker that can delete steps, which gets the first step to delete."""
     seen: list[Any] = []
     firsts: list[int] = []
 
@@ -85,7 +85,7 @@ def test_steps_after_the_checkpoint_are_not_logged_twice(tmp_path: Path, rewinds
     assert firsts == [0, 3 if rewinds else 5]
 
 
-def test_a_tracker_that_fails_costs_a_warning_and_gets_what_it_missed(tmp_path: Path) -> None:
+def test_a_failing_tracker_causes_a_warning_and_gets_missed_steps_later(tmp_path: Path) -> None:
     seen: list[Any] = []
     attempt = Attempt(tmp_path, -1, lambda _: Recorder(seen, fails_at=2)).steps(0, 5, 1.0)
     assert attempt.log.close() == []
@@ -99,7 +99,7 @@ def test_a_tracker_that_fails_costs_a_warning_and_gets_what_it_missed(tmp_path: 
 
 
 @pytest.mark.parametrize("where", ["start", "log"])
-def test_a_tracker_that_hangs_costs_a_warning(tmp_path: Path, where: str) -> None:
+def test_a_hanging_tracker_causes_only_a_warning(tmp_path: Path, where: str) -> None:
     """No step waits for it, and neither does the end."""
     forever = threading.Event()
 
@@ -123,7 +123,7 @@ def test_a_tracker_that_hangs_costs_a_warning(tmp_path: Path, where: str) -> Non
     forever.set()
 
 
-def test_a_tracker_that_hangs_at_the_end_is_left_behind(tmp_path: Path) -> None:
+def test_a_tracker_hanging_at_the_end_is_abandoned(tmp_path: Path) -> None:
     forever = threading.Event()
 
     class Hanging(Recorder):
@@ -144,7 +144,7 @@ def config_of(**keys: Any) -> Config:
     return parse({"data": {"train": "rows.jsonl"}, "run_name": "tracked", **keys})
 
 
-def test_a_tracker_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_whose_package_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"trackers.*'swanlab' or 'mlflow'"):
         config_of(trackers=["wandbb"])
     monkeypatch.setattr("hpcrl.spec.kinds.find_spec", lambda module: None)
@@ -153,13 +153,13 @@ def test_a_tracker_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch)
     assert text.startswith("trackers.1: swanlab is not installed; ") and "constraints.txt 'swanlab==0.10.*'" in text
 
 
-def test_a_server_is_needed_with_the_network() -> None:
+def test_a_networked_tracker_requires_a_server() -> None:
     with pytest.raises(ConfigError, match=r"tracking\.mlflow\.uri: tracking\.online=true needs the address"):
         config_of(trackers=["mlflow"], tracking={"online": True})
 
 
 class LinesConfig(Section):
-    """Keys of a tracker of one's own."""
+    """Keys of a custom tracker."""
 
     end: str = ";"
     """After each value."""
@@ -178,7 +178,7 @@ class Lines(Recorder):
 LINES = TrackerSpec(about="Lines.", make=f"{__name__}:Lines", section=LinesConfig, name="lines")
 
 
-def test_a_tracker_named_by_its_path_gets_its_section(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tracker_given_by_its_path_has_its_own_section(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = f"{__name__}:LINES"
     config = config_of(trackers=[path], tracking={"lines": {"end": "\n"}})
     log = MetricsLog(tmp_path, -1, 100, trackers=lambda: start_trackers(config, tmp_path, -1))
@@ -204,7 +204,7 @@ ROWS = [{"step": 5, "prompt": "2+2", "response": "| <script> `4`", "score": 1.0}
 
 
 def two_attempts(folder: Path, name: str) -> list[str]:
-    """Steps 0 to 3, then from the checkpoint of step 1 to the end; how to upload them."""
+    """Log steps 0 to 3, then from the checkpoint of step 1 to the end; returns upload hints."""
     pytest.importorskip(name)
     config = config_of(trackers=[name])
     (folder / "plan.txt").write_text(PLAN)
@@ -224,7 +224,7 @@ def two_attempts(folder: Path, name: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_mlflow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mlflow_logs_every_step_once_over_two_attempts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [hint] = two_attempts(tmp_path, "mlflow")
     assert shlex.split(hint) == ["python", "-m", "hpcrl", "track", str(tmp_path), "mlflow", "http://SERVER:5000"]
     from mlflow import MlflowClient
@@ -244,7 +244,7 @@ def test_mlflow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     check(tmp_path / "trackers" / "mlflow" / "store")
     keep_examples(tmp_path, 5, [{name: value for name, value in ROWS[0].items() if name != "step"}])
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config_of().model_dump(mode="json")))
-    for _ in range(2):  # what is there already is not logged again
+    for _ in range(2):  # existing entries are not logged again
         assert track.main([str(tmp_path), "mlflow", (tmp_path / "server").as_uri()]) == ExitCode.DONE
     check(tmp_path / "server")
     assert "mlflow has the 6 rows" in capsys.readouterr().out
@@ -266,7 +266,7 @@ def records_of(log: bytes) -> Iterator[bytes]:
 
 
 @pytest.mark.slow
-def test_wandb(tmp_path: Path) -> None:
+def test_wandb_logs_every_step_once_over_two_attempts(tmp_path: Path) -> None:
     [hint] = two_attempts(tmp_path, "wandb")
     assert hint.endswith(f"wandb sync {tmp_path}/trackers/wandb/wandb/offline-run-*")
     from wandb.proto.wandb_internal_pb2 import Record
@@ -290,7 +290,7 @@ def test_wandb(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_swanlab(tmp_path: Path) -> None:
+def test_swanlab_logs_every_step_once_over_two_attempts(tmp_path: Path) -> None:
     [hint] = two_attempts(tmp_path, "swanlab")
     run_id = (tmp_path / "trackers" / "run_id").read_text()
     assert f"sync --id {run_id}" in hint
@@ -302,7 +302,7 @@ def test_swanlab(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_tensorboard_shows_tables_that_a_response_cannot_leave(tmp_path: Path) -> None:
+def test_tensorboard_tables_escape_response_text(tmp_path: Path) -> None:
     two_attempts(tmp_path, "tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -317,7 +317,7 @@ def test_tensorboard_shows_tables_that_a_response_cannot_leave(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_run_longer_than_the_queue_and_than_the_timeout_is_logged(
+def test_a_run_longer_than_queue_and_timeout_is_logged_completely(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hpcrl.metrics.trackers.thread.MAX_WAITING", 5)
@@ -335,14 +335,14 @@ def test_a_run_longer_than_the_queue_and_than_the_timeout_is_logged(
     assert thread.close(1.0) == "sync it" and [step for step, _ in seen] == list(range(30)) and not warnings
 
 
-def test_every_tracker_has_its_own_last_step(tmp_path: Path) -> None:
+def test_every_tracker_tracks_its_own_last_step(tmp_path: Path) -> None:
     names = [("a.b:FIRST", False), ("a.b:FIRST", True), ("a.c:SECOND", False), ("mlflow", False), ("mlflow", True)]
     configs = [(Config(tracking={"online": online}), name) for name, online in names]
     assert len({last_step_file(config, tmp_path, name) for config, name in configs}) == len(names)
 
 
 @pytest.mark.slow
-def test_trackers_that_hang_share_the_time_at_the_end(tmp_path: Path) -> None:
+def test_hanging_trackers_share_the_time_at_the_end(tmp_path: Path) -> None:
     forever, seen = threading.Event(), list[Any]()
     makes: list[Callable[[int], Any]] = [lambda _: forever.wait(), lambda _: forever.wait(), lambda _: Recorder(seen)]
     told = [tmp_path / f"{number}.told" for number in range(3)]
@@ -357,6 +357,6 @@ def test_trackers_that_hang_share_the_time_at_the_end(tmp_path: Path) -> None:
     forever.set()
 
 
-def test_a_tracker_is_given_once() -> None:
+def test_a_tracker_can_be_given_only_once() -> None:
     with pytest.raises(ConfigError, match=r"trackers: expected every name once, mlflow is there twice"):
         parse({"trackers": ["mlflow", "wandb", "mlflow"]})

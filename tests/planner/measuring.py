@@ -1,4 +1,4 @@
-"""Bytes that a real FSDP2Engine holds: its tensors, and what autograd keeps of a forward."""
+"""Bytes that a real FSDP2Engine holds: its tensors, and tensors that autograd saves in a forward pass."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def held_bytes(folder: Path, dtype: str, **changes: Any) -> dict[str, int]:
 def saved_bytes(trainer: FSDP2Engine, num_sequences: int, length: int) -> int:
     """Bytes that a forward of equal sequences keeps for its backward, every storage once, parameters not counted.
 
-    With activation checkpointing, without the layer that is computed again in the backward pass.
+    With activation checkpointing the layer recomputed in the backward pass is not counted.
     """
     batch = make_batch([length] * num_sequences, num_prompt_tokens=1)
     seen: dict[int, int] = {}
@@ -73,7 +73,7 @@ def saved_bytes(trainer: FSDP2Engine, num_sequences: int, length: int) -> int:
 
 def step_peak(folder: Path, trace: Path, large: bool, num_rows: int, length: int, **config: Any) -> int:
     """Most bytes that this rank's allocator held at once in a train step of two micro-batches beyond what it held
-    before. large: as a model that is too large to stay gathered."""
+    before. large: like a model too large to stay gathered."""
     if large:
         fsdp2.SMALL_MODEL_BYTES = 0
     trainer = make_engine(folder, **config)

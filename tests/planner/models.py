@@ -1,4 +1,4 @@
-"""The numbers of published models, as their config.json gives them."""
+"""The sizes of published models, as in their config.json."""
 
 from __future__ import annotations
 

@@ -73,8 +73,8 @@ def planned(folder: Path, dtype: str, stage: int, num_ranks: int) -> dict[str, i
     return {name: next(part.num_bytes for part in parts if part.name == name) for name in names}
 
 
-def test_the_constants_are_those_of_deepspeed() -> None:
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # after the engine, which spares it mlflow
+def test_planned_constants_match_deepspeed() -> None:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # the engine first: it avoids importing mlflow
 
     own = DeepSpeedZeroConfig(stage=3)
     assert own.reduce_bucket_size == own.allgather_bucket_size == BUCKET_NUMBERS
@@ -84,7 +84,7 @@ def test_the_constants_are_those_of_deepspeed() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "dtype"), [("qwen2", "bfloat16"), ("qwen3_moe", "float32")])
-def test_one_rank_holds_exactly_what_is_planned(family: str, dtype: str, tmp_path: Path, world_of_one: None) -> None:
+def test_one_rank_holds_exactly_the_planned_bytes(family: str, dtype: str, tmp_path: Path, world_of_one: None) -> None:
     folder = make_model_folder(family, tmp_path / family, **ODD)
     for stage, found in zip(STAGES, held(folder, dtype), strict=True):
         del found["snapshot"]
@@ -93,7 +93,7 @@ def test_one_rank_holds_exactly_what_is_planned(family: str, dtype: str, tmp_pat
 
 
 @pytest.mark.slow
-def test_two_ranks_hold_exactly_what_is_planned(tmp_path: Path) -> None:
+def test_two_ranks_hold_exactly_the_planned_bytes(tmp_path: Path) -> None:
     folder = make_model_folder("qwen2", tmp_path / "qwen2", **ODD)
     shape = shape_of(folder)
     first, second = run_ranks(2, held, folder, "bfloat16")
@@ -105,7 +105,7 @@ def test_two_ranks_hold_exactly_what_is_planned(tmp_path: Path) -> None:
         assert size <= written <= size + header * 4 * len(shape.parameters)
 
 
-def test_files_on_a_disk_are_a_line_of_the_plan(tmp_path: Path) -> None:
+def test_offloaded_files_are_a_line_of_the_plan(tmp_path: Path) -> None:
     """By hand: 12 bytes of optimizer state and fp32 weights, 2 of bfloat16 weights; moments are not in host memory."""
     shape = shape_of(make_model_folder("qwen2", tmp_path / "qwen2", hidden_size=32, vocab_size=64))
     where = {"nvme_path": "/scratch"}
@@ -153,14 +153,14 @@ def planned_peak(folder: Path, dtype: str, num_ranks: int, keys: dict[str, Any])
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "dtype"), [(1, "bfloat16"), (2, "float32"), (3, "bfloat16")])
-def test_a_step_needs_no_more_than_planned(stage: int, dtype: str, tmp_path: Path, world_of_one: None) -> None:
+def test_a_step_needs_no_more_memory_than_planned(stage: int, dtype: str, tmp_path: Path, world_of_one: None) -> None:
     folder = make_model_folder("qwen3", tmp_path / "qwen3", vocab_size=1000, **TALL)
     keys = {"zero_stage": stage}
     ratio = planned_peak(folder, dtype, 1, keys) / step_peak(folder, tmp_path, dtype, keys)
     assert 1.0 <= ratio <= 1.3
 
 
-def test_a_frozen_engine_of_zero_3_holds_a_part(tmp_path: Path, world_of_one: None) -> None:
+def test_a_frozen_engine_under_zero_3_holds_a_shard(tmp_path: Path, world_of_one: None) -> None:
     folder = make_model_folder("qwen2", tmp_path / "qwen2", **ODD)
     for stage in (1, 3):
         engine = make_engine(folder, "bfloat16", trainable=False, zero_stage=stage)

@@ -34,14 +34,14 @@ def planned_parts(folder: Path, dtype: str, num_ranks: int, **changes: Any) -> d
     return {name: next(p.num_bytes for p in parts if p.name == name and "update" in p.during) for name in names}
 
 
-def test_the_engine_has_the_constants_of_the_plan() -> None:
+def test_planned_constants_match_the_engine() -> None:
     assert engine.SMALL_MODEL_BYTES == fsdp2.SMALL_MODEL_BYTES and logits.BLOCK_NUMBERS == activations.LOGITS_BLOCK
     assert blocked_attention.QUERY_BLOCK == activations.QUERY_BLOCK
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_one_rank_holds_exactly_what_is_planned(family: str, dtype: str, tmp_path: Path, world_of_one: None) -> None:
+def test_one_rank_holds_exactly_the_planned_bytes(family: str, dtype: str, tmp_path: Path, world_of_one: None) -> None:
     folder = make_model_folder(family, tmp_path / family, tie_word_embeddings=family != "llama")
     held = held_bytes(folder, dtype)
     del held["snapshot"]
@@ -49,7 +49,7 @@ def test_one_rank_holds_exactly_what_is_planned(family: str, dtype: str, tmp_pat
     assert held != planned_parts(folder, dtype, 2)  # negative control
 
 
-def test_adapters_beside_frozen_weights_are_planned(tmp_path: Path, world_of_one: None) -> None:
+def test_adapters_and_frozen_weights_are_planned(tmp_path: Path, world_of_one: None) -> None:
     folder = make_model_folder("qwen3", tmp_path / "model")
     changes: dict[str, Any] = {"param_dtype": "bfloat16", "lora": {"rank": 3, "target_modules": ["q_proj", "up_proj"]}}
     held = held_bytes(folder, "float32", **changes)
@@ -83,7 +83,7 @@ def _held_by_splits(folder: Path, split: Path) -> dict[str, dict[str, int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
-def test_two_ranks_hold_exactly_what_is_planned(family: str, tmp_path: Path) -> None:
+def test_two_ranks_hold_exactly_the_planned_bytes(family: str, tmp_path: Path) -> None:
     """An odd vocabulary and three key heads of width 9, so that blocks of rows are uneven."""
     changes = {"hidden_size": 36, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 12, "vocab_size": 101}
     folder = make_model_folder(family, tmp_path / family, num_experts=5, **changes)
@@ -112,7 +112,7 @@ WIDTHS: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 160, "num_atte
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_saved_activations_are_within_a_tenth(
+def test_saved_activations_are_within_a_tenth_of_the_plan(
     family: str, compute: str, checkpointing: bool, tmp_path: Path, world_of_one: None
 ) -> None:
     window = {"sliding_window": 4096} if family == "gemma2" else {}
@@ -128,8 +128,8 @@ def test_saved_activations_are_within_a_tenth(
     assert saved == pytest.approx(planned, rel=0.1)
 
 
-def test_another_length_is_noticed(tmp_path: Path, world_of_one: None) -> None:
-    """Negative control: the tenth is tight enough to see a fifth more tokens."""
+def test_the_tolerance_detects_a_longer_sequence(tmp_path: Path, world_of_one: None) -> None:
+    """Negative control: the tolerance of a tenth detects a fifth more tokens."""
     folder = make_model_folder("qwen3", tmp_path / "qwen3", **WIDTHS)
     saved = saved_bytes(make_engine(folder), 4, 60)
     assert saved != pytest.approx(fsdp2_activations(shape_of(folder), Tokens(192, 188, 48), 4, False), rel=0.1)
@@ -160,7 +160,7 @@ def planned_peak(folder: Path, num_ranks: int, num_rows: int, length: int, **tra
     ],
     ids=str,
 )
-def test_a_step_needs_no_more_than_planned(
+def test_a_step_needs_no_more_memory_than_planned(
     settings: dict[str, Any], large: bool, tmp_path: Path, world_of_one: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_model_folder("qwen3", tmp_path / "qwen3", vocab_size=1000, **TALL)
@@ -173,11 +173,11 @@ def test_a_step_needs_no_more_than_planned(
 @pytest.mark.slow
 @pytest.mark.parametrize("large", [False, True], ids=["gathered", "layer by layer"])
 @pytest.mark.parametrize("length", [4, 64])
-def test_a_step_of_two_ranks_needs_no_more_than_planned(
+def test_a_step_on_two_ranks_needs_no_more_memory_than_planned(
     length: int, large: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What there is at the peak is a matter of time here: each of gloo's two threads may still hold its last
-    collective, at most a layer that was gathered and its copy."""
+    """The peak depends on timing here: each of gloo's two threads may still hold its last collective, at most a
+    gathered layer and its copy."""
     folder = make_model_folder("qwen3", tmp_path / "qwen3", vocab_size=1000, **TALL)
     peaks = run_ranks(2, step_peak, folder, tmp_path, large, 8, length)
     monkeypatch.setattr(fsdp2, "SMALL_MODEL_BYTES", 0 if large else 4 << 30)

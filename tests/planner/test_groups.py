@@ -18,7 +18,7 @@ NODE = {"ranks_per_node": 8, "gpus_per_node": 8}
 
 
 def apart(trainers: int, generators: int, tensor: int = 1, one_node: bool = False, gpus: int = 8) -> Config:
-    """Trainers and generators on nodes of their own, or all on one."""
+    """Trainers and generators on separate nodes, or all on one."""
     roles = [["trainer", "generator"]] if one_node else [["trainer"], ["generator"]]
     roles[0] += ["controller", "reward"]
     components: dict[str, Any] = {f"c{i}": NODE | {"roles": own} for i, own in enumerate(roles)}
@@ -49,7 +49,7 @@ def apart(trainers: int, generators: int, tensor: int = 1, one_node: bool = Fals
     ],
     ids=["8+8", "8+8 of one replica", "64+64", "64+64 of replicas of 8", "1+1", "4+4", "10+2"],
 )
-def test_communicators_their_buffers_and_their_time(config: Config, expected: WeightGroups) -> None:
+def test_communicators_with_their_buffers_and_setup_times_by_hand(config: Config, expected: WeightGroups) -> None:
     found = weight_groups(config, RoleLayout.from_config(config))
     assert found == WeightGroups(
         expected.of_trainer,
@@ -61,12 +61,12 @@ def test_communicators_their_buffers_and_their_time(config: Config, expected: We
 
 
 @pytest.mark.parametrize(("ranks", "seconds"), [(8, 24.2), (64, 1551.6)])
-def test_communicators_of_pairs_took_longer(ranks: int, seconds: float) -> None:
+def test_a_communicator_per_pair_would_take_longer(ranks: int, seconds: float) -> None:
     """One for each trainer and generator, one after another, at the same rate."""
     assert ranks * ranks * seconds_to_make(2) == pytest.approx(seconds, abs=0.1)
 
 
-def test_the_plan_counts_the_buffers_and_says_what_they_are_for() -> None:
+def test_the_plan_counts_communication_buffers_and_explains_them() -> None:
     shape = shape_of("Qwen2.5-0.5B")
     config = apart(8, 8)
     layout = RoleLayout.from_config(config)
@@ -78,7 +78,7 @@ def test_the_plan_counts_the_buffers_and_says_what_they_are_for() -> None:
     )
 
 
-def test_gloo_has_no_communicators() -> None:
+def test_gloo_needs_no_communicator_buffers() -> None:
     shape, config = shape_of("Qwen2.5-0.5B"), apart(8, 8, gpus=0)
     layout = RoleLayout.from_config(config)
     assert not [p for kind in memory(config, layout, shape) for p in kind.parts if "NCCL" in p.name]

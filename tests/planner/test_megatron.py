@@ -58,15 +58,16 @@ def test_bytes_of_an_inner_stage_by_hand(shape: ModelShape) -> None:
     assert parts["logits"] == 0
 
 
-def test_numbers_of_the_first_and_the_last_stage_by_hand(shape: ModelShape) -> None:
+def test_bytes_of_the_first_and_the_last_stage_by_hand(shape: ModelShape) -> None:
     """11 layers each; the vocabulary padded to 152064 rows over 4 ranks; the last one has the final norm too."""
     dense, experts = 11 * 18_358_528, 11 * 16 * 3 * 4096 * 1536
     assert rank_numbers(shape, SIZES)[0] == (dense + 152_064 * 4096 // 4, experts)
     assert rank_numbers(shape, SIZES)[7] == (dense + 152_064 * 4096 // 4 + 4096, experts)
 
 
-def test_ranks_of_a_copy_hold_the_model_once(shape: ModelShape) -> None:
-    """Over tensor and expert ranks: what is whole is on each of 4, so the sum is the model and three more of that."""
+def test_ranks_of_a_model_copy_hold_every_parameter_once(shape: ModelShape) -> None:
+    """Over tensor and expert ranks: unsharded parameters are on each of 4 ranks, so the sum is the model plus three
+    further copies of these."""
     stages = rank_numbers(shape, SIZES)
     whole = sum(parameter.size for parameter in shape.parameters if parameter.split == "whole")
     padding = 2 * (152_064 - 151_936) * 4096
@@ -74,14 +75,14 @@ def test_ranks_of_a_copy_hold_the_model_once(shape: ModelShape) -> None:
     assert total == shape.num_parameters + 3 * whole + padding
 
 
-def test_a_tied_head_is_an_embedding_on_the_last_stage() -> None:
+def test_a_tied_head_is_a_second_embedding_on_the_last_stage() -> None:
     shape = read_shape(PUBLISHED["Qwen2.5-0.5B"][0])
     first, last = (dense for dense, _ in rank_numbers(shape, MegatronConfig(pipeline_parallel=2)))
     assert last - first == shape.hidden_size  # the final norm
     assert rank_numbers(shape, MegatronConfig())[0][0] == shape.num_parameters  # 1187 x 128 rows: no padding
 
 
-def test_a_critic_has_a_row_on_the_last_stage_in_place_of_a_vocabulary() -> None:
+def test_a_critics_last_stage_has_one_row_instead_of_a_vocabulary() -> None:
     shape = read_shape(PUBLISHED["Qwen2.5-0.5B"][0])  # tied
     critic, sizes = critic_shape(Config(), shape), MegatronConfig(pipeline_parallel=2)
     policy, found = (rank_numbers(which, sizes) for which in (shape, critic))
@@ -89,7 +90,7 @@ def test_a_critic_has_a_row_on_the_last_stage_in_place_of_a_vocabulary() -> None
     assert policy[1][0] - found[1][0] == 1187 * 128 * shape.hidden_size - (shape.hidden_size + 1)
 
 
-def test_no_rank_holds_a_copy_of_the_weights_that_travel(shape: ModelShape) -> None:
+def test_no_rank_copies_all_weights_to_send_them(shape: ModelShape) -> None:
     """On a trainer rank two steps of 256 MiB; on a generator rank of eight an eighth of that, and the largest tensor,
     gate and up of the 128 experts of a layer, 2 x 1536 x 4096 each in bf16. Nothing in host memory."""
     config = run_of(256, generator=8, **LARGEST)
@@ -101,7 +102,7 @@ def test_no_rank_holds_a_copy_of_the_weights_that_travel(shape: ModelShape) -> N
     ]
 
 
-def test_the_stages_send_every_parameter_once(shape: ModelShape) -> None:
+def test_the_stages_together_send_every_parameter_once(shape: ModelShape) -> None:
     names = [p.name for stage in stage_parameters(shape, SIZES) for p in stage]
     assert len(names) == len(set(names)) == len(shape.parameters)
 
@@ -119,7 +120,7 @@ def test_activations_by_hand(shape: ModelShape) -> None:
     assert megatron_activations(shape, full, tokens, [0, 1], 2) == (2 * 18_432 * 4096 * 2 // 4, 18_432 * token)
 
 
-def test_micro_batches_in_flight() -> None:
+def test_micro_batches_in_flight_by_stage() -> None:
     plain = MegatronConfig(pipeline_parallel=8)
     assert [micro_batches_in_flight(plain, stage, 64) for stage in (0, 3, 7)] == [8, 5, 1]
     assert micro_batches_in_flight(plain, 0, 4) == 4
@@ -127,19 +128,19 @@ def test_micro_batches_in_flight() -> None:
     assert micro_batches_in_flight(SIZES, 0, 8) == 48  # all chunks of all micro-batches
 
 
-def test_micro_batches_come_in_groups_of_stages(shape: ModelShape) -> None:
+def test_numbers_of_micro_batches_are_multiples_of_the_stages(shape: ModelShape) -> None:
     """128 prompts x 8 / 8 copies = 128 samples of 1280 tokens, 163840 tokens in micro-batches of 16384: 10, so 16."""
     assert num_micro_batches(run_of(256, **LARGEST), 256) == 16
     assert num_micro_batches(run_of(256, **LARGEST | {"virtual_pipeline": 1, "pipeline_parallel": 8}), 256) == 10
 
 
-def test_the_fullest_stage_counts(shape: ModelShape) -> None:
+def test_the_stage_with_the_most_memory_counts(shape: ModelShape) -> None:
     config = run_of(256, **LARGEST)
     totals = [sum(part.num_bytes for part in parts) for parts in stage_parts(config, shape, 256)]
     assert sum(part.num_bytes for part in megatron_parts(config, shape, 256)) == max(totals) > min(totals)
 
 
-def test_bytes_of_a_checkpoint(shape: ModelShape) -> None:
+def test_bytes_of_a_checkpoint_by_hand(shape: ModelShape) -> None:
     """bf16 weights, an fp32 master copy and two moments."""
     assert checkpoint_bytes(run_of(256, **LARGEST), shape) == 14 * 235_093_634_560
 
@@ -161,7 +162,7 @@ def test_bytes_of_a_checkpoint(shape: ModelShape) -> None:
         (5, {"pipeline_parallel": 2, FIRST: 2, LAST: 3}),
     ],
 )
-def test_layers_are_split_as_megatron_core_splits_them(layers: int, change: dict[str, Any]) -> None:
+def test_layers_are_split_like_megatron_core_splits_them(layers: int, change: dict[str, Any]) -> None:
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset

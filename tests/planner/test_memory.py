@@ -1,4 +1,4 @@
-"""Roles of a rank added up, the cards they fit, what to change; and the generator's parts against the real engine."""
+"""The sum over a rank's roles, the GPUs that they fit, advice; and the generator's parts against the real engine."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def part(kind: RankMemory, role: str, name: str) -> Part:
     return next(part for part in kind.parts if (part.role, part.name) == (role, name))
 
 
-def test_the_engine_has_the_constants_of_the_plan() -> None:
+def test_planned_constants_match_the_engine() -> None:
     assert native.PREFILL_TOKENS == generator.PREFILL_TOKENS
 
 
 @pytest.mark.parametrize("cluster", [{"device": "cpu"}, {"device": "cuda"}], ids=str)
-def test_a_head_in_float32_is_a_copy_of_the_matrix_on_cpus(cluster: dict[str, str], tmp_path: Path) -> None:
+def test_a_float32_head_is_a_second_matrix_on_cpus(cluster: dict[str, str], tmp_path: Path) -> None:
     shape = read_shape(inspect_model(make_model_folder("qwen3", tmp_path / "qwen3")).config)
     settings = {"dtype": "bfloat16", "head_dtype": "float32", "max_num_seqs": 3}
     config = parse({"generator": settings, "cluster": cluster})
@@ -80,8 +80,8 @@ def test_a_head_in_float32_is_a_copy_of_the_matrix_on_cpus(cluster: dict[str, st
 
 
 @pytest.mark.parametrize("lengths", [(5, 40), (9, 55), (31, 33), (2, 62)])
-def test_the_native_engine_holds_no_more_than_planned(lengths: tuple[int, int], tmp_path: Path) -> None:
-    """Weights exactly, the cache up to its bound, whatever the lengths of prompt and response."""
+def test_the_native_engine_uses_no_more_memory_than_planned(lengths: tuple[int, int], tmp_path: Path) -> None:
+    """Weights exactly, the cache up to its bound, for any lengths of prompt and response."""
     prompt, response = lengths
     folder = make_model_folder("qwen3", tmp_path / "qwen3")
     shape = read_shape(inspect_model(folder).config)
@@ -112,7 +112,7 @@ def test_the_native_engine_holds_no_more_than_planned(lengths: tuple[int, int], 
     assert cache == engine._cache.capacity * 4 * generator.token_bytes(config, shape)
 
 
-def test_a_budget_of_the_native_engine_is_planned_or_refused() -> None:
+def test_a_cache_budget_of_the_native_engine_is_planned_or_refused() -> None:
     """Qwen2.5-7B: 56 KiB a token in bf16, sequences of 1,280 tokens, 40 blocks of 32 each, 70 MiB."""
     shape = shape_of("Qwen2.5-7B")
     planned = {}
@@ -132,8 +132,8 @@ def test_a_budget_of_the_native_engine_is_planned_or_refused() -> None:
 
 
 @pytest.mark.parametrize(("trainers", "generators"), [(1, 1), (4, 2), (3, 2)])
-def test_the_plan_of_an_update_is_that_of_its_transfer(trainers: int, generators: int) -> None:
-    """Qwen2.5-0.5B in two steps and more: the buffers of either side, and the bytes that come and go."""
+def test_the_plan_of_an_update_matches_its_transfer(trainers: int, generators: int) -> None:
+    """Qwen2.5-0.5B in two steps and more: the buffers of both sides, and the bytes sent and received."""
     shape, layout = shape_of("Qwen2.5-0.5B"), {"trainer": {"num_ranks": trainers}}
     apart = layout | {"generator": {"num_ranks": generators, "colocate_with": None}}
     config = run(layout=apart, cluster={})
@@ -156,9 +156,9 @@ def test_the_plan_of_an_update_is_that_of_its_transfer(trainers: int, generators
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_the_plan_of_an_update_is_that_of_its_transfer_to_a_replica_of_two(engine: str) -> None:
-    """A small model in one step, and Qwen2.5-0.5B in several. SGLang's first rank gets everything, vLLM's a half each,
-    but for norms, a half of the padded vocabulary, and biases."""
+def test_the_plan_of_an_update_to_a_replica_of_two_matches_its_transfer(engine: str) -> None:
+    """A small model in one step, and Qwen2.5-0.5B in several. SGLang's first rank gets everything, vLLM's ranks a half
+    each, except for norms, a half of the padded vocabulary, and biases."""
     for shape in (read_shape(TinyModel().hf_config()), shape_of("Qwen2.5-0.5B")):
         replica = {"num_ranks": 2, "tensor_parallel": 2, "colocate_with": None}
         of_engine = {"engine": engine, "dtype": "bfloat16"}
@@ -196,7 +196,7 @@ def test_a_rank_of_a_replica_of_eight_gets_an_eighth_of_the_experts() -> None:
 
 
 def test_roles_of_one_rank_add_up() -> None:
-    """Without offload, FSDP2 and the native generator keep what they have while the other works."""
+    """Without offload, FSDP2 and the native generator keep their memory while the other works."""
     shape = shape_of("Qwen2.5-7B")
     layout = {"trainer": {"num_ranks": 8}, "generator": {"colocate_with": "trainer"}, "offload": "never"}
     kind = kinds(run(layout=layout), shape)["trainer+generator"]
@@ -217,7 +217,7 @@ def of_7b(*words: str) -> RankMemory:
 
 
 @pytest.mark.parametrize("recipe", ["rlvr_7b", "rlvr_7b_async"])
-def test_the_recipes_for_7b_fit_80_gb_and_keep_parameters_within_a_node(recipe: str) -> None:
+def test_the_7b_recipes_fit_80_gb_and_keep_parameters_within_a_node(recipe: str) -> None:
     config, shape = load(["+cluster=slurm", f"+experiment={recipe}"]), shape_of("Qwen2.5-7B")
     layout = RoleLayout.from_config(config)
     assert all(kind.fits(CARDS["80 GB"]) for kind in memory(config, layout, shape))
@@ -231,8 +231,8 @@ def test_the_recipes_for_7b_fit_80_gb_and_keep_parameters_within_a_node(recipe: 
     assert sent / (config.cluster.link_gb_per_s * 1e9) < 10.0
 
 
-def test_offload_makes_room_for_7b_on_cards_of_80_gb() -> None:
-    """With the native generator 8 GPUs do without, 4 need it."""
+def test_offload_makes_7b_fit_on_80_gb_gpus() -> None:
+    """With the native generator 4 GPUs need offload, 8 do not."""
     peaks = {}
     for num_ranks, mode in product((4, 8), ("never", "auto", "always")):
         words = ["generator.engine=native", f"layout.trainer.num_ranks={num_ranks}", f"layout.offload={mode}"]
@@ -243,7 +243,7 @@ def test_offload_makes_room_for_7b_on_cards_of_80_gb() -> None:
     assert peaks[4, "never"] > usable(CARDS["80 GB"])
 
 
-def test_a_vllm_generator_keeps_within_its_share_of_a_card() -> None:
+def test_a_vllm_generator_stays_within_its_share_of_gpu_memory() -> None:
     """Qwen2.5-7B by hand: 14.2 GiB of weights, .34 a response, and 1.3 to decode and prefill."""
     card, response = CARDS["80 GB"], 56 * 2**10 * 6144
     turns, beside = of_7b(), of_7b("layout.offload=never")
@@ -287,7 +287,7 @@ def test_engines_that_take_turns_do_not_add_up() -> None:
     assert kind.total("train", on_host=True) == kind.total("generate", on_host=True), "its host memory is kept"
 
 
-def test_a_paged_cache_takes_what_is_left() -> None:
+def test_a_paged_cache_takes_the_remaining_memory() -> None:
     parts = (
         Part("generator", "weights", 10),
         Part("generator", "KV cache", 100, ("generate",), least=5),
@@ -302,7 +302,7 @@ def test_a_paged_cache_takes_what_is_left() -> None:
     assert kind.responses(40) == 0
 
 
-def test_a_generator_starts_with_its_whole_share() -> None:
+def test_a_generator_starts_with_its_full_share_of_memory() -> None:
     parts = (Part("trainer", "weights", 30), Part("generator", "KV cache", 100, ("generate",), least=5))
     beside = RankMemory((1,), ("trainer", "generator"), parts, True, cache_bytes=5, generator_share=0.6)
     assert beside.start(80) == 78 and beside.fits(80)
@@ -322,8 +322,8 @@ def test_offload_moves_the_state_to_the_host() -> None:
     assert there.total("train", on_host=True) - here.total("train", on_host=True) > state
 
 
-def test_what_to_change_is_enough() -> None:
-    """The words that advise gives make a run that fits, and without the last of them it does not."""
+def test_advised_changes_suffice_and_all_are_needed() -> None:
+    """The overrides from advise() make the run fit, and without the last of them it does not."""
     config, shape = run(), shape_of("Qwen2.5-7B")
     card = CARDS["80 GB"]
     assert not all(kind.fits(card) for kind in memory(config, RoleLayout.from_config(config), shape))
@@ -332,32 +332,32 @@ def test_what_to_change_is_enough() -> None:
     words, changed = advice
     assert all(kind.fits(card) for kind in memory(changed, RoleLayout.from_config(changed), shape))
     assert any(word.startswith("trainer.max_tokens_per_micro_batch=") for word in words)
-    assert "trainer.param_dtype=bfloat16" not in words  # it is that already
+    assert "trainer.param_dtype=bfloat16" not in words  # it already is bfloat16
     again = advise(changed, shape, card)
     assert again is not None
     assert again[0] == []
 
 
 @pytest.mark.slow
-def test_no_change_is_enough() -> None:
+def test_no_advice_is_given_if_no_change_suffices() -> None:
     """The native generator has a whole copy of 235 billion numbers on every rank."""
     assert advise(run(), shape_of("Qwen3-235B-A22B"), CARDS["141 GB"]) is None
 
 
-def test_an_engine_whose_memory_is_not_known() -> None:
+def test_an_engine_with_unknown_memory_is_named() -> None:
     config = run(trainer={"engine": "tests.planner.models:UNPLANNED"})
     with pytest.raises(CannotPlanError, match="UNPLANNED"):
         memory(config, RoleLayout.from_config(config), shape_of("Qwen2.5-7B"))
 
 
-def test_heads_are_repeated_where_ranks_outnumber_them() -> None:
+def test_key_value_heads_are_replicated_if_ranks_outnumber_them() -> None:
     """Qwen3-235B-A22B has 4 key and value heads: on 8 ranks each holds one of them."""
     shape = shape_of("Qwen3-235B-A22B")
     four, eight = (run_of(8, generator=size) for size in (4, 8))
     assert generator.token_bytes(four, shape) == generator.token_bytes(eight, shape) == 2 * 94 * 128 * 4
 
 
-def test_the_experts_that_are_replayed_are_counted() -> None:
+def test_replayed_experts_are_counted() -> None:
     """48 layers of 8 experts, a byte each; one with more than 255 experts takes two."""
     shape = shape_of("Qwen3-30B-A3B")
     assert shape.route_bytes == 384 == RouteShape.of(shape).field.width
@@ -372,14 +372,14 @@ def test_the_experts_that_are_replayed_are_counted() -> None:
     assert "routes" not in {part.name for part in next(iter(kinds(run(), shape).values())).parts}
 
 
-def test_a_dense_model_has_no_experts_to_replay() -> None:
+def test_a_dense_model_has_no_routes_to_count() -> None:
     config = run(trainer={"router_replay": True})
     problems = check_sizes(config, RoleLayout.from_config(config), shape_of("Qwen2.5-7B"))
     assert [problem.text for problem in problems] == ["trainer.router_replay: qwen2 has no experts; set it to false"]
 
 
-def test_adapters_need_no_second_model_and_travel_alone() -> None:
-    """Rank 16 beside q and v of Qwen2.5-7B: 28 layers of 16 * (3584 + 3584) and 16 * (3584 + 512) numbers."""
+def test_adapters_need_no_second_model_and_only_they_are_sent() -> None:
+    """Rank 16 at q and v of Qwen2.5-7B: 28 layers of 16 * (3584 + 3584) and 16 * (3584 + 512) numbers."""
     shape, numbers = shape_of("Qwen2.5-7B"), 28 * 16 * (2 * 3584 + 3584 + 512)
     apart = {"trainer": {"num_ranks": 4}, "generator": {"colocate_with": None, "num_ranks": 2}}
     lora = {"rank": 16, "target_modules": ["q_proj", "v_proj"]}

@@ -1,4 +1,4 @@
-"""How layers are dealt out to stages, and every size that a model or its ranks do not allow."""
+"""How layers are assigned to stages, and every size that a model or its ranks do not allow."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def problems(config: Config, model: str) -> list[str]:
     return [problem.text for problem in check_sizes(config, layout, read_shape(PUBLISHED[model][0]))]
 
 
-def test_94_layers_with_embedding_and_loss_over_eight_stages_of_six_chunks() -> None:
-    """Two places in each of 48 chunks; the first and the last give one up to the embedding and to the loss."""
+def test_94_layers_with_embedding_and_loss_split_over_eight_stages_of_six_chunks() -> None:
+    """Two layers in each of 48 chunks; the first and the last chunk have one less for the embedding and the loss."""
     stages = split_layers(94, MegatronConfig(**LARGEST))
     assert stages is not None
     assert [[len(chunk) for chunk in stage] for stage in stages] == [
@@ -79,12 +79,12 @@ def test_94_layers_with_embedding_and_loss_over_eight_stages_of_six_chunks() -> 
         (14, {"pipeline_parallel": 4, "virtual_pipeline": 2, FIRST: 5}, None),
     ],
 )
-def test_layers_of_each_stage(layers: int, sizes: dict[str, Any], counts: list[int] | None) -> None:
+def test_number_of_layers_of_each_stage(layers: int, sizes: dict[str, Any], counts: list[int] | None) -> None:
     stages = split_layers(layers, MegatronConfig(**sizes))
     assert counts == (None if stages is None else [sum(map(len, stage)) for stage in stages])
 
 
-def test_ranks_of_each_kind() -> None:
+def test_number_of_ranks_of_each_kind() -> None:
     assert Degrees.of(MegatronConfig(**LARGEST), 256) == Degrees(data=8, expert_data=4, optimizer=8)
     context = MegatronConfig(tensor_parallel=2, context_parallel=4)
     assert Degrees.of(context, 16) == Degrees(data=2, expert_data=16, optimizer=8)
@@ -100,7 +100,7 @@ def test_ranks_of_each_kind() -> None:
         ("Qwen2.5-7B", 8, {"context_parallel": 8}),
     ],
 )
-def test_sizes_that_fit(model: str, ranks: int, change: dict[str, Any]) -> None:
+def test_valid_sizes_have_no_problem(model: str, ranks: int, change: dict[str, Any]) -> None:
     assert problems(run_of(ranks, **change), model) == []
 
 
@@ -133,7 +133,7 @@ def test_sizes_that_fit(model: str, ranks: int, change: dict[str, Any]) -> None:
         ("Qwen2.5-7B", 8, {"virtual_pipeline": 2}, "2 chunks need pipeline_parallel above 1"),
     ],
 )
-def test_sizes_that_do_not_fit(model: str, ranks: int, change: dict[str, Any], said: str | None) -> None:
+def test_invalid_sizes_are_refused(model: str, ranks: int, change: dict[str, Any], said: str | None) -> None:
     found = problems(run_of(ranks, **change), model)
     if said is None:
         assert found == []
@@ -142,7 +142,7 @@ def test_sizes_that_do_not_fit(model: str, ranks: int, change: dict[str, Any], s
         assert all(text.startswith("trainer.megatron.") for text in found)
 
 
-def test_parameters_are_gathered_later_only_with_what_that_needs() -> None:
+def test_delayed_parameter_gathering_requires_its_preconditions() -> None:
     for lacking in ({}, {"overlap_gradients": True, "distributed_optimizer": False}):
         with pytest.raises(ConfigError, match="overlap_parameters: true needs overlap_gradients=true and distributed"):
             run_of(8, overlap_parameters=True, **lacking)
@@ -150,7 +150,7 @@ def test_parameters_are_gathered_later_only_with_what_that_needs() -> None:
 
 
 @pytest.mark.parametrize("key", ENDS)
-def test_layers_of_an_end_need_stages_and_exclude_what_counts_as_a_layer(key: str) -> None:
+def test_uneven_end_stages_need_several_stages_and_exclude_counting_ends_as_layers(key: str) -> None:
     with pytest.raises(
         ConfigError, match=f"{key}: 2 layers of one stage, but there is only one; set pipeline_parallel"
     ):
@@ -163,8 +163,8 @@ def test_layers_of_an_end_need_stages_and_exclude_what_counts_as_a_layer(key: st
 
 
 @pytest.mark.parametrize(("layers", "embedding", "loss"), [(30, True, True), (31, True, False), (32, False, False)])
-def test_advice_on_what_counts_in_the_split_is_a_setting_that_divides(layers: int, embedding: bool, loss: bool) -> None:
-    """Over 4 stages; asked for is what counts one layer too many."""
+def test_advice_on_counting_ends_as_layers_is_a_setting_that_divides(layers: int, embedding: bool, loss: bool) -> None:
+    """Over 4 stages; the configured setting counts one layer too many."""
     given = {"pipeline_parallel": 4, "account_for_loss_in_pipeline_split": True}
     if layers == 31:  # embedding and loss count the same, and the embedding is tried first
         given["account_for_embedding_in_pipeline_split"] = True
@@ -185,7 +185,7 @@ def test_the_advised_number_of_chunks_is_the_nearest_that_divides() -> None:
     assert problem.text.endswith("2 stages x 5 chunks = 10; virtual_pipeline=6 divides")
 
 
-def test_too_few_samples() -> None:
+def test_too_few_samples_for_the_ranks_are_refused() -> None:
     """512 data parallel ranks and 128 responses; 8 data parallel ranks with 2 responses each and chunks of 8."""
     few = problems(run_of(512, num_prompts=16), "Qwen2.5-7B")
     assert "an optimizer step has 128 samples, fewer than the 512 data parallel ranks" in few[0]
@@ -204,13 +204,13 @@ def test_too_few_samples() -> None:
         ("Qwen3-30B-A3B", 28, "28 does not divide the 768 numbers of an expert's width"),
     ],
 )
-def test_tensor_parallel_generators(model: str, tensor: int, said: str | None) -> None:
+def test_tensor_parallel_sizes_of_generators_are_checked(model: str, tensor: int, said: str | None) -> None:
     config = run_of(tensor, generator=tensor)
     found = [text for text in problems(config, model) if text.startswith("layout.generator.tensor_parallel")]
     assert (found == []) if said is None else any(said in text for text in found), found
 
 
-def test_a_generator_of_more_ranks_than_experts_is_refused() -> None:
+def test_a_generator_with_more_ranks_than_experts_is_refused() -> None:
     """vLLM refuses it on the ranks (models/qwen3_moe.py)."""
     config = run_of(8, generator=8)
     for experts, found in (

@@ -1,4 +1,4 @@
-"""What `python -m hpcrl.launch ... dry_run=true` says of resources, from a folder with nothing but config.json."""
+"""The resources in the output of `python -m hpcrl.launch ... dry_run=true`, from a folder with only config.json."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_the_plan_of_256_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_says_what_to_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_that_does_not_fit_advises_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = write_config(tmp_path / "model", "Qwen3-235B-A22B")
     largest = [word for word in LARGEST if "recompute" not in word]
     assert main([*words(model, *largest), "dry_run=true"]) == ExitCode.DONE
@@ -98,7 +98,7 @@ def test_what_does_not_fit_says_what_to_change(tmp_path: Path, capsys: pytest.Ca
     assert "to fit 80 GB cards: trainer.megatron.recompute=full\n" in said
 
 
-def test_wrong_sizes_are_refused_with_their_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_sizes_are_refused_with_their_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = write_config(tmp_path / "model", "Qwen3-235B-A22B")
     for wrong, text in (
         (
@@ -116,7 +116,7 @@ def test_wrong_sizes_are_refused_with_their_numbers(tmp_path: Path, capsys: pyte
     assert not (tmp_path / "run").exists()
 
 
-def test_weights_may_be_missing_for_a_plan_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_may_be_missing_only_for_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = write_config(tmp_path / "model", "Qwen2.5-0.5B")
     assert main([*words(model, "generator.max_num_seqs=4"), "dry_run=true"]) == ExitCode.DONE
     said = capsys.readouterr().out
@@ -128,7 +128,7 @@ def test_weights_may_be_missing_for_a_plan_only(tmp_path: Path, capsys: pytest.C
     assert f"model.path: no weights in {model}" in capsys.readouterr().err
 
 
-def test_an_unknown_family_is_said_and_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_family_is_reported_without_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = write_config(tmp_path / "model", "Qwen2.5-0.5B", model_type="mamba")
     assert main([*words(model, "generator.engine=vllm"), "dry_run=true"]) == ExitCode.DONE
     assert "memory  cannot be planned: its parameters are not known for model_type 'mamba'" in capsys.readouterr().out
@@ -154,7 +154,7 @@ GPU_NODE = "cluster.components={node: {roles: [controller, trainer], ranks_per_n
 
 
 @pytest.mark.parametrize(("memory", "enough"), [("5G", False), ("11264", True), ("", None)])
-def test_host_memory_of_a_nodes_ranks_is_added_up(
+def test_host_memory_of_all_ranks_of_a_node_is_added_up(
     memory: str, enough: bool | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Qwen2.5-0.5B in fp32 on two ranks: each has its half of a snapshot (2.76 GiB) and the program (.54), all that
@@ -173,7 +173,7 @@ def test_host_memory_of_a_nodes_ranks_is_added_up(
     assert "note: nodes and cost are for a Slurm job" in said, "the words have no +cluster=slurm"
 
 
-def test_a_recipes_missing_data_is_noted_and_the_users_refused(
+def test_missing_data_of_a_recipe_is_noted_and_of_a_user_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -189,7 +189,7 @@ def test_a_recipes_missing_data_is_noted_and_the_users_refused(
 
 
 @pytest.mark.parametrize("cluster", ["slurm", "local"])
-def test_a_run_folder_that_nodes_may_not_see_is_noted(
+def test_a_run_folder_that_nodes_may_not_share_is_noted(
     cluster: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     there = f"+cluster={cluster} data.train=task:sort_digits reward.default.name=sort_digits dry_run=true".split()
@@ -198,7 +198,7 @@ def test_a_run_folder_that_nodes_may_not_see_is_noted(
         assert ("note: on most clusters /tmp is local to each machine" in capsys.readouterr().out) is noted
 
 
-def test_a_checkpoint_that_the_file_system_cannot_take_is_said(
+def test_too_little_disk_space_for_a_checkpoint_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = write_config(tmp_path / "model", "Qwen2.5-0.5B")
@@ -208,7 +208,7 @@ def test_a_checkpoint_that_the_file_system_cannot_take_is_said(
     assert "the file system of the run folder has 4 GiB free, which is not enough" in capsys.readouterr().out
 
 
-def test_bytes_for_people() -> None:
+def test_byte_counts_are_formatted_readably() -> None:
     assert [size(n) for n in (512, 3 << 20, 5 << 30, 3 << 40)] == ["0.5 KiB", "3 MiB", "5 GiB", "3 TiB"]
 
 
@@ -228,7 +228,7 @@ def test_the_plan_names_the_versions_of_engines(
     assert list(plan._engines(load([]))) == []
 
 
-def test_the_plan_says_what_an_engine_does_differently() -> None:
+def test_the_plan_notes_how_an_engine_differs() -> None:
     both = ["rollout.top_p=.9", "rollout.top_k=100"]
     text = "SGLang takes rollout.top_p=0.9 of all tokens, other engines of those that rollout.top_k=100 keeps"
     found = [list(plan._engines(load([*both[:count], "generator.engine=sglang"])))[1:] for count in (1, 2)]

@@ -34,7 +34,7 @@ def planned(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_every_parameter_of_published_models(name: str) -> None:
+def test_shapes_of_published_models_match_transformers(name: str) -> None:
     config, count = PUBLISHED[name]
     assert planned(config) == built(config)
     assert read_shape(config).num_parameters == count
@@ -55,12 +55,12 @@ def test_every_parameter_of_published_models(name: str) -> None:
     ],
     ids=lambda changes: "-".join(map(str, changes.values())),
 )
-def test_every_option_that_changes_shapes(changes: dict[str, Any]) -> None:
+def test_options_that_change_shapes_match_transformers(changes: dict[str, Any]) -> None:
     config = published("", 64, 4, 4, 2, 96, 128) | changes
     assert planned(config) == built(config)
 
 
-def test_every_parameter_of_deepseek_v3() -> None:
+def test_shapes_of_deepseek_v3_match_transformers() -> None:
     """With transformers' defaults, which are its sizes; its layer that predicts further tokens is not counted."""
     config = published("deepseek_v3", 7168, 61, 128, 128, 18432, 129280)
     assert planned(config) == built(config)
@@ -68,8 +68,8 @@ def test_every_parameter_of_deepseek_v3() -> None:
     assert shape.num_parameters == 671_026_419_200 and 37e9 < shape.num_active < 38e9
 
 
-def test_a_wrong_size_shows() -> None:
-    """Negative control: the comparison sees one layer, one head and one tied matrix."""
+def test_the_comparison_detects_a_wrong_size() -> None:
+    """Negative control: the comparison detects one layer, one head and one tied matrix."""
     config, _ = PUBLISHED["Qwen2.5-0.5B"]
     real = built(config)
     for change in ({"num_hidden_layers": 25}, {"num_key_value_heads": 1}, {"tie_word_embeddings": False}):
@@ -77,14 +77,14 @@ def test_a_wrong_size_shows() -> None:
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "qwen3_moe", "llama", "gemma2"])
-def test_the_tiny_model_is_planned_as_it_is_made(architecture: Any, tmp_path: Path) -> None:
+def test_planned_shapes_of_the_tiny_model_match_the_made_one(architecture: Any, tmp_path: Path) -> None:
     tiny = TinyModel(architecture=architecture, tie_word_embeddings=architecture != "llama")
     make_tiny_model(tiny, tmp_path / "tiny")
     written = inspect_model(tmp_path / "tiny")
     assert planned(tiny.hf_config()) == built(written.config) == planned(written.config)
 
 
-def test_active_parameters_of_a_mixture() -> None:
+def test_active_parameters_of_a_mixture_of_experts() -> None:
     """Qwen3-30B-A3B: 120 of the 128 experts of each of 48 layers are idle."""
     config, count = PUBLISHED["Qwen3-30B-A3B"]
     assert read_shape(config).num_active == count - 48 * 120 * 3 * 2048 * 768
@@ -106,6 +106,6 @@ def test_active_parameters_of_a_mixture() -> None:
         ({"model_type": "qwen2_5_vl", "text_config": [1]}, "text_config in config.json is not an object"),
     ],
 )
-def test_what_cannot_be_planned_is_named(change: dict[str, Any], said: str) -> None:
+def test_models_that_cannot_be_planned_are_named(change: dict[str, Any], said: str) -> None:
     with pytest.raises(CannotPlanError, match=said):
         read_shape(PUBLISHED["Llama-3-8B"][0] | change)

@@ -1,8 +1,8 @@
 """What a rank sends in an optimizer step, by hand: 64 tokens of each data parallel rank in two micro-batches.
 
-The dense model: an embedding of 100 x 32; two layers with q and o of 32 x 32, k and v of 16 x 32, biases of 32 and
-2 x 16, three matrices of 48 x 32 and two norms of 32, together 7,808; a last norm of 32. That is 18,848 numbers or
-75,392 bytes. States of all tokens: 64 x 32 x 4 = 8,192 bytes.
+The dense model: an embedding of 100 x 32; two layers with q and o of 32 x 32, k and v of 16 x 32, biases of 32 and 2 x
+16, three matrices of 48 x 32 and two norms of 32, together 7,808; a last norm of 32. In total 18,848 numbers or 75,392
+bytes. States of all tokens: 64 x 32 x 4 = 8,192 bytes.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ GATHERED, SCATTERED, REDUCED = (
 )
 
 
-def test_shape_is_the_one_that_was_counted_by_hand() -> None:
+def test_the_model_has_the_size_that_was_counted_by_hand() -> None:
     assert DENSE.num_parameters * 4 == ALL
 
 
@@ -83,7 +83,7 @@ def test_fsdp2_gathers_a_large_model_in_each_micro_batch_and_its_layers_twice() 
     assert found == {GATHERED: 2 * (2 * ALL - outside) // 2, SCATTERED: 2 * ALL // 2}
 
 
-def test_fsdp2_tensor_parallel_gathers_and_sums_states_around_two_pairs_a_layer() -> None:
+def test_fsdp2_tensor_parallel_gathers_and_reduces_states_twice_a_layer() -> None:
     """Embedding and norms are whole on both ranks: (100 x 32 + 2 x 64 + 32) x 4 bytes of gradients."""
     exchanged = 2 * 2 * 2 * STATES // 2  # layers, pairs, passes
     assert sent("fsdp2", 2, tensor_parallel=2) == {
@@ -112,7 +112,7 @@ def test_zero_reduces_at_the_end_or_in_each_micro_batch() -> None:
     assert found == {GATHERED: (160 + 2 * 2 * (18_848 - 160)) * 4 // 2, SCATTERED: 2 * ALL // 2}
 
 
-def test_zero_with_adapters_sends_those_alone() -> None:
+def test_zero_with_adapters_sends_only_their_gradients() -> None:
     """Rank 2 at q: 2 x 32 + 32 x 2 numbers in each of two layers."""
     lora = {"rank": 2, "target_modules": ["q_proj"]}
     trainer = {"engine": "deepspeed", "param_dtype": "float32", "lora": lora, "deepspeed": {"zero_stage": 1}}
@@ -121,7 +121,7 @@ def test_zero_with_adapters_sends_those_alone() -> None:
     assert found == {GATHERED: 256 * 4 // 2, REDUCED: 256 * 4}
 
 
-def test_megatron_data_parallel_with_and_without_a_divided_optimizer() -> None:
+def test_megatron_data_parallel_with_and_without_a_distributed_optimizer() -> None:
     """The vocabulary is padded to 128 rows."""
     padded = ALL + 28 * 32 * 4
     assert sent("megatron", 2) == {GATHERED: padded // 2, SCATTERED: padded // 2}
@@ -129,9 +129,7 @@ def test_megatron_data_parallel_with_and_without_a_divided_optimizer() -> None:
 
 
 @pytest.mark.parametrize(("recompute", "passes"), [("selective", 2), ("full", 3)])
-def test_megatron_tensor_parallel_sums_states_of_two_pairs_a_layer_and_at_both_ends(
-    recompute: str, passes: int
-) -> None:
+def test_megatron_tensor_parallel_reduces_states_twice_a_layer_and_at_both_ends(recompute: str, passes: int) -> None:
     keys: dict[str, Any] = {"tensor_parallel": 2, "recompute": recompute}
     sums = passes * 2 * 2 + 2
     assert sent("megatron", 2, **keys) == {("activations", "all_reduce"): sums * STATES}
@@ -141,7 +139,7 @@ def test_megatron_tensor_parallel_sums_states_of_two_pairs_a_layer_and_at_both_e
     }
 
 
-def test_megatron_stages_send_states_on_and_gradients_back() -> None:
+def test_megatron_stages_send_states_forward_and_gradients_back() -> None:
     """Tied: the gradient of 128 x 32 numbers of the embedding is summed over both stages."""
     embedding = 128 * 32 * 4
     assert sent("megatron", 2, pipeline_parallel=2) == {REDUCED: embedding, ("stages", "send"): STATES}
@@ -174,7 +172,7 @@ def test_megatron_experts() -> None:
     assert sent("megatron", 2, MIXTURE, expert_parallel=2, **overlapped)[GATHERED] == 10_688 * 4 // 2
 
 
-def test_gloo_has_no_reduce_scatter() -> None:
+def test_gloo_replaces_reduce_scatter() -> None:
     parts = [Sent("gradients", "reduce_scatter", 10), Sent("parameters", "all_gather", 3)]
     assert (total_bytes(parts), total_bytes(parts, gloo=True)) == (13, 23)
 
@@ -191,14 +189,14 @@ def test_work_of_a_step_with_sequences_of_maximum_length() -> None:
     assert StepWork.of(config, 8) == StepWork(12 * 3000, 6)
 
 
-def test_what_is_not_known_is_not_planned() -> None:
+def test_unknown_traffic_is_not_planned() -> None:
     config = config_of("deepspeed", 2, zero_stage=3, activation_checkpointing=True)
     with pytest.raises(CannotPlanError, match="ZeRO-3"):
         train_plan(config).step_traffic(config, DENSE, 2, WORK)
     assert list(step_rows(config, RoleLayout.from_config(config), DENSE)) == []
 
 
-def test_row_of_the_plan() -> None:
+def test_the_plan_has_a_row_for_traffic() -> None:
     config = config_of("fsdp2", 2)
     [(label, text)] = step_rows(config, RoleLayout.from_config(config), DENSE)
     assert (label, text) == (

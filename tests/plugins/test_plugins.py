@@ -1,4 +1,4 @@
-"""A package that is installed for these tests only adds one of every kind, with not a line changed in hpcrl."""
+"""A package installed only for these tests adds one part of every kind, without changes in hpcrl."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def call(site: Path | None, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240, check=False)
 
 
-def test_help_and_plan_tell_of_the_added_parts(site: Path, tmp_path: Path) -> None:
+def test_help_and_plan_show_the_added_parts(site: Path, tmp_path: Path) -> None:
     told = call(site, "--help", "algorithm").stdout
     assert "algorithm.shrink=0.0" in told and "Share of the siblings' mean" in told
     assert "trainer.noisy.factor=1.0" in call(site, "--help", "trainer").stdout
@@ -101,7 +101,7 @@ def test_bad_values_of_added_parts_are_refused(site: Path, tmp_path: Path, words
     assert refused.returncode == ExitCode.BAD_INPUT and line in refused.stderr, refused.stderr
 
 
-def test_a_run_of_added_parts_trains_and_resumes(site: Path, tmp_path: Path) -> None:
+def test_a_run_with_added_parts_trains_and_resumes(site: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     first = call(site, *WORDS, f"run_dir={run}")
     assert first.returncode == 0, first.stdout + first.stderr
@@ -119,7 +119,7 @@ def test_a_run_of_added_parts_trains_and_resumes(site: Path, tmp_path: Path) -> 
     assert [attempt["kind"] for attempt in attempts] == ["fresh", "resume"]
 
 
-def test_without_the_package_the_status_of_its_run_is_shown(site: Path, tmp_path: Path) -> None:
+def test_the_status_of_its_run_is_shown_without_the_package(site: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shown = {}
     assert call(site, *WORDS, f"run_dir={run}", "debug=fake").returncode == 0
@@ -135,12 +135,12 @@ def test_without_the_package_the_status_of_its_run_is_shown(site: Path, tmp_path
     assert "2 of 2" in shown["without"][2] and "config.yaml: pipeline: " in shown["without"][4]
 
 
-def test_without_the_package_its_names_are_unknown(tmp_path: Path) -> None:
+def test_the_packages_names_are_unknown_without_it(tmp_path: Path) -> None:
     refused = call(None, "trainer.engine=noisy", f"run_dir={tmp_path / 'run'}", "dry_run=true")
     assert refused.returncode == ExitCode.BAD_INPUT and "trainer.engine: expected" in refused.stderr
 
 
-def test_a_specification_is_named_by_its_path_without_an_entry_point(site: Path, tmp_path: Path) -> None:
+def test_a_specification_can_be_given_by_its_path_without_an_entry_point(site: Path, tmp_path: Path) -> None:
     (site / "elsewhere").mkdir(exist_ok=True)
     shutil.copytree(EXAMPLE, site / "elsewhere" / "hpcrl_example", dirs_exist_ok=True)
     words = [
@@ -178,7 +178,7 @@ def test_a_name_that_would_hide_a_key_is_ignored_or_refused(site: Path, tmp_path
     )
 
 
-def test_what_no_other_part_gives_is_refused(site: Path, tmp_path: Path) -> None:
+def test_parts_that_rely_on_missing_parts_are_refused(site: Path, tmp_path: Path) -> None:
     lonely = tmp_path / "site"
     shutil.copytree(site, lonely)
     with open(lonely / "hpcrl_example" / "specs.py", "a") as file:
@@ -195,7 +195,7 @@ def test_what_no_other_part_gives_is_refused(site: Path, tmp_path: Path) -> None
     assert "the objective needs entropy, which the hpcrl_example.specs:BARE trainer does not compute" in refused.stderr
 
 
-def test_a_broken_package_is_told_of_and_left_out(site: Path, tmp_path: Path) -> None:
+def test_a_broken_package_is_reported_and_skipped(site: Path, tmp_path: Path) -> None:
     broken = tmp_path / "site"
     shutil.copytree(site, broken)
     (broken / "hpcrl_example" / "specs.py").write_text("import nowhere\n")

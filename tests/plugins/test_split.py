@@ -1,5 +1,5 @@
-"""An engine that shares a model over two ranks, and replicas of two ranks, under the real control plane: the numbers
-are those of engines with a rank each, over kills and on another number of ranks."""
+"""An engine that splits a model over two ranks, and replicas of two ranks, under the real control plane: the numbers
+match engines on one rank, over kills and on another number of ranks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def left(run_dir: Path) -> tuple[list[Batch], list[dict[str, Any]], dict[str, to
     return [RolloutReader(run_dir).batch(step) for step in range(1, STEPS + 1)], rows, weights
 
 
-def test_two_ranks_a_model_go_on_where_one_stopped_and_end_where_one_ends(tmp_path: Path) -> None:
+def test_a_model_split_over_two_ranks_resumes_and_matches_the_unsplit_one(tmp_path: Path) -> None:
     whole = start(tmp_path / "whole", *WHOLE)
     assert whole.wait() == 0, whole.text
     assert start(tmp_path / "split", *WHOLE, max_steps=1).wait() == 0

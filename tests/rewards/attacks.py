@@ -1,8 +1,8 @@
-"""Programs that attack the sandbox they run in; each prints REACHED if it got what it must not get.
+"""Programs that attack their sandbox; each prints REACHED if it got something that it must not get.
 
     python -m tests.rewards.attacks LEVEL [NAME...]      prints {name: [stopped, exit code, output, errors]} as JSON
 
-Imports nothing that is not in the standard library, so that any interpreter and any user can run it.
+Imports only the standard library, so any interpreter and any user can run it.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def _change(node: ast.AST) -> bool:
 
 
 def verdict(program: str, test: str, entry_point: str) -> Verdict:
-    """What HumanEval's test says of a program that may be trusted, run here and now."""
+    """The verdict of HumanEval's test on a trusted program, run in this process."""
 
     def stop(number: int, frame: object) -> None:
         raise _Stopped

@@ -1,4 +1,4 @@
-"""The reward of code: the forms of test cases, what is taken from a response, HumanEval, and ways to cheat."""
+"""The code reward: forms of test cases, extraction from a response, HumanEval, and ways to cheat."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ FORMS: list[tuple[Any, str, str]] = [
         "def max(a, b): return a / b",
         "def round(*a): return 2",
     ),
-    (  # the test has another name of the code, and so Python's own sum
+    (  # the test uses another name of the code, and Python's own sum
         [{"assert": "assert sum(f(3)) == 6"}],
         "def f(n): return [n, n]",
         "def f(n): return []\ndef sum(x): return 6",
@@ -134,7 +134,7 @@ FORMS: list[tuple[Any, str, str]] = [
 
 
 @pytest.mark.parametrize(("answer", "right", "wrong"), FORMS, ids=range(len(FORMS)))
-def test_forms_of_cases(make: Any, answer: Any, right: str, wrong: str) -> None:
+def test_all_forms_of_test_cases_are_read(make: Any, answer: Any, right: str, wrong: str) -> None:
     reward = make()
     for given in (answer, json.dumps(answer)):
         assert reward.problem_of_row(given, {}) == ""
@@ -159,7 +159,7 @@ def test_columns_of_mbpp_and_humaneval(make: Any) -> None:
     assert completed("def f(): 1", "import a\n@x\ndef f():\n  ''\ny = 2", "f") == "import a\ny = 2\ndef f(): 1"
 
 
-def test_what_is_taken_from_a_response() -> None:
+def test_code_is_extracted_from_a_response() -> None:
     blocks = "<think>```python\n0\n```</think>One:\n```python\n1\n```\n```py\n2\n```\nThe output:\n```\n3\n```"
     assert code_of(blocks, "python") == "2\n" and code_of(blocks, "bash") == "3\n"
     assert code_of("```python\nx = 1", "python") == "x = 1", "cut off"
@@ -168,7 +168,7 @@ def test_what_is_taken_from_a_response() -> None:
 
 
 @pytest.mark.slow
-def test_partial_credit_stops_and_metrics(make: Any) -> None:
+def test_partial_credit_stop_and_metrics(make: Any) -> None:
     cases = [{"stdin": str(n), "stdout": str(n)} for n in (1, 2, 3, 4)]
     code = "n = int(input())\nprint(n if n != 2 else 0)"
     found = score(make(partial=True), code, cases)
@@ -211,20 +211,20 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("answer", "columns", "told"), WRONG, ids=range(len(WRONG)))
-def test_rows_of_a_wrong_shape_are_told(make: Any, answer: Any, columns: dict[str, Any], told: str) -> None:
+def test_malformed_rows_are_reported(make: Any, answer: Any, columns: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         cases_of(answer, columns)
     assert make().problem_of_row(answer, columns)
 
 
-def test_tests_that_cannot_judge_are_an_error_and_not_a_score(make: Any) -> None:
+def test_tests_that_cannot_judge_are_an_error_and_give_no_score(make: Any) -> None:
     answer = [{"assert": "assert f(lambda: 1) == 1"}]
     with pytest.raises(ValueError, match="the row's tests cannot judge: the test passes function to the code"):
         score(make(), "def f(x): return x()", answer)
 
 
 @pytest.mark.slow
-def test_languages(make: Any) -> None:
+def test_programs_in_other_languages_are_judged(make: Any) -> None:
     cases = [{"stdin": "3 4", "stdout": "7"}, {"stdin": "1 1", "stdout": "2"}]
     shell = make(language="bash")
     assert score(shell, "```sh\nread a b; echo $((a + b)) | cat\n```", cases).reward == 1.0
@@ -242,7 +242,7 @@ def test_languages(make: Any) -> None:
     assert score(compiled, "```cpp\n#include </etc/passwd>\n```", cases).reward == 0.0
 
 
-def test_same() -> None:
+def test_equality_of_results() -> None:
     assert same([1, 2.0000001, "a"], (1, 2, "a")) and same(Unhashed("dict", [(1, None)]), {"1": None})
     nan = float("nan")
     for given, expected in (
@@ -286,7 +286,7 @@ def humaneval(shared_data: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_humaneval(make: Any, shared_data: Path) -> None:
+def test_humaneval_solutions_pass_and_mutants_fail(make: Any, shared_data: Path) -> None:
     """164 of 164 solutions are right, and 164 of 164 with one small error wrong. Errors that the tests do not find are
     right here as well."""
     reward, rows = make(), humaneval(shared_data)
@@ -307,7 +307,7 @@ def test_humaneval(make: Any, shared_data: Path) -> None:
 
 
 @pytest.mark.slow
-def test_in_a_pool_with_its_level_and_refused_below(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_pool_reports_its_level_and_refuses_lower_ones(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     section = RewardConfig(name="code", timeout_s=60.0, num_processes=2)
     pool = RewardPool(Config(reward={"default": section}))
     answer = [{"stdin": "", "stdout": "2"}]
@@ -318,7 +318,7 @@ def test_in_a_pool_with_its_level_and_refused_below(tmp_path: Path, capfd: pytes
     assert "code sandbox of level L" in capfd.readouterr().err
 
 
-def test_a_level_that_is_not_there_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unavailable_sandbox_level_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     reward = make_reward(RewardConfig(name="code", options={"min_level": "L2", "max_output_kib": 1}))
     monkeypatch.setattr("hpcrl.sandbox.syscalls.ARCHITECTURES", {})
     with pytest.raises(ValueError, match="no code sandbox of level L2 or above"):
@@ -329,7 +329,7 @@ def test_a_level_that_is_not_there_ends_the_run(monkeypatch: pytest.MonkeyPatch)
         composed.start()
 
 
-def test_kinds_of_cases() -> None:
+def test_each_form_of_case_becomes_its_kind() -> None:
     kinds = [
         type(case)
         for case in cases_of([{"stdin": "", "stdout": ""}, {"call": "f", "returns": 1}, {"assert": "assert f()"}], {})
@@ -344,7 +344,7 @@ def test_kinds_of_cases() -> None:
         "assert all(map(lambda case: f(case[0]) == case[1], [(1, 7919), (2, 15838)]))",
     ],
 )
-def test_the_end_of_an_iteration_ends_no_test(make: Any, test: str) -> None:
+def test_the_end_of_an_iterator_does_not_end_a_test(make: Any, test: str) -> None:
     reward = make()
     assert score(reward, TIMES, [{"assert": test}]).reward == 1.0
     assert score(reward, "def f(x): raise StopIteration", [{"assert": test}]).reward == 0.0
@@ -352,12 +352,12 @@ def test_the_end_of_an_iteration_ends_no_test(make: Any, test: str) -> None:
     assert score(reward, "def g(x): yield x * 7919", [{"assert": ends}]).reward == 1.0
 
 
-def test_a_test_that_makes_a_global_name(make: Any) -> None:
+def test_a_test_may_create_global_names(make: Any) -> None:
     tests = "def test_a():\n global made\n made = 1\n assert f(1) == 7919\ndef test_b(): assert f(2) == 15838"
     assert score(make(), TIMES, [{"pytest": tests}]).reward == 1.0
 
 
-def test_numbers_beyond_a_float_are_wrong_and_no_error(make: Any) -> None:
+def test_numbers_too_large_for_a_float_are_wrong_without_an_error(make: Any) -> None:
     case = [{"call": "f", "args": [1], "returns": 1.5}]
     forged = "import os\ndef f(x):\n os.write(3, b'{\"float\": 1' + b'0' * 400 + b'}'); os._exit(0)"
     for code in ("def f(x): return 10**400", forged):
@@ -365,7 +365,7 @@ def test_numbers_beyond_a_float_are_wrong_and_no_error(make: Any) -> None:
         assert found.score == 0.0 and not found.error
 
 
-def test_no_key_that_the_code_chose_is_hashed_outside_of_the_sandbox(make: Any) -> None:
+def test_keys_chosen_by_the_code_are_never_hashed_outside_the_sandbox(make: Any) -> None:
     """Numbers of equal hashes would take a worker minutes. Lists stand for them, which cannot be hashed at all."""
     line = b'{"dict": [[[1], {"set": [[2]]}]]}'
     with pytest.raises(TypeError, match="unhashable"):
@@ -379,7 +379,7 @@ def test_no_key_that_the_code_chose_is_hashed_outside_of_the_sandbox(make: Any) 
         assert result.score == 0.0 and not result.error
 
 
-def test_a_long_line_after_a_fence_is_read_at_once() -> None:
+def test_a_long_line_after_a_code_fence_is_parsed_quickly() -> None:
     start = time.perf_counter()
     code_of("```" + "a" * 200_000, "python")
     assert time.perf_counter() - start < 20.0  # 200 s with a pattern that goes back
@@ -396,7 +396,7 @@ LIBRARY_LIARS = {
 
 
 @pytest.mark.parametrize("kind", LIBRARY_LIARS)
-def test_names_of_the_library_do_not_come_from_the_response(make: Any, kind: str) -> None:
+def test_the_response_cannot_replace_library_names(make: Any, kind: str) -> None:
     test, liar = LIBRARY_LIARS[kind]
     case = [{"pytest" if "def " in test else "assert": test}]
     value = "[7919]" if "[7919]" in test else "7919.5"
@@ -405,8 +405,8 @@ def test_names_of_the_library_do_not_come_from_the_response(make: Any, kind: str
     assert score(make(), f"{liar}\nf = lambda *a: 0 if {value!r} == '7919.5' else []", case).score == 0
 
 
-def test_the_code_still_defines_what_is_asked_of_it(make: Any) -> None:
-    """A name of the library is the code's where the test has no other: the task is to write it."""
+def test_the_code_can_still_define_the_names_it_is_asked_for(make: Any) -> None:
+    """A library name belongs to the code if the test defines no other: the task is to write it."""
     for test, code in [
         ("assert gcd(4, 6) == 2", "gcd = lambda a, b: 2"),
         ("assert statistics([1]) == 7", "statistics = lambda x: 7"),
@@ -418,7 +418,7 @@ def test_the_code_still_defines_what_is_asked_of_it(make: Any) -> None:
     )
 
 
-def test_a_test_whose_judge_the_response_would_define_is_refused_by_its_row(make: Any) -> None:
+def test_a_row_whose_judge_the_response_would_define_is_refused(make: Any) -> None:
     told = make().problem_of_row([{"assert": "assert close_to(f(3), 7919.5)"}], {})
     assert "lets close_to check the result of f" in told and "define close_to in the setup" in told
     given = [{"assert": "assert close_to(f(3), 7919.5)", "setup": "def close_to(a, b): return abs(a - b) < 1"}]

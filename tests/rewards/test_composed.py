@@ -1,4 +1,4 @@
-"""Rewards of form, and rewards made of others."""
+"""Format rewards, and composed rewards."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def score(reward: Reward, response: str, answer: Any = None, **fields: Any) -> S
 
 
 @pytest.mark.parametrize(("num_tokens", "reward"), [(0, 0), (60, 0), (61, -0.025), (80, -0.5), (100, -1), (200, -1)])
-def test_length(num_tokens: int, reward: float) -> None:
+def test_length_rewards(num_tokens: int, reward: float) -> None:
     length = make("length", max_tokens=100, buffer_tokens=40)
     scored = score(length, "x", token_ids=range(num_tokens))
     assert (scored.reward, scored.score) == (pytest.approx(reward), float(reward == 0))
@@ -33,7 +33,7 @@ def test_length(num_tokens: int, reward: float) -> None:
         make("length", max_tokens=100, buffer_tokens=200)
 
 
-def test_repetition() -> None:
+def test_repetition_penalty() -> None:
     repetition = make("repetition")
     assert score(repetition, "a b c d").reward == 0 and score(repetition, "").reward == 0
     assert score(repetition, "a b c A b c").reward == pytest.approx(-0.25)  # abc bca cab abc
@@ -63,7 +63,7 @@ def test_repetition() -> None:
         ("<answer>b</answer><think>a</think>", {"tags": ["think", "answer"], "answer_after": False}, 0),
     ],
 )
-def test_tags(response: str, options: dict[str, Any], right: int) -> None:
+def test_required_tags(response: str, options: dict[str, Any], right: int) -> None:
     assert score(make("tags", **options), response).reward == right
 
 
@@ -84,7 +84,7 @@ def test_language() -> None:
 RIGHT, SHORT = {"name": "exact_match"}, {"name": "length", "options": {"max_tokens": 10, "buffer_tokens": 10}}
 
 
-def test_a_weighted_sum() -> None:
+def test_a_weighted_sum_of_rewards() -> None:
     reward = make("composed", parts={"right": RIGHT | {"weight": 2}, "short": SHORT | {"weight": 0.5}})
     scored = score(reward, "Paris", "paris", token_ids=range(5))
     assert (scored.reward, scored.score) == (pytest.approx(2 - 0.25), 1.0)
@@ -93,7 +93,7 @@ def test_a_weighted_sum() -> None:
     assert reward.inline
 
 
-def test_a_product_and_a_gate() -> None:
+def test_a_product_and_a_gated_sum_of_rewards() -> None:
     parts = {"right": RIGHT, "tags": {"name": "tags"}}
     both, form, neither = "<think>a</think>paris", "<think>a</think>rome", "rome"
     product = make("composed", parts=parts, rule="product")
@@ -103,7 +103,7 @@ def test_a_product_and_a_gate() -> None:
     assert [score(gate, text, "paris").reward for text in (both, form, neither, "paris")] == [1.25, 0.25, -1, -1]
 
 
-def test_parts_of_parts_are_metrics_and_errors_name_their_part() -> None:
+def test_scores_of_parts_are_metrics_and_errors_name_their_part() -> None:
     numbers = make("composed", parts={"number": {"name": "numeric"}})
     assert score(numbers, "none", 3).metrics == {"number/no_answer": 1.0, "number": 0.0}
     assert numbers.problem_of_row("many", {}).startswith("part number (numeric): the answer 'many' has no number")
@@ -112,8 +112,8 @@ def test_parts_of_parts_are_metrics_and_errors_name_their_part() -> None:
     assert not make("composed", parts={"right": {"name": "math"}}).inline
 
 
-def test_a_part_may_wait_for_a_service() -> None:
-    """A judge's vote beside what is computed here; without the judge, the response has an error."""
+def test_a_part_can_wait_for_a_service() -> None:
+    """A judge's vote and a locally computed part; without the judge, the response has an error."""
     answers = iter(["9", "nothing"])
 
     def reply(body: dict[str, Any], number: int) -> str:
@@ -149,12 +149,12 @@ def test_a_part_may_wait_for_a_service() -> None:
         ({"parts": {"a": RIGHT | {"weight": 2}}, "rule": "product"}, "parts.a.weight: not read with rule=product"),
     ],
 )
-def test_bad_options_are_told_before_the_start(options: dict[str, Any], told: str) -> None:
+def test_invalid_options_are_reported_before_the_start(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         make("composed", **options)
 
 
-def test_a_part_asks_ranks_of_the_run() -> None:
+def test_a_part_can_require_ranks_of_the_run() -> None:
     reward = make("composed", parts={"own": {"name": "judge", "options": {"judges": {"one": {"role": "judge"}}}}})
     with pytest.raises(
         ValueError, match=r"^parts\.own: the reward needs ranks of the role judge, which only a run has"

@@ -1,4 +1,4 @@
-"""User functions: their signatures, their results, and what is said about those that do not fit."""
+"""User functions: their signatures, their results, and error messages."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_verl_batched():
         reward.score([item("a"), item("b"), item("short")])
 
 
-def test_trl_gets_all_columns_and_options():
+def test_a_trl_function_gets_all_columns_and_options():
     reward = make("trl", options={"bonus": 0.5})
     assert reward.signature == "trl" and reward.batched
     items = [item("xx", level=1), item("skip", level=2), item("", level=3)]
@@ -57,11 +57,11 @@ def test_trl_gets_all_columns_and_options():
         reward.score([item("short", level=1), item("b", level=2)])
 
 
-def test_trl_async_with_few_columns():
+def test_an_asynchronous_trl_function_with_few_columns_works():
     assert [s.score for s in make("trl_async").score([item("a"), item("b")])] == [1.0, 0.0]
 
 
-def test_trl_with_message_lists():
+def test_a_trl_function_with_message_lists_works():
     assert make("trl_messages", options={"conversational": True}).score([item("yes")]) == [Score(1.0, 1.0)]
 
 
@@ -83,7 +83,7 @@ def test_openrlhf_logs_may_be_scalars():
     assert make("openrlhf_one").score([item("a")]) == [Score(0.5, 0.5)]
 
 
-def test_trl_with_token_ids_alone():
+def test_a_trl_function_with_only_token_ids_works():
     reward = make("completion_lengths")
     assert reward.signature == "trl" and reward.batched
     items = [replace(item("ab"), token_ids=array("i", [3, 4])), replace(item(""), token_ids=())]
@@ -93,13 +93,13 @@ def test_trl_with_token_ids_alone():
 
 
 @pytest.mark.parametrize("name", ["last_message", "get_content"])
-def test_trl_message_style_is_found(name: str):
+def test_the_trl_message_style_is_detected(name: str):
     reward = make(name)
     for _ in range(2):
         assert [score.reward for score in reward.score([item("yes"), item("no")])] == [1.0, 0.0]
 
 
-def test_trl_message_style_that_is_not_found_is_told():
+def test_an_undetected_trl_message_style_is_reported():
     with pytest.raises(TypeError, match=r"string indices .* may need options.conversational=true\)"):
         make("broken_messages").score([item("yes")])
     with pytest.raises(TypeError, match=r"'list' object .* may need options.conversational=false\)"):
@@ -110,7 +110,7 @@ def test_trl_message_style_that_is_not_found_is_told():
         make("trl").score([item("raise", level=1)])
 
 
-def test_native_and_objects_and_import_paths():
+def test_native_functions_objects_and_import_paths_work():
     assert make("native").score([item("a"), item("b")]) == [Score(1.0, 1.0), Score(0.0, 0.0)]
     assert make("Judge").score([item("a")]) == [Score(1.0, 1.0)]
     by_module = FunctionReward(RewardConfig(name="function", function=f"{MODULE}:native"))
@@ -118,7 +118,7 @@ def test_native_and_objects_and_import_paths():
 
 
 @pytest.mark.parametrize("response", ["text", "none"])
-def test_a_result_that_is_no_number_is_an_error(response: str):
+def test_a_result_that_is_not_a_number_is_an_error(response: str):
     with pytest.raises(TypeError, match="not a number"):
         make("compute_score").score([item(response)])
 
@@ -138,25 +138,25 @@ def test_a_result_that_is_no_number_is_an_error(response: str):
         ("justaname", r"an import path is package.module:callable or file.py:callable"),
     ],
 )
-def test_functions_that_do_not_fit(function: str, message: str):
+def test_functions_with_unsupported_signatures_are_refused(function: str, message: str):
     with pytest.raises(ValueError, match=message):
         FunctionReward(RewardConfig(name="function", function=function))
 
 
-def test_a_file_that_fails_names_its_error(tmp_path: Path):
+def test_the_error_of_a_failing_file_is_named(tmp_path: Path):
     (tmp_path / "broken.py").write_text("def f(:\n")
     with pytest.raises(ValueError, match=r"broken.py:f: running the file failed: SyntaxError"):
         FunctionReward(RewardConfig(name="function", function=f"{tmp_path}/broken.py:f"))
 
 
-def test_a_signature_can_be_given():
+def test_a_signature_can_be_configured():
     assert make("any_parameters", signature="verl").score([item("a")]) == [Score(1.0, 1.0)]
     with pytest.raises(ValueError, match=r":unknown: signature verl gives no a, b; it gives data_source, .*options"):
         make("unknown", signature="verl")
     assert make("unknown", signature="openrlhf", options={"a": 1, "b": 2}).signature == "openrlhf"
 
 
-def test_the_documents_examples_are_rewards(tmp_path: Path):
+def test_the_documented_examples_are_rewards(tmp_path: Path):
     document = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
     document = document.partition("### Rewards of turns and tokens")[0]  # its examples: test_parts.py
     blocks = re.findall(r"```python\n(.*?)```", document, re.DOTALL)
@@ -168,7 +168,7 @@ def test_the_documents_examples_are_rewards(tmp_path: Path):
     assert (compare.scores, compare.pool, compare.signature) == ("groups", "async", "hpcrl")
 
 
-def test_nemo_rl_functions():
+def test_nemo_rl_functions_work():
     reward = make("nemo", options={"bonus": 0.5})
     assert reward.signature == "nemo_rl" and not reward.batched
     assert reward.score([item("a"), item("b"), item("form")]) == [Score(1.5, 1.0), Score(0.5, 0.0), Score(0.25, 0.25)]
@@ -176,7 +176,7 @@ def test_nemo_rl_functions():
         reward.score([item("one")])
 
 
-def test_nemo_rl_environments():
+def test_nemo_rl_environments_work():
     reward = make("Environment")
     assert reward.signature == "hpcrl" and reward.batched and reward.scores == "samples"
     assert reward.score([item("a"), item("b")]) == [Score(1.0, 1.0), Score(0.0, 0.0)]
@@ -186,7 +186,7 @@ def test_nemo_rl_environments():
 
 
 @pytest.mark.parametrize("name", ["Recorded", pytest.param("rubric", marks=pytest.mark.outside)])
-def test_rubrics_of_verifiers(name: str):
+def test_verifiers_rubrics_work(name: str):
     """Recorded: its interface; rubric: the package itself, where it is installed."""
     if name == "rubric":
         pytest.importorskip("verifiers.rubrics.rubric")
@@ -204,7 +204,7 @@ def test_rubrics_of_verifiers(name: str):
 
 
 @pytest.mark.outside
-def test_rubrics_of_verifiers_that_compare_siblings():
+def test_verifiers_rubrics_that_compare_groups_work():
     pytest.importorskip("verifiers.rubrics.rubric")
     reward = make("rubric_of_groups")
     assert (reward.scores, reward.pool) == ("groups", "process")

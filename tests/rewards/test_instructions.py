@@ -1,4 +1,4 @@
-"""IFEval's instructions, each with a text that follows it and texts that do not; and the reward made of them."""
+"""IFEval's instructions, each with one text that follows it and several that do not; and the reward made of them."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ CASES: list[tuple[str, dict[str, Any], str, list[str]]] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "arguments", "right", "wrong"), CASES, ids=[case[0] for case in CASES])
-def test_each_instruction(name: str, arguments: dict[str, Any], right: str, wrong: list[str]) -> None:
+def test_instructions_judge_their_examples(name: str, arguments: dict[str, Any], right: str, wrong: list[str]) -> None:
     assert problem(name, arguments) == ""
     assert follows(right, name, arguments)
     assert [text for text in [*wrong, "", "  \n"] if follows(text, name, arguments)] == []
@@ -117,7 +117,7 @@ def test_all_25_are_tested() -> None:
     assert {case[0] for case in CASES} == set(INSTRUCTIONS) and len(INSTRUCTIONS) == 25
 
 
-def test_sentences_of_ordinary_text() -> None:
+def test_sentences_of_ordinary_text_are_counted() -> None:
     text = 'He asked: "Why?" She left. Prof. J. Doe (b. 1950) paid $3.50, i.e. all... Then he slept!\n\nThe end'
     assert count_sentences(text) == 7  # "b." and "all..." end one, as for most readers
 
@@ -137,11 +137,11 @@ def test_sentences_of_ordinary_text() -> None:
         ("startend:end_checker", {"end_phrase": ""}, "is not text"),
     ],
 )
-def test_what_cannot_be_checked(name: str, arguments: dict[str, Any], told: str) -> None:
+def test_unverifiable_instructions_are_refused(name: str, arguments: dict[str, Any], told: str) -> None:
     assert told in problem(name, arguments)
 
 
-def test_arguments_that_are_null_are_absent() -> None:
+def test_null_arguments_count_as_absent() -> None:
     assert problem("punctuation:no_comma", {"num_words": None, "relation": None}) == ""
 
 
@@ -157,7 +157,7 @@ ROW = {
 }
 
 
-def test_the_reward_is_for_all_instructions_or_for_their_share() -> None:
+def test_the_reward_can_require_all_instructions_or_their_share() -> None:
     both, one = "<<T>>\ntext", "text"
     assert (score(both, extra=ROW).reward, score(one, extra=ROW).reward) == (1.0, 0.0)
     half = score(one, extra=ROW, partial=True)
@@ -168,7 +168,7 @@ def test_the_reward_is_for_all_instructions_or_for_their_share() -> None:
         assert score(both, answer).reward == 1.0
 
 
-def test_the_loose_reading_forgives_a_frame_and_asterisks() -> None:
+def test_loose_checking_forgives_an_enclosing_frame_and_asterisks() -> None:
     framed = "Sure, here it is:\n<<T>>\ntext"
     assert (score(framed, extra=ROW).reward, score(framed, extra=ROW, reading="loose").reward) == (0.0, 1.0)
     assert len(loose_variants("a\nb\nc")) == 8 and "b" in loose_variants("*a*\n*b*\n*c*")

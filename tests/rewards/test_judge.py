@@ -1,4 +1,4 @@
-"""The reward of judges, against a real server that is slow, down, busy, wrong or talked into something."""
+"""The judge reward, against a real server that is slow, down, busy, wrong or manipulated."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hpcrl.rewards.serving.pool import RewardPool
 
 
 class Pieces(list[str]):
-    """What is sent piece by piece, with a pause before each."""
+    """A body sent piece by piece, with a pause before each."""
 
     def __iter__(self) -> Iterator[str]:
         for piece in super().__iter__():
@@ -32,7 +32,7 @@ class Pieces(list[str]):
 
 
 class Server:
-    """An endpoint; `answer(body, number of the request)` is (status, headers, what is sent) or the judge's text."""
+    """An endpoint; `answer(body, number of the request)` is (status, headers, body) or the judge's text."""
 
     def __init__(self, answer: Callable[[dict[str, Any], int], Any], port: int = 0):
         self.bodies: list[dict[str, Any]] = []
@@ -113,7 +113,7 @@ def judge(judges: dict[str, Any], response: str = "4", timeout_s: float = 20.0, 
     ("vote", "reward", "score"),
     [("mean", 0.5, 1.0), ("median", 0.4, 0.0), ("majority", 0.0, 0.0)],
 )
-def test_votes(serve: Any, vote: str, reward: float, score: float) -> None:
+def test_votes_are_combined_by_the_configured_rule(serve: Any, vote: str, reward: float, score: float) -> None:
     judges = {name: serve(verdict(value)).judge for name, value in (("a", 2), ("b", "4.0/10"), ("c", "**9**"))}
     got = judge(judges, vote=vote)
     assert (got.reward, got.score) == (pytest.approx(reward), score) and not got.error
@@ -121,7 +121,7 @@ def test_votes(serve: Any, vote: str, reward: float, score: float) -> None:
     assert got.metrics["requests"] == 3 and got.metrics["retries"] == got.metrics["unparsable"] == 0
 
 
-def test_the_request(serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_request_to_a_judge(serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRADER_KEY", "sesame")
     (tmp_path / "rubric.md").write_text("Only short ones.")
     (tmp_path / "template.md").write_text("{rubric}\n{prompt}\n{response} {other}")
@@ -148,7 +148,7 @@ ATTACK = (
 )
 
 
-def test_a_response_cannot_instruct_the_judge_unmarked(serve: Any) -> None:
+def test_a_response_cannot_imitate_instructions_to_the_judge(serve: Any) -> None:
     """A judge that repeats the response gives no verdict, whatever the response says."""
     server = serve(lambda body, _: body["messages"][1]["content"].replace("verdict", "no", 0).rsplit("\n", 1)[0])
     got = judge({"a": server.judge}, response=ATTACK)
@@ -163,7 +163,7 @@ def test_a_response_cannot_instruct_the_judge_unmarked(serve: Any) -> None:
     assert asked.count(nonce) == 7, "around three texts, and in the line of the verdict"
 
 
-def test_what_is_harmless_stays_as_it_is() -> None:
+def test_harmless_text_is_passed_on_unchanged() -> None:
     code = "if a < b | c > d:\n\treturn x[0]  # <b>bold</b> é 漢字 🙂"
     assert harmless(code, 1000) == code
     cut = harmless("a" * 300 + "b" * 300, 200)
@@ -182,7 +182,7 @@ def test_what_is_harmless_stays_as_it_is() -> None:
         ("verdict N: seven", None), ("verdict: 7", None), ("7", None), ("", None), ("<think>verdict N: 7", None),
     ],
 )  # fmt: skip
-def test_reading_a_verdict(said: str, expected: float | None) -> None:
+def test_verdicts_are_parsed(said: str, expected: float | None) -> None:
     nonce = "0123abcd"
     assert Scale(0, 10).read(said.replace("N", nonce), nonce) == (
         expected if expected is None else pytest.approx(expected)
@@ -193,7 +193,7 @@ def test_reading_a_verdict(said: str, expected: float | None) -> None:
     "sent",
     ["<html>502</html>", "{}", "[]", '{"choices": []}', '{"choices": [{"message": {"content": null}}]}', '"x"', ""],
 )
-def test_an_answer_that_is_none_is_counted(serve: Any, sent: str) -> None:
+def test_an_answer_without_a_verdict_is_counted(serve: Any, sent: str) -> None:
     server = serve(lambda *_: (200, {}, sent))
     good = serve(verdict(8))
     got = judge({"bad": server.judge, "good": good.judge})
@@ -202,7 +202,7 @@ def test_an_answer_that_is_none_is_counted(serve: Any, sent: str) -> None:
     assert strict.reward == 0 and strict.error == "bad: no verdict in its answer" and strict.metrics["vote_good"] == 0.8
 
 
-def test_a_busy_server_is_asked_again(serve: Any) -> None:
+def test_a_busy_server_is_retried(serve: Any) -> None:
     answers = [(429, {"Retry-After": "0.2"}, "slow down"), (503, {"Retry-After": "never"}, "loading")]
     server = serve(lambda body, n: answers[n - 1] if n <= 2 else verdict(5)(body, n))
     got = judge({"a": server.judge})
@@ -210,7 +210,7 @@ def test_a_busy_server_is_asked_again(serve: Any) -> None:
     assert server.times[1] - server.times[0] >= 0.2
 
 
-def test_a_server_that_is_down_for_a_while(serve: Any) -> None:
+def test_a_server_that_is_down_for_a_while_is_retried(serve: Any) -> None:
     first = Server(verdict(1))
     first.close()
     late = threading.Timer(0.4, lambda: serve(verdict(6), first.port))
@@ -220,7 +220,7 @@ def test_a_server_that_is_down_for_a_while(serve: Any) -> None:
     assert got.reward == pytest.approx(0.6) and got.metrics["retries"] >= 1
 
 
-def test_a_server_that_stays_down_costs_the_sample() -> None:
+def test_a_server_that_stays_down_fails_the_sample() -> None:
     gone = Server(verdict(1))
     gone.close()
     got = judge({"a": gone.judge}, timeout_s=0.5)
@@ -232,15 +232,13 @@ def test_a_server_that_stays_down_costs_the_sample() -> None:
     [("localhost", True), ("127.0.0.1", True), ("node17", True), ("10.1.2.3", True), ("gpu.cluster.internal", True),
      ("::1", True), ("api.example.com", False), ("8.8.8.8", False)],
 )  # fmt: skip
-def test_servers_of_the_cluster_are_known(host: str, inside: bool) -> None:
+def test_servers_within_the_cluster_are_recognised(host: str, inside: bool) -> None:
     assert in_cluster(host) == inside
 
 
 @pytest.mark.slow
-def test_a_proxy_is_not_asked_for_a_server_of_the_cluster_and_named_for_others(
-    serve: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on login nodes, http_proxy is set for the world outside, and the proxy refuses what is inside."""
+def test_a_proxy_is_used_only_for_servers_outside_the_cluster(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on login nodes, http_proxy is set for external hosts, and the proxy refuses internal ones."""
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody listens
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
@@ -250,7 +248,7 @@ def test_a_proxy_is_not_asked_for_a_server_of_the_cluster_and_named_for_others(
 
 
 @pytest.mark.parametrize("status", [401, 404, 302])
-def test_a_refusal_is_an_error_at_once(serve: Any, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+def test_a_refusal_is_not_retried(serve: Any, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
     """A redirect would take the key to another host."""
     monkeypatch.setenv("GRADER_KEY", "sesame")
     other = serve(verdict(10))
@@ -264,7 +262,7 @@ def test_a_refusal_is_an_error_at_once(serve: Any, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["hangs", "breaks off", "drips"])
-def test_a_slow_judge_costs_its_vote_only(serve: Any, how: str) -> None:
+def test_a_slow_judge_loses_only_its_vote(serve: Any, how: str) -> None:
     forever = threading.Event()
 
     def answer(body: dict[str, Any], number: int) -> Any:
@@ -279,7 +277,7 @@ def test_a_slow_judge_costs_its_vote_only(serve: Any, how: str) -> None:
     assert len(slow.bodies) > 1, "asked again"
 
 
-def test_a_verdict_is_kept_on_the_disk(serve: Any, tmp_path: Path) -> None:
+def test_verdicts_are_cached_on_disk(serve: Any, tmp_path: Path) -> None:
     server, cache = serve(verdict(7)), str(tmp_path / "cache")
     assert judge({"a": server.judge}, cache=cache).metrics["cached"] == 0
     again = judge({"a": server.judge}, cache=cache)
@@ -297,7 +295,7 @@ def test_a_verdict_is_kept_on_the_disk(serve: Any, tmp_path: Path) -> None:
     assert len(unclear.bodies) == 2, "only verdicts are kept"
 
 
-def test_requests_keep_the_rate(serve: Any) -> None:
+def test_requests_stay_within_the_rate_limit(serve: Any) -> None:
     server = serve(verdict(7))
     config = RewardConfig(
         name="judge", options={"judges": {"a": {**server.judge, "max_requests_per_s": 20}}}, timeout_s=20
@@ -322,7 +320,7 @@ def test_requests_keep_the_rate(serve: Any) -> None:
         ({"judges": {"a": {"url": "http://h/v1", "model": "m"}}, "template_file": "EMPTY"}, r"lacks \{response\}"),
     ],
 )
-def test_wrong_options_are_named(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_named(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     if options.get("template_file"):
         (tmp_path / "empty").write_text("Grade it.")
         options = {**options, "template_file": str(tmp_path / "empty")}
@@ -331,8 +329,8 @@ def test_wrong_options_are_named(tmp_path: Path, options: dict[str, Any], messag
 
 
 @pytest.mark.slow
-def test_a_judge_is_kept_full_and_delays_no_other_domain(serve: Any) -> None:
-    """Eight responses are asked about at once by one worker; meanwhile another domain is scored."""
+def test_a_judge_is_kept_busy_and_delays_no_other_domain(serve: Any) -> None:
+    """One worker sends eight requests at once; meanwhile another domain is scored."""
     together, asked, report_progress = threading.Barrier(8), threading.Event(), threading.Event()
 
     def answer(body: dict[str, Any], number: int) -> Any:

@@ -31,7 +31,7 @@ def score(name: str, response: str, answer: Any = None, **options: Any) -> Score
         *[(text, None) for text in ("Because", "b", "", "12", "BC", "the B", "A man")],
     ],
 )
-def test_option_letters(text: str, letter: str | None) -> None:
+def test_option_letters_are_extracted(text: str, letter: str | None) -> None:
     assert letter_of(text) == letter
 
 
@@ -48,7 +48,7 @@ def test_option_letters(text: str, letter: str | None) -> None:
         ("", 0.0, -1.0),
     ],
 )
-def test_choice(response: str, reward: float, soft: float) -> None:
+def test_multiple_choice_answers_are_scored(response: str, reward: float, soft: float) -> None:
     plain, graded = score("choice", response, "B"), score("choice", response, "(B)", soft=True)
     assert (plain.reward, graded.reward) == (reward, soft) and plain.score == graded.score == reward
 
@@ -74,11 +74,11 @@ def test_choice(response: str, reward: float, soft: float) -> None:
         ("- .", None),
     ],
 )
-def test_last_number(text: str, number: float | None) -> None:
+def test_the_last_number_is_extracted(text: str, number: float | None) -> None:
     assert last_number(text) == number
 
 
-def test_numeric() -> None:
+def test_numeric_answers_are_scored() -> None:
     assert score("numeric", "The answer is 18.", "6 + 12 = 18\n#### 18").reward == 1.0
     assert score("numeric", "The answer is 18.1", "18").reward == 0.0
     assert score("numeric", "The answer is 18.1", "18", relative=0.01).reward == 1.0
@@ -98,7 +98,7 @@ def test_numeric() -> None:
         ("x", "the", 0.0),
     ],
 )
-def test_shared_words(given: str, gold: str, value: float) -> None:
+def test_shared_words_are_scored_by_f1(given: str, gold: str, value: float) -> None:
     assert f1(given, gold) == pytest.approx(value)
 
 
@@ -108,7 +108,7 @@ def test_f1_takes_the_best_of_several_answers() -> None:
     assert score("f1", "Eiffel", "Eiffel Tower", threshold=0.6).score == 1.0
 
 
-def test_regex() -> None:
+def test_responses_are_matched_by_a_pattern() -> None:
     assert score("regex", "<think>\\boxed</think>It is \\boxed{4}.", r"\\boxed\{\d\}").reward == 1.0
     assert score("regex", "<think>A1</think>none", "A1").reward == 0.0
     assert score("regex", "<think>A1</think>none", "A1", with_thinking=True).reward == 1.0
@@ -139,7 +139,7 @@ SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "require
         ("[" * 100_000, 0.0, 0.0),
     ],
 )
-def test_json_schema(response: str, reward: float, is_json: float) -> None:
+def test_responses_are_checked_against_a_json_schema(response: str, reward: float, is_json: float) -> None:
     for scored in (score("json_schema", response, SCHEMA), score("json_schema", response, json_schema=SCHEMA)):
         assert (scored.reward, scored.metrics) == (reward, {"is_json": is_json})
 
@@ -162,14 +162,14 @@ def test_schemas_are_checked_before_the_start(schema: Any, told: str) -> None:
     assert make_reward(RewardConfig(name="json_schema")).problem_of_row(SCHEMA, {}) == ""
 
 
-def test_a_response_nested_deeper_than_a_recursive_schema_can_follow_is_wrong() -> None:
+def test_a_response_too_deeply_nested_for_a_recursive_schema_is_wrong() -> None:
     schema = {"$ref": "#/$defs/list", "$defs": {"list": {"type": "array", "items": {"$ref": "#/$defs/list"}}}}
     assert score("json_schema", "[[]]", schema).reward == 1.0
     assert score("json_schema", "[" * 500 + "]" * 500, schema).reward == 0.0
 
 
 @pytest.mark.slow
-def test_a_search_that_would_not_end_is_an_error_within_its_limit() -> None:
+def test_an_endless_search_is_an_error_within_its_time_limit() -> None:
     start = time.monotonic()
     (result,) = make_reward(RewardConfig(name="regex")).score([RewardItem(0, "d", "p", "a" * 2000, "(.*a){20}b")])
     assert result.score == 0 and result.error == "TimeoutError: the search took more than 2 s"

@@ -1,4 +1,4 @@
-"""The maths rule: what is right, what is wrong, and that nothing keeps it busy."""
+"""The math reward: right and wrong answers, and that no answer takes long."""
 
 from __future__ import annotations
 
@@ -110,17 +110,17 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize(("given", "gold"), UNEVALUATED)
-def test_a_copy_of_the_question_is_no_answer(given: str, gold: str):
+def test_a_copy_of_the_question_does_not_count_as_an_answer(given: str, gold: str):
     assert score(MathReward(RewardConfig(name="math")), f"So it is \\boxed{{{given}}}.", gold) == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("given", "gold"), [("x=20+35=55", "55"), ("20 + 35 = 55", "55"), (r"5! = 120", "120")])
-def test_a_computation_with_its_value_is_an_answer(given: str, gold: str):
+def test_a_computation_with_its_value_counts_as_an_answer(given: str, gold: str):
     assert score(MathReward(RewardConfig(name="math")), f"So it is \\boxed{{{given}}}.", gold) == 1
 
 
-def test_an_option_accepts_answers_that_still_have_to_be_computed():
+def test_an_option_accepts_answers_that_are_not_fully_computed():
     generous = MathReward(RewardConfig(name="math", options={"unevaluated": True}))
     pairs = [("20 + 35", "55"), ("10!", "3628800"), (r"\binom{5}{2}", "10"), (r"\sqrt{16}", "4"), (r"\log_2 8", "3")]
     assert [score(generous, f"\\boxed{{{given}}}", gold) for given, gold in pairs] == [1] * 5
@@ -148,7 +148,7 @@ def score(reward: MathReward, response: str, answer: object) -> float:
 
 
 def table(name: str) -> list[list[str | None]]:
-    """The cells of a table in docs/rewards.md: what stands in code marks, None where nothing does."""
+    """The cells of a table in docs/rewards.md: the text in backticks, or None."""
     lines = DOCUMENT.read_text().partition(f"<!-- table: {name} -->\n")[2].partition("\n\n")[0].splitlines()[2:]
     code = re.compile("`([^`]*)`")
     rows = [[(code.search(cell) or [None, None])[1] for cell in line.split(" | ")] for line in lines]
@@ -157,27 +157,27 @@ def table(name: str) -> list[list[str | None]]:
 
 
 @pytest.mark.parametrize(("response", "taken"), table("taken"))
-def test_the_documents_answers_are_taken(response: str, taken: str | None):
+def test_the_documented_answers_are_accepted(response: str, taken: str | None):
     assert final_answer(response) == taken
 
 
 @pytest.mark.parametrize(("given", "gold", "_"), table("equal"))
-def test_the_documents_equal_answers_are(reward: MathReward, given: str, gold: str, _: None):
+def test_the_documented_equal_answers_are_equal(reward: MathReward, given: str, gold: str, _: None):
     assert score(reward, f"So it is \\boxed{{{given}}}.", gold) == 1
 
 
 @pytest.mark.parametrize(("given", "gold", "_"), table("different"))
-def test_the_documents_different_answers_are(reward: MathReward, given: str, gold: str, _: None):
+def test_the_documented_different_answers_are_different(reward: MathReward, given: str, gold: str, _: None):
     assert score(reward, f"So it is \\boxed{{{given}}}.", gold) == 0
 
 
 @pytest.mark.parametrize(("given", "gold"), RIGHT)
-def test_equal(reward: MathReward, given: str, gold: str):
+def test_equal_answers_score_1(reward: MathReward, given: str, gold: str):
     assert score(reward, f"So it is \\boxed{{{given}}}.", gold) == 1
 
 
 @pytest.mark.parametrize(("given", "gold"), WRONG)
-def test_different(reward: MathReward, given: str, gold: str):
+def test_different_answers_score_0(reward: MathReward, given: str, gold: str):
     assert score(reward, f"So it is \\boxed{{{given}}}.", gold) == 0
 
 
@@ -242,7 +242,7 @@ def test_different(reward: MathReward, given: str, gold: str):
         ("The solution is " + "x" * 2000, "The solution is " + "x" * 2000),
     ],
 )
-def test_where_the_answer_stands(response: str, answer: str | None):
+def test_the_answer_is_found_in_the_response(response: str, answer: str | None):
     assert final_answer(response) == answer
 
 
@@ -251,7 +251,7 @@ def test_words_after_a_number_change_it_or_are_units(reward: MathReward):
     assert [word for word in UNITS.split() if not score(reward, f"The answer is 42 {word}", "42")] == []
 
 
-def test_only_a_box_counts_where_it_is_required():
+def test_only_a_box_counts_if_boxes_are_required():
     strict = MathReward(RewardConfig(name="math", options={"require_boxed": True}))
     assert score(strict, "#### 4", "4") == 0 and score(strict, r"\boxed{4}", "4") == 1
 
@@ -263,7 +263,7 @@ def test_only_a_box_counts_where_it_is_required():
         (r"so \boxed{}", ""), (r"\boxed{7} ####", "7"),
     ],
 )  # fmt: skip
-def test_gold_answers(answer: str, final: str):
+def test_gold_answers_are_extracted(answer: str, final: str):
     assert gold_answer(answer) == final
 
 
@@ -284,29 +284,29 @@ COMPLETE = [
 
 
 @pytest.mark.parametrize("answer", FLAWED)
-def test_a_gold_answer_that_lacks_a_part_is_a_problem_of_its_row(reward: MathReward, answer: str):
+def test_an_incomplete_gold_answer_is_a_problem_of_its_row(reward: MathReward, answer: str):
     assert FLAWED[answer] in reward.problem_of_row(answer, {})
     with pytest.raises(ValueError, match=re.escape(FLAWED[answer])):
         score(reward, r"\boxed{4}", answer)
 
 
-def test_complete_gold_answers_are_no_problem(reward: MathReward):
+def test_complete_gold_answers_have_no_problem(reward: MathReward):
     golds = [*COMPLETE, *(gold for _, gold in RIGHT), *(gold for _, gold in WRONG), None, " ", 4, 0.5]
     assert [gold for gold in golds if reward.problem_of_row(gold, {})] == []
 
 
-def test_several_boxes_are_not_pooled(reward: MathReward):
+def test_several_boxes_do_not_form_one_answer(reward: MathReward):
     assert score(reward, r"\boxed{1} \boxed{2} \boxed{3}", "2") == 0
 
 
-def test_numbers_as_json_and_rows_without_an_answer(reward: MathReward):
+def test_json_numbers_are_answers_and_rows_without_an_answer_are_refused(reward: MathReward):
     assert score(reward, r"\boxed{4.0}", 4) == 1 and score(reward, r"\boxed{1/2}", 0.5) == 1
     with pytest.raises(ValueError, match="no answer to compare with"):
         score(reward, r"\boxed{4}", None)
 
 
 @pytest.mark.parametrize("gold", ["12" * 20_000 + "a", "1" + "{,}000" * 4000, "7" * 301])
-def test_a_gold_answer_beyond_the_limit_is_an_error_at_once(reward: MathReward, gold: str):
+def test_a_too_long_gold_answer_is_an_immediate_error(reward: MathReward, gold: str):
     start = time.process_time()
     with pytest.raises(ValueError, match=rf"has {len(gold)} characters, but at most 300 are compared"):
         score(reward, r"\boxed{18}", f"So #### {gold}")
@@ -324,7 +324,7 @@ def test_hostile_answers_are_wrong_within_the_limit(reward: MathReward, given: s
     assert time.process_time() - start < 2
 
 
-def test_unclosed_boxes_take_linear_time():
+def test_unclosed_boxes_are_parsed_in_linear_time():
     def seconds(count: int) -> float:
         start = time.process_time()
         assert final_answer("\\boxed{" * count) is not None
@@ -333,7 +333,7 @@ def test_unclosed_boxes_take_linear_time():
     assert seconds(20_000) < 0.5, "140 kB; the time would be minutes if each looked for its end"
 
 
-def test_a_run_of_spaces_takes_linear_time():
+def test_a_run_of_spaces_is_parsed_in_linear_time():
     start = time.process_time()
     assert final_answer("a" + " " * 40_000 + "b") is not None
     assert time.process_time() - start < 0.5, "it would be 10 s if every space began a search"
@@ -346,7 +346,7 @@ def burn(cpu_s: float) -> None:
 
 
 @pytest.mark.slow
-def test_the_limit_counts_cpu_time_and_is_switched_off(monkeypatch: pytest.MonkeyPatch):
+def test_the_time_limit_counts_cpu_time_and_is_reset_afterwards(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(equality, "LIMIT_S", 0.1)
     assert within_limit(lambda: time.sleep(0.3) or "slept") == "slept"
     alarm = signal.getsignal(signal.SIGVTALRM)
@@ -361,7 +361,7 @@ def test_the_limit_counts_cpu_time_and_is_switched_off(monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-def test_the_limit_holds_where_its_alarm_is_caught(monkeypatch: pytest.MonkeyPatch):
+def test_the_time_limit_holds_if_a_library_catches_its_alarm(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(equality, "LIMIT_S", 0.1)
     rung = []
 
@@ -382,7 +382,7 @@ def test_the_limit_holds_where_its_alarm_is_caught(monkeypatch: pytest.MonkeyPat
         assert len(rung) == 2
 
 
-def test_a_timeout_is_an_error_and_no_gold_answer_is_remembered_by_it(monkeypatch: pytest.MonkeyPatch):
+def test_a_timeout_is_an_error_and_caches_no_gold_answer(monkeypatch: pytest.MonkeyPatch):
     reward = MathReward(RewardConfig(name="math"))
     item = RewardItem(0, "d", "p", r"\boxed{(x+1)^3}", "x^3+3x^2+3x+1")
     monkeypatch.setattr(equality, "LIMIT_S", 1e-3)
@@ -395,7 +395,7 @@ def test_a_timeout_is_an_error_and_no_gold_answer_is_remembered_by_it(monkeypatc
 
 
 @pytest.mark.slow
-def test_importing_sympy_does_not_count_and_simple_answers_do_not_need_it():
+def test_importing_sympy_is_not_timed_and_simple_answers_do_not_need_it():
     code = """if True:
         import sys
         from hpcrl.rewards.grading import equality
@@ -408,7 +408,7 @@ def test_importing_sympy_does_not_count_and_simple_answers_do_not_need_it():
     assert done.returncode == 0, done.stderr
 
 
-def test_explosive_text_is_told_from_ordinary_mathematics():
+def test_explosive_expressions_are_distinguished_from_ordinary_mathematics():
     assert all(map(is_explosive, ("9^{9^9}", "2^{12345}", "(9999)!", "3!!", "(" * 30)))
     assert not any(map(is_explosive, ("e^{x^2}", "2^{2024}", "10!", r"\frac{\sqrt{3}}{2}", "x^{10}+y^2")))
     assert equivalent("9^{9^9}", "9^{9^9}"), "equal text is equal even there"
@@ -417,12 +417,12 @@ def test_explosive_text_is_told_from_ordinary_mathematics():
 
 
 @pytest.mark.parametrize(("gold", "given"), [("42", "42)("), ("3", "3)/(4"), ("2", "2)^(3")])
-def test_a_bracket_that_closes_before_it_opens_makes_no_answer(gold: str, given: str) -> None:
-    """As many brackets open as close, and math-verify would read what stands before the first."""
+def test_a_bracket_that_closes_before_it_opens_is_no_answer(gold: str, given: str) -> None:
+    """Equally many brackets open and close, and math-verify would read the text before the first."""
     assert not equivalent(gold, given) and not equivalent(given, gold)
 
 
-def test_gsm8k_gold_answers_are_right(reward: MathReward, shared_data):
+def test_gsm8k_gold_answers_score_1(reward: MathReward, shared_data):
     lines = (shared_data / "gsm8k" / "test.jsonl").read_text().splitlines()
     golds = [json.loads(line)["answer"] for line in lines]
     train = (shared_data / "gsm8k" / "train.jsonl").read_text().splitlines()

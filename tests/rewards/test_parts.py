@@ -1,4 +1,4 @@
-"""Rewards of turns and tokens: what may be given, and the examples of docs/rewards.md."""
+"""Turn and token rewards: permitted values, and the examples of docs/rewards.md."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Given(Reward):
 
 
 def given(reward: float, turns: Any = (), tokens: Any = None) -> Score:
-    """What the pool makes of a reward's score."""
+    """The pool's result for a reward's score."""
     made = Score(reward, 1.0, turn_rewards=turns, token_rewards={} if tokens is None else tokens)
     [score] = score_each(Given(made), [EPISODE]) or []
     return score
@@ -49,14 +49,14 @@ def given(reward: float, turns: Any = (), tokens: Any = None) -> Score:
         (1.0, (), {}, ()),
         (0.75, [1, -0.25], {}, (1.0, -0.25)),
         (0.0, np.array([0.5, -0.5], dtype=np.float32), {}, (0.5, -0.5)),
-        (0.3, (0.1, 0.2), {}, (0.1, 0.2)),  # whose sum is no .3 in binary
+        (0.3, (0.1, 0.2), {}, (0.1, 0.2)),  # whose sum is not .3 in binary
         (20.0000401, (), dict.fromkeys(range(5), 4.0), (12.0, 8.0)),  # a running sum in float32
         (1.0, (), {0: 0.25, 2: 0.5, 4: 0.25}, (0.75, 0.25)),
         (-1.0, (), {np.int64(3): np.float32(-1)}, (0.0, -1.0)),
         (0.0, (0.0, 0.0), {}, (0.0, 0.0)),
     ],
 )
-def test_rewards_of_turns_or_tokens_that_add_up(
+def test_turn_or_token_rewards_that_add_up_are_accepted(
     reward: float, turns: Any, tokens: Mapping[int, float], expected: tuple[float, ...]
 ) -> None:
     score = given(reward, turns, tokens)
@@ -84,11 +84,11 @@ def test_rewards_of_turns_or_tokens_that_add_up(
         (1.0, [1.0, 0.0], {0: 1.0}, "the reward gave turn_rewards and token_rewards, but a response can have only one"),
     ],
 )
-def test_others_are_errors_of_the_sample(reward: float, turns: Any, tokens: Any, error: str) -> None:
+def test_rewards_that_do_not_add_up_are_sample_errors(reward: float, turns: Any, tokens: Any, error: str) -> None:
     assert given(reward, turns, tokens) == Score(0.0, 0.0, error)
 
 
-def test_turns_reach_a_worker() -> None:
+def test_turns_reach_a_reward_worker() -> None:
     import msgspec
 
     again = from_message(msgspec.msgpack.decode(to_message(EPISODE), type=Item))
@@ -110,14 +110,14 @@ def scored(path: Path, name: str, item: RewardItem, **options: Any) -> Score:
     return score
 
 
-def test_the_example_of_rewards_of_turns(written: Path) -> None:
+def test_the_documented_turn_rewards_work(written: Path) -> None:
     long = RewardItem(1, "d", "p", " 4 ", "4", earlier=(ModelTurn("x" * 101), ModelTurn("y" * 100)))
     assert scored(written, "concise", long) == Score(0.75, 1.0, turn_rewards=(-0.25, 0.0, 1.0))
     wrong = RewardItem(1, "d", "p", "5", "4")
     assert scored(written, "concise", wrong) == Score(0.0, 0.0, turn_rewards=(0.0,))
 
 
-def test_the_example_of_rewards_of_tokens_and_of_a_credit_that_reads_them(written: Path) -> None:
+def test_the_documented_token_rewards_and_their_estimator_work(written: Path) -> None:
     item = RewardItem(1, "d", "p", "a\nb\n4", "4", {}, "stop", (1, 198, 2, 198, 3))
     score = scored(written, "steps", item)
     assert score == Score(0.75, 1.0, turn_rewards=(0.75,), token_rewards={1: -0.125, 3: -0.125, 4: 1.0})
@@ -144,7 +144,7 @@ def test_the_example_of_rewards_of_tokens_and_of_a_credit_that_reads_them(writte
 
 
 class Raising(Reward):
-    """Raises what cannot be sent as it is."""
+    """Raises an error that cannot be serialised."""
 
     def __init__(self, error: Exception):
         self._error = error
@@ -158,7 +158,7 @@ class Mute(ValueError):
         raise TypeError
 
 
-def test_an_error_of_a_library_is_placed_where_the_user_called_it() -> None:
+def test_an_error_in_a_library_is_located_at_the_users_call() -> None:
     with pytest.raises(json.JSONDecodeError) as caught:
         json.loads("{")
     assert re.fullmatch(r"JSONDecodeError: Expecting .* \(test_parts\.py:\d+\)", describe(caught.value))
@@ -167,7 +167,7 @@ def test_an_error_of_a_library_is_placed_where_the_user_called_it() -> None:
     assert describe(caught.value).endswith(f"{caught.value}"), "hpcrl's own errors say what is wrong"
 
 
-def test_errors_and_metrics_that_cannot_be_sent_are_made_so() -> None:
+def test_unserialisable_errors_and_metrics_are_made_serialisable() -> None:
     for error, said in ((ValueError(chr(0xD800)), "ValueError: ?"), (Mute(), "Mute: its message cannot be read")):
         [score] = score_each(Raising(error), [EPISODE]) or []
         assert re.fullmatch(rf"{re.escape(said)} \(test_parts\.py:\d+\)", score.error), score.error

@@ -1,4 +1,4 @@
-"""The pool: no reward, however bad, costs more than its own sample, and no process outlives its parent."""
+"""The pool: a failing reward costs only its own sample, and no process outlives its parent."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def make_pool() -> Iterator[Any]:
 
 
 @pytest.mark.slow
-def test_each_bad_response_costs_itself_alone(make_pool):
+def test_each_bad_response_costs_only_itself(make_pool):
     bad = {
         "raise": "RuntimeError: two lines",
         "exit": "SystemExit: 0",
@@ -92,7 +92,7 @@ def test_each_bad_response_costs_itself_alone(make_pool):
 
 
 @pytest.mark.slow
-def test_batched_calls_are_taken_apart_when_they_fail(make_pool):
+def test_failing_batched_calls_are_repeated_sample_by_sample(make_pool):
     responses = ["a", "raise", "bb", "die", "ccc", "nan", "skip", "short", "hang", "dddd"]
     pool = make_pool(default=function("trl"))
     pool.submit(items(responses, level=0))
@@ -124,7 +124,7 @@ def test_children_of_a_reward_are_killed_with_it(make_pool):
 
 
 @pytest.mark.slow
-def test_polls_never_wait_and_a_pool_can_be_closed_while_one_hangs(make_pool):
+def test_polling_never_blocks_and_a_hanging_pool_can_be_closed(make_pool):
     pool = make_pool(default=function("compute_score", timeout_s=100))
     pool.submit(items(["hang", "x" * 300_000, "right"]))
     for _ in range(100):
@@ -137,7 +137,7 @@ def test_polls_never_wait_and_a_pool_can_be_closed_while_one_hangs(make_pool):
 
 
 @pytest.mark.slow
-def test_long_responses_and_unsendable_rows(make_pool):
+def test_long_responses_are_sent_and_unserialisable_rows_are_refused(make_pool):
     pool = make_pool(default=function("compute_score", timeout_s=30))
     long = "x" * 3_000_000
     pool.submit([RewardItem(1, "d", "p", long, long), RewardItem(2, "d", "p", "right", "right", {"row": object()})])
@@ -146,7 +146,7 @@ def test_long_responses_and_unsendable_rows(make_pool):
 
 
 @pytest.mark.slow
-def test_token_ids_reach_a_function_that_wants_them(make_pool):
+def test_token_ids_reach_a_function_that_asks_for_them(make_pool):
     pool = make_pool(default=function("completion_lengths", timeout_s=30))
     pool.submit([RewardItem(1, "d", "p", "ab", token_ids=array("i", [70_000, 2]))])
     assert collect(pool) == {1: Score(70_002.0, 70_002.0)}
@@ -158,7 +158,7 @@ def siblings(group: int, *responses: str) -> list[RewardItem]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_groups_are_scored_by_calls_of_their_own(make_pool, num_processes: int):
+def test_each_group_is_scored_by_its_own_call(make_pool, num_processes: int):
     pool = make_pool(default=function("longest", num_processes=num_processes))
     assert pool.scores("d") is None, "it is being loaded"
     groups = [("a", "bbb", "cc"), ("dddd", "e"), ("raise", "f"), ("hang", "ggggggg"), ("hhhhhhhhh",)]
@@ -176,7 +176,7 @@ def test_groups_are_scored_by_calls_of_their_own(make_pool, num_processes: int):
 
 
 @pytest.mark.slow
-def test_equal_responses_to_a_pure_reward_need_one_call(make_pool, tmp_path: Path):
+def test_equal_responses_to_a_pure_reward_are_scored_once(make_pool, tmp_path: Path):
     log = tmp_path / "log"
     called = lambda: sorted(log.read_text().split())  # noqa: E731
     pool = make_pool(default=function("counted", num_processes=2))
@@ -199,7 +199,7 @@ def test_equal_responses_to_a_pure_reward_need_one_call(make_pool, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_calls_that_wait_wait_together_and_each_bad_one_costs_itself_alone(make_pool):
+def test_waiting_calls_run_concurrently_and_each_bad_one_costs_only_itself(make_pool):
     pool = make_pool(default=function("judge", timeout_s=2, concurrency=70))
     responses = ["right"] * 60 + ["slow", "raise", "own timeout", "wrong"]
     pool.submit(items(["right"]))
@@ -216,7 +216,7 @@ def test_calls_that_wait_wait_together_and_each_bad_one_costs_itself_alone(make_
 
 
 @pytest.mark.slow
-def test_a_call_that_blocks_the_loop_or_ends_the_process_costs_itself_alone(make_pool):
+def test_a_call_that_blocks_the_loop_or_ends_the_process_costs_only_itself(make_pool):
     pool = make_pool(default=function("judge", timeout_s=1, concurrency=4))
     responses = ["right", "block", "right", "die", "right", "right"]
     pool.submit(items(responses))
@@ -227,7 +227,7 @@ def test_a_call_that_blocks_the_loop_or_ends_the_process_costs_itself_alone(make
 
 
 @pytest.mark.slow
-def test_a_timeout_does_not_count_a_pause_of_the_job(tmp_path: Path):
+def test_a_timeout_ignores_a_pause_of_the_job(tmp_path: Path):
     (tmp_path / "slow.py").write_text("import time\ndef f(items):\n    time.sleep(0.5)\n    return [1.0]\n")
     section = RewardConfig(name="function", function=f"{tmp_path}/slow.py:f", timeout_s=10)
     pause_s = 0.0
@@ -246,7 +246,7 @@ def test_a_timeout_does_not_count_a_pause_of_the_job(tmp_path: Path):
 
 
 class Paused(Reward):
-    """Its process stands still within a call, as where the job is suspended."""
+    """Its process stops within a call, as in a suspended job."""
 
     def __init__(self):
         pass
@@ -259,12 +259,12 @@ class Paused(Reward):
 
 
 @pytest.mark.slow
-def test_a_timeout_of_a_call_that_waits_does_not_count_a_pause_either():
+def test_a_timeout_of_an_asynchronous_call_ignores_a_pause_of_the_job():
     assert asyncio.run(score_each_async(Paused(), items(["x"]), 0.8)) == [Score(1.0, 1.0)]
 
 
 @pytest.mark.slow
-def test_no_more_calls_wait_than_the_concurrency_and_groups_may_wait_too(make_pool):
+def test_no_more_calls_wait_than_the_concurrency_allows_and_groups_can_wait_too(make_pool):
     pool = make_pool(default=function("judge", timeout_s=30, concurrency=2))
     pool.submit(items(["right"] * 5))
     found = collect(pool)
@@ -276,7 +276,7 @@ def test_no_more_calls_wait_than_the_concurrency_and_groups_may_wait_too(make_po
 
 
 @pytest.mark.slow
-def test_domains_go_to_their_rewards_and_cheap_ones_are_scored_at_once(make_pool):
+def test_domains_use_their_rewards_and_cheap_ones_are_scored_at_once(make_pool):
     pool = make_pool(a=RewardConfig(), b=RewardConfig(name="sort_digits"), default=function("native"))
     pool.submit([RewardItem(1, "a", "p", "Right", "right"), RewardItem(2, "b", "p", "1 2", "1 2")])
     assert dict(pool.poll()) == {1: Score(1.0, 1.0), 2: Score(1.0, 1.0)}
@@ -288,7 +288,7 @@ def test_domains_go_to_their_rewards_and_cheap_ones_are_scored_at_once(make_pool
 
 
 @pytest.mark.slow
-def test_maths_in_a_worker_with_the_soft_limit():
+def test_the_math_reward_keeps_its_time_limit_in_a_worker():
     pool = RewardPool(Config(data=DataConfig(train=str(FILE)), reward={"m": RewardConfig(name="math", timeout_s=100)}))
     try:
         pool.submit([RewardItem(n, "m", "p", rf"\boxed{{\frac{{{2 * n}}}{{6}}}}", f"#### {n}/3") for n in range(50)])
@@ -301,7 +301,7 @@ def test_maths_in_a_worker_with_the_soft_limit():
 
 
 @pytest.mark.slow
-def test_a_reward_that_cannot_start_stops_the_run(make_pool):
+def test_a_reward_that_cannot_start_ends_the_run(make_pool):
     pool = make_pool(default=function("nothing"))
     pool.submit(items(["right"]))
     with pytest.raises(RuntimeError, match=r"reward default: .*has no nothing"):
@@ -309,7 +309,7 @@ def test_a_reward_that_cannot_start_stops_the_run(make_pool):
 
 
 @pytest.mark.slow
-def test_a_worker_that_dies_while_it_starts_is_tried_three_times(make_pool, tmp_path: Path):
+def test_a_worker_that_dies_during_its_start_is_tried_three_times(make_pool, tmp_path: Path):
     (tmp_path / "deadly.py").write_text("import os\nos._exit(7)\n")
     pool = make_pool(default=RewardConfig(name="function", function=f"{tmp_path}/deadly.py:f"))
     with pytest.raises(

@@ -42,7 +42,7 @@ def test_exact_match(response: str, answer: Any, options: dict, right: float):
     assert (result.reward, result.score) == (right, right)
 
 
-def test_a_users_pattern_runs_in_a_process_of_its_own():
+def test_a_users_pattern_runs_in_a_separate_process():
     assert make_reward(RewardConfig()).inline
     assert not make_reward(RewardConfig(options={"pattern": "(a+)+$"})).inline
 
@@ -66,7 +66,7 @@ def test_sort_digits(response: str, partial: float, reward: float, right: float)
 
 
 @pytest.mark.parametrize("name", ["chain_sum", "rearc", "knights_knaves"])
-def test_reasoning_gym_gold_answers_are_right_after_a_journey_as_json(name: str):
+def test_reasoning_gym_gold_answers_score_1_after_a_json_round_trip(name: str):
     import json
 
     row = json.loads(json.dumps(make_task(f"reasoning_gym:{name}", {}, 4, 0, "train").row(2)))
@@ -86,7 +86,7 @@ def test_reasoning_gym_partial_credit_and_threshold():
     assert (low.reward, low.score) == (1.0, 1.0)
 
 
-def test_reasoning_gym_entries_of_a_file():
+def test_reasoning_gym_entries_are_read_from_a_file():
     import reasoning_gym
 
     entry = reasoning_gym.create_dataset("chain_sum", size=1, seed=3)[0]
@@ -105,19 +105,19 @@ def test_reasoning_gym_entries_of_a_file():
         ("function", {}, r"needs a function, package.module:callable or file.py:callable"),
     ],
 )
-def test_wrong_options_are_named(name: str, options: dict, message: str):
+def test_invalid_options_are_named(name: str, options: dict, message: str):
     with pytest.raises(ValueError, match=message):
         make_reward(RewardConfig(name=name, options=options))
 
 
 @pytest.mark.parametrize("name", list(REWARDS))
-def test_every_listed_reward_can_be_chosen(name: str) -> None:
+def test_every_listed_reward_can_be_configured(name: str) -> None:
     assert RewardConfig(name=name).name == name
     with pytest.raises(ValidationError, match=r"'exact_match', .* or 'function'"):
         RewardConfig(name=f"{name}_")
 
 
-def test_a_fake_reward_passes_a_share_of_samples_and_each_always_the_same() -> None:
+def test_a_fake_reward_accepts_a_fixed_share_of_samples_reproducibly() -> None:
     reward = make_reward(RewardConfig(name="fake", options={"pass_rate": 0.3}))
     items = [RewardItem(sample << 14, "d", "p", "r") for sample in range(2000)]
     scores = [score.score for score in reward.score(items)]

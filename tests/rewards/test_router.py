@@ -1,4 +1,4 @@
-"""Which reward a domain gets, and what is found wrong before the start."""
+"""Which reward a domain gets, and problems found before the start."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def jsonl(path: Path, *rows: dict) -> str:
     return str(path)
 
 
-def test_own_section_then_default():
+def test_a_domain_uses_its_own_section_or_else_the_default():
     router = Router(Config(reward={"a": MATH, "default": EXACT}))
     assert router.of("a") is MATH and router.of("b") is EXACT
     for reward in ({"a": MATH}, {"a": MATH, "b": EXACT}):
@@ -35,7 +35,7 @@ def test_own_section_then_default():
             Router(Config(reward=reward)).of("c")
 
 
-def test_sources_bring_their_rewards(tmp_path: Path):
+def test_data_sources_determine_their_rewards(tmp_path: Path):
     gsm8k = jsonl(tmp_path / "gsm8k.jsonl", {"question": "q", "answer": "5\n#### 5"})
     boxed = jsonl(tmp_path / "boxed.jsonl", {"problem": "q", "solution": r"\boxed{5}", "tag": "algebra"})
     train = ["task:sort_digits", DataSource(path="task:add", domain="sums"), "reasoning_gym:gcd", gsm8k, boxed]
@@ -50,14 +50,14 @@ def validate_rewards(config: Config) -> list[str]:
     return validate(config, read_splits(config.data, config.seed)[0])
 
 
-def test_nothing_wrong(tmp_path: Path):
+def test_valid_rewards_have_no_problem(tmp_path: Path):
     data = DataConfig(train=["task:add", jsonl(tmp_path / "a.jsonl", {"prompt": "a", "answer": "#### 1"})])
     assert validate_rewards(Config(data=data)) == []
     assert validate_rewards(Config(reward={"default": RewardConfig(name="function", function=f"{FILE}:trl")})) == []
 
 
 @pytest.mark.slow
-def test_all_that_is_wrong_is_told_at_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_all_problems_are_reported_at_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     (tmp_path / "deadly.py").write_text("import os\nos._exit(7)\n")
     rows = [{"prompt": "a", "answer": "b", "tag": tag} for tag in "xyfgl"]
     data = DataConfig(train=jsonl(tmp_path / "a.jsonl", *rows))
@@ -80,7 +80,7 @@ def test_all_that_is_wrong_is_told_at_once(tmp_path: Path, capfd: pytest.Capture
 
 
 @pytest.mark.parametrize("rule", ["sum", "product"])
-def test_a_product_is_refused_where_parts_are_normalised_apart(rule: str) -> None:
+def test_a_product_is_refused_if_parts_are_normalised_separately(rule: str) -> None:
     options = {"parts": {"a": {"name": "exact_match"}, "b": {"name": "f1"}}, "rule": rule}
     told = {
         "sum": [],
@@ -92,7 +92,7 @@ def test_a_product_is_refused_where_parts_are_normalised_apart(rule: str) -> Non
 
 
 @pytest.mark.slow
-def test_rows_without_an_answer_are_named_where_the_reward_needs_one(tmp_path: Path):
+def test_rows_without_an_answer_are_named_if_the_reward_needs_one(tmp_path: Path):
     rows = [{"prompt": "a", "answer": "4", "tag": "x"}, *({"prompt": "b", "tag": tag} for tag in "xxf")]
     path = jsonl(tmp_path / "a.jsonl", *rows, {"prompt": "c", "answer": " ", "tag": "x"})
     reward = {"x": RewardConfig(name="exact_match"), "f": RewardConfig(name="function", function=f"{FILE}:trl")}
@@ -105,7 +105,7 @@ def test_rows_without_an_answer_are_named_where_the_reward_needs_one(tmp_path: P
     assert validate_rewards(Config(data=DataConfig(train=path), reward=no_need)) == []
 
 
-def test_gold_answers_that_are_too_long_are_named(tmp_path: Path):
+def test_too_long_gold_answers_are_named(tmp_path: Path):
     long = [{"prompt": "a", "answer": answer} for answer in ("so " * 200 + "#### 4", "7" * 300, "7" * 301, ["7"] * 99)]
     data = DataConfig(train=["task:add", jsonl(tmp_path / "a.jsonl", *long)])
     assert validate_rewards(Config(data=data, reward={"default": MATH})) == [
@@ -117,7 +117,7 @@ def test_gold_answers_that_are_too_long_are_named(tmp_path: Path):
     assert validate_rewards(Config(data=data, reward={"default": EXACT})) == []
 
 
-def test_gold_answers_that_lack_a_part_are_counted(tmp_path: Path):
+def test_incomplete_gold_answers_are_counted(tmp_path: Path):
     answers = ("so #### 4", "thinking ####", r"\boxed{}", r"\frac{1")
     path = jsonl(tmp_path / "a.jsonl", *({"prompt": "a", "answer": answer} for answer in answers))
     (problem,) = validate_rewards(Config(data=DataConfig(train=path), reward={"default": MATH}))
@@ -125,7 +125,7 @@ def test_gold_answers_that_lack_a_part_are_counted(tmp_path: Path):
     assert problem.endswith("; data.train has 3 such rows of domain default")
 
 
-def test_a_first_gold_answer_without_text_still_names_the_reward(tmp_path: Path):
+def test_an_empty_first_gold_answer_still_names_the_reward(tmp_path: Path):
     path = jsonl(tmp_path / "a.jsonl", {"prompt": "a", "answer": "so ####"}, {"prompt": "b", "answer": "#### 4"})
     (problem,) = validate_rewards(Config(data=DataConfig(train=path)))
     assert problem.startswith(f"{path}:1: the gold answer is empty") and "has 1 such row" in problem
@@ -141,7 +141,7 @@ def test_a_first_gold_answer_without_text_still_names_the_reward(tmp_path: Path)
         (["default"], None),
     ],
 )
-def test_a_reward_that_no_row_asks_for_is_named(names: list[str], said: str | None, tmp_path: Path):
+def test_a_reward_without_rows_is_named(names: list[str], said: str | None, tmp_path: Path):
     rows = [{"prompt": "a", "answer": "4", "tag": tag} for tag in ("maths", "code")]
     config = Config(data=DataConfig(train=jsonl(tmp_path / "a.jsonl", *rows)), reward=dict.fromkeys(names, MATH))
     wrong = [f"reward.{names[0]}: no row of data.train or data.val is of domain {said}"] if said else []
@@ -167,14 +167,14 @@ def test_reward_ranks_of_domains_are_checked_against_the_rows(domains: dict, sai
         assert problem.removeprefix("layout.reward.domains").lstrip(".: ").startswith(start)
 
 
-def test_limits_of_a_domain_that_no_row_is_of_are_named(tmp_path: Path):
+def test_limits_of_a_domain_without_rows_are_named(tmp_path: Path):
     path = jsonl(tmp_path / "a.jsonl", {"prompt": "a", "answer": "4", "tag": "maths"})
     (problem,) = validate_rewards(load([f"data.train={path}", "reward.default.name=math", "rollout.domains={math:{}}"]))
     assert problem.startswith("rollout.domains.math: no row of data.train or data.val is of domain math (there are: ")
 
 
 @pytest.mark.parametrize(("domains", "added", "said"), [("add:2", "", 0), ("game:1", "", 1), ("add:2", "true", 1)])
-def test_a_domain_that_its_environment_rewards_needs_no_ranks_and_gets_none(domains: str, added: str, said: int):
+def test_a_domain_rewarded_by_its_environment_gets_no_reward_ranks(domains: str, added: str, said: int):
     words = [
         "pipeline=agentic",
         "data.train=[{path:env:default,domain:game},{path:task:add,domain:add}]",
@@ -186,14 +186,14 @@ def test_a_domain_that_its_environment_rewards_needs_no_ranks_and_gets_none(doma
     assert len(found) == said and all("game" in problem for problem in found)
 
 
-def test_a_rank_of_one_domain_has_only_its_reward():
+def test_a_rank_for_one_domain_has_only_its_reward():
     router = Router(Config(reward={"a": MATH, "default": EXACT}))
     assert router.restricted("a", {"a"}).sections == {"a": MATH}
     assert router.restricted("b", {"b"}).sections == {"b": EXACT}
     assert router.restricted(None, {"a", "b"}).sections == {"default": EXACT}
 
 
-def test_a_domain_without_a_reward_is_told_with_its_first_row_their_number_and_the_nearest_name(tmp_path: Path):
+def test_a_domain_without_a_reward_is_reported_with_its_rows_and_the_nearest_name(tmp_path: Path):
     tags = ("maths", "code", "mathss", "code", "mathss")
     path = jsonl(tmp_path / "a.jsonl", *({"prompt": "a", "answer": "4", "tag": tag} for tag in tags))
     lacks = (
@@ -206,13 +206,13 @@ def test_a_domain_without_a_reward_is_told_with_its_first_row_their_number_and_t
     ]
 
 
-def test_a_misnamed_section_hides_only_the_domain_that_it_may_be_meant_for(tmp_path: Path):
+def test_a_misspelt_section_hides_only_the_domain_it_may_be_meant_for(tmp_path: Path):
     path = jsonl(tmp_path / "a.jsonl", *({"prompt": "a", "answer": "4", "tag": tag} for tag in ("maths", "code")))
     wrong = validate_rewards(Config(data=DataConfig(train=path), reward={"math": MATH}))
     assert [line.split(" ")[0] for line in wrong] == ["reward.math:", f"{path}:2:"]
 
 
-def test_a_domain_that_gets_the_default_under_a_name_close_to_a_section_is_noted(tmp_path: Path):
+def test_a_domain_with_the_default_reward_and_a_name_close_to_a_section_is_noted(tmp_path: Path):
     tags = ("maths", "mathss", "code", "mathss")
     path = jsonl(tmp_path / "a.jsonl", *({"prompt": "a", "answer": "4", "tag": tag} for tag in tags))
     words = [f"data.train={path}", "reward.maths.name=math", "reward.default.name=exact_match"]

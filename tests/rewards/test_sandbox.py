@@ -1,4 +1,4 @@
-"""The sandbox: what attacks from inside reach at each level (nothing), what limits end, and what is left (nothing)."""
+"""The sandbox: attacks from inside reach nothing at any level, limits end programs, and nothing is left."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def test_attacks_reach_nothing(level: int, folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.skipif(os.geteuid() != 0, reason="the test above is that of an ordinary user")
-def test_attacks_as_an_ordinary_user_reach_nothing(level: int) -> None:
-    """With an interpreter that others may read, which that of a virtual environment below /root is not."""
+def test_attacks_by_an_ordinary_user_reach_nothing(level: int) -> None:
+    """With an interpreter that other users may read, unlike one of a virtual environment below /root."""
     test = "import sys; assert sys.version_info >= (3, 11); import hpcrl.sandbox.client, tests.rewards.attacks"
     rights = {"user": NOBODY, "group": NOBODY, "extra_groups": [], "cwd": ROOT}
     for interpreter in (sys.executable, "/usr/bin/python3", "/usr/local/bin/python3"):
@@ -101,7 +101,7 @@ def test_attacks_succeed_without_isolation(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("level", [0, *LEVELS])
-def test_programs_and_their_files(level: int, folder: Path) -> None:
+def test_programs_run_with_their_files(level: int, folder: Path) -> None:
     sandbox = Sandbox(level, max_level=level)
     try:
         code = "import sys\nopen('a', 'w').write('x')\nprint(input()[::-1], flush=True)\nsys.exit(3)"
@@ -119,7 +119,7 @@ def test_programs_and_their_files(level: int, folder: Path) -> None:
         sandbox.close()
 
 
-def test_a_level_that_is_not_there_is_refused_with_the_reasons(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unavailable_level_is_refused_with_the_reasons(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpcrl.sandbox.syscalls.ARCHITECTURES", {})
     with pytest.raises(
         ValueError, match=r"no code sandbox of level L1 or above works on .*\(L3: no table of .*; L1: .*L0"
@@ -130,8 +130,8 @@ def test_a_level_that_is_not_there_is_refused_with_the_reasons(folder: Path, mon
     sandbox.close()
 
 
-def test_a_self_test_that_gets_through_refuses_the_level(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control of the self-test: without any isolation it reports all that it could do."""
+def test_a_self_test_that_escapes_refuses_the_level(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control of the self-test: without any isolation it reports every successful action."""
     from hpcrl.sandbox import probe
 
     sandbox = Sandbox(0, max_level=0)
@@ -144,7 +144,7 @@ def test_a_self_test_that_gets_through_refuses_the_level(folder: Path, monkeypat
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_nothing_is_left_when_the_client_is_killed(level: int, folder: Path) -> None:
+def test_nothing_remains_when_the_client_is_killed(level: int, folder: Path) -> None:
     """The client dies while a program sleeps, whose daemon has left its session."""
     script = (
         "from hpcrl.sandbox.client import Sandbox; from hpcrl.sandbox.jobs import ChildTask\n"
@@ -170,7 +170,7 @@ def wait_until(happened: object, limit_s: float = 60.0) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_sandbox_whose_server_was_killed_is_made_anew(level: int, folder: Path) -> None:
+def test_a_sandbox_whose_server_was_killed_is_recreated(level: int, folder: Path) -> None:
     sandbox = Sandbox(level, max_level=level)
     servers = processes_of(folder)
     for server in servers:
@@ -186,7 +186,7 @@ def test_a_sandbox_whose_server_was_killed_is_made_anew(level: int, folder: Path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_program_that_ended_in_time_is_no_timeout_where_the_server_was_late(level: int, folder: Path) -> None:
+def test_a_late_server_does_not_turn_a_finished_program_into_a_timeout(level: int, folder: Path) -> None:
     sandbox = Sandbox(level, max_level=level)
     server = psutil.Process(sandbox._process.pid)
     if level >= 2:  # the one that was started waits outside the namespaces
@@ -198,7 +198,7 @@ def test_a_program_that_ended_in_time_is_no_timeout_where_the_server_was_late(le
         server.suspend()
         while started[0].status() != psutil.STATUS_ZOMBIE:
             time.sleep(0.01)
-        time.sleep(2.5)  # past the limit, at which the client asks for the end
+        time.sleep(2.5)  # after the time limit, at which the client ends the program
         server.resume()
         outcome = late.result(20)
     assert (outcome.code, outcome.stopped, outcome.stdout) == (0, "", b"42\n")
@@ -206,7 +206,7 @@ def test_a_program_that_ended_in_time_is_no_timeout_where_the_server_was_late(le
     sandbox.close()
 
 
-def test_one_process_only_has_threads(folder: Path) -> None:
+def test_a_single_process_may_have_threads(folder: Path) -> None:
     code = (
         "import os, threading\nt = threading.Thread(target=print, args=('thread',)); t.start(); t.join()\n"
         "import subprocess\ntry: subprocess.run(['/bin/true'])\nexcept OSError as e: print(e.errno)\nos.fork()"
@@ -217,7 +217,7 @@ def test_one_process_only_has_threads(folder: Path) -> None:
     assert ended.stdout == b"thread\n1\n" and b"PermissionError" in ended.stderr
 
 
-def test_values_on_the_wire() -> None:
+def test_protocol_values_round_trip() -> None:
     values = [
         None,
         True,
@@ -249,7 +249,7 @@ def test_values_on_the_wire() -> None:
 
 
 @pytest.mark.parametrize("place", ["os.mkdir('d', 0o300); os.chdir('d')", DEEP])
-def test_files_that_cannot_be_counted_are_too_many(place: str, folder: Path) -> None:
+def test_an_uncountable_number_of_files_exceeds_the_limit(place: str, folder: Path) -> None:
     sandbox = Sandbox(1, limits=Limits(file_bytes=1 << 20), max_level=1)
     write = "[open(str(n), 'wb').write(bytes(1 << 20)) for n in range(8)]"
     ended = sandbox.run(program(f"import os, time\n{place}\n{write}\ntime.sleep(20)"), 20.0)
@@ -278,7 +278,7 @@ time.sleep(2)
 """
 
 
-def test_children_that_end_all_the_time_do_not_put_off_limits(folder: Path) -> None:
+def test_constantly_exiting_children_do_not_delay_limits(folder: Path) -> None:
     sandbox = Sandbox(1, limits=Limits(file_bytes=1 << 20), max_level=1)
     ended = sandbox.run(program(CHURN), 20.0)
     sandbox.close()

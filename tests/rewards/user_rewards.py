@@ -98,7 +98,7 @@ def native(items):
 
 
 class Judge:
-    """An object that is called."""
+    """A callable object."""
 
     def __call__(self, solution_str, ground_truth):
         return solution_str == ground_truth
@@ -122,7 +122,7 @@ def completion_lengths(completion_ids, **columns):
 
 
 def last_message(completions, level=None):
-    """Messages, without saying so."""
+    """Message lists, without annotations."""
     return [float(completion[-1]["content"] == "yes") for completion in completions]
 
 
@@ -172,7 +172,7 @@ def any_parameters(**arguments):
 
 
 def longest(items):
-    """1 for the longest of the siblings, else 0."""
+    """1 for the longest group member, else 0."""
     longest_chars = max(len(item.response) for item in items)
     if any(item.response == "raise" for item in items):
         raise RuntimeError("no group")
@@ -200,7 +200,7 @@ longest_in_parts.scores = "groups"
 
 
 async def judge(items):
-    """Waits for a service; `block` is what no coroutine may do."""
+    """Waits for a service; `block` blocks the event loop, which no coroutine may do."""
     (item,) = items
     match item.response:
         case "slow":
@@ -286,7 +286,7 @@ class Environment:
 
 
 class RayActor(Environment):
-    """As a handle of Ray has its methods."""
+    """Has methods like a Ray actor handle."""
 
     step = type("Method", (), {"__call__": lambda self, *_: None, "remote": None})()
 
@@ -305,7 +305,7 @@ def rubric():
 
 
 def rubric_of_groups():
-    """A real one that compares siblings."""
+    """A real rubric that compares group members."""
     import verifiers
 
     def shortest(completions) -> list:

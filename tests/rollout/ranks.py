@@ -1,4 +1,4 @@
-"""Ranks that answer a rollout loop as real ones do, in one process and without a clock."""
+"""Ranks that answer a rollout loop like real ones, in one process and without a clock."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ SCORER = 2
 
 
 class Ranks:
-    """Generators and a reward rank behind the controller's face. A response takes as many bursts as `bursts` says;
-    `score` gives (reward, error), later than all bursts. Asked for events while nothing is on its way, they would be
-    waited for without end. With env ranks prompts of even uids are not scored at their end.
-    """
+    """Generators and a reward rank behind the controller's interface. A response takes `bursts` decode chunks; `score`
+    gives (reward, error), after all decode chunks. Waiting for events while nothing is in progress would never end, so
+    it is an error. With env ranks prompts of even uids are not scored at their end."""
 
     def __init__(self, bursts: Callable[[int], int] = lambda uid: 1, score: Callable[[int], Any] = lambda _: (1.0, "")):
         self._bursts, self._score = bursts, score
-        self._running: defaultdict[int, dict[int, int]] = defaultdict(dict)  # rank -> sample -> bursts to come
+        self._running: defaultdict[int, dict[int, int]] = defaultdict(dict)  # rank -> sample -> remaining decode chunks
         self._events: deque[tuple[int, m.Event]] = deque()
         self._scores: deque[tuple[int, m.Event]] = deque()
         self._seq = 0

@@ -1,4 +1,4 @@
-"""Decoupled rewards by hand: parts, what is beside them, errors, failed episodes, and the filter of equal rewards."""
+"""Decoupled rewards by hand: parts, rewards outside them, errors, failed episodes, and the filter of equal rewards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT_HALF = 0.5**0.5
 
 
 def scored(parts: Mapping[str, float], weights: Mapping[str, float] = WEIGHTS, beside: float = 0.0) -> DoneSample:
-    """A response whose reward is the weighted sum of the parts and something beside them."""
+    """A response whose reward is the weighted sum of the parts plus a further reward."""
     reward = sum(weights[name] * value for name, value in parts.items()) + beside
     return DoneSample(1, 0, 4, FinishReason.STOP, reward, 0.0, metrics={**parts, "other": 7.0})
 
@@ -26,7 +26,7 @@ def decoupled(*samples: DoneSample, weights: Mapping[str, float] = WEIGHTS) -> l
     return Decoupling(0.0, lambda domain: weights).rewards("", samples)
 
 
-def test_each_part_is_compared_with_its_own_mean() -> None:
+def test_each_reward_part_is_compared_with_its_own_mean() -> None:
     """Of two values apart by any distance, the upper is the mean plus sqrt(1/2) sample deviations."""
     found = decoupled(scored({"right": 1.0, "short": 0.0}), scored({"right": 0.0, "short": 30.0}))
     assert found == pytest.approx([1.5 * ROOT_HALF, -1.5 * ROOT_HALF])
@@ -34,7 +34,7 @@ def test_each_part_is_compared_with_its_own_mean() -> None:
     assert found == pytest.approx([2 * ROOT_HALF, -2 * ROOT_HALF]), "a part without spread adds nothing"
 
 
-def test_what_is_beside_the_parts_is_one_more_and_a_reward_without_parts_is_one() -> None:
+def test_rewards_outside_the_parts_form_one_more_part() -> None:
     same = {"right": 1.0, "short": 0.1}
     assert decoupled(scored(same, beside=0.25), scored(same)) == pytest.approx([ROOT_HALF, -ROOT_HALF])
     assert decoupled(scored(same), scored(same)) == [0.0, 0.0]
@@ -43,7 +43,7 @@ def test_what_is_beside_the_parts_is_one_more_and_a_reward_without_parts_is_one(
     )
 
 
-def test_rounding_is_no_part() -> None:
+def test_rounding_errors_do_not_form_a_part() -> None:
     """1e7 + .1 - 1e7 is not .1; the rest has a deviation of 1e-9 of the reward, which must not become 1."""
     weights = {"large": 1e12, "small": 0.1}
     first, second = scored({"large": 1.0, "small": 1.0}, weights), scored({"large": 1.0, "small": 3.0}, weights)
@@ -51,7 +51,7 @@ def test_rounding_is_no_part() -> None:
     assert decoupled(off, second, weights=weights) == pytest.approx([-0.1 * ROOT_HALF, 0.1 * ROOT_HALF])
 
 
-def test_errors_have_no_parts_and_failed_episodes_do_not_count() -> None:
+def test_errors_have_no_parts_and_failed_episodes_are_ignored() -> None:
     right, wrong = scored({"right": 1.0, "short": 0.0}), scored({"right": 0.0, "short": 0.0})
     error = replace(right, reward=0.0, error="ValueError: no")
     assert decoupled(right, error) == pytest.approx(decoupled(right, wrong))
@@ -60,7 +60,7 @@ def test_errors_have_no_parts_and_failed_episodes_do_not_count() -> None:
     assert decoupled(right, failed) == [0.0, 0.0]
 
 
-def test_groups_whose_parts_differ_pass_the_filter_of_equal_rewards() -> None:
+def test_groups_with_differing_parts_pass_the_filter_of_equal_rewards() -> None:
     parts = {"right": {"name": "exact_match", "weight": 2.0}, "short": {"name": "length", "weight": 0.5}}
     reward = {"name": "composed", "options": {"parts": parts}}
     words = {"reward": {"maths": reward}, "rollout": {"filter_std": True}}

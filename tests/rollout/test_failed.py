@@ -37,7 +37,7 @@ def played(rewards: dict[int, float | None]) -> list[Any]:
 
 
 @pytest.mark.parametrize("section", [GRPO(), RLOO(), Reinforce(whiten_advantages=True)])
-def test_a_failed_episode_is_no_baseline_and_has_no_weight(section: Any) -> None:
+def test_a_failed_episode_has_no_weight_and_is_not_part_of_the_baseline(section: Any) -> None:
     """The third row has failed; with returns below 0 its reward of 0 would be the best of its group."""
     batch, _ = make_batch(MASKS, REWARDS, GROUPS)
     batch.failed = torch.tensor([False, False, True, False, False])
@@ -54,15 +54,15 @@ def test_a_failed_episode_is_no_baseline_and_has_no_weight(section: Any) -> None
     assert bool(batch.check().advantages.isfinite().all())
 
 
-def test_a_step_of_failed_episodes_alone_teaches_nothing() -> None:
+def test_a_step_with_only_failed_episodes_trains_nothing() -> None:
     batch, _ = make_batch(MASKS, REWARDS, GROUPS)
     batch.failed = torch.ones(5, dtype=torch.bool)
     _fill_advantages(make_pair(GRPO()).estimator, batch, RewardTable.of(batch), ONE_RANK)
     assert not batch.weights.any() and not batch.advantages.any()
 
 
-def test_a_spare_member_takes_the_place_of_a_failed_one() -> None:
-    """Although it ended with fewer tokens, by which redundant members are chosen."""
+def test_a_spare_member_replaces_a_failed_one() -> None:
+    """Although it ended with fewer tokens, which decide which members are spare."""
     scheduler, _ = started(SchedulerConfig(2, extra_members=1), 1, {0: 8})
     a, b, c = ids(0, 3)
     scheduler.plan([*played({a: None, b: 1.0, c: 0.0})])
@@ -70,20 +70,20 @@ def test_a_spare_member_takes_the_place_of_a_failed_one() -> None:
     assert [sample.id for sample in group.samples] in ([b, c], [a, b]) and not group.samples[-1].failed
 
 
-def test_filters_look_at_the_others() -> None:
+def test_filters_ignore_failed_episodes() -> None:
     scheduler, _ = started(SchedulerConfig(3, filter_std=True, max_attempts=1), 1, {0: 8})
     scheduler.plan(played(dict(zip(ids(0, 3), [None, 1.0, 1.0], strict=True))))
     assert not scheduler.ready(), "equal rewards, of which the failed one is none"
 
 
-def test_a_failed_greedy_response_is_no_baseline() -> None:
+def test_a_failed_greedy_response_is_not_used_as_baseline() -> None:
     scheduler, _ = started(SchedulerConfig(2, greedy_baseline=True), 1, {0: 8})
     a, b = ids(0, 2)
     commands = scheduler.plan(played({a: 1.0, b: 0.0, greedy_of(0): None}))
     assert not scheduler.ready() and commands[-1].sample_ids == (*ids(0, 2, attempt=1), greedy_of(0, 1))
 
 
-def test_a_checkpoint_keeps_the_mark() -> None:
+def test_a_checkpoint_keeps_the_failed_flag() -> None:
     config = SchedulerConfig(2, max_staleness=1)
     scheduler, _ = started(config, 1, {0: 8})
     scheduler.plan(played(dict(zip(ids(0, 2), [None, 1.0], strict=True))))

@@ -1,4 +1,4 @@
-"""The simulator of ROLL Flash's settings: it keeps its books and bounds, and shows what the scheduler does."""
+"""The simulator of ROLL Flash's settings: exact accounting, its bounds, and the scheduler's effect."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class OneReplica(RolloutScheduler):
         super().__init__(config, dict.fromkeys([0], replicas[0]))
 
 
-def test_an_engine_shares_its_time_among_its_slots():
+def test_a_simulated_engine_divides_its_time_among_its_slots():
     world = World(1, 2, LONG, decode_a_s=1.0, decode_b_s=0.5, decode_chunk_tokens=1)
     engine = Engine(world, 0)
     engine.add([Request(1, 10), Request(2, 4), Request(3, 3)])
@@ -40,7 +40,7 @@ def test_an_engine_shares_its_time_among_its_slots():
     assert engine.executed == 17
 
 
-def test_ends_are_reported_when_their_burst_ends_and_drops_make_room():
+def test_ends_are_reported_after_their_decode_chunk_and_drops_free_slots():
     engine = Engine(World(1, 1, LONG, decode_a_s=1.0, decode_b_s=0.0, decode_chunk_tokens=8), 0)
     engine.add([Request(1, 3), Request(2, 100), Request(3, 1)])
     engine.advance(engine.next_time())
@@ -52,7 +52,7 @@ def test_ends_are_reported_when_their_burst_ends_and_drops_make_room():
     assert engine.time == 9.0 and engine.reported() == [3]
 
 
-def test_outcomes_follow_their_laws():
+def test_outcomes_follow_their_distributions():
     world = World(1, 1, LONG, pass_rate=0.3, environment=Latency(10.0, 10.0, slow_share=0.01), turns=2)
     outcomes = Outcomes(world, seed=0)
     samples = [make_sample_id(uid, 0, member) for uid in range(500) for member in range(4)]
@@ -67,7 +67,7 @@ def test_outcomes_follow_their_laws():
 @pytest.mark.parametrize("lag", [0, 0.5, 1, 2])
 @pytest.mark.parametrize("agents", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_no_sample_is_lost_and_no_bound_is_broken(lag, agents, overlap):
+def test_no_sample_is_lost_and_no_bound_is_violated(lag, agents, overlap):
     world = replace(World(3, 4, LONG, pass_rate=0.7), **(AGENTS if agents else {}))
     training = Training(need=6, steps=6, train_s=20.0, publish_s=1.0, overlap=overlap and lag > 0)
     config = policy(4, filter_std=True, extra_prompts=2, extra_members=1, max_staleness=lag)
@@ -78,13 +78,13 @@ def test_no_sample_is_lost_and_no_bound_is_broken(lag, agents, overlap):
     assert max(step.lag for step in run.steps) <= math.ceil(lag)
 
 
-def test_equal_seeds_give_equal_runs_and_others_do_not():
+def test_equal_seeds_give_equal_runs_and_different_seeds_do_not():
     world, training = World(2, 4, LONG), Training(need=4, steps=3)
     runs = [Simulation(world, policy(4), training, seed).run() for seed in (5, 5, 6)]
     assert runs[0] == runs[1] and runs[0].time != runs[2].time
 
 
-def test_the_queue_beats_batch_rollout_where_groups_are_filtered():
+def test_queued_scheduling_is_faster_than_batches_if_groups_are_filtered():
     world, training = World(4, 4, LONG, pass_rate=0.5), Training(need=8, steps=8)
     run = Simulation(world, policy(4, filter_std=True, extra_prompts=8), training).run()
     batch = batch_rollout(world, 4, training, filtered=True)
@@ -104,10 +104,10 @@ def test_the_first_proposition_bounds_synchronous_steps():
     seconds = [tokens * world.decode_a_s for tokens in run.lengths]
     mean_s = sum(seconds) / len(seconds)
     assert run.rollout_s <= proposition_1_s(16, 128, mean_s, max(seconds), lag=0)
-    assert run.rollout_s > 128 * mean_s / 16  # else the bound's first part alone would do
+    assert run.rollout_s > 128 * mean_s / 16  # otherwise the first part of the bound would suffice
 
 
-def test_the_second_proposition_is_the_first_with_the_best_share_of_trainers():
+def test_the_second_proposition_is_the_first_with_the_best_trainer_share():
     share = training_share(64, 512, 20.0, 300.0, 1, train_s=8.0)
     both = proposition_2_s(64, 512, 20.0, 300.0, 1, train_s=8.0)
     assert 512 * 8.0 / (64 * share) == pytest.approx(both)
@@ -122,13 +122,13 @@ def test_saturated_generators_are_never_idle():
 
 
 class Leaky(RolloutScheduler):
-    """Broken: forgets to have dropped samples stopped."""
+    """Broken: does not abort dropped samples."""
 
     def plan(self, events=()):
         return [command for command in super().plan(events) if not isinstance(command, Drop)]
 
 
-def test_a_broken_scheduler_shows():
+def test_the_simulation_detects_a_broken_scheduler():
     world, training = World(4, 2, LONG), Training(need=48, steps=5, train_s=1.0, overlap=True)
     config = policy(4, max_staleness=1)
     right = Simulation(world, config, training).run()

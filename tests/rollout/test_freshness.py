@@ -19,7 +19,7 @@ def groups(*lags: int) -> list[LiveGroup]:
     [
         (1.5, [2, 2, 2, 2], [2, 3]),  # half of 4 may be 2 behind
         (1.5, [2, 2], []),
-        (1.5, [3, 2, 2, 3], [0, 3]),  # none may be 3 behind, and such a group takes no place of others
+        (1.5, [3, 2, 2, 3], [0, 3]),  # none may be 3 behind, and such a group does not use up the share
         (1.5, [0, 1, 1, 1, 1, 1], []),  # whole steps have no limit of number
         (1.0, [1, 2], [1]),
         (0.25, [1, 1], [1]),
@@ -48,7 +48,7 @@ def test_a_share_of_a_batch_may_be_one_version_further_behind(
         (2.0, [0] * 9, []),
     ],
 )
-def test_what_later_batches_cannot_take_is_due(
+def test_groups_that_later_batches_cannot_take_are_due(
     max_staleness: float, lags: list[int], due: list[tuple[int, int]]
 ) -> None:
     found = StalenessBound(max_staleness).due(groups(*lags), {0}, VERSION, NEED)
@@ -70,5 +70,5 @@ def test_a_batch_waits_for_as_many_due_groups_as_it_can_take(lags: list[int], st
     assert due.is_met(NEED) == met
 
 
-def test_groups_ahead() -> None:
+def test_number_of_groups_generated_ahead() -> None:
     assert [StalenessBound(lag).ahead(NEED) for lag in (0.0, 0.25, 1.0, 1.5)] == [0, 1, 4, 6]

@@ -1,4 +1,4 @@
-"""The greedy sibling of a group: generated and scored with it, its reward kept as the baseline, its tokens dropped."""
+"""The greedy baseline of a group: generated and scored with it, its reward kept, its tokens dropped."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ended(rewards: dict[int, float]) -> list[Any]:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("greedy_last", [False, True])
-def test_a_group_waits_for_it_and_keeps_its_reward_alone(deterministic: bool, greedy_last: bool) -> None:
+def test_a_group_waits_for_its_greedy_sample_and_keeps_only_the_reward(deterministic: bool, greedy_last: bool) -> None:
     config = SchedulerConfig(2, greedy_baseline=True, deterministic=deterministic)
     scheduler, commands = started(config, 1, {0: 8})
     (a, b), greedy = ids(0, 2), greedy_of(0)
@@ -60,14 +60,14 @@ def test_greedy_sample_is_not_a_spare_member() -> None:
 
 
 @pytest.mark.parametrize(("baseline", "kept"), [(1.0, False), (0.0, True)])
-def test_equal_rewards_teach_something_beside_another_baseline(baseline: float, kept: bool) -> None:
+def test_equal_rewards_give_a_signal_if_the_baseline_differs(baseline: float, kept: bool) -> None:
     scheduler, _ = started(SchedulerConfig(2, filter_std=True, greedy_baseline=True), 1, {0: 8})
     scheduler.plan(ended({**dict.fromkeys(ids(0, 2), 1.0), greedy_of(0): baseline}))
     assert scheduler.ready() == kept
 
 
 @pytest.mark.parametrize("done", [(), (0,)])
-def test_a_reward_that_scores_groups_scores_it_with_its_siblings(done: tuple[int, ...]) -> None:
+def test_group_rewards_score_the_greedy_sample_with_its_group(done: tuple[int, ...]) -> None:
     """done: members that needed no scorer."""
     scheduler, _ = started(SchedulerConfig(2, extra_members=1, greedy_baseline=True), 1, {0: 8})
     (a, b, c), greedy = ids(0, 3), greedy_of(0)
@@ -79,7 +79,7 @@ def test_a_reward_that_scores_groups_scores_it_with_its_siblings(done: tuple[int
     assert scheduler.complete_groups([*waiting, greedy]) == ([[*waiting[: 2 - len(done)], greedy]], [])
 
 
-def test_a_group_that_waits_in_a_checkpoint_keeps_its_baseline() -> None:
+def test_a_pending_group_keeps_its_baseline_in_a_checkpoint() -> None:
     config = SchedulerConfig(2, greedy_baseline=True, max_staleness=1)
     scheduler, _ = started(config, 1, {0: 8})
     scheduler.plan(ended({**dict.fromkeys(ids(0, 2), 1.0), greedy_of(0): 0.25}))
@@ -94,7 +94,7 @@ def test_a_group_that_waits_in_a_checkpoint_keeps_its_baseline() -> None:
     assert resumed.finished()[0].baseline is None
 
 
-def test_it_alone_is_drawn_greedily() -> None:
+def test_only_the_baseline_sample_is_decoded_greedily() -> None:
     sampling = Sampling(16, 0.7, 0.9, 5, 0.1, ["stop"])
     prompts = {uid: Prompt(uid, "default", 0, uid, (1, 2), "text") for uid in (0, 1)}
     samples = [*ids(0, 2), greedy_of(0), *ids(1, 2), greedy_of(1)]

@@ -1,4 +1,4 @@
-"""What a scorer gives is added to what an environment gave, turn by turn."""
+"""A scorer's rewards are added to the environment's, turn by turn."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAN = math.nan
         ((0.0, ()), (1.0, (NAN, 1.0)), 0.0, ()),
     ],
 )
-def test_rewards_of_turns_add_up(
+def test_turn_rewards_of_environment_and_scorer_add_up(
     played: tuple[float, tuple[float, ...]],
     scored: tuple[float, tuple[float, ...]],
     reward: float,
@@ -39,7 +39,7 @@ def test_rewards_of_turns_add_up(
     assert bool(result.error) == any(math.isnan(number) for number in (scored[0], *scored[1]))
 
 
-def test_a_group_that_waits_in_a_checkpoint_keeps_what_its_turns_and_tokens_were_given() -> None:
+def test_a_pending_group_keeps_its_turn_and_token_rewards_in_a_checkpoint() -> None:
     group = LiveGroup(Start(3, 1), version=2, size=2, keep=2)
     tokens = np.array([(0, 0.5), (7, -0.25)], dtype=TOKEN_REWARD).tobytes()
     for sample, event in zip(
@@ -49,13 +49,13 @@ def test_a_group_that_waits_in_a_checkpoint_keeps_what_its_turns_and_tokens_were
     again = LiveGroup.restored(json.loads(json.dumps(group.saved())), [4])
     assert again.frozen() == group.frozen()
     assert [sample.done.token_rewards for sample in again.samples] == [tokens, b""]
-    old = group.saved()  # as it was written before tokens had rewards
+    old = group.saved()  # as written before token rewards existed
     for sample in old["samples"]:
         del sample["token_rewards"]
     assert LiveGroup.restored(old, [4]).samples[0].done.turn_rewards == (0.5, -0.25)
 
 
-def test_a_reward_that_is_not_finite_leaves_none_of_its_parts() -> None:
+def test_a_non_finite_reward_drops_all_of_its_parts() -> None:
     done = DoneSample(1, 0, 4, FinishReason.STOP, math.inf, 0.0)
     result = with_score(done, Rewarded(1, 1.0, 1.0, "", (1.0,), bytes(8)))
     assert result.error and (result.turn_rewards, result.token_rewards) == ((), b"")

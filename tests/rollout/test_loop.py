@@ -1,4 +1,4 @@
-"""The loop that drives a scheduler, against scripted ranks."""
+"""The rollout loop around a scheduler, with scripted ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def draw_from(source: Iterator[Prompt]) -> Callable[[int], list[Prompt]]:
 
 
 def steps(loop: RolloutLoop, config: SchedulerConfig, needs: list[int], source: Iterator[Prompt]) -> list[Any]:
-    """The harvests of steps of one scheduler."""
+    """The collected batches of one scheduler's steps."""
     scheduler, known, draw, harvests = RolloutScheduler(config, {GENERATOR: 8}), {}, draw_from(source), []
     for version, need in enumerate(needs):
         scheduler.begin_step(version, need)
@@ -49,7 +49,7 @@ def fails_on(uid: int) -> Callable[[int], Any]:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_a_held_out_prompt_that_cannot_be_scored_is_worth_nothing(deterministic: bool) -> None:
+def test_a_validation_prompt_that_cannot_be_scored_scores_zero(deterministic: bool) -> None:
     ranks = Ranks(score=fails_on(FIRST_VALIDATION_UID + 1))
     config = SchedulerConfig(1, accept_errors=True, deterministic=deterministic)
     (collected,) = steps(make_loop(ranks, deterministic), config, [3], prompts(FIRST_VALIDATION_UID, 3))
@@ -58,8 +58,8 @@ def test_a_held_out_prompt_that_cannot_be_scored_is_worth_nothing(deterministic:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_a_drive_that_nothing_can_end_says_so(deterministic: bool) -> None:
-    """The prompt starts anew twice, which counts no group more, and then has failed; and there is no other."""
+def test_collecting_that_can_never_end_is_an_error(deterministic: bool) -> None:
+    """The prompt restarts twice, which counts no further group, and then fails; there is no other prompt."""
     ranks = Ranks(score=fails_on(1))
     config = SchedulerConfig(1, deterministic=deterministic)
     with pytest.raises(
@@ -68,7 +68,7 @@ def test_a_drive_that_nothing_can_end_says_so(deterministic: bool) -> None:
         steps(make_loop(ranks, deterministic), config, [3], prompts(0, 3))
 
 
-def test_bad_data_in_the_background_is_no_error_of_what_was_waited_for() -> None:
+def test_bad_data_drawn_in_the_background_does_not_fail_the_current_step() -> None:
     def draw(count: int) -> list[Prompt]:
         fresh = list(zip(range(count), source, strict=False))
         if fresh and fresh[-1][1].uid > 2:
@@ -90,7 +90,7 @@ def test_bad_data_in_the_background_is_no_error_of_what_was_waited_for() -> None
     assert code is ExitCode.FAILED and text.startswith("ValueError: train.jsonl:812")
 
 
-def test_a_late_answer_about_a_held_out_sample_does_not_hurt_training() -> None:
+def test_a_late_score_of_a_validation_sample_does_not_disturb_training() -> None:
     ranks = Ranks()
     loop = make_loop(ranks)
     steps(loop, SchedulerConfig(1, accept_errors=True), [2], prompts(FIRST_VALIDATION_UID, 2))
@@ -103,8 +103,8 @@ def test_a_late_answer_about_a_held_out_sample_does_not_hurt_training() -> None:
     assert [group.samples[0].reward for group in collected.groups] == [0.5]
 
 
-def test_an_answer_that_a_lost_replica_leaves_behind_ends_with_its_evaluation() -> None:
-    """Beside a stream that stays: else a later response under the same id would never be waited for."""
+def test_an_answer_left_behind_by_a_lost_replica_ends_with_its_evaluation() -> None:
+    """With another stream still open: otherwise a later response with the same id would never be awaited."""
     ranks = Ranks()
     loop = make_loop(ranks)
     steps(loop, SchedulerConfig(1, max_staleness=1), [2], prompts())
@@ -116,7 +116,7 @@ def test_an_answer_that_a_lost_replica_leaves_behind_ends_with_its_evaluation() 
     assert loop._streams and not loop._awaited._samples
 
 
-def test_the_loss_of_a_rank_moves_only_the_environments_it_had() -> None:
+def test_losing_a_rank_moves_only_its_environments() -> None:
     ranks, samples = [5, 6, 7, 8], [make_sample_id(uid, 0, 3) for uid in range(4 * 6 * 50)]
     alive, places = set(ranks), {sample: receiver_of(sample, ranks, ranks) for sample in samples}
     assert Counter(places.values()) == dict.fromkeys(ranks, 300)
@@ -130,7 +130,7 @@ def test_the_loss_of_a_rank_moves_only_the_environments_it_had() -> None:
         receiver_of(samples[0], ranks, [])
 
 
-def test_environments_are_told_once_of_a_lost_replica() -> None:
+def test_environments_are_notified_once_of_a_lost_replica() -> None:
     ranks = Ranks()
     loop = RolloutLoop(ranks, [[1], [2]], [SCORER], [3, 4, 5], seed=0, decode_chunk_tokens=4, deterministic=False)  # type: ignore[arg-type]
     ranks.lost |= {1, 4}
@@ -139,8 +139,8 @@ def test_environments_are_told_once_of_a_lost_replica() -> None:
     assert sorted(ranks.sent, key=lambda sent: sent[0]) == [(3, m.EndEpisodes(1)), (5, m.EndEpisodes(1))]
 
 
-def test_an_environment_stays_where_it_is_when_a_rank_beside_the_replicas_is_lost() -> None:
-    """Not moved to the replica itself, though all that are left are replicas."""
+def test_an_environment_is_not_moved_if_an_unrelated_rank_is_lost() -> None:
+    """Not moved to the replica itself, although only replicas are left."""
     ranks = Ranks()
     loop = RolloutLoop(ranks, [[1], [3]], [], [1, 3, 4], seed=0, decode_chunk_tokens=4, deterministic=False)
 
@@ -153,7 +153,7 @@ def test_an_environment_stays_where_it_is_when_a_rank_beside_the_replicas_is_los
         assert place in (4, place_of(uid))
 
 
-def test_replicas_that_train_are_given_nothing_in_the_background() -> None:
+def test_replicas_that_train_get_no_background_requests() -> None:
     loop = RolloutLoop(Ranks(), [[1], [3]], [SCORER], [], seed=0, decode_chunk_tokens=4, deterministic=False, free=[3])
     scheduler, known, draw = (
         RolloutScheduler(SchedulerConfig(1, max_staleness=1), {1: 8, 3: 8}),
@@ -173,8 +173,8 @@ def test_replicas_that_train_are_given_nothing_in_the_background() -> None:
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-def test_every_rank_of_a_replica_hears_the_same_commands_in_the_same_order(max_staleness: int) -> None:
-    """Of all kinds, and each before anyone hears another. The first rank alone answers."""
+def test_all_ranks_of_a_replica_get_the_same_commands_in_the_same_order(max_staleness: int) -> None:
+    """Commands of all kinds, each sent to all ranks before the next. Only the first rank answers."""
     ranks = SplitRanks(bursts=lambda uid: 1 + 9 * (uid % 2))
     loop = RolloutLoop(
         ranks, [[1, 4], [3, 5]], [SCORER], [], seed=0, decode_chunk_tokens=4, deterministic=False, free=[1, 3]
@@ -203,7 +203,7 @@ class SplitRanks(Ranks):
 
 
 def test_sizes_outlive_a_step_until_their_group_is_taken() -> None:
-    """With a lag, groups that a step finishes ahead are trained by the next."""
+    """With max_staleness, groups that a step finishes ahead are trained by the next."""
     ranks = Ranks()
     loop = make_loop(ranks)
     first, second = steps(loop, SchedulerConfig(1, max_staleness=1), [2, 2], prompts())
@@ -214,7 +214,7 @@ def test_sizes_outlive_a_step_until_their_group_is_taken() -> None:
 
 
 def test_sizes_of_dropped_samples_are_dropped() -> None:
-    """Siblings that ended before their group was dropped, and those that were cut short."""
+    """Group members that ended before their group was dropped, and members that were aborted."""
     ranks = Ranks(bursts=lambda uid: 1 + 9 * (uid % 2), score=lambda sample: (1.0, ""))
     loop = make_loop(ranks)
     steps(loop, SchedulerConfig(2, extra_prompts=2), [1, 1, 1], prompts())
@@ -223,7 +223,7 @@ def test_sizes_of_dropped_samples_are_dropped() -> None:
     assert not replica.sizes and not replica._dropped and not loop._awaited._samples
 
 
-def test_a_scorer_is_not_blamed_for_what_a_lost_replica_has_not_sent() -> None:
+def test_a_scorer_is_not_expected_to_score_responses_that_a_lost_replica_never_sent() -> None:
     ranks = Ranks()
     loop = make_loop(ranks)
     loop._reach(loop._replicas[GENERATOR], [make_sample_id(uid, 0, 0) for uid in range(3)], [SCORER], acting=False)
@@ -232,9 +232,9 @@ def test_a_scorer_is_not_blamed_for_what_a_lost_replica_has_not_sent() -> None:
     assert not loop._awaited._samples and not loop._awaited.pending
 
 
-def test_the_work_of_a_burst_does_not_grow_with_what_is_scored() -> None:
+def test_the_cost_of_a_decode_chunk_does_not_grow_with_responses_being_scored() -> None:
     def cost(outstanding: int) -> float:
-        """CPU-seconds of 500 bursts with one answer each while so many other responses wait at the scorer."""
+        """CPU-seconds of 500 decode chunks with one answer each while `outstanding` responses wait at the scorer."""
         loop = make_loop(Ranks())
         samples = [make_sample_id(FIRST_VALIDATION_UID + uid, 0, 0) for uid in range(outstanding)]
         loop._reach(loop._replicas[GENERATOR], samples, [SCORER], acting=False)
@@ -250,8 +250,8 @@ def test_the_work_of_a_burst_does_not_grow_with_what_is_scored() -> None:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_a_reward_is_added_to_that_of_an_environment(deterministic: bool) -> None:
-    """Samples of even prompts are played by rank 3 and scored by rank 2 afterwards; the others are scored alone."""
+def test_a_reward_is_added_to_the_environments_reward(deterministic: bool) -> None:
+    """Rank 3 plays samples of even prompts, which rank 2 then scores; the others are only scored."""
     ranks = PlayedRanks()
     loop = RolloutLoop(ranks, [[GENERATOR]], [SCORER], [3], seed=0, decode_chunk_tokens=4, deterministic=deterministic)
     (collected,) = steps(loop, SchedulerConfig(2, deterministic=deterministic), [4], prompts(0, 4))
@@ -291,6 +291,6 @@ class PlayedRanks(Ranks):
             result = m.ScoredSample(
                 end.sample, 0.5 * over, 0.0, "", {"success": 1.0} if over else {}, [0.25, 0.25][: 2 * over]
             )
-            self.say(3, m.Observed(end.sample, over, result, add_reward=True))  # before the burst is told of
+            self.say(3, m.Observed(end.sample, over, result, add_reward=True))  # before the decode chunk is reported
             self._begun.add(end.sample)
         self.say(rank, m.DecodeChunkDone(self._seq, finished, turns, 4, 0.1))

@@ -1,4 +1,4 @@
-"""Responses that wait to be trained come back from a checkpoint as they were, also on other ranks."""
+"""Pending rollouts are restored unchanged from a checkpoint, also on other ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def sample(sample_id: int, count: int, reason: FinishReason, truncated: bool = F
 
 
 @pytest.mark.parametrize("truncated", [False, True])
-def test_what_two_ranks_wrote_a_third_reads(tmp_path: Path, truncated: bool) -> None:
+def test_rollouts_written_by_two_ranks_are_read_by_a_third(tmp_path: Path, truncated: bool) -> None:
     a = [sample(1 << 40, 5, FinishReason.STOP, truncated), sample(7, 1, FinishReason.LENGTH, truncated)]
     b = [sample(3, 8, FinishReason.STOP, truncated)]
     assert write_pending(tmp_path, 2, a) == "pending_rank0002.safetensors"
@@ -43,11 +43,11 @@ def test_what_two_ranks_wrote_a_third_reads(tmp_path: Path, truncated: bool) -> 
             left, right = getattr(one, name), getattr(other, name)
             assert left is right is None or (left.dtype == right.dtype and (left == right).all())
             if right is not None:
-                right[:] = 0  # its own memory, which may be written
+                right[:] = 0  # own writable memory
     assert read_pending(tmp_path, names, {3}).keys() == {3}
 
 
-def test_what_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
+def test_missing_or_damaged_pending_rollouts_are_named(tmp_path: Path) -> None:
     names = [write_pending(tmp_path, 1, [sample(3, 4, FinishReason.STOP)])]
     with pytest.raises(ValueError, match=r"lacks 2 responses that its state has, e\.g\. sample 4"):
         read_pending(tmp_path, names, {3, 4, 5})

@@ -1,4 +1,4 @@
-"""The scheduler's policies one by one: redundancy, freshness, restarts, routing."""
+"""The scheduler's policies one by one: spare members, freshness, restarts, routing."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def counted(scheduler, name):
     return scheduler.metrics()[f"scheduler/{name}"][0]
 
 
-def test_the_first_members_make_the_group_and_the_last_is_dropped():
+def test_the_first_finished_members_form_the_group_and_the_last_is_dropped():
     scheduler, commands = started(SchedulerConfig(2, extra_members=1), 1, {0: 8})
     a, b, c = ids(0, 3)
     assert commands == [Generate(0, (a, b, c))]
@@ -60,7 +60,7 @@ def test_the_first_members_make_the_group_and_the_last_is_dropped():
     assert scheduler.plan(ended(b)) == []  # stale
 
 
-def test_a_spare_member_stands_in_for_one_that_fails():
+def test_a_spare_member_replaces_one_that_fails():
     for extra, attempt in ((1, 0), (0, 1)):
         scheduler, _ = started(SchedulerConfig(2, extra_members=extra), 1, {0: 8})
         members = ids(0, 2 + extra)
@@ -73,7 +73,7 @@ def test_a_spare_member_stands_in_for_one_that_fails():
             assert [sample.id for sample in scheduler.take_batch()[0].samples] == [*members[1:]]
 
 
-def test_spare_members_outlive_a_replica():
+def test_spare_members_survive_the_loss_of_a_replica():
     config = SchedulerConfig(2, extra_members=1, group_affinity=False)
     scheduler, commands = started(config, 1, {0: 4, 1: 4, 2: 4})
     assert {command.replica: len(command.sample_ids) for command in commands} == {0: 1, 1: 1, 2: 1}
@@ -84,7 +84,7 @@ def test_spare_members_outlive_a_replica():
 
 
 @pytest.mark.parametrize("on_stale", ["wait", "cancel"])
-def test_a_straggler_is_waited_for_or_cancelled(on_stale):
+def test_a_straggler_is_awaited_or_cancelled(on_stale):
     """Prompt 0 takes longer than a step; with max_staleness=1 it may be trained at version 1 at the latest."""
     scheduler, _ = started(SchedulerConfig(1, max_staleness=1, on_stale=on_stale), 3, {0: 8})
     scheduler.plan(ended(*ids(1, 1)))
@@ -103,7 +103,7 @@ def test_a_straggler_is_waited_for_or_cancelled(on_stale):
     assert counted(scheduler, "cancelled") == (on_stale == "cancel")
 
 
-def test_new_weights_restart_what_is_on_its_way():
+def test_new_weights_restart_running_samples():
     config = SchedulerConfig(2, max_staleness=1, on_new_weights="restart", max_attempts=2)
     scheduler, _ = started(config, 2, {0: 8})
     (a, b), (c, d) = ids(0, 2), ids(1, 2)
@@ -111,7 +111,7 @@ def test_new_weights_restart_what_is_on_its_way():
     scheduler.take_batch()
     scheduler.begin_step(1, 1)
     again = make_sample_id(1, 1, 1)
-    assert scheduler.plan() == [Drop(0, (d,)), Generate(0, (again,))]  # its sibling has ended and stays
+    assert scheduler.plan() == [Drop(0, (d,)), Generate(0, (again,))]  # the other member has ended and stays
     scheduler.plan(ended(again))
     (group,) = scheduler.take_batch()
     assert [sample.id for sample in group.samples] == [c, again]
@@ -131,13 +131,13 @@ def test_restarts_end_after_max_attempts_and_make_a_group_fresh():
     assert (group.version, group.attempt) == (2, 2)
 
 
-def test_kept_samples_are_not_restarted():
+def test_recomputed_samples_are_not_restarted():
     scheduler, _ = started(SchedulerConfig(1, max_staleness=1, on_new_weights="recompute"), 1, {0: 8})
     scheduler.begin_step(1, 1)
     assert scheduler.plan() == []
 
 
-def test_a_slow_replica_gets_less():
+def test_a_slow_replica_gets_fewer_samples():
     scheduler, _ = started(SchedulerConfig(1), 0, {0: 8, 1: 8}, need=12)
     scheduler.plan([SpeedChanged(1, 0.5)])
     scheduler.add_prompts(range(12))
@@ -145,7 +145,7 @@ def test_a_slow_replica_gets_less():
     assert {command.replica: len(command.sample_ids) for command in commands} == {0: 8, 1: 4}
 
 
-def test_a_pace_is_told_when_it_changes_and_settles():
+def test_a_replica_speed_is_reported_when_it_changes_and_settles():
     pace = ReplicaSpeeds()
     assert [pace.observe(name, 8, 1.0) for name in (0, 1, 2)] == [[], [], []]
     told = [
@@ -156,15 +156,15 @@ def test_a_pace_is_told_when_it_changes_and_settles():
 
 
 @pytest.mark.parametrize(("slow", "fast"), [((1,), (0,)), ((1, 2), (0, 3))])
-def test_half_of_the_replicas_are_slow(slow, fast):
-    """The median is one of the fast ones, so that the slow ones get less."""
+def test_slow_replicas_get_less_even_if_they_are_half(slow, fast):
+    """The median is a fast replica, so the slow ones get less."""
     pace, speeds = ReplicaSpeeds(), {}
     for name in [*slow, *fast] * 200:
         speeds |= {event.replica: event.speed for event in pace.observe(name, 8, 10.0 if name in slow else 1.0)}
     assert all(speeds[name] < 0.2 for name in slow) and all(speeds.get(name, 1.0) > 0.8 for name in fast)
 
 
-def test_a_replica_that_carries_more_is_not_taken_for_slow():
+def test_a_replica_with_more_samples_does_not_count_as_slow():
     rng, pace = random.Random(0), ReplicaSpeeds()
     told = []
     for name, most in [(0, 32), (1, 4), (2, 4)] * 300:
@@ -173,13 +173,13 @@ def test_a_replica_that_carries_more_is_not_taken_for_slow():
     assert not [event for event in told[50:] if not 0.8 < event.speed < 1.25]
 
 
-def test_siblings_spread_over_replicas_or_stay_together():
+def test_group_members_spread_over_replicas_or_stay_together():
     for complete_groups, spread in ((True, {0: 4}), (False, {0: 2, 1: 2})):
         _, commands = started(SchedulerConfig(4, group_affinity=complete_groups), 1, {0: 8, 1: 8})
         assert {command.replica: len(command.sample_ids) for command in commands} == spread
 
 
-def test_expected_length_weighs_the_load():
+def test_replica_load_is_weighted_by_expected_length():
     """After responses of 90 tokens to even prompts and of 10 to odd ones, an even prompt weighs nine times as much."""
     loads = {}
     for routing in ("count", "expected_length"):
@@ -194,7 +194,7 @@ def test_expected_length_weighs_the_load():
     assert loads == {"count": {0: 4, 1: 4}, "expected_length": {0: 1, 1: 7}}
 
 
-def test_recent_lengths_count_more():
+def test_recent_lengths_have_more_weight():
     lengths = Lengths()
     assert lengths.expected("a") == 1.0
     for length in [10] * 100 + [30] * 100:
@@ -203,7 +203,7 @@ def test_recent_lengths_count_more():
     assert lengths.expected("a") / lengths.expected("b") == pytest.approx(0.5, rel=0.02)
 
 
-def test_a_prompt_that_starts_anew_goes_where_its_prefix_is():
+def test_a_restarted_prompt_goes_to_the_replica_with_its_prefix():
     for affinity, replica in ((True, 0), (False, 1)):
         scheduler, _ = started(SchedulerConfig(1, prompt_affinity=affinity), 3, {0: 8, 1: 8}, need=3)
         scheduler.plan(ended(*ids(1, 1), replica=1))

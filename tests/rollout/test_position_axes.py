@@ -35,7 +35,7 @@ def batch_of(states: list[int] | None) -> Batch:
     ],
     ids=["rows", "by steps"],
 )
-def test_segments_do_not_follow_from_positions(
+def test_segments_do_not_depend_on_position_ids(
     states: list[int] | None, cu: list[int], ids: list[int], indices: list[int]
 ) -> None:
     batch = batch_of(states)
@@ -51,7 +51,7 @@ def test_segments_do_not_follow_from_positions(
     assert batch.select([]).cu_segments.tolist() == [0] and batch.select([]).position_ids.shape == (0, 3)
 
 
-def test_files_keep_all_axes(tmp_path: Path) -> None:
+def test_files_keep_all_position_axes(tmp_path: Path) -> None:
     batch, none = batch_of(STATES), batch_of(STATES).select([])
     batch.position_ids = torch.tensor(AXES)
     for number, part in enumerate((batch, none)):
@@ -64,7 +64,7 @@ def test_files_keep_all_axes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("wrong", "shape"), [((8, 1), "8, 1"), ((7, 3), "7, 3"), ((8, 3, 1), "8, 3, 1")])
-def test_other_shapes_are_refused(wrong: tuple[int, ...], shape: str) -> None:
+def test_other_shapes_of_positions_are_refused(wrong: tuple[int, ...], shape: str) -> None:
     batch = batch_of(None)
     batch.position_ids = torch.zeros(wrong, dtype=torch.int64)
     with pytest.raises(
@@ -73,7 +73,7 @@ def test_other_shapes_are_refused(wrong: tuple[int, ...], shape: str) -> None:
         batch.check()
 
 
-def test_other_fields_have_one_width() -> None:
+def test_other_fields_keep_one_width() -> None:
     batch = batch_of(None)
     batch.versions = torch.zeros(8, 3, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"batch.versions must be torch.int32 \[8\], got torch.int32 \[8, 3\]"):

@@ -12,7 +12,7 @@ from hpcrl.rollout.prompt_ledger import ClosedPrompt, PromptLedger
 from hpcrl.rollout.types import PromptOutcome
 
 
-def test_open_and_settle():
+def test_prompts_are_opened_and_settled():
     ledger = PromptLedger()
     assert [ledger.open(0, row, "d") for row in (5, 3, 9)] == [0, 1, 2]
     assert ledger.close_prompt(1, PromptOutcome.FILTERED, "std") == ClosedPrompt(
@@ -25,7 +25,7 @@ def test_open_and_settle():
 
 
 @pytest.mark.parametrize(("uid", "message"), [(0, "prompt 0 is closed already"), (1, "prompt 1 is not drawn yet")])
-def test_a_prompt_is_settled_once_and_only_if_drawn(uid: int, message: str):
+def test_a_prompt_is_settled_once_and_only_if_it_was_drawn(uid: int, message: str):
     ledger = PromptLedger()
     ledger.open(0, 0, "d")
     ledger.close_prompt(0, PromptOutcome.TRAINED)
@@ -34,7 +34,7 @@ def test_a_prompt_is_settled_once_and_only_if_drawn(uid: int, message: str):
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(list(PromptOutcome))), max_size=60))
-def test_state_round_trip_and_exact_accounting(moves: list):
+def test_the_state_round_trips_and_accounting_stays_exact(moves: list):
     ledger = PromptLedger()
     ended_prompts = 0
     for keep, outcome in moves:
@@ -50,7 +50,7 @@ def test_state_round_trip_and_exact_accounting(moves: list):
     assert again.num_drawn == ended_prompts + len(again.open_uids)
 
 
-def test_the_state_follows_the_open_prompts_not_the_epoch():
+def test_the_size_of_the_state_follows_open_prompts_and_not_the_epoch():
     ledger = PromptLedger()
     for row in range(20_000):
         ledger.close_prompt(ledger.open(0, row, "d"), PromptOutcome.FILTERED, "std")

@@ -51,8 +51,8 @@ def batch_of(*counts: int) -> Batch:
     return batch_from_samples(samples, list(range(len(samples)))).check()
 
 
-def test_a_rollout_has_no_values_until_they_are_set() -> None:
-    """A prompt of two tokens, a turn of three, an observation of one that is taken back."""
+def test_a_rollout_has_no_ragged_values_until_they_are_set() -> None:
+    """A prompt of two tokens, a turn of three, an observation of one that is removed again."""
     prompt = PromptState.__new__(PromptState)
     prompt.token_ids, prompt.messages = np.array([90, 91], np.int32), []
     prompt.by_steps = prompt.has_states = False
@@ -69,7 +69,7 @@ def test_a_rollout_has_no_values_until_they_are_set() -> None:
     assert batch_from_samples([held.held], [0]).check().cu("marks").tolist() == [0, 2]
 
 
-def test_a_batch_has_the_values_of_all_rows_and_where_they_begin() -> None:
+def test_a_batch_holds_all_values_and_their_offsets() -> None:
     batch = batch_of(*COUNTS)
     assert batch.patches.dtype == torch.float32
     assert batch.patches.tolist() == [[1, 0], [2, 0], [2, 1], [2, 2]]
@@ -92,7 +92,7 @@ def test_rows_keep_their_values_when_selected_and_joined() -> None:
     assert batch.as_generated().check().marks.tolist() == batch.marks.tolist()
 
 
-def test_values_and_their_numbers_must_agree() -> None:
+def test_a_mismatch_of_values_and_counts_is_refused() -> None:
     batch = batch_of(*COUNTS)
     batch.patches = batch.patches[1:]
     with pytest.raises(ValueError, match=r"batch.patches must be torch.float32 \[4, 2\], got torch.float32 \[3, 2\]"):
@@ -107,7 +107,7 @@ def test_values_and_their_numbers_must_agree() -> None:
 
 
 @pytest.mark.parametrize("counts", [COUNTS, (0, 0)])
-def test_a_checkpoint_keeps_them(tmp_path: Path, counts: tuple[int, ...]) -> None:
+def test_a_checkpoint_keeps_ragged_values(tmp_path: Path, counts: tuple[int, ...]) -> None:
     samples = [sample(place, count) for place, count in enumerate(counts)]
     found = read_pending(tmp_path, [write_pending(tmp_path, 0, samples)], [one.id for one in samples])
     for place, (one, count) in enumerate(zip(samples, counts, strict=True)):
@@ -132,7 +132,7 @@ print(batch.patches.dtype, batch.patches.tolist(), batch.cu("patches").tolist(),
         ((0, 0), "torch.float32 [] [0, 0, 0] []"),
     ],
 )
-def test_files_describe_them(tmp_path: Path, counts: tuple[int, ...], read: str) -> None:
+def test_files_describe_ragged_fields(tmp_path: Path, counts: tuple[int, ...], read: str) -> None:
     for number, part in enumerate((batch_of(*counts), batch_of())):
         path = write_rollouts(tmp_path / "rollouts/step_000001", number, 2, part, {})
     with h5py.File(path) as file:
@@ -152,7 +152,7 @@ def test_files_describe_them(tmp_path: Path, counts: tuple[int, ...], read: str)
     ],
     ids=["text", "token", "scorer"],
 )
-def test_what_cannot_be_ragged_is_refused(field: Field) -> None:
+def test_fields_that_cannot_be_ragged_are_refused(field: Field) -> None:
     with pytest.raises(ValueError, match="field 'notes': ragged fields hold numbers of rows"):
         declare(field)
     assert "notes" not in FIELDS and "notes_counts" not in FIELDS

@@ -38,7 +38,7 @@ SEARCH = settings(deadline=None, derandomize=True, phases=(Phase.explicit, Phase
 
 @dataclass
 class World:
-    """Replicas, scorers and environments with outcomes that depend on the sample id alone."""
+    """Replicas, scorers and environments with outcomes that depend only on the sample id."""
 
     rng: random.Random
     deterministic: bool
@@ -46,7 +46,7 @@ class World:
     pass_rate: float = 0.5
     error_rate: float = 0.0
     max_turns: int = 1
-    clock: int = 0  # bursts so far
+    clock: int = 0  # decode chunks so far
     held: dict[int, dict[int, int]] = field(default_factory=dict)  # replica -> sample -> turns done
     running: dict[int, dict[int, int]] = field(default_factory=dict)  # replica -> sample -> tokens to go
     scoring: set[int] = field(default_factory=set)
@@ -98,7 +98,7 @@ class World:
                 assert len(self.running[name]) <= self.capacities[name]
 
     def decode_chunk(self, name: int) -> Decoded | None:
-        """One burst of eight tokens on a replica."""
+        """One decode chunk of eight tokens on a replica."""
         if not self.running[name]:
             return None
         finished, turns = [], []
@@ -120,7 +120,7 @@ class World:
         return ReplicaLost(name)
 
     def random_events(self) -> list:
-        """Some of the things that could happen next; now and then none, more rarely the wrong ones."""
+        """Some of the possible next events; now and then none, rarely invalid ones."""
         events = []
         for name in self.rng.sample(list(self.running), self.rng.randint(0, len(self.running))):
             if decode_chunk := self.decode_chunk(name):
@@ -140,12 +140,12 @@ class World:
 
 
 def in_flight(scheduler) -> int:
-    """Groups that were started and have no verdict."""
+    """Groups that were started and have no outcome."""
     return len(scheduler._open)
 
 
 def run_steps(scheduler, world, need, steps, disturb=None, break_hand_over=None):
-    """Drive whole steps; checks the budget at every turn. Returns the batches and the prompts' ends."""
+    """Run whole steps and check the budget at every iteration. Returns the batches and the prompts' outcomes."""
     batches, ends, next_uid = [], [], 0
     for version in range(steps):
         scheduler.begin_step(version, need)
@@ -229,7 +229,7 @@ def check_accounting(scheduler, batches, ends, offered):
     ),
     chaos=st.booleans(),
 )
-def test_accounting_budget_and_termination_under_random_events(
+def test_accounting_and_budget_hold_and_steps_end_under_random_events(
     seed, replicas, capacity, group_size, need, extra_prompts, deterministic, max_turns, max_staleness, policies, chaos
 ):
     rng = random.Random(seed)
@@ -259,7 +259,7 @@ def test_accounting_budget_and_termination_under_random_events(
         return events
 
     def break_hand_over():
-        """A replica is lost, which the scheduler is told before it takes the batch back or with the next events."""
+        """A replica is lost; the scheduler gets this before it takes the batch back, or with the next events."""
         if not chaos or len(world.held) < 2 or rng.random() < 0.8:
             return False
         lost = world.lose(rng.choice(sorted(world.held)))
@@ -312,8 +312,8 @@ def test_deterministic_mode_ignores_the_order_of_events(order, extra_prompts, ma
     assert run(order) == run(0)
 
 
-def test_default_mode_does_depend_on_the_order_of_events():
-    """The control of the test above: what it compares can differ."""
+def test_default_mode_depends_on_the_order_of_events():
+    """Negative control of the test above: the compared results can differ."""
 
     def run(seed):
         world = World(random.Random(seed), False, {0: 4, 1: 4})
@@ -334,12 +334,12 @@ def test_default_mode_does_depend_on_the_order_of_events():
     max_attempts=st.integers(1, 2),
     place=st.sampled_from([0, 6, 11]),
 )
-def test_every_epoch_is_closed_whatever_is_long_in_it(
+def test_every_epoch_is_completed_despite_long_samples(
     seed, need, extra_prompts, max_staleness, on_stale, max_attempts, place
 ):
-    """Epochs of twelve rows, one of them, at the same place of each, fifty times as long. The run is killed again and
-    again and goes on from what it had committed. A prompt ends within as many steps as max_attempts
-    and max_staleness allow, so all old epochs are closed: each row trained once, the long one as often as others."""
+    """Epochs of twelve rows, one of them, at the same index in each, fifty times as long. The run is killed repeatedly
+    and resumes from its last commit. A prompt ends within as many steps as max_attempts and max_staleness allow, so all
+    old epochs are closed: each row trained once, the long one as often as others."""
     rng, rows, steps = random.Random(seed), 12, 60
     config = SchedulerConfig(
         2, extra_prompts, max_attempts=max_attempts, max_staleness=max_staleness, on_stale=on_stale
@@ -379,18 +379,19 @@ def test_every_epoch_is_closed_whatever_is_long_in_it(
     assert all(epochs[epoch] == rows for epoch in range(begun // rows))
 
 
-def test_long_answers_do_not_starve():
-    """Prompt 0 is always the slowest of the over-sampled; without waiting for it, it would be dropped for ever."""
+def test_long_responses_do_not_starve():
+    """Prompt 0 is always the slowest of the over-sampled prompts and would be dropped forever if the batch never waited
+    for it."""
     world = World(random.Random(1), False, {0: 64}, pass_rate=1.0)
     world.length = lambda sample_id: 400 if split_sample_id(sample_id)[0] == 0 else 8
     scheduler = RolloutScheduler(SchedulerConfig(2, extra_prompts=2, max_attempts=3), world.capacities)
     batches, _, _ = run_steps(scheduler, world, 3, 14)
     step = next(i for i, batch in enumerate(batches) if any(group.uid == 0 for group in batch))
-    assert step == 12  # dropped four times as often as max_attempts says, then waited for alone
+    assert step == 12  # dropped four times as often as max_attempts says, then only this one is awaited
 
 
-def test_long_answers_are_gathered_into_a_batch():
-    """Three prompts are always the slowest: dropped three times each, they are waited for together."""
+def test_long_responses_are_collected_into_one_batch():
+    """Three prompts are always the slowest: dropped three times each, they are then awaited together."""
     world = World(random.Random(1), False, {0: 64}, pass_rate=1.0)
     world.length = lambda sample_id: 400 if split_sample_id(sample_id)[0] < 3 else 8
     scheduler = RolloutScheduler(SchedulerConfig(2, extra_prompts=3, max_attempts=3), world.capacities)
@@ -399,8 +400,8 @@ def test_long_answers_are_gathered_into_a_batch():
 
 
 @pytest.mark.parametrize(("need", "extra_prompts", "max_attempts"), [(2, 4, 1), (8, 16, 1), (4, 16, 3), (8, 32, 3)])
-def test_the_longest_of_many_that_were_dropped_too_often_has_its_turn(need, extra_prompts, max_attempts):
-    """More than a batch are waited for, and the longest of them is always the last to end."""
+def test_the_longest_of_many_frequently_dropped_prompts_is_trained(need, extra_prompts, max_attempts):
+    """More prompts than a batch are awaited, and the longest of them always ends last."""
     world = World(random.Random(1), False, {0: 256}, pass_rate=1.0)
     world.length = lambda sample_id: 400 if split_sample_id(sample_id)[0] == 0 else 8 * (1 + sample_id % 5)
     config = SchedulerConfig(2, extra_prompts=extra_prompts, max_attempts=max_attempts)
@@ -430,25 +431,25 @@ def ids_of(uid, size, attempt=0):
     return tuple(make_sample_id(uid, attempt, m) for m in range(size))
 
 
-def test_siblings_go_together_to_the_roomiest_replica():
+def test_group_members_go_together_to_the_replica_with_most_room():
     _, commands = started(SchedulerConfig(2), 3, {7: 4, 9: 4}, 3)
     assert commands == [Generate(7, ids_of(0, 2) + ids_of(2, 2)), Generate(9, ids_of(1, 2))]
 
 
-def test_siblings_apart_balance_sample_by_sample():
+def test_separate_group_members_are_balanced_sample_by_sample():
     _, commands = started(SchedulerConfig(2, group_affinity=False), 2, {7: 4, 9: 4}, 2)
     a, b, c, d = ids_of(0, 2) + ids_of(1, 2)
     assert commands == [Generate(7, (a, c)), Generate(9, (b, d))]
 
 
-def test_group_larger_than_any_room_is_split_and_the_rest_waits():
+def test_a_group_larger_than_any_replica_is_split_and_the_rest_waits():
     scheduler, commands = started(SchedulerConfig(5), 1, {0: 2, 1: 2}, 1)
     a, b, c, d, e = ids_of(0, 5)
     assert commands == [Generate(0, (a, b)), Generate(1, (c, d))]
     assert scheduler.plan([finish(b)]) == [Generate(0, (e,))]
 
 
-def test_wants_replaces_filtered_groups_within_the_budget():
+def test_filtered_groups_are_replaced_within_the_budget():
     scheduler, _ = started(SchedulerConfig(1, extra_prompts=1, filter_mean_low=0.5), 0, {0: 8}, 2)
     assert scheduler.num_wanted() == scheduler.budget == 3
     scheduler.add_prompts([0, 1, 2])
@@ -471,7 +472,7 @@ def test_wants_replaces_filtered_groups_within_the_budget():
         ((2, 2, 2, 2), (0, 1, 0, 1), "std"),
     ],
 )
-def test_filters(rewards, scores, reason):
+def test_filters_drop_groups_by_mean_and_deviation(rewards, scores, reason):
     config = SchedulerConfig(4, filter_mean_low=0.1, filter_mean_high=0.9, filter_std=True)
     scheduler, _ = started(config, 1, {0: 8}, 1)
     ids = ids_of(0, 4)
@@ -482,7 +483,7 @@ def test_filters(rewards, scores, reason):
         assert scheduler.metrics()[f"scheduler/filtered_{reason}"] == (1.0, 1.0, 1.0, 1.0)
 
 
-def test_over_sampled_groups_are_dropped_and_come_first_next_step():
+def test_over_sampled_groups_are_dropped_and_come_first_in_the_next_step():
     scheduler, _ = started(SchedulerConfig(2, extra_prompts=1), 2, {0: 8}, 1)
     first, second = ids_of(0, 2), ids_of(1, 2)
     commands = scheduler.plan([finish(*second, first[0]), *score(*second)])
@@ -501,7 +502,7 @@ def test_over_sampled_groups_are_dropped_and_come_first_next_step():
     assert scheduler.metrics()["scheduler/kept_length_retried"] == (18.0, 2.0, 9.0, 9.0)
 
 
-def test_what_is_spread_over_replicas_and_what_waits_for_room_is_told():
+def test_split_groups_and_waiting_samples_are_reported_as_metrics():
     scheduler, _ = started(SchedulerConfig(4, group_affinity=False), 2, {0: 2, 1: 4}, 2)
     first, second = ids_of(0, 4), ids_of(1, 4)
     assert scheduler.metrics()["scheduler/waiting/*"] == (2.0, 1.0, 2.0, 2.0)
@@ -517,17 +518,17 @@ def test_what_is_spread_over_replicas_and_what_waits_for_room_is_told():
     assert metrics["scheduler/replicas_per_group"][:2] == (4.0, 2.0)
 
 
-def test_deterministic_mode_accepts_in_order_of_prompts():
+def test_deterministic_mode_accepts_groups_in_prompt_order():
     scheduler, commands = started(SchedulerConfig(1, extra_prompts=1, deterministic=True), 2, {0: 1, 1: 1}, 1)
     (a,), (b,) = ids_of(0, 1), ids_of(1, 1)
     assert commands == [Generate(0, (a,)), Generate(1, (b,))]
     scheduler.plan([finish(b, replica=1), *score(b)])
-    assert not scheduler.ready()  # prompt 0 has a say first
+    assert not scheduler.ready()  # prompt 0 must be decided first
     assert scheduler.plan([finish(a), *score(a)]) == [Drop(1, (b,))]
     assert [group.uid for group in scheduler.take_batch()] == [0]
 
 
-def test_turns_free_the_slot_and_come_back_to_the_same_replica():
+def test_an_episode_frees_its_slot_between_turns_and_returns_to_the_same_replica():
     scheduler, commands = started(SchedulerConfig(1), 3, {0: 1, 1: 1}, 3)
     (a,), (b,), (c,) = ids_of(0, 1), ids_of(1, 1), ids_of(2, 1)
     assert commands == [Generate(0, (a,)), Generate(1, (b,))]
@@ -538,7 +539,7 @@ def test_turns_free_the_slot_and_come_back_to_the_same_replica():
     assert [group.samples[0].num_tokens for group in scheduler.take_batch()] == [9, 5, 5]
 
 
-def test_lost_replica_restarts_its_groups_elsewhere_even_accepted_ones():
+def test_a_lost_replica_restarts_even_its_accepted_groups():
     scheduler, _ = started(SchedulerConfig(1), 2, {0: 1, 1: 1}, 2)
     (a,), (b,) = ids_of(0, 1), ids_of(1, 1)
     scheduler.plan([finish(a), *score(a)])
@@ -551,7 +552,7 @@ def test_lost_replica_restarts_its_groups_elsewhere_even_accepted_ones():
         scheduler.plan([ReplicaLost(1)])
 
 
-def test_a_batch_that_could_not_be_handed_over_is_given_back():
+def test_a_batch_whose_transfer_failed_is_taken_back():
     scheduler, _ = started(SchedulerConfig(1, max_attempts=2), 3, {0: 2, 1: 2}, 3)
     (a,), (b,), (c,) = (ids_of(uid, 1) for uid in range(3))
     scheduler.plan([finish(a, c), finish(b, replica=1), *score(a, b, c)])
@@ -566,7 +567,7 @@ def test_a_batch_that_could_not_be_handed_over_is_given_back():
     assert [end.uid for end in scheduler.ended_prompts()] == [0, 1, 2]
 
 
-def test_in_deterministic_mode_the_turns_of_others_do_not_wait_for_a_sample_that_failed():
+def test_in_deterministic_mode_turns_do_not_wait_for_a_failed_sample():
     scheduler, commands = started(SchedulerConfig(1, deterministic=True), 2, {0: 8}, 2)
     ((a, b),) = (command.sample_ids for command in commands)
     scheduler.plan([Decoded(0, (), ((a, 3), (b, 3)))])
@@ -576,7 +577,7 @@ def test_in_deterministic_mode_the_turns_of_others_do_not_wait_for_a_sample_that
     ]
 
 
-def test_what_starts_anew_does_not_count_against_the_limit():
+def test_restarted_prompts_do_not_count_against_the_limit():
     config = SchedulerConfig(1, max_generated_groups=4, max_attempts=1, group_affinity=False)
     scheduler, _ = started(config, 4, {0: 8, 1: 8}, 4)
     (command,) = scheduler.plan([ReplicaLost(1)])
@@ -589,7 +590,7 @@ def test_what_starts_anew_does_not_count_against_the_limit():
     assert [(end.uid, end.outcome) for end in scheduler.ended_prompts()] == [(0, PromptOutcome.FAILED)]
 
 
-def test_prompt_fails_after_max_attempts_with_its_cause():
+def test_a_prompt_fails_after_max_attempts_with_its_cause():
     scheduler, _ = started(SchedulerConfig(1, max_attempts=2), 2, {0: 4}, 1)
     for attempt in range(2):
         (a,) = ids_of(0, 1, attempt)
@@ -599,7 +600,7 @@ def test_prompt_fails_after_max_attempts_with_its_cause():
     ]
 
 
-def test_reward_errors_cost_one_sample_but_a_group_of_errors_starts_anew():
+def test_a_reward_error_costs_one_sample_and_a_group_of_errors_restarts():
     scheduler, _ = started(SchedulerConfig(2), 2, {0: 4}, 2)
     a, b, c, d = ids_of(0, 2) + ids_of(1, 2)
     errors = [
@@ -614,8 +615,8 @@ def test_reward_errors_cost_one_sample_but_a_group_of_errors_starts_anew():
     assert scheduler.metrics()["scheduler/score_errors"][0] == 3
 
 
-def test_a_group_of_errors_counts_where_errors_are_accepted():
-    """Held-out prompts: each is asked once, and what cannot be scored is worth 0."""
+def test_a_group_of_errors_counts_if_errors_are_accepted():
+    """Validation prompts: each is generated once, and scores 0 if it cannot be scored."""
     scheduler, _ = started(SchedulerConfig(1, accept_errors=True), 2, {0: 4}, 2)
     (a,), (b,) = ids_of(0, 1), ids_of(1, 1)
     scheduler.plan([finish(a, b), Rewarded(a, 0.0, 0.0, "timeout"), *score(b)])
@@ -623,7 +624,7 @@ def test_a_group_of_errors_counts_where_errors_are_accepted():
     assert scheduler.metrics()["scheduler/score_errors"][0] == 1
 
 
-def test_an_episode_whose_environment_failed_begins_anew_where_asked_as_often_as_allowed():
+def test_an_episode_with_a_failed_environment_restarts_as_often_as_configured():
     scheduler, _ = started(SchedulerConfig(2, max_attempts=2, restart_failed_episodes=True), 1, {0: 4}, 1)
     a, b = ids_of(0, 2)
     lost = Rewarded(a, 0.0, 0.0, "timeout", failed=True)
@@ -640,22 +641,22 @@ def test_an_episode_whose_environment_failed_begins_anew_where_asked_as_often_as
     assert metrics["scheduler/score_errors"][0] == 3 and metrics["scheduler/restarted"][0] == 2
 
 
-def test_an_error_of_a_reward_restarts_no_response():
-    """Its siblings may have been scored with it."""
+def test_a_reward_error_restarts_no_response():
+    """Its group may have been scored with it."""
     scheduler, _ = started(SchedulerConfig(2, restart_failed_episodes=True), 1, {0: 4}, 1)
     a, b = ids_of(0, 2)
     assert scheduler.plan([finish(a, b), Rewarded(a, 0.0, 0.0, "timeout"), *score(b)]) == []
     assert [sample.error for sample in scheduler.take_batch()[0].samples] == ["timeout", ""]
 
 
-def test_answers_about_samples_of_another_scheduler_are_stale():
-    """A validation sample is answered twice, the second time in training: its uid is above all that were offered."""
+def test_scores_of_samples_of_another_scheduler_are_stale():
+    """A validation sample is scored twice, the second time in training: its uid is above all offered ones."""
     scheduler, _ = started(SchedulerConfig(1), 1, {0: 4}, 1)
     assert scheduler.plan(score(make_sample_id(1 << 38, 0, 0))) == []
     assert scheduler.metrics()["scheduler/late_events"][0] == 1
 
 
-def test_ends_carry_the_rewards_of_filtered_groups_too():
+def test_outcomes_include_the_rewards_of_filtered_groups():
     scheduler, _ = started(SchedulerConfig(2, extra_prompts=2, filter_std=True, max_attempts=1), 3, {0: 6}, 1)
     a, b, c, d, e, _ = [i for uid in range(3) for i in ids_of(uid, 2)]
     scheduler.plan(
@@ -665,7 +666,7 @@ def test_ends_carry_the_rewards_of_filtered_groups_too():
     assert [(end.uid, end.rewards) for end in scheduler.ended_prompts()] == [(0, (0.5, 0.5)), (2, ()), (1, (1.0, 0.0))]
 
 
-def test_lost_scorer_has_its_samples_scored_again_once():
+def test_samples_of_a_lost_scorer_are_scored_again_once():
     scheduler, _ = started(SchedulerConfig(2), 1, {0: 4}, 1)
     a, b = ids_of(0, 2)
     scheduler.plan([finish(a, b), *score(a)])
@@ -674,7 +675,7 @@ def test_lost_scorer_has_its_samples_scored_again_once():
     assert [sample.reward for sample in scheduler.take_batch()[0].samples] == [1.0, 1.0]
 
 
-def test_step_that_can_get_no_batch_says_why():
+def test_a_step_that_can_get_no_batch_gives_the_reason():
     scheduler, _ = started(SchedulerConfig(1, filter_mean_low=0.0, max_generated_groups=3), 3, {0: 8}, 2)
     ids = [ids_of(uid, 1)[0] for uid in range(3)]
     scheduler.plan([finish(*ids), *score(ids[0], reward=0.0)])
@@ -682,8 +683,8 @@ def test_step_that_can_get_no_batch_says_why():
         scheduler.plan(score(ids[1], reward=0.0))
 
 
-def test_the_counts_of_a_starved_step_are_of_one_period():
-    """Groups that were on their way when the step opened count, and what became of others before does not."""
+def test_the_counts_of_a_starved_step_cover_only_this_step():
+    """Groups in progress when the step begins count, earlier outcomes do not."""
     config = SchedulerConfig(1, filter_mean_low=0.0, max_generated_groups=4, max_staleness=1)
     scheduler, _ = started(config, 2, {0: 8}, 1)
     scheduler.plan([finish(*ids_of(0, 1)), *score(*ids_of(0, 1))])
@@ -702,7 +703,7 @@ def test_the_counts_of_a_starved_step_are_of_one_period():
             reject(uid)
 
 
-def test_what_starts_after_weights_arrived_has_them():
+def test_samples_started_after_new_weights_have_their_version():
     """Between their arrival and the step that trains on them: validation prompts, a checkpoint."""
     scheduler, _ = started(SchedulerConfig(1, max_staleness=1), 1, {0: 8}, 1)
     scheduler.plan([finish(*ids_of(0, 1)), *score(*ids_of(0, 1))])
@@ -717,7 +718,7 @@ def test_what_starts_after_weights_arrived_has_them():
     assert scheduler.metrics()["scheduler/staleness/*"] == (0.0, 1.0, 0.0, 0.0)
 
 
-def test_weights_restart_what_is_on_its_way_when_they_arrive_and_nothing_later():
+def test_arriving_weights_restart_running_samples_but_no_later_ones():
     scheduler, _ = started(SchedulerConfig(1, max_staleness=1, on_new_weights="restart"), 2, {0: 8}, 1)
     scheduler.plan([finish(*ids_of(0, 1)), *score(*ids_of(0, 1))])
     scheduler.take_batch()
@@ -730,7 +731,7 @@ def test_weights_restart_what_is_on_its_way_when_they_arrive_and_nothing_later()
     assert [(group.uid, group.version) for group in scheduler.take_batch()] == [(1, 1)]
 
 
-def test_bad_calls_are_refused():
+def test_invalid_calls_are_refused():
     with pytest.raises(ValueError, match="room"):
         RolloutScheduler(SchedulerConfig(1), {})
     scheduler, _ = started(SchedulerConfig(1), 1, {0: 1}, 1)
@@ -740,7 +741,7 @@ def test_bad_calls_are_refused():
         scheduler.take_batch()
 
 
-def test_state_survives_json_and_restarts_what_was_in_flight():
+def test_the_state_survives_json_and_restarts_running_samples():
     config = SchedulerConfig(2, max_staleness=1)
     scheduler, _ = started(config, 3, {0: 8, 1: 8}, 2)
     done = ids_of(1, 2)
@@ -761,9 +762,9 @@ def test_state_survives_json_and_restarts_what_was_in_flight():
 
 
 @pytest.mark.parametrize("max_staleness", [1, 2, 3])
-def test_a_batch_waits_for_what_later_ones_would_have_no_room_for_in_time(max_staleness):
-    """A batch of one group a step; two of the first weights are written on and on, while every other ends at once. The
-    last two batches that may take them must: the one before the last, which could go on with another, waits."""
+def test_a_batch_waits_for_groups_that_later_batches_could_not_take_in_time(max_staleness):
+    """One group per step; two groups of the first weights keep generating, while all others end at once. The last two
+    batches that may take them must do so: the one before the last waits, although it could take another group."""
     config = SchedulerConfig(1, max_staleness=max_staleness, max_generated_groups=1000)
     scheduler = RolloutScheduler(config, {0: 64})
     long, uid = {make_sample_id(0, 0, 0), make_sample_id(1, 0, 0)}, 0
@@ -784,7 +785,7 @@ def test_a_batch_waits_for_what_later_ones_would_have_no_room_for_in_time(max_st
     assert scheduler.metrics()["scheduler/cancelled"][0] == 0
 
 
-def test_paused_replicas_are_given_nothing_until_they_go_on():
+def test_paused_replicas_get_no_samples_until_they_resume():
     scheduler, commands = started(SchedulerConfig(1, max_staleness=1), 4, {0: 8, 1: 8}, 4)
     assert {command.replica for command in commands} == {0, 1}
     scheduler.pause(frozenset({0}))
@@ -797,7 +798,7 @@ def test_paused_replicas_are_given_nothing_until_they_go_on():
     assert scheduler.plan() == [Continue(0, (turn,))]
 
 
-def test_generation_goes_on_between_steps_only_with_lag():
+def test_generation_continues_between_steps_only_with_staleness():
     for max_staleness, wanted in ((0, 0), (1, 1)):
         scheduler, _ = started(SchedulerConfig(1, max_staleness=max_staleness), 1, {0: 8}, 1)
         (a,) = ids_of(0, 1)
@@ -806,7 +807,7 @@ def test_generation_goes_on_between_steps_only_with_lag():
         assert scheduler.num_wanted() == wanted
 
 
-def test_config_is_read_from_the_run_configuration():
+def test_scheduler_config_is_read_from_the_run_configuration():
     config = Config.model_validate(
         {"rollout": {"group_size": 4, "extra_prompts": 2, "max_staleness": 1}, "deterministic": True}
     )

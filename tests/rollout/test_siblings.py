@@ -1,4 +1,4 @@
-"""Rewards that score groups: siblings meet at one scorer, and every group is scored once, as a whole."""
+"""Group rewards: group members are collected at one scorer, and every group is scored once, as a whole."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ REPLICAS = {1: 2, 2: 2}
 
 
 class GroupRanks(Ranks):
-    """Replicas and scorers whose reward scores groups; a sample takes as many bursts as its member's number says."""
+    """Replicas and scorers whose reward scores groups; a sample takes a number of decode chunks by its member
+    number."""
 
     def __init__(self, scorers: list[int]):
         super().__init__()
@@ -29,7 +30,7 @@ class GroupRanks(Ranks):
         self.unwanted: list[int] = []
 
     def send(self, rank: int, command: m.Command) -> int:
-        scores, self._scores = self._scores, deque()  # what scorers of samples would say is left out
+        scores, self._scores = self._scores, deque()  # events of per-sample scorers are left out
         seq = super().send(rank, command)
         self._scores = scores
         running = self._running[rank]
@@ -65,7 +66,7 @@ class GroupRanks(Ranks):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("scorers", [[3, 4], [1, 2]], ids=["apart", "with the replicas"])
-def test_siblings_of_several_replicas_meet_and_are_scored_together(deterministic: bool, scorers: list[int]) -> None:
+def test_group_members_from_several_replicas_are_scored_together(deterministic: bool, scorers: list[int]) -> None:
     ranks = GroupRanks(scorers)
     loop = RolloutLoop(ranks, [[1], [2]], scorers, [], seed=0, decode_chunk_tokens=4, deterministic=deterministic)  # type: ignore[arg-type]
     scheduler = RolloutScheduler(SchedulerConfig(4, deterministic=deterministic, group_affinity=False), REPLICAS)
@@ -85,7 +86,7 @@ def test_siblings_of_several_replicas_meet_and_are_scored_together(deterministic
 
 
 class EarlyRanks(GroupRanks):
-    """What a scorer says arrives some turns before the DecodeChunkDone of the same responses."""
+    """A scorer's events arrive some iterations before the DecodeChunkDone of the same responses."""
 
     def events(self) -> list[tuple[int, m.Event]]:
         early = [said for said in self._events if isinstance(said[1], m.AwaitGroup)]
@@ -96,7 +97,7 @@ class EarlyRanks(GroupRanks):
 
 
 @pytest.mark.parametrize("ranks_class", [GroupRanks, EarlyRanks])
-def test_what_redundancy_leaves_over_is_forgotten(ranks_class: type[GroupRanks]) -> None:
+def test_spare_members_that_are_not_used_are_forgotten(ranks_class: type[GroupRanks]) -> None:
     ranks = ranks_class([3])
     loop = RolloutLoop(ranks, [[1], [2]], [3], [], seed=0, decode_chunk_tokens=4, deterministic=False)  # type: ignore[arg-type]
     scheduler = RolloutScheduler(SchedulerConfig(2, extra_members=2), REPLICAS)
@@ -110,7 +111,8 @@ def test_what_redundancy_leaves_over_is_forgotten(ranks_class: type[GroupRanks])
 
 
 class DyingRanks(GroupRanks):
-    """The first replica's process ends with its first burst that finishes a response, in this order of messages."""
+    """The first replica's process ends with its first decode chunk that finishes a response, with this order of
+    messages."""
 
     def __init__(self, order: list[str]):
         super().__init__([3])
@@ -134,8 +136,8 @@ class DyingRanks(GroupRanks):
     [["AwaitGroup", "Lost"], ["Lost", "AwaitGroup"], ["DecodeChunkDone", "Lost", "AwaitGroup"]],
     ids=" ".join,
 )
-def test_a_response_of_a_lost_replica_does_not_stay_at_its_scorer(order: list[str]) -> None:
-    """Its siblings never come: the group starts anew, with other members."""
+def test_a_response_of_a_lost_replica_does_not_remain_at_its_scorer(order: list[str]) -> None:
+    """The other members never arrive: the group restarts with new members."""
     ranks = DyingRanks(order)
     loop = RolloutLoop(ranks, [[1], [2]], [3], [], seed=0, decode_chunk_tokens=4, deterministic=False)  # type: ignore[arg-type]
     scheduler = RolloutScheduler(SchedulerConfig(2, max_staleness=1), REPLICAS)
@@ -147,7 +149,7 @@ def test_a_response_of_a_lost_replica_does_not_stay_at_its_scorer(order: list[st
     assert trained.isdisjoint(ranks.unwanted) and not ranks.waiting[3] and not loop._awaited._samples
 
 
-def test_held_out_samples_are_groups_of_one() -> None:
+def test_validation_samples_are_groups_of_one() -> None:
     ranks = GroupRanks([3])
     loop = RolloutLoop(ranks, [[1], [2]], [3], [], seed=0, decode_chunk_tokens=4, deterministic=True)  # type: ignore[arg-type]
     scheduler = RolloutScheduler(SchedulerConfig(1, deterministic=True, accept_errors=True), REPLICAS)

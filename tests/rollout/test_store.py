@@ -1,4 +1,4 @@
-"""The rollout store: what goes in comes out, whole files only, equal bits for equal batches."""
+"""The rollout store: round trips, only complete files, equal bits for equal batches."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def texts() -> None:
 
 
 def make_batch(uids: list[int], seed: int = 0) -> Batch:
-    """Two siblings per prompt, prompts of 3 tokens, responses of 1 to 5."""
+    """Two group members per prompt, prompts of 3 tokens, responses of 1 to 5."""
     rng = np.random.default_rng(seed)
     samples = []
     for uid in uids:
@@ -74,7 +74,7 @@ def assert_equal(got: Batch, expected: Batch) -> None:
         assert left.dtype == right.dtype and torch.equal(left, right), name
 
 
-def test_ranks_are_merged_and_sorted_by_sample_id(tmp_path: Path) -> None:
+def test_rows_of_all_ranks_are_merged_and_sorted_by_sample_id(tmp_path: Path) -> None:
     late, early = make_batch([7, 9], seed=1), make_batch([3], seed=2)
     for batch in (late, early):
         batch.advantages = torch.randn(batch.num_tokens)
@@ -88,8 +88,8 @@ def test_ranks_are_merged_and_sorted_by_sample_id(tmp_path: Path) -> None:
     assert rollouts.texts["response"][0] == f"é{make_sample_id(3, 0, 0)}"
 
 
-def test_metrics_belong_to_rows_also_of_a_sibling_that_began_anew(tmp_path: Path) -> None:
-    """Records have members in order; the row of a later attempt comes after its siblings'."""
+def test_metrics_follow_their_rows_even_of_a_restarted_group_member(tmp_path: Path) -> None:
+    """Records have members in order; the row of a later attempt comes after the other members' rows."""
     batch = make_batch([3, 7, 8])
     batch.sample_ids[0] = make_sample_id(3, 1, 0)
     write(tmp_path, 1, 0, 1, batch)
@@ -109,7 +109,7 @@ def test_metrics_belong_to_rows_also_of_a_sibling_that_began_anew(tmp_path: Path
     assert rollouts.metrics == [{"judge": 0.9}, {"judge": 0.1}, {"length": -0.5}, {}, {}, {}]
 
 
-def test_a_step_is_read_again_as_it_was_generated(tmp_path: Path) -> None:
+def test_a_step_reads_back_as_it_was_generated(tmp_path: Path) -> None:
     batch = make_batch([3, 7])
     trained = replace(batch, old_logprobs=torch.randn(batch.num_tokens), advantages=torch.randn(batch.num_tokens))
     trained.weights = torch.tensor([0.5, 1.0, 0.0, 2.0])  # as an advantage estimator weighs rows
@@ -141,7 +141,7 @@ def test_equal_batches_give_equal_files(tmp_path: Path) -> None:
     assert digest(paths[0]) == digest(paths[1])
 
 
-def test_the_schema_is_the_documented_one(tmp_path: Path) -> None:
+def test_the_schema_matches_its_documentation(tmp_path: Path) -> None:
     path = write(tmp_path, 12, 1, 2, make_batch([5]))
     documented = (ROOT / "docs/rollouts.md").read_text()
     with h5py.File(path) as file:
@@ -152,8 +152,8 @@ def test_the_schema_is_the_documented_one(tmp_path: Path) -> None:
     assert [name for name in names if f"`{name}`" not in documented] == []
 
 
-def test_the_documented_fields_are_those_of_the_table() -> None:
-    """What hpcrl itself declares, in a process of its own: tests and plugins declare more."""
+def test_the_documented_fields_match_the_table() -> None:
+    """Fields that hpcrl itself declares, in a separate process: tests and plug-ins declare more."""
     code = "from hpcrl.spec.trajectory import FIELDS; print(*(f for f in FIELDS), sep=chr(10))"
     built_in = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     size = {Level.TOKEN: "[T]", Level.TURN: "[N]", Level.ROW: "[B]"}
@@ -167,7 +167,7 @@ def test_the_documented_fields_are_those_of_the_table() -> None:
     assert table == expected
 
 
-def test_outcomes_come_back_and_a_second_ending_is_an_error(tmp_path: Path) -> None:
+def test_outcomes_read_back_and_a_second_outcome_is_an_error(tmp_path: Path) -> None:
     metrics = ({"correct": 1.0}, {}, {"correct": 0.25, "length": -0.5})
     records = [
         OutcomeRecord(4, 1, PromptOutcome.TRAINED, "", "maths", (1.0, float("nan"), 0.25), metrics),
@@ -196,7 +196,7 @@ def test_the_reader_follows_the_committed_lineage(tmp_path: Path) -> None:
         RolloutReader(tmp_path).batch(3)
 
 
-def test_files_are_immutable_and_unfinished_ones_invisible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_immutable_and_unfinished_ones_are_invisible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path, 1, 0, 1, make_batch([1]))
     with pytest.raises(ValueError, match="exists already, rollouts are immutable"):
         write(tmp_path, 1, 0, 1, make_batch([2]))
@@ -248,8 +248,8 @@ def test_the_command_line_prints_samples(tmp_path: Path, capsys: pytest.CaptureF
     assert "has no rollouts of step 9; it has 1 to 2" in capsys.readouterr().err
 
 
-def test_a_field_of_an_algorithm_goes_through_batch_and_store(tmp_path: Path) -> None:
-    """It is declared once, and nothing else is touched: selection, joining, checks, files and reader follow."""
+def test_a_field_of_an_algorithm_passes_through_batch_and_store(tmp_path: Path) -> None:
+    """It is declared once; selection, joining, checks, files and reader need no change."""
     declare(Field("surprise", "float32", Level.TOKEN, Origin.TRAINING, "how odd a token is", optional=True))
     declare(Field("hardness", "int32", Level.ROW, Origin.TRAINING, "of the prompt", optional=True))
     batch = make_batch([3, 7])
@@ -271,7 +271,7 @@ def test_a_field_of_an_algorithm_goes_through_batch_and_store(tmp_path: Path) ->
         batch.hardnes = batch.hardness
 
 
-def test_a_reader_learns_the_fields_it_does_not_know_from_the_file(tmp_path: Path) -> None:
+def test_a_reader_takes_unknown_fields_from_the_file(tmp_path: Path) -> None:
     field = Field("novelty", "float32", Level.ROW, Origin.TRAINING, "of the response", optional=True)
     declare(field)
     write(tmp_path, 1, 0, 1, replace(make_batch([3]), novelty=torch.tensor([0.5, 2.0])))
@@ -280,7 +280,7 @@ def test_a_reader_learns_the_fields_it_does_not_know_from_the_file(tmp_path: Pat
     assert FIELDS["novelty"] == field
 
 
-def test_rewards_of_turns_stand_at_their_last_tokens_where_a_file_has_no_rewards_of_tokens(tmp_path: Path) -> None:
+def test_turn_rewards_are_set_at_last_tokens_if_a_file_lacks_token_rewards(tmp_path: Path) -> None:
     batch = make_batch([3])
     batch.turn_rewards, batch.token_rewards = torch.tensor([0.5, 2.0]), None
     write(tmp_path, 1, 0, 1, batch)

@@ -49,7 +49,7 @@ def episode() -> SampleState:
 VALUES = [NONE, NONE, 10, 11, 12, NONE, NONE, 20]
 
 
-def test_turns_and_observations_add_up() -> None:
+def test_wide_fields_of_turns_and_observations_are_concatenated() -> None:
     held = episode()
     assert held.held.columns["wide"].tolist() == [[value] * WIDTH for value in VALUES]
     held.observe(EnvObservation(held.id, np.array([82], np.int32).tobytes(), b'[{"role": "user"}]'))
@@ -61,7 +61,7 @@ def batch_of(*samples: Sample) -> Batch:
     return batch_from_samples(samples, list(range(len(samples)))).check()
 
 
-def test_checkpoints_and_files_keep_them(tmp_path: Path) -> None:
+def test_checkpoints_and_files_keep_wide_fields(tmp_path: Path) -> None:
     sample = episode().held
     again = read_pending(tmp_path, [write_pending(tmp_path, 0, [sample, sample])], [sample.id])[sample.id]
     batch = batch_of(sample, again)
@@ -74,7 +74,7 @@ def test_checkpoints_and_files_keep_them(tmp_path: Path) -> None:
     assert torch.equal(read.wide, batch.wide) and FIELDS["wide"].width == WIDTH
 
 
-def test_another_width_is_refused() -> None:
+def test_a_different_width_is_refused() -> None:
     batch = batch_of(episode().held)
     batch.wide = batch.wide[:, :3]
     with pytest.raises(ValueError, match=r"batch.wide must be torch.uint8 \[8, 4\], got torch.uint8 \[8, 3\]"):

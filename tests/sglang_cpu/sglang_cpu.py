@@ -1,8 +1,8 @@
-"""The real SGLang on a CPU with packages from PyPI alone; nothing of SGLang is changed.
+"""The real, unchanged SGLang on a CPU with packages from PyPI only.
 
-SGLang runs on CPUs with kernels of its own, which are in no wheel. Here torch stands in for the one that a text model
-calls (sgl_kernel) and for its attention, as a plugin that SGLang finds by its own entry point (`register`). The .pth
-file of make test-outside imports this file wherever that environment's Python starts, thus in every process of SGLang.
+SGLang runs on CPUs with its own kernels, which are in no wheel. Here torch replaces the kernel that a text model calls
+(sgl_kernel) and SGLang's attention, as a plug-in that SGLang finds by its own entry point (`register`). The .pth file
+of make test-outside imports this file wherever that environment's Python starts, thus in every process of SGLang.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def register() -> None:
-    """Let SGLang be deterministic with torch's attention, which depends on a row alone."""
+    """Let SGLang be deterministic with torch's attention, whose results depend only on the row."""
     from sglang.srt.arg_groups import choices
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -24,8 +24,8 @@ def register() -> None:
 
 
 class Operators:
-    """Names two operators before torchvision is imported: its compiled part does not load beside a torch for CPUs.
-    SGLang imports it for pictures."""
+    """Names two operators before torchvision is imported: its compiled part does not load with a torch for CPUs. SGLang
+    imports it for images."""
 
     library: Any = None
 

@@ -1,4 +1,4 @@
-"""A real Slurm for each module of tests, and the words of a run that trains in seconds."""
+"""A real Slurm for each test module, and the overrides of a run that trains in seconds."""
 
 from __future__ import annotations
 
@@ -50,5 +50,5 @@ timeouts.grace_s=3
 
 @pytest.fixture
 def tiny(digit_model: Path, digit_data: Path) -> list[str]:  # noqa: F811 - fixtures
-    """Words of the smallest run: one rank, first step 4 s after submission, 15 ms a step. It names no max_steps."""
+    """Overrides of the smallest run: one rank, first step 4 s after submission, 15 ms a step, without max_steps."""
     return [f"model.path={digit_model}", f"data.train={digit_data}", *WORDS.split()]

@@ -1,4 +1,4 @@
-"""Submit runs as a user would, watch their jobs, and count what is left of them."""
+"""Submit runs as a user would, watch their jobs, and count their remaining processes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def status(cluster: Any, *words: str, cwd: Path = ROOT) -> subprocess.CompletedP
 
 
 def says(cluster: Any, run: str | Path, *texts: str, timeout_s: float = 60.0) -> str:
-    """What status says of the run once it says all the texts."""
+    """The run's status once it contains all the texts."""
     said = ""
 
     def all_said() -> bool:
@@ -66,19 +66,19 @@ def says(cluster: Any, run: str | Path, *texts: str, timeout_s: float = 60.0) ->
 
 
 def show(cluster: Any, job: int) -> dict[str, str]:
-    """What `scontrol show job` tells of a job, of a heterogeneous one the leader."""
+    """The output of `scontrol show job` for a job; for a heterogeneous job, for its leader."""
     # Slurm answers late while the ranks of 64 nodes start on two cores.
     line = cluster.run("scontrol", "--oneliner", "show", "job", str(job), timeout_s=200.0).splitlines()[0]
     return dict(re.findall(r"(\w+)=(\S*)", line))
 
 
 def log(run_dir: Path) -> str:
-    """What all jobs of a run have printed."""
+    """The output of all jobs of a run."""
     return "".join(path.read_text() for path in sorted((run_dir / "slurm").glob("job-*.log")))
 
 
 def wait_until(happened: Callable[[], bool], tell: Callable[[], str], timeout_s: float = 200.0) -> None:
-    """Return when it happened; AssertionError with what `tell` says when it does not."""
+    """Return when the condition holds; AssertionError with the result of `tell` if it does not in time."""
     deadline = time.monotonic() + timeout_s
     while not happened():
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s:\n{tell()}"
@@ -86,7 +86,7 @@ def wait_until(happened: Callable[[], bool], tell: Callable[[], str], timeout_s:
 
 
 def wait_state(cluster: Any, run_dir: Path, job: int, states: Collection[str], timeout_s: float = 200.0) -> str:
-    """The job's state once it is one of `states`. A state that is not asked for and final is an error at once."""
+    """The job's state once it is one of `states`. Any other final state is an immediate error."""
     state = ""
 
     def reached() -> bool:
@@ -116,7 +116,7 @@ def wait_step(cluster: Any, run_dir: Path, job: int, step: int, timeout_s: float
 
 
 def processes(cluster: Any, job: int | None = None) -> dict[psutil.Process, dict[str, str]]:
-    """Process -> environment of all that jobs of this cluster (or one job) have started and that still run."""
+    """Process -> environment, for all running processes of this cluster's jobs (or of one job)."""
     found = {}
     for process in psutil.process_iter():
         try:
@@ -131,7 +131,7 @@ def processes(cluster: Any, job: int | None = None) -> dict[psutil.Process, dict
 
 
 def ranks(cluster: Any, job: int) -> dict[int, psutil.Process]:
-    """Rank -> its process, of those that run."""
+    """Rank -> its process, for running ranks."""
     return by_rank(processes(cluster, job))
 
 
@@ -155,7 +155,7 @@ def digest(run_dir: Path) -> str:
 
 
 class Run:
-    """A run whose reward does what the test says, from its submission on."""
+    """A submitted run whose reward is controlled by the test."""
 
     def __init__(self, cluster: Any, folder: Path, *words: str, pace: float = 0.1, **files: object):
         self.cluster, self.folder, self.dir = cluster, folder, folder / "run"
@@ -165,7 +165,7 @@ class Run:
         self.job = submit(cluster, self.dir, *self.words)
 
     def tell(self, **files: object) -> None:
-        """Contents for the files that the user's code reads; None: no such file."""
+        """Write the files that the user's code reads; None removes the file."""
         for name, content in files.items():
             if content is None:
                 (self.folder / name).unlink(missing_ok=True)
@@ -178,15 +178,15 @@ class Run:
 
     @property
     def restarts(self) -> int:
-        """How often the job was put back into the queue."""
+        """How often the job was requeued."""
         return int(show(self.cluster, self.job)["Restarts"])
 
     def wait_step(self, step: int) -> None:
-        """Return when it has logged the step."""
+        """Return when the run has logged the step."""
         wait_step(self.cluster, self.dir, self.job, step)
 
     def wait_said(self, text: str, times: int = 1, timeout_s: float = 200.0) -> None:
-        """Return when the job's log has this text so many times."""
+        """Return when the job's log contains this text so many times."""
         wait_until(
             lambda: self.log.count(text) >= times, lambda: f"{text} not said {times} times:\n{self.log}", timeout_s
         )
@@ -201,7 +201,7 @@ class Run:
         wait_state(self.cluster, self.dir, self.job, [RUNNING], timeout_s)
 
     def wait_end(self, state: str = COMPLETED, timeout_s: float = 200.0) -> str:
-        """The log of the job once it has ended in this state and nothing of it is left."""
+        """The job's log once it has ended in this state and left no process."""
         wait_state(self.cluster, self.dir, self.job, [state], timeout_s)
         wait_gone(self.cluster, self.job)
         return self.log

@@ -1,5 +1,5 @@
-"""A site that keeps accounts and enforces them: what it refuses, where account and qos go, and what its accounts still
-know of jobs that scontrol has forgotten."""
+"""A site with enforced accounting: its refusals, where account and qos are passed, and accounting records of jobs that
+scontrol has forgotten."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def cluster(one_machine: ModuleType, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(autouse=True)
 def asked(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Slurm's commands, called from this process, ask this cluster. Ends what a failed test leaves."""
+    """Slurm commands of this process use this cluster. Cancels jobs left by a failed test."""
     monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
     yield
     cluster.run("scancel", "--partition=low,high,solo", check=False)
 
 
 def accounted(cluster: Any, job: int, *fields: str) -> list[list[str]]:
-    """What the accounts say of a job, of a heterogeneous one a line for each component."""
+    """A job's accounting record; for a heterogeneous job a line for each component."""
     text = cluster.run("sacct", "-n", "-X", "-P", "-j", str(job), "-o", ",".join(fields))
     return [line.split("|") for line in text.splitlines()]
 
@@ -69,14 +69,14 @@ def accounted(cluster: Any, job: int, *fields: str) -> list[list[str]]:
         ("cluster.qos=fast cluster.time=02:00:00", "Job violates accounting/QOS policy"),
     ],
 )
-def test_refused_with_one_line(cluster: Any, tmp_path: Path, tiny: list[str], words: str, reason: str) -> None:
+def test_a_refused_job_is_one_line(cluster: Any, tmp_path: Path, tiny: list[str], words: str, reason: str) -> None:
     done = launch(cluster, tmp_path / "run", *tiny, "max_steps=1", *words.split())
     assert done.returncode == ExitCode.BAD_INPUT, done.stdout + done.stderr
     assert len(done.stderr.splitlines()) == 1 and reason in done.stderr and "Slurm refuses the job" in done.stderr
     assert not cluster.run("squeue", "-h").strip() and not (tmp_path / "run" / "slurm" / "submitted.json").exists()
 
 
-def test_every_component_has_the_account_and_the_qos(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
+def test_every_component_has_the_configured_account_and_qos(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
     words = [*tiny, *HETJOB, "max_steps=2", "cluster.account=physics", "cluster.qos=fast"]
     job = submit(cluster, tmp_path, *words)
     shown = cluster.run("scontrol", "--oneliner", "show", "job", str(job))
@@ -90,10 +90,10 @@ def test_every_component_has_the_account_and_the_qos(cluster: Any, tmp_path: Pat
     says(cluster, tmp_path, "state    finished: trained 2 steps")
 
 
-def test_jobs_through_their_states_and_forgotten(
+def test_accounting_knows_the_states_of_jobs_that_scontrol_forgot(
     cluster: Any, tmp_path: Path, tiny: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Waiting for a limit, running, requeued, killed, cancelled; the accounts' words are those that scontrol had."""
+    """Waiting for a limit, running, requeued, killed, cancelled; accounting uses the same state names as scontrol."""
     pytest.importorskip("submitit")
     from hpcrl.launch.executor import RunJob, RunWatcher
 
@@ -110,12 +110,12 @@ def test_jobs_through_their_states_and_forgotten(
     run.wait_restart(1)  # not at once: Slurm ends a step that starts while the one before is still being revoked
     says(cluster, run.dir, f"state    running: job {run.job}, attempt 2")
     job = RunJob.of_run(run.dir)
-    # The accounts learn of a restart a moment later than the controller.
+    # Accounting records a restart a moment later than the controller.
     wait_until(lambda: not job.done(force_check=True) and job.state == "RUNNING", lambda: job.state)
 
     for process in sorted(processes(cluster, run.job), key=lambda process: process.pid):
-        with contextlib.suppress(psutil.NoSuchProcess):  # the end of another took it along
-            process.kill()  # the batch script first: nobody notes the end
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ended with another process
+            process.kill()  # the batch script first: nothing records the end
     wait_until(lambda: not cluster.run("squeue", "-h").strip(), lambda: cluster.run("squeue"))
     wait_until(lambda: slurm.find_job(run.job) is None, lambda: cluster.run("scontrol", "show", "job"))
     assert slurm.find_job(never) is None, "scontrol has forgotten both"

@@ -1,4 +1,4 @@
-"""Generators that go on while the trainer works, as components of one job that is preempted."""
+"""Generators that continue while the trainer works, as components of one job that is preempted."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 COMPONENTS = "{train: {roles: [controller, trainer]}, gen: {roles: [generator]}, cpu: {roles: [reward, env]}}"
 
 
-def test_an_asynchronous_job_is_preempted_with_its_accounts_in_order(
-    cluster: Any, tmp_path: Path, tiny: list[str]
-) -> None:
-    """Its samples are episodes of two turns, whose last one the reward scores."""
+def test_a_preempted_asynchronous_job_keeps_its_accounting(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
+    """Its samples are episodes of two turns; the reward scores the last turn."""
     words = [*tiny, "deterministic=false", "layout=disaggregated", "layout.trainer.num_ranks=1"]
     words += ["pipeline=agentic", "env=scripted", "env.default.add_reward=true"]
     words += ["layout.generator.num_ranks=2", "rollout.max_staleness=1", "algorithm.correction=truncate"]

@@ -1,4 +1,4 @@
-"""Where jobs may not be requeued a run goes on in the next link of a chain."""
+"""If jobs may not be requeued, a run continues in the next link of a chain."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def stop(run: Run, job: int) -> None:
     run.cluster.run("scancel", "--signal=USR1", str(job))
 
 
-def test_three_links_and_an_early_end(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
+def test_a_chain_runs_three_links_and_may_end_early(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
     run = Run(cluster, tmp_path, *tiny, *CHAIN, "cluster.num_links=5")
     first, second, third, fourth, fifth = links_of(run)
     assert show(cluster, second)["Dependency"] == f"afterany:{first}(unfulfilled)"
@@ -37,7 +37,7 @@ def test_three_links_and_an_early_end(cluster: Any, tmp_path: Path, tiny: list[s
     stop(run, second)
     run.tell(pace=0)
     assert wait_state(cluster, run.dir, third, [COMPLETED]) == COMPLETED
-    # What is left of the chain is taken out of the queue by the link that finished the run.
+    # The link that finished the run removes the rest of the chain from the queue.
     assert {show(cluster, job)["JobState"] for job in (fourth, fifth)} == {"CANCELLED"}
     ends = re.findall(r"attempt (\d) ended \((\w+)\)", run.log)
     assert ends == [("1", "requeue"), ("2", "requeue"), ("3", "done")]
@@ -46,8 +46,8 @@ def test_three_links_and_an_early_end(cluster: Any, tmp_path: Path, tiny: list[s
     assert digest(run.dir) == digest(whole.dir)
 
 
-def test_a_chain_ends_where_the_run_does_not_go_on(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
-    """scancel on the link that runs ends the chain; what runs into its last link can be launched again."""
+def test_a_chain_ends_when_the_run_does_not_continue(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
+    """scancel on the running link ends the chain; a run stopped in its last link can be launched again."""
     run = Run(cluster, tmp_path, *tiny, *CHAIN, "cluster.num_links=2")
     first, second = links_of(run)
     run.wait_step(1)
@@ -67,7 +67,7 @@ def test_a_chain_ends_where_the_run_does_not_go_on(cluster: Any, tmp_path: Path,
     wait_state(cluster, run.dir, last, [COMPLETED])
 
 
-def test_links_wait_for_all_components(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
+def test_links_wait_for_all_components_of_the_link_before(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
     """The dependency is on the leader of a heterogeneous job, and holds every component back."""
     hetjob = "cluster.components={train: {roles: [controller, trainer], ranks_per_node: 1}, cpu: {roles: [reward]}}"
     layout = ["layout=colocated", "layout.trainer.num_ranks=1", "layout.reward={num_ranks:1,colocate_with:null}"]

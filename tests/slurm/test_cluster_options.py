@@ -54,7 +54,7 @@ def reserved(cluster: Any) -> Iterator[None]:
 
 
 def test_every_option_reaches_every_component(cluster: Any, tmp_path: Path, tiny: list[str], reserved: None) -> None:
-    cluster.run("scontrol", "update", "partition=solo", "state=down")  # it is to wait while it is looked at
+    cluster.run("scontrol", "update", "partition=solo", "state=down")  # it must stay pending during the check
     try:
         options = (
             "account=physics qos=fast reservation=booked constraint=ib&ssd exclude=n[3-4] switches=1@00:02:00 "
@@ -93,10 +93,10 @@ def test_a_run_in_a_reservation_uses_its_nodes(cluster: Any, tmp_path: Path, tin
     assert missing.returncode == 2 and "reservation" in missing.stderr and len(missing.stderr.splitlines()) == 1
 
 
-def test_a_step_may_use_every_core_that_was_asked_for(
+def test_a_job_step_may_use_every_requested_core(
     one_machine: ModuleType, tmp_path: Path, tiny: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the site's task plugin binds the one task of a node to one core."""
+    """Even if the site's task plugin binds a node's single task to one core."""
     cores = len(os.sched_getaffinity(0))
     conf = one_machine.CONF.replace("TaskPlugin=task/none", "TaskPlugin=task/affinity")
     monkeypatch.setattr(one_machine, "CONF", conf)
@@ -173,7 +173,7 @@ def test_pyxis_words_are_one_argument_each(tmp_path: Path) -> None:
         (["cluster.image=x.sif"], "cluster.image: .*the ranks run in no container"),
     ],
 )
-def test_a_container_that_cannot_be_is_refused(words: list[str], problem: str) -> None:
+def test_an_invalid_container_is_refused(words: list[str], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         prepare(["+cluster=slurm", *words])
 
@@ -187,7 +187,7 @@ def score(items):
 """
 
 
-def test_modules_prologue_and_interface_hold_for_the_ranks(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
+def test_modules_prologue_and_interface_apply_to_the_ranks(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
     seen = tmp_path / "seen.json"
     (tmp_path / "reward.py").write_text(REWARD.format(seen=seen))
     # A function of that name, as sites have it; like theirs it reads variables that are not set.
@@ -213,7 +213,7 @@ def test_modules_prologue_and_interface_hold_for_the_ranks(cluster: Any, tmp_pat
 
 
 class WithEnviron:
-    """The cluster as a user sees it whose login shell sets more variables."""
+    """The cluster for a user whose login shell sets more variables."""
 
     def __init__(self, cluster: Any, environ: dict[str, str]):
         self.environ = cluster.environ | environ

@@ -1,4 +1,4 @@
-"""A signal that comes before any rank can act on it stops the run as one that comes later, and is not a crash."""
+"""A signal before any rank can handle it stops the run like a later one, and is not a crash."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ if "hpcrl.run" in sys.orig_argv and hold.exists() and hold.read_text() == who:
 
 
 @pytest.mark.parametrize(("name", "code"), [("USR1", ExitCode.REQUEUE), ("TERM", ExitCode.TERMINATED)])
-def test_agents_in_the_preflight_end(cluster: Any, tmp_path: Path, name: str, code: ExitCode) -> None:
-    """Two wait for the third, which is not an agent yet and ends by the signal."""
+def test_agents_in_the_preflight_end_by_a_signal(cluster: Any, tmp_path: Path, name: str, code: ExitCode) -> None:
+    """Two agents wait for the third, which has not started its agent and is ended by the signal."""
     run = make_run(tmp_path / "run", start_s=60)
     signals = f"(until ls {run}/world/attempt_0001/preflight/*/{CANARY} 2>/dev/null; do sleep 0.1; done; sleep 1; "
     signals += f"scancel --signal={name} $SLURM_JOB_ID) >/dev/null 2>&1 & sleep 20"
@@ -49,8 +49,8 @@ def test_agents_in_the_preflight_end(cluster: Any, tmp_path: Path, name: str, co
 
 
 @pytest.mark.timeout(300)
-def test_a_job_goes_on_after_signals_that_came_early(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
-    """First an agent on its way in takes one, then the ranks of the first node on their way in."""
+def test_a_job_resumes_after_signals_during_its_start(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
+    """First a starting agent gets a signal, then the first node's starting ranks."""
     (tmp_path / "sitecustomize.py").write_text(HOLD)
     words = [word for word in tiny if not word.startswith("layout")] + ["max_steps=4", "cluster.max_restarts=0"]
     words += ["layout=disaggregated", "layout.trainer.num_ranks=1", "layout.generator.num_ranks=1"]
@@ -72,6 +72,6 @@ def test_a_job_goes_on_after_signals_that_came_early(cluster: Any, tmp_path: Pat
 
 
 def _is_held(folder: Path, who: str, meeting: Path) -> bool:
-    """Whether this process stays where it is, and the first node's agent waits or has waited for the others."""
+    """Whether this process is held, while the first node's agent waits or has waited for the others."""
     held = folder / "held"
     return held.exists() and held.read_text() == who and bool(list(meeting.glob(f"*/{CANARY}")))

@@ -1,4 +1,4 @@
-"""Two jobs of one run at once: a node that Slurm lost goes on with what it has, while the job starts elsewhere."""
+"""Two jobs of one run at once: a node that Slurm lost continues, while the job starts elsewhere."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 @contextlib.contextmanager
 def ended(cluster: Any, job: int) -> Iterator[None]:
-    """Nothing of the job is left behind, also what Slurm no longer reaches."""
+    """No process of the job is left, including processes that Slurm no longer reaches."""
     try:
         yield
     finally:
@@ -27,8 +27,8 @@ def ended(cluster: Any, job: int) -> Iterator[None]:
                 process.kill()
 
 
-def test_what_a_lost_node_still_trains_is_never_committed(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
-    """Its slurmd is dead and its network as good as ever: the worst case, as the old ranks see the run folder."""
+def test_training_on_a_lost_node_is_never_committed(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
+    """Its slurmd is dead and its network works: the worst case, since the old ranks still see the run folder."""
     run = Run(cluster, tmp_path, *tiny, "save_every=1", "max_steps=1000", "cluster.max_restarts=0", pace=0.3)
     with ended(cluster, run.job):
         run.wait_step(3)

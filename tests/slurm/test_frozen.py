@@ -24,7 +24,7 @@ def write(folder: Path, lr: str) -> None:
     file.write_text(f"# @package _global_\n# Of one's own.\ntrainer: {{lr: {lr}}}\n")
 
 
-def test_a_job_runs_as_it_was_submitted_today_and_after_its_requeue(
+def test_a_job_runs_as_submitted_before_and_after_its_requeue(
     cluster: Any, tmp_path: Path, tiny: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -45,7 +45,7 @@ def test_a_job_runs_as_it_was_submitted_today_and_after_its_requeue(
     assert "changed" not in said and stored_config(run.dir).trainer.lr == 1e-3
 
 
-def test_a_script_submitted_by_hand_keeps_what_its_first_start_found(
+def test_a_script_submitted_by_hand_keeps_the_configuration_of_its_first_start(
     cluster: Any, tmp_path: Path, tiny: list[str]
 ) -> None:
     write(tmp_path, "1e-3")

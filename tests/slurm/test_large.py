@@ -1,4 +1,4 @@
-"""Many nodes: the code path of four, with as many agents, reports and ranks."""
+"""Many nodes: the same code path as for four, with many agents, reports and ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ START_S = 400.0
 
 @pytest.fixture(params=[20, pytest.param(64, marks=pytest.mark.soak)])
 def large(request: pytest.FixtureRequest, one_machine: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A cluster of so many nodes with four cores each."""
+    """A cluster of many nodes with four cores each."""
     num_nodes = request.param
     if psutil.virtual_memory().available < num_nodes * RANK_BYTES:
         pytest.skip(f"{num_nodes} ranks need {num_nodes * RANK_BYTES >> 30} GiB of free memory")
@@ -31,8 +31,8 @@ def large(request: pytest.FixtureRequest, one_machine: Any, tmp_path_factory: py
         yield running
 
 
-def test_a_world_of_many_nodes_trains(large: Any, tmp_path: Path, tiny: list[str]) -> None:
-    """A trainer and a generator, and a reward rank on each of the other nodes; two components, one world."""
+def test_a_run_on_many_nodes_trains(large: Any, tmp_path: Path, tiny: list[str]) -> None:
+    """A trainer, a generator, and a reward rank on each other node; two components in one run."""
     num_nodes = len(large.names)
     words = [*tiny, "max_steps=3", "save_every=0", f"timeouts.start_s={START_S}", "layout=disaggregated"]
     words += ["layout.trainer.num_ranks=1", "layout.generator.num_ranks=1"]

@@ -1,4 +1,4 @@
-"""The scripts of launch/, which users adapt: each does what it says on a real Slurm."""
+"""The scripts in launch/, which users adapt: each works as documented on a real Slurm."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def script(cluster: Any, tmp_path: Path, name: str, *words: str) -> subprocess.C
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "launch").glob("*.py")))
-def test_every_script_explains_itself(cluster: Any, tmp_path: Path, name: str) -> None:
+def test_every_launch_script_prints_its_help(cluster: Any, tmp_path: Path, name: str) -> None:
     done = script(cluster, tmp_path, name, "--help")
     assert done.returncode == 0 and f"{sys.executable} {ROOT / 'launch' / name}.py" in done.stdout
     assert "KEY=VALUE" in done.stdout and not list(tmp_path.iterdir())
 
 
-def test_one_run(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
+def test_a_script_launches_one_run(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
     done = script(cluster, tmp_path, "rlvr", "+experiment=demo", *tiny, "max_steps=1", "run_name=one")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("step 1: ")
@@ -40,7 +40,7 @@ def test_one_run(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
     assert bad.returncode != 0 and "trainer.lr" in bad.stderr.splitlines()[-1]
 
 
-def test_learning_rates_times_seeds(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
+def test_a_script_sweeps_learning_rates_and_seeds(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
     words = ["+experiment=demo", *(word for word in tiny if not word.startswith("trainer.lr=")), "max_steps=1"]
     done = script(cluster, tmp_path, "sweep", *words, "--lr", "1e-3", "5e-3", "--seed", "0")
     assert done.returncode == 0, done.stderr
@@ -48,7 +48,7 @@ def test_learning_rates_times_seeds(cluster: Any, tmp_path: Path, tiny: list[str
     assert done.stdout.splitlines()[-1].startswith("best lr 0.00")
 
 
-def test_two_stages_and_again(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
+def test_a_script_runs_two_stages_and_can_be_repeated(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
     train = [*(word for word in tiny if not word.startswith("model.path=")), "max_steps=1"]
     words = [*train, "--warm-up", "layout=single", "max_steps=1"]
     done = script(cluster, tmp_path, "two_stages", *words)
@@ -59,7 +59,7 @@ def test_two_stages_and_again(cluster: Any, tmp_path: Path, tiny: list[str]) -> 
     assert all("completed" in line for line in again.stdout.splitlines()[:2])
 
 
-def test_an_environment_server_on_every_node(cluster: Any, tmp_path: Path) -> None:
+def test_a_script_starts_an_environment_server_on_every_node(cluster: Any, tmp_path: Path) -> None:
     script = str(ROOT / "launch" / "env_servers.sbatch")
     options = ["--parsable", "--nodes=2", "--cpus-per-task=1", "--mem=0", "--time=10"]
     environ = {**cluster.environ, "PYTHONPATH": str(ROOT), "PYTHON": sys.executable}
@@ -78,7 +78,7 @@ def test_an_environment_server_on_every_node(cluster: Any, tmp_path: Path) -> No
 
 
 async def episode(url: str, token: str) -> None:
-    """A turn of the environment; without the token there is none."""
+    """A turn of the environment, which is refused without the token."""
     env = RemoteEnv(RemoteOptions(url=url, section="numbers", token_env="HPCRL_ENV_TOKEN"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HPCRL_ENV_TOKEN", "another")

@@ -1,5 +1,5 @@
 """slurm/rlvr_tiny_megatron.sbatch, which is rlvr_200b at a tiny size: a heterogeneous job that is preempted and
-resumes, whose checkpoint a further job converts to HF layout, judged by transformers."""
+resumes, whose checkpoint another job converts to HF layout, compared with transformers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def read(name: str) -> Config:
     return load(["+cluster=slurm", f"+experiment={name}"])
 
 
-def test_it_is_rlvr_200b_in_everything_but_size() -> None:
+def test_the_tiny_recipe_differs_from_rlvr_200b_only_in_size() -> None:
     large, tiny = (read(name).model_dump() for name in ("rlvr_200b", NAME))
     different = {
         f"{section}.{key}"
@@ -66,7 +66,7 @@ def test_it_is_rlvr_200b_in_everything_but_size() -> None:
         assert [*read(name).cluster.components] == ["gpu", "cpu"]
 
 
-def test_it_is_preempted_resumes_and_its_checkpoint_is_converted(cluster: Any, tmp_path: Path) -> None:
+def test_the_tiny_recipe_is_preempted_and_resumes_and_its_checkpoint_is_converted(cluster: Any, tmp_path: Path) -> None:
     run_dir, job_log = tmp_path / "run", tmp_path / "job.log"
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     words = [str(ROOT / "slurm" / f"{NAME}.sbatch"), f"run_dir={run_dir}", f"max_steps={NUM_STEPS}"]

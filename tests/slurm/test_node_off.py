@@ -1,4 +1,4 @@
-"""A node that is off: nothing on it runs, and nothing that is sent to it arrives or is answered."""
+"""A node that is off: nothing runs on it, and nothing sent to it arrives or is answered."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 STORE_S, SLACK_S = 9.0, 10.0
 
 
-def test_a_node_that_is_off_is_done_without_or_ends_the_attempt(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
+def test_a_run_survives_a_node_that_is_off_or_ends_its_attempt(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
     """Its agent is as silent as its ranks. The reward ranks are on nodes of their own; then the last of them goes."""
     words = [*tiny, "layout=disaggregated", "layout.trainer.num_ranks=1", "layout.generator.num_ranks=1"]
     words += ["layout.reward.num_ranks=2", f"timeouts.store_s={STORE_S}", "max_steps=100000"]
@@ -51,6 +51,6 @@ def switch_off(cluster: Any, run: Run, rank: int) -> None:
     assert len(of_hpcrl) >= 2, "the agent and the rank"
     for process in of_hpcrl:
         process.suspend()
-    time.sleep(1)  # what they have sent arrives: unheard, their kernel would repeat it, and a node that is off does not
+    time.sleep(1)  # their sent data arrives: otherwise their kernel would retransmit it, unlike a node that is off
     for process in of_hpcrl:
         cut_off(process.pid, is_off=True)

@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 @pytest.mark.parametrize("whose", [0, -1], ids=["controller", "last node"])
-def test_a_port_that_is_taken_meanwhile_is_replaced(
+def test_a_port_taken_by_another_process_is_replaced(
     one_machine: ModuleType, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, whose: int
 ) -> None:
     choose, chosen = one_machine._free_ports, []

@@ -1,4 +1,4 @@
-"""Preempted, its node lost, its time over: the job goes on by itself, and its weights are as if nothing had been."""
+"""After a preemption, a lost node or the time limit the job continues by itself, with the same weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SAVE_EVERY = 4
 
 
 def losses(log: str) -> list[tuple[int, int]]:
-    """(last step told of before, or -1; step gone on from) of every start that resumed."""
+    """(last step logged before, or -1; step resumed from) of every start that resumed."""
     starts = re.split(r"rank 0 INFO resumed from step_", log)
     last = [max(map(int, re.findall(r" rank 0 INFO step (\d+)/", text)), default=-1) for text in starts]
     return [(before, int(text[:6])) for before, text in zip(last, starts[1:], strict=False)]
@@ -56,13 +56,13 @@ def test_preemptions_and_a_lost_node_change_no_bit(cluster: Any, tmp_path: Path,
 
 
 def one_minute(cluster: Any, folder: Path, tiny: list[str]) -> Run:
-    """A run that needs several jobs. Slurm looks every 30 s whether the warning is due within the next 30, so it comes
-    20 to 50 s after the start."""
+    """A run that needs several jobs. Every 30 s Slurm checks whether the warning is due within 30 s, so it comes 20 to
+    50 s after the start."""
     words = [*tiny, "cluster.time=00:01:00", "cluster.signal_lead_s=10", "cluster.max_restarts=0", "max_steps=300"]
     return Run(cluster, folder, *words, "reward.default.timeout_s=500", f"save_every={SAVE_EVERY}", pace=0.3)
 
 
-def test_the_warning_of_the_time_limit_saves(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
+def test_the_warning_before_the_time_limit_saves_a_checkpoint(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
     run = one_minute(cluster, tmp_path, tiny)
     run.wait_restart(1)
     run.tell(pace=0)
@@ -72,12 +72,12 @@ def test_the_warning_of_the_time_limit_saves(cluster: Any, tmp_path: Path, tiny:
 
 
 @pytest.mark.soak
-def test_the_time_limit_is_reached_twice(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
+def test_a_run_resumes_after_reaching_the_time_limit_twice(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
     run = one_minute(cluster, tmp_path, tiny)
     run.wait_restart(1)
     run.wait_said("resumed from", 1)
     restarts = run.restarts  # more than one if a loaded machine had no checkpoint before the first warning
-    run.tell(pace=400)  # a step that outlasts the job
+    run.tell(pace=400)  # a step longer than the job
     run.wait_restart(restarts + 1)
     run.tell(pace=0)
     said = run.wait_end()

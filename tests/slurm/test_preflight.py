@@ -1,4 +1,5 @@
-"""Preflight: what one node lacks is named before a rank starts, on real nodes and as a pure judgement."""
+"""Preflight: missing requirements of one node are named before a rank starts, on real nodes and in the pure
+function."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ def make_run(folder: Path, *words: str, start_s: float = 60) -> Path:
 
 
 def srun(cluster: Any, run: str, prelude: str = "", module: str = "node.preflight") -> tuple[int, list[str], float]:
-    """Exit code, what hpcrl says and seconds of one process on each of three nodes, where `prelude` ran before it."""
+    """Exit code, hpcrl's messages and seconds of one process on each of three nodes, after `prelude`."""
     script = f"{prelude}\nexec {sys.executable} -m hpcrl.{module} {run}"
     command = ["srun", "-N3", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--exclusive", "bash", "-c", script]
     began = time.monotonic()
@@ -82,7 +83,7 @@ def srun(cluster: Any, run: str, prelude: str = "", module: str = "node.prefligh
 
 
 @pytest.mark.slow
-def test_good_nodes_report_what_they_are(cluster: Any, tmp_path: Path) -> None:
+def test_good_nodes_report_their_properties(cluster: Any, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     code, lines, _ = srun(cluster, str(run))
     assert code == 0 and len(lines) == 3, lines
@@ -116,7 +117,7 @@ def test_a_bad_node_is_named_once(cluster: Any, tmp_path: Path, prelude: str, to
 
 
 @pytest.mark.slow
-def test_agents_start_no_rank_beside_a_bad_node(cluster: Any, tmp_path: Path) -> None:
+def test_no_rank_starts_if_one_node_is_bad(cluster: Any, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     code, lines, _ = srun(cluster, str(run), "[ $SLURMD_NODENAME = n2 ] && ulimit -n 80", "run")
     assert code == ExitCode.BAD_INPUT and len(lines) == 1 and "node n2 allows 80" in lines[0]
@@ -125,7 +126,7 @@ def test_agents_start_no_rank_beside_a_bad_node(cluster: Any, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_a_misspelt_interface(cluster: Any, tmp_path: Path) -> None:
+def test_a_misspelt_interface_is_named(cluster: Any, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "cluster.network_interface=ib9")
     code, lines, _ = srun(cluster, str(run))
     assert code == ExitCode.BAD_INPUT and len(lines) == 1, lines
@@ -137,7 +138,7 @@ def test_a_misspelt_interface(cluster: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_node_with_too_few_gpus(cluster: Any, tmp_path: Path) -> None:
+def test_a_node_with_too_few_gpus_is_named(cluster: Any, tmp_path: Path) -> None:
     gpus = COMPONENTS.replace("ranks_per_node: 2}", "ranks_per_node: 2, gpus_per_node: 2}")
     run = make_run(tmp_path / "run", f"cluster.components={gpus}")
     node = GpuNode(tmp_path / "node")
@@ -161,7 +162,7 @@ def test_a_node_with_too_few_gpus(cluster: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_node_that_never_reports(cluster: Any, tmp_path: Path) -> None:
+def test_a_node_that_never_reports_is_named(cluster: Any, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", start_s=3)
     code, lines, seconds = srun(cluster, str(run), "[ $SLURMD_NODENAME = n3 ] && sleep 8")
     assert code == ExitCode.DEADLINE and "node n3 did not report within 3 s" in lines[0], lines
@@ -169,7 +170,7 @@ def test_a_node_that_never_reports(cluster: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_folder_that_is_not_shared(cluster: Any, tmp_path: Path) -> None:
+def test_a_run_folder_that_is_not_shared_is_named(cluster: Any, tmp_path: Path) -> None:
     """Each node sees a folder of its own under the same name; the third has none."""
     for name in ("n1", "n2", "n3"):
         (tmp_path / name).mkdir()
@@ -183,8 +184,8 @@ def test_a_run_folder_that_is_not_shared(cluster: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_older_configuration_on_a_node(cluster: Any, tmp_path: Path) -> None:
-    """As a network file system may still show it, with all else in place."""
+def test_an_outdated_configuration_on_a_node_is_named(cluster: Any, tmp_path: Path) -> None:
+    """As a network file system may still show it; everything else is in order."""
     make_run(tmp_path / "n1" / "run", start_s=8)
     (tmp_path / "n1" / "run" / "world").mkdir()
     for name in ("n2", "n3"):
@@ -200,7 +201,7 @@ def test_an_older_configuration_on_a_node(cluster: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_another_number_of_nodes(cluster: Any, tmp_path: Path) -> None:
+def test_a_wrong_number_of_nodes_is_refused(cluster: Any, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "layout.reward.num_ranks=6")
     code, lines, _ = srun(cluster, str(run))
     assert code == ExitCode.BAD_INPUT
@@ -215,7 +216,7 @@ GOOD = Report(
 NEED = Needs((0,), gpus=8, open_files=1000, cpus=4)
 
 
-def test_judgement() -> None:
+def test_problems_of_several_nodes_are_judged_together() -> None:
     assert judge([GOOD] * 3, [NEED] * 3) == ""
     reports = [GOOD, *(msgspec.structs.replace(GOOD, name=f"n{i}") for i in range(2, 20))]
     assert judge(reports, [dataclasses.replace(NEED, gpus=9)] * 19).startswith(
@@ -230,7 +231,7 @@ def test_judgement() -> None:
     )
 
 
-def test_the_versions_of_what_the_engines_need_are_compared_where_they_are_needed() -> None:
+def test_engine_versions_are_compared_only_on_nodes_that_need_them() -> None:
     """Nodes without a model need none."""
     need = dataclasses.replace(
         NEED, modules={"vllm": "vllm"}, required_versions={"vllm": "0.32."}, tested_versions={"deepspeed": "0.19"}
@@ -252,13 +253,13 @@ def test_the_versions_of_what_the_engines_need_are_compared_where_they_are_neede
     assert remark([older], [need]) == "deepspeed 0.18.1 is installed on the nodes, but hpcrl is written for 0.19*"
 
 
-def test_what_is_to_be_known_of_gpus_is_said_once() -> None:
+def test_a_gpu_note_of_several_nodes_is_printed_once() -> None:
     hidden = [msgspec.structs.replace(GOOD, name=name, gpu_note="computes on the CPU: X") for name in ("n2", "n3")]
     assert remark([GOOD, *hidden], [NEED] * 3) == "nodes n2, n3 computes on the CPU: X"
 
 
 @pytest.mark.slow
-def test_what_an_engine_needs_on_gpus_is_asked_of_nodes_with_gpus_alone(tmp_path: Path) -> None:
+def test_gpu_packages_are_required_only_on_nodes_with_gpus(tmp_path: Path) -> None:
     need = dataclasses.replace(NEED, gpus=0, gpu_modules={"transformer_engine": "use the image"})
     without = msgspec.structs.replace(GOOD, gpus=0)
     has = msgspec.structs.replace(GOOD, versions=GOOD.versions | {"transformer_engine": "2.9"})
@@ -280,7 +281,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-def test_runs_that_start_together_do_not_take_each_others_reservation_for_used_space(
+def test_concurrent_preflights_do_not_count_each_others_reservations_as_used_space(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Six processes, with room for one reservation at a time."""
@@ -300,14 +301,14 @@ for _ in range(50):
         run.stdin.flush()
     found = Counter(line for run in runs for line in run.communicate(timeout=60)[0].splitlines())
     assert found == {"True": 300}
-    # Space that is used stays used.
+    # Used space stays used.
     monkeypatch.setattr(files, "CONTENDED_S", 0.3)
     (small_disk / "checkpoint").write_bytes(bytes(4 << 20))
     assert find_room(small_disk, 5 << 20, reserve=True) == (4 << 20, "")
 
 
 @pytest.mark.slow
-def test_room_is_looked_for_again_after_a_pause_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_space_is_checked_again_after_a_pause_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "CONTENDED_S", 1.0)
     looks: list[int] = []
 
@@ -320,10 +321,8 @@ def test_room_is_looked_for_again_after_a_pause_of_the_job(tmp_path: Path, monke
     assert find_room(tmp_path, 1, reserve=True)[1] == "" and len(looks) == 3
 
 
-def test_what_the_user_may_not_write_is_seen_where_free_space_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A limit on the size of files stands for a quota, as free space shows neither."""
+def test_a_quota_is_found_by_reserving_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit on file sizes replaces a quota, since free space shows neither."""
     monkeypatch.setattr(files, "CONTENDED_S", 0.0)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     assert examine(0, NEED, tmp_path).no_room == ""
@@ -353,7 +352,7 @@ def test_what_the_user_may_not_write_is_seen_where_free_space_is_not(
         ({"address": "127.0.1.1", "host": "h1"}, ""),  # emulated nodes of one host
     ],
 )
-def test_what_is_wrong_with_one_node(changed: dict[str, Any], told: str) -> None:
+def test_a_problem_of_one_node_is_named(changed: dict[str, Any], told: str) -> None:
     need = dataclasses.replace(NEED, gpus=0, all_or_none=4, all_or_none_roles=("trainer", "generator"))
     line = judge([GOOD, msgspec.structs.replace(GOOD, **{"name": "n2", "host": "h2", **changed})], [need] * 2)
     assert re.match("node n2 " + re.escape(told).replace(r"\.\*", ".*"), line) if told else line == ""
@@ -369,7 +368,7 @@ def test_what_is_wrong_with_one_node(changed: dict[str, Any], told: str) -> None
         ([1, 0, 4, 4], "node n2 shows no GPU, but other nodes with generator ranks do (node n3: 4): cluster.exclude"),
     ],
 )
-def test_the_ranks_of_a_role_have_gpus_on_all_nodes_or_on_none(tmp_path: Path, gpus: list[int], told: str) -> None:
+def test_ranks_of_a_role_must_have_gpus_on_all_nodes_or_on_none(tmp_path: Path, gpus: list[int], told: str) -> None:
     """A trainer on n1, generators on n2 and n3, rewards on n4."""
     words = ["layout.generator.num_ranks=4", "layout.reward.num_ranks=2"]
     needs = needs_of(stored_config(make_run(tmp_path / "run", *words)))
@@ -382,7 +381,7 @@ def test_the_ranks_of_a_role_have_gpus_on_all_nodes_or_on_none(tmp_path: Path, g
 
 
 @pytest.mark.slow
-def test_waiting_for_other_nodes_does_not_count_a_pause_of_the_job() -> None:
+def test_waiting_for_other_nodes_ignores_a_pause_of_the_job() -> None:
     looks: list[int] = []
 
     def look() -> str | None:
@@ -394,7 +393,7 @@ def test_waiting_for_other_nodes_does_not_count_a_pause_of_the_job() -> None:
     assert _await(lambda: None, 0.1, ()) is None
 
 
-def test_a_report_that_is_none(tmp_path: Path) -> None:
+def test_an_invalid_report_is_named(tmp_path: Path) -> None:
     meeting = tmp_path / "preflight" / "1.0.0"
     meeting.mkdir(parents=True)
     (meeting / "node_00000.json").write_bytes(msgspec.json.encode({"nonce": 3}))
@@ -403,7 +402,7 @@ def test_a_report_that_is_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_by_hand_on_this_machine(tmp_path: Path) -> None:
+def test_the_preflight_can_be_run_by_hand_on_this_machine(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     command = [sys.executable, "-m", "hpcrl.node.preflight", str(run)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
@@ -415,7 +414,7 @@ def test_by_hand_on_this_machine(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(60)
 @pytest.mark.usefixtures("console")
-def test_a_signal_ends_the_look_at_gpus(
+def test_a_signal_ends_the_gpu_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run, node = make_run(tmp_path / "run", "cluster.device=cuda"), GpuNode(tmp_path / "node")
@@ -432,8 +431,8 @@ def test_a_signal_ends_the_look_at_gpus(
     assert f"node {os.uname().nodename} waits up to 20 s for GPUs that others use" in capfd.readouterr().out
 
 
-def test_an_engine_whose_installation_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its version is not known, which the report says without one."""
+def test_a_damaged_engine_installation_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its version is unknown, so the report has none."""
     (tmp_path / "vllm-0.32.1.dist-info").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
     needs = dataclasses.replace(NEED, gpus=0, open_files=0, cpus=0, modules={"vllm": "vllm"})
@@ -442,24 +441,24 @@ def test_an_engine_whose_installation_is_damaged(tmp_path: Path, monkeypatch: py
     assert msgspec.json.decode(msgspec.json.encode(report), type=Report) == report
 
 
-def test_a_gpu_for_each_rank_with_a_model(tmp_path: Path) -> None:
+def test_each_rank_with_a_model_requires_a_gpu(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "cluster.device=cuda")
     assert [need.gpus for need in needs_of(stored_config(run))] == [1, 2, 0], "a trainer; two generators; rewards"
 
 
-def test_open_files_for_those_that_a_rank_talks_with(tmp_path: Path) -> None:
+def test_the_limit_of_open_files_follows_from_connected_ranks(tmp_path: Path) -> None:
     words = ["layout.trainer.num_ranks=1", "layout.generator.num_ranks=2", "layout.reward.num_ranks=400"]
     components = COMPONENTS.replace("[controller, trainer]", "[controller]").replace("[gen", "[trainer, gen")
     run = make_run(tmp_path / "run", *words, f"cluster.components={components}")
     needs = needs_of(stored_config(run))
     assert [need.ranks for need in needs[:4]] == [(0,), (1, 2), (3, 4), (5, 6)]
-    # All 404; a generator all, for the rewards that it writes to; a reward the controller and the generators.
+    # Controller and generators connect to all 404 ranks; a reward to the controller and the generators.
     assert [need.open_files for need in needs[:4]] == [64 + 8 * 404, 64 + 8 * 404, 64 + 8 * 404, 64 + 8 * 3]
     assert needs[-1].open_files == 64 + 8 * 3
 
 
 @pytest.mark.slow
-def test_by_hand_without_a_run(tmp_path: Path) -> None:
+def test_a_preflight_by_hand_without_a_run_is_refused(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "hpcrl.node.preflight", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == ExitCode.BAD_INPUT
@@ -467,7 +466,7 @@ def test_by_hand_without_a_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_hung_node_does_not_hold_the_job(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
+def test_a_hanging_node_does_not_block_the_job(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
     """The second component's agent hangs before it reports: the attempt ends, and so does the job."""
     (tmp_path / "sitecustomize.py").write_text(
         "import os, sys, time\n"

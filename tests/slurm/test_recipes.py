@@ -1,4 +1,4 @@
-"""The scripts of slurm/ on a cluster of their size: accepted, held, looked at, cancelled; the tiny one runs."""
+"""The scripts in slurm/ on a cluster of their size: accepted, held, checked, cancelled; the tiny one runs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def read(name: str) -> tuple[Config, Placement]:
 
 
 def sbatch(large: Any, *words: str, **environ: str) -> int:
-    """The (leader's) job id of what a user submits by hand, with the `python` of these tests."""
+    """The (leader's) id of a job submitted by hand, with the `python` of these tests."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         ["sbatch", "--parsable", *words],
@@ -65,7 +65,7 @@ def sbatch(large: Any, *words: str, **environ: str) -> int:
 
 
 def hold(large: Any, *words: str, **environ: str) -> list[dict[str, str]]:
-    """Submit held, cancel; what Slurm had of each component, in order."""
+    """Submit held and cancel; returns Slurm's record of each component, in order."""
     job = sbatch(large, "--hold", *words, **environ)
     lines = large.run("scontrol", "--oneliner", "show", "job", str(job)).splitlines()
     large.run("scancel", str(job))
@@ -74,14 +74,14 @@ def hold(large: Any, *words: str, **environ: str) -> list[dict[str, str]]:
 
 
 def minutes(text: str) -> int:
-    """Of D-HH:MM:SS, as Slurm prints a limit."""
+    """The minutes in D-HH:MM:SS, as Slurm prints a limit."""
     days, _, clock = text.rpartition("-")
     hours, mins, _ = map(int, clock.split(":"))
     return (int(days or 0) * 24 + hours) * 60 + mins
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_asks_for_the_nodes_of_its_layout(large: Any, name: str) -> None:
+def test_a_recipe_requests_the_nodes_of_its_layout(large: Any, name: str) -> None:
     large.run("sbatch", "--test-only", str(script(name)))
     config, placement = read(name)
     found = hold(large, "--partition=high", str(script(name)))
@@ -103,7 +103,7 @@ def test_a_script_that_needs_more_than_the_cluster_has_is_refused(large: Any, tm
         large.run("sbatch", "--test-only", str(bad))
 
 
-def test_the_two_sizes_of_200b_are_what_its_readers_are_told() -> None:
+def test_the_two_200b_recipes_have_their_documented_sizes() -> None:
     sizes = {}
     for name in ("rlvr_200b", "rlvr_200b_disaggregated"):
         config, placement = read(name)
@@ -135,7 +135,7 @@ def test_account_and_partition_reach_every_component(large: Any) -> None:
         (["cluster.components.gen.constraint=blue"], "Invalid feature specification"),
     ],
 )
-def test_what_slurm_refuses_is_told_in_one_line_and_nothing_is_queued(
+def test_a_job_that_slurm_refuses_is_reported_in_one_line_and_not_queued(
     large: Any, tmp_path: Path, words: list[str], reason: str
 ) -> None:
     words = ["+cluster=slurm", "+experiment=rlvr_tiny", f"run_dir={tmp_path}/run", *words]
@@ -158,7 +158,7 @@ def test_the_tiny_recipe_runs_to_its_end(large: Any, tmp_path: Path) -> None:
     assert (run_dir / "finished.json").exists() and list((run_dir / "hf").glob("*.safetensors"))
 
 
-def test_words_added_by_hand_may_not_change_the_nodes(large: Any, tmp_path: Path) -> None:
+def test_overrides_added_by_hand_cannot_change_the_nodes(large: Any, tmp_path: Path) -> None:
     log, run_dir = tmp_path / "job.log", tmp_path / "run"
     words = [f"run_dir={run_dir}", "layout.generator.num_ranks=3"]
     job = sbatch(large, f"--output={log}", str(script("rlvr_tiny")), *words)
@@ -169,7 +169,7 @@ def test_words_added_by_hand_may_not_change_the_nodes(large: Any, tmp_path: Path
 
 
 @pytest.mark.timeout(600)
-def test_a_conversion_is_preempted_and_goes_on(large: Any, tmp_path: Path) -> None:
+def test_a_preempted_conversion_resumes(large: Any, tmp_path: Path) -> None:
     run_dir, source, log = tmp_path / "run", tmp_path / "trained", tmp_path / "job.log"
     words = ["pipeline=sft", "layout=single", "max_steps=1", "eval_every=0", "sft.batch_size=2", "trainer.lr=1e-2"]
     wait_state(large, source, submit(large, source, *words, "data.train=task:sort_digits"), ["COMPLETED"])
@@ -200,7 +200,7 @@ def test_a_conversion_is_preempted_and_goes_on(large: Any, tmp_path: Path) -> No
     assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
 
 
-def test_a_job_of_what_is_not_built_says_so_and_is_not_requeued(large: Any, tmp_path: Path) -> None:
+def test_a_job_for_an_unimplemented_pipeline_says_so_and_is_not_requeued(large: Any, tmp_path: Path) -> None:
     log = tmp_path / "job.log"
     words = [f"run_dir={tmp_path / 'run'}", "pipeline=rlvr_vl"]
     job = sbatch(large, f"--output={log}", str(script("rlvr_tiny")), *words)

@@ -1,4 +1,4 @@
-"""What goes wrong in a job: what may pass is tried again, what may not ends the run, and nothing is left behind."""
+"""Failures in a job: temporary ones are retried, permanent ones end the run, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def test_crashes_count_only_until_the_next_checkpoint(cluster: Any, tmp_path: Pa
         r"attempt \d+ ended \(rank_killed\): crash 2 without a new checkpoint, cluster.max_restarts is 1", said
     )
     assert int(show(cluster, run.job)["ExitCode"].split(":")[0]) == ExitCode.RANK_KILLED
-    # A person looks at it, mends it and submits it again.
+    # A user examines the run, repairs it and submits it again.
     saved = committed_step(run.dir)
     again = Run(cluster, tmp_path, *words, pace=0, commits=None)
     assert f"resumed from {step_name(saved)}" in again.wait_end().split("does not resume")[1]
 
 
-def test_a_hang_is_named_and_the_job_requeued(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
+def test_a_hang_is_named_and_the_job_is_requeued(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
     words = [
         "layout=colocated",
         "layout.trainer.num_ranks=1",
@@ -82,7 +82,7 @@ def test_a_hang_is_named_and_the_job_requeued(cluster: Any, tmp_path: Path, tiny
     assert places == sorted(places), merged
 
 
-def test_a_job_that_is_suspended_for_long_goes_on(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
+def test_a_job_suspended_for_long_continues(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
     words = ["layout=colocated", "layout.trainer.num_ranks=2", "timeouts.command_s=16", "max_steps=30"]
     run = Run(cluster, tmp_path, *tiny, *words)
     run.wait_step(3)
@@ -95,8 +95,8 @@ def test_a_job_that_is_suspended_for_long_goes_on(cluster: Any, tmp_path: Path, 
     assert run.restarts == 0 and before < 30 == step_of(run.dir)
 
 
-def test_a_step_that_loses_its_daemon_is_given_up(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
-    """slurmstepd is killed, by the kernel for want of memory say: srun does not notice, and would wait for ever."""
+def test_a_job_step_that_lost_its_daemon_is_killed(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
+    """slurmstepd is killed, for example for lack of memory: srun does not notice and would wait forever."""
     words = ["timeouts.command_s=20", "timeouts.grace_s=1", "save_every=2", "max_steps=40"]
     run = Run(cluster, tmp_path, *(word for word in tiny if "grace_s" not in word), *words)
     run.wait_step(3)
@@ -109,11 +109,11 @@ def test_a_step_that_loses_its_daemon_is_given_up(cluster: Any, tmp_path: Path, 
     run.tell(pace=0)
     said = run.wait_end()
     assert "the first node's agent has ended or hangs; killing the job step" in said
-    # Rank 0 can leave word where it printed something to the daemon that was gone, and had the time.
+    # Rank 0 can leave a message if it printed something to the lost daemon and had the time.
     assert re.search(r"attempt 1 ended \((lost|rank_killed)\): crash 1", said)
 
 
-def test_a_damaged_checkpoint_is_passed_over(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
+def test_a_damaged_checkpoint_is_skipped(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
     run = Run(cluster, tmp_path, *tiny, "save_every=3", "max_steps=40")
     wait_until(lambda: committed_step(run.dir) >= 6, lambda: f"no two checkpoints:\n{run.log}")
     controller = ranks(cluster, run.job)[0]
@@ -132,8 +132,8 @@ def test_a_damaged_checkpoint_is_passed_over(cluster: Any, tmp_path: Path, tiny:
 
 
 @pytest.mark.parametrize(("place", "resumed"), [("shards_written:2", 2), ("renamed:2", 4)])
-def test_a_crash_during_a_save(cluster: Any, tmp_path: Path, tiny: list[str], place: str, resumed: int) -> None:
-    """Before the second checkpoint is committed the run goes on from the first, after it from the second."""
+def test_a_crash_in_a_save_is_survived(cluster: Any, tmp_path: Path, tiny: list[str], place: str, resumed: int) -> None:
+    """Before the second checkpoint is committed the run resumes from the first, afterwards from the second."""
     dies = f"cluster.prologue='[ -n \"$SLURM_RESTART_COUNT\" ] || export HPCRL_FAILPOINT={place}'"
     run = Run(cluster, tmp_path, *tiny, dies, "save_every=2", "max_steps=6")
     run.wait_restart(1)
@@ -144,7 +144,7 @@ def test_a_crash_during_a_save(cluster: Any, tmp_path: Path, tiny: list[str], pl
     assert not [path for path in (run.dir / "checkpoints").iterdir() if path.is_dir() and "step_" not in path.name]
 
 
-def test_a_lost_reward_rank_is_survived(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
+def test_the_loss_of_a_reward_rank_is_survived(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
     words = [COMPONENTS[0] % "reward", *COMPONENTS[1:], "layout.reward.num_ranks=2", "layout.reward.colocate_with=null"]
     run = Run(cluster, tmp_path, *tiny, *words, "layout.reward.min_ranks=1", "deterministic=false", "max_steps=40")
     run.wait_step(3)
@@ -156,7 +156,7 @@ def test_a_lost_reward_rank_is_survived(cluster: Any, tmp_path: Path, tiny: list
     assert run.restarts == 0 and before < 40 == step_of(run.dir)
 
 
-def test_a_cancelled_job_leaves_no_process_and_resumes(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
+def test_a_cancelled_job_leaves_no_process_and_can_be_resumed(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
     words = [*tiny, "layout=colocated", "layout.trainer.num_ranks=1", "save_every=100", "max_steps=30"]
     run = Run(cluster, tmp_path, *words)
     run.wait_step(3)
@@ -170,8 +170,8 @@ def test_a_cancelled_job_leaves_no_process_and_resumes(cluster: Any, tmp_path: P
     assert f"resumed from {step_name(saved)}" in again.wait_end()
 
 
-def test_a_step_that_does_not_start_names_its_cause(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
-    """Of a container whose image went away, the runtime speaks and ends; a Python that is not there is bad input."""
+def test_a_job_step_that_does_not_start_names_the_cause(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
+    """If a container's image has disappeared, the runtime reports it and exits; a missing Python is bad input."""
     (tmp_path / "image.sif").touch()
     runtime = tmp_path / "apptainer"
     runtime.write_text("#!/bin/sh\necho starting >&2\necho 'FATAL: image.sif: no such file' >&2\nexit 255\n")

@@ -48,7 +48,7 @@ def word(folder: Path, job: Job | None) -> str:
     return state(RunFolder(folder), job).split(":")[0]
 
 
-def test_every_state(tmp_path: Path) -> None:
+def test_every_state_of_a_run_is_described(tmp_path: Path) -> None:
     held = {"job": 7, "restarts": 0}
     queued = tmp_path / "queued"
     (queued / "slurm").mkdir(parents=True)
@@ -70,7 +70,7 @@ def test_every_state(tmp_path: Path) -> None:
     assert state(RunFolder(ended), None).startswith("finished: trained 10 steps")
 
 
-def test_a_run_on_this_machine(tmp_path: Path) -> None:
+def test_a_run_on_this_machine_is_described(tmp_path: Path) -> None:
     process, host = psutil.Process(), os.uname().nodename
     mine = {"host": host, "pid": process.pid, "process_start": process.create_time()}
     assert word(make(tmp_path / "a", a1=mine), None) == "running"
@@ -78,7 +78,7 @@ def test_a_run_on_this_machine(tmp_path: Path) -> None:
     assert word(make(tmp_path / "c", a1=mine | {"host": "elsewhere"}), None) == "unknown"
 
 
-def test_progress_and_the_time_limit(tmp_path: Path) -> None:
+def test_progress_and_the_time_limit_are_shown(tmp_path: Path) -> None:
     run = make(tmp_path / "run", steps=4, step_s=60.0, a1={"job": 7, "restarts": 0})
     text = describe(run, RUNNING_JOB, NOW)
     assert "step     4 of 10, 3 s ago  reward 0.400  tokens/s 1,000  1 steps/min" in text
@@ -96,7 +96,7 @@ def test_progress_and_the_time_limit(tmp_path: Path) -> None:
     assert " ".join(line(run, RUNNING_JOB, NOW).split()) == "run running step 4/10 reward 0.400 ETA 6 min 00 s"
 
 
-def test_an_attempt_that_has_done_no_step_yet_is_not_held_against_those_before(tmp_path: Path) -> None:
+def test_a_new_attempt_without_a_step_does_not_count_as_hanging(tmp_path: Path) -> None:
     began = datetime.datetime.fromtimestamp(NOW - 70, datetime.UTC).isoformat()
     run = make(tmp_path / "run", steps=4, a1={"job": 7, "restarts": 0}, a2={"job": 7, "restarts": 1, "since": began})
     again = Job(7, "RUNNING", 1, False, "None", NOW + 3600)
@@ -108,15 +108,15 @@ def test_an_attempt_that_has_done_no_step_yet_is_not_held_against_those_before(t
     assert "step     4 of 10, 3 s ago" in describe(run, again, NOW)
 
 
-def test_a_preemption_is_no_time_limit(tmp_path: Path) -> None:
+def test_a_preemption_is_not_reported_as_a_time_limit(tmp_path: Path) -> None:
     run = make(tmp_path / "run", steps=4, step_s=60.0, a1={"job": 7, "restarts": 0})
     text = describe(run, Job(7, "RUNNING", 0, True, "None", NOW + 1), NOW)
     assert "time     6 min 00 s left; the job is being preempted: the run saves, it is requeued and resumes\n" in text
     assert "not enough" not in text
 
 
-def test_a_finished_run_has_no_time_to_go(tmp_path: Path) -> None:
-    """Also one that ended before its last step, which says why."""
+def test_a_finished_run_has_no_remaining_time(tmp_path: Path) -> None:
+    """Also a run that ended before its last step, which shows the reason."""
     run = make(tmp_path / "run", steps=4, a1={"job": 7, "restarts": 0, "ended": "x", "how": "done", "why": "over"})
     assert "left at this rate" in describe(run, None, NOW)
     finish_run(run, 4, 10, "trained 4 steps: the validation score, 0.900, has reached sft.stop_score=0.9")
@@ -132,13 +132,13 @@ def test_a_finished_run_has_no_time_to_go(tmp_path: Path) -> None:
         ("JobHeldAdmin", "an administrator holds it"),
     ],
 )
-def test_a_held_job_says_how_it_goes_on(reason: str, way_out: str, tmp_path: Path) -> None:
+def test_a_held_job_shows_how_to_continue(reason: str, way_out: str, tmp_path: Path) -> None:
     run = make(tmp_path / "run", steps=4, a1={"job": 7, "restarts": 0})
     held = Job(7, "PENDING", 1, False, reason, None)
     assert state(RunFolder(run), held) == f"held: job 7 waits ({reason}) until it is released: {way_out}"
 
 
-def test_no_resume_is_promised_that_will_not_come(tmp_path: Path) -> None:
+def test_no_resume_is_promised_if_no_job_is_queued(tmp_path: Path) -> None:
     """After the last link of a chain, and after a refused start, nothing of the run is queued."""
     ended = {"job": 7, "restarts": 0, "ended": "x", "how": "requeue", "goes_on": True,
              "why": "resumes from its checkpoint in the next job"}  # fmt: skip
@@ -156,7 +156,7 @@ def test_no_resume_is_promised_that_will_not_come(tmp_path: Path) -> None:
     assert word(run, Job(9, "RUNNING", 0, False, "", NOW)) == "running", "the refusal is over"
 
 
-def test_restarts_and_the_last_error(tmp_path: Path) -> None:
+def test_restarts_and_the_last_error_are_shown(tmp_path: Path) -> None:
     first = {"job": 7, "restarts": 0, "ended": "x", "how": "requeue", "why": "goes on in the next job"}
     second = {"job": 7, "restarts": 1}
     run = make(tmp_path / "run", a1=first, a2=second, a3={"job": 7, "restarts": 2})
@@ -171,8 +171,8 @@ def test_restarts_and_the_last_error(tmp_path: Path) -> None:
     assert last_error(RunFolder(run)) == "attempt 1: rank 3 failed", "a stop that was asked for is none"
 
 
-def test_half_written_files(tmp_path: Path) -> None:
-    """A status is asked at any moment."""
+def test_half_written_files_are_tolerated(tmp_path: Path) -> None:
+    """A status may be requested at any moment."""
     run = make(tmp_path / "run", steps=2, a1={"job": 7, "restarts": 0})
     (run / "owners" / "0002").touch()
     with (run / "metrics.jsonl").open("a") as file:
@@ -183,8 +183,8 @@ def test_half_written_files(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_a_real_job_through_its_states(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
-    """Queued, running, requeued, running again, finished, and then forgotten by Slurm, which keeps no accounts here."""
+def test_a_real_job_is_described_in_each_of_its_states(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
+    """Queued, running, requeued, running again, finished, and then forgotten by Slurm, which has no accounting here."""
     folder = tmp_path / "runs"
     folder.mkdir()
     others = cluster.run("sbatch", "--parsable", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 100")
@@ -207,11 +207,11 @@ def test_a_real_job_through_its_states(cluster: Any, tmp_path: Path, tiny: list[
 
 
 @pytest.mark.slow
-def test_real_jobs_that_ended(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
+def test_real_jobs_that_ended_are_described(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
     run = Run(cluster, tmp_path, *tiny, "max_steps=2", pace=0)
     wait_state(cluster, run.dir, run.job, [COMPLETED])
     says(cluster, run.dir, "finished: trained 2 steps", "step     2 of 2")
-    # Its data goes away between submission and start: refused before an attempt begins.
+    # Its data disappears between submission and start: refused before an attempt begins.
     data = tmp_path / "data.jsonl"
     data.write_bytes(Path(next(word for word in tiny if word.startswith("data.train="))[11:]).read_bytes())
     words = [*(word for word in tiny if not word.startswith("data.train=")), f"data.train={data}"]
@@ -225,7 +225,7 @@ def test_real_jobs_that_ended(cluster: Any, tmp_path: Path, tiny: list[str]) -> 
     assert "step" not in said.split("error")[0]
 
 
-def test_a_job_of_another_cluster_is_not_taken_for_one_of_this(cluster: Any, tmp_path: Path) -> None:
+def test_a_job_of_another_cluster_is_not_mistaken_for_one_of_this(cluster: Any, tmp_path: Path) -> None:
     number = int(cluster.run("sbatch", "--parsable", "--hold", "--output=/dev/null", "--wrap=true"))
     (tmp_path / "slurm").mkdir()
     record_submission(tmp_path, [number], "elsewhere")
@@ -235,7 +235,7 @@ def test_a_job_of_another_cluster_is_not_taken_for_one_of_this(cluster: Any, tmp
     cluster.run("scancel", str(number))
 
 
-def test_what_is_no_run(cluster: Any, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_run_is_refused(cluster: Any, tmp_path: Path) -> None:
     done = status(cluster, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "no run in runs/\n")
     for name, told in (("nothing", "is not a run folder"), ("4711", "job 4711 belongs to no run in runs/")):
@@ -250,14 +250,14 @@ def test_what_is_no_run(cluster: Any, tmp_path: Path) -> None:
         ({"job": 7, "restarts": 0}, "unknown: job 7: scontrol is not installed on this machine"),
     ],
 )
-def test_where_slurm_is_not(tmp_path: Path, owner: dict[str, Any], told: str) -> None:
+def test_the_status_is_shown_without_slurm(tmp_path: Path, owner: dict[str, Any], told: str) -> None:
     run = make(tmp_path / "run", steps=2, a1=owner)
     command, environ = [sys.executable, "-m", "hpcrl", "status", str(run)], {"PATH": "/none", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0 and told in done.stdout and "2 of 10" in done.stdout, done.stderr
 
 
-def test_links_of_a_chain_are_no_restarts_and_an_early_end_is_told(tmp_path: Path) -> None:
+def test_links_of_a_chain_are_not_restarts_and_an_early_end_is_reported(tmp_path: Path) -> None:
     ended = {"ended": "x", "how": "requeue", "why": "goes on", "restarts": 0}
     links = make(tmp_path / "links", a1=ended | {"job": 7}, a2=ended | {"job": 8}, a3=ended | {"job": 8, "restarts": 1})
     assert "restarts 1, after 1 earlier job(s)\n" in describe(links, None, NOW)

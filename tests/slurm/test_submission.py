@@ -1,4 +1,4 @@
-"""From the command line into real jobs: who runs where, what Slurm refuses, who holds a folder, what stays secret."""
+"""From the command line into real jobs: placement of ranks, refusals by Slurm, owners of a folder, and secrets."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def idle(cluster: Any) -> Iterator[Any]:
 
 
 def places(run: Run) -> dict[int, str]:
-    """Rank -> the node that Slurm gave its process; the preflight must have told the same."""
+    """Rank -> the node of its process by Slurm; the preflight must have reported the same."""
     there = {rank: process.environ()["SLURMD_NODENAME"] for rank, process in ranks(run.cluster, run.job).items()}
     told = {rank: report.name for report in read_reports(world_folder(run.dir, 1)) for rank in report.ranks}
     assert there == told
     return there
 
 
-def test_plain_job_over_two_nodes(idle: Any, tmp_path: Path, tiny: list[str]) -> None:
+def test_a_plain_job_runs_over_two_nodes(idle: Any, tmp_path: Path, tiny: list[str]) -> None:
     words = [*tiny, "max_steps=4", "layout=colocated"]
     run = Run(idle, tmp_path, *words, "cluster.components={all: {roles: [trainer, controller], ranks_per_node: 1}}")
     run.wait_step(1)
@@ -72,7 +72,7 @@ def test_plain_job_over_two_nodes(idle: Any, tmp_path: Path, tiny: list[str]) ->
     assert step_of(run.dir) == 4 and digest(run.dir)
 
 
-def test_three_components_hold_their_roles(idle: Any, tmp_path: Path, tiny: list[str]) -> None:
+def test_each_of_three_components_runs_its_roles(idle: Any, tmp_path: Path, tiny: list[str]) -> None:
     run = Run(idle, tmp_path, *tiny, "max_steps=4", *SPREAD.split(), COMPONENTS)
     run.wait_step(1)
     where = places(run)
@@ -86,7 +86,7 @@ def test_three_components_hold_their_roles(idle: Any, tmp_path: Path, tiny: list
 
 @pytest.fixture(scope="module")
 def closed(cluster: Any) -> Any:
-    """The cluster with a partition for few: one account, one node, ten minutes."""
+    """The cluster with a restricted partition: one account, one node, ten minutes."""
     line = "PartitionName=closed Nodes=n[1-4] AllowAccounts=physics AllowQos=physics State=UP\n"
     line += "PartitionName=small Nodes=n[1-4] MaxNodes=1 MaxTime=10 State=UP\n"
     with cluster.conf.open("a") as conf:
@@ -126,7 +126,7 @@ FOUR = "layout.trainer.num_ranks=4 cluster.components={all:{roles:[trainer,contr
         ("data.system_prompt='\udcff'", "the command line is not UTF-8"),
     ],
 )
-def test_refused_with_one_line(closed: Any, tmp_path: Path, tiny: list[str], words: str, reason: str) -> None:
+def test_a_refused_job_is_one_line(closed: Any, tmp_path: Path, tiny: list[str], words: str, reason: str) -> None:
     run = tmp_path / "run"
     done = launch(closed, run, *tiny, "max_steps=1", *words.split())
     assert done.returncode == ExitCode.BAD_INPUT, done.stdout + done.stderr
@@ -146,13 +146,13 @@ def test_refused_with_one_line(closed: Any, tmp_path: Path, tiny: list[str], wor
         (TWO_COMPONENTS, "^slurm   accepts the job: "),
     ],
 )
-def test_a_dry_run_asks_slurm(closed: Any, tmp_path: Path, tiny: list[str], words: str, told: str) -> None:
+def test_a_dry_run_lets_slurm_check_a_job(closed: Any, tmp_path: Path, tiny: list[str], words: str, told: str) -> None:
     done = launch(closed, tmp_path / "run", *tiny, "max_steps=1", "dry_run=true", *words.split())
     assert done.returncode == ExitCode.DONE and re.search(told, done.stdout, re.M), done.stdout + done.stderr
     assert not closed.run("squeue", "-h").strip() and not (tmp_path / "run").exists()
 
 
-def test_a_refused_job_leaves_a_stopped_run_as_it_was(closed: Any, tmp_path: Path, tiny: list[str]) -> None:
+def test_a_refused_submission_does_not_change_a_stopped_run(closed: Any, tmp_path: Path, tiny: list[str]) -> None:
     run = tmp_path / "run"
     wait_state(closed, run, submit(closed, run, *tiny, "max_steps=2"), [COMPLETED])
 
@@ -167,8 +167,8 @@ def test_a_refused_job_leaves_a_stopped_run_as_it_was(closed: Any, tmp_path: Pat
     assert content() == before
 
 
-def test_a_held_run_is_refused(idle: Any, tmp_path: Path, tiny: list[str]) -> None:
-    """Pending, running and finished, by the same words."""
+def test_a_run_with_an_owner_is_refused(idle: Any, tmp_path: Path, tiny: list[str]) -> None:
+    """While pending, running and finished, for the same launch."""
     others = idle.run("sbatch", "--parsable", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 60")
     wait_until(lambda: "R" in idle.run("squeue", "-h", "-o", "%t"), lambda: idle.run("squeue"))
     run = Run(idle, tmp_path, *tiny, "max_steps=50", "save_every=0", pace=0.2)
@@ -186,8 +186,9 @@ def test_a_held_run_is_refused(idle: Any, tmp_path: Path, tiny: list[str]) -> No
     assert not idle.run("squeue", "-h").strip()
 
 
-def test_submitted_from_inside_a_job(idle: Any, tmp_path: Path, tiny: list[str]) -> None:
-    """Neither that job's variables nor options in the environment, which would win over the script's, reach the new."""
+def test_a_job_can_be_submitted_from_inside_a_job(idle: Any, tmp_path: Path, tiny: list[str]) -> None:
+    """Neither that job's variables nor options in the environment, which would override the script's, reach the new
+    job."""
     run = tmp_path / "run"
     words = [*tiny, "max_steps=1", "cluster.components={all: {roles: [trainer, controller], memory: 1G}}"]
     outer = {"SBATCH_WAIT": "1", "SBATCH_ARRAY_INX": "0-2", "SBATCH_TIMELIMIT": "7", "SBATCH_NO_REQUEUE": "1"}
@@ -229,8 +230,9 @@ def test_an_interrupted_submission_leaves_no_job(idle: Any, tmp_path: Path, tiny
     wait_until(lambda: not idle.run("squeue", "-h").strip(), lambda: idle.run("squeue"), timeout_s=20)
 
 
-def test_a_half_written_script_does_no_harm(idle: Any, tmp_path: Path, tiny: list[str]) -> None:
-    """Cut at every stage, as a full disk would: the job ends, starts no rank, and the run goes on as if it were not."""
+def test_a_truncated_script_does_no_harm(idle: Any, tmp_path: Path, tiny: list[str]) -> None:
+    """Cut at every stage, as a full disk would: the job ends, starts no rank, and the run resumes as if it had not
+    existed."""
     run = Run(idle, tmp_path, *tiny, "save_every=100", "max_steps=6")
     run.wait_step(2)
     idle.run("scancel", str(run.job))
@@ -262,7 +264,7 @@ def test_two_jobs_share_a_node(idle: Any, tmp_path: Path, tiny: list[str]) -> No
     assert [(show(idle, run.job)["JobState"], show(idle, run.job)["NodeList"]) for run in runs] == [(RUNNING, "n1")] * 2
 
 
-def test_the_key_is_shown_nowhere(idle: Any, tmp_path: Path, tiny: list[str]) -> None:
+def test_the_control_key_is_shown_nowhere(idle: Any, tmp_path: Path, tiny: list[str]) -> None:
     run = Run(idle, tmp_path, *tiny, "max_steps=1000", "save_every=0", *SPREAD.split(), COMPONENTS)
     run.wait_step(1)
     (path,) = world_folder(run.dir, 1).glob("key_*")
@@ -281,7 +283,7 @@ def test_the_key_is_shown_nowhere(idle: Any, tmp_path: Path, tiny: list[str]) ->
     assert str(run.dir) in " ".join(shown), "this search finds what is there"
 
 
-def test_nothing_is_written_elsewhere(idle: Any, tmp_path: Path, tiny: list[str]) -> None:
+def test_nothing_is_written_outside_the_run_folder(idle: Any, tmp_path: Path, tiny: list[str]) -> None:
     """The working directory and the home of both the command and the job stay empty."""
     run, home, work = tmp_path / "run", tmp_path / "home", tmp_path / "work"
     home.mkdir()
@@ -303,11 +305,11 @@ def test_nothing_is_written_elsewhere(idle: Any, tmp_path: Path, tiny: list[str]
     assert [str(path) for folder in (home, work) for path in folder.rglob("*")] == []
 
 
-# Root may do all; without this capability it is a user like others.
+# Root may write everywhere; without this capability it is an ordinary user.
 AS_A_USER = ["setpriv", "--bounding-set=-dac_override"] if os.getuid() == 0 else []
 
 
-def test_a_folder_of_another_user(cluster: Any, tmp_path: Path) -> None:
+def test_a_run_folder_of_another_user_is_refused(cluster: Any, tmp_path: Path) -> None:
     """A run folder that may be read but not written."""
     run = tmp_path / "run"
     run.mkdir()

@@ -38,7 +38,7 @@ ENDLESS = ["max_steps=100000", "save_every=10000"]
 
 @pytest.fixture
 def executor(cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HpcrlExecutor]:
-    """Of this module's cluster; cancels what a failed test leaves."""
+    """The executor of this module's cluster; cancels jobs left by a failed test."""
     monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
     monkeypatch.setattr(RunJob, "watcher", RunWatcher(delay_s=10))  # it knows jobs of other clusters by these numbers
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -56,7 +56,7 @@ def queue(cluster: Any) -> str:
     return cluster.run("squeue", "-h", "-o", "%i").strip()
 
 
-def test_a_heterogeneous_job_is_waited_for_and_gives_its_result(
+def test_a_heterogeneous_job_is_awaited_and_returns_its_result(
     executor: HpcrlExecutor, cluster: Any, tmp_path: Path, tiny: list[str]
 ) -> None:
     executor.update_parameters(partition="solo", exclude="n4,n3")
@@ -89,7 +89,7 @@ def test_a_failed_run_raises_with_its_reason(executor: HpcrlExecutor, tmp_path: 
     assert "\n" not in str(caught.value) and str(job.exception()) == str(caught.value)
 
 
-def test_a_run_whose_input_went_away_tells_what_its_job_said(
+def test_a_run_whose_input_disappeared_raises_with_its_jobs_message(
     executor: HpcrlExecutor, cluster: Any, tmp_path: Path, tiny: list[str]
 ) -> None:
     data = tmp_path / "data.jsonl"
@@ -104,7 +104,7 @@ def test_a_run_whose_input_went_away_tells_what_its_job_said(
         job.result()
 
 
-def test_a_cancelled_run_raises_and_another_process_can_follow_it(
+def test_a_cancelled_run_raises_and_another_process_can_wait_for_it(
     executor: HpcrlExecutor, cluster: Any, tmp_path: Path, tiny: list[str]
 ) -> None:
     job = executor.submit(run, *tiny, *ENDLESS, "run_name=long")
@@ -117,7 +117,7 @@ def test_a_cancelled_run_raises_and_another_process_can_follow_it(
     assert not isinstance(caught.value, FailedJobError) and job.state == "CANCELLED"
 
 
-def test_a_chain_is_one_job_to_its_user(executor: HpcrlExecutor, cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
+def test_a_chain_is_one_submitit_job(executor: HpcrlExecutor, cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
     executor.update_parameters(after="chain", num_links=3)
     job = executor.submit(run, *tiny, "max_steps=1", "run_name=chain")
     assert isinstance(job, RunJob) and job.links[0] == job.job_id and len(job.links) == 3
@@ -140,7 +140,7 @@ def test_all_are_submitted_or_none(executor: HpcrlExecutor, cluster: Any, tmp_pa
     assert show(cluster, int(RunJob.of_run(tmp_path / "c").job_id))["JobState"] == "CANCELLED"
 
 
-def test_submitit_knows_the_executor_by_name(
+def test_submitit_finds_the_executor_by_name(
     executor: HpcrlExecutor, cluster: Any, tmp_path: Path, tiny: list[str]
 ) -> None:
     auto = AutoExecutor(tmp_path, cluster="hpcrl")
@@ -155,7 +155,7 @@ def test_submitit_knows_the_executor_by_name(
 def test_a_job_that_slurm_holds_after_a_failed_launch_is_released(
     executor: HpcrlExecutor, cluster: Any, tmp_path: Path, tiny: list[str]
 ) -> None:
-    """The prolog fails on the first node: Slurm drains the node, puts the job back and holds it."""
+    """The prolog fails on the first node: Slurm drains the node, requeues the job and holds it."""
     broken, prolog = tmp_path / "broken", tmp_path / "prolog.sh"
     prolog.write_text(f"#!/bin/sh\n[ ! -e {broken} ]\n")
     prolog.chmod(0o755)

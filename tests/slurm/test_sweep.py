@@ -30,7 +30,7 @@ def sweep(environ: dict[str, str], run_dir: Path, *words: str) -> subprocess.Com
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200, check=False)
 
 
-def test_points_have_names_and_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_points_of_a_sweep_have_their_own_names_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     points = expand(["+experiment=demo", "trainer.lr=1e-4,5e-4", "+cluster=slurm", "seed=range(0,2)"])
     names = [f"seed-{seed}_trainer.lr-{lr}" for lr in ("0.0001", "0.0005") for seed in (0, 1)]
@@ -49,13 +49,13 @@ def test_points_have_names_and_folders_of_their_own(tmp_path: Path, monkeypatch:
         (["run_name=" + ",".join(f"{c * 300}" for c in "ab")], "a folder's name would have 309 characters"),
     ],
 )
-def test_a_sweep_that_is_none_is_refused(words: list[str], problem: str) -> None:
+def test_an_invalid_sweep_is_refused(words: list[str], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         expand(words)
 
 
 @pytest.mark.slow
-def test_nothing_starts_where_one_point_is_wrong(tmp_path: Path, tiny: list[str]) -> None:
+def test_nothing_starts_if_one_point_is_invalid(tmp_path: Path, tiny: list[str]) -> None:
     environ = {name: value for name, value in os.environ.items() if name != "SLURM_CONF"}
     words = ["-m", f"run_dir={tmp_path}/s", "+cluster=slurm", *tiny, "max_steps=2", "trainer.lr=1e-3,-1", "seed=0,x"]
     done = in_process.run(main, *words, at=tmp_path, environ=environ)
@@ -66,7 +66,7 @@ def test_nothing_starts_where_one_point_is_wrong(tmp_path: Path, tiny: list[str]
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_four_runs_on_slurm_each_with_its_folder(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
+def test_four_runs_on_slurm_have_separate_folders(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
     words = ["+cluster=slurm", *tiny, *FOUR, "max_steps=2"]
     done = sweep(cluster.environ, tmp_path / "s", *words)
     assert done.returncode == ExitCode.DONE, done.stdout + done.stderr
@@ -90,7 +90,7 @@ def test_four_runs_on_slurm_each_with_its_folder(cluster: Any, tmp_path: Path, t
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_the_others_end_where_one_fails(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
+def test_other_runs_finish_if_one_fails(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
     bad = tmp_path / "impossible.jsonl"
     bad.write_text("".join(json.dumps({"prompt": f"digit {i}", "answer": "no digit"}) + "\n" for i in range(8)))
     good = next(word.split("=", 1)[1] for word in tiny if word.startswith("data.train="))
@@ -103,7 +103,7 @@ def test_the_others_end_where_one_fails(cluster: Any, tmp_path: Path, tiny: list
 
 
 @pytest.mark.slow
-def test_here_one_run_follows_the_other(tmp_path: Path, tiny: list[str]) -> None:
+def test_runs_of_a_local_sweep_run_one_after_another(tmp_path: Path, tiny: list[str]) -> None:
     words = [word for word in tiny if not word.startswith("cluster.")]
     done = sweep(dict(os.environ), tmp_path / "s", *words, "max_steps=1", "seed=0,1")
     assert done.returncode == ExitCode.DONE, done.stderr
@@ -114,7 +114,7 @@ def test_here_one_run_follows_the_other(tmp_path: Path, tiny: list[str]) -> None
 
 
 @pytest.mark.slow
-def test_what_submits_imports_no_torch() -> None:
+def test_submission_imports_no_torch() -> None:
     modules = "hpcrl.launch.executor, hpcrl.launch.sweep, hpcrl.launch.sweep_launcher"
     command = [sys.executable, "-c", f"import sys, {modules}; print('torch' in sys.modules)"]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}

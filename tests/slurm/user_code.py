@@ -1,4 +1,4 @@
-"""A reward of a user that takes its time or goes wrong when a file of a test's folder says so."""
+"""A user's reward that takes time or fails as files in a test's folder say."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _first_commit: int | None = None
 
 
 def reward(items: Sequence[RewardItem], folder: str) -> list[float]:
-    """As exact_match, a step's responses at a time. Files: `pace`, the seconds that it takes; `commits`, 0 or 1: its
-    rank is killed once the run has committed so many checkpoints since the first call."""
+    """Like exact_match, called with a step's responses. Files: `pace`, the seconds that it takes; `commits`, 0 or 1:
+    its rank is killed once the run has committed so many checkpoints since the first call."""
     global _first_commit  # noqa: PLW0603 - counts over all calls
     committed = committed_step(Path(folder) / "run")
     _first_commit = committed if _first_commit is None else _first_commit

@@ -1,4 +1,4 @@
-"""Roles in a world of three threads: rank 0 hears events, rank 1 plays environments, rank 2 generates."""
+"""Roles in a world of three threads: rank 0 gets events, rank 1 plays environments, rank 2 generates."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LAST = Joined("that was all", 0)
 
 
 class Stage:
-    """Workers of the world, and what rank 0 hears from them."""
+    """The world's workers, and their events at rank 0."""
 
     def __init__(self, threads: Threads, model_folder: Path):
         self._threads, self._model_folder = threads, model_folder
@@ -44,7 +44,7 @@ class Stage:
         return Worker(self._threads.worlds[rank], parse(settings), layout, folder, folder.parent)
 
     def command(self, rank: int, command: Any) -> None:
-        """Put it into the inbox of a rank."""
+        """Put a command into a rank's inbox."""
         self._threads.worlds[0].sender.send(rank_queue(rank), command)
 
     def heard(self) -> list[Any]:
@@ -61,7 +61,7 @@ class Stage:
         return [event for event in events if event != LAST]
 
     def mail(self, rank: int, kind: type) -> list[Any]:
-        """What the mailbox of a rank gets within a second."""
+        """Messages that arrive in a rank's mailbox within a second."""
         items, deadline = [], time.monotonic() + 1
         while not items and time.monotonic() < deadline:
             items = self._threads.worlds[rank].mailbox.receive(kind, 0.1)
@@ -69,7 +69,7 @@ class Stage:
 
     def deltas(self) -> list[EnvObservation]:
         """What rank 1 has sent to rank 2 until now."""
-        self.send(1, 2, [EnvObservation(-1, b"")])  # comes after all of that
+        self.send(1, 2, [EnvObservation(-1, b"")])  # arrives after all earlier messages
         items: list[EnvObservation] = []
         while not items or items[-1].sample != -1:
             arrived = self._threads.worlds[2].mailbox.receive(EnvObservation, 10)
@@ -79,7 +79,7 @@ class Stage:
 
     def empty(self, rank: int) -> None:
         """Forget what rank 2 has sent to the mailbox of a rank until now."""
-        self.send(2, rank, [EnvObservation(-1, b"")])  # comes after all of that
+        self.send(2, rank, [EnvObservation(-1, b"")])  # arrives after all earlier messages
         mailbox = self._threads.worlds[rank].mailbox
         assert any(delta.sample == -1 for delta in mailbox.receive(EnvObservation, 10))
         for kind in (Turn, Response):

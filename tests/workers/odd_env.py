@@ -1,4 +1,4 @@
-"""Environments that behave as users' environments do at times."""
+"""Environments that behave like some users' environments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ENDLESS = "again " * 10_000_000
 
 
 class Echo:
-    """Says what it hears."""
+    """Repeats the response."""
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
         return "", {}
@@ -30,7 +30,7 @@ class Echo:
 
 
 class MarkedEcho(Echo):
-    """Hears special tokens."""
+    """Receives special tokens."""
 
     special_tokens = True
 
@@ -148,7 +148,7 @@ class OddEnv:
 
 
 class Waiting(OddEnv):
-    """One whose methods are coroutines."""
+    """An environment whose methods are coroutines."""
 
     runs_in = "task"
 
@@ -167,7 +167,7 @@ class Waiting(OddEnv):
 
 
 class Rendezvous:
-    """Of several tasks."""
+    """A meeting point of several tasks."""
 
     def __init__(self, count: int):
         self._missing, self._all = count, asyncio.Event()

@@ -1,4 +1,4 @@
-"""A rank that cannot use the GPU it was given says so instead of computing on the CPU."""
+"""A rank that cannot use its GPU reports it instead of computing on the CPU."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from tests.workers.conftest import Stage
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch finds a GPU here")
 @pytest.mark.parametrize("role", ["trainer", "generator"])
-def test_a_gpu_that_torch_does_not_find_stops_the_start(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch, role: str
-) -> None:
+def test_a_gpu_missing_in_torch_stops_the_start(stage: Stage, monkeypatch: pytest.MonkeyPatch, role: str) -> None:
     monkeypatch.setenv(VISIBLE, "0")
     worker = stage.worker(2, {})
     with pytest.raises(ValueError, match=r"GPU 0 is assigned to this rank, but torch .* finds none"):
@@ -31,10 +29,10 @@ def test_a_gpu_that_torch_does_not_find_stops_the_start(
         ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, True, False),
     ],
 )
-def test_segments_grow_unless_the_user_says_otherwise(
+def test_allocator_segments_are_expandable_unless_the_user_says_otherwise(
     environ: dict[str, str], with_gpu: bool, grows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With torch's own settings, which a build for CPUs keeps too."""
+    """With torch's own settings, which a CPU build has too."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: with_gpu)
     torch._C._accelerator_setAllocatorSettings("")
     try:

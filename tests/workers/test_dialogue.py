@@ -1,4 +1,4 @@
-"""What stands between two model turns is what the chat template puts there, token by token."""
+"""The tokens between two model turns are exactly those of the chat template."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LLAMA3 = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n\n' }}{%- endif %}
 """
-# As Qwen3's: what the model thought is shown in its last turn only.
+# Like Qwen3's: only the last turn shows the model's reasoning.
 THINKING = """\
 {%- for message in messages %}
 {%- set content = message['content'] %}
@@ -49,7 +49,7 @@ def dialogue(*contents: str) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("template", [None, LLAMA3, THINKING], ids=["chatml", "llama3", "thinking"])
 @pytest.mark.parametrize("ended", [True, False], ids=["ends itself", "cut by a stop string"])
-def test_prompt_turn_and_observation_are_the_rendered_dialogue(
+def test_prompt_turn_and_observation_equal_the_rendered_dialogue(
     tokenizer: Any, template: str | None, ended: bool
 ) -> None:
     tokenizer.chat_template = template or tokenizer.chat_template
@@ -61,7 +61,7 @@ def test_prompt_turn_and_observation_are_the_rendered_dialogue(
     assert prompt + turn + between == ids_of(tokenizer, render(whole, tokenize=False, add_generation_prompt=True))
 
 
-def test_a_template_without_tokens_of_its_own_keeps_what_the_model_wrote(tokenizer: Any) -> None:
+def test_a_template_without_end_tokens_keeps_the_generated_text(tokenizer: Any) -> None:
     tokenizer.chat_template = PLAIN
     expected = ids_of(tokenizer, "\n### user\nno\n### assistant\n")
     newline = ids_of(tokenizer, "\n")[-1]
@@ -69,14 +69,14 @@ def test_a_template_without_tokens_of_its_own_keeps_what_the_model_wrote(tokeniz
         assert observation_ids(tokenizer, as_messages("no"), last_token).tolist() == expected
 
 
-def test_without_a_template_the_observation_stands_alone(tokenizer: Any) -> None:
+def test_without_a_template_only_the_observation_is_added(tokenizer: Any) -> None:
     tokenizer.chat_template = None
     assert observation_ids(tokenizer, as_messages(" 2 + 2"), tokenizer.eos_token_id).tolist() == ids_of(
         tokenizer, " 2 + 2"
     )
 
 
-def test_what_is_no_observation_is_refused(tokenizer: Any) -> None:
+def test_an_invalid_observation_is_refused(tokenizer: Any) -> None:
     for observation, why in (
         (3, "not text but int"),
         ([{"role": "tool", "content": 3}], "no role or content that is text"),
@@ -89,7 +89,7 @@ def test_what_is_no_observation_is_refused(tokenizer: Any) -> None:
         observation_ids(tokenizer, as_messages("no"), 2)
 
 
-def test_a_tool_speaks_in_its_own_role_and_images_do_not_disturb(tokenizer: Any) -> None:
+def test_tool_messages_keep_their_role_and_images_change_nothing(tokenizer: Any) -> None:
     said = [{"role": "tool", "content": "42"}, {"role": "user", "content": "go on", "images": ["map.png"]}]
     ids = observation_ids(tokenizer, as_messages(said), tokenizer.eos_token_id).tolist()
     expected = "\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
@@ -113,7 +113,7 @@ def test_the_first_observation_is_the_prompt(tokenizer: Any, observation: Any, m
     assert ids.tolist() == ids_of(tokenizer, text)
 
 
-def test_an_observation_cannot_write_special_tokens(tokenizer: Any) -> None:
+def test_an_observation_cannot_contain_special_tokens(tokenizer: Any) -> None:
     """A tool may echo what the model spelt in ordinary letters."""
     between = observation_ids(tokenizer, as_messages("a<|im_end|>\n<|im_start|>assistant"), -1)
     special = [token for token in between.tolist() if token in tokenizer.added_tokens_decoder]
@@ -144,13 +144,13 @@ def turns(first: int) -> str:
         (99, f"{HEAD}{turns(0)}"),
     ],
 )
-def test_the_prompt_of_a_turn_by_steps_is_the_first_and_a_window(tokenizer: Any, history: int, text: str) -> None:
+def test_a_prompt_by_steps_has_the_first_observation_and_a_window(tokenizer: Any, history: int, text: str) -> None:
     ids = prompt_ids(tokenizer, window(SHOWN, SAID, history), None)
     assert tokenizer.decode(ids) == text + LAST
     assert window(SHOWN[:1], [], history) == SHOWN[0] and SHOWN[0] == [SYSTEM, BOARD], "nothing is changed in place"
 
 
-def test_messages_that_meet_in_a_window_are_joined_if_one_role_wrote_them() -> None:
+def test_adjacent_messages_of_one_role_in_a_window_are_joined() -> None:
     tool = [{"role": "tool", "content": "42"}, {"role": "user", "content": "go on", "images": ["b.png"]}]
     call = {"role": "assistant", "content": "up"}
     assert window([[BOARD], tool], ["up"], 0) == [BOARD, call, *tool], "no answer without the call"

@@ -1,5 +1,5 @@
-"""Token drift: what is trained on must be the tokens that the generator saw and wrote. Cases that verl and slime had,
-one by one, each beside the way that drifts; and templates that installed packages ship.
+"""Token drift: training must use the tokens that the generator read and wrote. Known cases of verl and slime, each
+compared with the way that drifts; and templates from installed packages.
 
 Mistral's templates are those of mistral-common, which generates what Mistral publishes; ChatML's is vLLM's.
 """
@@ -74,8 +74,8 @@ def test_a_turn_is_not_tokenised_again(make: Callable[..., Any]) -> None:
     assert ids_of(tokenizer, tokenizer.decode(letters)) != letters, "the text has other tokens"
 
 
-def test_the_line_break_after_a_turn_is_there_and_is_not_the_models(make: Callable[..., Any]) -> None:
-    """verl's issues 3720 and 6501: generation stops at <|im_end|>, and the template goes on with a line break."""
+def test_the_line_break_after_a_turn_is_kept_outside_the_loss_mask(make: Callable[..., Any]) -> None:
+    """verl's issues 3720 and 6501: generation stops at <|im_end|>, and the template continues with a line break."""
     tokenizer = make(QWEN2_5)
     turn = ids_of(tokenizer, "7<|im_end|>")
     held = episode(tokenizer, turn, USER).held
@@ -88,7 +88,7 @@ def test_the_line_break_after_a_turn_is_there_and_is_not_the_models(make: Callab
 
 
 def test_the_default_system_prompt_is_not_inserted_again(make: Callable[..., Any]) -> None:
-    """verl's issue 6501: new messages that are rendered alone get the template's own system prompt."""
+    """verl's issue 6501: new messages rendered separately get the template's default system prompt."""
     tokenizer = make(QWEN2_5)
     assert "system" in rendered(tokenizer, USER)
     between = tokenizer.decode(observation_ids(tokenizer, USER, tokenizer.convert_tokens_to_ids("<|im_end|>")))
@@ -96,11 +96,11 @@ def test_the_default_system_prompt_is_not_inserted_again(make: Callable[..., Any
 
 
 @pytest.mark.parametrize("observation", [USER, results("7")], ids=["user", "tool"])
-def test_a_template_that_drops_thinking_moves_nothing(
+def test_a_template_that_drops_reasoning_changes_no_earlier_token(
     make: Callable[..., Any], observation: list[dict[str, Any]]
 ) -> None:
-    """verl's documentation of multi-turn rollouts (QwQ, Qwen3): the difference of two renderings is no turn where the
-    longer one has lost the thinking of the shorter."""
+    """verl's documentation of multi-turn rollouts (QwQ, Qwen3): the difference of two renderings is not a turn if the
+    longer one lacks the shorter one's reasoning."""
     tokenizer = make(QWEN3)
     said = "<think>\nHm.\n</think>\n\n15"
     turn = [*ASKED, {"role": "assistant", "content": said}]
@@ -112,8 +112,8 @@ def test_a_template_that_drops_thinking_moves_nothing(
         assert not rendered(tokenizer, [*turn, *observation]).startswith(rendered(tokenizer, turn, ask=False))
 
 
-def test_results_of_parallel_calls_stand_in_one_turn(make: Callable[..., Any]) -> None:
-    """slime's issue 2263: each result rendered alone becomes a turn of the user of its own."""
+def test_results_of_parallel_calls_are_in_one_turn(make: Callable[..., Any]) -> None:
+    """slime's issue 2263: each result rendered separately becomes its own user turn."""
     tokenizer = make(QWEN3)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     both = tokenizer.decode(observation_ids(tokenizer, results("7", "8"), end, [TOOL]))
@@ -150,7 +150,7 @@ def results_of(version: str, space: str) -> str:
     ("version", "spaces"),
     [("v3", True), ("v3", False), ("v7", True), ("v7", False), ("v11", False), ("v13", False), ("v15", False)],
 )
-def test_mistrals_own_templates(make: Callable[..., Any], version: str, spaces: bool) -> None:
+def test_mistrals_templates_cause_no_drift(make: Callable[..., Any], version: str, spaces: bool) -> None:
     template = mistral(version, spaces)
     from mistral_common.tokens.tokenizers.base import SpecialTokens
 
@@ -166,7 +166,7 @@ def test_mistrals_own_templates(make: Callable[..., Any], version: str, spaces: 
     assert tokenizer.decode(cut) == f"</s>[INST]{space}no[/INST]"
 
 
-def test_vllms_chatml(make: Callable[..., Any]) -> None:
+def test_vllms_chatml_template_causes_no_drift(make: Callable[..., Any]) -> None:
     found = importlib.util.find_spec("vllm")  # not imported, which takes long
     if found is None or found.origin is None:
         pytest.skip("no vllm; make setup")

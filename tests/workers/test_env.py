@@ -1,4 +1,4 @@
-"""The env role: whatever an environment does costs its sample only, and nothing of an episode stays."""
+"""The env role: a failing environment costs only its sample, and nothing of an episode remains."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def role(stage: Stage) -> Iterator[EnvRole]:
 
 
 def settle(role: EnvRole) -> None:
-    """Until it has nothing to do, and what it has ended is closed."""
+    """Poll until the role is idle and ended environments are closed."""
     role.poll()
     deadline = time.monotonic() + 20
     while role.busy or any(thread.name == "close" for thread in threading.enumerate()):
@@ -77,7 +77,7 @@ def play(stage: Stage, role: EnvRole, sent: Turn) -> Observed:
 
 
 def first_turn(stage: Stage, role: EnvRole, how: str, room: int = 100, reason: str = "stop") -> Observed:
-    """What comes of the first turn of an episode."""
+    """The result of an episode's first turn."""
     sample = make_sample_id(next(UIDS), 0, 0)
     begun = play(stage, role, turn(sample, how))
     assert not begun.ended and not begun.result.error
@@ -85,7 +85,7 @@ def first_turn(stage: Stage, role: EnvRole, how: str, room: int = 100, reason: s
     return play(stage, role, turn(sample, room=room, reason=reason))
 
 
-def test_a_held_out_environment_is_the_same_episode_in_every_evaluation(stage: Stage, role: EnvRole) -> None:
+def test_a_validation_environment_plays_the_same_episode_in_every_evaluation(stage: Stage, role: EnvRole) -> None:
     """And its seed is one that numpy's older generators take."""
     odd_env.SEEDS.clear()
     for uid in (3, 4, validation_uid(0, 3), validation_uid(7, 3), validation_uid(7, 4)):
@@ -97,15 +97,15 @@ def test_a_held_out_environment_is_the_same_episode_in_every_evaluation(stage: S
     assert len(stage.deltas()) == 10
 
 
-def test_seeds_of_training_and_of_held_out_prompts_are_of_different_halves() -> None:
-    """As those of env:DOMAIN, by which environments choose validation goals and games."""
+def test_training_and_validation_seeds_are_from_different_halves() -> None:
+    """Like the seeds of env:DOMAIN, by which environments choose validation goals and games."""
     uids = range(100)
     assert max(episode_seed(0, uid) for uid in uids) < HALF
     assert min(episode_seed(0, validation_uid(1, uid)) for uid in uids) >= HALF
     assert max(episode_seed(0, validation_uid(1, uid)) for uid in uids) < MAX_SEED
 
 
-def test_a_row_can_give_the_seed_of_its_episodes(stage: Stage, role: EnvRole) -> None:
+def test_a_row_can_set_the_seed_of_its_episodes(stage: Stage, role: EnvRole) -> None:
     odd_env.SEEDS.clear()
     for uid, start in ((5, 77), (6, 77), (8, 0), (validation_uid(2, 3), 1 << 30)):
         sent = turn(make_sample_id(uid, 0, 0), "plain", columns={"hint": "left", "env_seed": start})
@@ -116,7 +116,7 @@ def test_a_row_can_give_the_seed_of_its_episodes(stage: Stage, role: EnvRole) ->
     assert "column env_seed: 'x' is not a whole number from 0 to 2147483647" in play(stage, role, wrong).result.error
 
 
-def test_numbers_of_numpy_travel(stage: Stage, role: EnvRole) -> None:
+def test_numpy_numbers_are_serialised(stage: Stage, role: EnvRole) -> None:
     sample = make_sample_id(next(UIDS), 0, 0)
     play(stage, role, turn(sample, "plain"))
     stage.deltas()
@@ -151,7 +151,7 @@ def test_numbers_of_numpy_travel(stage: Stage, role: EnvRole) -> None:
         ("no info", "environment class: TypeError: step() must return a mapping as info, but returned list"),
     ],
 )
-def test_a_bad_environment_costs_its_sample(stage: Stage, role: EnvRole, how: str, error: str) -> None:
+def test_a_failing_environment_costs_only_its_sample(stage: Stage, role: EnvRole, how: str, error: str) -> None:
     observed = first_turn(stage, role, how)
     assert observed.ended and observed.result.reward == 0.0
     assert observed.result.error.startswith(error) and len(observed.result.error) < 3000
@@ -162,12 +162,12 @@ def test_a_bad_environment_costs_its_sample(stage: Stage, role: EnvRole, how: st
 
 
 @pytest.mark.parametrize("how", ["odd name", "no images"])
-def test_what_is_odd_in_a_turn_and_does_no_harm(stage: Stage, role: EnvRole, how: str) -> None:
+def test_unusual_but_valid_step_results_are_accepted(stage: Stage, role: EnvRole, how: str) -> None:
     observed = first_turn(stage, role, how)
     assert not observed.ended and not observed.result.error and observed.result.reward == 0.5
 
 
-def test_an_observation_without_room_ends_the_episode_with_the_reward_so_far(stage: Stage, role: EnvRole) -> None:
+def test_an_observation_that_does_not_fit_ends_the_episode_with_the_reward_so_far(stage: Stage, role: EnvRole) -> None:
     observed = first_turn(stage, role, "long", room=900)
     assert observed.ended and observed.result.reward == 0.25
     assert " tokens is too long, there is room for 900" in observed.result.error
@@ -176,8 +176,8 @@ def test_an_observation_without_room_ends_the_episode_with_the_reward_so_far(sta
 
 
 @pytest.mark.parametrize("episode", ["trajectory", "steps"])
-def test_an_observation_without_room_is_shortened_where_asked(stage: Stage, episode: str) -> None:
-    """The first one too, in which the row's other messages stay."""
+def test_an_observation_that_does_not_fit_is_shortened_if_configured(stage: Stage, episode: str) -> None:
+    """The first observation too, where the row's other messages are kept."""
     env = {**ODD, "long_observation": "shorten", "episode": episode, "history": 0}
     role = EnvRole(stage.worker(1, {"env": {"default": env}}))
     tokenizer, _ = role._worker.tokenizer, stage.deltas()
@@ -200,7 +200,7 @@ def test_an_observation_without_room_is_shortened_where_asked(stage: Stage, epis
 def test_an_observation_that_cannot_fit_is_not_tokenised(
     stage: Stage, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which would delay all other episodes of the rank."""
+    """Tokenising it would delay all other episodes of the rank."""
     ends, shortens = (
         EnvRole(stage.worker(1, {"env": {"default": {**ODD, "long_observation": what}}})) for what in KINDS
     )
@@ -226,7 +226,7 @@ def test_an_observation_that_cannot_fit_is_not_tokenised(
     stage.deltas()
 
 
-def test_an_empty_observation_is_an_empty_message_or_none(stage: Stage, role: EnvRole) -> None:
+def test_an_empty_observation_is_an_empty_message_or_no_message(stage: Stage, role: EnvRole) -> None:
     told = {"empty": "user\n<|im_end|>\n<|im_start|>", "no message": ""}
     for how, text in told.items():
         observed = first_turn(stage, role, how)
@@ -237,13 +237,13 @@ def test_an_empty_observation_is_an_empty_message_or_none(stage: Stage, role: En
         assert play(stage, role, turn(observed.sample)).ended
 
 
-def test_a_response_cut_by_its_length_ends_the_episode(stage: Stage, role: EnvRole) -> None:
+def test_a_response_truncated_by_its_length_ends_the_episode(stage: Stage, role: EnvRole) -> None:
     observed = first_turn(stage, role, "plain", reason="length")
     assert observed.ended and not observed.result.error and observed.result.metrics["truncated"] == 1.0
 
 
 @pytest.mark.slow
-def test_an_episode_ends_with_its_budgets_of_tokens_and_seconds(stage: Stage) -> None:
+def test_an_episode_ends_at_its_limits_of_tokens_and_seconds(stage: Stage) -> None:
     envs = {"tokens": {**ODD, "max_tokens": 10}, "seconds": {**ODD, "max_seconds": 1.0}, "default": None}
     role = EnvRole(stage.worker(1, {"env": envs}))
     for domain in ("tokens", "seconds"):
@@ -278,7 +278,7 @@ def test_episodes_of_dropped_samples_are_closed(stage: Stage, role: EnvRole, how
     assert role.poll() and not stage.heard()
 
 
-def test_episodes_of_a_lost_generator_are_closed_and_its_late_turns_are_not_played(stage: Stage, role: EnvRole) -> None:
+def test_episodes_of_a_lost_generator_are_closed_and_its_late_turns_ignored(stage: Stage, role: EnvRole) -> None:
     first, second, third = (make_sample_id(next(UIDS), 0, 0) for _ in range(3))
     own = msgspec.structs.replace(turn(make_sample_id(next(UIDS), 0, 0), "plain"), reply_to=1)
     stage.send(1, 1, [turn(first, "plain"), turn(second, "plain"), own])
@@ -295,7 +295,7 @@ def test_episodes_of_a_lost_generator_are_closed_and_its_late_turns_are_not_play
     assert len(odd_env.OPEN) == 1 and not stage.heard()
 
 
-def test_a_close_that_hangs_stops_no_other_episode(stage: Stage) -> None:
+def test_a_hanging_close_does_not_block_other_episodes(stage: Stage) -> None:
     role, odd_env.RELEASE = EnvRole(stage.worker(1, SETTINGS)), threading.Event()
     hangs, other = make_sample_id(next(UIDS), 0, 0), make_sample_id(next(UIDS), 0, 0)
     stage.send(1, 1, [turn(hangs, "closes slowly"), turn(other, "plain")])
@@ -314,7 +314,7 @@ def test_a_close_that_hangs_stops_no_other_episode(stage: Stage) -> None:
 
 
 @pytest.mark.slow
-def test_environments_that_wait_do_so_at_once_and_one_that_hangs_costs_its_sample(stage: Stage) -> None:
+def test_environments_wait_concurrently_and_a_hanging_one_costs_its_sample(stage: Stage) -> None:
     settings = {"env": {"default": {**ODD, "num_threads": 3, "timeout_s": 1.0}}}
     role, odd_env.RELEASE = EnvRole(stage.worker(1, settings)), threading.Event()
     together, hangs = [make_sample_id(next(UIDS), 0, 0) for _ in range(2)], make_sample_id(next(UIDS), 0, 0)
@@ -344,7 +344,7 @@ def test_environments_that_wait_do_so_at_once_and_one_that_hangs_costs_its_sampl
 
 
 @pytest.mark.slow
-def test_one_that_computes_without_end_is_interrupted(stage: Stage) -> None:
+def test_an_endless_computation_is_interrupted(stage: Stage) -> None:
     role = EnvRole(stage.worker(1, {"env": {"default": {**ODD, "timeout_s": 0.5}}}))
     computes = make_sample_id(next(UIDS), 0, 0)
     assert not play(stage, role, turn(computes, "computes")).ended
@@ -361,7 +361,7 @@ def test_one_that_computes_without_end_is_interrupted(stage: Stage) -> None:
 
 
 @pytest.mark.slow
-def test_coroutines_all_play_at_once_and_one_that_hangs_is_cancelled(stage: Stage) -> None:
+def test_all_coroutines_run_concurrently_and_a_hanging_one_is_cancelled(stage: Stage) -> None:
     waiting = {**ODD, "class_path": "tests.workers.odd_env:Waiting", "timeout_s": 1.0}
     role, odd_env.TOGETHER = EnvRole(stage.worker(1, {"env": {"default": waiting}})), odd_env.Rendezvous(20)
     together, hangs = [make_sample_id(next(UIDS), 0, 0) for _ in range(20)], make_sample_id(next(UIDS), 0, 0)
@@ -378,7 +378,7 @@ def test_coroutines_all_play_at_once_and_one_that_hangs_is_cancelled(stage: Stag
     assert not odd_env.OPEN, "the cancelled one is closed, too"
 
 
-def test_coroutines_in_a_thread_are_told_where_to_run(stage: Stage) -> None:
+def test_coroutines_in_a_thread_without_a_loop_get_a_helpful_error(stage: Stage) -> None:
     waiting = {**ODD, "class_path": "tests.workers.odd_env:Waiting", "runs_in": "thread"}
     role = EnvRole(stage.worker(1, {"env": {"default": waiting}}))
     begun = play(stage, role, turn(make_sample_id(next(UIDS), 0, 0), "plain"))
@@ -387,7 +387,7 @@ def test_coroutines_in_a_thread_are_told_where_to_run(stage: Stage) -> None:
 
 
 @pytest.mark.slow
-def test_an_episode_in_a_process_that_hangs_is_killed(stage: Stage, tmp_path: Path) -> None:
+def test_a_hanging_episode_in_a_process_is_killed(stage: Stage, tmp_path: Path) -> None:
     rough = {**ODD, "class_path": "tests.envs.rough_env:RoughEnv", "runs_in": "process", "timeout_s": 1.0}
     role = EnvRole(stage.worker(1, {"env": {"default": {**rough, "num_threads": 3}}}))
     samples = {how: make_sample_id(next(UIDS), 0, 0) for how in ("hangs", "exits", "plain")}
@@ -410,7 +410,7 @@ def test_an_episode_in_a_process_that_hangs_is_killed(stage: Stage, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_an_environment_that_gives_up_by_itself_is_closed_and_one_that_is_made_too_late_too(stage: Stage) -> None:
+def test_an_environment_that_times_out_or_is_made_too_late_is_closed(stage: Stage) -> None:
     settings = {"env": {"default": {**ODD, "timeout_s": 1.0}}}
     role, odd_env.RELEASE = EnvRole(stage.worker(1, settings)), threading.Event()
     own = first_turn(stage, role, "times out")
@@ -426,7 +426,7 @@ def test_an_environment_that_gives_up_by_itself_is_closed_and_one_that_is_made_t
 
 
 @pytest.mark.slow
-def test_the_timeout_of_a_turn_does_not_count_a_pause_of_the_job(stage: Stage) -> None:
+def test_the_timeout_of_a_turn_ignores_a_pause_of_the_job(stage: Stage) -> None:
     settings = {"env": {"default": {**ODD, "timeout_s": 0.8}}}
     role, odd_env.RELEASE = EnvRole(stage.worker(1, settings)), threading.Event()
     sample = make_sample_id(next(UIDS), 0, 0)
@@ -434,7 +434,7 @@ def test_the_timeout_of_a_turn_does_not_count_a_pause_of_the_job(stage: Stage) -
     stage.send(1, 1, [turn(sample)])
     role.poll()
     assert role.busy
-    time.sleep(1.0)  # nobody looks at the clock, as where Slurm suspends the job
+    time.sleep(1.0)  # the clock is not read, as in a suspended job
     assert not role.poll()
     odd_env.RELEASE.set()
     settle(role)
@@ -445,7 +445,7 @@ def test_the_timeout_of_a_turn_does_not_count_a_pause_of_the_job(stage: Stage) -
     assert not odd_env.OPEN
 
 
-def test_observations_are_tokens_of_the_template(stage: Stage, role: EnvRole) -> None:
+def test_observations_are_tokenised_with_the_template(stage: Stage, role: EnvRole) -> None:
     tokenizer = stage.worker(1, SETTINGS).tokenizer
     stage.deltas()
     first_turn(stage, role, "plain")
@@ -454,9 +454,7 @@ def test_observations_are_tokens_of_the_template(stage: Stage, role: EnvRole) ->
     assert text == "\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_the_first_observation_is_the_prompt_and_columns_of_the_row_reach_the_environment(
-    stage: Stage, role: EnvRole
-) -> None:
+def test_the_first_observation_is_the_prompt_and_row_columns_are_passed_on(stage: Stage, role: EnvRole) -> None:
     sample = make_sample_id(next(UIDS), 0, 0)
     begun = play(stage, role, turn(sample, "board"))
     assert not begun.ended and not begun.result.error
@@ -475,7 +473,7 @@ def test_the_first_observation_is_the_prompt_and_columns_of_the_row_reach_the_en
         ("long board", "is too long, there is room for 100 tokens", 0.0),
     ],
 )
-def test_an_episode_that_cannot_begin_costs_its_sample(
+def test_an_episode_that_cannot_begin_costs_only_its_sample(
     stage: Stage, role: EnvRole, how: str, error: str, failed: float
 ) -> None:
     begun = play(stage, role, turn(make_sample_id(next(UIDS), 0, 0), how))
@@ -484,8 +482,8 @@ def test_an_episode_that_cannot_begin_costs_its_sample(
 
 
 @pytest.mark.slow
-def test_domains_have_environments_and_threads_of_their_own(stage: Stage) -> None:
-    """One is full and does not hold the other up; an episode to which a reward is added says so at its end."""
+def test_domains_have_separate_environments_and_threads(stage: Stage) -> None:
+    """One is full and does not delay the other; an episode that also gets a reward reports this at its end."""
     envs = {"maths": {**ODD, "max_turns": 1, "add_reward": True}, "default": {**ODD, "timeout_s": 1.0}}
     envs["default"]["num_threads"] = 1
     role, odd_env.RELEASE = EnvRole(stage.worker(1, {"env": envs})), threading.Event()
@@ -508,7 +506,7 @@ def test_domains_have_environments_and_threads_of_their_own(stage: Stage) -> Non
         time.sleep(0.01)
 
 
-def test_tools_reach_the_prompt_and_their_results_the_next_turn(stage: Stage) -> None:
+def test_tools_are_in_the_prompt_and_their_results_in_the_next_turn(stage: Stage) -> None:
     options = {"tools": ["calculator"], "max_result_chars": 64}
     role = EnvRole(stage.worker(1, {"env": {"default": {"name": "tools", "options": options, "max_turns": 3}}}))
     tokenizer, sample = role._worker.tokenizer, make_sample_id(next(UIDS), 0, 0)
@@ -537,7 +535,7 @@ def test_tools_reach_the_prompt_and_their_results_the_next_turn(stage: Stage) ->
         ({"class_path": "tests.workers.odd_env:Echo"}, "4"),
     ],
 )
-def test_special_tokens_reach_environments_that_ask_for_them(stage: Stage, environment: Any, said: str) -> None:
+def test_special_tokens_are_passed_to_environments_that_ask_for_them(stage: Stage, environment: Any, said: str) -> None:
     role = EnvRole(stage.worker(1, {"env": {"default": {**ODD, **environment}}}))
     sample = make_sample_id(next(UIDS), 0, 0)
     play(stage, role, turn(sample, "echo"))
@@ -548,7 +546,7 @@ def test_special_tokens_reach_environments_that_ask_for_them(stage: Stage, envir
     role.close()
 
 
-def test_what_a_held_out_episode_shows_last_is_kept_for_the_evaluation(stage: Stage, role: EnvRole) -> None:
+def test_the_last_observation_of_a_validation_episode_is_kept_for_the_evaluation(stage: Stage, role: EnvRole) -> None:
     own, other = (make_sample_id(uid, 0, 0) for uid in (validation_uid(0, 1), next(UIDS)))
     for sample in (own, other):
         play(stage, role, turn(sample, "plain"))
@@ -570,7 +568,7 @@ def test_what_a_held_out_episode_shows_last_is_kept_for_the_evaluation(stage: St
     stage.deltas()
 
 
-def test_by_steps_the_next_prompt_shows_tools_and_their_results(stage: Stage) -> None:
+def test_by_steps_the_next_prompt_contains_tools_and_their_results(stage: Stage) -> None:
     env = {"name": "tools", "options": {"tools": ["calculator"]}, "max_turns": 3, "episode": "steps", "history": 1}
     role, sample = EnvRole(stage.worker(1, {"env": {"default": env}})), make_sample_id(next(UIDS), 0, 0)
     play(stage, role, turn(sample, "plain", room=1000))
@@ -585,7 +583,7 @@ def test_by_steps_the_next_prompt_shows_tools_and_their_results(stage: Stage) ->
 
 
 @pytest.mark.parametrize("history", [0, 1])
-def test_by_steps_the_next_prompt_is_sent_instead_of_what_follows(stage: Stage, history: int) -> None:
+def test_by_steps_the_whole_next_prompt_is_sent_instead_of_an_extension(stage: Stage, history: int) -> None:
     settings = {"env": {"default": {**ODD, "episode": "steps", "history": history}}}
     role, (sample, other) = EnvRole(stage.worker(1, settings)), (make_sample_id(next(UIDS), 0, 0) for _ in range(2))
     decode, texts, said = role._worker.tokenizer.decode, [], ""
@@ -606,8 +604,8 @@ def test_by_steps_the_next_prompt_is_sent_instead_of_what_follows(stage: Stage, 
 
 
 @pytest.mark.slow
-def test_by_default_turns_that_wait_do_not_wait_for_each_other(stage: Stage) -> None:
-    """32 turns of .875 s took 28 s one after the other; and one that computes leaves the others waiting."""
+def test_waiting_turns_run_concurrently_by_default(stage: Stage) -> None:
+    """One after the other, 32 turns of .875 s took 28 s; a turn that computes still blocks the others."""
     role = EnvRole(stage.worker(1, {"env": {"default": ODD | {"timeout_s": 60.0}}}))
     samples = [make_sample_id(next(UIDS), 0, 0) for _ in range(32)]
     stage.send(1, 1, [turn(sample, "naps") for sample in samples])
@@ -631,10 +629,10 @@ def test_by_default_turns_that_wait_do_not_wait_for_each_other(stage: Stage) -> 
     stage.deltas()
 
 
-def test_what_info_shows_around_an_observation_is_seen(
+def test_text_around_an_observation_in_info_is_shown(
     stage: Stage, role: EnvRole, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """GEM's games have their board there. What nobody sees is named once."""
+    """GEM's games put their board there. Text that is not shown is named once."""
     sample = make_sample_id(next(UIDS), 0, 0)
     play(stage, role, turn(sample, "around"))
     [first] = stage.deltas()
@@ -652,7 +650,7 @@ def test_what_info_shows_around_an_observation_is_seen(
     play(stage, role, turn(sample))
 
 
-def test_an_episode_that_fills_its_sequence_is_truncated_and_has_no_error(stage: Stage) -> None:
+def test_an_episode_that_fills_its_sequence_is_truncated_without_an_error(stage: Stage) -> None:
     limited = {"env": {"default": ODD | {"max_sequence_tokens": 900}}, "data": {"max_prompt_tokens": 400}}
     role = EnvRole(stage.worker(1, limited | {"rollout": {"max_new_tokens": 100}}))
     full = first_turn(stage, role, "long", room=300)
@@ -669,14 +667,14 @@ def test_an_episode_that_fills_its_sequence_is_truncated_and_has_no_error(stage:
 
 
 @pytest.mark.parametrize(("how", "success", "truncated"), [("is over", 1.0, 0.0), ("is cut", 0.0, 1.0)])
-def test_a_reset_may_end_the_episode(stage: Stage, role: EnvRole, how: str, success: float, truncated: float) -> None:
+def test_a_reset_can_end_the_episode(stage: Stage, role: EnvRole, how: str, success: float, truncated: float) -> None:
     over = play(stage, role, turn(make_sample_id(next(UIDS), 0, 0), how))
     assert over.ended and not over.result.error and not over.failed and not stage.deltas()
     assert (over.result.score, over.result.metrics["truncated"]) == (success, truncated)
 
 
 @pytest.mark.parametrize("episode", ["trajectory", "steps"])
-def test_examples_stand_before_the_first_prompt(stage: Stage, episode: str) -> None:
+def test_examples_precede_the_first_prompt(stage: Stage, episode: str) -> None:
     env = {"name": "guess", "options": {"high": 8, "tag": ""}, "max_turns": 2, "examples": 2, "episode": episode}
     env |= {"history": 0} if episode == "steps" else {}
     settings = {"env": {"default": env}, "data": {"max_prompt_tokens": 1000}}
@@ -706,8 +704,8 @@ def test_examples_stand_before_the_first_prompt(stage: Stage, episode: str) -> N
 
 @pytest.mark.parametrize("template", [QWEN2_5, QWEN3], ids=["qwen2.5", "qwen3"])
 @pytest.mark.parametrize("thinking", ["keep", "cut"])
-def test_by_steps_later_prompts_show_no_thinking_where_asked(stage: Stage, template: str, thinking: str) -> None:
-    """After the result of a tool, even a template that drops old thinking still shows that of the call."""
+def test_by_steps_later_prompts_omit_reasoning_if_configured(stage: Stage, template: str, thinking: str) -> None:
+    """After a tool result, even a template that drops old reasoning still shows the reasoning of the call."""
     env = {"name": "tools", "options": {"tools": ["calculator"], "format": "hermes"}, "max_turns": 3}
     worker = stage.worker(1, {"env": {"default": env | {"episode": "steps", "thinking": thinking}}})
     worker.tokenizer.chat_template = template
@@ -724,7 +722,7 @@ def test_by_steps_later_prompts_show_no_thinking_where_asked(stage: Stage, templ
     role.close()
 
 
-def test_a_remote_environment_plays_in_the_event_loop(stage: Stage) -> None:
+def test_a_remote_environment_runs_in_the_event_loop(stage: Stage) -> None:
     with serving(numbers={"name": "guess", "options": {"high": 9, "tag": ""}}) as url:
         env = {"name": "remote", "options": {"url": url, "section": "numbers"}, "max_turns": 2}
         role, sample = EnvRole(stage.worker(1, {"env": {"default": env}})), make_sample_id(next(UIDS), 0, 0)

@@ -1,4 +1,4 @@
-"""Hand-over and log-probs between ranks, in parts, to ranks with and without rows."""
+"""Rollout transfer and log-probs between ranks, in parts, to ranks with and without rows."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def said(sample: int) -> str:
 
 
 def pick(samples: list[int]) -> dict[str, list[np.ndarray]]:
-    """Values that tell where they belong."""
+    """Values that identify their rows and positions."""
 
     texts = [said(sample).encode() for sample in samples]
 
@@ -69,7 +69,7 @@ def workers(threads: Threads, stage: Stage) -> list[Worker]:
     return made
 
 
-def test_tokens_of_weights_that_max_staleness_forbids_are_refused(threads: Threads, workers: list[Worker]) -> None:
+def test_tokens_beyond_max_staleness_are_refused(threads: Threads, workers: list[Worker]) -> None:
     sizes = {sample: Sizes(length, length - 1) for sample, length in LENGTHS.items()}
     rows, exchanges = {0: SAMPLES, 1: [], 2: []}, [Exchange(worker) for worker in workers]
     scored = {sample: {"rewards": 0.0, "scores": 0.0, "turn_rewards": ()} for sample in SAMPLES}
@@ -86,7 +86,7 @@ def test_tokens_of_weights_that_max_staleness_forbids_are_refused(threads: Threa
     assert threads.every(carry_out) == ["step 8 got a token of weights 6; rollout.max_staleness allows 7", "", ""]
 
 
-def test_a_field_that_a_destination_has_not_declared_is_refused(threads: Threads, workers: list[Worker]) -> None:
+def test_a_field_undeclared_at_its_destination_is_refused(threads: Threads, workers: list[Worker]) -> None:
     command = TransferRollouts(9, "rollout", [], ["token_ids", "entropies"], {}, False)
     with pytest.raises(ValueError, match="fields entropies are sent to a rank that has not declared them"):
         Exchange(workers[1]).handlers()[TransferRollouts](command, 1)
@@ -94,7 +94,7 @@ def test_a_field_that_a_destination_has_not_declared_is_refused(threads: Threads
 
 @pytest.mark.parametrize("part_samples", [100, 5], ids=["whole", "in parts"])
 @pytest.mark.parametrize("trained", [{1: SAMPLES, 2: []}, {1: SAMPLES[:3], 2: SAMPLES[3:]}], ids=["one idle", "both"])
-def test_batches_and_fields_arrive(
+def test_transferred_batches_and_fields_arrive(
     threads: Threads,
     workers: list[Worker],
     monkeypatch: pytest.MonkeyPatch,
@@ -119,7 +119,7 @@ def test_batches_and_fields_arrive(
     sizes = {sample: Sizes(length, length - 1, len(said(sample).encode())) for sample, length in LENGTHS.items()}
     between = moves(dict.fromkeys(SAMPLES, 0), rows, sizes, readers=trained)
     for worker in workers:
-        worker.roles.pop("trainer", None)  # what trainers tell each other needs their default group
+        worker.roles.pop("trainer", None)  # exchanges between trainers need their default group
     carry_out(rollout_transfers(7, "rollout", between, rows, scored, FIELDS))
     assert not any(exchange._shares for exchange in exchanges)
     for rank, samples in rows.items():

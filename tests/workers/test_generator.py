@@ -1,4 +1,4 @@
-"""The generator role with its real engine: a refused prompt costs its sample, environments hear of dropped ones."""
+"""The generator role with its real engine: a refused prompt costs its sample, environments get dropped samples."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def carry_out(role: GeneratorRole, command: m.Command) -> m.DecodeChunkDone:
     return role.handlers()[type(command)](command, 1)
 
 
-def test_a_refused_prompt_ends_its_samples_and_no_others(stage: Stage, role: GeneratorRole) -> None:
+def test_a_refused_prompt_ends_only_its_samples(stage: Stage, role: GeneratorRole) -> None:
     scored = [result for event in stage.heard() for result in event.samples]
     assert [result.sample for result in scored] == SAMPLES[2:]
     assert all("outside the vocabulary" in result.error for result in scored[:2])
@@ -87,14 +87,14 @@ def test_only_responses_that_an_environment_continues_are_kept(stage: Stage, rol
     assert len(plain) > 3 and role.engine._blocks.match(plain[:-1]).tail_tokens == 2
 
 
-def test_a_refused_sample_that_is_dropped_first_is_answered_for(stage: Stage, role: GeneratorRole) -> None:
+def test_a_refused_sample_that_is_dropped_first_is_reported_as_aborted(stage: Stage, role: GeneratorRole) -> None:
     stage.heard()
     aborted = carry_out(role, m.AbortSamples(SAMPLES[1:3]))
     assert [(e.sample, e.reason) for e in aborted.finished] == [(sample, "abort") for sample in SAMPLES[1:3]]
     assert sorted(e.sample for e in carry_out(role, m.DecodeChunk(8, [2], [1])).turns) == [SAMPLES[0], *SAMPLES[3:]]
 
 
-def test_a_refused_next_turn_keeps_what_was_generated(stage: Stage, role: GeneratorRole) -> None:
+def test_a_refused_next_turn_keeps_earlier_turns(stage: Stage, role: GeneratorRole) -> None:
     stage.heard()
     before = {e.sample: e for e in carry_out(role, m.DecodeChunk(8, [2], [1])).turns}
     good, bad = SAMPLES[:2]
@@ -116,7 +116,7 @@ def test_a_refused_next_turn_keeps_what_was_generated(stage: Stage, role: Genera
         assert columns["loss_mask"][0][-1]
 
 
-def test_a_dropped_turn_counts_with_those_before_it(stage: Stage, role: GeneratorRole) -> None:
+def test_a_dropped_turn_is_counted_with_earlier_turns(stage: Stage, role: GeneratorRole) -> None:
     stage.heard()
     before = {e.sample: e.model_tokens for e in carry_out(role, m.DecodeChunk(8, [2], [1])).turns}
     stage.send(1, 2, [m.EnvObservation(SAMPLES[0], np.array([9], dtype=np.int32).tobytes())])
@@ -126,7 +126,7 @@ def test_a_dropped_turn_counts_with_those_before_it(stage: Stage, role: Generato
     assert [(e.sample, e.model_tokens) for e in aborted.finished] == [(SAMPLES[0], before[SAMPLES[0]] + 1)]
 
 
-def test_environments_hear_how_much_room_there_is_and_what_was_dropped(stage: Stage, role: GeneratorRole) -> None:
+def test_environments_get_the_remaining_length_and_dropped_samples(stage: Stage, role: GeneratorRole) -> None:
     stage.heard()
     done = carry_out(role, m.DecodeChunk(8, [2], [1]))
     total = {e.sample: e.total_tokens for e in done.turns}
@@ -144,7 +144,7 @@ def test_environments_hear_how_much_room_there_is_and_what_was_dropped(stage: St
     ("ids", "marked"),
     [([1, 40, 2], "<|im_start|>F"), ([40, 1, 40], "F<|im_start|>F"), ([40, 2], ""), ([40, 40], ""), ([2], "")],
 )
-def test_environments_hear_special_tokens_but_the_last(
+def test_environments_get_special_tokens_except_the_last(
     stage: Stage, role: GeneratorRole, ids: list[int], marked: str
 ) -> None:
     decode_chunk = role.engine.step
@@ -156,7 +156,7 @@ def test_environments_hear_special_tokens_but_the_last(
     assert {(turn.text_with_special_tokens, turn.text) for turn in turns} == {(marked, "F" * ids.count(40))}
 
 
-def test_a_text_tells_that_its_prompt_has_begun_the_reasoning(stage: Stage, role: GeneratorRole) -> None:
+def test_a_turns_text_includes_reasoning_begun_in_the_prompt(stage: Stage, role: GeneratorRole) -> None:
     sample, prompt = make_sample_id(9, 0, 0), role._worker.tokenizer.encode("<think>\n", add_special_tokens=False)
     for uid, ids in ((9, prompt), (10, prompt[:-2])):
         admit(role, {uid: ("plain", ids)}, [make_sample_id(uid, 0, 0)])
@@ -167,10 +167,10 @@ def test_a_text_tells_that_its_prompt_has_begun_the_reasoning(stage: Stage, role
     assert text == f"<think>\n{written}" == turn.messages[-1]["content"] and not other.startswith("<think>")
 
 
-def test_a_field_of_the_engine_is_kept_and_read_again(
+def test_a_field_of_the_engine_is_kept_and_read_back(
     stage: Stage, role: GeneratorRole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Declared once and given in Output.columns: held, padded where the environment speaks, and in a checkpoint."""
+    """Declared once and given in Output.columns: held, padded at observations, and in a checkpoint."""
     field = Field("entropies", "float64", Level.TOKEN, Origin.GENERATOR, "of a token", wire="float16", fill=-2)
     monkeypatch.setitem(FIELDS, "entropies", field)
     decode_chunk, sample = role.engine.step, make_sample_id(9, 0, 0)
@@ -198,7 +198,7 @@ def test_a_field_of_the_engine_is_kept_and_read_again(
     stage.mail(1, m.Turn)
 
 
-def test_domains_with_and_without_environments_share_a_burst(stage: Stage, role: GeneratorRole) -> None:
+def test_domains_with_and_without_environments_share_a_decode_chunk(stage: Stage, role: GeneratorRole) -> None:
     stage.heard()
     single = [make_sample_id(9, 0, member) for member in range(2)]
     admit(role, {9: ("plain", [5, 6])}, single)
@@ -213,7 +213,7 @@ def test_domains_with_and_without_environments_share_a_burst(stage: Stage, role:
             *QUESTION,
             {"role": "assistant", "content": response.text},
         ]
-    # After its episode a sample is scored with all that was said.
+    # After its episode a sample is scored with all its turns.
     carry_out(role, m.Rescore(SAMPLES[:1], [2]))
     [response] = stage.mail(2, m.Response)
     assert json.loads(response.meta)["extra"] == {"level": 2, "messages": role.samples[SAMPLES[0]].held.messages}
@@ -238,7 +238,7 @@ def test_a_reward_gets_all_turns_of_an_episode(stage: Stage, role: GeneratorRole
     assert held.messages[-2]["content"] == "ha", "what an environment says is not a turn of the model"
 
 
-def test_the_first_observation_takes_the_place_of_the_prompt(stage: Stage, role: GeneratorRole) -> None:
+def test_the_first_observation_replaces_the_prompt(stage: Stage, role: GeneratorRole) -> None:
     stage.heard()
     sample, said = make_sample_id(9, 0, 0), [{"role": "user", "content": "a board"}]
     admit(role, {9: ("d", [5, 6])}, [sample])
@@ -252,7 +252,7 @@ def test_the_first_observation_takes_the_place_of_the_prompt(stage: Stage, role:
     assert held.token_ids[:3].tolist() == [7, 8, 9] and len(held.token_ids) == end.total_tokens > 3
     assert held.turn_ids.tolist() == [-1] * 3 + [0] * end.model_tokens
     assert [message["role"] for message in held.messages] == ["user", "assistant"] and held.messages[0] == said[0]
-    # One that is dropped before its environment was told of is answered for, and forgotten.
+    # A sample dropped before its environment got it is reported as aborted and forgotten.
     other = make_sample_id(10, 0, 0)
     admit(role, {10: ("d", [5, 6])}, [other])
     aborted = carry_out(role, m.AbortSamples([other]))
@@ -261,7 +261,7 @@ def test_the_first_observation_takes_the_place_of_the_prompt(stage: Stage, role:
     stage.mail(1, m.Turn)
 
 
-def test_the_turns_of_an_episode_share_its_tokens(stage: Stage, role: GeneratorRole) -> None:
+def test_all_turns_of_an_episode_share_its_token_limit(stage: Stage, role: GeneratorRole) -> None:
     """A turn may have 4, the episode 6."""
     carry_out(role, m.AbortSamples(SAMPLES))
     sample, written = make_sample_id(9, 0, 0), [0]
@@ -280,7 +280,7 @@ def test_the_turns_of_an_episode_share_its_tokens(stage: Stage, role: GeneratorR
 def test_a_turn_by_steps_follows_its_own_prompt(
     stage: Stage, role: GeneratorRole, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A row holds every prompt and turn; the engine gets the prompt of the turn alone, which may be as long as any."""
+    """A row holds every prompt and turn; the engine gets only the turn's prompt, which may have any allowed length."""
     stage.heard()
     carry_out(role, m.AbortSamples(SAMPLES))
     sample, (wall, lake) = make_sample_id(9, 0, 0), ([{"role": "user", "content": said}] for said in ("wall", "lake"))
@@ -313,7 +313,7 @@ def test_a_turn_by_steps_follows_its_own_prompt(
     stage.mail(1, m.Turn)
 
 
-def test_a_refused_prompt_of_a_step_leaves_no_trace(stage: Stage, role: GeneratorRole) -> None:
+def test_a_refused_prompt_of_a_later_step_leaves_no_trace(stage: Stage, role: GeneratorRole) -> None:
     carry_out(role, m.AbortSamples(SAMPLES))
     sample = make_sample_id(9, 0, 0)
     admit(role, {9: ("steps", [5, 6])}, [sample])
@@ -331,7 +331,7 @@ def test_a_refused_prompt_of_a_step_leaves_no_trace(stage: Stage, role: Generato
     stage.heard()
 
 
-def test_responses_end_as_tokenizer_and_template_say(stage: Stage, model_folder: Path, tmp_path: Path) -> None:
+def test_responses_end_at_tokens_of_tokenizer_and_template(stage: Stage, model_folder: Path, tmp_path: Path) -> None:
     """Also where the model's generation config names another token, under which no response would end."""
     folder = tmp_path / "model"
     shutil.copytree(model_folder, folder)
@@ -350,7 +350,7 @@ def test_responses_end_as_tokenizer_and_template_say(stage: Stage, model_folder:
     assert (ended.model_tokens, ended.reason) == (1, "stop")
 
 
-def test_media_that_the_engine_does_not_take_cost_their_prompt(stage: Stage, role: GeneratorRole) -> None:
+def test_media_that_the_engine_does_not_take_fail_their_prompt(stage: Stage, role: GeneratorRole) -> None:
     stage.heard()
     ids, media = np.array([5, 6], dtype=np.int32).tobytes(), (Medium("image", b"x"),)
     payloads = [m.PromptPayload(8, "plain", ids, META), m.PromptPayload(9, "plain", ids, META, media)]

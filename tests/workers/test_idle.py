@@ -1,4 +1,4 @@
-"""A rank without work sleeps, and still answers at once."""
+"""A rank without work sleeps and still answers at once."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hpcrl.messaging.world import rank_queue
 from tests.dist.conftest import Threads
 from tests.workers.conftest import Stage
 
-AT_ONCE_S = 0.4  # an idle rank looks by itself every second
+AT_ONCE_S = 0.4  # an idle rank polls every second
 
 
 class Counting:
-    """An inbox that counts how often it is asked."""
+    """An inbox that counts how often it is read."""
 
     def __init__(self, inbox: Any):
         self._inbox, self.num_calls = inbox, 0
@@ -53,10 +53,10 @@ def test_an_idle_rank_sleeps_and_answers_at_once(threads: Threads, stage: Stage,
         answer(threads)  # it has joined
         sender.send(rank_queue(rank), BuildRole(role, [rank]))
         assert isinstance(answer(threads)[0], Done)
-        time.sleep(1.2)  # it looks ever more rarely
+        time.sleep(1.2)  # it polls ever less often
         before = inbox.num_calls
         time.sleep(1)
-        assert inbox.num_calls - before <= 2  # 10 with a look every 100 ms
+        assert inbox.num_calls - before <= 2  # 10 when polling every 100 ms
         if role == "env":
             meta = json.dumps({"prompt": "?", "answer": "4", "messages": [], "tools": None, "extra": {}}).encode()
             stage.send(2, 1, [Turn(5, "maths", "", meta, "stop", 2, 2, 100, starts_episode=True)])
@@ -64,7 +64,7 @@ def test_an_idle_rank_sleeps_and_answers_at_once(threads: Threads, stage: Stage,
             assert isinstance(event, Observed) and seconds < AT_ONCE_S
             time.sleep(1.5)
     finally:
-        for _ in range(3000):  # of what others may send
+        for _ in range(3000):  # of messages that others may send
             world.mailbox_server.queue(rank_queue(rank)).put(Arrival(0, b"noise"))
         sender.send(rank_queue(rank), Shutdown())
     event, seconds = answer(threads)

@@ -75,7 +75,7 @@ class Pair:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", NATIVE)
-def test_a_shared_model_trains_and_generates_like_two(family: str, dtype: str, tmp_path: Path) -> None:
+def test_a_shared_model_trains_and_generates_like_two_separate_ones(family: str, dtype: str, tmp_path: Path) -> None:
     shared, apart = Pair(family, tmp_path / "a", dtype=dtype), Pair(family, tmp_path / "b", shared=False, dtype=dtype)
     for version in (0, 1):
         for pair in (shared, apart):
@@ -95,7 +95,7 @@ def test_a_shared_model_trains_and_generates_like_two(family: str, dtype: str, t
         assert (shared.trainer.logprobs(batch, [[0, 1, 2]], 1.0) - logprobs[0]).abs().max() > 1e-3
 
 
-def test_tokens_never_get_the_version_of_other_weights(tmp_path: Path) -> None:
+def test_tokens_never_get_the_version_of_different_weights(tmp_path: Path) -> None:
     pair = Pair("qwen3", tmp_path)
     pair.load(0)
     params = SamplingParams(8, ignore_eos=True)

@@ -12,7 +12,7 @@ from hpcrl.workers.peaks import Peaks, take_peak, trim_heap
 MIB = 1 << 20
 
 
-def test_a_peak_counts_what_was_there_for_a_moment() -> None:
+def test_a_peak_includes_short_lived_memory() -> None:
     take_peak()
     before = take_peak()
     filled = torch.ones(64 * MIB // 4)
@@ -21,7 +21,7 @@ def test_a_peak_counts_what_was_there_for_a_moment() -> None:
     assert abs(take_peak() - before) < 8 * MIB  # the peak is that since the last call
 
 
-def test_peaks_belong_to_the_phase_of_their_command() -> None:
+def test_peaks_are_assigned_to_the_phase_of_their_command() -> None:
     peaks = Peaks()
     sizes = {"train": 96, "generate": 32, "publish": 64, "reference": 16}
     commands = {

@@ -1,4 +1,4 @@
-"""What hpcrl does with the chat templates that people's models have: all of tests/templates."""
+"""hpcrl with the chat templates of published models: all of tests/templates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.templates import FOLDER, TABLE, tokenizer_of
 LICENCES = {"Apache-2.0", "MIT", "LicenseRef-MIT-modified"}
 
 
-def test_every_template_has_its_source_and_a_licence_that_allows_it_here() -> None:
+def test_every_template_has_a_source_and_a_suitable_licence() -> None:
     assert len(TABLE) >= 40
     assert {file.stem for file in FOLDER.glob("*.jinja")} == set(TABLE)
     for published in TABLE.values():
@@ -23,7 +23,7 @@ def test_every_template_has_its_source_and_a_licence_that_allows_it_here() -> No
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_a_question_is_rendered_with_the_control_tokens_of_the_model(name: str) -> None:
+def test_a_question_is_rendered_with_the_models_control_tokens(name: str) -> None:
     tokenizer = tokenizer_of(name)
     text = render(tokenizer, [{"role": "user", "content": "7 and 8?"}], None)
     ids = encode(tokenizer, text)
@@ -49,7 +49,7 @@ NO_CALLS = {"granite-3.3", "phi-3", "phi-3.5", "qwen2.5-vl", "rwkv-world", "smol
 UNSAFE = {"kimi-k2", "kimi-k2-thinking"}
 """As llama.cpp has changed them, they call methods that Jinja's sandbox refuses, where there are calls."""
 REWRITTEN: dict[str, tuple[set[int], set[int]]] = {
-    # The thinking that the prompt begins is left out of earlier turns, or of those before the last question.
+    # Reasoning that the prompt begins is omitted in earlier turns, or in turns before the last question.
     **dict.fromkeys(
         ("apriel-1.6", "deepseek-v3.2", "gemma-4-interleaved", "glm-4.7-flash", "minimax-m2", "qwq"), (set(), set())
     ),
@@ -92,7 +92,7 @@ WORK = [user("one?"), call(1), result(1, "2"), call(2), result(2, "3"), answer("
 
 @pytest.mark.parametrize("dialogue", [TALK, WORK], ids=["talk", "work"])
 @pytest.mark.parametrize("name", TABLE)
-def test_three_turns_have_the_tokens_of_the_whole_dialogue(name: str, dialogue: list[dict[str, Any]]) -> None:
+def test_three_turns_have_the_tokens_of_the_complete_dialogue(name: str, dialogue: list[dict[str, Any]]) -> None:
     """Each turn as the template writes it, with what follows an observation, is the template's text of all messages."""
     tokenizer, tools = tokenizer_of(name), [TOOL] if dialogue is WORK else None
     if dialogue is WORK and name in NO_CALLS | UNSAFE:
@@ -149,7 +149,7 @@ BETWEEN = {
 
 
 @pytest.mark.parametrize(("name", "end"), BETWEEN)
-def test_what_follows_a_turn_is_what_the_family_was_trained_on(name: str, end: str) -> None:
+def test_text_after_a_turn_matches_the_training_format_of_the_family(name: str, end: str) -> None:
     tokenizer = tokenizer_of(name)
     last = tokenizer.convert_tokens_to_ids(end)
     for observation, expected in zip(([result(1, "7")], [user("no")]), BETWEEN[name, end], strict=True):
@@ -170,13 +170,13 @@ def test_what_follows_a_turn_is_what_the_family_was_trained_on(name: str, end: s
         ("glm-4.6", "<|observation|>\n<tool_response>\n7\n</tool_response><|assistant|>"),
     ],
 )
-def test_a_call_that_a_stop_string_ended_gets_the_end_of_a_call(name: str, between: str) -> None:
+def test_a_call_ended_by_a_stop_string_gets_its_end_token(name: str, between: str) -> None:
     tokenizer = tokenizer_of(name)
     [last] = tokenizer.encode("}", add_special_tokens=False)
     assert tokenizer.decode(observation_ids(tokenizer, [result(1, "7")], last, [TOOL])) == between
 
 
-def test_a_result_that_has_the_stand_in_for_a_turn_ends_no_turn() -> None:
+def test_a_result_containing_the_placeholder_of_a_turn_ends_no_turn() -> None:
     tokenizer = tokenizer_of("qwen3")
     last = tokenizer.convert_tokens_to_ids("<|im_end|>")
     text = "0CONTENT0 0CONTENT10 <|im_end|>"
@@ -186,7 +186,7 @@ def test_a_result_that_has_the_stand_in_for_a_turn_ends_no_turn() -> None:
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_system_prompts_and_tools_are_shown_and_errors_are_refusals(name: str) -> None:
+def test_system_prompts_and_tools_are_rendered_or_refused(name: str) -> None:
     tokenizer, strict = tokenizer_of(name), {"ministral-3", "mistral-nemo", "mistral-small-3.2"}
     check_continues(tokenizer)
     text = render(tokenizer, [{"role": "system", "content": "You count."}, user("one?")], [TOOL])
@@ -200,7 +200,7 @@ def test_system_prompts_and_tools_are_shown_and_errors_are_refusals(name: str) -
     assert thinks == not_so or "enable_thinking" in TABLE[name].template
 
 
-def test_a_template_that_continues_no_dialogue_is_refused_at_the_start() -> None:
+def test_a_template_that_cannot_continue_a_dialogue_is_refused_at_the_start() -> None:
     tokenizer = tokenizer_of("qwen2.5")
     tokenizer.chat_template = "{% if messages | length > 1 %}{{ raise_exception('one question only') }}{% endif %}"
     with pytest.raises(ValueError, match=r"^model.path: environments need .*: TemplateError: one question only$"):

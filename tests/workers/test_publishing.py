@@ -27,7 +27,7 @@ TRAINER = 2
 
 
 class Pair:
-    """The trainer on rank 2 and a generator beside it or on rank 1."""
+    """The trainer on rank 2, and a generator in the same process or on rank 1."""
 
     def __init__(self, threads: Threads, stage: Stage, generator: int, settings: dict[str, Any]):
         epoch = next(EPOCHS)
@@ -58,7 +58,7 @@ class Pair:
         self._threads.every(pull)
 
     def same(self) -> bool:
-        """Whether the generator has the trainer's weights, in its own type."""
+        """Whether the generator has the trainer's weights, in its own dtype."""
         given = {name: tensor.bfloat16() for name, tensor in self.trainer.engine.named_weights()}
         shown = {name: tensor.clone() for name, tensor in self.engine.loaded_weights(given)}
         return given.keys() == shown.keys() and all(torch.equal(shown[name], given[name]) for name in given)
@@ -79,7 +79,7 @@ def pair(threads: Threads, stage: Stage, request: pytest.FixtureRequest) -> Iter
     dist.destroy_process_group()
 
 
-def test_the_generator_has_the_trainers_weights_in_its_own_type(pair: Pair) -> None:
+def test_the_generator_has_the_trainers_weights_in_its_own_dtype(pair: Pair) -> None:
     asked: list[torch.dtype] = []
     load = pair.engine.load_weights
 
@@ -120,7 +120,7 @@ def test_a_corrupted_byte_of_a_fused_matrix_is_named(pair: Pair, matrix: str, na
         pair.update(7)
 
 
-def test_an_engine_that_shows_nothing_is_checked_as_it_gets_the_weights(pair: Pair) -> None:
+def test_an_engine_without_readable_weights_is_checked_while_loading(pair: Pair) -> None:
     class Closed:
         def __init__(self, engine: NativeEngine):
             self._engine, self.names = engine, list[str]()
@@ -154,7 +154,7 @@ LORA_WAYS = {
 
 
 @pytest.mark.parametrize("way", LORA_WAYS)
-def test_adapters_travel_alone(way: str, threads: Threads, stage: Stage) -> None:
+def test_only_adapters_are_sent(way: str, threads: Threads, stage: Stage) -> None:
     generator, trainer = LORA_WAYS[way]
     settings = SETTINGS | {"trainer": {"lora": {"rank": 2, "target_modules": ["k_proj", "down_proj"]}} | trainer}
     pair = Pair(threads, stage, generator, settings)

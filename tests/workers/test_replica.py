@@ -1,4 +1,4 @@
-"""A replica of two ranks: the first speaks, the other does the same in silence."""
+"""A replica of two ranks: only the first answers, the other does the same work."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PROMPTS = {1: ("d", [5, 6, 7]), 2: ("plain", [5, 10**6]), 3: ("plain", [8, 9])}
 
 
 class Replica:
-    """The generator roles of both ranks, whose engines compare what they do, and a thread for each."""
+    """The generator roles of both ranks, whose engines compare their calls, and a thread for each."""
 
     def __init__(self, stage: Stage, model_folder: Path):
         def build(rank: int) -> GeneratorRole:
@@ -44,11 +44,11 @@ class Replica:
         self.roles = list(self._threads.map(build, RANKS))
 
     def tell(self, command: m.Command) -> list[Any]:
-        """What both ranks answer to a command that they get at the same time."""
+        """Both ranks' answers to a command that they get at the same time."""
         return list(self._threads.map(lambda role: role.handlers()[type(command)](command, 1), self.roles))
 
     def each(self, act: Callable[[int], Any]) -> list[BaseException | None]:
-        """What the threads raise when the ranks act, by their place in the replica."""
+        """Errors of the threads when the ranks act, by their index in the replica."""
         return [done.exception() for done in [self._threads.submit(act, at) for at in range(2)]]
 
     def same(self, samples: list[int]) -> bool:
@@ -68,7 +68,7 @@ def replica(stage: Stage, model_folder: Path) -> Replica:
         return Replica(stage, model_folder)
 
 
-def test_the_first_rank_speaks_and_the_other_does_the_same(stage: Stage, replica: Replica) -> None:
+def test_only_the_first_rank_answers_and_the_others_do_the_same(stage: Stage, replica: Replica) -> None:
     first, other = replica.roles
     payloads = [
         m.PromptPayload(uid, domain, np.array(ids, dtype=np.int32).tobytes(), META)
@@ -84,7 +84,7 @@ def test_the_first_rank_speaks_and_the_other_does_the_same(stage: Stage, replica
     assert [(turn.sample, turn.starts_episode, turn.reply_to) for turn in stage.mail(0, m.Turn)] == [(PLAYED, True, 1)]
     assert [response.sample for response in stage.mail(0, m.Response)] == [PLAIN]
     for observation, said in (([], b"[]"), ([9, 9], b'[{"role": "user", "content": "again"}]')):
-        # It reaches the first rank alone, which passes it on.
+        # It reaches only the first rank, which broadcasts it.
         stage.send(0, 1, [m.EnvObservation(PLAYED, np.array(observation, dtype=np.int32).tobytes(), said)])
         replica.tell(m.Admit([], [(PLAYED, 3)], SAMPLING))
         done, silent = replica.tell(m.DecodeChunk(8, [0], [0]))
@@ -99,8 +99,8 @@ def test_the_first_rank_speaks_and_the_other_does_the_same(stage: Stage, replica
     assert not first.samples and not other.samples and not stage.heard()
 
 
-def test_an_observation_that_is_passed_on_early_is_kept(stage: Stage, replica: Replica) -> None:
-    """The first rank may be ahead: here it has admitted the next turn before the other knows the sample."""
+def test_an_observation_broadcast_early_is_kept(stage: Stage, replica: Replica) -> None:
+    """The first rank may be ahead: here it has admitted the next turn before the other rank has the sample."""
     first, other = replica.roles
     sample = make_sample_id(7, 0, 0)
     payload = m.PromptPayload(7, "d", np.array([5, 6], dtype=np.int32).tobytes(), META)
@@ -119,8 +119,8 @@ def test_an_observation_that_is_passed_on_early_is_kept(stage: Stage, replica: R
     replica.tell(m.AbortSamples([sample]))
 
 
-def test_ranks_that_do_different_things_are_noticed(replica: Replica) -> None:
-    """The comparison that the tests here and of whole runs rest on; a job that is suspended in it does not fail."""
+def test_ranks_that_diverge_are_noticed(replica: Replica) -> None:
+    """The tests here and of whole runs rely on this comparison; a job suspended during it does not fail."""
     assert all(role.engine._replica.group.options._timeout == UNCOUNTED for role in replica.roles)
     steps = [role.engine.step for role in replica.roles]
     for error in replica.each(lambda rank: steps[rank](4 + rank)):

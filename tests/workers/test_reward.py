@@ -1,4 +1,4 @@
-"""The reward role: what it does with responses whose reward scores groups."""
+"""The reward role with rewards that score groups."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def echo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Serving:
-    """A role on a thread, which does not work before go()."""
+    """A role on a thread, which starts to work at go()."""
 
     def __init__(self, make: Any, **sections: Any):
         wakeup = threading.Event()
@@ -79,7 +79,7 @@ def serving() -> Iterator[Callable[..., Serving]]:
 
 
 def go_with(count: int, ranks: list[Serving]) -> None:
-    """Let the ranks work once they have so many questions together."""
+    """Let the ranks work once they have this many requests in total."""
     deadline = time.monotonic() + 600
     while sum(rank.role._service.in_flight for rank in ranks) < count and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -95,7 +95,7 @@ def judge(serving: Any, echo: Path, **more: Any) -> Serving:
 def score(
     urls: list[str], name: str, options: dict[str, Any], items: list[RewardItem], of: str = "", **more: Any
 ) -> list[Score]:
-    """What the reward `name`, or a part of it, makes of the answers of the ranks of a role."""
+    """The scores of the reward `name`, or of its part, from the answers of a role's ranks."""
     patient = {} if of else {"request_timeout_s": 600}
     reward = make_reward(RewardConfig(name=name, timeout_s=900, options=patient | options))
     reward.connect(Services({of or name: urls}, {of or name: "m"}, TOKEN, **more))
@@ -103,7 +103,7 @@ def score(
     return list(asyncio.run(reward.score(items)))  # type: ignore[arg-type]
 
 
-def test_two_judges_share_the_questions_and_keep_their_batch_full(serving: Any, echo: Path) -> None:
+def test_two_judges_share_requests_and_keep_their_batches_full(serving: Any, echo: Path) -> None:
     ranks = [judge(serving, echo) for _ in range(2)]
     items = [RewardItem(n, "d", "?", "x" * n) for n in range(1, 25)]
     threading.Thread(target=go_with, args=(24, ranks)).start()
@@ -117,7 +117,7 @@ def test_two_judges_share_the_questions_and_keep_their_batch_full(serving: Any, 
         assert load["judge/slots_used"] > 0.9 and 0 < load["judge/busy"] <= 1
 
 
-def test_a_request_that_is_wrong_is_refused_with_the_reason(serving: Any, echo: Path) -> None:
+def test_an_invalid_request_is_refused_with_the_reason(serving: Any, echo: Path) -> None:
     rank = judge(serving, echo)
     rank.go()
     at = "/v1/chat/completions"
@@ -146,7 +146,7 @@ def test_a_request_that_is_wrong_is_refused_with_the_reason(serving: Any, echo: 
     assert rank.role.busy is False
 
 
-def test_a_full_rank_says_so_and_a_client_that_left_is_forgotten(serving: Any, echo: Path) -> None:
+def test_a_full_rank_refuses_requests_and_requests_of_gone_clients_are_dropped(serving: Any, echo: Path) -> None:
     rank = judge(serving, echo, max_requests=1)
     body = json.dumps({"messages": [{"role": "user", "content": "verdict 01234567: V"}], "max_tokens": 24}).encode()
     gone = http.client.HTTPConnection(rank.role.url.removeprefix("http://"))
@@ -166,7 +166,7 @@ def test_a_full_rank_says_so_and_a_client_that_left_is_forgotten(serving: Any, e
     assert rank.role.engine.progress() == {}
 
 
-def test_a_question_of_a_deterministic_run_is_the_same_again(serving: Any, echo: Path) -> None:
+def test_a_request_of_a_deterministic_run_is_reproducible(serving: Any, echo: Path) -> None:
     asked: list[bytes] = []
     rank = judge(serving, echo)
     take = rank.role._service.take
@@ -185,7 +185,7 @@ def test_a_question_of_a_deterministic_run_is_the_same_again(serving: Any, echo:
     assert asked[0] == asked[1] and len(set(asked)) == 4
 
 
-def test_a_reward_model_scores_dialogues_as_transformers_does(serving: Any, tmp_path: Path) -> None:
+def test_a_reward_model_scores_dialogues_like_transformers(serving: Any, tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -230,7 +230,7 @@ def test_a_reward_model_scores_dialogues_as_transformers_does(serving: Any, tmp_
     assert composed.metrics["liked/raw"] == pytest.approx(found[1].metrics["raw"])
 
 
-def test_the_next_request_goes_to_the_least_busy_that_answers() -> None:
+def test_the_next_request_goes_to_the_least_busy_responsive_rank() -> None:
     addresses = Addresses(["a", "b", "c"])
     assert [addresses.take() for _ in range(4)] == ["a", "b", "c", "a"]
     addresses.done("b", told=9)
@@ -270,12 +270,12 @@ def test_the_load_counts_time_with_requests(monkeypatch: pytest.MonkeyPatch) -> 
         ({"role": "referee"}, "role: Input should be 'judge'"),
     ],
 )
-def test_a_judge_has_one_place(judges: dict[str, Any], message: str) -> None:
+def test_a_judge_is_given_by_url_or_by_role_and_not_by_both(judges: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_reward(RewardConfig(name="judge", options={"judges": {"a": judges}}))
 
 
-def test_a_role_is_asked_in_a_run_only() -> None:
+def test_a_served_role_can_be_used_only_within_a_run() -> None:
     for name, options in (("judge", {"judges": {"a": {"role": "judge"}}}), ("reward_model", {})):
         with pytest.raises(ValueError, match=f"needs ranks of the role {name}, which only a run has"):
             make_reward(RewardConfig(name=name, options=options)).start()

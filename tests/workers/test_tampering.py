@@ -1,4 +1,4 @@
-"""What somebody at the control port can do to the queues is named, and counts as a crash that is requeued."""
+"""Tampering with the queues at the control port is named, and counts as a crash that is requeued."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def make_controller(threads: Threads, needed: bool = True) -> Controller:
 
 
 @pytest.mark.parametrize(("rank", "attack"), [(1, "lost"), (2, "reordered")])
-def test_a_rank_says_that_its_commands_were_tampered_with(
+def test_a_rank_reports_that_its_commands_were_tampered_with(
     threads: Threads, stage: Stage, rank: int, attack: str
 ) -> None:
     worker, queue = stage.worker(rank, {}), rank_queue(rank)
@@ -45,7 +45,7 @@ def test_a_rank_says_that_its_commands_were_tampered_with(
 
 
 @pytest.mark.parametrize("needed", [True, False])
-def test_the_controller_loses_a_rank_whose_events_were_reordered(
+def test_the_controller_drops_a_rank_whose_events_were_reordered(
     threads: Threads, capsys: pytest.CaptureFixture[str], needed: bool
 ) -> None:
     rank = 2 if needed else 1

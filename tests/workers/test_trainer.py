@@ -1,4 +1,4 @@
-"""The trainer's role: an algorithm built once, and credit that weighs samples."""
+"""The trainer role: an algorithm built once, and an advantage estimator that sets sample weights."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Halves(AdvantageEstimator):
         return {"critic/halved": scalar(float(all_sum((batch.weights == 0.5).sum())))}
 
 
-def test_the_schedule_counts_the_optimizer_steps_that_the_objective_takes(role: TrainerRole) -> None:
+def test_the_schedule_counts_the_optimizer_steps_of_the_objective(role: TrainerRole) -> None:
     assert role.engine.total_steps == 2 * role._worker.config.max_steps
 
 
-def test_weights_that_the_credit_changed_are_told(role: TrainerRole) -> None:
+def test_sample_weights_changed_by_the_estimator_are_reported(role: TrainerRole) -> None:
     batch = make_batch([5, 6, 7])
     batch.rewards = torch.tensor([1.0, 0.0, 0.0])
     role._worker.batches[4] = batch

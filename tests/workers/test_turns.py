@@ -36,7 +36,7 @@ SAMPLING = Sampling(4, 1.0, 1.0, 0, 0.0, [])
 
 
 class Recorder:
-    """Engines that note what they are asked to do; a sleeping generator refuses to decode as a real one does."""
+    """Engines that record their calls; a sleeping generator refuses to decode like a real one."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -78,7 +78,7 @@ def turns_of(engine: Recorder, *roles: str) -> TimeSharing:
     return TimeSharing({role: SimpleNamespace(engine=engine) for role in roles})  # type: ignore[misc]
 
 
-def test_memory_moves_once_for_each_turn() -> None:
+def test_memory_moves_once_per_turn_of_training_or_generation() -> None:
     engine = Recorder()
     turns = turns_of(engine, "trainer", "generator")
     for command in STEP:
@@ -101,7 +101,7 @@ def test_a_generator_with_unfinished_responses_stays_awake() -> None:
 
 
 @pytest.mark.parametrize("role", ["critic", "reference"])
-def test_other_engines_move_with_the_trainer_and_away_while_weights_are_published(role: str) -> None:
+def test_other_engines_are_offloaded_with_the_trainer_and_during_publishing(role: str) -> None:
     trainer, other, generator = Recorder(), Recorder(), Recorder()
     engines = {"trainer": trainer, role: other, "generator": generator}
     turns = TimeSharing({role: SimpleNamespace(engine=engine) for role, engine in engines.items()})  # type: ignore[misc]
@@ -112,7 +112,7 @@ def test_other_engines_move_with_the_trainer_and_away_while_weights_are_publishe
     assert generator.calls == ["sleep", "wake", "sleep", "wake"]
 
 
-def test_a_checkpoint_is_read_while_the_generator_sleeps() -> None:
+def test_a_checkpoint_is_loaded_while_the_generator_sleeps() -> None:
     engine = Recorder()
     turns = turns_of(engine, "trainer", "generator")
     for command in (STEP[0], BuildGroup("weights", [0]), LoadState("folder"), STEP[1]):
@@ -163,7 +163,7 @@ def test_a_generator_is_built_on_a_gpu_without_trainers(
 
 
 @pytest.mark.parametrize("role", ["trainer", "generator"])
-def test_a_rank_with_one_role_keeps_everything(role: str) -> None:
+def test_a_rank_with_one_role_keeps_everything_in_memory(role: str) -> None:
     engine = Recorder()
     turns = turns_of(engine, role)
     for command in STEP[1:]:
@@ -188,7 +188,7 @@ def test_a_rank_with_one_role_keeps_everything(role: str) -> None:
     ],
     ids=str,
 )
-def test_when_ranks_take_turns(changes: dict[str, Any], shared: bool, expected: bool) -> None:
+def test_ranks_take_turns_only_if_memory_is_shared(changes: dict[str, Any], shared: bool, expected: bool) -> None:
     generator = (1, 2) if shared else (3,)
     ranks = {"controller": (0,), "trainer": (1, 2), "generator": generator, "reference": (), "reward": (), "env": ()}
     assert shares_device(parse(changes), RoleLayout(MappingProxyType(ranks), 4)) == expected

@@ -29,7 +29,7 @@ def factory(tmp: Path) -> Engines:
         )
 
     weights = AutoModelForCausalLM.from_pretrained(tmp / "model").state_dict()
-    del weights["lm_head.weight"]  # the same matrix as the embedding, which would stand in for it
+    del weights["lm_head.weight"]  # tied to the embedding, which would replace it
     return Engines(build, list(weights.items()), functools.partial(_recording, tmp / "experts"))
 
 

@@ -1,4 +1,4 @@
-"""The real SGLang on a CPU (tests/sglang_cpu). A server takes 20 s to start, so that the tests share two."""
+"""The real SGLang on a CPU (tests/sglang_cpu). A server takes 20 s to start, so the tests share two."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def make_model(folder: Path) -> Path:
 
 
 def weights_of(folder: Path, scale: float = 1.0) -> NamedWeights:
-    """Those that training sends: a head that is the embedding is not among them."""
+    """The weights that training sends, without a tied head."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -51,7 +51,7 @@ def weights_of(folder: Path, scale: float = 1.0) -> NamedWeights:
 
 
 def make_engine(folder: Path, **settings: Any) -> Any:
-    """SGLangEngine without weights; without `start`, of a shared server, so that its model must be MODEL."""
+    """SGLangEngine without weights; without `start` it uses a shared server, so its model must be MODEL."""
     from hpcrl.engines.gen.sglang.engine import SGLangEngine
 
     options = OPTIONS | settings.pop("options", {})
@@ -66,7 +66,7 @@ def own(arguments: Mapping[str, Any], environment: Mapping[str, str]) -> Any:
 
 
 class Shared:
-    """A server for one engine after another. asked: what was asked of it, with its arguments."""
+    """A server for one engine after another. asked: the calls with their arguments."""
 
     def __init__(self, server: Any):
         self._server = server
@@ -77,14 +77,14 @@ class Shared:
         return self._server.call(name, *arguments)
 
     def close(self) -> None:
-        """It goes on: nothing runs in it between two calls."""
+        """The server stays up: nothing runs in it between two calls."""
 
 
 SERVERS: list[Any] = []
 
 
 def shared(arguments: Mapping[str, Any], environment: Mapping[str, str]) -> Shared:
-    """A server for as many slots as any engine has: of two in turn, since no test has more engines at once."""
+    """A server with enough slots for any engine, alternating between two: no test has more engines at once."""
     if len(SERVERS) < 2:
         given = {"max_running_requests": LIMITS["max_num_seqs"], "enable_memory_saver": False}  # which takes CUDA
         SERVERS.append(own({**arguments, **given}, environment))

@@ -40,7 +40,7 @@ def factory(tmp: Path) -> Engines:
         )
 
     weights = AutoModelForCausalLM.from_pretrained(tmp / "model").state_dict()
-    del weights["lm_head.weight"]  # the same matrix as the embedding
+    del weights["lm_head.weight"]  # tied to the embedding
     return Engines(
         build, list(weights.items()), functools.partial(_recording, tmp / "experts", build), close=leave_groups
     )

@@ -38,7 +38,7 @@ def factory(folder: Path) -> TrainEngine:
 def gradients(
     engine: ZeroEngine, batch: Batch, micro_batches: MicroBatches, objective: Objective, norms: Norms
 ) -> dict[str, Tensor]:
-    from deepspeed.utils import safe_get_full_grad  # after the engine, which spares it mlflow
+    from deepspeed.utils import safe_get_full_grad  # after the engine, which keeps it from importing mlflow
 
     engine.accumulate(batch, micro_batches, objective, norms)
     trained = {name: p for name, p in engine.module.hf.named_parameters() if p.requires_grad}

@@ -1,4 +1,4 @@
-"""A package that adds to hpcrl, as one installed by pip does: its entry point in the group `hpcrl.plugins` is ENTRIES.
+"""A plug-in package for hpcrl, like one installed by pip: its entry point in the group `hpcrl.plugins` is ENTRIES.
 
 [project.entry-points."hpcrl.plugins"]
 example = "hpcrl_example:ENTRIES"

@@ -57,7 +57,7 @@ class VowelReward(Reward):
 
 
 class EchoEnv:
-    """One more turn, with what was said."""
+    """One more turn, which echoes the response."""
 
     def __init__(self) -> None:
         self._turn = 0

@@ -1,4 +1,4 @@
-"""What the parts say of themselves. Nothing here imports torch."""
+"""The specifications of the parts. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hpcrl.spec.weight_layout import RequiredSlices
 
 
 class LeaveOneOut(PolicyLoss):
-    """RLOO (arXiv 2402.14740): a response is compared with the mean of its siblings."""
+    """RLOO (arXiv 2402.14740): a response is compared with the mean of the other group members."""
 
     shrink: Share = 0.0
     """Share of the siblings' mean that is left out of the baseline."""

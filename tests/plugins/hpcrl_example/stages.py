@@ -63,7 +63,7 @@ class StagesEngine:
         self._across = dist.new_subgroups_by_enumeration(stages)[0]
 
     def _same_rows(self, batch: Batch) -> None:
-        """RuntimeError where the stages of a copy were given other rows."""
+        """RuntimeError if the stages of a copy were given different rows."""
         sums = torch.stack(
             [batch.token_ids.sum(), batch.sample_ids.sum(), (batch.loss_mask * batch.position_ids).sum()]
         )
@@ -250,7 +250,7 @@ class StagesGenerator:
         return finished
 
     def _logits(self, last: Tensor) -> Tensor:
-        """[R, V] after these tokens; every rank of the replica computes its columns, and all of them get all."""
+        """[R, V] after these tokens; every rank of the replica computes its columns, and all ranks get all columns."""
         width = -(-self._vocab_size // self._num_ranks)
         columns = self._weights["B"][:, self._place * width : (self._place + 1) * width]
         own = torch.nn.functional.pad(self._weights["A"][last] @ columns, (0, width - columns.shape[1]))

@@ -41,7 +41,7 @@ LIBRARY.impl("murmur_hash32_cpu", murmur_hash32_cpu, "CPU")
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
-    """SGLang imports more, and calls them for other models and for speculative decoding."""
+    """SGLang imports more operators, which it calls for other models and for speculative decoding."""
     if name.startswith("__"):
         raise AttributeError(name)
 
