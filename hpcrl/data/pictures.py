@@ -1,0 +1,100 @@
+"""From the bytes of an image file to the pixels that generator and trainer get.
+
+Each image is decoded and resized here, once, since the resizing of PIL and of torchvision differs by more than the
+mismatch between a generator's and a trainer's log-probs. The result is upright (EXIF), RGB, on white where the file is
+transparent, the first frame of an animation, and 8 bits per channel.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import struct
+import warnings
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from hpcrl.models.vision import Vision
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+MAX_FILE_PIXELS = 1 << 26
+"""Limit for the pixels of a file, 67 million: a file of kilobytes may contain gigabytes."""
+TRANSPARENT = {"LA", "La", "PA", "RGBA", "RGBa"}
+SIXTEEN_BITS = {"I;16", "I;16B", "I;16L", "I;16N", "I"}
+WHITE = (255, 255, 255)
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """The pixels of an image, in the size in which the model sees it.
+
+    Args:
+        width: Pixels of a row.
+        height: Number of rows.
+        rgb: height x width x 3 bytes, row by row.
+    """
+
+    width: int
+    height: int
+    rgb: bytes
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of size and pixels: equal images have equal digests, whatever their files are."""
+        return hashlib.sha256(struct.pack("<II", self.width, self.height) + self.rgb).hexdigest()
+
+    @property
+    def pixels(self) -> np.ndarray:
+        """uint8 [height, width, 3]."""
+        return np.frombuffer(self.rgb, np.uint8).reshape(self.height, self.width, 3)
+
+
+def read_picture(content: bytes, vision: Vision) -> Picture:
+    """Decode an image file and resize it for a model. ValueError states why the model cannot get it."""
+    image = decode(content)
+    width, height = vision.fit(image.width, image.height)
+    if image.size != (width, height):
+        image = image.resize((width, height), Image.Resampling.BICUBIC)
+    return Picture(width, height, image.tobytes())
+
+
+def decode(content: bytes) -> Image.Image:
+    """The image of a file as RGB, in its own size. ValueError states why it cannot be decoded."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of Pillow's own limit, and of odd metadata
+            file = Image.open(io.BytesIO(content), formats=FORMATS)
+            if file.width * file.height > MAX_FILE_PIXELS:
+                raise ValueError(f"{file.width} x {file.height} pixels, and at most {MAX_FILE_PIXELS} are decoded")
+            if not (file.width and file.height):
+                raise ValueError(f"{file.width} x {file.height} pixels")
+            file.load()
+            return _rgb(ImageOps.exif_transpose(file))
+    except UnidentifiedImageError:
+        raise ValueError(f"it is not an image of a known format ({', '.join(FORMATS)})") from None
+    except Image.DecompressionBombError as error:
+        raise ValueError(f"it is too large: {error}") from None
+    except (OSError, SyntaxError, struct.error, EOFError, IndexError, TypeError, OverflowError, MemoryError) as error:
+        raise ValueError(f"it cannot be decoded: {error}") from None  # Pillow's decoders raise all of these
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    if image.mode in SIXTEEN_BITS:
+        return _eight_bits(image).convert("RGB")
+    if image.mode == "F":
+        raise ValueError("its channels are floating-point numbers; store it with 8 or 16 bits per channel")
+    if image.mode in TRANSPARENT or "transparency" in image.info:
+        layer = image.convert("RGBA")
+        image = Image.new("RGB", layer.size, WHITE)
+        image.paste(layer, mask=layer.getchannel("A"))
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    """A greyscale image of 16 bits with its values scaled; Pillow's conversion would cut values above 255."""
+    values = np.asarray(image)
+    if values.min() < 0 or values.max() > 0xFFFF:
+        raise ValueError("its channels have more than 16 bits; store it with 8 or 16 bits per channel")
+    return Image.fromarray(((values.astype(np.uint32) + 128) // 257).astype(np.uint8))
