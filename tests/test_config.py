@@ -301,7 +301,8 @@ def test_consequences_of_an_unreadable_value_are_not_reported() -> None:
         (
             ["trainer.engine=hpcrl.engines.train.fake_trainer.spec:SPEC", "trainer.head_dtype=float32"],
             "trainer.head_dtype: float32, but the hpcrl.engines.train.fake_trainer.spec:SPEC trainer computes the "
-            "vocabulary projection only in the model's type; use null, or trainer.engine=fsdp2, megatron, deepspeed",
+            "vocabulary projection only in the model's dtype; use null, or trainer.engine=fsdp2 or megatron or "
+            "deepspeed",
         ),
         (
             ["trainer.fsdp2.attention=flash", "trainer.param_dtype=float32"],

@@ -392,4 +392,4 @@ def test_unimplemented_parts_are_planned_but_refused(word: str, tmp_path: Path) 
     assert planned.returncode == ExitCode.DONE, planned
     assert f"note: a start would be refused: {word.split('=', maxsplit=1)[0]}: " in planned.stdout
     (line,) = refused(word, at=tmp_path)
-    assert "not built yet" in line
+    assert "not implemented yet" in line

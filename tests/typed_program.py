@@ -97,7 +97,7 @@ class StepAdvantage(AdvantageEstimator):
         reveal_type(all_sum(batch.rewards))
         reveal_type(batch.lengths)
         reveal_type(batch.rewards)
-        rewards = required(batch, "token_rewards", "credit of steps")[index]
+        rewards = required(batch, "token_rewards", "advantages of steps")[index]
         returns = discounted_returns(rewards, batch.row_ids[index], 1.0)
         reveal_type(returns)
         batch.returns = batch.advantages = torch.zeros_like(batch.weights).index_copy(0, index, returns)

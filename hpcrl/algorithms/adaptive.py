@@ -1,4 +1,4 @@
-"""Coefficients that follow a target from step to step.
+"""Coefficients that are adapted after each step, to keep the KL or the entropy near a target.
 
 KL (arXiv 1909.08593):       scale *= 1 + clip(KL / kl_target - 1, -.2, .2) min(responses / kl_horizon, 1)
 entropy (arXiv 2505.22312):  c += entropy_coef_step if the entropy is below entropy_target, else c -= entropy_coef_step;
@@ -29,7 +29,7 @@ def adapted(config: PolicyLoss, coefficients: Coefficients, stats: Mapping[str, 
     new = {name: coefficients[name] for name in (KL_SCALE, ENTROPY_COEF, ENTROPY_LEVEL) if name in coefficients}
     if config.kl_target is not None and (kl := _mean(stats, "critic/kl")) is not None:
         error = min(max(kl / config.kl_target - 1.0, -MAX_ERROR), MAX_ERROR)
-        share = min(stats["critic/score/*"].count / config.kl_horizon, 1.0)  # longer steps would make it negative
+        share = min(stats["critic/score/*"].count / config.kl_horizon, 1.0)  # else, huge steps make scale < 0
         new[KL_SCALE] = coefficients.get(KL_SCALE, 1.0) * (1.0 + error * share)
     if config.entropy_target is not None and (entropy := _mean(stats, "critic/entropy/mean")) is not None:
         below = entropy < config.entropy_target

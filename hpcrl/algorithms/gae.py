@@ -46,7 +46,7 @@ class GAEAdvantage(ReturnsAdvantage[CriticSection], Generic[CriticSection]):
         """See AdvantageEstimator. critic/explained_variance: 1 - Var(R - V) / Var(R) over the model tokens of all
         ranks."""
         stats, index = super().assign(batch, table, all_sum), model_tokens(batch)
-        returns = required(batch, "returns", "their variance")[index].double()
+        returns = required(batch, "returns", "critic/explained_variance")[index].double()
         spread = _variance(returns, all_sum)
         left = _variance(returns - values_of(batch).double(), all_sum)
         return stats | ({"critic/explained_variance": scalar(1 - left / spread)} if spread > 0 else {})

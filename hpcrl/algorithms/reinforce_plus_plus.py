@@ -18,5 +18,6 @@ class ReinforcePlusPlusAdvantage(ReturnsAdvantage[ReinforcePlusPlus]):
         self.gamma = config.gamma
 
     def normalize(self, table: RewardTable) -> Tensor:
-        """See ReturnsAdvantage: dividing only the reward would change the KL's relative weight."""
+        """See ReturnsAdvantage. The rewards unchanged: if only they were normalised, the KL would get another relative
+        weight."""
         return table.rewards

@@ -1,4 +1,4 @@
-"""The controller's state in a checkpoint: one small JSON file, sealed like every other file.
+"""The controller's state in a checkpoint: one small JSON file, with its SHA-256 in the manifest like every other file.
 
 Each section is a dict that one object writes and reads (state_dict / load_state_dict): the data cursor with the prompt
 ledger, the rollout scheduler, counters.

@@ -1,4 +1,4 @@
-"""Rollout transfer between ranks: all fields in one byte tensor per pair of ranks; both sides compute the sizes."""
+"""Rollout transfer between ranks: per pair one byte tensor with all fields but ragged ones, then one with these."""
 
 from __future__ import annotations
 

@@ -46,13 +46,13 @@ def check_built(config: Config) -> list[Problem]:
     problems = []
     for path, name, spec in chosen(config):
         if not spec.built:
-            problems.append(Problem(path, f"{dotted(path)}: {name} is not built yet"))
+            problems.append(Problem(path, f"{dotted(path)}: {name} is not implemented yet"))
         elif (lacking := spec.missing_packages()) and config.cluster.container == "none":
             problems.append(Problem(path, f"{dotted(path)}: {name} is not installed; {install(lacking)}"))
         elif config.cluster.container == "none":
             for module, known in spec.required_versions.items():
-                if not (version := version_of(module) or "(of no known version)").startswith(known):
-                    text = f"{module} {version} is installed, and hpcrl's part for it is written for {known}*"
+                if not (version := version_of(module) or "(of unknown version)").startswith(known):
+                    text = f"{module} {version} is installed, but hpcrl supports only {known}*"
                     problems.append(Problem(path, f"{dotted(path)}: {text}; {install([spec.needs[module]])}"))
     return problems
 
@@ -148,17 +148,17 @@ def _reference(config: Config) -> Iterator[Problem]:
 
 
 def _heads(config: Config) -> Iterator[Problem]:
-    """Report a float32 vocabulary projection in an engine that computes it only in the model's type."""
+    """Report a float32 vocabulary projection in an engine that computes it only in the model's dtype."""
     engines: tuple[tuple[str, bool, TrainerConfig | GeneratorConfig, SpecTable[Any]], ...] = (
         ("trainer", config.learns, config.trainer, TRAIN_ENGINES),
         ("generator", config.generates or config.evaluates, config.generator, GEN_ENGINES),
     )
     for role, runs, section, table in engines:
         if runs and section.head_dtype and not table[section.engine].float32_head:
-            able = ", ".join(name for name, spec in table.items() if spec.float32_head and spec.selectable)
+            able = " or ".join(name for name, spec in table.items() if spec.float32_head and spec.selectable)
             text = (
                 f"{role}.head_dtype: {section.head_dtype}, but the {section.engine} {role} computes the vocabulary "
-                f"projection only in the model's type; use null, or {role}.engine={able}"
+                f"projection only in the model's dtype; use null, or {role}.engine={able}"
             )
             yield Problem((role, "head_dtype"), text, ((role, "engine"),))
 

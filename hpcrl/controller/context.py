@@ -63,8 +63,8 @@ class Run:
     def steps(self) -> Iterator[int]:
         """The remaining steps, counted from 1. A step trains weights version step - 1 and publishes version step.
 
-        Raises Stopped, after saving a checkpoint, at the first step boundary at which a signal has arrived or the job
-        would end before another step is trained and saved.
+        Raises Stopped, after saving a checkpoint if the time suffices, at the first step boundary at which a signal has
+        arrived or the job would end before another step is trained and saved.
         """
         for step in range(self.first_step + 1, self.config.max_steps + 1):
             self.guard.before_step()
@@ -150,8 +150,8 @@ class Run:
         return "\n".join([examples, told, *early, *shown, exported])
 
     def close(self, within_s: float = math.inf) -> str:
-        """Close the trackers within this time, and within the job's remaining time minus the time for leaving; return
-        how to upload offline metrics, as text for the user."""
+        """Close the trackers within this time, and within the job's remaining time minus SPARE_S, in which the process
+        exits; return how to upload offline metrics, as text for the user."""
         hints = self._metrics.close(within_s=min(within_s, max(1.0, self.guard.left_s() - SPARE_S)))
         return in_shell("".join(f"upload  {hint}\n" for hint in hints))
 

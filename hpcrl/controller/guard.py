@@ -91,7 +91,7 @@ class Guard:
         save_s = self._expected_save_s()
         if self._deadline.is_near(save_s):
             left, needed = self._deadline.left_s(), self._deadline.needed_s(save_s)
-            return f"the end of its job in {left:.0f} s (another step with its save takes up to {needed:.0f} s)"
+            return f"the job's end, which is {left:.0f} s away (another step with its save takes up to {needed:.0f} s)"
         return ""
 
     def check_progress(self, step: int, stats: Stats) -> None:

@@ -27,7 +27,7 @@ def rollout_transfers(
     scored: Mapping[int, Mapping[str, Any]],
     fields: Sequence[str],
 ) -> Iterator[dict[int, TransferRollouts]]:
-    """The commands that form a batch on `dests`, as one dict by rank per part.
+    """The commands that form a batch on `dests`: for each part, a dict from rank to command.
 
     Args:
         scored: The scorer's fields of each sample, by name.
@@ -64,8 +64,8 @@ def rollout_transfers(
 def token_transfers(
     batch: int, group: str, field: str, moves: Sequence[Move], ranks: Collection[int], dest: str = "trainer"
 ) -> Iterator[dict[int, SendTokens]]:
-    """The commands that send a token field to the ranks of the role `dest`, as one dict by rank per part. `ranks` are
-    all senders and receivers."""
+    """The commands that send a token field to the ranks of the role `dest`: for each part, a dict from rank to command.
+    `ranks` are all senders and receivers."""
     for part in _parts(moves, ranks, PART_SAMPLES):
         yield {rank: SendTokens(batch, group, field, own, dest) for rank, own in part.items()}
 

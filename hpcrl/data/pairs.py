@@ -37,7 +37,8 @@ def parse_pair(
     elif not any(rest.get(key) is not None for key in ([config.prompt_key] if config.prompt_key else PROMPT_KEYS)):
         looked = config.prompt_key or ", ".join(PROMPT_KEYS)
         raise BadRow(
-            f"{where}: no prompt: chosen and rejected have only answers, and the row none of {looked} (data.prompt_key)"
+            f"{where}: no prompt: chosen and rejected have only answers, and the row has none of {looked} "
+            "(data.prompt_key)"
         )
     if _said(parts[0]) == _said(parts[1]):
         raise BadRow(f"{where}: chosen and rejected are equal")
@@ -70,7 +71,7 @@ def _part(raw: dict[str, Any], name: str, where: str, padded: bool) -> Messages:
 
 
 def _common(parts: list[Messages], where: str) -> int:
-    """The number of messages with which two dialogues begin."""
+    """The number of leading messages that both dialogues share."""
     most = min(map(len, parts)) - 1  # the last ones are answers
     count = next((n for n in range(most) if parts[0][n] != parts[1][n]), most)
     if not count or parts[0][count - 1]["role"] not in ("user", "tool"):

@@ -13,7 +13,8 @@ PACKAGE = "# @package _global_"
 
 
 def preset_of(config: Config) -> str:
-    """The preset with the most keys of which the configuration has all values; empty if there is none."""
+    """The preset that sets the most keys, among the presets whose values the configuration has; empty if there is
+    none."""
     data, best, most = config.model_dump(mode="json"), "", 0
     for name in groups()["algorithm"]:
         file = f"algorithm/{name}.yaml"

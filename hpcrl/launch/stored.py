@@ -1,4 +1,4 @@
-"""Checks that the rollouts for debug=train_only exist, from file names, before anything starts."""
+"""Checks the stored rollouts for debug=train_only before the start: their steps, by file names, and their sampling."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpcrl.system.files import steps_in
 
 
 def stored_steps(run_dir: Path) -> int:
-    """Number of steps, from the first without a gap, whose rollouts are in a run folder."""
+    """Number of consecutive steps, counted from step 1, whose rollouts are in a run folder."""
     steps, count = set(steps_in(run_dir / "rollouts")), 0
     while count + 1 in steps:
         count += 1
@@ -38,8 +38,8 @@ def check_rollouts(config: Config) -> list[Problem]:
 
 
 def _check_sampling(config: Config, run_dir: Path) -> list[Problem]:
-    """Checks that the trainer uses the stored log-probs' temperature, that the correction fits their sampling, and that
-    the greedy responses that the advantage estimator reads are stored."""
+    """Problems of the stored run's configuration: another temperature; top-k, top-p or min-p that do not fit the
+    correction or ratio_to; no greedy responses or decoupled rewards although the algorithm reads them."""
     if not (run_dir / CONFIG).exists():
         return []
     try:
@@ -59,11 +59,12 @@ def _check_sampling(config: Config, run_dir: Path) -> list[Problem]:
         )
         problems.append(Problem(("algorithm", key), text, (("load_rollouts",),)))
     if text := starts_clipped(config, drawn):
-        text = f"algorithm.ratio_to: the rollouts of {run_dir} were drawn with rollout.top_p={text}"
+        text = f"algorithm.ratio_to: the sampling of the rollouts of {run_dir} does not fit: rollout.top_p={text}"
         problems.append(Problem(("algorithm", "ratio_to"), text, (("load_rollouts",),)))
     if drawn.temperature != asked:
         text = f"rollout.temperature: {asked:g}, but the rollouts of {run_dir} were drawn at {drawn.temperature:g}"
-        problems.append(Problem(("rollout", "temperature"), f"{text}; use the same", (("load_rollouts",),)))
+        use = f"{text}; use {drawn.temperature:g}"
+        problems.append(Problem(("rollout", "temperature"), use, (("load_rollouts",),)))
     return problems
 
 

@@ -3,7 +3,7 @@
 A sender opens one connection per queue, and first proves that it has the run's key: the mailbox server sends random
 bytes; the sender answers with an HMAC-SHA256 over these bytes, its number and the queue's name, then number and name.
 The mailbox server answers with the reason for a refusal, empty if it accepts. Length-prefixed messages follow;
-hpcrl.messaging.queues interprets them. No message can be read from a mailbox server.
+hpcrl.messaging.queues interprets them. Clients can only send: nobody can read or remove a message over a connection.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Dialer:
 
     Args:
         connect_s: Timeout for opening a connection.
-        push_s: Timeout for sending an entry; a process receives nothing while native code holds its interpreter lock.
+        push_s: Timeout for sending an entry; a process receives nothing while native code holds its GIL.
         unreached: Called with a rank that accepts nothing, and the reason. If it is given, sending never blocks
             (hpcrl.messaging.nonblocking_sender).
     """

@@ -4,8 +4,8 @@ A message is an entry of a queue (hpcrl.messaging.mailbox_server): HMAC-SHA256 o
 msgpack of (sender, seq, body). The per-job key is never sent. This gives integrity and order, not secrecy.
 
 Per queue and sender, the sequence number rises by one with each message. Forged (wrong MAC), replayed (old number) and
-malformed messages are refused and named in `Inbox.refused` and on stderr. After a gap, nothing more from this sender is
-accepted, and the reader is notified that its messages have ended.
+malformed messages are refused, logged and listed in `Inbox.refused`, up to NAMED_REFUSALS. After a gap, nothing more
+from this sender is accepted, and the reader is notified that its messages have ended.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Sender:
     def send(self, name: str, message: Any) -> int:
         """Send `message` to queue `name`; return its number, counted from 1 per queue.
 
-        ValueError with the size above 64 MiB; ReaderLost if its reader is gone, and then immediately on later calls.
+        ValueError if the message exceeds 64 MiB; ReaderLost if the queue's reader is gone, and at once on later calls.
         """
         body = self._encoder.encode(message)
         if len(body) > MAX_MESSAGE_BYTES:
@@ -185,12 +185,12 @@ class Inbox:
         except msgspec.MsgspecError as error:
             return f"a signed message that is not a frame: {error}"
         if opened.sender != sender:
-            return f"message {opened.seq} of sender {opened.sender} from sender {sender}"
+            return f"message {opened.seq}, signed as sender {opened.sender}, on the connection of sender {sender}"
         expected = self._last[sender] + 1
         if opened.seq < expected:
             return f"message {opened.seq} of sender {sender}, replayed (expected {expected})"
         if opened.seq > expected or sender in self._broken:
-            why = f"message {opened.seq} of sender {sender} came where {expected} was due; messages were lost"
+            why = f"message {opened.seq} of sender {sender} came where {expected} was expected; messages were lost"
             if sender not in self._broken:
                 self._broken.add(sender)
                 self._ended.append(SenderEnded(sender, "gap", f"queue {self.name}: {why}"))

@@ -252,7 +252,8 @@ def _driver_problem(gpus: Sequence[str], environ: Mapping[str, str], torch: Torc
             command = [sys.executable, "-S", "-X", "utf8", "-c", ASK_CUDA]
             found = _ask(command, {ORDER: BY_BUS, **environ, VISIBLE: shown}, signals)
         except subprocess.TimeoutExpired:
-            return f"has a driver that does not answer within {ANSWERS_S:g} s (nvidia-smi): cluster.exclude it, {CPU}"
+            silent = f"has a driver that does not answer within {ANSWERS_S:g} s (nvidia-smi)"
+            return f"{silent}: add it to cluster.exclude, {CPU}"
         except subprocess.CalledProcessError as error:
             why = (error.stderr.strip().splitlines() or [f"exit code {error.returncode}"])[-1]
             return (

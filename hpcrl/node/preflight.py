@@ -339,9 +339,9 @@ def judge(reports: Sequence[Report], needs: Sequence[Needs]) -> str:
             found.setdefault(text, []).append(report.name)
     for role, counts in _mixed_roles(reports, needs).items():
         shown = ", ".join(f"{_nodes(names)}: {count}" for count, names in counts.items() if count)
-        text = f"shows no GPU, but other nodes with {role} ranks do ({shown}): cluster.exclude it, or set "
+        text = f"shows no GPU, but other nodes with {role} ranks do ({shown}): add it to cluster.exclude, or set "
         found.setdefault(f"{text}cluster.device=cpu", []).extend(counts[0])
-    return "; ".join(f"{_nodes(names)} {text}" for text, names in found.items())
+    return "; ".join(f"{_each(names)} {text}" for text, names in found.items())
 
 
 def remark(reports: Sequence[Report], needs: Sequence[Needs]) -> str:
@@ -353,7 +353,7 @@ def remark(reports: Sequence[Report], needs: Sequence[Needs]) -> str:
                 found[f"{module} {version} is installed on the nodes, but hpcrl is written for {tested}*"] = []
         if report.gpu_note:
             found.setdefault(report.gpu_note, []).append(report.name)
-    return "; ".join(f"{_nodes(names)} {text}" if names else text for text, names in found.items())
+    return "; ".join(f"{_each(names)} {text}" if names else text for text, names in found.items())
 
 
 def _mixed_roles(reports: Sequence[Report], needs: Sequence[Needs]) -> dict[RoleName, dict[int, list[str]]]:
@@ -431,7 +431,7 @@ def _complaints(report: Report, need: Needs, usual: Mapping[str, str]) -> list[s
     if report.bad_gpus:
         found.append(report.bad_gpus)
     elif report.gpus < need.gpus:
-        found.append(f"shows {report.gpus} GPU(s) of the {need.gpus} that the run requests: cluster.exclude it")
+        found.append(f"shows {report.gpus} GPU(s) of the {need.gpus} that the run requests: add it to cluster.exclude")
     elif 0 < report.gpus < need.all_or_none:
         text = f"shows {report.gpus} GPU(s) for its {need.all_or_none} ranks that hold a model"
         found.append(f"{text}: give it fewer ranks, or set cluster.device=cpu")
@@ -451,11 +451,12 @@ def _complaints(report: Report, need: Needs, usual: Mapping[str, str]) -> list[s
         text = f"may not write {_mib(RUN_FREE_BYTES)} to the run folder: {report.no_room}"
         found.append(f"{text}; free some of your quota (quota -s, lfs quota) or set run_dir")
     if report.scratch_free_bytes < 0:
-        found.append(f"cannot write to its scratch {report.scratch}: set TMPDIR or cluster.exclude it")
+        found.append(f"cannot write to its scratch {report.scratch}: set TMPDIR or add it to cluster.exclude")
     elif report.scratch_free_bytes < SCRATCH_FREE_BYTES:
         free, least = _mib(report.scratch_free_bytes), _mib(SCRATCH_FREE_BYTES)
         found.append(
-            f"has {free} free in its scratch {report.scratch}, but needs {least}: set TMPDIR or cluster.exclude it"
+            f"has {free} free in its scratch {report.scratch}, but needs {least}: set TMPDIR or add it to "
+            "cluster.exclude"
         )
     return found
 
@@ -546,6 +547,11 @@ def _report_name(node: int) -> str:
 
 def _most(values: Sequence[str]) -> str:
     return Counter(values).most_common(1)[0][0]
+
+
+def _each(names: Sequence[str]) -> str:
+    """The nodes, before a predicate in the singular."""
+    return f"each of the {_nodes(names)}" if len(names) > 1 else _nodes(names)
 
 
 def _nodes(names: Sequence[str]) -> str:

@@ -240,7 +240,7 @@ def problem_of_tests(source: str, conftest: str = "") -> str:
         for argument in [*node.args.posonlyargs, *required]:
             if argument.arg not in {"self", "cls", *BUILTIN, *fixtures, *words}:
                 there = ", ".join(sorted({*BUILTIN, *fixtures}))
-                return f"{node.name} requests the fixture {argument.arg}; there are {there}"
+                return f"{node.name} requests the fixture {argument.arg}; available are {there}"
     if not any(node.name.startswith("test") for node in functions):
         return "it has no test"
     return ""

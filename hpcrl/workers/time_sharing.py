@@ -47,8 +47,9 @@ TRAIN_ROLES = ("trainer", "critic", "reference")
 class TimeSharing:
     """Exists on a rank with a training engine and a generator if the run offloads (hpcrl.planner.memory.shares_device).
 
-    Training engines are offloaded before the generator is built, since its engine may allocate a share of the GPU at
-    once. With `shares_weights` (hpcrl.planner.generator), it reads the trainer's parameters, which then stay there.
+    Training engines are offloaded before the generator is built, since its engine may allocate a fraction of GPU memory
+    at once. With `shares_weights` (hpcrl.planner.generator), the generator reads the trainer's parameters, which then
+    stay on the device.
     """
 
     def __init__(self, roles: Mapping[str, Role], shares_weights: bool = False):

@@ -1,4 +1,4 @@
-"""The examples of docs/algorithms.md are whole programs, and compute what they say."""
+"""The Python examples of docs/algorithms.md run unchanged, and compute what their docstrings state."""
 
 from __future__ import annotations
 

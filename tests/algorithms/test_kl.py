@@ -120,7 +120,7 @@ def test_exact_kl_is_refused_and_names_estimators_with_its_expected_gradient() -
 
 @dataclass(frozen=True)
 class Drifted:
-    """Two tokens. The policy gives the first .99, the reference `reference`; its reward is `reward`, the other's 0."""
+    """Two tokens. The first: probability .99 in the policy, `reference` in the reference; rewards `reward` and 0."""
 
     reference: float
     reward: float = 0.0
@@ -132,13 +132,13 @@ class Drifted:
 
     @property
     def exact(self) -> float:
-        """The probability under the policy with the largest expected reward minus coefficient x KL."""
+        """The first token's probability p under the policy that maximises expected reward - coefficient x KL."""
         odds = self.reference / (1 - self.reference) * np.exp(self.reward / self.coefficient)
         return float(odds / (1 + odds))
 
     @property
     def of_forward_kl(self) -> float:
-        """Where p (1 - p) reward = coefficient (p - reference), the gradients on the first logit."""
+        """The p at which reward and penalty have equal gradients: p (1 - p) reward = coefficient (p - reference)."""
         if not self.reward:
             return self.reference
         half = (1 - self.coefficient / self.reward) / 2
@@ -146,7 +146,7 @@ class Drifted:
 
     @property
     def of_total_variation(self) -> float:
-        """It costs at most coefficient x 2 (1 - reference), which a larger reward outweighs."""
+        """The p that maximises p reward - coefficient x 2 |p - reference|: 1 if reward is above 2 x coefficient."""
         return 1.0 if self.reward > 2 * self.coefficient else self.reference
 
 
@@ -193,7 +193,7 @@ def test_descent_ends_at_the_optimum(place: str, estimator: str, optimum: str, c
 def test_optima_of_the_rewarded_token_match_the_documentation() -> None:
     case = FAR[3]
     assert (round(case.exact, 3), round(case.of_forward_kl, 3), case.of_total_variation) == (0.688, 0.900, 1.0)
-    assert case.expected(kl_loss_coef=0.0).descend(POLICY)[0] > 0.9999, "without a penalty the reward takes all"
+    assert case.expected(kl_loss_coef=0.0).descend(POLICY)[0] > 0.9999, "only the rewarded token remains"
 
 
 @pytest.mark.parametrize("estimator", ["abs", "k2", "k3"])

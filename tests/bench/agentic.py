@@ -2,7 +2,7 @@
 
     python -m tests.bench.agentic --out FILE [--runs FOLDER] [--only NAMES] [--seeds 0 1 2] [--jobs N] [--plot FILE]
 
-The warm start of each environment is made first (its experiment with `_sft`). Each run then has the keys of the
+Each environment's warm-start model is trained first (its experiment with `_sft`). Each run then has the keys of the
 environment's experiment, one process, one thread, and the steps of ENVIRONMENTS. By steps, the prompt of a turn shows
 all earlier turns, so that the model sees what it sees by trajectory. `--out` gets one JSON line per run; runs that it
 already has are not run again, nor are runs and warm-ups that `--runs` has. Prints a table: sampled success and return
@@ -39,7 +39,7 @@ EVALUATIONS = 3
 
 @dataclass(frozen=True)
 class Environment:
-    """An environment's experiment, the section of its environment, and the steps of a run."""
+    """An experiment, its section NAME of `env.NAME`, and the number of steps of a run."""
 
     experiment: str
     section: str
@@ -63,7 +63,7 @@ FIGURES = {
 
 
 def warm_up(name: str, folder: Path) -> None:
-    """Make the model of the warm start of an environment, if it is not there."""
+    """Train the warm-start model of an environment if it does not exist."""
     if not (folder / f"{name}_sft" / "hf").exists():
         launch([f"+experiment={ENVIRONMENTS[name].experiment}_sft", "layout=single"], folder / f"{name}_sft")
 
@@ -86,7 +86,7 @@ def run(name: str, form: str, credit: str, seed: int, folder: Path) -> Line:
 
 def table(lines: Iterable[Line]) -> str:
     """Markdown, in the order of ENVIRONMENTS."""
-    rows = [["Environment", "Episodes", "Credit", "Seeds", "Before", "After", "Least gain"]]
+    rows = [["Environment", "Episodes", "Advantage estimator", "Seeds", "Before", "After", "Least gain"]]
     rows[0] += ["Return before", "After", "Steps", "CPU-seconds"]
     found = grouped(lines, "environment", "form", "credit")
     for name, form, credit in itertools.product(ENVIRONMENTS, FORMS, CREDITS):
@@ -134,7 +134,7 @@ def plot(lines: list[Line], file: Path) -> None:
 def main() -> int:
     """Run what `--out` lacks, then print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="the lines of the runs")
+    parser.add_argument("--out", type=Path, help="JSON lines, one per run; runs that it has are not repeated")
     parser.add_argument("--only", nargs="+", choices=ENVIRONMENTS, default=list(ENVIRONMENTS))
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
     parser.add_argument("--credits", nargs="+", choices=CREDITS, default=CREDITS)

@@ -1,9 +1,9 @@
-"""What deterministic=true costs: the demonstration's reinforcement learning with it and without, in turns.
+"""What deterministic=true costs: the demonstration's reinforcement learning without it and with it, alternately.
 
     python -m tests.bench.deterministic [--model FOLDER] [--steps N] [--repeats N]
 
 One JSON line: samples per second and per CPU-second of all processes after the warm-up steps (medians over the turns),
-the shares of a step's seconds, and `cost` = how many times more of each a sample takes in the deterministic mode.
+mean seconds of a step and its parts, and `cost`: seconds and CPU-seconds per sample with it, divided by those without.
 """
 
 from __future__ import annotations

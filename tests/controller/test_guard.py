@@ -131,7 +131,7 @@ def test_only_the_first_signal_counts() -> None:
 
 def test_no_step_begins_that_the_job_has_no_time_for() -> None:
     assert _why(17.5) == ""  # 1.2 x (8 + 2) + 5
-    assert _why(10.0) == "the end of its job in 10 s (another step with its save takes up to 17 s)"
+    assert _why(10.0) == "the job's end, which is 10 s away (another step with its save takes up to 17 s)"
 
 
 def test_whether_the_warning_leaves_enough_time_is_reported_once(capfd: pytest.CaptureFixture[str]) -> None:

@@ -112,7 +112,7 @@ def test_the_template_may_rewrite_a_prompt_but_not_a_trained_turn(tokenizer: Any
         ({"prompt": "a", "chosen": "b", "rejected": None}, "no rejected: a row of a pair"),
         (
             {"chosen": "b", "rejected": "c"},
-            "no prompt: chosen and rejected have only answers, and the row none of prompt, ",
+            "no prompt: chosen and rejected have only answers, and the row has none of prompt, ",
         ),
         ({"prompt": "a", "chosen": "b", "rejected": " b\n"}, "chosen and rejected are equal"),
         ({"chosen": [USER, GOOD], "rejected": [USER, GOOD]}, "chosen and rejected are equal"),

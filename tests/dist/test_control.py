@@ -246,7 +246,7 @@ def test_a_gap_ends_only_the_stream_of_its_sender(mailbox_server: MailboxServer,
         ended += inbox.take_ended()
     before = [number for number in sent if sent.index(number) == number - 1]
     assert got == [*((4, number, m.Advantages(number)) for number in before), (5, 1, m.Advantages(7))]
-    gap = f"message {sent[len(before)]} of sender 4 came where {len(before) + 1} was due; messages were lost"
+    gap = f"message {sent[len(before)]} of sender 4 came where {len(before) + 1} was expected; messages were lost"
     assert ended == [SenderEnded(4, "gap", f"queue rank/1: {gap}")]
 
 
@@ -266,7 +266,13 @@ def test_a_second_process_with_a_ranks_number_is_refused_and_changes_nothing(
 
 
 def test_a_sender_cannot_impersonate_another(push: Push, inbox: Inbox, capfd: pytest.CaptureFixture[str]) -> None:
-    refuse(push, inbox, Recorded(4).raw(m.Export("hf")), "message 1 of sender 4 from sender 0", capfd)
+    refuse(
+        push,
+        inbox,
+        Recorded(4).raw(m.Export("hf")),
+        "message 1, signed as sender 4, on the connection of sender 0",
+        capfd,
+    )
 
 
 def test_a_wrong_key_and_a_wrong_queue_are_refused_with_the_reason(mailbox_server: MailboxServer) -> None:

@@ -399,7 +399,7 @@ def test_a_different_engine_version_is_refused(
     node.package(module, version)
     (node.site / f"{module}.py").touch()
     monkeypatch.syspath_prepend(str(node.site))
-    text = f"generator.engine: {module} {version} is installed, and hpcrl's part for it is written for {known}; "
+    text = f"generator.engine: {module} {version} is installed, but hpcrl supports only {known}; "
     config = load([f"generator.engine={module}"])
     lines = [problem.text for problem in check_built(config)]
     assert lines == ([text + install([module])] if known else [])

@@ -20,7 +20,7 @@ class StepAdvantage(AdvantageEstimator):
     def assign(self, batch: Batch, table: RewardTable, all_sum: AllSum) -> Stats:
         """See AdvantageEstimator."""
         index = model_tokens(batch)
-        rewards: Tensor = required(batch, "token_rewards", "credit of steps")
+        rewards: Tensor = required(batch, "token_rewards", "advantages of steps")
         returns = F.discounted_returns(rewards[index], batch.row_ids[index], 1.0)
         batch.returns = batch.advantages = rewards.new_zeros(batch.num_tokens).index_copy(0, index, returns)
         return {}

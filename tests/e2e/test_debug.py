@@ -140,4 +140,4 @@ def test_a_run_folder_keeps_its_debug_mode_and_rollouts(tmp_path: Path, inputs: 
     none = refused(tmp_path / "a", *alone, f"load_rollouts={tmp_path}")
     assert f"load_rollouts: {tmp_path} has no rollouts/step_000001" in none
     warm = refused(tmp_path / "a", *alone, f"load_rollouts={whole}", "rollout.temperature=0.5")
-    assert "rollout.temperature: 0.5, but the rollouts of" in warm and "were drawn at 1; use the same" in warm
+    assert "rollout.temperature: 0.5, but the rollouts of" in warm and "were drawn at 1; use 1" in warm

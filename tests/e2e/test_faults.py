@@ -183,7 +183,7 @@ def test_a_run_survives_a_lost_reward_rank_bad_rewards_and_forged_messages(runs:
     assert sum(row.get("scheduler/score_errors", 0.0) for row in rows) == 3  # hung, killed its process, not a number
     for rank, queue in ((1, "rank/1"), (0, "controller")):
         refused = re.findall(rf"refused on queue {queue}: (.*)", log_of(run_dir, rank))
-        kinds = ["wrong signature", "wrong signature", "of 0 bytes", "from sender 77"]
+        kinds = ["wrong signature", "wrong signature", "of 0 bytes", "on the connection of sender 77"]
         assert len(refused) == 4, refused
         assert all(kind in line for kind, line in zip(kinds, refused, strict=True)), refused
 
@@ -291,12 +291,12 @@ ENDS = {
     "an environment that always raises": (
         [ENV, "+env.default.options.how=sys.exit", "rollout.max_attempts=1"],
         ExitCode.STARVED,
-        r"of 4 can still come .*failed \d+, the last by environment class: SystemExit: 0 .*: every one failed; mend",
+        r"of 4 needed groups .*failed \d+, the last by environment class: SystemExit: 0 .*: every one failed; mend",
     ),
     "filters that reject everything": (
         ["rollout.filter_mean_low=.4 rollout.filter_mean_high=.45"],  # no mean of four rewards of 0 or 1
         ExitCode.STARVED,
-        r": 80 groups were started and 0 of 4 can still come \(filtered_mean_low .*relax rollout.filter_\*",
+        r": 80 groups were started and 0 of 4 needed groups .*filtered_mean_low .*relax rollout.filter_\*",
     ),
     "masks that leave nothing": (
         [f"algorithm.difficulty_{word}" for word in ("mask=true", "low_threshold=.4", "high_threshold=.45")],

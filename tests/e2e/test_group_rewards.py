@@ -20,7 +20,7 @@ from tests.e2e.test_resume import WORDS, check_accounts
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 NUM_STEPS, COMMAND_S = 8, 14.0
-# Rank 1 trains and plays, 2 to 4 generate, 5 and 6 score; a replica has no room for a whole group.
+# Rank 1 trains and runs environments, 2 to 4 generate, 5 and 6 score; a replica has 2 slots, a group 4 members.
 LAYOUT = f"""
 layout=disaggregated layout.trainer.num_ranks=1 layout.generator.num_ranks=3 layout.reward.num_ranks=2
 layout.env.colocate_with=trainer layout.env.num_ranks=null layout.reference.colocate_with=trainer
@@ -53,7 +53,7 @@ def test_groups_are_scored_whole_whichever_rank_is_lost(
     if kill:
         check_accounts(run_dir)
         waiting = read_state(run_dir / "checkpoints" / step_name(committed_step(run_dir)))["scheduler"]
-        assert waiting["queue"] or waiting["finished"], "prompts were on their way"
+        assert waiting["queue"] or waiting["finished"], "the checkpoint has no unfinished or untrained group"
         start = Start(run_dir, words, {"PYTHONPATH": str(ROOT)})
     assert start.wait() == ExitCode.DONE, start.text
     check_accounts(run_dir)
@@ -91,7 +91,7 @@ def check_rewards(run_dir: Path, data: Path) -> None:
                 assert tokens.tolist() == [places.get(place, 0.0) for place in range(len(tokens))]
             returns = batch.returns[at][batch.loss_mask[at]]
             assert returns.tolist() == tokens.flip(0).cumsum(0).flip(0).tolist(), (
-                "what the advantage estimator has read"
+                "the advantage estimator did not read these token rewards"
             )
             seen.add((domains[uid], len(expected)))
             rewards |= set(expected)

@@ -93,7 +93,7 @@ def test_hidden_tests_cannot_be_found_and_no_cheat_passes() -> None:
 def test_limits_are_enforced_and_the_folder_is_kept() -> None:
     with episode(command_timeout_s=1.0, output_chars=100, max_output_kib=64) as env:
         env.step("echo kept > file; (sleep 1000; echo late > file) & disown")
-        assert "stopped by the limit of time" in env.step("sleep 30")[0]
+        assert "stopped by the time limit" in env.step("sleep 30")[0]
         text = env.step("cat file; seq 1 200")[0]
         assert text.startswith("kept") and "characters left out]" in text and text.endswith("200")
         assert "limit of output" in env.step("yes")[0]
@@ -103,7 +103,7 @@ def test_limits_are_enforced_and_the_folder_is_kept() -> None:
 
 
 def test_every_generated_bug_fails_a_test_and_its_repair_passes() -> None:
-    """In this process, as these repositories are ours."""
+    """Runs without the sandbox, since hpcrl itself generates this code."""
 
     def failing(code: str, values: dict[str, str]) -> int:
         space: dict[str, Any] = {}
@@ -336,7 +336,7 @@ def test_the_code_cannot_pass_by_shadowing_libraries_or_by_skipping() -> None:
         ({"files": FILES, "hidden_tests": {"conftest.py": "x = 1"}}, "hidden_tests has no test file"),
         (
             {"files": FILES, "hidden_tests": {"t.py": "def test_a(monkeypatch):\n    pass"}},
-            "hidden_tests: t.py: test_a requests the fixture monkeypatch; there are request, tmp_path",
+            "hidden_tests: t.py: test_a requests the fixture monkeypatch; available are request, tmp_path",
         ),
         (
             {"files": FILES, "hidden_tests": {"t.py": "from .x import y\ndef test_a():\n    pass"}},

@@ -1,4 +1,4 @@
-"""Submission with replacements of Slurm's commands: one launch at a time, and precedence of variables."""
+"""Submission with fake sbatch and scontrol commands: one launch at a time, and precedence of variables."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ Launch = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def launch(site: Path, capsys: pytest.CaptureFixture[str]) -> Launch:
-    """Exit code, output and errors of hpcrl.launch with WORDS and more."""
+    """Runs hpcrl.launch with WORDS and further arguments; returns exit code, stdout and stderr."""
 
     def run(*words: str) -> tuple[int, str, str]:
         code = main([*WORDS, *words])

@@ -77,7 +77,7 @@ def test_language() -> None:
     for wordless in ("", "$x = 3$", "42 42", "\U0001f600"):
         assert score(make("language", language="fr"), wordless).reward == 0, wordless
         assert score(make("language"), wordless, prompt=english).reward == 0, wordless
-    assert score(make("language"), "42", prompt="6 * 7").reward == 1, "nothing is asked"
+    assert score(make("language"), "42", prompt="6 * 7").reward == 1, "a prompt without words requires no language"
     assert score(make("language", language="zh"), "\u732b\u5728\u82b1\u56ed\u91cc\u7761\u89c9").reward == 1
 
 

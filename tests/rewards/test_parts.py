@@ -139,7 +139,7 @@ def test_the_documented_token_rewards_and_their_estimator_work(written: Path) ->
     assert batch.advantages.tolist() == [0, 0, 0.75, 0.75, 0.875, 0.875, 1]
     assert torch.equal(batch.returns, batch.advantages)
     batch.token_rewards = None
-    with pytest.raises(ValueError, match=r"batch\.token_rewards must be filled for credit of steps"):
+    with pytest.raises(ValueError, match=r"batch\.token_rewards must be filled for advantages of steps"):
         names["StepAdvantage"](None).assign(batch, None, lambda tensor: tensor)
 
 

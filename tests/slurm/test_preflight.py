@@ -1,4 +1,4 @@
-"""Preflight: missing requirements of one node are named before a rank starts, on real nodes and in the pure
+"""Preflight: missing requirements of one node are named before a rank starts, on emulated Slurm nodes and in the pure
 function."""
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def test_good_nodes_report_their_properties(cluster: Any, tmp_path: Path) -> Non
     [
         ("[ $SLURMD_NODENAME = n2 ] && ulimit -n 80", "node n2 allows 80 open files, but the run needs 112"),
         ("[ $SLURMD_NODENAME = n3 ] && export TMPDIR=/no/such", "node n3 cannot write to its scratch /no/such"),
-        ("[ $SLURMD_NODENAME != n1 ] && export TMPDIR=/no", "nodes n2, n3 cannot write to its scratch /no"),
+        ("[ $SLURMD_NODENAME != n1 ] && export TMPDIR=/no", "each of the nodes n2, n3 cannot write to its scratch /no"),
         ("[ $SLURMD_NODENAME = n2 ] && export PYTHONPATH=FAKE", "node n2 has torch 0.1, but other nodes have "),
         (
             "[ $SLURMD_NODENAME = n2 ] && taskset -p 1 $$ >/dev/null",
@@ -131,7 +131,7 @@ def test_a_misspelt_interface_is_named(cluster: Any, tmp_path: Path) -> None:
     code, lines, _ = srun(cluster, str(run))
     assert code == ExitCode.BAD_INPUT and len(lines) == 1, lines
     assert re.fullmatch(
-        "hpcrl: nodes n1, n2, n3 has no interface ib9 that is up and has an address; it has .*lo.*: "
+        "hpcrl: each of the nodes n1, n2, n3 has no interface ib9 that is up and has an address; it has .*lo.*: "
         "cluster.network_interface",
         lines[0],
     )
@@ -158,7 +158,7 @@ def test_a_node_with_too_few_gpus_is_named(cluster: Any, tmp_path: Path) -> None
     )
     code, lines, _ = srun(cluster, str(run), show + "[ $SLURMD_NODENAME = n3 ] && export CUDA_VISIBLE_DEVICES=0")
     assert code == ExitCode.BAD_INPUT
-    assert lines == ["hpcrl: node n3 shows 1 GPU(s) of the 2 that the run requests: cluster.exclude it"]
+    assert lines == ["hpcrl: node n3 shows 1 GPU(s) of the 2 that the run requests: add it to cluster.exclude"]
 
 
 @pytest.mark.slow
@@ -220,7 +220,7 @@ def test_problems_of_several_nodes_are_judged_together() -> None:
     assert judge([GOOD] * 3, [NEED] * 3) == ""
     reports = [GOOD, *(msgspec.structs.replace(GOOD, name=f"n{i}") for i in range(2, 20))]
     assert judge(reports, [dataclasses.replace(NEED, gpus=9)] * 19).startswith(
-        "nodes n1, n2, n3, n4, n5, n6, n7, n8 and 11 more shows 8 GPU(s) of the 9"
+        "each of the nodes n1, n2, n3, n4, n5, n6, n7, n8 and 11 more shows 8 GPU(s) of the 9"
     )
     full = msgspec.structs.replace(
         GOOD, name="n2", run_free_bytes=RUN_FREE_BYTES - 1, scratch_free_bytes=SCRATCH_FREE_BYTES - 1
@@ -255,7 +255,7 @@ def test_engine_versions_are_compared_only_on_nodes_that_need_them() -> None:
 
 def test_a_gpu_note_of_several_nodes_is_printed_once() -> None:
     hidden = [msgspec.structs.replace(GOOD, name=name, gpu_note="computes on the CPU: X") for name in ("n2", "n3")]
-    assert remark([GOOD, *hidden], [NEED] * 3) == "nodes n2, n3 computes on the CPU: X"
+    assert remark([GOOD, *hidden], [NEED] * 3) == "each of the nodes n2, n3 computes on the CPU: X"
 
 
 @pytest.mark.slow

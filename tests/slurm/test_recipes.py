@@ -206,7 +206,7 @@ def test_a_job_for_an_unimplemented_pipeline_says_so_and_is_not_requeued(large: 
     job = sbatch(large, f"--output={log}", str(script("rlvr_tiny")), *words)
     wait_state(large, tmp_path / "run", job, ["FAILED"], timeout_s=60)
     (line,) = log.read_text().splitlines()
-    assert message_of(line).startswith("pipeline: rlvr_vl is not built yet")
+    assert message_of(line).startswith("pipeline: rlvr_vl is not implemented yet")
     assert not (tmp_path / "run").exists()
     assert show(large, job)["Restarts"] == "0"
 

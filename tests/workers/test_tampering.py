@@ -41,7 +41,7 @@ def test_a_rank_reports_that_its_commands_were_tampered_with(
         make_controller(threads).events()
     code, message = _explain(caught.value, built=True)
     assert code == ExitCode.STORE_LOST and code in CRASHES
-    assert f"rank {rank} " in message and f"queue {queue}: message 2 of sender 0 came where 1 was due" in message
+    assert f"rank {rank} " in message and f"queue {queue}: message 2 of sender 0 came where 1 was expected" in message
 
 
 @pytest.mark.parametrize("needed", [True, False])

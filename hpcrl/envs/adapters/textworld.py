@@ -20,7 +20,7 @@ from hpcrl.envs.spec import TextWorldOptions
 
 COMPILED, PLANNED = (".z8", ".ulx"), ".tw-pddl"
 TASK = re.compile(r"Your task is to: (.+)")
-"""The end of ALFWorld's first text."""
+"""The sentence with the task, at the end of the first text of an ALFWorld game."""
 STATUS = re.compile(r"\n>[^\n]*$")
 """The game's input prompt after a text, with its status line."""
 # The library that runs compiled games warns about every game that is not a known commercial one.
@@ -139,6 +139,6 @@ def _name_things(env: Any) -> None:
 
 
 def _kind(name: str) -> str | None:
-    """The kind in an id such as sinkbasin_bar_1; None if it has none."""
+    """The kind in an id: mug for mug_bar_1, sinkbasin for sink_bar_1_bar_sinkbasin; None without _bar_."""
     kind, bar, _ = name.partition("_bar_")
     return (kind + "basin" if "basin" in name else kind) if bar else None

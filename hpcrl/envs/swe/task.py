@@ -104,7 +104,7 @@ class SWE(ExpertGame[SWEOptions]):
         assert self._repository is not None, "a running episode has a repository"
         outcome = self._repository.run(command)
         text = shortened(outcome.stdout.decode(errors="replace").strip(), self.options.output_chars)
-        ended = f"stopped by the limit of {outcome.stopped}" if outcome.stopped else f"exit code {outcome.code}"
+        ended = f"stopped by the {outcome.stopped} limit" if outcome.stopped else f"exit code {outcome.code}"
         well = not outcome.stopped and outcome.code == 0
         return text if well and text else f"{text}\n({ended})".strip(), well
 

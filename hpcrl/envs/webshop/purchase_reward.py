@@ -2,9 +2,9 @@
 
     reward = r_type * (matched attributes + matched options + (price <= limit)) / (attributes + options + 1)
 
-r_type compares kinds: by the query and the category for which the product was collected, and by the nouns of the two
-names. The original takes nouns from spaCy's tagger; here all alphabetic words except function words count, including
-adjectives.
+r_type compares the kinds of the two products: the queries with which they were collected, their categories, and the
+nouns of their names. The original takes nouns from spaCy's tagger; here all alphabetic words except function words
+count, including adjectives.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def similarity(one: str, other: str) -> int:
 
 
 def _ratio(one: str, other: str) -> float:
-    """Twice the length of the longest common subsequence, divided by both lengths."""
+    """Twice the length of the longest common subsequence, divided by the sum of both lengths."""
     row = [0] * (len(other) + 1)
     for letter in one:
         before = 0
@@ -91,7 +91,8 @@ def _ratio(one: str, other: str) -> float:
 
 
 def _base(option: str | tuple[str, str]) -> str:
-    """The base colour in an option's value, for a pair only if the value is a colour; else the value's text."""
+    """The base colour in an option's value, for a pair only if the whole value is a colour; else its text, for a pair
+    with the option's name."""
     text = option if isinstance(option, str) else " ".join(option)
     return next((colour for colour in COLOURS if colour in option), text)
 

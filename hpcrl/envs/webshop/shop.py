@@ -17,9 +17,9 @@ SEARCH = "search[...]"
 
 
 class WebShop(OpenGame[WebShopOptions], ExpertGame[WebShopOptions]):
-    """search[words] on every page, and click[item of the page], in the pages of the original's text mode without its
-    empty reviews. Buying ends the episode with the reward of hpcrl.envs.webshop.purchase_reward, all other actions get
-    0; success is a reward of 1. The seed chooses the goal, unless the row's column `goal` has its number in the
+    """The shop of arXiv 2207.01206 in its text mode: search[words] and click[item of the page] on every page, without
+    its empty reviews. Buying ends the episode with the reward of hpcrl.envs.webshop.purchase_reward, all other actions
+    get 0; success is a reward of 1. The seed chooses the goal, unless the row's column `goal` has its number in the
     original's order."""
 
     def __init__(self, options: WebShopOptions, goal: int | None = None):
@@ -105,7 +105,7 @@ class WebShop(OpenGame[WebShopOptions], ExpertGame[WebShopOptions]):
             self._open(word)
 
     def _open(self, page: str) -> None:
-        """Go to a page: its text and its actions."""
+        """Go to a page: set its text and its actions."""
         self._page = page
         if page in ("search", "results"):
             self.product, self.chosen = None, {}

@@ -24,7 +24,7 @@ This file manages a group: its start, verdict (valid, filtered, restarted or fai
     samples.py     states of samples, load of replicas, commands to replicas
     modes.py       StreamingMode, DeterministicMode: when groups start, where samples run, when verdicts are given
     selection.py   which groups form the batch, and for which groups it waits; staleness.py: max_staleness
-    accounts.py    how prompts ended, and the counts and values of the step
+    accounts.py    how prompts ended, and the step's metrics
     policies.py    settings and filters
 
 With max_staleness=0, groups in flight are dropped when the batch is ready, and their prompts return to the head of the
@@ -150,7 +150,7 @@ class RolloutScheduler:
         self._queue.add_prompts(uids)
 
     def pause(self, replicas: frozenset[int]) -> None:
-        """Assign no work to exactly these replicas until the next call."""
+        """Assign no new work to these replicas, and resume all others, until the next call."""
         self._samples.pause(replicas)
 
     def handle_events(self, events: Iterable[SchedulerEvent]) -> None:
@@ -230,8 +230,8 @@ class RolloutScheduler:
         """The exception for a step that can no longer get a batch. `remedy` is advice for the user."""
         return RolloutExhausted(
             f"version {self.version}: {self._generated} groups were started and "
-            f"{len(self._open) + len(self._selection.valid)} of {self._selection.need} can still come "
-            f"({self._accounts.losses()}): {remedy}"
+            f"{len(self._open) + len(self._selection.valid)} of {self._selection.need} needed groups can still be "
+            f"completed ({self._accounts.losses()}): {remedy}"
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -247,8 +247,8 @@ class RolloutScheduler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of a new scheduler. Samples of a replica that no longer exists are assigned to another
-        replica, which finished() shows."""
+        """Restore a saved state into a new scheduler. Samples of a replica that no longer exists are assigned to
+        another replica, which finished() shows."""
         self._queue.restore(state["newest_uid"], state["queue"])
         self._selection.version = self._newest = state["version"]
         self._accounts.restore(state["ended_prompts"] if "ended_prompts" in state else state.get("settled", []))

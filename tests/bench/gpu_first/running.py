@@ -24,14 +24,14 @@ from tests.bench.gpu_first.steps import Setting, Step
 
 ROOT = Path(__file__).parents[3]
 LARGE = ("checkpoints", "hf", "model", "rollouts")
-"""Folders of a run that go when its figures are read."""
+"""Folders of a run that are deleted once all commands of the step have ended."""
 CHECKED = '{"bench": "gpu"'
 """The beginning of gpu-check's line of JSON."""
 
 
 @dataclass
 class Outcome:
-    """status: ok, failed, hung or not run, and in a line why. table: lines of waits.txt on functions in stacks."""
+    """status: ok, failed, hung, interrupted or not run; error: why. table: lines of waits.txt about the stacks."""
 
     name: str
     status: str = "ok"
@@ -49,14 +49,14 @@ class Outcome:
 
 
 def missing(step: Step, setting: Setting) -> str:
-    """What the step needs and is not here; empty: nothing."""
+    """The step's missing requirements; empty if it can run."""
     if setting.device == "cuda" and setting.num_gpus < step.num_gpus:
         return f"needs {step.num_gpus} GPUs, {setting.num_gpus} found"
     return ", ".join(f"{name} is not installed" for name in step.modules if importlib.util.find_spec(name) is None)
 
 
 def run_step(name: str, step: Step, setting: Setting, report: Path, limit_s: float) -> Outcome:
-    """Its commands, of which none stops the next unless it takes all the time. Its files are in report/NAME."""
+    """Run the step's commands in turn, also after a failure, until limit_s is used up. Their files: report/NAME."""
     folder, started = report / name.replace(" ", "_"), time.monotonic()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -81,7 +81,7 @@ def run_step(name: str, step: Step, setting: Setting, report: Path, limit_s: flo
 
 
 def _rows_of(outcome: Outcome, words: list[str], environ: dict[str, str], limit_s: float) -> list[Row]:
-    """What a command printed; the first failure is noted in the outcome."""
+    """Run a command and return the rows that it printed. The outcome gets the first failure, or the first hang."""
     log, began, hangs, code = Path(outcome.log), time.time(), False, 0
     with log.open("ab") as file:
         start = file.tell()

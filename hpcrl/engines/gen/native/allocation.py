@@ -71,6 +71,6 @@ class PrefillBatch:
         return place
 
     def end(self) -> None:
-        """Free the copied blocks; called after the copies."""
+        """Release the source blocks of all copies; called once they are copied."""
         for block in self._pinned:
             self._blocks.free([block])

@@ -276,7 +276,7 @@ class SGLangEngine:
                 "temperature": float(params.temperature),
                 "top_p": float(params.top_p),
                 "top_k": self._top_k(request) if params.truncates else -1,
-                # SGLang draws from seed and position, so a response does not depend on the limits of decode chunks.
+                # SGLang draws from seed and position, so a response does not depend on the boundaries of decode chunks.
                 "sampling_seed": request.seed - (request.seed >> 63 << 64),  # converted to a signed number
                 "stop_token_ids": set(params.stop_token_ids),
                 "ignore_eos": params.ignore_eos,
@@ -351,7 +351,7 @@ class SGLangEngine:
 
 def one_by_one(named: Iterable[tuple[str, torch.Tensor]], known: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights under their names in files, with separate tensors per expert, since SGLang silently skips unknown
-    names such as transformers' name for all experts of a layer. `known` means that hpcrl plans the model's family, so
+    names such as transformers' name for all experts of a layer. `known`: hpcrl knows the parameters of this family, so
     names of experts are known; ValueError for experts of other families."""
     for name, tensor in named:
         if (match := EXPERTS.fullmatch(name)) is None:

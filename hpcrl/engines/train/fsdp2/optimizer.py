@@ -1,4 +1,4 @@
-"""AdamW for all parameters, or together with another optimizer for the matrices of layers."""
+"""The optimizer: AdamW for all parameters, or another optimizer for the layers' matrices and AdamW for the rest."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def in_layers(hf: PreTrainedModel) -> Iterator[Tensor]:
 
 
 class ForMatrices(torch.optim.AdamW):
-    """A base class of optimizers that update matrices differently. Groups marked `special` have matrices, or stacks of
-    matrices such as a layer's experts, and use _update(); other groups use AdamW."""
+    """A base class of optimizers with an update rule of their own for the layers' matrices. Groups marked `special`
+    have matrices, or stacks of matrices such as a layer's experts, and use _update(); other groups use AdamW."""
 
     @staticmethod
     def takes(parameter: Tensor) -> bool:
-        """Whether _update() applies to a layer's matrix, on any number of ranks."""
+        """Whether _update() handles this matrix of a layer; the answer must not depend on the number of ranks."""
         return True
 
     @torch.no_grad()
