@@ -11,7 +11,7 @@ import functools
 import re
 from typing import Any
 
-from hpcrl.data.messages import Messages
+from hpcrl.data.messages import IMAGE_MARK, Messages
 from hpcrl.data.template_forms import VARIABLES, TemplateRefusal, apply_template, as_taken
 
 CONTENT = "0CONTENT0"
@@ -30,7 +30,7 @@ def render(
     if getattr(tokenizer, "chat_template", None):
         messages, tools = as_taken(tokenizer, messages, tools)
         return apply_template(tokenizer, marked(tokenizer, messages), marked(tokenizer, tools), ask, **variables)
-    return "\n\n".join(message["content"] or "" for message in messages)
+    return "\n\n".join((message["content"] or "").replace(IMAGE_MARK, "") for message in messages)
 
 
 def bind(tokenizer: Any, variables: dict[str, Any]) -> Any:
@@ -119,11 +119,12 @@ def cut_to_fit(
     tokenizer: Any, messages: Messages, tools: list[dict[str, Any]] | None, max_tokens: int, **variables: Any
 ) -> tuple[str, list[int]] | None:
     """(text, token ids) of at most `max_tokens`, after cutting the last message's start. The template, the other
-    messages and the last message's end (usually the question) are kept; None if these are too long."""
-    content = messages[-1]["content"]
+    messages and the last message's images and end (usually the question) are kept; None if these are too long."""
+    begin, mark, content = messages[-1]["content"].rpartition(IMAGE_MARK)
+    images = begin.count(IMAGE_MARK) + 1 if mark else 0
 
     def attempt(kept: int) -> tuple[str, list[int]]:
-        last = {**messages[-1], "content": content[len(content) - kept :]}
+        last = {**messages[-1], "content": IMAGE_MARK * images + content[len(content) - kept :]}
         text = render(tokenizer, [*messages[:-1], last], tools, **variables)
         return text, encode(tokenizer, text)
 

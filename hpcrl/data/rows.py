@@ -18,8 +18,8 @@ from hpcrl.config import DataConfig, DataSource
 from hpcrl.config.data import NOT_VARIABLES
 from hpcrl.data.env_sources import STARTS, given_start
 from hpcrl.data.files import BadRow, Table
-from hpcrl.data.media import IN_MESSAGES, ImageFile, image_column, image_in_messages, images_of
-from hpcrl.data.messages import Messages, one_turn, read_messages, read_tools
+from hpcrl.data.media import ImageFile, image_column, images_of, place_images, read_parts
+from hpcrl.data.messages import ImagePart, Messages, one_turn, read_messages, read_tools
 from hpcrl.data.places import open_table
 from hpcrl.data.tasks import Split
 from hpcrl.spec.media import IMAGE
@@ -78,13 +78,14 @@ def parse_row(
         folder: Folder to which the row's paths are relative.
     """
     key, pictures = _first(raw, config.prompt_key, PROMPT_KEYS), image_column(raw)
-    if key is not None and (place := image_in_messages(raw[key], key)):
-        raise BadRow(f"{where}: {place}: {IN_MESSAGES}")
     if key is None:
         looked = config.prompt_key or ", ".join(PROMPT_KEYS)
         raise BadRow(f"{where}: no prompt: looked for {looked} (data.prompt_key); the row has {_columns(raw)}")
-    messages = _with_context(read_messages(raw[key], where, key, padded), raw, key, where)
+    inside: list[ImagePart] = []
+    messages = _with_context(read_messages(raw[key], where, key, padded, inside), raw, key, where)
     messages, turn = _split_turn(messages, raw, where, padded)
+    column = images_of(raw[pictures], pictures, where) if pictures is not None else []
+    images = read_parts(place_images(messages, inside, column, where), folder) if inside or column else ()
     if not messages or messages[-1]["role"] not in ("user", "tool"):
         raise BadRow(f"{where}: {key} has no user turn to answer")
     answer = _answer(raw, config, where)
@@ -105,7 +106,7 @@ def parse_row(
         domain=fixed_domain or _domain(raw, config, where),
         extra=extra,
         variables=_variables(raw.get(VARIABLES_KEY), where, padded),
-        images=images_of(raw[pictures], pictures, where, folder) if pictures is not None else (),
+        images=images,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from hpcrl.config import Config, DataConfig
 from hpcrl.config.rollout import RolloutConfig
 from hpcrl.controller.generation import training_sampling
 from hpcrl.data import PromptSource, read_splits
-from hpcrl.data.media import MAX_MEDIA_BYTES
+from hpcrl.data.media import MAX_MEDIA_BYTES, read_images
+from hpcrl.data.messages import IMAGE_MARK
+from hpcrl.data.rows import Row, RowSet
 from hpcrl.launch.data_summary import check_media
 from hpcrl.rollout.admission import PAYLOAD_BYTES, admissions
 from hpcrl.rollout.types import Prompt, PromptOutcome, make_sample_id
@@ -27,6 +30,10 @@ GIF = b"GIF89a, all of it ASCII"
 def drawn(path: Any, tokenizer: Any, count: int = 1) -> list[Prompt]:
     source = PromptSource(DataConfig(train=str(path), shuffle=False), "train", tokenizer, 0, batch_size=1)
     return [source.next() for _ in range(count)]
+
+
+def only_row(path: Any) -> Row:
+    return RowSet(DataConfig(train=str(path)), "train", seed=0).row(0)
 
 
 def images(*contents: bytes) -> tuple[Medium, ...]:
@@ -78,10 +85,15 @@ def test_columns_of_bytes_need_no_paths(tmp_path: Path, tokenizer: Any) -> None:
     [
         (["gone.png"], "images[0]: {folder}/gone.png cannot be read: No such file or directory"),
         (["a.png", "."], "images[1]: {folder} cannot be read: Is a directory"),
-        (["a.png", {"bytes": "text"}], "images[1] must be the path of a file, or bytes of a parquet or Arrow file"),
-        ([3], "images[0] must be the path of a file"),
+        (
+            ["a.png", {"bytes": "text"}],
+            "images[1] must be a file's path, a data URL, or bytes of a parquet or Arrow file",
+        ),
+        ([3], "images[0] must be a file's path"),
+        (["https://example.org/a.png"], "images[0]: 'https://example.org/a.png' would have to be downloaded; store"),
+        (["data:image/png;base64,!!"], "images[0]: 'data:image/png;base64,!!'... is not an image in base64: "),
         (["pointer.png"], "images[0]: the content begins like none of png, jpg, "),
-        (["large.png", "a.png"], "images: 16.0 MiB of images would be sent with the prompt, at most 16 are"),
+        (["large.png", "a.png"], "images[0]: 16.0 MiB of images would be sent with the prompt, at most 16 are"),
     ],
 )
 def test_an_image_that_cannot_be_read_is_a_bad_row(tmp_path: Path, write_jsonl: Any, given: Any, line: str) -> None:
@@ -91,6 +103,126 @@ def test_an_image_that_cannot_be_read_is_a_bad_row(tmp_path: Path, write_jsonl: 
     path = write_jsonl("rows.jsonl", {"prompt": "a", "images": ["large.png"]}, {"prompt": "b", "images": given})
     (problem,) = read_splits(DataConfig(train=path), 0)[1]
     assert problem.startswith(f"{path}:2: {line.format(folder=tmp_path)}")
+
+
+def test_images_stand_in_messages_where_published_forms_put_them(tmp_path: Path, write_jsonl: Any) -> None:
+    for name in "abc":
+        (tmp_path / f"{name}.png").write_bytes(PNG + name.encode())
+    url = f"data:image/png;base64,{base64.b64encode(PNG + b'b').decode()}"
+    text = {"type": "text", "text": "what?"}
+    forms: list[tuple[dict[str, Any], str, str]] = [
+        ({"prompt": "<image>what?", "images": ["a.png"]}, "Mwhat?", "a"),  # verl's geo3k, ROLL
+        ({"prompt": "what?", "images": ["a.png", "b.png"]}, "MMwhat?", "ab"),  # TRL
+        ({"problem": "what?", "image": "a.png"}, "Mwhat?", "a"),  # GEOQA
+        ({"prompt": "left <image>, right <image>", "images": ["b.png", "a.png"]}, "left M, right M", "ba"),
+        (  # OpenAI
+            {"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}, text]}]},
+            "Mwhat?",
+            "b",
+        ),
+        (  # OpenAI's Responses
+            {"prompt": [{"role": "user", "content": [text, {"type": "input_image", "image_url": url}]}]},
+            "what?M",
+            "b",
+        ),
+        (  # Qwen
+            {
+                "prompt": [
+                    {"role": "user", "content": [{"type": "image", "image": "file://" + str(tmp_path / "c.png")}, text]}
+                ]
+            },
+            "Mwhat?",
+            "c",
+        ),
+        (  # transformers
+            {
+                "prompt": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "image", "path": "c.png"}, text, {"type": "image", "url": "a.png"}],
+                    }
+                ]
+            },
+            "Mwhat?M",
+            "ca",
+        ),
+        (  # TRL with parts: the images are in the column
+            {
+                "prompt": [{"role": "user", "content": [text, {"type": "image"}, text, {"type": "image"}]}],
+                "images": ["a.png", "b.png"],
+            },
+            "what?Mwhat?M",
+            "ab",
+        ),
+        (  # ShareGPT
+            {"conversations": [{"from": "human", "value": "<image>\nwhat?"}], "images": ["c.png"]},
+            "M\nwhat?",
+            "c",
+        ),
+        ({"prompt": [{"role": "user", "content": "what?", "images": ["a.png", "c.png"]}]}, "MMwhat?", "ac"),
+        ({"prompt": f"what{IMAGE_MARK}? <image>"}, "what? <image>", ""),  # no image: a text
+    ]
+    for row, content, names in forms:
+        found = only_row(write_jsonl("rows.jsonl", row))
+        assert found.messages[-1]["content"].replace(IMAGE_MARK, "M") == content, row
+        assert [medium.content for medium in read_images(found.images)] == [PNG + name.encode() for name in names], row
+
+
+def test_images_of_several_turns_keep_their_order(tmp_path: Path, write_jsonl: Any) -> None:
+    for name in "abc":
+        (tmp_path / f"{name}.png").write_bytes(PNG + name.encode())
+    user = {"role": "user", "content": [{"type": "image", "image": "b.png"}, {"type": "text", "text": "and <image>?"}]}
+    row = {
+        "messages": [{"role": "user", "content": "<image>what?"}, {"role": "assistant", "content": "a <image>"}, user],
+        "images": ["a.png", "c.png"],
+    }
+    found = only_row(write_jsonl("rows.jsonl", row))
+    assert [message["content"].replace(IMAGE_MARK, "M") for message in found.messages] == [
+        "Mwhat?",
+        "a <image>",
+        "Mand M?",
+    ]
+    assert b"".join(medium.content[-1:] for medium in read_images(found.images)) == b"abc"
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"prompt": "<image><image>?", "images": ["a.png"]}, ":1: 1 images for 2 <image> in the messages"),
+        ({"prompt": "<image>?", "images": ["a.png", "a.png"]}, ":1: 2 images for 1 <image> in the messages"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]},
+            ":1: 0 images for 1 image parts without content",
+        ),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image"}]}], "images": ["a.png", "a.png"]},
+            ":1: 2 images for 1 image parts without content",
+        ),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image", "image": "a.png"}], "images": ["a.png"]}]},
+            ":1: prompt[0] has images in its content and in images, whose order is unknown",
+        ),
+        (
+            {"prompt": [{"role": "user", "content": "<image>?", "image": ["a.png", "a.png"]}]},
+            ":1: prompt[0]: 1 <image> marks",
+        ),
+        (
+            {"prompt": "?", "response": [{"role": "assistant", "content": [{"type": "image", "image": "a.png"}]}]},
+            ":1: response[0].content[0]: only a prompt may have images",
+        ),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}]},
+            ":1: prompt[0].content[0] must be a part with text or an image, not one of type 'video'",
+        ),
+    ],
+)
+def test_images_without_a_place_are_refused(
+    tmp_path: Path, write_jsonl: Any, row: dict[str, Any], problem: str
+) -> None:
+    (tmp_path / "a.png").write_bytes(PNG)
+    path = write_jsonl("rows.jsonl", row)
+    (line,) = read_splits(DataConfig(train=path), 0)[1]
+    assert line.startswith(f"{path}{problem}")
 
 
 def test_an_image_missing_when_drawn_drops_only_its_row(tmp_path: Path, tokenizer: Any) -> None:

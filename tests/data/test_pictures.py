@@ -137,7 +137,9 @@ def test_sizes_and_tokens_are_those_of_transformers(vision: Vision) -> None:
                 vision.fit(width, height)
             continue
         assert vision.fit(width, height) == wanted[::-1]
-        assert vision.num_tokens(*vision.fit(width, height)) * (vision.patch * vision.merge) ** 2 == wanted[0] * wanted[1]
+        assert (
+            vision.num_tokens(*vision.fit(width, height)) * (vision.patch * vision.merge) ** 2 == wanted[0] * wanted[1]
+        )
 
 
 def test_the_pixels_are_those_of_transformers_processor() -> None:
