@@ -11,7 +11,9 @@ from tests.bench.gpu.common import Check, Row
 
 def raises(check: Check) -> Iterator[Row]:
     yield Row("bad one", "before", 1.0)
-    raise ValueError(f"facts are {dict(check.facts)}")
+    error = ValueError(f"facts are {dict(check.facts)}")
+    error.add_note("a line that follows, such as a warning of Python's resource tracker")
+    raise error
 
 
 def aborts(check: Check) -> Iterator[Row]:

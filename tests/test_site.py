@@ -57,7 +57,7 @@ def test_the_site_is_complete(tmp_path: Path) -> None:
     found = {item["location"]: item["text"] for item in index["items"]}
     assert "trainer.lr" in found["docs/configuration.html#trainer"]
     assert "docs/rewards.html#write-one" in found
-    assert "turns both into an error of the sample" in found["docs/api/rewards.html#hpcrl.rewards.reward.Reward"]
+    assert "records an error for the sample" in found["docs/api/rewards.html#hpcrl.rewards.reward.Reward"]
     assert "iframe-worker.js" in start, "what searches in place of a worker, which no browser starts from file://"
 
 

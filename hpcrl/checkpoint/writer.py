@@ -156,9 +156,9 @@ class Writer:
             left_s = max(0.0, deadline - time.monotonic()) if deadline is not None else None
             if not select.select([self._answers], [], [], left_s)[0]:
                 return None
-            if not (news := self._receive()):
+            if not (received := self._receive()):
                 raise self._ended()
-            *lines, self._received = (self._received + news).split(b"\n")
+            *lines, self._received = (self._received + received).split(b"\n")
             for answer in (msgspec.json.decode(line, type=_Answer) for line in lines):
                 if answer.error:
                     error = OSError(answer.error)
@@ -216,8 +216,8 @@ def main() -> None:
     die_with(parent)
     ignore_signals()
     while True:
-        news, fds, _, _ = socket.recv_fds(channel, 1, MAX_FILES + 1)  # contents and two more
-        if not news:
+        received, fds, _, _ = socket.recv_fds(channel, 1, MAX_FILES + 1)  # contents and two more
+        if not received:
             return
         counter = mmap.mmap(fds[1], COUNTER_BYTES)
         body, *shared = (mmap.mmap(fd, 0, access=mmap.ACCESS_READ) for fd in (fds[0], *fds[2:]))

@@ -85,7 +85,7 @@ class DataConfig(Section):
     """File (jsonl, json, csv, tsv, parquet, arrow), pattern, folder, name of a cached data set of the hub, task:NAME,
     reasoning_gym:NAME, env:DOMAIN, expert:NAME, or a list of these or of {path, domain, size, options}."""
     val: Sources | None = None
-    """Held-out prompts, in the same forms; null: no evaluation."""
+    """Validation prompts, in the same forms; null: no evaluation."""
     prompt_key: str | None = None
     """Column of the prompt; null: prompt, messages, conversations, question, problem or instruction, if it exists."""
     answer_key: str | None = None

@@ -284,9 +284,9 @@ def _did_you_mean(path: Path) -> str:
     known = dict.fromkeys(key for key in known_keys() if not _matches(key, path))
     if same := [key for key in known if key[-1] == path[-1] and len(key) > 1 and "*" not in key]:
         return dotted(min(same, key=lambda key: (-len({*key} & {*path}), len(key))))
-    siblings = {str(key[-1]): dotted((*path[:-1], key[-1])) for key in known if _matches(key[:-1], path[:-1])}
-    if near := get_close_matches(str(path[-1]), list(siblings), n=1):
-        return siblings[near[0]]
+    neighbours = {str(key[-1]): dotted((*path[:-1], key[-1])) for key in known if _matches(key[:-1], path[:-1])}
+    if near := get_close_matches(str(path[-1]), list(neighbours), n=1):
+        return neighbours[near[0]]
     elsewhere = {str(key[-1]): dotted(key) for key in sorted(known, key=len, reverse=True) if "*" not in key}
     near = get_close_matches(str(path[-1]), list(elsewhere), n=1, cutoff=0.8)
     return elsewhere[near[0]] if near else ""

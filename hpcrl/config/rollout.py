@@ -100,13 +100,13 @@ class RolloutConfig(Section):
 
 
 class EvalConfig(Section):
-    """Held-out evaluation on data.val."""
+    """Evaluation on the validation prompts (data.val)."""
 
     num_prompts: Annotated[int, Field(ge=1, le=MAX_VALIDATION_PROMPTS), NUMBER] = 256
-    """Held-out prompts per evaluation."""
+    """Validation prompts per evaluation."""
     temperature: NonNegative = 0.0
     """Sampling temperature; 0: greedy."""
     max_new_tokens: Positive | None = None
     """Maximum response length, tokens; null: rollout.max_new_tokens."""
     num_examples: Natural = 5
-    """Held-out completions that every evaluation keeps; completions before and after training are shown at the end."""
+    """Validation completions that every evaluation keeps; at the end, the first and last ones are shown."""

@@ -114,7 +114,7 @@ class Config(Section):
     reward_model: RewardModelConfig = RewardModelConfig()
     """The model with a scalar head that scores on the run's ranks."""
     eval: EvalConfig = EvalConfig()
-    """Held-out evaluation."""
+    """Evaluation on the validation prompts."""
     layout: LayoutConfig = LayoutConfig()
     """Ranks of each role."""
     fake: FakeConfig = FakeConfig()

@@ -1,4 +1,4 @@
-"""Held-out evaluation on the first prompts of data.val, greedily and with training's sampling parameters."""
+"""Evaluation on the first prompts of data.val, greedily and with training's sampling parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Held-out completions of every evaluation: examples.json in the run folder, and rows of the trackers' tables."""
+"""Validation completions of every evaluation: examples.json in the run folder, and rows of the trackers' tables."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ DEFAULT_SIZE: dict[Split, int] = {"train": 65536, "val": 1024}
 
 WORDS = ("cat", "dog", "sun", "sea", "red", "ice", "oak", "bee", "fox", "owl", "rye", "ink")
 
-HELD_OUT = 16  # one row content in this many belongs to val, the others to train
+VALIDATION_EVERY = 16  # one row content in this many belongs to val, the others to train
 
 # These verifiers give wrong results for gold answers or for wrong answers (reasoning-gym 0.1.25).
 BROKEN_REASONING_GYM = {
@@ -144,7 +144,7 @@ class GeneratedTask:
         rng = random.Random(f"{self._key}/{index}")
         for _ in range(1000):
             row = self._make(rng, self._options)
-            if (_hash(row["prompt"]) % HELD_OUT == 0) == self._validation:
+            if (_hash(row["prompt"]) % VALIDATION_EVERY == 0) == self._validation:
                 return row
         raise ValueError(f"task:{self.name} has too few different rows under {self._options!r} to hold some out")
 

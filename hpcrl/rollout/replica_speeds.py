@@ -10,7 +10,7 @@ MEMORY = 0.1
 """Weight of a new decode chunk in a replica's mean."""
 COMMON_MEMORY = 0.01
 """Weight of a new decode chunk in the line common to all replicas."""
-NEWS = 0.25
+MIN_CHANGE = 0.25
 """Relative change of a speed above which it is reported."""
 LOOKS = 8
 """Comparisons of all speeds while every replica ends one decode chunk."""
@@ -38,9 +38,9 @@ class ReplicaSpeeds:
         self._unseen = 0
         middle = median_low(self._slowness.values())  # of two, the faster
         speeds = {name: middle / max(slowness, 1e-9) for name, slowness in self._slowness.items()}
-        news = {n: speed for n, speed in speeds.items() if abs(speed / self._told.get(n, 1.0) - 1.0) > NEWS}
-        self._told |= news
-        return [SpeedChanged(name, speed) for name, speed in sorted(news.items())]
+        changed = {n: speed for n, speed in speeds.items() if abs(speed / self._told.get(n, 1.0) - 1.0) > MIN_CHANGE}
+        self._told |= changed
+        return [SpeedChanged(name, speed) for name, speed in sorted(changed.items())]
 
     def forget(self, replica: int) -> None:
         """Remove a lost replica."""

@@ -149,12 +149,12 @@ class RolloutReader:
         """The metrics of each row, from the prompts' outcomes."""
         stored = {record.uid: record.metrics for record in _read_outcomes(folder)}
         ids = batch.sample_ids.tolist()
-        siblings: dict[int, list[int]] = {}
+        members: dict[int, list[int]] = {}
         for sample in sorted(ids, key=lambda sample: split_sample_id(sample)[2]):  # attempts of members may differ
-            siblings.setdefault(split_sample_id(sample)[0], []).append(sample)
+            members.setdefault(split_sample_id(sample)[0], []).append(sample)
         found = {
             sample: metrics
-            for uid, samples in siblings.items()
+            for uid, samples in members.items()
             for sample, metrics in zip(samples, stored.get(uid, ()), strict=False)
         }
         return [found.get(sample, {}) for sample in ids]

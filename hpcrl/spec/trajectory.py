@@ -130,14 +130,16 @@ declare(
         Origin.GENERATOR,
         "the generator's log-softmax(logits / T), without truncation",
     ),
-    Field("versions", "int32", Level.TOKEN, Origin.GENERATOR, "weight version that wrote the token", fill=-1),
+    Field(
+        "versions", "int32", Level.TOKEN, Origin.GENERATOR, "version of the weights that generated the token", fill=-1
+    ),
     Field("turn_ids", "int32", Level.TOKEN, Origin.GENERATOR, "turn of the model, from 0; -1: the prompt", fill=-1),
     Field(
         "gen_logprobs_behaviour",
         "float32",
         Level.TOKEN,
         Origin.GENERATOR,
-        "renormalised under top-p, top-k, min-p; only with truncation",
+        "log-probs under the distribution truncated by top-p, top-k or min-p; only with truncation",
         optional=True,
     ),
     Field(
@@ -165,7 +167,7 @@ declare(
         "float32",
         Level.ROW,
         Origin.SCORER,
-        "reward of the greedy response to the row's prompt, which is not trained on; only with a greedy sibling",
+        "reward of the greedy response to the row's prompt, which is not trained on; only with a greedy baseline",
         optional=True,
     ),
     Field(
@@ -209,7 +211,7 @@ declare(
         "position in the sequence, from 0 in each turn by steps",
         any_width=True,
     ),
-    Field("group_ids", "int64", Level.ROW, Origin.PACKING, "prompt of the row, shared by its siblings"),
+    Field("group_ids", "int64", Level.ROW, Origin.PACKING, "prompt of the row, the same in all rows of its group"),
     Field("sample_ids", "int64", Level.ROW, Origin.PACKING, "`uid << 24 | attempt << 14 | member`"),
     Field("weights", "float32", Level.ROW, Origin.PACKING, "weight of the row in the loss"),
     Field(
@@ -226,7 +228,7 @@ declare(
         "bool",
         Level.TOKEN,
         Origin.TRAINING,
-        "true: written by the weights that are trained, on a cache of theirs alone; only of this run's own rollouts",
+        "true: generated with the weights that are trained, on a KV cache of only these; only in rollouts of this run",
     ),
     Field("old_logprobs", "float32", Level.TOKEN, Origin.TRAINING, "the trainer's log-probs before the step"),
     Field(
@@ -238,9 +240,9 @@ declare(
     ),
     Field("ref_logprobs", "float32", Level.TOKEN, Origin.TRAINING, "the reference's log-probs"),
     Field("values", "float32", Level.TOKEN, Origin.TRAINING, "the critic's values"),
-    Field("advantages", "float32", Level.TOKEN, Origin.TRAINING, "credit of each token"),
+    Field("advantages", "float32", Level.TOKEN, Origin.TRAINING, "advantage of each token"),
     Field("returns", "float32", Level.TOKEN, Origin.TRAINING, "returns of each token"),
-    Field("marked", "bool", Level.TOKEN, Origin.TRAINING, "tokens that the surrogate treats apart (Clip-Cov, KL-Cov)"),
+    Field("marked", "bool", Level.TOKEN, Origin.TRAINING, "tokens for which Clip-Cov or KL-Cov changes the surrogate"),
     Field(
         "high_entropy",
         "bool",

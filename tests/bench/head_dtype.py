@@ -9,6 +9,7 @@ root mean square and the largest, nats.
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from pathlib import Path
 
@@ -66,11 +67,14 @@ def differences(
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--model", type=Path)
     parser.add_argument("--task", default="task:sort_digits")
     parser.add_argument("--responses", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=24)
     args = parser.parse_args()
+    if args.model is None:
+        print("head_dtype needs --model, such as runs/demo_sft/hf", file=sys.stderr)
+        return
     tokenizer, task = AutoTokenizer.from_pretrained(args.model), make_task(args.task, {}, None, 0, "train")
     rows = [[{"role": "user", "content": task.row(i)["prompt"]}] for i in range(args.responses)]
     prompts = [encode(tokenizer, render(tokenizer, row, None)) for row in rows]

@@ -288,7 +288,7 @@ def test_the_python_tool_runs_in_the_sandbox() -> None:
     quick = env("python", tool_timeout_s=0.3)
     quick.reset(0)
     [ended] = heard(quick, hermes("python", code="while True: pass"))
-    assert ended == "Error: The program was ended at its limit of time of 0.3 s."
+    assert ended == "Error: The program was stopped by the time limit of 0.3 s."
 
 
 def test_arguments_that_cannot_be_printed_make_the_call_invalid() -> None:

@@ -147,7 +147,8 @@ def test_the_schema_matches_its_documentation(tmp_path: Path) -> None:
     with h5py.File(path) as file:
         assert file.attrs["schema"] == "hpcrl.rollouts" and file.attrs["step"] == 12 and file.attrs["rank"] == 1
         assert file["cu_seqlens"][:].tolist()[0] == 0 and file["token_ids"].shape == (file.attrs["num_tokens"],)
-        assert file["versions"].attrs["level"] == "token" and "weight version" in file["versions"].attrs["meaning"]
+        versions = file["versions"].attrs
+        assert versions["level"] == "token" and "version of the weights" in versions["meaning"]
         names = [*file, *file.attrs]
     assert [name for name in names if f"`{name}`" not in documented] == []
 

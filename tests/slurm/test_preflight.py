@@ -364,8 +364,8 @@ def test_a_problem_of_one_node_is_named(changed: dict[str, Any], told: str) -> N
         ([0, 0, 0, 0], ""),
         ([1, 2, 2, 0], ""),
         ([0, 2, 2, 0], ""),  # all ranks of each role agree
-        ([1, 2, 0, 0], "node n3 shows no GPU, but other nodes with generator ranks do (node n2: 2): cluster.exclude"),
-        ([1, 0, 4, 4], "node n2 shows no GPU, but other nodes with generator ranks do (node n3: 4): cluster.exclude"),
+        ([1, 2, 0, 0], "node n3 shows no GPU, but other nodes with generator ranks do (node n2: 2): add it to "),
+        ([1, 0, 4, 4], "node n2 shows no GPU, but other nodes with generator ranks do (node n3: 4): add it to "),
     ],
 )
 def test_ranks_of_a_role_must_have_gpus_on_all_nodes_or_on_none(tmp_path: Path, gpus: list[int], told: str) -> None:

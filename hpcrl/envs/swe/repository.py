@@ -135,4 +135,10 @@ def files_of(repository: str) -> dict[str, str]:
 
 def _said(outcome: JobOutcome) -> str:
     lines = outcome.stderr.decode(errors="replace").strip().splitlines()
-    return f"limit of {outcome.stopped}" if outcome.stopped else lines[-1] if lines else f"exit code {outcome.code}"
+    return (
+        f"stopped by the {outcome.stopped} limit"
+        if outcome.stopped
+        else lines[-1]
+        if lines
+        else f"exit code {outcome.code}"
+    )

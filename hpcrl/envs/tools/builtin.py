@@ -54,7 +54,7 @@ class PythonTool:
         told = ended.stdout.decode(errors="replace")
         if ended.stopped:
             limit = f" of {timeout_s:g} s" if ended.stopped == "time" else ""
-            return Result(f"{told}\nThe program was ended at its limit of {ended.stopped}{limit}.".strip(), error=True)
+            return Result(f"{told}\nThe program was stopped by the {ended.stopped} limit{limit}.".strip(), error=True)
         if ended.code:
             problem = (
                 _own(ended.stderr.decode(errors="replace")).strip() or f"The program ended with code {ended.code}."

@@ -54,7 +54,7 @@ class Catalogue:
         self.search = Search(self.products)
 
     def goal(self, seed: int) -> Goal:
-        """A goal drawn by weight: from the held-out goals for a seed of data.val, else from the other goals."""
+        """A goal drawn by weight: from the validation goals for a seed of data.val, else from the other goals."""
         first, end = (0, self._held_out) if seed >= HALF and self._held_out else (self._held_out, len(self.goals))
         low, high = (self._weights[place - 1] if place else 0.0 for place in (first, end))
         drawn = low + random.Random(seed).random() * (high - low)

@@ -98,14 +98,14 @@ class StreamingMode:
 
 
 class DeterministicMode:
-    """Distributes a wave of groups over the replicas by sample id, all at once; engines queue samples beyond their
-    slots. The next wave starts when every group of this one has its verdict. Verdicts are in order of uid. A replica's
+    """Distributes a batch of groups over the replicas by sample id, all at once; engines queue samples beyond their
+    slots. The next batch starts when every group of this one has its verdict. Verdicts are in order of uid. A replica's
     samples take their next turn together."""
 
     decides_at_once = False
 
     def __init__(self) -> None:
-        self._uids: deque[int] = deque()  # the wave's groups without a verdict, in order
+        self._uids: deque[int] = deque()  # the batch's groups without a verdict, in order
 
     def may_start(self, num_open: int) -> bool:
         return not num_open

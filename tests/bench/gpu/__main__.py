@@ -18,6 +18,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -48,6 +49,8 @@ class Part:
 HERE = "tests.bench.gpu"
 COLD_S = 180.0
 """vLLM compiles the model, and other packages kernels. A guess: not measured on a GPU."""
+ERROR = re.compile(r"[\w.]+(Error|Exception|Interrupt|Exit)\b")
+"""How the last line of a traceback begins."""
 PARTS = {
     "device": Part(f"{HERE}.device:measure", 20),
     "attention": Part(f"{HERE}.attention:measure", 30),
@@ -114,7 +117,8 @@ def rows_of(name: str, part: Part, check: Check, limit_s: float, num_gpus: int) 
             why = f"ended by {signal.Signals(-child.returncode).name}"
         errors.seek(0)
         said = errors.read()
-    last = next((line for line in reversed(said.splitlines()) if line.strip()), "")
+    lines = [line for line in said.splitlines() if line.strip()]
+    last = ([line for line in lines if ERROR.match(line)] or lines or [""])[-1]  # Python warns after an error, at exit
     yield from rows_in(out)
     if why or child.returncode:
         print(said, file=sys.stderr, flush=True)

@@ -23,6 +23,7 @@ from torch import Tensor
 from hpcrl.models.families import read_shape
 from hpcrl.models.shape import ModelShape
 from hpcrl.node.gpus import CPU, GpuNeeds, unusable
+from hpcrl.system.files import write_durably
 
 MODEL = Path(__file__).parents[3] / "conf/model/Qwen/Qwen2.5-7B/config.json"
 SMALL = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -93,10 +94,11 @@ class Check:
         return words, read_shape(words)
 
     def empty_folder(self, few_layers: bool) -> Path:
-        """A folder with config.json alone."""
+        """A folder with only config.json, written once."""
         folder = self.scratch / f"config_{'few' if few_layers else 'all'}"
         folder.mkdir(exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(self.model(few_layers)[0]))
+        if not (folder / "config.json").exists():  # another process may be reading it
+            write_durably(folder / "config.json", json.dumps(self.model(few_layers)[0]).encode())
         return folder
 
     def folder(self) -> Path:

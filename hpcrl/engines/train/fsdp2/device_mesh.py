@@ -99,11 +99,11 @@ def _axes(size: int, tensor: int, context: int) -> tuple[Axis, Axis, Axis]:
     """The tensor ranks, the context ranks and all ranks of this rank's data-parallel rank. All ranks take part in the
     creation of all groups."""
     groups = torch.arange(size).view(-1, context, tensor)
-    tensor_parallel_plan = _axis(groups.flatten(0, 1).tolist()) if tensor > 1 else Axis()
+    matrices = _axis(groups.flatten(0, 1).tolist()) if tensor > 1 else Axis()
     sequences = _axis(groups.transpose(1, 2).flatten(0, 1).tolist()) if context > 1 else Axis()
     if tensor > 1 and context > 1:
-        return tensor_parallel_plan, sequences, _axis(groups.flatten(1, 2).tolist())
-    return tensor_parallel_plan, sequences, tensor_parallel_plan if tensor > 1 else sequences
+        return matrices, sequences, _axis(groups.flatten(1, 2).tolist())
+    return matrices, sequences, matrices if tensor > 1 else sequences
 
 
 def _axis(groups: list[list[int]]) -> Axis:

@@ -18,10 +18,10 @@ SCALE = 0.2
 """Root mean square of AdamW's updates. Muon's updates are scaled to it, so both can use the same learning rate."""
 
 
-def orthogonalized(tensor_parallel_plan: Tensor) -> Tensor:
+def orthogonalized(matrices: Tensor) -> Tensor:
     """float [..., rows, columns]: each matrix with singular values near one, by Newton-Schulz iterations."""
-    is_tall = tensor_parallel_plan.shape[-2] > tensor_parallel_plan.shape[-1]
-    found = tensor_parallel_plan.mT if is_tall else tensor_parallel_plan
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    found = matrices.mT if is_tall else matrices
     found = found / found.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     first, third, fifth = COEFFICIENTS
     for _ in range(STEPS):

@@ -44,8 +44,8 @@ def step_traffic(config: Config, part: ModelShape, num_ranks: int, work: StepWor
     common = sum(parameter.size for parameter in learnt.parameters if parameter.split in ("whole", "vocabulary"))
     yield from exchanged("gradients", "all_reduce", common * BYTES[config.model.dtype] // shards, tensor)
     if config.trainer.optimizer == "muon":
-        tensor_parallel_plan = sum(p.size for p in learnt.parameters if p.layer is not None and len(p.shape) >= 2)
-        yield from exchanged("matrices for Muon", "all_gather", tensor_parallel_plan * compute, shards)
+        matrices = sum(p.size for p in learnt.parameters if p.layer is not None and len(p.shape) >= 2)
+        yield from exchanged("matrices for Muon", "all_gather", matrices * compute, shards)
     yield from _activations(own, part, work.num_tokens, compute)
 
 

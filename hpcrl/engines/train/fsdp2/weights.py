@@ -29,7 +29,7 @@ class NamedWeights:
     """
 
     def __init__(self, hf: PreTrainedModel, mesh: ParallelMesh, split_dims: Mapping[str, int], adapters: bool = False):
-        self._hf, self._grid, self.split_dims = hf, mesh, split_dims
+        self._hf, self._mesh, self.split_dims = hf, mesh, split_dims
         first: dict[int, str] = {}
         for name, tensor in hf.state_dict(keep_vars=True).items():
             first.setdefault(id(tensor), name)
@@ -65,8 +65,8 @@ class NamedWeights:
             tensor = self[name]
             dim, shape = self.split_dims.get(name), list(tensor.shape)
             if dim is not None:
-                shape[dim] *= self._grid.num_parts
-            found.append(self._grid.shards_of(name, str(tensor.dtype).removeprefix("torch."), shape, dim))
+                shape[dim] *= self._mesh.num_parts
+            found.append(self._mesh.shards_of(name, str(tensor.dtype).removeprefix("torch."), shape, dim))
         return found
 
     def full_tensor(self, name: str, dtype: torch.dtype) -> Tensor:
@@ -76,7 +76,7 @@ class NamedWeights:
     def from_parts(self, name: str, part: Tensor) -> Tensor:
         """A full matrix from its tensor-parallel parts; other tensors are unchanged. Collective over tensor ranks."""
         dim = self.split_dims.get(name)
-        return part if dim is None else torch.cat(list(stack(part, self._grid.tokens.tensor)), dim)
+        return part if dim is None else torch.cat(list(stack(part, self._mesh.tokens.tensor)), dim)
 
     def local_shards(self) -> Iterator[Tensor]:
         """See TrainEngine.local_shards. No collective: the shards as they are."""
