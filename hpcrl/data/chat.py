@@ -13,9 +13,12 @@ from typing import Any
 
 from hpcrl.data.messages import IMAGE_MARK, Messages
 from hpcrl.data.template_forms import VARIABLES, TemplateRefusal, apply_template, as_taken
+from hpcrl.models.vision import Vision
 
 CONTENT = "0CONTENT0"
 """Placeholder for the model's text; letters and digits, which no template trims or escapes."""
+VISION = "hpcrl_vision"
+"""Attribute of a tokenizer: the image properties of its model, or None."""
 MARK = "\ue000"  # private use area; inserted after the first character of text that looks like a special token
 
 
@@ -33,9 +36,11 @@ def render(
     return "\n\n".join((message["content"] or "").replace(IMAGE_MARK, "") for message in messages)
 
 
-def bind(tokenizer: Any, variables: dict[str, Any]) -> Any:
-    """The tokenizer, with variables that render() always passes to its chat template (data.chat_template_kwargs)."""
+def bind(tokenizer: Any, variables: dict[str, Any], vision: Vision | None = None) -> Any:
+    """The tokenizer, with variables that render() always passes to its chat template (data.chat_template_kwargs), and
+    with the image properties of its model (hpcrl.data.image_tokens)."""
     setattr(tokenizer, VARIABLES, variables)
+    setattr(tokenizer, VISION, vision)
     return tokenizer
 
 

@@ -11,13 +11,17 @@ from typing import Any
 
 from hpcrl.data.files import BadRow
 from hpcrl.data.messages import IMAGE_MARK, WRITTEN_MARK, ImagePart, Messages
-from hpcrl.spec.media import IMAGE, Medium
+from hpcrl.data.pictures import read_picture
+from hpcrl.models.vision import Vision
+from hpcrl.spec.media import Medium
 
 NAMES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 BEGINNINGS = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"BM", b"II*\x00", b"MM\x00*")
 """First bytes of the formats in NAMES."""
-MAX_MEDIA_BYTES = 16 << 20
-"""Limit for all media of a prompt, which are sent in one message with the row (hpcrl.data.rows.MAX_ROW_BYTES)."""
+MAX_FILE_BYTES = 64 << 20
+"""Limit for the image files of a row."""
+MAX_PIXEL_BYTES = 24 << 20
+"""Limit for the pixels of a row's images, which are sent in one message with it (hpcrl.data.rows.MAX_ROW_BYTES)."""
 COLUMN_MARK = "\ue002"
 """IMAGE_MARK of a column's image, until the order of a row's images is known."""
 MARKS = re.compile(f"[{IMAGE_MARK}{COLUMN_MARK}]")
@@ -44,9 +48,9 @@ class ImageFile:
         with self.path.open("rb") as file:
             return file.read(16)
 
-    def read(self) -> Medium:
-        """The image. OSError if it cannot be read."""
-        return Medium(IMAGE, self.path.read_bytes() if self.content is None else self.content)
+    def read(self) -> bytes:
+        """The file's content. OSError if it cannot be read."""
+        return self.path.read_bytes() if self.content is None else self.content
 
 
 def image_column(raw: dict[str, Any]) -> str | None:
@@ -109,22 +113,34 @@ def read_parts(parts: Sequence[ImagePart], folder: Path) -> tuple[ImageFile, ...
     return tuple(images)
 
 
-def read_images(images: Sequence[ImageFile]) -> tuple[Medium, ...]:
-    """The images with their content. BadRow if one can no longer be read, or has grown too large."""
-    try:
-        if images:
-            check_size(images, images[0].place)
-        return tuple(image.read() for image in images)
-    except OSError as error:
-        raise BadRow(f"{images[0].place}: {error.filename} cannot be read: {error.strerror}") from error
+def read_images(images: Sequence[ImageFile], vision: Vision | None) -> tuple[Medium, ...]:
+    """The images as the model sees them. BadRow if one cannot be read or decoded, or if they are too large together."""
+    found: list[Medium] = []
+    num_bytes = 0
+    for image in images:
+        if vision is None:
+            raise BadRow(f"{image.place}: the model takes no images")
+        try:
+            found.append(read_picture(image.read(), vision))
+        except OSError as error:
+            raise BadRow(f"{image.place}: {image.path} cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise BadRow(f"{image.place}: {error}") from error
+        num_bytes += len(found[-1].content)
+        if num_bytes > MAX_PIXEL_BYTES:
+            raise BadRow(
+                f"{image.place}: the row's images have more than {MAX_PIXEL_BYTES >> 20} MiB of pixels, which are sent "
+                "with the prompt; lower max_pixels in the model's preprocessor_config.json, or leave the row out"
+            )
+    return tuple(found)
 
 
 def check_size(images: Sequence[ImageFile], place: str) -> None:
-    """BadRow if the images are too large to be sent with their prompt."""
-    if (num_bytes := sum(image.num_bytes for image in images)) > MAX_MEDIA_BYTES:
+    """BadRow if the files are larger than any image should be."""
+    if (num_bytes := sum(image.num_bytes for image in images)) > MAX_FILE_BYTES:
         raise BadRow(
-            f"{place}: {num_bytes / 2**20:.1f} MiB of images would be sent with the prompt, at most "
-            f"{MAX_MEDIA_BYTES >> 20} are; scale them down, or leave the row out"
+            f"{place}: the row's image files have {num_bytes / 2**20:.1f} MiB, but the limit is {MAX_FILE_BYTES >> 20}; "
+            "scale them down, or leave the row out"
         )
 
 

@@ -7,16 +7,15 @@ transparent, the first frame of an animation, and 8 bits per channel.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import struct
 import warnings
-from dataclasses import dataclass
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from hpcrl.models.vision import Vision
+from hpcrl.spec.media import IMAGE, Medium
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 MAX_FILE_PIXELS = 1 << 26
@@ -26,38 +25,14 @@ SIXTEEN_BITS = {"I;16", "I;16B", "I;16L", "I;16N", "I"}
 WHITE = (255, 255, 255)
 
 
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """The pixels of an image, in the size in which the model sees it.
-
-    Args:
-        width: Pixels of a row.
-        height: Number of rows.
-        rgb: height x width x 3 bytes, row by row.
-    """
-
-    width: int
-    height: int
-    rgb: bytes
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of size and pixels: equal images have equal digests, whatever their files are."""
-        return hashlib.sha256(struct.pack("<II", self.width, self.height) + self.rgb).hexdigest()
-
-    @property
-    def pixels(self) -> np.ndarray:
-        """uint8 [height, width, 3]."""
-        return np.frombuffer(self.rgb, np.uint8).reshape(self.height, self.width, 3)
-
-
-def read_picture(content: bytes, vision: Vision) -> Picture:
-    """Decode an image file and resize it for a model. ValueError states why the model cannot get it."""
+def read_picture(content: bytes, vision: Vision) -> Medium:
+    """Decode an image file and resize it for a model; its tokens have no place yet. ValueError states why the model
+    cannot get it."""
     image = decode(content)
     width, height = vision.fit(image.width, image.height)
     if image.size != (width, height):
         image = image.resize((width, height), Image.Resampling.BICUBIC)
-    return Picture(width, height, image.tobytes())
+    return Medium(IMAGE, image.tobytes(), width, height, length=vision.num_tokens(width, height))
 
 
 def decode(content: bytes) -> Image.Image:

@@ -1,14 +1,25 @@
-"""What a vision-language model needs to know of an image's size: its resized size, and its number of tokens."""
+"""What hpcrl knows of a model's images: their sizes, their numbers of tokens, and the positions of tokens after them."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import numpy as np
+
+from hpcrl.spec.media import IMAGES, ImageSpan
+from hpcrl.spec.trajectory import declare
 
 MAX_RATIO = 200
 """Limit of an image's longer side divided by its shorter one, as in the processors of Qwen-VL models."""
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+"""Files of a model folder that hold the image processor's values; the second in its key image_processor."""
 
 
 @dataclass(frozen=True)
@@ -20,14 +31,20 @@ class Vision:
         merge: Side of the square of patches that become one token.
         min_pixels: Smaller images are enlarged.
         max_pixels: Larger images are shrunk.
-        image_token: Text of the placeholder, of which an image gets one per token.
+        image_token_id: The placeholder token, of which an image gets one per token.
+        frames: Number of equal frames that represent a still image.
+        mean: Subtracted from the channels of pixels between 0 and 1.
+        std: Divisors of the channels after that.
     """
 
     patch: int
     merge: int
     min_pixels: int
     max_pixels: int
-    image_token: str = "<|image_pad|>"
+    image_token_id: int = 151655
+    frames: int = 2
+    mean: tuple[float, ...] = CLIP_MEAN
+    std: tuple[float, ...] = CLIP_STD
 
     def fit(self, width: int, height: int) -> tuple[int, int]:
         """The size to which the image is resized: multiples of patch x merge, with about the image's ratio of sides.
@@ -53,18 +70,75 @@ class Vision:
         return self.num_patches(width, height) // self.merge**2
 
 
+def positions(num_tokens: int, images: Iterable[ImageSpan], unit: int) -> np.ndarray:
+    """int64 [num_tokens, 3]: time, row and column of each token of a sequence, in M-RoPE (arXiv 2409.12191). An image's
+    tokens have the time of its first token; the text after it continues after its longer side.
+
+    Args:
+        images: In the order of their tokens.
+        unit: Pixels of a token's side.
+    """
+    found = np.empty((num_tokens, 3), np.int64)
+    end, following = 0, 0  # of the tokens that have positions; the next position
+    for image in images:
+        text = image.start - end
+        found[end : image.start] = np.arange(following, following + text)[:, None]
+        following, end = following + text, image.start + image.length
+        rows, columns = image.height // unit, image.width // unit
+        grid = np.stack(np.meshgrid([0], np.arange(rows), np.arange(columns), indexing="ij"), -1).reshape(-1, 3)
+        found[image.start : end] = following + grid
+        following += max(rows, columns)
+    found[end:] = np.arange(following, following + num_tokens - end)[:, None]
+    return found
+
+
+def vision_of(model_path: Path) -> Vision | None:
+    """The image properties of a model folder, and declares the field `images`; None for a model without images. Called
+    by the controller and by every rank that handles rollouts or prompts. ValueError for an unusable processor."""
+    try:
+        config = json.loads((model_path / "config.json").read_text())
+    except OSError:
+        return None
+    if config.get("model_type") not in MODEL_TYPES:
+        return None
+    vision = read_vision(config, read_processor(model_path))
+    declare(IMAGES)
+    return vision
+
+
+def read_processor(model_path: Path) -> Mapping[str, Any]:
+    """The image processor's values in a model folder; empty if it has none."""
+    for name in PROCESSORS:
+        try:
+            found = json.loads((model_path / name).read_text())
+        except OSError:
+            continue
+        except ValueError as error:
+            raise ValueError(f"model.path {model_path}: {name} is not JSON: {error}") from error
+        found = found.get("image_processor", found if name == PROCESSORS[0] else None)
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
 def read_vision(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Vision:
-    """Sizes of a Qwen-VL model. `processor` is the content of preprocessor_config.json. ValueError names a key without
-    a usable value."""
+    """Image properties of a Qwen-VL model. `processor` is the content of preprocessor_config.json. ValueError names a
+    key without a usable value."""
     tower = config.get("vision_config") or {}
     patch = _number(processor, tower, "patch_size", default=14)
     merge = _number(processor, {"merge_size": tower.get("spatial_merge_size")}, "merge_size", default=2)
+    frames = _number(tower, processor, "temporal_patch_size", default=2)
     limits = processor.get("size") or {}
     least = _number(processor, {"min_pixels": limits.get("shortest_edge")}, "min_pixels", default=56 * 56)
     most = _number(processor, {"max_pixels": limits.get("longest_edge")}, "max_pixels", default=28 * 28 * 1280)
+    token = _number(config, {}, "image_token_id", default=Vision.image_token_id)
     if not (patch * merge) ** 2 <= most or least > most:
         raise ValueError(f"preprocessor_config.json: min_pixels={least} and max_pixels={most} allow no image")
-    return Vision(patch, merge, least, most)
+    mean, std = (
+        tuple(float(value) for value in processor.get(key) or default)
+        for key, default in (("image_mean", CLIP_MEAN), ("image_std", CLIP_STD))
+    )
+    return Vision(patch, merge, least, most, token, frames, mean, std)
 
 
 def _number(first: Mapping[str, Any], second: Mapping[str, Any], key: str, default: int) -> int:

@@ -39,6 +39,7 @@ from hpcrl.messaging.messages import (
     WriteRollouts,
 )
 from hpcrl.metrics.stats import Stats
+from hpcrl.models.vision import vision_of
 from hpcrl.rollout.batch import Batch, Norms, batch_from_samples, group_ids
 from hpcrl.rollout.store import RolloutReader, write_rollouts
 from hpcrl.rollout.types import FinishReason, Sample
@@ -59,6 +60,7 @@ class EngineRole:
     def __init__(self, worker: Rank):
         self._worker = worker
         routes_of(worker.config, worker.model_path)  # declares the field
+        vision_of(worker.model_path)  # likewise
         self._algorithm = make_algorithm(worker.config)
         self.engine = self._make_engine(worker.model_path)
         check_segments(self.engine, worker.config.by_steps)

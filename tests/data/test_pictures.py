@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hpcrl.data.pictures import MAX_FILE_PIXELS, Picture, decode, read_picture
+from hpcrl.data.pictures import MAX_FILE_PIXELS, decode, read_picture
 from hpcrl.models.vision import Vision, read_vision
+from hpcrl.spec.media import Medium
 
 SMALL = Vision(patch=14, merge=2, min_pixels=28 * 28, max_pixels=28 * 28 * 64)
 RED, GREEN, BLUE = (255, 0, 0), (0, 255, 0), (0, 0, 255)
@@ -161,14 +162,14 @@ def test_equal_pixels_have_equal_digests() -> None:
     png, bmp = (read_picture(saved(image, kind), SMALL) for kind in ("PNG", "BMP"))
     assert png == bmp and png.digest == bmp.digest and png.width == 56
     assert read_picture(saved(noise(28, 56, seed=1)), SMALL).digest != png.digest
-    assert Picture(56, 28, bytes(56 * 28 * 3)).digest != Picture(28, 56, bytes(56 * 28 * 3)).digest
+    assert Medium("image", bytes(56 * 28 * 3), 56, 28).digest != Medium("image", bytes(56 * 28 * 3), 28, 56).digest
 
 
 def test_sizes_are_read_from_a_models_files() -> None:
     config = {"vision_config": {"patch_size": 16, "spatial_merge_size": 2}}
     published = {"patch_size": 16, "merge_size": 2, "size": {"shortest_edge": 65536, "longest_edge": 16777216}}
-    assert read_vision(config, published) == Vision(16, 2, 65536, 16777216)
-    assert read_vision({}, {"min_pixels": 3136, "max_pixels": 12845056}) == Vision(14, 2, 3136, 12845056)
+    assert read_vision(config, published) == Vision(16, 2, 65536, 16777216, 151655)
+    assert read_vision({}, {"min_pixels": 3136, "max_pixels": 12845056}) == Vision(14, 2, 3136, 12845056, 151655)
     assert read_vision(config, {}).patch == 16
     with pytest.raises(ValueError, match="max_pixels is '1M', not a positive number"):
         read_vision(config, {"max_pixels": "1M"})

@@ -15,6 +15,7 @@ from hpcrl.algorithms.interface import Objective, Outputs
 from hpcrl.config import Config
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine, arguments, spread
 from hpcrl.engines.train.fsdp2.exchange import assemble
+from hpcrl.engines.train.fsdp2.images import ImageInputs
 from hpcrl.engines.train.fsdp2.logits import token_logprobs
 from hpcrl.engines.train.fsdp2.model import PackedCausalLM, empty_model, read_model
 from hpcrl.engines.train.fsdp2.model_kind import Kind
@@ -68,9 +69,16 @@ class PackedCritic(PackedCausalLM):
             entropy=False,
         )[0]
 
-    def values(self, token_ids: Tensor, positions: Tensor, layout: PackedLayout | None, before: Tensor) -> Tensor:
+    def values(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        layout: PackedLayout | None,
+        before: Tensor,
+        images: ImageInputs | None,
+    ) -> Tensor:
         """float32 [N]: the values of the states after the tokens `before`; arguments and ranks as in forward()."""
-        states, mine = self._states(token_ids, positions, layout, before)
+        states, mine = self._states(token_ids, positions, layout, before, images)
         values: Tensor = self.hf.get_submodule(HEAD)(states.float()).sum(1)  # one label; not a view, for FSDP
         return values if layout is None or mine is None else assemble(values, mine, len(before), layout.ranks.all)
 

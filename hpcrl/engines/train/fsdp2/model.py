@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from hpcrl.engines.hf_folder import copy_beside_weights, save_model, write_config
 from hpcrl.engines.train.fsdp2.exchange import assemble
+from hpcrl.engines.train.fsdp2.images import ImageInputs
 from hpcrl.engines.train.fsdp2.logits import Head, token_logprobs
 from hpcrl.engines.train.fsdp2.lora import Adapters
 from hpcrl.engines.train.fsdp2.model_kind import CAUSAL, Kind
@@ -46,6 +47,7 @@ class Inputs(NamedTuple):
     positions: Tensor
     layout: PackedLayout | None
     before: Tensor
+    images: ImageInputs | None
 
 
 class PackedCausalLM(nn.Module):
@@ -73,7 +75,9 @@ class PackedCausalLM(nn.Module):
 
     def set_packing(self, packing: bool) -> None:
         """Use attention over packed sequences (True), or the model's own attention over one sequence (False)."""
-        self.hf.set_attn_implementation(PACKED_ATTENTION if packing else self.own_attention)
+        own, text = self.own_attention, PACKED_ATTENTION if packing else self.own_attention
+        parts: dict[str, Any] = {} if self.hf.config.get_text_config() is self.hf.config else self.hf.config.sub_configs
+        self.hf.set_attn_implementation({**dict.fromkeys(parts, own), "text_config": text} if parts else text)
         if self.tensor_parallel_plan is not None:
             self.tensor_parallel_plan.tokens_split = packing
 
@@ -112,6 +116,7 @@ class PackedCausalLM(nn.Module):
         positions: Tensor,
         layout: PackedLayout | None,
         before: Tensor,
+        images: ImageInputs | None,
         targets: Tensor,
         temperature: float,
         entropy: bool,
@@ -119,10 +124,10 @@ class PackedCausalLM(nn.Module):
         """(log-probs, entropies or None), float32 [N], of targets[n] as the token that follows token_ids[before[n]].
 
         token_ids int64 [T] and positions int64 [T] or [T, axes] are concatenated sequences, or one sequence if there is
-        no layout. Collective over the layout's ranks: each rank computes its share and gets all results.
+        no layout; `images` of a micro-batch of a run whose model takes images. Collective over the layout's ranks: each rank computes its share and gets all results.
         """
         num_targets = len(targets)
-        states, mine = self._states(token_ids, positions, layout, before)
+        states, mine = self._states(token_ids, positions, layout, before, images)
         weight, bias = self.projection()
         logprobs, entropies = token_logprobs(
             states,
@@ -146,7 +151,12 @@ class PackedCausalLM(nn.Module):
         return projection.weight, projection.bias
 
     def _states(
-        self, token_ids: Tensor, positions: Tensor, layout: PackedLayout | None, before: Tensor
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        layout: PackedLayout | None,
+        before: Tensor,
+        images: ImageInputs | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Hidden states [n, h] after this rank's share of the tokens `before`, and the share's indices in `before`, or
         None if the share is all of them."""
@@ -160,8 +170,31 @@ class PackedCausalLM(nn.Module):
             positions = positions[layout.rotated]
         if layout is not None or positions.dim() > 1:
             packed["position_ids"] = positions[None] if positions.dim() == 1 else positions.t()[:, None]
-        hidden = self.hf.base_model(input_ids=token_ids[None], use_cache=False, **packed).last_hidden_state[0]
+        decoder: Any = self.hf.base_model
+        if images is None:
+            packed["input_ids"] = token_ids[None]
+        else:
+            decoder, packed = decoder.language_model, packed | self._seen(token_ids, images)
+        hidden = decoder(use_cache=False, **packed).last_hidden_state[0]
         return hidden.index_select(0, before), mine
+
+    def _seen(self, token_ids: Tensor, images: ImageInputs) -> dict[str, Any]:
+        """The decoder's input for tokens of which some are of images."""
+        base: Any = self.hf.base_model
+        output = base.get_image_features(pixel_values=images.patches, image_grid_thw=images.grids)
+        embedded = base.get_input_embeddings()(token_ids)
+        features = torch.cat(output.pooler_output).to(embedded.dtype)
+        deep = [torch.cat(parts) for parts in getattr(output, "deepstack_features", None) or ()]
+        # Every parameter is in the graph, also without an image, so all ranks reduce the same gradients.
+        anchor = 0.0 * sum(some.sum() for some in (features, *deep))
+        embedded = embedded.index_copy(0, images.places, features.index_select(0, images.sources)) + anchor
+        given: dict[str, Any] = {"inputs_embeds": embedded[None]}
+        if deep:
+            shown = torch.zeros(len(token_ids), dtype=torch.bool, device=token_ids.device)
+            given["visual_pos_masks"] = shown.index_fill(0, images.places, True)[None]
+            order = images.places.argsort()
+            given["deepstack_visual_embeds"] = [some.index_select(0, images.sources[order]) for some in deep]
+        return given
 
     def _forget_lengths(self) -> None:
         """Reset dynamic NTK's state, because transformers uses the maximum length of all earlier forward passes."""

@@ -77,7 +77,7 @@ class PackedLayout:
     Tokens are split over `ranks`. The first token is repeated until their number divides; no result depends on it.
 
     Attributes:
-        kept: int64 [k], this rank's tokens, in the order of its forward pass.
+        kept: int64 [k], this rank's tokens, in the order of its forward pass; `on_host`: the same on the host.
         rotated: int64, the tokens whose queries and keys this rank computes.
         attention: The preferred kernel (hpcrl.engines.varlen).
     """
@@ -97,7 +97,8 @@ class PackedLayout:
         self.ranks = ranks or TokenRanks()
         self.num_packed, size = len(kept), self.ranks.all.size
         padded = torch.cat([kept, kept[:1].expand(-len(kept) % size)])
-        self.kept = to_device(padded[self.ranks.place :: size], device)
+        self.on_host = padded[self.ranks.place :: size]
+        self.kept = to_device(self.on_host, device)
         self.rotated = to_device(padded[self.ranks.context.rank :: self.ranks.context.size], device)
         self.places = to_device(self._places, device)
 
