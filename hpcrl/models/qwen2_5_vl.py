@@ -58,4 +58,10 @@ def _vision(config: Mapping[str, Any]) -> Iterator[Parameter]:
     yield from linear("merger.mlp.2", sizes["out_hidden_size"], merged)
 
 
-FAMILY = Family(model_types=("qwen2_5_vl",), decoder=Decoder(qkv_bias=True), read=read_shape, renamed_in_files=True)
+FAMILY = Family(
+    model_types=("qwen2_5_vl",),
+    decoder=Decoder(qkv_bias=True),
+    read=read_shape,
+    native=True,
+    renamed_in_files=True,
+)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,20 @@ def positions(num_tokens: int, images: Iterable[ImageSpan], unit: int) -> np.nda
         following += max(rows, columns)
     found[end:] = np.arange(following, following + num_tokens - end)[:, None]
     return found
+
+
+def axes_of_pairs(sections: Sequence[int], interleaved: bool) -> tuple[int, ...]:
+    """The axis (time, row, column) whose position rotates each pair of a head's dimensions.
+
+    Args:
+        sections: The numbers of pairs by axis, mrope_section in config.json.
+        interleaved: Whether pairs take the axes in turn, as in Qwen3-VL, until an axis has its number; the rest is time.
+    """
+    if not interleaved:
+        return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
+    return tuple(
+        axis if (axis := pair % 3) and pair < 3 * sections[axis] else 0 for pair in range(sum(sections))
+    )
 
 
 def vision_of(model_path: Path) -> Vision | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from hpcrl.engines.gen.native.unsupported import unsupported
 from hpcrl.models.families import NATIVE
+from hpcrl.spec.media import IMAGE
 from hpcrl.spec.fields import Positive, PositiveFloat, Section
 from hpcrl.spec.kinds import GenEngineSpec
 from hpcrl.spec.problems import Problem
@@ -48,6 +49,7 @@ SPEC = GenEngineSpec(
     plan="hpcrl.engines.gen.native.memory:cache",
     check_sizes="hpcrl.engines.gen.native.memory:check",
     families=NATIVE,
+    media=frozenset({IMAGE}),
     unsupported=unsupported,
     records_routes=True,
     recompute=True,
