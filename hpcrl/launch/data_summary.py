@@ -19,7 +19,8 @@ from hpcrl.data.template_forms import TemplateRefusal
 from hpcrl.data.templates import FolderTemplate, read_template, tiny_template
 from hpcrl.launch.model_folder import TOKENIZERS
 from hpcrl.launch.plan import ShownRows
-from hpcrl.spec.tables import GEN_ENGINES
+from hpcrl.models.vision import vision_of
+from hpcrl.spec.tables import GEN_ENGINES, TRAIN_ENGINES
 
 OWN_NAMES = ("messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now", "documents")
 MAX_SHARDS = 8
@@ -32,7 +33,7 @@ def find_template(config: Config) -> FolderTemplate | None:
     """The policy's chat template with the run's variables; None if the folder has no tokenizer, which another check
     reports. ValueError if the template is not valid."""
     if config.model.path is None:
-        found = tiny_template()
+        found = tiny_template(config.model.tiny.takes_images)
     else:
         folder = Path(config.model.path)
         if not any((folder / name).is_file() for name in TOKENIZERS):
@@ -85,18 +86,27 @@ def check_own_variables(config: Config, rows: Mapping[Split, RowSet]) -> Iterato
 
 
 def check_media(config: Config, rows: Mapping[Split, RowSet]) -> Iterator[str]:
-    """Rows with media of a kind that the run's generation engine does not take, or from which it generates nothing."""
-    engine, taken = config.gen_engine, GEN_ENGINES[config.gen_engine].media
+    """Rows with media of a kind that the run's model, or an engine that would get them, does not take."""
     generates: dict[Split, bool] = {"train": config.generates, "val": config.evaluates}
     for split, found in rows.items():
         for kind, (count, where) in found.media.items():
             rest = f"leave such rows out ({count} of {len(found)} rows of data.{split})"
-            if split == "train" and not config.learns_from_rewards:
-                yield f"{where}: the row has {kind}s, and pipeline={config.pipeline} learns from text only; {rest}"
-            elif generates[split] and kind not in taken:
-                able = [name for name, spec in GEN_ENGINES.items() if spec.selectable and kind in spec.media]
-                remedy = f"use generator.engine={' or '.join(able)}, or " if able else ""
-                yield f"{where}: the row has {kind}s, which the {engine} generator does not take; {remedy}{rest}"
+            users = [("generator", config.gen_engine, GEN_ENGINES)] if generates[split] else []
+            users += [("trainer", config.train_engine, TRAIN_ENGINES)] if split == "train" and config.learns else []
+            if not _model_takes_images(config):
+                yield f"{where}: the row has {kind}s, which {_named(config)} does not take; {rest}"
+                continue
+            for role, engine, engines in users:
+                if kind not in engines[engine].media:
+                    able = [name for name, spec in engines.items() if spec.selectable and kind in spec.media]
+                    remedy = f"use {role}.engine={' or '.join(able)}, or " if able else ""
+                    yield f"{where}: the row has {kind}s, which the {engine} {role} does not take; {remedy}{rest}"
+
+
+def _model_takes_images(config: Config) -> bool:
+    if config.model.path is None:
+        return config.model.tiny.takes_images
+    return vision_of(Path(config.model.path)) is not None
 
 
 def show_rows(

@@ -176,6 +176,8 @@ class TrainEngineSpec(Spec):
     """Whether it computes the segments of a row (hpcrl.rollout.batch.Batch) separately, for episodes by steps."""
     router_replay: bool = False
     """Whether it can choose the experts that the generator chose (the field `routes`, hpcrl.engines.expert_routes)."""
+    media: frozenset[str] = frozenset()
+    """Kinds of media (hpcrl.spec.media) that rows may have."""
     lora: bool = False
     """Whether it can train adapters of frozen weights (hpcrl.engines.train.training_engine.TrainsAdapters)."""
     make_critic: str = ""
@@ -226,8 +228,7 @@ class GenEngineSpec(Spec):
     records_routes: bool = False
     """Whether it can record the experts that it chooses (the field `routes`, hpcrl.engines.expert_routes)."""
     media: frozenset[str] = frozenset()
-    """Kinds of media (hpcrl.spec.media) that it accepts with a prompt (Request.media). Training engines get no media
-    yet, so a run that trains on such prompts computes log-probs from the tokens only."""
+    """Kinds of media (hpcrl.spec.media) that it accepts with a prompt (Request.media)."""
     lora: bool = False
     """Whether it can apply adapters to the weights of the model's folder (trainer.lora)."""
     several_in_process: bool = False
