@@ -16,7 +16,7 @@ class TinyModel(Section):
     """A model created from these sizes with seeded random weights, used if model.path is not given (demos, tests)."""
 
     architecture: Literal["qwen2", "qwen3", "qwen3_moe", "llama", "gemma2", "qwen2_5_vl"] = "qwen2"
-    """Model family. qwen2_5_vl takes images; its tower has the decoder's numbers of layers and heads, and its widths."""
+    """Model family. qwen2_5_vl takes images; its tower has as many layers and heads, and the widths, of the decoder."""
     vocab_size: Annotated[int, Field(ge=MIN_VOCABULARY, le=1 << 20), NUMBER] = 320
     """Rows of the embedding; the tokenizer is trained to at most this many tokens."""
     corpus: list[str] = []

@@ -60,8 +60,8 @@ class SFTRows:
         return self.sequences(index)[0]
 
     def sequences(self, index: int) -> list[TrainedSequence]:
-        """The sequences of a row, chosen before rejected. BadRow if the chat template refuses the row or rewrites earlier
-        turns, if an image cannot be read, or if a generated row has no answer.
+        """The sequences of a row, chosen before rejected. BadRow if the chat template refuses the row or rewrites
+        earlier turns, if an image cannot be read, or if a generated row has no answer.
 
         The prompt has the same tokens as in PromptSource; the answer is tokenised separately, as in generation.
         """

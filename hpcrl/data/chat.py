@@ -11,9 +11,10 @@ import functools
 import re
 from typing import Any
 
-from hpcrl.data.messages import IMAGE_MARK, Messages
+from hpcrl.data.messages import Messages
 from hpcrl.data.template_forms import VARIABLES, TemplateRefusal, apply_template, as_taken
 from hpcrl.models.vision import Vision
+from hpcrl.spec.media import IMAGE_MARK
 
 CONTENT = "0CONTENT0"
 """Placeholder for the model's text; letters and digits, which no template trims or escapes."""

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.data.files import BadRow
-from hpcrl.data.messages import IMAGE_MARK, WRITTEN_MARK, ImagePart, Messages
+from hpcrl.data.messages import ImagePart, Messages
 from hpcrl.data.pictures import read_picture
 from hpcrl.models.vision import Vision
-from hpcrl.spec.media import Medium
+from hpcrl.spec.media import IMAGE_MARK, WRITTEN_MARK, Medium
 
 NAMES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 BEGINNINGS = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"BM", b"II*\x00", b"MM\x00*")
@@ -139,7 +139,7 @@ def check_size(images: Sequence[ImageFile], place: str) -> None:
     """BadRow if the files are larger than any image should be."""
     if (num_bytes := sum(image.num_bytes for image in images)) > MAX_FILE_BYTES:
         raise BadRow(
-            f"{place}: the row's image files have {num_bytes / 2**20:.1f} MiB, but the limit is {MAX_FILE_BYTES >> 20}; "
+            f"{place}: the row's image files have {num_bytes / 2**20:.1f} MiB, the limit is {MAX_FILE_BYTES >> 20}; "
             "scale them down, or leave the row out"
         )
 

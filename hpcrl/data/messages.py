@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from hpcrl.data.files import IMAGE_COLUMNS, BadRow
+from hpcrl.spec.media import IMAGE_MARK, WRITTEN_MARK
 
 Messages = list[dict[str, Any]]
 
@@ -29,10 +30,6 @@ SPEAKERS = {
 """`from` of a ShareGPT turn -> role. A function_call is an assistant turn whose text is one call, or a list of them."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 IMAGE_PARTS = ("image", "image_url", "input_image")
-IMAGE_MARK = "\ue001"
-"""Stands in a message's content where an image is; of the private use area, and removed from all other texts."""
-WRITTEN_MARK = "<image>"
-"""The place of an image in a text of published data sets (verl, ROLL, ShareGPT)."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Keys of an assistant turn that hold its reasoning."""
 EXAMPLES = ("default", "const", "example", "enum", "examples")

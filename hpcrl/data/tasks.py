@@ -84,7 +84,7 @@ class RepeatOptions(Section):
 class ShapesOptions(Section):
     """Options of the task shapes: questions about drawn images."""
 
-    questions: list[Literal["colour", "number"]] = ["colour", "number"]
+    questions: list[Literal["colour", "number"]] = Field(default=["colour", "number"])
     """The questions that are asked; the answer is a letter (r, g, b, y, k, w) or a digit."""
     side: Annotated[int, Field(ge=28, le=1024), NUMBER] = 56
     """Pixels of an image's side."""

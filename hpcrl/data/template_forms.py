@@ -12,7 +12,8 @@ import itertools
 import json
 from typing import Any
 
-from hpcrl.data.messages import IMAGE_MARK, Messages
+from hpcrl.data.messages import Messages
+from hpcrl.spec.media import IMAGE_MARK
 
 Tools = list[dict[str, Any]]
 VARIABLES = "chat_template_variables"

@@ -29,8 +29,8 @@ from transformers import (
 from hpcrl.config import TinyModel
 from hpcrl.config.model import MIN_VOCABULARY
 from hpcrl.data.templates import CHATML, CHATML_WITH_IMAGES, END, IMAGE_TOKENS, PAD, START
-from hpcrl.models.vision import CLIP_MEAN, CLIP_STD
 from hpcrl.engines.hf_folder import save_model
+from hpcrl.models.vision import CLIP_MEAN, CLIP_STD
 from hpcrl.system.files import give_usual_modes
 
 SPECIAL_TOKENS = (PAD, START, END)

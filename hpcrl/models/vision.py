@@ -1,4 +1,4 @@
-"""What hpcrl knows of a model's images: their sizes, their numbers of tokens, and the positions of tokens after them."""
+"""What hpcrl knows of a model's images: their sizes, their numbers of tokens, and their tokens' positions."""
 
 from __future__ import annotations
 
@@ -97,13 +97,12 @@ def axes_of_pairs(sections: Sequence[int], interleaved: bool) -> tuple[int, ...]
 
     Args:
         sections: The numbers of pairs by axis, mrope_section in config.json.
-        interleaved: Whether pairs take the axes in turn, as in Qwen3-VL, until an axis has its number; the rest is time.
+        interleaved: Whether pairs take the axes in turn, as in Qwen3-VL, until an axis has its number; the other pairs
+            take time.
     """
     if not interleaved:
         return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
-    return tuple(
-        axis if (axis := pair % 3) and pair < 3 * sections[axis] else 0 for pair in range(sum(sections))
-    )
+    return tuple(axis if (axis := pair % 3) and pair < 3 * sections[axis] else 0 for pair in range(sum(sections)))
 
 
 def vision_of(model_path: Path) -> Vision | None:

@@ -21,6 +21,7 @@ import torch
 
 from hpcrl import __version__
 from hpcrl.rollout.batch import STATUS, Batch, concat, place_rewards
+from hpcrl.rollout.pictures import different, read_files, write_files
 from hpcrl.rollout.types import PromptOutcome, split_sample_id
 from hpcrl.spec.trajectory import FIELDS, TEXT, Field, Level, Origin, declare
 from hpcrl.system.cli import ArgumentParser, use_utf8
@@ -98,6 +99,8 @@ def write_rollouts(
                 _put_texts(file, f"texts/{spec.name}", batch.texts[spec.name])
                 file[f"texts/{spec.name}"].attrs.update(_about(spec))
         file.create_group("facts").attrs.update(sorted(facts.items()))
+    if batch.images is not None:
+        write_files(folder.parent, batch.images.numpy(), batch.pictures)
     return folder / f"rank_{rank:05d}.h5"
 
 
@@ -278,6 +281,8 @@ def _read_rollouts(path: Path, step: int) -> tuple[StepRollouts, int]:
             raise ValueError(f"it has {batch.num_sequences} rows of {batch.num_tokens} tokens and says otherwise")
         facts = {name: value.item() if hasattr(value, "item") else value for name, value in file["facts"].attrs.items()}
         batch.check_shapes()
+        if batch.images is not None:
+            batch.pictures = read_files(path.parents[1], different(batch.images.numpy()).values())
         return StepRollouts(step, batch, facts), int(file.attrs["num_ranks"])
 
     return _reading(path, "rollouts", read)

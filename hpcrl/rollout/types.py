@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcrl.spec.media import Medium
+from hpcrl.spec.media import IMAGE_MARK, WRITTEN_MARK, Medium
 from hpcrl.spec.trajectory import FIELDS
 
 MEMBER_BITS = 14
@@ -190,7 +190,8 @@ class Sample:
 
     def text(self) -> bytes:
         """The messages as transferred and stored."""
-        return json.dumps(self.messages, ensure_ascii=False).encode(errors="replace")
+        text = json.dumps(self.messages, ensure_ascii=False).replace(IMAGE_MARK, WRITTEN_MARK)
+        return text.encode(errors="replace")
 
     @property
     def finish_reason(self) -> FinishReason:

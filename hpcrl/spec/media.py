@@ -11,6 +11,10 @@ import numpy as np
 from hpcrl.spec.trajectory import Field, Level, Origin
 
 IMAGE = "image"
+IMAGE_MARK = "\ue001"
+"""Stands in a message's content where an image is; of the private use area, and removed from all other texts."""
+WRITTEN_MARK = "<image>"
+"""The place of an image in a text of published data sets (verl, ROLL, ShareGPT), and in texts that leave hpcrl."""
 DIGEST_WORDS = 4
 IMAGES = Field(
     "images",
@@ -96,8 +100,8 @@ def image_spans(rows: np.ndarray) -> list[ImageSpan]:
 
 
 def prefix_keys(token_ids: np.ndarray, spans: Iterable[ImageSpan]) -> np.ndarray:
-    """int64 [n]: token ids in which the tokens of images are negative numbers derived from the image's digest. Sequences
-    with equal keys have equal hidden states, while placeholder tokens of different images are equal."""
+    """int64 [n]: token ids in which the tokens of images are negative numbers derived from the image's digest.
+    Sequences with equal keys have equal hidden states, while placeholder tokens of different images are equal."""
     keys = token_ids.astype(np.int64)
     for span in spans:
         seed = int.from_bytes(span.digest[:8], "little")

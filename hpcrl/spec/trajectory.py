@@ -114,7 +114,18 @@ def generated_fields(truncated: bool, by_steps: bool, *levels: Level) -> list[Fi
 
 
 _RESERVED = {
-    *("cu_seqlens", "cu_turns", "columns", "texts", "pictures", "facts", "lengths", "row_ids", "num_sequences", "num_tokens"),
+    *(
+        "cu_seqlens",
+        "cu_turns",
+        "columns",
+        "texts",
+        "pictures",
+        "facts",
+        "lengths",
+        "row_ids",
+        "num_sequences",
+        "num_tokens",
+    ),
     *("cu_segments", "segment_lengths", "segment_ids", "segment_indices", "cu"),
     *("id", "finish_reason", "reward", "score", "error", "text"),
 }

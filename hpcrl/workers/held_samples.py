@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from dataclasses import field as default
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,7 @@ class SampleState:
     max_new_tokens: int = 0  # per turn
     rollout: Sample | None = None  # None before the first turn has ended or an episode has started
     env: int | None = None  # the rank of its environment
-    media: list[Medium] = field(default_factory=list)  # of the rollout
+    media: list[Medium] = default(default_factory=list)  # of the rollout
 
     @property
     def prompt(self) -> PromptState:

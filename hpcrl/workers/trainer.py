@@ -42,6 +42,7 @@ from hpcrl.messaging.messages import (
 from hpcrl.metrics.stats import Stats
 from hpcrl.models.vision import vision_of
 from hpcrl.rollout.batch import Batch, Norms, batch_from_samples, group_ids
+from hpcrl.rollout.pictures import joined, split
 from hpcrl.rollout.store import RolloutReader, write_rollouts
 from hpcrl.rollout.types import FinishReason, Sample
 from hpcrl.spec.media import IMAGES, image_rows
@@ -124,11 +125,16 @@ class EngineRole:
         if self._ranks.is_head:
             batch = batches[command.batch]
             given = {field: getattr(batch, field)} if field else {"cu_seqlens": batch.cu_seqlens, **batch.columns}
+            if not field and batch.images is not None:
+                given["pictures"] = torch.from_numpy(joined(batch.images.numpy(), batch.pictures).copy())
         passed = self._ranks.broadcast(given)
         if field:
             setattr(batches[command.batch], field, passed[field])
         elif not self._ranks.is_head:
-            batches[command.batch] = Batch(passed.pop("cu_seqlens"), passed)
+            pixels = passed.pop("pictures", None)
+            batch = batches[command.batch] = Batch(passed.pop("cu_seqlens"), passed)
+            if pixels is not None:
+                batch.pictures = split(passed["images"].numpy(), pixels.numpy())
         return Done(seq)
 
 

@@ -60,7 +60,8 @@ def sample(number: int, images: list[Medium], text: str, answer: str) -> Sample:
 def batch_of(vision: Vision) -> Batch:
     """Rows with one image, the same one again, another one under the same text, two images, and none."""
     unit = vision.patch * vision.merge
-    a, b, c = noise(3 * unit, 2 * unit, vision, 1), noise(3 * unit, 2 * unit, vision, 2), noise(unit, 4 * unit, vision, 3)
+    a, b = (noise(3 * unit, 2 * unit, vision, seed) for seed in (1, 2))
+    c = noise(unit, 4 * unit, vision, 3)
     rows = [
         sample(0, [a], "what?", "red square"),
         sample(1, [a], "what?", "blue"),

@@ -69,7 +69,8 @@ def of_transformers(folder: Path, request: Request, output: Output) -> Tensor:
 
 def requests_of(vision: Vision) -> list[Request]:
     unit = vision.patch * vision.merge
-    a, b, c = noise(3 * unit, 2 * unit, vision, 1), noise(3 * unit, 2 * unit, vision, 2), noise(unit, 4 * unit, vision, 3)
+    a, b = (noise(3 * unit, 2 * unit, vision, seed) for seed in (1, 2))
+    c = noise(unit, 4 * unit, vision, 3)
     return [
         request(0, [a], "what?"),
         request(1, [a], "what?"),

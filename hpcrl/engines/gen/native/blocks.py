@@ -117,8 +117,8 @@ class Blocks:
         return Match(found, version=at.version if found else None)
 
     def insert(self, tokens: np.ndarray, blocks: Sequence[int], version: int, continues: bool = False) -> list[int]:
-        """Insert `blocks`, which hold `tokens` (as in match()), into the prefix cache; returns the inserted blocks. If the
-        cache already has a block for some tokens, the old block stays and the new one is not inserted. `continues`
+        """Insert `blocks`, which hold `tokens` (as in match()), into the prefix cache; returns the inserted blocks. If
+        the cache already has a block for some tokens, the old block stays and the new one is not inserted. `continues`
         means that a later request is expected to begin with these tokens."""
         at, size, new = self._root, self.block_tokens, []
         for index, block in enumerate(blocks[: self.blocks_for(len(tokens))]):

@@ -65,8 +65,8 @@ class Slots:
         return [value for value in vars(self).values() if isinstance(value, np.ndarray)]
 
     def add(self, queued: WaitingRequest, stop_ids: tuple[int, ...], iteration: int, shift: int = 0) -> int:
-        """Assign the next slot to a request whose next token is drawn at `iteration`; returns the slot. `shift`: how much
-        larger positions after its images are than indices in the sequence."""
+        """Assign the next slot to a request whose next token is drawn at `iteration`; returns the slot. `shift`: by how
+        much positions after its images exceed indices in the sequence (negative for large images)."""
         slot, request, params = self.num_live, queued.request, queued.request.params
         self.num_live += 1
         self._num_added += 1

@@ -7,9 +7,9 @@ from typing import Any
 
 from hpcrl.engines.gen.native.unsupported import unsupported
 from hpcrl.models.families import NATIVE
-from hpcrl.spec.media import IMAGE
 from hpcrl.spec.fields import Positive, PositiveFloat, Section
 from hpcrl.spec.kinds import GenEngineSpec
+from hpcrl.spec.media import IMAGE
 from hpcrl.spec.problems import Problem
 
 LARGE_BLOCK = 4096  # tokens; up to this a bucket may exceed the longest sequence

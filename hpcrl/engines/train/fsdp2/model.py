@@ -124,7 +124,8 @@ class PackedCausalLM(nn.Module):
         """(log-probs, entropies or None), float32 [N], of targets[n] as the token that follows token_ids[before[n]].
 
         token_ids int64 [T] and positions int64 [T] or [T, axes] are concatenated sequences, or one sequence if there is
-        no layout; `images` of a micro-batch of a run whose model takes images. Collective over the layout's ranks: each rank computes its share and gets all results.
+        no layout. `images` are those of the micro-batch; None if the model takes none. Collective over the layout's
+        ranks: each rank computes its share and gets all results.
         """
         num_targets = len(targets)
         states, mine = self._states(token_ids, positions, layout, before, images)

@@ -9,9 +9,9 @@ from typing import Any, Literal
 from hpcrl.models.rope import LENGTH_DEPENDENT, rope_types
 from hpcrl.models.transformers_models import untrainable
 from hpcrl.spec.division import Division, DivisionError
-from hpcrl.spec.media import IMAGE
 from hpcrl.spec.fields import Positive, Section
 from hpcrl.spec.kinds import ADAMW, Spec, TrainEngineSpec
+from hpcrl.spec.media import IMAGE
 from hpcrl.spec.problems import Problem, engine_problem
 
 AT = ("trainer", "fsdp2")
