@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hpcrl.rollout.device_copies import to_device
 from hpcrl.rollout.types import ATTEMPT_BITS, MEMBER_BITS, STATUS, Sample
+from hpcrl.spec.media import IMAGES
 from hpcrl.spec.trajectory import FIELDS, Field, Level, Origin, fields_of
 
 __all__ = ["STATUS", "Batch", "MicroBatches", "Norms", "batch_from_samples", "concat", "group_ids", "on_policy", "pack"]
@@ -117,6 +118,11 @@ class Batch:
             self.columns.pop(name, None)
         else:
             self.columns[name] = value
+
+    @property
+    def images(self) -> Tensor | None:
+        """The field `images` (hpcrl.spec.media), which a run declares whose model takes images; None without it."""
+        return self.columns.get(IMAGES.name)
 
     @property
     def num_sequences(self) -> int:
