@@ -95,10 +95,12 @@ class GridOptions(GameOptions):
     size: int
     """Rows and columns."""
     show: Literal["text", "image"] = "text"
-    """What {observation} is: the grid as text, or an image of it, to which {symbols} then refers by colours and shapes."""
+    """What {observation} shows: the grid as text, or an image of the grid, whose colours and shapes {symbols} names."""
     tile_pixels: Annotated[int, Field(ge=8, le=112), NUMBER] = 28
     """image: pixels of a place's side. Multiples of the model's patch size x merge size (28 for Qwen2.5-VL) avoid
     resizing."""
+    symbols: str
+    """The characters for all kinds of places."""
 
 
 class FrozenLakeOptions(GridOptions):
@@ -213,8 +215,9 @@ class GymnasiumOptions(GameOptions):
     """Names of the actions: a list in the order of a Discrete space, or a mapping from name to action, which may omit
     actions; empty: actions are numbers. Not for a Text space, whose actions are texts."""
     observation: Literal["auto", "ansi", "value", "image"] = "auto"
-    """What {observation} shows: ansi: the environment's rendering as text (render_mode=ansi); value: the observation in
-    Python's notation; auto: ansi if the environment has it; image: its rendering as an image (render_mode=rgb_array)."""
+    """What {observation} shows: ansi: the environment's rendering as text (render_mode=ansi); image: its rendering as
+    an image (render_mode=rgb_array); value: the observation in Python's notation; auto: ansi if the environment has it,
+    else value."""
     highlight: Annotated[str, Field(max_length=1), AfterValidator(_symbols)] = ""
     """Replaces each character that has a coloured background; empty: such characters are shown in [brackets]. Bold
     characters are shown in *asterisks*, other coloured characters in (parentheses)."""

@@ -152,9 +152,8 @@ def _serve(config: EnvConfig, connection: socket.socket) -> None:
                 value[0] = cut(value[0], MAX_BYTES // 16)
                 body = msgspec.msgpack.encode(EnvReturned(value), enc_hook=_plain)
             if len(body) > MAX_BYTES and isinstance(value, list) and (images := num_image_bytes(value[0])):
-                raise ValueError(
-                    f"an observation of {len(body)} bytes, of which images are {images}, exceeds the limit of {MAX_BYTES}"
-                )
+                told = f"an observation of {len(body)} bytes, {images} of them images"
+                raise ValueError(f"{told}, exceeds the limit of {MAX_BYTES}")
         except BaseException as error:  # user code may call sys.exit
             text = describe(error)
             if isinstance(error, MemoryError) and config.memory_mib is not None:

@@ -53,8 +53,6 @@ class Game(ABC, Generic[Options]):
     """The episode's task, for the field {task} of games that have it."""
     max_turns: int | None = None
     """Maximum turns of an episode, for the field {turns_left}; make_env() sets it. None: unknown."""
-    shows_image = False
-    """Whether the field {observation} is an image, from picture(), instead of the text from show()."""
 
     def __init__(self, options: Options, messages: Messages | None = None):
         """`messages` are the row's. The first prompt replaces the last one; a first prompt with an image is a list of
@@ -71,6 +69,11 @@ class Game(ABC, Generic[Options]):
     def described_actions(self) -> str:
         """The actions in words, for the field {actions}."""
         return ", ".join(self.actions)
+
+    @property
+    def shows_image(self) -> bool:
+        """Whether the field {observation} is an image, from picture(), instead of the text from show()."""
+        return False
 
     @property
     def described_symbols(self) -> str:
@@ -98,7 +101,7 @@ class Game(ABC, Generic[Options]):
         """The first prompt of the episode of this seed."""
         self.start(seed)
         self._running, self._turns, self._valid, self._effective = True, 0, 0, 0
-        first = self._observation(self.options.prompt)
+        first = self._filled(self.options.prompt)
         return first if isinstance(first, str) else [*self._before, *first], {}
 
     def step(self, action: str) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
@@ -121,7 +124,7 @@ class Game(ABC, Generic[Options]):
             "action_is_valid": self._valid / self._turns,
             "action_is_effective": self._effective / self._turns,
         }
-        observation = self._observation(self.options.invalid if chosen is None else self.options.turn)
+        observation = self._filled(self.options.invalid if chosen is None else self.options.turn)
         return observation, outcome.reward, outcome.ended, outcome.truncated, {"metrics": metrics}
 
     def _chosen(self, response: str) -> str | None:
@@ -145,7 +148,7 @@ class Game(ABC, Generic[Options]):
         """The response that gives this action."""
         return f"<{self.options.tag}>{action}</{self.options.tag}>" if self.options.tag else action
 
-    def _observation(self, template: str) -> Observation:
+    def _filled(self, template: str) -> Observation:
         """The template with its fields filled in; with an image, as a message."""
         text = self._fill(template)
         if not self.shows_image:

@@ -29,7 +29,7 @@ class GridGame(TextGame[Options]):
     """The tile of each of `symbols`."""
 
     @property
-    def shows_image(self) -> bool:  # type: ignore[override]
+    def shows_image(self) -> bool:
         return self.options.show == "image"
 
     @property
