@@ -170,7 +170,7 @@ def test_the_prompt_describes_colours_and_keeps_the_system_prompt() -> None:
     text = observation[1]["content"]
     assert "a blue disc for you, pale blue for ice, a black disc for hole" in text and text.count("<image>") == 1
     (later,) = env.step("?")[0]
-    assert later["content"].startswith("Turn 2") and len(later["images"]) == 1  # type: ignore[index]
+    assert later["content"].startswith("Turn 2") and len(later["images"]) == 1
     twice = game("frozen_lake", prompt="{observation} {observation}")
     (message,) = twice.reset(0)[0]
     assert message["content"] == "<image> <image>" and len(message["images"]) == 2
