@@ -20,7 +20,7 @@ from hpcrl.rewards.serving.guarded import RAISED
 
 # signature -> sets of parameter names, any of which identifies it
 SIGNATURES: dict[str, list[tuple[str, ...]]] = {
-    "verl": [("solution_str", "ground_truth")],
+    "verl": [("solution_str", "ground_truth"), ("predict_str", "ground_truth")],
     "verl_batched": [("solution_strs", "ground_truths")],
     "trl": [("completions",), ("completion_ids",)],
     "openrlhf": [("queries", "prompts", "labels")],
@@ -31,7 +31,7 @@ SINGLE = ("verl", "nemo_rl")
 """Signatures of one response."""
 # signature -> parameters of a call besides options; trl: the columns of the rows too
 GIVEN = {
-    "verl": {"data_source", "solution_str", "ground_truth", "extra_info"},
+    "verl": {"data_source", "solution_str", "predict_str", "ground_truth", "extra_info"},
     "verl_batched": {"data_sources", "solution_strs", "ground_truths", "extra_infos"},
     "openrlhf": {"queries", "prompts", "labels"},
     "nemo_rl": {"ground_truth", "response"},
@@ -45,7 +45,8 @@ _WANTS_TEXT = re.compile(r"'(?:list|dict)' object has no attribute|expected stri
 class FunctionReward(Reward):
     """Calls the function at `function`, `package.module:callable` or `path/to/file.py:callable`, which may be async.
 
-    verl:     f(data_source, solution_str, ground_truth, extra_info=None) -> float or dict with "score"
+    verl:     f(data_source, solution_str, ground_truth, extra_info=None) -> float or dict with "score"; or
+              f(predict_str, ground_truth), as its scorers of single data sets (geo3k)
     verl_batched: f(data_sources, solution_strs, ground_truths, extra_infos=None) -> list of float or dict with "score"
     trl:      f(prompts, completions, completion_ids, **columns) -> list of float or None
     openrlhf: f(queries, prompts, labels, **kw) -> dict with "rewards", maybe "scores" and "extra_logs", or the rewards
@@ -112,6 +113,7 @@ class FunctionReward(Reward):
                 await self._call(
                     data_source=_data_source(item),
                     solution_str=item.response,
+                    predict_str=item.response,
                     ground_truth=item.answer,
                     extra_info=_extra_info(item),
                 )

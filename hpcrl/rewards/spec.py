@@ -83,6 +83,26 @@ class NumericOptions(Section):
     """Allowed difference, as a share of the larger number."""
     absolute: NonNegative = 1e-6
     """Allowed difference."""
+    words: bool = False
+    """An answer without digits may have an English number word from zero to ninety-nine, as in counting questions."""
+
+
+class GroundingOptions(Section):
+    """Options of the reward grounding."""
+
+    measure: Literal["iou", "giou", "point"] = "iou"
+    """giou: generalised IoU, as (GIoU + 1) / 2. point: 1 if the response's point or its box's centre is in the box."""
+    threshold: Annotated[float, Field(gt=0, le=1), NUMBER] | None = None
+    """The reward is the F1 of boxes whose IoU or GIoU is at least this; null: the IoU, or (GIoU + 1) / 2, itself."""
+    response_coordinates: Literal["same", "relative_1000"] = "same"
+    """same: as the answer's. relative_1000: from 0 to 1000 over width and height of the picture, as Qwen3-VL answers;
+    the answer is in pixels, and the row has image_size, [width, height], or width and height."""
+
+    @model_validator(mode="after")
+    def _reads_threshold(self) -> Self:
+        if self.measure == "point" and self.threshold is not None:
+            raise ValueError(f"threshold={self.threshold:g}: not read with measure=point")
+        return self
 
 
 class RegexOptions(Section):
@@ -340,6 +360,13 @@ NUMERIC = RewardSpec(
     about="A number within a tolerance.",
     make="hpcrl.rewards.builtin.numeric:NumericReward",
     section=NumericOptions,
+    compares_answer=True,
+)
+
+GROUNDING = RewardSpec(
+    about="Boxes or points in a picture, by IoU, generalised IoU or point in box.",
+    make="hpcrl.rewards.builtin.grounding:GroundingReward",
+    section=GroundingOptions,
     compares_answer=True,
 )
 

@@ -89,6 +89,7 @@ REWARDS = SpecTable(
         "math": "hpcrl.rewards.spec:MATH",
         "numeric": "hpcrl.rewards.spec:NUMERIC",
         "choice": "hpcrl.rewards.spec:CHOICE",
+        "grounding": "hpcrl.rewards.spec:GROUNDING",
         "f1": "hpcrl.rewards.spec:F1",
         "regex": "hpcrl.rewards.spec:REGEX",
         "json_schema": "hpcrl.rewards.spec:JSON_SCHEMA",

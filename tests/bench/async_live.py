@@ -30,7 +30,7 @@ LATE = """
 rollout.num_prompts=8 rollout.group_size=8 rollout.max_new_tokens=16 algorithm.num_mini_batches=1 env.default.name=class
 env.default.class_path=tests.bench.slow_env:SlowEnv env.default.max_turns=3 env.default.num_threads=256
 +env.default.options.mean_s=0.2 +env.default.options.std_s=0.06
-layout.env.num_ranks=1 layout.reward.num_ranks=null layout.reward.colocate_with=env
+layout.env.num_ranks=1 layout.reward.num_ranks=null layout.reward.colocate_with=env cluster.oversubscribe=true
 generator.max_num_seqs=64 generator.max_requests=256 generator.decode_chunk_tokens=4
 """
 TAILS = {"answers": ANSWERS, "environments": LATE}

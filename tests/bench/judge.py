@@ -55,16 +55,17 @@ def main() -> None:
         make_tiny_model(TinyModel(**SIZES), path)
         section = {"path": str(path), "max_prompt_tokens": 1500, "max_new_tokens": TOKENS}
         config = parse({"data": {"train": "rows.jsonl"}, "judge": section})
-        news = threading.Event()
-        world = SimpleNamespace(rank=0, address="127.0.0.1", token="bench", mailbox_server=SimpleNamespace(news=news))
+        wakeup = threading.Event()
+        server = SimpleNamespace(wakeup=wakeup)
+        world = SimpleNamespace(rank=0, address="127.0.0.1", token="bench", mailbox_server=server)
         role = JudgeRole(SimpleNamespace(config=config, world=world))  # type: ignore[arg-type]
         ended = threading.Event()
 
         def work() -> None:
             while not ended.is_set():
                 if not role.poll():
-                    news.wait(0.05)
-                    news.clear()
+                    wakeup.wait(0.05)
+                    wakeup.clear()
 
         loop = threading.Thread(target=work)
         loop.start()

@@ -76,7 +76,7 @@ def final_answer(response: str, require_boxed: bool = False) -> str | None:
     text = after_thinking(response)
     if require_boxed:
         return boxed_answer(text)
-    tagged = _tagged(text)
+    tagged = tagged_answer(text)
     boxed = boxed_answer(text if tagged is None else tagged)
     if boxed is not None:
         return boxed
@@ -159,7 +159,8 @@ def _content(match: re.Match[str]) -> str:
     return match[0] if pairs[opened] != closed or is_price else content
 
 
-def _tagged(text: str) -> str | None:
+def tagged_answer(text: str) -> str | None:
+    """Content of the last `<answer>` tag that is closed; None without one."""
     before, closed, _ = text.rpartition("</answer>")
     _, opened, content = before.rpartition("<answer>")
     return content.strip() if closed and opened else None
