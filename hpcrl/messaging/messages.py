@@ -548,6 +548,7 @@ class Turn(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknow
         max_observation_tokens: Maximum tokens of the observation, which leaves space for another turn.
         num_written_tokens: Tokens of all turns until now.
         text_with_special_tokens: The text with its special tokens, if it has any before the last token.
+        media: At the start of an episode, the media of the row's prompt.
     """
 
     sample: int
@@ -561,6 +562,7 @@ class Turn(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknow
     starts_episode: bool = False
     num_written_tokens: int = 0
     text_with_special_tokens: str = ""
+    media: tuple[Medium, ...] = ()
 
 
 class EnvObservation(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):

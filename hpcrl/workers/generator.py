@@ -248,6 +248,7 @@ class GeneratorRole:
                     begins,
                     sample.num_model_tokens,
                     "" if begins else self._marked(held),
+                    prompt.media if begins else (),
                 )
             )
         self._mail(posts)

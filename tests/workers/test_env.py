@@ -205,13 +205,13 @@ def test_an_observation_that_cannot_fit_is_not_tokenised(
         EnvRole(stage.worker(1, {"env": {"default": {**ODD, "long_observation": what}}})) for what in KINDS
     )
     shown: list[int] = []
-    observation_ids = role_env.observation_ids
+    encode = role_env.encode_observation
 
-    def noted(tokenizer: Any, messages: Any, *rest: Any) -> np.ndarray:
+    def noted(tokenizer: Any, messages: Any, *rest: Any) -> Any:
         shown.append(num_chars(messages))
-        return observation_ids(tokenizer, messages, *rest)
+        return encode(tokenizer, messages, *rest)
 
-    monkeypatch.setattr(role_env, "observation_ids", noted)
+    monkeypatch.setattr(role_env, "encode_observation", noted)
     observed = first_turn(stage, ends, how)
     assert observed.ended and observed.result.reward == 0.25 and observed.result.metrics["failed"] == 0.0
     assert re.search(
