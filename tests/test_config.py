@@ -130,9 +130,9 @@ def test_all_problems_are_reported_at_once_with_place_and_suggestion() -> None:
         "data.train.0.path: missing (override 'data.train=[{pth:x}]')",
         "data.train.0.pth: unknown key; did you mean data.train.0.path? (override 'data.train=[{pth:x}]')",
         "rollout.num_promts: unknown key; did you mean rollout.num_prompts? (override 'rollout.num_promts=4')",
-        "reward.default.name: expected 'exact_match', 'math', 'numeric', 'choice', 'f1', 'regex', 'json_schema', "
-        "'ifeval', 'code', 'length', 'repetition', 'tags', 'language', 'composed', 'reasoning_gym', 'judge', "
-        "'reward_model', 'sort_digits', "
+        "reward.default.name: expected 'exact_match', 'math', 'numeric', 'choice', 'grounding', 'f1', 'regex', "
+        "'json_schema', 'ifeval', 'code', 'length', 'repetition', 'tags', 'language', 'composed', 'reasoning_gym', "
+        "'judge', 'reward_model', 'sort_digits', "
         "'fake' or 'function', got 'mth'; did you mean math? (override 'reward.default.name=mth')",
         "trainer.lr: expected a number, got 'fast' (override 'trainer.lr=fast')",
         "trainer.betas.1: missing (override 'trainer.betas=[.9]')",

@@ -135,6 +135,10 @@ def test_a_full_disk_or_a_removed_folder_loses_only_the_message(tmp_path: Path) 
     (tmp_path / "file").touch()
     log.start("agent", file=tmp_path / "file" / "agent_0000.log")
     OURS.warning("lost, too")
+    log.start("agent", file=tmp_path / "agent_0000.log")
+    OURS.warning("kept")
+    text = (tmp_path / "agent_0000.log").read_text()
+    assert text.endswith("kept\n") and "lost" not in text
 
 
 CRASH = """

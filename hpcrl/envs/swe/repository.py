@@ -134,11 +134,7 @@ def files_of(repository: str) -> dict[str, str]:
 
 
 def _said(outcome: JobOutcome) -> str:
+    if outcome.stopped:
+        return f"stopped by the {outcome.stopped} limit"
     lines = outcome.stderr.decode(errors="replace").strip().splitlines()
-    return (
-        f"stopped by the {outcome.stopped} limit"
-        if outcome.stopped
-        else lines[-1]
-        if lines
-        else f"exit code {outcome.code}"
-    )
+    return lines[-1] if lines else f"exit code {outcome.code}"
