@@ -420,7 +420,9 @@ def _told(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _examples(worker: Rank, section: str, config: EnvConfig) -> Messages:
-    messages, most = example_messages(config, section, worker.config.seed), worker.config.data.max_prompt_tokens
+    told, most = example_messages(config, section, worker.config.seed), worker.config.data.max_prompt_tokens
+    vision = bound_vision(worker.tokenizer)
+    messages = [as_messages([message], vision)[0] if message.get("images") else message for message in told]
     if messages and (count := len(encode_prompt(worker.tokenizer, messages, None).token_ids)) >= most:
         raise ValueError(
             f"env.{section}.examples: {config.examples} examples take {count} tokens, and leave none of "
