@@ -15,11 +15,16 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from hpcrl.config import TrainerConfig
 from hpcrl.data.image_tokens import expand
 from hpcrl.engines.gen.generation_engine import Output, Request, SamplingParams
 from hpcrl.engines.gen.native.engine import NativeEngine
+from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
+from hpcrl.engines.train.fsdp2.spec import FSDP2Config
 from hpcrl.models.vision import Vision, vision_of
-from hpcrl.spec.media import Medium
+from hpcrl.rollout.batch import batch_from_samples
+from hpcrl.rollout.types import FinishReason, Sample
+from hpcrl.spec.media import IMAGES, Medium, image_rows
 from tests.vlm import PAD, SPECIAL, make_vlm, noise
 
 pytestmark = pytest.mark.numerics
@@ -103,3 +108,23 @@ def test_a_later_request_with_another_image_shares_no_prefix(folder: Path) -> No
     again = replace(requests[3], id=9, prompt_ids=following)
     output = generated(engine, [again])[9]
     assert np.abs(output.gen_logprobs - of_transformers(folder, again, output).numpy()).max() < 2e-5
+
+
+def test_an_image_token_that_the_model_wrote_is_text_to_generator_and_trainer(folder: Path, world_of_one: None) -> None:
+    """transformers refuses such a row, since it finds images by their token ids."""
+    vision = vision_of(folder)
+    assert vision is not None
+    asked = requests_of(vision)[0]
+    asked = replace(asked, prompt_ids=[*asked.prompt_ids, *b"it", PAD, *b"was", PAD, *b"?"])
+    output = generated(engine_of(folder), [asked])[0]
+    ids = np.array([*asked.prompt_ids, *output.token_ids], np.int32)
+    mask = np.arange(len(ids)) >= len(asked.prompt_ids)
+    versions, turns = np.where(mask, 0, -1).astype(np.int32), np.where(mask, 0, -1).astype(np.int32)
+    zeros = np.zeros(len(ids), np.float32)
+    columns = {"token_ids": ids, "loss_mask": mask, "gen_logprobs": zeros, "versions": versions, "turn_ids": turns}
+    row = Sample(0, FinishReason.STOP, **columns)
+    row.put(IMAGES.name, image_rows(asked.media))
+    row.pictures = {medium.digest: medium.content for medium in asked.media}
+    engine = FSDP2Engine(TrainerConfig(), folder, own=FSDP2Config(), dtype=torch.float32, total_steps=1)
+    trained = engine.logprobs(batch_from_samples([row], [0]).check(), [[0]], 1.0)[torch.from_numpy(mask)]
+    assert np.abs(output.gen_logprobs - trained.numpy()).max() < 2e-5
