@@ -18,7 +18,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from hpcrl.data.image_tokens import expand
 from hpcrl.engines.gen.generation_engine import Output, Request, SamplingParams
 from hpcrl.engines.gen.native.engine import NativeEngine
-from hpcrl.models.vision import Vision, vision_of
+from hpcrl.models.families import vision_of
+from hpcrl.models.vision import Vision
 from hpcrl.spec.media import Medium
 from tests.vlm import PAD, SPECIAL, make_vlm, noise
 

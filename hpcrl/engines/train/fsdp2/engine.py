@@ -44,7 +44,7 @@ from hpcrl.engines.train.fsdp2.weights import NamedWeights, local
 from hpcrl.engines.train.schedule import learning_rate, update_stats
 from hpcrl.engines.train.training_engine import check_micro_batches
 from hpcrl.metrics.stats import Stats, merge
-from hpcrl.models.vision import vision_of
+from hpcrl.models.families import vision_of
 from hpcrl.rollout.batch import Batch, MicroBatches, Norms
 from hpcrl.rollout.device_copies import to_device, to_host
 from hpcrl.spec.weight_layout import TensorShards

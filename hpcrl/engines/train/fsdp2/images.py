@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcrl.engines.patches import make_patches
+from hpcrl.engines.patches import tower_inputs
 from hpcrl.models.vision import Vision, positions
 from hpcrl.rollout.batch import Batch
 from hpcrl.rollout.device_copies import to_device
@@ -23,20 +23,22 @@ class ImageInputs(NamedTuple):
     """The tower's input, and the use of its output.
 
     Args:
-        patches: float32 [P, values], of the micro-batch's different images.
-        grids: int64 [n, 3].
+        tower: The arguments of the model's get_image_features(), for the micro-batch's different images.
         places: int64 [k], the indices of image tokens among the rank's packed tokens.
         sources: int64 [k], the index of each one's features.
+        both_ways: Whether an image's tokens attend to each other in both directions.
     """
 
-    patches: Tensor
-    grids: Tensor
+    tower: dict[str, Tensor]
     places: Tensor
     sources: Tensor
+    both_ways: bool = False
 
     def to(self, device: torch.device) -> ImageInputs:
         """The same on a device."""
-        return ImageInputs(*(to_device(tensor, device) for tensor in self))
+        tower = {name: to_device(tensor, device) for name, tensor in self.tower.items()}
+        places, sources = (to_device(tensor, device) for tensor in (self.places, self.sources))
+        return self._replace(tower=tower, places=places, sources=sources)
 
 
 def spans_of(batch: Batch) -> list[ImageSpan]:
@@ -56,7 +58,9 @@ def keys_of(batch: Batch) -> Tensor:
 
 
 def positions_of(batch: Batch, vision: Vision) -> Tensor:
-    """int64 [T, 3]: the M-RoPE positions of all tokens, from 0 in each segment."""
+    """The positions of all tokens, from 0 in each segment: int64 [T, 3] for M-RoPE, else int64 [T]."""
+    if not vision.mrope:
+        return batch.position_ids
     spans = spans_of(batch)
     parts, following = [], 0
     for start, end in pairwise(batch.cu_segments.tolist()):
@@ -87,9 +91,8 @@ def image_inputs(batch: Batch, vision: Vision, kept: Tensor) -> ImageInputs:
             count += span.length
         sources[span.start : span.start + span.length] = first[span.digest] + np.arange(span.length)
     if not pixels:
-        side = vision.patch * vision.merge
-        pixels.append(np.zeros((side, side, 3), np.uint8))
-    patches, grids = make_patches(pixels, vision)
+        width, height = vision.least
+        pixels.append(np.zeros((height, width, 3), np.uint8))
     of_kept = torch.from_numpy(sources)[kept] if batch.num_tokens else torch.full((1,), -1)
     places = (of_kept >= 0).nonzero()[:, 0]
-    return ImageInputs(patches, grids, places, of_kept[places])
+    return ImageInputs(tower_inputs(pixels, vision), places, of_kept[places], vision.both_ways)

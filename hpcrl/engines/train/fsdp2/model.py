@@ -175,24 +175,29 @@ class PackedCausalLM(nn.Module):
         if images is None:
             packed["input_ids"] = token_ids[None]
         else:
-            decoder, packed = decoder.language_model, packed | self._seen(token_ids, images)
+            if not images.both_ways:
+                decoder = decoder.get_decoder()
+            packed |= self._seen(token_ids, images)
         hidden = decoder(use_cache=False, **packed).last_hidden_state[0]
         return hidden.index_select(0, before), mine
 
     def _seen(self, token_ids: Tensor, images: ImageInputs) -> dict[str, Any]:
         """The decoder's input for tokens of which some are of images."""
         base: Any = self.hf.base_model
-        output = base.get_image_features(pixel_values=images.patches, image_grid_thw=images.grids)
+        output = base.get_image_features(**images.tower)
         embedded = base.get_input_embeddings()(token_ids)
-        features = torch.cat(output.pooler_output).to(embedded.dtype)
+        features = torch.cat(tuple(output.pooler_output)).to(embedded.dtype)
         deep = [torch.cat(parts) for parts in getattr(output, "deepstack_features", None) or ()]
         # Every parameter is in the graph, also without an image, so all ranks reduce the same gradients.
         anchor = 0.0 * sum(some.sum() for some in (features, *deep))
         embedded = embedded.index_copy(0, images.places, features.index_select(0, images.sources)) + anchor
         given: dict[str, Any] = {"inputs_embeds": embedded[None]}
+        shown = torch.zeros(len(token_ids), dtype=torch.bool, device=token_ids.device)
+        shown = shown.index_fill(0, images.places, True)[None]
+        if images.both_ways:  # the model makes its mask from the types
+            given["token_type_ids"] = shown.long()
         if deep:
-            shown = torch.zeros(len(token_ids), dtype=torch.bool, device=token_ids.device)
-            given["visual_pos_masks"] = shown.index_fill(0, images.places, True)[None]
+            given["visual_pos_masks"] = shown
             order = images.places.argsort()
             given["deepstack_visual_embeds"] = [some.index_select(0, images.sources[order]) for some in deep]
         return given
