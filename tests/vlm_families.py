@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast, ProcessorMixin
 
 from hpcrl.engines.hf_folder import save_model
 
@@ -79,6 +80,7 @@ LINEAR = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
+WINDOWS = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
 GRID_TOWER = {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64, "out_hidden_size": 64}
 GRID_TOKENS = {"image_token_id": IDS["<|image|>"], "video_token_id": IDS["<|video|>"]}
 GLM_TOKENS = {f"{kind}_{end}_token_id": 3 for kind in ("image", "video") for end in ("start", "end")}
@@ -104,6 +106,17 @@ SMALL = {
             **GLM_TOKENS,
         },
         _sized(2, image_processor_type="Glm4vImageProcessor"),
+    ),
+    "glm46v": Small(
+        "<|image|>",
+        "<|image|>",
+        {
+            "text_config": {"model_type": "glm4v_text", **TEXT, **_mrope()},
+            "vision_config": {"model_type": "glm4v_vision", **GRID_TOWER, "image_size": 56, "patch_size": 14},
+            **GRID_TOKENS,
+            **GLM_TOKENS,
+        },
+        _sized(2, image_processor_type="Glm46VImageProcessor"),
     ),
     "qwen3_5": Small(
         "<|image|>",
@@ -133,12 +146,7 @@ SMALL = {
         "<image_soft_token>",
         "<start_of_image>",
         {
-            "text_config": TEXT
-            | {
-                "sliding_window": 6,
-                "layer_types": ["sliding_attention", "full_attention"],
-                "query_pre_attn_scalar": 16,
-            },
+            "text_config": TEXT | WINDOWS | {"query_pre_attn_scalar": 16},
             "vision_config": SQUARE | {"image_size": 56, "patch_size": 14},
             "mm_tokens_per_image": 4,
             "image_token_index": IDS["<image_soft_token>"],
@@ -230,6 +238,8 @@ def own_processor(family: str, folder: Path) -> Any:
     """transformers' processor of the family, which resizes with PIL."""
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
     from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+    from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
+    from transformers.models.glm46v.processing_glm46v import Glm46VProcessor
     from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
     from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
     from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
@@ -248,11 +258,12 @@ def own_processor(family: str, folder: Path) -> Any:
     image_class, processor_class, options = {
         "glm4v": (Glm4vImageProcessorPil, Glm4vProcessor, {}),
         "glm4v_moe": (Glm4vImageProcessorPil, Glm4vProcessor, {}),
+        "glm46v": (Glm46VImageProcessorPil, Glm46VProcessor, {}),
         "qwen3_5": (Qwen2VLImageProcessorPil, Qwen3VLProcessor, {}),
         "internvl": (GotOcr2ImageProcessorPil, InternVLProcessor, {"image_seq_length": 4}),
         "gemma3": (Gemma3ImageProcessorPil, Gemma3Processor, {"image_seq_length": 4}),
         "idefics3": (Idefics3ImageProcessorPil, Idefics3Processor, {"image_seq_len": 4}),
-        "smolvlm": (SmolVLMImageProcessorPil, SmolVLMProcessor, {"image_seq_len": 4}),
+        "smolvlm": (SmolVLMImageProcessorPil, SmolVLMProcessor, {"image_seq_len": 4, "video_processor": None}),
         "llava_onevision": (
             LlavaOnevisionImageProcessorPil,
             LlavaOnevisionProcessor,
@@ -260,4 +271,7 @@ def own_processor(family: str, folder: Path) -> Any:
         ),
     }[family]
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    return processor_class(image_class.from_pretrained(folder), tokenizer, **options)
+    words = "transformers.models.smolvlm.processing_smolvlm.num2words"  # of videos' times, a package of its own
+    # The check of a missing processor of videos would need torchvision.
+    with mock.patch.object(ProcessorMixin, "check_argument_for_proper_class"), mock.patch(words, str):
+        return processor_class(image_class.from_pretrained(folder), tokenizer, **options)

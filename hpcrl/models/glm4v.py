@@ -1,4 +1,4 @@
-"""GLM-4.1V and GLM-4.5V (arXiv 2507.01006)."""
+"""GLM-4.1V, GLM-4.5V and GLM-4.6V (arXiv 2507.01006)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hpcrl.models.family import Family
 from hpcrl.models.vision import Vision, read_vision
 
 LIMITS = {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 15000}
-IMAGE_TOKEN_IDS = {"glm4v": 151343, "glm4v_moe": 151363}
+IMAGE_TOKEN_IDS = {"glm4v": 151343, "glm46v": 151343, "glm4v_moe": 151363}
 
 
 @dataclass(frozen=True)
@@ -36,4 +36,4 @@ def read_glm(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Vision:
     return GlmVision(**asdict(found) | limits)
 
 
-FAMILY = Family(model_types=("glm4v", "glm4v_moe"), vision=read_glm)
+FAMILY = Family(model_types=("glm4v", "glm4v_moe", "glm46v"), vision=read_glm)
