@@ -238,10 +238,10 @@ def own_processor(family: str, folder: Path) -> Any:
     """transformers' processor of the family, which resizes with PIL."""
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
     from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
-    from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
-    from transformers.models.glm46v.processing_glm46v import Glm46VProcessor
     from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
     from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
+    from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
+    from transformers.models.glm46v.processing_glm46v import Glm46VProcessor
     from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
     from transformers.models.idefics3.processing_idefics3 import Idefics3Processor

@@ -52,8 +52,6 @@ class Family:
     untrainable: str = ""
     """Why engines that read hidden states train none of its models. If empty, the engine tries a small model before it
     reads weights (hpcrl.engines.train.fsdp2.trial)."""
-    unpackable: str = ""
-    """Why several of its sequences cannot be computed together. If empty, the engine decides by a trial."""
     vision: Callable[[Mapping[str, Any], Mapping[str, Any]], Vision] | None = None
     """Called with config.json and the image processor's values; ValueError for unusable ones. None if its models take
     no images, or if hpcrl does not know how they see them."""

@@ -42,8 +42,4 @@ def read_gemma(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Visio
     return GemmaVision(**read_square(config, processor, side, merge, 262144, (HALF, HALF), BILINEAR))
 
 
-FAMILY = Family(
-    model_types=("gemma3",),
-    unpackable="tokens of an image attend to each other in both directions",
-    vision=read_gemma,
-)
+FAMILY = Family(model_types=("gemma3",), vision=read_gemma)

@@ -28,7 +28,7 @@ from hpcrl.engines.train.dcp import Base
 from hpcrl.engines.train.fail_together import agreed
 from hpcrl.engines.train.fsdp2 import checkpoint
 from hpcrl.engines.train.fsdp2.device_mesh import ParallelMesh, check_heads
-from hpcrl.engines.train.fsdp2.images import image_inputs, keys_of, positions_of
+from hpcrl.engines.train.fsdp2.images import blocks_of, image_inputs, keys_of, positions_of
 from hpcrl.engines.train.fsdp2.lora import Adapters
 from hpcrl.engines.train.fsdp2.model import Inputs, PackedCausalLM, empty_model, read_model, write_model
 from hpcrl.engines.train.fsdp2.model_kind import CAUSAL, SEEING, Kind
@@ -261,7 +261,8 @@ class FSDP2Engine:
                 prefixes = torch.zeros_like(prefixes)
             keys = keys_of(batch) if seen and batch.num_tokens else token_ids
             shared = shared_prefixes(keys, lengths, prefixes.tolist() or [0])
-            layout = PackedLayout(lengths, self.device, shared, self.own.attention, self.mesh.tokens)
+            blocks = blocks_of(batch) if seen and self.vision.both_ways and batch.num_tokens else None
+            layout = PackedLayout(lengths, self.device, shared, self.own.attention, self.mesh.tokens, blocks)
         elif len(lengths) > 1:
             raise ValueError("a row of several sequences (an episode by steps) needs a model that can be packed")
         if self.replay is not None:

@@ -57,6 +57,14 @@ def keys_of(batch: Batch) -> Tensor:
     return torch.from_numpy(prefix_keys(batch.token_ids.numpy(), spans_of(batch)))
 
 
+def blocks_of(batch: Batch) -> Tensor:
+    """int64 [T]: for each token of an image the image's number, for others -1."""
+    numbers = torch.full((batch.num_tokens,), -1)
+    for number, span in enumerate(spans_of(batch)):
+        numbers[span.start : span.start + span.length] = number
+    return numbers
+
+
 def positions_of(batch: Batch, vision: Vision) -> Tensor:
     """The positions of all tokens, from 0 in each segment: int64 [T, 3] for M-RoPE, else int64 [T]."""
     if not vision.mrope:

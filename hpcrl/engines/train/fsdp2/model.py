@@ -175,14 +175,16 @@ class PackedCausalLM(nn.Module):
         if images is None:
             packed["input_ids"] = token_ids[None]
         else:
-            if not images.both_ways:
+            own_mask = layout is None and images.both_ways
+            packed |= self._seen(token_ids, images, own_mask)
+            if not own_mask:
                 decoder = decoder.get_decoder()
-            packed |= self._seen(token_ids, images)
         hidden = decoder(use_cache=False, **packed).last_hidden_state[0]
         return hidden.index_select(0, before), mine
 
-    def _seen(self, token_ids: Tensor, images: ImageInputs) -> dict[str, Any]:
-        """The decoder's input for tokens of which some are of images."""
+    def _seen(self, token_ids: Tensor, images: ImageInputs, own_mask: bool) -> dict[str, Any]:
+        """The decoder's input for tokens of which some are of images. With own_mask it is the whole model's input; the
+        model then lets an image's tokens attend to each other in both directions."""
         base: Any = self.hf.base_model
         output = base.get_image_features(**images.tower)
         embedded = base.get_input_embeddings()(token_ids)
@@ -194,7 +196,7 @@ class PackedCausalLM(nn.Module):
         given: dict[str, Any] = {"inputs_embeds": embedded[None]}
         shown = torch.zeros(len(token_ids), dtype=torch.bool, device=token_ids.device)
         shown = shown.index_fill(0, images.places, True)[None]
-        if images.both_ways:  # the model makes its mask from the types
+        if own_mask:
             given["token_type_ids"] = shown.long()
         if deep:
             given["visual_pos_masks"] = shown
