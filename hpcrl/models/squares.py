@@ -57,14 +57,13 @@ def read_square(
     patch = one_side(tower, "patch_size", 14)
     if side % (patch * merge):
         raise ValueError(f"images of {side} pixels cannot be divided into tokens of {patch} x {merge} pixels")
+    other = {"image_token_id": config.get("image_token_index")}
     return {
         "patch": patch,
         "merge": merge,
         "min_pixels": side * side,
         "max_pixels": side * side,
-        "image_token_id": number(
-            config, {"image_token_id": config.get("image_token_index")}, "image_token_id", default=image_token_id
-        ),
+        "image_token_id": number(config, other, "image_token_id", image_token_id, least=0),
         "frames": 1,
         "mean": colours(processor, "image_mean", colour[0]),
         "std": colours(processor, "image_std", colour[1]),

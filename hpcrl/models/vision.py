@@ -159,17 +159,17 @@ def read_vision(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Visi
     limits = processor.get("size") or {}
     least = number(processor, {"min_pixels": limits.get("shortest_edge")}, "min_pixels", default=56 * 56)
     most = number(processor, {"max_pixels": limits.get("longest_edge")}, "max_pixels", default=28 * 28 * 1280)
-    token = number(config, {}, "image_token_id", default=Vision.image_token_id)
+    token = number(config, {}, "image_token_id", default=Vision.image_token_id, least=0)
     if not (patch * merge) ** 2 <= most or least > most:
         raise ValueError(f"preprocessor_config.json: min_pixels={least} and max_pixels={most} allow no image")
     mean, std = colours(processor, "image_mean", CLIP_MEAN), colours(processor, "image_std", CLIP_STD)
     return Vision(patch, merge, least, most, token, frames, mean, std, filter_of(processor, BICUBIC))
 
 
-def number(first: Mapping[str, Any], second: Mapping[str, Any], key: str, default: int) -> int:
-    """A key's value in the first section, else in the second, else the default. ValueError if it is not above 0."""
+def number(first: Mapping[str, Any], second: Mapping[str, Any], key: str, default: int, least: int = 1) -> int:
+    """A key's value in the first section, else in the second, else the default. ValueError if it is below `least`."""
     value = next((found for found in (first.get(key), second.get(key)) if found is not None), default)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{key} is {value!r}, not a positive number")
     return value
 
