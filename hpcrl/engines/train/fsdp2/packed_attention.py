@@ -100,10 +100,7 @@ class PackedLayout:
         kept, self._places = shared or (torch.arange(sum(lengths)),) * 2
         self._lengths, self._device, self._shares = lengths, device, len(kept) < len(self._places)
         self.attention: varlen.Choice = attention
-        self._slots: tuple[list[Tensor], list[Tensor]] = (
-            [],
-            [],
-        )  # of `padded`: per block, its tokens, and which are real
+        self._slots: tuple[list[Tensor], list[Tensor]] = ([], [])  # per block of `padded`: tokens, and which are real
         self._images = None if images is None or bool((images < 0).all()) else images
         self.ranks = ranks or TokenRanks()
         self.num_packed, size = len(kept), self.ranks.all.size
