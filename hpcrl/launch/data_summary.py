@@ -95,8 +95,8 @@ def check_media(config: Config, rows: Mapping[Split, RowSet]) -> Iterator[str]:
             users = [("generator", config.gen_engine, GEN_ENGINES)] if generates[split] else []
             users += [("trainer", config.train_engine, TRAIN_ENGINES)] if split == "train" and config.learns else []
             if not _model_takes_images(config):
-                seeing = f"models of the families {', '.join(SEEING)} do"
-                yield f"{where}: the row has {kind}s, which {model} does not take; {seeing}; {rest}"
+                seeing = f"use a model with model_type {', '.join(SEEING)}"
+                yield f"{where}: the row has {kind}s, which {model} does not take; {rest}, or {seeing}"
                 continue
             for role, engine, engines in users:
                 if kind not in engines[engine].media:

@@ -3,6 +3,7 @@ transformers' own model, row by row."""
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,14 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
+from hpcrl.convert.file_names import FileNames
+from hpcrl.convert.streaming import copy_small_files
 from hpcrl.data.chat import bind
 from hpcrl.data.image_tokens import encode_with_images
 from hpcrl.data.pictures import read_picture
+from hpcrl.engines.hf_folder import read_safetensors
 from hpcrl.engines.patches import tower_inputs
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.models.families import vision_of
@@ -156,6 +160,42 @@ def test_rows_equal_transformers(family: str, folders: dict[str, Path], world_of
         engine = engine_of(folder, packing=packing)
         assert engine.packing == (packing == "require")
         check(engine, batch, want, gradients, norms)
+
+
+@pytest.mark.parametrize("family", ("internvl", "gemma3"))
+def test_another_picture_gives_other_logprobs(family: str, folders: dict[str, Path], world_of_one: None) -> None:
+    vision = vision_of(folders[family])
+    assert vision is not None
+    batch, _ = rows_of(folders[family], vision)
+    engine = engine_of(folders[family], packing="require")
+    known = engine.logprobs(batch, [[0, 1, 2, 3, 4]], 1.0)
+    changed = {digest: bytes(len(pixels)) for digest, pixels in batch.pictures.items()}
+    blind = engine.logprobs(dataclasses.replace(batch, pictures=changed), [[0, 1, 2, 3, 4]], 1.0)
+    off = [float(part.abs().max()) for part in (known - blind).split(batch.lengths.tolist())]
+    assert all(row > 1e-2 for row in off[:4]) and off[4] < 1e-6
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot be packed:UserWarning")
+@pytest.mark.parametrize("family", SMALL)
+def test_an_exported_folder_has_the_models_files(
+    family: str, folders: dict[str, Path], world_of_one: None, tmp_path: Path
+) -> None:
+    out = tmp_path / family
+    engine_of(folders[family]).export_hf(out)
+    assert {path.name for path in out.iterdir()} >= {path.name for path in folders[family].iterdir()}
+    tensors = [dict(read_safetensors(folder)) for folder in (folders[family], out)]
+    assert tensors[0].keys() == tensors[1].keys()
+    assert all(torch.equal(tensor, tensors[1][name]) for name, tensor in tensors[0].items())
+    own = [type(AutoImageProcessor.from_pretrained(folder)) for folder in (folders[family], out)]
+    assert own[0] is own[1] is type(own_processor(family, folders[family]).image_processor)
+    converted = tmp_path / "converted"
+    converted.mkdir()
+    copy_small_files(out, converted)
+    assert (converted / "preprocessor_config.json").is_file() and (converted / "chat_template.jinja").is_file()
+    model = AutoModelForImageTextToText.from_pretrained(out)
+    names = FileNames(family)
+    in_files = {part.name for name, p in model.named_parameters() for part in names.of(name, tuple(p.shape))}
+    assert in_files == {name for name in tensors[1] if not name.endswith("e_score_correction_bias")}
 
 
 def check(engine: FSDP2Engine, batch: Batch, want: Tensor, gradients: dict[str, Tensor], norms: Norms) -> None:
