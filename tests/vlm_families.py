@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -17,7 +18,7 @@ TILES = tuple(f"<row_{row}_col_{column}>" for row in range(1, 4) for column in r
 SPECIAL = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|image|>", "<|video|>", "<img>", "<IMG_CONTEXT>", "</img>"),
     *("<start_of_image>", "<image_soft_token>", "<end_of_image>", "<image>", "<video>"),
-    *("<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *TILES),
+    *("<fake_token_around_image>", "<global-img>", "<|image>", "<image|>", "<end_of_utterance>", *TILES),
 )
 IDS = {token: 256 + number for number, token in enumerate(SPECIAL)}
 VOCAB = 256 + len(SPECIAL)
@@ -42,6 +43,9 @@ TEXT = {
     "eos_token_id": IDS["<|im_end|>"],
     "pad_token_id": IDS["<|endoftext|>"],
 }
+
+
+NOTHING_ELSE = {"feature_extractor": None, "video_processor": None}
 
 
 class Small(NamedTuple):
@@ -80,7 +84,7 @@ LINEAR = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
-WINDOWS = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+WINDOWS = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
 GRID_TOWER = {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64, "out_hidden_size": 64}
 GRID_TOKENS = {"image_token_id": IDS["<|image|>"], "video_token_id": IDS["<|video|>"]}
 GLM_TOKENS = {f"{kind}_{end}_token_id": 3 for kind in ("image", "video") for end in ("start", "end")}
@@ -155,6 +159,25 @@ SMALL = {
         },
         {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 56, "width": 56}},
     ),
+    **{
+        name: Small(
+            "<|image|>",
+            "<|image|>",
+            {
+                "text_config": TEXT
+                | WINDOWS
+                | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB, "global_head_dim": 16}
+                | {"use_bidirectional_attention": both_ways},
+                "vision_config": SQUARE
+                | {"head_dim": 16, "num_key_value_heads": 2, "patch_size": 4, "position_embedding_size": 256},
+                "image_token_id": IDS["<|image|>"],
+                "video_token_id": IDS["<|video|>"],
+                "audio_token_id": 5,
+            },
+            {"image_processor_type": "Gemma4ImageProcessor", "max_soft_tokens": 70, "patch_size": 4},
+        )
+        for name, both_ways in (("gemma4", None), ("gemma4_large", "vision"))
+    },
     "llava_onevision": Small(
         "<image>",
         "<image>",
@@ -197,7 +220,7 @@ SMALL = {
 def make_small(family: str, folder: Path, std: float = 0.08) -> Path:
     """A random model of two layers behind a tower of two blocks. Weights are large, so images matter."""
     small = SMALL[family]
-    config = AutoConfig.for_model(family, tie_word_embeddings=False, **small.config)
+    config = AutoConfig.for_model(family.removesuffix("_large"), tie_word_embeddings=False, **small.config)
     torch.manual_seed(1)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     for name, parameter in model.named_parameters():
@@ -222,12 +245,13 @@ def make_tokenizer(small: Small) -> PreTrainedTokenizerFast:
         pad_token="<|endoftext|>",
         extra_special_tokens={
             "image_token": small.token,
-            "boi_token": "<start_of_image>",
-            "eoi_token": "<end_of_image>",
+            "boi_token": "<start_of_image>" if small.token == "<image_soft_token>" else "<|image>",
+            "eoi_token": "<end_of_image>" if small.token == "<image_soft_token>" else "<image|>",
             "start_image_token": "<img>",
             "end_image_token": "</img>",
             "context_image_token": "<IMG_CONTEXT>",
             "video_token": "<|video|>",
+            **dict.fromkeys(("audio_token", "boa_token", "eoa_token"), "<end_of_utterance>"),
         },
     )
     made.chat_template = TEMPLATE.replace("PLACEHOLDER", small.placeholder.replace("\n", "\\n"))
@@ -238,6 +262,7 @@ def own_processor(family: str, folder: Path) -> Any:
     """transformers' processor of the family, which resizes with PIL."""
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
     from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+    from transformers.models.gemma4 import image_processing_pil_gemma4 as gemma4_images
     from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
     from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
     from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
@@ -255,6 +280,10 @@ def own_processor(family: str, folder: Path) -> Any:
     from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
     from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
 
+    other = "transformers.models.gemma4.image_processing_gemma4"  # which needs torchvision
+    with mock.patch.dict(sys.modules, {other: gemma4_images}):
+        from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
+
     image_class, processor_class, options = {
         "glm4v": (Glm4vImageProcessorPil, Glm4vProcessor, {}),
         "glm4v_moe": (Glm4vImageProcessorPil, Glm4vProcessor, {}),
@@ -262,6 +291,7 @@ def own_processor(family: str, folder: Path) -> Any:
         "qwen3_5": (Qwen2VLImageProcessorPil, Qwen3VLProcessor, {}),
         "internvl": (GotOcr2ImageProcessorPil, InternVLProcessor, {"image_seq_length": 4}),
         "gemma3": (Gemma3ImageProcessorPil, Gemma3Processor, {"image_seq_length": 4}),
+        "gemma4": (gemma4_images.Gemma4ImageProcessorPil, Gemma4Processor, NOTHING_ELSE),
         "idefics3": (Idefics3ImageProcessorPil, Idefics3Processor, {"image_seq_len": 4}),
         "smolvlm": (SmolVLMImageProcessorPil, SmolVLMProcessor, {"image_seq_len": 4, "video_processor": None}),
         "llava_onevision": (
@@ -269,9 +299,9 @@ def own_processor(family: str, folder: Path) -> Any:
             LlavaOnevisionProcessor,
             {"num_image_tokens": 16, "vision_feature_select_strategy": "full", "vision_aspect_ratio": "anyres_max_2"},
         ),
-    }[family]
+    }[family.removesuffix("_large")]
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     words = "transformers.models.smolvlm.processing_smolvlm.num2words"  # of videos' times, a package of its own
     # The check of a missing processor of videos would need torchvision.
     with mock.patch.object(ProcessorMixin, "check_argument_for_proper_class"), mock.patch(words, str):
-        return processor_class(image_class.from_pretrained(folder), tokenizer, **options)
+        return processor_class(image_processor=image_class.from_pretrained(folder), tokenizer=tokenizer, **options)

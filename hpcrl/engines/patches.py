@@ -83,6 +83,20 @@ def _tiles(images: Sequence[np.ndarray], vision: Any) -> dict[str, Tensor]:
     return {**_squares(squares, vision), "image_sizes": torch.tensor(sizes)}
 
 
+def _padded_patches(images: Sequence[np.ndarray], vision: Vision) -> dict[str, Tensor]:
+    """float32 [n, P, patch x patch x 3], row by row, and int64 [n, P, 2], their columns and rows, -1 for padding."""
+    most = max(vision.num_patches(image.shape[1], image.shape[0]) for image in images)
+    patches = torch.zeros(len(images), most, 3 * vision.patch**2)
+    places = torch.full((len(images), most, 2), -1)
+    for number, image in enumerate(images):
+        rows, columns = (size // vision.patch for size in image.shape[:2])
+        blocks = _normalised(image, vision).view(rows, vision.patch, columns, vision.patch, 3).transpose(1, 2)
+        patches[number, : rows * columns] = blocks.flatten(0, 1).flatten(1)
+        grid = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
+        places[number, : rows * columns] = grid.view(-1, 2).flip(1)
+    return {"pixel_values": patches, "image_position_ids": places}
+
+
 def _normalised(image: np.ndarray, vision: Vision) -> Tensor:
     """float32 [height, width, 3]."""
     mean, std = torch.tensor(vision.mean), torch.tensor(vision.std)
@@ -94,4 +108,5 @@ FORMS: Mapping[Form, Callable[[Sequence[np.ndarray], Any], dict[str, Tensor]]] =
     "squares": _squares,
     "listed squares": _listed_squares,
     "tiles": _tiles,
+    "padded patches": _padded_patches,
 }

@@ -12,6 +12,7 @@ from hpcrl.models import (
     deepseek_v3,
     gemma,
     gemma3,
+    gemma4,
     glm4v,
     hyperclovax,
     idefics3,
@@ -43,7 +44,7 @@ LISTED = (
     *(qwen2.FAMILY, qwen3.FAMILY, qwen3_moe.FAMILY, llama.FAMILY, mistral.FAMILY, mistral.MINISTRAL, phi3.FAMILY),
     *(gemma.GEMMA2, gemma.GEMMA3, qwen2_5_vl.FAMILY, deepseek_v3.FAMILY),
     *(bert.FAMILY, hyperclovax.FAMILY, llama4.FAMILY, mamba2.FAMILY, mixtral.FAMILY, qwen2_moe.FAMILY),
-    *(qwen2_vl.FAMILY, qwen3_vl.FAMILY, qwen3_5.FAMILY, glm4v.FAMILY, internvl.FAMILY, gemma3.FAMILY),
+    *(qwen2_vl.FAMILY, qwen3_vl.FAMILY, qwen3_5.FAMILY, glm4v.FAMILY, internvl.FAMILY, gemma3.FAMILY, gemma4.FAMILY),
     *(idefics3.FAMILY, llava_onevision.FAMILY),
 )
 FAMILIES: dict[str, Family] = {model_type: family for family in LISTED for model_type in family.model_types}

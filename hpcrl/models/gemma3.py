@@ -22,7 +22,6 @@ START, TOKEN, END = "<start_of_image>", "<image_soft_token>", "<end_of_image>"
 class GemmaVision(Squares):
     """One square per picture."""
 
-    both_ways: ClassVar[bool] = True
     placeholder: ClassVar[str] = START
 
     def written(self, tiles: Sequence[Medium]) -> str:
@@ -39,7 +38,7 @@ def read_gemma(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Visio
     tokens = number(config, {}, "mm_tokens_per_image", default=256)
     patches = side // one_side(tower, "patch_size", 14)
     merge = max(1, patches // math.isqrt(tokens))
-    return GemmaVision(**read_square(config, processor, side, merge, 262144, (HALF, HALF), BILINEAR))
+    return GemmaVision(**read_square(config, processor, side, merge, 262144, (HALF, HALF), BILINEAR), both_ways="all")
 
 
 FAMILY = Family(model_types=("gemma3",), vision=read_gemma)

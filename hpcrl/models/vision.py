@@ -21,7 +21,9 @@ CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.261302
 HALF = (0.5, 0.5, 0.5)
 LANCZOS, BILINEAR, BICUBIC = 1, 2, 3
 """Filters for resizing, with the numbers of PIL and of the key `resample`."""
-Form = Literal["patches", "squares", "listed squares", "tiles"]
+BothWays = Literal["none", "all", "windows"]
+"""Layers: none, all, or layers with a sliding window."""
+Form = Literal["patches", "squares", "listed squares", "tiles", "padded patches"]
 """What a vision tower reads (hpcrl.engines.patches)."""
 
 
@@ -54,13 +56,12 @@ class Vision:
         mean: Subtracted from the channels of pixels between 0 and 1.
         std: Divisors of the channels after that.
         resample: The filter for resizing.
+        both_ways: The layers in which an image's tokens attend to each other in both directions.
     """
 
     form: ClassVar[Form] = "patches"
     mrope: ClassVar[bool] = True
     """Whether tokens have three positions (see positions()); otherwise they have their index."""
-    both_ways: ClassVar[bool] = False
-    """Whether an image's tokens attend to each other in both directions."""
     placeholder: ClassVar[str] = ""
     """What the chat template writes for a picture, if written() replaces it; empty if it writes one image token."""
     towers: ClassVar[tuple[str, ...]] = ("model.visual.",)
@@ -75,6 +76,7 @@ class Vision:
     mean: tuple[float, ...] = CLIP_MEAN
     std: tuple[float, ...] = CLIP_STD
     resample: int = BICUBIC
+    both_ways: BothWays = "none"
 
     @property
     def least(self) -> tuple[int, int]:

@@ -261,8 +261,15 @@ class FSDP2Engine:
                 prefixes = torch.zeros_like(prefixes)
             keys = keys_of(batch) if vision is not None and batch.num_tokens else token_ids
             shared = shared_prefixes(keys, lengths, prefixes.tolist() or [0])
-            blocks = blocks_of(batch) if vision is not None and vision.both_ways and batch.num_tokens else None
-            layout = PackedLayout(lengths, self.device, shared, self.own.attention, self.mesh.tokens, blocks)
+            layout = PackedLayout(
+                lengths,
+                self.device,
+                shared,
+                self.own.attention,
+                self.mesh.tokens,
+                blocks_of(batch) if vision is not None and vision.both_ways != "none" else None,
+                vision is not None and vision.both_ways == "windows",
+            )
         elif len(lengths) > 1:
             raise ValueError("a row of several sequences (an episode by steps) needs a model that can be packed")
         if self.replay is not None:

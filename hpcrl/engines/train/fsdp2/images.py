@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.engines.patches import tower_inputs
-from hpcrl.models.vision import Vision, positions
+from hpcrl.models.vision import BothWays, Vision, positions
 from hpcrl.rollout.batch import Batch
 from hpcrl.rollout.device_copies import to_device
 from hpcrl.spec.media import ImageSpan, image_spans, placed_span, prefix_keys
@@ -26,19 +26,23 @@ class ImageInputs(NamedTuple):
         tower: The arguments of the model's get_image_features(), for the micro-batch's different images.
         places: int64 [k], the indices of image tokens among the rank's packed tokens.
         sources: int64 [k], the index of each one's features.
-        both_ways: Whether an image's tokens attend to each other in both directions.
+        numbers: int64 [T], of the image of each token, -1 for other tokens; None if all tokens attend to earlier ones
+            only.
+        both_ways: As in Vision.
     """
 
     tower: dict[str, Tensor]
     places: Tensor
     sources: Tensor
-    both_ways: bool = False
+    numbers: Tensor | None = None
+    both_ways: BothWays = "none"
 
     def to(self, device: torch.device) -> ImageInputs:
         """The same on a device."""
         tower = {name: to_device(tensor, device) for name, tensor in self.tower.items()}
         places, sources = (to_device(tensor, device) for tensor in (self.places, self.sources))
-        return self._replace(tower=tower, places=places, sources=sources)
+        numbers = None if self.numbers is None else to_device(self.numbers, device)
+        return self._replace(tower=tower, places=places, sources=sources, numbers=numbers)
 
 
 def spans_of(batch: Batch) -> list[ImageSpan]:
@@ -59,7 +63,7 @@ def keys_of(batch: Batch) -> Tensor:
 
 def blocks_of(batch: Batch) -> Tensor:
     """int64 [T]: for each token of an image the image's number, for others -1."""
-    numbers = torch.full((batch.num_tokens,), -1)
+    numbers = torch.full((max(1, batch.num_tokens),), -1)
     for number, span in enumerate(spans_of(batch)):
         numbers[span.start : span.start + span.length] = number
     return numbers
@@ -103,4 +107,7 @@ def image_inputs(batch: Batch, vision: Vision, kept: Tensor) -> ImageInputs:
         pixels.append(np.zeros((height, width, 3), np.uint8))
     of_kept = torch.from_numpy(sources)[kept] if batch.num_tokens else torch.full((1,), -1)
     places = (of_kept >= 0).nonzero()[:, 0]
-    return ImageInputs(tower_inputs(pixels, vision), places, of_kept[places], vision.both_ways)
+    inputs = ImageInputs(tower_inputs(pixels, vision), places, of_kept[places])
+    if vision.both_ways == "none":
+        return inputs
+    return inputs._replace(numbers=blocks_of(batch), both_ways=vision.both_ways)

@@ -90,17 +90,20 @@ class PackedLayout:
         attention: varlen.Choice = "auto",
         ranks: TokenRanks | None = None,
         images: Tensor | None = None,
+        only_in_windows: bool = False,
     ):
         """`shared` comes from shared_prefixes(); without it, every token is packed separately.
 
         Args:
             images: int64 [T] on the host, a number for each token of an image, equal for tokens that attend to each
                 other in both directions, and -1 for other tokens. None if all tokens attend to earlier ones only.
+            only_in_windows: Whether they do so only in layers with a sliding window.
         """
         kept, self._places = shared or (torch.arange(sum(lengths)),) * 2
         self._lengths, self._device, self._shares = lengths, device, len(kept) < len(self._places)
         self.attention: varlen.Choice = attention
         self._slots: tuple[list[Tensor], list[Tensor]] = ([], [])  # per block of `padded`: tokens, and which are real
+        self._only_in_windows = only_in_windows
         self._images = None if images is None or bool((images < 0).all()) else images
         self.ranks = ranks or TokenRanks()
         self.num_packed, size = len(kept), self.ranks.all.size
@@ -119,10 +122,9 @@ class PackedLayout:
         mine = (places % size == self.ranks.place).nonzero()[:, 0]
         return mine, places[mine] // size
 
-    @property
-    def has_both_ways(self) -> bool:
-        """Whether some tokens attend to later ones."""
-        return self._images is not None
+    def attends_both_ways(self, window: int | None) -> bool:
+        """Whether some tokens attend to later ones, in a layer with this window."""
+        return self._images is not None and (window is not None or not self._only_in_windows)
 
     @cached_property
     def images(self) -> list[Tensor | None]:
@@ -238,7 +240,7 @@ def _attend(
 ) -> Tensor:
     """Attention over all packed tokens: q [K, H, D], k and v [K, KV, D] -> [K, H, D]."""
     sizes = varlen.Setting(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[-1], window, softcap)
-    fits = v.shape[-1] == q.shape[-1] and not layout.has_both_ways
+    fits = v.shape[-1] == q.shape[-1] and not layout.attends_both_ways(window)
     attend = varlen.find(layout.attention, sizes) if fits else None
     if attend is None:
         return by_blocks((q, k, v), layout, scale, window, softcap)
@@ -261,23 +263,27 @@ def by_blocks(
     pieces = zip(blocks, layout.images, q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
     for (rows, length), images, *parts in pieces:
         qb, kb, vb = (x.unflatten(0, (rows, length)).transpose(1, 2) for x in parts)
-        if images is None:
+        if images is None or not layout.attends_both_ways(window):
             out = causal_attention(qb, kb, vb, scale=scale, window=window, softcap=softcap)
         else:
-            out = masked_attention(qb, kb, vb, _visible(images, window), scale, softcap)
+            out = masked_attention(qb, kb, vb, visible_keys(images, window), scale, softcap)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     unpadded: Tensor = _Unpad.apply(outputs[0] if len(outputs) == 1 else torch.cat(outputs), shown)
     return unpadded
 
 
-def _visible(images: Tensor, window: int | None) -> Tensor:
-    """bool [rows, 1, length, length]: the keys that each query sees, for the numbers of its row's images."""
+def visible_keys(images: Tensor, window: int | None) -> Tensor:
+    """bool [rows, 1, length, length]: the keys that each query sees, earlier ones and all of its image. A window limits
+    both.
+
+    Args:
+        images: int64 [rows, length], as in PackedLayout.
+    """
     length = images.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=images.device).tril()
-    if window is not None:
-        causal = causal.triu(1 - window)
+    everything = torch.ones(length, length, dtype=torch.bool, device=images.device)
     same = (images[:, :, None] == images[:, None]) & (images[:, :, None] >= 0)
-    return (causal | same)[:, None]
+    seen = everything.tril() | same
+    return (seen if window is None else seen & everything.triu(1 - window))[:, None]
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
