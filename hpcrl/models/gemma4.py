@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hpcrl.models.family import Family
-from hpcrl.models.vision import BICUBIC, Form, Vision, colours, filter_of, number
+from hpcrl.models.vision import BICUBIC, BothWays, Form, Vision, colours, filter_of, number
 from hpcrl.spec.media import Medium
 
 START, TOKEN, END = "<|image>", "<|image|>", "<image|>"
@@ -56,7 +56,7 @@ def read_gemma4(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Visi
     mean = colours(processor if normalises else {}, "image_mean", (0.0, 0.0, 0.0))
     std = colours(processor if normalises else {}, "image_std", (1.0, 1.0, 1.0))
     resample = filter_of(processor, BICUBIC)
-    both_ways = "windows" if text.get("use_bidirectional_attention") == "vision" else "none"
+    both_ways: BothWays = "windows" if text.get("use_bidirectional_attention") == "vision" else "none"
     return Gemma4Vision(patch, merge, (patch * merge) ** 2, most, token, 1, mean, std, resample, both_ways)
 
 
