@@ -109,10 +109,9 @@ def vision_of(model_path: Path) -> Vision | None:
     except OSError:
         return None
     read = family_of(config.get("model_type")).vision
-    if read is None:
-        return None
-    vision = read(config, read_processor(model_path))
-    declare(IMAGES)
+    vision = None if read is None else read(config, read_processor(model_path))
+    if vision is not None:
+        declare(IMAGES)
     return vision
 
 

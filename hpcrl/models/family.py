@@ -52,9 +52,9 @@ class Family:
     untrainable: str = ""
     """Why engines that read hidden states train none of its models. If empty, the engine tries a small model before it
     reads weights (hpcrl.engines.train.fsdp2.trial)."""
-    vision: Callable[[Mapping[str, Any], Mapping[str, Any]], Vision] | None = None
-    """Called with config.json and the image processor's values; ValueError for unusable ones. None if its models take
-    no images, or if hpcrl does not know how they see them."""
+    vision: Callable[[Mapping[str, Any], Mapping[str, Any]], Vision | None] | None = None
+    """Called with config.json and the image processor's values; ValueError for unusable ones, None for a model without
+    a tower. None if no model of the family takes images, or if hpcrl does not know how they see them."""
     multiplies_logits: bool = False
     """Whether logits_scaling multiplies logits; in other families it divides them."""
     renamed_in_files: bool = False

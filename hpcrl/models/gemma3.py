@@ -29,15 +29,18 @@ class GemmaVision(Squares):
         return f"\n\n{START}{TOKEN * len(tiles)}{END}\n\n"
 
 
-def read_gemma(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Vision:
-    """Image properties of a Gemma 3 model. ValueError names a key without a usable value."""
+def read_gemma(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Vision | None:
+    """Image properties of a Gemma 3 model; None if its tower has fewer patches than an image has tokens. ValueError
+    names a key without a usable value."""
     tower, size = config.get("vision_config") or {}, processor.get("size") or {}
     if processor.get("do_pan_and_scan"):
         raise ValueError("do_pan_and_scan=true in preprocessor_config.json is not supported; set it to false")
     side = number(size, {"height": one_side(tower, "image_size", 896)}, "height", default=896)
     tokens = number(config, {}, "mm_tokens_per_image", default=256)
     patches = side // one_side(tower, "patch_size", 14)
-    merge = max(1, patches // math.isqrt(tokens))
+    merge = patches // math.isqrt(tokens)
+    if not merge:
+        return None
     return GemmaVision(**read_square(config, processor, side, merge, 262144, (HALF, HALF), BILINEAR), both_ways="all")
 
 

@@ -45,9 +45,11 @@ class Gemma4Vision(Vision):
         return f"{START}{TOKEN * len(tiles)}{END}"
 
 
-def read_gemma4(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Vision:
-    """Image properties of a Gemma 4 model. ValueError names a key without a usable value."""
-    tower, text = config.get("vision_config") or {}, config.get("text_config") or {}
+def read_gemma4(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Vision | None:
+    """Image properties of a Gemma 4 model; None if it has no tower. ValueError names a key without a usable value."""
+    tower, text = config.get("vision_config"), config.get("text_config") or {}
+    if tower is None:
+        return None
     patch = number(processor, tower, "patch_size", default=16)
     merge = number(processor, tower, "pooling_kernel_size", default=3)
     most = number(processor, {}, "max_soft_tokens", default=280) * (patch * merge) ** 2
