@@ -55,8 +55,8 @@ def read_square(
     """
     tower = config.get("vision_config") or {}
     patch = one_side(tower, "patch_size", 14)
-    if side % (patch * merge):
-        raise ValueError(f"images of {side} pixels cannot be divided into tokens of {patch} x {merge} pixels")
+    if side < patch or side // patch % merge:  # the tower drops pixels beyond the last whole patch
+        raise ValueError(f"{side // patch} patches of {patch} pixels, the side of an image, are not divided by {merge}")
     other = {"image_token_id": config.get("image_token_index")}
     return {
         "patch": patch,
