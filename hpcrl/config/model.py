@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from hpcrl.models.families import family_of
 from hpcrl.spec.fields import NUMBER, Positive, PositiveFloat, Section, Seed
 
 MIN_VOCABULARY = 259
@@ -46,7 +47,7 @@ class TinyModel(Section):
     @property
     def takes_images(self) -> bool:
         """Whether prompts may have images."""
-        return self.architecture == "qwen2_5_vl"
+        return family_of(self.architecture).vision is not None
 
     def tower_config(self) -> dict[str, Any]:
         """vision_config of a model that takes images."""

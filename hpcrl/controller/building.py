@@ -27,7 +27,7 @@ from hpcrl.engines.expert_routes import routes_of
 from hpcrl.messaging import messages
 from hpcrl.messaging.background import Background
 from hpcrl.messaging.dispatcher import Controller
-from hpcrl.models.vision import vision_of
+from hpcrl.models.families import vision_of
 from hpcrl.rollout.loop import RolloutLoop
 from hpcrl.run_folder import check_owner
 from hpcrl.run_folder.user_errors import UserErrors

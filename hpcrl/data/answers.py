@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 from hpcrl.config import DataConfig
 from hpcrl.data.chat import encode, end_of_turn, marked, plain, render
 from hpcrl.data.files import BadRow
-from hpcrl.data.image_tokens import bound_vision, expand
+from hpcrl.data.image_tokens import bound_vision, expand, write_pictures
 from hpcrl.data.media import read_images
 from hpcrl.data.messages import THOUGHTS
 from hpcrl.data.pairs import parse_pair
 from hpcrl.data.rows import Row, RowSet, check_answers, learning_obstacle, parse_row, require_same
 from hpcrl.data.tasks import Split
 from hpcrl.data.template_forms import TemplateRefusal
-from hpcrl.spec.media import Medium
+from hpcrl.spec.media import Medium, by_picture
 
 REWRITES = (
     "the chat template rewrites earlier turns, so their answers cannot be masked; split the row into one row per answer"
@@ -74,16 +74,19 @@ class SFTRows:
         ids: list[int] = []
         mask: list[bool] = []
         images = read_images(row.images, vision := bound_vision(self._tokenizer))
+        pictures = iter(by_picture(images))
         try:
             for text, learned in turns_of(self._tokenizer, row):
                 # Without a chat template, the tokenizer may add its special tokens only to the first piece.
+                if vision is not None and images:
+                    text = write_pictures(text, vision, pictures)
                 new = encode(self._tokenizer, text, begins=not ids)
                 ids.extend(new)
                 mask.extend([learned] * len(new))
-        except LeftOut as error:
-            raise BadRow(f"{self._rows.where(index)}: {error}") from error
         except TemplateRefusal as error:
             raise BadRow(f"{self._rows.where(index)}: the chat template refuses the row: {error.reason}") from error
+        except ValueError as error:
+            raise BadRow(f"{self._rows.where(index)}: {error}") from error
         if vision is None or not images:
             return TrainedSequence(ids, mask)
         try:

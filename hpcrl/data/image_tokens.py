@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from hpcrl.data.chat import VISION, encode
 from hpcrl.models.vision import Vision
-from hpcrl.spec.media import Medium
+from hpcrl.spec.media import Medium, by_picture
 
 
 def bound_vision(tokenizer: Any) -> Vision | None:
@@ -22,12 +22,28 @@ def encode_with_images(
 ) -> tuple[list[int], tuple[Medium, ...]]:
     """Token ids of a rendered text with all tokens of its images, and the images with their places. ValueError if the
     text has not one placeholder per image: a chat template may leave images out."""
-    token_ids = encode(tokenizer, text, begins)
     if not images:
-        return token_ids, ()
+        return encode(tokenizer, text, begins), ()
     vision = bound_vision(tokenizer)
     assert vision is not None, "rows with images are refused if the model takes none"
+    text = write_pictures(text, vision, iter(by_picture(images)))
+    token_ids = encode(tokenizer, text, begins)
     return expand(token_ids, vision.image_token_id, images)
+
+
+def write_pictures(text: str, vision: Vision, pictures: Iterator[Sequence[Medium]]) -> str:
+    """The rendered text in which each picture's placeholder has become its marks, with one image token per part of the
+    picture. ValueError if there are fewer pictures."""
+    if not vision.placeholder:
+        return text
+    first, *others = text.split(vision.placeholder)
+    parts = [first]
+    for other in others:
+        picture = next(pictures, None)
+        if picture is None:
+            raise ValueError("the chat template writes more image placeholders than there are images")
+        parts += [vision.written(picture), other]
+    return "".join(parts)
 
 
 def expand(

@@ -121,12 +121,13 @@ def read_images(images: Sequence[ImageFile], vision: Vision | None) -> tuple[Med
         if vision is None:
             raise BadRow(f"{image.place}: the model takes no images")
         try:
-            found.append(read_picture(image.read(), vision))
+            seen = read_picture(image.read(), vision)
         except OSError as error:
             raise BadRow(f"{image.place}: {image.path} cannot be read: {error.strerror}") from error
         except ValueError as error:
             raise BadRow(f"{image.place}: {error}") from error
-        num_bytes += len(found[-1].content)
+        found += seen
+        num_bytes += sum(len(medium.content) for medium in seen)
         if num_bytes > MAX_PIXEL_BYTES:
             raise BadRow(
                 f"{image.place}: the row's images have more than {MAX_PIXEL_BYTES >> 20} MiB of pixels, which are sent "

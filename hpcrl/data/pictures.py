@@ -14,7 +14,7 @@ import warnings
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from hpcrl.models.vision import Vision
+from hpcrl.models.vision import Tile, Vision
 from hpcrl.spec.media import IMAGE, Medium
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
@@ -25,14 +25,21 @@ SIXTEEN_BITS = {"I;16", "I;16B", "I;16L", "I;16N", "I"}
 WHITE = (255, 255, 255)
 
 
-def read_picture(content: bytes, vision: Vision) -> Medium:
-    """Decode an image file and resize it for a model; its tokens have no place yet. ValueError states why the model
-    cannot get it."""
+def read_picture(content: bytes, vision: Vision) -> list[Medium]:
+    """Decode an image file and make of it what a model sees: one image, or parts and all of it (Vision.tiles). Their
+    tokens have no place yet. ValueError states why the model cannot get it."""
     image = decode(content)
-    width, height = vision.fit(image.width, image.height)
-    if image.size != (width, height):
-        image = image.resize((width, height), Image.Resampling.BICUBIC)
-    return Medium(IMAGE, image.tobytes(), width, height, length=vision.num_tokens(width, height))
+    return [_shown(image, tile, vision) for tile in vision.tiles(image.width, image.height)]
+
+
+def _shown(image: Image.Image, tile: Tile, vision: Vision) -> Medium:
+    for size in tile.sizes:
+        if image.size != size:
+            image = image.resize(size, Image.Resampling(vision.resample))
+    if tile.box is not None:
+        image = image.crop(tile.box)
+    length = vision.num_tokens(image.width, image.height)
+    return Medium(IMAGE, image.tobytes(), image.width, image.height, length=length, row=tile.row, column=tile.column)
 
 
 def decode(content: bytes) -> Image.Image:

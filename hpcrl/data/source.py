@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hpcrl.config import DataConfig
-from hpcrl.data.chat import cut_to_fit, plain, render
+from hpcrl.data.chat import cut_to_fit, encode, plain, render
 from hpcrl.data.files import BadRow
 from hpcrl.data.image_tokens import bound_vision, encode_with_images
 from hpcrl.data.media import read_images
@@ -217,7 +217,7 @@ class PromptSource:
                 f"{self._rows.where(row)}: the prompt has {len(token_ids)} tokens, but data.max_prompt_tokens={limit} "
                 "(data.overlong_prompts=drop or truncate accepts it)"
             )
-        added = sum(image.length - 1 for image in images)  # to the template's placeholders
+        added = len(token_ids) - len(encode(self._tokenizer, text))  # to the template's placeholders
         fitting = cut_to_fit(self._tokenizer, parsed.messages, parsed.tools, limit - added, **parsed.variables)
         if fitting is not None:
             text = fitting[0]

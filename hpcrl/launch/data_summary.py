@@ -19,7 +19,7 @@ from hpcrl.data.template_forms import TemplateRefusal
 from hpcrl.data.templates import FolderTemplate, read_template, tiny_template
 from hpcrl.launch.model_folder import TOKENIZERS
 from hpcrl.launch.plan import ShownRows
-from hpcrl.models.vision import vision_of
+from hpcrl.models.families import SEEING, vision_of
 from hpcrl.spec.tables import GEN_ENGINES, TRAIN_ENGINES
 
 OWN_NAMES = ("messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now", "documents")
@@ -95,7 +95,8 @@ def check_media(config: Config, rows: Mapping[Split, RowSet]) -> Iterator[str]:
             users = [("generator", config.gen_engine, GEN_ENGINES)] if generates[split] else []
             users += [("trainer", config.train_engine, TRAIN_ENGINES)] if split == "train" and config.learns else []
             if not _model_takes_images(config):
-                yield f"{where}: the row has {kind}s, which {model} does not take; {rest}"
+                seeing = f"use a model with model_type {', '.join(SEEING)}"
+                yield f"{where}: the row has {kind}s, which {model} does not take; {rest}, or {seeing}"
                 continue
             for role, engine, engines in users:
                 if kind not in engines[engine].media:

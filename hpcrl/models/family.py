@@ -9,6 +9,7 @@ from typing import Any
 from hpcrl.models.grouped import GroupedLayers
 from hpcrl.models.megatron_entries import MegatronLayers
 from hpcrl.models.shape import Decoder, ModelShape
+from hpcrl.models.vision import Vision
 
 
 def nothing_lacks(model: Mapping[str, Any]) -> Iterator[str]:
@@ -51,6 +52,9 @@ class Family:
     untrainable: str = ""
     """Why engines that read hidden states train none of its models. If empty, the engine tries a small model before it
     reads weights (hpcrl.engines.train.fsdp2.trial)."""
+    vision: Callable[[Mapping[str, Any], Mapping[str, Any]], Vision | None] | None = None
+    """Called with config.json and the image processor's values; ValueError for unusable ones, None for a model without
+    a tower. None if no model of the family takes images, or if hpcrl does not know how they see them."""
     multiplies_logits: bool = False
     """Whether logits_scaling multiplies logits; in other families it divides them."""
     renamed_in_files: bool = False

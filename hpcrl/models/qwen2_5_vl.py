@@ -9,6 +9,7 @@ from typing import Any
 from hpcrl.models.family import Family
 from hpcrl.models.grouped import grouped_shape
 from hpcrl.models.shape import Decoder, ModelShape, Parameter, section, size
+from hpcrl.models.vision import read_vision
 
 VISION_DEFAULTS = {
     "depth": 32,
@@ -64,4 +65,5 @@ FAMILY = Family(
     read=read_shape,
     native=True,
     renamed_in_files=True,
+    vision=read_vision,
 )

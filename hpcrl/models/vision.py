@@ -1,25 +1,45 @@
-"""What hpcrl knows of a model's images: their sizes, their numbers of tokens, and their tokens' positions."""
+"""What hpcrl knows of a model's images: their sizes, their numbers of tokens, and their tokens' positions.
+
+Vision describes the families whose processor keeps an image's ratio of sides, such as Qwen-VL; other families subclass
+it in their own files. A family's field `vision` reads one (hpcrl.models.family).
+"""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
-from hpcrl.spec.media import IMAGES, ImageSpan
-from hpcrl.spec.trajectory import declare
+from hpcrl.spec.media import ImageSpan, Medium
 
 MAX_RATIO = 200
 """Limit of an image's longer side divided by its shorter one, as in the processors of Qwen-VL models."""
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-PROCESSORS = ("preprocessor_config.json", "processor_config.json")
-"""Files of a model folder that hold the image processor's values; the second in its key image_processor."""
+HALF = (0.5, 0.5, 0.5)
+LANCZOS, BILINEAR, BICUBIC = 1, 2, 3
+"""Filters for resizing, with the numbers of PIL and of the key `resample`."""
+BothWays = Literal["none", "all", "windows"]
+"""Layers: none, all, or layers with a sliding window."""
+Form = Literal["patches", "squares", "listed squares", "tiles", "padded patches"]
+"""What a vision tower reads (hpcrl.engines.patches)."""
+
+
+class Tile(NamedTuple):
+    """What becomes one image of the model's: a picture that was resized to these sizes (width, height), one after the
+    other, and of this a box (left, upper, right, lower), or None for all of it.
+
+    Args:
+        row: Of a part of a picture, from 1; 0 for a whole picture.
+        column: Likewise.
+    """
+
+    sizes: tuple[tuple[int, int], ...]
+    box: tuple[int, int, int, int] | None = None
+    row: int = 0
+    column: int = 0
 
 
 @dataclass(frozen=True)
@@ -35,7 +55,17 @@ class Vision:
         frames: Number of equal frames that represent a still image.
         mean: Subtracted from the channels of pixels between 0 and 1.
         std: Divisors of the channels after that.
+        resample: The filter for resizing.
+        both_ways: The layers in which an image's tokens attend to each other in both directions.
     """
+
+    form: ClassVar[Form] = "patches"
+    mrope: ClassVar[bool] = True
+    """Whether tokens have three positions (see positions()); otherwise they have their index."""
+    placeholder: ClassVar[str] = ""
+    """What the chat template writes for a picture, if written() replaces it; empty if it writes one image token."""
+    towers: ClassVar[tuple[str, ...]] = ("model.visual.",)
+    """How the names of the tower's and the merger's parameters begin, in transformers' model."""
 
     patch: int
     merge: int
@@ -45,6 +75,22 @@ class Vision:
     frames: int = 2
     mean: tuple[float, ...] = CLIP_MEAN
     std: tuple[float, ...] = CLIP_STD
+    resample: int = BICUBIC
+    both_ways: BothWays = "none"
+
+    @property
+    def least(self) -> tuple[int, int]:
+        """Width and height of the smallest image that the tower reads."""
+        return self.patch * self.merge, self.patch * self.merge
+
+    def tiles(self, width: int, height: int) -> tuple[Tile, ...]:
+        """The images that the model sees for a picture of this size. The last one shows the whole picture. ValueError
+        as in fit()."""
+        return (Tile((self.fit(width, height),)),)
+
+    def written(self, tiles: Sequence[Medium]) -> str:
+        """The text that replaces a picture's placeholder, with one image token per tile."""
+        raise NotImplementedError
 
     def fit(self, width: int, height: int) -> tuple[int, int]:
         """The size to which the image is resized: multiples of patch x merge, with about the image's ratio of sides.
@@ -105,57 +151,36 @@ def axes_of_pairs(sections: Sequence[int], interleaved: bool) -> tuple[int, ...]
     return tuple(axis if (axis := pair % 3) and pair < 3 * sections[axis] else 0 for pair in range(sum(sections)))
 
 
-def vision_of(model_path: Path) -> Vision | None:
-    """The image properties of a model folder, and declares the field `images`; None for a model without images. Called
-    by the controller and by every rank that handles rollouts or prompts. ValueError for an unusable processor."""
-    try:
-        config = json.loads((model_path / "config.json").read_text())
-    except OSError:
-        return None
-    if config.get("model_type") not in MODEL_TYPES:
-        return None
-    vision = read_vision(config, read_processor(model_path))
-    declare(IMAGES)
-    return vision
-
-
-def read_processor(model_path: Path) -> Mapping[str, Any]:
-    """The image processor's values in a model folder; empty if it has none."""
-    for name in PROCESSORS:
-        try:
-            found = json.loads((model_path / name).read_text())
-        except OSError:
-            continue
-        except ValueError as error:
-            raise ValueError(f"model.path {model_path}: {name} is not JSON: {error}") from error
-        found = found.get("image_processor", found if name == PROCESSORS[0] else None)
-        if isinstance(found, dict):
-            return found
-    return {}
-
-
 def read_vision(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Vision:
-    """Image properties of a Qwen-VL model. `processor` is the content of preprocessor_config.json. ValueError names a
-    key without a usable value."""
+    """Image properties of a model whose images keep their ratio of sides. `processor` is the content of
+    preprocessor_config.json. ValueError names a key without a usable value."""
     tower = config.get("vision_config") or {}
-    patch = _number(processor, tower, "patch_size", default=14)
-    merge = _number(processor, {"merge_size": tower.get("spatial_merge_size")}, "merge_size", default=2)
-    frames = _number(tower, processor, "temporal_patch_size", default=2)
+    patch = number(processor, tower, "patch_size", default=14)
+    merge = number(processor, {"merge_size": tower.get("spatial_merge_size")}, "merge_size", default=2)
+    frames = number(tower, processor, "temporal_patch_size", default=2)
     limits = processor.get("size") or {}
-    least = _number(processor, {"min_pixels": limits.get("shortest_edge")}, "min_pixels", default=56 * 56)
-    most = _number(processor, {"max_pixels": limits.get("longest_edge")}, "max_pixels", default=28 * 28 * 1280)
-    token = _number(config, {}, "image_token_id", default=Vision.image_token_id)
+    least = number(processor, {"min_pixels": limits.get("shortest_edge")}, "min_pixels", default=56 * 56)
+    most = number(processor, {"max_pixels": limits.get("longest_edge")}, "max_pixels", default=28 * 28 * 1280)
+    token = number(config, {}, "image_token_id", default=Vision.image_token_id, least=0)
     if not (patch * merge) ** 2 <= most or least > most:
         raise ValueError(f"preprocessor_config.json: min_pixels={least} and max_pixels={most} allow no image")
-    mean, std = (
-        tuple(float(value) for value in processor.get(key) or default)
-        for key, default in (("image_mean", CLIP_MEAN), ("image_std", CLIP_STD))
-    )
-    return Vision(patch, merge, least, most, token, frames, mean, std)
+    mean, std = colours(processor, "image_mean", CLIP_MEAN), colours(processor, "image_std", CLIP_STD)
+    return Vision(patch, merge, least, most, token, frames, mean, std, filter_of(processor, BICUBIC))
 
 
-def _number(first: Mapping[str, Any], second: Mapping[str, Any], key: str, default: int) -> int:
+def number(first: Mapping[str, Any], second: Mapping[str, Any], key: str, default: int, least: int = 1) -> int:
+    """A key's value in the first section, else in the second, else the default. ValueError if it is below `least`."""
     value = next((found for found in (first.get(key), second.get(key)) if found is not None), default)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{key} is {value!r}, not a positive number")
     return value
+
+
+def colours(processor: Mapping[str, Any], key: str, default: tuple[float, ...]) -> tuple[float, ...]:
+    """A value for each channel."""
+    return tuple(float(value) for value in processor.get(key) or default)
+
+
+def filter_of(processor: Mapping[str, Any], default: int) -> int:
+    """The filter for resizing."""
+    return default if processor.get("resample") is None else int(processor["resample"])

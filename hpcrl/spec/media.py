@@ -39,6 +39,9 @@ class Medium(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         height: Number of rows.
         start: Its first token.
         length: Its number of tokens.
+        row: Of a part of a picture, from 1; 0 for a whole picture. Models that see pictures in parts get a picture's
+            parts first, then all of it.
+        column: Likewise.
     """
 
     kind: str
@@ -47,6 +50,8 @@ class Medium(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     height: int = 0
     start: int = 0
     length: int = 0
+    row: int = 0
+    column: int = 0
 
     @property
     def digest(self) -> bytes:
@@ -63,6 +68,19 @@ class Medium(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 def placed(medium: Medium, offset: int) -> Medium:
     """The medium with its tokens this much later."""
     return msgspec.structs.replace(medium, start=medium.start + offset) if offset else medium
+
+
+def by_picture(media: Iterable[Medium]) -> list[list[Medium]]:
+    """The media of each picture: its parts, if the model sees parts, and all of it."""
+    found: list[list[Medium]] = []
+    is_open = False
+    for medium in media:
+        if is_open:
+            found[-1].append(medium)
+        else:
+            found.append([medium])
+        is_open = medium.row > 0
+    return found
 
 
 class ImageSpan(msgspec.Struct, frozen=True, array_like=True):

@@ -18,7 +18,7 @@ from hpcrl.data.media import read_images, read_parts
 from hpcrl.data.messages import ImagePart, Messages, mark_images
 from hpcrl.envs.environment import Observation, cut, num_chars
 from hpcrl.models.vision import Vision
-from hpcrl.spec.media import IMAGE_MARK, WRITTEN_MARK, Medium
+from hpcrl.spec.media import IMAGE_MARK, WRITTEN_MARK, Medium, by_picture
 
 
 class Encoded(NamedTuple):
@@ -61,9 +61,9 @@ def _seen(message: dict[str, Any], vision: Vision | None) -> dict[str, Any]:
 
 def with_images(messages: Messages, media: Sequence[Medium]) -> Messages:
     """The messages of a row with the row's images, which their marks stand for."""
-    following = iter(media)
+    following = iter(by_picture(media))
     return [
-        {**message, "images": [next(following) for _ in range(count)]}
+        {**message, "images": [medium for _ in range(count) for medium in next(following)]}
         if (count := (message["content"] or "").count(IMAGE_MARK))
         else message
         for message in messages
@@ -116,8 +116,9 @@ def _in_place_of(asked: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
     images, text = asked.get("images") or [], said["content"].replace(IMAGE_MARK, "")
     if not images:
         return said
-    placed = text.count(WRITTEN_MARK) == len(images)
-    content = text.replace(WRITTEN_MARK, IMAGE_MARK) if placed else IMAGE_MARK * len(images) + text
+    count = len(by_picture(images))
+    placed = text.count(WRITTEN_MARK) == count
+    content = text.replace(WRITTEN_MARK, IMAGE_MARK) if placed else IMAGE_MARK * count + text
     return {**said, "content": content, "images": images}
 
 

@@ -12,7 +12,7 @@ import torch
 
 from hpcrl.comm.transfer import PeerLost, from_ragged, picture_name
 from hpcrl.messaging.messages import Done, DropBatch, Logprobs, Move, SendTokens, TransferRollouts
-from hpcrl.models.vision import vision_of
+from hpcrl.models.families import vision_of
 from hpcrl.rollout.batch import Batch, on_policy, pack
 from hpcrl.rollout.types import TOKEN_REWARD
 from hpcrl.spec.media import IMAGES, image_spans

@@ -23,7 +23,7 @@ from hpcrl.data.chat import bind
 from hpcrl.messaging.messages import Ask, BuildGroup, BuildRole, Done, Failed, Joined, Lost, Shutdown
 from hpcrl.messaging.queues import ControlError, ReaderLost, StoreLost
 from hpcrl.messaging.world import CONTROLLER_QUEUE, World
-from hpcrl.models.vision import vision_of
+from hpcrl.models.families import vision_of
 from hpcrl.node.devices import HIDDEN, VISIBLE, check_device
 from hpcrl.node.numa import address_of, bind_to_gpu
 from hpcrl.planner.generator import shares_weights

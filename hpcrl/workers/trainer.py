@@ -40,7 +40,7 @@ from hpcrl.messaging.messages import (
     WriteRollouts,
 )
 from hpcrl.metrics.stats import Stats
-from hpcrl.models.vision import vision_of
+from hpcrl.models.families import vision_of
 from hpcrl.rollout.batch import Batch, Norms, batch_from_samples, group_ids
 from hpcrl.rollout.pictures import joined, split
 from hpcrl.rollout.store import RolloutReader, write_rollouts

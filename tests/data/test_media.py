@@ -20,6 +20,7 @@ from hpcrl.data.media import MAX_FILE_BYTES, MAX_PIXEL_BYTES, read_images
 from hpcrl.data.messages import IMAGE_MARK
 from hpcrl.data.rows import Row, RowSet
 from hpcrl.launch.data_summary import check_media
+from hpcrl.models.families import SEEING
 from hpcrl.rollout.admission import PAYLOAD_BYTES, admissions
 from hpcrl.rollout.types import Prompt, PromptOutcome, make_sample_id
 from hpcrl.spec.media import IMAGE, Medium
@@ -324,7 +325,8 @@ def test_what_takes_no_images_is_named_before_the_start(tmp_path: Path, write_js
     both = list(check_media(Config(eval_every=1, data=DataConfig(train=path, val=path)), rows))
     rest = "leave such rows out (1 of 2 rows of data.{})"
     assert both == [
-        f"{path}:2: the row has images, which model.tiny.architecture=qwen2 does not take; {rest.format(split)}"
+        f"{path}:2: the row has images, which model.tiny.architecture=qwen2 does not take; "
+        f"{rest.format(split)}, or use a model with model_type {', '.join(SEEING)}"
         for split in ("train", "val")
     ]
     seeing = ModelConfig(tiny=TinyModel(architecture="qwen2_5_vl"))

@@ -150,7 +150,7 @@ def test_the_pixels_are_those_of_transformers_processor() -> None:
         patch_size=14, merge_size=2, temporal_patch_size=2, min_pixels=SMALL.min_pixels, max_pixels=SMALL.max_pixels
     )
     for image in (noise(70, 90), noise(400, 333), noise(9, 20)):
-        picture = read_picture(saved(image), SMALL)
+        (picture,) = read_picture(saved(image), SMALL)
         mine = processor(images=[Image.fromarray(picture.pixels)], return_tensors="np")
         theirs = processor(images=[image], return_tensors="np")
         assert np.array_equal(mine["image_grid_thw"], theirs["image_grid_thw"])
@@ -159,9 +159,9 @@ def test_the_pixels_are_those_of_transformers_processor() -> None:
 
 def test_equal_pixels_have_equal_digests() -> None:
     image = noise(28, 56)
-    png, bmp = (read_picture(saved(image, kind), SMALL) for kind in ("PNG", "BMP"))
+    png, bmp = (read_picture(saved(image, kind), SMALL)[0] for kind in ("PNG", "BMP"))
     assert png == bmp and png.digest == bmp.digest and png.width == 56
-    assert read_picture(saved(noise(28, 56, seed=1)), SMALL).digest != png.digest
+    assert read_picture(saved(noise(28, 56, seed=1)), SMALL)[0].digest != png.digest
     assert Medium("image", bytes(56 * 28 * 3), 56, 28).digest != Medium("image", bytes(56 * 28 * 3), 28, 56).digest
 
 

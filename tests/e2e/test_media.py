@@ -19,7 +19,7 @@ from pyarrow import parquet
 from hpcrl.config import TinyModel
 from hpcrl.data.pictures import decode, read_picture
 from hpcrl.engines.tiny import PROCESSOR, make_tiny_model
-from hpcrl.models.vision import vision_of
+from hpcrl.models.families import vision_of
 from hpcrl.rollout.store import RolloutReader
 from hpcrl.rollout.types import is_validation
 from hpcrl.spec.media import image_spans
@@ -103,7 +103,7 @@ def test_images_reach_every_generator_rank(
             assert seen[first] == seen[second] and len(seen[first]) > 12 * (steps // 2) / len(REPLICAS)
     vision = vision_of(seeing_model)
     assert vision is not None
-    seen_images = {row: [read_picture(content, vision) for content in images] for row, images in contents.items()}
+    seen_images = {row: [read_picture(content, vision)[0] for content in images] for row, images in contents.items()}
     digests = {row: [(len(m.content), m.digest.hex()) for m in images] for row, images in seen_images.items()}
     requests = [request for ranks in REPLICAS for request in seen[ranks[0]]]
     for request in requests:
@@ -129,7 +129,7 @@ def test_rollouts_keep_each_image_once(tmp_path: Path, seeing_model: Path, conte
     assert len(stored) == len({path.name for path in stored}) >= len(used) > 3
     vision = vision_of(seeing_model)
     assert vision is not None
-    known = [read_picture(content, vision) for images in contents.values() for content in images]
+    known = [read_picture(content, vision)[0] for images in contents.values() for content in images]
     assert used <= {medium.digest for medium in known}
     (shown,) = [decode(path.read_bytes()) for path in stored if path.stem == known[0].digest.hex()]
     assert shown.tobytes() == known[0].content

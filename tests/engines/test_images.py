@@ -17,7 +17,8 @@ from hpcrl.config import TrainerConfig
 from hpcrl.data.image_tokens import expand
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
-from hpcrl.models.vision import Vision, vision_of
+from hpcrl.models.families import vision_of
+from hpcrl.models.vision import Vision
 from hpcrl.rollout.batch import Batch, Norms, batch_from_samples
 from hpcrl.rollout.types import FinishReason, Sample
 from hpcrl.spec.media import IMAGES, Medium, image_rows, image_spans

@@ -21,7 +21,8 @@ from hpcrl.engines.gen.generation_engine import Output, Request, SamplingParams
 from hpcrl.engines.gen.native.engine import NativeEngine
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
-from hpcrl.models.vision import Vision, vision_of
+from hpcrl.models.families import vision_of
+from hpcrl.models.vision import Vision
 from hpcrl.rollout.batch import batch_from_samples
 from hpcrl.rollout.types import FinishReason, Sample
 from hpcrl.spec.media import IMAGES, Medium, image_rows

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from hpcrl.engines.gen.native.unsupported import unsupported
-from hpcrl.models.families import NATIVE, family_of
+from hpcrl.models.families import NATIVE, family_of, vision_of
 from hpcrl.models.shape import Decoder
-from hpcrl.models.vision import Vision, axes_of_pairs, vision_of
+from hpcrl.models.vision import Vision, axes_of_pairs
 
 
 @dataclass(frozen=True)

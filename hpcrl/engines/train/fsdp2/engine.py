@@ -28,7 +28,7 @@ from hpcrl.engines.train.dcp import Base
 from hpcrl.engines.train.fail_together import agreed
 from hpcrl.engines.train.fsdp2 import checkpoint
 from hpcrl.engines.train.fsdp2.device_mesh import ParallelMesh, check_heads
-from hpcrl.engines.train.fsdp2.images import image_inputs, keys_of, positions_of
+from hpcrl.engines.train.fsdp2.images import blocks_of, image_inputs, keys_of, positions_of
 from hpcrl.engines.train.fsdp2.lora import Adapters
 from hpcrl.engines.train.fsdp2.model import Inputs, PackedCausalLM, empty_model, read_model, write_model
 from hpcrl.engines.train.fsdp2.model_kind import CAUSAL, SEEING, Kind
@@ -44,7 +44,7 @@ from hpcrl.engines.train.fsdp2.weights import NamedWeights, local
 from hpcrl.engines.train.schedule import learning_rate, update_stats
 from hpcrl.engines.train.training_engine import check_micro_batches
 from hpcrl.metrics.stats import Stats, merge
-from hpcrl.models.vision import vision_of
+from hpcrl.models.families import vision_of
 from hpcrl.rollout.batch import Batch, MicroBatches, Norms
 from hpcrl.rollout.device_copies import to_device, to_host
 from hpcrl.spec.weight_layout import TensorShards
@@ -248,8 +248,8 @@ class FSDP2Engine:
         """
         lengths = batch.segment_lengths.tolist() or [1]
         token_ids = batch.token_ids if batch.num_tokens else batch.token_ids.new_zeros(1)
-        seen = self.vision is not None and batch.images is not None
-        positions = positions_of(batch, self.vision) if seen else batch.position_ids
+        vision = None if batch.images is None else self.vision
+        positions = batch.position_ids if vision is None else positions_of(batch, vision)
         if not batch.num_tokens:
             positions = positions.new_zeros((1, *positions.shape[1:]))
         places = batch.loss_mask.nonzero()[:, 0]
@@ -257,11 +257,19 @@ class FSDP2Engine:
         layout = None
         if self.packing or self.mesh.tokens.all.size > 1:
             prefixes = batch.prefix_lengths()
-            if positions.dim() > 1 and not seen:  # the positions of equal tokens may differ
+            if positions.dim() > 1 and vision is None:  # the positions of equal tokens may differ
                 prefixes = torch.zeros_like(prefixes)
-            keys = keys_of(batch) if seen and batch.num_tokens else token_ids
+            keys = keys_of(batch) if vision is not None and batch.num_tokens else token_ids
             shared = shared_prefixes(keys, lengths, prefixes.tolist() or [0])
-            layout = PackedLayout(lengths, self.device, shared, self.own.attention, self.mesh.tokens)
+            layout = PackedLayout(
+                lengths,
+                self.device,
+                shared,
+                self.own.attention,
+                self.mesh.tokens,
+                blocks_of(batch) if vision is not None and vision.both_ways != "none" else None,
+                vision is not None and vision.both_ways == "windows",
+            )
         elif len(lengths) > 1:
             raise ValueError("a row of several sequences (an episode by steps) needs a model that can be packed")
         if self.replay is not None:
@@ -270,9 +278,9 @@ class FSDP2Engine:
             to_device(tensor, self.device) for tensor in (token_ids, positions, before, places)
         )
         images = None
-        if seen:
+        if vision is not None:
             kept = torch.arange(len(token_ids)) if layout is None else layout.on_host
-            images = image_inputs(batch, self.vision, kept).to(self.device)
+            images = image_inputs(batch, vision, kept).to(self.device)
         return Inputs(token_ids, positions, layout, before, images), places
 
     def _outputs(self, batch: Batch, objective: Objective) -> Outputs:

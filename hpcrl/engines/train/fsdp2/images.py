@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcrl.engines.patches import make_patches
-from hpcrl.models.vision import Vision, positions
+from hpcrl.engines.patches import tower_inputs
+from hpcrl.models.vision import BothWays, Vision, positions
 from hpcrl.rollout.batch import Batch
 from hpcrl.rollout.device_copies import to_device
 from hpcrl.spec.media import ImageSpan, image_spans, placed_span, prefix_keys
@@ -23,20 +23,26 @@ class ImageInputs(NamedTuple):
     """The tower's input, and the use of its output.
 
     Args:
-        patches: float32 [P, values], of the micro-batch's different images.
-        grids: int64 [n, 3].
+        tower: The arguments of the model's get_image_features(), for the micro-batch's different images.
         places: int64 [k], the indices of image tokens among the rank's packed tokens.
         sources: int64 [k], the index of each one's features.
+        numbers: int64 [T], of the image of each token, -1 for other tokens; None if all tokens attend to earlier ones
+            only.
+        both_ways: As in Vision.
     """
 
-    patches: Tensor
-    grids: Tensor
+    tower: dict[str, Tensor]
     places: Tensor
     sources: Tensor
+    numbers: Tensor | None = None
+    both_ways: BothWays = "none"
 
     def to(self, device: torch.device) -> ImageInputs:
         """The same on a device."""
-        return ImageInputs(*(to_device(tensor, device) for tensor in self))
+        tower = {name: to_device(tensor, device) for name, tensor in self.tower.items()}
+        places, sources = (to_device(tensor, device) for tensor in (self.places, self.sources))
+        numbers = None if self.numbers is None else to_device(self.numbers, device)
+        return self._replace(tower=tower, places=places, sources=sources, numbers=numbers)
 
 
 def spans_of(batch: Batch) -> list[ImageSpan]:
@@ -55,8 +61,18 @@ def keys_of(batch: Batch) -> Tensor:
     return torch.from_numpy(prefix_keys(batch.token_ids.numpy(), spans_of(batch)))
 
 
+def blocks_of(batch: Batch) -> Tensor:
+    """int64 [T]: for each token of an image the image's number, for others -1."""
+    numbers = torch.full((max(1, batch.num_tokens),), -1)
+    for number, span in enumerate(spans_of(batch)):
+        numbers[span.start : span.start + span.length] = number
+    return numbers
+
+
 def positions_of(batch: Batch, vision: Vision) -> Tensor:
-    """int64 [T, 3]: the M-RoPE positions of all tokens, from 0 in each segment."""
+    """The positions of all tokens, from 0 in each segment: int64 [T, 3] for M-RoPE, else int64 [T]."""
+    if not vision.mrope:
+        return batch.position_ids
     spans = spans_of(batch)
     parts, following = [], 0
     for start, end in pairwise(batch.cu_segments.tolist()):
@@ -87,9 +103,11 @@ def image_inputs(batch: Batch, vision: Vision, kept: Tensor) -> ImageInputs:
             count += span.length
         sources[span.start : span.start + span.length] = first[span.digest] + np.arange(span.length)
     if not pixels:
-        side = vision.patch * vision.merge
-        pixels.append(np.zeros((side, side, 3), np.uint8))
-    patches, grids = make_patches(pixels, vision)
+        width, height = vision.least
+        pixels.append(np.zeros((height, width, 3), np.uint8))
     of_kept = torch.from_numpy(sources)[kept] if batch.num_tokens else torch.full((1,), -1)
     places = (of_kept >= 0).nonzero()[:, 0]
-    return ImageInputs(patches, grids, places, of_kept[places])
+    inputs = ImageInputs(tower_inputs(pixels, vision), places, of_kept[places])
+    if vision.both_ways == "none":
+        return inputs
+    return inputs._replace(numbers=blocks_of(batch), both_ways=vision.both_ways)

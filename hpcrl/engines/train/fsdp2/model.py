@@ -26,10 +26,11 @@ from hpcrl.engines.train.fsdp2.images import ImageInputs
 from hpcrl.engines.train.fsdp2.logits import Head, token_logprobs
 from hpcrl.engines.train.fsdp2.lora import Adapters
 from hpcrl.engines.train.fsdp2.model_kind import CAUSAL, Kind
-from hpcrl.engines.train.fsdp2.packed_attention import PACKED_ATTENTION, PackedLayout
+from hpcrl.engines.train.fsdp2.packed_attention import PACKED_ATTENTION, PackedLayout, visible_keys
 from hpcrl.engines.train.fsdp2.spec import unpackable
 from hpcrl.engines.train.fsdp2.tensor_parallel import TensorParallel
 from hpcrl.models.rope import rope_types
+from hpcrl.models.vision import BothWays
 from hpcrl.system.files import new_folder
 
 WEIGHT_FILES = (
@@ -175,21 +176,42 @@ class PackedCausalLM(nn.Module):
         if images is None:
             packed["input_ids"] = token_ids[None]
         else:
-            decoder, packed = decoder.language_model, packed | self._seen(token_ids, images)
+            decoder = decoder.get_decoder()
+            packed |= self._seen(token_ids, images)
+            if layout is None and images.numbers is not None:
+                packed["attention_mask"] = self._masks(images.numbers, images.both_ways, packed["inputs_embeds"].dtype)
         hidden = decoder(use_cache=False, **packed).last_hidden_state[0]
         return hidden.index_select(0, before), mine
+
+    def _masks(self, numbers: Tensor, both_ways: BothWays, dtype: torch.dtype) -> dict[str, Tensor]:
+        """What to add to a sequence's scores [1, 1, T, T] in each kind of layer, so an image's tokens attend to each
+        other in both directions. numbers int64 [T]: as in ImageInputs."""
+        window = getattr(self.hf.config.get_text_config(), "sliding_window", None)
+        images, nothing = numbers[None], torch.full_like(numbers, -1)[None]
+        seen = {
+            "full_attention": visible_keys(images if both_ways == "all" else nothing, None),
+            "sliding_attention": visible_keys(images, window),
+        }
+        return {
+            kind: torch.zeros_like(keys, dtype=dtype).masked_fill(~keys, torch.finfo(dtype).min)
+            for kind, keys in seen.items()
+        }
 
     def _seen(self, token_ids: Tensor, images: ImageInputs) -> dict[str, Any]:
         """The decoder's input for tokens of which some are of images."""
         base: Any = self.hf.base_model
-        output = base.get_image_features(pixel_values=images.patches, image_grid_thw=images.grids)
+        output = base.get_image_features(**images.tower)
         embedded = base.get_input_embeddings()(token_ids)
-        features = torch.cat(output.pooler_output).to(embedded.dtype)
+        features = torch.cat(tuple(output.pooler_output)).to(embedded.dtype)
         deep = [torch.cat(parts) for parts in getattr(output, "deepstack_features", None) or ()]
         # Every parameter is in the graph, also without an image, so all ranks reduce the same gradients.
         anchor = 0.0 * sum(some.sum() for some in (features, *deep))
         embedded = embedded.index_copy(0, images.places, features.index_select(0, images.sources)) + anchor
         given: dict[str, Any] = {"inputs_embeds": embedded[None]}
+        decoder: Any = base.get_decoder()
+        if getattr(decoder, "hidden_size_per_layer_input", None):  # which images lack (Gemma 4)
+            padded = token_ids.index_fill(0, images.places, self.hf.config.get_text_config().pad_token_id)
+            given["per_layer_inputs"] = decoder.get_per_layer_inputs(padded[None], None)
         if deep:
             shown = torch.zeros(len(token_ids), dtype=torch.bool, device=token_ids.device)
             given["visual_pos_masks"] = shown.index_fill(0, images.places, True)[None]
