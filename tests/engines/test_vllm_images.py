@@ -25,6 +25,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from hpcrl.data.image_tokens import expand
 from hpcrl.engines.gen.checks import check_requests
 from hpcrl.engines.gen.generation_engine import Output, PromptRefused, Request, SamplingParams
+from hpcrl.engines.gen.vllm import spec
 from hpcrl.models.vision import Vision, vision_of
 from hpcrl.spec.media import IMAGE, Medium, placed
 from tests.vlm import PAD, SPECIAL, make_vlm, noise
@@ -239,3 +240,14 @@ def test_prompts_whose_images_are_elsewhere_are_refused(change: dict[str, int], 
         return
     with pytest.raises(PromptRefused, match=f"request 3: .*{message}"):
         check_requests([asked], (), **limits, vision=UNIT)
+
+
+@pytest.mark.skipif(not find_spec("vllm"), reason="vllm is not installed (extra: vllm)")
+def test_models_with_images_need_torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = {"model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLForConditionalGeneration"]}
+    monkeypatch.setattr("hpcrl.engines.gen.vllm.spec.folder_of", lambda package: None)
+    (lacking,) = spec.SPEC.unsupported(model, 64)
+    assert lacking.startswith("the package torchvision, which")
+    assert list(spec.SPEC.unsupported({"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}, 64)) == []
+    monkeypatch.setattr("hpcrl.engines.gen.vllm.spec.folder_of", lambda package: ROOT)
+    assert list(spec.SPEC.unsupported(model, 64)) == []

@@ -1,5 +1,5 @@
 """Stands in for torchvision, whose wheels do not load beside a torch for CPUs. vLLM's and transformers' classes of
-vision-language models import it, but hpcrl's engine does not compute with it (hpcrl.engines.gen.vllm.images)."""
+vision-language models import it, but hpcrl's engine does not compute with it (hpcrl.engines.gen.vllm.image_prompts)."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import os
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ from hpcrl.engines.gen.sampling import stream_origin
 from hpcrl.engines.gen.stops import StopStrings
 from hpcrl.engines.gen.vllm.amx import follow_onednn_limit
 from hpcrl.engines.gen.vllm.heads import check_head_size
-from hpcrl.engines.gen.vllm.images import Images
-from hpcrl.engines.gen.vllm.images import arguments as image_arguments
+from hpcrl.engines.gen.vllm.image_prompts import ImagePrompts
+from hpcrl.engines.gen.vllm.image_prompts import arguments as image_arguments
 from hpcrl.engines.gen.vllm.lora_loading import Adapter
 from hpcrl.engines.gen.vllm.lora_loading import arguments as adapter_arguments
 from hpcrl.engines.gen.vllm.memory import cache
@@ -38,7 +39,7 @@ from hpcrl.engines.gen.vllm.replica import keeping_default_group, world_of
 from hpcrl.engines.gen.vllm.routes import RouteRecorder
 from hpcrl.engines.gen.vllm.sampler import Drawing, Sampler
 from hpcrl.engines.gen.vllm.slices import are_known
-from hpcrl.engines.gen.vllm.spec import VLLMConfig, shares_gpu, start_share
+from hpcrl.engines.gen.vllm.spec import NO_TORCHVISION, VLLMConfig, shares_gpu, start_share
 from hpcrl.engines.gen.vllm.transformers_classes import transformers_classes_kept
 from hpcrl.engines.gen.vllm.weight_readback import shown
 from hpcrl.engines.gen.vllm.weights import as_published, reload
@@ -177,6 +178,8 @@ class VLLMEngine:
         }
         vision = vision_of(Path(model_path))
         if vision is not None:
+            if not find_spec("torchvision"):
+                raise ValueError(f"vLLM refuses {model_path}: it lacks {NO_TORCHVISION}")
             arguments |= image_arguments()
         arguments |= replica_arguments(len(replica.ranks), custom_all_reduce) | dict(options or {})
         if lora is not None:
@@ -199,9 +202,8 @@ class VLLMEngine:
         self.max_num_seqs = max_num_seqs
         self._max_length, self._vocab_size = max_length, config.model_config.get_vocab_size()
         self._model_type = str(config.model_config.hf_config.model_type)
-        self._vision, self._images = vision, None
-        if vision is not None:
-            self._images = Images(vision, config.model_config.dtype)
+        self._vision = vision
+        self._images = ImagePrompts(vision, config.model_config.dtype) if vision is not None else None
         self._names, self._model = WeightNames.of(Path(model_path), lora), known_shape(Path(model_path))
         self._replica, self._options = replica, dict(options or {})
         self._adapter = Adapter(self._runner, lora) if lora is not None else None

@@ -27,7 +27,7 @@ def arguments() -> dict[str, Any]:
     }
 
 
-class Images:
+class ImagePrompts:
     """Requests with images in vLLM's form.
 
     Args:
@@ -65,8 +65,8 @@ class Images:
 
 def _item_of(values: Mapping[str, torch.Tensor]) -> Any:
     """One image, as vLLM's processors of Qwen-VL models return it, but with patches that stay in host memory until the
-    tower reads them. When vLLM admits a request whose prefix is cached, it drops all other patches, and then fails if it
-    must compute this prefix again, after a preemption or new weights."""
+    tower reads them. vLLM drops other patches of a request whose prefix is cached, and fails if it must compute the
+    prefix again, after a preemption or new weights."""
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
 
     sizes = values["image_grid_thw"].prod(-1)
