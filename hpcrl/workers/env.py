@@ -398,11 +398,13 @@ class EnvRole:
 
 
 def _row(turn: Turn) -> dict[str, Any]:
-    """The prompt's row, with the images in its messages, and as PNG files in its column `images`."""
+    """The prompt's row, with the images in its messages, and in its column `images` as paths, or as PNG files if the
+    row has no paths."""
     row: dict[str, Any] = json.loads(turn.meta)
     if turn.media:
         row["messages"] = with_images(row["messages"], turn.media)
-        row["extra"]["images"] = [image_bytes(Image.fromarray(medium.pixels)) for medium in turn.media]
+        files = [image_bytes(Image.fromarray(medium.pixels)) for medium in turn.media]
+        row["extra"].setdefault("images", files)
     return row
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -118,6 +119,15 @@ def test_files_of_a_run_refer_to_each_image_once(tmp_path: Path) -> None:
     assert read.pictures == batch.pictures
     assert read.images is not None and [span.start for span in image_spans(read.images.numpy())] == [1, 8, 10] * 2
     declare(IMAGES)  # as a program does that reads rollouts and then loads a model
+
+
+def test_ranks_write_the_same_images_at_once(tmp_path: Path) -> None:
+    batches = [batch_of(episode(number)) for number in range(8)]
+    folder = tmp_path / "rollouts/step_000001"
+    with ThreadPoolExecutor(len(batches)) as pool:
+        list(pool.map(lambda rank: write_rollouts(folder, rank, len(batches), batches[rank], {}), range(len(batches))))
+    assert len(list((tmp_path / "rollouts/pictures").rglob("*"))) == 2 + 2, "two files in two folders"
+    assert RolloutReader(tmp_path, provisional=True).batch(1).pictures == batches[0].pictures
 
 
 @pytest.mark.parametrize(
