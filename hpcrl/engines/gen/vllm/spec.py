@@ -9,7 +9,6 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from hpcrl.engines.gen.vllm.slices import slices
-from hpcrl.models.vision import MODEL_TYPES
 from hpcrl.spec.extras import version_of
 from hpcrl.spec.fields import NUMBER, Section
 from hpcrl.spec.installed import fields, folder_of, table_keys, unknown_options
@@ -92,6 +91,8 @@ def _check(config: Any) -> Iterator[Problem]:
 def _unsupported(model: Mapping[str, Any], longest: int) -> Iterator[str]:
     """Report an architecture that neither the installed vLLM nor one of its plug-ins implements, and that transformers
     does not implement with replaceable attention; a missing torchvision."""
+    from hpcrl.models.vision import MODEL_TYPES  # imports numpy, which reading a configuration does not need
+
     own = table_keys("vllm", "model_executor/models/registry.py", MODELS)
     if own and model.get("model_type") in MODEL_TYPES and folder_of("torchvision") is None:
         yield NO_TORCHVISION
