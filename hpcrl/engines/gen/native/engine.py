@@ -165,6 +165,7 @@ class NativeEngine:
             vocab_size=self._arch.vocab_size,
             has_tokenizer=self._stops is not None,
             media=() if self._arch.vision is None else (IMAGE,),
+            vision=self._arch.vision,
         )
         self._waiting.update((request.id, WaitingRequest(request, self._output_buffer.nothing)) for request in requests)
 

@@ -13,6 +13,7 @@ from hpcrl.spec.extras import version_of
 from hpcrl.spec.fields import NUMBER, Section
 from hpcrl.spec.installed import fields, folder_of, table_keys, unknown_options
 from hpcrl.spec.kinds import GenEngineSpec
+from hpcrl.spec.media import IMAGE
 from hpcrl.spec.problems import Problem
 from hpcrl.spec.weight_layout import RequiredSlices
 
@@ -39,8 +40,11 @@ OWN = {
     ),
     **dict.fromkeys(("enable_return_routed_experts", "aux_output_config"), "trainer.router_replay"),
     **dict.fromkeys(("skip_tokenizer_init", "load_format", "async_scheduling", "speculative_config"), ""),
+    **dict.fromkeys(("language_model_only", "mm_device_do_normalize", "mm_encoder_tp_mode"), ""),
 }
 """Arguments of vLLM that hpcrl sets, and the keys that set them."""
+
+NO_TORCHVISION = "the package torchvision, which its classes of this family import (install the version of your torch)"
 
 MODELS = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS")
 """vLLM's tables of models that generate text."""
@@ -86,8 +90,12 @@ def _check(config: Any) -> Iterator[Problem]:
 
 def _unsupported(model: Mapping[str, Any], longest: int) -> Iterator[str]:
     """Report an architecture that neither the installed vLLM nor one of its plug-ins implements, and that transformers
-    does not implement with replaceable attention."""
+    does not implement with replaceable attention; a missing torchvision."""
+    from hpcrl.models.vision import MODEL_TYPES  # imports numpy, which reading a configuration does not need
+
     own = table_keys("vllm", "model_executor/models/registry.py", MODELS)
+    if own and model.get("model_type") in MODEL_TYPES and folder_of("torchvision") is None:
+        yield NO_TORCHVISION
     given = model.get("architectures")
     names = [str(name) for name in given] if isinstance(given, list) else []
     plugins = [e for e in entry_points(group="vllm.general_plugins") if e.module.partition(".")[0] != "vllm"]
@@ -139,6 +147,7 @@ SPEC = GenEngineSpec(
     recompute=True,
     float32_head=True,
     lora=True,
+    media=frozenset({IMAGE}),
     records_routes=True,
     plan="hpcrl.engines.gen.vllm.memory:cache",
     check_sizes="hpcrl.engines.gen.vllm.memory:check",
