@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hpcrl.models.vision import PROCESSORS
+
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -26,6 +28,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+OTHER_FILES = ("generation_config.json", *PROCESSORS, "video_preprocessor_config.json")
 
 
 def save_model(model: PreTrainedModel, folder: Path, **options: Any) -> None:
@@ -50,9 +53,9 @@ def read_safetensors(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def copy_beside_weights(origin: Path, folder: Path) -> None:
-    """Copy the tokenizer and the generation config."""
+    """Copy the tokenizer, the image processor's values and the generation config."""
     for file in sorted(origin.iterdir()):
-        if file.is_file() and (file.name in TOKENIZER_FILES or file.name == "generation_config.json"):
+        if file.is_file() and file.name in (*TOKENIZER_FILES, *OTHER_FILES):
             shutil.copyfile(file, folder / file.name)
 
 
