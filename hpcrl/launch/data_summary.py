@@ -87,6 +87,7 @@ def check_own_variables(config: Config, rows: Mapping[Split, RowSet]) -> Iterato
 
 def check_media(config: Config, rows: Mapping[Split, RowSet]) -> Iterator[str]:
     """Rows with media of a kind that the run's model, or an engine that would get them, does not take."""
+    model = config.model.path or f"model.tiny.architecture={config.model.tiny.architecture}"
     generates: dict[Split, bool] = {"train": config.generates, "val": config.evaluates}
     for split, found in rows.items():
         for kind, (count, where) in found.media.items():
@@ -94,7 +95,7 @@ def check_media(config: Config, rows: Mapping[Split, RowSet]) -> Iterator[str]:
             users = [("generator", config.gen_engine, GEN_ENGINES)] if generates[split] else []
             users += [("trainer", config.train_engine, TRAIN_ENGINES)] if split == "train" and config.learns else []
             if not _model_takes_images(config):
-                yield f"{where}: the row has {kind}s, which {_named(config)} does not take; {rest}"
+                yield f"{where}: the row has {kind}s, which {model} does not take; {rest}"
                 continue
             for role, engine, engines in users:
                 if kind not in engines[engine].media:
