@@ -47,7 +47,7 @@ def write_files(rollouts: Path, images: np.ndarray, pictures: Mapping[bytes, byt
         path.parent.mkdir(parents=True, exist_ok=True)
         content = io.BytesIO()
         Image.frombytes("RGB", (span.width, span.height), pictures[digest]).save(content, "PNG", compress_level=1)
-        write_durably(path, content.getvalue())
+        write_durably(path, content.getvalue(), shared=True)  # ranks have images in common
 
 
 def read_files(rollouts: Path, spans: Iterable[ImageSpan]) -> dict[bytes, bytes]:
