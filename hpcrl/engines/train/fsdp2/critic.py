@@ -51,7 +51,8 @@ def add_critic_class(model_path: Path) -> None:
     """Add the critic's class for a vision-language model, of which transformers has none, to
     AutoModelForTokenClassification."""
     config = type(AutoConfig.from_pretrained(model_path, local_files_only=True))
-    base, seeing = AutoModel._model_mapping[config], AutoModelForImageTextToText._model_mapping[config]
+    tables: tuple[Any, ...] = (AutoModel._model_mapping, AutoModelForImageTextToText._model_mapping)
+    base, seeing = (table[config] for table in tables)
     name = f"{base.__name__.removesuffix('Model')}ForTokenClassification"
     made = type(name, (GenericForTokenClassification, base.__mro__[1]), {"config_class": config})
     AutoModelForTokenClassification.register(config, made, exist_ok=True)

@@ -252,8 +252,8 @@ class FSDP2Engine:
         """
         lengths = batch.segment_lengths.tolist() or [1]
         token_ids = batch.token_ids if batch.num_tokens else batch.token_ids.new_zeros(1)
-        seen = self.vision is not None and batch.images is not None
-        positions = positions_of(batch, self.vision) if seen else batch.position_ids
+        vision = self.vision if batch.images is not None else None
+        positions = batch.position_ids if vision is None else positions_of(batch, vision)
         if not batch.num_tokens:
             positions = positions.new_zeros((1, *positions.shape[1:]))
         places = batch.loss_mask.nonzero()[:, 0]
@@ -261,9 +261,9 @@ class FSDP2Engine:
         layout = None
         if self.packing or self.mesh.tokens.all.size > 1:
             prefixes = batch.prefix_lengths()
-            if positions.dim() > 1 and not seen:  # the positions of equal tokens may differ
+            if positions.dim() > 1 and vision is None:  # the positions of equal tokens may differ
                 prefixes = torch.zeros_like(prefixes)
-            keys = keys_of(batch) if seen and batch.num_tokens else token_ids
+            keys = keys_of(batch) if vision is not None and batch.num_tokens else token_ids
             shared = shared_prefixes(keys, lengths, prefixes.tolist() or [0])
             layout = PackedLayout(lengths, self.device, shared, self.own.attention, self.mesh.tokens)
         elif len(lengths) > 1:
@@ -274,9 +274,9 @@ class FSDP2Engine:
             to_device(tensor, self.device) for tensor in (token_ids, positions, before, places)
         )
         images = None
-        if seen:
+        if vision is not None:
             kept = torch.arange(len(token_ids)) if layout is None else layout.on_host
-            images = image_inputs(batch, self.vision, kept).to(self.device)
+            images = image_inputs(batch, vision, kept).to(self.device)
         return Inputs(token_ids, positions, layout, before, images), places
 
     def _outputs(self, batch: Batch, objective: Objective) -> Outputs:
