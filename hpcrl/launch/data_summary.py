@@ -20,6 +20,7 @@ from hpcrl.data.templates import FolderTemplate, read_template, tiny_template
 from hpcrl.launch.model_folder import TOKENIZERS
 from hpcrl.launch.plan import ShownRows
 from hpcrl.models.vision import vision_of
+from hpcrl.spec.table import SpecTable
 from hpcrl.spec.tables import GEN_ENGINES, TRAIN_ENGINES
 
 OWN_NAMES = ("messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now", "documents")
