@@ -19,16 +19,20 @@ def batch_stats(batch: Batch, table: RewardTable) -> Stats:
     """Scores, rewards and lengths of this rank's rows; outcomes of all groups (equal on every rank)."""
     prompts = row_sums((batch.turn_ids < 0).long(), batch.row_ids, batch.num_sequences)
     valid = row_sums(batch.loss_mask.long(), batch.row_ids, batch.num_sequences).bool() & (batch.weights > 0)
-    return {
-        "critic/score/*": stat(batch.scores),
-        "critic/rewards/*": stat(batch.rewards),
-        "actor/valid_sample_ratio": stat(valid),
-        "token/prompt_length/*": stat(prompts),
-        "token/response_length/*": stat(batch.lengths - prompts),
-        "token/total_length/*": stat(batch.lengths),
-        "token/response_length/clip_ratio": stat(batch.status == STATUS.index("length")),
-        "token/mixed_weights_ratio": stat(_mixed(batch)),
-    } | group_outcomes(table) | _image_stats(batch)
+    return (
+        {
+            "critic/score/*": stat(batch.scores),
+            "critic/rewards/*": stat(batch.rewards),
+            "actor/valid_sample_ratio": stat(valid),
+            "token/prompt_length/*": stat(prompts),
+            "token/response_length/*": stat(batch.lengths - prompts),
+            "token/total_length/*": stat(batch.lengths),
+            "token/response_length/clip_ratio": stat(batch.status == STATUS.index("length")),
+            "token/mixed_weights_ratio": stat(_mixed(batch)),
+        }
+        | group_outcomes(table)
+        | _image_stats(batch)
+    )
 
 
 def _image_stats(batch: Batch) -> Stats:

@@ -418,10 +418,6 @@ class ScriptedOptions(Section):
     """Text after the first answer."""
 
 
-def _image_obstacle(options: GridOptions) -> str:
-    return "show: the expert's episodes have no images; set show=text" if options.show == "image" else ""
-
-
 SCRIPTED = EnvSpec(
     about="Asks for a second answer and compares it with the gold answer; for tests and as an example.",
     make="hpcrl.envs.games.scripted:ScriptedEnv",
@@ -432,14 +428,12 @@ FROZEN_LAKE = EnvSpec(
     make="hpcrl.envs.games.frozen_lake:FrozenLake",
     section=FrozenLakeOptions,
     has_expert=True,
-    expert_obstacle=_image_obstacle,
 )
 SOKOBAN = EnvSpec(
     about="Sokoban: push every box onto a target.",
     make="hpcrl.envs.games.sokoban:Sokoban",
     section=SokobanOptions,
     has_expert=True,
-    expert_obstacle=_image_obstacle,
 )
 GUESS = EnvSpec(
     about="Find a number that is said to be higher or lower than each guess.",

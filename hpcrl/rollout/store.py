@@ -88,7 +88,7 @@ def write_rollouts(
         if len(strings) != rows:
             raise ValueError(f"texts[{name!r}] has {len(strings)} strings for {rows} rows")
     if batch.images is not None:
-        write_files(folder.parent, batch.images.numpy(), batch.pictures)
+        write_files(folder.parent, rank, batch.images.numpy(), batch.pictures)
     about = {"rank": rank, "num_ranks": num_ranks, "num_sequences": rows, "num_tokens": batch.num_tokens}
     with _new_file(folder / f"rank_{rank:05d}.h5", "rollouts", about) as file:
         _put(file, "cu_seqlens", batch.cu_seqlens.cpu().numpy())

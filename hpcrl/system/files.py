@@ -14,7 +14,6 @@ import shutil
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -150,11 +149,11 @@ def shield_output() -> None:
         setattr(sys, name, text)
 
 
-def write_durably(path: Path, data: bytes, shared: bool = False) -> None:
+def write_durably(path: Path, data: bytes, writer: str = "") -> None:
     """Replace `path` by `data` atomically: temporary file next to it, fsync, rename, fsync of the folder. OSError names
-    the file; then `path` is unchanged, and no temporary file is left. If it is `shared`, other processes may write the
-    same file at the same time."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp" if shared else f".{path.name}.tmp")
+    the file; then `path` is unchanged, and no temporary file is left. If several processes may write the file at once,
+    each one gives another `writer`."""
+    temporary = path.with_name(f".{path.name}{writer and f'.{writer}'}.tmp")
     try:
         with naming(path), open(temporary, "wb") as file:
             file.write(data)

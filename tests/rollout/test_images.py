@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ from hpcrl.engines.gen.generation_engine import Output
 from hpcrl.messaging.messages import EnvObservation
 from hpcrl.rollout.batch import Batch, batch_from_samples, concat
 from hpcrl.rollout.pending import read_pending, write_pending
-from hpcrl.rollout.pictures import picture_path, write_files
+from hpcrl.rollout.pictures import picture_path
 from hpcrl.rollout.store import RolloutReader, write_rollouts
 from hpcrl.rollout.types import FinishReason
 from hpcrl.spec.media import IMAGE, IMAGES, Medium, image_rows, image_spans
@@ -121,6 +121,15 @@ def test_files_of_a_run_refer_to_each_image_once(tmp_path: Path) -> None:
     declare(IMAGES)  # as a program does that reads rollouts and then loads a model
 
 
+def test_ranks_write_the_same_images_at_once(tmp_path: Path) -> None:
+    batches = [batch_of(episode(number)) for number in range(8)]
+    folder = tmp_path / "rollouts/step_000001"
+    with ThreadPoolExecutor(len(batches)) as pool:
+        list(pool.map(lambda rank: write_rollouts(folder, rank, len(batches), batches[rank], {}), range(len(batches))))
+    assert len(list((tmp_path / "rollouts/pictures").rglob("*"))) == 2 + 2, "two files in two folders"
+    assert RolloutReader(tmp_path, provisional=True).batch(1).pictures == batches[0].pictures
+
+
 @pytest.mark.parametrize(
     ("damage", "problem"),
     [("", "cannot be read"), ("cut", "cannot be read"), ("other", "is not the image of 4")],
@@ -137,20 +146,3 @@ def test_a_missing_or_damaged_image_is_named(tmp_path: Path, damage: str, proble
         Image.new("RGB", (2, 2)).save(path)
     with pytest.raises(ValueError, match=rf"{path}.* {problem}"):
         RolloutReader(tmp_path, provisional=True).batch(1)
-
-
-def test_ranks_may_write_the_same_image_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    image, flush = grey(3, 0), os.fsync
-    rows, pixels = image_rows([image]), {image.digest: image.content}
-
-    def meanwhile(file: int) -> None:
-        monkeypatch.setattr(os, "fsync", flush)
-        write_files(tmp_path, rows, pixels)
-        flush(file)
-
-    monkeypatch.setattr(os, "fsync", meanwhile)
-    write_files(tmp_path, rows, pixels)
-    path = picture_path(tmp_path, image.digest)
-    assert [file.name for file in path.parent.iterdir()] == [path.name]
-    with Image.open(path) as written:
-        assert written.tobytes() == image.content
