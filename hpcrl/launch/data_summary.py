@@ -20,6 +20,7 @@ from hpcrl.data.templates import FolderTemplate, read_template, tiny_template
 from hpcrl.launch.model_folder import TOKENIZERS
 from hpcrl.launch.plan import ShownRows
 from hpcrl.models.families import SEEING, vision_of
+from hpcrl.spec.table import SpecTable
 from hpcrl.spec.tables import GEN_ENGINES, TRAIN_ENGINES
 
 OWN_NAMES = ("messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now", "documents")
@@ -92,8 +93,11 @@ def check_media(config: Config, rows: Mapping[Split, RowSet]) -> Iterator[str]:
     for split, found in rows.items():
         for kind, (count, where) in found.media.items():
             rest = f"leave such rows out ({count} of {len(found)} rows of data.{split})"
-            users = [("generator", config.gen_engine, GEN_ENGINES)] if generates[split] else []
-            users += [("trainer", config.train_engine, TRAIN_ENGINES)] if split == "train" and config.learns else []
+            users: list[tuple[str, str, SpecTable[Any]]] = []
+            users += [("generator", config.gen_engine, GEN_ENGINES)] if generates[split] else []
+            trains = split == "train" and config.learns
+            users += [("trainer", config.train_engine, TRAIN_ENGINES)] if trains else []
+            users += [("critic", config.critic_engine, TRAIN_ENGINES)] if trains and config.uses_critic else []
             if not _model_takes_images(config):
                 seeing = f"use a model with model_type {', '.join(SEEING)}"
                 yield f"{where}: the row has {kind}s, which {model} does not take; {rest}, or {seeing}"
@@ -103,6 +107,17 @@ def check_media(config: Config, rows: Mapping[Split, RowSet]) -> Iterator[str]:
                     able = [name for name, spec in engines.items() if spec.selectable and kind in spec.media]
                     remedy = f"use {role}.engine={' or '.join(able)}, or " if able else ""
                     yield f"{where}: the row has {kind}s, which the {engine} {role} does not take; {remedy}{rest}"
+            for role, path in _further_models(config) if trains else ():
+                if vision_of(Path(path)) is None:
+                    yield f"{where}: the row has {kind}s, which {role}.path {path} does not take; {rest}"
+
+
+def _further_models(config: Config) -> Iterator[tuple[str, str]]:
+    """(role, path) of models besides the policy's that get its rows."""
+    if config.uses_reference and config.reference.path is not None:
+        yield "reference", config.reference.path
+    if config.uses_critic and config.critic.path is not None:
+        yield "critic", config.critic.path
 
 
 def _model_takes_images(config: Config) -> bool:

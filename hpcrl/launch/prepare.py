@@ -12,7 +12,7 @@ from hpcrl.cluster.container import check_container
 from hpcrl.cluster.layout import RoleLayout, check_layout
 from hpcrl.cluster.placement import check_placement
 from hpcrl.config import Config, ConfigError, LoadedConfig, Problem
-from hpcrl.config.abilities import check_built, check_family, check_length, check_trainable
+from hpcrl.config.abilities import check_built, check_family, check_length, check_parts, check_trainable
 from hpcrl.config.folders import conf_dir, conf_file, shown
 from hpcrl.config.judging import as_judges
 from hpcrl.launch.frozen import resolve_config
@@ -159,6 +159,7 @@ def _check_model(reading: LoadedConfig, config: Config) -> ModelFolder | None:
     if model.model_type:
         reading.add(list(check_family(config, model.model_type, ("model", "path"), model.config)))
         reading.add(list(check_trainable(config, model.config, ("model", "path"))))
+        reading.add(list(check_parts(config, model.config)))
     if model.max_positions is not None:
         reading.add(list(check_length(config, model.max_positions, f"max_position_embeddings of {model.path}")))
     return model

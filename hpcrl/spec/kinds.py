@@ -178,6 +178,8 @@ class TrainEngineSpec(Spec):
     """Whether it can choose the experts that the generator chose (the field `routes`, hpcrl.engines.expert_routes)."""
     media: frozenset[str] = frozenset()
     """Kinds of media (hpcrl.spec.media) that rows may have."""
+    freezes: bool = False
+    """Whether it can leave parts of a vision-language model untrained (trainer.freeze)."""
     lora: bool = False
     """Whether it can train adapters of frozen weights (hpcrl.engines.train.training_engine.TrainsAdapters)."""
     make_critic: str = ""

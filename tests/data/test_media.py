@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from hpcrl.config import Config, DataConfig, ModelConfig, TinyModel
+from hpcrl.config import Config, DataConfig, ModelConfig, TinyModel, parse
 from hpcrl.controller.generation import training_sampling
 from hpcrl.data import PromptSource, read_splits
 from hpcrl.data.image_tokens import bound_vision
@@ -334,6 +334,46 @@ def test_what_takes_no_images_is_named_before_the_start(tmp_path: Path, write_js
         assert not list(check_media(Config(pipeline=pipeline, model=seeing), rows))
     megatron = Config.model_validate({"model": seeing, "trainer": {"engine": "megatron"}})
     assert list(check_media(megatron, {"train": rows["train"]})) == [
-        f"{path}:2: the row has images, which the megatron trainer does not take; use trainer.engine=fsdp2, or "
-        + rest.format("train")
+        f"{path}:2: the row has images, which the megatron trainer does not take; "
+        f"use trainer.engine=fsdp2 or deepspeed, or {rest.format('train')}"
     ]
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"trainer": {"engine": "deepspeed"}}, []),
+        (
+            {"trainer": {"engine": "megatron"}},
+            ["the megatron trainer does not take; use trainer.engine=fsdp2 or deepspeed, or "],
+        ),
+        (
+            {"algorithm": {"advantage_estimator": "gae"}, "critic": {"engine": "megatron"}},
+            ["the megatron critic does not take; use critic.engine=fsdp2 or deepspeed, or "],
+        ),
+        (
+            {"algorithm": {"kl_loss_coef": 0.1}, "reference": {"path": "TEXT"}},
+            ["reference.path TEXT does not take; "],
+        ),
+        (
+            {"algorithm": {"advantage_estimator": "gae"}, "critic": {"path": "TEXT"}},
+            ["critic.path TEXT does not take; "],
+        ),
+    ],
+)
+def test_every_model_that_gets_the_rows_must_take_images(
+    keys: dict[str, Any], expected: list[str], tmp_path: Path, write_jsonl: Any
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    (tmp_path / "a.png").write_bytes(FIRST)
+    path = write_jsonl("rows.jsonl", {"prompt": "a", "images": ["a.png"]})
+    rows, problems = read_splits(DataConfig(train=path), 0)
+    assert not problems
+    config = parse({"algorithm": keys.get("algorithm", {}), "model": {"tiny": {"architecture": "qwen2_5_vl"}}})
+    for name, values in (item for item in keys.items() if item[0] != "algorithm"):
+        given = {key: str(tmp_path) if value == "TEXT" else value for key, value in values.items()}
+        config = config.model_copy(update={name: getattr(config, name).model_copy(update=given)})
+    lines = [line.replace(str(tmp_path), "TEXT") for line in check_media(config, rows)]
+    assert len(lines) == len(expected)
+    for line, text in zip(lines, expected, strict=True):
+        assert line.startswith(f"TEXT/rows.jsonl:1: the row has images, which {text}leave such rows out (1 of 1 ")

@@ -26,7 +26,8 @@ from hpcrl.data.image_tokens import expand
 from hpcrl.engines.gen.checks import check_requests
 from hpcrl.engines.gen.generation_engine import Output, PromptRefused, Request, SamplingParams
 from hpcrl.engines.gen.vllm import spec
-from hpcrl.models.vision import Vision, vision_of
+from hpcrl.models.families import vision_of
+from hpcrl.models.vision import Vision
 from hpcrl.spec.media import IMAGE, Medium, placed
 from tests.vlm import PAD, SPECIAL, make_vlm, noise
 

@@ -45,7 +45,7 @@ from hpcrl.engines.gen.vllm.weight_readback import shown
 from hpcrl.engines.gen.vllm.weights import as_published, reload
 from hpcrl.engines.gen.weight_names import WeightNames
 from hpcrl.models.families import known_shape
-from hpcrl.models.vision import vision_of
+from hpcrl.models.families import vision_of
 from hpcrl.rollout.types import FinishReason
 from hpcrl.spec.media import IMAGE
 from hpcrl.spec.trajectory import Field

@@ -28,6 +28,7 @@ from hpcrl.engines.train.dcp import Base
 from hpcrl.engines.train.fail_together import agreed
 from hpcrl.engines.train.fsdp2 import checkpoint
 from hpcrl.engines.train.fsdp2.device_mesh import ParallelMesh, check_heads
+from hpcrl.engines.train.fsdp2.frozen import freeze
 from hpcrl.engines.train.fsdp2.images import blocks_of, image_inputs, keys_of, positions_of
 from hpcrl.engines.train.fsdp2.lora import Adapters
 from hpcrl.engines.train.fsdp2.model import Inputs, PackedCausalLM, empty_model, read_model, write_model
@@ -170,7 +171,10 @@ class FSDP2Engine:
         """Set requires_grad for trained parameters; returns the model."""
         if self.lora is not None:
             return self.lora.add(hf, self.dtype, seed)
-        return hf.requires_grad_(self.trainable)
+        hf.requires_grad_(self.trainable)
+        if self.trainable and self.config.freeze:
+            freeze(hf, self.config.freeze)
+        return hf
 
     def _fingerprint(self) -> str:
         return self.weights.fingerprint()

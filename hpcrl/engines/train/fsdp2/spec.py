@@ -191,6 +191,7 @@ SPEC = TrainEngineSpec(
     deterministic=True,
     optimizers=ADAMW | OPTIMIZERS,
     float32_head=True,
+    freezes=True,
     lora=True,
     make_critic="hpcrl.engines.train.fsdp2.critic:make",
     router_replay=True,
