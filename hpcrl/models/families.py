@@ -23,6 +23,7 @@ from hpcrl.models import (
     qwen2_moe,
     qwen3,
     qwen3_moe,
+    qwen3_vl,
 )
 from hpcrl.models.family import Family
 from hpcrl.models.grouped import grouped_shape
@@ -30,7 +31,7 @@ from hpcrl.models.shape import CannotPlanError, ModelShape
 
 LISTED = (
     *(qwen2.FAMILY, qwen3.FAMILY, qwen3_moe.FAMILY, llama.FAMILY, mistral.FAMILY, mistral.MINISTRAL, phi3.FAMILY),
-    *(gemma.GEMMA2, gemma.GEMMA3, qwen2_5_vl.FAMILY, deepseek_v3.FAMILY),
+    *(gemma.GEMMA2, gemma.GEMMA3, qwen2_5_vl.FAMILY, qwen3_vl.FAMILY, qwen3_vl.MOE, deepseek_v3.FAMILY),
     *(bert.FAMILY, hyperclovax.FAMILY, llama4.FAMILY, mamba2.FAMILY, mixtral.FAMILY, qwen2_moe.FAMILY),
 )
 FAMILIES: dict[str, Family] = {model_type: family for family in LISTED for model_type in family.model_types}

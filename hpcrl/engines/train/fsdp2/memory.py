@@ -62,7 +62,7 @@ def _filled(columns: int) -> int:
 
 def _has_own_update(config: Config, parameter: Parameter) -> bool:
     """Whether the optimizer updates it as a matrix of a layer, and not with AdamW."""
-    if parameter.layer is None or len(parameter.shape) < 2 or config.trainer.optimizer == "adamw":
+    if not parameter.in_layers or len(parameter.shape) < 2 or config.trainer.optimizer == "adamw":
         return False
     is_large = parameter.size >= MIN_NUMBERS and parameter.size // parameter.shape[0] >= BLOCK
     return is_large or config.trainer.optimizer == "muon"
@@ -94,8 +94,7 @@ def _gathered_numbers(shape: ModelShape, all_at_once: bool) -> int:
     """Numbers of these parameters that a rank has unsharded during computation or gradient reduction."""
     if all_at_once:
         return shape.num_parameters
-    outside = sum(parameter.size for parameter in shape.of_layer(None))
-    layer = max(sum(parameter.size for parameter in shape.of_layer(i)) for i in range(shape.num_layers))
+    layer, outside = shape.gathered_together
     return outside + LAYERS_GATHERED * layer
 
 
