@@ -12,14 +12,15 @@ from hpcrl.config import Config, Problem
 from hpcrl.data.answers import REWRITES, LeftOut, turns_of
 from hpcrl.data.chat import bind, end_of_turn, plain, render
 from hpcrl.data.files import ShardedTable, Table
+from hpcrl.data.image_sizes import ImageCheck
 from hpcrl.data.rendering import RowCheck
-from hpcrl.data.rows import RowSet
+from hpcrl.data.rows import ChecksRows, RowSet
 from hpcrl.data.tasks import Split
 from hpcrl.data.template_forms import TemplateRefusal
 from hpcrl.data.templates import FolderTemplate, read_template, tiny_template
 from hpcrl.launch.model_folder import TOKENIZERS
 from hpcrl.launch.plan import ShownRows
-from hpcrl.models.vision import vision_of
+from hpcrl.models.vision import TINY, Vision, vision_of
 from hpcrl.spec.tables import GEN_ENGINES, TRAIN_ENGINES
 
 OWN_NAMES = ("messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now", "documents")
@@ -74,6 +75,35 @@ def row_checks(config: Config, template: FolderTemplate | None) -> dict[Split, R
     }
 
 
+def find_vision(config: Config) -> Vision | None:
+    """The image properties of the run's model, None if it takes no images. ValueError for unusable ones."""
+    limit = config.data.max_pixels
+    if config.model.path is not None:
+        return vision_of(Path(config.model.path), limit)
+    if not config.model.tiny.takes_images:
+        return None
+    return TINY if limit is None else TINY.limited(limit)
+
+
+def image_checks(config: Config, vision: Vision | None, checks: Mapping[Split, ChecksRows]) -> dict[Split, ImageCheck]:
+    """Split -> the check of its rows' images, which includes the given one; none for a model without images."""
+    if vision is None:
+        return {}
+    splits: tuple[Split, ...] = ("train", "val")
+    return {
+        split: ImageCheck(vision, config.data.max_prompt_tokens, "data.max_prompt_tokens", checks.get(split))
+        for split in splits
+    }
+
+
+def most_image_tokens(config: Config, rows: Mapping[Split, RowSet], checks: Mapping[Split, ImageCheck]) -> int | None:
+    """Tokens of a training row's images at most; None if it is not known, as in environments and of generated rows."""
+    train = rows.get("train")
+    if train is None or "train" not in checks or config.envs or any(t.fixed_domain is not None for t in train.tables):
+        return None
+    return checks["train"].most_tokens
+
+
 def check_own_variables(config: Config, rows: Mapping[Split, RowSet]) -> Iterator[str]:
     """Refuses rows with their own template variables in a domain with an environment: later turns would lack them."""
     for found in rows.values():
@@ -85,7 +115,7 @@ def check_own_variables(config: Config, rows: Mapping[Split, RowSet]) -> Iterato
                 )
 
 
-def check_media(config: Config, rows: Mapping[Split, RowSet]) -> Iterator[str]:
+def check_media(config: Config, rows: Mapping[Split, RowSet], vision: Vision | None) -> Iterator[str]:
     """Rows with media of a kind that the run's model, or an engine that would get them, does not take."""
     generates: dict[Split, bool] = {"train": config.generates, "val": config.evaluates}
     for split, found in rows.items():
@@ -93,7 +123,7 @@ def check_media(config: Config, rows: Mapping[Split, RowSet]) -> Iterator[str]:
             rest = f"leave such rows out ({count} of {len(found)} rows of data.{split})"
             users = [("generator", config.gen_engine, GEN_ENGINES)] if generates[split] else []
             users += [("trainer", config.train_engine, TRAIN_ENGINES)] if split == "train" and config.learns else []
-            if not _model_takes_images(config):
+            if vision is None:
                 yield f"{where}: the row has {kind}s, which {_named(config)} does not take; {rest}"
                 continue
             for role, engine, engines in users:
@@ -101,12 +131,6 @@ def check_media(config: Config, rows: Mapping[Split, RowSet]) -> Iterator[str]:
                     able = [name for name, spec in engines.items() if spec.selectable and kind in spec.media]
                     remedy = f"use {role}.engine={' or '.join(able)}, or " if able else ""
                     yield f"{where}: the row has {kind}s, which the {engine} {role} does not take; {remedy}{rest}"
-
-
-def _model_takes_images(config: Config) -> bool:
-    if config.model.path is None:
-        return config.model.tiny.takes_images
-    return vision_of(Path(config.model.path)) is not None
 
 
 def show_rows(

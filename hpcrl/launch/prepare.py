@@ -81,7 +81,15 @@ def _check_inputs(reading: LoadedConfig, config: Config, layout: RoleLayout | No
     """Checks prompt files, rewards and stored rollouts; returns the plan's summary. `layout` is None if impossible."""
     from hpcrl.data import check_answers, check_shares, parse_pair, parse_row, read_splits
     from hpcrl.envs.factory import validate_envs
-    from hpcrl.launch.data_summary import check_media, check_own_variables, row_checks, show_rows
+    from hpcrl.launch.data_summary import (
+        check_media,
+        check_own_variables,
+        find_vision,
+        image_checks,
+        most_image_tokens,
+        row_checks,
+        show_rows,
+    )
     from hpcrl.rewards.serving.router import check_reward_ranks, reward_notes, validate_rewards
 
     shown = ShownRows()
@@ -89,8 +97,15 @@ def _check_inputs(reading: LoadedConfig, config: Config, layout: RoleLayout | No
         template = _check_template(reading, config)
         checks = row_checks(config, template)
         read_train = parse_pair if config.pipeline_spec.pairs else parse_row
-        rows, wrong = read_splits(config.data, config.seed, checks, read_train)
-        wrong += [*check_own_variables(config, rows), *check_media(config, rows)]
+        vision = None
+        try:
+            vision = find_vision(config)
+        except ValueError as error:
+            reading.add([Problem((), str(error), (("model", "path"), ("data", "max_pixels")))])
+        seeing = image_checks(config, vision, checks)
+        rows, wrong = read_splits(config.data, config.seed, seeing or checks, read_train)
+        wrong += check_own_variables(config, rows)
+        wrong += check_media(config, rows, vision)
         if config.learns_from_rewards:
             wrong += check_shares(config.data, rows, config.rollout.num_prompts)
         elif config.learns:
@@ -103,6 +118,7 @@ def _check_inputs(reading: LoadedConfig, config: Config, layout: RoleLayout | No
         ranks = [] if layout is None else check_reward_ranks(config, layout, rows)
         reading.add([Problem((), line, (("layout", "reward"), ("data",))) for line in ranks])
         shown = show_rows(config, template, rows, checks)
+        shown.image_tokens = most_image_tokens(config, rows, seeing)
         shown.notes += reward_notes(config, rows) if config.learns_from_rewards else []
     reading.add(check_rollouts(config))
     return shown

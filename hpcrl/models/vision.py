@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,13 @@ class Vision:
             sides = [math.ceil(side * scale / unit) * unit for side in (width, height)]
         return sides[0], sides[1]
 
+    def limited(self, max_pixels: int) -> Vision:
+        """The same with a lower maximum of pixels. ValueError if the minimum is higher."""
+        least = max(self.min_pixels, (self.patch * self.merge) ** 2)
+        if max_pixels < least:
+            raise ValueError(f"data.max_pixels: {max_pixels}, but the model's smallest image has {least} pixels")
+        return replace(self, max_pixels=min(self.max_pixels, max_pixels))
+
     def num_patches(self, width: int, height: int) -> int:
         """Patches of an image of a size from fit()."""
         return (width // self.patch) * (height // self.patch)
@@ -68,6 +76,10 @@ class Vision:
     def num_tokens(self, width: int, height: int) -> int:
         """Tokens of an image of a size from fit()."""
         return self.num_patches(width, height) // self.merge**2
+
+
+TINY = Vision(patch=14, merge=2, min_pixels=28 * 28, max_pixels=28 * 28 * 64)
+"""Image sizes of a model from hpcrl.engines.tiny."""
 
 
 def positions(num_tokens: int, images: Iterable[ImageSpan], unit: int) -> np.ndarray:
@@ -105,9 +117,10 @@ def axes_of_pairs(sections: Sequence[int], interleaved: bool) -> tuple[int, ...]
     return tuple(axis if (axis := pair % 3) and pair < 3 * sections[axis] else 0 for pair in range(sum(sections)))
 
 
-def vision_of(model_path: Path) -> Vision | None:
+def vision_of(model_path: Path, max_pixels: int | None = None) -> Vision | None:
     """The image properties of a model folder, and declares the field `images`; None for a model without images. Called
-    by the controller and by every rank that handles rollouts or prompts. ValueError for an unusable processor."""
+    by the controller and by every rank that handles rollouts or prompts. ValueError for an unusable processor, or if
+    max_pixels (data.max_pixels), a lower limit than the processor's, allows no image."""
     try:
         config = json.loads((model_path / "config.json").read_text())
     except OSError:
@@ -116,7 +129,19 @@ def vision_of(model_path: Path) -> Vision | None:
         return None
     vision = read_vision(config, read_processor(model_path))
     declare(IMAGES)
-    return vision
+    return vision if max_pixels is None else vision.limited(max_pixels)
+
+
+@functools.lru_cache(maxsize=8)
+def largest_image(model_path: Path | None) -> int | None:
+    """The maximum of pixels in a model folder, None for the tiny model; None if the folder does not define it."""
+    if model_path is None:
+        return TINY.max_pixels
+    try:
+        processor = read_processor(model_path)
+        return read_vision({}, processor).max_pixels if processor else None
+    except ValueError:  # reported where the model is checked
+        return None
 
 
 def read_processor(model_path: Path) -> Mapping[str, Any]:

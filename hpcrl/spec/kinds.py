@@ -229,6 +229,8 @@ class GenEngineSpec(Spec):
     """Whether it can record the experts that it chooses (the field `routes`, hpcrl.engines.expert_routes)."""
     media: frozenset[str] = frozenset()
     """Kinds of media (hpcrl.spec.media) that it accepts with a prompt (Request.media)."""
+    kept_image_tokens: int = 0
+    """Maximum tokens of images whose features it keeps for later prefills; a single larger image is kept as well."""
     lora: bool = False
     """Whether it can apply adapters to the weights of the model's folder (trainer.lora)."""
     several_in_process: bool = False

@@ -125,6 +125,9 @@ def _need(config: Any, model: Any, name: str, shape: tuple[int, ...], index: int
     return RequiredSlices(config.generator.dtype, slices(options, model, name, shape, index, num_ranks))
 
 
+KEPT_IMAGE_TOKENS = 2048
+"""vLLM's own max_num_batched_tokens, to which its encoder cache is limited."""
+
 SPEC = GenEngineSpec(
     about="vLLM, in the rank's own process.",
     needs={"vllm": "vllm"},
@@ -140,6 +143,7 @@ SPEC = GenEngineSpec(
     float32_head=True,
     lora=True,
     records_routes=True,
+    kept_image_tokens=KEPT_IMAGE_TOKENS,
     plan="hpcrl.engines.gen.vllm.memory:cache",
     check_sizes="hpcrl.engines.gen.vllm.memory:check",
     memory_share=_planned_share,
