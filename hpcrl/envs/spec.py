@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from hpcrl.envs.tool_formats.table import FormatName
 from hpcrl.spec.fields import NUMBER, ImportPath, Natural, Positive, SandboxLevel, Seconds, Section, Share
 from hpcrl.spec.kinds import EnvSpec
+from hpcrl.spec.media import IMAGE
 
 
 def _tag(name: str) -> str:
@@ -422,6 +423,10 @@ def _image_obstacle(options: GridOptions) -> str:
     return "show: the expert's episodes have no images; set show=text" if options.show == "image" else ""
 
 
+def _image_if(shown: str) -> frozenset[str]:
+    return frozenset({IMAGE}) if shown == "image" else frozenset()
+
+
 SCRIPTED = EnvSpec(
     about="Asks for a second answer and compares it with the gold answer; for tests and as an example.",
     make="hpcrl.envs.games.scripted:ScriptedEnv",
@@ -433,6 +438,7 @@ FROZEN_LAKE = EnvSpec(
     section=FrozenLakeOptions,
     has_expert=True,
     expert_obstacle=_image_obstacle,
+    shows=lambda options: _image_if(options.show),
 )
 SOKOBAN = EnvSpec(
     about="Sokoban: push every box onto a target.",
@@ -440,6 +446,7 @@ SOKOBAN = EnvSpec(
     section=SokobanOptions,
     has_expert=True,
     expert_obstacle=_image_obstacle,
+    shows=lambda options: _image_if(options.show),
 )
 GUESS = EnvSpec(
     about="Find a number that is said to be higher or lower than each guess.",
@@ -457,6 +464,7 @@ GYMNASIUM = EnvSpec(
     about="An environment of gymnasium with a Discrete or a Text action space.",
     make="hpcrl.envs.adapters.gymnasium:Gymnasium",
     section=GymnasiumOptions,
+    shows=lambda options: _image_if(options.observation),
     needs={"gymnasium": "gymnasium"},
     probe="hpcrl.envs.adapters.gymnasium:probe",
 )

@@ -21,7 +21,9 @@ from hpcrl.data.templates import FolderTemplate, read_template, tiny_template
 from hpcrl.launch.model_folder import TOKENIZERS
 from hpcrl.launch.plan import ShownRows
 from hpcrl.models.vision import TINY, Vision, vision_of
-from hpcrl.spec.tables import GEN_ENGINES, TRAIN_ENGINES
+from hpcrl.spec.options import read_options
+from hpcrl.spec.problems import dotted
+from hpcrl.spec.tables import ENVS, GEN_ENGINES, TRAIN_ENGINES
 
 OWN_NAMES = ("messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now", "documents")
 MAX_SHARDS = 8
@@ -121,16 +123,41 @@ def check_media(config: Config, rows: Mapping[Split, RowSet], vision: Vision | N
     for split, found in rows.items():
         for kind, (count, where) in found.media.items():
             rest = f"leave such rows out ({count} of {len(found)} rows of data.{split})"
-            users = [("generator", config.gen_engine, GEN_ENGINES)] if generates[split] else []
-            users += [("trainer", config.train_engine, TRAIN_ENGINES)] if split == "train" and config.learns else []
-            if vision is None:
-                yield f"{where}: the row has {kind}s, which {_named(config)} does not take; {rest}"
-                continue
-            for role, engine, engines in users:
-                if kind not in engines[engine].media:
-                    able = [name for name, spec in engines.items() if spec.selectable and kind in spec.media]
-                    remedy = f"use {role}.engine={' or '.join(able)}, or " if able else ""
-                    yield f"{where}: the row has {kind}s, which the {engine} {role} does not take; {remedy}{rest}"
+            learns = split == "train" and config.learns
+            for who, remedy in _refusing(config, kind, vision, generates[split], learns):
+                yield f"{where}: the row has {kind}s, which {who} does not take; {remedy}{rest}"
+
+
+def check_shown(config: Config, vision: Vision | None) -> Iterator[Problem]:
+    """Environments whose observations have media of a kind that the run's model, or an engine, does not take."""
+    for name, env in config.envs.items():
+        spec = ENVS[env.name]
+        if spec.section is None:
+            continue
+        try:
+            kinds = spec.shows(read_options(spec.section, env.options))
+        except ValueError:  # reported where options are checked
+            continue
+        path = ("env", name, "options")
+        for kind in kinds:
+            for who, remedy in _refusing(config, kind, vision, config.generates, config.learns):
+                text = f"{env.name} shows {kind}s, which {who} does not take; {remedy}let it show text"
+                yield Problem(path, f"{dotted(path)}: {text}", (("model",), ("generator", "engine")))
+
+
+def _refusing(
+    config: Config, kind: str, vision: Vision | None, generates: bool, learns: bool
+) -> Iterator[tuple[str, str]]:
+    """What does not take a kind of media, the model or else engines, and the beginning of a remedy."""
+    if vision is None:
+        yield _named(config), ""
+        return
+    users = [("generator", config.gen_engine, GEN_ENGINES)] if generates else []
+    users += [("trainer", config.train_engine, TRAIN_ENGINES)] if learns else []
+    for role, engine, engines in users:
+        if kind not in engines[engine].media:
+            able = [name for name, spec in engines.items() if spec.selectable and kind in spec.media]
+            yield f"the {engine} {role}", f"use {role}.engine={' or '.join(able)}, or " if able else ""
 
 
 def show_rows(

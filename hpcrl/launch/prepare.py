@@ -12,7 +12,7 @@ from hpcrl.cluster.container import check_container
 from hpcrl.cluster.layout import RoleLayout, check_layout
 from hpcrl.cluster.placement import check_placement
 from hpcrl.config import Config, ConfigError, LoadedConfig, Problem
-from hpcrl.config.abilities import check_built, check_family, check_length, check_trainable
+from hpcrl.config.abilities import check_family, check_installed, check_length, check_trainable
 from hpcrl.config.folders import conf_dir, conf_file, shown
 from hpcrl.config.judging import as_judges
 from hpcrl.launch.frozen import resolve_config
@@ -45,7 +45,7 @@ def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None
     files = [(f"{group}={option}", conf_file(f"{group}/{option}.yaml")) for group, option in choices]
     of_folders = [f"{choice} is from {shown(file)}" for choice, file in files if not file.is_relative_to(conf_dir())]
     if config is not None:
-        reading.add([] if config.dry_run else check_built(config))
+        reading.add([] if config.dry_run else check_installed(config))
         layout_problems = check_layout(config)
         reading.add(layout_problems)
         if not layout_problems:
@@ -84,6 +84,7 @@ def _check_inputs(reading: LoadedConfig, config: Config, layout: RoleLayout | No
     from hpcrl.launch.data_summary import (
         check_media,
         check_own_variables,
+        check_shown,
         find_vision,
         image_checks,
         most_image_tokens,
@@ -102,6 +103,7 @@ def _check_inputs(reading: LoadedConfig, config: Config, layout: RoleLayout | No
             vision = find_vision(config)
         except ValueError as error:
             reading.add([Problem((), str(error), (("model", "path"), ("data", "max_pixels")))])
+        reading.add(list(check_shown(config, vision)) if template is not None else [])
         seeing = image_checks(config, vision, checks)
         rows, wrong = read_splits(config.data, config.seed, seeing or checks, read_train)
         wrong += check_own_variables(config, rows)

@@ -74,11 +74,17 @@ def recomputed_block(tower: Tower | None, num_tokens: int, num_bytes: int) -> in
 
 
 def tower_forward(tower: Tower | None, num_tokens: int, num_bytes: int) -> int:
-    """Peak bytes of a forward pass of which nothing is kept: one block, with its input and the patches."""
+    """Peak bytes of a forward pass of which nothing is kept: the patches, and learned positions, four of which are mixed
+    per patch, or a block's attention, with queries and keys rotated in fp32, or its feed-forward layer."""
     if tower is None:
         return 0
-    outside = tower.patch_values * (FP32 + num_bytes * (num_bytes < FP32)) + 2 * tower.hidden_size * num_bytes
-    return num_tokens * tower.patches * (_block(tower, num_bytes) + outside)
+    hidden = tower.hidden_size
+    convolved = tower.patch_values * num_bytes * (num_bytes < FP32) + hidden * num_bytes
+    placed = 13 * hidden * num_bytes * (tower.num_positions > 0)
+    rotation = 2 * hidden // tower.num_heads * FP32
+    attended = rotation + 6 * hidden * num_bytes + 4 * hidden * FP32
+    fed = rotation + 2 * hidden * num_bytes + (3 if tower.gated else 2) * tower.intermediate_size * num_bytes
+    return num_tokens * tower.patches * (tower.patch_values * FP32 + max(convolved, placed, attended, fed))
 
 
 def feature_bytes(tower: Tower | None, num_tokens: int, num_bytes: int) -> int:

@@ -35,8 +35,8 @@ class Spec:
 
     about: str
     """One line for help and documents."""
-    make: str = ""
-    """`module:NAME` of the part or its factory, imported on demand; empty: can be planned and checked, but not run."""
+    make: str
+    """`module:NAME` of the part or its factory, imported on demand."""
     section: type[Section] | None = None
     """The part's keys with their defaults and meanings."""
     check: Check = _nothing
@@ -59,11 +59,6 @@ class Spec:
     """Roles that a run needs because of this part, in addition to the roles needed in any case (RoleSpec.needed)."""
     resume_keys: tuple[str, ...] = ()
     """Keys of its section that may change when a run is resumed, since they do not change its results."""
-
-    @property
-    def built(self) -> bool:
-        """Whether this version can run it."""
-        return bool(self.make)
 
     def missing_packages(self) -> list[str]:
         """The extras or packages to install before it can be used."""
@@ -304,6 +299,8 @@ class EnvSpec(Spec):
     """Whether its class has expert(rng, noise), which writes a good response (hpcrl.envs.games.game)."""
     expert_obstacle: Callable[[Any], str] = lambda options: ""
     """Why there is no expert with these options, an object of its section; empty if there is one."""
+    shows: Callable[[Any], frozenset[str]] = lambda options: frozenset()
+    """Kinds of media (hpcrl.spec.media) that its observations have with these options, an object of its section."""
     probe: str = ""
     """`module:NAME` of `probe(section, own_code)`, which tries valid options with the libraries of `needs` and raises
     ValueError if they fail. It imports a user's code only with `own_code`, in env ranks."""

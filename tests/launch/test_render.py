@@ -13,7 +13,7 @@ import pytest
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.cluster.placement import Placement
 from hpcrl.config import load
-from hpcrl.config.abilities import check_built
+from hpcrl.config.abilities import check_installed
 from hpcrl.launch.__main__ import main
 from hpcrl.launch.recipes import main as write_recipes
 from hpcrl.launch.recipes import recipes
@@ -208,7 +208,7 @@ def test_a_recipe_plans_without_weights_and_names_unbuilt_parts(
     assert main([*words, "dry_run=true"]) == 0, capsys.readouterr().err
     plan = capsys.readouterr().out
     config = load(words)
-    missing = [problem.text for problem in check_built(config)]
+    missing = [problem.text for problem in check_installed(config)]
     assert any("not installed" not in text for text in missing) is (name not in RUNNABLE)
     assert all(f"note: a start would be refused: {text}\n" in plan for text in missing)
     assert not (tmp_path / "runs").exists()

@@ -161,7 +161,11 @@ def _gathered_to_publish(config: Config, shape: ModelShape) -> int:
 def _whole_parts(config: Config, shape: ModelShape) -> list[Part]:
     """Parts of the only rank if its parameters are plain tensors."""
     trainer, samples = config.trainer, samples_of_an_update(config)
-    tokens, num_bytes, compute = Tokens.of(config, samples, shape.tower), BYTES[config.model.dtype], BYTES[trainer.param_dtype]
+    tokens, num_bytes, compute = (
+        Tokens.of(config, samples, shape.tower),
+        BYTES[config.model.dtype],
+        BYTES[trainer.param_dtype],
+    )
     learnt = trained(config, shape)
     own, numbers = trainer.section(FSDP2Config), learnt.num_parameters
     activations = fsdp2_activations(shape, tokens, compute, own.activation_checkpointing)
