@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
+from hpcrl.data.chat import bind
 from hpcrl.engines.hf_folder import save_model
 from hpcrl.models.vision import Vision
 from hpcrl.spec.media import IMAGE, Medium
@@ -74,6 +77,19 @@ def noise(width: int, height: int, vision: Vision, seed: int) -> Medium:
     """An image of random pixels, of a size that the model sees."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Medium(IMAGE, pixels.tobytes(), width, height, length=vision.num_tokens(width, height))
+
+
+def seeing_tokenizer() -> PreTrainedTokenizerFast:
+    """make_tokenizer() with the image sizes of a small model."""
+    vision = Vision(patch=14, merge=2, min_pixels=28 * 28, max_pixels=28 * 28 * 64, image_token_id=PAD)
+    return bind(make_tokenizer(), {}, vision)
+
+
+def png(colour: int, width: int = 28, height: int = 28) -> bytes:
+    """A file of equal grey pixels."""
+    file = io.BytesIO()
+    Image.new("RGB", (width, height), (colour, colour, colour)).save(file, "PNG")
+    return file.getvalue()
 
 
 def _sections(family: str) -> dict[str, Any]:

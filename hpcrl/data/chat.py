@@ -126,11 +126,12 @@ def cut_to_fit(
 ) -> tuple[str, list[int]] | None:
     """(text, token ids) of at most `max_tokens`, after cutting the last message's start. The template, the other
     messages and the last message's images and end (usually the question) are kept; None if these are too long."""
-    begin, mark, content = messages[-1]["content"].rpartition(IMAGE_MARK)
-    images = begin.count(IMAGE_MARK) + 1 if mark else 0
+    content = messages[-1]["content"]
 
     def attempt(kept: int) -> tuple[str, list[int]]:
-        last = {**messages[-1], "content": IMAGE_MARK * images + content[len(content) - kept :]}
+        end = content[len(content) - kept :]
+        images = IMAGE_MARK * (content.count(IMAGE_MARK) - end.count(IMAGE_MARK))
+        last = {**messages[-1], "content": images + end}
         text = render(tokenizer, [*messages[:-1], last], tools, **variables)
         return text, encode(tokenizer, text)
 

@@ -44,9 +44,12 @@ def draw(rng: random.Random, side: int) -> tuple[bytes, dict[str, str]]:
     return file.getvalue(), {"colour": colour, "number": str(number)}
 
 
-def shapes_row(rng: random.Random, questions: list[str], side: int) -> dict[str, Any]:
-    """A row of the task: an image, one of the questions, and its answer, a single character."""
+def shapes_row(rng: random.Random, questions: list[str], side: int, other_image: bool) -> dict[str, Any]:
+    """A row of the task: an image, one of the questions, and its answer, a single character. With `other_image`, the
+    answer is of an image that is not shown."""
     content, answers = draw(rng, side)
+    if other_image:
+        content, _ = draw(rng, side)
     question = rng.choice(questions)
     return {
         "prompt": f"<image>{question}?",

@@ -88,6 +88,8 @@ class ShapesOptions(Section):
     """The questions that are asked; the answer is a letter (r, g, b, y, k, w) or a digit."""
     side: Annotated[int, Field(ge=28, le=1024), NUMBER] = 56
     """Pixels of an image's side."""
+    other_image: bool = False
+    """Show another image than the answer's: a control, in which a model that sees can only guess."""
 
 
 def _sort_digits(rng: random.Random, options: SortOptions) -> dict[str, Any]:
@@ -130,7 +132,7 @@ def _spaced(digits: list[int]) -> str:
 def _shapes(rng: random.Random, options: ShapesOptions) -> dict[str, Any]:
     from hpcrl.data.drawn import shapes_row  # imports Pillow
 
-    return shapes_row(rng, list(options.questions), options.side)
+    return shapes_row(rng, list(options.questions), options.side, options.other_image)
 
 
 Make = Callable[[random.Random, Any], dict[str, Any]]

@@ -150,7 +150,7 @@ def _refusing(
 ) -> Iterator[tuple[str, str]]:
     """What does not take a kind of media, the model or else engines, and the beginning of a remedy."""
     if vision is None:
-        yield _named(config), ""
+        yield config.model.path or f"model.tiny.architecture={config.model.tiny.architecture}", ""
         return
     users = [("generator", config.gen_engine, GEN_ENGINES)] if generates else []
     users += [("trainer", config.train_engine, TRAIN_ENGINES)] if learns else []

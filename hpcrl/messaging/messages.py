@@ -154,7 +154,7 @@ class LoadPending(Message):
 
 
 class ReadTexts(Message):
-    """Answer with the text of held samples; if `whole`, with all messages from the prompt on, as JSON."""
+    """Answer with the text of held samples; if `whole`, with all messages from the prompt on, as JSON, and images."""
 
     samples: list[int]
     whole: bool = False
@@ -425,6 +425,7 @@ class Done(Message):
         unreached: Ranks that did not send or receive their part, and without which the run may continue.
         weights: (sample, weight in the loss), if not 1.
         address: Where the newly built role serves requests.
+        media: Per text, its images.
     """
 
     seq: int
@@ -435,6 +436,7 @@ class Done(Message):
     unreached: list[int] = []
     weights: list[tuple[int, float]] = []
     address: str = ""
+    media: list[tuple[Medium, ...]] = []
 
 
 class Failed(Message):

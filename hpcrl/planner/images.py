@@ -74,8 +74,8 @@ def recomputed_block(tower: Tower | None, num_tokens: int, num_bytes: int) -> in
 
 
 def tower_forward(tower: Tower | None, num_tokens: int, num_bytes: int) -> int:
-    """Peak bytes of a forward pass of which nothing is kept: the patches, and learned positions, four of which are mixed
-    per patch, or a block's attention, with queries and keys rotated in fp32, or its feed-forward layer."""
+    """Peak bytes of a forward pass of which nothing is kept: the patches, and learned positions, four of which are
+    mixed per patch, or a block's attention, with queries and keys rotated in fp32, or its feed-forward layer."""
     if tower is None:
         return 0
     hidden = tower.hidden_size

@@ -38,8 +38,9 @@ def split(images: np.ndarray, pixels: np.ndarray) -> dict[bytes, bytes]:
     return found
 
 
-def write_files(rollouts: Path, images: np.ndarray, pictures: Mapping[bytes, bytes]) -> None:
-    """Write a PNG for each different image that the folder rollouts/ of a run does not have."""
+def write_files(rollouts: Path, rank: int, images: np.ndarray, pictures: Mapping[bytes, bytes]) -> None:
+    """Write a PNG for each different image that the folder rollouts/ of a run does not have. Other ranks may write the
+    same image."""
     for digest, span in different(images).items():
         path = picture_path(rollouts, digest)
         if path.exists():
@@ -47,7 +48,7 @@ def write_files(rollouts: Path, images: np.ndarray, pictures: Mapping[bytes, byt
         path.parent.mkdir(parents=True, exist_ok=True)
         content = io.BytesIO()
         Image.frombytes("RGB", (span.width, span.height), pictures[digest]).save(content, "PNG", compress_level=1)
-        write_durably(path, content.getvalue())
+        write_durably(path, content.getvalue(), writer=str(rank))
 
 
 def read_files(rollouts: Path, spans: Iterable[ImageSpan]) -> dict[bytes, bytes]:

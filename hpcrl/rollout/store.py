@@ -87,6 +87,8 @@ def write_rollouts(
     for name, strings in batch.texts.items():
         if len(strings) != rows:
             raise ValueError(f"texts[{name!r}] has {len(strings)} strings for {rows} rows")
+    if batch.images is not None:
+        write_files(folder.parent, rank, batch.images.numpy(), batch.pictures)
     about = {"rank": rank, "num_ranks": num_ranks, "num_sequences": rows, "num_tokens": batch.num_tokens}
     with _new_file(folder / f"rank_{rank:05d}.h5", "rollouts", about) as file:
         _put(file, "cu_seqlens", batch.cu_seqlens.cpu().numpy())
@@ -99,8 +101,6 @@ def write_rollouts(
                 _put_texts(file, f"texts/{spec.name}", batch.texts[spec.name])
                 file[f"texts/{spec.name}"].attrs.update(_about(spec))
         file.create_group("facts").attrs.update(sorted(facts.items()))
-    if batch.images is not None:
-        write_files(folder.parent, batch.images.numpy(), batch.pictures)
     return folder / f"rank_{rank:05d}.h5"
 
 

@@ -12,6 +12,7 @@ import torch
 
 from hpcrl.comm.transfer import PeerLost, from_ragged, picture_name
 from hpcrl.messaging.messages import Done, DropBatch, Logprobs, Move, SendTokens, TransferRollouts
+from hpcrl.models.vision import vision_of
 from hpcrl.rollout.batch import Batch, on_policy, pack
 from hpcrl.rollout.types import TOKEN_REWARD
 from hpcrl.spec.media import IMAGES, image_spans
@@ -83,6 +84,8 @@ class Exchange:
         if not command.forms:
             return Done(seq)
         batch = worker.batches[command.batch] = _formed(self._shares.pop(command.batch), command.fields)
+        if batch.images is not None and (vision := vision_of(worker.model_path)) is not None:
+            batch.loss_mask &= batch.token_ids != vision.image_token_id  # the model can write the placeholder itself
         if worker.config.debug != "rollout_only":  # there, the weights never change
             rollout, trained = worker.config.rollout, command.batch - 1
             batch.on_policy = on_policy(batch, trained, rollout.on_new_weights == "recompute")

@@ -334,7 +334,8 @@ class GeneratorRole:
         self._refused = [end for end in self._refused if end.sample in self.samples]
 
     def _peek(self, command: ReadTexts, seq: int) -> Done:
-        held = [self.samples[sample].held for sample in command.samples]
+        states = [self.samples[sample] for sample in command.samples]
         if command.whole:
-            return Done(seq, texts=[json.dumps(sample.messages) for sample in held])
-        return Done(seq, texts=[sample.messages[-1]["content"] for sample in held])
+            texts = [json.dumps(state.held.messages) for state in states]
+            return Done(seq, texts=texts, media=[tuple(state.media) for state in states])
+        return Done(seq, texts=[state.held.messages[-1]["content"] for state in states])

@@ -240,7 +240,7 @@ def test_all_unreadable_sources_are_named(tmp_path: Path, write_jsonl):
         ": holds several data sets; give one, ",
         "empty.jsonl: holds no rows",
         "x.parquet: not a readable parquet file",
-        "task:nope: there is no task 'nope'; built in are add, program, repeat, sort_digits",
+        "task:nope: there is no task 'nope'; built in are add, program, repeat, shapes, sort_digits",
         "unknown format '.py'",
         "xxx: File name too long",
         "size is for generated sources",

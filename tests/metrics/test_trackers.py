@@ -242,7 +242,7 @@ def test_mlflow_logs_every_step_once_over_two_attempts(tmp_path: Path, capsys: p
         assert json.loads(told["examples_000005.json"]) == ROWS
 
     check(tmp_path / "trackers" / "mlflow" / "store")
-    keep_examples(tmp_path, 5, [{name: value for name, value in ROWS[0].items() if name != "step"}])
+    keep_examples(tmp_path, 5, [{name: value for name, value in ROWS[0].items() if name != "step"}], [()])
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config_of().model_dump(mode="json")))
     for _ in range(2):  # existing entries are not logged again
         assert track.main([str(tmp_path), "mlflow", (tmp_path / "server").as_uri()]) == ExitCode.DONE

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from hpcrl.data.image_tokens import bound_vision
 from hpcrl.workers.dialogue import as_messages, encode_prompt, first_prompt, window
 from hpcrl.workers.observations import encode_observation
+from tests.vlm import PAD, png, seeing_tokenizer
 
 LLAMA3 = """\
 {{- '<|endoftext|>' }}
@@ -80,7 +82,13 @@ def test_an_invalid_observation_is_refused(tokenizer: Any) -> None:
     for observation, why in (
         (3, "not text but int"),
         ([{"role": "tool", "content": 3}], "no role or content that is text"),
-        ([{"role": "user", "content": "look", "images": [b"png"]}], "images .* by reference"),
+        (
+            [{"role": "user", "content": "look", "images": [b"png"]}],
+            r"images\[0\] of a message: the content begins like none of",
+        ),
+        ([{"role": "user", "content": "look", "images": ["gone.png"]}], r"images\[0\] of .* gone.png cannot be read"),
+        ([{"role": "user", "content": "look", "images": [png(1)]}], r"images\[0\] of a message: the model takes no im"),
+        ([{"role": "user", "content": "<image><image>", "images": [png(1)]}], "2 <image> marks and 1 images"),
     ):
         with pytest.raises(TypeError, match=why):
             as_messages(observation)
@@ -89,11 +97,19 @@ def test_an_invalid_observation_is_refused(tokenizer: Any) -> None:
         encode_observation(tokenizer, as_messages("no"), 2)
 
 
-def test_tool_messages_keep_their_role_and_images_change_nothing(tokenizer: Any) -> None:
-    said = [{"role": "tool", "content": "42"}, {"role": "user", "content": "go on", "images": ["map.png"]}]
-    ids = encode_observation(tokenizer, as_messages(said), tokenizer.eos_token_id).token_ids.tolist()
-    expected = "\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
-    assert ids == ids_of(tokenizer, expected)
+def test_tool_messages_keep_their_role_and_images_their_place() -> None:
+    """An image of 2 x 1 tokens."""
+    seeing = seeing_tokenizer()
+    said = [
+        {"role": "tool", "content": "42"},
+        {"role": "user", "content": "go <image> on", "images": [png(9, 56, 28)]},
+    ]
+    found = encode_observation(seeing, as_messages(said, bound_vision(seeing)), seeing.eos_token_id)
+    begin = "\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>user\ngo <|vision_start|>"
+    end = "<|vision_end|> on<|im_end|>\n<|im_start|>assistant\n"
+    assert found.token_ids.tolist() == [*ids_of(seeing, begin), PAD, PAD, *ids_of(seeing, end)]
+    (image,) = found.media
+    assert (image.start, image.length) == (len(ids_of(seeing, begin)), 2) and (image.pixels == 9).all()
 
 
 SYSTEM = {"role": "system", "content": "You play."}

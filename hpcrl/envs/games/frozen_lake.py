@@ -7,15 +7,15 @@ from collections.abc import Iterator
 
 from hpcrl.envs.games.game import Outcome
 from hpcrl.envs.games.grid import MOVES, Cell, GridGame, moved, shortest
-from hpcrl.envs.games.tiles import Shape, Tile
+from hpcrl.envs.games.tiles import Figure, Tile
 from hpcrl.envs.spec import FrozenLakeOptions
 
 SIDEWAYS = {"Up": ("Left", "Right"), "Down": ("Left", "Right"), "Left": ("Up", "Down"), "Right": ("Up", "Down")}
 ICE = (214, 236, 250)
 YOU, HOLE, GOAL = (
-    Shape("disc", (30, 80, 220), 0.25),
-    Shape("disc", (20, 20, 30), 0.44),
-    Shape("diamond", (40, 170, 70), 0.46),
+    Figure("disc", (30, 80, 220), 0.25),
+    Figure("disc", (20, 20, 30), 0.44),
+    Figure("diamond", (40, 170, 70), 0.46),
 )
 NUM_DRAWS = 100
 """Maximum number of maps to draw; if none is solvable, a way through the last map is frozen."""

@@ -7,17 +7,17 @@ from collections.abc import Iterator
 
 from hpcrl.envs.games.game import Outcome
 from hpcrl.envs.games.grid import MOVES, Cell, GridGame, moved, shortest
-from hpcrl.envs.games.tiles import Shape, Tile
+from hpcrl.envs.games.tiles import Figure, Tile
 from hpcrl.envs.spec import SokobanOptions
 
 STEP, ON_TARGET, SOLVED = -0.1, 1.0, 10.0
 NUM_DRAWS = 1000
 WALL, FLOOR = (70, 70, 80), (245, 240, 225)
 YOU, TARGET, BOX, PLACED = (
-    Shape("disc", (30, 80, 220), 0.25),
-    Shape("diamond", (215, 40, 40), 0.48),
-    Shape("square", (240, 150, 30), 0.3),
-    Shape("square", (40, 170, 70), 0.3),
+    Figure("disc", (30, 80, 220), 0.25),
+    Figure("diamond", (215, 40, 40), 0.48),
+    Figure("square", (240, 150, 30), 0.3),
+    Figure("square", (40, 170, 70), 0.3),
 )
 
 Position = tuple[Cell, frozenset[Cell]]

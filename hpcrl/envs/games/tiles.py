@@ -15,7 +15,7 @@ LINE: Colour = (160, 160, 160)
 
 
 @dataclass(frozen=True)
-class Shape:
+class Figure:
     """A shape in the middle of a tile.
 
     Args:
@@ -34,7 +34,7 @@ class Tile:
 
     look: str
     ground: Colour
-    shapes: tuple[Shape, ...] = ()
+    shapes: tuple[Figure, ...] = ()
 
 
 def draw(grid: Sequence[Sequence[Tile]], pixels: int) -> np.ndarray:

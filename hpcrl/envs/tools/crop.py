@@ -10,7 +10,7 @@ from typing import Any
 
 from PIL import Image
 
-from hpcrl.data.media import images_of, read_images, read_parts
+from hpcrl.data.media import images_of, read_parts
 from hpcrl.data.pictures import decode
 from hpcrl.envs.tools.spec import ToolOptions
 from hpcrl.envs.tools.tool import Result, schema
@@ -58,11 +58,11 @@ class CropTool:
         """Decode the row's images. ValueError names one that cannot be read."""
         parts = images_of(list(self._given), "images", "the row")
         self._seen = []
-        for part, medium in zip(parts, read_images(read_parts(parts, Path())), strict=True):
+        for image in read_parts(parts, Path()):
             try:
-                self._seen.append(self._as_seen(decode(medium.content)))
-            except ValueError as error:
-                raise ValueError(f"{part.place}: {error}") from error
+                self._seen.append(self._as_seen(decode(image.read())))
+            except (OSError, ValueError) as error:
+                raise ValueError(f"{image.place}: {error}") from error
 
     def call(self, arguments: dict[str, Any], timeout_s: float) -> Result:
         """The enlarged region; a region beyond the image is clipped."""
