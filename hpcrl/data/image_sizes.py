@@ -9,6 +9,8 @@ from hpcrl.data.pictures import size_of
 from hpcrl.data.rows import ChecksRows, Row
 from hpcrl.models.vision import Vision
 
+REMEDY = "lower data.max_pixels, or leave the row out"
+
 
 class ImageCheck:
     """Checks images' sizes, and what another check finds in a row. After the scan, `most_tokens` has the tokens of a
@@ -42,16 +44,13 @@ class ImageCheck:
             tokens = self._vision.num_tokens(width, height)
             if tokens > self._max_tokens:
                 size = f"the image of {own[0]} x {own[1]} pixels has {tokens} tokens"
-                return f"{image.place}: {size}, more than {self._limited_by}={self._max_tokens}; {self._remedy()}"
+                return f"{image.place}: {size}, more than {self._limited_by}={self._max_tokens}; {REMEDY}"
             total, num_bytes = total + tokens, num_bytes + 3 * width * height
         if total > self._max_tokens:
             size = f"the row's {len(images)} images have {total} tokens"
-            return f"{where}: {size}, more than {self._limited_by}={self._max_tokens}; {self._remedy()}"
+            return f"{where}: {size}, more than {self._limited_by}={self._max_tokens}; {REMEDY}"
         if num_bytes > MAX_PIXEL_BYTES:
-            size = f"the row's {len(images)} images have {num_bytes >> 20} MiB of pixels"
-            return f"{where}: {size}, and at most {MAX_PIXEL_BYTES >> 20} are sent with a prompt; {self._remedy()}"
+            size = f"the row's {len(images)} images have more than {MAX_PIXEL_BYTES >> 20} MiB of pixels"
+            return f"{where}: {size}, which are sent with the prompt; {REMEDY}"
         self.most_tokens = max(self.most_tokens, total)
         return ""
-
-    def _remedy(self) -> str:
-        return "lower data.max_pixels, or leave the row out"

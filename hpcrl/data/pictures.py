@@ -47,7 +47,8 @@ def size_of(file: bytes | Path) -> tuple[int, int]:
     far as the head shows; OSError if there is no such file."""
     with _reasons():
         image = _opened(file)
-        turned = image.getexif().get(ORIENTATION) in SIDEWAYS
+        known = image.format != "PNG" or "exif" in image.info  # else Pillow would decode the file to look for it
+        turned = known and image.getexif().get(ORIENTATION) in SIDEWAYS
         return (image.height, image.width) if turned else image.size
 
 

@@ -98,16 +98,17 @@ def _check_inputs(reading: LoadedConfig, config: Config, layout: RoleLayout | No
         template = _check_template(reading, config)
         checks = row_checks(config, template)
         read_train = parse_pair if config.pipeline_spec.pairs else parse_row
-        vision = None
+        vision, unusable = None, False
         try:
             vision = find_vision(config)
+            reading.add(list(check_shown(config, vision)) if template is not None else [])
         except ValueError as error:
+            unusable = True
             reading.add([Problem((), str(error), (("model", "path"), ("data", "max_pixels")))])
-        reading.add(list(check_shown(config, vision)) if template is not None else [])
         seeing = image_checks(config, vision, checks)
         rows, wrong = read_splits(config.data, config.seed, seeing or checks, read_train)
         wrong += check_own_variables(config, rows)
-        wrong += check_media(config, rows, vision)
+        wrong += check_media(config, rows, vision) if not unusable else []
         if config.learns_from_rewards:
             wrong += check_shares(config.data, rows, config.rollout.num_prompts)
         elif config.learns:

@@ -319,7 +319,7 @@ def test_what_takes_no_images_is_named_before_the_start(tmp_path: Path, write_js
     path = write_jsonl("rows.jsonl", {"prompt": "a"}, {"prompt": "a", "answer": "b", "images": ["a.png"]})
     rows, problems = read_splits(DataConfig(train=path, val=path), 0)
     assert not problems
-    both = list(check_media(Config(eval_every=1, data=DataConfig(train=path, val=path)), rows))
+    both = list(check_media(Config(eval_every=1, data=DataConfig(train=path, val=path)), rows, None))
     rest = "leave such rows out (1 of 2 rows of data.{})"
     assert both == [
         f"{path}:2: the row has images, which model.tiny.architecture=qwen2 does not take; {rest.format(split)}"
@@ -327,9 +327,9 @@ def test_what_takes_no_images_is_named_before_the_start(tmp_path: Path, write_js
     ]
     seeing = ModelConfig(tiny=TinyModel(architecture="qwen2_5_vl"))
     for pipeline in ("rlvr", "sft"):
-        assert not list(check_media(Config(pipeline=pipeline, model=seeing), rows))
+        assert not list(check_media(Config(pipeline=pipeline, model=seeing), rows, VISION))
     megatron = Config.model_validate({"model": seeing, "trainer": {"engine": "megatron"}})
-    assert list(check_media(megatron, {"train": rows["train"]})) == [
+    assert list(check_media(megatron, {"train": rows["train"]}, VISION)) == [
         f"{path}:2: the row has images, which the megatron trainer does not take; use trainer.engine=fsdp2, or "
         + rest.format("train")
     ]

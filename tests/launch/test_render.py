@@ -30,7 +30,10 @@ RUNNABLE = {
     "rlvr_30b_a3b",
     "rlvr_200b",
     "rlvr_200b_disaggregated",
+    "rlvr_vl_7b",
+    "rlvr_vl_qwen3_8b",
     "agentic_sokoban",
+    "agentic_vl_sokoban",
     "agentic_frozenlake",
     "agentic_webshop",
     "agentic_alfworld",
@@ -162,7 +165,9 @@ def test_every_recipe_has_a_script() -> None:
     rlvr = {
         f"rlvr_{name}" for name in ("tiny", "tiny_megatron", "7b", "7b_async", "30b_a3b", "200b", "200b_disaggregated")
     }
-    agentic = {f"agentic_{name}" for name in ("sokoban", "frozenlake", "webshop", "alfworld", "swe", "tool_math")}
+    rlvr |= {"rlvr_vl_7b", "rlvr_vl_qwen3_8b"}
+    worlds = ("sokoban", "vl_sokoban", "frozenlake", "webshop", "alfworld", "swe", "tool_math")
+    agentic = {f"agentic_{name}" for name in worlds}
     assert rlvr | agentic | {"convert"} == RECIPES
 
 
