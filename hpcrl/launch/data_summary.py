@@ -23,6 +23,7 @@ from hpcrl.launch.plan import ShownRows
 from hpcrl.models.vision import TINY, Vision, vision_of
 from hpcrl.spec.options import read_options
 from hpcrl.spec.problems import dotted
+from hpcrl.spec.table import SpecTable
 from hpcrl.spec.tables import ENVS, GEN_ENGINES, TRAIN_ENGINES
 
 OWN_NAMES = ("messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now", "documents")
@@ -152,7 +153,8 @@ def _refusing(
     if vision is None:
         yield config.model.path or f"model.tiny.architecture={config.model.tiny.architecture}", ""
         return
-    users = [("generator", config.gen_engine, GEN_ENGINES)] if generates else []
+    users: list[tuple[str, str, SpecTable[Any]]] = []
+    users += [("generator", config.gen_engine, GEN_ENGINES)] if generates else []
     users += [("trainer", config.train_engine, TRAIN_ENGINES)] if learns else []
     for role, engine, engines in users:
         if kind not in engines[engine].media:
