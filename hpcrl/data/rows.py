@@ -41,9 +41,9 @@ message between ranks is at most 64 MiB, including the prompt, and contains the 
 @dataclass(frozen=True, slots=True)
 class Row:
     """`messages` end with the turn to answer; `turn` is a reference answer for the SFT pipeline, an assistant turn with
-    all its keys; `extra` has all columns except prompt and images, including the answer; `variables` are the row's own
-    variables for the chat template. In a pair (hpcrl.data.pairs) the row is the chosen part, `rejected` the other part,
-    and the first `prompt_messages` messages are not trained on."""
+    all its keys; `extra` has all columns except the prompt, including the answer, and the paths of images in files;
+    `variables` are the row's own variables for the chat template. In a pair (hpcrl.data.pairs) the row is the chosen
+    part, `rejected` the other part, and the first `prompt_messages` messages are not trained on."""
 
     messages: Messages
     answer: Any
@@ -90,6 +90,8 @@ def parse_row(
         raise BadRow(f"{where}: {key} has no user turn to answer")
     answer = _answer(raw, config, where)
     extra = {k: v for k, v in raw.items() if k not in (key, pictures)}
+    if images and all(image.content is None for image in images):
+        extra["images"] = [str(image.path.absolute()) for image in images]
     try:
         given_start(extra)
     except ValueError as error:

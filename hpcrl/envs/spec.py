@@ -419,10 +419,6 @@ class ScriptedOptions(Section):
     """Text after the first answer."""
 
 
-def _image_obstacle(options: GridOptions) -> str:
-    return "show: the expert's episodes have no images; set show=text" if options.show == "image" else ""
-
-
 def _image_if(shown: str) -> frozenset[str]:
     return frozenset({IMAGE}) if shown == "image" else frozenset()
 
@@ -437,7 +433,6 @@ FROZEN_LAKE = EnvSpec(
     make="hpcrl.envs.games.frozen_lake:FrozenLake",
     section=FrozenLakeOptions,
     has_expert=True,
-    expert_obstacle=_image_obstacle,
     shows=lambda options: _image_if(options.show),
 )
 SOKOBAN = EnvSpec(
@@ -445,7 +440,6 @@ SOKOBAN = EnvSpec(
     make="hpcrl.envs.games.sokoban:Sokoban",
     section=SokobanOptions,
     has_expert=True,
-    expert_obstacle=_image_obstacle,
     shows=lambda options: _image_if(options.show),
 )
 GUESS = EnvSpec(

@@ -398,11 +398,13 @@ class EnvRole:
 
 
 def _row(turn: Turn) -> dict[str, Any]:
-    """The prompt's row, with the images in its messages, and as PNG files in its column `images`."""
+    """The prompt's row, with the images in its messages, and in its column `images` as paths, or as PNG files if the
+    row has no paths."""
     row: dict[str, Any] = json.loads(turn.meta)
     if turn.media:
         row["messages"] = with_images(row["messages"], turn.media)
-        row["extra"]["images"] = [image_bytes(Image.fromarray(medium.pixels)) for medium in turn.media]
+        files = [image_bytes(Image.fromarray(medium.pixels)) for medium in turn.media]
+        row["extra"].setdefault("images", files)
     return row
 
 
@@ -418,7 +420,9 @@ def _told(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _examples(worker: Rank, section: str, config: EnvConfig) -> Messages:
-    messages, most = example_messages(config, section, worker.config.seed), worker.config.data.max_prompt_tokens
+    told, most = example_messages(config, section, worker.config.seed), worker.config.data.max_prompt_tokens
+    vision = bound_vision(worker.tokenizer)
+    messages = [as_messages([message], vision)[0] if message.get("images") else message for message in told]
     if messages and (count := len(encode_prompt(worker.tokenizer, messages, None).token_ids)) >= most:
         raise ValueError(
             f"env.{section}.examples: {config.examples} examples take {count} tokens, and leave none of "

@@ -62,7 +62,9 @@ def test_relative_paths_begin_in_the_folder_of_the_rows(tmp_path: Path, tokenize
         {"prompt": "d", "image": "python:3.12", "images": []},
     )
     first, second, third, last = drawn(path, tokenizer, 4)
-    assert greys(first.media) == [10, 20] and first.extra == {"level": 2}
+    assert greys(first.media) == [10, 20]
+    files = [str(tmp_path / "inner/a.png"), str(tmp_path / "b.jpg")]
+    assert first.extra == {"level": 2, "images": files}, "rewards and environments may read the files"
     assert greys(second.media) == [20, 10] and greys(third.media) == [10]
     assert last.media == () and last.extra == {"image": "python:3.12", "images": []}
 
@@ -84,7 +86,7 @@ def test_parquet_files_may_contain_image_bytes(tmp_path: Path, tokenizer: Any, s
         parquet.write_table(pa.Table.from_pylist(rows), tmp_path / f"shards/train-{shard}.parquet")
     found = drawn(tmp_path / "shards", tokenizer, 3 * shards)
     assert [greys(prompt.media) for prompt in found] == [[10, 30], [20], [10]] * shards
-    assert all("images" not in prompt.extra for prompt in found if prompt.row % 3 != 1)
+    assert "images" not in found[0].extra and found[2].extra["images"] == [str(tmp_path / "shards/here.png")]
 
 
 def test_columns_of_bytes_need_no_paths(tmp_path: Path, tokenizer: Any) -> None:

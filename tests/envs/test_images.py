@@ -10,11 +10,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hpcrl.config import EnvConfig
+from hpcrl.config import DataConfig, EnvConfig
+from hpcrl.data import sft_rows
 from hpcrl.data.env_sources import ExpertTask
+from hpcrl.data.image_tokens import bound_vision
+from hpcrl.data.pictures import read_picture
 from hpcrl.envs.environment import checked_reset, checked_step, cut, image_bytes, num_chars, num_image_bytes
 from hpcrl.envs.factory import make_env
 from hpcrl.envs.games.tiles import LINE, draw
+from tests.vlm import PAD, seeing_tokenizer
 
 GREY = np.full((2, 3, 3), 128, np.uint8)
 ICE, BLUE, BLACK, GREEN = (214, 236, 250), (30, 80, 220), (20, 20, 30), (40, 170, 70)
@@ -176,6 +180,17 @@ def test_the_prompt_describes_colours_and_keeps_the_system_prompt() -> None:
     assert message["content"] == "<image> <image>" and len(message["images"]) == 2
 
 
-def test_experts_play_only_with_text() -> None:
-    with pytest.raises(ValueError, match="expert:sokoban: show: the expert's episodes have no images; set show=text"):
-        ExpertTask("sokoban", {"env": {"show": "image"}}, 1, 0, "train")
+@pytest.mark.parametrize("name", ["frozen_lake", "sokoban"])
+def test_an_experts_episodes_have_the_images_of_the_game(name: str) -> None:
+    """The rows of supervised training, in which every turn of the user has an image."""
+    source = {"path": f"expert:{name}", "size": 4, "options": {"env": {"show": "image"}}}
+    config, seeing = DataConfig.model_validate({"train": [source]}), seeing_tokenizer()
+    vision, rows = bound_vision(seeing), sft_rows(config, "train", seeing)
+    told = ExpertTask(name, {"env": {"show": "image"}}, 4, 0, "train").row(0)["messages"]
+    shown = [image for message in told for image in message.get("images", ())]
+    assert len(shown) == sum(message["role"] == "user" for message in told) >= 1
+    sequence = rows.row(0)
+    assert [medium.content for medium in sequence.media] == [read_picture(file, vision).content for file in shown]
+    assert all(sequence.token_ids[m.start : m.start + m.length] == [PAD] * m.length for m in sequence.media)
+    texts = "".join(message["content"] for message in told if message["role"] == "assistant")
+    assert sum(sequence.loss_mask) == len(texts.encode()) + len(shown), "each answer and its end token"
