@@ -15,7 +15,8 @@ import torch
 
 from hpcrl.messaging.abortable import GroupLost
 from hpcrl.messaging.messages import Move
-from hpcrl.spec.media import IMAGES, image_spans
+from hpcrl.spec.image_rows import image_spans
+from hpcrl.spec.media import IMAGES
 
 Fields = Sequence[tuple[str, np.dtype]]
 RaggedFields = Sequence[tuple[str, np.dtype, str]]

@@ -41,14 +41,12 @@ def chosen(config: Config) -> Iterator[tuple[Path, str, Spec]]:
         yield ("trackers", index), name, TRACKERS[name]
 
 
-def check_built(config: Config) -> list[Problem]:
-    """Report parts that this version can plan but not run, and parts that are not installed or have an unsupported
-    version. In a container the preflight checks installed parts."""
+def check_installed(config: Config) -> list[Problem]:
+    """Report parts that are not installed or have an unsupported version. In a container the preflight checks installed
+    parts."""
     problems = []
     for path, name, spec in chosen(config):
-        if not spec.built:
-            problems.append(Problem(path, f"{dotted(path)}: {name} is not implemented yet"))
-        elif (lacking := spec.missing_packages()) and config.cluster.container == "none":
+        if (lacking := spec.missing_packages()) and config.cluster.container == "none":
             problems.append(Problem(path, f"{dotted(path)}: {name} is not installed; {install(lacking)}"))
         elif config.cluster.container == "none":
             for module, known in spec.required_versions.items():
@@ -264,8 +262,7 @@ def check_trainable(config: Config, model: Mapping[str, Any], path: Path) -> Ite
     `path`."""
     name = config.trainer.engine
     pipeline, spec = config.pipeline_spec, TRAIN_ENGINES[name]
-    # A pipeline that is not built yet is planned, also for models that no engine can train yet.
-    if not (pipeline.learns and pipeline.built) or config.debug == "fake":
+    if not pipeline.learns or config.debug == "fake":
         return
     own = None if spec.section is None else config.trainer.section(spec.section)
     if lacking := list(spec.unsupported(own, model)):

@@ -142,8 +142,9 @@ def _make_rollouts(
 def _load_tokenizer(model_path: Path, config: Config) -> Any:
     """The model's tokenizer, with its chat template's variables. ValueError if the folder has no working tokenizer."""
     try:
-        given = config.data.chat_template_kwargs
-        return bind(AutoTokenizer.from_pretrained(model_path), given, vision_of(model_path))
+        given = config.data
+        vision = vision_of(model_path, given.max_pixels)
+        return bind(AutoTokenizer.from_pretrained(model_path), given.chat_template_kwargs, vision)
     except Exception as error:  # for a damaged file, any exception is possible
         text = f"{type(error).__name__}: {error}"
         raise ValueError(f"model.path: config and tokenizer of {model_path} cannot be loaded: {text}") from error

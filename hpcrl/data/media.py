@@ -131,7 +131,7 @@ def read_images(images: Sequence[ImageFile], vision: Vision | None) -> tuple[Med
         if num_bytes > MAX_PIXEL_BYTES:
             raise BadRow(
                 f"{image.place}: the row's images have more than {MAX_PIXEL_BYTES >> 20} MiB of pixels, which are sent "
-                "with the prompt; lower max_pixels in the model's preprocessor_config.json, or leave the row out"
+                "with the prompt; lower data.max_pixels, or leave the row out"
             )
     return tuple(found)
 

@@ -7,9 +7,12 @@ transparent, the first frame of an animation, and 8 bits per channel.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import struct
 import warnings
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -22,6 +25,10 @@ MAX_FILE_PIXELS = 1 << 26
 """Limit for the pixels of a file, 67 million: a file of kilobytes may contain gigabytes."""
 TRANSPARENT = {"LA", "La", "PA", "RGBA", "RGBa"}
 SIXTEEN_BITS = {"I;16", "I;16B", "I;16L", "I;16N", "I"}
+ORIENTATION = 0x0112
+"""The EXIF tag of an image's orientation."""
+SIDEWAYS = (5, 6, 7, 8)
+"""Its values for images whose width and height are exchanged."""
 WHITE = (255, 255, 255)
 
 
@@ -42,23 +49,47 @@ def _shown(image: Image.Image, tile: Tile, vision: Vision) -> Medium:
     return Medium(IMAGE, image.tobytes(), image.width, image.height, length=length, row=tile.row, column=tile.column)
 
 
+def size_of(file: bytes | Path) -> tuple[int, int]:
+    """Width and height of an image, upright, from the head of its file. ValueError states why it cannot be decoded, as
+    far as the head shows; OSError if there is no such file."""
+    with _reasons():
+        image = _opened(file)
+        known = image.format != "PNG" or "exif" in image.info  # else Pillow would decode the file to look for it
+        turned = known and image.getexif().get(ORIENTATION) in SIDEWAYS
+        return (image.height, image.width) if turned else image.size
+
+
 def decode(content: bytes) -> Image.Image:
     """The image of a file as RGB, in its own size. ValueError states why it cannot be decoded."""
+    with _reasons():
+        image = _opened(content)
+        image.load()
+        return _rgb(ImageOps.exif_transpose(image))
+
+
+def _opened(file: bytes | Path) -> Image.Image:
+    image = Image.open(io.BytesIO(file) if isinstance(file, bytes) else file, formats=FORMATS)
+    if image.width * image.height > MAX_FILE_PIXELS:
+        raise ValueError(f"{image.width} x {image.height} pixels, and at most {MAX_FILE_PIXELS} are decoded")
+    if not (image.width and image.height):
+        raise ValueError(f"{image.width} x {image.height} pixels")
+    return image
+
+
+@contextlib.contextmanager
+def _reasons() -> Iterator[None]:
+    """Make Pillow's errors ValueErrors that a user understands."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of Pillow's own limit, and of odd metadata
-            file = Image.open(io.BytesIO(content), formats=FORMATS)
-            if file.width * file.height > MAX_FILE_PIXELS:
-                raise ValueError(f"{file.width} x {file.height} pixels, and at most {MAX_FILE_PIXELS} are decoded")
-            if not (file.width and file.height):
-                raise ValueError(f"{file.width} x {file.height} pixels")
-            file.load()
-            return _rgb(ImageOps.exif_transpose(file))
+            yield
     except UnidentifiedImageError:
         raise ValueError(f"it is not an image of a known format ({', '.join(FORMATS)})") from None
     except Image.DecompressionBombError as error:
         raise ValueError(f"it is too large: {error}") from None
     except (OSError, SyntaxError, struct.error, EOFError, IndexError, TypeError, OverflowError, MemoryError) as error:
+        if isinstance(error, FileNotFoundError | PermissionError):
+            raise
         raise ValueError(f"it cannot be decoded: {error}") from None  # Pillow's decoders raise all of these
 
 

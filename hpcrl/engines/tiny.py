@@ -30,7 +30,7 @@ from hpcrl.config import TinyModel
 from hpcrl.config.model import MIN_VOCABULARY
 from hpcrl.data.templates import CHATML, CHATML_WITH_IMAGES, END, IMAGE_TOKENS, PAD, START
 from hpcrl.engines.hf_folder import save_model
-from hpcrl.models.vision import CLIP_MEAN, CLIP_STD
+from hpcrl.models.vision import CLIP_MEAN, CLIP_STD, TINY
 from hpcrl.system.files import give_usual_modes
 
 SPECIAL_TOKENS = (PAD, START, END)
@@ -38,12 +38,12 @@ assert 256 + len(SPECIAL_TOKENS) == MIN_VOCABULARY  # every byte has a token, so
 
 PROCESSOR = {
     "image_processor_type": "Qwen2VLImageProcessor",
-    "patch_size": 14,
-    "merge_size": 2,
-    "temporal_patch_size": 2,
+    "patch_size": TINY.patch,
+    "merge_size": TINY.merge,
+    "temporal_patch_size": TINY.frames,
     "image_mean": CLIP_MEAN,
     "image_std": CLIP_STD,
-    "size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 64},
+    "size": {"shortest_edge": TINY.min_pixels, "longest_edge": TINY.max_pixels},
 }
 
 # Digits are split one by one, as in Qwen2; a word includes the space before it.

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from hpcrl.envs.tool_formats.table import FormatName
 from hpcrl.spec.fields import NUMBER, ImportPath, Natural, Positive, SandboxLevel, Seconds, Section, Share
 from hpcrl.spec.kinds import EnvSpec
+from hpcrl.spec.media import IMAGE
 
 
 def _tag(name: str) -> str:
@@ -418,6 +419,10 @@ class ScriptedOptions(Section):
     """Text after the first answer."""
 
 
+def _image_if(shown: str) -> frozenset[str]:
+    return frozenset({IMAGE}) if shown == "image" else frozenset()
+
+
 SCRIPTED = EnvSpec(
     about="Asks for a second answer and compares it with the gold answer; for tests and as an example.",
     make="hpcrl.envs.games.scripted:ScriptedEnv",
@@ -428,12 +433,14 @@ FROZEN_LAKE = EnvSpec(
     make="hpcrl.envs.games.frozen_lake:FrozenLake",
     section=FrozenLakeOptions,
     has_expert=True,
+    shows=lambda options: _image_if(options.show),
 )
 SOKOBAN = EnvSpec(
     about="Sokoban: push every box onto a target.",
     make="hpcrl.envs.games.sokoban:Sokoban",
     section=SokobanOptions,
     has_expert=True,
+    shows=lambda options: _image_if(options.show),
 )
 GUESS = EnvSpec(
     about="Find a number that is said to be higher or lower than each guess.",
@@ -451,6 +458,7 @@ GYMNASIUM = EnvSpec(
     about="An environment of gymnasium with a Discrete or a Text action space.",
     make="hpcrl.envs.adapters.gymnasium:Gymnasium",
     section=GymnasiumOptions,
+    shows=lambda options: _image_if(options.observation),
     needs={"gymnasium": "gymnasium"},
     probe="hpcrl.envs.adapters.gymnasium:probe",
 )

@@ -7,13 +7,11 @@ it in their own files. A family's field `vision` reads one (hpcrl.models.family)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
-import numpy as np
-
-from hpcrl.spec.media import ImageSpan, Medium
+from hpcrl.spec.media import Medium
 
 MAX_RATIO = 200
 """Limit of an image's longer side divided by its shorter one, as in the processors of Qwen-VL models."""
@@ -40,6 +38,14 @@ class Tile(NamedTuple):
     box: tuple[int, int, int, int] | None = None
     row: int = 0
     column: int = 0
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height of the image."""
+        if self.box is None:
+            return self.sizes[-1]
+        left, upper, right, lower = self.box
+        return right - left, lower - upper
 
 
 @dataclass(frozen=True)
@@ -107,6 +113,13 @@ class Vision:
             sides = [math.ceil(side * scale / unit) * unit for side in (width, height)]
         return sides[0], sides[1]
 
+    def limited(self, max_pixels: int) -> Vision:
+        """The same with a lower maximum of pixels. ValueError if the minimum is higher."""
+        least = max(self.min_pixels, (self.patch * self.merge) ** 2)
+        if max_pixels < least:
+            raise ValueError(f"data.max_pixels: {max_pixels}, but the model's smallest image has {least} pixels")
+        return replace(self, max_pixels=min(self.max_pixels, max_pixels))
+
     def num_patches(self, width: int, height: int) -> int:
         """Patches of an image of a size from fit()."""
         return (width // self.patch) * (height // self.patch)
@@ -116,39 +129,8 @@ class Vision:
         return self.num_patches(width, height) // self.merge**2
 
 
-def positions(num_tokens: int, images: Iterable[ImageSpan], unit: int) -> np.ndarray:
-    """int64 [num_tokens, 3]: time, row and column of each token of a sequence, in M-RoPE (arXiv 2409.12191). An image's
-    tokens have the time of its first token; the text after it continues after its longer side.
-
-    Args:
-        images: In the order of their tokens.
-        unit: Pixels of a token's side.
-    """
-    found = np.empty((num_tokens, 3), np.int64)
-    end, following = 0, 0  # of the tokens that have positions; the next position
-    for image in images:
-        text = image.start - end
-        found[end : image.start] = np.arange(following, following + text)[:, None]
-        following, end = following + text, image.start + image.length
-        rows, columns = image.height // unit, image.width // unit
-        grid = np.stack(np.meshgrid([0], np.arange(rows), np.arange(columns), indexing="ij"), -1).reshape(-1, 3)
-        found[image.start : end] = following + grid
-        following += max(rows, columns)
-    found[end:] = np.arange(following, following + num_tokens - end)[:, None]
-    return found
-
-
-def axes_of_pairs(sections: Sequence[int], interleaved: bool) -> tuple[int, ...]:
-    """The axis (time, row, column) whose position rotates each pair of a head's dimensions.
-
-    Args:
-        sections: The numbers of pairs by axis, mrope_section in config.json.
-        interleaved: Whether pairs take the axes in turn, as in Qwen3-VL, until an axis has its number; the other pairs
-            take time.
-    """
-    if not interleaved:
-        return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
-    return tuple(axis if (axis := pair % 3) and pair < 3 * sections[axis] else 0 for pair in range(sum(sections)))
+TINY = Vision(patch=14, merge=2, min_pixels=28 * 28, max_pixels=28 * 28 * 64)
+"""Image sizes of a model from hpcrl.engines.tiny."""
 
 
 def read_vision(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Vision:

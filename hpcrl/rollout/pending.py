@@ -13,7 +13,8 @@ from safetensors.numpy import load_file, save
 
 from hpcrl.rollout.pictures import joined, split
 from hpcrl.rollout.types import Sample
-from hpcrl.spec.media import IMAGES, image_spans
+from hpcrl.spec.image_rows import image_spans
+from hpcrl.spec.media import IMAGES
 from hpcrl.spec.trajectory import FIELDS, Field, Level
 from hpcrl.system.files import write_durably
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from hpcrl.spec.media import ImageSpan, image_spans
+from hpcrl.spec.image_rows import image_spans
+from hpcrl.spec.media import ImageSpan
 from hpcrl.system.files import write_durably
 
 FOLDER = "pictures"

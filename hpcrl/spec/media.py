@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import struct
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
 
 from hpcrl.spec.trajectory import Field, Level, Origin
+
+if TYPE_CHECKING:
+    import numpy as np
 
 IMAGE = "image"
 IMAGE_MARK = "\ue001"
@@ -26,7 +30,7 @@ IMAGES = Field(
     width=4 + DIGEST_WORDS,
     ragged=True,
 )
-"""The field of a run whose model takes images; hpcrl.models.vision.vision_of() declares it."""
+"""The field of a run whose model takes images; hpcrl.models.families.vision_of() declares it."""
 
 
 class Medium(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -56,12 +60,13 @@ class Medium(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     @property
     def digest(self) -> bytes:
         """SHA-256 of size and content: equal media have equal digests, whatever their files are."""
-        head = np.array([self.width, self.height], "<u4").tobytes()
-        return hashlib.sha256(head + self.content).digest()
+        return hashlib.sha256(struct.pack("<II", self.width, self.height) + self.content).digest()
 
     @property
     def pixels(self) -> np.ndarray:
         """An image's uint8 [height, width, 3]."""
+        import numpy as np  # at the top, reading a configuration would import it
+
         return np.frombuffer(self.content, np.uint8).reshape(self.height, self.width, 3)
 
 
@@ -101,28 +106,3 @@ class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
 def placed_span(span: ImageSpan, offset: int) -> ImageSpan:
     """The image with its tokens this much later."""
     return msgspec.structs.replace(span, start=span.start + offset)
-
-
-def image_rows(media: Sequence[Medium]) -> np.ndarray:
-    """int64 [n, width of IMAGES]: values of the field `images` for these images."""
-    rows = np.empty((len(media), IMAGES.width), np.int64)
-    for row, medium in zip(rows, media, strict=True):
-        row[:4] = medium.start, medium.length, medium.width, medium.height
-        row[4:] = np.frombuffer(medium.digest, "<i8")
-    return rows
-
-
-def image_spans(rows: np.ndarray) -> list[ImageSpan]:
-    """The images of such values."""
-    return [ImageSpan(*row[:4].tolist(), row[4:].astype("<i8").tobytes()) for row in rows]
-
-
-def prefix_keys(token_ids: np.ndarray, spans: Iterable[ImageSpan]) -> np.ndarray:
-    """int64 [n]: token ids in which the tokens of images are negative numbers derived from the image's digest.
-    Sequences with equal keys have equal hidden states, while placeholder tokens of different images are equal."""
-    keys = token_ids.astype(np.int64)
-    for span in spans:
-        seed = int.from_bytes(span.digest[:8], "little")
-        offsets = np.arange(span.length, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
-        keys[span.start : span.start + span.length] = -1 - (offsets >> np.uint64(1)).astype(np.int64)
-    return keys

@@ -15,7 +15,8 @@ from hpcrl.messaging.messages import Done, DropBatch, Logprobs, Move, SendTokens
 from hpcrl.models.families import vision_of
 from hpcrl.rollout.batch import Batch, on_policy, pack
 from hpcrl.rollout.types import TOKEN_REWARD
-from hpcrl.spec.media import IMAGES, image_spans
+from hpcrl.spec.image_rows import image_spans
+from hpcrl.spec.media import IMAGES
 from hpcrl.spec.trajectory import FIELDS, TEXT, Field, Level
 from hpcrl.workers.generator import GeneratorRole
 from hpcrl.workers.role import Rank, without

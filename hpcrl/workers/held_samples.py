@@ -15,7 +15,8 @@ from hpcrl.config import Config
 from hpcrl.engines.gen.generation_engine import Output
 from hpcrl.messaging.messages import Ended, EnvObservation, PromptPayload
 from hpcrl.rollout.types import FinishReason, Sample
-from hpcrl.spec.media import IMAGES, Medium, image_rows, placed
+from hpcrl.spec.image_rows import image_rows
+from hpcrl.spec.media import IMAGES, Medium, placed
 from hpcrl.spec.trajectory import Field, Level, Origin, fields_of, generated_fields
 
 

@@ -78,8 +78,9 @@ class Worker:
         """Loaded on first use: rank 0 may still be writing the model folder when this rank joins."""
         from transformers import AutoTokenizer  # takes seconds; a reward rank does not need it
 
-        given = self.config.data.chat_template_kwargs
-        return bind(AutoTokenizer.from_pretrained(self.model_path), given, vision_of(self.model_path))
+        given = self.config.data
+        vision = vision_of(self.model_path, given.max_pixels)
+        return bind(AutoTokenizer.from_pretrained(self.model_path), given.chat_template_kwargs, vision)
 
     def serve(self) -> None:
         """Join and execute commands until Shutdown. Reported after any exception, which ends the rank."""

@@ -45,7 +45,8 @@ from hpcrl.rollout.batch import Batch, Norms, batch_from_samples, group_ids
 from hpcrl.rollout.pictures import joined, split
 from hpcrl.rollout.store import RolloutReader, write_rollouts
 from hpcrl.rollout.types import FinishReason, Sample
-from hpcrl.spec.media import IMAGES, image_rows
+from hpcrl.spec.image_rows import image_rows
+from hpcrl.spec.media import IMAGES
 from hpcrl.spec.tables import TRAIN_ENGINES
 from hpcrl.spec.trajectory import FIELDS, Level, Origin, fields_of
 from hpcrl.workers.role import Rank

@@ -322,18 +322,18 @@ def test_what_takes_no_images_is_named_before_the_start(tmp_path: Path, write_js
     path = write_jsonl("rows.jsonl", {"prompt": "a"}, {"prompt": "a", "answer": "b", "images": ["a.png"]})
     rows, problems = read_splits(DataConfig(train=path, val=path), 0)
     assert not problems
-    both = list(check_media(Config(eval_every=1, data=DataConfig(train=path, val=path)), rows))
+    both = list(check_media(Config(eval_every=1, data=DataConfig(train=path, val=path)), rows, None))
     rest = "leave such rows out (1 of 2 rows of data.{})"
     assert both == [
         f"{path}:2: the row has images, which model.tiny.architecture=qwen2 does not take; "
-        f"{rest.format(split)}, or use a model with model_type {', '.join(SEEING)}"
+        f"use a model with model_type {', '.join(SEEING)}, or {rest.format(split)}"
         for split in ("train", "val")
     ]
     seeing = ModelConfig(tiny=TinyModel(architecture="qwen2_5_vl"))
     for pipeline in ("rlvr", "sft"):
-        assert not list(check_media(Config(pipeline=pipeline, model=seeing), rows))
+        assert not list(check_media(Config(pipeline=pipeline, model=seeing), rows, VISION))
     megatron = Config.model_validate({"model": seeing, "trainer": {"engine": "megatron"}})
-    assert list(check_media(megatron, {"train": rows["train"]})) == [
+    assert list(check_media(megatron, {"train": rows["train"]}, VISION)) == [
         f"{path}:2: the row has images, which the megatron trainer does not take; "
         f"use trainer.engine=fsdp2 or deepspeed, or {rest.format('train')}"
     ]
@@ -373,7 +373,7 @@ def test_every_model_that_gets_the_rows_must_take_images(
     for name, values in (item for item in keys.items() if item[0] != "algorithm"):
         given = {key: str(tmp_path) if value == "TEXT" else value for key, value in values.items()}
         config = config.model_copy(update={name: getattr(config, name).model_copy(update=given)})
-    lines = [line.replace(str(tmp_path), "TEXT") for line in check_media(config, rows)]
+    lines = [line.replace(str(tmp_path), "TEXT") for line in check_media(config, rows, VISION)]
     assert len(lines) == len(expected)
     for line, text in zip(lines, expected, strict=True):
         assert line.startswith(f"TEXT/rows.jsonl:1: the row has images, which {text}leave such rows out (1 of 1 ")

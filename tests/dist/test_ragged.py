@@ -25,7 +25,8 @@ from hpcrl.messaging.messages import BroadcastBatch, Move, TransferRollouts
 from hpcrl.rollout.batch import Batch
 from hpcrl.rollout.types import Sample, Sizes, make_sample_id
 from hpcrl.spec.division import Division
-from hpcrl.spec.media import IMAGE, IMAGES, Medium, image_rows, image_spans
+from hpcrl.spec.image_rows import image_rows, image_spans
+from hpcrl.spec.media import IMAGE, IMAGES, Medium
 from hpcrl.spec.trajectory import FIELDS, Field, Level, Origin, declare, generated_fields
 from hpcrl.workers.exchange import Exchange
 from hpcrl.workers.generator import GeneratorRole

@@ -22,7 +22,7 @@ from hpcrl.engines.tiny import PROCESSOR, make_tiny_model
 from hpcrl.models.families import vision_of
 from hpcrl.rollout.store import RolloutReader
 from hpcrl.rollout.types import is_validation
-from hpcrl.spec.media import image_spans
+from hpcrl.spec.image_rows import image_spans
 from hpcrl.system.exit_codes import ExitCode
 from tests.e2e.program import Start
 from tests.e2e.test_split_replicas import APART
@@ -140,5 +140,5 @@ def test_images_for_a_text_model_are_refused(
 ) -> None:
     start = Start(tmp_path / "run", [*words(tmp_path, digit_model), "layout.generator.tensor_parallel=1"])
     assert start.wait() == ExitCode.BAD_INPUT, start.text
-    line = f"{tmp_path}/rows.jsonl:2: the row has images, which {digit_model} does not take; leave such rows out"
+    line = f"{tmp_path}/rows.jsonl:2: the row has images, which {digit_model} does not take; use a model with"
     assert line in start.text and not (tmp_path / "run").exists()

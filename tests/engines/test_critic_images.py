@@ -21,7 +21,7 @@ from hpcrl.engines.hf_folder import save_model
 from hpcrl.engines.train.fsdp2 import engine as fsdp2
 from hpcrl.engines.train.fsdp2.critic import add_critic_class
 from hpcrl.rollout.batch import Batch
-from hpcrl.spec.media import image_spans
+from hpcrl.spec.image_rows import image_spans
 from tests.engines.test_critic import Squares, gradients, make_critic
 from tests.engines.test_deepspeed_critic import gradients as zero_gradients
 from tests.engines.test_deepspeed_critic import make

@@ -27,7 +27,8 @@ from hpcrl.models.families import vision_of
 from hpcrl.models.vision import Vision
 from hpcrl.rollout.batch import Batch, Norms, batch_from_samples
 from hpcrl.rollout.types import FinishReason, Sample
-from hpcrl.spec.media import IMAGES, image_rows
+from hpcrl.spec.image_rows import image_rows
+from hpcrl.spec.media import IMAGES
 from tests.engines.test_images import engine_of
 from tests.engines.worlds import Weighted
 from tests.vlm_families import SMALL, make_small, own_processor

@@ -21,7 +21,8 @@ from hpcrl.models.families import vision_of
 from hpcrl.models.vision import Vision
 from hpcrl.rollout.batch import Batch, Norms, batch_from_samples
 from hpcrl.rollout.types import FinishReason, Sample
-from hpcrl.spec.media import IMAGES, Medium, image_rows, image_spans
+from hpcrl.spec.image_rows import image_rows, image_spans
+from hpcrl.spec.media import IMAGES, Medium
 from tests.engines.worlds import Weighted
 from tests.vlm import FAMILIES, PAD, SPECIAL, make_vlm, noise
 

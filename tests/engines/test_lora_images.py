@@ -13,7 +13,8 @@ from hpcrl.config import LoRAConfig
 from hpcrl.engines.gen.native.engine import NativeEngine
 from hpcrl.rollout.batch import Batch, batch_from_samples
 from hpcrl.rollout.types import FinishReason, Sample
-from hpcrl.spec.media import IMAGES, image_rows
+from hpcrl.spec.image_rows import image_rows
+from hpcrl.spec.media import IMAGES
 from tests.engines.test_images_on_ranks import STEPS, batch_for, engine_of, stepped
 from tests.engines.test_native_images import generated, requests_of, vision_of
 from tests.vlm import make_vlm

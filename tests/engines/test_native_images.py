@@ -25,7 +25,8 @@ from hpcrl.models.families import vision_of
 from hpcrl.models.vision import Vision
 from hpcrl.rollout.batch import batch_from_samples
 from hpcrl.rollout.types import FinishReason, Sample
-from hpcrl.spec.media import IMAGES, Medium, image_rows
+from hpcrl.spec.image_rows import image_rows
+from hpcrl.spec.media import IMAGES, Medium
 from tests.vlm import PAD, SPECIAL, make_vlm, noise
 
 pytestmark = pytest.mark.numerics

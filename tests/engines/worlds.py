@@ -24,7 +24,8 @@ from hpcrl.algorithms.interface import Objective, Outputs
 from hpcrl.metrics.stats import Stats, stat
 from hpcrl.rollout.batch import Batch, Norms, batch_from_samples
 from hpcrl.rollout.types import FinishReason, Sample
-from hpcrl.spec.media import IMAGES, image_rows
+from hpcrl.spec.image_rows import image_rows
+from hpcrl.spec.media import IMAGES
 from hpcrl.spec.tables import TRAIN_ENGINES
 from hpcrl.spec.trajectory import FIELDS, Level
 

@@ -16,7 +16,7 @@ from PIL import Image
 
 from hpcrl.commands import track
 from hpcrl.config import Config, ConfigError, parse
-from hpcrl.config.abilities import check_built
+from hpcrl.config.abilities import check_installed
 from hpcrl.controller.examples import keep_examples
 from hpcrl.controller.tracking import last_step_file, start_trackers
 from hpcrl.metrics.log import MetricsLog, read_metrics
@@ -148,7 +148,7 @@ def test_a_tracker_whose_package_is_missing_is_refused(monkeypatch: pytest.Monke
     with pytest.raises(ConfigError, match=r"trackers.*'swanlab' or 'mlflow'"):
         config_of(trackers=["wandbb"])
     monkeypatch.setattr("hpcrl.spec.kinds.find_spec", lambda module: None)
-    problems = [problem.text for problem in check_built(config_of(trackers=["tensorboard", "swanlab"]))]
+    problems = [problem.text for problem in check_installed(config_of(trackers=["tensorboard", "swanlab"]))]
     [text] = [text for text in problems if text.startswith("trackers")]
     assert text.startswith("trackers.1: swanlab is not installed; ") and "constraints.txt 'swanlab==0.10.*'" in text
 

@@ -16,7 +16,8 @@ from hpcrl.rollout.pending import read_pending, write_pending
 from hpcrl.rollout.pictures import picture_path
 from hpcrl.rollout.store import RolloutReader, write_rollouts
 from hpcrl.rollout.types import FinishReason
-from hpcrl.spec.media import IMAGE, IMAGES, Medium, image_rows, image_spans
+from hpcrl.spec.image_rows import image_rows, image_spans
+from hpcrl.spec.media import IMAGE, IMAGES, Medium
 from hpcrl.spec.trajectory import FIELDS, declare
 from hpcrl.workers.held_samples import PromptState, SampleState
 

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from hpcrl.engines.gen.native.unsupported import unsupported
 from hpcrl.models.families import NATIVE, family_of, vision_of
+from hpcrl.models.mrope import axes_of_pairs
 from hpcrl.models.shape import Decoder
-from hpcrl.models.vision import Vision, axes_of_pairs
+from hpcrl.models.vision import Vision
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,12 @@ from torch import Tensor, nn
 
 from hpcrl.engines.gen.generation_engine import Request
 from hpcrl.engines.gen.native.slots import spans_of
+from hpcrl.engines.gen.native.spec import KEPT_IMAGE_TOKENS
 from hpcrl.engines.gen.native.transformer import ImageFeatures
 from hpcrl.engines.patches import make_patches
-from hpcrl.models.vision import Vision, positions
+from hpcrl.models.mrope import positions
+from hpcrl.models.vision import Vision
 from hpcrl.spec.media import Medium
-
-MAX_KEPT_TOKENS = 65_536
-"""Tokens whose features are kept for later members of a group and for prefills in parts."""
 
 
 def make_tower(path: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
@@ -91,6 +90,6 @@ class Images:
 
     def _shrink(self, keep: int) -> None:
         total = sum(len(features[0]) for features in self._known.values())
-        while total > MAX_KEPT_TOKENS and len(self._known) > keep:
+        while total > KEPT_IMAGE_TOKENS and len(self._known) > keep:
             oldest = next(iter(self._known))
             total -= len(self._known.pop(oldest)[0])

@@ -11,7 +11,8 @@ import torch
 from hpcrl.engines.gen.generation_engine import Request
 from hpcrl.engines.gen.native.output_buffer import OutputSpan
 from hpcrl.engines.gen.sampling import SamplingPlan, stream_origin
-from hpcrl.spec.media import ImageSpan, image_rows, image_spans, prefix_keys
+from hpcrl.spec.image_rows import image_rows, image_spans, prefix_keys
+from hpcrl.spec.media import ImageSpan
 
 NO_TOKEN = -1
 

@@ -12,6 +12,7 @@ from hpcrl.spec.kinds import GenEngineSpec
 from hpcrl.spec.media import IMAGE
 from hpcrl.spec.problems import Problem
 
+KEPT_IMAGE_TOKENS = 65_536
 LARGE_BLOCK = 4096  # tokens; up to this a bucket may exceed the longest sequence
 
 
@@ -50,6 +51,7 @@ SPEC = GenEngineSpec(
     check_sizes="hpcrl.engines.gen.native.memory:check",
     families=NATIVE,
     media=frozenset({IMAGE}),
+    kept_image_tokens=KEPT_IMAGE_TOKENS,
     unsupported=unsupported,
     records_routes=True,
     recompute=True,

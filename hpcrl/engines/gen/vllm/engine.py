@@ -29,7 +29,7 @@ from hpcrl.engines.gen.sampling import stream_origin
 from hpcrl.engines.gen.stops import StopStrings
 from hpcrl.engines.gen.vllm.amx import follow_onednn_limit
 from hpcrl.engines.gen.vllm.heads import check_head_size
-from hpcrl.engines.gen.vllm.image_prompts import ImagePrompts
+from hpcrl.engines.gen.vllm.image_prompts import ImagePrompts, image_properties
 from hpcrl.engines.gen.vllm.image_prompts import arguments as image_arguments
 from hpcrl.engines.gen.vllm.lora_loading import Adapter
 from hpcrl.engines.gen.vllm.lora_loading import arguments as adapter_arguments
@@ -45,7 +45,6 @@ from hpcrl.engines.gen.vllm.weight_readback import shown
 from hpcrl.engines.gen.vllm.weights import as_published, reload
 from hpcrl.engines.gen.weight_names import WeightNames
 from hpcrl.models.families import known_shape
-from hpcrl.models.families import vision_of
 from hpcrl.rollout.types import FinishReason
 from hpcrl.spec.media import IMAGE
 from hpcrl.spec.trajectory import Field
@@ -176,7 +175,7 @@ class VLLMEngine:
             "async_scheduling": False,  # a step must return its own tokens
             "seed": 0,
         }
-        vision = vision_of(Path(model_path))
+        vision = image_properties(Path(model_path))
         if vision is not None:
             if not find_spec("torchvision"):
                 raise ValueError(f"vLLM refuses {model_path}: it lacks {NO_TORCHVISION}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -10,6 +12,7 @@ import torch
 
 from hpcrl.engines.gen.generation_engine import Request
 from hpcrl.engines.patches import make_patches
+from hpcrl.models.families import VLLM_SEEING, vision_of
 from hpcrl.models.vision import Vision
 from hpcrl.spec.media import Medium
 
@@ -25,6 +28,12 @@ def arguments() -> dict[str, Any]:
         "limit_mm_per_prompt": {"video": 0},
         "skip_mm_profiling": not torch.cuda.is_available(),
     }
+
+
+def image_properties(model_path: Path) -> Vision | None:
+    """The image properties of a model whose images hpcrl gives to vLLM; None for all other models."""
+    config = json.loads((model_path / "config.json").read_text())
+    return vision_of(model_path) if config.get("model_type") in VLLM_SEEING else None
 
 
 class ImagePrompts:

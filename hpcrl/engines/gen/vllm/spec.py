@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from hpcrl.engines.gen.vllm.slices import slices
+from hpcrl.models.families import VLLM_SEEING
 from hpcrl.spec.extras import version_of
 from hpcrl.spec.fields import NUMBER, Section
 from hpcrl.spec.installed import fields, folder_of, table_keys, unknown_options
@@ -91,10 +92,8 @@ def _check(config: Any) -> Iterator[Problem]:
 def _unsupported(model: Mapping[str, Any], longest: int) -> Iterator[str]:
     """Report an architecture that neither the installed vLLM nor one of its plug-ins implements, and that transformers
     does not implement with replaceable attention; a missing torchvision."""
-    from hpcrl.models.vision import MODEL_TYPES  # imports numpy, which reading a configuration does not need
-
     own = table_keys("vllm", "model_executor/models/registry.py", MODELS)
-    if own and model.get("model_type") in MODEL_TYPES and folder_of("torchvision") is None:
+    if own and model.get("model_type") in VLLM_SEEING and folder_of("torchvision") is None:
         yield NO_TORCHVISION
     given = model.get("architectures")
     names = [str(name) for name in given] if isinstance(given, list) else []
@@ -133,6 +132,9 @@ def _need(config: Any, model: Any, name: str, shape: tuple[int, ...], index: int
     return RequiredSlices(config.generator.dtype, slices(options, model, name, shape, index, num_ranks))
 
 
+KEPT_IMAGE_TOKENS = 2048
+"""vLLM's own max_num_batched_tokens, to which its encoder cache is limited."""
+
 SPEC = GenEngineSpec(
     about="vLLM, in the rank's own process.",
     needs={"vllm": "vllm"},
@@ -148,7 +150,9 @@ SPEC = GenEngineSpec(
     float32_head=True,
     lora=True,
     media=frozenset({IMAGE}),
+    media_families=VLLM_SEEING,
     records_routes=True,
+    kept_image_tokens=KEPT_IMAGE_TOKENS,
     plan="hpcrl.engines.gen.vllm.memory:cache",
     check_sizes="hpcrl.engines.gen.vllm.memory:check",
     memory_share=_planned_share,

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from hpcrl.engines.patches import tower_inputs
-from hpcrl.models.vision import BothWays, Vision, positions
+from hpcrl.models.mrope import positions
+from hpcrl.models.vision import BothWays, Vision
 from hpcrl.rollout.batch import Batch
 from hpcrl.rollout.device_copies import to_device
-from hpcrl.spec.media import ImageSpan, image_spans, placed_span, prefix_keys
+from hpcrl.spec.image_rows import image_spans, prefix_keys
+from hpcrl.spec.media import ImageSpan, placed_span
 
 
 class ImageInputs(NamedTuple):
