@@ -173,12 +173,13 @@ def _model_config(spec: TinyModel, ids: dict[str, Any]) -> PreTrainedConfig:
             pairs = head_dim // 2
             rope = {"rope_type": "default", "rope_theta": 1e4}
             sections = [pairs - 2 * (3 * pairs // 8), 3 * pairs // 8, 3 * pairs // 8]
-            numbers = dict(zip(("vision_start", "image", "vision_end"), range(3, 6), strict=True))
             return Qwen2_5_VLConfig(
                 text_config=common | {"rope_parameters": rope | {"mrope_section": sections}},
                 vision_config=spec.tower_config(),
                 tie_word_embeddings=spec.tie_word_embeddings,
-                **{f"{name}_token_id": number for name, number in numbers.items()},
+                vision_start_token_id=3,
+                image_token_id=4,
+                vision_end_token_id=5,
                 **ids,
             )
         case "qwen3":

@@ -176,8 +176,7 @@ def _refusing(
     users += [("critic", config.critic_engine, TRAIN_ENGINES)] if learns and config.uses_critic else []
     families = GEN_ENGINES[config.gen_engine].media_families
     if generates and families is not None and (own := _model_type(config)) not in families:
-        able = ", ".join(families)
-        yield f"the {config.gen_engine} generator with model_type={own}", f"use one of {able}, or "
+        yield f"the {config.gen_engine} generator with model_type={own}", f"use one of {', '.join(families)}, or "
     for role, engine, engines in users:
         if kind not in engines[engine].media:
             able = [name for name, spec in engines.items() if spec.selectable and kind in spec.media]

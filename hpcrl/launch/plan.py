@@ -18,7 +18,7 @@ from hpcrl.models.families import read_shape, shape_of
 from hpcrl.models.shape import CannotPlanError, ModelShape
 from hpcrl.models.tower import PREFIX
 from hpcrl.planner.adapters import trained
-from hpcrl.planner.images import image_tokens_of_row, with_row_tokens
+from hpcrl.planner.image_memory import image_tokens_of_row, with_row_tokens
 from hpcrl.run_folder import RunState
 from hpcrl.spec.extras import version_of
 

@@ -64,6 +64,8 @@ class Family:
     predicts_further: str = ""
     """The config.json key for the number of multi-token prediction layers. Files have them after the other layers;
     transformers' model does not have them."""
+    transposes_experts: bool = False
+    """Whether transformers transposes the merged matrices of experts when it reads files."""
     peft_experts: frozenset[str] = frozenset()
     """Last parts of layer names that peft (0.21) treats as experts, in every family whose experts transformers stacks
     as in this one."""

@@ -81,4 +81,5 @@ MOE = Family(
     vision=read_vision,
     vllm_images=True,
     renamed_in_files=True,
+    transposes_experts=True,
 )

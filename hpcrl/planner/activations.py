@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from hpcrl.config import Config
 from hpcrl.models.shape import ModelShape
 from hpcrl.models.tower import Tower
-from hpcrl.planner.images import image_tokens_of_row, recomputed_block, tower_activations, tower_forward
+from hpcrl.planner.image_memory import image_tokens_of_row, recomputed_block, tower_activations, tower_forward
 
 FP32 = 4
 INDEX = 8

@@ -10,7 +10,7 @@ from hpcrl.config import Config, RoleName
 from hpcrl.models.shape import ModelShape
 from hpcrl.planner.activations import FP32
 from hpcrl.planner.adapters import adapters, trained
-from hpcrl.planner.images import feature_bytes, image_limit, image_tokens_of_row, tower_forward
+from hpcrl.planner.image_memory import feature_bytes, image_limit, image_tokens_of_row, tower_forward
 from hpcrl.planner.memory_parts import BYTES, PHASES, Part, Phase, samples_of_a_step, split_size
 from hpcrl.planner.trainer import train_plan
 from hpcrl.spec.problems import Problem

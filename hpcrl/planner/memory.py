@@ -21,7 +21,7 @@ from hpcrl.planner.generator import (
     shares_weights,
     token_bytes,
 )
-from hpcrl.planner.images import controller_pixels, pixel_parts, with_row_tokens
+from hpcrl.planner.image_memory import controller_pixels, pixel_parts, with_row_tokens
 from hpcrl.planner.memory_parts import PHASES, Part, Phase
 from hpcrl.planner.traffic import weight_groups
 from hpcrl.planner.trainer import check_critic, check_reference, train_plan

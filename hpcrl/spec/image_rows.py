@@ -20,7 +20,9 @@ def image_rows(media: Sequence[Medium]) -> np.ndarray:
 
 def image_spans(rows: np.ndarray) -> list[ImageSpan]:
     """The images of such values."""
-    return [ImageSpan(*row[:4].tolist(), row[4:].astype("<i8").tobytes()) for row in rows]
+    return [
+        ImageSpan(int(row[0]), int(row[1]), int(row[2]), int(row[3]), row[4:].astype("<i8").tobytes()) for row in rows
+    ]
 
 
 def prefix_keys(token_ids: np.ndarray, spans: Iterable[ImageSpan]) -> np.ndarray:

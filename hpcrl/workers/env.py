@@ -234,7 +234,7 @@ class EnvRole:
                 with contextlib.suppress(TypeError, ValueError):  # training does not need it
                     shown = cut(as_messages(played.observation, bound_vision(worker.tokenizer)), LAST_CHARS)
                     if num_chars(shown) < 2 * LAST_CHARS:
-                        self._ends[turn.sample] = json.dumps(without_images(as_messages(shown)))
+                        self._ends[turn.sample] = _stored(as_messages(shown))
             elif not ended:
                 reply = self._reply(turn, episode, played.observation)
         except _NoRoom as problem:
@@ -406,6 +406,11 @@ def _row(turn: Turn) -> dict[str, Any]:
         files = [image_bytes(Image.fromarray(medium.pixels)) for medium in turn.media]
         row["extra"].setdefault("images", files)
     return row
+
+
+def _stored(messages: Messages) -> str:
+    """Messages as JSON, with written marks of images."""
+    return json.dumps(without_images(messages), ensure_ascii=False).replace(IMAGE_MARK, WRITTEN_MARK)
 
 
 def _told(row: dict[str, Any]) -> dict[str, Any]:

@@ -336,6 +336,6 @@ class GeneratorRole:
     def _peek(self, command: ReadTexts, seq: int) -> Done:
         states = [self.samples[sample] for sample in command.samples]
         if command.whole:
-            texts = [json.dumps(state.held.messages) for state in states]
+            texts = [state.held.text().decode() for state in states]
             return Done(seq, texts=texts, media=[tuple(state.media) for state in states])
         return Done(seq, texts=[state.held.messages[-1]["content"] for state in states])

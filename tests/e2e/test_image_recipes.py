@@ -103,3 +103,5 @@ def test_a_room_is_played_from_images(tmp_path: Path) -> None:
     assert (steps[-1]["mismatch/diff/mean"] or 0.0) < 1e-5
     found = images_of_rows(tmp_path / "run", 2)
     assert max(map(len, found)) > 1 and {size for row in found for size in row} == {(140, 140)}
+    pages = [page.read_text() for page in (tmp_path / "run/episodes").rglob("*.html")]
+    assert pages and all("<img " in page and "&lt;image&gt;" in page for page in pages), "as the model saw it"

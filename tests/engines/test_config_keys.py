@@ -66,7 +66,7 @@ FAMILIES = {
         "gemma3_text",
         "qwen2_5_vl",
     ),
-}
+}  # fmt: skip
 SAMPLE = {"megatron": ("llama", "qwen3_moe", "deepseek_v3"), "native": ("qwen3_moe", "gemma2")}
 
 

@@ -25,7 +25,6 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from hpcrl.data.image_tokens import expand
 from hpcrl.engines.gen.checks import check_requests
 from hpcrl.engines.gen.generation_engine import Output, PromptRefused, Request, SamplingParams
-from hpcrl.engines.gen.vllm import spec
 from hpcrl.models.families import vision_of
 from hpcrl.models.vision import Vision
 from hpcrl.spec.media import IMAGE, Medium, placed
@@ -244,11 +243,10 @@ def test_prompts_whose_images_are_elsewhere_are_refused(change: dict[str, int], 
 
 
 @pytest.mark.skipif(not find_spec("vllm"), reason="vllm is not installed (extra: vllm)")
-def test_models_with_images_need_torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = {"model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLForConditionalGeneration"]}
-    monkeypatch.setattr("hpcrl.engines.gen.vllm.spec.folder_of", lambda package: None)
-    (lacking,) = spec.SPEC.unsupported(model, 64)
-    assert lacking.startswith("the package torchvision, which")
-    assert list(spec.SPEC.unsupported({"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}, 64)) == []
-    monkeypatch.setattr("hpcrl.engines.gen.vllm.spec.folder_of", lambda package: ROOT)
-    assert list(spec.SPEC.unsupported(model, 64)) == []
+def test_a_missing_torchvision_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hpcrl.engines.gen.vllm.engine import VLLMEngine
+
+    folder = make_vlm("qwen2_5_vl", tmp_path / "model")
+    monkeypatch.setattr("hpcrl.engines.gen.vllm.engine.find_spec", lambda package: None)
+    with pytest.raises(ValueError, match="classes of .* import torchvision, which is not installed"):
+        VLLMEngine(folder, max_num_seqs=2, max_length=64, dtype="float32", cache_bytes=1 << 24, load=False)

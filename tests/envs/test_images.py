@@ -190,7 +190,9 @@ def test_an_experts_episodes_have_the_images_of_the_game(name: str) -> None:
     shown = [image for message in told for image in message.get("images", ())]
     assert len(shown) == sum(message["role"] == "user" for message in told) >= 1
     sequence = rows.row(0)
-    assert [medium.content for medium in sequence.media] == [read_picture(file, vision).content for file in shown]
+    assert [medium.content for medium in sequence.media] == [
+        m.content for file in shown for m in read_picture(file, vision)
+    ]
     assert all(sequence.token_ids[m.start : m.start + m.length] == [PAD] * m.length for m in sequence.media)
     texts = "".join(message["content"] for message in told if message["role"] == "assistant")
     assert sum(sequence.loss_mask) == len(texts.encode()) + len(shown), "each answer and its end token"

@@ -101,7 +101,7 @@ def test_a_model_that_takes_images_needs_none(at: Path, capsys: pytest.CaptureFi
 def test_a_model_of_texts_is_refused_with_images(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert start(at, row("small.png"), row("small.png"), words=()) == ExitCode.BAD_INPUT
     (line,) = capsys.readouterr().err.splitlines()
-    said = "rows.jsonl:2: the row has images, which model.tiny.architecture=qwen2 does not take; use a model with model_type "
+    said = "rows.jsonl:2: the row has images, which model.tiny.architecture=qwen2 does not take; use a model with "
     assert line.startswith(said), line
 
 
@@ -120,8 +120,8 @@ def test_an_environment_that_shows_images_needs_a_model_that_takes_them(
     ]
     assert main([*words, "dry_run=true"]) == ExitCode.BAD_INPUT
     (line,) = capsys.readouterr().err.splitlines()
-    said = " shows images, which model.tiny.architecture=qwen2 does not take; let it show text"
-    assert line.startswith("env.default.options: ") and said in line, line
+    said = " shows images, which model.tiny.architecture=qwen2 does not take; use a model with model_type qwen2_5_vl, "
+    assert line.startswith("env.default.options: ") and said in line and ", or let it show text" in line, line
     assert main([*words, SEEING, "dry_run=true"]) == ExitCode.DONE
     assert main([*words, SEEING, "generator.engine=sglang", "dry_run=true"]) == ExitCode.BAD_INPUT
     (line,) = capsys.readouterr().err.splitlines()

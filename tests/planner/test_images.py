@@ -15,12 +15,12 @@ from hpcrl.engines.patches import make_patches
 from hpcrl.engines.train.fsdp2 import engine
 from hpcrl.engines.train.fsdp2 import memory as fsdp2
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
-from hpcrl.models.families import read_shape, shape_of
+from hpcrl.models.families import read_shape, shape_of, vision_of
 from hpcrl.models.shape import ModelShape
-from hpcrl.models.vision import Vision, vision_of
+from hpcrl.models.vision import Vision
 from hpcrl.planner.activations import Tokens, fsdp2_activations
 from hpcrl.planner.generator import generator_parts
-from hpcrl.planner.images import feature_bytes, image_tokens_of_row, patch_bytes, tower_forward, with_row_tokens
+from hpcrl.planner.image_memory import feature_bytes, image_tokens_of_row, patch_bytes, tower_forward, with_row_tokens
 from hpcrl.planner.memory import CARDS, host_bytes, memory
 from hpcrl.planner.trainer import trainer_parts
 from hpcrl.rollout.batch import Batch, batch_from_samples

@@ -39,7 +39,7 @@ from hpcrl.engines.gen.vllm.replica import keeping_default_group, world_of
 from hpcrl.engines.gen.vllm.routes import RouteRecorder
 from hpcrl.engines.gen.vllm.sampler import Drawing, Sampler
 from hpcrl.engines.gen.vllm.slices import are_known
-from hpcrl.engines.gen.vllm.spec import NO_TORCHVISION, VLLMConfig, shares_gpu, start_share
+from hpcrl.engines.gen.vllm.spec import VLLMConfig, shares_gpu, start_share
 from hpcrl.engines.gen.vllm.transformers_classes import transformers_classes_kept
 from hpcrl.engines.gen.vllm.weight_readback import shown
 from hpcrl.engines.gen.vllm.weights import as_published, reload
@@ -178,7 +178,10 @@ class VLLMEngine:
         vision = image_properties(Path(model_path))
         if vision is not None:
             if not find_spec("torchvision"):
-                raise ValueError(f"vLLM refuses {model_path}: it lacks {NO_TORCHVISION}")
+                raise ValueError(
+                    f"vLLM's classes of {model_path} import torchvision, which is not installed; install the version "
+                    "that fits your torch"
+                )
             arguments |= image_arguments()
         arguments |= replica_arguments(len(replica.ranks), custom_all_reduce) | dict(options or {})
         if lora is not None:

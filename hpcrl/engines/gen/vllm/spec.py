@@ -45,7 +45,6 @@ OWN = {
 }
 """Arguments of vLLM that hpcrl sets, and the keys that set them."""
 
-NO_TORCHVISION = "the package torchvision, which its classes of this family import (install the version of your torch)"
 
 MODELS = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS")
 """vLLM's tables of models that generate text."""
@@ -91,10 +90,8 @@ def _check(config: Any) -> Iterator[Problem]:
 
 def _unsupported(model: Mapping[str, Any], longest: int) -> Iterator[str]:
     """Report an architecture that neither the installed vLLM nor one of its plug-ins implements, and that transformers
-    does not implement with replaceable attention; a missing torchvision."""
+    does not implement with replaceable attention."""
     own = table_keys("vllm", "model_executor/models/registry.py", MODELS)
-    if own and model.get("model_type") in VLLM_SEEING and folder_of("torchvision") is None:
-        yield NO_TORCHVISION
     given = model.get("architectures")
     names = [str(name) for name in given] if isinstance(given, list) else []
     plugins = [e for e in entry_points(group="vllm.general_plugins") if e.module.partition(".")[0] != "vllm"]

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpcrl.models.families import family_of
+
 HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 """vLLM's names of the vocabulary projection, in text models and behind a vision tower."""
 
@@ -18,7 +20,7 @@ MERGED_EXPERTS = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
 def as_published(model_type: str, name: str, tensor: Tensor) -> Tensor:
     """A weight in the layout of published files, which vLLM's loader expects. transformers 5 transposes the experts of
     Qwen3-VL-MoE when it reads them."""
-    if model_type == "qwen3_vl_moe" and name.endswith(MERGED_EXPERTS):
+    if family_of(model_type).transposes_experts and name.endswith(MERGED_EXPERTS):
         return tensor.transpose(1, 2)
     return tensor
 
