@@ -248,5 +248,5 @@ def test_a_missing_torchvision_is_named(tmp_path: Path, monkeypatch: pytest.Monk
 
     folder = make_vlm("qwen2_5_vl", tmp_path / "model")
     monkeypatch.setattr("hpcrl.engines.gen.vllm.engine.find_spec", lambda package: None)
-    with pytest.raises(ValueError, match="classes of .* import torchvision, which is not installed"):
+    with pytest.raises(ValueError, match=r"classes of .* import torchvision, which is not installed"):
         VLLMEngine(folder, max_num_seqs=2, max_length=64, dtype="float32", cache_bytes=1 << 24, load=False)
