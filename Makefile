@@ -23,7 +23,7 @@ OUTSIDE := $(VENV)-outside
 OUTSIDE_PY := $(OUTSIDE)/bin/python
 BENCHES = $(sort $(basename $(notdir $(wildcard tests/bench/*.py))))
 
-.PHONY: help setup demo demo-agentic test test-fast test-avx2 test-outside test-gpu gpu-check gpu-first soak ci lint fmt type bench docs docs-check site recipes dist slurm-up slurm-down clean
+.PHONY: help setup demo demo-agentic demo-vl test test-fast test-avx2 test-outside test-gpu gpu-check gpu-first soak ci lint fmt type bench docs docs-check site recipes dist slurm-up slurm-down clean
 
 help: ## list the tasks
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -50,6 +50,16 @@ demo-agentic: setup ## the same with episodes: a tiny model learns FrozenLake, f
 	@printf 'before      %s\n' runs/demo_agentic/episodes/step_000000/*/*.gif
 	@printf 'after       %s\n' "$$(ls -d runs/demo_agentic/episodes/step_* | tail -n 1)"/*/*.gif
 	@echo "checkpoint  runs/demo_agentic/hf (Hugging Face format)"
+
+demo-vl: setup ## the same with images: a tiny model that names colours learns to count, beside a control (some minutes)
+	@echo "== 1 of 2: supervised warm-up"
+	@$(PY) -m hpcrl.launch +experiment=demo_vl_sft
+	@echo "== 2 of 2: reinforcement learning (GRPO) from images"
+	@$(PY) -m hpcrl.launch +experiment=demo_vl model.path=runs/demo_vl_sft/hf
+	@echo
+	@echo "plot        runs/demo_vl/plot.png"
+	@echo "images      runs/demo_vl/examples.html, with all responses and scores"
+	@echo "checkpoint  runs/demo_vl/hf (Hugging Face format)"
 
 test: $(DEV) ## every test
 	@$(PYTEST)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.config import load
-from hpcrl.config.abilities import check_built
+from hpcrl.config.abilities import check_installed
 from hpcrl.spec.extras import EXTRAS
 from hpcrl.spec.tables import GEN_ENGINES, TRAIN_ENGINES
 from hpcrl.system import cli
@@ -156,16 +156,16 @@ def test_the_packages_of_an_extra_match_the_project_file() -> None:
 def test_an_engines_install_hint_installs_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     needs = {"no_such_module": "megatron", "nor_this": "of-a-plugin"}
     monkeypatch.setitem(vars(TRAIN_ENGINES["fsdp2"]), "needs", needs)
-    (problem,) = check_built(load([]))
+    (problem,) = check_installed(load([]))
     said, _, command = problem.text.partition("; ")
     assert said == "trainer.engine: fsdp2 is not installed"
     assert shlex.split(command) == [*PIP, *EXTRAS["megatron"], "of-a-plugin"]
-    assert check_built(load(["cluster.container=apptainer", "cluster.image=x.sif"])) == [], "the image may have it"
+    assert check_installed(load(["cluster.container=apptainer", "cluster.image=x.sif"])) == [], "the image may have it"
 
 
 def test_sglang_is_installed_without_pins_of_another_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(vars(TRAIN_ENGINES["fsdp2"]), "needs", {"no_such_module": "sglang"})
-    (problem,) = check_built(load([]))
+    (problem,) = check_installed(load([]))
     assert shlex.split(problem.text.partition("; ")[2]) == [*PIP[:4], *EXTRAS["sglang"]]
 
 

@@ -1006,6 +1006,11 @@ def test_a_renamed_key_is_refused_with_its_new_name(old: str, new: str) -> None:
         assert any(line.startswith(f"{old}: unknown key; it is now {new} (") for line in problems(f"{old}=1"))
 
 
+def test_a_renamed_pipeline_is_refused_with_its_new_name() -> None:
+    (line,) = problems("pipeline=rlvr_vl")
+    assert line.startswith("pipeline: rlvr_vl is now rlvr, for rows with and without images (")
+
+
 def test_a_renamed_key_in_a_list_is_refused_with_its_position() -> None:
     (line,) = problems("data.train=[task:add,{path:task:add,tag:sums}]")
     assert line.startswith("data.train.1.tag: unknown key; it is now data.train.1.domain (")

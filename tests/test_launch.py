@@ -384,12 +384,3 @@ def test_maximum_length_and_family_of_the_model_are_checked(tmp_path: Path) -> N
         in refused(f"model.path={dynamic}", *SHORT, at=tmp_path)[0]
     )
     assert "no folder nowhere" in refused("model.path=nowhere", at=tmp_path)[0]
-
-
-@pytest.mark.parametrize("word", ["pipeline=rlvr_vl"])
-def test_unimplemented_parts_are_planned_but_refused(word: str, tmp_path: Path) -> None:
-    planned = launch(word, "dry_run=true", at=tmp_path)
-    assert planned.returncode == ExitCode.DONE, planned
-    assert f"note: a start would be refused: {word.split('=', maxsplit=1)[0]}: " in planned.stdout
-    (line,) = refused(word, at=tmp_path)
-    assert "not implemented yet" in line

@@ -12,22 +12,42 @@ from hpcrl.algorithms.functional import LOG_RATIO_LIMIT, Aggregation, kl_diverge
 from hpcrl.algorithms.interface import RewardTable, model_tokens
 from hpcrl.metrics.stats import Stat, Stats, stat
 from hpcrl.rollout.batch import STATUS, Batch, oldest_versions
+from hpcrl.spec.media import IMAGES
 
 
 def batch_stats(batch: Batch, table: RewardTable) -> Stats:
     """Scores, rewards and lengths of this rank's rows; outcomes of all groups (equal on every rank)."""
     prompts = row_sums((batch.turn_ids < 0).long(), batch.row_ids, batch.num_sequences)
     valid = row_sums(batch.loss_mask.long(), batch.row_ids, batch.num_sequences).bool() & (batch.weights > 0)
+    return (
+        {
+            "critic/score/*": stat(batch.scores),
+            "critic/rewards/*": stat(batch.rewards),
+            "actor/valid_sample_ratio": stat(valid),
+            "token/prompt_length/*": stat(prompts),
+            "token/response_length/*": stat(batch.lengths - prompts),
+            "token/total_length/*": stat(batch.lengths),
+            "token/response_length/clip_ratio": stat(batch.status == STATUS.index("length")),
+            "token/mixed_weights_ratio": stat(_mixed(batch)),
+        }
+        | group_outcomes(table)
+        | _image_stats(batch)
+    )
+
+
+def _image_stats(batch: Batch) -> Stats:
+    """Images of this rank's rows, their tokens, and image tokens that the model wrote itself, which are not trained on
+    (hpcrl.workers.exchange)."""
+    if batch.images is None:
+        return {}
+    counts = batch.columns[IMAGES.counts.name]
+    tokens = torch.zeros_like(counts).index_add(0, torch.repeat_interleave(counts), batch.images[:, 1])
+    written = row_sums(((batch.versions >= 0) & ~batch.loss_mask).long(), batch.row_ids, batch.num_sequences)
     return {
-        "critic/score/*": stat(batch.scores),
-        "critic/rewards/*": stat(batch.rewards),
-        "actor/valid_sample_ratio": stat(valid),
-        "token/prompt_length/*": stat(prompts),
-        "token/response_length/*": stat(batch.lengths - prompts),
-        "token/total_length/*": stat(batch.lengths),
-        "token/response_length/clip_ratio": stat(batch.status == STATUS.index("length")),
-        "token/mixed_weights_ratio": stat(_mixed(batch)),
-    } | group_outcomes(table)
+        "images/per_row/*": stat(counts),
+        "images/tokens_per_row/*": stat(tokens),
+        "images/written_by_model/*": stat(written),
+    }
 
 
 def advantage_stats(batch: Batch) -> Stats:

@@ -1,4 +1,5 @@
-"""Rollout transfer between ranks: per pair one byte tensor with all fields but ragged ones, then one with these."""
+"""Rollout transfer between ranks: per pair one byte tensor with all fields but ragged ones, then one with these, then
+one with the pixels of images."""
 
 from __future__ import annotations
 
@@ -14,6 +15,8 @@ import torch
 
 from hpcrl.messaging.abortable import GroupLost
 from hpcrl.messaging.messages import Move
+from hpcrl.spec.image_rows import image_spans
+from hpcrl.spec.media import IMAGES
 
 Fields = Sequence[tuple[str, np.dtype]]
 RaggedFields = Sequence[tuple[str, np.dtype, str]]
@@ -23,6 +26,8 @@ FieldSizes = Sequence[tuple[str, np.dtype, int]]
 Arrays = Mapping[str, Sequence[np.ndarray]]
 """For each field, one array per sample."""
 Pick = Callable[[Sequence[int]], Arrays]
+PickPictures = Callable[[Sequence[int]], Mapping[bytes, bytes]]
+"""For some samples, the pixels of their images by digest."""
 
 
 PEER_WORDS = ("gloo/transport", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
@@ -58,13 +63,16 @@ class TransferGroup:
         pick: Pick,
         text: str = "",
         ragged_fields: RaggedFields = (),
+        pick_pictures: PickPictures | None = None,
     ) -> list[tuple[Move, dict[str, np.ndarray]]]:
         """Carry out this rank's moves, and return the received fields in the order of the moves.
 
         Args:
             pick: Returns, for a move's sample ids, one array per sample for every field.
             text: Name of the field with UTF-8 texts, which is sent in moves that have text_bytes.
-            ragged_fields: These fields are sent last, when the destination has received their numbers of values.
+            ragged_fields: These fields are sent when the destination has received their numbers of values.
+            pick_pictures: If the field `images` is one of them, the pixels of a move's different images are sent last,
+                once each; they are received under their picture_name().
 
         Every source and destination of a move calls this with equal lists, which have at most one move per pair.
         ValueError if picked arrays do not have the move's lengths. PeerLost if a peer ends or the group's timeout
@@ -93,7 +101,16 @@ class TransferGroup:
                     buffer, ragged_values = parcel(move, sizes, arrays)
                     if (later := post(move, buffer)) is not None:
                         later.wait()
-                    return fields | ragged_values
+                    fields = fields | ragged_values
+                if pick_pictures is not None and IMAGES.name in fields:
+                    pictures = {span.digest: span for span in image_spans(fields[IMAGES.name])}
+                    sizes = [(picture_name(d), np.dtype(np.uint8), span.num_bytes) for d, span in pictures.items()]
+                    own_pictures = pick_pictures(move.samples) if move.source == rank and move.samples else {}
+                    contents = {picture_name(d): [np.frombuffer(own_pictures[d], np.uint8)] for d in own_pictures}
+                    buffer, pixels = parcel(move, sizes, contents)
+                    if (last := post(move, buffer)) is not None:
+                        last.wait()
+                    fields = fields | pixels
             return fields
 
         picked = [pick(move.samples) if move.source == rank and move.samples else {} for move in own]
@@ -115,6 +132,11 @@ class TransferGroup:
         if errors:  # the first is the cause: a wait that times out closes all connections of the group
             raise errors[0]
         return [(move, fields) for move, fields in zip(own, received, strict=True) if move.dest == rank]
+
+
+def picture_name(digest: bytes) -> str:
+    """The name under which an image's pixels are received."""
+    return f"picture/{digest.hex()}"
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 from hpcrl.config.engines import GeneratorConfig, TrainerConfig
 from hpcrl.config.judging import JUDGE_ENGINE
 from hpcrl.config.schema import Config
+from hpcrl.models.families import SEEING
 from hpcrl.spec.extras import install, version_of
 from hpcrl.spec.kinds import Spec
 from hpcrl.spec.problems import Path, Problem, dotted
@@ -40,14 +41,12 @@ def chosen(config: Config) -> Iterator[tuple[Path, str, Spec]]:
         yield ("trackers", index), name, TRACKERS[name]
 
 
-def check_built(config: Config) -> list[Problem]:
-    """Report parts that this version can plan but not run, and parts that are not installed or have an unsupported
-    version. In a container the preflight checks installed parts."""
+def check_installed(config: Config) -> list[Problem]:
+    """Report parts that are not installed or have an unsupported version. In a container the preflight checks installed
+    parts."""
     problems = []
     for path, name, spec in chosen(config):
-        if not spec.built:
-            problems.append(Problem(path, f"{dotted(path)}: {name} is not implemented yet"))
-        elif (lacking := spec.missing_packages()) and config.cluster.container == "none":
+        if (lacking := spec.missing_packages()) and config.cluster.container == "none":
             problems.append(Problem(path, f"{dotted(path)}: {name} is not installed; {install(lacking)}"))
         elif config.cluster.container == "none":
             for module, known in spec.required_versions.items():
@@ -73,6 +72,7 @@ def check_abilities(config: Config) -> Iterator[Problem]:
     yield from _optimizers(config)
     yield from _heads(config)
     yield from _lora(config)
+    yield from _freeze(config)
     yield from _reference(config)
     yield from _critic(config)
     yield from _segments(config)
@@ -131,6 +131,20 @@ def _lora(config: Config) -> Iterator[Problem]:
             instead = _able(table, path, lambda spec: spec.lora)  # type: ignore[arg-type]
             text = f"the {name} {role} does not support adapters; use 0{instead}"
             yield Problem(("trainer", "lora", "rank"), f"trainer.lora.rank: {text}", (path,))
+
+
+def _freeze(config: Config) -> Iterator[Problem]:
+    """Report frozen parts beside adapters, or of an engine that trains whole models."""
+    if not (config.learns and config.trainer.freeze) or config.debug == "fake":
+        return
+    path, name = ("trainer", "freeze"), config.trainer.engine
+    if config.lora is not None:
+        text = "trainer.lora freezes all of the model's own weights; leave it out"
+        yield Problem(path, f"trainer.freeze: {text}", (("trainer", "lora", "rank"),))
+    elif not TRAIN_ENGINES[name].freezes:
+        instead = _able(TRAIN_ENGINES, ("trainer", "engine"), lambda spec: spec.freezes)
+        text = f"the {name} trainer trains whole models; leave it out{instead}"
+        yield Problem(path, f"trainer.freeze: {text}", (("trainer", "engine"),))
 
 
 def _reference(config: Config) -> Iterator[Problem]:
@@ -248,8 +262,7 @@ def check_trainable(config: Config, model: Mapping[str, Any], path: Path) -> Ite
     `path`."""
     name = config.trainer.engine
     pipeline, spec = config.pipeline_spec, TRAIN_ENGINES[name]
-    # A pipeline that is not built yet is planned, also for models that no engine can train yet.
-    if not (pipeline.learns and pipeline.built) or config.debug == "fake":
+    if not pipeline.learns or config.debug == "fake":
         return
     own = None if spec.section is None else config.trainer.section(spec.section)
     if lacking := list(spec.unsupported(own, model)):
@@ -262,6 +275,14 @@ def check_trainable(config: Config, model: Mapping[str, Any], path: Path) -> Ite
         remedy = f"; use trainer.engine={' or '.join(able)}" if able else ""
         involved = (("trainer", "engine"), ("trainer", name), ("model",))
         yield Problem(path, f"{dotted(path)}: the {name} trainer {' and '.join(lacking)}{remedy}", involved)
+
+
+def check_parts(config: Config, model: Mapping[str, Any]) -> Iterator[Problem]:
+    """Check that the model of this config.json has the parts of trainer.freeze."""
+    parts, family = config.trainer.freeze, model.get("model_type")
+    if config.learns and parts and family not in SEEING and not model.get("vision_config"):
+        text = f"{family} has no {' and no '.join(dict.fromkeys(parts))}; leave it out"
+        yield Problem(("trainer", "freeze"), f"trainer.freeze: {text}", (("model",),))
 
 
 def _able(table: SpecTable[Any], path: Path, can: Callable[[Any], bool]) -> str:

@@ -6,7 +6,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from math import ceil
 from typing import Any
 
-from hpcrl.config.abilities import CRITIC_ENGINE, check_abilities, check_family, check_length, check_trainable, chosen
+from hpcrl.config.abilities import (
+    CRITIC_ENGINE,
+    check_abilities,
+    check_family,
+    check_length,
+    check_parts,
+    check_trainable,
+    chosen,
+)
 from hpcrl.config.cluster import SET_FOR_SBATCH, SET_FOR_SRUN
 from hpcrl.config.domains import EnvConfig, RewardConfig
 from hpcrl.config.judging import JUDGE_ENGINE, as_judges, check_judge, check_reward_model
@@ -365,6 +373,7 @@ def _model(config: Config) -> Iterator[Problem]:
         yield Problem((*at, "hidden_size"), text, ((*at, "num_heads"),))
     yield from check_family(config, tiny.architecture, (*at, "architecture"))
     yield from check_trainable(config, {"model_type": tiny.architecture}, (*at, "architecture"))
+    yield from check_parts(config, {"model_type": tiny.architecture})
     yield from check_length(config, tiny.max_position_embeddings, "model.tiny.max_position_embeddings")
 
 

@@ -100,6 +100,9 @@ class DataConfig(Section):
     this name overrides it."""
     max_prompt_tokens: Positive = 1024
     """Maximum prompt length, tokens."""
+    max_pixels: Positive | None = None
+    """Shrink larger images to at most this number of pixels; null: to the maximum in the model's
+    preprocessor_config.json."""
     overlong_prompts: Literal["drop", "truncate", "error"] = "drop"
     """What to do with longer prompts."""
     shuffle: bool = True

@@ -69,6 +69,9 @@ class TrainerConfig(Section):
     tokens from the weights being trained (mismatch/diff/mean); a step above it ends the run unsaved; null: no bound."""
     logits_chunk_tokens: Positive = 4096
     """Tokens per chunk of the vocabulary projection."""
+    freeze: list[Literal["vision", "merger"]] = []
+    """Parts of a vision-language model that are not trained: vision, the tower without the merger; merger, the layers
+    between the tower and the decoder (also called projector or connector)."""
     lora: LoRAConfig = LoRAConfig()
     """Low-rank adapters."""
 

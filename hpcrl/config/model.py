@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from hpcrl.models.families import family_of
 from hpcrl.spec.fields import NUMBER, Positive, PositiveFloat, Section, Seed
 
 MIN_VOCABULARY = 259
@@ -15,8 +16,8 @@ MIN_VOCABULARY = 259
 class TinyModel(Section):
     """A model created from these sizes with seeded random weights, used if model.path is not given (demos, tests)."""
 
-    architecture: Literal["qwen2", "qwen3", "qwen3_moe", "llama", "gemma2"] = "qwen2"
-    """Model family."""
+    architecture: Literal["qwen2", "qwen3", "qwen3_moe", "llama", "gemma2", "qwen2_5_vl"] = "qwen2"
+    """Model family. qwen2_5_vl takes images; its tower has as many layers and heads, and the widths, of the decoder."""
     vocab_size: Annotated[int, Field(ge=MIN_VOCABULARY, le=1 << 20), NUMBER] = 320
     """Rows of the embedding; the tokenizer is trained to at most this many tokens."""
     corpus: list[str] = []
@@ -43,8 +44,32 @@ class TinyModel(Section):
     seed: Seed = 0
     """Seed of the weights."""
 
+    @property
+    def takes_images(self) -> bool:
+        """Whether prompts may have images."""
+        return family_of(self.architecture).vision is not None
+
+    def tower_config(self) -> dict[str, Any]:
+        """vision_config of a model that takes images."""
+        return {
+            "depth": self.num_layers,
+            "hidden_size": self.hidden_size,
+            "num_heads": self.num_heads,
+            "intermediate_size": self.intermediate_size,
+            "out_hidden_size": self.hidden_size,
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "window_size": 112,
+            "fullatt_block_indexes": [self.num_layers - 1],
+            "initializer_range": self.initializer_range,
+        }
+
     def hf_config(self) -> dict[str, Any]:
         """The config.json of the model, which hpcrl.engines.tiny creates."""
+        if self.takes_images:
+            text = self.model_copy(update={"architecture": "qwen2"}).hf_config()
+            return {"model_type": self.architecture, "text_config": text, "vision_config": self.tower_config()}
         return {
             "model_type": self.architecture,
             "vocab_size": self.vocab_size,

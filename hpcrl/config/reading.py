@@ -20,7 +20,7 @@ from hpcrl.config.domains import EnvConfig, RewardConfig
 from hpcrl.config.folders import groups
 from hpcrl.config.foreign_keys import FOREIGN
 from hpcrl.config.part_names import UNAVAILABLE
-from hpcrl.config.renamed_keys import new_name
+from hpcrl.config.renamed_keys import RENAMED_VALUES, new_name
 from hpcrl.config.schema import Config
 from hpcrl.config.unused_keys import check_unused_keys
 from hpcrl.spec.problems import ConfigError, Path, Problem, dotted, shortened
@@ -246,6 +246,8 @@ def _wrong(path: Path, detail: Any) -> str:
         expected = context.get("expected_tags", context.get("expected", ""))
         options = [word.strip(" '") for word in expected.replace(" or ", ",").split(",")]
         hint = f"; did you mean {close[0]}?" if (close := get_close_matches(got, options, n=1)) else ""
+        if renamed := RENAMED_VALUES.get((name, got)):
+            return f"{name}: {got} is now {renamed}"
         if path == ("algorithm",) and got in groups()["algorithm"]:
             hint = f"; {got} is a preset: algorithm={got}"
         return f"{name}: expected {expected}, got {got!r}{hint}"

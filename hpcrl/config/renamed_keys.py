@@ -33,6 +33,9 @@ RENAMED = {
 }
 """Dotted key of an earlier version -> its current name; `*` stands for a position in a list."""
 
+RENAMED_VALUES = {("pipeline", "rlvr_vl"): "rlvr, for rows with and without images"}
+"""Key and value of an earlier version -> the value's current name."""
+
 _BY_PATTERN = {"^" + re.escape(old).replace(r"\*", r"\d+") + "$": new for old, new in RENAMED.items()}
 _WORD = re.compile(r"(\+{0,2}|~)([\w.]+)(?==|$)")
 

@@ -258,7 +258,7 @@ class Config(Section):
         critic, own = self.critic, ("lr", "min_lr", "lr_schedule", "weight_decay", "max_grad_norm")
         changes: dict[str, Any] = {name: getattr(critic, name) for name in own}
         changes |= {"engine": critic.engine or self.trainer.engine, "lr_warmup_steps": critic.lr_warmup_steps}
-        changes |= {"lora": LoRAConfig(), "router_replay": False, "head_dtype": None}
+        changes |= {"lora": LoRAConfig(), "router_replay": False, "head_dtype": None, "freeze": []}
         model = self.model.model_copy(update={"path": critic.path or self.model.path})
         return self.model_copy(update={"trainer": self.trainer.model_copy(update=changes), "model": model})
 

@@ -27,6 +27,7 @@ from hpcrl.engines.expert_routes import routes_of
 from hpcrl.messaging import messages
 from hpcrl.messaging.background import Background
 from hpcrl.messaging.dispatcher import Controller
+from hpcrl.models.families import vision_of
 from hpcrl.rollout.loop import RolloutLoop
 from hpcrl.run_folder import check_owner
 from hpcrl.run_folder.user_errors import UserErrors
@@ -66,7 +67,7 @@ def build(
     rollouts generated ahead, and commits saves. ValueError for invalid user input, other errors as in Controller.call()
     and Checkpoints.restore()."""
     tokenizer = _load_tokenizer(model_path, config)
-    routes_of(config, model_path)  # declares the field, for the rollout transfer
+    routes_of(config, model_path)  # declares the field, for the rollout transfer, as _load_tokenizer() does for images
     trainer = (Trainer if config.learns else IdleTrainer)(controller, layout, config)
     weights = (Weights if config.learns else FixedWeights)(controller, layout)
     transfer_group = RolloutTransfer(controller, layout)
@@ -141,7 +142,9 @@ def _make_rollouts(
 def _load_tokenizer(model_path: Path, config: Config) -> Any:
     """The model's tokenizer, with its chat template's variables. ValueError if the folder has no working tokenizer."""
     try:
-        return bind(AutoTokenizer.from_pretrained(model_path), config.data.chat_template_kwargs)
+        given = config.data
+        vision = vision_of(model_path, given.max_pixels)
+        return bind(AutoTokenizer.from_pretrained(model_path), given.chat_template_kwargs, vision)
     except Exception as error:  # for a damaged file, any exception is possible
         text = f"{type(error).__name__}: {error}"
         raise ValueError(f"model.path: config and tokenizer of {model_path} cannot be loaded: {text}") from error

@@ -1,8 +1,8 @@
-"""Write episodes for inspection: as text and as an HTML page; for grid worlds also as a row of pictures and a GIF."""
+"""Write episodes for inspection: as text and as an HTML page; for episodes with images or text grids also as a row of
+pictures and a GIF."""
 
 from __future__ import annotations
 
-import base64
 import colorsys
 import html
 import io
@@ -13,6 +13,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpcrl.controller.pages import encoded, page, small, tag
+from hpcrl.spec.media import WRITTEN_MARK, Medium
 from hpcrl.system.files import write_durably
 
 if TYPE_CHECKING:
@@ -28,27 +30,19 @@ MAX_CAPTION_CHARS = 34
 FRAME_MS = 700
 GROUND, WALL = "_.", "#W"
 """Characters drawn as light cells, and as dark cells; every other character gets its own colour."""
-PAGE = """<!DOCTYPE html>
-<html><head><meta charset="utf-8"><title>{title}</title>
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
-<style>body {{ font: 15px sans-serif; max-width: 60em; margin: 2em auto }}
-div {{ margin: .6em 0; padding: .6em; border-radius: 6px; background: #eef1f5 }} div.assistant {{ background: #e3f2e1 }}
-pre {{ margin: .3em 0; white-space: pre-wrap }} img {{ display: block }}</style></head>
-<body><h1>{title}</h1>
-{messages}
-</body></html>
-"""
 
 
 @dataclass(frozen=True)
 class Episode:
-    """A finished episode: chat messages, rewards per turn, total reward and score."""
+    """A finished episode: chat messages, rewards per turn, total reward, score, and images in the order of their
+    `<image>` marks."""
 
     messages: Sequence[Mapping[str, Any]]
     turn_rewards: Sequence[float]
     reward: float
     score: float
     error: str = ""
+    media: Sequence[Medium] = ()
 
     @property
     def title(self) -> str:
@@ -64,7 +58,7 @@ def write_episode(folder: Path, name: str, episode: Episode) -> list[Path]:
     pictures = _pictures(spoken)
     files = {"txt": _text(episode, spoken), "html": _page(episode, spoken, pictures)}
     if len(pictures) > 1:
-        files |= {"png": _encoded(_row(list(pictures.values()))), "gif": _film(list(pictures.values()))}
+        files |= {"png": encoded(_row(list(pictures.values()))), "gif": _film(list(pictures.values()))}
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for ending, data in files.items():
@@ -95,6 +89,7 @@ class _Spoken:
     text: str
     turn: int = 0
     reward: float = 0.0
+    media: Sequence[Medium] = ()
 
     @property
     def head(self) -> str:
@@ -105,6 +100,7 @@ def _spoken(episode: Episode) -> Iterator[_Spoken]:
     """The messages. The last assistant messages are the turns; earlier assistant messages belong to the prompt."""
     roles = [str(message.get("role", "")) for message in episode.messages]
     turn = len(episode.turn_rewards) - roles.count("assistant")
+    following = iter(episode.media)
     for role, message in zip(roles, episode.messages, strict=True):
         content = message.get("content", "")
         text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
@@ -112,7 +108,8 @@ def _spoken(episode: Episode) -> Iterator[_Spoken]:
         if role == "assistant" and turn > 0:
             yield _Spoken(role, text, turn, episode.turn_rewards[turn - 1])
         else:
-            yield _Spoken(role, text)
+            marks = 0 if role == "assistant" else text.count(WRITTEN_MARK)
+            yield _Spoken(role, text, media=list(islice(following, marks)))
 
 
 def _text(episode: Episode, spoken: Sequence[_Spoken]) -> bytes:
@@ -125,26 +122,28 @@ def _page(episode: Episode, spoken: Sequence[_Spoken], pictures: Mapping[int, Im
     for number, one in enumerate(spoken):
         kind = "assistant" if one.role == "assistant" else "other"
         shown = f"<b>{html.escape(one.head)}</b><pre>{html.escape(one.text)}</pre>"
-        if number in pictures:
-            data = base64.b64encode(_encoded(pictures[number])).decode()
-            shown += f'<img alt="the grid" src="data:image/png;base64,{data}">'
+        shown += "".join(f"<br>{tag(small(medium), 'an image')}" for medium in one.media)
+        if number in pictures and not one.media:
+            shown += tag(pictures[number], "the grid")
         messages.append(f'<div class="{kind}">{shown}</div>')
-    return PAGE.format(title=html.escape(episode.title), messages="\n".join(messages)).encode(errors="replace")
+    return page(episode.title, messages)
 
 
 def _pictures(spoken: Sequence[_Spoken]) -> dict[int, Image]:
-    """Index of each environment message that shows a grid -> its picture, all of equal size. Examples in the prompt,
-    which end with an assistant message, are other games and get no pictures."""
+    """Index of each environment message that shows an image or a grid -> its picture, all of equal size. Examples in
+    the prompt, which end with an assistant message, are other games and get no pictures."""
     shown = [number for number, one in enumerate(spoken) if one.role == "assistant" and not one.turn]
     begins = shown[-1] + 1 if shown else 0
-    told = ((number, one) for number, one in enumerate(spoken) if number >= begins and one.role != "assistant")
-    grids = {number: grid for number, one in told if (grid := grid_of(one.text))}
-    if not grids:
-        return {}
-    grids = dict(islice(grids.items(), MAX_PICTURES))
-    size = max(len(grid[0]) for grid in grids.values()), max(len(grid) for grid in grids.values())
-    captions = {number: _caption(spoken[:number]) for number in grids}
-    return {number: _drawn(grid, captions[number], size) for number, grid in grids.items()}
+    told = [(number, one) for number, one in enumerate(spoken) if number >= begins and one.role != "assistant"]
+    frames: Iterator[tuple[int, Image]]
+    if any(one.media for _, one in told):
+        frames = ((number, small(one.media[-1])) for number, one in told if one.media)
+    else:
+        frames = ((number, _drawn(grid)) for number, one in told if (grid := grid_of(one.text)))
+    found = dict(islice(frames, MAX_PICTURES))
+    width = max((frame.width for frame in found.values()), default=0)
+    height = max((frame.height for frame in found.values()), default=0)
+    return {number: _captioned(frame, _caption(spoken[:number]), width, height) for number, frame in found.items()}
 
 
 def _caption(before: Sequence[_Spoken]) -> str:
@@ -157,24 +156,34 @@ def _caption(before: Sequence[_Spoken]) -> str:
     return f"{turns[-1].turn}: {cut} ({turns[-1].reward:.3g})"
 
 
-def _drawn(grid: Sequence[str], caption: str, size: tuple[int, int]) -> Image:
-    """Draw a grid. `size` is the largest grid's number of columns and rows."""
-    from matplotlib import get_data_path
-    from PIL import Image, ImageDraw, ImageFont
+def _drawn(grid: Sequence[str]) -> Image:
+    from PIL import Image, ImageDraw
 
-    fonts = Path(get_data_path()) / "fonts" / "ttf"
-    letters = ImageFont.truetype(str(fonts / "DejaVuSansMono.ttf"), TILE // 2)
-    small = ImageFont.truetype(str(fonts / "DejaVuSansMono.ttf"), 11)
-    width = max(size[0] * TILE, 7 * (MAX_CAPTION_CHARS + 14))
-    picture = Image.new("RGB", (width, size[1] * TILE + 2 * MARGIN + 11), "white")
-    draw = ImageDraw.Draw(picture)
+    picture = Image.new("RGB", (len(grid[0]) * TILE, len(grid) * TILE), "white")
+    draw, font = ImageDraw.Draw(picture), _font(TILE // 2)
     for row, line in enumerate(grid):
         for column, character in enumerate(line):
             left, top = column * TILE, row * TILE
             draw.rectangle((left, top, left + TILE - 2, top + TILE - 2), fill=_colour(character))
-            draw.text((left + TILE // 2, top + TILE // 2), character, fill="black", font=letters, anchor="mm")
-    draw.text((0, size[1] * TILE + MARGIN), caption, fill="black", font=small)
+            draw.text((left + TILE // 2, top + TILE // 2), character, fill="black", font=font, anchor="mm")
     return picture
+
+
+def _captioned(picture: Image, caption: str, width: int, height: int) -> Image:
+    """The picture on a larger one of this size, above a caption."""
+    from PIL import Image, ImageDraw
+
+    whole = Image.new("RGB", (max(width, 7 * (MAX_CAPTION_CHARS + 14)), height + 2 * MARGIN + 11), "white")
+    whole.paste(picture, (0, 0))
+    ImageDraw.Draw(whole).text((0, height + MARGIN), caption, fill="black", font=_font(11))
+    return whole
+
+
+def _font(size: int) -> Any:
+    from matplotlib import get_data_path
+    from PIL import ImageFont
+
+    return ImageFont.truetype(str(Path(get_data_path()) / "fonts" / "ttf" / "DejaVuSansMono.ttf"), size)
 
 
 def _colour(character: str) -> tuple[int, int, int]:
@@ -200,10 +209,4 @@ def _film(pictures: Sequence[Image]) -> bytes:
     data = io.BytesIO()
     rest = list(pictures[1:])
     pictures[0].save(data, "GIF", save_all=True, append_images=rest, duration=FRAME_MS, loop=0)
-    return data.getvalue()
-
-
-def _encoded(picture: Image) -> bytes:
-    data = io.BytesIO()
-    picture.save(data, "PNG")
     return data.getvalue()

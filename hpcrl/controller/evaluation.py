@@ -16,7 +16,7 @@ from hpcrl.config import Config
 from hpcrl.controller.best_effort import best_effort
 from hpcrl.controller.clients import timed
 from hpcrl.controller.episodes import Episode, write_episode
-from hpcrl.controller.examples import keep_examples, read_examples
+from hpcrl.controller.examples import example_key, keep_examples, read_examples
 from hpcrl.controller.generation import evaluation_sampling, replica_capacity
 from hpcrl.data import PromptSource
 from hpcrl.messaging.dispatcher import Controller
@@ -27,6 +27,7 @@ from hpcrl.rollout.scheduling.events import DoneSample
 from hpcrl.rollout.scheduling.policies import SchedulerConfig
 from hpcrl.rollout.scheduling.scheduler import RolloutScheduler
 from hpcrl.rollout.types import Prompt, validation_uid
+from hpcrl.spec.media import Medium
 from hpcrl.system.files import step_name
 
 SHOWN_CHARS = 100
@@ -61,7 +62,7 @@ class Evaluation:
         collected = self._generate(config.eval.temperature, 2 * step)
         stats = _score_stats("val", collected, self._domains)
         self._keep_episodes(step, collected)
-        best_effort("examples", lambda: keep_examples(self._run_dir, step, self._examples(collected)), None)
+        best_effort("examples", lambda: self._keep_examples(step, collected), None)
         self._loop.forget(collected.groups)
         if config.rollout.temperature != config.eval.temperature:
             sampled = self._generate(config.rollout.temperature, 2 * step + 1)
@@ -72,9 +73,9 @@ class Evaluation:
     def before_and_after(self, last: int) -> str:
         """The kept examples as text, a few short lines each."""
         kept, lines = read_examples(self._run_dir), []
-        afterwards = {example["prompt"]: example for example in kept.get(last, [])}
+        afterwards = {example_key(example): example for example in kept.get(last, [])}
         for before in kept.get(0, []):
-            after = afterwards.get(before["prompt"])
+            after = afterwards.get(example_key(before))
             if after is None:  # its replica was lost
                 continue
             lines.append(f"  {_short(before['prompt'])}  ->  {_short(str(before['answer']))}")
@@ -97,11 +98,12 @@ class Evaluation:
             evaluation_sampling(self._config, temperature),
         )
 
-    def _examples(self, collected: CollectedRollouts) -> list[dict[str, Any]]:
-        """The first completions, from prompts without environments."""
+    def _keep_examples(self, step: int, collected: CollectedRollouts) -> None:
+        """Keep the first completions, from prompts without environments."""
         both = zip(self._prompts, collected.groups, strict=True)  # in order of uid
         chosen = (pair for pair in both if self._config.env_of(pair[0].domain) is None)
-        examples = []
+        examples: list[dict[str, Any]] = []
+        media: list[Sequence[Medium]] = []
         for prompt, group in islice(chosen, self._config.eval.num_examples):
             sample = group.samples[0]
             answers = self._controller.call({sample.replica: ReadTexts([sample.id])})
@@ -109,13 +111,16 @@ class Evaluation:
                 continue
             examples.append(
                 {
+                    "domain": prompt.domain,
+                    "row": prompt.row,
                     "prompt": self._tokenizer.decode(prompt.token_ids, skip_special_tokens=True),
                     "answer": prompt.answer,
                     "response": answers[sample.replica].texts[0],
                     "score": sample.score,
                 }
             )
-        return examples
+            media.append(prompt.media)
+        keep_examples(self._run_dir, step, examples, media)
 
     def _keep_episodes(self, step: int, collected: CollectedRollouts) -> None:
         """Write each domain's first, best and worst validation episodes."""
@@ -138,7 +143,8 @@ class Evaluation:
                 continue
             shown_last = max((done.texts[number] for done in ends.values()), default="") or "[]"
             messages = json.loads(answers[sample.replica].texts[0]) + json.loads(shown_last)
-            episode = Episode(messages, sample.turn_rewards, sample.reward, sample.score, sample.error)
+            (media,) = answers[sample.replica].media
+            episode = Episode(messages, sample.turn_rewards, sample.reward, sample.score, sample.error, media)
             write_episode(path.parent, path.name, episode)
 
 

@@ -47,7 +47,7 @@ class AnswerRows:
                 self._skip(row, str(error))
             else:
                 first = row * rows.per_row
-                sizes |= {first + n: Sizes(len(token_ids), sum(mask)) for n, (token_ids, mask) in enumerate(sequences)}
+                sizes |= {first + n: Sizes(len(s.token_ids), sum(s.loss_mask)) for n, s in enumerate(sequences)}
         if not sizes:
             raise ValueError(
                 f"step {step}: none of its {len(drawn)} rows can be learned from; {self._skipped[drawn[0]]}"

@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 
 from hpcrl.spec.weight_layout import TensorSlice
 
+_BEGINNING = re.compile(r"\^([^(]*)(\(\?!.*\))?")
+"""A pattern for the beginning of a name, which may exclude what follows."""
+
 
 class InFile(NamedTuple):
     """A tensor in a file, and its position in the tensor in memory, which may be stacked over experts."""
@@ -28,14 +31,26 @@ class FileNames:
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+        from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as SEEING
 
         if model_type not in CONFIG_MAPPING_NAMES:
             raise ValueError(f"transformers has no model_type {model_type!r}")
         self._renamed: list[tuple[str, str]] = []
         self._stacked: list[tuple[str, list[str]]] = []
-        for rule in get_checkpoint_conversion_mapping(model_type) or ():
-            in_file, in_memory = map(_plain, rule.source_patterns), [_plain(name) for name in rule.target_patterns]
-            names = list(in_file)
+        self._beginnings: list[tuple[str, str]] = []
+        # Rules of a vision-language model may be those of its class.
+        rules = get_checkpoint_conversion_mapping(model_type) or get_checkpoint_conversion_mapping(
+            SEEING.get(model_type, "")
+        )
+        for rule in rules or ():
+            begins = [_BEGINNING.fullmatch(pattern) for pattern in rule.source_patterns]
+            in_memory = [_plain(name) for name in rule.target_patterns]
+            if type(rule) is WeightRenaming and len(begins) == len(in_memory) == 1 and begins[0]:
+                begin = _plain(begins[0][1])
+                # There, files have a whole causal language model, of which memory has the decoder.
+                self._beginnings.append((in_memory[0], f"{begin}.model" if begin == "language_model" else begin))
+                continue
+            names = [_plain(pattern) for pattern in rule.source_patterns]
             if type(rule) is WeightRenaming and len(names) == len(in_memory) == 1:
                 self._renamed.insert(0, (in_memory[0], names[0]))
             elif type(rule) is WeightConverter and len(in_memory) == 1 and _stacks_experts(rule.operations, len(names)):
@@ -58,6 +73,10 @@ class FileNames:
         yield InFile(self._rename(name), shape, (), 0)
 
     def _rename(self, name: str) -> str:
+        for in_memory, in_file in self._beginnings:
+            if name.startswith(in_memory):
+                name = in_file + name.removeprefix(in_memory)
+                break
         for in_memory, in_file in self._renamed:
             name = name.replace(in_memory, in_file)
         return name

@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpcrl.config import DataConfig
 from hpcrl.data.chat import encode, end_of_turn, marked, plain, render
 from hpcrl.data.files import BadRow
+from hpcrl.data.image_tokens import bound_vision, expand, write_pictures
+from hpcrl.data.media import read_images
 from hpcrl.data.messages import THOUGHTS
 from hpcrl.data.pairs import parse_pair
 from hpcrl.data.rows import Row, RowSet, check_answers, learning_obstacle, parse_row, require_same
 from hpcrl.data.tasks import Split
 from hpcrl.data.template_forms import TemplateRefusal
+from hpcrl.spec.media import Medium, by_picture
 
 REWRITES = (
     "the chat template rewrites earlier turns, so their answers cannot be masked; split the row into one row per answer"
 )
 
 
+class TrainedSequence(NamedTuple):
+    """A sequence to train on: token ids and loss mask, of equal length, and images with their places."""
+
+    token_ids: list[int]
+    loss_mask: list[bool]
+    media: tuple[Medium, ...] = ()
+
+
 class SFTRows:
-    """Random access to (token_ids, loss_mask). The mask has every assistant turn, including its end token, unless the
+    """Random access to sequences. The mask has every assistant turn, including its end token, unless the
     message has `weight: 0`; in a pair, only turns after the prompt. `per_row` is the number of sequences per row."""
 
     def __init__(self, config: DataConfig, split: Split, tokenizer: Any, seed: int, pairs: bool = False):
@@ -44,35 +55,47 @@ class SFTRows:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def row(self, index: int) -> tuple[list[int], list[bool]]:
-        """Token ids and loss mask, of equal length, of a row or of a pair's chosen part. See sequences()."""
+    def row(self, index: int) -> TrainedSequence:
+        """The sequence of a row, or of a pair's chosen part. See sequences()."""
         return self.sequences(index)[0]
 
-    def sequences(self, index: int) -> list[tuple[list[int], list[bool]]]:
-        """Token ids and loss mask of each sequence of a row, chosen before rejected. BadRow if the chat template
-        refuses the row or rewrites earlier turns, or if a generated row has no answer.
+    def sequences(self, index: int) -> list[TrainedSequence]:
+        """The sequences of a row, chosen before rejected. BadRow if the chat template refuses the row or rewrites
+        earlier turns, if an image cannot be read, or if a generated row has no answer.
 
         The prompt has the same tokens as in PromptSource; the answer is tokenised separately, as in generation.
         """
         row = self._rows.row(index)
         return [self._encode(part, index) for part in (row, row.rejected) if part is not None]
 
-    def _encode(self, row: Row, index: int) -> tuple[list[int], list[bool]]:
+    def _encode(self, row: Row, index: int) -> TrainedSequence:
         if obstacle := learning_obstacle(row):
             raise BadRow(f"{self._rows.where(index)}: {obstacle}")
         ids: list[int] = []
         mask: list[bool] = []
+        images = read_images(row.images, vision := bound_vision(self._tokenizer))
+        pictures = iter(by_picture(images))
         try:
             for text, learned in turns_of(self._tokenizer, row):
                 # Without a chat template, the tokenizer may add its special tokens only to the first piece.
+                if vision is not None and images:
+                    text = write_pictures(text, vision, pictures)
                 new = encode(self._tokenizer, text, begins=not ids)
                 ids.extend(new)
                 mask.extend([learned] * len(new))
-        except LeftOut as error:
-            raise BadRow(f"{self._rows.where(index)}: {error}") from error
         except TemplateRefusal as error:
             raise BadRow(f"{self._rows.where(index)}: the chat template refuses the row: {error.reason}") from error
-        return ids, mask
+        except ValueError as error:
+            raise BadRow(f"{self._rows.where(index)}: {error}") from error
+        if vision is None or not images:
+            return TrainedSequence(ids, mask)
+        try:
+            whole, media = expand(ids, vision.image_token_id, images)
+        except ValueError as error:
+            raise BadRow(f"{self._rows.where(index)}: {error}") from error
+        for medium in media:
+            mask[medium.start : medium.start + 1] = [False] * medium.length
+        return TrainedSequence(whole, mask, media)
 
 
 class LeftOut(ValueError):

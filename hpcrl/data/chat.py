@@ -13,9 +13,13 @@ from typing import Any
 
 from hpcrl.data.messages import Messages
 from hpcrl.data.template_forms import VARIABLES, TemplateRefusal, apply_template, as_taken
+from hpcrl.models.vision import Vision
+from hpcrl.spec.media import IMAGE_MARK
 
 CONTENT = "0CONTENT0"
 """Placeholder for the model's text; letters and digits, which no template trims or escapes."""
+VISION = "hpcrl_vision"
+"""Attribute of a tokenizer: the image properties of its model, or None."""
 MARK = "\ue000"  # private use area; inserted after the first character of text that looks like a special token
 
 
@@ -30,12 +34,14 @@ def render(
     if getattr(tokenizer, "chat_template", None):
         messages, tools = as_taken(tokenizer, messages, tools)
         return apply_template(tokenizer, marked(tokenizer, messages), marked(tokenizer, tools), ask, **variables)
-    return "\n\n".join(message["content"] or "" for message in messages)
+    return "\n\n".join((message["content"] or "").replace(IMAGE_MARK, "") for message in messages)
 
 
-def bind(tokenizer: Any, variables: dict[str, Any]) -> Any:
-    """The tokenizer, with variables that render() always passes to its chat template (data.chat_template_kwargs)."""
+def bind(tokenizer: Any, variables: dict[str, Any], vision: Vision | None = None) -> Any:
+    """The tokenizer, with variables that render() always passes to its chat template (data.chat_template_kwargs), and
+    with the image properties of its model (hpcrl.data.image_tokens)."""
     setattr(tokenizer, VARIABLES, variables)
+    setattr(tokenizer, VISION, vision)
     return tokenizer
 
 
@@ -119,11 +125,13 @@ def cut_to_fit(
     tokenizer: Any, messages: Messages, tools: list[dict[str, Any]] | None, max_tokens: int, **variables: Any
 ) -> tuple[str, list[int]] | None:
     """(text, token ids) of at most `max_tokens`, after cutting the last message's start. The template, the other
-    messages and the last message's end (usually the question) are kept; None if these are too long."""
+    messages and the last message's images and end (usually the question) are kept; None if these are too long."""
     content = messages[-1]["content"]
 
     def attempt(kept: int) -> tuple[str, list[int]]:
-        last = {**messages[-1], "content": content[len(content) - kept :]}
+        end = content[len(content) - kept :]
+        images = IMAGE_MARK * (content.count(IMAGE_MARK) - end.count(IMAGE_MARK))
+        last = {**messages[-1], "content": images + end}
         text = render(tokenizer, [*messages[:-1], last], tools, **variables)
         return text, encode(tokenizer, text)
 

@@ -34,7 +34,7 @@ ENDINGS = {"gzip": ".gz", "zstd": ".zst", "parquet": ".parquet", "arrow": ".arro
 BATCH_ROWS = (256, 16, 1)
 """Rows of a parquet file to decode at once; fewer if needed: Arrow decodes at most 2 GiB of nested text at once."""
 IMAGE_COLUMNS = ("images", "image")
-"""Columns that may hold the bytes of images."""
+"""Columns, and keys of messages, that may hold images."""
 
 
 class BadRow(ValueError):

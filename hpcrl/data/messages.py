@@ -3,11 +3,13 @@ as objects and without the nulls that Arrow writes for absent keys."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from hpcrl.data.files import BadRow
+from hpcrl.data.files import IMAGE_COLUMNS, BadRow
+from hpcrl.spec.media import IMAGE_MARK, WRITTEN_MARK
 
 Messages = list[dict[str, Any]]
 
@@ -27,15 +29,36 @@ SPEAKERS = {
 }
 """`from` of a ShareGPT turn -> role. A function_call is an assistant turn whose text is one call, or a list of them."""
 TEXT_PARTS = ("text", "input_text", "output_text")
+IMAGE_PARTS = ("image", "image_url", "input_image")
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Keys of an assistant turn that hold its reasoning."""
 EXAMPLES = ("default", "const", "example", "enum", "examples")
 """Keywords of JSON schema whose values may be null, or hold null."""
 
 
-def read_messages(value: Any, where: str, key: str, padded: bool = False) -> Messages:
-    """The messages of column `key`: text is one user message, a JSON list of messages is parsed. If `padded`, absent
-    keys are null (Arrow). BadRow names the invalid message."""
+@dataclass(frozen=True, slots=True)
+class ImagePart:
+    """An image in messages, for whose place its message has an IMAGE_MARK.
+
+    Args:
+        given: A path, an address, a file's bytes, or an object with one of them; None: the next image of the column.
+        place: Where it was found, for errors.
+    """
+
+    given: Any
+    place: str
+
+
+def read_messages(
+    value: Any, where: str, key: str, padded: bool = False, images: list[ImagePart] | None = None
+) -> Messages:
+    """The messages of column `key`: text is one user message, a JSON list of messages is parsed. BadRow names the
+    invalid message.
+
+    Args:
+        padded: Whether absent keys are null (Arrow).
+        images: Gets the images in the order of their marks; None: an image is an error.
+    """
     if isinstance(value, str):
         if not value.strip():
             raise BadRow(f"{where}: {key} is empty")
@@ -45,7 +68,18 @@ def read_messages(value: Any, where: str, key: str, padded: bool = False) -> Mes
     if not isinstance(value, list):
         raise BadRow(f"{where}: {key} must be text or a list of messages, not {type(value).__name__}")
     padded = padded or _is_padded(value)
-    return [_message(message, f"{where}: {key}[{n}]", padded) for n, message in enumerate(value)]
+    return [_message(message, f"{where}: {key}[{n}]", padded, images) for n, message in enumerate(value)]
+
+
+def mark_images(text: str, count: int, place: str) -> str:
+    """The text with IMAGE_MARKs for `count` images of its row or message: where it has `<image>`, or else at its start.
+    BadRow if the numbers differ."""
+    written = text.count(WRITTEN_MARK)
+    if not written:
+        return IMAGE_MARK * count + text
+    if written != count:
+        raise BadRow(f"{place}: {written} {WRITTEN_MARK} marks and {count} images")
+    return text.replace(WRITTEN_MARK, IMAGE_MARK)
 
 
 def read_tools(value: Any, where: str, padded: bool = False) -> list[dict[str, Any]] | None:
@@ -87,7 +121,7 @@ def _is_padded(messages: list[Any]) -> bool:
     )
 
 
-def _message(message: Any, place: str, padded: bool) -> dict[str, Any]:
+def _message(message: Any, place: str, padded: bool, images: list[ImagePart] | None) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise BadRow(f"{place} must be an object with role and content, not {str(message)[:40]!r}")
     message = {name: value for name, value in message.items() if value is not None or name == "content"}
@@ -99,8 +133,17 @@ def _message(message: Any, place: str, padded: bool) -> dict[str, Any]:
         raise BadRow(f"{place}.role must be one of {', '.join(ROLES)}, not {str(role)[:40]!r}")
     message["role"] = role
     message.setdefault("content", None)
-    if isinstance(message.get("content"), list):
-        message["content"] = _text(message["content"], place)
+    if isinstance(message["content"], str):
+        message["content"] = message["content"].replace(IMAGE_MARK, "")
+    elif isinstance(message["content"], list):
+        message["content"] = _text(message["content"], place, images)
+    for name in IMAGE_COLUMNS:
+        if given := message.pop(name, None):
+            parts = [ImagePart(each, f"{place}.{name}[{n}]") for n, each in enumerate(_as_list(given))]
+            if IMAGE_MARK in (message["content"] or ""):
+                raise BadRow(f"{place} has images in its content and in {name}, whose order is unknown")
+            _require_images_allowed(images, parts[0].place).extend(parts)
+            message["content"] = mark_images(message["content"] or "", len(parts), place)
     if call := message.pop("function_call", None):  # before OpenAI had tool_calls
         message["tool_calls"] = [{"type": "function", "function": call}]
     if "tool_calls" in message:
@@ -132,16 +175,42 @@ def _speaker(turn: dict[str, Any], place: str) -> dict[str, Any]:
     return {**turn, "role": role, "content": None, "tool_calls": calls if isinstance(calls, list) else [calls]}
 
 
-def _text(parts: list[Any], place: str) -> str:
-    """The text of a content that is a list of parts, one line each as in vLLM."""
-    texts = []
+def _text(parts: list[Any], place: str, images: list[ImagePart] | None) -> str:
+    """The text of a content that is a list of parts: texts one line each as in vLLM, images as their marks."""
+    found = ""
     for n, part in enumerate(parts):
         kind = part.get("type", "text") if isinstance(part, dict) else "text"
         text = part.get("text") if isinstance(part, dict) else part
+        if kind in IMAGE_PARTS and isinstance(part, dict):
+            at = f"{place}.content[{n}]"
+            _require_images_allowed(images, at).append(ImagePart(_given_in(part), at))
+            found += IMAGE_MARK
+            continue
         if kind not in TEXT_PARTS or not isinstance(text, str):
-            raise BadRow(f"{place}.content[{n}] must be a part with text, not one of type {str(kind)[:40]!r}")
-        texts.append(text)
-    return "\n".join(texts)
+            raise BadRow(
+                f"{place}.content[{n}] must be a part with text or an image, not one of type {str(kind)[:40]!r}"
+            )
+        text = text.replace(IMAGE_MARK, "")
+        found += text if not n or found.endswith(IMAGE_MARK) else f"\n{text}"
+    return found
+
+
+def _given_in(part: dict[str, Any]) -> Any:
+    """The image of a part in OpenAI's, transformers' or Qwen's form; None in a part without one."""
+    given = next((part[name] for name in (*IMAGE_PARTS, "url", "path", "base64", "bytes") if part.get(name)), None)
+    if isinstance(given, dict) and "url" in given:
+        return given["url"]
+    return given if given is None or not part.get("base64") else f"data:image;base64,{given}"
+
+
+def _require_images_allowed(images: list[ImagePart] | None, place: str) -> list[ImagePart]:
+    if images is None:
+        raise BadRow(f"{place}: only a prompt may have images")
+    return images
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def _calls(calls: Any, place: str, padded: bool) -> list[dict[str, Any]]:

@@ -18,8 +18,8 @@ from hpcrl.config import DataConfig, DataSource
 from hpcrl.config.data import NOT_VARIABLES
 from hpcrl.data.env_sources import STARTS, given_start
 from hpcrl.data.files import BadRow, Table
-from hpcrl.data.media import IN_MESSAGES, ImageFile, image_column, image_in_messages, images_of
-from hpcrl.data.messages import Messages, one_turn, read_messages, read_tools
+from hpcrl.data.media import ImageFile, image_column, images_of, place_images, read_parts
+from hpcrl.data.messages import ImagePart, Messages, one_turn, read_messages, read_tools
 from hpcrl.data.places import open_table
 from hpcrl.data.tasks import Split
 from hpcrl.spec.media import IMAGE
@@ -41,9 +41,9 @@ message between ranks is at most 64 MiB, including the prompt, and contains the 
 @dataclass(frozen=True, slots=True)
 class Row:
     """`messages` end with the turn to answer; `turn` is a reference answer for the SFT pipeline, an assistant turn with
-    all its keys; `extra` has all columns except prompt and images, including the answer; `variables` are the row's own
-    variables for the chat template. In a pair (hpcrl.data.pairs) the row is the chosen part, `rejected` the other part,
-    and the first `prompt_messages` messages are not trained on."""
+    all its keys; `extra` has all columns except the prompt, including the answer, and the paths of images in files;
+    `variables` are the row's own variables for the chat template. In a pair (hpcrl.data.pairs) the row is the chosen
+    part, `rejected` the other part, and the first `prompt_messages` messages are not trained on."""
 
     messages: Messages
     answer: Any
@@ -78,17 +78,20 @@ def parse_row(
         folder: Folder to which the row's paths are relative.
     """
     key, pictures = _first(raw, config.prompt_key, PROMPT_KEYS), image_column(raw)
-    if key is not None and (place := image_in_messages(raw[key], key)):
-        raise BadRow(f"{where}: {place}: {IN_MESSAGES}")
     if key is None:
         looked = config.prompt_key or ", ".join(PROMPT_KEYS)
         raise BadRow(f"{where}: no prompt: looked for {looked} (data.prompt_key); the row has {_columns(raw)}")
-    messages = _with_context(read_messages(raw[key], where, key, padded), raw, key, where)
+    inside: list[ImagePart] = []
+    messages = _with_context(read_messages(raw[key], where, key, padded, inside), raw, key, where)
     messages, turn = _split_turn(messages, raw, where, padded)
+    column = images_of(raw[pictures], pictures, where) if pictures is not None else []
+    images = read_parts(place_images(messages, inside, column, where), folder) if inside or column else ()
     if not messages or messages[-1]["role"] not in ("user", "tool"):
         raise BadRow(f"{where}: {key} has no user turn to answer")
     answer = _answer(raw, config, where)
     extra = {k: v for k, v in raw.items() if k not in (key, pictures)}
+    if images and all(image.content is None for image in images):
+        extra["images"] = [str(image.path.absolute()) for image in images]
     try:
         given_start(extra)
     except ValueError as error:
@@ -105,7 +108,7 @@ def parse_row(
         domain=fixed_domain or _domain(raw, config, where),
         extra=extra,
         variables=_variables(raw.get(VARIABLES_KEY), where, padded),
-        images=images_of(raw[pictures], pictures, where, folder) if pictures is not None else (),
+        images=images,
     )
 
 

@@ -6,13 +6,14 @@ import hashlib
 import logging
 from collections import Counter
 from dataclasses import astuple, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hpcrl.config import DataConfig
 from hpcrl.data.chat import cut_to_fit, encode, plain, render
 from hpcrl.data.files import BadRow
+from hpcrl.data.image_tokens import bound_vision, encode_with_images
 from hpcrl.data.media import read_images
 from hpcrl.data.rows import Row, RowSet, domain_shares, require_same
 from hpcrl.data.tasks import Split
@@ -31,6 +32,14 @@ def epoch_order(seed: int, name: str, epoch: int, num_rows: int, shuffle: bool =
     digest = hashlib.blake2b(f"{seed}/{name}/{epoch}".encode(), digest_size=32).digest()
     # RandomState's streams are frozen; the streams of numpy's Generator may change between versions.
     return np.random.RandomState(np.frombuffer(digest, np.uint32)).permutation(num_rows)
+
+
+class _Encoded(NamedTuple):
+    """A row's prompt: its rendered text, its token ids, and its images."""
+
+    text: str
+    token_ids: list[int]
+    media: tuple[Medium, ...]
 
 
 @dataclass(slots=True)
@@ -87,7 +96,7 @@ class PromptSource:
     def _fits(self, row: int) -> bool:
         """Whether a row's length allows drawing it; a row that is unusable for another reason may pass."""
         try:
-            return len(self._tokens(self._rows.row(row), row)[1]) <= self._config.max_prompt_tokens
+            return len(self._encode(self._rows.row(row), row).token_ids) <= self._config.max_prompt_tokens
         except BadRow:
             return True
 
@@ -122,21 +131,19 @@ class PromptSource:
             epoch, row = self._advance(stream)
             try:
                 parsed = self._rows.row(row)
-                text, token_ids = self._tokens(parsed, row)
-                fits = len(token_ids) <= self._config.max_prompt_tokens
-                media = read_images(parsed.images) if fits else ()
+                encoded = self._encode(parsed, row)
             except BadRow as error:
                 uid, unusable = self.ledger.open(epoch, row, self._rows.domain_of(row)), str(error)
                 self._dropped.append(self.ledger.close_prompt(uid, PromptOutcome.FAILED, unusable))
                 continue
             uid = self.ledger.open(epoch, row, parsed.domain)
-            if fits:
+            if len(encoded.token_ids) <= self._config.max_prompt_tokens:
                 if owed:
                     self._owed.pop(0)
                 else:
                     self._num_given += 1
-                return _prompt(uid, epoch, row, parsed, text, token_ids, media)
-            reason = f"{len(token_ids)} tokens"
+                return _prompt(uid, epoch, row, parsed, encoded)
+            reason = f"{len(encoded.token_ids)} tokens"
             self._dropped.append(self.ledger.close_prompt(uid, PromptOutcome.TOO_LONG, reason))
         raise ValueError(unusable or self._all_too_long(stream))
 
@@ -160,8 +167,7 @@ class PromptSource:
         """An open prompt again, after a resume or for another attempt. KeyError if it is not open."""
         epoch, row = self.ledger.origin(uid)
         parsed = self._rows.row(row)
-        text, token_ids = self._tokens(parsed, row)
-        return _prompt(uid, epoch, row, parsed, text, token_ids, read_images(parsed.images))
+        return _prompt(uid, epoch, row, parsed, self._encode(parsed, row))
 
     @property
     def _mixed(self) -> bool:
@@ -177,9 +183,9 @@ class PromptSource:
                 break
             try:
                 parsed = self._rows.row(row)
-                text, token_ids = self._tokens(parsed, row)
-                if len(token_ids) <= self._config.max_prompt_tokens:
-                    found.append(_prompt(row, 0, row, parsed, text, token_ids, read_images(parsed.images)))
+                encoded = self._encode(parsed, row)
+                if len(encoded.token_ids) <= self._config.max_prompt_tokens:
+                    found.append(_prompt(row, 0, row, parsed, encoded))
             except BadRow as error:  # from a generated source, or its images are gone
                 logger.warning("%s; the row is not evaluated", error)
         return found
@@ -192,25 +198,31 @@ class PromptSource:
             stream.order = (epoch, order)
         return epoch, int(stream.rows[stream.order[1][position]])
 
-    def _tokens(self, parsed: Row, row: int) -> tuple[str, list[int]]:
-        """Text and token ids, truncated if so configured; still too long if the prompt is to be dropped. BadRow if the
-        chat template refuses the row."""
+    def _encode(self, parsed: Row, row: int) -> _Encoded:
+        """Text, token ids and images, truncated if so configured; still too long if the prompt is to be dropped. BadRow
+        if the chat template refuses the row, or if an image cannot be read."""
+        images = read_images(parsed.images, bound_vision(self._tokenizer))
         try:
             text = render(self._tokenizer, parsed.messages, parsed.tools, **parsed.variables)
-            token_ids = encode(self._tokenizer, text)
+            token_ids, media = encode_with_images(self._tokenizer, text, images)
         except TemplateRefusal as error:
             raise BadRow(f"{self._rows.where(row)}: the chat template refuses the row: {error.reason}") from error
+        except ValueError as error:
+            raise BadRow(f"{self._rows.where(row)}: {error}") from error
         limit = self._config.max_prompt_tokens
         if len(token_ids) <= limit or self._config.overlong_prompts == "drop":
-            return plain(text), token_ids
+            return _Encoded(plain(text), token_ids, media)
         if self._config.overlong_prompts == "error":
             raise ValueError(
                 f"{self._rows.where(row)}: the prompt has {len(token_ids)} tokens, but data.max_prompt_tokens={limit} "
                 "(data.overlong_prompts=drop or truncate accepts it)"
             )
-        fitting = cut_to_fit(self._tokenizer, parsed.messages, parsed.tools, limit, **parsed.variables)
-        text, token_ids = fitting or (text, token_ids)
-        return plain(text), token_ids
+        added = len(token_ids) - len(encode(self._tokenizer, text))  # to the template's placeholders
+        fitting = cut_to_fit(self._tokenizer, parsed.messages, parsed.tools, limit - added, **parsed.variables)
+        if fitting is not None:
+            text = fitting[0]
+            token_ids, media = encode_with_images(self._tokenizer, text, images)
+        return _Encoded(plain(text), token_ids, media)
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-compatible cursor: the drawn and open prompts, and the identification of the data."""
@@ -246,19 +258,17 @@ class PromptSource:
         }
 
 
-def _prompt(
-    uid: int, epoch: int, row: int, parsed: Row, text: str, token_ids: list[int], media: tuple[Medium, ...]
-) -> Prompt:
+def _prompt(uid: int, epoch: int, row: int, parsed: Row, encoded: _Encoded) -> Prompt:
     return Prompt(
         uid,
         parsed.domain,
         epoch,
         row,
-        tuple(token_ids),
-        text,
+        tuple(encoded.token_ids),
+        encoded.text,
         parsed.answer,
         parsed.extra,
         parsed.messages,
         parsed.tools,
-        media,
+        encoded.media,
     )

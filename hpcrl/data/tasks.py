@@ -1,4 +1,4 @@
-"""Built-in prompt sources that generate their rows: `task:NAME` (sort_digits, add, program, repeat),
+"""Built-in prompt sources that generate their rows: `task:NAME` (sort_digits, add, program, repeat, shapes),
 `reasoning_gym:NAME`, and from environments (hpcrl.data.env_sources), `env:DOMAIN` and `expert:NAME`.
 
 A row is a function of (seed, split, index) only. Rows have the keys of a jsonl file: prompt, answer, other columns.
@@ -10,12 +10,13 @@ import hashlib
 import json
 import random
 from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from hpcrl.config import Positive, Section
 from hpcrl.data.env_sources import ExpertTask, StartTask
+from hpcrl.spec.fields import NUMBER
 from hpcrl.spec.options import read_options
 
 Split = Literal["train", "val"]
@@ -80,6 +81,17 @@ class RepeatOptions(Section):
     """Maximum number of times for a word."""
 
 
+class ShapesOptions(Section):
+    """Options of the task shapes: questions about drawn images."""
+
+    questions: list[Literal["colour", "number"]] = Field(default=["colour", "number"])
+    """The questions that are asked; the answer is a letter (r, g, b, y, k, w) or a digit."""
+    side: Annotated[int, Field(ge=28, le=1024), NUMBER] = 56
+    """Pixels of an image's side."""
+    other_image: bool = False
+    """Show another image than the answer's: a control, in which a model that sees can only guess."""
+
+
 def _sort_digits(rng: random.Random, options: SortOptions) -> dict[str, Any]:
     digits = [rng.randrange(10) for _ in range(rng.randint(options.min_digits, options.max_digits))]
     return {"prompt": f"sort: {_spaced(digits)}", "answer": _spaced(sorted(digits))}
@@ -117,12 +129,19 @@ def _spaced(digits: list[int]) -> str:
     return " ".join(map(str, digits))
 
 
+def _shapes(rng: random.Random, options: ShapesOptions) -> dict[str, Any]:
+    from hpcrl.data.drawn import shapes_row  # imports Pillow
+
+    return shapes_row(rng, list(options.questions), options.side, options.other_image)
+
+
 Make = Callable[[random.Random, Any], dict[str, Any]]
 TASKS: dict[str, tuple[Make, type[Section], str]] = {
     "sort_digits": (_sort_digits, SortOptions, "sort_digits"),
     "add": (_add, AddOptions, "exact_match"),
     "program": (_program, ProgramOptions, "code"),
     "repeat": (_repeat, RepeatOptions, "ifeval"),
+    "shapes": (_shapes, ShapesOptions, "exact_match"),
 }
 
 EPISODES: dict[str, Callable[..., Task]] = {"env": StartTask, "expert": ExpertTask}
@@ -144,7 +163,8 @@ class GeneratedTask:
         rng = random.Random(f"{self._key}/{index}")
         for _ in range(1000):
             row = self._make(rng, self._options)
-            if (_hash(row["prompt"]) % VALIDATION_EVERY == 0) == self._validation:
+            content = row["prompt"].encode() + b"".join(image["bytes"] for image in row.get("images", ()))
+            if (_hash(content) % VALIDATION_EVERY == 0) == self._validation:
                 return row
         raise ValueError(f"task:{self.name} has too few different rows under {self._options!r} to hold some out")
 
@@ -156,7 +176,7 @@ class ReasoningGymTask:
         self.name = name
         self.size = size
         half = 1 << 30
-        first = _hash(f"{name}/{seed}") % (half - size) + (half if split == "val" else 0)
+        first = _hash(f"{name}/{seed}".encode()) % (half - size) + (half if split == "val" else 0)
         self._recipe: dict[str, Any] = {"name": name, "size": size, "seed": first, "options": options}
         self._dataset: Any = None
 
@@ -212,5 +232,5 @@ def is_generated(path: str) -> bool:
     return path.startswith(GENERATED)
 
 
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+def _hash(content: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")

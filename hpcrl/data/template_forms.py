@@ -13,6 +13,7 @@ import json
 from typing import Any
 
 from hpcrl.data.messages import Messages
+from hpcrl.spec.media import IMAGE_MARK
 
 Tools = list[dict[str, Any]]
 VARIABLES = "chat_template_variables"
@@ -74,7 +75,8 @@ def as_taken(tokenizer: Any, messages: Messages, tools: Tools | None) -> tuple[M
 
     - Tools that it does not show are described in the first user message (Gemma 2, Phi-3).
     - Tool results that it does not show become a user message; consecutive results become one message.
-    - Call arguments become JSON text (DeepSeek-V3); a text becomes a list of one part (SmolVLM).
+    - Call arguments become JSON text (DeepSeek-V3); a text becomes a list of one part (SmolVLM), or of parts with its
+      images; without them if the template shows no images.
     """
     key = chat_template(tokenizer)
     if tools and not _shows_tools(tokenizer, key):
@@ -85,9 +87,17 @@ def as_taken(tokenizer: Any, messages: Messages, tools: Tools | None) -> tuple[M
         ]
     if any(message["role"] == "tool" for message in messages):
         messages = _with_results(tokenizer, messages)
+    if any(IMAGE_MARK in (message.get("content") or "") for message in messages):
+        split = _in_parts if _shows_images(tokenizer, key) else _without_images
+        messages = [split(message) if IMAGE_MARK in (message.get("content") or "") else message for message in messages]
     if _wants_parts(tokenizer, key):
         messages = [_in_parts(message) if isinstance(message.get("content"), str) else message for message in messages]
     return messages, tools
+
+
+def shows_images(tokenizer: Any) -> bool:
+    """Whether the chat template writes anything for an image."""
+    return _shows_images(tokenizer, chat_template(tokenizer))
 
 
 def shows_results(tokenizer: Any, results: Messages, called: bool) -> bool:
@@ -123,8 +133,27 @@ def _wants_parts(tokenizer: Any, template: str) -> bool:
         return False
 
 
+@functools.lru_cache(maxsize=16)
+def _shows_images(tokenizer: Any, template: str) -> bool:
+    said = {"role": "user", "content": TEXT}
+    try:
+        with_image = apply_template(tokenizer, [_in_parts({**said, "content": IMAGE_MARK + TEXT})], None, ask=True)
+        return TEXT in with_image and with_image != apply_template(tokenizer, [_in_parts(said)], None, ask=True)
+    except TemplateRefusal:
+        return False
+
+
 def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
-    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+    """The message with its text as a list of parts, divided where images are."""
+    texts = message["content"].split(IMAGE_MARK)
+    parts: list[dict[str, Any]] = [{"type": "text", "text": texts[0]}] if texts[0] or len(texts) == 1 else []
+    for text in texts[1:]:
+        parts += [{"type": "image"}, *([{"type": "text", "text": text}] if text else [])]
+    return {**message, "content": parts}
+
+
+def _without_images(message: dict[str, Any]) -> dict[str, Any]:
+    return {**message, "content": message["content"].replace(IMAGE_MARK, "")}
 
 
 @functools.lru_cache(maxsize=16)

@@ -35,6 +35,17 @@ CHATML = """\
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
 """
 """The chat template of tiny models."""
+IMAGE_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+_TEXT_ONLY = "(message['content'] or '') }}"
+_PARTS = """'' }}
+{%- if message['content'] is string %}{{- message['content'] }}{%- else %}
+{%- for part in message['content'] or [] %}
+{%- if part['type'] == 'image' %}{{- '<|vision_start|><|image_pad|><|vision_end|>' }}
+{%- else %}{{- part['text'] }}{%- endif %}
+{%- endfor %}
+{%- endif %}"""
+CHATML_WITH_IMAGES = CHATML.replace(_TEXT_ONLY, _PARTS)
+"""The chat template of tiny models that take images."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +111,11 @@ class FolderTemplate:
         return {name for text in texts for name in meta.find_undeclared_variables(_environment().parse(text))}
 
 
-def tiny_template() -> FolderTemplate:
+def tiny_template(images: bool = False) -> FolderTemplate:
     """The template of tiny models."""
-    tokens = {number: Token(text) for number, text in enumerate((PAD, START, END))}
-    return FolderTemplate(CHATML, {"eos_token": END, "pad_token": PAD}, tokens)
+    texts = (PAD, START, END, *(IMAGE_TOKENS if images else ()))
+    tokens = {number: Token(text) for number, text in enumerate(texts)}
+    return FolderTemplate(CHATML_WITH_IMAGES if images else CHATML, {"eos_token": END, "pad_token": PAD}, tokens)
 
 
 def read_template(folder: Path) -> FolderTemplate:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -50,9 +51,9 @@ def read_safetensors(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def copy_beside_weights(origin: Path, folder: Path) -> None:
-    """Copy the tokenizer and the generation config."""
+    """Copy the tokenizer, the processor and the generation config."""
     for file in sorted(origin.iterdir()):
-        if file.is_file() and (file.name in TOKENIZER_FILES or file.name == "generation_config.json"):
+        if file.is_file() and file.name in (*TOKENIZER_FILES, *PROCESSOR_FILES, "generation_config.json"):
             shutil.copyfile(file, folder / file.name)
 
 

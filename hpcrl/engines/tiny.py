@@ -15,10 +15,12 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     Gemma2Config,
     GenerationConfig,
     LlamaConfig,
     PreTrainedConfig,
+    Qwen2_5_VLConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -26,12 +28,23 @@ from transformers import (
 
 from hpcrl.config import TinyModel
 from hpcrl.config.model import MIN_VOCABULARY
-from hpcrl.data.templates import CHATML, END, PAD, START
+from hpcrl.data.templates import CHATML, CHATML_WITH_IMAGES, END, IMAGE_TOKENS, PAD, START
 from hpcrl.engines.hf_folder import save_model
+from hpcrl.models.vision import CLIP_MEAN, CLIP_STD, TINY
 from hpcrl.system.files import give_usual_modes
 
 SPECIAL_TOKENS = (PAD, START, END)
 assert 256 + len(SPECIAL_TOKENS) == MIN_VOCABULARY  # every byte has a token, so any text can be encoded
+
+PROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "patch_size": TINY.patch,
+    "merge_size": TINY.merge,
+    "temporal_patch_size": TINY.frames,
+    "image_mean": CLIP_MEAN,
+    "image_std": CLIP_STD,
+    "size": {"shortest_edge": TINY.min_pixels, "longest_edge": TINY.max_pixels},
+}
 
 # Digits are split one by one, as in Qwen2; a word includes the space before it.
 SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -63,7 +76,7 @@ def make_tiny_model(spec: TinyModel, folder: Path) -> None:
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}")
     partial.mkdir()
     try:
-        tokenizer = make_tokenizer(spec.vocab_size, spec.corpus)
+        tokenizer = make_tokenizer(spec.vocab_size, spec.corpus, spec.takes_images)
         _write_tokenizer(tokenizer, spec, partial)
         _write_model(spec, tokenizer, partial)
         give_usual_modes(partial)
@@ -89,9 +102,9 @@ def check_spec(spec: TinyModel) -> None:
         )
 
 
-def make_tokenizer(vocab_size: int, corpus: Sequence[str] = ()) -> Tokenizer:
-    """A byte-level BPE tokenizer with at most `vocab_size` tokens; special tokens have the ids 0, 1 and 2. `corpus` has
-    texts of the task, which are weighted like the built-in tasks' texts."""
+def make_tokenizer(vocab_size: int, corpus: Sequence[str] = (), images: bool = False) -> Tokenizer:
+    """A byte-level BPE tokenizer with at most `vocab_size` tokens; special tokens have the ids 0, 1 and 2, tokens of
+    images the next ids. `corpus` has texts of the task, which are weighted like the built-in tasks' texts."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -104,7 +117,7 @@ def make_tokenizer(vocab_size: int, corpus: Sequence[str] = ()) -> Tokenizer:
         vocab_size=vocab_size,
         min_frequency=2,
         show_progress=False,
-        special_tokens=list(SPECIAL_TOKENS),
+        special_tokens=[*SPECIAL_TOKENS, *(IMAGE_TOKENS if images else ())],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )
     tokenizer.train_from_iterator([*CORPUS, *list(corpus) * OFTEN], trainer)
@@ -119,10 +132,10 @@ def _write_tokenizer(tokenizer: Tokenizer, spec: TinyModel, folder: Path) -> Non
         "eos_token": END,
         "pad_token": PAD,
         "unk_token": None,
-        "additional_special_tokens": [START],
+        "additional_special_tokens": [START, *(IMAGE_TOKENS if spec.takes_images else ())],
         "clean_up_tokenization_spaces": False,
         "model_max_length": spec.max_position_embeddings,
-        "chat_template": CHATML,
+        "chat_template": CHATML_WITH_IMAGES if spec.takes_images else CHATML,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
@@ -131,9 +144,12 @@ def _write_model(spec: TinyModel, tokenizer: Tokenizer, folder: Path) -> None:
     ids = {"bos_token_id": None, "eos_token_id": tokenizer.token_to_id(END), "pad_token_id": tokenizer.token_to_id(PAD)}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
-        model = AutoModelForCausalLM.from_config(_model_config(spec, ids), dtype=torch.float32)
+        auto: Any = AutoModelForImageTextToText if spec.takes_images else AutoModelForCausalLM
+        model = auto.from_config(_model_config(spec, ids), dtype=torch.float32)
     model.generation_config = GenerationConfig(**ids)
     save_model(model, folder)
+    if spec.takes_images:
+        (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR, indent=2) + "\n")
 
 
 def _model_config(spec: TinyModel, ids: dict[str, Any]) -> PreTrainedConfig:
@@ -153,6 +169,19 @@ def _model_config(spec: TinyModel, ids: dict[str, Any]) -> PreTrainedConfig:
     match spec.architecture:
         case "qwen2":
             return Qwen2Config(**common)
+        case "qwen2_5_vl":
+            pairs = head_dim // 2
+            rope = {"rope_type": "default", "rope_theta": 1e4}
+            sections = [pairs - 2 * (3 * pairs // 8), 3 * pairs // 8, 3 * pairs // 8]
+            return Qwen2_5_VLConfig(
+                text_config=common | {"rope_parameters": rope | {"mrope_section": sections}},
+                vision_config=spec.tower_config(),
+                tie_word_embeddings=spec.tie_word_embeddings,
+                vision_start_token_id=3,
+                image_token_id=4,
+                vision_end_token_id=5,
+                **ids,
+            )
         case "qwen3":
             return Qwen3Config(head_dim=head_dim, **common)
         case "qwen3_moe":

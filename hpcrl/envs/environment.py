@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import inspect
+import io
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import numpy as np
+from PIL import Image
+
+from hpcrl.data.messages import IMAGE_MARK, WRITTEN_MARK
+
 Observation = str | list[dict[str, Any]]
-"""Text, which becomes a user message, or messages in chat form: {"role": "tool", "content": "..."}. A message may refer
-to images: {"role": "user", "content": "...", "images": ["file.png"]}."""
+"""Text, which becomes a user message, or messages in chat form: {"role": "tool", "content": "..."}. A message may have
+images: {"role": "user", "content": "The map: <image>", "images": [image]}. An image is a path or data URL (str), an
+image file's bytes, a PIL image, or a numpy array (uint8 [height, width, 3]). `<image>` in the content marks an image's
+place, once per image; without marks the images precede the text."""
+PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
+"""Modes of PIL images that PNG stores without loss."""
 
 
 class Env(Protocol):
@@ -73,7 +83,8 @@ def _names_seed(reset: Callable[..., Any]) -> bool:
 
 
 def checked_reset(returned: Any) -> tuple[Observation, dict[str, Any]]:
-    """reset()'s result: (observation with prefix and suffix, known keys of info). TypeError if it has another form."""
+    """reset()'s result: (observation with prefix and suffix, known keys of info), with images as str or bytes.
+    TypeError if it has another form."""
     observation, info = _values(returned, "reset()", "observation", "info")
     return _whole(observation, info), _kept(info)
 
@@ -86,16 +97,53 @@ def checked_step(returned: Any) -> tuple[Observation, float, bool, bool, dict[st
 
 
 def _whole(observation: Observation, info: Mapping[str, Any]) -> Observation:
-    """The observation with the texts prefix and suffix of info around it."""
+    """The observation with the texts prefix and suffix of info around it, and with images as str or bytes."""
     prefix, suffix = (text if isinstance(text := info.get(key), str) else "" for key in ("prefix", "suffix"))
     if isinstance(observation, str):
         return _after(prefix + observation, suffix)
-    if not (prefix or suffix) or not isinstance(observation, list):
+    if not isinstance(observation, list):
+        return observation
+    observation = [_with_files(message) for message in observation]
+    if not (prefix or suffix):
         return observation
     messages = [dict(message) for message in observation] or [{"role": "user", "content": ""}]
     messages[0]["content"] = f"{prefix}{messages[0]['content']}"
     messages[-1]["content"] = _after(messages[-1]["content"], suffix)
     return messages
+
+
+def _with_files(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with every image as image_bytes() gives it. TypeError names the image that has another form."""
+    if not isinstance(message, dict) or message.get("images") is None:
+        return message
+    if not isinstance(message["images"], list | tuple):
+        raise TypeError(f"the images of a message must be a list, not {type(message['images']).__name__}")
+    files = []
+    for number, image in enumerate(message["images"]):
+        try:
+            files.append(image_bytes(image))
+        except TypeError as error:
+            raise TypeError(f"images[{number}] of a message: {error}") from None
+    return {**message, "images": files}
+
+
+def image_bytes(image: Any) -> bytes | str:
+    """A PIL image or an array (uint8 [height, width, 3]) as the bytes of a PNG file; a path, a data URL and bytes are
+    returned unchanged. TypeError for anything else, also for an array with an alpha channel."""
+    if isinstance(image, str | bytes):
+        return image
+    if isinstance(image, np.ndarray):
+        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or not image.size:
+            raise TypeError(f"an array must be uint8 [height, width, 3], not {image.dtype} {list(image.shape)}")
+        image = Image.fromarray(np.ascontiguousarray(image))
+    if not isinstance(image, Image.Image):
+        raise TypeError(f"{type(image).__name__} is not a path, a data URL, bytes, a PIL image or a numpy array")
+    if image.mode not in PNG_MODES or not (image.width and image.height):
+        size = f"{image.width} x {image.height} pixels of mode {image.mode}"
+        raise TypeError(f"a PIL image of {size} cannot be a PNG file; convert('RGB') changes the mode")
+    file = io.BytesIO()
+    image.save(file, "PNG", compress_level=1)
+    return file.getvalue()
 
 
 def _after(text: str, suffix: str) -> str:
@@ -131,18 +179,39 @@ def shortened(text: str, most_chars: int) -> str:
 
 
 def num_chars(observation: Observation) -> int:
-    """Number of characters of an observation: the texts of all messages, plus one for each message."""
+    """Number of characters of an observation: the texts of all messages, plus one for each message. Images count only
+    with their marks."""
     if isinstance(observation, str):
         return len(observation)
     return sum(1 + sum(len(text) for text in message.values() if isinstance(text, str)) for message in observation)
 
 
+def num_image_bytes(observation: Observation) -> int:
+    """Size of the image files in an observation."""
+    messages = [] if isinstance(observation, str) else observation
+    images = (image for message in messages for image in message.get("images") or ())
+    return sum(len(image) for image in images if isinstance(image, bytes))
+
+
 def cut(observation: Observation, most_chars: int) -> Observation:
-    """The observation with its longest message cut to most_chars by shortened()."""
+    """The observation with its longest message cut to most_chars by shortened(). Images and their marks remain."""
     if isinstance(observation, str):
         return shortened(observation, most_chars)
     if not observation:
         return observation
     place = max(range(len(observation)), key=lambda number: len(observation[number]["content"]))
-    longest = {**observation[place], "content": shortened(observation[place]["content"], most_chars)}
+    longest = {**observation[place], "content": _cut_content(observation[place], most_chars)}
     return [*observation[:place], longest, *observation[place + 1 :]]
+
+
+def _cut_content(message: Mapping[str, Any], most_chars: int) -> str:
+    """The message's text cut to most_chars, in which the mark of an image counts as one character. Marks in the omitted
+    middle precede the note about it."""
+    text: str = message["content"]
+    if not message.get("images"):
+        return shortened(text, most_chars)
+    marked = text.replace(IMAGE_MARK, "").replace(WRITTEN_MARK, IMAGE_MARK)  # no cut through a mark
+    kept = shortened(marked, most_chars)
+    omitted = IMAGE_MARK * (marked.count(IMAGE_MARK) - kept.count(IMAGE_MARK))
+    half = most_chars // 2
+    return f"{kept[:half]}{omitted}{kept[half:]}".replace(IMAGE_MARK, WRITTEN_MARK)

@@ -33,6 +33,8 @@ def _of_file(path: str, count: int) -> Messages:
     for number in range(count):
         where = table.where(number)
         row = parse_row(table.row(number), DataConfig(), None, where, table.padded)
+        if row.images:
+            raise ValueError(f"{where}: an example from a file has no images")
         if row.messages[0]["role"] == "system":
             raise ValueError(f"{where}: an example has no system message; the row's own stands before all examples")
         if row.turn is None or not row.turn["content"]:

@@ -88,7 +88,7 @@ def _check_template(config: Config, env: EnvConfig, section: str) -> None:
     folder = Path(config.model.path) if config.model.path else None
     if not spec.check_template or (folder is not None and not folder.is_dir()):
         return
-    template = tiny_template() if folder is None else read_template(folder)
+    template = tiny_template(config.model.tiny.takes_images) if folder is None else read_template(folder)
     try:
         load(spec.check_template, spec.about)(options, template.text(with_tools=True))
     except ValueError as error:

@@ -52,7 +52,7 @@ EnvCall = MakeEnv | ResetEnv | StepEnv
 
 
 class EnvReturned(msgspec.Struct):
-    """A call's result as JSON types, or its exception in `error`."""
+    """A call's result as JSON types, with images as bytes, or its exception in `error`."""
 
     value: Any = None
     error: str = ""

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from hpcrl.envs.tool_formats.table import FormatName
 from hpcrl.spec.fields import NUMBER, ImportPath, Natural, Positive, SandboxLevel, Seconds, Section, Share
 from hpcrl.spec.kinds import EnvSpec
+from hpcrl.spec.media import IMAGE
 
 
 def _tag(name: str) -> str:
@@ -94,6 +95,13 @@ class GridOptions(GameOptions):
     fields: ClassVar[tuple[str, ...]] = (*GameOptions.fields, "places")
     size: int
     """Rows and columns."""
+    show: Literal["text", "image"] = "text"
+    """What {observation} shows: the grid as text, or an image of the grid, whose colours and shapes {symbols} names."""
+    tile_pixels: Annotated[int, Field(ge=8, le=112), NUMBER] = 28
+    """image: pixels of a place's side. Multiples of the model's patch size x merge size (28 for Qwen2.5-VL) avoid
+    resizing."""
+    symbols: str
+    """The characters for all kinds of places."""
 
 
 class FrozenLakeOptions(GridOptions):
@@ -207,9 +215,10 @@ class GymnasiumOptions(GameOptions):
     actions: Annotated[list[str] | dict[str, int], AfterValidator(_words)] = []
     """Names of the actions: a list in the order of a Discrete space, or a mapping from name to action, which may omit
     actions; empty: actions are numbers. Not for a Text space, whose actions are texts."""
-    observation: Literal["auto", "ansi", "value"] = "auto"
-    """What {observation} shows: ansi: the environment's rendering as text (render_mode=ansi); value: the observation in
-    Python's notation; auto: ansi if the environment has it."""
+    observation: Literal["auto", "ansi", "value", "image"] = "auto"
+    """What {observation} shows: ansi: the environment's rendering as text (render_mode=ansi); image: its rendering as
+    an image (render_mode=rgb_array); value: the observation in Python's notation; auto: ansi if the environment has it,
+    else value."""
     highlight: Annotated[str, Field(max_length=1), AfterValidator(_symbols)] = ""
     """Replaces each character that has a coloured background; empty: such characters are shown in [brackets]. Bold
     characters are shown in *asterisks*, other coloured characters in (parentheses)."""
@@ -410,6 +419,10 @@ class ScriptedOptions(Section):
     """Text after the first answer."""
 
 
+def _image_if(shown: str) -> frozenset[str]:
+    return frozenset({IMAGE}) if shown == "image" else frozenset()
+
+
 SCRIPTED = EnvSpec(
     about="Asks for a second answer and compares it with the gold answer; for tests and as an example.",
     make="hpcrl.envs.games.scripted:ScriptedEnv",
@@ -420,12 +433,14 @@ FROZEN_LAKE = EnvSpec(
     make="hpcrl.envs.games.frozen_lake:FrozenLake",
     section=FrozenLakeOptions,
     has_expert=True,
+    shows=lambda options: _image_if(options.show),
 )
 SOKOBAN = EnvSpec(
     about="Sokoban: push every box onto a target.",
     make="hpcrl.envs.games.sokoban:Sokoban",
     section=SokobanOptions,
     has_expert=True,
+    shows=lambda options: _image_if(options.show),
 )
 GUESS = EnvSpec(
     about="Find a number that is said to be higher or lower than each guess.",
@@ -443,6 +458,7 @@ GYMNASIUM = EnvSpec(
     about="An environment of gymnasium with a Discrete or a Text action space.",
     make="hpcrl.envs.adapters.gymnasium:Gymnasium",
     section=GymnasiumOptions,
+    shows=lambda options: _image_if(options.observation),
     needs={"gymnasium": "gymnasium"},
     probe="hpcrl.envs.adapters.gymnasium:probe",
 )

@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 
 from hpcrl.config import EnvConfig
-from hpcrl.envs.environment import begin, checked_reset, checked_step, cut
+from hpcrl.envs.environment import begin, checked_reset, checked_step, cut, num_image_bytes
 from hpcrl.envs.factory import env_class, make_env
 from hpcrl.envs.processes import CLOSE_S, MAX_BYTES, PID, EnvCall, EnvReturned, MakeEnv, ResetEnv, read, write
 from hpcrl.rewards.serving.guarded import describe
@@ -151,6 +151,9 @@ def _serve(config: EnvConfig, connection: socket.socket) -> None:
             if len(body) > MAX_BYTES and isinstance(value, list) and config.long_observation == "shorten":
                 value[0] = cut(value[0], MAX_BYTES // 16)
                 body = msgspec.msgpack.encode(EnvReturned(value), enc_hook=_plain)
+            if len(body) > MAX_BYTES and isinstance(value, list) and (images := num_image_bytes(value[0])):
+                told = f"an observation of {len(body)} bytes, {images} of them images"
+                raise ValueError(f"{told}, exceeds the limit of {MAX_BYTES}")
         except BaseException as error:  # user code may call sys.exit
             text = describe(error)
             if isinstance(error, MemoryError) and config.memory_mib is not None:

@@ -12,14 +12,20 @@ from hpcrl.config import Config, Problem
 from hpcrl.data.answers import REWRITES, LeftOut, turns_of
 from hpcrl.data.chat import bind, end_of_turn, plain, render
 from hpcrl.data.files import ShardedTable, Table
+from hpcrl.data.image_sizes import ImageCheck
 from hpcrl.data.rendering import RowCheck
-from hpcrl.data.rows import RowSet
+from hpcrl.data.rows import ChecksRows, RowSet
 from hpcrl.data.tasks import Split
 from hpcrl.data.template_forms import TemplateRefusal
 from hpcrl.data.templates import FolderTemplate, read_template, tiny_template
 from hpcrl.launch.model_folder import TOKENIZERS
 from hpcrl.launch.plan import ShownRows
-from hpcrl.spec.tables import GEN_ENGINES
+from hpcrl.models.families import SEEING, vision_of
+from hpcrl.models.vision import TINY, Vision
+from hpcrl.spec.options import read_options
+from hpcrl.spec.problems import dotted
+from hpcrl.spec.table import SpecTable
+from hpcrl.spec.tables import ENVS, GEN_ENGINES, TRAIN_ENGINES
 
 OWN_NAMES = ("messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now", "documents")
 MAX_SHARDS = 8
@@ -32,7 +38,7 @@ def find_template(config: Config) -> FolderTemplate | None:
     """The policy's chat template with the run's variables; None if the folder has no tokenizer, which another check
     reports. ValueError if the template is not valid."""
     if config.model.path is None:
-        found = tiny_template()
+        found = tiny_template(config.model.tiny.takes_images)
     else:
         folder = Path(config.model.path)
         if not any((folder / name).is_file() for name in TOKENIZERS):
@@ -73,6 +79,35 @@ def row_checks(config: Config, template: FolderTemplate | None) -> dict[Split, R
     }
 
 
+def find_vision(config: Config) -> Vision | None:
+    """The image properties of the run's model, None if it takes no images. ValueError for unusable ones."""
+    limit = config.data.max_pixels
+    if config.model.path is not None:
+        return vision_of(Path(config.model.path), limit)
+    if not config.model.tiny.takes_images:
+        return None
+    return TINY if limit is None else TINY.limited(limit)
+
+
+def image_checks(config: Config, vision: Vision | None, checks: Mapping[Split, ChecksRows]) -> dict[Split, ImageCheck]:
+    """Split -> the check of its rows' images, which includes the given one; none for a model without images."""
+    if vision is None:
+        return {}
+    splits: tuple[Split, ...] = ("train", "val")
+    return {
+        split: ImageCheck(vision, config.data.max_prompt_tokens, "data.max_prompt_tokens", checks.get(split))
+        for split in splits
+    }
+
+
+def most_image_tokens(config: Config, rows: Mapping[Split, RowSet], checks: Mapping[Split, ImageCheck]) -> int | None:
+    """Tokens of a training row's images at most; None if it is not known, as in environments and of generated rows."""
+    train = rows.get("train")
+    if train is None or "train" not in checks or config.envs or any(t.fixed_domain is not None for t in train.tables):
+        return None
+    return checks["train"].most_tokens
+
+
 def check_own_variables(config: Config, rows: Mapping[Split, RowSet]) -> Iterator[str]:
     """Refuses rows with their own template variables in a domain with an environment: later turns would lack them."""
     for found in rows.values():
@@ -84,19 +119,71 @@ def check_own_variables(config: Config, rows: Mapping[Split, RowSet]) -> Iterato
                 )
 
 
-def check_media(config: Config, rows: Mapping[Split, RowSet]) -> Iterator[str]:
-    """Rows with media of a kind that the run's generation engine does not take, or from which it generates nothing."""
-    engine, taken = config.gen_engine, GEN_ENGINES[config.gen_engine].media
+def check_media(config: Config, rows: Mapping[Split, RowSet], vision: Vision | None) -> Iterator[str]:
+    """Rows with media of a kind that the run's model, or an engine that would get them, does not take."""
     generates: dict[Split, bool] = {"train": config.generates, "val": config.evaluates}
     for split, found in rows.items():
         for kind, (count, where) in found.media.items():
             rest = f"leave such rows out ({count} of {len(found)} rows of data.{split})"
-            if split == "train" and not config.learns_from_rewards:
-                yield f"{where}: the row has {kind}s, and pipeline={config.pipeline} learns from text only; {rest}"
-            elif generates[split] and kind not in taken:
-                able = [name for name, spec in GEN_ENGINES.items() if spec.selectable and kind in spec.media]
-                remedy = f"use generator.engine={' or '.join(able)}, or " if able else ""
-                yield f"{where}: the row has {kind}s, which the {engine} generator does not take; {remedy}{rest}"
+            learns = split == "train" and config.learns
+            for who, remedy in _refusing(config, kind, vision, generates[split], learns):
+                yield f"{where}: the row has {kind}s, which {who} does not take; {remedy}{rest}"
+
+
+def _model_type(config: Config) -> str:
+    """The model_type of a model that takes images."""
+    if config.model.path is None:
+        return config.model.tiny.architecture
+    return str(json.loads((Path(config.model.path) / "config.json").read_text())["model_type"])
+
+
+def _further_models(config: Config) -> Iterator[tuple[str, str]]:
+    """(role, path) of models besides the policy's that get its rows."""
+    if config.uses_reference and config.reference.path is not None:
+        yield "reference", config.reference.path
+    if config.uses_critic and config.critic.path is not None:
+        yield "critic", config.critic.path
+
+
+def check_shown(config: Config, vision: Vision | None) -> Iterator[Problem]:
+    """Environments whose observations have media of a kind that the run's model, or an engine, does not take."""
+    for name, env in config.envs.items():
+        spec = ENVS[env.name]
+        if spec.section is None:
+            continue
+        try:
+            kinds = spec.shows(read_options(spec.section, env.options))
+        except ValueError:  # reported where options are checked
+            continue
+        path = ("env", name, "options")
+        for kind in kinds:
+            for who, remedy in _refusing(config, kind, vision, config.generates, config.learns):
+                text = f"{env.name} shows {kind}s, which {who} does not take; {remedy}let it show text"
+                yield Problem(path, f"{dotted(path)}: {text}", (("model",), ("generator", "engine")))
+
+
+def _refusing(
+    config: Config, kind: str, vision: Vision | None, generates: bool, learns: bool
+) -> Iterator[tuple[str, str]]:
+    """What does not take a kind of media, the model or else engines, and the beginning of a remedy."""
+    if vision is None:
+        model = config.model.path or f"model.tiny.architecture={config.model.tiny.architecture}"
+        yield model, f"use a model with model_type {', '.join(SEEING)}, or "
+        return
+    users: list[tuple[str, str, SpecTable[Any]]] = []
+    users += [("generator", config.gen_engine, GEN_ENGINES)] if generates else []
+    users += [("trainer", config.train_engine, TRAIN_ENGINES)] if learns else []
+    users += [("critic", config.critic_engine, TRAIN_ENGINES)] if learns and config.uses_critic else []
+    families = GEN_ENGINES[config.gen_engine].media_families
+    if generates and families is not None and (own := _model_type(config)) not in families:
+        yield f"the {config.gen_engine} generator with model_type={own}", f"use one of {', '.join(families)}, or "
+    for role, engine, engines in users:
+        if kind not in engines[engine].media:
+            able = [name for name, spec in engines.items() if spec.selectable and kind in spec.media]
+            yield f"the {engine} {role}", f"use {role}.engine={' or '.join(able)}, or " if able else ""
+    for role, path in _further_models(config) if learns else ():
+        if vision_of(Path(path)) is None:
+            yield f"{role}.path {path}", ""
 
 
 def show_rows(

@@ -31,7 +31,7 @@ import msgspec
 
 from hpcrl.config import Config, load
 from hpcrl.config.reading import ConfigError
-from hpcrl.envs.adapters.remote import MAX_BYTES
+from hpcrl.envs.adapters.remote import MAX_BYTES, data_url
 from hpcrl.envs.environment import UNREAD_KEYS, Env, begin, checked_reset, checked_step
 from hpcrl.envs.factory import check_env, make_env
 from hpcrl.rewards.serving.guarded import RAISED, describe
@@ -243,7 +243,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             asked = (self.headers.get(name, "") for name in ("Authorization", "Content-Length"))
             body = self.rfile.read(self.server.admit(self.path, *asked))
             status, content = 200, self.server.answer(self.path, body)
-            data = json.dumps(content).encode()
+            data = json.dumps(content, default=data_url).encode()
         except EnvRefused as error:
             status, content = error.status, {"error": str(error)}
         except RAISED as error:  # an environment's error ends only its own session

@@ -152,11 +152,7 @@ def _parts(name: str) -> list[tuple[str, list[tuple[str, str]]]]:
     if name not in CHOICES:
         return []
     key, table = CHOICES[name]
-    entries = [
-        (entry, spec.about + ("" if spec.built else " Not built yet."))
-        for entry, spec in table.items()
-        if getattr(spec, "offered", True)
-    ]
+    entries = [(entry, spec.about) for entry, spec in table.items() if getattr(spec, "offered", True)]
     return [(f"{key}: one of", entries)]
 
 

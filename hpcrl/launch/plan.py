@@ -16,7 +16,9 @@ from hpcrl.launch.presets import preset_of
 from hpcrl.launch.resources import memory_rows, node_rows, step_rows, storage_rows, trainer_rows, update_rows
 from hpcrl.models.families import read_shape, shape_of
 from hpcrl.models.shape import CannotPlanError, ModelShape
+from hpcrl.models.tower import PREFIX
 from hpcrl.planner.adapters import trained
+from hpcrl.planner.image_memory import image_tokens_of_row, with_row_tokens
 from hpcrl.run_folder import RunState
 from hpcrl.spec.extras import version_of
 
@@ -32,13 +34,15 @@ class ShownRows:
     counts: dict[tuple[str, str], str] = field(default_factory=dict)
     examples: list[tuple[str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    image_tokens: int | None = None
+    """Tokens of a training row's images at most; None if they were not counted."""
 
 
 def describe(config: Config, layout: RoleLayout, model: ModelFolder | None, run: RunState, shown: ShownRows) -> str:
     """The plan as lines of `label  text`."""
     trains = config.pipeline_spec.learns
     try:
-        shape, unknown = plan_shape(config, model), ""
+        shape, unknown = with_row_tokens(plan_shape(config, model), shown.image_tokens), ""
     except CannotPlanError as error:
         shape, unknown = None, f"cannot be planned: {error}"
     rows = [
@@ -92,12 +96,24 @@ def _inputs(
     yield from shown.examples
     for path in _missing_files(config):
         yield "", f"note: {path} does not exist; its rows are not checked, and the run cannot start without it"
+    if shape is not None and shape.tower is not None:
+        yield "images", _images(config, shape, shown)
     yield "batch", _batch(config, layout)
     if layout.replicas:
         yield "", _generation(config, layout)
     yield from _served(config, layout)
     if config.generates and config.rollout.max_staleness > 0:
         yield from _asynchrony(config)
+
+
+def _images(config: Config, shape: ModelShape, shown: ShownRows) -> str:
+    """What the plan assumes of images."""
+    tower, tokens = shape.tower, image_tokens_of_row(config, shape.tower)
+    assert tower is not None
+    size = sum(parameter.size for parameter in shape.parameters if parameter.name.startswith(PREFIX))
+    pixels = tokens * tower.patches * tower.patch_size**2
+    counted = "as counted in data.train" if shown.image_tokens is not None else "assumed (data.max_pixels)"
+    return f"vision tower of {_count(size)} parameters; at most {tokens} tokens, {pixels:,} pixels a row, {counted}"
 
 
 def _served(config: Config, layout: RoleLayout) -> Iterator[tuple[str, str]]:

@@ -12,7 +12,7 @@ from hpcrl.cluster.container import check_container
 from hpcrl.cluster.layout import RoleLayout, check_layout
 from hpcrl.cluster.placement import check_placement
 from hpcrl.config import Config, ConfigError, LoadedConfig, Problem
-from hpcrl.config.abilities import check_built, check_family, check_length, check_trainable
+from hpcrl.config.abilities import check_family, check_installed, check_length, check_parts, check_trainable
 from hpcrl.config.folders import conf_dir, conf_file, shown
 from hpcrl.config.judging import as_judges
 from hpcrl.launch.frozen import resolve_config
@@ -45,7 +45,7 @@ def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None
     files = [(f"{group}={option}", conf_file(f"{group}/{option}.yaml")) for group, option in choices]
     of_folders = [f"{choice} is from {shown(file)}" for choice, file in files if not file.is_relative_to(conf_dir())]
     if config is not None:
-        reading.add([] if config.dry_run else check_built(config))
+        reading.add([] if config.dry_run else check_installed(config))
         layout_problems = check_layout(config)
         reading.add(layout_problems)
         if not layout_problems:
@@ -81,7 +81,16 @@ def _check_inputs(reading: LoadedConfig, config: Config, layout: RoleLayout | No
     """Checks prompt files, rewards and stored rollouts; returns the plan's summary. `layout` is None if impossible."""
     from hpcrl.data import check_answers, check_shares, parse_pair, parse_row, read_splits
     from hpcrl.envs.factory import validate_envs
-    from hpcrl.launch.data_summary import check_media, check_own_variables, row_checks, show_rows
+    from hpcrl.launch.data_summary import (
+        check_media,
+        check_own_variables,
+        check_shown,
+        find_vision,
+        image_checks,
+        most_image_tokens,
+        row_checks,
+        show_rows,
+    )
     from hpcrl.rewards.serving.router import check_reward_ranks, reward_notes, validate_rewards
 
     shown = ShownRows()
@@ -89,8 +98,17 @@ def _check_inputs(reading: LoadedConfig, config: Config, layout: RoleLayout | No
         template = _check_template(reading, config)
         checks = row_checks(config, template)
         read_train = parse_pair if config.pipeline_spec.pairs else parse_row
-        rows, wrong = read_splits(config.data, config.seed, checks, read_train)
-        wrong += [*check_own_variables(config, rows), *check_media(config, rows)]
+        vision, unusable = None, False
+        try:
+            vision = find_vision(config)
+            reading.add(list(check_shown(config, vision)) if template is not None else [])
+        except ValueError as error:
+            unusable = True
+            reading.add([Problem((), str(error), (("model", "path"), ("data", "max_pixels")))])
+        seeing = image_checks(config, vision, checks)
+        rows, wrong = read_splits(config.data, config.seed, seeing or checks, read_train)
+        wrong += check_own_variables(config, rows)
+        wrong += check_media(config, rows, vision) if not unusable else []
         if config.learns_from_rewards:
             wrong += check_shares(config.data, rows, config.rollout.num_prompts)
         elif config.learns:
@@ -103,6 +121,7 @@ def _check_inputs(reading: LoadedConfig, config: Config, layout: RoleLayout | No
         ranks = [] if layout is None else check_reward_ranks(config, layout, rows)
         reading.add([Problem((), line, (("layout", "reward"), ("data",))) for line in ranks])
         shown = show_rows(config, template, rows, checks)
+        shown.image_tokens = most_image_tokens(config, rows, seeing)
         shown.notes += reward_notes(config, rows) if config.learns_from_rewards else []
     reading.add(check_rollouts(config))
     return shown
@@ -159,6 +178,7 @@ def _check_model(reading: LoadedConfig, config: Config) -> ModelFolder | None:
     if model.model_type:
         reading.add(list(check_family(config, model.model_type, ("model", "path"), model.config)))
         reading.add(list(check_trainable(config, model.config, ("model", "path"))))
+        reading.add(list(check_parts(config, model.config)))
     if model.max_positions is not None:
         reading.add(list(check_length(config, model.max_positions, f"max_position_embeddings of {model.path}")))
     return model

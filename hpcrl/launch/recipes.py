@@ -1,4 +1,4 @@
-"""The batch scripts of slurm/, rendered from every experiment that specifies its nodes and can run.
+"""The batch scripts of slurm/, rendered from every experiment that specifies its nodes.
 
 python -m hpcrl.launch.recipes [FOLDER]     writes them (make recipes)
 """
@@ -15,7 +15,6 @@ from hpcrl.cluster.placement import Placement
 from hpcrl.config import load
 from hpcrl.config.folders import conf_dir, options_of
 from hpcrl.launch.render import render
-from hpcrl.spec.tables import PIPELINES
 from hpcrl.system.cli import use_utf8
 
 HEADER = """\
@@ -35,7 +34,7 @@ def recipes() -> dict[str, str]:
     for name in options_of(conf_dir(), "experiment"):
         arguments = ["+cluster=slurm", f"+experiment={name}"]
         config = load(arguments)
-        if config.cluster.components and PIPELINES[config.pipeline].make:
+        if config.cluster.components:
             script = render(config, Placement.from_config(config, RoleLayout.from_config(config)), arguments)
             found[f"{name}.sbatch"] = _with_header(script, name, arguments)
     return found

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcrl.config.abilities import check_built
+from hpcrl.config.abilities import check_installed
 from hpcrl.launch.plan import describe
 from hpcrl.launch.prepare import prepare
 from hpcrl.launch.submission import environment_notes, submit, trial
@@ -21,7 +21,7 @@ def start(argv: Sequence[str]) -> int:
     plan = describe(config, layout, model, run, shown)
     text = "".join([plan, "\n", *environment_notes(config, layout)])
     if config.dry_run:
-        lacking = [f"note: a start would be refused: {problem.text}" for problem in check_built(config)]
+        lacking = [f"note: a start would be refused: {problem.text}" for problem in check_installed(config)]
         show(text)  # before Slurm answers
         show("\n".join([*trial(config, layout), *lacking, "dry_run: nothing was started or written"]))
         return ExitCode.DONE

@@ -154,7 +154,7 @@ class LoadPending(Message):
 
 
 class ReadTexts(Message):
-    """Answer with the text of held samples; if `whole`, with all messages from the prompt on, as JSON."""
+    """Answer with the text of held samples; if `whole`, with all messages from the prompt on, as JSON, and images."""
 
     samples: list[int]
     whole: bool = False
@@ -425,6 +425,7 @@ class Done(Message):
         unreached: Ranks that did not send or receive their part, and without which the run may continue.
         weights: (sample, weight in the loss), if not 1.
         address: Where the newly built role serves requests.
+        media: Per text, its images.
     """
 
     seq: int
@@ -435,6 +436,7 @@ class Done(Message):
     unreached: list[int] = []
     weights: list[tuple[int, float]] = []
     address: str = ""
+    media: list[tuple[Medium, ...]] = []
 
 
 class Failed(Message):
@@ -548,6 +550,7 @@ class Turn(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknow
         max_observation_tokens: Maximum tokens of the observation, which leaves space for another turn.
         num_written_tokens: Tokens of all turns until now.
         text_with_special_tokens: The text with its special tokens, if it has any before the last token.
+        media: At the start of an episode, the media of the row's prompt.
     """
 
     sample: int
@@ -561,15 +564,18 @@ class Turn(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknow
     starts_episode: bool = False
     num_written_tokens: int = 0
     text_with_special_tokens: str = ""
+    media: tuple[Medium, ...] = ()
 
 
 class EnvObservation(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
-    """An observation, sent to all ranks of the replica that holds the sample: int32 token ids, and chat messages as
-    JSON. The first one is the whole prompt; if it has no tokens, the row's own prompt is used."""
+    """An observation, sent to all ranks of the replica that holds the sample: int32 token ids, chat messages as JSON,
+    and media with their places among the tokens. The first one is the whole prompt; if it has no tokens, the row's own
+    prompt is used."""
 
     sample: int
     token_ids: bytes
     messages: bytes = b"[]"
+    media: tuple[Medium, ...] = ()
 
 
 class Post(Message):

@@ -9,8 +9,8 @@ import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from hpcrl.metrics.curves import curve, validated_domains
 from hpcrl.metrics.log import read_metrics
 from hpcrl.system.cli import in_shell, use_utf8
 from hpcrl.system.exit_codes import ExitCode
@@ -22,6 +22,7 @@ PANELS = (
     ("val/score/mean", "validation accuracy", "#d1603d"),
 )
 SAMPLED = "val/sampled/score/mean"
+MAX_LABEL_CHARS = 40
 SMOOTHING_STEPS = 9  # odd, so the mean is centred on the step
 
 
@@ -35,7 +36,7 @@ def plot(run_dir: Path) -> Path:
     if not run_dir.is_dir():
         raise ValueError(f"{run_dir}: no such folder")
     rows = read_metrics(run_dir)
-    curves = [(label, color, curve) for name, label, color in PANELS if (curve := _curve(rows, name))[0]]
+    curves = [(label, color, points) for name, label, color in PANELS if (points := curve(rows, name))[0]]
     if not curves:
         raise ValueError(
             f"{run_dir} has no metrics to plot; it needs one of {', '.join(name for name, _, _ in PANELS)}"
@@ -54,10 +55,12 @@ def plot(run_dir: Path) -> Path:
             for index, offset in {0: (7, -10), len(steps) - 1: (-7, 9)}.items():
                 text, point = f"{values[index]:.3f}", (steps[index], values[index])
                 axes.annotate(text, point, xytext=offset, textcoords="offset points", ha="center", fontsize=9)
-            sampled = _curve(rows, SAMPLED)
+            sampled = curve(rows, SAMPLED)
             if sampled[0]:
                 axes.plot(*sampled, color=color, linewidth=1.2, linestyle="--", marker=".", label="sampled")
-                axes.legend(loc="lower right", frameon=False, fontsize=8)
+            for name, values_of_domain in validated_domains(rows).items():
+                axes.plot(*values_of_domain, linewidth=1, alpha=0.8, label=name[:MAX_LABEL_CHARS])
+            axes.legend(loc="best", frameon=False, fontsize=8)
             axes.margins(y=0.2)
         axes.set_ylabel(label)
         axes.grid(alpha=0.25, linewidth=0.6)
@@ -69,11 +72,6 @@ def plot(run_dir: Path) -> Path:
     figure.savefig(picture, format="png")
     write_durably(run_dir / "plot.png", picture.getvalue())
     return run_dir / "plot.png"
-
-
-def _curve(rows: Sequence[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
-    return [step for step, _ in points], [value for _, value in points]
 
 
 def _smooth(values: Sequence[float]) -> list[float]:

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 from rich.table import Column
 
+from hpcrl.metrics.curves import validated_domains
 from hpcrl.metrics.duration import duration
 from hpcrl.system.log import BARE, UNSHOWN
 
@@ -32,8 +33,8 @@ REFRESHES_PER_S = 4  # updates of the bar; each costs the controller half a mill
 
 
 def summary(rows: Sequence[Mapping[str, Any]], max_steps: int) -> str:
-    """One line about a finished run: steps, seconds per step, first and last value of each metric. `rows` are all
-    attempts' rows of metrics.jsonl."""
+    """A finished run in one line: steps, seconds per step, first and last value of each metric; and, with several
+    domains, in a second line their validation scores. `rows` are all attempts' rows of metrics.jsonl."""
     steps = [row for row in rows if row["step"]]
     of = "" if steps and steps[-1]["step"] == max_steps else f" of {max_steps}"
     parts = [f"{len(steps)}{of} step{'s' * (bool(of) or len(steps) != 1)}"]
@@ -46,7 +47,8 @@ def summary(rows: Sequence[Mapping[str, Any]], max_steps: int) -> str:
         values = [row[name] for row in rows if row.get(name) is not None]
         if values:
             parts.append(f"{word} {form.format(values[0])} -> {form.format(values[-1])}")
-    return "  ".join(parts)
+    domains = [f"{name} {v[0]:.3f} -> {v[-1]:.3f}" for name, (_, v) in validated_domains(rows).items() if v]
+    return "  ".join(parts) + (f"\nvalidation by domain: {', '.join(domains)}" if domains else "")
 
 
 def evaluations_left(step: int, max_steps: int, eval_every: int) -> int:

@@ -1,7 +1,8 @@
-"""The model families that have a file, by model_type, and their models' shapes."""
+"""The model families that have a file, by model_type, and their models' shapes and images."""
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,9 +12,15 @@ from hpcrl.models import (
     bert,
     deepseek_v3,
     gemma,
+    gemma3,
+    gemma4,
+    glm4v,
     hyperclovax,
+    idefics3,
+    internvl,
     llama,
     llama4,
+    llava_onevision,
     mamba2,
     mistral,
     mixtral,
@@ -21,17 +28,25 @@ from hpcrl.models import (
     qwen2,
     qwen2_5_vl,
     qwen2_moe,
+    qwen2_vl,
     qwen3,
+    qwen3_5,
     qwen3_moe,
+    qwen3_vl,
 )
 from hpcrl.models.family import Family
 from hpcrl.models.grouped import grouped_shape
 from hpcrl.models.shape import CannotPlanError, ModelShape
+from hpcrl.models.vision import TINY, Vision, read_vision
+from hpcrl.spec.media import IMAGES
+from hpcrl.spec.trajectory import declare
 
 LISTED = (
     *(qwen2.FAMILY, qwen3.FAMILY, qwen3_moe.FAMILY, llama.FAMILY, mistral.FAMILY, mistral.MINISTRAL, phi3.FAMILY),
-    *(gemma.GEMMA2, gemma.GEMMA3, qwen2_5_vl.FAMILY, deepseek_v3.FAMILY),
+    *(gemma.GEMMA2, gemma.GEMMA3, qwen2_5_vl.FAMILY, qwen3_vl.FAMILY, qwen3_vl.MOE, deepseek_v3.FAMILY),
     *(bert.FAMILY, hyperclovax.FAMILY, llama4.FAMILY, mamba2.FAMILY, mixtral.FAMILY, qwen2_moe.FAMILY),
+    *(qwen2_vl.FAMILY, qwen3_5.FAMILY, glm4v.FAMILY, internvl.FAMILY, gemma3.FAMILY, gemma4.FAMILY),
+    *(idefics3.FAMILY, llava_onevision.FAMILY),
 )
 FAMILIES: dict[str, Family] = {model_type: family for family in LISTED for model_type in family.model_types}
 UNKNOWN = Family(model_types=())
@@ -39,7 +54,12 @@ UNKNOWN = Family(model_types=())
 PLANNED = tuple(name for name, family in FAMILIES.items() if family.decoder is not None)
 NATIVE = tuple(name for name, family in FAMILIES.items() if family.native)
 MEGATRON = tuple(name for name, family in FAMILIES.items() if family.megatron is not None)
-"""Each a tuple of model_type values: parameters are known; the native generator runs them; Megatron trains them."""
+VLLM_SEEING = tuple(name for name, family in FAMILIES.items() if family.vllm_images)
+SEEING = tuple(name for name, family in FAMILIES.items() if family.vision is not None)
+"""Each a tuple of model_type values: parameters are known; the native generator runs them; Megatron trains them; vLLM
+gets images for them; images are understood."""
+PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+"""Files of a model folder that hold the image processor's values; the second in its key image_processor."""
 
 
 def family_of(model_type: Any) -> Family:
@@ -81,3 +101,46 @@ def has_experts(model_type: str) -> bool:
     """Whether models with this model_type have routed experts; False if the decoder is not known."""
     decoder = family_of(model_type).decoder
     return decoder is not None and decoder.experts
+
+
+def vision_of(model_path: Path, max_pixels: int | None = None) -> Vision | None:
+    """The image properties of a model folder, and declares the field `images`; None for a model without images. Called
+    by the controller and by every rank that handles rollouts or prompts. ValueError for an unusable processor, or if
+    max_pixels (data.max_pixels), a lower limit than the processor's, allows no image."""
+    try:
+        config = json.loads((model_path / "config.json").read_text())
+    except OSError:
+        return None
+    read = family_of(config.get("model_type")).vision
+    vision = None if read is None else read(config, read_processor(model_path))
+    if vision is None:
+        return None
+    declare(IMAGES)
+    return vision if max_pixels is None else vision.limited(max_pixels)
+
+
+@functools.lru_cache(maxsize=8)
+def largest_image(model_path: Path | None) -> int | None:
+    """The maximum of pixels in a model folder, None for the tiny model; None if the folder does not define it."""
+    if model_path is None:
+        return TINY.max_pixels
+    try:
+        processor = read_processor(model_path)
+        return read_vision({}, processor).max_pixels if processor else None
+    except ValueError:  # reported where the model is checked
+        return None
+
+
+def read_processor(model_path: Path) -> Mapping[str, Any]:
+    """The image processor's values in a model folder; empty if it has none."""
+    for name in PROCESSORS:
+        try:
+            found = json.loads((model_path / name).read_text())
+        except OSError:
+            continue
+        except ValueError as error:
+            raise ValueError(f"model.path {model_path}: {name} is not JSON: {error}") from error
+        found = found.get("image_processor", found if name == PROCESSORS[0] else None)
+        if isinstance(found, dict):
+            return found
+    return {}

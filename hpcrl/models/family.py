@@ -9,6 +9,7 @@ from typing import Any
 from hpcrl.models.grouped import GroupedLayers
 from hpcrl.models.megatron_entries import MegatronLayers
 from hpcrl.models.shape import Decoder, ModelShape
+from hpcrl.models.vision import Vision
 
 
 def nothing_lacks(model: Mapping[str, Any]) -> Iterator[str]:
@@ -51,6 +52,11 @@ class Family:
     untrainable: str = ""
     """Why engines that read hidden states train none of its models. If empty, the engine tries a small model before it
     reads weights (hpcrl.engines.train.fsdp2.trial)."""
+    vllm_images: bool = False
+    """Whether vLLM gets images for its models from hpcrl (hpcrl.engines.gen.vllm.image_prompts)."""
+    vision: Callable[[Mapping[str, Any], Mapping[str, Any]], Vision | None] | None = None
+    """Called with config.json and the image processor's values; ValueError for unusable ones, None for a model without
+    a tower. None if no model of the family takes images, or if hpcrl does not know how they see them."""
     multiplies_logits: bool = False
     """Whether logits_scaling multiplies logits; in other families it divides them."""
     renamed_in_files: bool = False
@@ -58,6 +64,8 @@ class Family:
     predicts_further: str = ""
     """The config.json key for the number of multi-token prediction layers. Files have them after the other layers;
     transformers' model does not have them."""
+    transposes_experts: bool = False
+    """Whether transformers transposes the merged matrices of experts when it reads files."""
     peft_experts: frozenset[str] = frozenset()
     """Last parts of layer names that peft (0.21) treats as experts, in every family whose experts transformers stacks
     as in this one."""

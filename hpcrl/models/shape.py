@@ -9,6 +9,8 @@ from functools import cached_property
 from math import prod
 from typing import Any, Literal
 
+from hpcrl.models.tower import PREFIX, Tower
+
 ParameterSplit = Literal["column", "row", "key", "vocabulary", "expert", "whole"]
 """What tensor parallelism splits, in this order: rows of a matrix, its columns, rows of key and value heads, rows of
 the vocabulary, experts, or nothing."""
@@ -57,17 +59,23 @@ class Decoder:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter; `layer` is None outside the decoder layers."""
+    """One parameter; `layer` is None outside the decoder layers, `block` outside the blocks of a vision tower."""
 
     name: str
     shape: tuple[int, ...]
     split: ParameterSplit
     layer: int | None = None
+    block: int | None = None
 
     @cached_property
     def size(self) -> int:
         """Number of elements."""
         return prod(self.shape)
+
+    @property
+    def in_layers(self) -> bool:
+        """Whether it belongs to a decoder layer or, apart from its table of positions, to a vision tower."""
+        return self.layer is not None or (self.name.startswith(PREFIX) and "pos_embed" not in self.name)
 
 
 @dataclass(frozen=True)
@@ -107,6 +115,8 @@ class ModelShape:
     latent: Latent | None = None
     shared_size: int = 0
     """Width of the shared experts."""
+    tower: Tower | None = None
+    """The vision tower of a model that takes images."""
 
     @cached_property
     def splits(self) -> dict[str, ParameterSplit]:
@@ -138,6 +148,19 @@ class ModelShape:
     def route_bytes(self) -> int:
         """Bytes of the field `routes` per token: its chosen experts (hpcrl.engines.expert_routes)."""
         return len(self.expert_layers) * self.experts_per_token * (1 if self.num_experts <= 255 else 2)
+
+    @cached_property
+    def gathered_together(self) -> tuple[int, int]:
+        """Numbers of parameters in the largest decoder layer or tower block, and outside all of them."""
+        parts: dict[tuple[str, int], int] = {}
+        outside = 0
+        for parameter in self.parameters:
+            if parameter.layer is None and parameter.block is None:
+                outside += parameter.size
+                continue
+            key = ("block", parameter.block) if parameter.block is not None else ("layer", parameter.layer or 0)
+            parts[key] = parts.get(key, 0) + parameter.size
+        return max(parts.values(), default=0), outside
 
     def of_layer(self, layer: int | None) -> list[Parameter]:
         """The parameters of a layer; None selects the parameters outside the layers."""

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from hpcrl.config import Config
 from hpcrl.models.shape import ModelShape
+from hpcrl.models.tower import Tower
+from hpcrl.planner.image_memory import image_tokens_of_row, recomputed_block, tower_activations, tower_forward
 
 FP32 = 4
 INDEX = 8
@@ -24,23 +26,26 @@ in engines/train/fsdp2/logits.py)."""
 
 @dataclass(frozen=True)
 class Tokens:
-    """Token counts of one micro-batch: all tokens, tokens with a loss, tokens of the longest sequence."""
+    """Token counts of one micro-batch: all tokens, tokens with a loss, tokens of the longest sequence, tokens of
+    different images."""
 
     total: int
     predicted: int
     longest: int
+    of_images: int = 0
 
     @classmethod
-    def of(cls, config: Config, num_sequences: int) -> Tokens:
+    def of(cls, config: Config, num_sequences: int, tower: Tower | None = None) -> Tokens:
         """The largest micro-batch of a rank with this many sequences: the token limit, or one row of maximum length if
         that is longer."""
         row = config.max_row_tokens
         total = max(min(config.trainer.max_tokens_per_micro_batch, num_sequences * row), row)
-        return cls(total, total, config.max_sequence_tokens)
+        images = total // row * image_tokens_of_row(config, tower)
+        return cls(total, total, config.max_sequence_tokens, images)
 
     def shared(self, num_ranks: int) -> Tokens:
-        """One rank's part if num_ranks ranks split the tokens."""
-        return Tokens(-(-self.total // num_ranks), -(-self.predicted // num_ranks), self.longest)
+        """One rank's part if num_ranks ranks split the tokens; each of them computes all images."""
+        return Tokens(-(-self.total // num_ranks), -(-self.predicted // num_ranks), self.longest, self.of_images)
 
 
 def fsdp2_activations(shape: ModelShape, tokens: Tokens, num_bytes: int, checkpointing: bool) -> int:
@@ -50,6 +55,7 @@ def fsdp2_activations(shape: ModelShape, tokens: Tokens, num_bytes: int, checkpo
     outside = tokens.total * (2 * shape.head_dim * num_bytes + INDEX)  # cosines and sines; token ids
     outside += tokens.total * _norm(shape, hidden, num_bytes)
     outside += tokens.predicted * (hidden * num_bytes + INDEX + 2 * FP32)
+    outside += tower_activations(shape.tower, tokens.of_images, num_bytes, checkpointing)
     if checkpointing:
         return outside + shape.num_layers * tokens.total * hidden * num_bytes
     return outside + sum(_layer(shape, layer, tokens, num_bytes) for layer in range(shape.num_layers))
@@ -58,7 +64,8 @@ def fsdp2_activations(shape: ModelShape, tokens: Tokens, num_bytes: int, checkpo
 def recomputed_layer(shape: ModelShape, tokens: Tokens, num_bytes: int) -> int:
     """Bytes of the layer that is recomputed in the backward pass, and of the gradients of two of its widest tensors."""
     layer = max(_layer(shape, layer, tokens, num_bytes) for layer in range(shape.num_layers))
-    return layer + 2 * tokens.total * _widest(shape) * num_bytes
+    layer += 2 * tokens.total * _widest(shape) * num_bytes
+    return max(layer, recomputed_block(shape.tower, tokens.of_images, num_bytes))
 
 
 def recomputed_scores(shape: ModelShape, tokens: Tokens) -> int:
@@ -70,7 +77,8 @@ def recomputed_scores(shape: ModelShape, tokens: Tokens) -> int:
 def forward_only(shape: ModelShape, tokens: Tokens, num_bytes: int) -> int:
     """Peak bytes of one layer if nothing is kept for a backward pass."""
     layer = max(_layer(shape, layer, tokens, num_bytes) for layer in range(shape.num_layers))
-    return layer + 2 * tokens.total * shape.hidden_size * num_bytes
+    layer += 2 * tokens.total * shape.hidden_size * num_bytes
+    return max(layer, tower_forward(shape.tower, tokens.of_images, num_bytes))
 
 
 def _widest(shape: ModelShape) -> int:

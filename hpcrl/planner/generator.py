@@ -10,7 +10,8 @@ from hpcrl.config import Config, RoleName
 from hpcrl.models.shape import ModelShape
 from hpcrl.planner.activations import FP32
 from hpcrl.planner.adapters import adapters, trained
-from hpcrl.planner.memory_parts import BYTES, PHASES, Part, Phase, split_size
+from hpcrl.planner.image_memory import feature_bytes, image_limit, image_tokens_of_row, tower_forward
+from hpcrl.planner.memory_parts import BYTES, PHASES, Part, Phase, samples_of_a_step, split_size
 from hpcrl.planner.trainer import train_plan
 from hpcrl.spec.problems import Problem
 from hpcrl.spec.table import load
@@ -44,15 +45,29 @@ def generator_parts(
     # A GPU multiplies bfloat16 with a float32 result; other devices need a float32 copy of the vocabulary matrix.
     converted = bool(generator.head_dtype) and num_bytes != FP32 and not on_gpu
     head = shape.vocab_size * shape.hidden_size * FP32 // tensor if converted else 0
+    kept, computed = _images(config, shape, prompt)
     return [
         Part("generator", "weights", weights, resident),
         Part("generator", "sleeping weights", weights * bool(away), away, on_host=True),
         Part("generator", "adapters", low_rank, resident),
         Part("generator", "float32 head", head, resident),
         Part("generator", "KV cache", cache, cached, least=least),
+        Part("generator", "features of images", feature_bytes(shape.tower, kept, num_bytes), cached),
+        Part("generator", "vision tower", tower_forward(shape.tower, computed, num_bytes), ("generate",)),
         Part("generator", "prefill", prompt * prefill_width(shape) * num_bytes // tensor, ("generate",)),
         Part("generator", "logits", logits, ("generate",)),
     ]
+
+
+def _images(config: Config, shape: ModelShape, prefill: int) -> tuple[int, int]:
+    """Tokens of images whose features the engine keeps, and of images that the tower computes at once in a prefill of
+    this many tokens."""
+    if shape.tower is None:
+        return 0, 0
+    existing = samples_of_a_step(config) * image_tokens_of_row(config, shape.tower)
+    largest = image_limit(config, shape.tower)
+    kept = max(GEN_ENGINES[config.gen_engine].kept_image_tokens, largest)
+    return min(kept, existing), min(max(prefill, largest), existing)
 
 
 def in_one_process(config: Config, layout: RoleLayout) -> bool:

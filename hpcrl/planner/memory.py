@@ -21,6 +21,7 @@ from hpcrl.planner.generator import (
     shares_weights,
     token_bytes,
 )
+from hpcrl.planner.image_memory import controller_pixels, pixel_parts, with_row_tokens
 from hpcrl.planner.memory_parts import PHASES, Part, Phase
 from hpcrl.planner.traffic import weight_groups
 from hpcrl.planner.trainer import check_critic, check_reference, train_plan
@@ -61,6 +62,8 @@ class RankMemory:
     """Whether training engines and generator take turns on the device (layout.offload)."""
     generator_share: float = 1.0
     """Maximum share of a card that the generation engine uses."""
+    controller_bytes: int = 0
+    """Bytes of host memory that rank 0 needs as the run's controller, in addition."""
 
     def total(self, phase: Phase, on_host: bool = False, least: bool = False) -> int:
         """Bytes during a phase on the GPU or in host memory. `least` counts caches with their minimum size."""
@@ -159,7 +162,11 @@ def _kind(
     if not may or (mode == "auto" and not on_gpu):
         return apart
     sleeps = GEN_ENGINES[config.generator.engine].sleeps
-    if mode == "always" or sleeps or not apart.fits(CARDS[USUAL_CARD]):
+    if shape.tower is not None:  # ranks decide without knowing the rows
+        decisive = _summed(config, layout, with_row_tokens(shape, None), roles, ranks, shares=False)
+    else:
+        decisive = apart
+    if mode == "always" or sleeps or not decisive.fits(CARDS[USUAL_CARD]):
         return _summed(config, layout, shape, roles, ranks, shares=True)
     return apart
 
@@ -197,13 +204,15 @@ def _summed(
         own = generator_parts(config, shape, awake, ("generate",) if shares else PHASES, on_gpu)
         parts += [part for part in own if part.name != "weights"] if lent else own
     parts.append(Part(roles[0], "program", PROGRAM_BYTES, on_host=True))
+    parts += [part for role in roles for part in pixel_parts(config, layout, shape, role)]
     if config.trainer.router_replay and config.learns_from_rewards:
         parts += _routes(config, shape, roles, layout)
     if not config.learns:
         parts = [replace(p, during=tuple(phase for phase in p.during if phase not in LEARNING)) for p in parts]
     cache = token_bytes(config, shape) * config.max_sequence_tokens if "generator" in roles else 0
     share = GEN_ENGINES[config.generator.engine].memory_share(config) if "generator" in roles else 1.0
-    return RankMemory(ranks, roles, tuple(p for p in parts if p.num_bytes), on_gpu, cache, shares, share)
+    held = tuple(p for p in parts if p.num_bytes)
+    return RankMemory(ranks, roles, held, on_gpu, cache, shares, share, controller_pixels(config, shape))
 
 
 def _routes(config: Config, shape: ModelShape, roles: Collection[RoleName], layout: RoleLayout) -> Iterator[Part]:
@@ -249,7 +258,8 @@ def host_bytes(kinds: Sequence[RankMemory], ranks: Sequence[int]) -> int:
     needs: Mapping[int, int] = {rank: kind.peak(on_host=True)[1] for kind in kinds for rank in kind.ranks}
     if needs.keys().isdisjoint(ranks):
         return 0
-    return sum(needs.get(rank, PROGRAM_BYTES) for rank in ranks)
+    controller = kinds[0].controller_bytes if 0 in ranks else 0
+    return controller + sum(needs.get(rank, PROGRAM_BYTES) for rank in ranks)
 
 
 def planned_kinds(config: Config, layout: RoleLayout) -> list[RankMemory]:

@@ -100,7 +100,7 @@ def forward_parts(
     that split the tokens of their common rows."""
     samples = samples_of_a_step(config)
     compute = BYTES[config.trainer.param_dtype]
-    tokens = Tokens.of(config, -(-samples * sharing // num_ranks)).shared(sharing)
+    tokens = Tokens.of(config, -(-samples * sharing // num_ranks), shape.tower).shared(sharing)
     logits = logits_bytes(shape, tokens, config.trainer.logits_chunk_tokens, compute, bool(config.trainer.head_dtype))
     return [
         Part("reference", "weights", weights, PHASES, on_host),

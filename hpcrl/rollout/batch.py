@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hpcrl.rollout.device_copies import to_device
 from hpcrl.rollout.types import ATTEMPT_BITS, MEMBER_BITS, STATUS, Sample
+from hpcrl.spec.media import IMAGES
 from hpcrl.spec.trajectory import FIELDS, Field, Level, Origin, fields_of
 
 __all__ = ["STATUS", "Batch", "MicroBatches", "Norms", "batch_from_samples", "concat", "group_ids", "on_policy", "pack"]
@@ -49,11 +50,15 @@ class Batch:
         cu_seqlens: int64 [B + 1].
         columns: Filled fields by name.
         texts: Fields of strings, one per row.
+
+    Attributes:
+        pictures: The pixels of the images of the field `images`, by digest (hpcrl.spec.media), on the host.
     """
 
     cu_seqlens: Tensor
     columns: dict[str, Tensor]
     texts: dict[str, list[str]]
+    pictures: dict[bytes, bytes]
     if TYPE_CHECKING:  # the fields of hpcrl.spec.trajectory, stored in columns; a test compares both
         token_ids: Tensor
         loss_mask: Tensor
@@ -91,9 +96,11 @@ class Batch:
         cu_seqlens: Tensor,
         columns: Mapping[str, Tensor] | None = None,
         texts: Mapping[str, list[str]] | None = None,
+        pictures: Mapping[bytes, bytes] | None = None,
         **named: Tensor | None,
     ):
         self.cu_seqlens, self.columns, self.texts = cu_seqlens, dict(columns or {}), dict(texts or {})
+        self.pictures = dict(pictures or {})
         for name, tensor in named.items():
             setattr(self, name, tensor)
 
@@ -111,6 +118,11 @@ class Batch:
             self.columns.pop(name, None)
         else:
             self.columns[name] = value
+
+    @property
+    def images(self) -> Tensor | None:
+        """The field `images` (hpcrl.spec.media), which a run declares whose model takes images; None without it."""
+        return self.columns.get(IMAGES.name)
 
     @property
     def num_sequences(self) -> int:
@@ -216,6 +228,7 @@ class Batch:
             _offsets(self.lengths[chosen]),
             {name: tensor[index[units[name]]] for name, tensor in self.columns.items()},
             {name: [strings[row] for row in rows] for name, strings in self.texts.items()},
+            self.pictures,
         )
 
     def as_generated(self) -> Batch:
@@ -225,7 +238,7 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         moved = {name: to_device(tensor, device) for name, tensor in self.columns.items()}
-        return Batch(to_device(self.cu_seqlens, device), moved, self.texts)
+        return Batch(to_device(self.cu_seqlens, device), moved, self.texts, self.pictures)
 
     def cu(self, name: str) -> Tensor:
         """int64 [B + 1]: row i has the values cu[i] to cu[i + 1] - 1 of this field."""
@@ -274,7 +287,8 @@ def concat(batches: Sequence[Batch]) -> Batch:
         if name in batches[0].columns:
             columns[name] = torch.cat([batch.columns[name] for batch in batches])
     texts = {name: [text for batch in batches for text in batch.texts[name]] for name in batches[0].texts}
-    return Batch(_offsets(torch.cat([batch.lengths for batch in batches])), columns, texts)
+    pictures = {digest: pixels for batch in batches for digest, pixels in batch.pictures.items()}
+    return Batch(_offsets(torch.cat([batch.lengths for batch in batches])), columns, texts, pictures)
 
 
 def group_ids(sample_ids: Tensor) -> Tensor:
@@ -364,4 +378,5 @@ def batch_from_samples(samples: Sequence[Sample], group_ids: Sequence[int]) -> B
             columns[field.name] = np.concatenate(arrays or [np.empty(field.shape(0))])
     batch = pack([sample.id for sample in samples], [len(sample.token_ids) for sample in samples], columns)
     batch.group_ids = torch.tensor(list(group_ids), dtype=torch.int64)
+    batch.pictures = {digest: pixels for sample in samples for digest, pixels in sample.pictures.items()}
     return batch

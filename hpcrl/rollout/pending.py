@@ -11,10 +11,14 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
+from hpcrl.rollout.pictures import joined, split
 from hpcrl.rollout.types import Sample
+from hpcrl.spec.image_rows import image_spans
+from hpcrl.spec.media import IMAGES
 from hpcrl.spec.trajectory import FIELDS, Field, Level
 from hpcrl.system.files import write_durably
 
+PICTURES = "pictures"  # the pixels of the different images of a file's responses
 PATTERN, PATTERN_UNTIL_0_6 = "pending_rank*.safetensors", "held_rank*.safetensors"
 
 
@@ -24,6 +28,9 @@ def write_pending(folder: Path, rank: int, samples: Sequence[Sample]) -> str:
     texts = [sample.text() for sample in samples]
     columns["messages"] = np.frombuffer(b"".join(texts), dtype=np.uint8)
     columns["message_offsets"] = np.cumsum([0, *map(len, texts)], dtype=np.int64)
+    if IMAGES.name in columns:
+        pictures = {digest: pixels for sample in samples for digest, pixels in sample.pictures.items()}
+        columns[PICTURES] = joined(columns[IMAGES.name], pictures)
     columns["ids"] = np.array([sample.id for sample in samples], dtype=np.int64)
     columns["offsets"] = np.cumsum([0, *(len(sample.token_ids) for sample in samples)], dtype=np.int64)
     name = PATTERN.replace("*", f"{rank:04d}")
@@ -48,8 +55,10 @@ def read_pending(folder: Path, names: Iterable[str], wanted: Collection[int]) ->
             columns = load_file(path)
             ids, offsets = columns.pop("ids").tolist(), columns.pop("offsets").tolist()
             messages, parts = columns.pop("messages").tobytes(), columns.pop("message_offsets").tolist()
+            pixels = columns.pop(PICTURES, None)
             fields = {FIELDS[name]: column for name, column in columns.items()}
             starts = {field: _starts(field, columns, offsets) for field in fields}
+            pictures = {} if pixels is None else split(columns[IMAGES.name], pixels)
         except (SafetensorError, KeyError) as error:
             raise ValueError(f"{path} cannot be read: {error}") from error
         for i, sample_id in enumerate(ids):
@@ -59,6 +68,9 @@ def read_pending(folder: Path, names: Iterable[str], wanted: Collection[int]) ->
                     field.name: column[starts[field][i] : starts[field][i + 1]].copy()
                     for field, column in fields.items()
                 }
+                if pictures:
+                    own = image_spans(sample.columns[IMAGES.name])
+                    sample.pictures = {span.digest: pictures[span.digest] for span in own}
     if missing := sorted(set(wanted) - found.keys()):
         raise ValueError(f"{folder} lacks {len(missing)} responses that its state has, e.g. sample {missing[0]}")
     return found

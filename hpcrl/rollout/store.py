@@ -21,6 +21,7 @@ import torch
 
 from hpcrl import __version__
 from hpcrl.rollout.batch import STATUS, Batch, concat, place_rewards
+from hpcrl.rollout.pictures import different, read_files, write_files
 from hpcrl.rollout.types import PromptOutcome, split_sample_id
 from hpcrl.spec.trajectory import FIELDS, TEXT, Field, Level, Origin, declare
 from hpcrl.system.cli import ArgumentParser, use_utf8
@@ -86,6 +87,8 @@ def write_rollouts(
     for name, strings in batch.texts.items():
         if len(strings) != rows:
             raise ValueError(f"texts[{name!r}] has {len(strings)} strings for {rows} rows")
+    if batch.images is not None:
+        write_files(folder.parent, rank, batch.images.numpy(), batch.pictures)
     about = {"rank": rank, "num_ranks": num_ranks, "num_sequences": rows, "num_tokens": batch.num_tokens}
     with _new_file(folder / f"rank_{rank:05d}.h5", "rollouts", about) as file:
         _put(file, "cu_seqlens", batch.cu_seqlens.cpu().numpy())
@@ -278,6 +281,8 @@ def _read_rollouts(path: Path, step: int) -> tuple[StepRollouts, int]:
             raise ValueError(f"it has {batch.num_sequences} rows of {batch.num_tokens} tokens and says otherwise")
         facts = {name: value.item() if hasattr(value, "item") else value for name, value in file["facts"].attrs.items()}
         batch.check_shapes()
+        if batch.images is not None:
+            batch.pictures = read_files(path.parents[1], different(batch.images.numpy()).values())
         return StepRollouts(step, batch, facts), int(file.attrs["num_ranks"])
 
     return _reading(path, "rollouts", read)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcrl.spec.media import Medium
+from hpcrl.spec.media import IMAGE_MARK, WRITTEN_MARK, Medium
 from hpcrl.spec.trajectory import FIELDS
 
 MEMBER_BITS = 14
@@ -127,7 +127,7 @@ class Prompt:
 
     `uid` counts draws over the whole run, so it is unique over epochs and domains. `answer` is the gold answer for the
     reward (any JSON value); `extra` holds the row's columns without prompt and images; `text` was rendered from
-    `messages` and `tools`. `media` go to the generator ranks only.
+    `messages` and `tools`. `media` go to the generator ranks, which send them to trainers.
     """
 
     uid: int
@@ -150,9 +150,12 @@ class Sample:
         messages: Prompt, turns and observations in chat form.
         columns: The generator's fields of hpcrl.spec.trajectory by name, in their transfer dtypes; each is also an
             attribute, None if the sample lacks it. Token fields include the prompt; put() sets ragged fields.
+
+    Attributes:
+        pictures: The pixels of the images of its field `images`, by digest; shared between samples.
     """
 
-    __slots__ = ("columns", "error", "id", "messages", "reward", "score")
+    __slots__ = ("columns", "error", "id", "messages", "pictures", "reward", "score")
 
     def __init__(
         self,
@@ -166,6 +169,7 @@ class Sample:
     ):
         self.id, self.reward, self.score, self.error = id, reward, score, error
         self.messages = list(messages)
+        self.pictures: dict[bytes, bytes] = {}
         self.columns: dict[str, np.ndarray] = {}
         for name, column in columns.items():
             if column is not None:
@@ -186,7 +190,8 @@ class Sample:
 
     def text(self) -> bytes:
         """The messages as transferred and stored."""
-        return json.dumps(self.messages, ensure_ascii=False).encode(errors="replace")
+        text = json.dumps(self.messages, ensure_ascii=False).replace(IMAGE_MARK, WRITTEN_MARK)
+        return text.encode(errors="replace")
 
     @property
     def finish_reason(self) -> FinishReason:

@@ -35,8 +35,8 @@ class Spec:
 
     about: str
     """One line for help and documents."""
-    make: str = ""
-    """`module:NAME` of the part or its factory, imported on demand; empty: can be planned and checked, but not run."""
+    make: str
+    """`module:NAME` of the part or its factory, imported on demand."""
     section: type[Section] | None = None
     """The part's keys with their defaults and meanings."""
     check: Check = _nothing
@@ -59,11 +59,6 @@ class Spec:
     """Roles that a run needs because of this part, in addition to the roles needed in any case (RoleSpec.needed)."""
     resume_keys: tuple[str, ...] = ()
     """Keys of its section that may change when a run is resumed, since they do not change its results."""
-
-    @property
-    def built(self) -> bool:
-        """Whether this version can run it."""
-        return bool(self.make)
 
     def missing_packages(self) -> list[str]:
         """The extras or packages to install before it can be used."""
@@ -176,6 +171,10 @@ class TrainEngineSpec(Spec):
     """Whether it computes the segments of a row (hpcrl.rollout.batch.Batch) separately, for episodes by steps."""
     router_replay: bool = False
     """Whether it can choose the experts that the generator chose (the field `routes`, hpcrl.engines.expert_routes)."""
+    media: frozenset[str] = frozenset()
+    """Kinds of media (hpcrl.spec.media) that rows may have."""
+    freezes: bool = False
+    """Whether it can leave parts of a vision-language model untrained (trainer.freeze)."""
     lora: bool = False
     """Whether it can train adapters of frozen weights (hpcrl.engines.train.training_engine.TrainsAdapters)."""
     make_critic: str = ""
@@ -226,8 +225,11 @@ class GenEngineSpec(Spec):
     records_routes: bool = False
     """Whether it can record the experts that it chooses (the field `routes`, hpcrl.engines.expert_routes)."""
     media: frozenset[str] = frozenset()
-    """Kinds of media (hpcrl.spec.media) that it accepts with a prompt (Request.media). Training engines get no media
-    yet, so a run that trains on such prompts computes log-probs from the tokens only."""
+    """Kinds of media (hpcrl.spec.media) that it accepts with a prompt (Request.media)."""
+    media_families: tuple[str, ...] | None = None
+    """Values of model_type of models with which it accepts media; None: of all models that it runs."""
+    kept_image_tokens: int = 0
+    """Maximum tokens of images whose features it keeps for later prefills; a single larger image is kept as well."""
     lora: bool = False
     """Whether it can apply adapters to the weights of the model's folder (trainer.lora)."""
     several_in_process: bool = False
@@ -301,6 +303,8 @@ class EnvSpec(Spec):
     """Whether its class has expert(rng, noise), which writes a good response (hpcrl.envs.games.game)."""
     expert_obstacle: Callable[[Any], str] = lambda options: ""
     """Why there is no expert with these options, an object of its section; empty if there is one."""
+    shows: Callable[[Any], frozenset[str]] = lambda options: frozenset()
+    """Kinds of media (hpcrl.spec.media) that its observations have with these options, an object of its section."""
     probe: str = ""
     """`module:NAME` of `probe(section, own_code)`, which tries valid options with the libraries of `needs` and raises
     ValueError if they fail. It imports a user's code only with `own_code`, in env ranks."""

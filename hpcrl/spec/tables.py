@@ -20,7 +20,6 @@ PIPELINES = SpecTable(
     {
         "rlvr": "hpcrl.pipelines.rlvr:SPEC",
         "sft": "hpcrl.pipelines.sft:SPEC",
-        "rlvr_vl": "hpcrl.pipelines.planned:RLVR_VL",
         "agentic": "hpcrl.pipelines.agentic:SPEC",
         "convert": "hpcrl.pipelines.convert:SPEC",
     },

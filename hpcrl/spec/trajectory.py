@@ -8,7 +8,7 @@ fields, so a reader needs no declaration.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 MAX_REWARD = 1e30
@@ -81,10 +81,12 @@ FIELDS: dict[str, Field] = {}
 
 
 def declare(*fields: Field) -> None:
-    """Add fields. ValueError for a name that is not an identifier, is reserved, or was declared differently before."""
-    for field in fields:
-        known = FIELDS.get(field.name, field)
-        if known != field:
+    """Add fields. ValueError for a name that is not an identifier, is reserved, or was declared differently before. A
+    field is optional only as long as all its declarations are: the reader of a file declares every field so."""
+    for given in fields:
+        known = FIELDS.get(given.name, given)
+        field = replace(given, optional=given.optional and known.optional)
+        if replace(known, optional=field.optional) != field:
             raise ValueError(f"field {field.name!r} is declared twice and differently: {known} and {field}")
         if not field.name.isidentifier() or field.name in _RESERVED:
             raise ValueError(f"field {field.name!r}: this name cannot be used; take another identifier")
@@ -114,7 +116,18 @@ def generated_fields(truncated: bool, by_steps: bool, *levels: Level) -> list[Fi
 
 
 _RESERVED = {
-    *("cu_seqlens", "cu_turns", "columns", "texts", "facts", "lengths", "row_ids", "num_sequences", "num_tokens"),
+    *(
+        "cu_seqlens",
+        "cu_turns",
+        "columns",
+        "texts",
+        "pictures",
+        "facts",
+        "lengths",
+        "row_ids",
+        "num_sequences",
+        "num_tokens",
+    ),
     *("cu_segments", "segment_lengths", "segment_ids", "segment_indices", "cu"),
     *("id", "finish_reason", "reward", "score", "error", "text"),
 }

@@ -149,10 +149,11 @@ def shield_output() -> None:
         setattr(sys, name, text)
 
 
-def write_durably(path: Path, data: bytes) -> None:
+def write_durably(path: Path, data: bytes, writer: str = "") -> None:
     """Replace `path` by `data` atomically: temporary file next to it, fsync, rename, fsync of the folder. OSError names
-    the file; then `path` is unchanged, and no temporary file is left."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    the file; then `path` is unchanged, and no temporary file is left. If several processes may write the file at once,
+    each one gives another `writer`."""
+    temporary = path.with_name(f".{path.name}{writer and f'.{writer}'}.tmp")
     try:
         with naming(path), open(temporary, "wb") as file:
             file.write(data)

@@ -1,19 +1,37 @@
-"""Build the prompts of episodes: the first prompt, and each turn's prompt if turns are separate sequences."""
+"""Build the prompts of episodes: the first prompt, and each turn's prompt if turns are separate sequences.
+
+A message's images are in its key `images`, as hpcrl.spec.media.Medium, with an IMAGE_MARK each in its content.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from hpcrl.data.chat import encode, render
-from hpcrl.data.messages import Messages
+from hpcrl.data.chat import render
+from hpcrl.data.files import BadRow
+from hpcrl.data.image_tokens import bound_vision, encode_with_images
+from hpcrl.data.media import read_images, read_parts
+from hpcrl.data.messages import ImagePart, Messages, mark_images
 from hpcrl.envs.environment import Observation, cut, num_chars
+from hpcrl.models.vision import Vision
+from hpcrl.spec.media import IMAGE_MARK, WRITTEN_MARK, Medium, by_picture
 
 
-def as_messages(observation: Any) -> Messages:
-    """An observation as chat messages. TypeError if it is neither text nor messages."""
+class Encoded(NamedTuple):
+    """Messages, their tokens (int32 [n]), and their images with their places among these."""
+
+    messages: Messages
+    token_ids: np.ndarray
+    media: tuple[Medium, ...] = ()
+
+
+def as_messages(observation: Any, vision: Vision | None = None) -> Messages:
+    """An observation as chat messages, its images as the model sees them. TypeError if it is neither text nor messages,
+    or if an image cannot be read or the model takes none."""
     if isinstance(observation, str):
         observation = [{"role": "user", "content": observation}]
     if not isinstance(observation, list):
@@ -25,9 +43,41 @@ def as_messages(observation: Any) -> Messages:
             message["content"].encode()
         except UnicodeEncodeError as error:
             raise TypeError(f"the observation is no valid Unicode: {error}") from None
-        if not all(isinstance(image, str) for image in message.get("images") or []):
-            raise TypeError("images of an observation are given by reference, as text")
-    return observation
+    return [_seen(message, vision) for message in observation]
+
+
+def _seen(message: dict[str, Any], vision: Vision | None) -> dict[str, Any]:
+    """The message with its images decoded, and a mark for each."""
+    given = message.get("images") or []
+    if all(isinstance(image, Medium) for image in given):
+        return message
+    try:
+        files = read_parts([ImagePart(image, f"images[{n}] of a message") for n, image in enumerate(given)], Path())
+        content = mark_images(message["content"].replace(IMAGE_MARK, ""), len(files), "a message")
+        return {**message, "content": content, "images": list(read_images(files, vision))}
+    except BadRow as error:
+        raise TypeError(str(error)) from None
+
+
+def with_images(messages: Messages, media: Sequence[Medium]) -> Messages:
+    """The messages of a row with the row's images, which their marks stand for."""
+    following = iter(by_picture(media))
+    return [
+        {**message, "images": [medium for _ in range(count) for medium in next(following)]}
+        if (count := (message["content"] or "").count(IMAGE_MARK))
+        else message
+        for message in messages
+    ]
+
+
+def without_images(messages: Messages) -> Messages:
+    """The messages without the key `images`, as they are stored and rendered."""
+    return [{key: value for key, value in message.items() if key != "images"} for message in messages]
+
+
+def images_of(messages: Messages) -> list[Medium]:
+    """The images of messages, in the order of their marks."""
+    return [image for message in messages for image in message.get("images") or ()]
 
 
 def with_tools(known: list[dict[str, Any]] | None, added: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -42,32 +92,43 @@ def with_tools(known: list[dict[str, Any]] | None, added: list[dict[str, Any]]) 
 
 def first_prompt(
     tokenizer: Any, row: dict[str, Any], observation: Any, added: bool = False, examples: Messages | None = None
-) -> tuple[Messages, np.ndarray]:
-    """(messages, int32 token ids) of an episode's first prompt. With an empty observation there are no tokens, and the
+) -> Encoded:
+    """An episode's first prompt. With an empty observation there are no tokens, and the
     row's own prompt is used, unless the environment has added tools to the row (`added`) or there are examples. `row`
     is {messages, tools, ...}; examples are inserted after the system messages. TypeError as in as_messages()."""
-    said, tools = as_messages(observation), row["tools"]
+    said, tools = as_messages(observation, bound_vision(tokenizer)), row["tools"]
     if not (observation or added or examples):
-        return row["messages"], np.empty(0, dtype=np.int32)
+        return Encoded(row["messages"], np.empty(0, dtype=np.int32))
     if isinstance(observation, str):
-        messages = [*row["messages"][:-1], *said] if observation else list(row["messages"])
+        messages = list(row["messages"])
+        if observation:
+            messages[-1] = _in_place_of(messages[-1], said[0])
     else:
         messages = said or list(row["messages"])
     if examples:
         begins = next((n for n, message in enumerate(messages) if message["role"] != "system"), len(messages))
         messages = [*messages[:begins], *examples, *messages[begins:]]
-    return messages, prompt_ids(tokenizer, messages, tools)
+    return encode_prompt(tokenizer, messages, tools)
 
 
-def fitting(
-    observation: Observation, room: int, tokens: Callable[[Observation], tuple[Messages, np.ndarray]]
-) -> tuple[Messages, np.ndarray]:
+def _in_place_of(asked: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
+    """A text that replaces a row's last message, whose images it keeps: at their marks in the text, or before it."""
+    images, text = asked.get("images") or [], said["content"].replace(IMAGE_MARK, "")
+    if not images:
+        return said
+    count = len(by_picture(images))
+    placed = text.count(WRITTEN_MARK) == count
+    content = text.replace(WRITTEN_MARK, IMAGE_MARK) if placed else IMAGE_MARK * count + text
+    return {**said, "content": content, "images": images}
+
+
+def fitting(observation: Observation, room: int, tokens: Callable[[Observation], Encoded]) -> Encoded:
     """Cut text from the middle of the observation's longest message until tokens(observation) has at most `room`
     tokens, and return its result. If even an empty message is too long, return the result for the empty message."""
     fits, too_many = 0, num_chars(observation)
     while too_many - fits > 1:
         count = (fits + too_many) // 2
-        if len(tokens(cut(observation, count))[1]) > room:
+        if len(tokens(cut(observation, count)).token_ids) > room:
             too_many = count
         else:
             fits = count
@@ -103,6 +164,8 @@ def _joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     return joined | ({"images": images} if images else {})
 
 
-def prompt_ids(tokenizer: Any, messages: Messages, tools: list[dict[str, Any]] | None) -> np.ndarray:
-    """int32 [n]: a prompt's tokens."""
-    return np.array(encode(tokenizer, render(tokenizer, messages, tools)), dtype=np.int32)
+def encode_prompt(tokenizer: Any, messages: Messages, tools: list[dict[str, Any]] | None) -> Encoded:
+    """A prompt's tokens. ValueError if the chat template has not one placeholder per image."""
+    text = render(tokenizer, without_images(messages), tools)
+    token_ids, media = encode_with_images(tokenizer, text, images_of(messages))
+    return Encoded(messages, np.array(token_ids, dtype=np.int32), media)

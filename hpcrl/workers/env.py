@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-import numpy as np
+from PIL import Image
 
 from hpcrl.config import EnvConfig
 from hpcrl.data.env_sources import given_start
+from hpcrl.data.image_tokens import bound_vision
 from hpcrl.data.messages import Messages
 from hpcrl.data.template_forms import chat_template
-from hpcrl.envs.environment import UNREAD_KEYS, Env, begin, checked_reset, checked_step, cut, num_chars
+from hpcrl.envs.environment import UNREAD_KEYS, Env, begin, checked_reset, checked_step, cut, image_bytes, num_chars
 from hpcrl.envs.examples import example_messages
 from hpcrl.envs.processes import EnvProcess, EnvProcessError
 from hpcrl.messaging.messages import (
@@ -36,18 +37,23 @@ from hpcrl.messaging.queues import ReaderLost
 from hpcrl.rewards.grading.extract import after_thinking
 from hpcrl.rewards.serving.guarded import RAISED, describe, sendable
 from hpcrl.rollout.types import FinishReason, episode_seed, is_validation, split_sample_id
+from hpcrl.spec.media import IMAGE_MARK, WRITTEN_MARK
 from hpcrl.spec.trajectory import MAX_REWARD
 from hpcrl.system.clock import AwakeClock
 from hpcrl.workers.dialogue import (
+    Encoded,
     as_messages,
+    encode_prompt,
     first_prompt,
     fitting,
-    prompt_ids,
+    images_of,
     window,
+    with_images,
     with_tools,
+    without_images,
 )
 from hpcrl.workers.env_hosts import Hosts, StartedTurn
-from hpcrl.workers.observations import check_continues, observation_ids
+from hpcrl.workers.observations import check_continues, encode_observation
 from hpcrl.workers.role import Rank
 
 logger = logging.getLogger(__name__)
@@ -226,8 +232,9 @@ class EnvRole:
             result, ended = played.result, played.ended
             if ended and is_validation(turn.sample):
                 with contextlib.suppress(TypeError, ValueError):  # training does not need it
-                    if num_chars(shown := cut(as_messages(played.observation), LAST_CHARS)) < 2 * LAST_CHARS:
-                        self._ends[turn.sample] = json.dumps(shown)
+                    shown = cut(as_messages(played.observation, bound_vision(worker.tokenizer)), LAST_CHARS)
+                    if num_chars(shown) < 2 * LAST_CHARS:
+                        self._ends[turn.sample] = _stored(as_messages(shown))
             elif not ended:
                 reply = self._reply(turn, episode, played.observation)
         except _NoRoom as problem:
@@ -263,7 +270,8 @@ class EnvRole:
             config.long_observation == "shorten",
             max(0, turn.max_observation_tokens) * self._token_chars,
         )
-        as_messages(observation)
+        if not isinstance(observation, str):
+            observation = as_messages(observation, bound_vision(self._worker.tokenizer))
         if shortens:
             observation = cut(observation, most_chars)
         # Text that cannot fit is not tokenised, which would delay the rank's other episodes. The factor 2 leaves room
@@ -273,29 +281,30 @@ class EnvRole:
                 f"an observation of {count} characters is too long, "
                 f"there is room for {turn.max_observation_tokens} tokens"
             )
-        messages, token_ids = tokens(observation)
-        if len(token_ids) > turn.max_observation_tokens and shortens:
-            messages, token_ids = fitting(observation, turn.max_observation_tokens, tokens)
-        if (count := len(token_ids)) > turn.max_observation_tokens:
+        encoded = tokens(observation)
+        if len(encoded.token_ids) > turn.max_observation_tokens and shortens:
+            encoded = fitting(observation, turn.max_observation_tokens, tokens)
+        if (count := len(encoded.token_ids)) > turn.max_observation_tokens:
             what = "a prompt" if config.by_steps else "an observation"
             if config.examples and (turn.starts_episode or config.by_steps):
                 what = f"a prompt with {config.examples} examples (env.{self._section(turn)}.examples)"
             raise _NoRoom(f"{what} of {count} tokens is too long, there is room for {turn.max_observation_tokens}")
-        episode.shown.append(messages)
+        episode.shown.append(encoded.messages)
         if not turn.starts_episode:
             episode.said.append(self._remembered(turn))
-        return EnvObservation(turn.sample, token_ids.tobytes(), json.dumps(messages).encode())
+        said = json.dumps(without_images(encoded.messages)).encode()
+        return EnvObservation(turn.sample, encoded.token_ids.tobytes(), said, encoded.media)
 
-    def _tokens(self, turn: Turn, episode: _Episode, observation: Any) -> tuple[Messages, np.ndarray]:
+    def _tokens(self, turn: Turn, episode: _Episode, observation: Any) -> Encoded:
         tokenizer, tools, config = self._worker.tokenizer, episode.row["tools"], self._env(turn)
         if turn.starts_episode:
             examples = self._examples[self._section(turn)]
             return first_prompt(tokenizer, episode.row, observation, episode.adds_tools, examples)
         messages = as_messages(observation)
         if not config.by_steps:
-            return messages, observation_ids(tokenizer, messages, turn.last_token, tools)
+            return encode_observation(tokenizer, messages, turn.last_token, tools)
         shown, said = [*episode.shown, messages], [*episode.said, self._remembered(turn)]
-        return messages, prompt_ids(tokenizer, window(shown, said, config.history), tools)
+        return encode_prompt(tokenizer, window(shown, said, config.history), tools)._replace(messages=messages)
 
     def _remembered(self, turn: Turn) -> str:
         """The part of the turn that later prompts of the episode may show."""
@@ -305,8 +314,8 @@ class EnvRole:
         """Play a turn. Awaits only the environment's coroutines, and raises whatever the environment raises."""
         config, section = self._env(turn), self._section(turn)
         if turn.starts_episode:
-            episode.row = json.loads(turn.meta)
-            episode.env = self._hosts.make(section, config, episode.row)
+            episode.row = _row(turn)
+            episode.env = self._hosts.make(section, config, _told(episode.row))
             began = await self._hosts.returned(section, begin(episode.env, self._seed(turn, episode.row)))
             observation, info = checked_reset(began)
             self._mention(section, info)
@@ -388,9 +397,38 @@ class EnvRole:
             self._hosts.end(episode.env)
 
 
+def _row(turn: Turn) -> dict[str, Any]:
+    """The prompt's row, with the images in its messages, and in its column `images` as paths, or as PNG files if the
+    row has no paths."""
+    row: dict[str, Any] = json.loads(turn.meta)
+    if turn.media:
+        row["messages"] = with_images(row["messages"], turn.media)
+        files = [image_bytes(Image.fromarray(medium.pixels)) for medium in turn.media]
+        row["extra"].setdefault("images", files)
+    return row
+
+
+def _stored(messages: Messages) -> str:
+    """Messages as JSON, with written marks of images."""
+    return json.dumps(without_images(messages), ensure_ascii=False).replace(IMAGE_MARK, WRITTEN_MARK)
+
+
+def _told(row: dict[str, Any]) -> dict[str, Any]:
+    """The row for the environment's constructor, with written marks of images in its messages."""
+    told = [
+        {**message, "content": (message["content"] or "").replace(IMAGE_MARK, WRITTEN_MARK)}
+        if images_of([message])
+        else message
+        for message in row["messages"]
+    ]
+    return {**row, "messages": without_images(told)}
+
+
 def _examples(worker: Rank, section: str, config: EnvConfig) -> Messages:
-    messages, most = example_messages(config, section, worker.config.seed), worker.config.data.max_prompt_tokens
-    if messages and (count := len(prompt_ids(worker.tokenizer, messages, None))) >= most:
+    told, most = example_messages(config, section, worker.config.seed), worker.config.data.max_prompt_tokens
+    vision = bound_vision(worker.tokenizer)
+    messages = [as_messages([message], vision)[0] if message.get("images") else message for message in told]
+    if messages and (count := len(encode_prompt(worker.tokenizer, messages, None).token_ids)) >= most:
         raise ValueError(
             f"env.{section}.examples: {config.examples} examples take {count} tokens, and leave none of "
             f"data.max_prompt_tokens={most} for the prompt; show fewer or allow more"

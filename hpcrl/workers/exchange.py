@@ -10,10 +10,13 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from hpcrl.comm.transfer import PeerLost, from_ragged
+from hpcrl.comm.transfer import PeerLost, from_ragged, picture_name
 from hpcrl.messaging.messages import Done, DropBatch, Logprobs, Move, SendTokens, TransferRollouts
+from hpcrl.models.families import vision_of
 from hpcrl.rollout.batch import Batch, on_policy, pack
 from hpcrl.rollout.types import TOKEN_REWARD
+from hpcrl.spec.image_rows import image_spans
+from hpcrl.spec.media import IMAGES
 from hpcrl.spec.trajectory import FIELDS, TEXT, Field, Level
 from hpcrl.workers.generator import GeneratorRole
 from hpcrl.workers.role import Rank, without
@@ -65,10 +68,13 @@ class Exchange:
         def pick(samples: Sequence[int]) -> dict[str, list[np.ndarray]]:
             return cast(GeneratorRole, worker.roles["generator"]).pick(samples)
 
+        def pictures(samples: Sequence[int]) -> dict[bytes, bytes]:
+            return cast(GeneratorRole, worker.roles["generator"]).pictures(samples)
+
         exchange, moves = worker.transfer_groups[command.group].exchange, command.moves
         try:
             received = exchange(
-                worker.world.rank, moves, fields[Level.TOKEN], fields[Level.ROW], pick, TEXT, ragged_fields=ragged
+                worker.world.rank, moves, fields[Level.TOKEN], fields[Level.ROW], pick, TEXT, ragged, pictures
             )
         except PeerLost as lost:
             return without(worker, (lost.peer,), seq, lost)
@@ -79,6 +85,8 @@ class Exchange:
         if not command.forms:
             return Done(seq)
         batch = worker.batches[command.batch] = _formed(self._shares.pop(command.batch), command.fields)
+        if batch.images is not None and (vision := vision_of(worker.model_path)) is not None:
+            batch.loss_mask &= batch.token_ids != vision.image_token_id  # the model can write the placeholder itself
         if worker.config.debug != "rollout_only":  # there, the weights never change
             rollout, trained = worker.config.rollout, command.batch - 1
             batch.on_policy = on_policy(batch, trained, rollout.on_new_weights == "recompute")
@@ -154,4 +162,15 @@ def _formed(share: _Share, fields: Sequence[str]) -> Batch:
         messages += [part.tobytes().decode() for part in np.split(values[TEXT], ends)] if TEXT in values else []
     texts = {"messages": messages} if len(messages) == len(ids) else {}
     batch = pack(ids, lengths, flat, texts, share.scored.get("turn_rewards"), share.scored.get("token_rewards"))
+    if batch.images is not None:
+        batch.pictures = _pictures(share.received)
     return batch.select(sorted(range(len(ids)), key=ids.__getitem__)).check()
+
+
+def _pictures(received: Sequence[tuple[Move, Mapping[str, np.ndarray]]]) -> dict[bytes, bytes]:
+    """The received pixels by digest."""
+    return {
+        span.digest: values[picture_name(span.digest)].tobytes()
+        for _, values in received
+        for span in image_spans(values[IMAGES.name])
+    }

@@ -105,6 +105,10 @@ class GeneratorRole:
         picked = {name: [sample.columns[name] for sample in held] for name in (held[0].columns if held else ())}
         return picked | {TEXT: [np.frombuffer(sample.text(), np.uint8) for sample in held]}
 
+    def pictures(self, samples: Sequence[int]) -> dict[bytes, bytes]:
+        """The pixels of these samples' images, by digest."""
+        return {digest: pixels for sample in samples for digest, pixels in self.samples[sample].held.pictures.items()}
+
     def _admit(self, command: Admit, seq: int) -> None:
         prompts = {payload.uid: self._prompt(payload) for payload in command.prompts}
         s = command.sampling
@@ -136,7 +140,7 @@ class GeneratorRole:
                 ids = shared.setdefault(uid, sample.prompt.token_ids.tolist())
             continues = sample.env is not None and not sample.prompt.by_steps
             own_params = replace(params, max_new_tokens=limit) if limit < params.max_new_tokens else params
-            requests.append(Request(sample_id, ids, own_params, seed + turn, continues, sample.prompt.media))
+            requests.append(Request(sample_id, ids, own_params, seed + turn, continues, sample.context_media))
         try:
             self.engine.add(requests)
         except PromptRefused:  # the engine accepted none of the requests
@@ -244,6 +248,7 @@ class GeneratorRole:
                     begins,
                     sample.num_model_tokens,
                     "" if begins else self._marked(held),
+                    prompt.media if begins else (),
                 )
             )
         self._mail(posts)
@@ -329,7 +334,8 @@ class GeneratorRole:
         self._refused = [end for end in self._refused if end.sample in self.samples]
 
     def _peek(self, command: ReadTexts, seq: int) -> Done:
-        held = [self.samples[sample].held for sample in command.samples]
+        states = [self.samples[sample] for sample in command.samples]
         if command.whole:
-            return Done(seq, texts=[json.dumps(sample.messages) for sample in held])
-        return Done(seq, texts=[sample.messages[-1]["content"] for sample in held])
+            texts = [state.held.text().decode() for state in states]
+            return Done(seq, texts=texts, media=[tuple(state.media) for state in states])
+        return Done(seq, texts=[state.held.messages[-1]["content"] for state in states])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from dataclasses import field as default
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,8 @@ from hpcrl.config import Config
 from hpcrl.engines.gen.generation_engine import Output
 from hpcrl.messaging.messages import Ended, EnvObservation, PromptPayload
 from hpcrl.rollout.types import FinishReason, Sample
+from hpcrl.spec.image_rows import image_rows
+from hpcrl.spec.media import IMAGES, Medium, placed
 from hpcrl.spec.trajectory import Field, Level, Origin, fields_of, generated_fields
 
 
@@ -45,6 +49,7 @@ class SampleState:
     max_new_tokens: int = 0  # per turn
     rollout: Sample | None = None  # None before the first turn has ended or an episode has started
     env: int | None = None  # the rank of its environment
+    media: list[Medium] = default(default_factory=list)  # of the rollout
 
     @property
     def prompt(self) -> PromptState:
@@ -74,6 +79,14 @@ class SampleState:
         return ids[begins[-1] :] if len(begins) else ids
 
     @property
+    def context_media(self) -> tuple[Medium, ...]:
+        """The media of `context`, with their places in it."""
+        if self.rollout is None:
+            return self.prompt.media
+        begins = len(self.held.token_ids) - len(self.context)
+        return tuple(placed(medium, -begins) for medium in self.media if medium.start >= begins)
+
+    @property
     def num_model_tokens(self) -> int:
         """Number of tokens in the sample's ended turns."""
         return int(self.rollout.loss_mask.sum()) if self.rollout is not None else 0
@@ -83,18 +96,27 @@ class SampleState:
         truncated: bool,
         token_ids: np.ndarray | None = None,
         messages: list[dict[str, Any]] | None = None,
+        media: Sequence[Medium] = (),
     ) -> Sample:
         """Set the rollout to a prompt without a response, by default the row's own prompt. `truncated` adds the fields
-        for truncated sampling. Ragged fields are empty until they are set."""
+        for truncated sampling. Other ragged fields than `images` are empty until they are set."""
         if token_ids is None or messages is None:
-            token_ids, messages = self.prompt.token_ids, self.prompt.messages
+            token_ids, messages, media = self.prompt.token_ids, self.prompt.messages, self.prompt.media
         columns = {
             field.name: np.full(field.shape(0 if field.ragged else len(token_ids)), field.fill, dtype=field.travels_as)
             for field in generated_fields(truncated, self.prompt.has_states)
             if field.level is Level.TOKEN or field.ragged
         }
         self.rollout = Sample(self.id, messages=messages, **(columns | {"token_ids": token_ids}))
+        self._show(media)
         return self.rollout
+
+    def _show(self, media: Sequence[Medium]) -> None:
+        """Set the media of the rollout, with their places in it."""
+        self.media = list(media)
+        if IMAGES.name in self.held.columns:
+            self.held.put(IMAGES.name, image_rows(self.media))
+            self.held.pictures = {medium.digest: medium.content for medium in self.media}
 
     def end_turn(self, output: Output, text: str) -> None:
         """Add a model turn."""
@@ -111,9 +133,10 @@ class SampleState:
         if self.held.turn_ids[-1] >= 0:
             _append(self.held, token_ids, None, by_steps)
             self.held.messages += messages
+            self._show([*self.media, *(placed(medium, start) for medium in observation.media)])
         else:
             if len(token_ids):
-                self.begin("gen_logprobs_behaviour" in self.held.columns, token_ids, messages)
+                self.begin("gen_logprobs_behaviour" in self.held.columns, token_ids, messages, observation.media)
             start, shown = 0, self.held.messages[-1:]
         if by_steps:
             self.held.states[start] = _hash(shown)
@@ -125,6 +148,7 @@ class SampleState:
         total = int(written[-1]) + 1 if len(written) else len(sample.token_ids)
         for field in _token_fields(sample):
             sample.columns[field.name] = sample.columns[field.name][:total]
+        self._show([medium for medium in self.media if medium.start < total])
         while len(written) and sample.messages[-1]["role"] != "assistant":
             sample.messages.pop()
         sample.finish_reason = FinishReason.STOP

@@ -13,24 +13,27 @@ from typing import Any
 
 import numpy as np
 
-from hpcrl.data.chat import encode, render, special_tokens
+from hpcrl.data.chat import render, special_tokens
+from hpcrl.data.image_tokens import encode_with_images
 from hpcrl.data.messages import Messages
 from hpcrl.data.template_forms import TemplateRefusal, Tools, shows_results
+from hpcrl.workers.dialogue import Encoded, images_of, without_images
 
 CONTENT = "0CONTENT{}0"
 """Placeholder for the end of the model's text; letters and digits, which no template trims or escapes."""
 
 
-def observation_ids(tokenizer: Any, observation: Messages, last_token: int, tools: Tools | None = None) -> np.ndarray:
-    """int32 [n]: the tokens after a model turn that ends with `last_token`, up to the start of the next model turn.
+def encode_observation(tokenizer: Any, observation: Messages, last_token: int, tools: Tools | None = None) -> Encoded:
+    """The tokens after a model turn that ends with `last_token`, up to the start of the next model turn.
 
     This is the chat template's text after the turn and around the observation. The end-of-turn token is left out if the
     model has written it or another special token instead (Llama 3.1 ends a tool call with <|eom_id|>). Without a chat
     template, only the messages' contents. ValueError if the template refuses the messages or renders no model turn.
     """
+    seen, observation = observation, without_images(observation)
     if not getattr(tokenizer, "chat_template", None):
         text = render(tokenizer, observation, None)
-        return np.array(tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
+        return Encoded(seen, np.array(tokenizer.encode(text, add_special_tokens=False), dtype=np.int32))
     mark = _unused(observation)
     results = list(itertools.takewhile(lambda message: message["role"] == "tool", observation))
     calls = [_call(result, number, tools, mark) for number, result in enumerate(results)]
@@ -43,7 +46,8 @@ def observation_ids(tokenizer: Any, observation: Messages, last_token: int, tool
     following = _after(tokenizer, [turn, *observation], tools, mark, ask=True)
     alone = _after(tokenizer, [turn], tools, mark, ask=False)
     begins = _begin(tokenizer, alone, following, last_token, called)
-    return np.array(encode(tokenizer, following[begins:]), dtype=np.int32)
+    token_ids, media = encode_with_images(tokenizer, following[begins:], images_of(seen))
+    return Encoded(seen, np.array(token_ids, dtype=np.int32), media)
 
 
 def check_continues(tokenizer: Any) -> None:

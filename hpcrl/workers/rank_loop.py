@@ -23,6 +23,7 @@ from hpcrl.data.chat import bind
 from hpcrl.messaging.messages import Ask, BuildGroup, BuildRole, Done, Failed, Joined, Lost, Shutdown
 from hpcrl.messaging.queues import ControlError, ReaderLost, StoreLost
 from hpcrl.messaging.world import CONTROLLER_QUEUE, World
+from hpcrl.models.families import vision_of
 from hpcrl.node.devices import HIDDEN, VISIBLE, check_device
 from hpcrl.node.numa import address_of, bind_to_gpu
 from hpcrl.planner.generator import shares_weights
@@ -77,7 +78,9 @@ class Worker:
         """Loaded on first use: rank 0 may still be writing the model folder when this rank joins."""
         from transformers import AutoTokenizer  # takes seconds; a reward rank does not need it
 
-        return bind(AutoTokenizer.from_pretrained(self.model_path), self.config.data.chat_template_kwargs)
+        given = self.config.data
+        vision = vision_of(self.model_path, given.max_pixels)
+        return bind(AutoTokenizer.from_pretrained(self.model_path), given.chat_template_kwargs, vision)
 
     def serve(self) -> None:
         """Join and execute commands until Shutdown. Reported after any exception, which ends the rank."""

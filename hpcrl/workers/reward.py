@@ -15,6 +15,7 @@ from hpcrl.rewards.services import Services
 from hpcrl.rewards.serving.pool import RewardPool
 from hpcrl.rewards.serving.protocol import turns_of
 from hpcrl.rollout.types import TOKEN_REWARD
+from hpcrl.spec.media import IMAGE_MARK, WRITTEN_MARK
 from hpcrl.workers.role import Rank
 
 SCORES = 512
@@ -89,7 +90,7 @@ def _scored(sample: int, score: Score) -> ScoredSample:
 
 
 def _item(response: Response) -> RewardItem:
-    meta = json.loads(response.meta)
+    meta = json.loads(response.meta.replace(IMAGE_MARK.encode(), WRITTEN_MARK.encode()))
     return RewardItem(
         response.sample,
         response.domain,

@@ -17,6 +17,7 @@ from hpcrl.algorithms.metrics import advantage_stats, batch_stats, domain_stats
 from hpcrl.comm.data_parallel import DataParallel
 from hpcrl.config import Config
 from hpcrl.data import SFTRows, sft_rows
+from hpcrl.data.answers import TrainedSequence
 from hpcrl.engines.expert_routes import routes_of
 from hpcrl.engines.train.training_engine import (
     ComputesEntropies,
@@ -39,11 +40,15 @@ from hpcrl.messaging.messages import (
     WriteRollouts,
 )
 from hpcrl.metrics.stats import Stats
+from hpcrl.models.families import vision_of
 from hpcrl.rollout.batch import Batch, Norms, batch_from_samples, group_ids
+from hpcrl.rollout.pictures import joined, split
 from hpcrl.rollout.store import RolloutReader, write_rollouts
 from hpcrl.rollout.types import FinishReason, Sample
+from hpcrl.spec.image_rows import image_rows
+from hpcrl.spec.media import IMAGES
 from hpcrl.spec.tables import TRAIN_ENGINES
-from hpcrl.spec.trajectory import Level, Origin, fields_of
+from hpcrl.spec.trajectory import FIELDS, Level, Origin, fields_of
 from hpcrl.workers.role import Rank
 
 
@@ -59,6 +64,7 @@ class EngineRole:
     def __init__(self, worker: Rank):
         self._worker = worker
         routes_of(worker.config, worker.model_path)  # declares the field
+        vision_of(worker.model_path)  # likewise
         self._algorithm = make_algorithm(worker.config)
         self.engine = self._make_engine(worker.model_path)
         check_segments(self.engine, worker.config.by_steps)
@@ -120,11 +126,16 @@ class EngineRole:
         if self._ranks.is_head:
             batch = batches[command.batch]
             given = {field: getattr(batch, field)} if field else {"cu_seqlens": batch.cu_seqlens, **batch.columns}
+            if not field and batch.images is not None:
+                given["pictures"] = torch.from_numpy(joined(batch.images.numpy(), batch.pictures).copy())
         passed = self._ranks.broadcast(given)
         if field:
             setattr(batches[command.batch], field, passed[field])
         elif not self._ranks.is_head:
-            batches[command.batch] = Batch(passed.pop("cu_seqlens"), passed)
+            pixels = passed.pop("pictures", None)
+            batch = batches[command.batch] = Batch(passed.pop("cu_seqlens"), passed)
+            if pixels is not None:
+                batch.pictures = split(passed["images"].numpy(), pixels.numpy())
         return Done(seq)
 
 
@@ -232,21 +243,25 @@ def batch_of_rows(rows: SFTRows, sequences: Sequence[int]) -> Batch:
     """The batch of these sequences; sequence n belongs to row n // per_row, which is its group."""
     groups = [sequence // rows.per_row for sequence in sequences]
     encoded = {row: rows.sequences(row) for row in dict.fromkeys(groups)}
-    samples = [_supervised_sample(n, *encoded[row][n % rows.per_row]) for n, row in zip(sequences, groups, strict=True)]
+    samples = [_supervised_sample(n, encoded[row][n % rows.per_row]) for n, row in zip(sequences, groups, strict=True)]
     batch = batch_from_samples(samples, groups)
     if rows.per_row > 1:
         batch.chosen = torch.tensor([n % rows.per_row == 0 for n in sequences], dtype=torch.bool)
     return batch
 
 
-def _supervised_sample(sequence: int, token_ids: list[int], loss_mask: list[bool]) -> Sample:
-    count, mask = len(token_ids), np.array(loss_mask, dtype=bool)
-    return Sample(
-        id=sequence,
-        token_ids=np.array(token_ids, dtype=np.int32),
+def _supervised_sample(number: int, sequence: TrainedSequence) -> Sample:
+    count, mask = len(sequence.token_ids), np.array(sequence.loss_mask, dtype=bool)
+    sample = Sample(
+        id=number,
+        token_ids=np.array(sequence.token_ids, dtype=np.int32),
         loss_mask=mask,
         gen_logprobs=np.zeros(count, dtype=np.float32),
         versions=np.full(count, -1, dtype=np.int32),
         turn_ids=np.where(mask, 0, -1).astype(np.int32),
         finish_reason=FinishReason.STOP,
     )
+    if IMAGES.name in FIELDS:
+        sample.put(IMAGES.name, image_rows(sequence.media))
+        sample.pictures = {medium.digest: medium.content for medium in sequence.media}
+    return sample

@@ -14,7 +14,7 @@ def factories(kind: str, engines: Mapping[str, Spec]) -> tuple[dict[str, Any], l
     """The `factory` of each available engine's module, by name; and the modules that still have to be written."""
     found: dict[str, Any] = {}
     missing: list[str] = []
-    for name in (name for name, spec in engines.items() if spec.built):
+    for name in engines:
         module = f"{__name__}.{kind}.{name}"
         if find_spec(module) is not None and hasattr(import_module(module), "factory"):
             found[name] = import_module(module).factory

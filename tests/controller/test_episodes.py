@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from hpcrl.controller.episodes import Episode, grid_of, write_episode
+from hpcrl.spec.media import IMAGE, Medium
 
 LAKES = ["P_\n_G", "_P\n_G", "__\nPG"]
 HOSTILE = "</pre><script>alert(1)</script>\udcff"
@@ -56,6 +57,23 @@ def test_model_output_is_escaped_in_the_page(tmp_path: Path) -> None:
     page = write_episode(tmp_path, "first", episode(*LAKES))[1].read_text()
     assert "<script>" not in page and "&lt;script&gt;" in page and page.count("data:image/png;base64,") == 3
     assert "default-src 'none'" in page
+
+
+def test_an_episode_of_images_shows_them_in_their_messages_and_as_a_film(tmp_path: Path) -> None:
+    """The images of two boards, and of an example in the prompt; the model's own <image> is text."""
+    said = [("user", "<image>an example"), ("assistant", "Up"), ("user", "The map: <image>")]
+    said += [("assistant", "<image> Down"), ("user", "now <image>"), ("assistant", "Left")]
+    media = [Medium(IMAGE, bytes([n, 0, 0] * 6), 3, 2) for n in (9, 50, 200)]
+    messages = [{"role": role, "content": content} for role, content in said]
+    paths = write_episode(tmp_path, "first", Episode(messages, [0.0, 1.0], 1.0, 1.0, media=media))
+    assert [path.suffix for path in paths] == [".txt", ".html", ".png", ".gif"]
+    page = paths[1].read_text()
+    heads = [part.count("<img ") for part in page.split("<div ")[1:]]
+    assert heads == [1, 0, 1, 0, 1, 0]
+    film = Image.open(paths[3])
+    assert film.n_frames == 2 and film.convert("RGB").getpixel((5, 5)) == (50, 0, 0)
+    film.seek(1)
+    assert film.convert("RGB").getpixel((5, 5)) == (200, 0, 0)
 
 
 @pytest.mark.parametrize("messages", [["What is it?"], ["a\nb", "P_\n_G"]])

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import base64
+import io
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+from PIL import Image
 
 from hpcrl.controller.evaluation import Evaluation, _folder_name, _score_stats
+from hpcrl.controller.examples import keep_examples
 from hpcrl.rollout.loop import CollectedRollouts
 from hpcrl.rollout.scheduling.events import DoneSample, Group
 from hpcrl.rollout.types import MAX_VALIDATION_ROWS, FinishReason, Sizes, make_sample_id, validation_uid
+from hpcrl.spec.media import IMAGE, Medium
 
 pytestmark = pytest.mark.usefixtures("console")
 
@@ -50,6 +57,40 @@ def test_damaged_examples_end_no_run(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert evaluation.before_and_after(3) == ""
     assert evaluation.before_and_after(3) == ""
     assert f"hpcrl: {tmp_path}/examples.json cannot be read: " in capsys.readouterr().out
+
+
+def examples(step: int) -> tuple[list[dict[str, Any]], list[tuple[Medium, ...]]]:
+    """Two prompts of equal text and different images, and a text of the model that no page must run."""
+    response = "<script>alert(1)</script>"
+    rows = [
+        {"domain": "d", "row": row, "prompt": "colour?", "answer": answer, "response": response, "score": score}
+        for row, answer, score in ((0, "r", 0.0), (1, "b", 1.0 if step else 0.0))
+    ]
+    return rows, [(Medium(IMAGE, bytes([n, 0, 0] * 4), 2, 2),) for n in (1, 2)]
+
+
+def test_examples_of_equal_text_are_told_apart_by_row(tmp_path: Path) -> None:
+    for step in (0, 5):
+        keep_examples(tmp_path, step, *examples(step))
+    evaluation = object.__new__(Evaluation)
+    evaluation._run_dir = tmp_path
+    told = evaluation.before_and_after(5)
+    assert re.findall(r"->  (.)|(right|wrong)", told) == [
+        *[("r", ""), ("", "wrong"), ("", "wrong")],
+        *[("b", ""), ("", "wrong"), ("", "right")],
+    ]
+
+
+def test_the_page_of_examples_shows_images_responses_and_scores(tmp_path: Path) -> None:
+    for step in (0, 5):
+        keep_examples(tmp_path, step, *examples(step))
+    shown = (tmp_path / "examples.html").read_text()
+    assert shown.count("<table>") == 2 and shown.count("<img ") == 2
+    contents = [base64.b64decode(data) for data in re.findall(r"data:image/png;base64,([^\"]+)", shown)]
+    colours = [Image.open(io.BytesIO(content)).convert("RGB").getpixel((0, 0)) for content in contents]
+    assert colours == [(1, 0, 0), (2, 0, 0)]
+    assert shown.count("<tr><td>0</td><td>0</td>") == 2 and shown.count("<tr><td>5</td><td>1</td>") == 1
+    assert "<script>" not in shown and shown.count("&lt;script&gt;") == 4 and "default-src 'none'" in shown
 
 
 def test_a_domain_named_like_a_path_becomes_one_folder() -> None:

@@ -53,7 +53,7 @@ def test_every_form_of_pair_has_the_tokens_of_the_chat_template(
 ) -> None:
     found = pairs(write_jsonl("a.jsonl", row), tokenizer).sequences(0)
     begin = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
-    for answer, (ids, mask) in zip((GOOD, BAD), found, strict=True):
+    for answer, (ids, mask, _) in zip((GOOD, BAD), found, strict=True):
         whole = tokenizer.apply_chat_template([*prompt, answer], return_dict=False)
         assert ids == whole[: len(ids)] and tokenizer.decode(whole[len(ids) :]) == "\n"
         assert mask == [False] * len(begin) + [True] * (len(ids) - len(begin))
@@ -66,7 +66,7 @@ def test_turns_of_the_prompt_are_not_trained_on_and_all_later_ones_are(tokenizer
     path = write_jsonl("a.jsonl", {"chosen": [*first, *longer], "rejected": [*first, BAD]})
     chosen, rejected = pairs(path, tokenizer, system_prompt="S").sequences(0)
     texts = [
-        tokenizer.decode([token for token, mark in zip(*part, strict=True) if mark]) for part in (chosen, rejected)
+        tokenizer.decode([token for token, mark in zip(*part[:2], strict=True) if mark]) for part in (chosen, rejected)
     ]
     assert texts == [f"four{END}five!{END}", f"five!{END}"]
     assert tokenizer.decode(chosen[0]).startswith(f"<|im_start|>system\nS{END}")

@@ -264,11 +264,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "verl images": (
         {"prompt": [{"role": "user", "content": "<image>what?"}], "images": [{"bytes": "x"}]},
-        ":1: images[0] must be the path of a file, or bytes of a parquet or Arrow file",
+        ":1: images[0] must be a file's path, a data URL, or bytes of a parquet or Arrow file",
     ),
     "audio": (
         {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
-        ":1: messages[0].content[0] must be a part with text, not one of type 'input_audio'",
+        ":1: messages[0].content[0] must be a part with text or an image, not one of type 'input_audio'",
     ),
     "a speaker": (
         {"conversations": [{"from": "narrator", "value": "x"}]},

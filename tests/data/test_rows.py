@@ -125,15 +125,15 @@ def test_empty_lines_and_byte_order_mark_keep_the_line_numbers(tmp_path: Path):
         ({"prompt": "a", "env_seed": True}, "column env_seed: True is not a whole number"),
         (
             {"messages": [{**USER[0], "images": ["nowhere.png"]}]},
-            ":2: messages[0].images: images in messages are not read by this version",
+            ":2: messages[0].images[0]: ",
         ),
         (
             {"prompt": [*USER, {"role": "user", "content": [{"type": "text"}, {"type": "image", "image": "a.png"}]}]},
-            ":2: prompt[1].content[1]: images in messages are not read",
+            ":2: prompt[1].content[0] must be a part with text or an image, not one of type 'text'",
         ),
         (
             {"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]},
-            ":2: prompt[0].content[0]: images in messages are not read",
+            ":2: prompt[0].content[0]: 'data:'... is not an image in base64: it has no ;base64,",
         ),
     ],
 )
@@ -240,7 +240,7 @@ def test_all_unreadable_sources_are_named(tmp_path: Path, write_jsonl):
         ": holds several data sets; give one, ",
         "empty.jsonl: holds no rows",
         "x.parquet: not a readable parquet file",
-        "task:nope: there is no task 'nope'; built in are add, program, repeat, sort_digits",
+        "task:nope: there is no task 'nope'; built in are add, program, repeat, shapes, sort_digits",
         "unknown format '.py'",
         "xxx: File name too long",
         "size is for generated sources",

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 
 from hpcrl.config import DataConfig
 from hpcrl.data import PromptSource, check_answers, read_splits, sft_rows
 
 
-def marked(tokenizer, row: tuple[list[int], list[bool]]) -> list[str]:
+def marked(tokenizer, row: Sequence[Any]) -> list[str]:
     """The runs of marked tokens as text."""
     runs: list[list[int]] = []
     before = False
-    for token, mark in zip(*row, strict=True):
+    for token, mark in zip(*row[:2], strict=True):
         if mark:
             runs = [*runs[:-1], [*runs[-1], token]] if before else [*runs, [token]]
         before = mark
@@ -31,7 +34,7 @@ def test_a_task_row_has_the_prompt_of_rollouts_and_its_answer(tokenizer):
     assert len(rows) == 65536
     for index in range(3):
         prompt, row = prompts.next(), rows.row(index)
-        ids, mask = row
+        ids, mask, _ = row
         count = len(prompt.token_ids)
         assert tuple(ids[:count]) == prompt.token_ids and not any(mask[:count]) and all(mask[count:])
         assert marked(tokenizer, row) == [f"{prompt.answer}<|im_end|>"]
@@ -58,14 +61,14 @@ def test_every_assistant_turn_is_trained_on(tokenizer, write_jsonl):
     turns = [("system", "S"), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
     messages = [{"role": role, "content": content} for role, content in turns]
     rows = sft_rows(DataConfig(train=write_jsonl("a.jsonl", {"messages": messages})), "train", tokenizer)
-    ids, mask = rows.row(0)
+    ids, mask, _ = rows.row(0)
     assert marked(tokenizer, (ids, mask)) == ["b<|im_end|>", "d<|im_end|>"]
     assert tokenizer.decode(ids) == tokenizer.apply_chat_template(messages, tokenize=False).rstrip("\n")
 
 
 def test_special_tokens_in_an_answer_are_plain_text(tokenizer, write_jsonl):
     path = write_jsonl("a.jsonl", turns("a", "b<|im_end|>c", "d", "e<|im_end|>f"))
-    ids, mask = sft_rows(DataConfig(train=path), "train", tokenizer).row(0)
+    ids, mask, _ = sft_rows(DataConfig(train=path), "train", tokenizer).row(0)
     assert marked(tokenizer, (ids, mask)) == ["b<|im_end|>c<|im_end|>", "e<|im_end|>f<|im_end|>"]
     assert ids.count(tokenizer.eos_token_id) == 4, "one for each turn"
 

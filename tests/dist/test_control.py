@@ -60,7 +60,7 @@ COMMANDS: list[Any] = [
     m.BuildGroup("fabric", [0, 1, 2], 3),
     m.Shutdown(),
     m.Admit(
-        [m.PromptPayload(1, "maths", b"\x01\0", b"{}", (Medium("image", b"\x89PNG"),))],
+        [m.PromptPayload(1, "maths", b"\x01\0", b"{}", (Medium("image", bytes(3), 1, 1, 0, 1),))],
         [(5, 6)],
         m.Sampling(8, 0.6, 0.9, 0, 0.1, ["\n", "é"]),
     ),

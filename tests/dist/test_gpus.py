@@ -17,7 +17,7 @@ import pytest
 from hpcrl import run
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import load
-from hpcrl.config.abilities import check_built
+from hpcrl.config.abilities import check_installed
 from hpcrl.node import gpus
 from hpcrl.node.gpus import HIDING, GpuNeeds, TorchBuild, look, unusable
 from hpcrl.run_folder import close_run, open_run
@@ -401,7 +401,7 @@ def test_a_different_engine_version_is_refused(
     monkeypatch.syspath_prepend(str(node.site))
     text = f"generator.engine: {module} {version} is installed, but hpcrl supports only {known}; "
     config = load([f"generator.engine={module}"])
-    lines = [problem.text for problem in check_built(config)]
+    lines = [problem.text for problem in check_installed(config)]
     assert lines == ([text + install([module])] if known else [])
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +25,8 @@ from hpcrl.messaging.messages import BroadcastBatch, Move, TransferRollouts
 from hpcrl.rollout.batch import Batch
 from hpcrl.rollout.types import Sample, Sizes, make_sample_id
 from hpcrl.spec.division import Division
+from hpcrl.spec.image_rows import image_rows, image_spans
+from hpcrl.spec.media import IMAGE, IMAGES, Medium
 from hpcrl.spec.trajectory import FIELDS, Field, Level, Origin, declare, generated_fields
 from hpcrl.workers.exchange import Exchange
 from hpcrl.workers.generator import GeneratorRole
@@ -50,9 +54,9 @@ def ragged() -> Iterator[None]:
         Field("pixels", "float32", Level.ROW, Origin.GENERATOR, "of patches", wire="float16", width=2, ragged=True),
         Field("image_grid", "int64", Level.ROW, Origin.GENERATOR, "of images", width=3, ragged=True),
     )
-    declare(*fields)
+    declare(*fields, IMAGES)
     yield
-    for field in fields:
+    for field in (*fields, IMAGES):
         del FIELDS[field.name], FIELDS[field.counts.name]
 
 
@@ -65,10 +69,15 @@ def grid(place: int, count: int) -> list[list[int]]:
     return [[1, place, n] for n in range(count)]
 
 
+def images(place: int, count: int) -> list[Medium]:
+    """Of one pixel each; every other row has equal ones."""
+    return [Medium(IMAGE, bytes([place % 2, n, 0]), 1, 1, start=n, length=1) for n in range(count)]
+
+
 def sample_of(sample: int, count: int) -> Sample:
     place = SAMPLES.index(sample)
-    length = place + 2
-    return Sample(
+    length, media = place + 2, images(place, count)
+    made = Sample(
         sample,
         token_ids=np.full(length, place, np.int32),
         loss_mask=np.arange(length) > 0,
@@ -79,9 +88,20 @@ def sample_of(sample: int, count: int) -> Sample:
         pixels=np.array(pixels(place, count), np.float16).reshape(-1, 2),
         image_grid=np.array(grid(place, count), np.int64).reshape(-1, 3),
     )
+    made.put(IMAGES.name, image_rows(media))
+    made.pictures = {medium.digest: medium.content for medium in media}
+    return made
 
 
-def workers_of(threads: Threads, counts: dict[int, int], epoch: int) -> list[Any]:
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its image token is the token of the rows at place 3."""
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl", "image_token_id": 3}))
+    return folder
+
+
+def workers_of(threads: Threads, model: Path, counts: dict[int, int], epoch: int) -> list[Any]:
     """Stand-ins for workers with what an Exchange reads; the generators hold the samples."""
     groups = threads.every(lambda rank: threads.worlds[rank].group("rollout", RANKS, epoch))
     workers = []
@@ -92,7 +112,7 @@ def workers_of(threads: Threads, counts: dict[int, int], epoch: int) -> list[Any
         workers.append(
             SimpleNamespace(
                 world=threads.worlds[rank], config=parse({}), batches={}, roles={"generator": role} if held else {},
-                transfer_groups={"rollout": TransferGroup(group, RANKS)},
+                transfer_groups={"rollout": TransferGroup(group, RANKS)}, model_path=model,
             )
         )  # fmt: skip
     return workers
@@ -123,6 +143,11 @@ def check(batch: Batch, samples: Sequence[int], counts: dict[int, int]) -> None:
     assert batch.pixels.tolist() == [patch for place, count in wanted for patch in pixels(place, count)]
     assert batch.image_grid.tolist() == [image for place, count in wanted for image in grid(place, count)]
     assert batch.cu("pixels").diff().tolist() == [2 * count for _, count in wanted]
+    shown = [medium for place, count in wanted for medium in images(place, count)]
+    assert batch.images is not None and batch.images.tolist() == image_rows(shown).tolist()
+    assert batch.pictures == {medium.digest: medium.content for medium in shown}
+    mask = [place != 3 and token > 0 for place in places for token in range(place + 2)]
+    assert batch.loss_mask.tolist() == mask, "image tokens that the model wrote are not trained on"
 
 
 @pytest.mark.parametrize("part_samples", [100, 2], ids=["whole", "in parts"])
@@ -133,6 +158,7 @@ def check(batch: Batch, samples: Sequence[int], counts: dict[int, int]) -> None:
 )
 def test_ragged_values_arrive(
     threads: Threads,
+    model: Path,
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
     counts: dict[int, int],
@@ -140,7 +166,7 @@ def test_ragged_values_arrive(
     part_samples: int,
 ) -> None:
     monkeypatch.setattr(transfers, "PART_SAMPLES", part_samples)
-    workers = workers_of(threads, counts, zlib.crc32(request.node.name.encode()))
+    workers = workers_of(threads, model, counts, zlib.crc32(request.node.name.encode()))
     hand_over(threads, workers, trained)
     for rank, samples in trained.items():
         batch = workers[rank].batches[7]
@@ -149,8 +175,8 @@ def test_ragged_values_arrive(
 
 
 @pytest.mark.parametrize("counts", [MIXED, NONE], ids=["mixed", "without values"])
-def test_all_ranks_of_a_replica_get_the_same_values(threads: Threads, counts: dict[int, int]) -> None:
-    workers = workers_of(threads, counts, 1 if counts is MIXED else 2)
+def test_all_ranks_of_a_replica_get_the_same_values(threads: Threads, model: Path, counts: dict[int, int]) -> None:
+    workers = workers_of(threads, model, counts, 1 if counts is MIXED else 2)
     hand_over(threads, workers, {2: SAMPLES})
     division, name = Division(((2, 3),), (2,), ((2, 3),)), f"trainer{counts is MIXED}"
 
@@ -162,6 +188,40 @@ def test_all_ranks_of_a_replica_get_the_same_values(threads: Threads, counts: di
     threads.every(lambda rank: broadcast(rank) if rank in division.ranks else None)
     for rank in division.ranks:
         check(workers[rank].batches[7], SAMPLES, counts)
+
+
+def test_equal_images_of_a_transfer_are_sent_once(threads: Threads) -> None:
+    """Rank 0 sends three samples with the same image, of 3 MB, and one with another."""
+    sent: list[int] = []
+    contents = {9: bytes(3 << 20), 8: bytes([1]) * 3}
+    sides = {9: 1 << 10, 8: 1}
+
+    def rows(sample: int) -> np.ndarray:
+        side = sides[9 if sample < 3 else 8]
+        return image_rows([Medium(IMAGE, contents[9 if sample < 3 else 8], side, side, 0, 1)])
+
+    def pick(samples: Sequence[int]) -> dict[str, list[np.ndarray]]:
+        return {IMAGES.name: [rows(s) for s in samples], IMAGES.counts.name: [np.ones(1, np.int64) for _ in samples]}
+
+    def pictures(samples: Sequence[int]) -> dict[bytes, bytes]:
+        found = {image_spans(rows(s))[0].digest: contents[9 if s < 3 else 8] for s in samples}
+        sent.extend(map(len, found.values()))
+        return found
+
+    groups = threads.every(lambda rank: threads.worlds[rank].group("once", RANKS, 0))
+    kind = np.dtype((np.int64, (IMAGES.width,)))
+
+    def carry_out(rank: int) -> list[tuple[Move, dict[str, np.ndarray]]]:
+        own = [Move(0, 2, [0, 1, 2, 3], [1] * 4)] if rank in (0, 2) else []
+        counts = (IMAGES.counts.name, np.dtype(np.int64))
+        return TransferGroup(groups[rank], RANKS).exchange(
+            rank, own, [], [counts], pick, "", [(IMAGES.name, kind, IMAGES.counts.name)], pictures
+        )
+
+    ((_, values),) = threads.every(carry_out)[2]
+    assert sorted(sent) == [3, 3 << 20]
+    received = {name: len(array) for name, array in values.items() if name.startswith("picture")}
+    assert sorted(received.values()) == [3, 3 << 20] and len(values[IMAGES.name]) == 4
 
 
 def test_a_silent_rank_does_not_delay_values_from_others(threads: Threads) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ def make(config: Config, model_path: Path, tokenizer: Any, replica: ReplicaRanks
 
 
 class WritingEngine(FakeEngine):
-    """Writes a line per request: the text before the next turn, and kind, size and digest of each medium."""
+    """Writes a line per request: the text before the next turn, and place, size and digest of each medium."""
 
     def __init__(self, file: Path, tokenizer: Any, **sizes: int):
         super().__init__(**sizes)
@@ -34,6 +33,6 @@ class WritingEngine(FakeEngine):
         with self._file.open("a") as file:
             for request in requests:
                 assert all(type(medium.content) is bytes for medium in request.media)
-                media = [(m.kind, len(m.content), hashlib.sha256(m.content).hexdigest()) for m in request.media]
+                media = [(m.start, len(m.content), m.digest.hex()) for m in request.media]
                 text = self._tokenizer.decode(request.prompt_ids)
                 file.write(json.dumps({"id": request.id, "text": text, "media": media}) + "\n")

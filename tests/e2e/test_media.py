@@ -1,41 +1,68 @@
-"""Images of rows reach the engine of every generator rank bit for bit, also in later turns and after a resume."""
+"""Images of rows reach the engine of every generator rank and the trainer bit for bit, also in later turns and after a
+resume."""
 
 from __future__ import annotations
 
-import hashlib
+import io
 import json
 import random
 import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
+from PIL import Image
 from pyarrow import parquet
 
+from hpcrl.config import TinyModel
+from hpcrl.data.pictures import decode, read_picture
+from hpcrl.engines.tiny import PROCESSOR, make_tiny_model
+from hpcrl.models.families import vision_of
+from hpcrl.rollout.store import RolloutReader
 from hpcrl.rollout.types import is_validation
+from hpcrl.spec.image_rows import image_spans
 from hpcrl.system.exit_codes import ExitCode
 from tests.e2e.program import Start
 from tests.e2e.test_split_replicas import APART
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
-PNG, JPEG = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
 WORDS = """
 save_every=1 eval_every=2 eval.num_prompts=4 rollout.num_prompts=4 rollout.group_size=3 rollout.max_new_tokens=3
-rollout.max_staleness=1 data.max_prompt_tokens=32 reward.default.name=exact_match reward.default.timeout_s=100
+rollout.max_staleness=1 data.max_prompt_tokens=1400 reward.default.name=exact_match reward.default.timeout_s=100
 layout.generator.num_ranks=4 layout.generator.tensor_parallel=2 env.played.name=scripted
 """.split()  # noqa: SIM905
 ENGINE = "generator.engine=tests.e2e.media:SPEC"
 REPLICAS = ((2, 3), (4, 5))
 
 
+def drawn(rng: random.Random, side: int) -> bytes:
+    """A file of random pixels."""
+    pixels = np.random.default_rng(rng.randrange(1 << 30)).integers(0, 256, (side, side + 9, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, rng.choice(["PNG", "JPEG"]))
+    return file.getvalue()
+
+
+@pytest.fixture
+def seeing_model(tmp_path: Path) -> Path:
+    """A tiny model whose images may have as many pixels as a message needs several frames for."""
+    folder = tmp_path / "model"
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "num_kv_heads": 1}
+    make_tiny_model(TinyModel(architecture="qwen2_5_vl", **sizes), folder)
+    limits = {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 1300}
+    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR | {"size": limits}))
+    return folder
+
+
 @pytest.fixture
 def contents(tmp_path: Path) -> dict[int, list[bytes]]:
     """Number of a row -> its images; of 8 rows with paths and 8 with bytes. One image needs several frames."""
     rng = random.Random(0)
-    found = {row: [PNG + rng.randbytes(rng.randrange(2000)) for _ in range(row % 3)] for row in range(16)}
-    found[1] = [JPEG + rng.randbytes(3 << 20)]
+    found = {row: [drawn(rng, rng.randrange(20, 300)) for _ in range(row % 3)] for row in range(16)}
+    found[1] = [drawn(rng, 1000)]
     (tmp_path / "images").mkdir()
     lines: list[dict[str, Any]] = []
     for row in range(8):
@@ -61,9 +88,11 @@ def words(folder: Path, model: Path) -> list[str]:
     return [f"model.path={model}", f"data.train={train}", f"data.val={folder}/rows.parquet", *APART, *WORDS]
 
 
-def test_images_reach_every_generator_rank(tmp_path: Path, digit_model: Path, contents: dict[int, list[bytes]]) -> None:
+def test_images_reach_every_generator_rank(
+    tmp_path: Path, seeing_model: Path, contents: dict[int, list[bytes]]
+) -> None:
     for steps in (2, 4):
-        start = Start(tmp_path / "run", [*words(tmp_path, digit_model), ENGINE, f"max_steps={steps}"])
+        start = Start(tmp_path / "run", [*words(tmp_path, seeing_model), ENGINE, f"max_steps={steps}"])
         assert start.wait(200) == ExitCode.DONE, start.text
         seen = {
             rank: [json.loads(line) for line in (tmp_path / f"run/requests-{rank}.jsonl").read_text().splitlines()]
@@ -72,32 +101,44 @@ def test_images_reach_every_generator_rank(tmp_path: Path, digit_model: Path, co
         }
         for first, second in REPLICAS:
             assert seen[first] == seen[second] and len(seen[first]) > 12 * (steps // 2) / len(REPLICAS)
-    digests = {
-        row: [["image", len(content), hashlib.sha256(content).hexdigest()] for content in images]
-        for row, images in contents.items()
-    }
+    vision = vision_of(seeing_model)
+    assert vision is not None
+    seen_images = {row: [read_picture(content, vision)[0] for content in images] for row, images in contents.items()}
+    digests = {row: [(len(m.content), m.digest.hex()) for m in images] for row, images in seen_images.items()}
     requests = [request for ranks in REPLICAS for request in seen[ranks[0]]]
     for request in requests:
         found = re.search(r"digit (\d+)<\|im_end\|>", request["text"])
-        assert found and request["media"] == digests[int(found[1])], request
+        assert found and [(size, digest) for _, size, digest in request["media"]] == digests[int(found[1])], request
     texts = [request["text"] for request in requests if request["media"]]
     assert any(text.count("assistant") > 1 for text in texts), "a later turn"
     assert any(is_validation(request["id"]) for request in requests if request["media"])
-    assert any(size > 3 << 20 for request in requests for _, size, _ in request["media"])
+    assert any(size > 2.5 * 2**20 for request in requests for _, size, _ in request["media"])
 
 
-def test_the_run_folder_contains_no_media(tmp_path: Path, digit_model: Path, contents: dict[int, list[bytes]]) -> None:
-    start = Start(tmp_path / "run", [*words(tmp_path, digit_model), ENGINE, "max_steps=2"])
+def test_rollouts_keep_each_image_once(tmp_path: Path, seeing_model: Path, contents: dict[int, list[bytes]]) -> None:
+    start = Start(tmp_path / "run", [*words(tmp_path, seeing_model), ENGINE, "max_steps=2"])
     assert start.wait(200) == ExitCode.DONE, start.text
-    marks = [content[100:140] for images in contents.values() for content in images if len(content) > 140]
-    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
-    assert marks and len(files) > 5 and not any(mark in path.read_bytes() for path in files for mark in marks)
+    reader, used = RolloutReader(tmp_path / "run", provisional=True), set()
+    for step in (1, 2):
+        batch = reader.batch(step)
+        assert batch.images is not None and set(batch.pictures) >= {
+            span.digest for span in image_spans(batch.images.numpy())
+        }
+        used |= set(batch.pictures)
+    stored = list((tmp_path / "run/rollouts/pictures").rglob("*.png"))
+    assert len(stored) == len({path.name for path in stored}) >= len(used) > 3
+    vision = vision_of(seeing_model)
+    assert vision is not None
+    known = [read_picture(content, vision)[0] for images in contents.values() for content in images]
+    assert used <= {medium.digest for medium in known}
+    (shown,) = [decode(path.read_bytes()) for path in stored if path.stem == known[0].digest.hex()]
+    assert shown.tobytes() == known[0].content
 
 
-def test_an_engine_without_media_support_is_refused(
+def test_images_for_a_text_model_are_refused(
     tmp_path: Path, digit_model: Path, contents: dict[int, list[bytes]]
 ) -> None:
     start = Start(tmp_path / "run", [*words(tmp_path, digit_model), "layout.generator.tensor_parallel=1"])
     assert start.wait() == ExitCode.BAD_INPUT, start.text
-    line = f"{tmp_path}/rows.jsonl:2: the row has images, which the native generator does not take; leave such rows out"
+    line = f"{tmp_path}/rows.jsonl:2: the row has images, which {digit_model} does not take; use a model with"
     assert line in start.text and not (tmp_path / "run").exists()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcrl.config import ConfigError, LoRAConfig, parse
-from hpcrl.config.abilities import check_built
+from hpcrl.config.abilities import check_installed
 from hpcrl.launch.model_folder import inspect_model
 from hpcrl.models.families import read_shape
 from hpcrl.planner.trainer import checkpoint_bytes, trainer_parts
@@ -148,9 +148,9 @@ def test_unsupported_settings_are_refused(trainer: dict[str, Any], wrong: str) -
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     config = parse({"trainer": {"optimizer": "adamw8bit"}})
-    assert check_built(config) == []
+    assert check_installed(config) == []
     monkeypatch.setattr(kinds, "_installed", lambda module: module != "bitsandbytes")
-    (problem,) = check_built(config)
+    (problem,) = check_installed(config)
     assert problem.text.startswith("trainer.optimizer: adamw8bit is not installed; ")
     assert problem.text.endswith("constraints.txt 'bitsandbytes==0.50.*'")
-    assert check_built(parse({})) == []
+    assert check_installed(parse({})) == []

@@ -54,8 +54,19 @@ TOGETHER: dict[str, dict[str, Any]] = {
 """Keys that go together, or that no config class shows."""
 FAMILIES = {
     "megatron": ("llama", "qwen3_moe", "deepseek_v3", "qwen2", "qwen3", "mistral"),
-    "native": ("qwen3_moe", "gemma2", "qwen2", "qwen3", "llama", "mistral", "ministral", "phi3", "gemma3_text"),
-}
+    "native": (
+        "qwen3_moe",
+        "gemma2",
+        "qwen2",
+        "qwen3",
+        "llama",
+        "mistral",
+        "ministral",
+        "phi3",
+        "gemma3_text",
+        "qwen2_5_vl",
+    ),
+}  # fmt: skip
 SAMPLE = {"megatron": ("llama", "qwen3_moe", "deepseek_v3"), "native": ("qwen3_moe", "gemma2")}
 
 

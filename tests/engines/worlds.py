@@ -24,6 +24,8 @@ from hpcrl.algorithms.interface import Objective, Outputs
 from hpcrl.metrics.stats import Stats, stat
 from hpcrl.rollout.batch import Batch, Norms, batch_from_samples
 from hpcrl.rollout.types import FinishReason, Sample
+from hpcrl.spec.image_rows import image_rows
+from hpcrl.spec.media import IMAGES
 from hpcrl.spec.tables import TRAIN_ENGINES
 from hpcrl.spec.trajectory import FIELDS, Level
 
@@ -98,6 +100,8 @@ def make_batch(lengths: Sequence[int], num_prompt_tokens: int = 3, seed: int = 0
                 turn_ids=zeros.astype(int),
             )
         )
+        if IMAGES.name in FIELDS:  # an earlier model takes images
+            samples[-1].put(IMAGES.name, image_rows([]))
     return batch_from_samples(samples, list(range(len(lengths)))).check()
 
 

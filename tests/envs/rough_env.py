@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+RED = np.full((2, 3, 3), (255, 0, 0), np.uint8)
+
 
 def _sleep_apart() -> int:
     """In a child: leave the session of its parent."""
@@ -57,6 +59,13 @@ class RoughEnv:
                 return "\udcff", 0.5, False, False, {}
             case "an object":
                 return [{"role": "user", "content": object()}], 0.5, False, False, {}
+            case "an image":
+                return [{"role": "user", "content": "", "images": [RED, b"file"]}], 0.5, False, False, {}
+            case "no image":
+                return [{"role": "user", "content": "", "images": [RED / 2]}], 0.5, False, False, {}
+            case "large images":
+                message = {"role": "user", "content": "x" * 1000, "images": [bytes(40 << 20)] * 2}
+                return [message], 0.5, False, False, {}
             case "leaves one":
                 left = os.fork() or _sleep_apart()
                 (self._folder / "started").write_text(f"{os.getpid()} {left}")

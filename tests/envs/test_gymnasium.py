@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections import Counter
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
+import numpy as np
 import pytest
 from gymnasium.spaces import Box, Discrete, Text
+from PIL import Image
 
 from hpcrl.config import EnvConfig, parse
+from hpcrl.envs.adapters.gymnasium import probe
 from hpcrl.envs.factory import check_env, make_env, validate_envs
 from hpcrl.envs.games.frozen_lake import FrozenLake
-from hpcrl.envs.spec import FrozenLakeOptions
+from hpcrl.envs.spec import FrozenLakeOptions, GymnasiumOptions
 
 HERE = "tests.envs.test_gymnasium"
 MOVES = ["Left", "Down", "Right", "Up"]
@@ -49,6 +53,33 @@ class Echo(gymnasium.Env[str, str]):
 
     def close(self) -> None:
         type(self).closed += 1
+
+
+class Painted(Echo):
+    """Renders its last number as a shade of red, or `picture` if given."""
+
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"]}
+    action_space = Discrete(3)
+
+    def __init__(self, render_mode: str | None = None, picture: Any = None):
+        super().__init__("2")
+        self.render_mode, self._picture, self._shade = render_mode, picture, 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[str, dict]:
+        self._shade = (seed or 0) % 256
+        return super().reset(seed=seed)
+
+    def step(self, action: Any) -> tuple[str, float, bool, bool, dict]:
+        self._shade = 100 + int(action)
+        return f"not {action}", 1.0, bool(action == 2), False, {}
+
+    def render(self) -> Any:
+        assert self.render_mode == "rgb_array"
+        return np.full((28, 56, 3), (self._shade, 0, 0), np.uint8) if self._picture is None else self._picture
+
+
+gymnasium.register("hpcrl/Painted-v0", entry_point=f"{HERE}:Painted")
+gymnasium.register("hpcrl/Unrendered-v0", entry_point=f"{HERE}:Echo")
 
 
 class Wide(Echo):
@@ -115,6 +146,45 @@ def test_a_picture_is_shown_as_characters_by_colour() -> None:
     assert plain.reset(1)[0] == str(int(gymnasium.make("Taxi-v4").reset(seed=1)[0]))
 
 
+@pytest.mark.parametrize("source", [{"id": "hpcrl/Painted-v0"}, {"entry_point": f"{HERE}:Painted"}])
+def test_a_rendering_is_shown_as_an_image(source: dict[str, str]) -> None:
+    def shade(observation: Any) -> Any:
+        (file,) = observation[-1]["images"]
+        image = Image.open(io.BytesIO(file))
+        assert image.size == (56, 28)
+        return image.getpixel((55, 27))
+
+    messages = [{"role": "system", "content": "Play."}, {"role": "user", "content": "row"}]
+    config = EnvConfig(name="gymnasium", options={**source, "observation": "image"})
+    check_env(config, "default")
+    env = make_env(config, {"messages": messages, "extra": {}})
+    observation: Any = env.reset(7)[0]
+    assert observation[0] == messages[0] and len(observation) == 2
+    assert observation[1]["content"].startswith("<image>\nYour actions are numbers from 0 to 2.")
+    assert shade(observation) == (7, 0, 0)
+    observation, reward, *ended, _ = env.step(say("1"))
+    assert (shade(observation), reward, ended) == ((101, 0, 0), 1.0, [False, False])
+    observation, *_ = env.step("nothing")
+    assert shade(observation) == (101, 0, 0) and "That was not a valid action" in str(observation[0]["content"])
+    with pytest.raises(ValueError, match=r"observation: .*Painted.* has no render_mode ansi"):
+        check_env(EnvConfig(name="gymnasium", options={**source, "observation": "ansi"}), "default")
+
+
+@pytest.mark.parametrize(
+    ("picture", "problem"),
+    [
+        ("text", "TypeError: render.. returned str with render_mode=rgb_array, not an array"),
+        (np.zeros((2, 2, 3)), "TypeError: an array must be uint8"),
+    ],
+)
+def test_a_rendering_of_another_form_is_refused_when_the_ranks_start(picture: Any, problem: str) -> None:
+    options = {"entry_point": f"{HERE}:Painted", "observation": "image", "kwargs": {"picture": picture}}
+    with pytest.raises(ValueError, match=f"^observation: no image can be rendered: {problem}"):
+        probe(GymnasiumOptions.model_validate(options), own_code=True)
+    with pytest.raises(TypeError, match=problem.removeprefix("TypeError: ")):
+        game(**options).reset(0)
+
+
 def test_actions_can_be_texts() -> None:
     env = game(entry_point=f"{HERE}:Echo", success="info.won", prompt="{observation}, {actions}, {answer}")
     assert env.reset(7)[0] == "seed 7, texts of at most 8 characters, <answer>...</answer>"
@@ -149,6 +219,10 @@ def test_errors_of_an_environment_are_raised_to_the_role() -> None:
         (
             {"id": "Blackjack-v1", "observation": "ansi"},
             "observation: Blackjack-v1 has no render_mode ansi; set observation=value",
+        ),
+        (
+            {"entry_point": "", "id": "hpcrl/Unrendered-v0", "observation": "image"},
+            "observation: hpcrl/Unrendered-v0 has no render_mode rgb_array; set observation=value",
         ),
         ({"id": "FrozenLake-v1", "actions": ["Up"]}, "actions: 1 names for the 4 actions of Discrete(4)"),
         ({"id": "FrozenLake-v1", "actions": {"Up": 4}}, "actions: Up is 4, which Discrete(4) does not have"),

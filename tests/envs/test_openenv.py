@@ -187,10 +187,10 @@ def test_wrong_options_are_named_before_the_start(name: str, options: dict[str, 
 
 @pytest.mark.parametrize(("name", "package"), [("openenv", "openenv==0.10.0"), ("verifiers", "verifiers==0.1.14")])
 def test_a_missing_package_is_named_before_the_start(name: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hpcrl.config.abilities import check_built
+    from hpcrl.config.abilities import check_installed
 
     options = {"url": URL} if name == "openenv" else {"id": "wordle"}
     config = parse({"env": {"default": {"name": name, "options": options}}})
     monkeypatch.setattr("hpcrl.spec.kinds.find_spec", lambda module: None)
-    (line,) = [problem.text for problem in check_built(config) if "env.default" in problem.text]
+    (line,) = [problem.text for problem in check_installed(config) if "env.default" in problem.text]
     assert f"{name} is not installed" in line and line.endswith(f"constraints.txt {package}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import socket
@@ -13,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from PIL import Image
 
 from hpcrl.config import EnvConfig
 from hpcrl.envs import processes
@@ -80,6 +82,8 @@ def test_an_episode_runs_in_its_own_process(several: EnvProcesses, tmp_path: Pat
         ("leaves by sys.exit", "SystemExit: 3"),
         ("no text", "UnicodeEncodeError"),
         ("an object", "object cannot be sent"),
+        ("no image", r"images\[0\] of a message: an array must be uint8 \[height, width, 3\], not float64 \[2, 3, 3\]"),
+        ("large images", r"of 8388\d{4} bytes, 83886080 of them images, exceeds the limit of 67108864"),
         ("endless", r"the environment's process returned 120\d{6} bytes, more than the limit of 67108864"),
         ("exits", "the environment's process has ended"),
         ("crashes", "the environment's process has ended"),
@@ -90,6 +94,16 @@ def test_a_failing_step_is_an_error_of_the_call(several: EnvProcesses, tmp_path:
     env.reset(1)
     with pytest.raises(EnvProcessError, match=error):
         env.step("x")
+    env.close()
+
+
+def test_images_of_an_observation_arrive_as_bytes(several: EnvProcesses, tmp_path: Path) -> None:
+    env = make(several, "an image", tmp_path)
+    env.reset(1)
+    (message,) = env.step("x")[0]
+    drawn, file = message["images"]
+    image = Image.open(io.BytesIO(drawn))
+    assert (image.format, image.size, image.getpixel((2, 1))) == ("PNG", (3, 2), (255, 0, 0)) and file == b"file"
     env.close()
 
 

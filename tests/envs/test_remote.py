@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import re
@@ -97,6 +98,25 @@ def test_a_game_behind_a_server_gives_the_same_episode() -> None:
         for n in (1, 9, "x", 5):
             assert there.step(f"<answer>{n}</answer>") == here.step(f"<answer>{n}</answer>")
         there.close()
+
+
+def test_images_pass_a_server_as_data_urls() -> None:
+    lake = {"name": "frozen_lake", "options": {"show": "image"}}
+    tools = {"name": "tools", "options": {"tools": ["crop"]}}
+    here: Any = make_env(EnvConfig.model_validate(lake), ROW)
+    (message,) = here.reset(5)[0]
+    url_of_image = f"data:application/octet-stream;base64,{base64.b64encode(message['images'][0]).decode()}"
+    with serving(lake=lake, tools=tools) as url:
+        made = remote(url, section="lake")
+        assert made.reset(5)[0] == [{**message, "images": [url_of_image]}]
+        made.close()
+        row = ROW | {"extra": {"images": [message["images"][0]]}}
+        crops = Waiting(make_env(EnvConfig(name="remote", options={"url": url, "section": "tools"}), row))
+        crops.reset(0)
+        call = {"name": "crop", "arguments": {"bbox": [0, 0, 28, 28]}}
+        (seen,) = crops.step(f"<tool_call>{json.dumps(call)}</tool_call>")[0]
+        assert seen["content"].startswith("Image 2, 56 x 56 pixels") and len(seen["images"]) == 1
+        crops.close()
 
 
 def test_a_server_can_play_asynchronous_environments() -> None:

@@ -128,7 +128,7 @@ def heard(made: Any, text: str) -> list[str]:
     [
         ({}, "tools: missing"),
         ({"tools": []}, "tools: List should have at least 1 item"),
-        ({"tools": ["pyton"]}, "'pyton' is no tool; there are python, calculator, guess, and functions as module:fun"),
+        ({"tools": ["pyton"]}, "'pyton' is no tool; there are python, calculator, guess, crop, and functions as mod"),
         ({"tools": ["guess", "guess"]}, "'guess' is named twice"),
         (
             {"tools": ["guess"], "format": "hermess"},

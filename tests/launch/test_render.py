@@ -13,7 +13,7 @@ import pytest
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.cluster.placement import Placement
 from hpcrl.config import load
-from hpcrl.config.abilities import check_built
+from hpcrl.config.abilities import check_installed
 from hpcrl.launch.__main__ import main
 from hpcrl.launch.recipes import main as write_recipes
 from hpcrl.launch.recipes import recipes
@@ -30,7 +30,10 @@ RUNNABLE = {
     "rlvr_30b_a3b",
     "rlvr_200b",
     "rlvr_200b_disaggregated",
+    "rlvr_vl_7b",
+    "rlvr_vl_qwen3_8b",
     "agentic_sokoban",
+    "agentic_vl_sokoban",
     "agentic_frozenlake",
     "agentic_webshop",
     "agentic_alfworld",
@@ -162,7 +165,9 @@ def test_every_recipe_has_a_script() -> None:
     rlvr = {
         f"rlvr_{name}" for name in ("tiny", "tiny_megatron", "7b", "7b_async", "30b_a3b", "200b", "200b_disaggregated")
     }
-    agentic = {f"agentic_{name}" for name in ("sokoban", "frozenlake", "webshop", "alfworld", "swe", "tool_math")}
+    rlvr |= {"rlvr_vl_7b", "rlvr_vl_qwen3_8b"}
+    worlds = ("sokoban", "vl_sokoban", "frozenlake", "webshop", "alfworld", "swe", "tool_math")
+    agentic = {f"agentic_{name}" for name in worlds}
     assert rlvr | agentic | {"convert"} == RECIPES
 
 
@@ -208,7 +213,7 @@ def test_a_recipe_plans_without_weights_and_names_unbuilt_parts(
     assert main([*words, "dry_run=true"]) == 0, capsys.readouterr().err
     plan = capsys.readouterr().out
     config = load(words)
-    missing = [problem.text for problem in check_built(config)]
+    missing = [problem.text for problem in check_installed(config)]
     assert any("not installed" not in text for text in missing) is (name not in RUNNABLE)
     assert all(f"note: a start would be refused: {text}\n" in plan for text in missing)
     assert not (tmp_path / "runs").exists()

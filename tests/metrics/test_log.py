@@ -195,6 +195,11 @@ def test_the_summary_shows_steps_times_and_improvement() -> None:
     assert summary(rows, 3) == f"3 {told}"
     assert summary(rows, 10) == f"3 of 10 {told}", "a run that ended early says so"
     assert summary([], 10) == "0 of 10 steps"
+    for row in (rows[0], rows[3]):
+        row |= {"val/maths/score": row["val/score/mean"], "val/a/b/score": 0.5, "val/sampled/maths/score": 0.1}
+    assert summary(rows, 3) == f"3 {told}\nvalidation by domain: a/b 0.500 -> 0.500, maths 0.460 -> 0.900"
+    rows[0] |= {f"val/{n}/score": 0.5 for n in range(7)}
+    assert summary(rows, 3) == f"3 {told}", "too many to show"
     assert summary([{"step": 1, "time/step_total": 26.0}], 1) == "1 step in 26 s (26 s each)"
 
 

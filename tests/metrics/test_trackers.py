@@ -16,7 +16,7 @@ from PIL import Image
 
 from hpcrl.commands import track
 from hpcrl.config import Config, ConfigError, parse
-from hpcrl.config.abilities import check_built
+from hpcrl.config.abilities import check_installed
 from hpcrl.controller.examples import keep_examples
 from hpcrl.controller.tracking import last_step_file, start_trackers
 from hpcrl.metrics.log import MetricsLog, read_metrics
@@ -148,7 +148,7 @@ def test_a_tracker_whose_package_is_missing_is_refused(monkeypatch: pytest.Monke
     with pytest.raises(ConfigError, match=r"trackers.*'swanlab' or 'mlflow'"):
         config_of(trackers=["wandbb"])
     monkeypatch.setattr("hpcrl.spec.kinds.find_spec", lambda module: None)
-    problems = [problem.text for problem in check_built(config_of(trackers=["tensorboard", "swanlab"]))]
+    problems = [problem.text for problem in check_installed(config_of(trackers=["tensorboard", "swanlab"]))]
     [text] = [text for text in problems if text.startswith("trackers")]
     assert text.startswith("trackers.1: swanlab is not installed; ") and "constraints.txt 'swanlab==0.10.*'" in text
 
@@ -242,7 +242,7 @@ def test_mlflow_logs_every_step_once_over_two_attempts(tmp_path: Path, capsys: p
         assert json.loads(told["examples_000005.json"]) == ROWS
 
     check(tmp_path / "trackers" / "mlflow" / "store")
-    keep_examples(tmp_path, 5, [{name: value for name, value in ROWS[0].items() if name != "step"}])
+    keep_examples(tmp_path, 5, [{name: value for name, value in ROWS[0].items() if name != "step"}], [()])
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config_of().model_dump(mode="json")))
     for _ in range(2):  # existing entries are not logged again
         assert track.main([str(tmp_path), "mlflow", (tmp_path / "server").as_uri()]) == ExitCode.DONE

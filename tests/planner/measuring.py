@@ -17,6 +17,7 @@ from hpcrl.config import TrainerConfig
 from hpcrl.engines.train.fsdp2 import engine as fsdp2
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
+from hpcrl.rollout.batch import Batch
 from tests.engines.worlds import Weighted, make_batch, norms_of
 
 
@@ -52,7 +53,11 @@ def saved_bytes(trainer: FSDP2Engine, num_sequences: int, length: int) -> int:
 
     With activation checkpointing the layer recomputed in the backward pass is not counted.
     """
-    batch = make_batch([length] * num_sequences, num_prompt_tokens=1)
+    return saved_bytes_of(trainer, make_batch([length] * num_sequences, num_prompt_tokens=1))
+
+
+def saved_bytes_of(trainer: FSDP2Engine, batch: Batch) -> int:
+    """The same of these rows."""
     seen: dict[int, int] = {}
     alive: list[Tensor] = []  # a freed storage's address would be used again
 
@@ -76,8 +81,12 @@ def step_peak(folder: Path, trace: Path, large: bool, num_rows: int, length: int
     before. large: like a model too large to stay gathered."""
     if large:
         fsdp2.SMALL_MODEL_BYTES = 0
-    trainer = make_engine(folder, **config)
-    batch = make_batch([length] * 2 * num_rows, num_prompt_tokens=1)
+    return step_peak_of(make_engine(folder, **config), make_batch([length] * 2 * num_rows, num_prompt_tokens=1), trace)
+
+
+def step_peak_of(trainer: FSDP2Engine, batch: Batch, trace: Path) -> int:
+    """The same of these rows, half of them in each micro-batch."""
+    num_rows = batch.num_sequences // 2
     plan = [list(range(num_rows)), list(range(num_rows, 2 * num_rows))]
     args = (batch, plan, Weighted(), norms_of(batch))
     trainer.train_step(*args)  # makes the optimizer's state

@@ -35,6 +35,25 @@ VISION = {
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,
 }
+DEEP_VISION = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_heads": 16,
+    "in_channels": 3,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 2304,
+    "deepstack_visual_indexes": [8, 16, 24],
+}
+
+
+def deep(family: str, out: int, **text: Any) -> dict[str, Any]:
+    """The config.json of a Qwen3-VL whose tower ends in this width."""
+    vision = {**DEEP_VISION, "out_hidden_size": out}
+    return {"model_type": family, "text_config": text, "vision_config": vision, "tie_word_embeddings": False}
+
 
 PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "Qwen2.5-0.5B": (
@@ -78,6 +97,18 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "Qwen2.5-VL-7B": (
         published("qwen2_5_vl", 3584, 28, 28, 4, 18944, 152064, tie_word_embeddings=False, vision_config=VISION),
         8_292_166_656,
+    ),
+    "Qwen3-VL-8B": (
+        deep("qwen3_vl", 4096, **published("qwen3_vl_text", 4096, 36, 32, 8, 12288, 151936, head_dim=128)),
+        8_767_123_696,
+    ),
+    "Qwen3-VL-30B-A3B": (
+        deep(
+            "qwen3_vl_moe",
+            2048,
+            **published("qwen3_vl_moe_text", 2048, 48, 32, 4, 6144, 151936, moe_intermediate_size=768, **EXPERTS),
+        ),
+        31_070_754_032,
     ),
 }
 """Name -> (config.json, parameters as the model's card or its weight files count them)."""

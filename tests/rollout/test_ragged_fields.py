@@ -54,7 +54,7 @@ def batch_of(*counts: int) -> Batch:
 def test_a_rollout_has_no_ragged_values_until_they_are_set() -> None:
     """A prompt of two tokens, a turn of three, an observation of one that is removed again."""
     prompt = PromptState.__new__(PromptState)
-    prompt.token_ids, prompt.messages = np.array([90, 91], np.int32), []
+    prompt.token_ids, prompt.messages, prompt.media = np.array([90, 91], np.int32), [], ()
     prompt.by_steps = prompt.has_states = False
     held = SampleState(1 << 24, prompt)
     empty = held.begin(False)

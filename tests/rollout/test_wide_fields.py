@@ -39,6 +39,7 @@ def episode() -> SampleState:
     prompt = PromptState.__new__(PromptState)
     prompt.token_ids, prompt.messages = np.array([90, 91], np.int32), []
     prompt.by_steps = prompt.has_states = False
+    prompt.media = ()
     held = SampleState(1 << 24, prompt)
     held.end_turn(output(10, 3), "a")
     held.observe(EnvObservation(held.id, np.array([80, 81], np.int32).tobytes(), b'[{"role": "user"}]'))

@@ -19,9 +19,7 @@ from hpcrl.cluster.layout import RoleLayout
 from hpcrl.cluster.placement import Placement
 from hpcrl.config import Config, load
 from hpcrl.launch.__main__ import main
-from hpcrl.launch.recipes import recipes
 from hpcrl.metrics.log import read_metrics
-from hpcrl.spec.tables import PIPELINES
 from hpcrl.system.exit_codes import ExitCode
 from hpcrl.system.log import message_of
 from tests import in_process
@@ -200,16 +198,12 @@ def test_a_preempted_conversion_resumes(large: Any, tmp_path: Path) -> None:
     assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
 
 
-def test_a_job_for_an_unimplemented_pipeline_says_so_and_is_not_requeued(large: Any, tmp_path: Path) -> None:
+def test_a_job_with_a_wrong_key_says_so_and_is_not_requeued(large: Any, tmp_path: Path) -> None:
     log = tmp_path / "job.log"
     words = [f"run_dir={tmp_path / 'run'}", "pipeline=rlvr_vl"]
     job = sbatch(large, f"--output={log}", str(script("rlvr_tiny")), *words)
     wait_state(large, tmp_path / "run", job, ["FAILED"], timeout_s=60)
     (line,) = log.read_text().splitlines()
-    assert message_of(line).startswith("pipeline: rlvr_vl is not implemented yet")
+    assert message_of(line).startswith("pipeline: rlvr_vl is now rlvr, for rows with and without images")
     assert not (tmp_path / "run").exists()
     assert show(large, job)["Restarts"] == "0"
-
-
-def test_an_experiment_that_cannot_run_yet_has_no_script() -> None:
-    assert not PIPELINES["rlvr_vl"].make and "rlvr_vl_7b.sbatch" not in recipes()

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from hpcrl.workers.dialogue import as_messages, first_prompt, prompt_ids, window
-from hpcrl.workers.observations import observation_ids
+from hpcrl.data.image_tokens import bound_vision
+from hpcrl.workers.dialogue import as_messages, encode_prompt, first_prompt, window
+from hpcrl.workers.observations import encode_observation
+from tests.vlm import PAD, png, seeing_tokenizer
 
 LLAMA3 = """\
 {{- '<|endoftext|>' }}
@@ -56,7 +58,7 @@ def test_prompt_turn_and_observation_equal_the_rendered_dialogue(
     render = tokenizer.apply_chat_template
     prompt = ids_of(tokenizer, render(dialogue("add: 12 + 7"), tokenize=False, add_generation_prompt=True))
     turn = ids_of(tokenizer, "The answer is 20" + ("<|im_end|>" if ended else ""))
-    between = observation_ids(tokenizer, as_messages("not right"), turn[-1]).tolist()
+    between = encode_observation(tokenizer, as_messages("not right"), turn[-1]).token_ids.tolist()
     whole = dialogue("add: 12 + 7", "The answer is 20", "not right")
     assert prompt + turn + between == ids_of(tokenizer, render(whole, tokenize=False, add_generation_prompt=True))
 
@@ -66,12 +68,12 @@ def test_a_template_without_end_tokens_keeps_the_generated_text(tokenizer: Any) 
     expected = ids_of(tokenizer, "\n### user\nno\n### assistant\n")
     newline = ids_of(tokenizer, "\n")[-1]
     for last_token in (tokenizer.eos_token_id, newline):
-        assert observation_ids(tokenizer, as_messages("no"), last_token).tolist() == expected
+        assert encode_observation(tokenizer, as_messages("no"), last_token).token_ids.tolist() == expected
 
 
 def test_without_a_template_only_the_observation_is_added(tokenizer: Any) -> None:
     tokenizer.chat_template = None
-    assert observation_ids(tokenizer, as_messages(" 2 + 2"), tokenizer.eos_token_id).tolist() == ids_of(
+    assert encode_observation(tokenizer, as_messages(" 2 + 2"), tokenizer.eos_token_id).token_ids.tolist() == ids_of(
         tokenizer, " 2 + 2"
     )
 
@@ -80,20 +82,34 @@ def test_an_invalid_observation_is_refused(tokenizer: Any) -> None:
     for observation, why in (
         (3, "not text but int"),
         ([{"role": "tool", "content": 3}], "no role or content that is text"),
-        ([{"role": "user", "content": "look", "images": [b"png"]}], "images .* by reference"),
+        (
+            [{"role": "user", "content": "look", "images": [b"png"]}],
+            r"images\[0\] of a message: the content begins like none of",
+        ),
+        ([{"role": "user", "content": "look", "images": ["gone.png"]}], r"images\[0\] of .* gone.png cannot be read"),
+        ([{"role": "user", "content": "look", "images": [png(1)]}], r"images\[0\] of a message: the model takes no im"),
+        ([{"role": "user", "content": "<image><image>", "images": [png(1)]}], "2 <image> marks and 1 images"),
     ):
         with pytest.raises(TypeError, match=why):
             as_messages(observation)
     tokenizer.chat_template = "{{ messages[-1]['content'] }}"
     with pytest.raises(ValueError, match="does not show an assistant turn"):
-        observation_ids(tokenizer, as_messages("no"), 2)
+        encode_observation(tokenizer, as_messages("no"), 2)
 
 
-def test_tool_messages_keep_their_role_and_images_change_nothing(tokenizer: Any) -> None:
-    said = [{"role": "tool", "content": "42"}, {"role": "user", "content": "go on", "images": ["map.png"]}]
-    ids = observation_ids(tokenizer, as_messages(said), tokenizer.eos_token_id).tolist()
-    expected = "\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
-    assert ids == ids_of(tokenizer, expected)
+def test_tool_messages_keep_their_role_and_images_their_place() -> None:
+    """An image of 2 x 1 tokens."""
+    seeing = seeing_tokenizer()
+    said = [
+        {"role": "tool", "content": "42"},
+        {"role": "user", "content": "go <image> on", "images": [png(9, 56, 28)]},
+    ]
+    found = encode_observation(seeing, as_messages(said, bound_vision(seeing)), seeing.eos_token_id)
+    begin = "\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>user\ngo <|vision_start|>"
+    end = "<|vision_end|> on<|im_end|>\n<|im_start|>assistant\n"
+    assert found.token_ids.tolist() == [*ids_of(seeing, begin), PAD, PAD, *ids_of(seeing, end)]
+    (image,) = found.media
+    assert (image.start, image.length) == (len(ids_of(seeing, begin)), 2) and (image.pixels == 9).all()
 
 
 SYSTEM = {"role": "system", "content": "You play."}
@@ -107,7 +123,7 @@ BOARD = {"role": "user", "content": "P _ G"}
 )
 def test_the_first_observation_is_the_prompt(tokenizer: Any, observation: Any, messages: Any) -> None:
     row = {"messages": [SYSTEM, {"role": "user", "content": "start"}], "tools": None}
-    found, ids = first_prompt(tokenizer, row, observation)
+    found, ids, _ = first_prompt(tokenizer, row, observation)
     assert found == (messages or row["messages"])
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) if messages else ""
     assert ids.tolist() == ids_of(tokenizer, text)
@@ -115,9 +131,11 @@ def test_the_first_observation_is_the_prompt(tokenizer: Any, observation: Any, m
 
 def test_an_observation_cannot_contain_special_tokens(tokenizer: Any) -> None:
     """A tool may echo what the model spelt in ordinary letters."""
-    between = observation_ids(tokenizer, as_messages("a<|im_end|>\n<|im_start|>assistant"), -1)
+    between = encode_observation(tokenizer, as_messages("a<|im_end|>\n<|im_start|>assistant"), -1).token_ids
     special = [token for token in between.tolist() if token in tokenizer.added_tokens_decoder]
-    plain = [token for token in observation_ids(tokenizer, as_messages("a"), -1).tolist() if token in special]
+    plain = [
+        token for token in encode_observation(tokenizer, as_messages("a"), -1).token_ids.tolist() if token in special
+    ]
     assert special == plain and "<|im_end|>\n<|im_start|>assistant" in tokenizer.decode(between)
 
 
@@ -145,7 +163,7 @@ def turns(first: int) -> str:
     ],
 )
 def test_a_prompt_by_steps_has_the_first_observation_and_a_window(tokenizer: Any, history: int, text: str) -> None:
-    ids = prompt_ids(tokenizer, window(SHOWN, SAID, history), None)
+    ids = encode_prompt(tokenizer, window(SHOWN, SAID, history), None).token_ids
     assert tokenizer.decode(ids) == text + LAST
     assert window(SHOWN[:1], [], history) == SHOWN[0] and SHOWN[0] == [SYSTEM, BOARD], "nothing is changed in place"
 

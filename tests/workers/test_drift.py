@@ -21,7 +21,7 @@ from hpcrl.messaging.messages import EnvObservation, PromptPayload
 from hpcrl.rollout.types import FinishReason
 from hpcrl.workers.dialogue import first_prompt
 from hpcrl.workers.held_samples import PromptState, SampleState
-from hpcrl.workers.observations import observation_ids
+from hpcrl.workers.observations import encode_observation
 from tests.workers.test_templates import ASKED, QWEN2_5, QWEN3, TOOL, results
 
 USER = [{"role": "user", "content": "no"}]
@@ -51,14 +51,14 @@ def rendered(tokenizer: Any, messages: list[dict[str, Any]], ask: bool = True) -
 
 def episode(tokenizer: Any, turn: list[int], observation: list[dict[str, Any]]) -> SampleState:
     """What a generator rank holds after the first prompt, a turn of these tokens, and an observation."""
-    messages, prompt = first_prompt(tokenizer, {"messages": ASKED, "tools": None}, ASKED)
+    messages, prompt, _ = first_prompt(tokenizer, {"messages": ASKED, "tools": None}, ASKED)
     config = parse({"env": {"default": {"name": "scripted"}}})
     meta = json.dumps({"messages": messages}).encode()
     sample = SampleState(1 << 24, PromptState(PromptPayload(1, "default", prompt.tobytes(), meta), config))
     count, fill = len(turn), np.zeros(len(turn), np.float32)
     output = Output(1 << 24, np.array(turn, np.int32), fill, np.zeros(count, np.int32), FinishReason.STOP)
     sample.end_turn(output, tokenizer.decode(turn))
-    after = observation_ids(tokenizer, observation, turn[-1])
+    after = encode_observation(tokenizer, observation, turn[-1]).token_ids
     sample.observe(EnvObservation(1 << 24, after.tobytes(), json.dumps(observation).encode()))
     return sample
 
@@ -91,7 +91,9 @@ def test_the_default_system_prompt_is_not_inserted_again(make: Callable[..., Any
     """verl's issue 6501: new messages rendered separately get the template's default system prompt."""
     tokenizer = make(QWEN2_5)
     assert "system" in rendered(tokenizer, USER)
-    between = tokenizer.decode(observation_ids(tokenizer, USER, tokenizer.convert_tokens_to_ids("<|im_end|>")))
+    between = tokenizer.decode(
+        encode_observation(tokenizer, USER, tokenizer.convert_tokens_to_ids("<|im_end|>")).token_ids
+    )
     assert "system" not in between
 
 
@@ -116,9 +118,9 @@ def test_results_of_parallel_calls_are_in_one_turn(make: Callable[..., Any]) -> 
     """slime's issue 2263: each result rendered separately becomes its own user turn."""
     tokenizer = make(QWEN3)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    both = tokenizer.decode(observation_ids(tokenizer, results("7", "8"), end, [TOOL]))
+    both = tokenizer.decode(encode_observation(tokenizer, results("7", "8"), end, [TOOL]).token_ids)
     assert both.count("<|im_start|>user") == 1 and both.count("<tool_response>") == 2
-    alone = [tokenizer.decode(observation_ids(tokenizer, [one], end, [TOOL])) for one in results("7", "8")]
+    alone = [tokenizer.decode(encode_observation(tokenizer, [one], end, [TOOL]).token_ids) for one in results("7", "8")]
     assert "".join(alone).count("<|im_start|>user") == 2
 
 
@@ -160,9 +162,9 @@ def test_mistrals_templates_cause_no_drift(make: Callable[..., Any], version: st
     whole = [*ASKED, {"role": "assistant", "content": "15"}, *USER]
     text = rendered(tokenizer, whole).replace("[/INST] 15", "[/INST]15")  # a space of the template before the turn
     assert tokenizer.decode(held.token_ids) == text and held.token_ids.tolist() == ids_of(tokenizer, text)
-    between = observation_ids(tokenizer, results("7", "8"), turn[-1], [TOOL])
+    between = encode_observation(tokenizer, results("7", "8"), turn[-1], [TOOL]).token_ids
     assert tokenizer.decode(between) == results_of(version, space)
-    cut = observation_ids(tokenizer, USER, ids_of(tokenizer, "1")[0])
+    cut = encode_observation(tokenizer, USER, ids_of(tokenizer, "1")[0]).token_ids
     assert tokenizer.decode(cut) == f"</s>[INST]{space}no[/INST]"
 
 

@@ -20,9 +20,11 @@ from hpcrl.envs.examples import example_messages
 from hpcrl.messaging.messages import EndEpisodes, EnvObservation, Observed, ReadLastObservation, Turn
 from hpcrl.rollout.types import episode_seed, make_sample_id, validation_uid
 from hpcrl.workers import env as role_env
-from hpcrl.workers.env import EnvRole
+from hpcrl.workers.dialogue import first_prompt
+from hpcrl.workers.env import EnvRole, _examples
 from tests.children import runs
 from tests.envs.test_remote import serving
+from tests.vlm import PAD, png, seeing_tokenizer
 from tests.workers import odd_env
 from tests.workers.conftest import Stage
 from tests.workers.test_templates import QWEN2_5, QWEN3
@@ -205,13 +207,13 @@ def test_an_observation_that_cannot_fit_is_not_tokenised(
         EnvRole(stage.worker(1, {"env": {"default": {**ODD, "long_observation": what}}})) for what in KINDS
     )
     shown: list[int] = []
-    observation_ids = role_env.observation_ids
+    encode = role_env.encode_observation
 
-    def noted(tokenizer: Any, messages: Any, *rest: Any) -> np.ndarray:
+    def noted(tokenizer: Any, messages: Any, *rest: Any) -> Any:
         shown.append(num_chars(messages))
-        return observation_ids(tokenizer, messages, *rest)
+        return encode(tokenizer, messages, *rest)
 
-    monkeypatch.setattr(role_env, "observation_ids", noted)
+    monkeypatch.setattr(role_env, "encode_observation", noted)
     observed = first_turn(stage, ends, how)
     assert observed.ended and observed.result.reward == 0.25 and observed.result.metrics["failed"] == 0.0
     assert re.search(
@@ -671,6 +673,23 @@ def test_a_reset_can_end_the_episode(stage: Stage, role: EnvRole, how: str, succ
     over = play(stage, role, turn(make_sample_id(next(UIDS), 0, 0), how))
     assert over.ended and not over.result.error and not over.failed and not stage.deltas()
     assert (over.result.score, over.result.metrics["truncated"]) == (success, truncated)
+
+
+def test_examples_of_a_game_with_images_precede_its_prompt(stage: Stage) -> None:
+    """Two examples, then the game's own board."""
+    options = {"show": "image", "size": 3, "prompt": "{observation}", "turn": "{observation}", "tag": ""}
+    env = {"name": "frozen_lake", "options": options, "max_turns": 2, "examples": 2}
+    worker = stage.worker(1, {"data": {"max_prompt_tokens": 900}, "env": {"default": env}})
+    worker.tokenizer = seeing_tokenizer()
+    told = example_messages(worker.config.env["default"], "default", worker.config.seed)
+    found = _examples(worker, "default", worker.config.env["default"])
+    media = [medium for message in found for medium in message.get("images", ())]
+    assert len(media) == sum(len(message.get("images", ())) for message in told) >= 2
+    board = [{"role": "user", "content": "<image>", "images": [png(9)]}]
+    row = {"messages": [{"role": "user", "content": "start"}], "tools": None}
+    prompt = first_prompt(worker.tokenizer, row, board, examples=found)
+    assert [medium.content for medium in prompt.media[:-1]] == [medium.content for medium in media]
+    assert prompt.token_ids.tolist().count(PAD) == sum(medium.length for medium in prompt.media)
 
 
 @pytest.mark.parametrize("episode", ["trajectory", "steps"])

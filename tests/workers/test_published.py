@@ -8,7 +8,7 @@ import pytest
 
 from hpcrl.data.chat import encode, render
 from hpcrl.data.template_forms import TemplateRefusal
-from hpcrl.workers.observations import check_continues, observation_ids
+from hpcrl.workers.observations import check_continues, encode_observation
 from tests.templates import FOLDER, TABLE, tokenizer_of
 
 LICENCES = {"Apache-2.0", "MIT", "LicenseRef-MIT-modified"}
@@ -104,7 +104,7 @@ def test_three_turns_have_the_tokens_of_the_complete_dialogue(name: str, dialogu
     for turn in (1, 3, 5):
         before, after = (render(tokenizer, dialogue[:n], tools) for n in (turn, turn + 2))
         for end in ends:
-            between = observation_ids(tokenizer, dialogue[turn + 1 : turn + 2], end, tools).tolist()
+            between = encode_observation(tokenizer, dialogue[turn + 1 : turn + 2], end, tools).token_ids.tolist()
             ids = encode(tokenizer, after)
             assert between
             written = ids[len(encode(tokenizer, before)) : -len(between)]
@@ -153,7 +153,7 @@ def test_text_after_a_turn_matches_the_training_format_of_the_family(name: str, 
     tokenizer = tokenizer_of(name)
     last = tokenizer.convert_tokens_to_ids(end)
     for observation, expected in zip(([result(1, "7")], [user("no")]), BETWEEN[name, end], strict=True):
-        assert tokenizer.decode(observation_ids(tokenizer, observation, last, [TOOL])) == expected
+        assert tokenizer.decode(encode_observation(tokenizer, observation, last, [TOOL]).token_ids) == expected
 
 
 @pytest.mark.parametrize(
@@ -173,14 +173,14 @@ def test_text_after_a_turn_matches_the_training_format_of_the_family(name: str, 
 def test_a_call_ended_by_a_stop_string_gets_its_end_token(name: str, between: str) -> None:
     tokenizer = tokenizer_of(name)
     [last] = tokenizer.encode("}", add_special_tokens=False)
-    assert tokenizer.decode(observation_ids(tokenizer, [result(1, "7")], last, [TOOL])) == between
+    assert tokenizer.decode(encode_observation(tokenizer, [result(1, "7")], last, [TOOL]).token_ids) == between
 
 
 def test_a_result_containing_the_placeholder_of_a_turn_ends_no_turn() -> None:
     tokenizer = tokenizer_of("qwen3")
     last = tokenizer.convert_tokens_to_ids("<|im_end|>")
     text = "0CONTENT0 0CONTENT10 <|im_end|>"
-    between = observation_ids(tokenizer, [result(1, text)], last, [TOOL])
+    between = encode_observation(tokenizer, [result(1, text)], last, [TOOL]).token_ids
     assert tokenizer.decode(between).startswith(f"\n<|im_start|>user\n<tool_response>\n{text}\n</tool_response>")
     assert between.tolist().count(last) == 1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 
 from hpcrl.engines.gen.generation_engine import PromptRefused, Request
+from hpcrl.models.vision import Vision
 
 
 def check_requests(
@@ -15,9 +16,14 @@ def check_requests(
     vocab_size: int,
     has_tokenizer: bool,
     media: Container[str] = (),
+    vision: Vision | None = None,
 ) -> None:
-    """ValueError names the first request that can never be served; PromptRefused if its prompt is the cause. `media`
-    has the kinds of media that the engine supports."""
+    """ValueError names the first request that can never be served; PromptRefused if its prompt is the cause.
+
+    Args:
+        media: The kinds of media that the engine supports.
+        vision: The image properties of the model, with which the places of images are checked.
+    """
     seen: set[int] = set()
     for request in requests:
         if request.id in in_use or request.id in seen:
@@ -25,7 +31,7 @@ def check_requests(
         seen.add(request.id)
         for problem in _parameter_problems(request, has_tokenizer):
             raise ValueError(f"request {request.id}: {problem}")
-        for problem in _prompt_problems(request, max_length, vocab_size, media):
+        for problem in _prompt_problems(request, max_length, vocab_size, media, vision):
             raise PromptRefused(f"request {request.id}: {problem}")
 
 
@@ -44,7 +50,9 @@ def _parameter_problems(request: Request, has_tokenizer: bool) -> list[str]:
     return [text for text, wrong in checks.items() if wrong]
 
 
-def _prompt_problems(request: Request, max_length: int, vocab_size: int, media: Container[str]) -> list[str]:
+def _prompt_problems(
+    request: Request, max_length: int, vocab_size: int, media: Container[str], vision: Vision | None
+) -> list[str]:
     params, ids = request.params, request.prompt_ids
     if len(ids) == 0:
         return ["the prompt is empty"]
@@ -55,4 +63,25 @@ def _prompt_problems(request: Request, max_length: int, vocab_size: int, media: 
         return [f"the prompt has a medium of kind {refused}, which the engine does not take"]
     if min(ids) < 0 or max(ids) >= vocab_size:
         return [f"prompt token {min(ids) if min(ids) < 0 else max(ids)} is outside the vocabulary of {vocab_size}"]
+    return [] if vision is None else _image_problems(request, vision)
+
+
+def _image_problems(request: Request, vision: Vision) -> list[str]:
+    """Problems of images' sizes and places. The prompt may have more placeholder tokens than images, because a model
+    can generate them, and then they are text."""
+    unit, end = vision.patch * vision.merge, 0
+    for number, medium in enumerate(request.media):
+        size = f"image {number} of {medium.width} x {medium.height} pixels"
+        if min(medium.width, medium.height) < unit or medium.width % unit or medium.height % unit:
+            return [f"{size}: sides must be multiples of {unit}"]
+        wanted, first = vision.num_tokens(medium.width, medium.height), medium.start
+        if medium.length != wanted:
+            return [f"{size} has {medium.length} tokens, {wanted} are needed"]
+        if (
+            first < end
+            or any(token != vision.image_token_id for token in request.prompt_ids[first : first + wanted])
+            or first + wanted > len(request.prompt_ids)
+        ):
+            return [f"{size}: tokens {first} to {first + wanted - 1} are not {wanted} placeholders of its own"]
+        end = first + wanted
     return []

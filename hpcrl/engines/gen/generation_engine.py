@@ -55,8 +55,9 @@ class Request:
     Args:
         continues: A later request will probably begin with this prompt and its response, so an engine with a prefix
             cache should keep the response's blocks, too.
-        media: The media of the row's prompt, in order; GenEngineSpec.media has the supported kinds. An engine with a
-            prefix cache must not share prefixes between requests with different media.
+        media: The media of the tokens, in order, with their places; GenEngineSpec.media has the supported kinds. An
+            engine with a prefix cache must not share prefixes between requests with different media
+            (hpcrl.spec.media.prefix_keys).
     """
 
     id: int

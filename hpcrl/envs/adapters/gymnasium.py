@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import gymnasium
+import numpy as np
 from gymnasium.envs.registration import load_env_creator
 from gymnasium.spaces import Discrete, Text
 
+from hpcrl.data.messages import Messages
 from hpcrl.envs.games.game import Game, Outcome
 from hpcrl.envs.spec import GymnasiumOptions
 
@@ -18,22 +20,29 @@ STYLED = re.compile(r"\x1b\[([\d;]+)m(.*?)\x1b\[0?m", re.DOTALL)
 """A text with a terminal style, and the style's codes."""
 ESCAPE = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
 BOLD = "1"
+RenderMode = Literal["ansi", "rgb_array"]
+RENDER_MODES: dict[str, RenderMode] = {"ansi": "ansi", "auto": "ansi", "image": "rgb_array"}
+"""options.observation -> the mode it needs, or prefers."""
 
 
 class Gymnasium(Game[GymnasiumOptions]):
     """An action that a response names is one step of the environment, which gives the reward; a response without an
     action makes no step. An action is effective if it changes the observation or ends the episode."""
 
-    def __init__(self, options: GymnasiumOptions):
+    def __init__(self, options: GymnasiumOptions, messages: Messages | None = None):
         """ValueError begins with the name of the wrong option."""
-        self._env, self._draws = _make(options)
+        self._env, self._renders = _make(options)
         space = self._env.action_space
         if isinstance(space, Text) and options.actions:
             raise ValueError(f"actions: the actions of {space} are texts and have no other names")
         self._texts = space if isinstance(space, Text) else None
         self._actions = {"...": "..."} if isinstance(space, Text) else _named(space, options)
         self.actions = tuple(self._actions)
-        super().__init__(options)
+        super().__init__(options, messages)
+
+    @property
+    def shows_image(self) -> bool:
+        return self._renders == "rgb_array"
 
     @property
     def described_actions(self) -> str:
@@ -48,12 +57,19 @@ class Gymnasium(Game[GymnasiumOptions]):
 
     def show(self) -> str:
         """The state as text. TypeError if the environment renders anything else."""
-        if not self._draws:
+        if self._renders != "ansi":
             return str(_plain(self._observation))
         drawn = self._env.render()
         if not isinstance(drawn, str):
             raise TypeError(f"render() returned {type(drawn).__name__} with render_mode=ansi, not text")
         return ESCAPE.sub("", STYLED.sub(self._marked, drawn)).strip("\n")
+
+    def picture(self) -> np.ndarray:
+        """The rendering. TypeError if the environment renders anything else."""
+        drawn = self._env.render()
+        if not isinstance(drawn, np.ndarray):
+            raise TypeError(f"render() returned {type(drawn).__name__} with render_mode=rgb_array, not an array")
+        return drawn
 
     def act(self, action: str) -> Outcome:
         before = str(_plain(self._observation))
@@ -95,14 +111,23 @@ class Gymnasium(Game[GymnasiumOptions]):
 
 
 def probe(options: GymnasiumOptions, own_code: bool) -> None:
-    """Create the environment once, to test its options. Without own_code nothing is done for an entry_point or an id
-    with a module. ValueError with the message of gymnasium or of the environment."""
-    if own_code or (options.id and ":" not in options.id):
-        Gymnasium(options).close()
+    """Create the environment once, to test its options, and render one image if images are shown. Without own_code
+    nothing is done for an entry_point or an id with a module. ValueError with the message of gymnasium or of the
+    environment."""
+    if not own_code and (not options.id or ":" in options.id):
+        return
+    env = Gymnasium(options)
+    try:
+        if env.shows_image:
+            env.reset(0)
+    except Exception as error:  # such as a missing pygame
+        raise ValueError(f"observation: no image can be rendered: {_said(error)}") from error
+    finally:
+        env.close()
 
 
-def _make(options: GymnasiumOptions) -> tuple[gymnasium.Env[Any, Any], bool]:
-    """The environment, and whether its rendering is shown."""
+def _make(options: GymnasiumOptions) -> tuple[gymnasium.Env[Any, Any], RenderMode | None]:
+    """The environment, and the mode of the rendering that is shown."""
     at = "id" if options.id else "entry_point"
     module, _, name = options.id.rpartition(":")
     try:
@@ -112,17 +137,18 @@ def _make(options: GymnasiumOptions) -> tuple[gymnasium.Env[Any, Any], bool]:
         creator: Callable[..., Any] = load_env_creator(entry) if isinstance(entry, str) else entry
     except Exception as error:  # a user's module may raise any exception
         raise ValueError(f"{at}: {getattr(options, at)!r} cannot be loaded: {_said(error)}") from error
-    can_draw = "ansi" in getattr(creator, "metadata", {}).get("render_modes", ())
-    if options.observation == "ansi" and not can_draw:
-        raise ValueError(f"observation: {getattr(options, at)} has no render_mode ansi; set observation=value")
-    draws = can_draw and options.observation != "value"
-    kwargs = options.kwargs | ({"render_mode": "ansi"} if draws else {})
+    asked = RENDER_MODES.get(options.observation)
+    can_render = asked in getattr(creator, "metadata", {}).get("render_modes", ())
+    if options.observation in ("ansi", "image") and not can_render:
+        raise ValueError(f"observation: {getattr(options, at)} has no render_mode {asked}; set observation=value")
+    renders = asked if can_render else None
+    kwargs = options.kwargs | ({"render_mode": renders} if renders else {})
     try:
         # gymnasium's checker only warns about errors that the environment role checks itself.
         made = gymnasium.make(name, disable_env_checker=True, **kwargs) if options.id else creator(**kwargs)
     except Exception as error:
         raise ValueError(f"kwargs: {getattr(options, at)} cannot be made with {kwargs}: {_said(error)}") from error
-    return made, draws
+    return made, renders
 
 
 def _named(space: gymnasium.Space[Any], options: GymnasiumOptions) -> dict[str, int]:

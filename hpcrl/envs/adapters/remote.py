@@ -9,6 +9,7 @@ instead of a thread each.
 from __future__ import annotations
 
 import asyncio
+import base64
 import functools
 import itertools
 import json
@@ -72,7 +73,7 @@ async def ask(options: RemoteOptions, what: str, content: dict[str, Any]) -> dic
         raise RemoteEnvError(f"{options.url}: {error}") from None
     headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
     headers |= {"Authorization": f"Bearer {token}"} if token else {}
-    url, body = f"{options.url.rstrip('/')}/{what}", json.dumps(content).encode()
+    url, body = f"{options.url.rstrip('/')}/{what}", json.dumps(content, default=data_url).encode()
     end = time.monotonic() + options.retry_s
     async with httpx2.AsyncClient(verify=_tls(), trust_env=False, timeout=options.timeout_s, headers=headers) as client:
         while True:
@@ -106,6 +107,13 @@ def token_of(options: RemoteOptions) -> str:
         what = "characters that are not allowed in an HTTP header, such as a line break"
         raise ValueError(f"token_env: the token in {options.token_env} has {what}")
     return token
+
+
+def data_url(value: Any) -> str:
+    """The bytes of an image as JSON can hold them. TypeError for other values, as json.dumps() expects."""
+    if not isinstance(value, bytes):
+        raise TypeError(f"{type(value).__name__} is no JSON type")
+    return f"data:application/octet-stream;base64,{base64.b64encode(value).decode()}"
 
 
 async def _read(answer: httpx2.Response) -> bytes:

@@ -7,9 +7,16 @@ from collections.abc import Iterator
 
 from hpcrl.envs.games.game import Outcome
 from hpcrl.envs.games.grid import MOVES, Cell, GridGame, moved, shortest
+from hpcrl.envs.games.tiles import Figure, Tile
 from hpcrl.envs.spec import FrozenLakeOptions
 
 SIDEWAYS = {"Up": ("Left", "Right"), "Down": ("Left", "Right"), "Left": ("Up", "Down"), "Right": ("Up", "Down")}
+ICE = (214, 236, 250)
+YOU, HOLE, GOAL = (
+    Figure("disc", (30, 80, 220), 0.25),
+    Figure("disc", (20, 20, 30), 0.44),
+    Figure("diamond", (40, 170, 70), 0.46),
+)
 NUM_DRAWS = 100
 """Maximum number of maps to draw; if none is solvable, a way through the last map is frozen."""
 
@@ -20,6 +27,14 @@ class FrozenLake(GridGame[FrozenLakeOptions]):
     and the goal can be reached."""
 
     symbols = ("you", "ice", "hole", "goal", "you in a hole", "you at the goal")
+    tiles = (
+        Tile("a blue disc", ICE, (YOU,)),
+        Tile("pale blue", ICE),
+        Tile("a black disc", ICE, (HOLE,)),
+        Tile("a green diamond", ICE, (GOAL,)),
+        Tile("a blue disc on a black disc", ICE, (HOLE, YOU)),
+        Tile("a blue disc on a green diamond", ICE, (GOAL, YOU)),
+    )
 
     def begin(self, rng: random.Random) -> None:
         self._rng = rng

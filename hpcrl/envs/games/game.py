@@ -10,6 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
+import numpy as np
+
+from hpcrl.data.messages import WRITTEN_MARK, Messages
+from hpcrl.envs.environment import Observation, image_bytes
 from hpcrl.envs.spec import GameOptions
 from hpcrl.rewards.grading.extract import after_thinking
 
@@ -50,8 +54,11 @@ class Game(ABC, Generic[Options]):
     max_turns: int | None = None
     """Maximum turns of an episode, for the field {turns_left}; make_env() sets it. None: unknown."""
 
-    def __init__(self, options: Options):
+    def __init__(self, options: Options, messages: Messages | None = None):
+        """`messages` are the row's. The first prompt replaces the last one; a first prompt with an image is a list of
+        messages, which contains the others."""
         self.options = options
+        self._before = (messages or [])[:-1]
         self._running = False
 
     @functools.cached_property
@@ -63,6 +70,17 @@ class Game(ABC, Generic[Options]):
         """The actions in words, for the field {actions}."""
         return ", ".join(self.actions)
 
+    @property
+    def shows_image(self) -> bool:
+        """Whether the field {observation} is an image, from picture(), instead of the text from show()."""
+        return False
+
+    @property
+    def described_symbols(self) -> str:
+        """The symbols with their meanings, for the field {symbols}."""
+        said = zip(getattr(self.options, "symbols", ""), self.symbols, strict=True)
+        return ", ".join(f"{symbol} {meaning}" for symbol, meaning in said)
+
     @abstractmethod
     def start(self, seed: int) -> None:
         """Begin the episode of this seed."""
@@ -71,17 +89,22 @@ class Game(ABC, Generic[Options]):
     def show(self) -> str:
         """The state as text, never empty."""
 
+    def picture(self) -> np.ndarray:
+        """The state as an image, uint8 [height, width, 3], for games that set shows_image."""
+        raise NotImplementedError
+
     @abstractmethod
     def act(self, action: str) -> Outcome:
         """Execute one of `actions`. NotAnAction if it turns out to be invalid only when executed."""
 
-    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+    def reset(self, seed: int) -> tuple[Observation, dict[str, Any]]:
         """The first prompt of the episode of this seed."""
         self.start(seed)
         self._running, self._turns, self._valid, self._effective = True, 0, 0, 0
-        return self._fill(self.options.prompt), {}
+        first = self._filled(self.options.prompt)
+        return first if isinstance(first, str) else [*self._before, *first], {}
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    def step(self, action: str) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         """Execute the action that a response names. RuntimeError before reset() and after the end."""
         if not self._running:
             raise RuntimeError("step() needs a running episode: call reset() first")
@@ -101,8 +124,8 @@ class Game(ABC, Generic[Options]):
             "action_is_valid": self._valid / self._turns,
             "action_is_effective": self._effective / self._turns,
         }
-        text = self._fill(self.options.invalid if chosen is None else self.options.turn)
-        return text, outcome.reward, outcome.ended, outcome.truncated, {"metrics": metrics}
+        observation = self._filled(self.options.invalid if chosen is None else self.options.turn)
+        return observation, outcome.reward, outcome.ended, outcome.truncated, {"metrics": metrics}
 
     def _chosen(self, response: str) -> str | None:
         """The action of a response as `actions` spells it; None if it names none."""
@@ -125,6 +148,14 @@ class Game(ABC, Generic[Options]):
         """The response that gives this action."""
         return f"<{self.options.tag}>{action}</{self.options.tag}>" if self.options.tag else action
 
+    def _filled(self, template: str) -> Observation:
+        """The template with its fields filled in; with an image, as a message."""
+        text = self._fill(template)
+        if not self.shows_image:
+            return text
+        image = image_bytes(self.picture())
+        return [{"role": "user", "content": text, "images": [image] * template.count("{observation}")}]
+
     def _fill(self, template: str) -> str:
         """The template with its fields filled in, in one pass, so braces in a state are kept."""
         fields = self._fields()
@@ -132,12 +163,11 @@ class Game(ABC, Generic[Options]):
 
     def _fields(self) -> dict[str, str]:
         """The current values of options.fields."""
-        said = zip(getattr(self.options, "symbols", ""), self.symbols, strict=True)
         return {
-            "observation": self.show(),
+            "observation": WRITTEN_MARK if self.shows_image else self.show(),
             "actions": self.described_actions,
             "answer": self._written(EXAMPLE) if self.options.tag else self.actions[0],
-            "symbols": ", ".join(f"{symbol} {meaning}" for symbol, meaning in said),
+            "symbols": self.described_symbols,
             "task": self.task,
             "turn": str(self._turns + 1),
             "turns_left": "unlimited" if self.max_turns is None else str(max(0, self.max_turns - self._turns)),

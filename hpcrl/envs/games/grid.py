@@ -5,9 +5,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import ClassVar, TypeVar
+
+import numpy as np
 
 from hpcrl.envs.games.game import TextGame
+from hpcrl.envs.games.tiles import Tile, draw
 from hpcrl.envs.spec import GridOptions
 
 Cell = tuple[int, int]
@@ -19,9 +22,21 @@ Options = TypeVar("Options", bound=GridOptions)
 
 
 class GridGame(TextGame[Options]):
-    """A game that shows a square grid with one character per place."""
+    """A game that shows a square grid with one character, or one tile of an image, per place."""
 
     actions = tuple(MOVES)
+    tiles: ClassVar[tuple[Tile, ...]]
+    """The tile of each of `symbols`."""
+
+    @property
+    def shows_image(self) -> bool:
+        return self.options.show == "image"
+
+    @property
+    def described_symbols(self) -> str:
+        if not self.shows_image:
+            return super().described_symbols
+        return ", ".join(f"{tile.look} for {meaning}" for tile, meaning in zip(self.tiles, self.symbols, strict=True))
 
     @abstractmethod
     def symbol(self, place: Cell) -> str:
@@ -34,6 +49,11 @@ class GridGame(TextGame[Options]):
     def show(self) -> str:
         rows = range(self.options.size)
         return "\n".join("".join(self.symbol((row, column)) for column in rows) for row in rows)
+
+    def picture(self) -> np.ndarray:
+        tiles = dict(zip(self.options.symbols, self.tiles, strict=True))
+        rows = self.show().split("\n")
+        return draw([[tiles[symbol] for symbol in row] for row in rows], self.options.tile_pixels)
 
     def _fields(self) -> dict[str, str]:
         places = " ".join(f"{self.symbol(place)}{place[0]},{place[1]}" for place in self.things())

@@ -7,10 +7,18 @@ from collections.abc import Iterator
 
 from hpcrl.envs.games.game import Outcome
 from hpcrl.envs.games.grid import MOVES, Cell, GridGame, moved, shortest
+from hpcrl.envs.games.tiles import Figure, Tile
 from hpcrl.envs.spec import SokobanOptions
 
 STEP, ON_TARGET, SOLVED = -0.1, 1.0, 10.0
 NUM_DRAWS = 1000
+WALL, FLOOR = (70, 70, 80), (245, 240, 225)
+YOU, TARGET, BOX, PLACED = (
+    Figure("disc", (30, 80, 220), 0.25),
+    Figure("diamond", (215, 40, 40), 0.48),
+    Figure("square", (240, 150, 30), 0.3),
+    Figure("square", (40, 170, 70), 0.3),
+)
 
 Position = tuple[Cell, frozenset[Cell]]
 """(player, boxes)."""
@@ -25,6 +33,15 @@ class Sokoban(GridGame[SokobanOptions]):
     """
 
     symbols = ("wall", "floor", "target", "box on a target", "box", "you", "you on a target")
+    tiles = (
+        Tile("dark grey", WALL),
+        Tile("beige", FLOOR),
+        Tile("a red diamond", FLOOR, (TARGET,)),
+        Tile("a green square on a red diamond", FLOOR, (TARGET, PLACED)),
+        Tile("an orange square", FLOOR, (BOX,)),
+        Tile("a blue disc", FLOOR, (YOU,)),
+        Tile("a blue disc on a red diamond", FLOOR, (TARGET, YOU)),
+    )
 
     def begin(self, rng: random.Random) -> None:
         """ValueError if no room fits the options, which test_games.py excludes for small and large rooms."""

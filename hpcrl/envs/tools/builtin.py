@@ -1,4 +1,4 @@
-"""The built-in tools: Python in the sandbox, a calculator, and a number to find."""
+"""The built-in tools: Python in the sandbox, a calculator, a number to find, and crops of the row's images."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import operator
 import queue
 import random
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from hpcrl.envs.tools.crop import CropTool
 from hpcrl.envs.tools.spec import ToolOptions
 from hpcrl.envs.tools.tool import Result, Tool, schema
 from hpcrl.sandbox.client import Sandbox
@@ -159,8 +160,10 @@ class GuessTool:
         return {"number": rng.randint(1, self._highest) if rng.random() < noise else middle}
 
 
-BUILTIN: dict[str, Callable[[ToolOptions], Tool]] = {
-    "python": PythonTool,
-    "calculator": lambda options: CalculatorTool(),
-    "guess": GuessTool,
+BUILTIN: dict[str, Callable[[ToolOptions, Sequence[Any]], Tool]] = {
+    "python": lambda options, _: PythonTool(options),
+    "calculator": lambda *_: CalculatorTool(),
+    "guess": lambda options, _: GuessTool(options),
+    "crop": CropTool,
 }
+"""Name -> a new tool, from the options and the row's images."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import jsonschema
 
+from hpcrl.data.messages import WRITTEN_MARK
 from hpcrl.envs.environment import shortened
 from hpcrl.envs.tool_formats.deriving import derive
 from hpcrl.envs.tool_formats.reading import ToolCall, schemas_of
@@ -31,11 +32,19 @@ class ToolEnv:
 
     special_tokens = True  # some formats mark calls with special tokens
 
-    def __init__(self, options: ToolOptions, chat_template: str = "", messages: list[dict[str, Any]] | None = None):
-        """ValueError begins with the wrong option."""
+    def __init__(
+        self,
+        options: ToolOptions,
+        chat_template: str = "",
+        messages: list[dict[str, Any]] | None = None,
+        images: list[Any] | None = None,
+    ):
+        """`images` are the row's, for the tool crop. ValueError begins with the wrong option."""
         self._options, self._messages = options, messages or []
         self._format = FORMATS[derive(chat_template, options.format)]
-        made: list[Tool] = [BUILTIN[name](options) if name in BUILTIN else FunctionTool(name) for name in options.tools]
+        made: list[Tool] = [
+            BUILTIN[name](options, images or ()) if name in BUILTIN else FunctionTool(name) for name in options.tools
+        ]
         self._tools = {tool.schema["function"]["name"]: tool for tool in made}
         if len(self._tools) < len(made):
             raise ValueError(f"tools: two of {', '.join(options.tools)} have the same name")
@@ -65,14 +74,13 @@ class ToolEnv:
             reward += result.reward
             ended = ended or result.ended
             self._success = self._success if result.success is None else result.success
-            messages.append(
-                {
-                    "role": "tool",
-                    "name": call.name if call.name in self._tools else "unknown",
-                    "tool_call_id": self._id(call, number),
-                    "content": self._cut(result.text),
-                }
-            )
+            message = {
+                "role": "tool",
+                "name": call.name if call.name in self._tools else "unknown",
+                "tool_call_id": self._id(call, number),
+                "content": self._cut(result.text),
+            }
+            messages.append(_with_images(message, result.images) if result.images else message)
             if ended:
                 break
         if self._counts["invalid_calls"] > before:
@@ -129,12 +137,17 @@ class ToolEnv:
         return shortened(text, self._options.max_result_chars)
 
 
+def _with_images(message: dict[str, Any], images: tuple[Any, ...]) -> dict[str, Any]:
+    """The message with images, which precede its text; `<image>` in the text would count as their place."""
+    return {**message, "content": message["content"].replace(WRITTEN_MARK, ""), "images": list(images)}
+
+
 def probe(options: ToolOptions, own_code: bool) -> None:
     """ValueError if a tool cannot be created. own_code: import functions and start the sandbox."""
     if own_code:
         ToolEnv(options)
         if "python" in options.tools:
             try:
-                BUILTIN["python"](options).call({"code": "print(1)"}, options.tool_timeout_s)
+                BUILTIN["python"](options, ()).call({"code": "print(1)"}, options.tool_timeout_s)
             except ValueError as error:
                 raise ValueError(f"min_level: {error}") from error

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from hpcrl.envs.spec import Penalty
 from hpcrl.envs.tool_formats.table import FORMATS, FormatName
 from hpcrl.spec.fields import NUMBER, Positive, SandboxLevel, Seconds, Section
 from hpcrl.spec.kinds import EnvSpec
 
-NAMES = ("python", "calculator", "guess")
+NAMES = ("python", "calculator", "guess", "crop")
 
 
 def _tools(names: list[str]) -> list[str]:
@@ -28,8 +28,8 @@ class ToolOptions(Section):
     """Options of the environment tools."""
 
     tools: Annotated[list[str], Field(min_length=1), AfterValidator(_tools)]
-    """Built-in tools (python, calculator, guess), and your functions as module:function, which their annotations and
-    docstring (with a section Args) describe to the model."""
+    """Built-in tools (python, calculator, guess, crop), and your functions as module:function, which their annotations
+    and docstring (with a section Args) describe to the model."""
     format: FormatName = "auto"
     """How the model writes calls; auto: as its chat template renders them. A name (docs/environments.md) is refused if
     it does not read what the template renders."""
@@ -49,6 +49,20 @@ class ToolOptions(Section):
     """python: memory of a program, MiB."""
     highest: Positive = 100
     """guess: largest number; the smallest is 1."""
+    crop_zoom: Annotated[float, Field(gt=0, le=16), NUMBER] = 2.0
+    """crop: factor by which a region is enlarged."""
+    crop_unit: Positive = 28
+    """crop: the model's patch size x merge size, of which the sides of its images are multiples."""
+    crop_min_pixels: Positive = 56 * 56
+    """crop: the model's min_pixels (preprocessor_config.json); smaller images are enlarged."""
+    crop_max_pixels: Positive = 28 * 28 * 1280
+    """crop: the model's max_pixels; larger images are shrunk."""
+
+    @model_validator(mode="after")
+    def _some_size(self) -> Self:
+        if self.crop_unit**2 > self.crop_max_pixels or self.crop_min_pixels > self.crop_max_pixels:
+            raise ValueError(f"crop_max_pixels={self.crop_max_pixels} allows no image")
+        return self
 
 
 def _expert_obstacle(options: ToolOptions) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ class Result:
         error: Whether the tool has failed.
         success: Whether the episode has succeeded so far; None if the tool does not report it.
         ended: Whether the episode is over.
+        images: Images that the model sees before the text, in a form that hpcrl.envs.environment allows.
     """
 
     text: str
@@ -21,6 +23,7 @@ class Result:
     reward: float = 0.0
     success: bool | None = None
     ended: bool = False
+    images: tuple[Any, ...] = ()
 
 
 class Tool(Protocol):
@@ -36,7 +39,8 @@ class Tool(Protocol):
         """Answer a call whose arguments match the schema, within about timeout_s. The model is shown any exception."""
 
 
-def schema(name: str, description: str, **parameters: dict[str, Any]) -> dict[str, Any]:
-    """A tool in OpenAI form; all parameters are required."""
-    wanted = {"type": "object", "properties": parameters, "required": list(parameters), "additionalProperties": False}
+def schema(name: str, description: str, optional: Collection[str] = (), **parameters: dict[str, Any]) -> dict[str, Any]:
+    """A tool in OpenAI form; all parameters except `optional` are required."""
+    required = [parameter for parameter in parameters if parameter not in optional]
+    wanted = {"type": "object", "properties": parameters, "required": required, "additionalProperties": False}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": wanted}}

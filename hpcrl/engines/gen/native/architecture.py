@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from hpcrl.engines.gen.native.unsupported import unsupported
-from hpcrl.models.families import NATIVE, family_of
+from hpcrl.models.families import NATIVE, family_of, vision_of
+from hpcrl.models.mrope import axes_of_pairs
 from hpcrl.models.shape import Decoder
+from hpcrl.models.vision import Vision
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,13 @@ class Architecture:
     windows: tuple[int | None, ...]  # per layer, how many tokens a token attends to, itself included; None: all
     max_positions: int
     eos_ids: tuple[int, ...]
+    vision: Vision | None  # None: it takes no images
+    axis_of_pair: tuple[int, ...]  # the position axis of each rotated pair (hpcrl.models.vision); empty: one axis
+
+    @property
+    def decoder_prefix(self) -> str:
+        """The beginning of the decoder's tensor names."""
+        return "model." if self.vision is None else "model.language_model."
 
     @property
     def num_qk_heads(self) -> int:
@@ -90,10 +99,12 @@ def read_architecture(path: Path) -> Architecture:
         raise ValueError(f"model_type {model_type!r} in {path}/config.json: the native generator runs {NATIVE}")
     from transformers import AutoConfig  # takes a second; fills in the defaults of every family
 
-    config = AutoConfig.from_pretrained(path)
+    config, vision = AutoConfig.from_pretrained(path), vision_of(path)
+    tied = config.tie_word_embeddings
     decoder = family_of(config.model_type).decoder  # reads mistral with layer_types as ministral
     assert decoder is not None
-    for feature in unsupported(config.to_dict()):
+    config = config.get_text_config()
+    for feature in unsupported({**config.to_dict(), "model_type": model_type}):
         raise ValueError(
             f"{path}/config.json: {feature} is not implemented by the native generator; use another engine"
         )
@@ -113,7 +124,7 @@ def read_architecture(path: Path) -> Architecture:
         head_dim=head_dim,
         intermediate_size=config.intermediate_size,
         norm_eps=config.rms_norm_eps,
-        tied=config.tie_word_embeddings,
+        tied=tied,
         qkv_bias=bias or decoder.qkv_bias,
         out_bias=bias,
         expert_layers=_expert_layers(config) if decoder.experts else frozenset(),
@@ -130,7 +141,14 @@ def read_architecture(path: Path) -> Architecture:
         windows=tuple(config.sliding_window if kind == "sliding_attention" else None for kind in kinds),
         max_positions=_max_positions(config),
         eos_ids=_eos_ids(path, config),
+        vision=vision,
+        axis_of_pair=_axes(config) if vision is not None else (),
     )
+
+
+def _axes(config: Any) -> tuple[int, ...]:
+    rope = config.rope_parameters
+    return axes_of_pairs(rope["mrope_section"], bool(rope.get("mrope_interleaved")))
 
 
 def _expert_layers(config: Any) -> frozenset[int]:

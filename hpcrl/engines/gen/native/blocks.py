@@ -19,7 +19,7 @@ class _Prefix:
     """A block in the prefix cache. Its key is its tokens; its parent holds the tokens before them."""
 
     block: int
-    tokens: bytes  # int32; fewer than block_tokens for the last block of a prefix
+    tokens: bytes  # their keys; fewer than block_tokens for the last block of a prefix
     version: int  # the oldest weights that produced keys and values up to these tokens
     parent: _Prefix | None
     continues: bool = False  # a later request is expected to begin with it
@@ -96,11 +96,11 @@ class Blocks:
                 self._unused.append(block)
 
     def match(self, tokens: np.ndarray) -> Match:
-        """The longest cached beginning of `tokens` (int32 [n])."""
+        """The longest cached beginning of `tokens`, integers [n] that identify them, always of one dtype."""
         found: list[int] = []
         at, size = self._root, self.block_tokens
         while child := at.children.get(tokens[len(found) * size : (len(found) + 1) * size].tobytes()):
-            if len(child.tokens) < 4 * size:
+            if len(child.tokens) < tokens.itemsize * size:
                 break
             at = child
             found.append(at.block)
@@ -117,8 +117,8 @@ class Blocks:
         return Match(found, version=at.version if found else None)
 
     def insert(self, tokens: np.ndarray, blocks: Sequence[int], version: int, continues: bool = False) -> list[int]:
-        """Insert `blocks`, which hold `tokens` (int32 [n]), into the prefix cache; returns the inserted blocks. If the
-        cache already has a block for some tokens, the old block stays and the new one is not inserted. `continues`
+        """Insert `blocks`, which hold `tokens` (as in match()), into the prefix cache; returns the inserted blocks. If
+        the cache already has a block for some tokens, the old block stays and the new one is not inserted. `continues`
         means that a later request is expected to begin with these tokens."""
         at, size, new = self._root, self.block_tokens, []
         for index, block in enumerate(blocks[: self.blocks_for(len(tokens))]):

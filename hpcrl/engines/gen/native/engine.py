@@ -24,6 +24,7 @@ from hpcrl.engines.gen.generation_engine import Output, ReplicaRanks, Request
 from hpcrl.engines.gen.native.allocation import AllocationFailure, PrefillBatch, RequestBlocks
 from hpcrl.engines.gen.native.architecture import read_architecture
 from hpcrl.engines.gen.native.blocks import Blocks
+from hpcrl.engines.gen.native.images import Images, make_tower
 from hpcrl.engines.gen.native.kv import NO_INDEX, KVCache, block_bytes
 from hpcrl.engines.gen.native.output_buffer import OutputBuffer
 from hpcrl.engines.gen.native.paged_attention import DecodeAttention, PrefillAttention
@@ -36,6 +37,7 @@ from hpcrl.engines.gen.stops import StopStrings
 from hpcrl.engines.hf_folder import read_safetensors
 from hpcrl.rollout.device_copies import to_device, to_host
 from hpcrl.rollout.types import FinishReason
+from hpcrl.spec.media import IMAGE
 
 PREFILL_TOKENS = 4096  # maximum tokens computed in one forward pass, padding included
 PREFILL_READS = 16384  # maximum tokens that the rows of one forward pass attend to, cached tokens included
@@ -145,6 +147,7 @@ class NativeEngine:
         self._cache = KVCache(self._arch, num_blocks, block_tokens, dtype, self._device)
         self._blocks_needed = 0  # number of blocks that must be available before the next admission
         self._weights: FusedWeights | None = None
+        self._images: Images | None = None
         self._model: Transformer | None = None
         self._plan: SamplingPlan | None = None  # None after the slots have changed
         self._decoding: DecodeAttention | None = None  # None after the slots' blocks have changed
@@ -161,6 +164,8 @@ class NativeEngine:
             max_length=self._max_length,
             vocab_size=self._arch.vocab_size,
             has_tokenizer=self._stops is not None,
+            media=() if self._arch.vision is None else (IMAGE,),
+            vision=self._arch.vision,
         )
         self._waiting.update((request.id, WaitingRequest(request, self._output_buffer.nothing)) for request in requests)
 
@@ -210,7 +215,12 @@ class NativeEngine:
         weights.load(named)
         if self._model is None:
             self._weights = weights
+            if self._arch.vision is not None:
+                assert weights.tower is not None
+                self._images = Images(self._arch.vision, weights.tower, self._device)
             self._model = Transformer(self._arch, weights, self._arch.rotations(self._max_length, self._device))
+        if self._images is not None:
+            self._images.forget()
         self.version = version
         self._blocks.evict_before(version - self._prefix_staleness if self._prefix_staleness else ALL_VERSIONS)
         self._compact(trim=True)
@@ -223,7 +233,8 @@ class NativeEngine:
 
     def _new_weights(self, shared: bool = False) -> FusedWeights:
         base = read_safetensors(self._model_path) if self._lora is not None else ()
-        return FusedWeights(self._arch, self._dtype, self._device, self._float32_head, shared, self._lora, base)
+        tower = make_tower(self._model_path, self._dtype, self._device) if self._arch.vision is not None else None
+        return FusedWeights(self._arch, self._dtype, self._device, self._float32_head, shared, self._lora, base, tower)
 
     def loaded_weights(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """See ReadsBackWeights."""
@@ -261,7 +272,7 @@ class NativeEngine:
             raise ValueError(f"cannot sleep while {self._slots.num_live} requests are running: abort or finish them")
         self._cache.clear()
         self._blocks.clear()
-        self._model, self.version = None, -1
+        self._model, self._images, self.version = None, None, -1
         if self._weights is not None and not self._weights.shared and self._lora is None:
             self._weights = None
 
@@ -294,7 +305,10 @@ class NativeEngine:
                 request = queued.request
                 del self._waiting[request.id]
                 eos = () if request.params.ignore_eos else self._arch.eos_ids
-                slot = self._slots.add(queued, (*eos, *request.params.stop_token_ids), self._output_buffer.end)
+                stop_ids, shift = (*eos, *request.params.stop_token_ids), 0
+                if self._images is not None and request.media:
+                    shift = self._images.shift(request, len(request.prompt_ids))
+                slot = self._slots.add(queued, stop_ids, self._output_buffer.end, shift)
                 adding.append(self._assign_blocks(slot, queued, place))
             self._compute(prefill_batch, adding)
             queue = next_batch
@@ -314,7 +328,8 @@ class NativeEngine:
             length = len(tokens) - 1
         else:
             length, headroom = len(tokens), self._slots.num_live
-        return prefill_batch.allocate(tokens[:-1], self._blocks.blocks_for(length), headroom, self.version)
+        keys = tokens if self._arch.vision is None else queued.keys()
+        return prefill_batch.allocate(keys[:-1], self._blocks.blocks_for(length), headroom, self.version)
 
     def _assign_blocks(self, slot: int, queued: WaitingRequest, place: RequestBlocks) -> _UncachedTokens:
         self._slots.set_blocks(slot, place.blocks)
@@ -345,10 +360,17 @@ class NativeEngine:
         starts = np.array([row.start for row in rows])
         ends = starts + [len(row.tokens) for row in rows]
         places = self._cache.places[self._slots.blocks[slots, : self._blocks.blocks_for(int(ends.max()))]]
-        positions = np.concatenate([np.arange(start, end) for start, end in zip(starts, ends, strict=True)])
+        images = None
+        if self._images is None:
+            positions = np.concatenate([np.arange(start, end) for start, end in zip(starts, ends, strict=True)])
+        else:
+            requests = [self._slots.requests[slot] for slot in slots]
+            parts = list(zip(requests, starts.tolist(), ends.tolist(), strict=True))
+            positions = np.concatenate([self._images.positions(*part) for part in parts])
+            images = self._images.features(parts)
         ids = np.concatenate([row.tokens for row in rows]).astype(np.int64)
         adding = PrefillAttention.plan(self._cache, places, starts, ends)
-        self._model.prefill(self._tensor(ids), self._tensor(positions), self._cache, adding)
+        self._model.prefill(self._tensor(ids), self._tensor(positions), self._cache, adding, images)
 
     def _compact(self, trim: bool = False) -> None:
         """Move all blocks in use to their places in memory; `trim` also releases unneeded memory."""
@@ -432,7 +454,10 @@ class NativeEngine:
         slots.positions[live:rows] = 0
         self._model.routes = None if self._routes is None else []
         tokens, positions = self._tensor(slots.tokens[:rows]), self._tensor(slots.positions[:rows])
-        logits = self._model.decode(tokens, positions, live, self._cache, self._decoding)
+        rotary = None
+        if self._images is not None:
+            rotary = self._tensor(slots.positions[:rows] + np.where(np.arange(rows) < live, slots.shifts[:rows], 0))
+        logits = self._model.decode(tokens, positions, live, self._cache, self._decoding, rotary)
         routes, self._model.routes = self._model.routes, None
         uniform = self._tensor(uniforms(slots.origins[:rows], iteration))
         on_host = to_host([*sample(logits, plan, uniform), *self._recorded(routes)])
@@ -476,7 +501,8 @@ class NativeEngine:
             version, request = int(self._slots.kv_version[slot]), self._slots.requests[slot]
             if version < self.version - self._prefix_staleness:
                 continue
-            tokens = WaitingRequest(request, self._output_buffer.content(self._slots.spans[slot])).tokens()
+            held = WaitingRequest(request, self._output_buffer.content(self._slots.spans[slot]))
+            tokens = held.tokens() if self._arch.vision is None else held.keys()
             cached = tokens[: self._slots.positions[slot]]
             self._blocks.insert(cached, self._slots.blocks_of(slot), version, request.continues)
 

@@ -11,6 +11,8 @@ import torch
 from hpcrl.engines.gen.generation_engine import Request
 from hpcrl.engines.gen.native.output_buffer import OutputSpan
 from hpcrl.engines.gen.sampling import SamplingPlan, stream_origin
+from hpcrl.spec.image_rows import image_rows, image_spans, prefix_keys
+from hpcrl.spec.media import ImageSpan
 
 NO_TOKEN = -1
 
@@ -27,6 +29,15 @@ class WaitingRequest:
         """int32: its prompt and its response so far."""
         return np.concatenate((np.asarray(self.request.prompt_ids, dtype=np.int32), self.output_so_far["token_ids"]))
 
+    def keys(self) -> np.ndarray:
+        """int64: numbers that identify its tokens, for the prefix cache: placeholder tokens of images are all equal."""
+        return prefix_keys(self.tokens(), spans_of(self.request))
+
+
+def spans_of(request: Request) -> list[ImageSpan]:
+    """The images of a request."""
+    return image_spans(image_rows(request.media))
+
 
 class Slots:
     """Columns with one entry per slot; free slots have harmless old values."""
@@ -41,7 +52,8 @@ class Slots:
         self.kv_version = np.zeros(num_slots, dtype=np.int64)  # the oldest weights that produced its keys and values
         self.order = np.zeros(num_slots, dtype=np.int64)  # the order of admission
         self.tokens = np.zeros(num_slots, dtype=np.int64)  # the next token to feed
-        self.positions = np.zeros(num_slots, dtype=np.int64)  # the position of this token
+        self.positions = np.zeros(num_slots, dtype=np.int64)  # the index of this token in the sequence
+        self.shifts = np.zeros(num_slots, dtype=np.int64)  # its position by which heads are rotated, minus this index
         self.last_iteration = np.zeros(num_slots, dtype=np.int64)  # iteration of the last allowed token
         self.stop_ids = np.full((num_slots, 1), NO_TOKEN, dtype=np.int64)
         self.origins = np.zeros(num_slots, dtype=np.uint64)
@@ -53,8 +65,9 @@ class Slots:
     def _columns(self) -> list[np.ndarray]:
         return [value for value in vars(self).values() if isinstance(value, np.ndarray)]
 
-    def add(self, queued: WaitingRequest, stop_ids: tuple[int, ...], iteration: int) -> int:
-        """Assign the next slot to a request whose next token is drawn at `iteration`; returns the slot."""
+    def add(self, queued: WaitingRequest, stop_ids: tuple[int, ...], iteration: int, shift: int = 0) -> int:
+        """Assign the next slot to a request whose next token is drawn at `iteration`; returns the slot. `shift`: by how
+        much positions after its images exceed indices in the sequence (negative for large images)."""
         slot, request, params = self.num_live, queued.request, queued.request.params
         self.num_live += 1
         self._num_added += 1
@@ -70,6 +83,7 @@ class Slots:
         earlier = queued.output_so_far["token_ids"]
         self.tokens[slot] = earlier[-1] if len(earlier) else request.prompt_ids[-1]
         self.positions[slot] = len(request.prompt_ids) + len(earlier) - 1
+        self.shifts[slot] = shift
         first = iteration - len(earlier)  # as if the request had never been preempted
         self.last_iteration[slot] = first + params.max_new_tokens - 1
         self.origins[slot] = stream_origin(request.seed, first)

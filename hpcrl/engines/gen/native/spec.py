@@ -9,8 +9,10 @@ from hpcrl.engines.gen.native.unsupported import unsupported
 from hpcrl.models.families import NATIVE
 from hpcrl.spec.fields import Positive, PositiveFloat, Section
 from hpcrl.spec.kinds import GenEngineSpec
+from hpcrl.spec.media import IMAGE
 from hpcrl.spec.problems import Problem
 
+KEPT_IMAGE_TOKENS = 65_536
 LARGE_BLOCK = 4096  # tokens; up to this a bucket may exceed the longest sequence
 
 
@@ -48,6 +50,8 @@ SPEC = GenEngineSpec(
     plan="hpcrl.engines.gen.native.memory:cache",
     check_sizes="hpcrl.engines.gen.native.memory:check",
     families=NATIVE,
+    media=frozenset({IMAGE}),
+    kept_image_tokens=KEPT_IMAGE_TOKENS,
     unsupported=unsupported,
     records_routes=True,
     recompute=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,15 @@ from hpcrl.engines.gen.native.architecture import Architecture
 from hpcrl.engines.gen.native.kv import KVCache
 from hpcrl.engines.gen.native.paged_attention import DecodeAttention, PrefillAttention
 from hpcrl.engines.gen.native.weights import Dense, Experts, FusedWeights, Layer, LowRank
+
+
+class ImageFeatures(NamedTuple):
+    """What a vision tower computed for some tokens: places int64 [k], features [k, H], and for each of the first layers
+    in `deep`, numbers [k, H] that are added after it (DeepStack, arXiv 2406.04334)."""
+
+    places: Tensor
+    features: Tensor
+    deep: list[Tensor]
 
 
 class Transformer:
@@ -25,24 +35,49 @@ class Transformer:
         self._gate = _gelu_gated if architecture.decoder.gemma else _silu_gated
         self.routes: list[Tensor] | None = None  # if a list, each layer with experts appends its choices [T, k]
 
-    def prefill(self, ids: Tensor, positions: Tensor, cache: KVCache, adding: PrefillAttention) -> None:
-        """Write the keys and values of T tokens, from several rows, into the cache. ids and positions are int64 [T]."""
+    def prefill(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        cache: KVCache,
+        adding: PrefillAttention,
+        images: ImageFeatures | None = None,
+    ) -> None:
+        """Write the keys and values of T tokens, from several rows, into the cache. ids are int64 [T], positions int64
+        [T] or, for a model that takes images, [T, 3]; `images` are the features of some of the tokens."""
         a = self._arch
-        rotations = [r[positions][:, None] for r in self._rotations]
+        rotations = [self._rotation(r, positions) for r in self._rotations]
         x = self._embedded(ids)
+        if images is not None:
+            x[images.places] = images.features.to(x.dtype)
         for i, layer in enumerate(self._weights.layers):
             heads = self._qkv(layer, x, rotations[a.rope_of_layer[i]])
             cache.write(i, adding.places, adding.slots, heads[:, a.num_heads :].unflatten(1, (2, a.num_kv_heads)))
             if i + 1 < a.num_layers:
                 x = self._block(layer, x, adding.attend(heads, cache.layers[i], a, self._windows[i]))
+                if images is not None and i < len(images.deep):
+                    x[images.places] += images.deep[i].to(x.dtype)
+
+    def _rotation(self, rotations: Tensor, positions: Tensor) -> Tensor:
+        """complex64 [T, 1, pairs]."""
+        if positions.dim() == 1:
+            return rotations[positions][:, None]
+        of_axis = positions[:, torch.tensor(self._arch.axis_of_pair, device=positions.device)]
+        return rotations.gather(0, of_axis)[:, None]
 
     def decode(
-        self, ids: Tensor, positions: Tensor, num_live: int, cache: KVCache, decoding: DecodeAttention
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        num_live: int,
+        cache: KVCache,
+        decoding: DecodeAttention,
+        rotary: Tensor | None = None,
     ) -> Tensor:
         """Logits float32 [R, vocab] after token ids[i] at positions[i] of row i (int64 [R] each). Keys and values are
-        stored only for the first num_live rows."""
+        stored only for the first num_live rows. `rotary` are the positions by which heads are rotated, if others."""
         a = self._arch
-        rotations = [r[positions][:, None] for r in self._rotations]
+        rotations = [r[positions if rotary is None else rotary][:, None] for r in self._rotations]
         x = self._embedded(ids)
         masks = {w: decoding.mask(positions, cache.block_tokens, x.dtype, w) for w in set(self._windows)}
         at = positions[:num_live]

@@ -16,13 +16,15 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from hpcrl.config import LoRAConfig
 from hpcrl.engines.gen.native.architecture import Architecture
 from hpcrl.spec.lora import A, B, is_adapter, matches
 
 ALL = slice(None)
+TOWER = "model.visual."
+"""The beginning of the names of a vision tower's tensors in transformers' models."""
 
 
 @dataclass(slots=True)
@@ -85,6 +87,7 @@ class FusedWeights:
         float32_head: The vocabulary projection sums products of `dtype` numbers in float32 and returns float32.
         shared: Use a layout whose parts can be a trainer's parameters.
         lora: load() gets adapters, and all other weights come from `base`.
+        tower: The vision tower of a model that takes images, on the device, whose parameters are also loaded.
     """
 
     def __init__(
@@ -96,6 +99,7 @@ class FusedWeights:
         shared: bool = False,
         lora: LoRAConfig | None = None,
         base: Iterable[tuple[str, Tensor]] = (),
+        tower: nn.Module | None = None,
     ):
         self._arch, self._dtype, self._device, self._lora = architecture, dtype, device, lora
         self._float32_head, self.shared = float32_head and dtype != torch.float32, shared
@@ -105,15 +109,19 @@ class FusedWeights:
         self._interleaved[:rotated] = torch.arange(rotated, device=device).view(2, rotated // 2).t().flatten()
         vocab = (architecture.vocab_size, architecture.hidden_size)
         self.embedding = self._empty(*vocab)
-        self._target("model.embed_tokens.weight", self.embedding)
+        prefix = architecture.decoder_prefix
+        self._target(f"{prefix}embed_tokens.weight", self.embedding)
         self.head = self.embedding if architecture.tied else self._empty(*vocab)
         # A trainer may send a tied matrix under either name, or under both.
-        self._target("lm_head.weight", self.head, parts=("model.embed_tokens.weight",) if architecture.tied else ())
+        self._target("lm_head.weight", self.head, parts=(f"{prefix}embed_tokens.weight",) if architecture.tied else ())
         # Only CUDA multiplies bfloat16 with a float32 result. Elsewhere, a float32 copy avoids a conversion per token.
         copied = self._float32_head and device.type != "cuda"
         self._converted_head = torch.empty(vocab, device=device) if copied else None
-        self.norm = self._norm("model.norm.weight")
+        self.norm = self._norm(f"{prefix}norm.weight")
         self.layers = [self._layer(i) for i in range(architecture.num_layers)]
+        self.tower = tower
+        for name, parameter in tower.named_parameters() if tower is not None else ():
+            self._target(f"{TOWER}{name}", parameter.data)
         parts = {part for name, target in self._targets.items() for part in target.parts or (name,)}
         self._required = parts if lora is None else {name for name in parts if is_adapter(name)}
         if lora is not None:
@@ -185,12 +193,12 @@ class FusedWeights:
         """The destination of the tensor and the required names that it provides."""
         if name.endswith("rotary_emb.inv_freq"):  # in old Llama checkpoints; here it is derived from the config
             return None, ()
-        target = self._targets.get(name)
+        target = self._targets.get(name if self.tower is None else _in_memory(name))
         if target is None:
             raise ValueError(f"weight {name!r} is not part of this model (known are e.g. {list(self._targets)[:3]})")
         if tuple(tensor.shape) != target.shape:
             raise ValueError(f"weight {name!r} has shape {list(tensor.shape)}, the model has {list(target.shape)}")
-        return target, target.parts or (name,)
+        return target, target.parts or (name if self.tower is None else _in_memory(name),)
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
@@ -240,7 +248,7 @@ class FusedWeights:
         return weight
 
     def _layer(self, index: int) -> Layer:
-        a, prefix = self._arch, f"model.layers.{index}."
+        a, prefix = self._arch, f"{self._arch.decoder_prefix}layers.{index}."
         hidden, attention, gemma = a.hidden_size, prefix + "self_attn.", a.decoder.gemma
         after = prefix + "post_attention_layernorm.weight"  # in Gemma's families the norm after attention
         adapters: dict[str, list[LowRank]] = {"qkv": [], "out": [], "gate_up": [], "down": []}
@@ -312,6 +320,14 @@ class FusedWeights:
 
 
 WHICH = ("gate", "up", "down")
+
+
+def _in_memory(name: str) -> str:
+    """The name in transformers' model of a tensor in the files of Qwen2-VL and Qwen2.5-VL."""
+    if name.startswith("visual."):
+        return f"model.{name}"
+    own = ("model.embed_tokens.", "model.layers.", "model.norm.")
+    return f"model.language_model.{name.removeprefix('model.')}" if name.startswith(own) else name
 
 
 def _require(required: set[str], loaded: set[str]) -> None:

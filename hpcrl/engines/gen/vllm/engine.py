@@ -12,6 +12,7 @@ import os
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from hpcrl.engines.gen.sampling import stream_origin
 from hpcrl.engines.gen.stops import StopStrings
 from hpcrl.engines.gen.vllm.amx import follow_onednn_limit
 from hpcrl.engines.gen.vllm.heads import check_head_size
+from hpcrl.engines.gen.vllm.image_prompts import ImagePrompts, image_properties
+from hpcrl.engines.gen.vllm.image_prompts import arguments as image_arguments
 from hpcrl.engines.gen.vllm.lora_loading import Adapter
 from hpcrl.engines.gen.vllm.lora_loading import arguments as adapter_arguments
 from hpcrl.engines.gen.vllm.memory import cache
@@ -39,10 +42,11 @@ from hpcrl.engines.gen.vllm.slices import are_known
 from hpcrl.engines.gen.vllm.spec import VLLMConfig, shares_gpu, start_share
 from hpcrl.engines.gen.vllm.transformers_classes import transformers_classes_kept
 from hpcrl.engines.gen.vllm.weight_readback import shown
-from hpcrl.engines.gen.vllm.weights import reload
+from hpcrl.engines.gen.vllm.weights import as_published, reload
 from hpcrl.engines.gen.weight_names import WeightNames
 from hpcrl.models.families import known_shape
 from hpcrl.rollout.types import FinishReason
+from hpcrl.spec.media import IMAGE
 from hpcrl.spec.trajectory import Field
 
 ALONE = ReplicaRanks((0,))
@@ -171,6 +175,14 @@ class VLLMEngine:
             "async_scheduling": False,  # a step must return its own tokens
             "seed": 0,
         }
+        vision = image_properties(Path(model_path))
+        if vision is not None:
+            if not find_spec("torchvision"):
+                raise ValueError(
+                    f"vLLM's classes of {model_path} import torchvision, which is not installed; install the version "
+                    "that fits your torch"
+                )
+            arguments |= image_arguments()
         arguments |= replica_arguments(len(replica.ranks), custom_all_reduce) | dict(options or {})
         if lora is not None:
             arguments |= adapter_arguments(lora, Path(model_path))
@@ -191,6 +203,9 @@ class VLLMEngine:
         self.version = 0 if load else -1
         self.max_num_seqs = max_num_seqs
         self._max_length, self._vocab_size = max_length, config.model_config.get_vocab_size()
+        self._model_type = str(config.model_config.hf_config.model_type)
+        self._vision = vision
+        self._images = ImagePrompts(vision, config.model_config.dtype) if vision is not None else None
         self._names, self._model = WeightNames.of(Path(model_path), lora), known_shape(Path(model_path))
         self._replica, self._options = replica, dict(options or {})
         self._adapter = Adapter(self._runner, lora) if lora is not None else None
@@ -207,6 +222,8 @@ class VLLMEngine:
             max_length=self._max_length,
             vocab_size=self._vocab_size,
             has_tokenizer=self._stops is not None,
+            media=(IMAGE,) if self._vision is not None else (),
+            vision=self._vision,
         )
         for request in requests:
             self._queue(request)
@@ -248,12 +265,15 @@ class VLLMEngine:
         self.version = -1
         self.wake()
         # vLLM keeps a layer's tensors until it has all of them, and the sender may overwrite its buffer earlier.
-        copies = ((name, tensor.clone()) for name, tensor in self._names.checked(named))
+        checked = self._names.checked(named)
+        copies = ((name, as_published(self._model_type, name, tensor).clone()) for name, tensor in checked)
         with torch.inference_mode():
             if self._adapter is not None:
                 self._adapter.load(dict(copies))
             else:
                 reload(self._engine, self._runner.get_model(), copies)
+        if self._images is not None:
+            self._engine.reset_encoder_cache()  # the outputs of the previous tower
         self.version = version
         waiting = [growing.request for growing in self._growing.values() if not growing.token_ids]
         self._engine.abort_request([str(request.id) for request in waiting])
@@ -303,7 +323,11 @@ class VLLMEngine:
 
     def _queue(self, request: Request) -> None:
         # The salt separates prefixes cached under different weights; a response that continues keeps its salt.
-        prompt = {"prompt_token_ids": list(request.prompt_ids), "cache_salt": str(self.version)}
+        salt = str(self.version)
+        if self._images is not None and request.media:
+            prompt = self._images.prompt(request, salt)
+        else:
+            prompt = {"prompt_token_ids": list(request.prompt_ids), "cache_salt": salt}
         adapter = self._adapter.request if self._adapter is not None else None
         self._engine.add_request(str(request.id), prompt, _limits(request), lora_request=adapter)
 

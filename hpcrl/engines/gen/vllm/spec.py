@@ -9,10 +9,12 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from hpcrl.engines.gen.vllm.slices import slices
+from hpcrl.models.families import VLLM_SEEING
 from hpcrl.spec.extras import version_of
 from hpcrl.spec.fields import NUMBER, Section
 from hpcrl.spec.installed import fields, folder_of, table_keys, unknown_options
 from hpcrl.spec.kinds import GenEngineSpec
+from hpcrl.spec.media import IMAGE
 from hpcrl.spec.problems import Problem
 from hpcrl.spec.weight_layout import RequiredSlices
 
@@ -39,8 +41,10 @@ OWN = {
     ),
     **dict.fromkeys(("enable_return_routed_experts", "aux_output_config"), "trainer.router_replay"),
     **dict.fromkeys(("skip_tokenizer_init", "load_format", "async_scheduling", "speculative_config"), ""),
+    **dict.fromkeys(("language_model_only", "mm_device_do_normalize", "mm_encoder_tp_mode"), ""),
 }
 """Arguments of vLLM that hpcrl sets, and the keys that set them."""
+
 
 MODELS = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS")
 """vLLM's tables of models that generate text."""
@@ -125,6 +129,9 @@ def _need(config: Any, model: Any, name: str, shape: tuple[int, ...], index: int
     return RequiredSlices(config.generator.dtype, slices(options, model, name, shape, index, num_ranks))
 
 
+KEPT_IMAGE_TOKENS = 2048
+"""vLLM's own max_num_batched_tokens, to which its encoder cache is limited."""
+
 SPEC = GenEngineSpec(
     about="vLLM, in the rank's own process.",
     needs={"vllm": "vllm"},
@@ -139,7 +146,10 @@ SPEC = GenEngineSpec(
     recompute=True,
     float32_head=True,
     lora=True,
+    media=frozenset({IMAGE}),
+    media_families=VLLM_SEEING,
     records_routes=True,
+    kept_image_tokens=KEPT_IMAGE_TOKENS,
     plan="hpcrl.engines.gen.vllm.memory:cache",
     check_sizes="hpcrl.engines.gen.vllm.memory:check",
     memory_share=_planned_share,

@@ -9,6 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpcrl.models.families import family_of
+
+HEADS = ("lm_head.weight", "language_model.lm_head.weight")
+"""vLLM's names of the vocabulary projection, in text models and behind a vision tower."""
+
+MERGED_EXPERTS = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
+
+
+def as_published(model_type: str, name: str, tensor: Tensor) -> Tensor:
+    """A weight in the layout of published files, which vLLM's loader expects. transformers 5 transposes the experts of
+    Qwen3-VL-MoE when it reads them."""
+    if family_of(model_type).transposes_experts and name.endswith(MERGED_EXPERTS):
+        return tensor.transpose(1, 2)
+    return tensor
+
 
 def reload(engine: Any, model: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Load weights into vLLM's model. ValueError if a parameter gets no weight and would keep its old values, since
@@ -29,10 +44,8 @@ def reload(engine: Any, model: Any, weights: Iterable[tuple[str, Tensor]]) -> No
         engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
     finally:
         del model.load_weights
-    if (
-        getattr(model.config, "tie_word_embeddings", False) and "lm_head.weight" in missing
-    ):  # a separate parameter in the CPU build
-        missing.remove("lm_head.weight")
+    if _decoder(model).config.tie_word_embeddings:  # the head is a separate parameter in the CPU build
+        missing = [name for name in missing if name not in HEADS]
     if missing:
         some = ", ".join(missing[:3]) + (" ..." if len(missing) > 3 else "")
         raise ValueError(
@@ -42,6 +55,11 @@ def reload(engine: Any, model: Any, weights: Iterable[tuple[str, Tensor]]) -> No
     _repair(model)
 
 
+def _decoder(model: Any) -> Any:
+    """The text model, with the head, of a model that may have a vision tower."""
+    return getattr(model, "language_model", model)
+
+
 def _repair(model: Any) -> None:
     """Repack a tied head and experts. vLLM's CPU build multiplies with packed copies, and does not update these two."""
     if torch.cuda.is_available():
@@ -49,8 +67,9 @@ def _repair(model: Any) -> None:
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
-    head, embedding = getattr(model, "lm_head", None), getattr(getattr(model, "model", None), "embed_tokens", None)
-    if head is not None and embedding is not None and head is not embedding and model.config.tie_word_embeddings:
+    decoder = _decoder(model)
+    head, embedding = getattr(decoder, "lm_head", None), getattr(getattr(decoder, "model", None), "embed_tokens", None)
+    if head is not None and embedding is not None and head is not embedding and decoder.config.tie_word_embeddings:
         head.weight.data = embedding.weight.data
         dispatch_cpu_unquantized_gemm(head, remove_weight=False)
     for layer in model.modules():

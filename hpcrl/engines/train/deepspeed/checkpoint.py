@@ -19,12 +19,12 @@ from hpcrl.engines.train.fsdp2.checkpoint import Layout
 
 
 class ZeroCheckpoints:
-    """The trained weights, moments and step counters of a model, gathered one parameter at a time."""
+    """The weights, moments and step counters of a model, gathered one parameter at a time."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, base: Base | None = None):
-        """`base` identifies the frozen weights, if only adapters are saved."""
+        """`base` identifies the frozen weights, if only adapters are saved. Other frozen weights are saved, too."""
         # Tied weights appear once, under their first name.
-        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._parameters = {name: p for name, p in model.named_parameters() if base is None or p.requires_grad}
         self._base = base
         self._optimizer = optimizer
         self._layout: Layout | None = None
@@ -57,7 +57,7 @@ class ZeroCheckpoints:
         agreed(lambda: readable(folder, lambda: dcp.load(mine, checkpoint_id=folder, no_dist=True)))
         owners = self._owners()
         for name, parameter in self._parameters.items():
-            for key in ("", *MOMENTS):
+            for key in _keys(parameter):
                 full = mine.pop(_name(name, key), None)
                 values = torch.empty(shape_of(parameter)) if full is None else full
                 values = values.to(parameter.device)
@@ -69,8 +69,9 @@ class ZeroCheckpoints:
         owners = self._owners()
         for name, parameter in self._parameters.items():
             if owners[name] == dist.get_rank():
-                yield from ((_name(name, key), shape_of(parameter)) for key in ("", *MOMENTS))
-                yield _name(name, "step"), torch.Size()
+                yield from ((_name(name, key), shape_of(parameter)) for key in _keys(parameter))
+                if parameter.requires_grad:
+                    yield _name(name, "step"), torch.Size()
 
     def _owners(self) -> dict[str, int]:
         """Maps each parameter to the rank that writes it: largest first, to the rank with the fewest numbers so far."""
@@ -80,6 +81,11 @@ class ZeroCheckpoints:
             owners[name] = written.index(min(written))
             written[owners[name]] += sizes[name]
         return owners
+
+
+def _keys(parameter: torch.Tensor) -> tuple[str, ...]:
+    """The keys of a parameter's tensors, as in state_of()."""
+    return ("", *MOMENTS) if parameter.requires_grad else ("",)
 
 
 def _name(parameter: str, key: str) -> str:

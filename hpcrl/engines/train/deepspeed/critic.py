@@ -37,7 +37,7 @@ class ZeroPackedCritic(PackedCritic):
         PackedCausalLM.forward."""
         if len(given) == 1:
             return super().own_logprobs(*given)
-        return super().values(*given) if len(given) == 4 else super().forward(*given)
+        return super().values(*given) if len(given) == 5 else super().forward(*given)
 
     def own_logprobs(self, token_ids: Tensor) -> Tensor:
         logprobs: Tensor = self(token_ids)

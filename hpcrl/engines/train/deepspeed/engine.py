@@ -103,8 +103,9 @@ class ZeroEngine(FSDP2Engine):
 
     def _make_adamw(self) -> torch.optim.AdamW:
         hf = self.module.hf
-        # ZeRO treats a missing gradient as zero.
-        idle = idle_parameters(self, hf.config) if self.config.weight_decay else frozenset[str]()
+        # ZeRO treats a missing gradient as zero. A model that takes images computes with its tower in any case.
+        decays = self.config.weight_decay and self.vision is None
+        idle = idle_parameters(self, hf.config) if decays else frozenset[str]()
         return make_optimizer(
             hf, self.config, self.compute_dtype, lambda parameter: len(zero.shape_of(parameter)) >= 2, idle
         )

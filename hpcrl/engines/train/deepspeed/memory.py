@@ -11,6 +11,7 @@ from hpcrl.engines.train.deepspeed.traffic import step_traffic
 from hpcrl.models.shape import CannotPlanError, ModelShape
 from hpcrl.planner.activations import FP32, Tokens, fsdp2_activations, logits_bytes, recomputed_layer, recomputed_scores
 from hpcrl.planner.adapters import trained, with_adapters
+from hpcrl.planner.image_memory import patch_bytes
 from hpcrl.planner.memory_parts import BYTES, PHASES, Change, Part, Phase, PlanRow, samples_of_an_update
 from hpcrl.planner.traffic import Sent, StepWork
 from hpcrl.planner.trainer import forward_parts
@@ -102,7 +103,7 @@ def bucket_bytes(config: Config, shape: ModelShape) -> int:
 def trainer_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
     """Memory parts of any trainer rank."""
     trainer, zero = config.trainer, own(config)
-    tokens = Tokens.of(config, -(-samples_of_an_update(config) // num_ranks))
+    tokens = Tokens.of(config, -(-samples_of_an_update(config) // num_ranks), shape.tower)
     compute, checkpointing = BYTES[trainer.param_dtype], zero.activation_checkpointing
     largest = PLAN.largest_tensor(trained(config, shape))
     converted = compute + FP32 * (compute < FP32 and zero.zero_stage == 3)  # ZeRO-3 converts gradients to reduce them
@@ -117,6 +118,7 @@ def trainer_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Par
         Part("trainer", "reduction", bucket_bytes(config, shape), PHASES if zero.zero_stage == 3 else step),
         Part("trainer", "largest gradient", largest * converted, ("train",)),
         Part("trainer", "activations", fsdp2_activations(shape, tokens, compute, checkpointing), ("train",)),
+        Part("trainer", "patches", patch_bytes(shape.tower, tokens.of_images, compute), ("train",)),
         Part("trainer", "recomputed layer", recomputed, ("train",)),
         Part("trainer", "recomputed scores", recomputed_scores(shape, tokens), ("train",)),
         Part("trainer", "logits", logits, ("train",)),

@@ -11,6 +11,7 @@ from hpcrl.engines.train.fsdp2.spec import check_attention, unpackable
 from hpcrl.models.transformers_models import untrainable
 from hpcrl.spec.fields import Section
 from hpcrl.spec.kinds import TrainEngineSpec
+from hpcrl.spec.media import IMAGE
 from hpcrl.spec.problems import Problem
 
 AT = ("trainer", "deepspeed")
@@ -106,6 +107,7 @@ SPEC = TrainEngineSpec(
     about="DeepSpeed ZeRO, for any decoder of transformers.",
     make="hpcrl.engines.train.deepspeed.engine:make",
     section=DeepSpeedConfig,
+    media=frozenset({IMAGE}),
     check=_check,
     unsupported=_lacking,
     plan="hpcrl.engines.train.deepspeed.memory:PLAN",
@@ -116,6 +118,7 @@ SPEC = TrainEngineSpec(
     computes=frozenset({"entropy"}),
     deterministic=True,
     float32_head=True,
+    freezes=True,
     lora=True,
     make_critic="hpcrl.engines.train.deepspeed.critic:make",
 )

@@ -225,7 +225,10 @@ def set_whole(parameter: Tensor, values: Tensor) -> None:
 
 
 def state_of(parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A parameter's full fp32 weights and two moments. Collective."""
+    """A parameter's full fp32 weights and two moments; a frozen one's weights. Collective."""
+    if not parameter.requires_grad:
+        yield "", full_tensor(parameter, torch.float32)
+        return
     yield "", master(parameter)
     for name in MOMENTS:
         yield name, deepspeed.utils.safe_get_full_optimizer_state(parameter, name)
@@ -233,6 +236,9 @@ def state_of(parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 def set_state(parameter: Tensor, name: str, values: Tensor) -> None:
     """Set one tensor of state_of(), equal on all ranks; the weights also in the compute dtype."""
+    if not parameter.requires_grad:
+        set_whole(parameter, values)
+        return
     if hasattr(parameter, "ds_id"):  # the counterpart of safe_get_full_* needs a size divisible by the ranks
         mine = _part(cast(Any, parameter).ds_tensor, values)
         if name:

@@ -9,12 +9,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForTokenClassification, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForImageTextToText,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+)
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.modeling_layers import GenericForTokenClassification
 
 from hpcrl.algorithms.interface import Objective, Outputs
 from hpcrl.config import Config
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine, arguments, spread
 from hpcrl.engines.train.fsdp2.exchange import assemble
+from hpcrl.engines.train.fsdp2.images import ImageInputs
 from hpcrl.engines.train.fsdp2.logits import token_logprobs
 from hpcrl.engines.train.fsdp2.model import PackedCausalLM, empty_model, read_model
 from hpcrl.engines.train.fsdp2.model_kind import Kind
@@ -36,6 +45,20 @@ def make(config: Config, model_path: Path, total_steps: int) -> FSDP2Critic:
     """The critic's engine; `config` is Config.of_critic(). Collective over the default group."""
     own = config.trainer.section(FSDP2Config)
     return FSDP2Critic(config.trainer, model_path, own=own, **arguments(config, total_steps))
+
+
+def add_critic_class(model_path: Path) -> None:
+    """Add the critic's class for a vision-language model, of which transformers has none, to
+    AutoModelForTokenClassification."""
+    config = type(AutoConfig.from_pretrained(model_path, local_files_only=True))
+    tables: tuple[Any, ...] = (AutoModel._model_mapping, AutoModelForImageTextToText._model_mapping)
+    base, seeing = (table[config] for table in tables)
+    name = f"{base.__name__.removesuffix('Model')}ForTokenClassification"
+    made = type(name, (GenericForTokenClassification, base.__mro__[1]), {"config_class": config})
+    AutoModelForTokenClassification.register(config, made, exist_ok=True)
+    # Files name tensors as for the vision-language model.
+    renamings = map(get_checkpoint_conversion_mapping, (seeing.__name__, config.model_type))
+    register_checkpoint_conversion_mapping(name, next(filter(None, renamings), []), overwrite=True)
 
 
 class PackedCritic(PackedCausalLM):
@@ -68,9 +91,16 @@ class PackedCritic(PackedCausalLM):
             entropy=False,
         )[0]
 
-    def values(self, token_ids: Tensor, positions: Tensor, layout: PackedLayout | None, before: Tensor) -> Tensor:
+    def values(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        layout: PackedLayout | None,
+        before: Tensor,
+        images: ImageInputs | None,
+    ) -> Tensor:
         """float32 [N]: the values of the states after the tokens `before`; arguments and ranks as in forward()."""
-        states, mine = self._states(token_ids, positions, layout, before)
+        states, mine = self._states(token_ids, positions, layout, before, images)
         values: Tensor = self.hf.get_submodule(HEAD)(states.float()).sum(1)  # one label; not a view, for FSDP
         return values if layout is None or mine is None else assemble(values, mine, len(before), layout.ranks.all)
 
@@ -86,6 +116,8 @@ class FSDP2Critic(FSDP2Engine):
     model_class = tried_class = PackedCritic
 
     def _empty_model(self, dtype: torch.dtype) -> PreTrainedModel:
+        if self.vision is not None:
+            add_critic_class(self.model_path)
         return self._with_head(empty_model(self.model_path, dtype, CRITIC))
 
     def _read_model(self, dtype: torch.dtype) -> PreTrainedModel:

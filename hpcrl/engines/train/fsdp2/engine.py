@@ -28,9 +28,11 @@ from hpcrl.engines.train.dcp import Base
 from hpcrl.engines.train.fail_together import agreed
 from hpcrl.engines.train.fsdp2 import checkpoint
 from hpcrl.engines.train.fsdp2.device_mesh import ParallelMesh, check_heads
+from hpcrl.engines.train.fsdp2.frozen import freeze
+from hpcrl.engines.train.fsdp2.images import blocks_of, image_inputs, keys_of, positions_of
 from hpcrl.engines.train.fsdp2.lora import Adapters
 from hpcrl.engines.train.fsdp2.model import Inputs, PackedCausalLM, empty_model, read_model, write_model
-from hpcrl.engines.train.fsdp2.model_kind import CAUSAL
+from hpcrl.engines.train.fsdp2.model_kind import CAUSAL, SEEING, Kind
 from hpcrl.engines.train.fsdp2.optimizer import make_optimizer
 from hpcrl.engines.train.fsdp2.packed_attention import PackedLayout, shared_prefixes
 from hpcrl.engines.train.fsdp2.probe import probe_packing
@@ -43,6 +45,7 @@ from hpcrl.engines.train.fsdp2.weights import NamedWeights, local
 from hpcrl.engines.train.schedule import learning_rate, update_stats
 from hpcrl.engines.train.training_engine import check_micro_batches
 from hpcrl.metrics.stats import Stats, merge
+from hpcrl.models.families import vision_of
 from hpcrl.rollout.batch import Batch, MicroBatches, Norms
 from hpcrl.rollout.device_copies import to_device, to_host
 from hpcrl.spec.weight_layout import TensorShards
@@ -77,7 +80,7 @@ class FSDP2Engine:
 
     computes = SPEC.computes
     name = "fsdp2"
-    kind = CAUSAL
+    kind: Kind = CAUSAL
     model_class: type[PackedCausalLM] = PackedCausalLM
     tried_class: type[PackedCausalLM] = PackedCausalLM
 
@@ -106,6 +109,9 @@ class FSDP2Engine:
             replay: Route tokens to the experts in the batch's field `routes`.
         """
         self.config, self.model_path, self.total_steps = config, Path(model_path), total_steps
+        self.vision = vision_of(self.model_path)
+        if self.vision is not None and self.kind is CAUSAL:
+            self.kind = SEEING
         self.own = own or FSDP2Config()
         self.device, self.trainable = torch.device(device), trainable
         self.mesh = ParallelMesh(self.own, self.device)
@@ -156,16 +162,19 @@ class FSDP2Engine:
         return self.mesh.size > 1 or dtype != self.compute_dtype or self.own.cpu_offload
 
     def _empty_model(self, dtype: torch.dtype) -> PreTrainedModel:
-        return empty_model(self.model_path, dtype)
+        return empty_model(self.model_path, dtype, self.kind)
 
     def _read_model(self, dtype: torch.dtype) -> PreTrainedModel:
-        return read_model(self.model_path, dtype)
+        return read_model(self.model_path, dtype, self.kind)
 
     def _to_train(self, hf: PreTrainedModel, seed: int) -> PreTrainedModel:
         """Set requires_grad for trained parameters; returns the model."""
         if self.lora is not None:
             return self.lora.add(hf, self.dtype, seed)
-        return hf.requires_grad_(self.trainable)
+        hf.requires_grad_(self.trainable)
+        if self.trainable and self.config.freeze:
+            freeze(hf, self.config.freeze)
+        return hf
 
     def _fingerprint(self) -> str:
         return self.weights.fingerprint()
@@ -243,7 +252,8 @@ class FSDP2Engine:
         """
         lengths = batch.segment_lengths.tolist() or [1]
         token_ids = batch.token_ids if batch.num_tokens else batch.token_ids.new_zeros(1)
-        positions = batch.position_ids
+        vision = None if batch.images is None else self.vision
+        positions = batch.position_ids if vision is None else positions_of(batch, vision)
         if not batch.num_tokens:
             positions = positions.new_zeros((1, *positions.shape[1:]))
         places = batch.loss_mask.nonzero()[:, 0]
@@ -251,10 +261,19 @@ class FSDP2Engine:
         layout = None
         if self.packing or self.mesh.tokens.all.size > 1:
             prefixes = batch.prefix_lengths()
-            if positions.dim() > 1:  # equal tokens may represent different images
+            if positions.dim() > 1 and vision is None:  # the positions of equal tokens may differ
                 prefixes = torch.zeros_like(prefixes)
-            shared = shared_prefixes(token_ids, lengths, prefixes.tolist() or [0])
-            layout = PackedLayout(lengths, self.device, shared, self.own.attention, self.mesh.tokens)
+            keys = keys_of(batch) if vision is not None and batch.num_tokens else token_ids
+            shared = shared_prefixes(keys, lengths, prefixes.tolist() or [0])
+            layout = PackedLayout(
+                lengths,
+                self.device,
+                shared,
+                self.own.attention,
+                self.mesh.tokens,
+                blocks_of(batch) if vision is not None and vision.both_ways != "none" else None,
+                vision is not None and vision.both_ways == "windows",
+            )
         elif len(lengths) > 1:
             raise ValueError("a row of several sequences (an episode by steps) needs a model that can be packed")
         if self.replay is not None:
@@ -262,7 +281,11 @@ class FSDP2Engine:
         token_ids, positions, before, places = (
             to_device(tensor, self.device) for tensor in (token_ids, positions, before, places)
         )
-        return Inputs(token_ids, positions, layout, before), places
+        images = None
+        if vision is not None:
+            kept = torch.arange(len(token_ids)) if layout is None else layout.on_host
+            images = image_inputs(batch, vision, kept).to(self.device)
+        return Inputs(token_ids, positions, layout, before, images), places
 
     def _outputs(self, batch: Batch, objective: Objective) -> Outputs:
         gradient = "entropy" in objective.outputs

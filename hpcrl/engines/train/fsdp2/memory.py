@@ -13,6 +13,7 @@ from hpcrl.engines.train.fsdp2.traffic import step_traffic
 from hpcrl.models.shape import CannotPlanError, ModelShape, Parameter
 from hpcrl.planner.activations import FP32, Tokens, fsdp2_activations, logits_bytes, recomputed_layer, recomputed_scores
 from hpcrl.planner.adapters import trained, with_adapters
+from hpcrl.planner.image_memory import patch_bytes
 from hpcrl.planner.memory_parts import BYTES, PHASES, Change, Part, Phase, PlanRow, samples_of_an_update
 from hpcrl.planner.traffic import Sent, StepWork
 from hpcrl.planner.trainer import forward_parts
@@ -62,7 +63,7 @@ def _filled(columns: int) -> int:
 
 def _has_own_update(config: Config, parameter: Parameter) -> bool:
     """Whether the optimizer updates it as a matrix of a layer, and not with AdamW."""
-    if parameter.layer is None or len(parameter.shape) < 2 or config.trainer.optimizer == "adamw":
+    if not parameter.in_layers or len(parameter.shape) < 2 or config.trainer.optimizer == "adamw":
         return False
     is_large = parameter.size >= MIN_NUMBERS and parameter.size // parameter.shape[0] >= BLOCK
     return is_large or config.trainer.optimizer == "muon"
@@ -94,8 +95,7 @@ def _gathered_numbers(shape: ModelShape, all_at_once: bool) -> int:
     """Numbers of these parameters that a rank has unsharded during computation or gradient reduction."""
     if all_at_once:
         return shape.num_parameters
-    outside = sum(parameter.size for parameter in shape.of_layer(None))
-    layer = max(sum(parameter.size for parameter in shape.of_layer(i)) for i in range(shape.num_layers))
+    layer, outside = shape.gathered_together
     return outside + LAYERS_GATHERED * layer
 
 
@@ -110,7 +110,7 @@ def fsdp2_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]
     if is_unsharded(config, num_ranks):
         return _whole_parts(config, shape)
     trainer, own = config.trainer, config.trainer.section(FSDP2Config)
-    tokens = _tokens(config, samples_of_an_update(config), num_ranks)
+    tokens = _tokens(config, shape, samples_of_an_update(config), num_ranks)
     master, compute = BYTES[config.model.dtype], BYTES[trainer.param_dtype]
     published, shape, shards = _gathered_to_publish(config, shape), shape_of_rank(own, shape), own.num_shards(num_ranks)
     learnt, whole = trained(config, shape), with_adapters(config, shape)
@@ -138,6 +138,7 @@ def fsdp2_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]
         # Gradients are copied into one buffer before the reduction; a single rank has no reduction.
         Part("trainer", "reduction", reduced_numbers * FP32 * (num_ranks > 1), ("update",)),
         Part("trainer", "activations", activations, ("train",)),
+        Part("trainer", "patches", patch_bytes(shape.tower, tokens.of_images, compute), ("train",)),
         Part("trainer", "recomputed layer", recomputed, ("train",)),
         Part("trainer", "recomputed scores", recomputed_scores(shape, tokens), ("train",)),
         Part("trainer", "logits", logits, ("train",)),
@@ -160,7 +161,11 @@ def _gathered_to_publish(config: Config, shape: ModelShape) -> int:
 def _whole_parts(config: Config, shape: ModelShape) -> list[Part]:
     """Parts of the only rank if its parameters are plain tensors."""
     trainer, samples = config.trainer, samples_of_an_update(config)
-    tokens, num_bytes, compute = Tokens.of(config, samples), BYTES[config.model.dtype], BYTES[trainer.param_dtype]
+    tokens, num_bytes, compute = (
+        Tokens.of(config, samples, shape.tower),
+        BYTES[config.model.dtype],
+        BYTES[trainer.param_dtype],
+    )
     learnt = trained(config, shape)
     own, numbers = trainer.section(FSDP2Config), learnt.num_parameters
     activations = fsdp2_activations(shape, tokens, compute, own.activation_checkpointing)
@@ -178,6 +183,7 @@ def _whole_parts(config: Config, shape: ModelShape) -> list[Part]:
         Part("trainer", "gradients", gradients, ("update",)),
         _update_of_a_matrix(config, learnt, 1),
         Part("trainer", "activations", activations, ("train",)),
+        Part("trainer", "patches", patch_bytes(shape.tower, tokens.of_images, compute), ("train",)),
         Part("trainer", "recomputed layer", recomputed, ("train",)),
         Part("trainer", "recomputed scores", recomputed_scores(shape, tokens), ("train",)),
         Part("trainer", "logits", logits, ("train",)),
@@ -198,10 +204,10 @@ def shape_of_rank(own: FSDP2Config, shape: ModelShape) -> ModelShape:
     return dataclasses.replace(shape, parameters=tuple(map(part, shape.parameters)))
 
 
-def _tokens(config: Config, num_samples: int, num_ranks: int) -> Tokens:
+def _tokens(config: Config, shape: ModelShape, num_samples: int, num_ranks: int) -> Tokens:
     """A rank's share of the tokens of its rows' largest micro-batch."""
     width = config.trainer.section(FSDP2Config).ranks_of_a_row
-    return Tokens.of(config, -(-num_samples * width // num_ranks)).shared(width)
+    return Tokens.of(config, -(-num_samples * width // num_ranks), shape.tower).shared(width)
 
 
 def of_other_ranks(own: FSDP2Config, shape: ModelShape, tokens: Tokens, num_bytes: int, num_layers: int) -> int:

@@ -22,13 +22,15 @@ from transformers.utils import logging as transformers_logging
 
 from hpcrl.engines.hf_folder import copy_beside_weights, save_model, write_config
 from hpcrl.engines.train.fsdp2.exchange import assemble
+from hpcrl.engines.train.fsdp2.images import ImageInputs
 from hpcrl.engines.train.fsdp2.logits import Head, token_logprobs
 from hpcrl.engines.train.fsdp2.lora import Adapters
 from hpcrl.engines.train.fsdp2.model_kind import CAUSAL, Kind
-from hpcrl.engines.train.fsdp2.packed_attention import PACKED_ATTENTION, PackedLayout
+from hpcrl.engines.train.fsdp2.packed_attention import PACKED_ATTENTION, PackedLayout, visible_keys
 from hpcrl.engines.train.fsdp2.spec import unpackable
 from hpcrl.engines.train.fsdp2.tensor_parallel import TensorParallel
 from hpcrl.models.rope import rope_types
+from hpcrl.models.vision import BothWays
 from hpcrl.system.files import new_folder
 
 WEIGHT_FILES = (
@@ -46,6 +48,7 @@ class Inputs(NamedTuple):
     positions: Tensor
     layout: PackedLayout | None
     before: Tensor
+    images: ImageInputs | None
 
 
 class PackedCausalLM(nn.Module):
@@ -73,7 +76,9 @@ class PackedCausalLM(nn.Module):
 
     def set_packing(self, packing: bool) -> None:
         """Use attention over packed sequences (True), or the model's own attention over one sequence (False)."""
-        self.hf.set_attn_implementation(PACKED_ATTENTION if packing else self.own_attention)
+        own, text = self.own_attention, PACKED_ATTENTION if packing else self.own_attention
+        parts: dict[str, Any] = {} if self.hf.config.get_text_config() is self.hf.config else self.hf.config.sub_configs
+        self.hf.set_attn_implementation({**dict.fromkeys(parts, own), "text_config": text} if parts else text)
         if self.tensor_parallel_plan is not None:
             self.tensor_parallel_plan.tokens_split = packing
 
@@ -112,6 +117,7 @@ class PackedCausalLM(nn.Module):
         positions: Tensor,
         layout: PackedLayout | None,
         before: Tensor,
+        images: ImageInputs | None,
         targets: Tensor,
         temperature: float,
         entropy: bool,
@@ -119,10 +125,11 @@ class PackedCausalLM(nn.Module):
         """(log-probs, entropies or None), float32 [N], of targets[n] as the token that follows token_ids[before[n]].
 
         token_ids int64 [T] and positions int64 [T] or [T, axes] are concatenated sequences, or one sequence if there is
-        no layout. Collective over the layout's ranks: each rank computes its share and gets all results.
+        no layout. `images` are those of the micro-batch; None if the model takes none. Collective over the layout's
+        ranks: each rank computes its share and gets all results.
         """
         num_targets = len(targets)
-        states, mine = self._states(token_ids, positions, layout, before)
+        states, mine = self._states(token_ids, positions, layout, before, images)
         weight, bias = self.projection()
         logprobs, entropies = token_logprobs(
             states,
@@ -146,7 +153,12 @@ class PackedCausalLM(nn.Module):
         return projection.weight, projection.bias
 
     def _states(
-        self, token_ids: Tensor, positions: Tensor, layout: PackedLayout | None, before: Tensor
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        layout: PackedLayout | None,
+        before: Tensor,
+        images: ImageInputs | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Hidden states [n, h] after this rank's share of the tokens `before`, and the share's indices in `before`, or
         None if the share is all of them."""
@@ -160,8 +172,52 @@ class PackedCausalLM(nn.Module):
             positions = positions[layout.rotated]
         if layout is not None or positions.dim() > 1:
             packed["position_ids"] = positions[None] if positions.dim() == 1 else positions.t()[:, None]
-        hidden = self.hf.base_model(input_ids=token_ids[None], use_cache=False, **packed).last_hidden_state[0]
+        decoder: Any = self.hf.base_model
+        if images is None:
+            packed["input_ids"] = token_ids[None]
+        else:
+            decoder = decoder.get_decoder()
+            packed |= self._seen(token_ids, images)
+            if layout is None and images.numbers is not None:
+                packed["attention_mask"] = self._masks(images.numbers, images.both_ways, packed["inputs_embeds"].dtype)
+        hidden = decoder(use_cache=False, **packed).last_hidden_state[0]
         return hidden.index_select(0, before), mine
+
+    def _masks(self, numbers: Tensor, both_ways: BothWays, dtype: torch.dtype) -> dict[str, Tensor]:
+        """What to add to a sequence's scores [1, 1, T, T] in each kind of layer, so an image's tokens attend to each
+        other in both directions. numbers int64 [T]: as in ImageInputs."""
+        window = getattr(self.hf.config.get_text_config(), "sliding_window", None)
+        images, nothing = numbers[None], torch.full_like(numbers, -1)[None]
+        seen = {
+            "full_attention": visible_keys(images if both_ways == "all" else nothing, None),
+            "sliding_attention": visible_keys(images, window),
+        }
+        return {
+            kind: torch.zeros_like(keys, dtype=dtype).masked_fill(~keys, torch.finfo(dtype).min)
+            for kind, keys in seen.items()
+        }
+
+    def _seen(self, token_ids: Tensor, images: ImageInputs) -> dict[str, Any]:
+        """The decoder's input for tokens of which some are of images."""
+        base: Any = self.hf.base_model
+        output = base.get_image_features(**images.tower)
+        embedded = base.get_input_embeddings()(token_ids)
+        features = torch.cat(tuple(output.pooler_output)).to(embedded.dtype)
+        deep = [torch.cat(parts) for parts in getattr(output, "deepstack_features", None) or ()]
+        # Every parameter is in the graph, also without an image, so all ranks reduce the same gradients.
+        anchor = 0.0 * sum(some.sum() for some in (features, *deep))
+        embedded = embedded.index_copy(0, images.places, features.index_select(0, images.sources)) + anchor
+        given: dict[str, Any] = {"inputs_embeds": embedded[None]}
+        decoder: Any = base.get_decoder()
+        if getattr(decoder, "hidden_size_per_layer_input", None):  # which images lack (Gemma 4)
+            padded = token_ids.index_fill(0, images.places, self.hf.config.get_text_config().pad_token_id)
+            given["per_layer_inputs"] = decoder.get_per_layer_inputs(padded[None], None)
+        if deep:
+            shown = torch.zeros(len(token_ids), dtype=torch.bool, device=token_ids.device)
+            given["visual_pos_masks"] = shown.index_fill(0, images.places, True)[None]
+            order = images.places.argsort()
+            given["deepstack_visual_embeds"] = [some.index_select(0, images.sources[order]) for some in deep]
+        return given
 
     def _forget_lengths(self) -> None:
         """Reset dynamic NTK's state, because transformers uses the maximum length of all earlier forward passes."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 
 class Kind(NamedTuple):
@@ -19,3 +19,4 @@ class Kind(NamedTuple):
 
 
 CAUSAL = Kind()
+SEEING = Kind(AutoModelForImageTextToText, "vision-language model")

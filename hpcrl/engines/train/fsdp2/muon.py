@@ -33,6 +33,11 @@ def orthogonalized(matrices: Tensor) -> Tensor:
 class Muon(ForMatrices):
     """The Muon optimizer. A sharded matrix is gathered and orthogonalized on every rank."""
 
+    @staticmethod
+    def takes(parameter: Tensor) -> bool:
+        """See ForMatrices. The convolution of a vision tower's patches is no stack of matrices."""
+        return parameter.ndim <= 3
+
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         assert parameter.grad is not None
         state, rate, dtype = self.state[parameter], group["lr"], group["dtype"]

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from hpcrl.engines import varlen
-from hpcrl.engines.blocked_attention import causal_attention
+from hpcrl.engines.blocked_attention import causal_attention, masked_attention
 from hpcrl.engines.train.fsdp2.exchange import TokenRanks, heads_to_tokens, tokens_to_heads
 from hpcrl.rollout.device_copies import to_device
 
@@ -77,7 +77,7 @@ class PackedLayout:
     Tokens are split over `ranks`. The first token is repeated until their number divides; no result depends on it.
 
     Attributes:
-        kept: int64 [k], this rank's tokens, in the order of its forward pass.
+        kept: int64 [k], this rank's tokens, in the order of its forward pass; `on_host`: the same on the host.
         rotated: int64, the tokens whose queries and keys this rank computes.
         attention: The preferred kernel (hpcrl.engines.varlen).
     """
@@ -89,15 +89,27 @@ class PackedLayout:
         shared: tuple[Tensor, Tensor] | None = None,
         attention: varlen.Choice = "auto",
         ranks: TokenRanks | None = None,
+        images: Tensor | None = None,
+        only_in_windows: bool = False,
     ):
-        """`shared` comes from shared_prefixes(); without it, every token is packed separately."""
+        """`shared` comes from shared_prefixes(); without it, every token is packed separately.
+
+        Args:
+            images: int64 [T] on the host, a number for each token of an image, equal for tokens that attend to each
+                other in both directions, and -1 for other tokens. None if all tokens attend to earlier ones only.
+            only_in_windows: Whether they do so only in layers with a sliding window.
+        """
         kept, self._places = shared or (torch.arange(sum(lengths)),) * 2
         self._lengths, self._device, self._shares = lengths, device, len(kept) < len(self._places)
         self.attention: varlen.Choice = attention
+        self._slots: tuple[list[Tensor], list[Tensor]] = ([], [])  # per block of `padded`: tokens, and which are real
+        self._only_in_windows = only_in_windows
+        self._images = None if images is None or bool((images < 0).all()) else images
         self.ranks = ranks or TokenRanks()
         self.num_packed, size = len(kept), self.ranks.all.size
         padded = torch.cat([kept, kept[:1].expand(-len(kept) % size)])
-        self.kept = to_device(padded[self.ranks.place :: size], device)
+        self.on_host = padded[self.ranks.place :: size]
+        self.kept = to_device(self.on_host, device)
         self.rotated = to_device(padded[self.ranks.context.rank :: self.ranks.context.size], device)
         self.places = to_device(self._places, device)
 
@@ -109,6 +121,22 @@ class PackedLayout:
             return None, places
         mine = (places % size == self.ranks.place).nonzero()[:, 0]
         return mine, places[mine] // size
+
+    def attends_both_ways(self, window: int | None) -> bool:
+        """Whether some tokens attend to later ones, in a layer with this window."""
+        return self._images is not None and (window is not None or not self._only_in_windows)
+
+    @cached_property
+    def images(self) -> list[Tensor | None]:
+        """Per block of `padded`, int64 [rows, length]: the number of each token's image, -1 for other tokens and for
+        padding; None for a block without images."""
+        if self._images is None:
+            return [None] * len(self.padded[0])
+        found: list[Tensor | None] = []
+        for (rows, length), tokens, real in zip(self.padded[0], *self._slots, strict=True):
+            numbers = self._images[tokens].where(real, -1).view(rows, length)
+            found.append(to_device(numbers, self._device) if bool((numbers >= 0).any()) else None)
+        return found
 
     @cached_property
     def padded(self) -> tuple[list[tuple[int, int]], Shown]:
@@ -132,6 +160,7 @@ class PackedLayout:
             offsets = torch.arange(longest)[None]
             slots.append((first + torch.minimum(offsets, last)).flatten())
             real.append((offsets <= last).flatten())
+        self._slots = slots, real
         return blocks, Shown(self._places[torch.cat(slots)], torch.cat(real), self._device)
 
     @cached_property
@@ -211,7 +240,8 @@ def _attend(
 ) -> Tensor:
     """Attention over all packed tokens: q [K, H, D], k and v [K, KV, D] -> [K, H, D]."""
     sizes = varlen.Setting(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[-1], window, softcap)
-    attend = varlen.find(layout.attention, sizes) if v.shape[-1] == q.shape[-1] else None
+    fits = v.shape[-1] == q.shape[-1] and not layout.attends_both_ways(window)
+    attend = varlen.find(layout.attention, sizes) if fits else None
     if attend is None:
         return by_blocks((q, k, v), layout, scale, window, softcap)
     starts, longest, shown = layout.exact
@@ -230,12 +260,30 @@ def by_blocks(
     outputs = []
     # split, not slices: a split's gradient is one concatenation, but n slices' is n full-size tensors of zeros.
     sizes = [rows * length for rows, length in blocks]
-    for (rows, length), *parts in zip(blocks, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
+    pieces = zip(blocks, layout.images, q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
+    for (rows, length), images, *parts in pieces:
         qb, kb, vb = (x.unflatten(0, (rows, length)).transpose(1, 2) for x in parts)
-        out = causal_attention(qb, kb, vb, scale=scale, window=window, softcap=softcap)
+        if images is None or not layout.attends_both_ways(window):
+            out = causal_attention(qb, kb, vb, scale=scale, window=window, softcap=softcap)
+        else:
+            out = masked_attention(qb, kb, vb, visible_keys(images, window), scale, softcap)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     unpadded: Tensor = _Unpad.apply(outputs[0] if len(outputs) == 1 else torch.cat(outputs), shown)
     return unpadded
+
+
+def visible_keys(images: Tensor, window: int | None) -> Tensor:
+    """bool [rows, 1, length, length]: the keys that each query sees, earlier ones and all of its image. A window limits
+    both.
+
+    Args:
+        images: int64 [rows, length], as in PackedLayout.
+    """
+    length = images.shape[1]
+    everything = torch.ones(length, length, dtype=torch.bool, device=images.device)
+    same = (images[:, :, None] == images[:, None]) & (images[:, :, None] >= 0)
+    seen = everything.tril() | same
+    return (seen if window is None else seen & everything.triu(1 - window))[:, None]
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

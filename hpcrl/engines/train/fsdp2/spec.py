@@ -11,6 +11,7 @@ from hpcrl.models.transformers_models import untrainable
 from hpcrl.spec.division import Division, DivisionError
 from hpcrl.spec.fields import Positive, Section
 from hpcrl.spec.kinds import ADAMW, Spec, TrainEngineSpec
+from hpcrl.spec.media import IMAGE
 from hpcrl.spec.problems import Problem, engine_problem
 
 AT = ("trainer", "fsdp2")
@@ -172,6 +173,7 @@ SPEC = TrainEngineSpec(
     make="hpcrl.engines.train.fsdp2.engine:make",
     section=FSDP2Config,
     division=divide,
+    media=frozenset({IMAGE}),
     check=_check,
     resume_keys=(
         "attention",
@@ -189,6 +191,7 @@ SPEC = TrainEngineSpec(
     deterministic=True,
     optimizers=ADAMW | OPTIMIZERS,
     float32_head=True,
+    freezes=True,
     lora=True,
     make_critic="hpcrl.engines.train.fsdp2.critic:make",
     router_replay=True,

@@ -26,6 +26,14 @@ from hpcrl.engines.train.fsdp2.exchange import Axis, gather_tokens, sum_tokens
 
 EXPERTS = "moe_tp_experts"
 WHOLE = {"replicated_with_grad_allreduce", "embedding_rowwise"}
+_LAYERS = "model.language_model.layers.*"
+ADDED: dict[str, dict[str, str]] = {
+    "qwen3_vl": {f"{_LAYERS}.self_attn.{name}_proj": "colwise" for name in "qkv"}
+    | {f"{_LAYERS}.self_attn.o_proj": "rowwise", f"{_LAYERS}.mlp.down_proj": "rowwise"}
+    | {f"{_LAYERS}.mlp.{name}_proj": "colwise" for name in ("gate", "up")},
+    "qwen3_vl_moe": {f"{_LAYERS}.mlp.experts": EXPERTS},
+}
+"""Entries of the plans of Qwen3 and Qwen3-MoE that transformers' plans for these model_types lack."""
 
 
 class TensorParallel:
@@ -62,7 +70,7 @@ class TensorParallel:
 
     def _styles(self, hf: PreTrainedModel) -> Iterator[tuple[str, str]]:
         """(module name, style) of the modules to change."""
-        plan: dict[str, str] = hf.tp_plan
+        plan = hf.tp_plan | ADDED.get(self._kind, {})
         experts = tuple(f"{key}." for key, style in plan.items() if style == EXPERTS)
         head = next((name for name, module in hf.named_modules() if module is hf.get_output_embeddings()), None)
         for name, _ in hf.named_modules():

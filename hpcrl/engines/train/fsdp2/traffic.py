@@ -35,7 +35,7 @@ def step_traffic(config: Config, part: ModelShape, num_ranks: int, work: StepWor
     whole, learnt = with_adapters(config, part), trained(config, part)
     gathers, reductions = whole.num_parameters, learnt.num_parameters
     if not at_once:
-        outside = sum(parameter.size for parameter in whole.of_layer(None))
+        _, outside = whole.gathered_together
         gathers = work.num_micro_batches * (2 * gathers - outside)
         reductions *= work.num_micro_batches
     yield from exchanged("parameters", "all_gather", gathers * compute, shards)
@@ -44,7 +44,7 @@ def step_traffic(config: Config, part: ModelShape, num_ranks: int, work: StepWor
     common = sum(parameter.size for parameter in learnt.parameters if parameter.split in ("whole", "vocabulary"))
     yield from exchanged("gradients", "all_reduce", common * BYTES[config.model.dtype] // shards, tensor)
     if config.trainer.optimizer == "muon":
-        matrices = sum(p.size for p in learnt.parameters if p.layer is not None and len(p.shape) >= 2)
+        matrices = sum(p.size for p in learnt.parameters if p.in_layers and len(p.shape) >= 2)
         yield from exchanged("matrices for Muon", "all_gather", matrices * compute, shards)
     yield from _activations(own, part, work.num_tokens, compute)
 

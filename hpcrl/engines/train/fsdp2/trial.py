@@ -191,5 +191,5 @@ def run(model: PackedCausalLM, rows: list[Tensor], layout: PackedLayout | None) 
     tokens = torch.cat(rows)
     positions = torch.cat([torch.arange(len(s), device=tokens.device) for s in rows])
     targets = (positions > 0).nonzero()[:, 0]
-    logprobs: Tensor = model(tokens, positions, layout, targets - 1, tokens[targets], 1.0, False)[0]
+    logprobs: Tensor = model(tokens, positions, layout, targets - 1, None, tokens[targets], 1.0, False)[0]
     return logprobs

@@ -1,0 +1,56 @@
+"""Finds rows whose images a run could not use, from the heads of their files, and counts the images' tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hpcrl.data.media import MAX_PIXEL_BYTES, ImageFile
+from hpcrl.data.pictures import size_of
+from hpcrl.data.rows import ChecksRows, Row
+from hpcrl.models.vision import Vision
+
+REMEDY = "lower data.max_pixels, or leave the row out"
+
+
+class ImageCheck:
+    """Checks images' sizes, and what another check finds in a row. After the scan, `most_tokens` has the tokens of a
+    row's images at most.
+
+    Args:
+        max_tokens: Maximum tokens of a row's images.
+        limited_by: Key of this limit.
+        other: Applied first.
+    """
+
+    def __init__(self, vision: Vision, max_tokens: int, limited_by: str, other: ChecksRows | None = None):
+        self._vision, self._max_tokens, self._limited_by, self._other = vision, max_tokens, limited_by, other
+        self.most_tokens = 0
+
+    def problem_of(self, row: Row, where: str) -> str:
+        """Why a row's images cannot be used, in one line; empty if they can."""
+        found = self._other.problem_of(row, where) if self._other is not None else ""
+        return found or self._too_large(row.images, where)
+
+    def _too_large(self, images: Sequence[ImageFile], where: str) -> str:
+        total, num_bytes = 0, 0
+        for image in images:
+            try:
+                own = size_of(image.content if image.content is not None else image.path)
+                tiles = [tile.size for tile in self._vision.tiles(*own)]
+            except ValueError as error:
+                return f"{image.place}: {error}"
+            except OSError as error:
+                return f"{image.place}: {image.path} cannot be read: {error.strerror or error}"
+            tokens = sum(self._vision.num_tokens(*size) for size in tiles)
+            if tokens > self._max_tokens:
+                size = f"the image of {own[0]} x {own[1]} pixels has {tokens} tokens"
+                return f"{image.place}: {size}, more than {self._limited_by}={self._max_tokens}; {REMEDY}"
+            total, num_bytes = total + tokens, num_bytes + sum(3 * width * height for width, height in tiles)
+        if total > self._max_tokens:
+            size = f"the row's {len(images)} images have {total} tokens"
+            return f"{where}: {size}, more than {self._limited_by}={self._max_tokens}; {REMEDY}"
+        if num_bytes > MAX_PIXEL_BYTES:
+            size = f"the row's {len(images)} images have more than {MAX_PIXEL_BYTES >> 20} MiB of pixels"
+            return f"{where}: {size}, which are sent with the prompt; {REMEDY}"
+        self.most_tokens = max(self.most_tokens, total)
+        return ""

@@ -1,0 +1,134 @@
+"""Images in a rank's memory: their tokens in a row, the vision tower's activations, and pixels in host memory.
+
+The sums follow transformers' towers operation by operation, as in hpcrl.planner.activations. A tower computes a
+micro-batch's images in one call before the decoder, so its activations are kept together with the decoder's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from hpcrl.cluster.layout import RoleLayout
+from hpcrl.config import Config, RoleName
+from hpcrl.models.families import largest_image
+from hpcrl.models.shape import ModelShape
+from hpcrl.models.tower import Tower
+from hpcrl.planner.memory_parts import Part, samples_of_a_step
+
+FP32 = 4
+INDEX = 8
+
+
+def image_tokens_of_row(config: Config, tower: Tower | None) -> int:
+    """Tokens of a row's images at most: as counted where the rows are known; else one image of the largest size per
+    prompt and, in an environment, per turn."""
+    if tower is None:
+        return 0
+    if tower.row_tokens is not None:
+        return tower.row_tokens
+    return min(config.max_turns * image_limit(config, tower), config.max_row_tokens)
+
+
+def with_row_tokens(shape: ModelShape, row_tokens: int | None) -> ModelShape:
+    """The shape with the number of image tokens that the rows have at most; None if they are not known."""
+    return replace(shape, tower=replace(shape.tower, row_tokens=row_tokens)) if shape.tower is not None else shape
+
+
+def image_limit(config: Config, tower: Tower) -> int:
+    """Tokens of an image at most."""
+    path = Path(config.model.path) if config.model.path is not None else None
+    limits = [limit for limit in (config.data.max_pixels, largest_image(path)) if limit is not None]
+    tokens = [max(1, limit // (tower.patches * tower.patch_size**2)) for limit in limits]
+    return min([config.data.max_prompt_tokens, *tokens])
+
+
+def tower_activations(tower: Tower | None, num_tokens: int, num_bytes: int, checkpointing: bool) -> int:
+    """Bytes kept for the backward pass of images with this many tokens. With activation checkpointing, each block keeps
+    only its input."""
+    if tower is None:
+        return 0
+    hidden = tower.hidden_size
+    outside = tower.patch_values * num_bytes
+    outside += 2 * hidden // tower.num_heads * FP32  # cosines and sines
+    outside += 4 * (INDEX + FP32) * (tower.num_positions > 0)  # four positions per patch, and their shares
+    # The first merger's input is the last block's output; the other mergers read inputs of blocks.
+    outside += tower.num_mergers * (_norm(tower, num_bytes) + 3 * hidden * num_bytes)
+    outside -= (tower.num_mergers - 1) * hidden * num_bytes
+    blocks = tower.depth * (hidden * num_bytes if checkpointing else _block(tower, num_bytes))
+    return num_tokens * tower.patches * (outside + blocks)
+
+
+def patch_bytes(tower: Tower | None, num_tokens: int, num_bytes: int) -> int:
+    """Bytes of the tower's input in fp32, which a step holds beside its copy in another compute dtype."""
+    return num_tokens * tower.patches * tower.patch_values * FP32 * (num_bytes < FP32) if tower is not None else 0
+
+
+def recomputed_block(tower: Tower | None, num_tokens: int, num_bytes: int) -> int:
+    """Bytes of the block that is recomputed in the backward pass, and of the gradients of two of its widest tensors."""
+    if tower is None:
+        return 0
+    widest = max(tower.intermediate_size, 3 * tower.hidden_size)
+    return num_tokens * tower.patches * (_block(tower, num_bytes) + 2 * widest * num_bytes)
+
+
+def tower_forward(tower: Tower | None, num_tokens: int, num_bytes: int) -> int:
+    """Peak bytes of a forward pass of which nothing is kept: the patches, and learned positions, four of which are
+    mixed per patch, or a block's attention, with queries and keys rotated in fp32, or its feed-forward layer."""
+    if tower is None:
+        return 0
+    hidden = tower.hidden_size
+    convolved = tower.patch_values * num_bytes * (num_bytes < FP32) + hidden * num_bytes
+    placed = 13 * hidden * num_bytes * (tower.num_positions > 0)
+    rotation = 2 * hidden // tower.num_heads * FP32
+    attended = rotation + 6 * hidden * num_bytes + 4 * hidden * FP32
+    fed = rotation + 2 * hidden * num_bytes + (3 if tower.gated else 2) * tower.intermediate_size * num_bytes
+    return num_tokens * tower.patches * (tower.patch_values * FP32 + max(convolved, placed, attended, fed))
+
+
+def feature_bytes(tower: Tower | None, num_tokens: int, num_bytes: int) -> int:
+    """Bytes of the features of images with this many tokens."""
+    return num_tokens * tower.num_mergers * tower.out_size * num_bytes if tower is not None else 0
+
+
+def _norm(tower: Tower, num_bytes: int) -> int:
+    """Bytes per patch: RMSNorm's input in fp32, its result and scale; LayerNorm's input, mean and scale."""
+    hidden = tower.hidden_size
+    return hidden * (FP32 + num_bytes) + FP32 if tower.gated else hidden * num_bytes + 2 * FP32
+
+
+def _block(tower: Tower, num_bytes: int) -> int:
+    """Bytes per patch. Values are a view into the joint result for queries, keys and values, of which queries and keys
+    are rotated copies; the results of separate images are joined in a further copy."""
+    hidden, inner = tower.hidden_size, tower.intermediate_size
+    kept = 2 * _norm(tower, num_bytes)
+    kept += 2 * hidden * num_bytes  # input of attention and of the feed-forward layer
+    kept += (3 + 2 + 2) * hidden * num_bytes + FP32 * tower.num_heads
+    return kept + (4 if tower.gated else 2) * inner * num_bytes
+
+
+def pixel_parts(config: Config, layout: RoleLayout, shape: ModelShape, role: RoleName) -> Iterator[Part]:
+    """Host memory of a trainer or generator rank for the pixels of a step's images. Rows of a prompt share its pixels;
+    an environment's observations differ. Trainers hold them twice while a batch is assembled."""
+    row, samples = _row_pixels(config, shape), samples_of_a_step(config)
+    different = samples if config.envs or not config.learns_from_rewards else config.rollout.num_prompts
+    if role == "trainer" and config.learns:
+        rows = -(-samples // len(layout.division("trainer").groups))
+        yield Part("trainer", "pixels", 2 * min(rows, different) * row, on_host=True)
+    if role == "generator" and layout.replicas:
+        rows = -(-samples // len(layout.replicas))
+        yield Part("generator", "pixels", min(rows, different) * row, on_host=True)
+
+
+def controller_pixels(config: Config, shape: ModelShape) -> int:
+    """Host memory of the controller for the pixels of the prompts of a step, and of evaluation."""
+    prompts = config.eval.num_prompts * config.evaluates
+    if config.generates:
+        prompts += config.rollout.num_prompts + config.rollout.extra_prompts
+    return prompts * _row_pixels(config, shape)
+
+
+def _row_pixels(config: Config, shape: ModelShape) -> int:
+    tokens = image_tokens_of_row(config, shape.tower)
+    return tokens * shape.tower.pixel_bytes if shape.tower is not None else 0

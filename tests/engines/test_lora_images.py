@@ -1,0 +1,86 @@
+"""Adapters in the decoder of a vision-language model: training, export, and log-probs of the native generator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from hpcrl.config import LoRAConfig
+from hpcrl.engines.gen.native.engine import NativeEngine
+from hpcrl.rollout.batch import Batch, batch_from_samples
+from hpcrl.rollout.types import FinishReason, Sample
+from hpcrl.spec.image_rows import image_rows
+from hpcrl.spec.media import IMAGES
+from tests.engines.test_images_on_ranks import STEPS, batch_for, engine_of, stepped
+from tests.engines.test_native_images import generated, requests_of, vision_of
+from tests.vlm import make_vlm
+
+pytestmark = pytest.mark.numerics
+
+LORA = LoRAConfig(rank=3, alpha=6.0)
+PLAN = [[0, 1, 2], [3, 4]]
+
+
+def worst(some: Tensor, others: Tensor) -> float:
+    return float((some - others).abs().max())
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl_moe"])
+def test_adapters_are_trained_and_merged(family: str, tmp_path: Path, world_of_one: None) -> None:
+    folder = make_vlm(family, tmp_path / "model")
+    whole, trainer = batch_for(folder), engine_of(folder, lora=LORA, **STEPS)
+    base = engine_of(folder).logprobs(whole, PLAN, 1.0)
+    assert worst(trainer.logprobs(whole, PLAN, 1.0), base) < 2e-5  # adapters begin as zero
+    names = trainer.weights.names
+    assert names and all(name.startswith("model.language_model.layers.") for name in names), "none in the tower"
+    stepped(trainer, whole)
+    got = trainer.logprobs(whole, PLAN, 1.0)
+    assert worst(got, base) > 0.1 and worst(trainer.reference_logprobs(whole, PLAN, 1.0), base) < 2e-5
+    trainer.export_hf(tmp_path / "out")
+    assert worst(engine_of(tmp_path / "out").logprobs(whole, PLAN, 1.0), got) < 2e-5
+
+
+def test_a_target_of_the_tower_is_refused(tmp_path: Path, world_of_one: None) -> None:
+    folder = make_vlm("qwen2_5_vl", tmp_path / "model")
+    with pytest.raises(ValueError, match="target_modules: qkv: the model has none, whose linear layers are q_proj, "):
+        engine_of(folder, lora=LoRAConfig(rank=3, target_modules=["qkv"]))
+
+
+def test_the_native_generator_has_the_log_probs_of_the_trainer(tmp_path: Path, world_of_one: None) -> None:
+    folder = make_vlm("qwen2_5_vl", tmp_path / "model")
+    whole, trainer = batch_for(folder), engine_of(folder, lora=LORA, **STEPS)
+    stepped(trainer, whole)
+    sizes = {"max_num_seqs": 8, "max_length": 128, "dtype": torch.float32, "block_tokens": 4}
+    generator = NativeEngine(folder, lora=LORA, load=False, **sizes)
+    generator.load_weights(trainer.named_weights(), 1)
+    batch = _answered(folder, generator)
+    assert worst(trainer.logprobs(batch, PLAN, 1.0), batch.gen_logprobs) < 2e-5
+    assert worst(trainer.reference_logprobs(batch, PLAN, 1.0), batch.gen_logprobs) > 0.1
+
+
+def _answered(folder: Path, generator: NativeEngine) -> Batch:
+    """The responses to requests with and without images."""
+    vision = vision_of(folder)
+    assert vision is not None
+    requests, samples = requests_of(vision), []
+    outputs = generated(generator, requests)
+    for asked in requests:
+        output, prompt = outputs[asked.id], np.zeros(len(asked.prompt_ids), np.float32)
+        mask = np.arange(len(prompt) + len(output.token_ids)) >= len(prompt)
+        made = Sample(
+            asked.id << 24,
+            FinishReason.LENGTH,
+            token_ids=np.concatenate([asked.prompt_ids, output.token_ids]).astype(np.int32),
+            loss_mask=mask,
+            gen_logprobs=np.concatenate([prompt, output.gen_logprobs]).astype(np.float32),
+            versions=np.where(mask, 1, -1).astype(np.int32),
+            turn_ids=np.where(mask, 0, -1).astype(np.int32),
+        )
+        made.put(IMAGES.name, image_rows(asked.media))
+        made.pictures = {medium.digest: medium.content for medium in asked.media}
+        samples.append(made)
+    return batch_from_samples(samples, list(range(len(samples)))).check()

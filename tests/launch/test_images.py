@@ -1,0 +1,128 @@
+"""Images that a run could not use are refused before the start, with file and row."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from hpcrl.launch.__main__ import main
+from hpcrl.system.exit_codes import ExitCode
+
+SEEING = "model.tiny.architecture=qwen2_5_vl"
+"""Its images have at most 64 tokens of 28 x 28 pixels."""
+WORDS = ["data.max_prompt_tokens=40", "rollout.max_new_tokens=3", "reward.default.name=exact_match", "run_dir=run"]
+WORDS += ["dry_run=true"]
+
+
+@pytest.fixture
+def at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name, (width, height) in {"small": (28, 28), "tall": (28, 56), "large": (280, 280)}.items():
+        pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / f"{name}.png")
+    sideways = Image.Exif()
+    sideways[0x0112] = 6
+    Image.new("RGB", (28 * 6, 28)).save(tmp_path / "sideways.jpg", exif=sideways)
+    (tmp_path / "half.png").write_bytes((tmp_path / "large.png").read_bytes()[:20])
+    return tmp_path
+
+
+def row(*images: str) -> dict[str, Any]:
+    return {"prompt": "what?", "answer": "2", "images": list(images)} if images else {"prompt": "1+1", "answer": "2"}
+
+
+def start(at: Path, *rows: dict[str, Any], words: tuple[str, ...] = (SEEING,)) -> ExitCode:
+    """The exit code of a start on these rows, of which the first has no image."""
+    lines = [json.dumps(line) for line in (row(), *rows)]
+    (at / "rows.jsonl").write_text("\n".join(lines))
+    return ExitCode(main(["data.train=rows.jsonl", *WORDS, *words]))
+
+
+MANY = "lower data.max_pixels, or leave the row out"
+BAD = {
+    "too large": (
+        ("large.png",),
+        f"images[0]: the image of 280 x 280 pixels has 64 tokens, more than data.max_prompt_tokens=40; {MANY}",
+    ),
+    "too many": (
+        ("small.png",) * 200,
+        f"the row's 200 images have 200 tokens, more than data.max_prompt_tokens=40; {MANY}",
+    ),
+    "cut off": (
+        ("small.png", "half.png"),
+        "images[1]: it cannot be decoded: ",
+    ),
+    "missing": (("none.png",), "images[0]: none.png cannot be read: No such file or directory"),
+}
+
+
+@pytest.mark.parametrize(("images", "said"), BAD.values(), ids=BAD)
+def test_a_row_with_unusable_images_is_refused(
+    images: tuple[str, ...], said: str, at: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert start(at, row("small.png"), row(*images)) == ExitCode.BAD_INPUT
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"rows.jsonl:3: {said}"), line
+
+
+def test_more_pixels_than_a_message_holds_are_refused(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """224 x 224 pixels, the most of the tiny model, have 147 KiB: 168 such images are more than 24 MiB."""
+    words = (SEEING, "data.max_prompt_tokens=20000", "model.tiny.max_position_embeddings=32768")
+    assert start(at, row(*["large.png"] * 168), words=words) == ExitCode.BAD_INPUT
+    (line,) = capsys.readouterr().err.splitlines()
+    assert (
+        line
+        == f"rows.jsonl:2: the row's 168 images have more than 24 MiB of pixels, which are sent with the prompt; {MANY}"
+    )
+    assert start(at, row(*["large.png"] * 167), words=words) == ExitCode.DONE
+
+
+def test_a_limit_of_pixels_makes_images_fit_and_shows_in_the_plan(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """28 x 28 x 10 pixels are ten tokens at most: 9 of the square image, 2 of the tall one; 6 lie sideways."""
+    assert start(at, row("large.png", "tall.png"), words=(SEEING, "data.max_pixels=7840")) == ExitCode.DONE
+    assert "at most 11 tokens, 8,624 pixels a row, as counted in data.train" in capsys.readouterr().out
+    assert start(at, row("sideways.jpg"), row("tall.png")) == ExitCode.DONE
+    assert "at most 6 tokens" in capsys.readouterr().out
+    assert start(at, row("tall.png"), words=(SEEING, "data.max_pixels=700")) == ExitCode.BAD_INPUT
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("data.max_pixels: 700, but the model's smallest image has 784 pixels"), line
+
+
+def test_a_model_that_takes_images_needs_none(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert start(at, row()) == ExitCode.DONE
+    assert "at most 0 tokens, 0 pixels a row, as counted in data.train" in capsys.readouterr().out
+
+
+def test_a_model_of_texts_is_refused_with_images(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert start(at, row("small.png"), row("small.png"), words=()) == ExitCode.BAD_INPUT
+    (line,) = capsys.readouterr().err.splitlines()
+    said = "rows.jsonl:2: the row has images, which model.tiny.architecture=qwen2 does not take; use a model with "
+    assert line.startswith(said), line
+
+
+@pytest.mark.parametrize(
+    "env", ["{name: sokoban, options: {show: image}}", "{name: frozen_lake, options: {show: image}}"]
+)
+def test_an_environment_that_shows_images_needs_a_model_that_takes_them(
+    env: str, at: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "pipeline=agentic",
+        "data.train=env:default",
+        f"+env.default={env}",
+        "data.max_prompt_tokens=500",
+        "run_dir=run",
+    ]
+    assert main([*words, "dry_run=true"]) == ExitCode.BAD_INPUT
+    (line,) = capsys.readouterr().err.splitlines()
+    said = " shows images, which model.tiny.architecture=qwen2 does not take; use a model with model_type qwen2_5_vl, "
+    assert line.startswith("env.default.options: ") and said in line and ", or let it show text" in line, line
+    assert main([*words, SEEING, "dry_run=true"]) == ExitCode.DONE
+    assert main([*words, SEEING, "generator.engine=sglang", "dry_run=true"]) == ExitCode.BAD_INPUT
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "shows images, which the sglang generator does not take; use generator.engine=native" in line, line
