@@ -20,6 +20,7 @@ from hpcrl.algorithms.advantage_estimator import ReturnsAdvantage, clip
 from hpcrl.algorithms.interface import AllSum, RewardTable
 from hpcrl.algorithms.spec import TurnLoss
 from hpcrl.rollout.batch import Batch
+from hpcrl.rollout.batch_images import keys_of
 
 MAX_LOG_TURNS = 16
 """Logarithm of a number that no episode's turns reach."""
@@ -126,11 +127,12 @@ def turn_states(batch: Batch) -> Tensor:
 
 
 def _hashes(batch: Batch, shown: Tensor) -> Tensor:
-    """int64 [n]: a hash of the tokens before each turn that are marked in `shown`, bool [T]."""
+    """int64 [n]: a hash of the tokens and images before each turn that are marked in `shown`, bool [T]."""
+    keys = batch.token_ids if batch.images is None else keys_of(batch)
     starts, at = batch.cu_turns, shown.nonzero()[:, 0]
     rows, turn = batch.row_ids[at], batch.turn_ids[at].long() + 1
     precedes = turn < starts.diff()[rows]  # else no model token follows
-    tokens, at = batch.token_ids[at[precedes]].long(), (starts[rows] + turn)[precedes]
+    tokens, at = keys[at[precedes]].long(), (starts[rows] + turn)[precedes]
     begins = torch.ones_like(at, dtype=torch.bool)
     begins[1:] = at[1:] != at[:-1]
     counter = torch.arange(len(at), device=at.device)

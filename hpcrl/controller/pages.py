@@ -8,13 +8,14 @@ import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from hpcrl.rollout.pictures import thumbnail
 from hpcrl.spec.media import Medium
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MAX_SIDE, MIN_SIDE = 512, 112
-"""A page's copy of an image is shrunk to this many pixels, or enlarged by a whole factor."""
+MIN_SIDE = 112
+"""A page's copy of a smaller image is enlarged by a whole factor, to about this many pixels."""
 PAGE = """<!DOCTYPE html>
 <html><head><meta charset="utf-8"><title>{title}</title>
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
@@ -51,8 +52,7 @@ def small(medium: Medium) -> Image:
     """An image of a prompt or observation in a size for pages."""
     from PIL import Image
 
-    image = Image.fromarray(medium.pixels)
+    image = Image.fromarray(thumbnail(medium).pixels)
     if (factor := MIN_SIDE // max(image.size)) > 1:
         return image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
-    image.thumbnail((MAX_SIDE, MAX_SIDE))
     return image

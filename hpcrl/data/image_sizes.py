@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from hpcrl.data.media import MAX_PIXEL_BYTES, ImageFile
@@ -9,7 +10,7 @@ from hpcrl.data.pictures import size_of
 from hpcrl.data.rows import ChecksRows, Row
 from hpcrl.models.vision import Vision
 
-REMEDY = "lower data.max_pixels, or leave the row out"
+REMEDY = "raise the limit, lower data.max_pixels, or leave the row out (data.overlong_prompts=drop)"
 
 
 class ImageCheck:
@@ -17,13 +18,17 @@ class ImageCheck:
     row's images at most.
 
     Args:
-        max_tokens: Maximum tokens of a row's images.
+        max_tokens: Maximum tokens of a row's images; None: unlimited.
         limited_by: Key of this limit.
+        drops: Whether the run drops rows above the limit, as it does with longer texts.
         other: Applied first.
     """
 
-    def __init__(self, vision: Vision, max_tokens: int, limited_by: str, other: ChecksRows | None = None):
-        self._vision, self._max_tokens, self._limited_by, self._other = vision, max_tokens, limited_by, other
+    def __init__(
+        self, vision: Vision, max_tokens: int | None, limited_by: str, drops: bool, other: ChecksRows | None = None
+    ):
+        self._vision, self._limited_by, self._drops, self._other = vision, limited_by, drops, other
+        self._max_tokens = math.inf if max_tokens is None else max_tokens
         self.most_tokens = 0
 
     def problem_of(self, row: Row, where: str) -> str:
@@ -42,15 +47,17 @@ class ImageCheck:
             except OSError as error:
                 return f"{image.place}: {image.path} cannot be read: {error.strerror or error}"
             tokens = sum(self._vision.num_tokens(*size) for size in tiles)
-            if tokens > self._max_tokens:
+            if tokens > self._max_tokens and not self._drops:
                 size = f"the image of {own[0]} x {own[1]} pixels has {tokens} tokens"
                 return f"{image.place}: {size}, more than {self._limited_by}={self._max_tokens}; {REMEDY}"
             total, num_bytes = total + tokens, num_bytes + sum(3 * width * height for width, height in tiles)
         if total > self._max_tokens:
+            if self._drops:
+                return ""
             size = f"the row's {len(images)} images have {total} tokens"
             return f"{where}: {size}, more than {self._limited_by}={self._max_tokens}; {REMEDY}"
         if num_bytes > MAX_PIXEL_BYTES:
             size = f"the row's {len(images)} images have more than {MAX_PIXEL_BYTES >> 20} MiB of pixels"
-            return f"{where}: {size}, which are sent with the prompt; {REMEDY}"
+            return f"{where}: {size}, which are sent with the prompt; lower data.max_pixels, or leave the row out"
         self.most_tokens = max(self.most_tokens, total)
         return ""

@@ -22,6 +22,8 @@ MAX_FILE_BYTES = 64 << 20
 """Limit for the image files of a row."""
 MAX_PIXEL_BYTES = 24 << 20
 """Limit for the pixels of a row's images, which are sent in one message with it (hpcrl.data.rows.MAX_ROW_BYTES)."""
+MAX_PATH_CHARS = 400
+"""Characters of a path in an error."""
 COLUMN_MARK = "\ue002"
 """IMAGE_MARK of a column's image, until the order of a row's images is known."""
 MARKS = re.compile(f"[{IMAGE_MARK}{COLUMN_MARK}]")
@@ -59,7 +61,7 @@ def image_column(raw: dict[str, Any]) -> str | None:
     if raw.get("images"):
         return "images"
     image = raw.get("image")
-    is_image = image and (not isinstance(image, str) or image.lower().endswith(NAMES))
+    is_image = image and (not isinstance(image, str) or image.lower().endswith(NAMES) or image.startswith("data:"))
     return "image" if is_image else None
 
 
@@ -88,6 +90,8 @@ def place_images(messages: Messages, inside: list[ImagePart], column: list[Image
         if len(column) != places:
             raise BadRow(f"{where}: {len(column)} images for {places} image parts without content")
         return found
+    for message in messages:
+        message["content"] = message["content"] and message["content"].replace(COLUMN_MARK, "")
     asking = [message for message in messages if message["role"] == "user"]
     written = sum(message["content"].count(WRITTEN_MARK) for message in asking) if column else 0
     if written not in (0, len(column)):
@@ -158,13 +162,18 @@ def _image(given: Any, place: str, folder: Path) -> ImageFile:
     if isinstance(content, bytes) and content:
         image = ImageFile(place, content=content)
     elif isinstance(path, str) and path and content is None:
-        image = ImageFile(place, folder / Path(path).expanduser())
+        try:
+            image = ImageFile(place, folder / Path(path).expanduser())
+        except RuntimeError as error:  # of a user without a home
+            raise BadRow(f"{place}: {path[:MAX_PATH_CHARS]!r} is no file's path: {error}") from error
     else:
         raise BadRow(f"{place} must be a file's path, a data URL, or bytes of a parquet or Arrow file")
     try:
         known = image.beginning().startswith(BEGINNINGS)
     except OSError as error:
-        raise BadRow(f"{place}: {image.path} cannot be read: {error.strerror}") from error
+        raise BadRow(f"{place}: {str(image.path)[:MAX_PATH_CHARS]} cannot be read: {error.strerror}") from error
+    except ValueError as error:  # a null byte
+        raise BadRow(f"{place}: {str(image.path)[:MAX_PATH_CHARS]!r} is no file's path: {error}") from error
     if not known:
         known_names = ", ".join(name[1:] for name in NAMES)
         raise BadRow(f"{place}: the content begins like none of {known_names}; store the image file itself")

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -36,17 +37,27 @@ def read_picture(content: bytes, vision: Vision) -> list[Medium]:
     """Decode an image file and make of it what a model sees: one image, or parts and all of it (Vision.tiles). Their
     tokens have no place yet. ValueError states why the model cannot get it."""
     image = decode(content)
-    return [_shown(image, tile, vision) for tile in vision.tiles(image.width, image.height)]
+    resized: dict[tuple[tuple[int, int], ...], Image.Image] = {(): image}  # a picture's parts have common sizes
+    found = []
+    for tile in vision.tiles(image.width, image.height):
+        for number, size in enumerate(tile.sizes):
+            before, now = tile.sizes[:number], tile.sizes[: number + 1]
+            if now not in resized:
+                resized[now] = _resized(resized[before], size, vision)
+        found.append(_shown(resized[tile.sizes], tile, vision))
+    return found
+
+
+def _resized(image: Image.Image, size: tuple[int, int], vision: Vision) -> Image.Image:
+    return image if image.size == size else image.resize(size, Image.Resampling(vision.resample))
 
 
 def _shown(image: Image.Image, tile: Tile, vision: Vision) -> Medium:
-    for size in tile.sizes:
-        if image.size != size:
-            image = image.resize(size, Image.Resampling(vision.resample))
     if tile.box is not None:
         image = image.crop(tile.box)
     length = vision.num_tokens(image.width, image.height)
-    return Medium(IMAGE, image.tobytes(), image.width, image.height, length=length, row=tile.row, column=tile.column)
+    made = Medium(IMAGE, image.tobytes(), image.width, image.height, length=length, row=tile.row, column=tile.column)
+    return msgspec.structs.replace(made, sha256=made.digest)
 
 
 def size_of(file: bytes | Path) -> tuple[int, int]:

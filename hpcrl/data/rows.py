@@ -22,7 +22,7 @@ from hpcrl.data.media import ImageFile, image_column, images_of, place_images, r
 from hpcrl.data.messages import ImagePart, Messages, one_turn, read_messages, read_tools
 from hpcrl.data.places import open_table
 from hpcrl.data.tasks import Split
-from hpcrl.spec.media import IMAGE
+from hpcrl.spec.media import IMAGE, IMAGE_MARK
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +117,7 @@ def _with_context(messages: Messages, raw: dict[str, Any], key: str, where: str)
     if key not in ("conversations", "instruction"):
         return messages
     if key == "instruction" and isinstance(given := raw.get("input"), str) and given.strip():
+        given = given.replace(IMAGE_MARK, "")
         messages = [{**messages[0], "content": f"{messages[0]['content']}\n{given}"}, *messages[1:]]
     if past := raw.get("history"):
         try:
@@ -126,7 +127,7 @@ def _with_context(messages: Messages, raw: dict[str, Any], key: str, where: str)
         past = [{"role": role, "content": text} for role, text in turns]
         messages = [*read_messages(past, where, "history"), *messages]
     if isinstance(system := raw.get("system"), str) and system and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": system}, *messages]
+        messages = [{"role": "system", "content": system.replace(IMAGE_MARK, "")}, *messages]
     return messages
 
 

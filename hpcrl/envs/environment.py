@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from PIL import Image
 
-from hpcrl.data.messages import IMAGE_MARK, WRITTEN_MARK
+from hpcrl.spec.media import IMAGE_MARK, WRITTEN_MARK, Medium
 
 Observation = str | list[dict[str, Any]]
 """Text, which becomes a user message, or messages in chat form: {"role": "tool", "content": "..."}. A message may have
@@ -205,13 +205,17 @@ def cut(observation: Observation, most_chars: int) -> Observation:
 
 
 def _cut_content(message: Mapping[str, Any], most_chars: int) -> str:
-    """The message's text cut to most_chars, in which the mark of an image counts as one character. Marks in the omitted
-    middle precede the note about it."""
+    """The message's text cut to most_chars, in which the mark of an image counts as one character: `<image>`, or
+    IMAGE_MARK where images are decoded. Marks in the omitted middle precede the note about it."""
     text: str = message["content"]
     if not message.get("images"):
         return shortened(text, most_chars)
-    marked = text.replace(IMAGE_MARK, "").replace(WRITTEN_MARK, IMAGE_MARK)  # no cut through a mark
+    decoded = isinstance(message["images"][0], Medium)
+    marked = (
+        text if decoded else text.replace(IMAGE_MARK, "").replace(WRITTEN_MARK, IMAGE_MARK)
+    )  # no cut through a mark
     kept = shortened(marked, most_chars)
     omitted = IMAGE_MARK * (marked.count(IMAGE_MARK) - kept.count(IMAGE_MARK))
     half = most_chars // 2
-    return f"{kept[:half]}{omitted}{kept[half:]}".replace(IMAGE_MARK, WRITTEN_MARK)
+    whole = f"{kept[:half]}{omitted}{kept[half:]}"
+    return whole if decoded else whole.replace(IMAGE_MARK, WRITTEN_MARK)

@@ -94,8 +94,16 @@ def image_checks(config: Config, vision: Vision | None, checks: Mapping[Split, C
     if vision is None:
         return {}
     splits: tuple[Split, ...] = ("train", "val")
+    prompts, drops = config.data.max_prompt_tokens, config.data.overlong_prompts == "drop"
+    answers = config.learns and not config.learns_from_rewards  # their rows have no limit
     return {
-        split: ImageCheck(vision, config.data.max_prompt_tokens, "data.max_prompt_tokens", checks.get(split))
+        split: ImageCheck(
+            vision,
+            None if answers and split == "train" else prompts,
+            "data.max_prompt_tokens",
+            drops,
+            checks.get(split),
+        )
         for split in splits
     }
 
@@ -182,8 +190,11 @@ def _refusing(
             able = [name for name, spec in engines.items() if spec.selectable and kind in spec.media]
             yield f"the {engine} {role}", f"use {role}.engine={' or '.join(able)}, or " if able else ""
     for role, path in _further_models(config) if learns else ():
-        if vision_of(Path(path)) is None:
+        other = vision_of(Path(path))
+        if other is None:
             yield f"{role}.path {path}", ""
+        elif other.sizes != vision.sizes:
+            yield f"{role}.path {path} of other patches than the policy's", ""
 
 
 def show_rows(

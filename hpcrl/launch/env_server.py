@@ -31,7 +31,7 @@ import msgspec
 
 from hpcrl.config import Config, load
 from hpcrl.config.reading import ConfigError
-from hpcrl.envs.adapters.remote import MAX_BYTES, data_url
+from hpcrl.envs.adapters.remote import MAX_BYTES, data_url, with_file
 from hpcrl.envs.environment import UNREAD_KEYS, Env, begin, checked_reset, checked_step
 from hpcrl.envs.factory import check_env, make_env
 from hpcrl.rewards.serving.guarded import RAISED, describe
@@ -186,7 +186,12 @@ class EnvServer(http.server.ThreadingHTTPServer):
         with self._lock:
             self._sessions[name] = session
         special = bool(getattr(env, "special_tokens", False))
-        return {"session": name, "observation": observation, "info": _told(info), "special_tokens": special}
+        return {
+            "session": name,
+            "observation": _with_files(observation),
+            "info": _told(info),
+            "special_tokens": special,
+        }
 
     def _step(self, asked: EnvStep) -> dict[str, Any]:
         with self._lock:
@@ -207,7 +212,12 @@ class EnvServer(http.server.ThreadingHTTPServer):
                 raise
             session.used, session.steps = time.monotonic(), session.steps + 1
             ends = {"terminated": bool(terminated), "truncated": bool(truncated)}
-            session.last = {"observation": observation, "reward": float(reward), **ends, "info": _told(info)}
+            session.last = {
+                "observation": _with_files(observation),
+                "reward": float(reward),
+                **ends,
+                "info": _told(info),
+            }
             return session.last
 
     def _returned(self, value: Any) -> Any:
@@ -269,6 +279,16 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, *args: object) -> None:
         pass
+
+
+def _with_files(observation: Any) -> Any:
+    """The observation with the content of images that it has by path, which the client cannot read."""
+    if not isinstance(observation, list):
+        return observation
+    return [
+        {**message, "images": [with_file(image) for image in message["images"]]} if message.get("images") else message
+        for message in observation
+    ]
 
 
 def _told(info: dict[str, Any]) -> dict[str, Any]:

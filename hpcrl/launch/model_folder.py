@@ -94,7 +94,7 @@ def check_chat_template(found: ModelFolder) -> Iterator[str]:
     """A line if the folder's tokenizer has no chat template."""
     if not any((found.path / name).is_file() for name in TOKENIZERS):
         return  # a problem or a note of inspect_model()
-    if any((found.path / name).exists() for name in ("chat_template.jinja", "chat_template.json")):
+    if (found.path / "chat_template.jinja").exists():
         return
     try:
         content = json.loads((found.path / "tokenizer_config.json").read_text())
@@ -103,8 +103,14 @@ def check_chat_template(found: ModelFolder) -> Iterator[str]:
     if not isinstance(content, dict) or not content.get("chat_template"):
         yield (
             f"model.path: the tokenizer in {found.path} has no chat template (tokenizer_config.json, "
-            "chat_template.jinja), which its messages need"
+            f"chat_template.jinja), which its messages need{_of_processor(found.path)}"
         )
+
+
+def _of_processor(folder: Path) -> str:
+    """A hint if only the processor has a chat template, which tokenizers do not read."""
+    name = "chat_template.json"
+    return f"; copy its text from {name} to chat_template.jinja" if (folder / name).exists() else ""
 
 
 def _read_json(path: Path, found: ModelFolder) -> dict[str, Any]:

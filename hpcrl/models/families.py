@@ -108,8 +108,8 @@ def vision_of(model_path: Path, max_pixels: int | None = None) -> Vision | None:
     by the controller and by every rank that handles rollouts or prompts. ValueError for an unusable processor, or if
     max_pixels (data.max_pixels), a lower limit than the processor's, allows no image."""
     try:
-        config = json.loads((model_path / "config.json").read_text())
-    except OSError:
+        config = _object(model_path / "config.json")
+    except (OSError, ValueError):  # reported where the model is checked
         return None
     read = family_of(config.get("model_type")).vision
     vision = None if read is None else read(config, read_processor(model_path))
@@ -132,15 +132,24 @@ def largest_image(model_path: Path | None) -> int | None:
 
 
 def read_processor(model_path: Path) -> Mapping[str, Any]:
-    """The image processor's values in a model folder; empty if it has none."""
+    """The image processor's values in a model folder; empty if it has none. ValueError if a file is damaged."""
     for name in PROCESSORS:
         try:
-            found = json.loads((model_path / name).read_text())
+            content = _object(model_path / name)
         except OSError:
             continue
-        except ValueError as error:
-            raise ValueError(f"model.path {model_path}: {name} is not JSON: {error}") from error
-        found = found.get("image_processor", found if name == PROCESSORS[0] else None)
-        if isinstance(found, dict):
+        found = content.get("image_processor", content if name == PROCESSORS[0] else None)
+        if found and isinstance(found, dict):
             return found
     return {}
+
+
+def _object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file. OSError if there is no file, ValueError if it contains something else."""
+    try:
+        content = json.loads(file.read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"model.path: {file} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"model.path: {file} has no JSON object")
+    return content

@@ -18,8 +18,12 @@ def ropes(model: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def rope_type(rope: Mapping[str, Any]) -> str:
-    """The kind of a rotary embedding from ropes()."""
-    return "longrope" if rope.get("long_factor") else str(rope.get("rope_type", rope.get("type", "default")))
+    """The kind of a rotary embedding from ropes(). M-RoPE, as published Qwen-VL models call it, has the default's
+    frequencies."""
+    if rope.get("long_factor"):
+        return "longrope"
+    kind = str(rope.get("rope_type", rope.get("type", "default")))
+    return "default" if kind == "mrope" else kind
 
 
 def rope_types(model: Mapping[str, Any]) -> set[str]:

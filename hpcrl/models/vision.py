@@ -85,6 +85,11 @@ class Vision:
     both_ways: BothWays = "none"
 
     @property
+    def sizes(self) -> tuple[Any, ...]:
+        """Equal for models that can read each other's images and tokens."""
+        return self.form, self.patch, self.merge, self.frames, self.image_token_id
+
+    @property
     def least(self) -> tuple[int, int]:
         """Width and height of the smallest image that the tower reads."""
         return self.patch * self.merge, self.patch * self.merge

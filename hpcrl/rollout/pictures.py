@@ -10,11 +10,24 @@ import numpy as np
 from PIL import Image
 
 from hpcrl.spec.image_rows import image_spans
-from hpcrl.spec.media import ImageSpan
+from hpcrl.spec.media import ImageSpan, Medium
 from hpcrl.system.files import write_durably
 
 FOLDER = "pictures"
 """Folder within a run's rollouts/ with one PNG per image, named by its digest, in subfolders of two digits."""
+
+
+MAX_SHOWN, MAX_SIDE = 64, 512
+"""Pages show this many pictures of an episode, with sides of at most this many pixels: 48 MiB."""
+
+
+def thumbnail(picture: Medium) -> Medium:
+    """The picture in a size for pages."""
+    if max(picture.width, picture.height) <= MAX_SIDE:
+        return picture
+    image = Image.fromarray(picture.pixels)
+    image.thumbnail((MAX_SIDE, MAX_SIDE))
+    return Medium(picture.kind, image.tobytes(), image.width, image.height)
 
 
 def different(images: np.ndarray) -> dict[bytes, ImageSpan]:

@@ -46,6 +46,7 @@ class Medium(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         row: Of a part of a picture, from 1; 0 for a whole picture. Models that see pictures in parts get a picture's
             parts first, then all of it.
         column: Likewise.
+        sha256: The digest, if it was computed before.
     """
 
     kind: str
@@ -56,10 +57,13 @@ class Medium(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     length: int = 0
     row: int = 0
     column: int = 0
+    sha256: bytes = b""
 
     @property
     def digest(self) -> bytes:
         """SHA-256 of size and content: equal media have equal digests, whatever their files are."""
+        if self.sha256:
+            return self.sha256
         return hashlib.sha256(struct.pack("<II", self.width, self.height) + self.content).digest()
 
     @property

@@ -49,6 +49,8 @@ def as_messages(observation: Any, vision: Vision | None = None) -> Messages:
 def _seen(message: dict[str, Any], vision: Vision | None) -> dict[str, Any]:
     """The message with its images decoded, and a mark for each."""
     given = message.get("images") or []
+    if not given:
+        return {**message, "content": message["content"].replace(IMAGE_MARK, "")}
     if all(isinstance(image, Medium) for image in given):
         return message
     try:

@@ -19,6 +19,7 @@ from PIL import Image
 from hpcrl.config import EnvConfig
 from hpcrl.data.env_sources import given_start
 from hpcrl.data.image_tokens import bound_vision
+from hpcrl.data.media import MAX_PIXEL_BYTES
 from hpcrl.data.messages import Messages
 from hpcrl.data.template_forms import chat_template
 from hpcrl.envs.environment import UNREAD_KEYS, Env, begin, checked_reset, checked_step, cut, image_bytes, num_chars
@@ -37,7 +38,7 @@ from hpcrl.messaging.queues import ReaderLost
 from hpcrl.rewards.grading.extract import after_thinking
 from hpcrl.rewards.serving.guarded import RAISED, describe, sendable
 from hpcrl.rollout.types import FinishReason, episode_seed, is_validation, split_sample_id
-from hpcrl.spec.media import IMAGE_MARK, WRITTEN_MARK
+from hpcrl.spec.media import IMAGE_MARK, WRITTEN_MARK, by_picture
 from hpcrl.spec.trajectory import MAX_REWARD
 from hpcrl.system.clock import AwakeClock
 from hpcrl.workers.dialogue import (
@@ -289,6 +290,9 @@ class EnvRole:
             if config.examples and (turn.starts_episode or config.by_steps):
                 what = f"a prompt with {config.examples} examples (env.{self._section(turn)}.examples)"
             raise _NoRoom(f"{what} of {count} tokens is too long, there is room for {turn.max_observation_tokens}")
+        if (size := sum(len(medium.content) for medium in encoded.media)) > MAX_PIXEL_BYTES:
+            limit = MAX_PIXEL_BYTES >> 20
+            raise _NoRoom(f"the images before a turn have {size / 2**20:.1f} MiB of pixels, at most {limit} are sent")
         episode.shown.append(encoded.messages)
         if not turn.starts_episode:
             episode.said.append(self._remembered(turn))
@@ -308,7 +312,8 @@ class EnvRole:
 
     def _remembered(self, turn: Turn) -> str:
         """The part of the turn that later prompts of the episode may show."""
-        return after_thinking(turn.text).lstrip() if self._env(turn).thinking == "cut" else turn.text
+        text = turn.text.replace(IMAGE_MARK, "")
+        return after_thinking(text).lstrip() if self._env(turn).thinking == "cut" else text
 
     async def _play(self, turn: Turn, episode: _Episode) -> _Played:
         """Play a turn. Awaits only the environment's coroutines, and raises whatever the environment raises."""
@@ -403,7 +408,7 @@ def _row(turn: Turn) -> dict[str, Any]:
     row: dict[str, Any] = json.loads(turn.meta)
     if turn.media:
         row["messages"] = with_images(row["messages"], turn.media)
-        files = [image_bytes(Image.fromarray(medium.pixels)) for medium in turn.media]
+        files = [image_bytes(Image.fromarray(picture[-1].pixels)) for picture in by_picture(turn.media)]
         row["extra"].setdefault("images", files)
     return row
 

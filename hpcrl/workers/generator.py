@@ -40,7 +40,9 @@ from hpcrl.messaging.messages import (
 )
 from hpcrl.messaging.queues import ReaderLost
 from hpcrl.rollout.pending import read_pending, write_pending
+from hpcrl.rollout.pictures import MAX_SHOWN, thumbnail
 from hpcrl.rollout.types import FinishReason, Sample, receiver_of, split_sample_id
+from hpcrl.spec.media import Medium
 from hpcrl.spec.tables import GEN_ENGINES
 from hpcrl.spec.trajectory import TEXT
 from hpcrl.system.clock import AwakeClock
@@ -267,7 +269,8 @@ class GeneratorRole:
             meta = prompt.meta
             if sample.env is not None:
                 row = json.loads(meta)
-                meta = json.dumps(row | {"extra": row["extra"] | {"messages": held.messages}}).encode()
+                row["extra"]["messages"] = held.messages
+                meta = json.dumps(row, ensure_ascii=False).encode(errors="replace")
             text = held.messages[-1]["content"]
             turn = held.token_ids[held.loss_mask & (held.turn_ids == held.turn_ids[-1])]
             ids = np.asarray(turn, dtype=np.int32).tobytes()
@@ -337,5 +340,10 @@ class GeneratorRole:
         states = [self.samples[sample] for sample in command.samples]
         if command.whole:
             texts = [state.held.text().decode() for state in states]
-            return Done(seq, texts=texts, media=[tuple(state.media) for state in states])
+            return Done(seq, texts=texts, media=[_for_pages(state.shown) for state in states])
         return Done(seq, texts=[state.held.messages[-1]["content"] for state in states])
+
+
+def _for_pages(pictures: Sequence[Medium]) -> tuple[Medium, ...]:
+    """An episode's first pictures in a size that one message can hold."""
+    return tuple(thumbnail(picture) for picture in pictures[:MAX_SHOWN])

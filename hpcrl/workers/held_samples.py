@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as default
 from typing import Any
@@ -16,7 +16,7 @@ from hpcrl.engines.gen.generation_engine import Output
 from hpcrl.messaging.messages import Ended, EnvObservation, PromptPayload
 from hpcrl.rollout.types import FinishReason, Sample
 from hpcrl.spec.image_rows import image_rows
-from hpcrl.spec.media import IMAGES, Medium, placed
+from hpcrl.spec.media import IMAGE_MARK, IMAGES, Medium, by_picture, placed
 from hpcrl.spec.trajectory import Field, Level, Origin, fields_of, generated_fields
 
 
@@ -50,6 +50,7 @@ class SampleState:
     rollout: Sample | None = None  # None before the first turn has ended or an episode has started
     env: int | None = None  # the rank of its environment
     media: list[Medium] = default(default_factory=list)  # of the rollout
+    shown: list[Medium] = default(default_factory=list)  # per mark in the rollout's messages, the whole picture
 
     @property
     def prompt(self) -> PromptState:
@@ -109,6 +110,7 @@ class SampleState:
         }
         self.rollout = Sample(self.id, messages=messages, **(columns | {"token_ids": token_ids}))
         self._show(media)
+        self.shown = [picture[-1] for picture in by_picture(media)]
         return self.rollout
 
     def _show(self, media: Sequence[Medium]) -> None:
@@ -133,13 +135,15 @@ class SampleState:
         if self.held.turn_ids[-1] >= 0:
             _append(self.held, token_ids, None, by_steps)
             self.held.messages += messages
+            # In episodes by steps, pictures of earlier turns precede the observation's own.
+            self.shown += [picture[-1] for picture in _latest(by_picture(observation.media), num_marks(messages))]
             self._show([*self.media, *(placed(medium, start) for medium in observation.media)])
         else:
             if len(token_ids):
                 self.begin("gen_logprobs_behaviour" in self.held.columns, token_ids, messages, observation.media)
             start, shown = 0, self.held.messages[-1:]
         if by_steps:
-            self.held.states[start] = _hash(shown)
+            self.held.states[start] = _hash(shown, _latest(self.shown, num_marks(shown)))
 
     def take_back(self) -> None:
         """Remove the observation after the model's last turn."""
@@ -150,7 +154,7 @@ class SampleState:
             sample.columns[field.name] = sample.columns[field.name][:total]
         self._show([medium for medium in self.media if medium.start < total])
         while len(written) and sample.messages[-1]["role"] != "assistant":
-            sample.messages.pop()
+            del self.shown[len(self.shown) - num_marks([sample.messages.pop()]) :]
         sample.finish_reason = FinishReason.STOP
 
     def ended(self, with_text: bool) -> Ended:
@@ -177,9 +181,19 @@ def _append(sample: Sample, token_ids: np.ndarray, output: Output | None, is_pro
         sample.columns[field.name] = np.concatenate([sample.columns[field.name], column])
 
 
-def _hash(messages: list[dict[str, Any]]) -> int:
-    """A non-zero 31-bit hash of the messages."""
-    digest = hashlib.blake2b(json.dumps(messages).encode(), digest_size=4).digest()
+def num_marks(messages: Iterable[Mapping[str, Any]]) -> int:
+    """Number of pictures in messages."""
+    return sum((message["content"] or "").count(IMAGE_MARK) for message in messages)
+
+
+def _latest(items: list[Any], count: int) -> list[Any]:
+    return items[len(items) - count :]
+
+
+def _hash(messages: list[dict[str, Any]], pictures: Iterable[Medium]) -> int:
+    """A non-zero 31-bit hash of the messages and their pictures."""
+    content = json.dumps(messages).encode() + b"".join(picture.digest for picture in pictures)
+    digest = hashlib.blake2b(content, digest_size=4).digest()
     return (int.from_bytes(digest, "little") >> 1) or 1
 
 

@@ -32,6 +32,8 @@ def encode_observation(tokenizer: Any, observation: Messages, last_token: int, t
     """
     seen, observation = observation, without_images(observation)
     if not getattr(tokenizer, "chat_template", None):
+        if images_of(seen):
+            raise ValueError("an observation with images needs a chat template, and the tokenizer has none")
         text = render(tokenizer, observation, None)
         return Encoded(seen, np.array(tokenizer.encode(text, add_special_tokens=False), dtype=np.int32))
     mark = _unused(observation)

@@ -16,6 +16,7 @@ import json
 import os
 import ssl
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -46,23 +47,45 @@ class RemoteEnv:
     async def reset(self, seed: int) -> tuple[Any, dict[str, Any]]:
         """Start an episode. RemoteEnvError as in step()."""
         await self.close()
-        asked = {"seed": seed, "row": self._columns, "chat_template": self._template, "max_turns": self.max_turns}
+        row = {**self._columns, **({"images": _as_files(images)} if (images := self._columns.get("images")) else {})}
+        asked = {"seed": seed, "row": row, "chat_template": self._template, "max_turns": self.max_turns}
         given = await ask(self._options, "reset", asked | {"section": self._options.section})
         self._session, self._numbers = given["session"], itertools.count()
         self.special_tokens = bool(given.get("special_tokens"))
-        return given["observation"], given["info"]
+        return _own(given["observation"]), given["info"]
 
     async def step(self, action: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Execute a step. RemoteEnvError if the environment raised, or the server is gone or has lost the episode."""
         asked = {"session": self._session, "number": next(self._numbers), "action": action}
         given = await ask(self._options, "step", asked)
-        return given["observation"], given["reward"], given["terminated"], given["truncated"], given["info"]
+        return _own(given["observation"]), given["reward"], given["terminated"], given["truncated"], given["info"]
 
     async def close(self) -> None:
         """End the session, if there is one. If the server does not answer, it closes the session later by itself."""
         session, self._session = self._session, ""
         if session:
             await ask(self._options, "close", {"session": session})
+
+
+def _as_files(images: Any) -> Any:
+    """A row's images for another machine: files instead of paths on this one."""
+    if not isinstance(images, list):
+        return images
+    return [with_file(image) for image in images]
+
+
+def _own(observation: Any) -> Any:
+    """The observation. TypeError if an image is a path, which would name a file of this machine."""
+    for message in observation if isinstance(observation, list) else ():
+        for image in (message.get("images") if isinstance(message, dict) else None) or ():
+            if isinstance(image, str) and not image.startswith("data:"):
+                raise TypeError(f"the server sent the path of an image, {image[:80]!r}, instead of a data URL")
+    return observation
+
+
+def with_file(image: Any) -> Any:
+    """An image given by its path as its content; other values are returned unchanged. OSError if there is no file."""
+    return Path(image).read_bytes() if isinstance(image, str) and not image.startswith("data:") else image
 
 
 async def ask(options: RemoteOptions, what: str, content: dict[str, Any]) -> dict[str, Any]:

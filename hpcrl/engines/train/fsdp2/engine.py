@@ -29,7 +29,7 @@ from hpcrl.engines.train.fail_together import agreed
 from hpcrl.engines.train.fsdp2 import checkpoint
 from hpcrl.engines.train.fsdp2.device_mesh import ParallelMesh, check_heads
 from hpcrl.engines.train.fsdp2.frozen import freeze
-from hpcrl.engines.train.fsdp2.images import blocks_of, image_inputs, keys_of, positions_of
+from hpcrl.engines.train.fsdp2.images import blocks_of, image_inputs, positions_of
 from hpcrl.engines.train.fsdp2.lora import Adapters
 from hpcrl.engines.train.fsdp2.model import Inputs, PackedCausalLM, empty_model, read_model, write_model
 from hpcrl.engines.train.fsdp2.model_kind import CAUSAL, SEEING, Kind
@@ -47,6 +47,7 @@ from hpcrl.engines.train.training_engine import check_micro_batches
 from hpcrl.metrics.stats import Stats, merge
 from hpcrl.models.families import vision_of
 from hpcrl.rollout.batch import Batch, MicroBatches, Norms
+from hpcrl.rollout.batch_images import keys_of
 from hpcrl.rollout.device_copies import to_device, to_host
 from hpcrl.spec.weight_layout import TensorShards
 

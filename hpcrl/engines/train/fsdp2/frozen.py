@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedModel
 
-MERGER = re.compile(r"merger|projector|connector")
+MERGER = re.compile(r"merger|projector|connector|embed_vision")
 """In a parameter's name if it belongs to the layers between the vision tower and the decoder."""
 
 

@@ -16,9 +16,9 @@ from hpcrl.engines.patches import tower_inputs
 from hpcrl.models.mrope import positions
 from hpcrl.models.vision import BothWays, Vision
 from hpcrl.rollout.batch import Batch
+from hpcrl.rollout.batch_images import spans_of
 from hpcrl.rollout.device_copies import to_device
-from hpcrl.spec.image_rows import image_spans, prefix_keys
-from hpcrl.spec.media import ImageSpan, placed_span
+from hpcrl.spec.media import placed_span
 
 
 class ImageInputs(NamedTuple):
@@ -45,22 +45,6 @@ class ImageInputs(NamedTuple):
         places, sources = (to_device(tensor, device) for tensor in (self.places, self.sources))
         numbers = None if self.numbers is None else to_device(self.numbers, device)
         return self._replace(tower=tower, places=places, sources=sources, numbers=numbers)
-
-
-def spans_of(batch: Batch) -> list[ImageSpan]:
-    """The images of all rows, with their places in the batch."""
-    assert batch.images is not None
-    starts, rows = batch.cu("images").tolist(), batch.images.numpy()
-    return [
-        placed_span(span, start)
-        for start, (first, last) in zip(batch.cu_seqlens.tolist(), pairwise(starts), strict=False)
-        for span in image_spans(rows[first:last])
-    ]
-
-
-def keys_of(batch: Batch) -> Tensor:
-    """int64 [T]: see hpcrl.spec.media.prefix_keys."""
-    return torch.from_numpy(prefix_keys(batch.token_ids.numpy(), spans_of(batch)))
 
 
 def blocks_of(batch: Batch) -> Tensor:
