@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from hpcrl.data.media import MAX_PIXEL_BYTES, ImageFile
 from hpcrl.data.pictures import size_of
 from hpcrl.data.rows import ChecksRows, Row
+from hpcrl.data.template_forms import shows_images
+from hpcrl.data.templates import FolderTemplate
 from hpcrl.models.vision import Vision
 
 REMEDY = "raise the limit, lower data.max_pixels, or leave the row out (data.overlong_prompts=drop)"
@@ -20,19 +22,29 @@ class ImageCheck:
     Args:
         max_tokens: Maximum tokens of a row's images; None: unlimited.
         limited_by: Key of this limit.
+        template: The model's chat template, if it has one.
         drops: Whether the run drops rows above the limit, as it does with longer texts.
         other: Applied first.
     """
 
     def __init__(
-        self, vision: Vision, max_tokens: int | None, limited_by: str, drops: bool, other: ChecksRows | None = None
+        self,
+        vision: Vision,
+        max_tokens: int | None,
+        limited_by: str,
+        template: FolderTemplate | None,
+        drops: bool,
+        other: ChecksRows | None = None,
     ):
+        self._blind = template is not None and bool(template.chat_template) and not shows_images(template)
         self._vision, self._limited_by, self._drops, self._other = vision, limited_by, drops, other
         self._max_tokens = math.inf if max_tokens is None else max_tokens
         self.most_tokens = 0
 
     def problem_of(self, row: Row, where: str) -> str:
         """Why a row's images cannot be used, in one line; empty if they can."""
+        if row.images and self._blind:
+            return f"{where}: the row has images, for which the model's chat template writes nothing"
         found = self._other.problem_of(row, where) if self._other is not None else ""
         return found or self._too_large(row.images, where)
 

@@ -8,7 +8,7 @@ from hpcrl.config import DataConfig
 from hpcrl.data.answers import LeftOut, Rewritten, turns_of
 from hpcrl.data.chat import render
 from hpcrl.data.rows import Row, learning_obstacle
-from hpcrl.data.template_forms import TemplateRefusal, shows_images
+from hpcrl.data.template_forms import TemplateRefusal
 
 
 class RowCheck:
@@ -24,8 +24,6 @@ class RowCheck:
     def problem_of(self, row: Row, where: str) -> str:
         """Why a row cannot be rendered, in one line; empty if it can. If data.system_prompt is the reason, it is
         reported only once."""
-        if row.images and not shows_images(self._template):
-            return f"{where}: the row has images, for which the chat template of {self._model} writes nothing"
         added = self._config.system_prompt is not None and row.messages[0]["content"] == self._config.system_prompt
         messages = row.messages[1:] if added and self._without_system else row.messages
         try:

@@ -211,9 +211,8 @@ def _cut_content(message: Mapping[str, Any], most_chars: int) -> str:
     if not message.get("images"):
         return shortened(text, most_chars)
     decoded = isinstance(message["images"][0], Medium)
-    marked = (
-        text if decoded else text.replace(IMAGE_MARK, "").replace(WRITTEN_MARK, IMAGE_MARK)
-    )  # no cut through a mark
+    # One character per mark, so that no cut goes through a mark.
+    marked = text if decoded else text.replace(IMAGE_MARK, "").replace(WRITTEN_MARK, IMAGE_MARK)
     kept = shortened(marked, most_chars)
     omitted = IMAGE_MARK * (marked.count(IMAGE_MARK) - kept.count(IMAGE_MARK))
     half = most_chars // 2

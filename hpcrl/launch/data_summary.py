@@ -89,7 +89,9 @@ def find_vision(config: Config) -> Vision | None:
     return TINY if limit is None else TINY.limited(limit)
 
 
-def image_checks(config: Config, vision: Vision | None, checks: Mapping[Split, ChecksRows]) -> dict[Split, ImageCheck]:
+def image_checks(
+    config: Config, vision: Vision | None, template: FolderTemplate | None, checks: Mapping[Split, ChecksRows]
+) -> dict[Split, ImageCheck]:
     """Split -> the check of its rows' images, which includes the given one; none for a model without images."""
     if vision is None:
         return {}
@@ -101,6 +103,7 @@ def image_checks(config: Config, vision: Vision | None, checks: Mapping[Split, C
             vision,
             None if answers and split == "train" else prompts,
             "data.max_prompt_tokens",
+            template,
             drops,
             checks.get(split),
         )

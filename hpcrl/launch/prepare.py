@@ -105,7 +105,7 @@ def _check_inputs(reading: LoadedConfig, config: Config, layout: RoleLayout | No
         except ValueError as error:
             unusable = True
             reading.add([Problem((), str(error), (("model", "path"), ("data", "max_pixels")))])
-        seeing = image_checks(config, vision, checks)
+        seeing = image_checks(config, vision, template, checks)
         rows, wrong = read_splits(config.data, config.seed, seeing or checks, read_train)
         wrong += check_own_variables(config, rows)
         wrong += check_media(config, rows, vision) if not unusable else []

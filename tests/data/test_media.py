@@ -16,7 +16,7 @@ from hpcrl.config import Config, DataConfig, ModelConfig, TinyModel, parse
 from hpcrl.controller.generation import training_sampling
 from hpcrl.data import PromptSource, read_splits
 from hpcrl.data.image_tokens import bound_vision
-from hpcrl.data.media import MAX_FILE_BYTES, MAX_PIXEL_BYTES, read_images
+from hpcrl.data.media import COLUMN_MARK, MAX_FILE_BYTES, MAX_PIXEL_BYTES, read_images
 from hpcrl.data.messages import IMAGE_MARK
 from hpcrl.data.rows import Row, RowSet
 from hpcrl.launch.data_summary import check_media
@@ -111,6 +111,8 @@ def test_columns_of_bytes_need_no_paths(tmp_path: Path, tokenizer: Any) -> None:
         ([3], "images[0] must be a file's path"),
         (["https://example.org/a.png"], "images[0]: 'https://example.org/a.png' would have to be downloaded; store"),
         (["data:image/png;base64,!!"], "images[0]: 'data:image/png;base64,!!'... is not an image in base64: "),
+        (["a\0.png"], "images[0]: '{folder}/a\\x00.png' is no file's path: embedded null byte"),
+        (["~no_such_user/a.png"], "images[0]: '~no_such_user/a.png' is no file's path: Could not determine home"),
         (["pointer.png"], "images[0]: the content begins like none of png, jpg, "),
         (["large.png", "a.png"], "images[0]: the row's image files have 64.0 MiB, the limit is 64; scale them down"),
     ],
@@ -134,6 +136,7 @@ def test_images_stand_in_messages_where_published_forms_put_them(tmp_path: Path,
         ({"prompt": "<image>what?", "images": ["a.png"]}, "Mwhat?", "a"),  # verl's geo3k, ROLL
         ({"prompt": "what?", "images": ["a.png", "b.png"]}, "MMwhat?", "ab"),  # TRL
         ({"problem": "what?", "image": "a.png"}, "Mwhat?", "a"),  # GEOQA
+        ({"problem": f"wh{COLUMN_MARK}at?", "image": url}, "Mwhat?", "b"),
         ({"prompt": "left <image>, right <image>", "images": ["b.png", "a.png"]}, "left M, right M", "ba"),
         (  # OpenAI
             {"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}, text]}]},

@@ -18,6 +18,8 @@ from hpcrl.data.pictures import read_picture
 from hpcrl.envs.environment import checked_reset, checked_step, cut, image_bytes, num_chars, num_image_bytes
 from hpcrl.envs.factory import make_env
 from hpcrl.envs.games.tiles import LINE, draw
+from hpcrl.spec.media import IMAGE_MARK
+from hpcrl.workers.dialogue import as_messages, encode_prompt
 from tests.vlm import PAD, seeing_tokenizer
 
 GREY = np.full((2, 3, 3), 128, np.uint8)
@@ -152,6 +154,16 @@ def test_every_kind_of_place_has_its_own_tile(name: str) -> None:
     assert len({tile.look for tile in env.tiles}) == len(env.tiles)
     for one, other in itertools.combinations([draw([[tile]], 28) for tile in env.tiles], 2):
         assert (one != other).any(axis=2).mean() > 0.03
+
+
+def test_a_cut_of_a_decoded_observation_keeps_its_images() -> None:
+    seeing = seeing_tokenizer()
+    said = [{"role": "user", "content": f"{'a' * 50}<image>{'b' * 50}", "images": [GREY]}]
+    decoded = as_messages(checked_reset((said, {}))[0], bound_vision(seeing))
+    for most in (10, 300):
+        (shorter,) = cut(decoded, most)
+        assert shorter["content"].count(IMAGE_MARK) == 1 and len(shorter["images"]) == 1
+        assert len(encode_prompt(seeing, [shorter], None).media) == 1
 
 
 def test_equal_states_give_equal_files() -> None:

@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from hpcrl.config import TinyModel
+from hpcrl.data.templates import CHATML
+from hpcrl.engines.tiny import make_tiny_model
 from hpcrl.launch.__main__ import main
 from hpcrl.system.exit_codes import ExitCode
 
@@ -43,15 +46,15 @@ def start(at: Path, *rows: dict[str, Any], words: tuple[str, ...] = (SEEING,)) -
     return ExitCode(main(["data.train=rows.jsonl", *WORDS, *words]))
 
 
-MANY = "lower data.max_pixels, or leave the row out"
+TOO_LONG = "raise the limit, lower data.max_pixels, or leave the row out (data.overlong_prompts=drop)"
 BAD = {
     "too large": (
         ("large.png",),
-        f"images[0]: the image of 280 x 280 pixels has 64 tokens, more than data.max_prompt_tokens=40; {MANY}",
+        f"images[0]: the image of 280 x 280 pixels has 64 tokens, more than data.max_prompt_tokens=40; {TOO_LONG}",
     ),
     "too many": (
         ("small.png",) * 200,
-        f"the row's 200 images have 200 tokens, more than data.max_prompt_tokens=40; {MANY}",
+        f"the row's 200 images have 200 tokens, more than data.max_prompt_tokens=40; {TOO_LONG}",
     ),
     "cut off": (
         ("small.png", "half.png"),
@@ -65,9 +68,40 @@ BAD = {
 def test_a_row_with_unusable_images_is_refused(
     images: tuple[str, ...], said: str, at: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert start(at, row("small.png"), row(*images)) == ExitCode.BAD_INPUT
+    words = (SEEING, "data.overlong_prompts=error")
+    assert start(at, row("small.png"), row(*images), words=words) == ExitCode.BAD_INPUT
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"rows.jsonl:3: {said}"), line
+
+
+def test_an_image_too_large_for_the_prompt_is_dropped_as_texts_are(
+    at: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert start(at, row("small.png"), row("large.png")) == ExitCode.DONE
+    assert "at most 1 tokens" in capsys.readouterr().out, "of the rows that are used"
+    answers = ("pipeline=sft", SEEING)
+    assert start(at, {**row("large.png"), "answer": "b"}, words=answers) == ExitCode.DONE, "no limit for answers"
+
+
+def test_a_template_that_writes_nothing_for_images_is_refused(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_tiny_model(TinyModel(architecture="qwen2_5_vl"), at / "model")
+    config = json.loads((at / "model/tokenizer_config.json").read_text())
+    (at / "model/tokenizer_config.json").write_text(json.dumps(config | {"chat_template": CHATML}))
+    capsys.readouterr()  # progress of the model's writing
+    assert start(at, row("small.png"), words=("model.path=model",)) == ExitCode.BAD_INPUT
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "rows.jsonl:2: the row has images, for which the model's chat template writes nothing"
+
+
+@pytest.mark.parametrize("role", ["reference", "critic"])
+def test_a_second_model_of_other_patches_is_refused(role: str, at: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The policy's pixels would not be cut into its patches."""
+    make_tiny_model(TinyModel(architecture="qwen2_5_vl"), at / "other")
+    processor = at / "other/preprocessor_config.json"
+    processor.write_text(json.dumps(json.loads(processor.read_text()) | {"patch_size": 16}))
+    use = {"reference": "algorithm.kl_loss_coef=0.1", "critic": "algorithm.advantage_estimator=gae"}[role]
+    assert start(at, row("small.png"), words=(SEEING, use, f"{role}.path=other")) == ExitCode.BAD_INPUT
+    assert f"which {role}.path other of other patches than the policy's does not take" in capsys.readouterr().err
 
 
 def test_more_pixels_than_a_message_holds_are_refused(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,10 +109,10 @@ def test_more_pixels_than_a_message_holds_are_refused(at: Path, capsys: pytest.C
     words = (SEEING, "data.max_prompt_tokens=20000", "model.tiny.max_position_embeddings=32768")
     assert start(at, row(*["large.png"] * 168), words=words) == ExitCode.BAD_INPUT
     (line,) = capsys.readouterr().err.splitlines()
-    assert (
-        line
-        == f"rows.jsonl:2: the row's 168 images have more than 24 MiB of pixels, which are sent with the prompt; {MANY}"
+    said = (
+        "the row's 168 images have more than 24 MiB of pixels, which are sent with the prompt; lower data.max_pixels, "
     )
+    assert line == f"rows.jsonl:2: {said}or leave the row out"
     assert start(at, row(*["large.png"] * 167), words=words) == ExitCode.DONE
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from PIL import Image
@@ -17,7 +19,7 @@ from hpcrl.rollout.pictures import picture_path
 from hpcrl.rollout.store import RolloutReader, write_rollouts
 from hpcrl.rollout.types import FinishReason
 from hpcrl.spec.image_rows import image_rows, image_spans
-from hpcrl.spec.media import IMAGE, IMAGES, Medium
+from hpcrl.spec.media import IMAGE, IMAGE_MARK, IMAGES, Medium
 from hpcrl.spec.trajectory import FIELDS, declare
 from hpcrl.workers.held_samples import PromptState, SampleState
 
@@ -38,9 +40,9 @@ def output(count: int) -> Output:
 
 
 def observation(sample: int, count: int, *media: Medium) -> EnvObservation:
-    return EnvObservation(
-        sample, np.full(count, 9, np.int32).tobytes(), b'[{"role": "user", "content": ""}]', media=media
-    )
+    ids = np.full(count, 9, np.int32).tobytes()
+    content = json.dumps([{"role": "user", "content": IMAGE_MARK * len(media)}]).encode()
+    return EnvObservation(sample, ids, content, media=media)
 
 
 def episode(number: int, by_steps: bool = False) -> SampleState:
@@ -72,6 +74,40 @@ def test_a_turn_of_its_own_sequence_has_the_images_of_its_prompt() -> None:
     held = episode(1, by_steps=True)
     assert held.context_media == (grey(2, 0), grey(1, 2))
     assert held.media == [grey(1, 1), grey(2, 8), grey(1, 10)]
+
+
+def test_pages_show_each_picture_of_an_episode_once() -> None:
+    """In episodes by steps a turn's own prompt repeats pictures. Of a picture in parts, the last part is all of it."""
+    held = episode(1)
+    assert held.shown == [grey(1, 1), grey(2, 0), grey(1, 2)]
+    held.observe(observation(held.id, 3, grey(7, 1)))
+    held.take_back()
+    assert held.shown == [grey(1, 1), grey(2, 0), grey(1, 2)]
+    prompt = PromptState.__new__(PromptState)
+    prompt.token_ids, prompt.messages, prompt.media = np.full(5, 9, np.int32), [], (grey(1, 1),)
+    prompt.by_steps = prompt.has_states = True
+    held = SampleState(1 << 24, prompt)
+    for turn in (2, 3):
+        held.end_turn(output(2), "a")
+        part = msgspec.structs.replace(grey(9, 3), row=1, column=1)
+        ids, said = np.full(8, 9, np.int32).tobytes(), json.dumps([{"role": "user", "content": IMAGE_MARK}]).encode()
+        held.observe(EnvObservation(held.id, ids, said, media=(grey(1, 1), part, grey(turn, 5))))
+    assert [medium.content[0] for medium in held.shown] == [1, 2, 3] and len(held.media) == 7
+
+
+@pytest.mark.parametrize("value", [2, 3])
+def test_states_of_different_pictures_differ(value: int) -> None:
+    """GiGPO compares the turns of a group that begin in one state; placeholders of all pictures are alike."""
+    states = []
+    for shown in (2, value):
+        prompt = PromptState.__new__(PromptState)
+        prompt.token_ids, prompt.messages, prompt.media = np.full(5, 9, np.int32), [], (grey(1, 1),)
+        prompt.by_steps = prompt.has_states = True
+        held = SampleState(1 << 24, prompt)
+        held.end_turn(output(2), "a")
+        held.observe(observation(held.id, 4, grey(shown, 1)))
+        states.append(held.held.states[7])
+    assert (states[0] == states[1]) == (value == 2) and all(states)
 
 
 def test_an_environments_first_observation_replaces_prompt_and_images() -> None:

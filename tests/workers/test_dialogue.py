@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from hpcrl.data.image_tokens import bound_vision
+from hpcrl.spec.media import IMAGE_MARK
 from hpcrl.workers.dialogue import as_messages, encode_prompt, first_prompt, window
 from hpcrl.workers.observations import encode_observation
 from tests.vlm import PAD, png, seeing_tokenizer
@@ -110,6 +111,22 @@ def test_tool_messages_keep_their_role_and_images_their_place() -> None:
     assert found.token_ids.tolist() == [*ids_of(seeing, begin), PAD, PAD, *ids_of(seeing, end)]
     (image,) = found.media
     assert (image.start, image.length) == (len(ids_of(seeing, begin)), 2) and (image.pixels == 9).all()
+
+
+def test_the_mark_of_an_image_is_no_text_of_a_tool() -> None:
+    """A tool may echo what the model wrote."""
+    seeing = seeing_tokenizer()
+    said = as_messages([{"role": "tool", "content": f"a{IMAGE_MARK}b"}], bound_vision(seeing))
+    found = encode_observation(seeing, said, seeing.eos_token_id)
+    assert PAD not in found.token_ids and "ab" in seeing.decode(found.token_ids)
+
+
+def test_images_need_a_chat_template() -> None:
+    seeing = seeing_tokenizer()
+    said = as_messages([{"role": "user", "content": "", "images": [png(1)]}], bound_vision(seeing))
+    seeing.chat_template = None
+    with pytest.raises(ValueError, match="an observation with images needs a chat template"):
+        encode_observation(seeing, said, seeing.eos_token_id)
 
 
 SYSTEM = {"role": "system", "content": "You play."}

@@ -15,10 +15,12 @@ import numpy as np
 import pytest
 
 from hpcrl.data.env_sources import HALF, MAX_SEED
+from hpcrl.data.pictures import decode
 from hpcrl.envs.environment import num_chars
 from hpcrl.envs.examples import example_messages
 from hpcrl.messaging.messages import EndEpisodes, EnvObservation, Observed, ReadLastObservation, Turn
 from hpcrl.rollout.types import episode_seed, make_sample_id, validation_uid
+from hpcrl.spec.media import IMAGE, IMAGE_MARK, Medium
 from hpcrl.workers import env as role_env
 from hpcrl.workers.dialogue import first_prompt
 from hpcrl.workers.env import EnvRole, _examples
@@ -673,6 +675,35 @@ def test_a_reset_can_end_the_episode(stage: Stage, role: EnvRole, how: str, succ
     over = play(stage, role, turn(make_sample_id(next(UIDS), 0, 0), how))
     assert over.ended and not over.result.error and not over.failed and not stage.deltas()
     assert (over.result.score, over.result.metrics["truncated"]) == (success, truncated)
+
+
+@pytest.mark.parametrize("long_observation", ["shorten", "end"])
+def test_images_of_a_game_reach_the_generator(
+    stage: Stage, long_observation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"show": "image", "size": 3, "prompt": "{observation}", "turn": "{observation}", "tag": ""}
+    env = {"name": "frozen_lake", "options": options, "max_turns": 2, "long_observation": long_observation}
+    worker = stage.worker(1, {"data": {"max_prompt_tokens": 500}, "env": {"default": env}})
+    worker.tokenizer = seeing_tokenizer()
+    role, sample = EnvRole(worker), make_sample_id(next(UIDS), 0, 0)
+    assert not play(stage, role, turn(sample, "plain", 400)).result.error
+    [delta] = stage.deltas()
+    (image,) = delta.media
+    ids = np.frombuffer(delta.token_ids, np.int32)
+    assert (image.width, image.height, image.length) == (84, 84, 9) and (ids == PAD).sum() == 9
+    assert (ids[image.start : image.start + 9] == PAD).all() and json.loads(delta.messages)[0]["content"] == IMAGE_MARK
+    monkeypatch.setattr(role_env, "MAX_PIXEL_BYTES", 3 * 84 * 84 - 1)
+    ended = play(stage, role, turn(make_sample_id(next(UIDS), 0, 0), "plain", 400))
+    assert ended.ended and "have 0.0 MiB of pixels, at most 0 are sent" in ended.result.error
+    role._end(sample)
+    role.close()
+
+
+def test_a_rows_picture_in_parts_is_one_image_of_the_environment() -> None:
+    parts = [msgspec.structs.replace(Medium(IMAGE, bytes(12), 2, 2), row=1, column=n) for n in (1, 2)]
+    sent = msgspec.structs.replace(turn(1, "plain"), media=(*parts, Medium(IMAGE, bytes([7] * 12), 2, 2)))
+    (file,) = role_env._row(sent)["extra"]["images"]
+    assert decode(file).getpixel((0, 0)) == (7, 7, 7)
 
 
 def test_examples_of_a_game_with_images_precede_its_prompt(stage: Stage) -> None:
