@@ -23,6 +23,7 @@ from hpcrl.data.pictures import read_picture
 from hpcrl.engines.hf_folder import read_safetensors
 from hpcrl.engines.patches import tower_inputs
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
+from hpcrl.engines.train.fsdp2.frozen import freeze
 from hpcrl.models.families import vision_of
 from hpcrl.models.vision import Vision
 from hpcrl.rollout.batch import Batch, Norms, batch_from_samples
@@ -164,6 +165,15 @@ def test_rows_equal_transformers(family: str, folders: dict[str, Path], world_of
         engine = engine_of(folder, packing=packing)
         assert engine.packing == (packing == "require")
         check(engine, batch, want, gradients, norms)
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_every_family_has_a_merger_and_a_tower_to_freeze(family: str, folders: dict[str, Path]) -> None:
+    model = AutoModelForImageTextToText.from_pretrained(folders[family])
+    for part in ("merger", "vision"):
+        before = sum(parameter.requires_grad for parameter in model.parameters())
+        freeze(model, [part])
+        assert 0 < sum(parameter.requires_grad for parameter in model.parameters()) < before
 
 
 @pytest.mark.parametrize("family", ("internvl", "gemma3", "gemma4_large"))

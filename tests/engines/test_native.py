@@ -43,6 +43,7 @@ from hpcrl.engines.gen.native.weights import FusedWeights
 from hpcrl.engines.hf_folder import read_safetensors
 from hpcrl.engines.tiny import make_tokenizer
 from hpcrl.rollout.types import FinishReason
+from tests.conftest import ROOT
 
 pytestmark = pytest.mark.numerics
 
@@ -553,6 +554,7 @@ def test_unsupported_features_are_refused(config: Any, changes: dict[str, Any], 
         ({"model_type": "gemma2", "hidden_act": "gelu", "hidden_activation": None}, []),
         ({"model_type": "qwen3", "layer_types": [["x"], 3], "rope_scaling": "no"}, ["a layer of type ['x']"]),
         ({"model_type": "mistral", "quantization_config": {"bits": 4}}, ["quantization_config"]),
+        (json.loads((ROOT / "conf/model/Qwen/Qwen2.5-VL-7B-Instruct/config.json").read_text()), []),
     ],
 )  # fmt: skip
 def test_features_are_read_from_a_published_config(config: dict[str, Any], words: list[str]) -> None:
