@@ -151,6 +151,16 @@ def test_images_of_a_row_are_limited_by_pixels_prompt_and_turns() -> None:
     assert image_tokens_of_row(vl_7b(), shape.tower) == 64, "the tiny model's own maximum"
 
 
+def test_short_rows_fill_a_micro_batch_with_images() -> None:
+    """Rows of 512 image tokens and few text tokens, of at most 4,096 tokens: 28 of them fit in 16,384 tokens."""
+    config = vl_7b(trainer={"max_tokens_per_micro_batch": 16_384})
+    tower = with_row_tokens(read_shape(PUBLISHED["Qwen2.5-VL-7B"][0]), 512).tower
+    assert Tokens.of(config, 28, tower).of_images == 28 * 512 > 16_384 // 4096 * 512
+    assert Tokens.of(config, 40, tower).of_images == 16_384, "no more image tokens than tokens"
+    assert Tokens.of(config, 1, tower) == Tokens(4096, 4096, 4096, 512)
+    assert Tokens.of(config, 28).of_images == 0
+
+
 def test_memory_of_images_by_hand() -> None:
     """Qwen2.5-VL-7B in bf16, rows with 512 tokens of images: a token has four patches of 3 x 2 x 14 x 14 numbers."""
     shape = with_row_tokens(read_shape(PUBLISHED["Qwen2.5-VL-7B"][0]), 512)
