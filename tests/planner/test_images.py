@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hpcrl.engines.patches import make_patches
 from hpcrl.engines.train.fsdp2 import engine
 from hpcrl.engines.train.fsdp2 import memory as fsdp2
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
+from hpcrl.engines.train.fsdp2.traffic import step_traffic
 from hpcrl.models.families import read_shape, shape_of, vision_of
 from hpcrl.models.shape import ModelShape
 from hpcrl.models.vision import Vision
@@ -22,6 +24,7 @@ from hpcrl.planner.activations import Tokens, fsdp2_activations
 from hpcrl.planner.generator import generator_parts
 from hpcrl.planner.image_memory import feature_bytes, image_tokens_of_row, patch_bytes, tower_forward, with_row_tokens
 from hpcrl.planner.memory import CARDS, host_bytes, memory
+from hpcrl.planner.traffic import StepWork
 from hpcrl.planner.trainer import trainer_parts
 from hpcrl.rollout.batch import Batch, batch_from_samples
 from tests.engines.test_images import sample
@@ -201,6 +204,21 @@ def test_the_recipes_with_images_fit_80_gb(name: str) -> None:
     config = load(["+cluster=slurm", f"+experiment={name}"])
     kinds = memory(config, RoleLayout.from_config(config), read_shape(PUBLISHED[model][0]))
     assert all(kind.fits(CARDS["80 GB"]) for kind in kinds)
+
+
+def test_muon_leaves_the_patches_convolution_to_adamw() -> None:
+    """The convolution of 1280 x (3 x 2 x 14 x 14) numbers has five dimensions: AdamW keeps two moments of it."""
+    shape = read_shape(PUBLISHED["Qwen2.5-VL-7B"][0])
+    convolution = 1280 * 1176
+    (patches,) = (p for p in shape.parameters if p.name.endswith("patch_embed.proj.weight"))
+    alone = replace(shape, parameters=(patches,))
+    config = parse({"trainer": {"optimizer": "muon"}})
+    assert fsdp2.optimizer_bytes(config, alone) == 2 * convolution * 4 + 4
+    assert not [sent for sent in step_traffic(config, alone, 2, StepWork(1, 1), True) if "Muon" in sent.what]
+    parts = {part.name: part.num_bytes for part in fsdp2.fsdp2_parts(config, alone, 2)}
+    assert parts["update of a matrix"] == 0
+    (merger,) = (p for p in shape.parameters if p.name.endswith("merger.mlp.0.weight"))
+    assert fsdp2.optimizer_bytes(config, replace(shape, parameters=(merger,))) == 5120 * 5120 * 4, "one momentum"
 
 
 def test_blocks_of_the_tower_are_gathered_like_layers() -> None:
