@@ -21,14 +21,20 @@ from hpcrl.spec.media import Medium
 
 
 def make_tower(path: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """transformers' vision tower of the model in an HF folder, with uninitialised weights."""
+    """transformers' vision tower of the model in an HF folder, with uninitialised weights. Draws no random numbers:
+    only buffers, such as the frequencies of rotary embeddings, get values."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     config = AutoConfig.from_pretrained(path)
     with torch.device("meta"):
         whole: Any = AutoModelForImageTextToText.from_config(config, dtype=dtype)
-    tower: nn.Module = type(whole.model.visual)._from_config(config.vision_config, dtype=dtype)
-    return tower.to(device).eval().requires_grad_(False)
+    tower: Any = whole.model.visual.to_empty(device=device)
+    for module in tower.modules():
+        if next(module.buffers(recurse=False), None) is not None:
+            assert next(module.parameters(recurse=False), None) is None, "its values would be drawn"
+            tower._init_weights(module)
+    made: nn.Module = tower.eval().requires_grad_(False)
+    return made
 
 
 class Images:
