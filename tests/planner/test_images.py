@@ -193,6 +193,14 @@ def test_a_generator_keeps_features_of_images_up_to_its_limit() -> None:
         assert parts["vision tower"] == tower_forward(shape.tower, 4096, 2)
     rows = config.rollout.num_prompts * config.rollout.group_size
     assert found == {"native": min(65_536, rows * 512) * of_token, "vllm": 4096 * of_token}
+    small = {"engine": "vllm", "dtype": "bfloat16"}
+    for pixels, tokens in ((524_288, 2048), (3_145_728, 3072)):  # 512 and 3072 tokens of 32 x 32 pixels
+        data = {"max_prompt_tokens": 1024, "max_pixels": pixels}
+        config = parse({"generator": small, "model": {"path": "/nowhere"}, "data": data})
+        for without in (shape, with_row_tokens(shape, 0)):
+            parts = {part.name: part.num_bytes for part in generator_parts(config, without, (), ())}
+            assert parts["features of images"] == tokens * of_token
+            assert parts["vision tower"] == tower_forward(shape.tower, tokens, 2)
     text = read_shape(PUBLISHED["Qwen3-8B"][0])
     of_images = ("features of images", "vision tower")
     assert not any(p.num_bytes for p in generator_parts(config, text, (), ()) if p.name in of_images)
