@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hpcrl.models.families import PLANNED, family_of, read_shape
-from hpcrl.models.shape import CannotPlanError, wrong_size
+from hpcrl.models.shape import CannotPlanError, decoder_keys, wrong_size
 from hpcrl.models.transformers_models import SCALAR_HEADS
 
 MAX_SHOWN = 4
@@ -45,7 +45,7 @@ class ModelFolder:
     @property
     def max_positions(self) -> int | None:
         """Maximum sequence length in tokens, if config.json gives it."""
-        value = self.config.get("max_position_embeddings")
+        value = decoder_keys(self.config).get("max_position_embeddings")
         return None if value is None or wrong_size("max_position_embeddings", value) else int(value)
 
 
@@ -176,8 +176,7 @@ def _read_header(file: Path, found: ModelFolder) -> dict[str, tuple[int, ...]]:
 def _wrong_sizes(found: ModelFolder) -> Iterator[str]:
     """Sizes that no model has; with too many layers, checks and plan would take hours. Families with unknown parameters
     may lack a size, or have one for each layer."""
-    text = found.config.get("text_config")
-    config = {**found.config, **(text if isinstance(text, Mapping) else {})}
+    config = decoder_keys(found.config)
     known = found.model_type in PLANNED
     for name in (*SIZES, *OPTIONAL_SIZES):
         if config.get(name) is None:

@@ -31,14 +31,7 @@ def positions(num_tokens: int, images: Iterable[ImageSpan], unit: int) -> np.nda
     return found
 
 
-def axes_of_pairs(sections: Sequence[int], interleaved: bool) -> tuple[int, ...]:
-    """The axis (time, row, column) whose position rotates each pair of a head's dimensions.
-
-    Args:
-        sections: The numbers of pairs by axis, mrope_section in config.json.
-        interleaved: Whether pairs take the axes in turn, as in Qwen3-VL, until an axis has its number; the other pairs
-            take time.
-    """
-    if not interleaved:
-        return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
-    return tuple(axis if (axis := pair % 3) and pair < 3 * sections[axis] else 0 for pair in range(sum(sections)))
+def axes_of_pairs(sections: Sequence[int]) -> tuple[int, ...]:
+    """The axis (time, row, column) whose position rotates each pair of a head's dimensions, for numbers of pairs by
+    axis (mrope_section in config.json)."""
+    return tuple(axis for axis, count in enumerate(sections) for _ in range(count))

@@ -179,6 +179,12 @@ def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return found
 
 
+def decoder_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json with its decoder's keys, which may be in text_config, at the top level."""
+    text = config.get("text_config")
+    return {**config, **(text if isinstance(text, Mapping) else {})}
+
+
 def size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
     """A size in a config.json. CannotPlanError if it is invalid, or missing without a default."""
     value = config.get(key)

@@ -37,10 +37,10 @@ class Tokens:
     @classmethod
     def of(cls, config: Config, num_sequences: int, tower: Tower | None = None) -> Tokens:
         """The largest micro-batch of a rank with this many sequences: the token limit, or one row of maximum length if
-        that is longer."""
+        that is longer. Rows are packed by their real lengths, so all of its tokens may be of images."""
         row = config.max_row_tokens
         total = max(min(config.trainer.max_tokens_per_micro_batch, num_sequences * row), row)
-        images = total // row * image_tokens_of_row(config, tower)
+        images = min(num_sequences * image_tokens_of_row(config, tower), total)
         return cls(total, total, config.max_sequence_tokens, images)
 
     def shared(self, num_ranks: int) -> Tokens:

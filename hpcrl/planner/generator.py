@@ -10,7 +10,13 @@ from hpcrl.config import Config, RoleName
 from hpcrl.models.shape import ModelShape
 from hpcrl.planner.activations import FP32
 from hpcrl.planner.adapters import adapters, trained
-from hpcrl.planner.image_memory import feature_bytes, image_limit, image_tokens_of_row, tower_forward
+from hpcrl.planner.image_memory import (
+    feature_bytes,
+    image_limit,
+    image_tokens_of_row,
+    largest_image_tokens,
+    tower_forward,
+)
 from hpcrl.planner.memory_parts import BYTES, PHASES, Part, Phase, samples_of_a_step, split_size
 from hpcrl.planner.trainer import train_plan
 from hpcrl.spec.problems import Problem
@@ -64,9 +70,13 @@ def _images(config: Config, shape: ModelShape, prefill: int) -> tuple[int, int]:
     this many tokens."""
     if shape.tower is None:
         return 0, 0
+    engine = GEN_ENGINES[config.gen_engine]
+    if engine.reserves_for_images:
+        reserved = max(engine.kept_image_tokens, largest_image_tokens(config, shape.tower))
+        return reserved, reserved
     existing = samples_of_a_step(config) * image_tokens_of_row(config, shape.tower)
     largest = image_limit(config, shape.tower)
-    kept = max(GEN_ENGINES[config.gen_engine].kept_image_tokens, largest)
+    kept = max(engine.kept_image_tokens, largest)
     return min(kept, existing), min(max(prefill, largest), existing)
 
 

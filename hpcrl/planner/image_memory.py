@@ -37,11 +37,16 @@ def with_row_tokens(shape: ModelShape, row_tokens: int | None) -> ModelShape:
 
 
 def image_limit(config: Config, tower: Tower) -> int:
-    """Tokens of an image at most."""
+    """Tokens of an image at most, in a prompt."""
+    return min(config.data.max_prompt_tokens, largest_image_tokens(config, tower))
+
+
+def largest_image_tokens(config: Config, tower: Tower) -> int:
+    """Tokens of an image of maximum size, which a prompt may not hold; of one in a prompt if no maximum is known."""
     path = Path(config.model.path) if config.model.path is not None else None
     limits = [limit for limit in (config.data.max_pixels, largest_image(path)) if limit is not None]
     tokens = [max(1, limit // (tower.patches * tower.patch_size**2)) for limit in limits]
-    return min([config.data.max_prompt_tokens, *tokens])
+    return min(tokens, default=config.data.max_prompt_tokens)
 
 
 def tower_activations(tower: Tower | None, num_tokens: int, num_bytes: int, checkpointing: bool) -> int:

@@ -230,6 +230,8 @@ class GenEngineSpec(Spec):
     """Values of model_type of models with which it accepts media; None: of all models that it runs."""
     kept_image_tokens: int = 0
     """Maximum tokens of images whose features it keeps for later prefills; a single larger image is kept as well."""
+    reserves_for_images: bool = False
+    """Whether it reserves memory for kept_image_tokens and an image of maximum size, whatever images the rows have."""
     lora: bool = False
     """Whether it can apply adapters to the weights of the model's folder (trainer.lora)."""
     several_in_process: bool = False

@@ -19,6 +19,7 @@ from hpcrl.config import TrainerConfig
 from hpcrl.data.image_tokens import expand
 from hpcrl.engines.gen.generation_engine import Output, Request, SamplingParams
 from hpcrl.engines.gen.native.engine import NativeEngine
+from hpcrl.engines.gen.native.images import make_tower
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
 from hpcrl.models.families import vision_of
@@ -110,6 +111,24 @@ def test_a_later_request_with_another_image_shares_no_prefix(folder: Path) -> No
     again = replace(requests[3], id=9, prompt_ids=following)
     output = generated(engine, [again])[9]
     assert np.abs(output.gen_logprobs - of_transformers(folder, again, output).numpy()).max() < 2e-5
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_tower_is_made_without_random_numbers(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Its buffers equal a loaded model's; after a sleep, a trainer in the same process draws what it would have drawn."""
+    folder = make_vlm(family, tmp_path / "model")
+    loaded: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype).model.visual
+    state = torch.get_rng_state()
+    tower = make_tower(folder, dtype, torch.device("cpu"))
+    assert torch.equal(torch.get_rng_state(), state)
+    wanted, found = dict(loaded.named_buffers()), dict(tower.named_buffers())
+    assert found.keys() == wanted.keys() != set()
+    for name, buffer in wanted.items():
+        assert found[name].dtype == buffer.dtype and torch.equal(found[name], buffer), name
+    assert {name: (p.shape, p.dtype) for name, p in tower.named_parameters()} == {
+        name: (p.shape, p.dtype) for name, p in loaded.named_parameters()
+    }
 
 
 def test_an_image_token_that_the_model_wrote_is_text_to_generator_and_trainer(folder: Path, world_of_one: None) -> None:

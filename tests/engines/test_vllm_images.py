@@ -111,6 +111,8 @@ def second_turn(vision: Vision, request: Request, output: Output) -> Request:
 
 def answers(folder: Path) -> tuple[list[Answer], list[int]]:
     """The answers of vLLM's engine for one family, and the patches in each call of its tower for the first requests."""
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
     from hpcrl.engines.gen.vllm.engine import VLLMEngine
     from tests.contracts.gen.vllm import leave_groups
 
@@ -123,8 +125,11 @@ def answers(folder: Path) -> tuple[list[Answer], list[int]]:
         dtype="float32",
         cache_bytes=1 << 24,
         options={"block_size": 32},
+        max_pixels=42 * (vision.patch * vision.merge) ** 2,
         load=False,
     )
+    largest = MULTIMODAL_REGISTRY.create_processor(engine._runner.model_config).info.get_max_image_tokens()
+    assert largest == 42, f"vLLM reserves memory for images of {largest} tokens"
     found, calls, version = [], [], 0
 
     def load(seeds: tuple[int, int]) -> None:

@@ -12,8 +12,11 @@ from PIL import Image
 
 from hpcrl.config import TinyModel
 from hpcrl.data.templates import CHATML
+from hpcrl.engines.gen.native.unsupported import unsupported
 from hpcrl.engines.tiny import make_tiny_model
 from hpcrl.launch.__main__ import main
+from hpcrl.launch.model_folder import inspect_model
+from hpcrl.models.rope import rope_types
 from hpcrl.system.exit_codes import ExitCode
 
 SEEING = "model.tiny.architecture=qwen2_5_vl"
@@ -160,3 +163,25 @@ def test_an_environment_that_shows_images_needs_a_model_that_takes_them(
     assert main([*words, SEEING, "generator.engine=sglang", "dry_run=true"]) == ExitCode.BAD_INPUT
     (line,) = capsys.readouterr().err.splitlines()
     assert "shows images, which the sglang generator does not take; use generator.engine=native" in line, line
+
+
+def test_the_models_maximum_length_is_read_in_text_config(tmp_path: Path) -> None:
+    """transformers writes the keys of a vision-language model's decoder there."""
+    text = {"max_position_embeddings": 4096}
+    for name, config in {"nested": {"text_config": text}, "flat": text}.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_vl", **config}))
+        assert inspect_model(folder, to_plan=True).max_positions == 4096
+
+
+def test_features_of_a_decoder_are_read_in_text_config() -> None:
+    """Published folders of Qwen2.5-VL have the keys at the top level and name the default rotary embedding mrope."""
+    published = {"model_type": "qwen2_5_vl", "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}
+    assert not list(unsupported(published))
+    for text, said in (
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope type 'dynamic'"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+    ):
+        assert list(unsupported({"model_type": "qwen2_5_vl", "text_config": text})) == [said]
+    assert rope_types({"text_config": {"rope_scaling": {"rope_type": "yarn"}}}) == {"yarn"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hpcrl.engines.patches import make_patches
 from hpcrl.engines.train.fsdp2 import engine
 from hpcrl.engines.train.fsdp2 import memory as fsdp2
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
+from hpcrl.engines.train.fsdp2.traffic import step_traffic
 from hpcrl.models.families import read_shape, shape_of, vision_of
 from hpcrl.models.shape import ModelShape
 from hpcrl.models.vision import Vision
@@ -22,6 +24,7 @@ from hpcrl.planner.activations import Tokens, fsdp2_activations
 from hpcrl.planner.generator import generator_parts
 from hpcrl.planner.image_memory import feature_bytes, image_tokens_of_row, patch_bytes, tower_forward, with_row_tokens
 from hpcrl.planner.memory import CARDS, host_bytes, memory
+from hpcrl.planner.traffic import StepWork
 from hpcrl.planner.trainer import trainer_parts
 from hpcrl.rollout.batch import Batch, batch_from_samples
 from tests.engines.test_images import sample
@@ -151,6 +154,16 @@ def test_images_of_a_row_are_limited_by_pixels_prompt_and_turns() -> None:
     assert image_tokens_of_row(vl_7b(), shape.tower) == 64, "the tiny model's own maximum"
 
 
+def test_short_rows_fill_a_micro_batch_with_images() -> None:
+    """Rows of 512 image tokens and few text tokens, of at most 4,096 tokens: 28 of them fit in 16,384 tokens."""
+    config = vl_7b(trainer={"max_tokens_per_micro_batch": 16_384})
+    tower = with_row_tokens(read_shape(PUBLISHED["Qwen2.5-VL-7B"][0]), 512).tower
+    assert Tokens.of(config, 28, tower).of_images == 28 * 512 > 16_384 // 4096 * 512
+    assert Tokens.of(config, 40, tower).of_images == 16_384, "no more image tokens than tokens"
+    assert Tokens.of(config, 1, tower) == Tokens(4096, 4096, 4096, 512)
+    assert Tokens.of(config, 28).of_images == 0
+
+
 def test_memory_of_images_by_hand() -> None:
     """Qwen2.5-VL-7B in bf16, rows with 512 tokens of images: a token has four patches of 3 x 2 x 14 x 14 numbers."""
     shape = with_row_tokens(read_shape(PUBLISHED["Qwen2.5-VL-7B"][0]), 512)
@@ -180,6 +193,14 @@ def test_a_generator_keeps_features_of_images_up_to_its_limit() -> None:
         assert parts["vision tower"] == tower_forward(shape.tower, 4096, 2)
     rows = config.rollout.num_prompts * config.rollout.group_size
     assert found == {"native": min(65_536, rows * 512) * of_token, "vllm": 4096 * of_token}
+    small = {"engine": "vllm", "dtype": "bfloat16"}
+    for pixels, tokens in ((524_288, 2048), (3_145_728, 3072)):  # 512 and 3072 tokens of 32 x 32 pixels
+        data = {"max_prompt_tokens": 1024, "max_pixels": pixels}
+        config = parse({"generator": small, "model": {"path": "/nowhere"}, "data": data})
+        for without in (shape, with_row_tokens(shape, 0)):
+            parts = {part.name: part.num_bytes for part in generator_parts(config, without, (), ())}
+            assert parts["features of images"] == tokens * of_token
+            assert parts["vision tower"] == tower_forward(shape.tower, tokens, 2)
     text = read_shape(PUBLISHED["Qwen3-8B"][0])
     of_images = ("features of images", "vision tower")
     assert not any(p.num_bytes for p in generator_parts(config, text, (), ()) if p.name in of_images)
@@ -191,6 +212,21 @@ def test_the_recipes_with_images_fit_80_gb(name: str) -> None:
     config = load(["+cluster=slurm", f"+experiment={name}"])
     kinds = memory(config, RoleLayout.from_config(config), read_shape(PUBLISHED[model][0]))
     assert all(kind.fits(CARDS["80 GB"]) for kind in kinds)
+
+
+def test_muon_leaves_the_patches_convolution_to_adamw() -> None:
+    """The convolution of 1280 x (3 x 2 x 14 x 14) numbers has five dimensions: AdamW keeps two moments of it."""
+    shape = read_shape(PUBLISHED["Qwen2.5-VL-7B"][0])
+    convolution = 1280 * 1176
+    (patches,) = (p for p in shape.parameters if p.name.endswith("patch_embed.proj.weight"))
+    alone = replace(shape, parameters=(patches,))
+    config = parse({"trainer": {"optimizer": "muon"}})
+    assert fsdp2.optimizer_bytes(config, alone) == 2 * convolution * 4 + 4
+    assert not [sent for sent in step_traffic(config, alone, 2, StepWork(1, 1), True) if "Muon" in sent.what]
+    parts = {part.name: part.num_bytes for part in fsdp2.fsdp2_parts(config, alone, 2)}
+    assert parts["update of a matrix"] == 0
+    (merger,) = (p for p in shape.parameters if p.name.endswith("merger.mlp.0.weight"))
+    assert fsdp2.optimizer_bytes(config, replace(shape, parameters=(merger,))) == 5120 * 5120 * 4, "one momentum"
 
 
 def test_blocks_of_the_tower_are_gathered_like_layers() -> None:

@@ -142,13 +142,8 @@ def read_architecture(path: Path) -> Architecture:
         max_positions=_max_positions(config),
         eos_ids=_eos_ids(path, config),
         vision=vision,
-        axis_of_pair=_axes(config) if vision is not None else (),
+        axis_of_pair=axes_of_pairs(config.rope_parameters["mrope_section"]) if vision is not None else (),
     )
-
-
-def _axes(config: Any) -> tuple[int, ...]:
-    rope = config.rope_parameters
-    return axes_of_pairs(rope["mrope_section"], bool(rope.get("mrope_interleaved")))
 
 
 def _expert_layers(config: Any) -> frozenset[int]:

@@ -21,14 +21,20 @@ from hpcrl.spec.media import Medium
 
 
 def make_tower(path: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """transformers' vision tower of the model in an HF folder, with uninitialised weights."""
+    """transformers' vision tower of the model in an HF folder, with uninitialised weights. Draws no random numbers:
+    only buffers, such as the frequencies of rotary embeddings, get values."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     config = AutoConfig.from_pretrained(path)
     with torch.device("meta"):
         whole: Any = AutoModelForImageTextToText.from_config(config, dtype=dtype)
-    tower: nn.Module = type(whole.model.visual)._from_config(config.vision_config, dtype=dtype)
-    return tower.to(device).eval().requires_grad_(False)
+    tower: Any = whole.model.visual.to_empty(device=device)
+    for module in tower.modules():
+        if next(module.buffers(recurse=False), None) is not None:
+            assert next(module.parameters(recurse=False), None) is None, "its values would be drawn"
+            tower._init_weights(module)
+    made: nn.Module = tower.eval().requires_grad_(False)
+    return made
 
 
 class Images:
@@ -37,7 +43,7 @@ class Images:
     def __init__(self, vision: Vision, tower: nn.Module, device: torch.device):
         self._vision, self._tower, self._device = vision, tower, device
         self._unit = vision.patch * vision.merge
-        self._known: dict[bytes, tuple[Tensor, ...]] = {}  # the last used last
+        self._known: dict[bytes, Tensor] = {}  # the last used last
 
     def forget(self) -> None:
         """Drop all features, since the weights have changed."""
@@ -72,10 +78,9 @@ class Images:
         self._compute({digest: medium for digest, medium in wanted.items() if digest not in self._known})
         for digest in wanted:
             self._known[digest] = self._known.pop(digest)
-        layers = zip(*([some[piece] for some in self._known[digest]] for digest, piece in pieces), strict=True)
-        features, *deep = (torch.cat(layer) for layer in layers)
+        features = torch.cat([self._known[digest][piece] for digest, piece in pieces])
         self._shrink(keep=len(wanted))
-        return ImageFeatures(torch.from_numpy(np.concatenate(places)).to(self._device), features, deep)
+        return ImageFeatures(torch.from_numpy(np.concatenate(places)).to(self._device), features)
 
     def _compute(self, media: Mapping[bytes, Medium]) -> None:
         if not media:
@@ -84,12 +89,10 @@ class Images:
         dtype = next(self._tower.parameters()).dtype
         output = self._tower(patches.to(self._device, dtype), grid_thw=grids.to(self._device))
         sizes = [medium.length for medium in media.values()]
-        layers = (output.pooler_output, *(getattr(output, "deepstack_features", None) or ()))
-        split = zip(*(layer.split(sizes) for layer in layers), strict=True)
-        self._known |= dict(zip(media, map(tuple, split), strict=True))
+        self._known |= dict(zip(media, output.pooler_output.split(sizes), strict=True))
 
     def _shrink(self, keep: int) -> None:
-        total = sum(len(features[0]) for features in self._known.values())
+        total = sum(len(features) for features in self._known.values())
         while total > KEPT_IMAGE_TOKENS and len(self._known) > keep:
             oldest = next(iter(self._known))
-            total -= len(self._known.pop(oldest)[0])
+            total -= len(self._known.pop(oldest))

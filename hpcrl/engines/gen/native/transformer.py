@@ -16,12 +16,10 @@ from hpcrl.engines.gen.native.weights import Dense, Experts, FusedWeights, Layer
 
 
 class ImageFeatures(NamedTuple):
-    """What a vision tower computed for some tokens: places int64 [k], features [k, H], and for each of the first layers
-    in `deep`, numbers [k, H] that are added after it (DeepStack, arXiv 2406.04334)."""
+    """What a vision tower computed for some tokens: places int64 [k], features [k, H]."""
 
     places: Tensor
     features: Tensor
-    deep: list[Tensor]
 
 
 class Transformer:
@@ -55,8 +53,6 @@ class Transformer:
             cache.write(i, adding.places, adding.slots, heads[:, a.num_heads :].unflatten(1, (2, a.num_kv_heads)))
             if i + 1 < a.num_layers:
                 x = self._block(layer, x, adding.attend(heads, cache.layers[i], a, self._windows[i]))
-                if images is not None and i < len(images.deep):
-                    x[images.places] += images.deep[i].to(x.dtype)
 
     def _rotation(self, rotations: Tensor, positions: Tensor) -> Tensor:
         """complex64 [T, 1, pairs]."""

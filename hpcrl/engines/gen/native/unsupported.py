@@ -7,6 +7,7 @@ from typing import Any
 
 from hpcrl.models.families import family_of
 from hpcrl.models.rope import rope_type, ropes
+from hpcrl.models.shape import decoder_keys
 
 FIXED_ROPE = ("linear", "llama3", "yarn", "longrope")
 """Kinds of rotary embedding (rope_type), in addition to the default, whose frequencies do not depend on the sequence
@@ -17,6 +18,7 @@ def unsupported(model: Mapping[str, Any], longest: int = 0) -> Iterator[str]:
     """The features that the engine would compute wrongly. `longest` is the maximum sequence length, 0 if not known."""
     decoder = family_of(model["model_type"]).decoder
     assert decoder is not None
+    model = decoder_keys(model)
     sections = ropes(model)
     for rope in sections:
         kind = rope_type(rope)

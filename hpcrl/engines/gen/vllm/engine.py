@@ -85,6 +85,7 @@ def make(config: Config, model_path: Path, tokenizer: Any, replica: ReplicaRanks
         options=own.options,
         routes=routes_of(config, model_path),
         lora=config.lora,
+        max_pixels=config.data.max_pixels,
         load=False,
     )
 
@@ -130,6 +131,7 @@ class VLLMEngine:
         options: Additional arguments of vLLM's EngineArgs, by name.
         routes: Record the chosen experts in the column `routes` of outputs.
         lora: load_weights() gets adapters, and vLLM reads all other weights.
+        max_pixels: Maximum pixels of an image. None means the maximum of the folder.
         load: Read the weights from the folder now. False leaves them to load_weights().
 
     ValueError if vLLM refuses the folder, the sizes or an option. The constructor is collective within the replica.
@@ -153,6 +155,7 @@ class VLLMEngine:
         options: Mapping[str, Any] | None = None,
         routes: RouteShape | None = None,
         lora: LoRAConfig | None = None,
+        max_pixels: int | None = None,
         load: bool = True,
     ):
         from vllm.engine.arg_utils import EngineArgs
@@ -182,7 +185,7 @@ class VLLMEngine:
                     f"vLLM's classes of {model_path} import torchvision, which is not installed; install the version "
                     "that fits your torch"
                 )
-            arguments |= image_arguments()
+            arguments |= image_arguments(vision.limited(max_pixels).max_pixels if max_pixels is not None else None)
         arguments |= replica_arguments(len(replica.ranks), custom_all_reduce) | dict(options or {})
         if lora is not None:
             arguments |= adapter_arguments(lora, Path(model_path))

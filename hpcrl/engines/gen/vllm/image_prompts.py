@@ -17,9 +17,12 @@ from hpcrl.models.vision import Vision
 from hpcrl.spec.media import Medium
 
 
-def arguments() -> dict[str, Any]:
-    """Arguments of EngineArgs for a model with a vision tower."""
+def arguments(max_pixels: int | None) -> dict[str, Any]:
+    """Arguments of EngineArgs for a model with a vision tower, whose images have at most max_pixels pixels; None: the
+    maximum of its folder. vLLM reserves memory for an image of this size."""
+    limits = {} if max_pixels is None else {"mm_processor_kwargs": {"images_kwargs": {"max_pixels": max_pixels}}}
     return {
+        **limits,
         "skip_tokenizer_init": False,  # vLLM's processor, which it makes for its plan of memory, needs a tokenizer
         "mm_processor_cache_gb": 0,
         "mm_device_do_normalize": False,  # make_patches() normalises

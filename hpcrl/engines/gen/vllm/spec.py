@@ -40,6 +40,7 @@ OWN = {
         "trainer.lora",
     ),
     **dict.fromkeys(("enable_return_routed_experts", "aux_output_config"), "trainer.router_replay"),
+    "mm_processor_kwargs": "data.max_pixels",
     **dict.fromkeys(("skip_tokenizer_init", "load_format", "async_scheduling", "speculative_config"), ""),
     **dict.fromkeys(("language_model_only", "mm_device_do_normalize", "mm_encoder_tp_mode"), ""),
 }
@@ -130,7 +131,7 @@ def _need(config: Any, model: Any, name: str, shape: tuple[int, ...], index: int
 
 
 KEPT_IMAGE_TOKENS = 2048
-"""vLLM's own max_num_batched_tokens, to which its encoder cache is limited."""
+"""vLLM's own max_num_batched_tokens, to which its encoder cache is limited; a larger image raises the limit."""
 
 SPEC = GenEngineSpec(
     about="vLLM, in the rank's own process.",
@@ -150,6 +151,7 @@ SPEC = GenEngineSpec(
     media_families=VLLM_SEEING,
     records_routes=True,
     kept_image_tokens=KEPT_IMAGE_TOKENS,
+    reserves_for_images=True,
     plan="hpcrl.engines.gen.vllm.memory:cache",
     check_sizes="hpcrl.engines.gen.vllm.memory:check",
     memory_share=_planned_share,

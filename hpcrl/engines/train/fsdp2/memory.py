@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, Problem
 from hpcrl.engines.train.fsdp2.spec import BLOCK, MIN_NUMBERS, FSDP2Config, indivisible_heads, is_unsharded, problem
-from hpcrl.engines.train.fsdp2.traffic import step_traffic
+from hpcrl.engines.train.fsdp2.traffic import is_for_muon, step_traffic
 from hpcrl.models.shape import CannotPlanError, ModelShape, Parameter
 from hpcrl.planner.activations import FP32, Tokens, fsdp2_activations, logits_bytes, recomputed_layer, recomputed_scores
 from hpcrl.planner.adapters import trained, with_adapters
@@ -65,8 +65,9 @@ def _has_own_update(config: Config, parameter: Parameter) -> bool:
     """Whether the optimizer updates it as a matrix of a layer, and not with AdamW."""
     if not parameter.in_layers or len(parameter.shape) < 2 or config.trainer.optimizer == "adamw":
         return False
-    is_large = parameter.size >= MIN_NUMBERS and parameter.size // parameter.shape[0] >= BLOCK
-    return is_large or config.trainer.optimizer == "muon"
+    if config.trainer.optimizer == "muon":
+        return is_for_muon(parameter)
+    return parameter.size >= MIN_NUMBERS and parameter.size // parameter.shape[0] >= BLOCK
 
 
 def _update_of_a_matrix(config: Config, shape: ModelShape, num_shards: int) -> Part:

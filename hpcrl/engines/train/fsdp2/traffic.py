@@ -6,11 +6,16 @@ from collections.abc import Iterator
 
 from hpcrl.config import Config
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
-from hpcrl.models.shape import ModelShape
+from hpcrl.models.shape import ModelShape, Parameter
 from hpcrl.planner.activations import FP32
 from hpcrl.planner.adapters import trained, with_adapters
 from hpcrl.planner.memory_parts import BYTES
 from hpcrl.planner.traffic import Sent, StepWork, exchanged
+
+
+def is_for_muon(parameter: Parameter) -> bool:
+    """Whether Muon updates it: a matrix, or a stack of matrices, of a layer (hpcrl.engines.train.fsdp2.muon)."""
+    return parameter.in_layers and 2 <= len(parameter.shape) <= 3
 
 
 def step_traffic(config: Config, part: ModelShape, num_ranks: int, work: StepWork, at_once: bool) -> Iterator[Sent]:
@@ -44,7 +49,7 @@ def step_traffic(config: Config, part: ModelShape, num_ranks: int, work: StepWor
     common = sum(parameter.size for parameter in learnt.parameters if parameter.split in ("whole", "vocabulary"))
     yield from exchanged("gradients", "all_reduce", common * BYTES[config.model.dtype] // shards, tensor)
     if config.trainer.optimizer == "muon":
-        matrices = sum(p.size for p in learnt.parameters if p.in_layers and len(p.shape) >= 2)
+        matrices = sum(p.size for p in learnt.parameters if is_for_muon(p))
         yield from exchanged("matrices for Muon", "all_gather", matrices * compute, shards)
     yield from _activations(own, part, work.num_tokens, compute)
 
