@@ -183,7 +183,7 @@ def _append(sample: Sample, token_ids: np.ndarray, output: Output | None, is_pro
 
 def num_marks(messages: Iterable[Mapping[str, Any]]) -> int:
     """Number of pictures in messages."""
-    return sum((message["content"] or "").count(IMAGE_MARK) for message in messages)
+    return sum((message.get("content") or "").count(IMAGE_MARK) for message in messages)
 
 
 def _latest(items: list[Any], count: int) -> list[Any]:
