@@ -62,7 +62,7 @@ def _page(title: str, kept: Examples, images: Mapping[tuple[Any, ...], Sequence[
             f"<tr><td>{step}</td><td>{row['score']:.4g}</td><td><pre>{html.escape(str(row['response']))}</pre></td></tr>"
             for step, row in responses
         )
-        asked, answer = (html.escape(str(first[name])) for name in ("prompt", "answer"))
+        asked, answer = (html.escape(str(first.get(name, ""))) for name in ("prompt", "answer"))
         body.append(
             f"<div><pre>{asked}</pre>{shown}<p>Answer: {answer}</p>"
             f"<table><tr><th>step</th><th>score</th><th>response</th></tr>{told}</table></div>"

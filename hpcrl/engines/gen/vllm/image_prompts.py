@@ -35,8 +35,11 @@ def arguments(max_pixels: int | None) -> dict[str, Any]:
 
 def image_properties(model_path: Path) -> Vision | None:
     """The image properties of a model whose images hpcrl gives to vLLM; None for all other models."""
+    vision = vision_of(model_path)
+    if vision is None:
+        return None
     config = json.loads((model_path / "config.json").read_text())
-    return vision_of(model_path) if config.get("model_type") in VLLM_SEEING else None
+    return vision if config["model_type"] in VLLM_SEEING else None
 
 
 class ImagePrompts:
