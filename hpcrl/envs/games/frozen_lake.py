@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from hpcrl.envs.games.game import Outcome
 from hpcrl.envs.games.grid import MOVES, Cell, GridGame, moved, shortest
-from hpcrl.envs.games.tiles import Figure, Tile
+from hpcrl.envs.games.tiles import DrawnTile, Figure
 from hpcrl.envs.spec import FrozenLakeOptions
 
 SIDEWAYS = {"Up": ("Left", "Right"), "Down": ("Left", "Right"), "Left": ("Up", "Down"), "Right": ("Up", "Down")}
@@ -28,12 +28,12 @@ class FrozenLake(GridGame[FrozenLakeOptions]):
 
     symbols = ("you", "ice", "hole", "goal", "you in a hole", "you at the goal")
     tiles = (
-        Tile("a blue disc", ICE, (YOU,)),
-        Tile("pale blue", ICE),
-        Tile("a black disc", ICE, (HOLE,)),
-        Tile("a green diamond", ICE, (GOAL,)),
-        Tile("a blue disc on a black disc", ICE, (HOLE, YOU)),
-        Tile("a blue disc on a green diamond", ICE, (GOAL, YOU)),
+        DrawnTile("a blue disc", ICE, (YOU,)),
+        DrawnTile("pale blue", ICE),
+        DrawnTile("a black disc", ICE, (HOLE,)),
+        DrawnTile("a green diamond", ICE, (GOAL,)),
+        DrawnTile("a blue disc on a black disc", ICE, (HOLE, YOU)),
+        DrawnTile("a blue disc on a green diamond", ICE, (GOAL, YOU)),
     )
 
     def begin(self, rng: random.Random) -> None:

@@ -10,7 +10,7 @@ from typing import ClassVar, TypeVar
 import numpy as np
 
 from hpcrl.envs.games.game import TextGame
-from hpcrl.envs.games.tiles import Tile, draw
+from hpcrl.envs.games.tiles import DrawnTile, draw
 from hpcrl.envs.spec import GridOptions
 
 Cell = tuple[int, int]
@@ -25,7 +25,7 @@ class GridGame(TextGame[Options]):
     """A game that shows a square grid with one character, or one tile of an image, per place."""
 
     actions = tuple(MOVES)
-    tiles: ClassVar[tuple[Tile, ...]]
+    tiles: ClassVar[tuple[DrawnTile, ...]]
     """The tile of each of `symbols`."""
 
     @property

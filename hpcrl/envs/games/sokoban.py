@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from hpcrl.envs.games.game import Outcome
 from hpcrl.envs.games.grid import MOVES, Cell, GridGame, moved, shortest
-from hpcrl.envs.games.tiles import Figure, Tile
+from hpcrl.envs.games.tiles import DrawnTile, Figure
 from hpcrl.envs.spec import SokobanOptions
 
 STEP, ON_TARGET, SOLVED = -0.1, 1.0, 10.0
@@ -34,13 +34,13 @@ class Sokoban(GridGame[SokobanOptions]):
 
     symbols = ("wall", "floor", "target", "box on a target", "box", "you", "you on a target")
     tiles = (
-        Tile("dark grey", WALL),
-        Tile("beige", FLOOR),
-        Tile("a red diamond", FLOOR, (TARGET,)),
-        Tile("a green square on a red diamond", FLOOR, (TARGET, PLACED)),
-        Tile("an orange square", FLOOR, (BOX,)),
-        Tile("a blue disc", FLOOR, (YOU,)),
-        Tile("a blue disc on a red diamond", FLOOR, (TARGET, YOU)),
+        DrawnTile("dark grey", WALL),
+        DrawnTile("beige", FLOOR),
+        DrawnTile("a red diamond", FLOOR, (TARGET,)),
+        DrawnTile("a green square on a red diamond", FLOOR, (TARGET, PLACED)),
+        DrawnTile("an orange square", FLOOR, (BOX,)),
+        DrawnTile("a blue disc", FLOOR, (YOU,)),
+        DrawnTile("a blue disc on a red diamond", FLOOR, (TARGET, YOU)),
     )
 
     def begin(self, rng: random.Random) -> None:

@@ -29,7 +29,7 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Tile:
+class DrawnTile:
     """A tile: shapes on a ground, the last one on top. `look` describes it for the model."""
 
     look: str
@@ -37,13 +37,13 @@ class Tile:
     shapes: tuple[Figure, ...] = ()
 
 
-def draw(grid: Sequence[Sequence[Tile]], pixels: int) -> np.ndarray:
+def draw(grid: Sequence[Sequence[DrawnTile]], pixels: int) -> np.ndarray:
     """uint8 [rows * pixels, columns * pixels, 3]: the tiles of a grid."""
     return np.concatenate([np.concatenate([_drawn(tile, pixels) for tile in row], axis=1) for row in grid])
 
 
 @functools.cache
-def _drawn(tile: Tile, pixels: int) -> np.ndarray:
+def _drawn(tile: DrawnTile, pixels: int) -> np.ndarray:
     """uint8 [pixels, pixels, 3]."""
     drawn = np.full((pixels, pixels, 3), tile.ground, np.uint8)
     places = np.abs((np.arange(pixels) + 0.5) / pixels - 0.5)  # distance of each pixel's middle from the tile's middle
