@@ -27,10 +27,7 @@ from hpcrl.engines.train.fsdp2.frozen import freeze
 from hpcrl.models.families import vision_of
 from hpcrl.models.vision import Vision
 from hpcrl.rollout.batch import Batch, Norms, batch_from_samples
-from hpcrl.rollout.types import FinishReason, Sample
-from hpcrl.spec.image_rows import image_rows
-from hpcrl.spec.media import IMAGES
-from tests.engines.test_images import engine_of
+from tests.engines.test_images import engine_of, row_of
 from tests.engines.worlds import Weighted
 from tests.vlm_families import SMALL, make_small, own_processor
 
@@ -105,20 +102,7 @@ def rows_of(folder: Path, vision: Vision) -> tuple[Batch, list[tuple[str, list[I
     for number, (text, images, answer) in enumerate(given):
         media = [medium for image in images for medium in read_picture(file_of(image), vision)]
         prompt, placed = encode_with_images(tokenizer, text, media)
-        token_ids = [*prompt, *answer.encode()]
-        mask = np.arange(len(token_ids)) >= len(prompt)
-        made = Sample(
-            number,
-            FinishReason.STOP,
-            token_ids=np.array(token_ids, np.int32),
-            loss_mask=mask,
-            gen_logprobs=np.zeros(len(mask), np.float32),
-            versions=np.full(len(mask), -1, np.int32),
-            turn_ids=np.where(mask, 0, -1).astype(np.int32),
-        )
-        made.put(IMAGES.name, image_rows(placed))
-        made.pictures = {medium.digest: medium.content for medium in placed}
-        samples.append(made)
+        samples.append(row_of(number, prompt, answer, placed))
     return batch_from_samples(samples, [0, 0, 1, 2, 3]).check(), [(text, images) for text, images, _ in given]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,12 @@ def sample(number: int, images: list[Medium], text: str, answer: str) -> Sample:
     for _ in images:
         ids += [START, PAD, END]
     token_ids, media = expand([*ids, *text.encode()], PAD, images)
-    count = len(token_ids)
-    token_ids += [*answer.encode()]
+    return row_of(number, token_ids, answer, media)
+
+
+def row_of(number: int, prompt: Sequence[int], answer: str, media: Sequence[Medium]) -> Sample:
+    """A row of a prompt, with its images in their places, and an answer of bytes."""
+    token_ids, count = [*prompt, *answer.encode()], len(prompt)
     mask = np.arange(len(token_ids)) >= count
     made = Sample(
         number,
