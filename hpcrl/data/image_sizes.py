@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpcrl.data.media import MAX_PIXEL_BYTES, ImageFile
+from hpcrl.data.media import ImageFile
 from hpcrl.data.pictures import size_of
 from hpcrl.data.rows import ChecksRows, Row
 from hpcrl.models.vision import Vision
+from hpcrl.spec.media import MAX_PIXEL_BYTES
 
 REMEDY = "lower data.max_pixels, or leave the row out"
 

@@ -16,6 +16,7 @@ from hpcrl.models.families import largest_image
 from hpcrl.models.shape import ModelShape
 from hpcrl.models.tower import Tower
 from hpcrl.planner.memory_parts import Part, samples_of_a_step
+from hpcrl.spec.media import MAX_PIXEL_BYTES
 
 FP32 = 4
 INDEX = 8
@@ -140,5 +141,7 @@ def controller_pixels(config: Config, shape: ModelShape) -> int:
 
 
 def _row_pixels(config: Config, shape: ModelShape) -> int:
+    """Bytes of a row's pixels; prompts and observations with more than MAX_PIXEL_BYTES are refused."""
     tokens = image_tokens_of_row(config, shape.tower)
-    return tokens * shape.tower.pixel_bytes if shape.tower is not None else 0
+    pixels = tokens * shape.tower.pixel_bytes if shape.tower is not None else 0
+    return min(pixels, config.max_turns * MAX_PIXEL_BYTES)
