@@ -116,8 +116,7 @@ def test_a_later_request_with_another_image_shares_no_prefix(folder: Path) -> No
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_tower_is_made_without_random_numbers(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Its buffers equal a loaded model's; after a sleep, a trainer in the same process draws what it would have drawn.
-    """
+    """Its buffers equal a loaded model's; after a sleep, a trainer in the process draws what it would have drawn."""
     folder = make_vlm(family, tmp_path / "model")
     loaded: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype).model.visual
     state = torch.get_rng_state()
